@@ -1,0 +1,47 @@
+# minidist: `make bench` measures this machine, `make test` runs the tests. Neither needs a GPU.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# A new interpreter or a changed dependency list sets the environment up again; otherwise set-up does nothing.
+STAMP := $(VENV)/.minidist-set-up
+
+.PHONY: setup bench test lint format lessons clean help
+
+help:
+	@echo "make setup    make .venv and install minidist with all its extras"
+	@echo "make bench    measure this machine (under five minutes), then write the report"
+	@echo "make test     run the tests"
+	@echo "make lint     check lint, format and types"
+	@echo "make format   format the code"
+	@echo "make lessons  open JupyterLab in lessons/"
+	@echo "make clean    remove .venv and caches"
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "minidist needs Python 3.10 or newer; %s is %d.%d. Try: make PYTHON=python3.12 ..." % ((sys.executable,) + sys.version_info[:2]))'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[bench,cuda,dev,lessons]' --constraint constraints.txt
+	@touch $@
+
+bench: setup
+	$(BIN)/minidist bench
+	$(BIN)/minidist report
+
+test: setup
+	$(BIN)/pytest
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+lessons: setup
+	cd lessons && ../$(BIN)/jupyter lab
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .benchmarks build *.egg-info

@@ -1,0 +1,53 @@
+"""minidist: from three loops that multiply matrices to ZeRO and 3-D parallel training.
+
+>>> import minidist as md
+>>> md.launch(md.rank, ranks=4)
+[0, 1, 2, 3]
+
+Names are imported when first used: `import minidist` itself does not even import torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from minidist._lazy import lazy
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from minidist import comm as comm
+    from minidist import kernels as kernels
+    from minidist.comm.cluster import Cluster as Cluster
+    from minidist.comm.errors import CollectiveError as CollectiveError
+    from minidist.comm.errors import RankDied as RankDied
+    from minidist.comm.errors import RankError as RankError
+    from minidist.comm.errors import RankTimeout as RankTimeout
+    from minidist.comm.launch import launch as launch
+    from minidist.comm.world import init as init
+    from minidist.comm.world import local_rank as local_rank
+    from minidist.comm.world import rank as rank
+    from minidist.comm.world import shutdown as shutdown
+    from minidist.comm.world import size as size
+    from minidist.model.loss import cross_entropy as cross_entropy
+    from minidist.parallel.data_parallel import DataParallel as DataParallel
+    from minidist.parallel.engine import Engine as Engine
+    from minidist.parallel.layout import Layout as Layout
+    from minidist.parallel.prepare import prepare as prepare
+
+__getattr__, __dir__, __all__ = lazy(
+    __name__,
+    {
+        "minidist.comm": (),
+        "minidist.kernels": (),
+        "minidist.comm.cluster": ("Cluster",),
+        "minidist.comm.errors": ("CollectiveError", "RankDied", "RankError", "RankTimeout"),
+        "minidist.comm.launch": ("launch",),
+        "minidist.comm.world": ("init", "local_rank", "rank", "shutdown", "size"),
+        "minidist.model.loss": ("cross_entropy",),
+        "minidist.parallel.data_parallel": ("DataParallel",),
+        "minidist.parallel.engine": ("Engine",),
+        "minidist.parallel.layout": ("Layout",),
+        "minidist.parallel.prepare": ("prepare",),
+    },
+)

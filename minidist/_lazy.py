@@ -1,0 +1,35 @@
+"""Names of a package that are imported when they are first used.
+
+`import minidist` and `minidist --help` take milliseconds, since torch is imported by the first thing that
+needs it. Type checkers and editors read the imports under `TYPE_CHECKING` beside each call of `lazy`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+
+def lazy(
+    package: str, homes: dict[str, tuple[str, ...]]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """`__getattr__`, `__dir__` and `__all__` for a package whose names live in other modules.
+
+    Args:
+        package: the package's name.
+        homes: for each module the public names that it defines; none where the module itself is the name.
+    """
+    modules = {name: module for module, names in homes.items() for name in names}
+    modules |= {module.rpartition(".")[2]: module for module, names in homes.items() if not names}
+
+    def get(name: str) -> Any:
+        if name not in modules:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        module = importlib.import_module(modules[name])
+        value = getattr(module, name) if homes[modules[name]] else module
+        setattr(sys.modules[package], name, value)
+        return value
+
+    return get, lambda: sorted(modules), sorted(modules)

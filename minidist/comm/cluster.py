@@ -1,0 +1,211 @@
+"""A cluster of warm local ranks: processes that have imported torch, formed a world and wait for functions.
+
+`Cluster.run` sends a function to every rank and brings back what each returned. Functions travel by
+cloudpickle, by value where no other process could import them, so those defined in a notebook cell, in a
+script or inside another function work too.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import cloudpickle
+
+from minidist.comm.answers import collect
+from minidist.comm.processes import RankProcess, supervisor
+from minidist.comm.worker import Setup
+
+START_TIMEOUT = 120.0
+"""Seconds that ranks may take to start: importing torch from a cold disk can take most of a minute."""
+COLLECTIVE_TIMEOUT = 300.0
+"""Seconds that a collective waits where a run has no time limit of its own."""
+KILL_TIMEOUT = 5.0
+
+
+class Cluster:
+    """Local ranks that stay up between runs.
+
+    >>> with md.Cluster(ranks=4) as cluster:
+    ...     cluster.run(lambda: md.rank() ** 2)
+    [0, 1, 4, 9]
+
+    What a rank prints appears in the caller, a line at a time, labelled with its rank. Ctrl-C stops them all.
+    After a failed run the cluster is usable again, with fresh processes: what the old ones held is gone.
+    Ranks never outlive the caller, however it ends.
+
+    Args:
+        ranks: number of processes, at least 1.
+        timeout: seconds that a run may take, and that a collective in it may wait; None for no limit on the
+            run and 300 s for a collective.
+        threads: each rank's threads in torch, BLAS and Numba; by default the cores divided by the ranks, at
+            least 1.
+        start_timeout: seconds that the ranks may take to start.
+
+    Raises:
+        TypeError: an argument is of the wrong type.
+        ValueError: an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        ranks: int,
+        timeout: float | None = 60.0,
+        *,
+        threads: int | None = None,
+        start_timeout: float = START_TIMEOUT,
+    ) -> None:
+        self.closed = True
+        self.ranks = _count("ranks", ranks)
+        share = max(1, available_cores() // self.ranks)
+        self.threads = share if threads is None else _count("threads", threads)
+        self.timeout = None if timeout is None else _seconds("timeout", timeout)
+        self.start_timeout = _seconds("start_timeout", start_timeout)
+        self._running = threading.Lock()
+        # One list for the object's life: the finalizer stops what it holds at the end.
+        self._processes: list[RankProcess] = []
+        self._finalizer = weakref.finalize(self, _stop, self._processes, os.getpid(), 0.0)
+        self._start()
+        self.closed = False
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Run `function(*args, **kwargs)` on every rank.
+
+        Returns:
+            What each rank returned, in rank order.
+
+        Raises:
+            RankError: a rank raised; names the first that did, with its traceback.
+            RankDied: a rank's process ended: killed, or out of memory.
+            RankTimeout: a rank had not returned in time; says where each one was.
+            TypeError: the function, or an argument, cannot be sent to another process.
+            RuntimeError: the cluster is closed, or is running something in another thread.
+        """
+        if self.closed:
+            raise RuntimeError("this Cluster is closed; make a new one")
+        call = _pickle_call(function, args, kwargs)
+        if not self._running.acquire(blocking=False):
+            raise RuntimeError("this Cluster is running another function; wait for it, or make a second one")
+        try:
+            if not self._processes:  # the last run failed
+                self._start()
+            for process in self._processes:
+                process.send(call)
+            return [pickle.loads(value) for value in collect(self._processes, "returned", self.timeout)]
+        except BaseException:
+            _stop(self._processes, os.getpid(), 0.0)
+            raise
+        finally:
+            self._running.release()
+
+    def close(self) -> None:
+        """Stop the ranks. A second call does nothing."""
+        self.closed = True
+        _stop(self._processes, os.getpid(), 1.0)
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Cluster(ranks={self.ranks}, threads={self.threads}, {'closed' if self.closed else 'open'})"
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a Cluster cannot be sent to a rank; call cluster.run outside the function that it runs"
+        )
+
+    def _start(self) -> None:
+        """Start the ranks and wait until they have formed a world."""
+        # The listening socket of the world's store is made here and handed to rank 0: no port is guessed,
+        # so none is in use, and nothing but this machine can reach it.
+        with socket.create_server(("127.0.0.1", 0), backlog=max(16, self.ranks)) as listener:
+            try:
+                for rank in range(self.ranks):
+                    process = RankProcess(rank, supervisor(), listener if rank == 0 else None)
+                    self._processes.append(process)
+                    setup = Setup(
+                        rank=rank,
+                        ranks=self.ranks,
+                        port=listener.getsockname()[1],
+                        threads=self.threads,
+                        timeout=self.timeout or COLLECTIVE_TIMEOUT,
+                        # A world of torchrun's that the caller belongs to is not the ranks' own.
+                        environment={
+                            k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")
+                        },
+                        directory=os.getcwd(),
+                        path=sys.path,
+                    )
+                    process.send(pickle.dumps(setup))
+                collect(self._processes, "ready", self.start_timeout)
+            except BaseException:
+                _stop(self._processes, os.getpid(), 0.0)
+                raise
+
+
+def available_cores() -> int:
+    """Cores that this process may use: its affinity where the system has one, else all."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _stop(processes: list[RankProcess], owner: int, grace: float) -> None:
+    """Stop processes and empty the list: let them end by themselves for `grace` seconds, then kill them."""
+    if os.getpid() != owner:  # a fork of the caller: the ranks are not its to stop
+        return
+    stopping, processes[:] = processes[:], []
+    deadline = time.monotonic() + grace
+    for process in stopping:
+        process.connection.close()  # an idle rank ends by itself
+    for process in stopping:
+        if not process.wait(max(0.0, deadline - time.monotonic())):
+            process.kill()
+    for process in stopping:
+        process.wait(KILL_TIMEOUT)
+        process.close()
+
+
+def _pickle_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+    if not callable(function):
+        raise TypeError(
+            f"function is {function!r}, of type {type(function).__name__}; give the function itself, "
+            "without calling it"
+        )
+    try:
+        return bytes(cloudpickle.dumps((function, args, kwargs)))
+    except Exception as error:
+        name = getattr(function, "__qualname__", repr(function))
+        raise TypeError(
+            f"{name} or one of its arguments cannot be sent to another process ({error}); "
+            "create such objects inside the function"
+        ) from error
+
+
+def _count(name: str, value: int) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name} is {value!r}; give a whole number, at least 1")
+    if value < 1:
+        raise ValueError(f"{name} is {value}; give at least 1")
+    return int(value)
+
+
+def _seconds(name: str, value: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} is {value!r}; give a number of seconds")
+    if not value > 0:
+        raise ValueError(f"{name} is {value}; give a number of seconds above 0")
+    return float(value)

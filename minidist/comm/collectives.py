@@ -1,0 +1,377 @@
+"""The door: every strategy communicates through these functions, and never calls torch.distributed itself.
+
+Each call is checked, counted in the open ledgers, and fails in a sentence. All ranks of the group make the
+same calls in the same order with the same shapes and dtypes. With `async_op=True` a function returns a
+`Work` at once; the result is there after its `wait()`.
+
+The letters in the formulas: n is the number of ranks in the group, S the bytes of the tensor passed. Bytes
+sent are what this rank puts on the wire, payload only. Over NCCL the library picks the algorithm; counted
+is then the one named here, which NCCL uses for large tensors. In a world of one nothing is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Literal, overload
+
+import torch
+import torch.distributed as dist
+
+from minidist.comm.work import (
+    ALGORITHMS,
+    Group,
+    Work,
+    bytes_of,
+    call_of,
+    check_member,
+    check_name,
+    check_tensor,
+    is_nccl,
+    rank_in,
+    ranks_of,
+    run,
+)
+
+# Renamed in torch 2.13, where the former names warn.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+OPERATIONS: dict[str, tuple[Any, Callable[..., torch.Tensor]]] = {
+    "sum": (dist.ReduceOp.SUM, torch.sum),
+    "mean": (dist.ReduceOp.SUM, torch.sum),  # divided after: not every backend averages
+    "min": (dist.ReduceOp.MIN, torch.amin),
+    "max": (dist.ReduceOp.MAX, torch.amax),
+    "product": (dist.ReduceOp.PRODUCT, torch.prod),
+}
+"""For each `op` its name in torch.distributed, and the function that reduces dimension 0 on one rank."""
+
+
+@overload
+def all_reduce(
+    x: torch.Tensor, op: str = ..., algorithm: str = ..., group: Group = ..., async_op: Literal[False] = ...
+) -> torch.Tensor: ...
+@overload
+def all_reduce(
+    x: torch.Tensor, op: str = ..., algorithm: str = ..., group: Group = ..., *, async_op: Literal[True]
+) -> Work: ...
+def all_reduce(
+    x: torch.Tensor, op: str = "sum", algorithm: str = "torch", group: Group = None, async_op: bool = False
+) -> Any:
+    """Reduce `x`, of any shape, over all ranks, in place; each rank gets the result.
+
+    Sends 2 (n - 1) / n S: gloo and NCCL run a ring, which is a reduce-scatter and an all-gather
+    (Patarasuk and Yuan 2009, section 3).
+
+    Args:
+        x: the same shape and dtype on all ranks; it receives the result.
+        op: "sum", "mean", "min", "max" or "product".
+        algorithm: how; "torch" is torch.distributed's own.
+        group: the ranks that take part; None for all.
+        async_op: return a `Work` at once.
+
+    Returns:
+        `x`, or the `Work` whose `wait()` returns it.
+
+    Raises:
+        ValueError: an unknown `op` or `algorithm`.
+        TypeError: not a dense tensor, or a mean of integers.
+        CollectiveError: a peer is gone or late.
+    """
+    check_name("algorithm", algorithm, ALGORITHMS)
+    data, ranks = _reducible("all_reduce", x, op), len(ranks_of(group))
+    buffer = data.contiguous()
+
+    def result() -> torch.Tensor:
+        if op == "mean" and ranks > 1:
+            buffer.div_(ranks)
+        if buffer.data_ptr() != data.data_ptr():
+            data.copy_(buffer)
+        return x
+
+    call = call_of("all_reduce", x, group, 2 * (ranks - 1) * bytes_of(x) // ranks, algorithm)
+    operation, _ = OPERATIONS[op]
+    return run(
+        call, partial(dist.all_reduce, buffer, operation, group=group, async_op=True), result, async_op
+    )
+
+
+@overload
+def reduce_scatter(
+    x: torch.Tensor,
+    op: str = ...,
+    algorithm: str = ...,
+    group: Group = ...,
+    out: torch.Tensor | None = ...,
+    async_op: Literal[False] = ...,
+) -> torch.Tensor: ...
+@overload
+def reduce_scatter(
+    x: torch.Tensor,
+    op: str = ...,
+    algorithm: str = ...,
+    group: Group = ...,
+    out: torch.Tensor | None = ...,
+    *,
+    async_op: Literal[True],
+) -> Work: ...
+def reduce_scatter(
+    x: torch.Tensor,
+    op: str = "sum",
+    algorithm: str = "torch",
+    group: Group = None,
+    out: torch.Tensor | None = None,
+    async_op: bool = False,
+) -> Any:
+    """Reduce `x` over all ranks and leave each with its share: rank r gets rows r k to (r + 1) k of it.
+
+    Sends (n - 1) / n S. Over gloo that is an all-to-all and a local sum in rank order, so that the result
+    does not depend on timing; gloo's own reduce-scatter sends as much as an all-reduce.
+
+    Args:
+        x: (n k, ...), the same shape and dtype on all ranks; it is not changed.
+        op, algorithm, group, async_op: as for `all_reduce`.
+        out: (k, ...), where to put the share; None for a new tensor.
+
+    Returns:
+        This rank's share, (k, ...), or the `Work` whose `wait()` returns it.
+
+    Raises:
+        ValueError: n does not divide the first dimension, or `out` has another shape or dtype.
+        TypeError, CollectiveError: as for `all_reduce`.
+    """
+    check_name("algorithm", algorithm, ALGORITHMS)
+    data, ranks = _reducible("reduce_scatter", x, op).contiguous(), len(ranks_of(group))
+    share = _out("reduce_scatter", out, data, (_share_of("reduce_scatter", x, ranks), *x.shape[1:]))
+    operation, reduce = OPERATIONS[op]
+    by_library = is_nccl(x) and ranks > 1
+    # Row r of what arrives is rank r's contribution to this rank's share.
+    arrived = share if by_library else torch.empty_like(data)
+
+    def result() -> torch.Tensor:
+        if not by_library:
+            parts = arrived.view(ranks, *share.shape)
+            share.copy_(reduce(parts, dim=0))
+        if op == "mean" and ranks > 1:
+            share.div_(ranks)
+        return share
+
+    call = call_of("reduce_scatter", x, group, (ranks - 1) * bytes_of(x) // ranks, algorithm)
+    if by_library:
+        start = partial(_reduce_scatter_single, share, data, operation, group=group, async_op=True)
+    else:
+        start = partial(_exchange, arrived, data, None, None, group)
+    return run(call, start, result, async_op, alone=partial(arrived.copy_, data))
+
+
+@overload
+def all_gather(
+    x: torch.Tensor,
+    algorithm: str = ...,
+    group: Group = ...,
+    out: torch.Tensor | None = ...,
+    async_op: Literal[False] = ...,
+) -> torch.Tensor: ...
+@overload
+def all_gather(
+    x: torch.Tensor,
+    algorithm: str = ...,
+    group: Group = ...,
+    out: torch.Tensor | None = ...,
+    *,
+    async_op: Literal[True],
+) -> Work: ...
+def all_gather(
+    x: torch.Tensor,
+    algorithm: str = "torch",
+    group: Group = None,
+    out: torch.Tensor | None = None,
+    async_op: bool = False,
+) -> Any:
+    """Give every rank the tensors of all ranks, one after the other along the first dimension.
+
+    Sends (n - 1) S: around a ring, each rank passes on what it receives.
+
+    Args:
+        x: (k, ...), the same shape and dtype on all ranks.
+        algorithm, group, async_op: as for `all_reduce`.
+        out: (n k, ...), where to put the result; None for a new tensor. `x` may be its own part of it.
+
+    Returns:
+        (n k, ...), or the `Work` whose `wait()` returns it.
+
+    Raises:
+        ValueError: `out` has another shape or dtype, or `x` has no dimension.
+        CollectiveError: a peer is gone or late.
+    """
+    check_name("algorithm", algorithm, ALGORITHMS)
+    data, ranks = check_tensor("all_gather", x).contiguous(), len(ranks_of(group))
+    rows = _share_of("all_gather", x, 1)
+    gathered = _out("all_gather", out, data, (ranks * rows, *x.shape[1:]))
+    call = call_of("all_gather", x, group, (ranks - 1) * bytes_of(x), algorithm)
+    start = partial(_all_gather_single, gathered, data, group=group, async_op=True)
+    return run(call, start, lambda: gathered, async_op, alone=partial(gathered.copy_, data))
+
+
+@overload
+def broadcast(
+    x: torch.Tensor,
+    source: int = ...,
+    algorithm: str = ...,
+    group: Group = ...,
+    async_op: Literal[False] = ...,
+) -> torch.Tensor: ...
+@overload
+def broadcast(
+    x: torch.Tensor, source: int = ..., algorithm: str = ..., group: Group = ..., *, async_op: Literal[True]
+) -> Work: ...
+def broadcast(
+    x: torch.Tensor, source: int = 0, algorithm: str = "torch", group: Group = None, async_op: bool = False
+) -> Any:
+    """Copy `x` from one rank to all, in place.
+
+    Sends S to each of this rank's children in a binomial tree: ceil(log2 n) of them for the source, none for
+    the leaves, n - 1 over all ranks together.
+
+    Args:
+        x: the same shape and dtype on all ranks; the source's values reach the others.
+        source: the rank in the group that has the values.
+        algorithm, group, async_op: as for `all_reduce`.
+
+    Returns:
+        `x`, or the `Work` whose `wait()` returns it.
+
+    Raises:
+        ValueError: `source` is no rank of the group.
+        CollectiveError: a peer is gone or late.
+    """
+    check_name("algorithm", algorithm, ALGORITHMS)
+    data, ranks = check_tensor("broadcast", x), len(ranks_of(group))
+    check_member("source", source, ranks)
+    buffer = data.contiguous()
+
+    def result() -> torch.Tensor:
+        if buffer.data_ptr() != data.data_ptr():
+            data.copy_(buffer)
+        return x
+
+    children = tree_children((rank_in(group) - source) % ranks, ranks)
+    call = call_of("broadcast", x, group, children * bytes_of(x), algorithm)
+    start = partial(dist.broadcast, buffer, group=group, async_op=True, group_src=source)
+    return run(call, start, result, async_op)
+
+
+@overload
+def all_to_all(
+    x: torch.Tensor,
+    input_rows: Sequence[int] | None = ...,
+    output_rows: Sequence[int] | None = ...,
+    algorithm: str = ...,
+    group: Group = ...,
+    async_op: Literal[False] = ...,
+) -> torch.Tensor: ...
+@overload
+def all_to_all(
+    x: torch.Tensor,
+    input_rows: Sequence[int] | None = ...,
+    output_rows: Sequence[int] | None = ...,
+    algorithm: str = ...,
+    group: Group = ...,
+    *,
+    async_op: Literal[True],
+) -> Work: ...
+def all_to_all(
+    x: torch.Tensor,
+    input_rows: Sequence[int] | None = None,
+    output_rows: Sequence[int] | None = None,
+    algorithm: str = "torch",
+    group: Group = None,
+    async_op: bool = False,
+) -> Any:
+    """Send a part of `x` to each rank, and get a part from each: a transpose of rows between ranks.
+
+    Sends all of `x` but the part that this rank keeps: (n - 1) / n S where the parts are equal.
+
+    Args:
+        x: (rows, ...): the part for rank 0, then that for rank 1, and so on.
+        input_rows: rows of each part; None for equal parts.
+        output_rows: rows that come from each rank; None for equal parts.
+        algorithm, group, async_op: as for `all_reduce`.
+
+    Returns:
+        What came from rank 0, then from rank 1, and so on; or the `Work` whose `wait()` returns it.
+
+    Raises:
+        ValueError: n does not divide the rows, or the parts do not add up to them.
+        CollectiveError: a peer is gone or late, or sends other sizes than were announced.
+    """
+    check_name("algorithm", algorithm, ALGORITHMS)
+    data, ranks = check_tensor("all_to_all", x).contiguous(), len(ranks_of(group))
+    sends, comes = _parts("input_rows", input_rows, x, ranks), _parts("output_rows", output_rows, x, ranks)
+    if sum(sends) != len(x):
+        raise ValueError(
+            f"input_rows {sends} add up to {sum(sends)}, and x has {len(x)} rows; they have to agree"
+        )
+    received = data.new_empty((sum(comes), *x.shape[1:]))
+    kept = sends[rank_in(group)] * bytes_of(x) // max(1, len(x))
+    call = call_of("all_to_all", x, group, bytes_of(x) - kept, algorithm)
+    start = partial(_exchange, received, data, comes, sends, group)
+    return run(call, start, lambda: received, async_op, alone=partial(received.copy_, data))
+
+
+def _exchange(
+    received: torch.Tensor,
+    sent: torch.Tensor,
+    comes: list[int] | None,
+    sends: list[int] | None,
+    group: Group,
+) -> Any:
+    return dist.all_to_all_single(received, sent, comes, sends, group=group, async_op=True)
+
+
+def tree_children(place: int, ranks: int) -> int:
+    """Number of children of a rank in a binomial broadcast tree, `place` counted from the root."""
+    # A rank receives over its lowest set bit, and then serves the lower ones.
+    lowest = (place & -place) if place else 1 << (ranks - 1).bit_length()
+    return sum(1 for bit in range(lowest.bit_length() - 1) if place + (1 << bit) < ranks)
+
+
+def _reducible(name: str, x: torch.Tensor, op: str) -> torch.Tensor:
+    check_name("op", op, OPERATIONS)
+    data = check_tensor(name, x)
+    if op == "mean" and not (x.is_floating_point() or x.is_complex()):
+        raise TypeError(
+            f"{name} cannot average {x.dtype}; use op='sum', or convert to a floating-point dtype"
+        )
+    return data
+
+
+def _share_of(name: str, x: torch.Tensor, ranks: int) -> int:
+    if x.dim() == 0:
+        raise ValueError(
+            f"{name} takes a tensor with at least one dimension, not a scalar; x.view(1) makes one"
+        )
+    if len(x) % ranks:
+        raise ValueError(
+            f"{name} takes a first dimension that the {ranks} ranks divide, not {len(x)}; "
+            f"pad it to {-(-len(x) // ranks) * ranks}"
+        )
+    return len(x) // ranks
+
+
+def _parts(name: str, rows: Sequence[int] | None, x: torch.Tensor, ranks: int) -> list[int]:
+    if rows is None:
+        return [_share_of("all_to_all", x, ranks)] * ranks
+    if len(rows) != ranks or any(count < 0 for count in rows):
+        raise ValueError(f"{name} is {list(rows)}; give {ranks} counts of rows, one for each rank")
+    return list(rows)
+
+
+def _out(name: str, out: torch.Tensor | None, x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    if out is None:
+        return x.new_empty(shape)
+    if out.shape != shape or out.dtype != x.dtype:
+        raise ValueError(f"{name}: out is {out.dtype}{list(out.shape)} and has to be {x.dtype}{list(shape)}")
+    if not out.is_contiguous():
+        raise ValueError(f"{name}: out has to be contiguous; its strides are {out.stride()}")
+    return out.detach()

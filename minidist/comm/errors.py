@@ -1,0 +1,40 @@
+"""What can go wrong between ranks, as exceptions that name the rank."""
+
+from __future__ import annotations
+
+
+class RankError(RuntimeError):
+    """A rank failed, and the others were stopped.
+
+    Attributes:
+        rank: the rank whose failure came first; the others' failures only follow from it.
+        traceback: that rank's traceback (or stack, where it was stuck), as text; empty where it was killed.
+    """
+
+    def __init__(self, message: str, *, rank: int, traceback: str = "") -> None:
+        super().__init__(f"{message}\n\n{traceback.rstrip()}" if traceback else message)
+        self.summary = message
+        self.rank = rank
+        self.traceback = traceback
+
+
+class RankDied(RankError):
+    """A rank's process ended before it returned: killed by a signal, or by `os._exit`.
+
+    Attributes:
+        signal: the signal's name, such as "SIGKILL", or None where the process ended by itself.
+        exit_code: the exit code, as `subprocess` gives it: negative for a signal.
+    """
+
+    def __init__(self, message: str, *, rank: int, exit_code: int, signal: str | None) -> None:
+        super().__init__(message, rank=rank)
+        self.exit_code = exit_code
+        self.signal = signal
+
+
+class RankTimeout(RankError, TimeoutError):
+    """One or more ranks had not returned within the time limit; `traceback` says where each one was."""
+
+
+class CollectiveError(RuntimeError):
+    """A collective could not be completed: a peer is gone, or did not call it within the time limit."""

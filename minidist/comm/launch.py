@@ -1,0 +1,64 @@
+"""Run a function on several fresh local ranks; or, under torchrun, on the ranks that it started."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from minidist.comm.cluster import START_TIMEOUT, Cluster
+
+
+def launch(
+    fn: Callable[..., Any],
+    ranks: int,
+    args: tuple[Any, ...] = (),
+    timeout: float | None = 60.0,
+    *,
+    threads: int | None = None,
+    start_timeout: float = START_TIMEOUT,
+) -> list[Any]:
+    """Run `fn(*args)` on `ranks` fresh local processes that have formed a world.
+
+    Needs no `if __name__ == "__main__":` in a script. Under torchrun it starts nothing: `fn` runs in this
+    process, as the rank that torchrun gave it, so that one program serves both.
+
+    Args:
+        fn: any function: of a module, a script, a notebook cell, or a closure.
+        ranks: number of processes, at least 1.
+        args: its positional arguments, the same on each rank.
+        timeout: seconds that the whole run may take, and that a collective may wait; None for no limit on the
+            run and 300 s for a collective.
+        threads: each rank's threads; by default the cores divided by the ranks, at least 1.
+        start_timeout: seconds that the ranks may take to start.
+
+    Returns:
+        What each rank returned, in rank order.
+
+    Raises:
+        RankError, RankDied, RankTimeout, TypeError: as `Cluster.run`.
+        ValueError: an argument is out of range, or torchrun started another number of ranks.
+    """
+    if not isinstance(args, tuple):
+        raise TypeError(f"args is {args!r}; give a tuple, such as ({args!r},)")
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return _run_under_torchrun(fn, ranks, args, timeout)
+    with Cluster(ranks, timeout, threads=threads, start_timeout=start_timeout) as cluster:
+        return cluster.run(fn, *args)
+
+
+def _run_under_torchrun(
+    fn: Callable[..., Any], ranks: int, args: tuple[Any, ...], timeout: float | None
+) -> list[Any]:
+    import torch.distributed as dist
+
+    from minidist.comm import world
+
+    world.init(timeout or world.DEFAULT_TIMEOUT)
+    if world.size() != ranks:
+        raise ValueError(
+            f"torchrun started {world.size()} ranks and the program asks for {ranks}; make them equal"
+        )
+    results: list[Any] = [None] * ranks
+    dist.all_gather_object(results, fn(*args))
+    return results

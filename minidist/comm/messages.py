@@ -1,0 +1,197 @@
+"""The rest of the door: one rank to one rank, one to all, all to one, and waiting for each other.
+
+The same rules hold as in `collectives.py`. Ranks are counted inside the group.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Literal, overload
+
+import torch
+import torch.distributed as dist
+
+from minidist.comm.work import (
+    Group,
+    Work,
+    bytes_of,
+    call_of,
+    check_member,
+    check_tensor,
+    rank_in,
+    ranks_of,
+    run,
+)
+
+
+@overload
+def send(
+    x: torch.Tensor, destination: int, tag: int = ..., group: Group = ..., async_op: Literal[False] = ...
+) -> torch.Tensor: ...
+@overload
+def send(
+    x: torch.Tensor, destination: int, tag: int = ..., group: Group = ..., *, async_op: Literal[True]
+) -> Work: ...
+def send(x: torch.Tensor, destination: int, tag: int = 0, group: Group = None, async_op: bool = False) -> Any:
+    """Send `x` to one rank, which has to `recv` the same shape and dtype with the same tag. Sends S.
+
+    Returns:
+        `x`, or the `Work` whose `wait()` returns it; `x` must not change before.
+
+    Raises:
+        ValueError: `destination` is no other rank of the group.
+        CollectiveError: the peer is gone or late.
+    """
+    data = check_tensor("send", x).contiguous()
+    _check_peer("destination", destination, group)
+    start = partial(dist.isend, data, group=group, tag=tag, group_dst=destination)
+    return run(call_of("send", x, group, bytes_of(x)), start, lambda: x, async_op)
+
+
+@overload
+def recv(
+    x: torch.Tensor, source: int, tag: int = ..., group: Group = ..., async_op: Literal[False] = ...
+) -> torch.Tensor: ...
+@overload
+def recv(
+    x: torch.Tensor, source: int, tag: int = ..., group: Group = ..., *, async_op: Literal[True]
+) -> Work: ...
+def recv(x: torch.Tensor, source: int, tag: int = 0, group: Group = None, async_op: bool = False) -> Any:
+    """Receive into `x` what one rank sends, in place. Sends nothing.
+
+    Returns:
+        `x`, or the `Work` whose `wait()` returns it; its values are there only then.
+
+    Raises:
+        ValueError: `source` is no other rank of the group.
+        CollectiveError: the peer is gone or late.
+    """
+    data = check_tensor("recv", x)
+    _check_peer("source", source, group)
+    buffer = data.contiguous()
+
+    def result() -> torch.Tensor:
+        if buffer.data_ptr() != data.data_ptr():
+            data.copy_(buffer)
+        return x
+
+    start = partial(dist.irecv, buffer, group=group, tag=tag, group_src=source)
+    return run(call_of("recv", x, group, 0), start, result, async_op)
+
+
+@overload
+def gather(
+    x: torch.Tensor, destination: int = ..., group: Group = ..., async_op: Literal[False] = ...
+) -> torch.Tensor | None: ...
+@overload
+def gather(
+    x: torch.Tensor, destination: int = ..., group: Group = ..., *, async_op: Literal[True]
+) -> Work: ...
+def gather(x: torch.Tensor, destination: int = 0, group: Group = None, async_op: bool = False) -> Any:
+    """Bring the tensors of all ranks to one rank, one after the other along the first dimension.
+
+    Sends S, but from the destination nothing.
+
+    Args:
+        x: (k, ...), the same shape and dtype on all ranks.
+        destination: the rank in the group that gets the result.
+        group: the ranks that take part; None for all.
+        async_op: return a `Work` at once.
+
+    Returns:
+        (n k, ...) on the destination and None elsewhere; or the `Work` whose `wait()` returns it.
+
+    Raises:
+        ValueError: `destination` is no rank of the group, or `x` has no dimension.
+        CollectiveError: a peer is gone or late.
+    """
+    data, ranks = check_tensor("gather", x).contiguous(), len(ranks_of(group))
+    check_member("destination", destination, ranks)
+    if x.dim() == 0:
+        raise ValueError(
+            "gather takes a tensor with at least one dimension, not a scalar; x.view(1) makes one"
+        )
+    here = rank_in(group) == destination
+    gathered = data.new_empty((ranks, *x.shape)) if here else None
+    parts = list(gathered) if gathered is not None else None
+
+    def result() -> torch.Tensor | None:
+        return None if gathered is None else gathered.flatten(0, 1)
+
+    start = partial(dist.gather, data, parts, group=group, async_op=True, group_dst=destination)
+    call = call_of("gather", x, group, 0 if here else bytes_of(x))
+    return run(call, start, result, async_op, alone=lambda: gathered is not None and gathered[0].copy_(data))
+
+
+@overload
+def scatter(
+    x: torch.Tensor | None,
+    out: torch.Tensor,
+    source: int = ...,
+    group: Group = ...,
+    async_op: Literal[False] = ...,
+) -> torch.Tensor: ...
+@overload
+def scatter(
+    x: torch.Tensor | None,
+    out: torch.Tensor,
+    source: int = ...,
+    group: Group = ...,
+    *,
+    async_op: Literal[True],
+) -> Work: ...
+def scatter(
+    x: torch.Tensor | None, out: torch.Tensor, source: int = 0, group: Group = None, async_op: bool = False
+) -> Any:
+    """Give each rank its part of one rank's tensor, in place of `out`: rank r gets rows r k to (r + 1) k.
+
+    Sends (n - 1) / n S from the source, from the others nothing.
+
+    Args:
+        x: (n k, ...) on the source; ignored elsewhere, where None is fine.
+        out: (k, ...), contiguous, the same shape and dtype on all ranks; it receives the part.
+        source: the rank in the group that has `x`.
+        group: the ranks that take part; None for all.
+        async_op: return a `Work` at once.
+
+    Returns:
+        `out`, or the `Work` whose `wait()` returns it.
+
+    Raises:
+        ValueError: `source` is no rank of the group, or the shapes or dtypes of `x` and `out` do not fit.
+        CollectiveError: a peer is gone or late.
+    """
+    part, ranks = check_tensor("scatter", out), len(ranks_of(group))
+    check_member("source", source, ranks)
+    if not out.is_contiguous():
+        raise ValueError(f"scatter: out has to be contiguous; its strides are {out.stride()}")
+    parts, sent = None, 0
+    if rank_in(group) == source:
+        data = check_tensor("scatter", x).contiguous()
+        wanted = (ranks * len(out), *out.shape[1:]) if out.dim() else None
+        if wanted is None or data.shape != wanted or data.dtype != out.dtype:
+            raise ValueError(
+                f"scatter: x is {data.dtype}{list(data.shape)} and out {out.dtype}{list(out.shape)}; "
+                f"x needs {ranks} times the rows of out and its dtype, and out at least one dimension"
+            )
+        parts, sent = list(data.chunk(ranks)) if len(out) else [part] * ranks, (ranks - 1) * bytes_of(out)
+    start = partial(dist.scatter, part, parts, group=group, async_op=True, group_src=source)
+    call = call_of("scatter", out, group, sent)
+    return run(call, start, lambda: out, async_op, alone=lambda: parts is not None and part.copy_(parts[0]))
+
+
+def barrier(group: Group = None) -> None:
+    """Wait until every rank of the group has come here. Sends no payload.
+
+    Raises:
+        CollectiveError: a peer is gone or late.
+    """
+    call = call_of("barrier", torch.empty(0), group, 0)
+    run(call, partial(dist.barrier, group=group, async_op=True), lambda: None, False)
+
+
+def _check_peer(what: str, peer: int, group: Group) -> None:
+    ranks = len(ranks_of(group))
+    check_member(what, peer, ranks)
+    if peer == rank_in(group):
+        raise ValueError(f"{what} is {peer}, this rank itself; give another of the {ranks} ranks")

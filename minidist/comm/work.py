@@ -1,0 +1,188 @@
+"""One call through the door: checked, started, waited for, counted; and its failure told in a sentence."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from minidist._names import unknown
+from minidist.comm import ledgers
+from minidist.comm.errors import CollectiveError
+
+Group = dist.ProcessGroup | None
+"""A process group of torch.distributed; None is the whole world."""
+
+ALGORITHMS = ("torch",)
+"""Names that a collective's `algorithm` takes: "torch" is torch.distributed's own over gloo or NCCL."""
+
+
+_under_way: set[Work] = set()
+"""Calls that nobody has waited for yet. They are kept, since gloo drops the message of a send whose handle is
+dropped, and its receiver then waits in vain."""
+
+
+class Work:
+    """A collective under way. `wait` completes it and gives its result; results are not valid before.
+
+    Wait for every one, sends too: a handle holds its tensors until then.
+    """
+
+    def __init__(
+        self,
+        call: ledgers.Call,
+        start: Callable[[], Any],
+        result: Callable[[], Any],
+    ) -> None:
+        self._call, self._result = call, result
+        self._value: Any = None
+        self._waited = False
+        self._started = time.perf_counter()
+        ledgers.enter(call)
+        try:
+            self._handle = start()
+        except RuntimeError as error:
+            raise self._failed(error) from error
+        _under_way.add(self)
+
+    def wait(self) -> Any:
+        """Wait until the collective is complete; its result. A second call returns the same at once.
+
+        Raises:
+            CollectiveError: a peer is gone, or did not make the same call within the time limit.
+        """
+        if not self._waited:
+            _under_way.discard(self)
+            begun = time.perf_counter()
+            try:
+                if self._handle is not None:
+                    self._handle.wait()
+            except RuntimeError as error:
+                raise self._failed(error) from error
+            self._value = self._result()
+            self._waited, self._handle = True, None
+            ended = time.perf_counter()
+            self._call.waited = ended - begun
+            self._call.seconds = ended - self._started
+        return self._value
+
+    def done(self) -> bool:
+        """True where `wait` would not block. Of a send, gloo can say so only after it."""
+        return self._waited or self._handle is None or bool(self._handle.is_completed())
+
+    def _failed(self, error: RuntimeError) -> CollectiveError:
+        text, call = str(error), self._call
+        if "imed out" in text:
+            reason = (
+                "the other ranks did not all make this call within the time limit; one may have skipped it, "
+                "or still be computing: look there, or give a longer timeout="
+            )
+        elif any(sign in text for sign in ("closed by peer", "reset by peer", "Broken pipe", "refused")):
+            reason = "another rank's process has ended; its own error says why"
+        elif "scalar type" in text:
+            reason = "the backend cannot send this dtype; convert the tensor first, as in x.to(torch.int32)"
+        else:
+            reason = text
+        shape = "x".join(map(str, call.shape)) or "scalar"
+        return CollectiveError(
+            f"{call.name} of {call.dtype}[{shape}] on rank {dist.get_rank()} "
+            f"with ranks {', '.join(map(str, call.group))}: {reason}"
+        )
+
+
+def run(
+    call: ledgers.Call,
+    start: Callable[[], Any],
+    result: Callable[[], Any],
+    async_op: bool,
+    alone: Callable[[], Any] | None = None,
+) -> Any:
+    """Start a call, and wait for its result unless told not to.
+
+    Args:
+        call: the ledger's entry.
+        start: begins it and returns torch's handle.
+        result: completes it after the wait and returns what the caller gets.
+        async_op: return the `Work` and not its result.
+        alone: done in place of `start` in a group of one, where there is nobody to talk to.
+    """
+    if len(call.group) == 1:
+        if alone is not None:
+            alone()
+        start = _nothing
+    work = Work(call, start, result)
+    return work if async_op else work.wait()
+
+
+def _nothing() -> None:
+    """A group of one waits for nobody."""
+
+
+def bytes_of(x: torch.Tensor) -> int:
+    """Bytes of a tensor's elements."""
+    return x.numel() * x.element_size()
+
+
+def ranks_of(group: Group) -> tuple[int, ...]:
+    """The members of a group, as ranks of the world; (0,) where there is no world.
+
+    Raises:
+        ValueError: this rank is not one of them.
+    """
+    if not dist.is_initialized():
+        return (0,)
+    rank_in(group)
+    return tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
+
+
+def rank_in(group: Group) -> int:
+    """This rank's place in a group.
+
+    Raises:
+        ValueError: it has none.
+    """
+    if not dist.is_initialized():
+        return 0
+    place = dist.get_rank(group)
+    if place < 0:
+        raise ValueError(
+            f"rank {dist.get_rank()} is not a member of the group; only members may call its collectives"
+        )
+    return place
+
+
+def is_nccl(x: torch.Tensor) -> bool:
+    """True where torch sends this tensor by NCCL."""
+    return x.is_cuda
+
+
+def check_tensor(name: str, x: object) -> torch.Tensor:
+    """The tensor without its graph, or a TypeError."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name} takes a torch tensor, not a {type(x).__name__}; torch.as_tensor makes one")
+    if x.layout != torch.strided:
+        raise TypeError(f"{name} takes a dense tensor, not {x.layout}; x.to_dense() makes one")
+    return x.detach()
+
+
+def check_name(what: str, name: str, known: Collection[str]) -> None:
+    """ValueError with the nearest known name where `name` is not one of them."""
+    if name not in known:
+        raise unknown(what, name, known)
+
+
+def check_member(what: str, place: int, ranks: int) -> None:
+    """ValueError where `place` is no rank of a group of `ranks`."""
+    if not 0 <= place < ranks:
+        raise ValueError(f"{what} is {place}; the group's ranks are 0 to {ranks - 1}")
+
+
+def call_of(
+    name: str, x: torch.Tensor, group: Group, bytes_sent: int, algorithm: str = "torch"
+) -> ledgers.Call:
+    """The ledger's entry for a call."""
+    dtype = str(x.dtype).removeprefix("torch.")
+    return ledgers.Call(name, algorithm, dtype, tuple(x.shape), ranks_of(group), bytes_sent)

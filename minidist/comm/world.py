@@ -1,0 +1,117 @@
+"""The world: who am I, how many are we, and joining and leaving it.
+
+The only state is torch.distributed's own default process group. A process that has joined no world is a
+world of one: rank 0 of 1. So the same program runs alone, under `minidist.launch`, and under torchrun.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+DEFAULT_TIMEOUT = 300.0
+"""Seconds that a collective waits for the other ranks where nobody said otherwise."""
+
+_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_joined_here = False  # whether `init` made the world, so that `shutdown` may end it
+
+
+def init(timeout: float = DEFAULT_TIMEOUT) -> None:
+    """Join the world that torchrun (or RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT) describes.
+
+    Does nothing in a rank of `minidist.launch` or `minidist.Cluster`, which has joined already, nor where no
+    world is described: that process is a world of one.
+
+    Args:
+        timeout: seconds to wait for the other ranks, here and in every collective.
+
+    Raises:
+        ValueError: a variable is missing or is not a number, or the timeout is not positive.
+        RuntimeError: the port is in use.
+        TimeoutError: the others did not come in time.
+    """
+    global _joined_here
+    if not timeout > 0:
+        raise ValueError(f"timeout is {timeout}; give the seconds to wait for the other ranks, above 0")
+    if dist.is_initialized() or not any(name in os.environ for name in ("RANK", "WORLD_SIZE")):
+        return
+    missing = [name for name in _VARIABLES if name not in os.environ]
+    if missing:
+        raise ValueError(
+            f"{', '.join(missing)} not set: a world needs {', '.join(_VARIABLES)}; torchrun sets them all"
+        )
+    own, ranks, port = (_number(name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    if not 0 <= own < ranks:
+        raise ValueError(f"RANK is {own} and WORLD_SIZE {ranks}; ranks are numbered from 0 to {ranks - 1}")
+    host, limit = os.environ["MASTER_ADDR"], timedelta(seconds=timeout)
+    # torchrun's agent keeps a store of its own at this address, which its ranks then only join.
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    try:
+        store = TCPStore(host, port, ranks, is_master=own == 0 and not agent, timeout=limit)
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" in str(error) or "address already in use" in str(error):
+            raise RuntimeError(
+                f"port {port} on {host} is in use by another program; set MASTER_PORT to a free one "
+                "(torchrun: --master-port)"
+            ) from error
+        raise TimeoutError(
+            f"rank {own} found no world of {ranks} at {host}:{port} within {timeout:g} s; "
+            "is rank 0 running, and is that its address?"
+        ) from error
+    except dist.DistStoreError as error:
+        raise TimeoutError(
+            f"rank {own} waited {timeout:g} s at {host}:{port} for a world of {ranks}; start all the ranks"
+        ) from error
+    join(PrefixStore("minidist", store), own, ranks, limit)
+    _joined_here = True
+
+
+def join(store: Store, own: int, ranks: int, limit: timedelta) -> None:
+    """Form the default group: gloo, and NCCL for tensors on a GPU where each rank has one to itself."""
+    gpus = torch.cuda.device_count() if dist.is_nccl_available() else 0
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", str(ranks)))
+    backend = "cpu:gloo,cuda:nccl" if gpus >= local_ranks else "gloo"
+    dist.init_process_group(backend, store=store, rank=own, world_size=ranks, timeout=limit)
+    if backend != "gloo":
+        torch.cuda.set_device(local_rank())
+
+
+def rank() -> int:
+    """This process's rank: 0 to size() - 1."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def size() -> int:
+    """Number of ranks in the world."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def local_rank() -> int:
+    """This process's rank among those on its own machine."""
+    return _number("LOCAL_RANK") if dist.is_initialized() and "LOCAL_RANK" in os.environ else rank()
+
+
+def device() -> torch.device:
+    """Where this rank computes: its own GPU where NCCL joins the ranks, else the CPU."""
+    if dist.is_initialized() and "nccl" not in str(dist.get_backend_config()):
+        return torch.device("cpu")
+    return torch.device("cuda", local_rank()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def shutdown() -> None:
+    """Leave the world that `init` joined; does nothing where there is none, or where a launcher owns it."""
+    global _joined_here
+    if _joined_here:
+        _joined_here = False
+        dist.destroy_process_group()
+
+
+def _number(name: str) -> int:
+    try:
+        return int(os.environ[name])
+    except ValueError:
+        raise ValueError(f"{name} is {os.environ[name]!r}; it has to be a whole number") from None

@@ -1,0 +1,31 @@
+"""Warm ranks that all tests share: starting them costs a second or two once, a test then milliseconds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import cloudpickle
+import pytest
+
+from minidist.comm.cluster import Cluster
+
+
+@pytest.fixture(scope="session")
+def cluster_of() -> Iterator[Callable[[int], Cluster]]:
+    """`cluster_of(n)`: a warm cluster of n ranks with a time limit of 30 s."""
+    clusters: dict[int, Cluster] = {}
+
+    def get(ranks: int) -> Cluster:
+        if ranks not in clusters:
+            clusters[ranks] = Cluster(ranks, timeout=30.0)
+        return clusters[ranks]
+
+    yield get
+    for cluster in clusters.values():
+        cluster.close()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Send test functions to ranks by value: no rank then has to import a test module, and pytest with it."""
+    for module in {item.module for item in items if isinstance(item, pytest.Function)}:
+        cloudpickle.register_pickle_by_value(module)

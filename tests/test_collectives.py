@@ -1,0 +1,382 @@
+"""The door: values against what one process computes, bytes against the formulas and against the wire."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import minidist as md
+from minidist import comm
+from minidist.comm.collectives import tree_children
+
+Clusters = Callable[[int], md.Cluster]
+REDUCE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "sum": lambda parts: parts.sum(0),
+    "mean": lambda parts: parts.mean(0),
+    "min": lambda parts: parts.amin(0),
+    "max": lambda parts: parts.amax(0),
+    "product": lambda parts: parts.prod(0),
+}
+
+
+def exact(actual: Any, expected: Any) -> None:
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+def inputs(seed: int, shape: tuple[int, ...], dtype: torch.dtype, ranks: int) -> torch.Tensor:
+    """Small whole numbers, whose sums and products every dtype holds exactly: (ranks, *shape)."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-2, 3, (ranks, *shape), generator=generator).to(dtype)
+
+
+def every_collective(seed: int, rows: int, width: int, dtype: torch.dtype, op: str) -> dict[str, Any]:
+    """On each rank: the result of each collective, on the same inputs that `expected` uses."""
+    rank, ranks = md.rank(), md.size()
+    x = inputs(seed, (rows * ranks, width), dtype, ranks)[rank]
+    before = x.clone()
+    out = x.new_empty(rows, width)
+    results: dict[str, Any] = {
+        "all_reduce": comm.all_reduce(x.clone(), op),
+        "reduce_scatter": comm.reduce_scatter(x, op),
+        "all_gather": comm.all_gather(x),
+        "broadcast": comm.broadcast(x.clone(), source=ranks - 1),
+        "all_to_all": comm.all_to_all(x),
+        "gather": comm.gather(x, destination=ranks - 1),
+        "scatter": comm.scatter(x if rank == ranks - 1 else None, out, source=ranks - 1),
+    }
+    if ranks > 1:
+        sent = comm.send(x, (rank + 1) % ranks, tag=7, async_op=True)
+        results["recv"] = comm.recv(torch.empty_like(x), (rank - 1) % ranks, tag=7)
+        sent.wait()
+    exact(x, before)
+    return results
+
+
+def expected(
+    seed: int, rows: int, width: int, dtype: torch.dtype, op: str, rank: int, ranks: int
+) -> dict[str, Any]:
+    parts = inputs(seed, (rows * ranks, width), dtype, ranks)
+    reduced = REDUCE[op](parts).to(dtype)
+    own = slice(rank * rows, (rank + 1) * rows)
+    results = {
+        "all_reduce": reduced,
+        "reduce_scatter": reduced[own],
+        "all_gather": parts.flatten(0, 1),
+        "broadcast": parts[-1],
+        "all_to_all": parts[:, own].flatten(0, 1),
+        "gather": parts.flatten(0, 1) if rank == ranks - 1 else None,
+        "scatter": parts[-1][own],
+    }
+    if ranks > 1:
+        results["recv"] = parts[(rank - 1) % ranks]
+    return results
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    ranks=st.integers(1, 4),
+    rows=st.integers(0, 5),
+    width=st.integers(0, 7),
+    dtype=st.sampled_from(
+        [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32]
+    ),
+    op=st.sampled_from(sorted(REDUCE)),
+    seed=st.integers(0, 1000),
+)
+def test_results_equal_one_process(
+    cluster_of: Clusters, ranks: int, rows: int, width: int, dtype: torch.dtype, op: str, seed: int
+) -> None:
+    if op == "mean" and (not dtype.is_floating_point or ranks == 3):
+        op = "sum"  # a third is not exact, and integers have no mean
+    case = (seed, rows, width, dtype, op)
+    for rank, results in enumerate(cluster_of(ranks).run(every_collective, *case)):
+        for name, wanted in expected(*case, rank, ranks).items():
+            exact(results[name], wanted)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_memory_that_is_not_contiguous_is_reduced_in_place(cluster_of: Clusters, ranks: int) -> None:
+    def reduce() -> tuple[torch.Tensor, torch.Tensor]:
+        whole = torch.zeros(4, 6)
+        column = whole[:, 2]
+        column += md.rank() + 1
+        comm.all_reduce(column)
+        comm.broadcast(whole.t(), source=0)
+        return whole, column
+
+    for whole, column in cluster_of(ranks).run(reduce):
+        wanted = torch.zeros(4, 6)
+        wanted[:, 2] = sum(range(1, ranks + 1))
+        exact(whole, wanted)
+        exact(column, wanted[:, 2])
+
+
+def test_asynchronous_calls_complete_in_wait(cluster_of: Clusters) -> None:
+    def overlap() -> tuple[bool, list[torch.Tensor], bool]:
+        parts = [torch.full((3,), float(md.rank() + i)) for i in range(4)]
+        works = [comm.all_reduce(x, async_op=True) for x in parts]
+        share = comm.reduce_scatter(torch.arange(4.0), async_op=True)
+        same = all(work.wait() is x for work, x in zip(works, parts, strict=True))
+        return same, [*parts, share.wait(), share.wait()], share.done()
+
+    for rank, (same, results, done) in enumerate(cluster_of(2).run(overlap)):
+        assert same
+        assert done
+        for i in range(4):
+            exact(results[i], torch.full((3,), 2.0 * i + 1))
+        exact(results[4], torch.arange(4.0)[2 * rank : 2 * rank + 2] * 2)
+        exact(results[5], results[4])
+
+
+def test_a_send_that_nobody_waits_for_still_arrives(cluster_of: Clusters) -> None:
+    def fire_and_forget() -> list[float]:
+        import gc
+
+        other = 1 - md.rank()
+        comm.send(torch.full((3,), float(md.rank())), other, async_op=True)
+        gc.collect()
+        time.sleep(0.05)
+        received = comm.recv(torch.empty(3), other).tolist()
+        comm.barrier()
+        return received
+
+    assert cluster_of(2).run(fire_and_forget) == [[1.0] * 3, [0.0] * 3]
+
+
+def test_uneven_all_to_all(cluster_of: Clusters) -> None:
+    def exchange() -> list[float]:
+        rank = md.rank()
+        x = torch.arange(3.0) + 10 * rank  # rank 0 sends 0, 1 + 2; rank 1 sends all three to rank 0
+        rows = [1, 2] if rank == 0 else [3, 0]
+        comes = [1, 3] if rank == 0 else [2, 0]
+        with comm.ledger() as ledger:
+            received = comm.all_to_all(x, rows, comes)
+        assert ledger.bytes_sent == (8 if rank == 0 else 12)
+        return received.tolist()
+
+    assert cluster_of(2).run(exchange) == [[0.0, 10.0, 11.0, 12.0], [1.0, 2.0]]
+
+
+def test_groups_count_their_own_ranks(cluster_of: Clusters) -> None:
+    def inside() -> tuple[list[float], tuple[int, ...], int] | str:
+        group = dist.new_group([1, 2])
+        if md.rank() == 0:
+            try:
+                comm.all_reduce(torch.ones(1), group=group)
+            except ValueError as error:
+                return str(error)
+        with comm.ledger() as ledger:
+            x = comm.broadcast(torch.full((2,), float(md.rank())), source=1, group=group)
+            x = comm.all_reduce(x, group=group)
+        return x.tolist(), ledger.calls[1].group, ledger.bytes_sent
+
+    outside, first, second = cluster_of(3).run(inside)
+    assert "rank 0 is not a member of the group" in outside
+    assert first == ([4.0, 4.0], (1, 2), 8)  # it is the broadcast's leaf, and sends half of 2 x 8 bytes
+    assert second == ([4.0, 4.0], (1, 2), 16)
+
+
+FORMULAS: dict[str, Callable[[int, int, int], float]] = {
+    "all_reduce": lambda n, size, rank: 2 * (n - 1) / n * size,
+    "reduce_scatter": lambda n, size, rank: (n - 1) / n * size,
+    "all_gather": lambda n, size, rank: (n - 1) * size,
+    "all_to_all": lambda n, size, rank: (n - 1) / n * size,
+    "gather": lambda n, size, rank: 0 if rank == 0 else size,
+    "scatter": lambda n, size, rank: (n - 1) / n * size if rank == 0 else 0,
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_ledger_counts_the_formula(cluster_of: Clusters, ranks: int, dtype: torch.dtype) -> None:
+    def count() -> dict[str, int]:
+        x, sizes = torch.ones(24, 5, dtype=dtype), {}
+        calls: dict[str, Callable[[], object]] = {
+            "all_reduce": lambda: comm.all_reduce(x),
+            "reduce_scatter": lambda: comm.reduce_scatter(x),
+            "all_gather": lambda: comm.all_gather(x),
+            "all_to_all": lambda: comm.all_to_all(x),
+            "gather": lambda: comm.gather(x),
+            "scatter": lambda: comm.scatter(x, x.new_empty(24 // md.size(), 5)),
+        }
+        for name, call in calls.items():
+            with comm.ledger() as ledger:
+                call()
+            (entry,) = ledger.calls
+            assert (entry.name, entry.algorithm, entry.dtype) == (
+                name,
+                "torch",
+                str(dtype).removeprefix("torch."),
+            )
+            assert entry.seconds >= entry.waited >= 0
+            sizes[name] = ledger.bytes_sent
+        return sizes
+
+    size = 24 * 5 * dtype.itemsize
+    for rank, counted in enumerate(cluster_of(ranks).run(count)):
+        assert counted == {name: formula(ranks, size, rank) for name, formula in FORMULAS.items()}
+
+
+@pytest.mark.parametrize("ranks", range(1, 18))
+def test_a_broadcast_tree_reaches_everyone_once(ranks: int) -> None:
+    children = [tree_children(place, ranks) for place in range(ranks)]
+    assert sum(children) == ranks - 1
+    assert children[0] == (ranks - 1).bit_length()
+
+
+def test_the_ledger_counts_what_is_on_the_wire(cluster_of: Clusters) -> None:
+    """The loopback interface's own counter, over 16 MB tensors, agrees with the ledger to 2%."""
+    if not Path("/proc/net/dev").exists():
+        pytest.skip("needs /proc/net/dev, which counts the bytes of an interface on Linux")
+
+    def bytes_on_loopback() -> int:
+        line = next(
+            line for line in Path("/proc/net/dev").read_text().splitlines() if line.strip().startswith("lo:")
+        )
+        return int(line.split(":")[1].split()[8])
+
+    calls: dict[str, Callable[[torch.Tensor], object]] = {
+        "all_reduce": comm.all_reduce,
+        "reduce_scatter": comm.reduce_scatter,
+        "all_gather": comm.all_gather,
+        "broadcast": comm.broadcast,
+        "all_to_all": comm.all_to_all,
+        "gather": comm.gather,
+    }
+    for name in calls:
+
+        def count(name: str = name) -> int:
+            x = torch.ones(4 * 2**20)
+            with comm.ledger() as ledger:
+                calls[name](x)
+            return ledger.bytes_sent
+
+        cluster = cluster_of(4)
+        cluster.run(count)  # connections are made at the first call
+        before = bytes_on_loopback()
+        counted = sum(cluster.run(count))
+        # 2%: frames' headers, and what other programs say to each other meanwhile.
+        assert bytes_on_loopback() - before == pytest.approx(counted, rel=0.02), name
+
+
+def test_ledgers_nest_and_print(cluster_of: Clusters) -> None:
+    def count() -> tuple[int, int, int, str]:
+        with comm.ledger() as outer:
+            comm.all_reduce(torch.ones(4))
+            with comm.ledger() as inner:
+                comm.all_reduce(torch.ones(4))
+                comm.barrier()
+        comm.barrier()
+        return len(outer.calls), len(inner.calls), outer.bytes_sent, outer.table()
+
+    calls, inner, sent, table = cluster_of(2).run(count)[0]
+    assert (calls, inner, sent) == (3, 2, 32)
+    assert table.splitlines()[1].split()[:6] == ["all_reduce", "torch", "float32", "2", "2", "32"]
+    assert table.splitlines()[-1].split()[:3] == ["total", "3", "32"]
+
+
+def test_a_world_of_one_sends_nothing() -> None:
+    with comm.ledger() as ledger:
+        results = every_collective(1, 2, 3, torch.float64, "mean")
+        comm.barrier()
+    for name, wanted in expected(1, 2, 3, torch.float64, "mean", 0, 1).items():
+        exact(results[name], wanted)
+    assert ledger.bytes_sent == 0
+    assert len(ledger.calls) == 8
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda: comm.all_reduce([1.0]), TypeError, "all_reduce takes a torch tensor, not a list"),
+        (lambda: comm.all_reduce(torch.ones(2), "avg"), ValueError, "unknown op 'avg': known are sum, mean"),
+        (lambda: comm.all_reduce(torch.ones(2), "maxx"), ValueError, "did you mean 'max'"),
+        (lambda: comm.all_reduce(torch.ones(2), algorithm="torhc"), ValueError, "did you mean 'torch'"),
+        (lambda: comm.all_reduce(torch.ones(2).int(), "mean"), TypeError, "cannot average torch.int32"),
+        (lambda: comm.all_reduce(torch.ones(2).to_sparse()), TypeError, "takes a dense tensor"),
+        (lambda: comm.reduce_scatter(torch.ones(3, 2)), ValueError, "the 2 ranks divide, not 3; pad it to 4"),
+        (lambda: comm.all_gather(torch.tensor(1.0)), ValueError, r"not a scalar; x.view\(1\) makes one"),
+        (
+            lambda: comm.all_gather(torch.ones(2), out=torch.ones(3)),
+            ValueError,
+            r"float32\[3\] and has to be",
+        ),
+        (
+            lambda: comm.broadcast(torch.ones(2), source=2),
+            ValueError,
+            "source is 2; the group's ranks are 0 to 1",
+        ),
+        (lambda: comm.send(torch.ones(2), md.rank()), ValueError, "this rank itself"),
+        (lambda: comm.recv(torch.ones(2), -1), ValueError, "source is -1"),
+        (lambda: comm.all_to_all(torch.ones(4), [1, 2], [2, 2]), ValueError, "add up to 3, and x has 4 rows"),
+        (lambda: comm.all_to_all(torch.ones(4), [4]), ValueError, "give 2 counts of rows"),
+        (
+            lambda: comm.scatter(torch.ones(3), torch.ones(2), md.rank()),
+            ValueError,
+            "x needs 2 times the rows",
+        ),
+        (
+            lambda: comm.all_reduce(torch.ones(2).short()),
+            comm.CollectiveError,
+            "cannot send this dtype; convert",
+        ),
+    ],
+)
+def test_wrong_arguments_are_told_in_a_sentence(
+    cluster_of: Clusters, call: Callable[[], object], error: type[Exception], text: str
+) -> None:
+    def attempt() -> tuple[str, str]:
+        try:
+            call()
+        except Exception as caught:
+            return type(caught).__name__, str(caught)
+        return "nothing", ""
+
+    for kind, message in cluster_of(2).run(attempt):
+        assert kind == error.__name__
+        assert re.search(text, message), message
+
+
+def test_a_call_that_a_rank_skips_ends_at_the_time_limit() -> None:
+    def skip() -> str:
+        if md.rank() == 0:
+            time.sleep(1.5)
+            return ""
+        try:
+            comm.all_reduce(torch.ones(5), "max")
+        except comm.CollectiveError as error:
+            return str(error)
+        return "no error"
+
+    from minidist.comm import cluster as cluster_module
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cluster_module, "COLLECTIVE_TIMEOUT", 0.5)
+        with md.Cluster(ranks=2, timeout=None) as cluster:
+            _, message = cluster.run(skip)
+    assert "all_reduce of float32[5] on rank 1 with ranks 0, 1: the other ranks did not all" in message
+
+
+def test_a_dead_peer_is_told(cluster_of: Clusters) -> None:
+    def leave() -> str:
+        if md.rank() == 0:
+            dist.destroy_process_group()
+            return ""
+        try:
+            for _ in range(100):
+                comm.all_reduce(torch.ones(5))
+        except comm.CollectiveError as error:
+            return str(error)
+        return "no error"
+
+    with md.Cluster(ranks=2, timeout=20) as cluster:
+        assert "another rank's process has ended" in cluster.run(leave)[1]

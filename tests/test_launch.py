@@ -1,0 +1,344 @@
+"""Launching: results in order, errors that name the rank, and nothing left running, whatever happens."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import minidist as md
+from minidist import comm
+from minidist.comm.cluster import available_cores
+
+Clusters = Callable[[int], md.Cluster]
+
+
+def alive(process: int) -> bool:
+    """True where a process runs; a zombie that nobody has reaped yet does not."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_until_gone(processes: list[int], limit: float = 5.0) -> None:
+    deadline = time.monotonic() + limit
+    while (left := [p for p in processes if alive(p)]) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not left, f"processes {left} are still running after {limit} s"
+
+
+def descendants(process: int) -> list[int]:
+    """Processes below this one, itself excluded."""
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            parent = int(path.read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(path.parent.name))
+    found = list(children.get(process, []))
+    for child in found:
+        found.extend(children.get(child, []))
+    return found
+
+
+@contextlib.contextmanager
+def program(tmp_path: Path, text: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    """A script in a process of its own, killed at the end if it still runs."""
+    script = tmp_path / "program.py"
+    script.write_text(textwrap.dedent(text))
+    process = subprocess.Popen(
+        [sys.executable, str(script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **environment},
+    )
+    try:
+        with process:
+            yield process
+    finally:
+        process.kill()
+
+
+def test_results_come_back_in_rank_order(cluster_of: Clusters) -> None:
+    assert cluster_of(4).run(md.rank) == [0, 1, 2, 3]
+    assert cluster_of(4).run(md.size) == [4] * 4
+    assert cluster_of(4).run(md.local_rank) == [0, 1, 2, 3]
+
+
+def test_closures_arguments_and_tensors_travel(cluster_of: Clusters) -> None:
+    offset = torch.arange(3.0)
+
+    def add(scale: float, *, shift: int = 0) -> torch.Tensor:
+        return offset * scale + md.rank() + shift
+
+    for rank, result in enumerate(cluster_of(2).run(add, 2.0, shift=10)):
+        torch.testing.assert_close(result, offset * 2 + rank + 10, rtol=0, atol=0)
+
+
+def test_launch_starts_fresh_processes() -> None:
+    first, second = (md.launch(os.getpid, ranks=2) for _ in range(2))
+    assert len({*first, *second, os.getpid()}) == 5
+    wait_until_gone([*first, *second])
+
+
+def test_a_warm_cluster_keeps_its_processes(cluster_of: Clusters) -> None:
+    assert cluster_of(2).run(os.getpid) == cluster_of(2).run(os.getpid)
+
+
+def test_threads_are_the_cores_divided_by_the_ranks(cluster_of: Clusters) -> None:
+    assert cluster_of(1).run(torch.get_num_threads) == [available_cores()]
+    assert cluster_of(4).run(torch.get_num_threads) == [max(1, available_cores() // 4)] * 4
+
+    def blas_threads() -> set[int]:
+        import numpy  # noqa: F401
+        from threadpoolctl import threadpool_info
+
+        return {library["num_threads"] for library in threadpool_info()}
+
+    assert cluster_of(4).run(blas_threads) == [{max(1, available_cores() // 4)}] * 4
+    assert md.launch(torch.get_num_threads, ranks=1, threads=3) == [3]
+
+
+def test_prints_are_labelled_with_the_rank(cluster_of: Clusters, capsys: pytest.CaptureFixture[str]) -> None:
+    def speak() -> None:
+        print("one")
+        print("two\nthree", end="")
+        print("oops", file=sys.stderr)
+
+    cluster_of(2).run(speak)
+    printed = capsys.readouterr()
+    for rank in range(2):
+        mine = [line for line in printed.out.splitlines() if line.startswith(f"[rank {rank}] ")]
+        assert [line.removeprefix(f"[rank {rank}] ") for line in mine] == ["one", "two", "three"]
+        assert f"[rank {rank}] oops\n" in printed.err
+
+
+def test_an_exception_names_the_rank_within_a_second(cluster_of: Clusters) -> None:
+    cluster = cluster_of(4)
+    before = cluster.run(os.getpid)
+
+    def fail() -> None:
+        if md.rank() == 2:
+            raise KeyError("no such weight")
+        comm.barrier()
+
+    started = time.monotonic()
+    with pytest.raises(md.RankError, match="rank 2 raised KeyError: 'no such weight'") as caught:
+        cluster.run(fail)
+    assert time.monotonic() - started < 1.0
+    assert caught.value.rank == 2
+    assert 'raise KeyError("no such weight")' in caught.value.traceback
+    assert isinstance(caught.value.__cause__, KeyError)
+    wait_until_gone(before)
+    assert cluster.run(md.rank) == [0, 1, 2, 3], "the cluster is usable again"
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM])
+def test_a_killed_rank_is_named_with_its_signal(cluster_of: Clusters, number: signal.Signals) -> None:
+    def die() -> None:
+        if md.rank() == 1:
+            os.kill(os.getpid(), number)
+        comm.barrier()
+
+    started = time.monotonic()
+    with pytest.raises(md.RankDied, match=f"rank 1 was killed by {number.name}") as caught:
+        cluster_of(3).run(die)
+    assert time.monotonic() - started < 5.0
+    assert (caught.value.rank, caught.value.signal) == (1, number.name)
+    assert cluster_of(3).run(md.rank) == [0, 1, 2]
+
+
+def test_a_rank_that_exits_is_an_error(cluster_of: Clusters) -> None:
+    with pytest.raises(md.RankDied, match="rank 0 ended with exit code 0 before it returned"):
+        cluster_of(2).run(lambda: os._exit(0) if md.rank() == 0 else comm.barrier())
+    with pytest.raises(md.RankError, match="rank 1 raised SystemExit: 3"):
+        cluster_of(2).run(lambda: sys.exit(3) if md.rank() == 1 else comm.barrier())
+
+
+def test_a_rank_that_died_between_runs_is_an_error(cluster_of: Clusters) -> None:
+    victim = cluster_of(2).run(os.getpid)[1]
+    os.kill(victim, signal.SIGKILL)
+    wait_until_gone([victim])
+    with pytest.raises(md.RankDied, match="rank 1 was killed by SIGKILL"):
+        cluster_of(2).run(md.rank)
+    assert cluster_of(2).run(md.rank) == [0, 1]
+
+
+def test_the_time_limit_says_where_each_rank_was() -> None:
+    def stuck_here() -> None:
+        time.sleep(60)
+
+    def wait_for_all() -> None:
+        if md.rank() == 1:
+            stuck_here()
+        comm.barrier()
+
+    with md.Cluster(ranks=2, timeout=1.0) as cluster:
+        started = time.monotonic()
+        with pytest.raises(md.RankTimeout, match="had not returned within 1 s") as caught:
+            cluster.run(wait_for_all)
+        assert time.monotonic() - started < 5.0
+        assert "in stuck_here" in caught.value.traceback
+        assert "in barrier" in caught.value.traceback
+        assert isinstance(caught.value, TimeoutError)
+
+
+def test_a_stopped_rank_does_not_hang_the_caller() -> None:
+    with md.Cluster(ranks=2, timeout=1.0) as cluster:
+        processes = cluster.run(os.getpid)
+        os.kill(processes[1], signal.SIGSTOP)
+        with pytest.raises(md.RankTimeout, match="rank 1"):
+            cluster.run(md.rank)
+    wait_until_gone(processes)
+
+
+def test_what_cannot_be_sent_is_said(cluster_of: Clusters) -> None:
+    lock = threading.Lock()
+    with pytest.raises(TypeError, match=r"cannot be sent to another process .*create such objects inside"):
+        cluster_of(2).run(lambda: lock)
+    with pytest.raises(md.RankError, match="returned a lock that cannot be sent back"):
+        cluster_of(2).run(threading.Lock)
+    with pytest.raises(TypeError, match="give the function itself"):
+        cluster_of(2).run(3)  # type: ignore[arg-type]
+    cluster = cluster_of(2)
+    with pytest.raises(TypeError, match="a Cluster cannot be sent to a rank"):
+        cluster.run(lambda: cluster)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"ranks": 0}, ValueError, "ranks is 0; give at least 1"),
+        ({"ranks": "4"}, TypeError, "ranks is '4'; give a whole number"),
+        ({"ranks": 2.0}, TypeError, "ranks is 2.0; give a whole number"),
+        ({"ranks": 1, "timeout": 0}, ValueError, "timeout is 0; give a number of seconds above 0"),
+        ({"ranks": 1, "timeout": float("nan")}, ValueError, "timeout is nan"),
+        ({"ranks": 1, "threads": 0}, ValueError, "threads is 0"),
+        ({"ranks": 1, "args": 3}, TypeError, r"args is 3; give a tuple, such as \(3,\)"),
+    ],
+)
+def test_wrong_arguments(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        md.launch(md.rank, **arguments)
+
+
+def test_a_closed_cluster_says_so() -> None:
+    cluster = md.Cluster(ranks=1)
+    processes = cluster.run(os.getpid)
+    cluster.close()
+    cluster.close()
+    wait_until_gone(processes)
+    assert "closed" in repr(cluster)
+    with pytest.raises(RuntimeError, match="this Cluster is closed"):
+        cluster.run(md.rank)
+
+
+def test_a_forgotten_cluster_leaves_nothing() -> None:
+    processes = md.Cluster(ranks=2).run(os.getpid)
+    wait_until_gone(processes)
+
+
+def test_ranks_killed_at_random_moments_fifty_times() -> None:
+    """Each time the victim is named, the others are gone, and the next run works."""
+    rng = random.Random(5)
+
+    def talk() -> None:
+        x = torch.ones(1000)
+        while True:
+            comm.all_reduce(x, "mean")
+
+    seen: set[int] = set()
+    with md.Cluster(ranks=3, timeout=20.0) as cluster:
+        for _ in range(50):
+            processes = cluster.run(os.getpid)
+            seen.update(processes)
+            victim = rng.randrange(3)
+            timer = threading.Timer(rng.uniform(0.0, 0.05), os.kill, (processes[victim], signal.SIGKILL))
+            timer.start()
+            with pytest.raises(md.RankDied, match=f"rank {victim} was killed by SIGKILL"):
+                cluster.run(talk)
+            timer.join()
+    assert len(seen) == 150
+    wait_until_gone(list(seen))
+
+
+FOREVER = """
+    import os, time
+    import minidist as md
+
+    def forever():
+        print(os.getpid(), flush=True)
+        while True:
+            time.sleep(0.01)
+
+    md.launch(forever, ranks=2, timeout=None)
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_no_process_outlives_the_caller(tmp_path: Path, method: str, number: signal.Signals) -> None:
+    with program(tmp_path, FOREVER, MINIDIST_START_METHOD=method) as caller:
+        assert caller.stdout is not None
+        ranks = [int(caller.stdout.readline().split()[-1]) for _ in range(2)]
+        left = {*ranks, *descendants(caller.pid)}
+        assert len(left) == 3, "the supervisor and two ranks"
+        caller.send_signal(number)
+        caller.wait(10.0)
+        wait_until_gone(sorted(left))
+        if number == signal.SIGINT:
+            assert caller.stderr is not None
+            assert "KeyboardInterrupt" in caller.stderr.read()
+
+
+def test_no_rank_outlives_the_supervisor(tmp_path: Path) -> None:
+    with program(tmp_path, FOREVER) as caller:
+        assert caller.stdout is not None
+        ranks = [int(caller.stdout.readline().split()[-1]) for _ in range(2)]
+        (supervisor,) = set(descendants(caller.pid)) - set(ranks)
+        os.kill(supervisor, signal.SIGKILL)
+        wait_until_gone(ranks)
+        assert caller.wait(10.0) == 1
+        assert caller.stderr is not None
+        assert "the process that starts and watches ranks has ended" in caller.stderr.read()
+
+
+def test_what_a_rank_started_goes_with_it() -> None:
+    def start_child() -> int:
+        return subprocess.Popen(["sleep", "600"]).pid
+
+    with md.Cluster(ranks=1) as cluster:
+        (child,) = cluster.run(start_child)
+        assert alive(child)
+    wait_until_gone([child])
+
+
+def test_a_script_needs_no_main_guard(tmp_path: Path) -> None:
+    text = """
+        import minidist as md
+        import helper
+        scale = 3
+        print(md.launch(lambda: helper.twice(md.rank()) * scale, ranks=2))
+    """
+    (tmp_path / "helper.py").write_text("def twice(x): return 2 * x\n")
+    with program(tmp_path, text) as caller:
+        out, err = caller.communicate(timeout=60)
+    assert (out, err) == ("[0, 6]\n", "")
+
+
+def test_importing_does_not_import_torch() -> None:
+    code = "import sys, minidist, minidist.cli; print('torch' in sys.modules, 'numba' in sys.modules)"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "False False\n"

@@ -1,0 +1,118 @@
+"""The world: joining torchrun's, being one alone, and what is said when that fails."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import minidist as md
+from minidist import comm
+
+
+def test_a_process_alone_is_a_world_of_one() -> None:
+    md.init()
+    assert (md.rank(), md.size(), md.local_rank()) == (0, 1, 0)
+    assert comm.device().type in ("cpu", "cuda")
+    md.shutdown()
+
+
+def torchrun(tmp_path: Path, text: str, ranks: int = 2) -> subprocess.CompletedProcess[str]:
+    script = tmp_path / "program.py"
+    script.write_text(textwrap.dedent(text))
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={ranks}",
+        str(script),
+    ]
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=90,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+
+
+def test_torchrun_starts_the_same_program(tmp_path: Path) -> None:
+    done = torchrun(
+        tmp_path,
+        """
+        import torch
+        import minidist as md
+        from minidist import comm
+
+        def train(scale):
+            md.init()
+            x = torch.ones(2) * scale * (md.rank() + 1)
+            comm.all_reduce(x)
+            return md.rank(), x.tolist()
+
+        results = md.launch(train, ranks=2, args=(10,))
+        assert results == [(0, [30.0, 30.0]), (1, [30.0, 30.0])], results
+        try:
+            md.launch(train, ranks=3)
+        except ValueError as error:
+            print(f"{md.rank()}/{md.size()} {md.local_rank()} {error}", flush=True)
+        md.shutdown()
+        """,
+    )
+    assert done.returncode == 0, done.stderr
+    for rank in range(2):
+        assert f"{rank}/2 {rank} torchrun started 2 ranks and the program asks for 3" in done.stdout
+
+
+def test_a_port_in_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        describe(monkeypatch, RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        with pytest.raises(RuntimeError, match=rf"port {port} on 127\.0\.0\.1 is in use .*set MASTER_PORT"):
+            md.init(timeout=5)
+
+
+def test_a_rank_whose_world_never_comes_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    describe(monkeypatch, RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    with pytest.raises(TimeoutError, match="rank 0 .* world of 2"):
+        md.init(timeout=1)
+
+
+@pytest.mark.parametrize(
+    ("variables", "text"),
+    [
+        ({"RANK": "0"}, "WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set"),
+        ({"RANK": "x", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}, "RANK is 'x'"),
+        (
+            {"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"},
+            "RANK is 2 and WORLD_SIZE 2",
+        ),
+    ],
+)
+def test_a_world_that_makes_no_sense(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], text: str
+) -> None:
+    describe(monkeypatch, **variables)
+    with pytest.raises(ValueError, match=text):
+        md.init()
+
+
+def test_a_time_limit_has_to_be_positive() -> None:
+    with pytest.raises(ValueError, match="timeout is 0"):
+        md.init(timeout=0)
+
+
+def describe(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
