@@ -1,0 +1,32 @@
+"""Rung 2: the inner loop becomes one operation on a whole row.
+
+The idea: out's row i is the sum over p of a[i, p] times b's row p. NumPy multiplies and adds a row in
+compiled code, with SIMD instructions that handle 4 to 16 elements each. The interpreter's cost is paid once
+for n multiply-adds instead of for each.
+
+Measured: rung 1 takes 39 times as long (250 x 250 x 250, float32: 3.3 s and 87 ms). A row operation takes 1.4
+microseconds, nearly all of it Python and NumPy finding their way to the loop: the next thing to remove.
+"""
+
+from __future__ import annotations
+
+from ..rung import Array, Rung
+
+
+def compute(a: Array, b: Array, out: Array) -> None:
+    """Fill out (m, n) with a (m, k) times b (k, n)."""
+    m, k = a.shape
+    out[...] = 0
+    for i in range(m):
+        for p in range(k):
+            out[i] += a[i, p] * b[p]  # (n,)
+
+
+RUNG = Rung(
+    number=2,
+    name="s2_vectors",
+    device="cpu",
+    idea="One NumPy operation handles a whole row, with SIMD, so Python's cost is paid once for n elements.",
+    dtypes=("float32", "float64"),
+    compute=compute,
+)

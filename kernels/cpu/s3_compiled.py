@@ -1,0 +1,33 @@
+"""Rung 3: the loops of rung 1, compiled.
+
+The idea: the very function of rung 1, handed to Numba, which infers that every value is a machine number and
+lets LLVM write the loops as machine code. Nothing is boxed, looked up or freed; a multiply-add is two loads,
+a multiplication and an addition.
+
+Measured: rung 2 takes 8 times as long (250 x 250 x 250, float32: 91 ms and 11 ms, 2.8 GFLOP/s). It is still
+one scalar at a time: the compiler may not use SIMD here, since that would add the products in another order,
+and each addition waits for the one before it.
+"""
+
+from __future__ import annotations
+
+from ..rung import Array, Rung
+from . import s1_python_loops
+from .compiled import compiled
+
+_loops = compiled("AAA")(s1_python_loops.compute)
+
+
+def compute(a: Array, b: Array, out: Array) -> None:
+    """Fill out (m, n) with a (m, k) times b (k, n)."""
+    _loops(a, b, out)
+
+
+RUNG = Rung(
+    number=3,
+    name="s3_compiled",
+    device="cpu",
+    idea="Numba compiles rung 1's own loops, so that no interpreter stands between two multiply-adds.",
+    dtypes=("float32", "float64"),
+    compute=compute,
+)

@@ -1,0 +1,50 @@
+"""Rung 4: rung 3 with its two inner loops swapped.
+
+The idea: with j innermost, the loop walks a row of b and a row of out, element beside element, where rung 3
+walked down a column of b and used one element of each cache line that it touched. And the additions of the
+inner loop are now n separate sums, not one: LLVM may do 8 or 16 at once with SIMD, since each sum still adds
+its products in the same order (the results of rungs 1 to 4 are equal to the last bit; no `fastmath`).
+
+Measured: rung 3 takes 9 times as long (250 x 250 x 250, float32: 11 ms and 1.2 ms, 26 GFLOP/s), and 14 times
+at 1000, where a column of b no longer stays in the caches. At 1024 it is 71 times: a power of two puts the
+elements of a column into the same few places of each cache.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..rung import Array, Rung
+from .compiled import compiled
+
+
+@compiled("ACC")
+def _loops(a: Array, b: Array, out: Array) -> None:
+    m, k = a.shape
+    n = b.shape[1]
+    out[...] = 0
+    for i in range(m):
+        for p in range(k):
+            factor = a[i, p]
+            for j in range(n):
+                out[i, j] += factor * b[p, j]
+
+
+def compute(a: Array, b: Array, out: Array) -> None:
+    """Fill out (m, n) with a (m, k) times b (k, n)."""
+    # The rows of a transposed view or of every second column are not contiguous. Copying b costs k * n moves
+    # against m * k * n multiply-adds; a is read once per inner loop, and may have any strides.
+    c = out if out.flags.c_contiguous else np.empty(out.shape, out.dtype)
+    _loops(a, np.ascontiguousarray(b), c)
+    if c is not out:
+        out[...] = c
+
+
+RUNG = Rung(
+    number=4,
+    name="s4_loop_order",
+    device="cpu",
+    idea="The inner loop walks along contiguous rows, not down columns, so the compiler can vectorise it.",
+    dtypes=("float32", "float64"),
+    compute=compute,
+)

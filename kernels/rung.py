@@ -1,0 +1,119 @@
+"""A rung: one way to multiply two matrices, as a callable that says what it is.
+
+A ladder is a tuple of rungs, and each rung adds one idea to those below it. Tests, benchmarks, lessons and
+the neural network's `Linear` all take a rung and call `rung.matmul(a, b)`; none knows which rungs there are.
+What every rung needs (checks of shapes, dtypes and memory, sizes of 0, a fresh result) stands here once, so
+that a rung's file holds its kernel and nothing else.
+
+Letters, here and in every rung: a is (m, k), b is (k, n), c and out are (m, n); i, j and p run
+over m, n and k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+Compute = Callable[[Array, Array, Array], None]  # compute(a, b, out)
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One step of a ladder of matrix multiplications.
+
+    A rung's file ends with one of these: `RUNG = Rung(number=..., name=..., ..., compute=compute)`.
+    """
+
+    number: int  # its place in the ladder, from 1
+    name: str  # the name of its file, as in "s1_python_loops"
+    device: Literal["cpu", "cuda"]  # where the kernel runs
+    idea: str  # one sentence: the one change from the rung before it, and why that is faster
+    dtypes: tuple[str, ...]  # NumPy's names of the dtypes that it takes; it sums in that dtype
+    # Fills `out` whatever it held; called only with m, n and k >= 1, with aligned arrays of any strides, and
+    # an `out` that shares no memory with a or b.
+    compute: Compute
+
+    def __post_init__(self) -> None:
+        if self.device not in ("cpu", "cuda"):
+            raise ValueError(f"device is {self.device!r}: a rung runs on 'cpu' or 'cuda'")
+
+    def matmul(self, a: Array, b: Array, out: Array | None = None) -> Array:
+        """Multiply a (m, k) by b (k, n), and return c (m, n) in their dtype.
+
+        Any size is fine, 0 too (k = 0 gives zeros), and any strides: transposed views, slices, negative
+        steps. NaN and infinity travel as IEEE 754 has it, without warnings. The result is `out` where that is
+        given, else a new array in C order.
+
+        Raises TypeError for what is no NumPy array, and for a dtype that this rung does not take or that
+        differs between the arguments; ValueError for shapes that do not multiply, and for an `out` of another
+        shape, one that can't be written, or one that shares memory with a or b.
+        """
+        a, b = self._matrix("a", a), self._matrix("b", b)
+        if a.dtype != b.dtype:
+            raise TypeError(
+                f"a is {a.dtype} and b is {b.dtype}: convert one with .astype(), so that both are the same"
+            )
+        if a.shape[1] != b.shape[0]:
+            raise ValueError(
+                f"a has shape {a.shape} and b has shape {b.shape}, which do not multiply: "
+                f"the columns of a ({a.shape[1]}) must be as many as the rows of b ({b.shape[0]})"
+            )
+        if out is None:
+            out = np.empty((a.shape[0], b.shape[1]), a.dtype)
+        else:
+            self._check_out(a, b, out)
+        if a.shape[1] == 0:
+            out[...] = 0  # an empty sum
+        elif out.size > 0:
+            # inf - inf and inf * 0 are answers here, as they are in BLAS: no warning.
+            with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+                self.compute(a, b, out)
+        return out
+
+    def _matrix(self, name: str, x: Array) -> Array:
+        """Return x as a plain aligned 2-D array, or say what it should have been."""
+        self._check_type(name, x)
+        if x.ndim != 2:
+            raise ValueError(
+                f"{name} has {x.ndim} dimensions, shape {x.shape}: reshape it to two, (rows, columns)"
+            )
+        # Compared as dtypes, not by name: a byte-swapped float64 is named "float64" too.
+        if not any(x.dtype == np.dtype(taken) for taken in self.dtypes):
+            raise TypeError(
+                f"{name} has dtype {x.dtype}, and rung {self.name} takes {' or '.join(self.dtypes)}: "
+                f"convert it with .astype({self.dtypes[-1]!r})"
+            )
+        # Compiled code counts on aligned loads: a view that is not, a field of a packed record, is copied.
+        return np.require(x, requirements=["ALIGNED", "ENSUREARRAY"])
+
+    def _check_out(self, a: Array, b: Array, out: Array) -> None:
+        self._check_type("out", out)
+        shape = (a.shape[0], b.shape[1])
+        if out.shape != shape:
+            raise ValueError(
+                f"out has shape {out.shape}, but {a.shape} times {b.shape} gives {shape}: pass that shape"
+            )
+        if out.dtype != a.dtype:
+            raise TypeError(f"out is {out.dtype}, and a and b are {a.dtype}: pass an out of that dtype")
+        if not (out.flags.writeable and out.flags.aligned):
+            raise ValueError("out is read-only or not aligned in memory: pass an array that can be written")
+        for name, x in (("a", a), ("b", b)):
+            if np.shares_memory(out, x):
+                raise ValueError(
+                    f"out shares memory with {name}, which is read while out is written: pass another array"
+                )
+
+    def _check_type(self, name: str, x: object) -> None:
+        if isinstance(x, np.ndarray):
+            return
+        # By the module's name: importing torch only to refuse its tensors would cost a second.
+        if type(x).__module__.partition(".")[0] == "torch":
+            raise TypeError(
+                f"{name} is a torch tensor: pass tensor.numpy(), or use minidist.model.matmul.matmul"
+            )
+        raise TypeError(f"{name} is a {type(x).__name__}, not a NumPy array: convert it with numpy.asarray()")

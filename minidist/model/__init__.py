@@ -1,0 +1,42 @@
+"""What is trained, and on what: data sets, the sampler that deals their rows to ranks, models and their loss.
+
+| File | Holds |
+|---|---|
+| data.py | handwritten digits, and the standard library's source as bytes; fixed splits |
+| sampler.py | the same global batches for any number of ranks |
+| configs.py | the shapes of GPT and BERT by name, with their parameter counts |
+| models.py | an MLP and a GPT, each a chain of layers |
+| seeding.py | first weights that depend on nothing but a seed and a name |
+| loss.py | cross-entropy and accuracy |
+| matmul.py | a linear layer that runs on any rung of the matmul ladders |
+
+`minidist.model.matmul` loads the ladders, and is imported by its full name where it is wanted.
+"""
+
+from minidist.model.configs import CONFIGS, BERTConfig, GPTConfig, TransformerConfig, config
+from minidist.model.data import DATASETS, Corpus, Dataset, Rows, dataset, digits, stdlib_bytes, windows
+from minidist.model.loss import accuracy, cross_entropy
+from minidist.model.models import GPT, MLP, gpt_layers
+from minidist.model.sampler import Sampler
+
+__all__ = [
+    "CONFIGS",
+    "DATASETS",
+    "GPT",
+    "MLP",
+    "BERTConfig",
+    "Corpus",
+    "Dataset",
+    "GPTConfig",
+    "Rows",
+    "Sampler",
+    "TransformerConfig",
+    "accuracy",
+    "config",
+    "cross_entropy",
+    "dataset",
+    "digits",
+    "gpt_layers",
+    "stdlib_bytes",
+    "windows",
+]

@@ -1,0 +1,120 @@
+"""The shapes of transformers, by name: how many layers, heads and parameters, before anything is built.
+
+`config("gpt2-small")` is a shape to build (`GPT(config("byte-tiny"))`) or to reckon with: memory, FLOPs and
+communication all follow from these few numbers. BERT's shapes are for reckoning only.
+
+Sources: GPT-2, Radford et al. 2019, table 2; BERT, Devlin et al. 2018, section 3; BERT tiny, Turc et al.
+2019, table 1.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from minidist._names import unknown
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerConfig(ABC):
+    """What GPT and BERT share: embeddings, then blocks of attention and an MLP four times as wide.
+
+    Raises ValueError or TypeError, when made, for a size below 1 or not an integer, and for heads that do not
+    divide width.
+    """
+
+    vocabulary: int  # V: tokens that the model knows
+    context: int  # most tokens in a sequence
+    layers: int  # blocks
+    heads: int  # H: attention heads in a block
+    width: int  # D: features of a token
+
+    def __post_init__(self) -> None:
+        for size in ("vocabulary", "context", "layers", "heads", "width"):
+            value = getattr(self, size)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{size} is {value!r}: give a whole number")
+            if value < 1:
+                raise ValueError(f"{size} is {value}: give at least 1")
+        if self.width % self.heads:
+            raise ValueError(f"heads ({self.heads}) must divide width ({self.width}): change one of them")
+
+    @property
+    def head_size(self) -> int:
+        """Features of one attention head: width / heads."""
+        return self.width // self.heads
+
+    def block_parameters(self) -> int:
+        """Parameters of one block: 12 D^2 in six matrices, 9 D in their biases, 4 D in two norms."""
+        return 12 * self.width**2 + 13 * self.width
+
+    @abstractmethod
+    def parameters(self) -> int:
+        """Parameters of the whole model, a tied matrix counted once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTConfig(TransformerConfig):
+    """The shape of a GPT (Radford et al. 2019). The vocabulary is one token a byte unless given."""
+
+    vocabulary: int = 256
+    tied: bool = True  # the output matrix is the token embedding
+    dropout: float = 0.0  # share of activations dropped while training
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0.0 <= self.dropout < 1.0:
+            raise ValueError(f"dropout is {self.dropout}: give at least 0 and less than 1")
+
+    def parameters(self) -> int:
+        """(V + context) D in embeddings, the blocks, 2 D in the last norm, and V D more where not tied."""
+        matrices = self.vocabulary if self.tied else 2 * self.vocabulary
+        return (matrices + self.context + 2) * self.width + self.layers * self.block_parameters()
+
+
+@dataclass(frozen=True, kw_only=True)
+class BERTConfig(TransformerConfig):
+    """The shape of a BERT (Devlin et al. 2018), its pooler included and its pre-training heads not."""
+
+    vocabulary: int = 30522
+    context: int = 512
+    segments: int = 2  # kinds of token: of the first sentence or the second
+
+    def parameters(self) -> int:
+        """(V + context + segments) D in embeddings, 2 D in their norm, the blocks, D^2 + D in the pooler."""
+        embeddings = (self.vocabulary + self.context + self.segments + 2) * self.width
+        return embeddings + self.layers * self.block_parameters() + self.width**2 + self.width
+
+
+def _gpt2(layers: int, heads: int, width: int) -> GPTConfig:
+    return GPTConfig(vocabulary=50257, context=1024, layers=layers, heads=heads, width=width)
+
+
+CONFIGS: dict[str, TransformerConfig] = {
+    "byte-tiny": GPTConfig(context=64, layers=2, heads=4, width=64),  # learns within seconds on one core
+    "byte-small": GPTConfig(context=128, layers=4, heads=4, width=256),  # what the benchmarks train
+    "gpt2-small": _gpt2(layers=12, heads=12, width=768),
+    "gpt2-medium": _gpt2(layers=24, heads=16, width=1024),
+    "gpt2-large": _gpt2(layers=36, heads=20, width=1280),
+    "gpt2-xl": _gpt2(layers=48, heads=25, width=1600),
+    "bert-tiny": BERTConfig(layers=2, heads=2, width=128),
+    "bert-base": BERTConfig(layers=12, heads=12, width=768),
+    "bert-large": BERTConfig(layers=24, heads=16, width=1024),
+}
+
+
+def config(name: str, **changes: Any) -> TransformerConfig:
+    """The shape of that name, with fields changed: `config("gpt2-small", vocabulary=256, layers=6)`.
+
+    Raises ValueError for an unknown name or field, with the nearest known one, and for a change that makes no
+    model.
+    """
+    if name not in CONFIGS:
+        raise unknown("model", name, CONFIGS)
+    shape = CONFIGS[name]
+    known = [field.name for field in fields(shape)]
+    for field in changes:
+        if field not in known:
+            raise unknown(f"field of {name}", field, known)
+    return replace(shape, **changes)

@@ -1,0 +1,210 @@
+"""Data that is on every machine: handwritten digits, and the source text of Python's own standard library.
+
+Nothing is downloaded. Both come with a split that is fixed by a hash and not by a shuffle, so that it is the
+same on every machine, in every run and with every version of every library. `dataset(name)` gives either in
+one form:
+
+    data = dataset("digits")
+    inputs, targets = data.train[torch.arange(64)]
+
+Source of the digits: Alpaydin and Kaynak, Optical Recognition of Handwritten Digits, 1998 (its test part:
+1797 images).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from minidist._names import unknown
+from minidist.model.seeding import stable_hash
+
+DATASETS = ("digits", "bytes")
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Rows of inputs and targets, taken by a sampler's index tensor: `inputs, targets = rows[indices]`.
+
+    Integers are kept as narrow as they came and widened to int64 as they are taken: a corpus stays one byte a
+    token.
+    """
+
+    inputs: Tensor  # (N, ...)
+    targets: Tensor  # (N, ...)
+
+    def __post_init__(self) -> None:
+        if len(self.inputs) != len(self.targets):
+            raise ValueError(f"{len(self.inputs)} inputs have {len(self.targets)} targets: give one for each")
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: Tensor | slice) -> tuple[Tensor, Tensor]:
+        return _widened(self.inputs[index]), _widened(self.targets[index])
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """Rows to learn from and rows held out."""
+
+    name: str
+    train: Rows
+    test: Rows
+    classes: int  # targets lie from 0 to classes - 1
+
+    def fingerprint(self) -> str:
+        """A hash of all values, to compare between machines: another Python has another standard library."""
+        digest = hashlib.sha256()
+        for rows in (self.train, self.test):
+            for values in (rows.inputs, rows.targets):
+                digest.update(f"{values.dtype} {tuple(values.shape)}".encode())
+                digest.update(values.contiguous().numpy().data)
+        return digest.hexdigest()
+
+
+@dataclass(frozen=True, eq=False)
+class Corpus:
+    """Text as bytes, split by file. Files are joined in the order of their paths, with nothing in between."""
+
+    train: Tensor  # (bytes,) uint8
+    validation: Tensor  # (bytes,) uint8
+    train_files: tuple[str, ...]  # relative paths, with forward slashes
+    validation_files: tuple[str, ...]
+
+
+def digits(limit: int | None = None) -> Dataset:
+    """Handwritten digits of 8 x 8 pixels.
+
+    Inputs are (N, 64) float32 from 0 to 1 in sixteenths, targets (N,) int64 from 0 to 9. 1437 rows to learn
+    from and 360 held out: those whose number has the lowest hashes. limit: take at most the first so many
+    rows of each. The same people's handwriting is in both, so accuracy is for this data set and not for new
+    writers. Raises ModuleNotFoundError where scikit-learn, which brings the images, is missing.
+    """
+    _check_limit(limit)
+    try:
+        from sklearn.datasets import load_digits
+    except ModuleNotFoundError as missing:
+        raise ModuleNotFoundError(
+            'the digits come with scikit-learn, which is not installed: pip install "minidist[bench]"',
+            name=missing.name,
+        ) from missing
+    pixels, labels = load_digits(return_X_y=True)
+    inputs = torch.from_numpy(pixels).to(torch.float32) / 16  # sixteenths: exact in float32
+    targets = torch.from_numpy(labels).to(torch.int64)
+    by_hash = sorted(range(len(targets)), key=lambda row: stable_hash("digits", row))
+    held_out = len(targets) // 5 + 1
+    train, test = (
+        Rows(inputs[chosen], targets[chosen])
+        for chosen in (torch.tensor(by_hash[held_out:][:limit]), torch.tensor(by_hash[:held_out][:limit]))
+    )
+    return Dataset("digits", train, test, classes=10)
+
+
+def stdlib_bytes(root: str | os.PathLike[str] | None = None, *, limit: int | None = None) -> Corpus:
+    """The running Python's own standard library, its *.py files, as bytes: 12 MB with Python 3.11.
+
+    root: another folder to read. A file is held out for validation where the hash of its relative path is a
+    multiple of ten: one more file moves no other. Left out are installed packages, tests, and what differs
+    between two machines with the same Python. Files that can't be read are passed over. limit: at most the
+    first so many bytes of each half. Raises FileNotFoundError where there is no text for either half, as in a
+    Python that keeps its library in an archive.
+    """
+    _check_limit(limit)
+    folder = Path(sysconfig.get_paths()["stdlib"] if root is None else root)
+    texts: tuple[list[bytes], list[bytes]] = [], []  # train, validation
+    names: tuple[list[str], list[str]] = [], []
+    sizes = [0, 0]
+    for name in sorted(_python_files(folder)):
+        half = 1 if stable_hash("bytes", name) % 10 == 0 else 0
+        if limit is not None and sizes[half] >= limit:
+            continue
+        try:
+            text = (folder / name).read_bytes()
+        except OSError:
+            continue
+        texts[half].append(text)
+        names[half].append(name)
+        sizes[half] += len(text)
+    if 0 in sizes:
+        raise FileNotFoundError(
+            f"{folder} holds {sizes[0]} bytes of readable Python source to learn from and {sizes[1]} to "
+            "validate on, and both are needed: give stdlib_bytes(root=...) a folder with more *.py files, or "
+            "use a Python whose library is not in an archive"
+        )
+    train, validation = (torch.frombuffer(bytearray(b"".join(t)), dtype=torch.uint8)[:limit] for t in texts)
+    return Corpus(train, validation, tuple(names[0]), tuple(names[1]))
+
+
+def windows(corpus: Tensor, length: int, *, limit: int | None = None) -> Rows:
+    """A corpus (bytes,) as rows of `length` tokens, one after the other.
+
+    Inputs are (N, T), targets (N, T) the same one token on. Both are views of the corpus: nothing is copied
+    until rows are taken. The tail that fills no row is left out. limit: at most the first so many rows.
+    Raises ValueError where the corpus is too short for one row.
+    """
+    _check_limit(limit)
+    if corpus.dim() != 1 or corpus.is_floating_point():
+        raise TypeError(f"corpus is {corpus.dtype} of shape {tuple(corpus.shape)}: give one row of integers")
+    if length < 1:
+        raise ValueError(f"length is {length}: give at least 1")
+    if len(corpus) <= length:
+        raise ValueError(
+            f"the corpus has {len(corpus)} tokens, too few for length {length} and a target after it"
+        )
+    rows = (len(corpus) - 1) // length
+    rows = rows if limit is None else min(rows, limit)
+    inputs, targets = corpus[: rows * length], corpus[1 : rows * length + 1]
+    return Rows(inputs.view(rows, length), targets.view(rows, length))
+
+
+def dataset(name: str, *, length: int | None = None, limit: int | None = None) -> Dataset:
+    """The data set of that name: "digits", or "bytes" in rows of `length` tokens (64 unless given).
+
+    limit: at most so many rows to learn from and to test on. Raises ValueError for an unknown name, with the
+    nearest known one, and for a length with the digits, which have none.
+    """
+    if name not in DATASETS:
+        raise unknown("data set", name, DATASETS)
+    if name == "digits":
+        if length is not None:
+            raise ValueError(
+                f"length is {length}, and the digits are no sequences: leave it out, or take 'bytes'"
+            )
+        return digits(limit)
+    length = 64 if length is None else length
+    corpus = stdlib_bytes(limit=None if limit is None else limit * length + 1)
+    train, validation = (windows(half, length, limit=limit) for half in (corpus.train, corpus.validation))
+    return Dataset("bytes", train, validation, classes=256)
+
+
+def _widened(x: Tensor) -> Tensor:
+    return x if x.is_floating_point() else x.long()
+
+
+_FOLDERS_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+# Written by the build or by the machine's owner: two machines with the same Python would differ.
+_PREFIXES_LEFT_OUT = ("config-", "_sysconfigdata", "_sysconfig_vars", "sitecustomize", "usercustomize")
+
+
+def _python_files(folder: Path) -> Iterator[str]:
+    """Relative paths, with forward slashes, in the order that the disk gives them."""
+    for parent, children, files in os.walk(folder):
+        children[:] = [
+            c for c in children if c not in _FOLDERS_LEFT_OUT and not c.startswith(_PREFIXES_LEFT_OUT)
+        ]
+        for file in files:
+            if file.endswith(".py") and not file.startswith(_PREFIXES_LEFT_OUT):
+                yield Path(parent, file).relative_to(folder).as_posix()
+
+
+def _check_limit(limit: int | None) -> None:
+    if limit is not None and limit < 1:
+        raise ValueError(f"limit is {limit}: give at least 1, or None for all")

@@ -1,0 +1,48 @@
+"""The loss that every strategy trains on, and the accuracy that people read.
+
+A loss is the mean over its rows. That is what lets data parallelism weigh shares of unequal size: the mean
+over a global batch is the mean of the shares' losses, each weighted by its rows.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:  # (..., V), (...) -> ()
+    """Mean over all rows (or tokens) of -log softmax(outputs)[target], a scalar that gradients flow from.
+
+    outputs: (..., V), floating; float16 and bfloat16 are widened to float32 first, others keep their dtype.
+    targets: (...), integers from 0 to V - 1. Raises ValueError where the shapes do not fit or there are no
+    rows, TypeError where targets are not integers, and as torch does for a target out of range.
+    """
+    _check(outputs, targets)
+    if targets.numel() == 0:
+        raise ValueError(f"outputs of shape {tuple(outputs.shape)} have no rows: the mean of none is no loss")
+    if outputs.dtype in (torch.float16, torch.bfloat16):
+        outputs = outputs.float()
+    rows, classes = outputs.reshape(-1, outputs.shape[-1]), targets.reshape(-1).long()
+    # Torch leaves out rows with target -100 by default, and the mean would no longer be over all rows.
+    return functional.cross_entropy(rows, classes, ignore_index=torch.iinfo(torch.int64).min)
+
+
+@torch.no_grad()
+def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:  # (..., V), (...) -> ()
+    """Share of rows (or tokens) whose largest output is the target's, a float32 scalar.
+
+    NaN where there are no rows. Shapes, dtypes and errors as for cross_entropy.
+    """
+    _check(outputs, targets)
+    return (outputs.argmax(dim=-1) == targets).float().mean()
+
+
+def _check(outputs: Tensor, targets: Tensor) -> None:
+    if outputs.dim() == 0 or outputs.shape[:-1] != targets.shape:
+        raise ValueError(
+            f"outputs of shape {tuple(outputs.shape)} do not fit targets of shape {tuple(targets.shape)}: "
+            "give outputs (..., classes) and targets (...)"
+        )
+    if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
+        raise TypeError(f"targets are {targets.dtype}: give the numbers of the classes, as torch.int64")

@@ -1,0 +1,136 @@
+"""Matmul as a part of a network: a product and a linear layer whose forward and gradients run on any rung.
+
+The idea: with y = x w, and g the gradient of the loss by y, the gradients by x and w are products too, g w^T
+and x^T g. So one rung of a ladder is all that a linear layer needs to learn. Tensors and the rung's arrays
+share their memory, and w^T and x^T are views with their strides swapped: nothing is copied on the way.
+
+    layer = Linear(64, 10, rung=rung("s4_loop_order"))
+
+Shapes: x (..., k), w (k, n), y (..., n); inside, x is (m, k).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from minidist.kernels import Rung
+
+
+def matmul(x: Tensor, w: Tensor, rung: Rung) -> Tensor:
+    """Multiply x (..., k) by w (k, n) on `rung`, and return y (..., n) in their dtype.
+
+    The gradients by x and w run on the rung too, each only where it is asked for; a gradient of a gradient is
+    refused. x may have any number of dimensions from 1; where no view has its rows in two dimensions, it is
+    copied.
+
+    Raises TypeError for what is no tensor and for dtypes that the rung does not take or that differ;
+    ValueError for shapes that do not multiply and for tensors on another device than the rung's.
+    """
+    for name, tensor in (("x", x), ("w", w)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(
+                f"{name} is a {type(tensor).__name__}, not a tensor: pass torch.as_tensor({name})"
+            )
+        if tensor.device.type != rung.device:
+            raise ValueError(
+                f"{name} is on {tensor.device}, and rung {rung.name} runs on {rung.device}: "
+                f"move the tensor with .to({rung.device!r}), or take a rung for {tensor.device.type}"
+            )
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if dtype not in rung.dtypes:
+            raise TypeError(
+                f"{name} has dtype {dtype}, and rung {rung.name} takes {' or '.join(rung.dtypes)}: "
+                f"convert it with .to(torch.{rung.dtypes[0]})"
+            )
+    if x.dtype != w.dtype:
+        raise TypeError(
+            f"x is {x.dtype} and w is {w.dtype}: convert one with .to(), so that both are the same"
+        )
+    if x.ndim < 1 or w.ndim != 2 or x.shape[-1] != w.shape[0]:
+        raise ValueError(
+            f"x has shape {tuple(x.shape)} and w has shape {tuple(w.shape)}, which do not multiply: "
+            "x has to be (..., k) and w (k, n), with the same k"
+        )
+    # The number of rows is counted, as reshape can't infer it where a size is 0.
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    y: Tensor = _Product.apply(rows, w, rung)  # type: ignore[no-untyped-call]
+    return y.reshape(*x.shape[:-1], w.shape[1])
+
+
+class Linear(nn.Module):
+    """y = x W^T + b as torch.nn.Linear, on a rung: x (..., in_features) -> y (..., out_features).
+
+    Parameters: weight (out_features, in_features) and bias (out_features,), drawn as torch.nn.Linear draws
+    them, from the uniform distribution within 1 / sqrt(in_features), by `generator` where that is given.
+    `dtype` and `device`: torch's defaults unless given. Raises ValueError for a negative size; a call raises
+    as `matmul` does.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        rung: Rung,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__()
+        if in_features < 0 or out_features < 0:
+            raise ValueError(
+                f"in_features is {in_features} and out_features is {out_features}: neither may be negative"
+            )
+        self.in_features = in_features
+        self.out_features = out_features
+        self.rung = rung
+        self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype, device=device))
+        self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device)) if bias else None
+        bound = 1 / math.sqrt(in_features) if in_features > 0 else 0.0
+        for parameter in self.parameters():
+            nn.init.uniform_(parameter, -bound, bound, generator=generator)
+
+    def forward(self, x: Tensor) -> Tensor:  # (..., in) -> (..., out)
+        """The product on the rung, then the bias."""
+        y = matmul(x, self.weight.T, self.rung)
+        return y if self.bias is None else y + self.bias
+
+    def extra_repr(self) -> str:
+        """What print(layer) shows between the brackets."""
+        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, rung={self.rung.name}"
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, rung: Rung) -> Tensor:  # (m, k), (k, n) -> (m, n)
+        x_needs_grad, w_needs_grad, _ = ctx.needs_input_grad
+        # Each gradient needs the other factor: what no gradient needs is not kept.
+        ctx.save_for_backward(x if w_needs_grad else None, w if x_needs_grad else None)
+        ctx.rung = rung
+        ctx.w_is_transposed = w.stride(0) < w.stride(1)
+        return _multiply(rung, x, w)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # g: (m, n)
+        x, w = ctx.saved_tensors
+        x_grad = w_grad = None
+        if ctx.needs_input_grad[0]:
+            x_grad = _multiply(ctx.rung, g, w.T)  # (m, k)
+        if ctx.needs_input_grad[1]:
+            # (k, n), in w's own order in memory, or becoming .grad would cost a copy: Linear's w is weight.T.
+            w_grad = _multiply(ctx.rung, g.T, x).T if ctx.w_is_transposed else _multiply(ctx.rung, x.T, g)
+        return x_grad, w_grad, None
+
+
+def _multiply(rung: Rung, a: Tensor, b: Tensor) -> Tensor:
+    return torch.from_numpy(rung.matmul(a.detach().numpy(), b.detach().numpy()))

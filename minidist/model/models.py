@@ -1,0 +1,268 @@
+"""The models that are trained here: a multi-layer perceptron, and a GPT on bytes.
+
+Both are a chain of layers, `model.layers`, each a function from tensor to tensor: a pipeline cuts the chain
+anywhere. Both are seeded by layer (see seeding.py): `gpt_layers(config, 3, 4)` builds the third block alone,
+with the weights that it has in the whole model.
+
+GPT-2's shape: Radford et al. 2019, section 2.3 (norms before each part and one at the end, residual
+projections scaled by 1/sqrt(2 layers)); the tied output matrix: Press and Wolf 2017; the MLP's first weights:
+He et al. 2015, section 2.2.
+
+Shapes: B batch, T tokens in a row, D width, H heads, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from minidist.model.configs import GPTConfig, TransformerConfig
+from minidist.model.seeding import fill
+
+Device = torch.device | str | None
+
+
+class Dense(nn.Module):
+    """One layer of an MLP: a linear map, and a ReLU where it is not the last."""
+
+    def __init__(self, linear: nn.Module, relu: bool) -> None:
+        super().__init__()
+        self.linear = linear
+        self.relu = relu
+
+    def forward(self, x: Tensor) -> Tensor:  # (..., in) -> (..., out)
+        """The linear map, then the ReLU."""
+        x = self.linear(x)
+        return functional.relu(x) if self.relu else x
+
+
+class MLP(nn.Module):
+    """A multi-layer perceptron with ReLU between its layers: (..., sizes[0]) -> (..., sizes[-1]).
+
+    linear: what makes a layer, called `linear(inputs, outputs)`;
+    `functools.partial(minidist.model.matmul.Linear, rung=...)` runs the network on a rung. Its weights are
+    the same whatever makes the layers. dtype, device: torch's defaults unless given. Raises ValueError for
+    fewer than two sizes or a size below 1, and for inputs of another width.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int] = (64, 128, 10),
+        *,
+        seed: int = 0,
+        dtype: torch.dtype | None = None,
+        device: Device = None,
+        linear: Callable[[int, int], nn.Module] = nn.Linear,
+    ) -> None:
+        super().__init__()
+        if len(sizes) < 2 or min(sizes) < 1:
+            raise ValueError(f"sizes are {tuple(sizes)}: give two or more, each at least 1")
+        self.sizes = tuple(sizes)
+        pairs = list(zip(self.sizes, self.sizes[1:], strict=False))
+        # What a linear draws for itself it draws in here: the global state is then put back.
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            made = [Dense(linear(*pair), relu=pair is not pairs[-1]) for pair in pairs]
+        self.layers = nn.ModuleList(made)
+        self.to(device=device or torch.get_default_device(), dtype=dtype or torch.get_default_dtype())
+        fill(self.named_parameters(), lambda _, weight: math.sqrt(2 / weight.shape[1]), seed=seed)
+
+    def forward(self, x: Tensor) -> Tensor:  # (..., sizes[0]) -> (..., sizes[-1])
+        """The layers in order."""
+        if x.dim() == 0 or x.shape[-1] != self.sizes[0]:
+            raise ValueError(
+                f"inputs are {tuple(x.shape)}: give (..., {self.sizes[0]}), the MLP's first size"
+            )
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Linear(nn.Linear):
+    """Torch's, but that draws nothing when it is made: the weights come from seeding, once."""
+
+    def reset_parameters(self) -> None:
+        """Leaves the memory as it is."""
+
+
+class Table(nn.Embedding):
+    """Torch's embedding, but that draws nothing when it is made."""
+
+    def reset_parameters(self) -> None:
+        """Leaves the memory as it is."""
+
+
+class Embedding(nn.Module):
+    """The first layer of a GPT: tokens and their positions, each a learned vector, added."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.token = Table(config.vocabulary, config.width)
+        self.position = Table(config.context, config.width)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, tokens: Tensor) -> Tensor:  # (B, T) integers -> (B, T, D)
+        """Raises ValueError where tokens are not (B, T) or more than the context in a row."""
+        context = self.position.num_embeddings
+        if tokens.dim() != 2 or tokens.shape[1] > context:
+            raise ValueError(f"tokens are {tuple(tokens.shape)}: give (B, T) with T at most {context}")
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x: Tensor = self.dropout(self.token(tokens) + self.position(positions))
+        return x
+
+
+class Attention(nn.Module):
+    """Causal self-attention: a token sees itself and those before it.
+
+    Queries, keys and values are maps of their own, with the rows of their weights in the order of the heads:
+    a cut by heads is a cut by rows. The number of heads is read off the width of what the maps give: with a
+    rank's part of them, this attends with that rank's heads.
+    """
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.head_size = config.head_size
+        self.query = Linear(config.width, config.width)
+        self.key = Linear(config.width, config.width)
+        self.value = Linear(config.width, config.width)
+        self.output = Linear(config.width, config.width)
+        self.dropout = config.dropout
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, T, D) -> (B, T, D)
+        """Queries, keys and values by head; attention; the output map."""
+        query, key, value = (self._heads(part(x)) for part in (self.query, self.key, self.value))
+        dropout = self.dropout if self.training else 0.0
+        mixed = functional.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
+        x = self.output(mixed.transpose(1, 2).flatten(2))  # (B, T, H, D/H) -> (B, T, D)
+        return x
+
+    def _heads(self, x: Tensor) -> Tensor:  # (B, T, D) -> (B, H, T, D/H)
+        return x.view(*x.shape[:2], x.shape[2] // self.head_size, self.head_size).transpose(1, 2)
+
+
+class FeedForward(nn.Module):
+    """The MLP of a block: four times as wide in the middle, with GPT-2's GELU (the tanh form)."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.up = Linear(config.width, 4 * config.width)
+        self.down = Linear(4 * config.width, config.width)
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, T, D) -> (B, T, D)
+        """Up, GELU, down."""
+        x = self.down(functional.gelu(self.up(x), approximate="tanh"))
+        return x
+
+
+class Block(nn.Module):
+    """Attention, then an MLP; each reads a normed copy of the stream and adds to the stream itself."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(config.width)
+        self.attention = Attention(config)
+        self.mlp_norm = nn.LayerNorm(config.width)
+        self.mlp = FeedForward(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, T, D) -> (B, T, D)
+        """Two residual steps."""
+        x = x + self.dropout(self.attention(self.attention_norm(x)))
+        x = x + self.dropout(self.mlp(self.mlp_norm(x)))
+        return x
+
+
+class Head(nn.Module):
+    """The last layer of a GPT: a norm, and a score for each token of the vocabulary."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(config.width)
+        self.output = Linear(config.width, config.vocabulary, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, T, D) -> (B, T, V)
+        """Norm, then logits."""
+        x = self.output(self.norm(x))
+        return x
+
+
+def gpt_layers(
+    config: TransformerConfig,
+    start: int = 0,
+    stop: int | None = None,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype | None = None,
+    device: Device = None,
+) -> list[nn.Module]:
+    """Layers start to stop of a GPT, stop left out, as range() counts.
+
+    Layer 0 is the embedding, 1 to config.layers are the blocks, config.layers + 1 is the head. Only those
+    asked for are built, with the weights that they have in the whole model. Where config.tied and both ends
+    are among them, they share one parameter; a head built without the embedding starts with an equal copy,
+    and its stage and the embedding's have to sum the gradient. dtype, device: torch's defaults unless given;
+    "meta" allocates nothing. Raises TypeError where config is not a GPTConfig, ValueError where the range is
+    empty or out of bounds.
+    """
+    if not isinstance(config, GPTConfig):
+        raise TypeError(f"config is a {type(config).__name__}, for sizing only: give a GPTConfig")
+    last = config.layers + 1
+    stop = last + 1 if stop is None else stop
+    if not 0 <= start < stop <= last + 1:
+        raise ValueError(f"layers are {start} to {stop}: give 0 <= start < stop <= {last + 1}, all of them")
+    with torch.device(device or torch.get_default_device()):
+        stage = nn.ModuleDict({str(index): _layer(config, index) for index in range(start, stop)})
+    stage.to(dtype=dtype or torch.get_default_dtype())
+    layers = list(stage.values())
+    first_matrix, last_matrix = "layers.0.token.weight", f"layers.{last}.output.weight"
+    if config.tied and isinstance(layers[0], Embedding) and isinstance(layers[-1], Head):
+        layers[-1].output.weight = layers[0].token.weight
+
+    def full(name: str) -> str:
+        name = f"layers.{name}"
+        return first_matrix if config.tied and name == last_matrix else name
+
+    def deviation(name: str, _: Tensor) -> float:
+        # Each block adds twice to the stream: so scaled, the sum's variance does not grow with the layers.
+        residual = name.endswith(("attention.output.weight", "mlp.down.weight"))
+        return 0.02 / math.sqrt(2 * config.layers) if residual else 0.02
+
+    fill(((full(name), parameter) for name, parameter in stage.named_parameters()), deviation, seed=seed)
+    return layers
+
+
+def _layer(config: GPTConfig, index: int) -> nn.Module:
+    if index == 0:
+        return Embedding(config)
+    return Block(config) if index <= config.layers else Head(config)
+
+
+class GPT(nn.Module):
+    """A GPT with GPT-2's shape: tokens (B, T), integers -> logits (B, T, V).
+
+    Weights are drawn from N(0, 0.02^2), those of the projections onto the residual stream from 0.02 / sqrt(2
+    layers). dtype, device: torch's defaults unless given; on "meta" the parameters are counted and not
+    allocated. Raises as gpt_layers does.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *,
+        seed: int = 0,
+        dtype: torch.dtype | None = None,
+        device: Device = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.layers = nn.ModuleList(gpt_layers(config, seed=seed, dtype=dtype, device=device))
+
+    def forward(self, tokens: Tensor) -> Tensor:  # (B, T) integers -> (B, T, V)
+        """The layers in order."""
+        x = tokens
+        for layer in self.layers:
+            x = layer(x)
+        return x

@@ -1,0 +1,51 @@
+"""Seeding by name: every parameter has a generator of its own, seeded by a hash of (seed, full name).
+
+A weight then depends on nothing but the seed and its own name and shape: not on how the model is cut into
+stages, on the rank or the order in which its layers are built, nor on what else has used the global random
+state, which is neither read nor moved. Values are drawn in float64 on the CPU and rounded once, so that a
+float32 and a float64 model, or one on a GPU, start from the same numbers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+
+def stable_hash(*parts: object) -> int:
+    """63 bits from the text of `parts`, the same in every process and on every machine, as hash() is not."""
+    text = "\0".join(str(part) for part in parts)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
+def generator(*parts: object) -> torch.Generator:
+    """A CPU generator seeded by `parts`, for example (seed, "epoch", 3).
+
+    Torch's CPU generator keeps the low 32 bits of a seed. That two of a thousand names share a stream has a
+    chance of 1 in 8,600, and would be a correlation and no error.
+    """
+    return torch.Generator(device="cpu").manual_seed(stable_hash(*parts))
+
+
+@torch.no_grad()
+def fill(
+    parameters: Iterable[tuple[str, Tensor]], deviation: Callable[[str, Tensor], float], *, seed: int
+) -> None:
+    """Give each parameter its first value, in place: (full name, parameter) pairs, of any dtype and device.
+
+    Matrices are drawn from N(0, deviation(name, parameter)^2); a vector named weight is the scale of a norm
+    and becomes one; any other vector is a bias and becomes zero. Parameters on the meta device have no values
+    and are passed over.
+    """
+    for name, parameter in parameters:
+        if parameter.is_meta:
+            continue
+        if parameter.dim() == 1:
+            parameter.fill_(1.0 if name.endswith("weight") else 0.0)
+            continue
+        drawn = torch.empty(parameter.shape, dtype=torch.float64, device="cpu")
+        drawn.normal_(0.0, deviation(name, parameter), generator=generator(seed, name))
+        parameter.copy_(drawn)

@@ -1,0 +1,236 @@
+"""The product and the linear layer on a rung: right gradients, equal to torch's own, computed by the rung."""
+
+import copy
+import dataclasses
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.autograd.gradcheck import GradcheckError
+
+from minidist.kernels import CPU_LADDER, Rung, rung
+from minidist.model.matmul import Linear, matmul
+
+every_rung = pytest.mark.parametrize("step", CPU_LADDER, ids=lambda step: step.name)
+S4 = rung("s4_loop_order")
+
+
+class Counting:
+    """A rung that keeps the arguments of its calls."""
+
+    def __init__(self, step: Rung = S4) -> None:
+        self.calls = []
+        self.rung = dataclasses.replace(step, name="s0_counting", compute=self.compute)
+        self._step = step
+
+    def compute(self, a, b, out):
+        self.calls.append((a, b, out))
+        self._step.compute(a, b, out)
+
+
+def wrong_in_one_element(a, b, out):
+    S4.compute(a, b, out)
+    out[-1, -1] += 1e-3
+
+
+WRONG = dataclasses.replace(S4, name="s0_wrong", compute=wrong_in_one_element)
+
+
+def random(*shape, grad=True):
+    return torch.randn(*shape, dtype=torch.float64, requires_grad=grad)
+
+
+@every_rung
+def test_gradients_are_those_of_the_product(step):
+    for x, w in [
+        (random(3, 4), random(4, 5)),
+        (random(2, 3, 4), random(5, 4).T),
+        (random(4), random(4, 2)),
+        (random(3, 1), random(1, 1)),
+        (random(4, 3).T, random(4, 6)[:, ::2]),
+    ]:
+        assert torch.autograd.gradcheck(lambda x, w: matmul(x, w, step), (x, w))
+
+
+def test_a_rung_that_is_wrong_in_one_element_fails_gradcheck_and_equality():
+    with pytest.raises(GradcheckError):
+        torch.autograd.gradcheck(lambda x, w: matmul(x, w, WRONG), (random(3, 4), random(4, 5)))
+    with pytest.raises(AssertionError):
+        compare_with_torch(Linear(4, 5, rung=WRONG, dtype=torch.float64), random(3, 4))
+
+
+def compare_with_torch(ours, x):
+    """Hold output and all gradients of `ours` to those of torch's layer with the same parameters."""
+    theirs = nn.Linear(ours.in_features, ours.out_features, ours.bias is not None, dtype=torch.float64)
+    theirs.load_state_dict(ours.state_dict())
+    results = []
+    for layer in (ours, theirs):
+        leaf = x.detach().clone().requires_grad_()
+        y = layer(leaf)
+        (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).reshape(y.shape)).sum().backward()
+        results.append([y.detach(), leaf.grad, *(parameter.grad for parameter in layer.parameters())])
+    for mine, its in zip(*results, strict=True):
+        # Sums of at most 40 products of numbers near 1 in float64: they round by about 1e-14.
+        torch.testing.assert_close(mine, its, rtol=1e-12, atol=1e-12)
+
+
+@every_rung
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(7,), (5, 7), (2, 3, 7), (2, 0, 7), (0, 7), (2, 1, 3, 7)])
+def test_linear_equals_torchs(step, bias, shape):
+    compare_with_torch(Linear(7, 6, bias, rung=step, dtype=torch.float64), random(*shape))
+
+
+@pytest.mark.parametrize(("ins", "outs"), [(0, 3), (3, 0), (1, 1), (40, 17)])
+def test_linear_of_any_size_equals_torchs(ins, outs):
+    if 0 in (ins, outs):  # torch warns of a layer without weights: compare with the product itself
+        layer, x = Linear(ins, outs, rung=S4, dtype=torch.float64), random(2, 5, ins)
+        layer(x).sum().backward()
+        torch.testing.assert_close(layer(x), x @ layer.weight.T + layer.bias)
+        assert layer.weight.grad.shape == (outs, ins)
+        assert torch.equal(x.grad, torch.zeros_like(x))
+    else:
+        compare_with_torch(Linear(ins, outs, rung=S4, dtype=torch.float64), random(2, 5, ins))
+
+
+def test_linear_of_views_that_no_reshape_can_keep():
+    compare_with_torch(
+        Linear(7, 6, rung=S4, dtype=torch.float64), random(4, 9, 14)[:, ::2, ::2].transpose(0, 1)
+    )
+
+
+def test_linear_starts_as_torchs_does():
+    generator = torch.Generator().manual_seed(3)
+    torch.manual_seed(3)
+    theirs = nn.Linear(9, 5)
+    torch.manual_seed(3)
+    for ours in (Linear(9, 5, rung=S4), Linear(9, 5, rung=S4, generator=generator)):
+        # The same draws; torch computes the bounds by another route, which may round otherwise.
+        torch.testing.assert_close(ours.state_dict(), theirs.state_dict())
+    assert Linear(9, 5, rung=S4, dtype=torch.float64).weight.dtype == torch.float64
+    assert Linear(9, 5, rung=S4, device="meta").weight.device.type == "meta"
+
+
+def test_linear_is_copied_pickled_saved_and_shown():
+    layer = Linear(4, 3, bias=False, rung=S4)
+    x = torch.randn(2, 4)
+    for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert torch.equal(twin(x), layer(x))
+    assert list(layer.state_dict()) == ["weight"]
+    assert repr(layer) == "Linear(4, 3, bias=False, rung=s4_loop_order)"
+
+
+def test_forward_and_both_gradients_run_on_the_rung_without_a_copy():
+    counting = Counting()
+    layer = Linear(4, 3, rung=counting.rung)
+    x = torch.randn(5, 4, requires_grad=True)
+    y = layer(x)
+    g = torch.randn(5, 3)
+    y.backward(g)
+
+    weight = layer.weight.detach().numpy()
+    assert [out.shape for _, _, out in counting.calls] == [(5, 3), (5, 4), (3, 4)]
+    (x_seen, w_seen, _), (g_seen, w_again, _), (g_transposed, x_again, _) = counting.calls
+    for seen, source in [(x_seen, x.detach().numpy()), (w_again, weight), (x_again, x.detach().numpy())]:
+        assert seen.ctypes.data == source.ctypes.data
+        assert seen.strides == source.strides
+    assert w_seen.ctypes.data == weight.ctypes.data
+    assert w_seen.strides == weight.T.strides
+    assert g_transposed.ctypes.data == g_seen.ctypes.data
+    assert g_transposed.strides == g_seen.T.strides
+    assert layer.weight.grad.stride() == layer.weight.stride()
+
+
+@pytest.mark.parametrize(
+    ("x_grad", "w_grad", "shapes"),
+    [
+        (True, True, [(2, 3), (2, 4), (4, 3)]),
+        (True, False, [(2, 3), (2, 4)]),
+        (False, True, [(2, 3), (4, 3)]),
+        (False, False, [(2, 3)]),
+    ],
+)
+def test_a_gradient_that_nobody_asked_for_is_not_computed(x_grad, w_grad, shapes):
+    counting = Counting()
+    y = matmul(random(2, 4, grad=x_grad), random(4, 3, grad=w_grad), counting.rung)
+    assert y.requires_grad == (x_grad or w_grad)
+    if y.requires_grad:
+        y.sum().backward()  # an expanded gradient: strides of 0
+    assert [out.shape for _, _, out in counting.calls] == shapes
+
+
+def test_what_no_gradient_needs_is_not_kept():
+    y = matmul(random(2, 4, grad=False), random(4, 3), S4)
+    assert [tensor is None for tensor in y.grad_fn.next_functions[0][0].saved_tensors] == [False, True]
+
+
+def test_a_gradient_of_a_gradient_is_refused():
+    x, w = random(2, 3), random(3, 2)
+    (x_grad,) = torch.autograd.grad(matmul(x, w, S4).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        x_grad.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("x", "w", "kind", "words"),
+    [
+        (torch.ones(2, 3), torch.ones(4, 5), ValueError, ["(2, 3)", "(4, 5)", "do not multiply"]),
+        (torch.ones(2, 3), torch.ones(3), ValueError, ["(2, 3)", "(3,)"]),
+        (torch.tensor(1.0), torch.ones(1, 1), ValueError, ["shape ()"]),
+        (torch.ones(2, 3), torch.ones(3, 2).double(), TypeError, ["float32", "float64"]),
+        (torch.ones(2, 3).bfloat16(), torch.ones(3, 2), TypeError, ["x has dtype bfloat16", "s4_loop_order"]),
+        (torch.ones(2, 3), torch.ones(3, 2).long(), TypeError, ["w has dtype int64", "float32 or float64"]),
+        (np.ones((2, 3)), torch.ones(3, 2), TypeError, ["x is a ndarray", "torch.as_tensor"]),
+        (
+            torch.ones(2, 3, device="meta"),
+            torch.ones(3, 2),
+            ValueError,
+            ["x is on meta", "s4_loop_order runs on cpu", ".to('cpu')"],
+        ),
+    ],
+)
+def test_wrong_arguments_are_named_with_their_values(x, w, kind, words):
+    with pytest.raises(kind) as raised:
+        matmul(x, w, S4)
+    for word in words:
+        assert word in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_linear_refuses_negative_sizes_and_a_missing_rung():
+    with pytest.raises(ValueError, match="in_features is -1"):
+        Linear(-1, 3, rung=S4)
+    with pytest.raises(TypeError, match="rung"):
+        Linear(1, 3)
+
+
+def test_a_network_on_a_rung_learns_handwritten_digits():
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    generator = torch.Generator().manual_seed(0)
+    order = torch.randperm(len(images), generator=generator)
+    x = (torch.from_numpy(images).float() / 16)[order]  # (1797, 64)
+    y = torch.from_numpy(labels)[order]
+
+    counting = Counting()
+    layers = [Linear(64, 48, rung=counting.rung, generator=generator)]
+    layers += [nn.ReLU(), Linear(48, 10, rung=counting.rung, generator=generator)]
+    network = nn.Sequential(*layers)
+    steps = 0
+    for _ in range(12):
+        for rows in torch.arange(1500).split(50):
+            loss = nn.functional.cross_entropy(network(x[rows]), y[rows])
+            network.zero_grad()
+            loss.backward()
+            with torch.no_grad():
+                for parameter in network.parameters():
+                    parameter -= 0.2 * parameter.grad
+            steps += 1
+    # Two forward products, the gradients of two weights, and that of the hidden layer: the input needs none.
+    assert len(counting.calls) == 5 * steps
+    with torch.no_grad():
+        accuracy = (network(x[1500:]).argmax(1) == y[1500:]).float().mean().item()
+    assert accuracy > 0.9
