@@ -1,0 +1,44 @@
+"""Named shapes: published parameter counts, changes by field, and checks when made."""
+
+import math
+
+import pytest
+
+from minidist.model.configs import config
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("gpt2-small", 124_439_808),
+        ("bert-base", 109_482_240),
+        ("bert-large", 335_141_888),
+        ("bert-tiny", 4_385_920),
+    ],
+)
+def test_named_sizes_have_their_published_parameters(name, parameters):
+    assert config(name).parameters() == parameters
+
+
+def test_unknown_names_and_fields_offer_the_nearest():
+    with pytest.raises(ValueError, match="unknown model 'gpt2-smal': did you mean 'gpt2-small'"):
+        config("gpt2-smal")
+    with pytest.raises(ValueError, match="unknown field of byte-tiny 'layer': did you mean 'layers'"):
+        config("byte-tiny", layer=3)
+    assert config("gpt2-small", layers=2).layers == 2
+    assert config("gpt2-small").layers == 12
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"heads": 3}, ValueError, r"heads \(3\) must divide width \(64\)"),
+        ({"layers": 0}, ValueError, "layers is 0: give at least 1"),
+        ({"width": 64.0}, TypeError, r"width is 64\.0: give a whole number"),
+        ({"dropout": 1.0}, ValueError, r"dropout is 1\.0"),
+        ({"dropout": math.nan}, ValueError, "dropout is nan"),
+    ],
+)
+def test_a_shape_validates_itself(changes, error, message):
+    with pytest.raises(error, match=message):
+        config("byte-tiny", **changes)

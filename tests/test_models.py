@@ -1,0 +1,256 @@
+"""Models: exact sizes, weights that do not depend on the cut, a causal GPT and an MLP that learn."""
+
+import copy
+import functools
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from minidist.model.configs import CONFIGS, BERTConfig, GPTConfig, config
+from minidist.model.data import dataset
+from minidist.model.loss import accuracy, cross_entropy
+from minidist.model.models import GPT, MLP, gpt_layers
+from minidist.model.sampler import Sampler
+
+TINY = GPTConfig(vocabulary=11, context=8, layers=4, heads=2, width=12)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    # Products this small wait for their threads: where the cores were taken, 30 s went in place of one.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def count(model):
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def draw_tokens(shape, config=TINY):
+    return torch.randint(config.vocabulary, shape)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("name", [name for name, shape in CONFIGS.items() if isinstance(shape, GPTConfig)])
+def test_the_formula_counts_what_the_module_has(name, tied):
+    shape = config(name, tied=tied)
+    model = GPT(shape, device="meta")
+    assert count(model) == shape.parameters()
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_bert_is_for_sizing():
+    with pytest.raises(TypeError, match="BERTConfig, for sizing only"):
+        GPT(config("bert-tiny"))
+    assert isinstance(config("bert-tiny"), BERTConfig)
+
+
+@pytest.mark.parametrize("index", range(TINY.layers + 2))
+def test_a_layer_built_alone_has_the_weights_of_the_whole(index):
+    whole = GPT(TINY, seed=5)
+    torch.rand(7)  # another rank has used its global state otherwise
+    (alone,) = gpt_layers(TINY, index, index + 1, seed=5)
+    expected = whole.layers[index].state_dict()
+    assert alone.state_dict().keys() == expected.keys()
+    for name, value in alone.state_dict().items():
+        assert torch.equal(value, expected[name]), name
+
+
+def test_stages_in_a_chain_compute_what_the_whole_does():
+    whole, tokens = GPT(TINY, dtype=torch.float64), draw_tokens((3, 5))
+    stages = {cut: gpt_layers(TINY, *cut, dtype=torch.float64) for cut in ((4, 6), (0, 1), (1, 4))}
+    assert {cut: len(stage) for cut, stage in stages.items()} == {(4, 6): 2, (0, 1): 1, (1, 4): 3}
+    x = tokens
+    for cut in sorted(stages):
+        for layer in stages[cut]:
+            x = layer(x)
+    assert torch.equal(x, whole(tokens))
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 0), (3, 2), (-1, 2), (0, 7), (6, None)])
+def test_a_range_of_layers_is_checked(start, stop):
+    with pytest.raises(ValueError, match="give 0 <= start < stop <= 6"):
+        gpt_layers(TINY, start, stop)
+
+
+@pytest.mark.parametrize("build", [functools.partial(GPT, TINY), MLP])
+def test_seeds_are_the_models_own(build):
+    before = torch.random.get_rng_state()
+    one, same, other = build(seed=1), build(seed=1), build(seed=2)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    for (name, a), b, c in zip(one.named_parameters(), same.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b), name
+        assert a.dim() == 1 or not torch.equal(a, c), name
+
+
+@pytest.mark.parametrize("build", [functools.partial(GPT, TINY), MLP])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_narrow_weights_are_the_wide_ones_rounded(build, dtype):
+    wide, narrow = build(dtype=torch.float64), build(dtype=dtype)
+    for a, b in zip(wide.parameters(), narrow.parameters(), strict=True):
+        assert b.dtype == dtype
+        assert torch.equal(a.to(dtype), b)
+
+
+def test_defaults_of_torch_are_heeded():
+    with torch.device("meta"):
+        assert all(p.is_meta for model in (GPT(TINY), MLP()) for p in model.parameters())
+    assert {p.dtype for p in GPT(TINY).parameters()} == {torch.float32}
+
+
+def test_first_weights_are_spread_as_the_paper_says():
+    shape = config("byte-small")
+    names = dict(GPT(shape).named_parameters())
+    matrices = {name: weight for name, weight in names.items() if weight.dim() == 2}
+    for name, weight in matrices.items():
+        residual = name.endswith(("attention.output.weight", "mlp.down.weight"))
+        expected = 0.02 / math.sqrt(2 * shape.layers) if residual else 0.02
+        # From 32,768 draws a deviation is known to 1/sqrt(2 n), 0.4 %: 3 % is seven times as much.
+        assert weight.std().item() == pytest.approx(expected, rel=0.03), name
+    draws = [weight.flatten()[:1000] for weight in matrices.values()]
+    assert len({tuple(draw.tolist()) for draw in draws}) == len(draws)
+    assert all(bool((value == 0).all()) for name, value in names.items() if name.endswith("bias"))
+    assert all(bool((value == 1).all()) for name, value in names.items() if name.endswith("norm.weight"))
+
+
+def test_a_tied_matrix_is_one_parameter_also_in_copies():
+    model = GPT(TINY)
+    for each in (model, copy.deepcopy(model), GPT(TINY, dtype=torch.float64).to(torch.float32)):
+        assert each.layers[0].token.weight is each.layers[-1].output.weight
+        assert count(each) == TINY.parameters()
+    assert {"layers.0.token.weight", "layers.5.output.weight"} <= model.state_dict().keys()
+    free = GPT(GPTConfig(vocabulary=11, context=8, layers=4, heads=2, width=12, tied=False))
+    assert not torch.equal(free.layers[0].token.weight, free.layers[-1].output.weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_later_token_does_not_change_earlier_logits(dtype):
+    model, tokens = GPT(TINY, dtype=dtype), draw_tokens((2, 8))
+    before = model(tokens)
+    assert (before.shape, before.dtype) == ((2, 8, 11), dtype)
+    changed = tokens.clone()
+    changed[:, 5] = (changed[:, 5] + 1) % TINY.vocabulary
+    after = model(changed)
+    torch.testing.assert_close(after[:, :5], before[:, :5])
+    assert not torch.allclose(after[:, 5], before[:, 5])
+    assert not torch.allclose(after[:, 6:], before[:, 6:])
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (1, 1), (3, 7), (2, 0)])
+def test_any_batch_and_length_up_to_the_context(shape):
+    assert GPT(TINY)(draw_tokens(shape)).shape == (*shape, TINY.vocabulary)
+
+
+def test_tokens_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match=r"tokens are \(1, 9\): give \(B, T\) with T at most 8"):
+        GPT(TINY)(draw_tokens((1, 9)))
+    with pytest.raises(ValueError, match="tokens are"):
+        GPT(TINY)(draw_tokens((4,)))
+
+
+def test_attention_runs_with_a_part_of_the_heads():
+    # What tensor parallelism does: each rank holds the rows of some heads, and the parts add up.
+    shape = GPTConfig(vocabulary=11, context=8, layers=1, heads=3, width=12)
+    whole = GPT(shape, dtype=torch.float64).layers[1].attention
+    x = torch.randn(2, 5, 12, dtype=torch.float64)
+    for each in (whole.query, whole.key, whole.value, whole.output):
+        nn.init.normal_(each.bias)
+    total = whole.output.bias.clone()
+    for rows in (slice(0, 4), slice(4, 12)):  # one head, and two
+        part = copy.deepcopy(whole)
+        for each in (part.query, part.key, part.value):
+            each.weight, each.bias = nn.Parameter(each.weight[rows]), nn.Parameter(each.bias[rows])
+        part.output.weight, part.output.bias = nn.Parameter(part.output.weight[:, rows]), None
+        total = total + part(x)
+    torch.testing.assert_close(total, whole(x))
+
+
+def test_dropout_acts_in_training_alone():
+    shape = GPTConfig(vocabulary=11, context=8, layers=1, heads=2, width=12, dropout=0.5)
+    model, tokens = GPT(shape), draw_tokens((2, 8))
+    assert not torch.equal(model(tokens), model(tokens))
+    model.eval()
+    assert torch.equal(model(tokens), model(tokens))
+    assert torch.equal(model(tokens), GPT(GPTConfig(**{**vars(shape), "dropout": 0.0}))(tokens))
+
+
+def test_a_gpt_starts_from_a_guess_and_learns_a_batch_by_heart():
+    model = GPT(config("byte-tiny"))
+    inputs, targets = dataset("bytes", length=16, limit=4).train[:]
+    losses = []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(60):
+        loss = cross_entropy(model(inputs), targets)
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert losses[0] == pytest.approx(math.log(256), abs=0.1)
+    assert losses[-1] < 0.1
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+class Transposed(nn.Module):
+    """A linear layer of another maker: it draws from the global state when it is made, and keeps a buffer."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(outputs, inputs))
+        self.bias = nn.Parameter(torch.randn(outputs))
+        self.register_buffer("scale", torch.tensor(1.0))
+
+    def forward(self, x):
+        return (self.weight @ x.mT).mT * self.scale + self.bias
+
+
+def test_an_mlp_has_the_same_weights_on_any_linear():
+    before = torch.random.get_rng_state()
+    ours, theirs = MLP(linear=Transposed, dtype=torch.float64), MLP(dtype=torch.float64)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    expected = dict(theirs.named_parameters())
+    assert dict(ours.named_parameters()).keys() == expected.keys()
+    for name, weight in ours.named_parameters():
+        assert torch.equal(weight, expected[name]), name
+    x = torch.randn(13, 64, dtype=torch.float64)
+    torch.testing.assert_close(ours(x), theirs(x))
+
+
+@pytest.mark.parametrize("sizes", [(3, 2), (64, 128, 10), (5, 1, 1, 4)])
+def test_an_mlp_is_a_chain_with_relu_between(sizes):
+    model = MLP(sizes, dtype=torch.float64)
+    assert len(model.layers) == len(sizes) - 1
+    x = torch.randn(7, sizes[0], dtype=torch.float64)
+    expected = x
+    for number, layer in enumerate(model.layers, start=1):
+        expected = expected @ layer.linear.weight.T + layer.linear.bias
+        expected = expected if number == len(model.layers) else expected.clamp(min=0)
+    torch.testing.assert_close(model(x), expected)
+    assert model(x[:0]).shape == (0, sizes[-1])
+
+
+@pytest.mark.parametrize("sizes", [(), (64,), (64, 0, 10)])
+def test_an_mlp_checks_its_sizes(sizes):
+    with pytest.raises(ValueError, match="give two or more, each at least 1"):
+        MLP(sizes)
+
+
+def test_an_mlp_checks_its_inputs():
+    with pytest.raises(ValueError, match=r"inputs are \(2, 8\): give \(\.\.\., 64\)"):
+        MLP()(torch.rand(2, 8))
+
+
+def test_an_mlp_learns_the_digits():
+    data, model = dataset("digits"), MLP()
+    sampler = Sampler(len(data.train), 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(10 * len(sampler)):
+        inputs, targets = data.train[sampler.share(step)]
+        optimizer.zero_grad()
+        cross_entropy(model(inputs), targets).backward()
+        optimizer.step()
+    inputs, targets = data.test[:]
+    assert accuracy(model(inputs), targets).item() > 0.95
