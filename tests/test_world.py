@@ -83,7 +83,7 @@ def test_a_rank_whose_world_never_comes_gives_up(monkeypatch: pytest.MonkeyPatch
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     describe(monkeypatch, RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    with pytest.raises(TimeoutError, match="rank 0 .* world of 2"):
+    with pytest.raises(TimeoutError, match=r"rank 0 .* world of 2"):
         md.init(timeout=1)
 
 

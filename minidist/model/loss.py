@@ -30,12 +30,12 @@ def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:  # (..., V), (...
 
 @torch.no_grad()
 def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:  # (..., V), (...) -> ()
-    """Share of rows (or tokens) whose largest output is the target's, a float32 scalar.
+    """Share of rows (or tokens) whose largest output is the target's, a float64 scalar.
 
     NaN where there are no rows. Shapes, dtypes and errors as for cross_entropy.
     """
     _check(outputs, targets)
-    return (outputs.argmax(dim=-1) == targets).float().mean()
+    return (outputs.argmax(dim=-1) == targets).double().mean()
 
 
 def _check(outputs: Tensor, targets: Tensor) -> None:

@@ -1,0 +1,13 @@
+"""Strategies: how several ranks train one model to the weights that one process would have reached.
+
+| File | Holds |
+|---|---|
+| layout.py | `Layout`: how many ranks do what |
+| prepare.py | `prepare`: from model, optimizer and layout to an engine |
+| engine.py | `Engine`: what every strategy's engine can do |
+| data_parallel.py | each rank computes on its share of the batch; gradients are averaged |
+
+To add a strategy, write its file with an `Engine`, and let `prepare` pick it. It talks through
+`minidist.comm` alone, imports no other strategy, and is held to the contract in `tests/contract.py`: in
+float64 every parameter equals single-process training.
+"""

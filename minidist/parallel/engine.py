@@ -1,0 +1,70 @@
+"""What every strategy's engine can do: the contract between a strategy and the loop that uses it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+"""From outputs and targets to a scalar: the mean over their rows."""
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+"""From parameters to a torch optimizer, such as `partial(torch.optim.AdamW, lr=3e-4)`."""
+
+
+class Engine(ABC):
+    """Trains a model on all ranks of a layout, to the weights that one process would have reached.
+
+    After the same steps on the same global batches every full parameter equals single-process training, to
+    rounding, for each strategy and each number of ranks, also where the ranks' shares differ in size.
+
+    Attributes:
+        model: the module, or this rank's part of it.
+        optimizer: the optimizer of this rank's part; learning-rate schedulers take it.
+        data_rank, data_ranks: this rank's place among those that share a batch's rows, as a `Sampler` takes
+            them; ranks that split the model and not the batch have the same place.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    data_rank: int
+    data_ranks: int
+
+    @abstractmethod
+    def step(self, inputs: Tensor, targets: Tensor) -> float:
+        """Train on one global batch, of which this rank passes its data-parallel share.
+
+        Args:
+            inputs: (rows, ...), this rank's rows, at least one.
+            targets: (rows, ...), theirs.
+
+        Returns:
+            The mean loss over the global batch, the same number on all ranks.
+
+        Raises:
+            ValueError: no rows, or inputs and targets of different lengths.
+            CollectiveError: a peer is gone or late.
+        """
+
+    @abstractmethod
+    def evaluate(self, inputs: Tensor, targets: Tensor, metric: Loss | None = None) -> float:
+        """The mean of `metric(outputs, targets)` over the global batch's rows, without training.
+
+        Args:
+            inputs: (rows, ...), this rank's rows; unlike in `step` there may be none.
+            targets: (rows, ...), theirs.
+            metric: a mean over rows; None for the loss.
+
+        Returns:
+            The mean over all ranks' rows, the same number on all ranks; NaN where there are none at all.
+        """
+
+    @abstractmethod
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Every parameter and buffer in full, under the names of the model that was passed to `prepare`.
+
+        Returns:
+            Copies, on the model's device; the same on all ranks.
+        """

@@ -1,0 +1,58 @@
+"""From a model, an optimizer and a layout to the engine that trains it."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from minidist import comm
+from minidist.model.loss import cross_entropy
+from minidist.parallel.data_parallel import DataParallelEngine
+from minidist.parallel.engine import Engine, Loss, MakeOptimizer
+from minidist.parallel.layout import Layout
+
+_AVAILABLE = {"tp": 1, "pp": 1, "zero": 0, "precision": "fp32", "recompute": False}
+"""Fields of a layout that this version takes at one value alone."""
+
+
+def prepare(
+    model: nn.Module, optimizer: MakeOptimizer, layout: Layout | None = None, loss: Loss = cross_entropy
+) -> Engine:
+    """An engine that trains `model` on the ranks of `layout`. Every rank of the world calls it.
+
+    >>> engine = md.prepare(model, partial(torch.optim.AdamW, lr=3e-4), md.Layout(dp=2))
+    >>> loss = engine.step(inputs, targets)
+
+    The model trains where its parameters are. The ranks need not start from the same weights: rank 0's are
+    sent to all.
+
+    Args:
+        model: the same architecture on all ranks.
+        optimizer: a function from parameters to a torch optimizer.
+        layout: how many ranks do what; None for one rank.
+        loss: from outputs and targets to the mean over their rows.
+
+    Raises:
+        TypeError: an argument is of the wrong type.
+        ValueError: the layout's ranks are not the world's, or it asks for what this version has not.
+    """
+    layout = Layout() if layout is None else layout
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}; give a torch.nn.Module")
+    if not isinstance(layout, Layout):
+        raise TypeError(f"layout is {layout!r}; give a Layout, such as md.Layout(dp=2)")
+    if isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer):
+        raise TypeError(
+            f"optimizer is a {type(optimizer).__name__}; give a function from parameters to an optimizer, "
+            "such as functools.partial(torch.optim.AdamW, lr=3e-4)"
+        )
+    if layout.ranks != comm.size():
+        raise ValueError(
+            f"the layout needs {layout.ranks} ranks (dp {layout.dp} x tp {layout.tp} x pp {layout.pp}) and "
+            f"the world has {comm.size()}; change the layout, or start {layout.ranks} ranks"
+        )
+    for name, only in _AVAILABLE.items():
+        value = getattr(layout, name)
+        if value != only:
+            raise ValueError(f"{name}={value!r} in the layout; this version trains with {name}={only!r} only")
+    return DataParallelEngine(model, optimizer, layout, loss)

@@ -1,0 +1,93 @@
+"""The contract that every strategy is held to: the weights that one process would have reached.
+
+A case is a model, an optimizer and the sizes of its global batches. The ranks train on it through
+`md.prepare`; one process trains on the same global batches in a plain torch loop, written here and not with
+the project's own engine. All in float64, and the ranks start from different seeds, so that a missing
+broadcast shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import minidist as md
+from minidist.model.loss import cross_entropy
+
+TOLERANCE = 1e-10
+"""Float64 holds 16 digits; sums in another order, over a few steps, cost fewer than 6 of them."""
+
+
+ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained. `model(seed)` builds it in float64; `rows(generator, count)` draws a global batch."""
+
+    model: Callable[[int], nn.Module]
+    rows: Callable[[torch.Generator, int], tuple[Tensor, Tensor]]
+    optimizer: Callable[..., torch.optim.Optimizer] = ADAMW
+    batches: tuple[int, ...] = (12, 13, 7, 12, 5)  # sizes that 2, 3 and 4 ranks do not divide, too
+    loss: Callable[[Tensor, Tensor], Tensor] = cross_entropy
+
+    def global_batches(self) -> list[tuple[Tensor, Tensor]]:
+        """The same on every rank and in one process."""
+        generator = torch.Generator().manual_seed(7)
+        return [self.rows(generator, count) for count in self.batches]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """How a training ended."""
+
+    losses: list[float]
+    state: dict[str, Tensor]
+
+
+def train_in_one_process(case: Case) -> Trained:
+    """The reference: a plain loop, from rank 0's weights."""
+    model = case.model(0)
+    optimizer = case.optimizer(model.parameters())
+    losses = []
+    for inputs, targets in case.global_batches():
+        optimizer.zero_grad()
+        loss = case.loss(model(inputs), targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return Trained(losses, {name: value.detach().clone() for name, value in model.state_dict().items()})
+
+
+def train_on_this_rank(case: Case, layout: md.Layout) -> Trained:
+    """The same by the project's engine, on this rank's shares."""
+    model = case.model(md.rank())
+    engine = md.prepare(model, case.optimizer, layout, loss=case.loss)
+    losses = []
+    for inputs, targets in case.global_batches():
+        share = slice(*(len(inputs) * (engine.data_rank + i) // engine.data_ranks for i in (0, 1)))
+        losses.append(engine.step(inputs[share], targets[share]))
+    return Trained(losses, engine.full_state_dict())
+
+
+def check(cluster: md.Cluster, case: Case, layout: md.Layout) -> None:
+    """Fail where any rank's losses or weights differ from one process's."""
+    expected = train_in_one_process(case)
+    start = case.model(0).state_dict()
+    assert any(not torch.equal(start[name], expected.state[name]) for name in start), "nothing was learned"
+    for trained in cluster.run(train_on_this_rank, case, layout):
+        compare(trained, expected)
+
+
+def compare(actual: Trained, expected: Trained) -> None:
+    """Fail where losses or weights differ by more than rounding, or are NaN."""
+    options: dict[str, Any] = {"rtol": TOLERANCE, "atol": TOLERANCE}
+    torch.testing.assert_close(actual.losses, expected.losses, **options)
+    assert actual.state.keys() == expected.state.keys()
+    for name, wanted in expected.state.items():
+        torch.testing.assert_close(actual.state[name], wanted, **options, msg=lambda m, n=name: f"{n}: {m}")

@@ -1,0 +1,48 @@
+"""Layouts: what they accept, and what they say of what they do not."""
+
+from __future__ import annotations
+
+import pytest
+
+import minidist as md
+
+
+def test_ranks_are_the_product() -> None:
+    assert md.Layout().ranks == 1
+    assert md.Layout(dp=2, tp=3, pp=4).ranks == 24
+
+
+@pytest.mark.parametrize(
+    "layout", [md.Layout(), md.Layout(dp=4), md.Layout(dp=2, tp=2, zero=1, precision="bf16", recompute=True)]
+)
+def test_text_and_back(layout: md.Layout) -> None:
+    assert md.Layout.parse(str(layout)) == layout
+
+
+def test_spaces_and_trailing_commas_do_not_matter() -> None:
+    assert md.Layout.parse(" dp = 2 , recompute=true, ") == md.Layout(dp=2, recompute=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("dp", "write it as name=value"),
+        ("dp=two", "dp is 'two'; give a whole number"),
+        ("dp=0", "dp is 0; give at least 1"),
+        ("dp=-2", "dp is -2"),
+        ("microbatches=2", "did you mean 'micro_batches'"),
+        ("dp=2,dp=3", "gives dp twice"),
+        ("zero=4", "zero is 4; give stage 1, 2 or 3"),
+        ("precision=fp8", "unknown precision 'fp8'"),
+        ("recompute=maybe", "recompute is 'maybe'; give True or False"),
+    ],
+)
+def test_wrong_text(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        md.Layout.parse(text)
+
+
+@pytest.mark.parametrize("value", [True, 2.0, "2", None])
+def test_a_count_is_a_whole_number(value: object) -> None:
+    with pytest.raises(TypeError, match=r"dp is .*; give a whole number"):
+        md.Layout(dp=value)  # type: ignore[arg-type]

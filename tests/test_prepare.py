@@ -1,0 +1,51 @@
+"""prepare: what it refuses, each in a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import minidist as md
+
+
+def test_one_process_needs_no_world_and_no_layout() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(2, 3)
+    engine = md.prepare(model, torch.optim.SGD)
+    inputs, targets = torch.ones(4, 2), torch.zeros(4, dtype=torch.int64)
+    first = engine.step(inputs, targets)
+    assert engine.step(inputs, targets) < first
+    assert engine.model is model
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"model": lambda x: x}, TypeError, "model is a function; give a torch.nn.Module"),
+        ({"layout": "dp=2"}, TypeError, "layout is 'dp=2'; give a Layout"),
+        ({"layout": md.Layout(dp=2)}, ValueError, r"needs 2 ranks .* and the world has 1"),
+        ({"layout": md.Layout(zero=1)}, ValueError, "zero=1 in the layout; this version"),
+        ({"layout": md.Layout(precision="bf16")}, ValueError, "precision='bf16'"),
+        (
+            {"optimizer": torch.optim.SGD(nn.Linear(1, 1).parameters())},
+            TypeError,
+            r"optimizer is a SGD; give a function from parameters to an optimizer",
+        ),
+    ],
+)
+def test_wrong_arguments(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
+    defaults: dict[str, Any] = {"model": nn.Linear(1, 1), "optimizer": torch.optim.SGD, "layout": None}
+    with pytest.raises(error, match=text):
+        md.prepare(**{**defaults, **arguments})
+
+
+def test_a_layout_for_another_world(cluster_of: Callable[[int], md.Cluster]) -> None:
+    def prepare() -> None:
+        md.prepare(nn.Linear(1, 1), torch.optim.SGD, md.Layout(dp=2))
+
+    with pytest.raises(md.RankError, match=r"needs 2 ranks .* and the world has 3; change the layout"):
+        cluster_of(3).run(prepare)

@@ -1,0 +1,101 @@
+"""Training from a description: it learns, it is the same on any number of ranks, and it checks its input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import minidist as md
+from minidist import comm, train
+from minidist.train import TrainConfig, TrainResult
+
+Clusters = Callable[[int], md.Cluster]
+
+
+def test_the_digits_are_learned(cluster_of: Clusters) -> None:
+    (result,) = cluster_of(1).run(train.train, TrainConfig())
+    assert result.test_accuracy > 0.93
+    assert result.losses[-1] < result.losses[0] / 5
+    assert result.bytes_sent == 0
+    assert result.parameters == 64 * 128 + 128 + 128 * 10 + 10
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        TrainConfig(steps=12, batch=13, dtype="float64"),
+        TrainConfig(steps=12, batch=13, dtype="float64", rung="s4_loop_order", optimizer="sgd"),
+        TrainConfig(data="bytes", steps=4, batch=5, dtype="float64"),
+    ],
+)
+def test_any_number_of_ranks_learns_the_same(cluster_of: Clusters, config: TrainConfig) -> None:
+    (alone,) = cluster_of(1).run(train.train, config)
+    for ranks in (2, 4):
+        for result in cluster_of(ranks).run(train.train, replace(config, layout=md.Layout(dp=ranks))):
+            # Float64 and some sums in another order, over a few steps.
+            torch.testing.assert_close(result.losses, alone.losses, rtol=1e-10, atol=1e-10)
+            assert result.test_loss == pytest.approx(alone.test_loss, rel=1e-10)
+            assert result.test_accuracy == pytest.approx(alone.test_accuracy, rel=1e-12)
+            assert result.bytes_sent > 0
+
+
+def test_run_launches_the_layout() -> None:
+    result = train.run(TrainConfig(steps=2, layout=md.Layout(dp=2)))
+    assert isinstance(result, TrainResult)
+    assert len(result.losses) == 2
+
+
+def test_ranks_that_end_with_different_weights_are_found(cluster_of: Clusters) -> None:
+    def drift() -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(comm, "broadcast", lambda x, **_: x)
+            train.train(TrainConfig(steps=1, seed=md.rank(), layout=md.Layout(dp=2)))
+
+    with pytest.raises(md.RankError, match="the final weights of rank 1 is not that of rank 0"):
+        cluster_of(2).run(drift)
+
+
+def test_ranks_with_different_data_are_found(cluster_of: Clusters) -> None:
+    def differ() -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            build = train.build
+
+            def other(config: TrainConfig) -> Any:
+                model, data = build(config)
+                data.train.inputs[0, 0] += md.rank()
+                return model, data
+
+            patch.setattr(train, "build", other)
+            train.train(TrainConfig(steps=1, layout=md.Layout(dp=2)))
+
+    with pytest.raises(md.RankError, match="the data set of rank 1 is not that of rank 0: install the same"):
+        cluster_of(2).run(differ)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"data": "digit"}, "did you mean 'digits'"),
+        ({"model": "mpl"}, "did you mean 'mlp'"),
+        ({"model": "byte-tiny"}, "the model byte-tiny cannot train on digits; that takes the mlp"),
+        ({"data": "bytes", "model": "mlp"}, "the model mlp cannot train on bytes"),
+        ({"data": "bytes", "model": "bert-tiny"}, "unknown model 'bert-tiny'"),
+        ({"optimizer": "adam"}, "did you mean 'adamw'"),
+        ({"dtype": "float23"}, "unknown dtype 'float23'"),
+        ({"rung": "s9"}, "which no rung has"),
+        ({"data": "bytes", "rung": "s4"}, "a rung .s4. is for the mlp's layers"),
+        ({"steps": 0}, "steps is 0; give at least 1"),
+        ({"learning_rate": float("nan")}, "learning_rate is nan"),
+        (
+            {"batch": 3, "layout": md.Layout(dp=4)},
+            "a global batch of 3 rows is too small for 4 data-parallel",
+        ),
+    ],
+)
+def test_wrong_descriptions(arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        TrainConfig(**arguments)
