@@ -135,7 +135,13 @@ def train(config: TrainConfig, progress: bool = False) -> TrainResult:
     _require_equal("data set", data.fingerprint(), "install the same Python and scikit-learn on all machines")
     engine = prepare(model, partial(OPTIMIZERS[config.optimizer], lr=config.learning_rate), config.layout)
     sampler = Sampler(
-        len(data.train), config.batch, rank=engine.data_rank, ranks=engine.data_ranks, seed=config.seed
+        len(data.train),
+        config.batch,
+        rank=engine.data_rank,
+        ranks=engine.data_ranks,
+        seed=config.seed,
+        # Otherwise an epoch could end in a batch too small for the ranks.
+        drop_last=len(data.train) >= config.batch,
     )
     losses, rows = [], 0
     with _progress(config, progress and comm.rank() == 0) as advance, comm.ledger() as ledger:

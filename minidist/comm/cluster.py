@@ -28,6 +28,8 @@ START_TIMEOUT = 120.0
 """Seconds that ranks may take to start: importing torch from a cold disk can take most of a minute."""
 COLLECTIVE_TIMEOUT = 300.0
 """Seconds that a collective waits where a run has no time limit of its own."""
+COLLECTIVE_MARGIN = 5.0
+"""Seconds that a collective waits beyond a run's own limit: that comes first, and says where every rank is."""
 KILL_TIMEOUT = 5.0
 
 
@@ -44,8 +46,7 @@ class Cluster:
 
     Args:
         ranks: number of processes, at least 1.
-        timeout: seconds that a run may take, and that a collective in it may wait; None for no limit on the
-            run and 300 s for a collective.
+        timeout: seconds that a run may take; None for no limit, and 300 s for each of its collectives.
         threads: each rank's threads in torch, BLAS and Numba; by default the cores divided by the ranks, at
             least 1.
         start_timeout: seconds that the ranks may take to start.
@@ -141,7 +142,9 @@ class Cluster:
                         ranks=self.ranks,
                         port=listener.getsockname()[1],
                         threads=self.threads,
-                        timeout=self.timeout or COLLECTIVE_TIMEOUT,
+                        timeout=COLLECTIVE_TIMEOUT
+                        if self.timeout is None
+                        else self.timeout + COLLECTIVE_MARGIN,
                         # A world of torchrun's that the caller belongs to is not the ranks' own.
                         environment={
                             k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")

@@ -27,8 +27,7 @@ def launch(
         fn: any function: of a module, a script, a notebook cell, or a closure.
         ranks: number of processes, at least 1.
         args: its positional arguments, the same on each rank.
-        timeout: seconds that the whole run may take, and that a collective may wait; None for no limit on the
-            run and 300 s for a collective.
+        timeout: seconds that the run may take; None for no limit, and 300 s for each of its collectives.
         threads: each rank's threads; by default the cores divided by the ranks, at least 1.
         start_timeout: seconds that the ranks may take to start.
 
