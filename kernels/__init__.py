@@ -32,8 +32,6 @@ def rung(name_or_number: str | int, ladder: Sequence[Rung] = CPU_LADDER) -> Rung
         if asked in (candidate.name, f"s{candidate.number}", str(candidate.number)):
             return candidate
     names = [candidate.name for candidate in ladder]
-    nearest = difflib.get_close_matches(asked, names, n=1)
+    nearest = difflib.get_close_matches(asked, names, n=1, cutoff=0.3)
     hint = f"did you mean {nearest[0]}? " if nearest else ""
-    raise ValueError(
-        f"name_or_number is {name_or_number!r}, which no rung has: {hint}The ladder is {', '.join(names)}"
-    )
+    raise ValueError(f"unknown rung {asked!r}: {hint}the ladder is {', '.join(names)}")

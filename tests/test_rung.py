@@ -155,7 +155,7 @@ def test_rung_is_looked_for_in_the_ladder_given():
 def test_unknown_rung_names_the_nearest():
     with pytest.raises(ValueError, match=r"'s4_loop_ordr'.*mean s4_loop_order\?.* s1_python_loops, s2_"):
         rung("s4_loop_ordr")
-    with pytest.raises(ValueError, match="is 99, which no rung has: The ladder is s1_python_loops"):
+    with pytest.raises(ValueError, match="unknown rung '99': the ladder is s1_python_loops"):
         rung(99)
 
 

@@ -86,7 +86,7 @@ def test_ranks_with_different_data_are_found(cluster_of: Clusters) -> None:
         ({"data": "bytes", "model": "bert-tiny"}, "unknown model 'bert-tiny'"),
         ({"optimizer": "adam"}, "did you mean 'adamw'"),
         ({"dtype": "float23"}, "unknown dtype 'float23'"),
-        ({"rung": "s9"}, "which no rung has"),
+        ({"rung": "s9"}, "unknown rung .s9.: the ladder is"),
         ({"data": "bytes", "rung": "s4"}, "a rung .s4. is for the mlp's layers"),
         ({"steps": 0}, "steps is 0; give at least 1"),
         ({"learning_rate": float("nan")}, "learning_rate is nan"),

@@ -29,7 +29,7 @@ START_TIMEOUT = 120.0
 COLLECTIVE_TIMEOUT = 300.0
 """Seconds that a collective waits where a run has no time limit of its own."""
 COLLECTIVE_MARGIN = 5.0
-"""Seconds that a collective waits beyond a run's own limit: that comes first, and says where every rank is."""
+"""Seconds that a collective waits beyond a run's own limit, which comes first and says where each rank is."""
 KILL_TIMEOUT = 5.0
 
 

@@ -7,11 +7,14 @@ world of one: rank 0 of 1. So the same program runs alone, under `minidist.launc
 from __future__ import annotations
 
 import os
+import sys
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
-import torch
-import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+# torch is imported by the functions that need it: a script that only launches others does not pay for it.
+if TYPE_CHECKING:
+    import torch
+    from torch._C._distributed_c10d import Store
 
 DEFAULT_TIMEOUT = 300.0
 """Seconds that a collective waits for the other ranks where nobody said otherwise."""
@@ -37,7 +40,7 @@ def init(timeout: float = DEFAULT_TIMEOUT) -> None:
     global _joined_here
     if not timeout > 0:
         raise ValueError(f"timeout is {timeout}; give the seconds to wait for the other ranks, above 0")
-    if dist.is_initialized() or not any(name in os.environ for name in ("RANK", "WORLD_SIZE")):
+    if _is_joined() or not any(name in os.environ for name in ("RANK", "WORLD_SIZE")):
         return
     missing = [name for name in _VARIABLES if name not in os.environ]
     if missing:
@@ -47,11 +50,15 @@ def init(timeout: float = DEFAULT_TIMEOUT) -> None:
     own, ranks, port = (_number(name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
     if not 0 <= own < ranks:
         raise ValueError(f"RANK is {own} and WORLD_SIZE {ranks}; ranks are numbered from 0 to {ranks - 1}")
+    import torch.distributed as dist
+
     host, limit = os.environ["MASTER_ADDR"], timedelta(seconds=timeout)
     # torchrun's agent keeps a store of its own at this address, which its ranks then only join.
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
-        store = TCPStore(host, port, ranks, is_master=own == 0 and not agent, timeout=limit)
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            host, port, ranks, is_master=own == 0 and not agent, timeout=limit
+        )
     except dist.DistNetworkError as error:
         if "EADDRINUSE" in str(error) or "address already in use" in str(error):
             raise RuntimeError(
@@ -66,12 +73,15 @@ def init(timeout: float = DEFAULT_TIMEOUT) -> None:
         raise TimeoutError(
             f"rank {own} waited {timeout:g} s at {host}:{port} for a world of {ranks}; start all the ranks"
         ) from error
-    join(PrefixStore("minidist", store), own, ranks, limit)
+    join(dist.PrefixStore("minidist", store), own, ranks, limit)  # type: ignore[attr-defined]
     _joined_here = True
 
 
 def join(store: Store, own: int, ranks: int, limit: timedelta) -> None:
     """Form the default group: gloo, and NCCL for tensors on a GPU where each rank has one to itself."""
+    import torch
+    import torch.distributed as dist
+
     gpus = torch.cuda.device_count() if dist.is_nccl_available() else 0
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", str(ranks)))
     backend = "cpu:gloo,cuda:nccl" if gpus >= local_ranks else "gloo"
@@ -82,21 +92,32 @@ def join(store: Store, own: int, ranks: int, limit: timedelta) -> None:
 
 def rank() -> int:
     """This process's rank: 0 to size() - 1."""
-    return dist.get_rank() if dist.is_initialized() else 0
+    if not _is_joined():
+        return 0
+    import torch.distributed as dist
+
+    return dist.get_rank()
 
 
 def size() -> int:
     """Number of ranks in the world."""
-    return dist.get_world_size() if dist.is_initialized() else 1
+    if not _is_joined():
+        return 1
+    import torch.distributed as dist
+
+    return dist.get_world_size()
 
 
 def local_rank() -> int:
     """This process's rank among those on its own machine."""
-    return _number("LOCAL_RANK") if dist.is_initialized() and "LOCAL_RANK" in os.environ else rank()
+    return _number("LOCAL_RANK") if _is_joined() and "LOCAL_RANK" in os.environ else rank()
 
 
 def device() -> torch.device:
     """Where this rank computes: its own GPU where NCCL joins the ranks, else the CPU."""
+    import torch
+    import torch.distributed as dist
+
     if dist.is_initialized() and "nccl" not in str(dist.get_backend_config()):
         return torch.device("cpu")
     return torch.device("cuda", local_rank()) if torch.cuda.is_available() else torch.device("cpu")
@@ -106,8 +127,19 @@ def shutdown() -> None:
     """Leave the world that `init` joined; does nothing where there is none, or where a launcher owns it."""
     global _joined_here
     if _joined_here:
+        import torch.distributed as dist
+
         _joined_here = False
         dist.destroy_process_group()
+
+
+def _is_joined() -> bool:
+    """True in a process that belongs to a world: one that has not imported torch does not."""
+    if "torch.distributed" not in sys.modules:
+        return False
+    import torch.distributed as dist
+
+    return dist.is_initialized()
 
 
 def _number(name: str) -> int:

@@ -1,0 +1,138 @@
+"""What the report shows of a benchmark: one column for each figure that its table has, in this order.
+
+A benchmark puts figures into `benchmark.extra_info` under the names below; a column appears in a table where
+any row has its figure. To show a new figure, add a line to `COLUMNS`.
+
+    label                what the row is called; else the test's name
+    series, size         a point of a curve: the curve's name and the x of its point (see `plots.py`)
+    gflops               10^9 floating-point operations a second
+    percent_of_peer      our rate as a share of the peer's, in percent
+    rows_per_s           rows (examples, sequences) of a global batch, a second
+    bytes_per_step       bytes that one rank puts on the wire in a step
+    goal                 {"of": "ratio" or "median", "below": limit}: what this project set itself
+    note                 a few words on what is measured
+    peer, ...            a comparison, see `turns.py`
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Entry = dict[str, Any]
+
+
+def seconds(value: float) -> str:
+    """A duration at three significant digits: `3.14 ms`."""
+    for limit, unit in ((1e-6, "ns"), (1e-3, "µs"), (1.0, "ms")):
+        if value < limit:
+            return f"{_three(value * 1000 / limit)} {unit}"
+    return f"{_three(value)} s"
+
+
+def size(value: float) -> str:
+    """A number of bytes at three significant digits: `26.5 KB` (decimal units, as networks count)."""
+    for limit, unit in ((1e3, "B"), (1e6, "KB"), (1e9, "MB")):
+        if value < limit:
+            return f"{_three(value * 1000 / limit) if limit > 1e3 else f'{value:.0f}'} {unit}"
+    return f"{_three(value / 1e9)} GB"
+
+
+def number(value: float) -> str:
+    """A count or a rate: three significant digits, thousands apart: `12,300`."""
+    return f"{float(f'{value:.3g}'):,.0f}" if value >= 100 else _three(value)
+
+
+def times(ratio: float) -> str:
+    """A ratio: two decimals, or three digits where that is fewer: `0.92`, `24.89`, `10,300`."""
+    return number(ratio) if ratio >= 100 else f"{ratio:.2f}"
+
+
+def _three(value: float) -> str:
+    """Three significant digits, never an exponent: `0.0123`, `1.20`, `123`."""
+    rough = float(f"{value:.3g}")
+    if rough == 0:
+        return "0"
+    return f"{rough:.{max(0, 2 - math.floor(math.log10(abs(rough))))}f}"
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of a table: its heading, and the text of an entry's cell, or None."""
+
+    heading: str
+    cell: Callable[[Entry], str | None]
+    right: bool = True  # aligned to the right, as figures are
+
+
+def _extra(key: str, text: Callable[[Any], str]) -> Callable[[Entry], str | None]:
+    def cell(entry: Entry) -> str | None:
+        value = entry["extra_info"].get(key)
+        return None if value is None else text(value)
+
+    return cell
+
+
+def label(entry: Entry) -> str:
+    """What a row is called."""
+    return str(entry["extra_info"].get("label") or entry["name"].removeprefix("test_").replace("_", " "))
+
+
+def _spread(entry: Entry) -> str:
+    """The interquartile range as a share of the median."""
+    stats = entry["stats"]
+    if stats["rounds"] < 2 or not stats["median"]:
+        return "one round"
+    return f"±{50 * stats['iqr'] / stats['median']:.0f}%"
+
+
+def _ratio(entry: Entry) -> str | None:
+    extra = entry["extra_info"]
+    if "ratio" not in extra:
+        return None
+    if extra["ratio"] >= 100:  # the peer is no longer a yardstick
+        return times(extra["ratio"])
+    return f"{times(extra['ratio'])} ({extra['pair_ratio_q1']:.2f}–{extra['pair_ratio_q3']:.2f})"
+
+
+def goal(entry: Entry) -> tuple[float, float, bool] | None:
+    """What was measured, the limit, and whether it was kept, of a benchmark that has a goal."""
+    wanted = entry["extra_info"].get("goal")
+    if not wanted:
+        return None
+    value = entry["stats"]["median"] if wanted["of"] == "median" else entry["extra_info"].get(wanted["of"])
+    return None if value is None else (value, wanted["below"], value < wanted["below"])
+
+
+def _goal(entry: Entry) -> str | None:
+    found = goal(entry)
+    if found is None:
+        return None
+    _, limit, kept = found
+    text = seconds(limit) if entry["extra_info"]["goal"]["of"] == "median" else f"{limit:g}"
+    return f"{'met' if kept else 'missed'}, < {text}"
+
+
+PEER = Column("beside", _extra("peer", str), right=False)
+PEER_TIME = Column("its time", _extra("peer_median", seconds))
+GOAL = Column("goal", _goal, right=False)
+COLUMNS = (
+    Column("time", lambda entry: seconds(entry["stats"]["median"])),
+    Column("GFLOP/s", _extra("gflops", number)),
+    Column("of its speed", _extra("percent_of_peer", lambda value: f"{number(value)}%")),
+    Column("ratio of times", _ratio),
+    GOAL,
+    PEER,
+    PEER_TIME,
+    Column("rows/s", _extra("rows_per_s", number)),
+    Column("sent a step", _extra("bytes_per_step", size)),
+    Column("spread", _spread),
+    Column("note", _extra("note", str), right=False),
+)
+
+
+def shown(entries: Sequence[Entry]) -> list[Column]:
+    """The columns that any of these entries fills."""
+    return [column for column in COLUMNS if any(column.cell(entry) is not None for entry in entries)]

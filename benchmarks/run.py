@@ -1,0 +1,184 @@
+"""Run the suites with pytest and pytest-benchmark, show how far they are, and keep what they measured.
+
+minidist bench                     quick: a few minutes on two cores
+minidist bench --full              all sizes, more rounds
+minidist bench launch -k warm      one suite, and of it what pytest's -k selects
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import io
+import json
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_benchmark.plugin
+
+from minidist._names import unknown
+from minidist.benchmarks import machine, results
+from minidist.benchmarks.watcher import Watcher
+
+HERE = Path(__file__).parent
+
+
+@dataclass
+class Outcome:
+    """What a run left: the file, what it holds now, a line for each benchmark that failed or was skipped."""
+
+    path: Path
+    results: results.Results
+    measured: int
+    seconds: float
+    failed: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+
+
+def suites() -> dict[str, Path]:
+    """The suites by name: `launch` is bench_launch.py."""
+    return {path.stem.removeprefix("bench_"): path for path in sorted(HERE.glob("bench_*.py"))}
+
+
+def run(
+    names: Sequence[str] = (),
+    *,
+    full: bool = False,
+    keyword: str = "",
+    out: Path | None = None,
+    show: bool = True,
+) -> Outcome:
+    """Run suites (all where `names` is empty), and merge the figures into this machine's results file.
+
+    Args:
+        names: of suites, as `suites()` has them.
+        full: all sizes and more rounds.
+        keyword: pytest's -k expression: which benchmarks of those suites.
+        out: the results file; by default one named after the machine in `results.folder()`.
+        show: a progress bar and a line for each benchmark on stderr.
+
+    Raises:
+        ValueError: an unknown suite, a selection that is empty, or results that can't be read.
+        KeyboardInterrupt: the user stopped the run; nothing is written.
+    """
+    known = suites()
+    for name in names:
+        if name not in known:
+            raise unknown("suite", name, known)
+    info = machine.describe()
+    path = out or results.folder() / f"{machine.slug(info)}.json"
+    # Read first: a file that can't be read shows before the minutes are spent.
+    old = results.load(path) if path.exists() else None
+    watcher = Watcher(show)
+    started = time.monotonic()
+    measured = _pytest([known[name] for name in names] or list(known.values()), full, keyword, watcher)
+    if watcher.broken:
+        raise ValueError(f"the benchmarks could not be collected: {watcher.broken[0]}")
+    if not watcher.collected:
+        raise ValueError(f"no benchmark matches -k {keyword!r}: run without -k, or with a part of a name")
+    # A benchmark that failed after it was timed did not do what it is known for.
+    passed = [bench for bench in measured if bench["fullname"] not in watcher.failed]
+    new = _results(passed, info, watcher, full)
+    merged = results.merge(old, new, everything=None if names or keyword else watcher.collected)
+    if passed:
+        results.save(merged, path)
+    failed = [f"{name.partition('::')[2]}: {reason}" for name, reason in watcher.failed.items()]
+    return Outcome(path, merged, len(passed), time.monotonic() - started, failed, watcher.skipped)
+
+
+def _pytest(paths: Sequence[Path], full: bool, keyword: str, watcher: Watcher) -> list[dict[str, Any]]:
+    """pytest-benchmark's own record of a run of these files."""
+    with (
+        tempfile.TemporaryDirectory(prefix="minidist-bench-") as scratch,
+        _quiet_environment(),
+        contextlib.redirect_stderr(io.StringIO()),  # pytest-benchmark's word on where it wrote
+        contextlib.closing(watcher),
+    ):
+        report = Path(scratch) / "report.json"
+        code = pytest.main(
+            [
+                # No configuration but this: a project's own pytest settings are not meant for benchmarks.
+                *("-c", os.devnull, "--rootdir", str(HERE), "-p", "no:cacheprovider", "-p", "no:terminal"),
+                *("-o", "python_files=bench_*.py", f"--benchmark-json={report}"),
+                f"--benchmark-storage=file://{scratch}",
+                *(["--full"] if full else []),
+                *(["-k", keyword] if keyword else []),
+                *map(str, paths),
+            ],
+            plugins=[pytest_benchmark.plugin, watcher],
+        )
+        if code == pytest.ExitCode.INTERRUPTED and not watcher.broken:
+            raise KeyboardInterrupt
+        if code == pytest.ExitCode.USAGE_ERROR:
+            raise ValueError(
+                f"pytest does not take -k {keyword!r}: give a part of a name, or names joined by and, or, not"
+            )
+        if code == pytest.ExitCode.INTERNAL_ERROR:
+            raise RuntimeError(f"pytest itself failed: {watcher.crash}")
+        found: list[dict[str, Any]] = json.loads(report.read_text())["benchmarks"] if report.exists() else []
+        return found
+
+
+@contextlib.contextmanager
+def _quiet_environment() -> Iterator[None]:
+    """Without the user's pytest options, and without other plugins, which would trace, reorder or warn."""
+    ours = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    before = {name: os.environ.pop(name, None) for name in (*ours, "PYTEST_ADDOPTS", "PYTEST_PLUGINS")}
+    os.environ.update(ours)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+def _results(
+    measured: list[dict[str, Any]], info: dict[str, Any], watcher: Watcher, full: bool
+) -> results.Results:
+    """This run alone, in the form that `results.py` describes."""
+    when = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    entries = []
+    for bench in measured:
+        suite, _, name = bench["fullname"].partition("::")
+        entries.append(
+            {
+                "suite": suite.removesuffix(".py"),
+                "group": bench["group"] or suite.removesuffix(".py"),
+                "name": name,
+                "fullname": bench["fullname"],
+                "run": when,
+                "stats": {key: bench["stats"][key] for key in results.STATS},
+                "extra_info": bench["extra_info"],
+            }
+        )
+    about = {
+        name: text for name, text in watcher.about.items() if name in {entry["suite"] for entry in entries}
+    }
+    described = {"mode": "full" if full else "quick", "software": machine.software(), "commit": _commit()}
+    return {
+        "schema": results.SCHEMA,
+        "machine_info": info,
+        "runs": {when: described},
+        "suites": about,
+        "benchmarks": entries,
+    }
+
+
+def _commit() -> str | None:
+    """The commit that was measured, with a `+` where files differ from it; None for an installed package."""
+    root = results.checkout()
+    if root is None:
+        return None
+    git = ["git", "-C", str(root)]
+    commit = machine.output([*git, "rev-parse", "--short", "HEAD"])
+    # The results themselves change with every run.
+    changed = machine.output([*git, "status", "--porcelain", "--", ".", ":!benchmarks/results"])
+    return f"{commit.strip()}{'+' if changed else ''}" if commit else None

@@ -1,0 +1,239 @@
+"""The command `minidist`: train, bench, report, doctor.
+
+    minidist train --data digits --ranks 2
+    minidist bench && minidist report
+
+Every command imports what it needs when it runs, so that `minidist --help` takes a tenth of a second and not
+torch's one and a half. An error is one line that says what to do; `--debug` adds the traceback. Exit codes:
+0, 1 for what went wrong underway, 2 for bad input, 130 after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+app = typer.Typer(
+    name="minidist",
+    help="Parallel training in code small enough to read: train, measure, report.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else, on stdout.")]
+# Read by `main` alone, which sees the errors.
+Debug = Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")]
+
+
+@app.command(epilog="Example: minidist train --data bytes --model byte-tiny --ranks 2 --steps 100")
+def train(
+    data: Annotated[str, typer.Option(help="What to learn: digits or bytes.")] = "digits",
+    model: Annotated[str | None, typer.Option(help="mlp, byte-tiny, byte-small, ...; fits the data.")] = None,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Data-parallel ranks: short for --layout dp=N.")
+    ] = None,
+    layout: Annotated[str | None, typer.Option(help="How many ranks do what: dp=2,micro_batches=4.")] = None,
+    steps: Annotated[int, typer.Option(help="Global batches to train on.")] = 230,
+    batch: Annotated[int, typer.Option(help="Rows of a global batch, over all ranks.")] = 64,
+    lr: Annotated[float, typer.Option(help="Learning rate.")] = 3e-3,
+    optimizer: Annotated[str, typer.Option(help="adamw or sgd.")] = "adamw",
+    rung: Annotated[str | None, typer.Option(help="Matmul rung for the mlp: s4_loop_order.")] = None,
+    dtype: Annotated[str, typer.Option(help="float32 or float64.")] = "float32",
+    seed: Annotated[int, typer.Option(help="Of the weights and of the order of rows.")] = 0,
+    timeout: Annotated[float | None, typer.Option(help="Seconds that the run may take.")] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Train a model on one rank or on several."""
+    from minidist.parallel.layout import Layout
+    from minidist.train import TrainConfig, run
+
+    chosen = Layout.parse(layout) if layout is not None else Layout(dp=1 if ranks is None else ranks)
+    if ranks is not None and chosen.ranks != ranks:
+        raise ValueError(f"--layout {layout} needs {chosen.ranks} ranks and --ranks is {ranks}; leave it out")
+    config = TrainConfig(
+        data=data,
+        model=model,
+        layout=chosen,
+        steps=steps,
+        batch=batch,
+        learning_rate=lr,
+        optimizer=optimizer,
+        rung=rung,
+        dtype=dtype,
+        seed=seed,
+    )
+    result = run(config, timeout=timeout, progress=not as_json)
+    if int(os.environ.get("RANK", "0")):
+        return  # under torchrun, where rank 0 speaks for all
+    if as_json:
+        _print_json({"config": dataclasses.asdict(config), **dataclasses.asdict(result)})
+        return
+    last = result.losses[-1]
+    _console().print(
+        f"{config.model_name} on {data}, {result.parameters:,} parameters, layout {chosen}: "
+        f"{steps} steps in {result.seconds:.1f} s, {result.rows_per_second:,.0f} rows/s\n"
+        f"loss {result.losses[0]:.4f} -> {last:.4f}; held out: loss {result.test_loss:.4f}, "
+        f"accuracy {result.test_accuracy:.1%}; sent by a rank: {result.bytes_sent:,} bytes",
+        highlight=False,
+    )
+
+
+@app.command(epilog="Example: minidist bench launch --full")
+def bench(
+    suites: Annotated[
+        list[str] | None,
+        typer.Argument(help="cpu_matmul, launch, training; or all."),
+    ] = None,
+    full: Annotated[bool, typer.Option("--full", help="All sizes and more rounds.")] = False,
+    keyword: Annotated[
+        str, typer.Option("-k", metavar="EXPRESSION", help="Only benchmarks that match, as in pytest.")
+    ] = "",
+    out: Annotated[Path | None, typer.Option(help="The results file.")] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Measure this machine, and keep the results."""
+    _require("bench", "pytest", "pytest_benchmark")
+    from minidist.benchmarks.run import run
+
+    done = run(suites or (), full=full, keyword=keyword, out=out)
+    if as_json:
+        _print_json(dataclasses.asdict(done) | {"path": str(done.path)})
+    else:
+        console = _console()
+        for line in done.skipped:
+            console.print(f"skipped {line}", style="yellow", highlight=False, markup=False)
+        many = "benchmark" if done.measured == 1 else "benchmarks"
+        console.print(
+            f"{done.measured} {many} in {done.seconds:.0f} s, kept in {_short(done.path)}. "
+            "To read them: minidist report",
+            highlight=False,
+            soft_wrap=True,
+        )
+    if done.failed:
+        _say(f"{len(done.failed)} failed: {'; '.join(done.failed)}")
+        raise typer.Exit(1)
+
+
+@app.command(epilog="Example: minidist report --out report.html")
+def report(
+    machine: Annotated[str | None, typer.Option(help="The machine to show first.")] = None,
+    results: Annotated[Path | None, typer.Option(help="The folder of results.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The page; report.html unless given.")] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Show what was measured: tables, and a page with plots."""
+    from minidist.benchmarks import report as tables
+    from minidist.benchmarks import results as kept
+
+    first, found = kept.in_order(results or kept.folder(), machine)
+    if as_json:
+        _print_json({"machines": {slug: tables.as_json(each) for slug, each in found.items()}})
+    else:
+        console = _console()
+        tables.show(console, found[next(iter(found))])
+        if first is None:
+            console.print("This machine has no results yet: run minidist bench", style="yellow")
+        others = list(found)[1:]
+        if others:
+            console.print(f"Also there, with --machine: {', '.join(others)}", highlight=False)
+        out = out or Path("report.html")
+    if out is not None:
+        _require("report", "matplotlib")
+        from minidist.benchmarks.page import page
+
+        out.write_text(page(found), encoding="utf-8")
+        if not as_json:
+            _console().print(f"Page with plots: {_short(out)}", highlight=False, soft_wrap=True)
+
+
+@app.command(epilog="Example: minidist doctor --json")
+def doctor(as_json: Json = False, debug: Debug = False) -> None:
+    """Say what this machine has, and how to get what is missing."""
+    from minidist import doctor as examination
+
+    parts = examination.examine()
+    if as_json:
+        _print_json({"parts": [dataclasses.asdict(part) for part in parts]})
+    else:
+        examination.show(_console(), parts)
+    if any(part.required and not part.ok for part in parts):
+        raise typer.Exit(1)
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command and exit. `arguments` are the words after `minidist`; None for those of the process."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    command = typer.main.get_command(app)
+    try:
+        code = command.main(words or ["--help"], prog_name="minidist", standalone_mode=False)
+    except (KeyboardInterrupt, typer.Abort):
+        code = 130
+    except Exception as error:
+        if "--debug" in words:
+            traceback.print_exc()
+        code = _explain(error)
+    if code == 130:
+        _say("stopped")
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _explain(error: Exception) -> int:
+    """Say an error in one line; return the exit code."""
+    from minidist.comm.errors import RankError
+
+    # typer either imports click or brings it along, so its usage error is reached through what typer itself
+    # exports.
+    usage_error = typer.BadParameter.__mro__[1]
+    if isinstance(error, usage_error):
+        _say(f"{error.format_message()} (minidist --help)")  # type: ignore[attr-defined]
+        return 2
+    if isinstance(error, RankError):
+        _say(error.summary)
+        return 1
+    if isinstance(error, (ValueError, TypeError, ModuleNotFoundError)):
+        _say(str(error))
+        return 2
+    if isinstance(error, OSError) and error.strerror:
+        _say(f"{error.filename}: {error.strerror}" if error.filename else error.strerror)
+        return 1
+    _say(f"{type(error).__name__}: {error} (--debug shows where)")
+    return 1
+
+
+def _require(command: str, *modules: str) -> None:
+    missing = [name.replace("_", "-") for name in modules if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ValueError(f"minidist {command} needs {' and '.join(missing)}: pip install 'minidist[bench]'")
+
+
+def _say(message: str) -> None:
+    print(f"minidist: {' '.join(message.split())}", file=sys.stderr)
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=1, ensure_ascii=False))
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    return Console()
+
+
+def _short(path: Path) -> str:
+    """A path as seen from here, where that is shorter."""
+    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)

@@ -1,0 +1,182 @@
+"""conda's environment.yml and pip's constraints.txt say what pyproject.toml says.
+
+pyproject.toml leads. environment.yml has the same packages under conda's names with the same bounds; a pin in
+constraints.txt lies within the bounds, and is installable on every Python that the project takes.
+"""
+
+import copy
+import importlib.metadata
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).parent.parent
+CONDA_NAMES = {"torch": "pytorch"}
+# What conda adds: an extra of a package that is a package there, and what installs the project itself.
+CONDA_EXTRAS = {"numba-cuda[cu13]": {"cuda-version": "=13"}}
+CONDA_ONLY = {"python", "pip"}
+
+
+def project() -> dict:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def environment() -> dict:
+    return yaml.safe_load((ROOT / "environment.yml").read_text())
+
+
+def pins() -> list[str]:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    return [line for line in lines if line.strip() and not line.startswith("#")]
+
+
+def requirements(pyproject: dict) -> list[Requirement]:
+    parts = pyproject["project"]
+    extras = parts["optional-dependencies"].values()
+    return [Requirement(text) for group in (parts["dependencies"], *extras) for text in group]
+
+
+def bounds(pyproject: dict) -> dict[str, str]:
+    """By package, the tightest lower bound of all that the project and its extras ask for."""
+    found: dict[str, str] = {}
+    for requirement in requirements(pyproject):
+        (bound,) = requirement.specifier
+        assert bound.operator == ">=", f"{requirement}: only lower bounds are compared"
+        name = canonicalize_name(requirement.name)
+        if name not in found or SpecifierSet(f">{found[name]}").contains(bound.version):
+            found[name] = bound.version
+    return found
+
+
+def disagreements(pyproject: dict, conda: dict) -> list[str]:
+    """What environment.yml has too little, too much or otherwise, as sentences."""
+    lines = [line for line in conda["dependencies"] if isinstance(line, str)]
+    there = {}
+    for line in lines:
+        name, bound = re.fullmatch(r"([A-Za-z0-9_.-]+)(.*)", line).groups()
+        there[name] = bound.strip()
+    wanted = {CONDA_NAMES.get(name, name): f">={version}" for name, version in bounds(pyproject).items()}
+    for requirement in requirements(pyproject):
+        for extra in requirement.extras:
+            wanted |= CONDA_EXTRAS[f"{requirement.name}[{extra}]"]
+    wanted["python"] = pyproject["project"]["requires-python"]
+    wanted["pip"] = ""
+    found = [f"{name}{bound} is missing" for name, bound in wanted.items() if name not in there]
+    found += [f"{name} is not in pyproject.toml" for name in there if name not in wanted]
+    found += [
+        f"{name} is {there[name] or 'unbounded'}, and {bound or 'unbounded'} in pyproject.toml"
+        for name, bound in wanted.items()
+        if name in there and there[name] != bound
+    ]
+    return found
+
+
+def test_environment_says_what_pyproject_says():
+    assert disagreements(project(), environment()) == []
+
+
+def test_environment_installs_the_project_itself():
+    (pip,) = [line["pip"] for line in environment()["dependencies"] if isinstance(line, dict)]
+    assert pip == ["--editable ."]
+    assert environment()["channels"] == ["conda-forge"]
+
+
+def planted(change):
+    conda = copy.deepcopy(environment())
+    change(conda["dependencies"])
+    return disagreements(project(), conda)
+
+
+def test_a_planted_disagreement_is_found():
+    assert planted(lambda lines: lines.remove("rich>=13.7")) == ["rich>=13.7 is missing"]
+    assert planted(lambda lines: lines.append("scipy>=1.0")) == ["scipy is not in pyproject.toml"]
+    assert planted(lambda lines: lines.remove("cuda-version=13")) == ["cuda-version=13 is missing"]
+
+    def looser(lines):
+        lines[lines.index("pytorch>=2.8")] = "pytorch>=2.4"
+
+    assert planted(looser) == ["pytorch is >=2.4, and >=2.8 in pyproject.toml"]
+
+    def unbounded(lines):
+        lines[lines.index("ruff>=0.9")] = "ruff"
+
+    assert planted(unbounded) == ["ruff is unbounded, and >=0.9 in pyproject.toml"]
+
+
+def test_the_tightest_bound_counts():
+    assert bounds(project())["numba"] == "0.66"  # the cuda extra asks for more than the project alone
+
+
+def test_a_new_dependency_has_to_come_to_conda_too():
+    pyproject = project()
+    pyproject["project"]["optional-dependencies"]["bench"].append("pandas>=2.2")
+    assert disagreements(pyproject, environment()) == ["pandas>=2.2 is missing"]
+
+
+def misfits(pyproject: dict, lines: list[str]) -> list[str]:
+    """Pins that are out of the project's bounds, or that a Python which the project takes can't install."""
+    asked = {}
+    for requirement in requirements(pyproject):
+        name = canonicalize_name(requirement.name)
+        asked[name] = asked.get(name, SpecifierSet()) & requirement.specifier
+    oldest = re.fullmatch(r">=(3\.\d+)", pyproject["project"]["requires-python"])[1]
+    found = []
+    for line in lines:
+        pin = Requirement(line)
+        (exact,) = pin.specifier
+        name = canonicalize_name(pin.name)
+        if exact.operator != "==":
+            found.append(f"{line}: not a pin")
+        elif name not in asked:
+            found.append(f"{line}: pyproject.toml does not ask for it")
+        elif not asked[name].contains(exact.version):
+            found.append(f"{line}: pyproject.toml asks for {asked[name]}")
+        elif pin.marker is None or pin.marker.evaluate({"python_version": oldest}):
+            needs = requires_python(name, exact.version)
+            if not SpecifierSet(needs).contains(f"{oldest}.0"):
+                found.append(f"{line}: needs Python {needs}; pin it for those alone, with a marker")
+    return found
+
+
+def requires_python(name: str, version: str) -> str:
+    """What a release says of Python, as far as it is installed here; otherwise nothing is known."""
+    try:
+        found = importlib.metadata.metadata(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+    return (found["Requires-Python"] or "") if found["Version"].partition("+")[0] == version else ""
+
+
+def test_constraints_fit_the_project():
+    assert misfits(project(), pins()) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("rich==13.0", "rich==13.0: pyproject.toml asks for >=13.7"),
+        ("scipy==1.17.1", "scipy==1.17.1: pyproject.toml does not ask for it"),
+        ("rich>=13.7", "rich>=13.7: not a pin"),
+    ],
+)
+def test_a_planted_misfit_is_found(line, why):
+    assert misfits(project(), [line]) == [why]
+
+
+def test_a_pin_that_an_old_python_cannot_install_is_found(monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "requires_python", lambda name, version: ">=3.11")
+    assert misfits(project(), ["typer==0.29.2"]) == [
+        "typer==0.29.2: needs Python >=3.11; pin it for those alone, with a marker"
+    ]
+    assert misfits(project(), ["typer==0.29.2; python_version >= '3.11'"]) == []
