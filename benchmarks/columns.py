@@ -117,12 +117,14 @@ def _goal(entry: Entry) -> str | None:
 
 PEER = Column("beside", _extra("peer", str), right=False)
 PEER_TIME = Column("its time", _extra("peer_median", seconds))
+SHARE = Column("of its speed", _extra("percent_of_peer", lambda value: f"{number(value)}%"))
+RATIO = Column("ratio of times", _ratio)
 GOAL = Column("goal", _goal, right=False)
 COLUMNS = (
     Column("time", lambda entry: seconds(entry["stats"]["median"])),
     Column("GFLOP/s", _extra("gflops", number)),
-    Column("of its speed", _extra("percent_of_peer", lambda value: f"{number(value)}%")),
-    Column("ratio of times", _ratio),
+    SHARE,
+    RATIO,
     GOAL,
     PEER,
     PEER_TIME,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich import box
@@ -40,8 +40,12 @@ class Section:
         shown = columns.shown(self.entries)
         if self.peer is None:
             return shown
-        renamed = {columns.PEER_TIME.heading: Column(self.peer, columns.PEER_TIME.cell)}
-        return [renamed.get(c.heading, c) for c in shown if c.heading != columns.PEER.heading]
+        renamed = {
+            columns.PEER_TIME: self.peer,
+            columns.SHARE: f"of {self.peer}",
+            columns.RATIO: f"time over {self.peer}",
+        }
+        return [replace(c, heading=renamed.get(c, c.heading)) for c in shown if c != columns.PEER]
 
 
 def sections(found: Results) -> list[Section]:

@@ -15,6 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -133,26 +134,24 @@ class Cluster:
         # The listening socket of the world's store is made here and handed to rank 0: no port is guessed,
         # so none is in use, and nothing but this machine can reach it.
         with socket.create_server(("127.0.0.1", 0), backlog=max(16, self.ranks)) as listener:
+            limit = COLLECTIVE_TIMEOUT if self.timeout is None else self.timeout + COLLECTIVE_MARGIN
+            setup = Setup(
+                rank=0,
+                ranks=self.ranks,
+                port=listener.getsockname()[1],
+                threads=self.threads,
+                timeout=limit,
+                # A world of torchrun's that the caller belongs to is not the ranks' own.
+                environment={k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")},
+                directory=os.getcwd(),
+                path=sys.path,
+            )
+            starter = supervisor()
             try:
                 for rank in range(self.ranks):
-                    process = RankProcess(rank, supervisor(), listener if rank == 0 else None)
+                    process = RankProcess(rank, starter, listener if rank == 0 else None)
                     self._processes.append(process)
-                    setup = Setup(
-                        rank=rank,
-                        ranks=self.ranks,
-                        port=listener.getsockname()[1],
-                        threads=self.threads,
-                        timeout=COLLECTIVE_TIMEOUT
-                        if self.timeout is None
-                        else self.timeout + COLLECTIVE_MARGIN,
-                        # A world of torchrun's that the caller belongs to is not the ranks' own.
-                        environment={
-                            k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")
-                        },
-                        directory=os.getcwd(),
-                        path=sys.path,
-                    )
-                    process.send(pickle.dumps(setup))
+                    process.send(pickle.dumps(replace(setup, rank=rank)))
                 collect(self._processes, "ready", self.start_timeout)
             except BaseException:
                 _stop(self._processes, os.getpid(), 0.0)
