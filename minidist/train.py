@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -79,11 +80,15 @@ class TrainConfig:
                     f"a rung ({self.rung}) is for the mlp's layers, and the model is {self.model_name}; "
                     "leave the rung out, or train the mlp"
                 )
-        for what, value in (("steps", self.steps), ("batch", self.batch)):
-            if value < 1:
+        for what, value in (("steps", self.steps), ("batch", self.batch), ("seed", self.seed)):
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{what} is {value!r}; give a whole number")
+            if value < 1 and what != "seed":
                 raise ValueError(f"{what} is {value}; give at least 1")
-        if not self.learning_rate > 0:
+        if not 0 < self.learning_rate < math.inf:
             raise ValueError(f"learning_rate is {self.learning_rate}; give a number above 0")
+        if not isinstance(self.layout, Layout):
+            raise TypeError(f"layout is {self.layout!r}; give a Layout, such as Layout(dp=2)")
         if self.batch < self.layout.dp:
             raise ValueError(
                 f"a global batch of {self.batch} rows is too small for {self.layout.dp} data-parallel ranks; "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Callable
@@ -226,11 +227,69 @@ def test_the_ledger_counts_the_formula(cluster_of: Clusters, ranks: int, dtype: 
         assert counted == {name: formula(ranks, size, rank) for name, formula in FORMULAS.items()}
 
 
+@pytest.mark.parametrize(
+    ("ranks", "children"),
+    [
+        # As counted at each rank's sockets while gloo broadcast 16 MB from rank 0.
+        (4, [2, 1, 0, 0]),
+        (5, [3, 1, 0, 0, 0]),
+        (8, [3, 2, 1, 1, 0, 0, 0, 0]),
+    ],
+)
+def test_a_broadcast_tree_is_gloos(ranks: int, children: list[int]) -> None:
+    assert [tree_children(place, ranks) for place in range(ranks)] == children
+
+
 @pytest.mark.parametrize("ranks", range(1, 18))
 def test_a_broadcast_tree_reaches_everyone_once(ranks: int) -> None:
-    children = [tree_children(place, ranks) for place in range(ranks)]
-    assert sum(children) == ranks - 1
-    assert children[0] == (ranks - 1).bit_length()
+    assert sum(tree_children(place, ranks) for place in range(ranks)) == ranks - 1
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_results_go_where_out_says(cluster_of: Clusters, ranks: int) -> None:
+    def fill() -> tuple[bool, torch.Tensor, bool, torch.Tensor]:
+        share, whole = torch.full((2,), -1.0), torch.full((2 * md.size(),), -1.0)
+        first = comm.reduce_scatter(torch.arange(2.0 * md.size()), out=share)
+        second = comm.all_gather(torch.arange(2.0), out=whole)
+        return first is share, share, second is whole, whole
+
+    for rank, (first, share, second, whole) in enumerate(cluster_of(ranks).run(fill)):
+        assert first
+        assert second
+        exact(share, (torch.arange(2.0) + 2 * rank) * ranks)
+        exact(whole, torch.arange(2.0).repeat(ranks))
+
+
+def test_the_ledger_times_calls(cluster_of: Clusters) -> None:
+    def late() -> tuple[float, float]:
+        with comm.ledger() as ledger:
+            if md.rank() == 1:
+                time.sleep(0.2)
+            comm.all_reduce(torch.ones(1))
+        return ledger.calls[0].seconds, ledger.calls[0].waited
+
+    (seconds, waited), (late_seconds, _) = cluster_of(2).run(late)
+    assert seconds >= waited > 0.15
+    assert 0 < late_seconds < 0.15
+
+
+def test_works_that_nobody_waits_for_are_not_kept(cluster_of: Clusters) -> None:
+    def drop() -> int:
+        from minidist.comm import work
+
+        for _ in range(200):
+            comm.all_reduce(torch.ones(2), async_op=True)
+        time.sleep(0.5)
+        comm.all_reduce(torch.ones(2), async_op=True)
+        return len(work._under_way)
+
+    def left() -> int:
+        from minidist.comm import work
+
+        return len(work._under_way)
+
+    assert all(count <= 64 for count in cluster_of(2).run(drop))
+    assert cluster_of(2).run(left) == [0, 0]
 
 
 def test_the_ledger_counts_what_is_on_the_wire(cluster_of: Clusters) -> None:
@@ -262,10 +321,12 @@ def test_the_ledger_counts_what_is_on_the_wire(cluster_of: Clusters) -> None:
 
         cluster = cluster_of(4)
         cluster.run(count)  # connections are made at the first call
-        before = bytes_on_loopback()
-        counted = sum(cluster.run(count))
-        # 2%: frames' headers, and what other programs say to each other meanwhile.
-        assert bytes_on_loopback() - before == pytest.approx(counted, rel=0.02), name
+        on_wire = []
+        for _ in range(3):  # other programs may speak meanwhile, which only adds
+            before = bytes_on_loopback()
+            counted = sum(cluster.run(count))
+            on_wire.append(bytes_on_loopback() - before)
+        assert counted <= min(on_wire) <= 1.02 * counted, name  # 2%: the frames' headers
 
 
 def test_ledgers_nest_and_print(cluster_of: Clusters) -> None:
@@ -308,13 +369,14 @@ def test_a_world_of_one_sends_nothing() -> None:
         (
             lambda: comm.all_gather(torch.ones(2), out=torch.ones(3)),
             ValueError,
-            r"float32\[3\] and has to be",
+            r"float32\[3\] on cpu and has to be",
         ),
         (
             lambda: comm.broadcast(torch.ones(2), source=2),
             ValueError,
             "source is 2; the group's ranks are 0 to 1",
         ),
+        (lambda: comm.broadcast(torch.ones(2), source="0"), TypeError, "source is '0'; give a rank"),
         (lambda: comm.send(torch.ones(2), md.rank()), ValueError, "this rank itself"),
         (lambda: comm.recv(torch.ones(2), -1), ValueError, "source is -1"),
         (lambda: comm.all_to_all(torch.ones(4), [1, 2], [2, 2]), ValueError, "add up to 3, and x has 4 rows"),
@@ -366,17 +428,17 @@ def test_a_call_that_a_rank_skips_ends_at_the_time_limit() -> None:
     assert "all_reduce of float32[5] on rank 1 with ranks 0, 1: the other ranks did not all" in message
 
 
-def test_a_dead_peer_is_told(cluster_of: Clusters) -> None:
+def test_a_dead_peer_is_told(cluster_of: Clusters, capsys: pytest.CaptureFixture[str]) -> None:
     def leave() -> str:
         if md.rank() == 0:
-            dist.destroy_process_group()
-            return ""
+            os._exit(1)
         try:
             for _ in range(100):
                 comm.all_reduce(torch.ones(5))
         except comm.CollectiveError as error:
-            return str(error)
-        return "no error"
+            print(error)
+        return ""
 
-    with md.Cluster(ranks=2, timeout=20) as cluster:
-        assert "another rank's process has ended" in cluster.run(leave)[1]
+    with pytest.raises(md.RankDied, match="rank 0 ended with exit code 1"):
+        cluster_of(2).run(leave)
+    assert "another rank's process has ended" in capsys.readouterr().out

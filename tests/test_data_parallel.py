@@ -20,6 +20,7 @@ from minidist.model.matmul import Linear
 from minidist.parallel import data_parallel
 
 Clusters = Callable[[int], md.Cluster]
+ADAMW = contract.ADAMW
 
 
 def vectors(generator: torch.Generator, count: int) -> tuple[Tensor, Tensor]:
@@ -126,6 +127,51 @@ def test_every_parameter_equals_one_process(cluster_of: Clusters, name: str, ran
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_micro_batches_change_nothing(cluster_of: Clusters, ranks: int, micro_batches: int) -> None:
     contract.check(cluster_of(ranks), CASES["gpt"], md.Layout(dp=ranks, micro_batches=micro_batches))
+
+
+def test_micro_batches_are_as_many_as_asked(cluster_of: Clusters) -> None:
+    def count() -> list[int]:
+        rows: list[int] = []
+
+        def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+            rows.append(len(outputs))
+            return torch.nn.functional.cross_entropy(outputs, targets)
+
+        engine = md.prepare(mlp(0), ADAMW, md.Layout(dp=md.size(), micro_batches=3), loss=loss)
+        engine.step(*vectors(torch.Generator().manual_seed(0), 7))
+        return rows
+
+    assert cluster_of(2).run(count) == [[3, 2, 2]] * 2
+
+
+def test_a_group_averages_by_itself(cluster_of: Clusters) -> None:
+    def reduce() -> float:
+        groups = [torch.distributed.new_group(members) for members in ([0], [1, 2])]
+        model = md.DataParallel(nn.Linear(1, 1, bias=False), group=groups[min(md.rank(), 1)])
+        (model(torch.ones(1, 1)) * md.rank()).sum().backward()
+        model.synchronize()
+        (weight,) = model.parameters()
+        assert weight.grad is not None
+        return float(weight.grad)
+
+    assert cluster_of(3).run(reduce) == [0.0, 1.5, 1.5]
+
+
+def test_evaluation_drops_nothing_out() -> None:
+    class Dropping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.dropout = nn.Linear(6, 3), nn.Dropout(0.5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.dropout(self.linear(x))
+            return out
+
+    model = Dropping().double()
+    inputs, targets = vectors(torch.Generator().manual_seed(0), 50)
+    engine = md.prepare(model, ADAMW)
+    assert len({engine.evaluate(inputs, targets) for _ in range(5)}) == 1
+    assert model.training
 
 
 def without_broadcast(patch: pytest.MonkeyPatch) -> None:
@@ -235,6 +281,17 @@ def test_the_module_works_in_a_loop_of_ones_own(cluster_of: Clusters) -> None:
 
     for trained in cluster_of(2).run(train):
         contract.compare(trained, contract.train_in_one_process(case))
+
+
+def test_synchronize_sends_its_gradients_and_their_counts(cluster_of: Clusters) -> None:
+    def count() -> int:
+        model = md.DataParallel(nn.Linear(3, 2))
+        model(torch.ones(1, 3)).sum().backward()
+        with comm.ledger() as ledger:
+            model.synchronize()
+        return ledger.bytes_sent
+
+    assert cluster_of(2).run(count) == [4 * (3 * 2 + 2) + 8 * 2] * 2
 
 
 def test_a_rank_without_rows_is_told(cluster_of: Clusters) -> None:

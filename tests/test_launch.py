@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
+import pickle
 import random
 import signal
 import subprocess
@@ -11,12 +13,14 @@ import sys
 import textwrap
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import minidist as md
 from minidist import comm
@@ -205,6 +209,156 @@ def test_a_stopped_rank_does_not_hang_the_caller() -> None:
     wait_until_gone(processes)
 
 
+def test_a_rank_stopped_in_a_message_does_not_hang_the_caller() -> None:
+    """Neither with a call that its socket has no room for, nor in the middle of its answer."""
+
+    def answer_at_length() -> bytes:
+        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGSTOP)).start()
+        return bytes(300_000_000)
+
+    with md.Cluster(ranks=2, timeout=2.0) as cluster:
+        os.kill(cluster.run(os.getpid)[1], signal.SIGSTOP)
+        with pytest.raises(md.RankTimeout, match="rank 1 had not returned"):
+            cluster.run(len, bytes(10_000_000))
+        with pytest.raises(md.RankTimeout, match="had not returned"):
+            cluster.run(answer_at_length)
+        assert cluster.run(len, bytes(10_000_000)) == [10_000_000] * 2
+
+
+def test_a_stopped_supervisor_does_not_hang_the_caller(tmp_path: Path) -> None:
+    text = """
+        import os, signal, time
+        import minidist as md
+        cluster = md.Cluster(2, timeout=1)
+        ranks = cluster.run(os.getpid)
+        parent, = set(cluster.run(os.getppid))
+        os.kill(parent, signal.SIGSTOP)
+        start = time.monotonic()
+        try:
+            cluster.run(time.sleep, 30)
+        except md.RankTimeout as error:
+            print(time.monotonic() - start < 8, *ranks, flush=True)
+        print(md.launch(md.rank, 2))
+    """
+    with program(tmp_path, text) as caller:
+        out, err = caller.communicate(timeout=60)
+    fast, *ranks = out.splitlines()[0].split()
+    assert (fast, out.splitlines()[1], err) == ("True", "[0, 1]", "")
+    wait_until_gone([int(rank) for rank in ranks])
+
+
+def test_a_script_that_hides_a_module_is_named(tmp_path: Path) -> None:
+    """torch imports timeit, and so would import the script again and again, each time in another process."""
+    (tmp_path / "timeit.py").write_text("import minidist as md\nmd.launch(md.rank, ranks=2)\n")
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "timeit.py")], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 1
+    assert f"{tmp_path / 'timeit.py'} was imported while ranks were being started" in done.stderr
+    assert "rename it" in done.stderr
+
+
+def test_a_function_may_put_its_own_streams_in_place(cluster_of: Clusters) -> None:
+    def replace() -> int:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        sys.stderr = None  # type: ignore[assignment]
+        return 1
+
+    assert cluster_of(2).run(replace) == [1, 1]
+    assert cluster_of(2).run(lambda: type(sys.stdout).__name__) == ["RankStream"] * 2
+
+
+def test_a_long_line_is_printed_at_once(cluster_of: Clusters, capsys: pytest.CaptureFixture[str]) -> None:
+    def speak() -> None:
+        for _ in range(200_000):
+            sys.stdout.write("0123456789")
+
+    started = time.monotonic()
+    cluster_of(1).run(speak)
+    assert time.monotonic() - started < 10.0
+    assert capsys.readouterr().out.replace("[rank 0] ", "").replace("\n", "") == "0123456789" * 200_000
+
+
+def test_a_caller_without_a_standard_output_gets_its_results(tmp_path: Path) -> None:
+    text = """
+        import sys
+        import minidist as md
+        sys.stdout = None
+        sys.stderr.write(str(md.launch(lambda: print("lost") or md.rank(), ranks=2)))
+    """
+    with program(tmp_path, text) as caller:
+        assert caller.communicate(timeout=60) == ("", "[0, 1]")
+
+
+def test_what_an_encoding_lacks_is_escaped(tmp_path: Path) -> None:
+    text = "import minidist as md; md.launch(lambda: print('\u00e9\\u2028'), ranks=1)"
+    with program(tmp_path, text, PYTHONIOENCODING="ascii") as caller:
+        assert caller.communicate(timeout=60) == ("[rank 0] \\xe9\\u2028\n", "")
+
+
+def test_an_exception_that_only_the_rank_knows_keeps_its_cause(cluster_of: Clusters, tmp_path: Path) -> None:
+    (tmp_path / "only_in_rank.py").write_text("class Oops(Exception): pass\n")
+
+    def fail(returned: bool) -> object:
+        sys.path.insert(0, str(tmp_path))
+        import only_in_rank  # type: ignore[import-not-found]
+
+        if returned:
+            return only_in_rank.Oops()
+        raise only_in_rank.Oops("the real cause")
+
+    with pytest.raises(md.RankError, match=r"rank \d raised only_in_rank.Oops: the real cause"):
+        cluster_of(2).run(fail, False)
+    with pytest.raises(md.RankError, match="rank 0 returned what cannot be read in this process"):
+        cluster_of(2).run(fail, True)
+
+
+def test_an_error_travels_between_processes() -> None:
+    error = md.RankDied("rank 1 was killed", rank=1, exit_code=-9, signal="SIGKILL")
+    back = pickle.loads(pickle.dumps(error))
+    assert (type(back), str(back), back.__dict__) == (md.RankDied, str(error), error.__dict__)
+
+
+def test_a_function_that_leaves_the_world_is_told(cluster_of: Clusters) -> None:
+    with pytest.raises(md.RankError, match="the function left this rank's world"):
+        cluster_of(2).run(dist.destroy_process_group)
+    assert cluster_of(2).run(md.size) == [2, 2]
+
+
+def test_a_fork_of_the_caller_cannot_use_its_cluster(cluster_of: Clusters) -> None:
+    cluster = cluster_of(2)
+
+    def use(queue: Any) -> None:
+        try:
+            queue.put(cluster.run(md.rank))
+        except RuntimeError as error:
+            queue.put(str(error))
+
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # newer Pythons warn of any fork with threads about
+        child = context.Process(target=use, args=(queue,))
+        child.start()
+    assert "belongs to the process that was forked" in queue.get(timeout=20)
+    child.join(20)
+    assert cluster.run(md.rank) == [0, 1]
+
+
+def test_environment_and_directory_are_the_callers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SAID_BY_THE_CALLER", "yes")
+    monkeypatch.chdir(tmp_path)
+    heard = md.launch(lambda: (os.environ.get("SAID_BY_THE_CALLER"), os.getcwd()), ranks=2)
+    assert heard == [("yes", str(tmp_path))] * 2
+
+
+def test_closing_while_a_function_runs_says_so() -> None:
+    cluster = md.Cluster(ranks=1)
+    threading.Timer(0.3, cluster.close).start()
+    with pytest.raises((RuntimeError, md.RankDied), match=r"closed while it ran|was killed"):
+        cluster.run(time.sleep, 20)
+
+
 def test_what_cannot_be_sent_is_said(cluster_of: Clusters) -> None:
     lock = threading.Lock()
     with pytest.raises(TypeError, match=r"cannot be sent to another process .*create such objects inside"):
@@ -224,8 +378,14 @@ def test_what_cannot_be_sent_is_said(cluster_of: Clusters) -> None:
         ({"ranks": 0}, ValueError, "ranks is 0; give at least 1"),
         ({"ranks": "4"}, TypeError, "ranks is '4'; give a whole number"),
         ({"ranks": 2.0}, TypeError, "ranks is 2.0; give a whole number"),
-        ({"ranks": 1, "timeout": 0}, ValueError, "timeout is 0; give a number of seconds above 0"),
+        (
+            {"ranks": 1, "timeout": 0},
+            ValueError,
+            "timeout is 0; give seconds above 0 and up to 1000000",
+        ),
         ({"ranks": 1, "timeout": float("nan")}, ValueError, "timeout is nan"),
+        ({"ranks": 1, "timeout": float("inf")}, ValueError, "timeout is inf"),
+        ({"ranks": 1, "start_timeout": float("inf")}, ValueError, "start_timeout is inf"),
         ({"ranks": 1, "threads": 0}, ValueError, "threads is 0"),
         ({"ranks": 1, "args": 3}, TypeError, r"args is 3; give a tuple, such as \(3,\)"),
     ],
@@ -302,6 +462,31 @@ def test_no_process_outlives_the_caller(tmp_path: Path, method: str, number: sig
         if number == signal.SIGINT:
             assert caller.stderr is not None
             assert "KeyboardInterrupt" in caller.stderr.read()
+
+
+def test_a_forked_child_of_the_caller_does_not_keep_ranks(tmp_path: Path) -> None:
+    """It holds a copy of the caller's end of the control socket, whose end then says nothing."""
+    text = """
+        import os, time
+        import minidist as md
+        cluster = md.Cluster(ranks=2)
+        ranks = cluster.run(os.getpid)
+        child = os.fork()
+        if child == 0:
+            time.sleep(20)
+            os._exit(0)
+        print(child, *ranks, flush=True)
+        cluster.run(time.sleep, 30)
+    """
+    with program(tmp_path, text, PYTHONWARNINGS="ignore") as caller:
+        assert caller.stdout is not None
+        child, *ranks = map(int, caller.stdout.readline().split())
+        caller.kill()
+        caller.wait(10.0)
+        try:
+            wait_until_gone(ranks)
+        finally:
+            os.kill(child, signal.SIGKILL)
 
 
 def test_no_rank_outlives_the_supervisor(tmp_path: Path) -> None:

@@ -6,13 +6,14 @@ not the first report, is what makes the message useful.
 
 from __future__ import annotations
 
+import contextlib
 import pickle
+import selectors
 import signal
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from minidist.comm.errors import RankDied, RankError, RankTimeout
@@ -35,8 +36,17 @@ class Failure:
     raised: Raised | None
 
 
-def collect(processes: Sequence[RankProcess], wanted: str, limit: float | None) -> list[Any]:
-    """Wait until every rank has answered `wanted`; the values in rank order. Prints what ranks print.
+def collect(processes: Sequence[RankProcess], wanted: str, limit: float | None, remedy: str) -> list[Any]:
+    """Send what is queued, and wait until every rank has answered `wanted`. Prints what ranks print.
+
+    Args:
+        processes: the ranks.
+        wanted: the kind of answer that completes a rank's part.
+        limit: seconds to wait; None for no limit.
+        remedy: the argument that gives more of them.
+
+    Returns:
+        The answers' values, in rank order.
 
     Raises:
         RankError: a rank raised. RankDied: its process ended. RankTimeout: `limit` seconds have passed.
@@ -44,46 +54,57 @@ def collect(processes: Sequence[RankProcess], wanted: str, limit: float | None) 
     deadline = None if limit is None else time.monotonic() + limit
     answers: dict[int, Any] = {}
     failures: dict[int, Failure] = {}
-    listening: dict[Connection, RankProcess] = {}
-    for process in processes:
-        listening[process.connection] = listening[process.status] = process
-
-    while len(answers) < len(processes):
-        ready = wait(list(listening), None if deadline is None else max(0.0, deadline - time.monotonic()))
-        if not ready:
-            break
-        for channel in [channel for channel in listening if channel in ready]:
-            process = listening[channel]
-            if channel is process.status:
-                process.read_status()
+    with selectors.DefaultSelector() as selector:
+        for process in processes:
+            selector.register(process.channel.socket, selectors.EVENT_READ, process)
+            selector.register(process.status, selectors.EVENT_READ, process)
+        while len(answers) < len(processes):
+            for process in processes:
+                if process.channel.socket in selector.get_map():
+                    events = selectors.EVENT_READ | selectors.EVENT_WRITE * process.channel.unsent
+                    selector.modify(process.channel.socket, events, process)
+            ready = selector.select(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for key, events in ready:
+                process = key.data
+                if key.fileobj == process.status:
+                    process.read_status()
+                    if process.exit_code is not None:
+                        selector.unregister(process.status)
+                elif events & selectors.EVENT_WRITE:
+                    process.channel.flush()
+                for kind, *values in map(pickle.loads, process.channel.messages()):
+                    if kind == "print":
+                        _print_labelled(process.rank, *values)
+                    elif kind == "raised":
+                        failures.setdefault(process.rank, Failure(values[0].when, process, values[0]))
+                    elif kind == wanted:
+                        answers[process.rank] = values[0] if values else None
+                if process.channel.ended and process.channel.socket in selector.get_map():
+                    selector.unregister(process.channel.socket)  # how it ended comes by its status
                 if process.exit_code is not None:
-                    del listening[channel]
-            for kind, *values in process.messages():
-                if kind == "print":
-                    _print_labelled(process.rank, *values)
-                elif kind == "raised":
-                    failures.setdefault(process.rank, Failure(values[0].when, process, values[0]))
-                elif kind == wanted:
-                    answers[process.rank] = values[0] if values else None
-            if process.ended:
-                listening.pop(process.connection, None)  # how it ended comes by its status
-            if process.exit_code is not None:
-                failures.setdefault(process.rank, Failure(time.monotonic(), process, None))
-        if failures:
-            settled = min(failure.when for failure in failures.values()) + SETTLE
-            deadline = settled if deadline is None else min(deadline, settled)
+                    failures.setdefault(process.rank, Failure(time.monotonic(), process, None))
+            if failures:
+                settled = min(failure.when for failure in failures.values()) + SETTLE
+                deadline = settled if deadline is None else min(deadline, settled)
 
     if failures:
         raise _first_cause(list(failures.values()))
     if len(answers) < len(processes):
-        raise _timed_out([process for process in processes if process.rank not in answers], limit or 0.0)
+        stuck = [process for process in processes if process.rank not in answers]
+        raise _timed_out(stuck, limit or 0.0, remedy)
     return [answers[process.rank] for process in processes]
 
 
 def _print_labelled(rank: int, stream: str, text: str) -> None:
     out = sys.stdout if stream == "stdout" else sys.stderr
+    if out is None:  # the caller was started without one
+        return
     label = f"[rank {rank}] "
-    out.write("".join(label + line for line in text.splitlines(keepends=True)))
+    text = "".join(f"{label}{line}\n" for line in text.removesuffix("\n").split("\n"))
+    encoding = getattr(out, "encoding", None) or "utf-8"
+    out.write(text.encode(encoding, "backslashreplace").decode(encoding))
     out.flush()
 
 
@@ -101,8 +122,18 @@ def _first_cause(failures: list[Failure]) -> RankError:
     summary = f"rank {rank} raised {first.raised.summary}{also}"
     error = RankError(summary, rank=rank, traceback=first.raised.traceback)
     if first.raised.exception is not None:
-        error.__cause__ = pickle.loads(first.raised.exception)
+        with contextlib.suppress(Exception):  # of a class that only the rank can import, say
+            error.__cause__ = pickle.loads(first.raised.exception)
     return error
+
+
+_HINTS = {
+    "SIGKILL": ": by `kill -9`, or by the system because memory ran out",
+    "SIGABRT": (
+        ": a library gave up; most often ranks call a collective with different shapes or dtypes, and it has "
+        "written why above"
+    ),
+}
 
 
 def _death(process: RankProcess, also: str) -> RankDied:
@@ -117,12 +148,11 @@ def _death(process: RankProcess, also: str) -> RankDied:
         name = signal.Signals(-code).name
     except ValueError:  # a real-time signal
         name = f"signal {-code}"
-    hint = ": by `kill -9`, or by the system because memory ran out" if name == "SIGKILL" else ""
-    message = f"rank {process.rank} was killed by {name}{hint}{also}"
+    message = f"rank {process.rank} was killed by {name}{_HINTS.get(name, '')}{also}"
     return RankDied(message, rank=process.rank, exit_code=code, signal=name)
 
 
-def _timed_out(stuck: list[RankProcess], limit: float) -> RankTimeout:
+def _timed_out(stuck: list[RankProcess], limit: float, remedy: str) -> RankTimeout:
     for process in stuck:
         process.ask_stack()
     time.sleep(STACK_PAUSE)
@@ -132,7 +162,7 @@ def _timed_out(stuck: list[RankProcess], limit: float) -> RankTimeout:
     names = ", ".join(str(process.rank) for process in stuck)
     message = (
         f"rank {names} had not returned within {limit:g} s and was stopped; "
-        "give a longer timeout= if the work needs it"
+        f"give a longer {remedy}= if the work needs it"
     )
     return RankTimeout(message, rank=stuck[0].rank, traceback=stacks)
 

@@ -22,6 +22,7 @@ from typing import Any
 import cloudpickle
 
 from minidist.comm.answers import collect
+from minidist.comm.errors import RankError
 from minidist.comm.processes import RankProcess, supervisor
 from minidist.comm.worker import Setup
 
@@ -31,7 +32,10 @@ COLLECTIVE_TIMEOUT = 300.0
 """Seconds that a collective waits where a run has no time limit of its own."""
 COLLECTIVE_MARGIN = 5.0
 """Seconds that a collective waits beyond a run's own limit, which comes first and says where each rank is."""
-KILL_TIMEOUT = 5.0
+KILL_TIMEOUT = 3.0
+"""Seconds that the supervisor gets to kill ranks before they are killed without it."""
+LONGEST_TIMEOUT = 1e6
+"""Seconds: clocks of the libraries below overflow not far beyond."""
 
 
 class Cluster:
@@ -71,6 +75,7 @@ class Cluster:
         self.threads = share if threads is None else _count("threads", threads)
         self.timeout = None if timeout is None else _seconds("timeout", timeout)
         self.start_timeout = _seconds("start_timeout", start_timeout)
+        self._owner = os.getpid()
         self._running = threading.Lock()
         # One list for the object's life: the finalizer stops what it holds at the end.
         self._processes: list[RankProcess] = []
@@ -78,7 +83,7 @@ class Cluster:
         self._start()
         self.closed = False
 
-    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+    def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
         """Run `function(*args, **kwargs)` on every rank.
 
         Returns:
@@ -89,10 +94,15 @@ class Cluster:
             RankDied: a rank's process ended: killed, or out of memory.
             RankTimeout: a rank had not returned in time; says where each one was.
             TypeError: the function, or an argument, cannot be sent to another process.
-            RuntimeError: the cluster is closed, or is running something in another thread.
+            RuntimeError: the cluster is closed, is running something in another thread, or belongs to the
+                process that this one was forked from.
         """
         if self.closed:
             raise RuntimeError("this Cluster is closed; make a new one")
+        if os.getpid() != self._owner:
+            raise RuntimeError(
+                "this Cluster belongs to the process that was forked; make a new one in the fork"
+            )
         call = _pickle_call(function, args, kwargs)
         if not self._running.acquire(blocking=False):
             raise RuntimeError("this Cluster is running another function; wait for it, or make a second one")
@@ -100,13 +110,16 @@ class Cluster:
             if not self._processes:  # the last run failed
                 self._start()
             for process in self._processes:
-                process.send(call)
-            return [pickle.loads(value) for value in collect(self._processes, "returned", self.timeout)]
-        except BaseException:
+                process.channel.send(call)
+            values = collect(self._processes, "returned", self.timeout, "timeout")
+        except BaseException as error:
             _stop(self._processes, os.getpid(), 0.0)
+            if self.closed and not isinstance(error, RankError):
+                raise RuntimeError("this Cluster was closed while it ran a function") from error
             raise
         finally:
             self._running.release()
+        return [_unpickle_result(rank, value) for rank, value in enumerate(values)]
 
     def close(self) -> None:
         """Stop the ranks. A second call does nothing."""
@@ -143,16 +156,16 @@ class Cluster:
                 timeout=limit,
                 # A world of torchrun's that the caller belongs to is not the ranks' own.
                 environment={k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")},
-                directory=os.getcwd(),
-                path=sys.path,
+                directory=_directory(),
+                path=[entry for entry in sys.path if isinstance(entry, str)],
             )
             starter = supervisor()
             try:
                 for rank in range(self.ranks):
                     process = RankProcess(rank, starter, listener if rank == 0 else None)
                     self._processes.append(process)
-                    process.send(pickle.dumps(replace(setup, rank=rank)))
-                collect(self._processes, "ready", self.start_timeout)
+                    process.channel.send(pickle.dumps(replace(setup, rank=rank)))
+                collect(self._processes, "ready", self.start_timeout, "start_timeout")
             except BaseException:
                 _stop(self._processes, os.getpid(), 0.0)
                 raise
@@ -165,6 +178,13 @@ def available_cores() -> int:
     return os.cpu_count() or 1
 
 
+def _directory() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:  # it has been removed: the ranks work somewhere else, then
+        return "/"
+
+
 def _stop(processes: list[RankProcess], owner: int, grace: float) -> None:
     """Stop processes and empty the list: let them end by themselves for `grace` seconds, then kill them."""
     if os.getpid() != owner:  # a fork of the caller: the ranks are not its to stop
@@ -172,13 +192,26 @@ def _stop(processes: list[RankProcess], owner: int, grace: float) -> None:
     stopping, processes[:] = processes[:], []
     deadline = time.monotonic() + grace
     for process in stopping:
-        process.connection.close()  # an idle rank ends by itself
+        process.channel.close()  # an idle rank ends by itself
     for process in stopping:
         if not process.wait(max(0.0, deadline - time.monotonic())):
             process.kill()
+    deadline = time.monotonic() + KILL_TIMEOUT
     for process in stopping:
-        process.wait(KILL_TIMEOUT)
+        if not process.wait(max(0.0, deadline - time.monotonic())):
+            process.kill_without_help()
         process.close()
+
+
+def _unpickle_result(rank: int, value: bytes) -> Any:
+    try:
+        return pickle.loads(value)
+    except Exception as error:
+        raise RankError(
+            f"rank {rank} returned what cannot be read in this process ({type(error).__name__}: {error}); "
+            "return tensors, arrays or plain Python values",
+            rank=rank,
+        ) from error
 
 
 def _pickle_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
@@ -208,6 +241,7 @@ def _count(name: str, value: int) -> int:
 def _seconds(name: str, value: float) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} is {value!r}; give a number of seconds")
-    if not value > 0:
-        raise ValueError(f"{name} is {value}; give a number of seconds above 0")
+    if not 0 < value <= LONGEST_TIMEOUT:
+        none = ", or None for no limit" if name == "timeout" else ""
+        raise ValueError(f"{name} is {value}; give seconds above 0 and up to {LONGEST_TIMEOUT:.0f}{none}")
     return float(value)

@@ -154,7 +154,7 @@ def reduce_scatter(
             share.copy_(reduce(parts, dim=0))
         if op == "mean" and ranks > 1:
             share.div_(ranks)
-        return share
+        return share if out is None else out
 
     call = call_of("reduce_scatter", x, group, (ranks - 1) * bytes_of(x) // ranks, algorithm)
     if by_library:
@@ -210,7 +210,8 @@ def all_gather(
     gathered = _out("all_gather", out, data, (ranks * rows, *x.shape[1:]))
     call = call_of("all_gather", x, group, (ranks - 1) * bytes_of(x), algorithm)
     start = partial(_all_gather_single, gathered, data, group=group, async_op=True)
-    return run(call, start, lambda: gathered, async_op, alone=partial(gathered.copy_, data))
+    result = gathered if out is None else out
+    return run(call, start, lambda: result, async_op, alone=partial(gathered.copy_, data))
 
 
 @overload
@@ -303,7 +304,7 @@ def all_to_all(
 
     Raises:
         ValueError: n does not divide the rows, or the parts do not add up to them.
-        CollectiveError: a peer is gone or late, or sends other sizes than were announced.
+        CollectiveError: a peer is gone or late, or sends other sizes than this rank expects of it.
     """
     check_name("algorithm", algorithm, ALGORITHMS)
     data, ranks = check_tensor("all_to_all", x).contiguous(), len(ranks_of(group))
@@ -330,10 +331,9 @@ def _exchange(
 
 
 def tree_children(place: int, ranks: int) -> int:
-    """Number of children of a rank in a binomial broadcast tree, `place` counted from the root."""
-    # A rank receives over its lowest set bit, and then serves the lower ones.
-    lowest = (place & -place) if place else 1 << (ranks - 1).bit_length()
-    return sum(1 for bit in range(lowest.bit_length() - 1) if place + (1 << bit) < ranks)
+    """Number of children of a rank in gloo's broadcast tree, `place` counted from the root."""
+    # A rank receives over its highest set bit, and then serves the higher ones.
+    return sum(place + (1 << bit) < ranks for bit in range(place.bit_length(), (ranks - 1).bit_length()))
 
 
 def _reducible(name: str, x: torch.Tensor, op: str) -> torch.Tensor:
@@ -370,8 +370,11 @@ def _parts(name: str, rows: Sequence[int] | None, x: torch.Tensor, ranks: int) -
 def _out(name: str, out: torch.Tensor | None, x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     if out is None:
         return x.new_empty(shape)
-    if out.shape != shape or out.dtype != x.dtype:
-        raise ValueError(f"{name}: out is {out.dtype}{list(out.shape)} and has to be {x.dtype}{list(shape)}")
+    if out.shape != shape or out.dtype != x.dtype or out.device != x.device:
+        raise ValueError(
+            f"{name}: out is {out.dtype}{list(out.shape)} on {out.device} and has to be "
+            f"{x.dtype}{list(shape)} on {x.device}"
+        )
     if not out.is_contiguous():
         raise ValueError(f"{name}: out has to be contiguous; its strides are {out.stride()}")
     return out.detach()

@@ -2,6 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+
+def _restored(kind: type[RankError], args: tuple[Any, ...], attributes: dict[str, Any]) -> RankError:
+    """An error that has travelled to another process."""
+    error = kind.__new__(kind)
+    error.args = args
+    error.__dict__.update(attributes)
+    return error
+
 
 class RankError(RuntimeError):
     """A rank failed, and the others were stopped.
@@ -16,6 +26,9 @@ class RankError(RuntimeError):
         self.summary = message
         self.rank = rank
         self.traceback = traceback
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restored, (type(self), self.args, self.__dict__)
 
 
 class RankDied(RankError):

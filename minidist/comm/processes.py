@@ -7,8 +7,8 @@ import contextlib
 import itertools
 import json
 import os
-import pickle
 import re
+import select
 import signal
 import socket
 import subprocess
@@ -16,10 +16,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from multiprocessing.connection import Connection, wait
-from typing import Any
 
+from minidist.comm import supervisor as supervisor_process
+from minidist.comm.channel import Channel
 from minidist.comm.supervisor import HEADER
 
 START_METHODS = ("fork", "spawn")
@@ -29,16 +28,19 @@ class Supervisor:
     """A running supervisor: takes requests to start and kill ranks. One serves all clusters of a process."""
 
     def __init__(self, method: str) -> None:
+        supervisor_process.check_not_starting()
         self.method = method
         self.owner = os.getpid()
         self._keys = itertools.count()
-        self._lock = threading.Lock()
+        # Reentrant: the garbage collector may end a forgotten Cluster, and so come here, at any moment.
+        self._lock = threading.RLock()
         self._control, theirs = socket.socketpair()
         code = (
             "import sys; sys.path[:] = {!r}; from minidist.comm import supervisor; supervisor.main({}, {!r})"
         )
+        path = [entry for entry in sys.path if isinstance(entry, str)]
         self._process = subprocess.Popen(
-            [sys.executable, "-c", code.format(sys.path, theirs.fileno(), method)],
+            [sys.executable, "-c", code.format(path, theirs.fileno(), method)],
             pass_fds=(theirs.fileno(),),
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C in a terminal is the caller's to handle
@@ -65,8 +67,14 @@ class Supervisor:
 
     def _send(self, request: dict[str, object], descriptors: list[int]) -> None:
         text = json.dumps(request).encode()
-        socket.send_fds(self._control, [HEADER.pack(len(text))], descriptors)
-        self._control.sendall(text)
+        # In one call: a request that Ctrl-C cuts in two would garble all that follow.
+        socket.send_fds(self._control, [HEADER.pack(len(text)) + text], descriptors)
+
+    def abandon(self) -> None:
+        """Kill the supervisor, where it does not answer; the kernel kills its ranks with it."""
+        if self.alive():
+            self._process.kill()
+            self._process.wait()
 
     def stop(self) -> None:
         """Close the socket, upon which the supervisor kills its ranks and ends."""
@@ -98,9 +106,10 @@ def supervisor(method: str | None = None) -> Supervisor:
         if running is None or not running.alive():
             if running is not None:
                 running.stop()
-            else:
+            running = Supervisor(method)
+            if method not in _supervisors:
                 atexit.register(_stop_supervisor, method)
-            running = _supervisors[method] = Supervisor(method)
+            _supervisors[method] = running
         return running
 
 
@@ -116,16 +125,15 @@ def _stop_supervisor(method: str) -> None:
 
 
 class RankProcess:
-    """One rank's process: its connection, its exit status, and where it is when it is stuck.
+    """One rank's process: its channel, its exit status, and where it is when it is stuck.
 
     Attributes:
         rank: the rank.
-        connection: messages to and from `minidist.comm.worker.serve`.
+        channel: messages to and from `minidist.comm.worker.serve`.
         status: readable when the process has started, and again when it has ended.
         process: the process id, once known.
         exit_code: as `subprocess` gives it, once the process has ended: negative for a signal.
         failure: why there is no such process, where that is not the process's own doing.
-        ended: whether it has closed its connection.
     """
 
     def __init__(self, rank: int, supervisor: Supervisor, listener: socket.socket | None) -> None:
@@ -133,7 +141,6 @@ class RankProcess:
         self.process: int | None = None
         self.exit_code: int | None = None
         self.failure: str | None = None
-        self.ended = False
         ours, theirs = socket.socketpair()
         read, write = os.pipe()
         self._stacks = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
@@ -151,27 +158,12 @@ class RankProcess:
         finally:
             theirs.close()
             os.close(write)
-        self.connection = Connection(ours.detach())
-        self.status = Connection(read, writable=False)
-
-    def send(self, message: bytes) -> None:
-        """Send a message; where the process has ended there is no error: its status says how."""
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            self.connection.send_bytes(message)
-
-    def messages(self) -> Iterator[tuple[Any, ...]]:
-        """The messages that have arrived; `ended` is set where there will be no more."""
-        while not self.ended and self.connection.poll(0):
-            try:
-                message = self.connection.recv_bytes()
-            except (EOFError, ConnectionResetError):
-                self.ended = True
-            else:
-                yield pickle.loads(message)
+        self.channel = Channel(ours, blocking=False)
+        self.status = read
 
     def read_status(self) -> None:
         """Take in what the supervisor has reported; call it when `status` is readable."""
-        part = os.read(self.status.fileno(), 4096)
+        part = os.read(self.status, 4096)
         self._text += part.decode()
         for word, value in re.findall(r"^(\w+) (.*)\n", self._text, re.MULTILINE):
             if word == "started":
@@ -187,7 +179,9 @@ class RankProcess:
         """Wait up to `limit` seconds for the process to end; True where it has."""
         deadline = time.monotonic() + limit
         while self.exit_code is None:
-            if not wait([self.status], max(0.0, deadline - time.monotonic())):
+            poll = select.poll()
+            poll.register(self.status, select.POLLIN)
+            if not poll.poll(1e3 * max(0.0, deadline - time.monotonic())):
                 return False
             self.read_status()
         return True
@@ -212,9 +206,16 @@ class RankProcess:
         if self.exit_code is None:
             self._supervisor.kill(self._key)
 
+    def kill_without_help(self) -> None:
+        """Kill the process where the supervisor does not: it is stopped, say. That is then killed too."""
+        if self.exit_code is None:
+            if self.process is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self.process, signal.SIGKILL)
+            self._supervisor.abandon()
+
     def close(self) -> None:
         """Close the descriptors; an idle process ends by that."""
-        for connection in (self.connection, self.status):
-            with contextlib.suppress(OSError):
-                connection.close()
+        self.channel.close()
+        os.close(self.status)
         self._stacks.close()

@@ -36,10 +36,33 @@ HEADER = struct.Struct("!I")
 MAX_DESCRIPTORS = 4
 
 _PR_SET_PDEATHSIG = 1
+_starting = False
+
+
+def starting(now: bool) -> None:
+    """Say whether this process is on its way to being a supervisor or a rank, and must not launch others."""
+    global _starting
+    _starting = now
+
+
+def check_not_starting() -> None:
+    """RuntimeError in a process that is being started: imports that launch would start ever more of them."""
+    if not _starting:
+        return
+    own = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_filename.startswith((own, "<frozen")):
+        frame = frame.f_back
+    culprit = frame.f_code.co_filename if frame is not None else "a script"
+    raise RuntimeError(
+        f"{culprit} was imported while ranks were being started, and launches ranks itself; it probably has "
+        "the name of a module that others import, such as one of the standard library's: rename it"
+    )
 
 
 def main(control_descriptor: int, method: str) -> None:
     """Serve requests on `control_descriptor` until the caller closes it or dies."""
+    starting(True)
     Supervise(socket.socket(fileno=control_descriptor), method).serve()
 
 
@@ -65,9 +88,12 @@ class Supervise:
         signal.set_wakeup_fd(wake)
         signal.signal(signal.SIGCHLD, _wake)
         try:
+            poll = select.poll()
+            for descriptor in (self.control.fileno(), woken):
+                poll.register(descriptor, select.POLLIN)
             while os.getppid() == self.caller:
                 # A second between looks at the parent: its death normally shows as the end of the socket.
-                ready, _, _ = select.select([self.control.fileno(), woken], [], [], 1.0)
+                ready = [descriptor for descriptor, _ in poll.poll(1000)]
                 if woken in ready:
                     os.read(woken, 4096)
                 self.reap()

@@ -20,6 +20,8 @@ ALGORITHMS = ("torch",)
 """Names that a collective's `algorithm` takes: "torch" is torch.distributed's own over gloo or NCCL."""
 
 
+MANY = 64
+"""Calls under way from which on those that are complete are forgotten."""
 _under_way: set[Work] = set()
 """Calls that nobody has waited for yet. They are kept, since gloo drops the message of a send whose handle is
 dropped, and its receiver then waits in vain."""
@@ -46,6 +48,8 @@ class Work:
             self._handle = start()
         except RuntimeError as error:
             raise self._failed(error) from error
+        if len(_under_way) >= MANY:
+            _under_way.difference_update([work for work in _under_way if work.done()])
         _under_way.add(self)
 
     def wait(self) -> Any:
@@ -117,6 +121,16 @@ def run(
     return work if async_op else work.wait()
 
 
+def finish() -> None:
+    """Wait for every call that nobody has waited for: done at the end of each function that a rank runs.
+
+    Raises:
+        CollectiveError: a peer is gone or late.
+    """
+    for work in list(_under_way):
+        work.wait()
+
+
 def _nothing() -> None:
     """A group of one waits for nobody."""
 
@@ -175,7 +189,9 @@ def check_name(what: str, name: str, known: Collection[str]) -> None:
 
 
 def check_member(what: str, place: int, ranks: int) -> None:
-    """ValueError where `place` is no rank of a group of `ranks`."""
+    """TypeError where `place` is no number, ValueError where it is no rank of a group of `ranks`."""
+    if isinstance(place, bool) or not isinstance(place, int):
+        raise TypeError(f"{what} is {place!r}; give a rank, from 0 to {ranks - 1}")
     if not 0 <= place < ranks:
         raise ValueError(f"{what} is {place}; the group's ranks are 0 to {ranks - 1}")
 

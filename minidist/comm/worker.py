@@ -13,14 +13,19 @@ import io
 import os
 import pickle
 import signal
+import socket
 import sys
 import threading
 import time
 import traceback
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.connection import Connection
 from typing import Any
+
+from minidist.comm.channel import Channel
+
+LONGEST_LINE = 2**16
+"""Characters after which a line is sent that has not ended."""
 
 
 @dataclass(frozen=True)
@@ -49,51 +54,61 @@ class Raised:
 
 def serve(connection_descriptor: int, stacks_descriptor: int, listener: int | None = None) -> int:
     """Serve the caller until it closes the connection; the exit code."""
-    connection = Connection(connection_descriptor)
+    from minidist.comm import supervisor
+
+    supervisor.starting(True)
+    channel = Channel(socket.socket(fileno=connection_descriptor), blocking=True)
+    received = channel.messages()
     faulthandler.register(signal.SIGUSR1, file=stacks_descriptor, all_threads=True)
-    setup: Setup = pickle.loads(connection.recv_bytes())
+    setup: Setup = pickle.loads(next(received))
     lock = threading.Lock()
 
     def send(*message: object) -> None:
         with lock:
-            connection.send_bytes(pickle.dumps(message))
+            channel.send(pickle.dumps(message))
 
-    sys.stdout, sys.stderr = RankStream(send, "stdout", 1), RankStream(send, "stderr", 2)
+    streams = RankStream(send, "stdout", 1), RankStream(send, "stderr", 2)
+    sys.stdout, sys.stderr = streams
     try:
         _prepare(setup)
         _join(setup, listener)
     except BaseException as error:
         send("raised", _raised(error))
         return 1
+    supervisor.starting(False)
     send("ready")
-    while True:
-        try:
-            call = connection.recv_bytes()
-        except (EOFError, ConnectionResetError):
-            break
+    for call in received:
         answer: tuple[str, object]
         try:
             answer = ("returned", _run(call))
         except BaseException as error:
             answer = ("raised", _raised(error))
         del call
-        sys.stdout.finish_line()
-        sys.stderr.finish_line()
-        try:
-            send(*answer)
-        except (BrokenPipeError, ConnectionResetError):
-            break
+        sys.stdout, sys.stderr = streams  # the function may have put others in their place
+        for stream in streams:
+            stream.finish_line()
+        send(*answer)
     with contextlib.suppress(BaseException):
         atexit._run_exitfuncs()
     return 0
 
 
-def _run(call: bytes) -> bytes:
+def _run(call: bytearray) -> bytes:
     """Run a pickled (function, args, kwargs) and pickle what it returns."""
     import cloudpickle
+    import torch.distributed as dist
 
+    from minidist.comm import work
+
+    joined = dist.group.WORLD
     function, args, kwargs = pickle.loads(call)
     value = function(*args, **kwargs)
+    if dist.group.WORLD is not joined:
+        raise RuntimeError(
+            "the function left this rank's world or made another; call minidist.shutdown() instead, which "
+            "leaves only what minidist.init() joined"
+        )
+    work.finish()
     try:
         return bytes(cloudpickle.dumps(value))
     except Exception as error:
@@ -175,7 +190,7 @@ def _raised(error: BaseException) -> Raised:
 
         exception = cloudpickle.dumps(error)
         pickle.loads(exception)  # some exceptions pickle, but cannot be made again
-    except Exception:
+    except BaseException:
         exception = None
     return Raised(time.monotonic(), "".join(frames.format_exception_only()).strip(), text, exception)
 
@@ -185,7 +200,8 @@ class RankStream(io.TextIOBase):
 
     def __init__(self, send: Any, name: str, descriptor: int) -> None:
         self._send, self._name, self._descriptor = send, name, descriptor
-        self._line = ""
+        self._parts: list[str] = []  # of the line that is not complete
+        self._length = 0
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
@@ -201,20 +217,19 @@ class RankStream(io.TextIOBase):
         return self._descriptor
 
     def write(self, text: str) -> int:
-        """Send the lines that are complete; keep the rest until it is."""
-        *lines, self._line = (self._line + text).split("\n")
-        if lines:
-            self._emit("\n".join(lines) + "\n")
+        """Send the lines that are complete; keep the rest until it is, or has grown very long."""
+        complete, newline, rest = text.rpartition("\n")
+        if newline:
+            self._send("print", self._name, "".join((*self._parts, complete, newline)))
+            self._parts, self._length = [], 0
+        self._parts.append(rest)
+        self._length += len(rest)
+        if self._length > LONGEST_LINE:
+            self.finish_line()
         return len(text)
 
     def finish_line(self) -> None:
         """Send what is left of a line that was never ended."""
-        if self._line:
-            line, self._line = self._line, ""
-            self._emit(line + "\n")
-
-    def _emit(self, text: str) -> None:
-        with contextlib.suppress(
-            BrokenPipeError, ConnectionResetError
-        ):  # the caller is gone, and we soon too
-            self._send("print", self._name, text)
+        if self._length:
+            self._send("print", self._name, "".join((*self._parts, "\n")))
+        self._parts, self._length = [], 0

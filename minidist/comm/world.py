@@ -38,8 +38,10 @@ def init(timeout: float = DEFAULT_TIMEOUT) -> None:
         TimeoutError: the others did not come in time.
     """
     global _joined_here
-    if not timeout > 0:
-        raise ValueError(f"timeout is {timeout}; give the seconds to wait for the other ranks, above 0")
+    if not 0 < timeout <= 1e6:
+        raise ValueError(
+            f"timeout is {timeout}; give seconds above 0 and up to 1000000 to wait for the others"
+        )
     if _is_joined() or not any(name in os.environ for name in ("RANK", "WORLD_SIZE")):
         return
     missing = [name for name in _VARIABLES if name not in os.environ]
@@ -48,6 +50,10 @@ def init(timeout: float = DEFAULT_TIMEOUT) -> None:
             f"{', '.join(missing)} not set: a world needs {', '.join(_VARIABLES)}; torchrun sets them all"
         )
     own, ranks, port = (_number(name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    if not 1 <= port < 2**16 or ranks < 1:
+        raise ValueError(
+            f"MASTER_PORT is {port} and WORLD_SIZE {ranks}; give a port below 65536 and some ranks"
+        )
     if not 0 <= own < ranks:
         raise ValueError(f"RANK is {own} and WORLD_SIZE {ranks}; ranks are numbered from 0 to {ranks - 1}")
     import torch.distributed as dist
@@ -83,7 +89,7 @@ def join(store: Store, own: int, ranks: int, limit: timedelta) -> None:
     import torch.distributed as dist
 
     gpus = torch.cuda.device_count() if dist.is_nccl_available() else 0
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", str(ranks)))
+    local_ranks = _number("LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in os.environ else ranks
     backend = "cpu:gloo,cuda:nccl" if gpus >= local_ranks else "gloo"
     dist.init_process_group(backend, store=store, rank=own, world_size=ranks, timeout=limit)
     if backend != "gloo":

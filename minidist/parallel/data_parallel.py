@@ -55,7 +55,8 @@ class DataParallel(nn.Module):
         """Average the gradients over the ranks: call it after backward and before the optimizer's step.
 
         The mean over ranks is the gradient of the mean loss over the global batch where the shares are
-        equal, as in torch's DDP. Bytes sent: `bytes_per_step`, of which the counts are the last part.
+        equal, as in torch's DDP. Bytes sent: 2 (n - 1) / n of each gradient, and of a count in float64 for
+        each of them.
 
         Raises:
             CollectiveError: a peer is gone or late.

@@ -66,5 +66,6 @@ class Engine(ABC):
         """Every parameter and buffer in full, under the names of the model that was passed to `prepare`.
 
         Returns:
-            Copies, on the model's device; the same on all ranks.
+            Copies, on the model's device. Parameters are the same on all ranks; buffers that training
+            changes, such as a BatchNorm's statistics, are each rank's own.
         """

@@ -1,0 +1,84 @@
+"""Messages over a socket: a length of 8 bytes, then so many bytes.
+
+A rank sends and receives with blocking calls. The caller must not: a rank that is stopped in the middle of a
+message would stop the caller too. It queues what it sends and takes what has come, and waits for either with
+a time limit of its own.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections import deque
+from collections.abc import Iterator
+
+LENGTH = struct.Struct("!Q")
+
+
+class Channel:
+    """One end of a socket pair.
+
+    Attributes:
+        socket: the end itself, to wait for.
+        ended: whether the other end is closed: nothing more comes, and what is sent is dropped.
+    """
+
+    def __init__(self, end: socket.socket, *, blocking: bool) -> None:
+        end.setblocking(blocking)
+        self.socket = end
+        self.ended = False
+        self._outgoing: deque[memoryview] = deque()
+        self._incoming = memoryview(bytearray(LENGTH.size))  # the length, or the message that it announced
+        self._filled = 0
+        self._in_message = False
+
+    @property
+    def unsent(self) -> bool:
+        """True where queued messages wait for room."""
+        return bool(self._outgoing)
+
+    def send(self, message: bytes) -> None:
+        """Send a message; where that would block and must not, queue what there is no room for."""
+        self._outgoing.extend((memoryview(LENGTH.pack(len(message))), memoryview(message)))
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what is queued, as far as there is room."""
+        try:
+            while self._outgoing:
+                sent = self.socket.send(self._outgoing[0])
+                rest = self._outgoing.popleft()[sent:]
+                if rest:
+                    self._outgoing.appendleft(rest)
+        except BlockingIOError:
+            return
+        except OSError:
+            self.ended = True
+            self._outgoing.clear()
+
+    def messages(self) -> Iterator[bytearray]:
+        """The messages that have come; on a blocking channel, all until the other end closes."""
+        while not self.ended:
+            try:
+                count = self.socket.recv_into(self._incoming[self._filled :]) if self._incoming else 0
+            except BlockingIOError:
+                return
+            except OSError:
+                count = 0
+            if self._incoming and not count:
+                self.ended = True
+                return
+            self._filled += count
+            if self._filled < len(self._incoming):
+                continue
+            complete, self._filled, self._in_message = self._incoming, 0, not self._in_message
+            if self._in_message:
+                self._incoming = memoryview(bytearray(LENGTH.unpack(complete)[0]))
+            else:
+                self._incoming = memoryview(bytearray(LENGTH.size))
+                yield complete.obj  # type: ignore[misc] # the whole of it
+
+    def close(self) -> None:
+        """Close this end."""
+        self.ended = True
+        self.socket.close()
