@@ -26,6 +26,7 @@ from minidist._names import unknown
 from minidist.benchmarks import machine
 
 SCHEMA = 1
+ENTRY = ("suite", "group", "name", "fullname", "run", "stats", "extra_info")
 STATS = ("median", "iqr", "q1", "q3", "min", "max", "mean", "stddev", "rounds", "iterations")
 DIGITS = 6  # significant digits kept: more than any clock is good for, and a readable diff
 
@@ -59,7 +60,21 @@ def load(path: Path) -> Results:
     if not isinstance(results, dict) or results.get("schema") != SCHEMA:
         found = results.get("schema") if isinstance(results, dict) else None
         raise ValueError(f"{path} has schema {found}, not {SCHEMA}: delete it and run `minidist bench` again")
+    missing = [key for key in ("machine_info", "runs", "suites", "benchmarks") if key not in results]
+    entries = results.get("benchmarks", [])
+    missing += [f"benchmark's {key}" for key in ENTRY for entry in entries if key not in entry]
+    if missing:
+        raise ValueError(f"{path} lacks its {missing[0]}: delete it and run `minidist bench` again")
     return results
+
+
+def check_writable(path: Path) -> None:
+    """ValueError where results cannot be kept at `path`, or where it holds something else."""
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    if not os.access(folder, os.W_OK):
+        raise ValueError(f"{folder} can't be written to: name another file with --out")
+    if path.exists():
+        load(path)
 
 
 def load_all(where: Path) -> dict[str, Results]:

@@ -73,8 +73,7 @@ def run(
             raise unknown("suite", name, known)
     info = machine.describe()
     path = out or results.folder() / f"{machine.slug(info)}.json"
-    # Read first: a file that can't be read shows before the minutes are spent.
-    old = results.load(path) if path.exists() else None
+    results.check_writable(path)  # before the minutes are spent
     watcher = Watcher(show)
     started = time.monotonic()
     measured = _pytest([known[name] for name in names] or list(known.values()), full, keyword, watcher)
@@ -85,6 +84,8 @@ def run(
     # A benchmark that failed after it was timed did not do what it is known for.
     passed = [bench for bench in measured if bench["fullname"] not in watcher.failed]
     new = _results(passed, info, watcher, full)
+    # Read only now: another run may have written meanwhile.
+    old = results.load(path) if path.exists() else None
     merged = results.merge(old, new, everything=None if names or keyword else watcher.collected)
     if passed:
         results.save(merged, path)

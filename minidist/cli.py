@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import math
 import os
 import sys
 import traceback
@@ -43,7 +44,10 @@ def train(
     ranks: Annotated[
         int | None, typer.Option(min=1, help="Data-parallel ranks: short for --layout dp=N.")
     ] = None,
-    layout: Annotated[str | None, typer.Option(help="How many ranks do what: dp=2,micro_batches=4.")] = None,
+    layout: Annotated[
+        str | None,
+        typer.Option(help="Such as dp=2,micro_batches=4, the fields of now."),
+    ] = None,
     steps: Annotated[int, typer.Option(help="Global batches to train on.")] = 230,
     batch: Annotated[int, typer.Option(help="Rows of a global batch, over all ranks.")] = 64,
     lr: Annotated[float, typer.Option(help="Learning rate.")] = 3e-3,
@@ -59,7 +63,9 @@ def train(
     from minidist.parallel.layout import Layout
     from minidist.train import TrainConfig, run
 
-    chosen = Layout.parse(layout) if layout is not None else Layout(dp=1 if ranks is None else ranks)
+    # Under torchrun there are as many ranks as it has started.
+    started = int(os.environ.get("WORLD_SIZE", "1")) if "TORCHELASTIC_RUN_ID" in os.environ else 1
+    chosen = Layout.parse(layout) if layout is not None else Layout(dp=started if ranks is None else ranks)
     if ranks is not None and chosen.ranks != ranks:
         raise ValueError(f"--layout {layout} needs {chosen.ranks} ranks and --ranks is {ranks}; leave it out")
     config = TrainConfig(
@@ -77,10 +83,15 @@ def train(
     result = run(config, timeout=timeout, progress=not as_json)
     if int(os.environ.get("RANK", "0")):
         return  # under torchrun, where rank 0 speaks for all
+    last = result.losses[-1]
+    if not math.isfinite(last):
+        _say(
+            f"the training diverged: its loss is {last} after {steps} steps; give a smaller --lr than {lr:g}"
+        )
     if as_json:
         _print_json({"config": dataclasses.asdict(config), **dataclasses.asdict(result)})
-        return
-    last = result.losses[-1]
+    if as_json or not math.isfinite(last):
+        raise typer.Exit(0 if math.isfinite(last) else 1)
     _console().print(
         f"{config.model_name} on {data}, {result.parameters:,} parameters, layout {chosen}: "
         f"{steps} steps in {result.seconds:.1f} s, {result.rows_per_second:,.0f} rows/s\n"
@@ -118,7 +129,7 @@ def bench(
         many = "benchmark" if done.measured == 1 else "benchmarks"
         console.print(
             f"{done.measured} {many} in {done.seconds:.0f} s, kept in {_short(done.path)}. "
-            "To read them: minidist report",
+            f"To read them: minidist report{'' if out is None else f' --results {_short(out.parent)}'}",
             highlight=False,
             soft_wrap=True,
         )
@@ -225,7 +236,16 @@ def _say(message: str) -> None:
 
 
 def _print_json(value: Any) -> None:
-    print(json.dumps(value, indent=1, ensure_ascii=False))
+    print(json.dumps(_finite(value), indent=1, ensure_ascii=False, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    """The value with null for NaN and infinity, which JSON does not have."""
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _console() -> Any:

@@ -24,7 +24,7 @@ from minidist.comm.launch import launch
 from minidist.model import CONFIGS, GPT, MLP, Dataset, GPTConfig, Rows, Sampler, accuracy, config, dataset
 from minidist.parallel.engine import Engine
 from minidist.parallel.layout import Layout
-from minidist.parallel.prepare import prepare
+from minidist.parallel.prepare import check_available, prepare
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
@@ -89,6 +89,7 @@ class TrainConfig:
             raise ValueError(f"learning_rate is {self.learning_rate}; give a number above 0")
         if not isinstance(self.layout, Layout):
             raise TypeError(f"layout is {self.layout!r}; give a Layout, such as Layout(dp=2)")
+        check_available(self.layout)
         if self.batch < self.layout.dp:
             raise ValueError(
                 f"a global batch of {self.batch} rows is too small for {self.layout.dp} data-parallel ranks; "
@@ -138,6 +139,10 @@ def train(config: TrainConfig, progress: bool = False) -> TrainResult:
     """
     model, data = build(config)
     _require_equal("data set", data.fingerprint(), "install the same Python and scikit-learn on all machines")
+    if config.batch > len(data.train):
+        raise ValueError(
+            f"batch is {config.batch}, and {config.data} has {len(data.train)} rows; give at most that"
+        )
     engine = prepare(model, partial(OPTIMIZERS[config.optimizer], lr=config.learning_rate), config.layout)
     sampler = Sampler(
         len(data.train),
@@ -145,8 +150,7 @@ def train(config: TrainConfig, progress: bool = False) -> TrainResult:
         rank=engine.data_rank,
         ranks=engine.data_ranks,
         seed=config.seed,
-        # Otherwise an epoch could end in a batch too small for the ranks.
-        drop_last=len(data.train) >= config.batch,
+        drop_last=True,  # or an epoch could end in a batch too small for the ranks
     )
     losses, rows = [], 0
     with _progress(config, progress and comm.rank() == 0) as advance, comm.ledger() as ledger:

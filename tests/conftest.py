@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 
 import cloudpickle
 import pytest
 
 from minidist.comm.cluster import Cluster
+
+# A shell that runs tests in the background has them ignore Ctrl-C, and what they start would too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -73,6 +73,7 @@ def test_no_words_are_a_call_for_help(capfd):
         (["train", "--layout", "dq=2"], "'dp'"),
         (["train", "--ranks", "2", "--layout", "dp=4"], "needs 4 ranks and --ranks is 2"),
         (["train", "--ranks", "100"], "100 data-parallel ranks"),
+        (["train", "--layout", "tp=2"], "this version trains with tp=1 only"),
         (["bench", "lunch"], "'launch'"),
         (["report", "--results", "/no/such/folder"], "minidist bench"),
         (["doctor", "--jsn"], "--json"),
@@ -141,6 +142,19 @@ def test_train_says_what_it_learned(capfd):
     assert code == 0
     assert re.search(r"mlp on digits, 9,610 parameters.*3 steps", out)
     assert "accuracy" in out
+
+
+def test_a_training_that_diverges_fails(capfd):
+    code, out, err = run(capfd, "train", "--steps", "5", "--lr", "1e30", "--json")
+    assert code == 1
+    assert "the training diverged" in one_line(err)
+    assert json.loads(out)["losses"][-1] is None  # JSON has no NaN
+
+
+def test_a_batch_larger_than_the_data_is_refused(capfd):
+    code, _, err = run(capfd, "train", "--batch", "1438")
+    assert code == 1
+    assert "batch is 1438, and digits has 1437 rows" in one_line(err)
 
 
 def test_under_torchrun_rank_0_speaks_for_all(capfd, monkeypatch):

@@ -69,11 +69,11 @@ def program(tmp_path: Path, text: str, **environment: str) -> Iterator[subproces
         text=True,
         env={**os.environ, **environment},
     )
-    try:
-        with process:
+    with process:
+        try:
             yield process
-    finally:
-        process.kill()
+        finally:
+            process.kill()
 
 
 def test_results_come_back_in_rank_order(cluster_of: Clusters) -> None:
@@ -522,6 +522,13 @@ def test_a_script_needs_no_main_guard(tmp_path: Path) -> None:
     with program(tmp_path, text) as caller:
         out, err = caller.communicate(timeout=60)
     assert (out, err) == ("[0, 6]\n", "")
+
+
+def test_the_package_is_found_beside_a_folder_of_its_name(tmp_path: Path) -> None:
+    """As in the folder that holds a clone: what is imported is the package, not that folder."""
+    (tmp_path / "minidist").mkdir()
+    code = "import minidist; print(minidist.__version__)"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True, cwd=tmp_path) == "0.1.0\n"
 
 
 def test_importing_does_not_import_torch() -> None:

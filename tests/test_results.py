@@ -97,7 +97,7 @@ def test_nan_is_no_result(tmp_path, value):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"schema": 99}'])
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"schema": 99}', '{"schema": 1}'])
 def test_a_file_that_holds_no_results_is_named(tmp_path, text):
     path = tmp_path / "machine.json"
     path.write_text(text)

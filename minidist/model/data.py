@@ -93,7 +93,8 @@ def digits(limit: int | None = None) -> Dataset:
         from sklearn.datasets import load_digits
     except ModuleNotFoundError as missing:
         raise ModuleNotFoundError(
-            'the digits come with scikit-learn, which is not installed: pip install "minidist[bench]"',
+            'the digits come with scikit-learn, which is not installed: pip install "minidist[bench]", '
+            'or train on "bytes", which need nothing',
             name=missing.name,
         ) from missing
     pixels, labels = load_digits(return_X_y=True)

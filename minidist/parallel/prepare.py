@@ -51,8 +51,13 @@ def prepare(
             f"the layout needs {layout.ranks} ranks (dp {layout.dp} x tp {layout.tp} x pp {layout.pp}) and "
             f"the world has {comm.size()}; change the layout, or start {layout.ranks} ranks"
         )
+    check_available(layout)
+    return DataParallelEngine(model, optimizer, layout, loss)
+
+
+def check_available(layout: Layout) -> None:
+    """ValueError where a layout asks for a strategy that this version has not."""
     for name, only in _AVAILABLE.items():
         value = getattr(layout, name)
         if value != only:
             raise ValueError(f"{name}={value!r} in the layout; this version trains with {name}={only!r} only")
-    return DataParallelEngine(model, optimizer, layout, loss)
