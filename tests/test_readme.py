@@ -1,4 +1,4 @@
-"""What the READMEs show runs, each block as a script of its own, and the files that they link to are there."""
+"""What the READMEs show runs, each block as a script of its own, and what they link to is there."""
 
 from __future__ import annotations
 
