@@ -12,6 +12,7 @@ from _pytest.mark import ParameterSet
 
 from minidist.benchmarks.turns import Benchmark, compared, turns
 from minidist.kernels import CPU_LADDER, Rung, harness
+from minidist.kernels.rung import empty
 
 # The largest size of a quick run and of a full one: cubes, so eight times the work at each step.
 LARGEST = {1: (64, 128), 2: (256, 512)}
@@ -35,7 +36,7 @@ def _cases() -> list[ParameterSet]:
 def test_rung(benchmark: Benchmark, full: bool, rung: Rung, size: int) -> None:
     """Square products of `size`, GFLOP/s and the share of BLAS's speed."""
     a, b = harness.inputs(size, size, size, np.float32, seed=size)
-    out, blas_out = np.empty((size, size), np.float32), np.empty((size, size), np.float32)
+    out, blas_out = (empty(size, size, np.float32) for _ in range(2))
     with threadpoolctl.threadpool_limits(1):
         rung.matmul(a, b, out=out)
         harness.assert_product(out, a, b, f"rung {rung.name}, size {size}")

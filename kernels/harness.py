@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 from numpy.typing import DTypeLike
 
-from .rung import Array, Rung
+from .rung import Array, Rung, empty
 
 
 def shapes(rng: np.random.Generator, count: int, largest: int) -> list[tuple[int, int, int]]:
@@ -37,8 +37,9 @@ def inputs(m: int, n: int, k: int, dtype: DTypeLike, seed: int) -> tuple[Array, 
 
     def draw(rows: int, columns: int) -> Array:
         magnitudes = rng.uniform(0.5, 1.5, (rows, columns))
-        signed: Array = magnitudes * rng.choice((-1.0, 1.0), (rows, columns))
-        return signed.astype(dtype)
+        drawn = empty(rows, columns, dtype)
+        drawn[...] = magnitudes * rng.choice((-1.0, 1.0), (rows, columns))
+        return drawn
 
     return draw(m, k), draw(k, n)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from minidist.kernels import CPU_LADDER, Rung, rung
+from minidist.kernels.rung import empty
 
 
 def numpy_product(a, b, out):
@@ -167,3 +168,13 @@ def test_importing_the_ladder_neither_imports_numba_nor_compiles():
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     )
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (1, 1), (3, 5), (64, 64)])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_new_results_start_on_a_cache_line(shape, dtype):
+    for _ in range(8):
+        fresh = empty(*shape, dtype)
+        assert (fresh.shape, fresh.dtype, fresh.ctypes.data % 64) == (shape, np.dtype(dtype), 0)
+        assert fresh.flags.c_contiguous
+        assert fresh.flags.writeable
