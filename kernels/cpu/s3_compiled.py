@@ -4,7 +4,7 @@ The idea: the very function of rung 1, handed to Numba, which infers that every 
 lets LLVM write the loops as machine code. Nothing is boxed, looked up or freed; a multiply-add is two loads,
 a multiplication and an addition.
 
-Measured: rung 2 takes 8 times as long (250 x 250 x 250, float32: 91 ms and 11 ms, 2.8 GFLOP/s). It is still
+Measured: rung 2 takes 7 times as long (250 x 250 x 250, float32: 79 ms and 11 ms, 2.9 GFLOP/s). It is still
 one scalar at a time: the compiler may not use SIMD here, since that would add the products in another order,
 and each addition waits for the one before it.
 """

@@ -5,8 +5,8 @@ walked down a column of b and used one element of each cache line that it touche
 inner loop are now n separate sums, not one: LLVM may do 8 or 16 at once with SIMD, since each sum still adds
 its products in the same order (the results of rungs 1 to 4 are equal to the last bit; no `fastmath`).
 
-Measured: rung 3 takes 9 times as long (250 x 250 x 250, float32: 11 ms and 1.2 ms, 26 GFLOP/s), and 14 times
-at 1000, where a column of b no longer stays in the caches. At 1024 it is 71 times: a power of two puts the
+Measured: rung 3 takes 10 times as long (250 x 250 x 250, float32: 11 ms and 1.1 ms, 28 GFLOP/s), and 18 times
+at 1000, where a column of b no longer stays in the caches. At 1024 it is 75 times: a power of two puts the
 elements of a column into the same few places of each cache.
 """
 
