@@ -114,17 +114,24 @@ class Cluster:
             values = collect(self._processes, "returned", self.timeout, "timeout")
         except BaseException as error:
             _stop(self._processes, os.getpid(), 0.0)
-            if self.closed and not isinstance(error, RankError):
+            if self.closed and isinstance(error, RankError):
                 raise RuntimeError("this Cluster was closed while it ran a function") from error
             raise
         finally:
+            if self.closed:
+                _stop(self._processes, os.getpid(), 0.0)
             self._running.release()
         return [_unpickle_result(rank, value) for rank, value in enumerate(values)]
 
     def close(self) -> None:
-        """Stop the ranks. A second call does nothing."""
+        """Stop the ranks. A second call does nothing; a run in another thread ends with an error."""
         self.closed = True
-        _stop(self._processes, os.getpid(), 1.0)
+        if self._running.acquire(blocking=False):
+            _stop(self._processes, os.getpid(), 1.0)
+            self._running.release()
+        elif os.getpid() == self._owner:
+            for process in self._processes:  # the run sees them end, and clears up
+                process.kill()
 
     def __enter__(self) -> Cluster:
         return self
