@@ -138,6 +138,20 @@ def test_asynchronous_calls_complete_in_wait(cluster_of: Clusters) -> None:
         exact(results[5], results[4])
 
 
+def test_an_asynchronous_barrier_waits_in_wait(cluster_of: Clusters) -> None:
+    def meet() -> tuple[float, float]:
+        if md.rank() == 1:
+            time.sleep(0.2)
+        started = time.monotonic()
+        work = comm.barrier(async_op=True)
+        called = time.monotonic() - started
+        assert work.wait() is None
+        return called, time.monotonic() - started
+
+    (called, met), _ = cluster_of(2).run(meet)
+    assert called < 0.15 < met
+
+
 def test_a_send_that_nobody_waits_for_still_arrives(cluster_of: Clusters) -> None:
     def fire_and_forget() -> list[float]:
         import gc

@@ -27,7 +27,6 @@ from minidist.comm.work import (
     check_member,
     check_name,
     check_tensor,
-    is_nccl,
     rank_in,
     ranks_of,
     run,
@@ -144,7 +143,7 @@ def reduce_scatter(
     data, ranks = _reducible("reduce_scatter", x, op).contiguous(), len(ranks_of(group))
     share = _out("reduce_scatter", out, data, (_share_of("reduce_scatter", x, ranks), *x.shape[1:]))
     operation, reduce = OPERATIONS[op]
-    by_library = is_nccl(x) and ranks > 1
+    by_library = x.is_cuda and ranks > 1  # NCCL's own sends no more than it must
     # Row r of what arrives is rank r's contribution to this rank's share.
     arrived = share if by_library else torch.empty_like(data)
 

@@ -180,14 +180,21 @@ def scatter(
     return run(call, start, lambda: out, async_op, alone=lambda: parts is not None and part.copy_(parts[0]))
 
 
-def barrier(group: Group = None) -> None:
+@overload
+def barrier(group: Group = ..., async_op: Literal[False] = ...) -> None: ...
+@overload
+def barrier(group: Group = ..., *, async_op: Literal[True]) -> Work: ...
+def barrier(group: Group = None, async_op: bool = False) -> Any:
     """Wait until every rank of the group has come here. Sends no payload.
+
+    Returns:
+        None, or the `Work` whose `wait()` returns when all have come.
 
     Raises:
         CollectiveError: a peer is gone or late.
     """
     call = call_of("barrier", torch.empty(0), group, 0)
-    run(call, partial(dist.barrier, group=group, async_op=True), lambda: None, False)
+    return run(call, partial(dist.barrier, group=group, async_op=True), lambda: None, async_op)
 
 
 def _check_peer(what: str, peer: int, group: Group) -> None:

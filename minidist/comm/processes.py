@@ -91,12 +91,12 @@ _supervisors: dict[str, Supervisor] = {}
 _supervisors_lock = threading.Lock()
 
 
-def supervisor(method: str | None = None) -> Supervisor:
-    """This process's supervisor for a start method, started where there is none.
+def supervisor() -> Supervisor:
+    """This process's supervisor for the start method of now, started where there is none.
 
     It is kept between launches on purpose: it holds torch ready, which is most of what a launch costs.
     """
-    method = method or os.environ.get("MINIDIST_START_METHOD") or _default_method()
+    method = os.environ.get("MINIDIST_START_METHOD") or _default_method()
     if method not in START_METHODS:
         raise ValueError(
             f"the start method is {method!r}; MINIDIST_START_METHOD is one of {', '.join(START_METHODS)}"

@@ -168,11 +168,6 @@ def rank_in(group: Group) -> int:
     return place
 
 
-def is_nccl(x: torch.Tensor) -> bool:
-    """True where torch sends this tensor by NCCL."""
-    return x.is_cuda
-
-
 def check_tensor(name: str, x: object) -> torch.Tensor:
     """The tensor without its graph, or a TypeError."""
     if not isinstance(x, torch.Tensor):
