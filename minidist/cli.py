@@ -84,21 +84,21 @@ def train(
     if int(os.environ.get("RANK", "0")):
         return  # under torchrun, where rank 0 speaks for all
     last = result.losses[-1]
+    if as_json:
+        _print_json({"config": dataclasses.asdict(config), **dataclasses.asdict(result)})
+    elif math.isfinite(last):
+        _console().print(
+            f"{config.model_name} on {data}, {result.parameters:,} parameters, layout {chosen}: "
+            f"{steps} steps in {result.seconds:.1f} s, {result.rows_per_second:,.0f} rows/s\n"
+            f"loss {result.losses[0]:.4f} -> {last:.4f}; held out: loss {result.test_loss:.4f}, "
+            f"accuracy {result.test_accuracy:.1%}; sent by a rank: {result.bytes_sent:,} bytes",
+            highlight=False,
+        )
     if not math.isfinite(last):
         _say(
             f"the training diverged: its loss is {last} after {steps} steps; give a smaller --lr than {lr:g}"
         )
-    if as_json:
-        _print_json({"config": dataclasses.asdict(config), **dataclasses.asdict(result)})
-    if as_json or not math.isfinite(last):
-        raise typer.Exit(0 if math.isfinite(last) else 1)
-    _console().print(
-        f"{config.model_name} on {data}, {result.parameters:,} parameters, layout {chosen}: "
-        f"{steps} steps in {result.seconds:.1f} s, {result.rows_per_second:,.0f} rows/s\n"
-        f"loss {result.losses[0]:.4f} -> {last:.4f}; held out: loss {result.test_loss:.4f}, "
-        f"accuracy {result.test_accuracy:.1%}; sent by a rank: {result.bytes_sent:,} bytes",
-        highlight=False,
-    )
+        raise typer.Exit(1)
 
 
 @app.command(epilog="Example: minidist bench launch --full")
