@@ -11,6 +11,7 @@ over m, n and k.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -50,13 +51,16 @@ class Rung:
     device: Literal["cpu", "cuda"]  # where the kernel runs
     idea: str  # one sentence: the one change from the rung before it, and why that is faster
     dtypes: tuple[str, ...]  # NumPy's names of the dtypes that it takes; it sums in that dtype
-    # Fills `out` whatever it held; called only with m, n and k >= 1, with aligned arrays of any strides, and
-    # an `out` that shares no memory with a or b.
+    # Fills `out` whatever it held, without warnings; called only with m, n and k >= 1, with aligned arrays of
+    # any strides, and an `out` that shares no memory with a or b.
     compute: Compute
+    cores: Literal["one", "all"] = "one"  # how many cores of a CPU it uses
 
     def __post_init__(self) -> None:
         if self.device not in ("cpu", "cuda"):
             raise ValueError(f"device is {self.device!r}: a rung runs on 'cpu' or 'cuda'")
+        if self.cores not in ("one", "all"):
+            raise ValueError(f"cores is {self.cores!r}: a rung uses 'one' or 'all'")
 
     def matmul(self, a: Array, b: Array, out: Array | None = None) -> Array:
         """Multiply a (m, k) by b (k, n), and return c (m, n) in their dtype.
@@ -86,29 +90,36 @@ class Rung:
         if a.shape[1] == 0:
             out[...] = 0  # an empty sum
         elif out.size > 0:
-            # inf - inf and inf * 0 are answers here, as they are in BLAS: no warning.
-            with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-                self.compute(a, b, out)
+            self.compute(a, b, out)
         return out
 
     def _matrix(self, name: str, x: Array) -> Array:
         """Return x as a plain aligned 2-D array, or say what it should have been."""
-        self._check_type(name, x)
+        if not isinstance(x, np.ndarray):
+            raise TypeError(_not_an_array(name, x))
         if x.ndim != 2:
             raise ValueError(
                 f"{name} has {x.ndim} dimensions, shape {x.shape}: reshape it to two, (rows, columns)"
             )
-        # Compared as dtypes, not by name: a byte-swapped float64 is named "float64" too.
-        if not any(x.dtype == np.dtype(taken) for taken in self.dtypes):
+        if x.dtype not in self._dtypes:
             raise TypeError(
                 f"{name} has dtype {x.dtype}, and rung {self.name} takes {' or '.join(self.dtypes)}: "
                 f"convert it with .astype({self.dtypes[-1]!r})"
             )
         # Compiled code counts on aligned loads: a view that is not, a field of a packed record, is copied.
+        # (`require` takes a microsecond to find that nothing is to be done, a fifth of a small product.)
+        if type(x) is np.ndarray and x.flags.aligned:
+            return x
         return np.require(x, requirements=["ALIGNED", "ENSUREARRAY"])
 
+    @functools.cached_property
+    def _dtypes(self) -> tuple[np.dtype[Any], ...]:
+        """`dtypes` as NumPy has them: a byte-swapped float64 is named "float64" too."""
+        return tuple(np.dtype(name) for name in self.dtypes)
+
     def _check_out(self, a: Array, b: Array, out: Array) -> None:
-        self._check_type("out", out)
+        if not isinstance(out, np.ndarray):
+            raise TypeError(_not_an_array("out", out))
         shape = (a.shape[0], b.shape[1])
         if out.shape != shape:
             raise ValueError(
@@ -119,17 +130,14 @@ class Rung:
         if not (out.flags.writeable and out.flags.aligned):
             raise ValueError("out is read-only or not aligned in memory: pass an array that can be written")
         for name, x in (("a", a), ("b", b)):
-            if np.shares_memory(out, x):
+            if np.may_share_memory(out, x) and np.shares_memory(out, x):
                 raise ValueError(
                     f"out shares memory with {name}, which is read while out is written: pass another array"
                 )
 
-    def _check_type(self, name: str, x: object) -> None:
-        if isinstance(x, np.ndarray):
-            return
-        # By the module's name: importing torch only to refuse its tensors would cost a second.
-        if type(x).__module__.partition(".")[0] == "torch":
-            raise TypeError(
-                f"{name} is a torch tensor: pass tensor.numpy(), or use minidist.model.matmul.matmul"
-            )
-        raise TypeError(f"{name} is a {type(x).__name__}, not a NumPy array: convert it with numpy.asarray()")
+
+def _not_an_array(name: str, x: object) -> str:
+    # By the module's name: importing torch only to refuse its tensors would cost a second.
+    if type(x).__module__.partition(".")[0] == "torch":
+        return f"{name} is a torch tensor: pass tensor.numpy(), or use minidist.model.matmul.matmul"
+    return f"{name} is a {type(x).__name__}, not a NumPy array: convert it with numpy.asarray()"

@@ -22,7 +22,7 @@ else:
     import tomli as tomllib
 
 ROOT = Path(__file__).parent.parent
-CONDA_NAMES = {"torch": "pytorch"}
+CONDA_NAMES = {"torch": "pytorch", "ml-dtypes": "ml_dtypes"}
 # What conda adds: an extra of a package that is a package there, and what installs the project itself.
 CONDA_EXTRAS = {"numba-cuda[cu13]": {"cuda-version": "=13"}}
 CONDA_ONLY = {"python", "pip"}

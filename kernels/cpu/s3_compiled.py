@@ -15,7 +15,7 @@ from ..rung import Array, Rung
 from . import s1_python_loops
 from .compiled import compiled
 
-_loops = compiled("AAA")(s1_python_loops.compute)
+_loops = compiled("AAA")(s1_python_loops.loops)
 
 
 def compute(a: Array, b: Array, out: Array) -> None:

@@ -1,0 +1,154 @@
+"""Rung 7: rung 6 on all cores.
+
+The idea: the blocks of rung 6 do not depend on each other, so each core computes some of them. First all
+threads pack b together, then each takes the next part of out that is left, packs its rows of a and
+multiplies. A counter deals the parts out, rather than a plan: a thread that wakes up late, or whose core has
+other things to do, takes fewer. b is packed once for all, into the last cache, which cores share; a packed
+block of a belongs to one thread, and stays in its core's own cache.
+
+It uses this process's cores, or as many threads as the environment variable NUMBA_NUM_THREADS says when Numba
+is imported. After a product its threads wait awake for the next one, for about 0.3 ms, and hold its arrays.
+
+Measured: MEASURE
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..rung import CACHE_LINE, Array, Rung, empty
+from . import pool, s6_register_tile
+from .blocks import blocks, memory
+from .compiled import compiled
+
+if TYPE_CHECKING:
+    from . import atomic, micro, panels
+
+LEAST_WORK = 2_000_000  # multiply-adds a thread: with fewer, the product is done before another one wakes up
+SHARED = 2**26  # bytes of b that are packed at a time
+PARTS = 8  # for each thread: one that is late leaves them to the others
+LEAST_TILES = 4  # in a part: the tiles one below the other share what they read of b
+PATIENCE = pool.PATIENCE  # a number where compiled code looks for it
+LINE = CACHE_LINE // 8  # counters in a cache line: two that are used at the same time lie in different ones
+
+
+@compiled("AAACC", uses=("atomic", "micro", "panels"), nogil=True, boundscheck=False)
+def _take_parts(
+    a: Array,
+    b: Array,
+    out: Array,
+    space: Array,  # this thread's memory
+    shared: Array,  # all threads' memory, for b
+    counters: int,  # the address of counters that are 0 at first
+    packs: int,  # parts of b, side by side
+    down: int,  # parts of out, one below the other
+    across: int,  # parts of out, side by side
+    leads: int,  # whether this is the caller's thread
+    bell: int,  # the address of the counter of products
+    product: int,  # what it is with this one
+) -> None:
+    m, k = a.shape
+    n = b.shape[1]
+    own, packed_b = micro.pointer(space, 0, 0), micro.pointer(shared, 0, 0)
+    columns = micro.columns(out)
+    tiles, wide, depths = -(-m // micro.ROWS), -(-n // columns), -(-k // micro.DEPTH)
+    taken, finished = counters, counters + CACHE_LINE
+    packing, packed = counters + 2 * CACHE_LINE, counters + 3 * CACHE_LINE
+    to_pack, to_multiply = depths * packs, down * across
+    if leads:
+        atomic.fetch_add(bell, 1)
+    atomic.fetch_add(packing, 1)
+    part = atomic.fetch_add(taken, 1)
+    while part < to_pack:
+        panels.pack_part(b, packed_b, part, packs)
+        atomic.fetch_add(packed + 8 * part, 1)
+        part = atomic.fetch_add(taken, 1)
+    # What others have not finished yet is packed again, to the same values, rather than waited for: their
+    # cores may have been given to another program, for milliseconds.
+    for other in range(to_pack):
+        if not atomic.read(packed + 8 * other):
+            panels.pack_part(b, packed_b, other, packs)
+    atomic.fetch_add(packing, -1)
+    while part < to_pack + to_multiply:
+        t, s = divmod(part - to_pack, across)
+        t0, t1 = t * tiles // down, (t + 1) * tiles // down
+        i0, i1 = t0 * m // tiles, t1 * m // tiles
+        j0, j1 = s * wide // across * columns, min(n, (s + 1) * wide // across * columns)
+        for d in range(depths):
+            p0, p1 = d * k // depths, (d + 1) * k // depths
+            panel = micro.offset(packed_b, p0 * wide * columns + j0 * (p1 - p0))
+            panels.multiply(a[i0:i1, p0:p1], panel, out[i0:i1, j0:j1], own, t1 - t0, d)
+        atomic.fetch_add(finished, 1)
+        part = atomic.fetch_add(taken, 1)
+    if leads:
+        atomic.wait(finished, to_multiply, PATIENCE)
+    else:
+        atomic.wait(bell, product + 1, PATIENCE)
+
+
+def parts(tiles: int, wide: int, threads: int, most: int) -> tuple[int, int]:
+    """Return how many parts out is cut into, one below the other and side by side.
+
+    out is `tiles` tiles high and `wide` wide, and a part may be `most` tiles high. Rows are cut first: a part
+    beside another one packs the same rows of a again.
+    """
+    down = max(min(PARTS * threads, tiles // LEAST_TILES), -(-tiles // most), 1)
+    if down > threads:  # as many for each
+        down = max(down - down % threads, -(-tiles // most))
+    across = 1 if down >= threads else min(wide, -(-PARTS * threads // down))
+    if down * across < threads:
+        down = min(tiles, -(-threads // across))
+    return down, across
+
+
+def compute(a: Array, b: Array, out: Array) -> None:
+    """Fill out (m, n) with a (m, k) times b (k, n)."""
+    if out.strides[0] < out.strides[1]:  # columns lie in memory one after another: the transposed product
+        a, b, out = b.T, a.T, out.T
+    size = blocks(out.dtype.char)
+    panels = SHARED // (a.shape[1] * size.columns * out.itemsize)
+    tiles = -(-out.shape[0] // size.rows) * -(-out.shape[1] // size.columns)
+    threads = min(pool.threads(), tiles, out.size * a.shape[1] // LEAST_WORK)
+    if threads < 2 or panels < 1:
+        s6_register_tile.compute(a, b, out)
+        return
+    width = panels * size.columns
+    for j in range(0, out.shape[1], width):
+        _multiply(a, b[:, j : j + width], out[:, j : j + width], threads)
+
+
+def _multiply(a: Array, b: Array, out: Array, threads: int) -> None:
+    kind = out.dtype.char
+    size = blocks(kind)
+    tiles, wide = -(-a.shape[0] // size.rows), -(-b.shape[1] // size.columns)
+    down, across = parts(tiles, wide, threads, size.tiles)
+    shared = memory("b of all threads", kind, a.shape[1] * wide * size.columns)
+    packs = min(wide, PARTS * threads)
+    counters = empty(1, 3 * LINE + packs * -(-a.shape[1] // size.depth), np.int64)[0]
+    counters[:] = 0
+    caller, (bell, jobs) = threading.get_ident(), pool.bell()
+
+    def take_parts() -> None:
+        leads = threading.get_ident() == caller
+        space, start = memory("product", kind, size.memory), counters.ctypes.data
+        _take_parts(a, b, out, space, shared, start, packs, down, across, leads, bell, jobs + 1)
+
+    def done() -> bool:
+        finished, packing = counters[LINE], counters[2 * LINE]
+        return bool(finished == down * across and packing == 0)
+
+    pool.run(take_parts, threads, done)
+
+
+RUNG = Rung(
+    number=7,
+    name="s7_threads",
+    device="cpu",
+    idea="All cores take blocks of out from a common counter; b is packed once, by all of them together.",
+    dtypes=("float32", "float64"),
+    compute=compute,
+    cores="all",
+)
