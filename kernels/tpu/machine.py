@@ -1,0 +1,210 @@
+"""What both dataflows of a systolic array share: tiles, commands, and registers that shift.
+
+The array has rows x cols processing elements (PEs). Operand a enters at the left edge and moves one PE to the
+right in each cycle; b enters at the top edge and moves down; results leave at the bottom edge. No PE reads
+memory, only its neighbours (Kung and Leiserson, Systolic Arrays (for VLSI), 1978).
+
+Data meet because they enter *skewed*: what row 0 gets in one cycle, row 1 gets in the next. Here the skew is
+not arithmetic on the cycle number, it is movement as well: a controller at the top left corner issues
+commands, and a command walks down the left edge (or along the top edge), one port in a cycle, and says to
+each port what to read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ..rung import Array
+
+Masked = np.ma.MaskedArray[Any, Any]
+NO_COMMAND = (-1, -1)
+
+
+@dataclass(frozen=True, eq=False)
+class Frame:
+    """All registers of the array in one cycle, as copies; what holds nothing is masked (shown as --).
+
+    A cycle has two halves: all registers take over what their neighbours held, then each PE that has both its
+    operands multiplies them and adds the product to its sum. A frame shows the end of the cycle.
+    """
+
+    cycle: int  # from 0
+    tile: int | None  # the tile whose operands enter PE (0, 0) in this cycle, from 0
+    a: Masked  # (rows, cols), moving right
+    b: Masked  # (rows, cols): the weights that stay (weight-stationary), or moving down (output-stationary)
+    sums: Masked  # (rows, cols): moving down (weight-stationary), or those that stay (output-stationary)
+    # (rows, cols), the second register of double buffering: the weights of the next tile, which shift in from
+    # the top (weight-stationary), or finished sums (output-stationary); None where there is only one.
+    waiting: Masked | None
+    results: Masked | None  # (rows, cols): finished sums moving down (output-stationary), else None
+    active: Array  # (rows, cols), bool: the PEs that multiply and add in this cycle
+    a_in: Masked  # (rows,): read from memory at the left edge in this cycle
+    b_in: Masked  # (cols,): read from memory at the top edge
+    c_out: Masked  # (cols,): sums that leave at the bottom edge
+    c: Masked  # (m, n): the result so far, after c_out was added
+
+    def __str__(self) -> str:
+        what = "no tile enters" if self.tile is None else f"tile {self.tile} enters"
+        parts = [f"cycle {self.cycle}: {what}, {int(self.active.sum())} of {self.active.size} PEs active"]
+        for name in ("a_in", "b_in", "a", "b", "sums", "waiting", "results", "c_out"):
+            value = getattr(self, name)
+            if value is not None:
+                parts.append(f"{name:8}{str(value).replace(chr(10), chr(10) + ' ' * 8)}")
+        return "\n".join(parts)
+
+
+class Port:
+    """The ports of one edge: the command (tile, index) that each obeys in this cycle, -1 for none."""
+
+    def __init__(self, ports: int) -> None:
+        self.tile = np.full(ports, -1)
+        self.index = np.full(ports, -1)
+        self.place = np.arange(ports)
+
+    def walk(self, command: tuple[int, int]) -> None:
+        """Move each command on by one port; `command` enters at the first."""
+        self.tile[1:] = self.tile[:-1]
+        self.index[1:] = self.index[:-1]
+        self.tile[0], self.index[0] = command
+
+    def busy(self) -> bool:
+        """Return whether a command has ports before it."""
+        return bool((self.tile[:-1] >= 0).any())
+
+
+class Machine:
+    """An array at work on a (m, k) times b (k, n), both of the dtype that the sums have.
+
+    `step()` is one cycle, and `busy` says whether another is needed: it counts nothing ahead. A cycle counts
+    until the last command has crossed the whole array, also where the last tile fills only a part of it.
+    """
+
+    stationary: ClassVar[str]  # the dimension that the array's rows hold, "k" or "m"
+
+    def __init__(self, a: Array, b: Array, rows: int, cols: int, double_buffered: bool) -> None:
+        self.operands = a, b
+        self.shape = rows, cols
+        self.double_buffered = double_buffered
+        (self.m, self.k), self.n = a.shape, b.shape[1]
+        self.dtype = a.dtype
+        # Tiles: blocks of columns outside, blocks of the stationary dimension inside.
+        size = self.k if self.stationary == "k" else self.m
+        tiles = [(s, j) for j in range(0, self.n, cols) for s in range(0, size, rows)] if a.size else []
+        self.tile_rows = np.array([s for s, _ in tiles], int)  # where each starts in the stationary dimension
+        self.tile_cols = np.array([j for _, j in tiles], int)  # its first column of c
+        self.heights = np.minimum(rows, size - self.tile_rows)
+        self.tiles = len(tiles)
+        self.left, self.bottom = Port(rows), Port(cols)
+        self.a, self.a_held = self.register(), self.register(bool)
+        self.b, self.b_held = self.register(), self.register(bool)
+        self.sums, self.sums_held = self.register(), self.register(bool)
+        self.active = self.register(bool)
+        self.product = self.register()
+        self.a_in, self.a_read = np.zeros(rows, self.dtype), np.zeros(rows, bool)
+        self.b_in, self.b_read = np.zeros(cols, self.dtype), np.zeros(cols, bool)
+        self.c, self.written = np.zeros((self.m, self.n), self.dtype), np.zeros((self.m, self.n), bool)
+        self.c_out, self.c_left = np.zeros(cols, self.dtype), np.zeros(cols, bool)
+        self.cycles = self.multiply_adds = 0
+        self.a_reads = self.b_reads = self.c_reads = self.c_writes = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether work is left: a command to issue, or one still under way."""
+        raise NotImplementedError
+
+    def step(self) -> None:
+        """Advance by one cycle."""
+        # inf * 0 is an answer here, as it is in NumPy's product: no warning.
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+            self.clock()
+        self.cycles += 1
+
+    def clock(self) -> None:
+        """Shift all registers and compute: what a dataflow is."""
+        raise NotImplementedError
+
+    def frames(self) -> Iterator[Frame]:
+        """Step until the work is done, and yield the state in each cycle."""
+        while self.busy:
+            self.step()
+            yield self.frame()
+
+    def frame(self) -> Frame:
+        """Return copies of what the registers hold."""
+        waiting, results = self.extra_registers()
+        return Frame(
+            cycle=self.cycles - 1,
+            tile=None if self.left.tile[0] < 0 else int(self.left.tile[0]),
+            a=masked(self.a, self.a_held),
+            b=masked(self.b, self.b_held),
+            sums=masked(self.sums, self.sums_held),
+            waiting=waiting,
+            results=results,
+            active=self.active.copy(),
+            a_in=masked(self.a_in, self.a_read),
+            b_in=masked(self.b_in, self.b_read),
+            c_out=masked(self.c_out, self.c_left),
+            c=masked(self.c, self.written),
+        )
+
+    def extra_registers(self) -> tuple[Masked | None, Masked | None]:
+        """Return a frame's `waiting` and `results`."""
+        raise NotImplementedError
+
+    def register(self, dtype: Any = None) -> Array:
+        """Return one register for each PE, (rows, cols)."""
+        return np.zeros(self.shape, self.dtype if dtype is None else dtype)
+
+    def multiply_add(self) -> None:
+        """Let each PE that holds both operands add their product to its sum."""
+        np.logical_and(self.a_held, self.b_held, out=self.active)
+        np.multiply(self.a, self.b, out=self.product)
+        # A PE without work must not add 0 * inf: hence the mask.
+        np.add(self.sums, self.product, out=self.sums, where=self.active)
+        self.sums_held |= self.active
+        self.multiply_adds += int(np.count_nonzero(self.active))
+
+    def read_a(self, i: Array, p: Array, wanted: Array) -> None:
+        """Read a[i, p] from memory at each port of the left edge that wants it, (rows,) each."""
+        self.a_in[...] = 0
+        self.a_in[wanted] = self.operands[0][i[wanted], p[wanted]]
+        self.a_read = wanted
+        self.a_reads += int(np.count_nonzero(wanted))
+
+    def read_b(self, p: Array, j: Array, wanted: Array) -> None:
+        """Read b[p, j] from memory at each port of the top edge that wants it, (cols,) each."""
+        self.b_in[...] = 0
+        self.b_in[wanted] = self.operands[1][p[wanted], j[wanted]]
+        self.b_read = wanted
+        self.b_reads += int(np.count_nonzero(wanted))
+
+    def collect(self, i: Array, values: Array, held: Array) -> None:
+        """Add what leaves at the bottom edge to rows i of c: a later tile of k adds to an earlier one's."""
+        columns = self.bottom.place[held]
+        where = i[held], self.tile_cols[self.bottom.tile[held]] + columns
+        self.c_reads += int(np.count_nonzero(self.written[where]))
+        self.c_writes += len(columns)
+        self.c[where] += values[held]
+        self.written[where] = True
+        self.c_out, self.c_left = values, held
+
+
+def masked(values: Array, held: Array) -> Masked:
+    """Return a copy of `values` with what is not held masked."""
+    return np.ma.MaskedArray(values.copy(), mask=~held)
+
+
+def shift_right(registers: Array, entering: Array) -> None:
+    """Give each PE what its left neighbour held; `entering` (rows,) comes in at the left edge."""
+    registers[:, 1:] = registers[:, :-1]
+    registers[:, 0] = entering
+
+
+def shift_down(registers: Array, entering: Array | int) -> None:
+    """Give each PE what the PE above it held; `entering` (cols,) comes in at the top edge."""
+    registers[1:] = registers[:-1]
+    registers[0] = entering

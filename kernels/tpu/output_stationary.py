@@ -1,0 +1,108 @@
+"""The output-stationary dataflow: a tile of c stays in the array, a moves right, and b moves down.
+
+PE (r, c) keeps c[i, j]. In one cycle it meets a[i, p] from the left and b[p, j] from above, in the next
+a[i, p + 1] and b[p + 1, j], and so through all of k: no sum leaves before it is finished. SCALE-Sim
+(Samajdar et al., 2018) has this dataflow beside the weight-stationary one, under the same names.
+
+Then the h rows of the tile drain through the bottom edge, as a wave for each row: wave d enters at the top,
+takes up the sum of row d on its way, and carries it down one PE in a cycle. With one register for the sum,
+the next tile can start only behind the last wave. With two ("double buffering"), a finished sum moves to the
+second when the first wave passes, and the next tile starts at once.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..rung import Array
+from .machine import NO_COMMAND, Machine, Masked, Port, masked, shift_down, shift_right
+
+
+class OutputStationary(Machine):
+    """Sums stay; commands are (tile, column of a) on both edges and (tile, row to drain) on the left edge."""
+
+    stationary = "m"
+
+    def __init__(self, a: Array, b: Array, rows: int, cols: int, double_buffered: bool) -> None:
+        super().__init__(a, b, rows, cols, double_buffered)
+        self.top, self.drain = Port(cols), Port(rows)
+        # Marks that move right: move your sum to the second register; put your sum onto the wave.
+        self.finish, self.take_up = self.register(bool), self.register(bool)
+        self.results, self.results_held = self.register(), self.register(bool)
+        # With one register, "finished" is another name for the sums at work.
+        self.finished, self.finished_held = self.sums, self.sums_held
+        if self.double_buffered:
+            self.finished, self.finished_held = self.register(), self.register(bool)
+        self.tile, self.column = -1, self.k  # the tile that streams, and the column of a that is next
+        self.drained, self.drain_row = 0, 0  # tiles drained, and the row of the drain that is next
+
+    @property
+    def busy(self) -> bool:
+        """Whether work is left."""
+        return self.drained < self.tiles or self.drain.busy() or self.bottom.busy()
+
+    def issue(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Return what the controller commands in this cycle: (tile, column of a) and (tile, row to drain)."""
+        stream = drain = NO_COMMAND
+        streamed = self.column == self.k
+        if self.drain_row > 0 or (self.drained == self.tile and streamed):
+            drain = self.drained, self.drain_row
+        # Two registers: a tile may start with the drain of the one before it; one: only after that drain.
+        free = self.drained > self.tile or (self.double_buffered and drain[0] == self.tile)
+        if streamed and free and self.tile < self.tiles - 1:
+            self.tile, self.column = self.tile + 1, 0
+        if self.column < self.k:
+            stream = self.tile, self.column
+            self.column += 1
+        if drain != NO_COMMAND:
+            self.drain_row += 1
+            if self.drain_row == self.heights[self.drained]:
+                self.drained, self.drain_row = self.drained + 1, 0
+        return stream, drain
+
+    def clock(self) -> None:
+        """Advance all registers by one cycle."""
+        stream, drain = self.issue()
+        self.left.walk(stream)
+        self.top.walk(stream)
+        self.drain.walk(drain)
+        self.bottom.walk((int(self.drain.tile[-1]), int(self.drain.index[-1])))
+
+        # Before a new tile's product is added, a finished sum goes out of its way.
+        if self.double_buffered:
+            shift_right(self.finish, self.drain.index == 0)
+            if self.finish.any():
+                np.copyto(self.finished, self.sums, where=self.finish)
+                np.copyto(self.finished_held, self.sums_held, where=self.finish)
+                self.sums[self.finish] = 0
+                self.sums_held[self.finish] = False
+
+        # a moves right, b moves down.
+        i = self.tile_rows[self.left.tile] + self.left.place
+        self.read_a(i, self.left.index, (self.left.tile >= 0) & (i < self.m))
+        shift_right(self.a, self.a_in)
+        shift_right(self.a_held, self.a_read)
+        j = self.tile_cols[self.top.tile] + self.top.place
+        self.read_b(self.top.index, j, (self.top.tile >= 0) & (j < self.n))
+        shift_down(self.b, self.b_in)
+        shift_down(self.b_held, self.b_read)
+        self.multiply_add()
+        self.drain_results()
+
+    def drain_results(self) -> None:
+        """Move the waves of finished sums down by one PE; row d puts its sums onto wave d."""
+        shift_down(self.results, 0)
+        shift_down(self.results_held, False)
+        shift_right(self.take_up, self.drain.index == self.drain.place)
+        if self.take_up.any():
+            np.copyto(self.results, self.finished, where=self.take_up)
+            np.copyto(self.results_held, self.finished_held, where=self.take_up)
+            self.finished[self.take_up] = 0
+            self.finished_held[self.take_up] = False
+        i = self.tile_rows[self.bottom.tile] + self.bottom.index
+        self.collect(i, self.results[-1], self.results_held[-1])
+
+    def extra_registers(self) -> tuple[Masked | None, Masked | None]:
+        """Return the finished sums that wait, where there are registers for them, and those that move."""
+        waiting = masked(self.finished, self.finished_held) if self.double_buffered else None
+        return waiting, masked(self.results, self.results_held)

@@ -1,0 +1,103 @@
+"""The weight-stationary dataflow: a tile of b stays in the array, a moves right, and sums move down.
+
+This is the TPU's (Jouppi et al., In-Datacenter Performance Analysis of a Tensor Processing Unit, ISCA 2017,
+section 2). PE (r, c) keeps b[p, j] while all rows of a pass by: it takes the sum of the PE above, adds
+a[i, p] * b[p, j], and hands it down. At the bottom of column c, c[i, j] comes out, summed over the tile's
+rows of b; accumulators below the array add it to the tiles before.
+
+The weights shift in from the top, last row first, so that a tile of h rows lands in h cycles. Into what? With
+one register in each PE, the next tile can follow only behind the last row of a. With two ("double buffering")
+it shifts into the second while the first is at work. A mark travels with the first row of a of each tile: a
+PE that it reaches takes over its second register. So the switch crosses the array as a wave, and where a
+has at least as many rows as the array, no PE waits between two tiles.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..rung import Array
+from .machine import NO_COMMAND, Machine, Masked, Port, masked, shift_down, shift_right
+
+
+class WeightStationary(Machine):
+    """Weights stay; commands are (tile, row of a) on the left edge, (tile, step of its load) on the top."""
+
+    stationary = "k"
+
+    def __init__(self, a: Array, b: Array, rows: int, cols: int, double_buffered: bool) -> None:
+        super().__init__(a, b, rows, cols, double_buffered)
+        self.top = Port(cols)
+        self.switch = self.register(bool)  # the mark that moves right with a tile's first row of a
+        self.row_numbers = np.arange(rows)[:, None]
+        # With one register, "next" is another name for the weights in use.
+        self.next_b, self.next_held = self.b, self.b_held
+        if self.double_buffered:
+            self.next_b, self.next_held = self.register(), self.register(bool)
+        self.tile, self.row = -1, self.m  # the tile that streams, and the row of a that is next
+        self.loaded, self.load_step = 0, 0  # tiles loaded, and the step of the load under way
+
+    @property
+    def busy(self) -> bool:
+        """Whether work is left."""
+        return self.tile < self.tiles - 1 or self.row < self.m or self.left.busy() or self.bottom.busy()
+
+    def issue(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Return what the controller commands in this cycle: (tile, row of a), (tile, step of its load)."""
+        stream = load = NO_COMMAND
+        if self.row == self.m and self.loaded > self.tile + 1:
+            self.tile, self.row = self.tile + 1, 0
+        # Two registers: a load may start with the stream of the tile before it; one: only after that stream.
+        free = self.loaded <= self.tile + 1 and (self.double_buffered or self.row == self.m)
+        if self.load_step > 0 or (self.loaded < self.tiles and free):
+            load = self.loaded, self.load_step
+            self.load_step += 1
+            if self.load_step == self.heights[self.loaded]:
+                self.loaded, self.load_step = self.loaded + 1, 0
+        if self.row < self.m:
+            stream = self.tile, self.row
+            self.row += 1
+        return stream, load
+
+    def clock(self) -> None:
+        """Advance all registers by one cycle."""
+        stream, load = self.issue()
+        self.left.walk(stream)
+        self.top.walk(load)
+        self.bottom.walk((int(self.left.tile[-1]), int(self.left.index[-1])))
+
+        # a moves right, and with it the mark of a new tile.
+        commanded = self.left.tile >= 0
+        p = self.tile_rows[self.left.tile] + self.left.place
+        self.read_a(self.left.index, p, commanded & (p < self.k))
+        shift_right(self.a, self.a_in)
+        shift_right(self.a_held, self.a_read)
+        shift_right(self.switch, self.left.index == 0)
+        if self.double_buffered and self.switch.any():
+            np.copyto(self.b, self.next_b, where=self.switch)
+            np.copyto(self.b_held, self.next_held, where=self.switch)
+            self.next_held[self.switch] = False
+        self.shift_weights()
+
+        shift_down(self.sums, 0)
+        shift_down(self.sums_held, False)
+        self.multiply_add()
+        self.collect(self.bottom.index, self.sums[-1], self.sums_held[-1])
+
+    def shift_weights(self) -> None:
+        """Shift the weights of a load down by one PE, in the columns that a load has reached."""
+        commanded = self.top.tile >= 0
+        p = self.tile_rows[self.top.tile] + self.heights[self.top.tile] - 1 - self.top.index
+        j = self.tile_cols[self.top.tile] + self.top.place
+        self.read_b(p, j, commanded & (j < self.n))
+        if not commanded.any():
+            return
+        # In step s, rows 0 to s move. The rows below keep what they hold: the tile before may still need it.
+        moves = self.row_numbers <= self.top.index  # (rows, cols); the index is -1 where there is no load
+        for registers, entering in ((self.next_b, self.b_in), (self.next_held, self.b_read)):
+            np.copyto(registers[1:], registers[:-1].copy(), where=moves[1:])
+            np.copyto(registers[0], entering, where=moves[0])
+
+    def extra_registers(self) -> tuple[Masked | None, Masked | None]:
+        """Return the weights of the next tile, where there is a register for them."""
+        return (masked(self.next_b, self.next_held) if self.double_buffered else None), None
