@@ -1,9 +1,13 @@
-"""Each rung of the CPU ladder beside numpy's BLAS, float32, one thread each: how far is it from the library?
+"""The CPU's matrix products beside NumPy's BLAS: how far is each rung from the library, and from the machine?
 
 A rung's product is checked before it is timed. Sizes stop where a rung would take more than about a second.
 """
 
 from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
 
 import numpy as np
 import pytest
@@ -11,50 +15,167 @@ import threadpoolctl
 from _pytest.mark import ParameterSet
 
 from minidist.benchmarks.turns import Benchmark, compared, turns
-from minidist.kernels import CPU_LADDER, Rung, harness
-from minidist.kernels.rung import empty
+from minidist.kernels import CPU_LADDER, Rung, harness, roofline
+from minidist.kernels.rung import Array, empty
 
 # The largest size of a quick run and of a full one: cubes, so eight times the work at each step.
-LARGEST = {1: (64, 128), 2: (256, 512)}
+LARGEST = {1: (64, 128), 2: (256, 512), 6: (2048, 4096)}
 LARGEST_COMPILED = (512, 1024)
-SIZES = (64, 128, 256, 512, 1024)
+SIZES = (64, 128, 256, 512, 1024, 2048, 4096)
+ONE_CORE = tuple(step for step in CPU_LADDER if step.cores == "one")
+# Where a rung can be beside the one before it: rung 1 takes half a minute at 512.
+PAIRS = [
+    (128 if before.number == 1 else 512, before, step) for before, step in itertools.pairwise(CPU_LADDER)
+]
+TALL_AND_FLAT = ((4096, 4096, 64), (4096, 64, 4096), (64, 64, 4096), (64, 4096, 64))  # m, n, k
+PAUSE = 0.2  # seconds: BLAS's threads spin for half of that after a product
+# Our time over BLAS's.
+GOALS = {"small": 2.0, "float32": 1.0, "float64": 1 / 0.95, "tall and flat": 1 / 0.9}
 
 
 def _cases() -> list[ParameterSet]:
     cases = []
-    for rung in CPU_LADDER:
-        quick, full = LARGEST.get(rung.number, LARGEST_COMPILED)
+    for step in ONE_CORE:
+        quick, full = LARGEST.get(step.number, LARGEST_COMPILED)
         for size in SIZES:
             if size <= full:
                 marks = [pytest.mark.full_only] if size > quick else []
-                cases.append(pytest.param(rung, size, id=f"{rung.name}-{size}", marks=marks))
+                cases.append(pytest.param(step, size, id=f"{step.name}-{size}", marks=marks))
     return cases
 
 
-@pytest.mark.parametrize(("rung", "size"), _cases())
+@pytest.mark.parametrize(("step", "size"), _cases())
 @compared("Matrix products on one CPU core, float32")
-def test_rung(benchmark: Benchmark, full: bool, rung: Rung, size: int) -> None:
+def test_rung(benchmark: Benchmark, full: bool, step: Rung, size: int) -> None:
     """Square products of `size`, GFLOP/s and the share of BLAS's speed."""
+    goal = {64: "small", 1024: "float32", 2048: "float32", 4096: "float32"}.get(size)
+    _beside_blas(benchmark, step, (size,) * 3, "float32", full, goal if step.number == 6 else None)
+    benchmark.extra_info |= {
+        "label": f"{step.name}, {size}",
+        "series": f"{step.number} {step.name.partition('_')[2].replace('_', ' ')}",
+        "size": size,
+    }
+
+
+@pytest.mark.parametrize("size", [64, 512, 1024, pytest.param(2048, marks=pytest.mark.full_only)])
+@compared("torch's matrix product beside NumPy's, one core, float32")
+def test_torch(benchmark: Benchmark, full: bool, size: int) -> None:
+    """The other vendor's library: how much two of them differ says how exactly to take a ratio to one."""
+    import torch
+
+    a, b = (torch.from_numpy(x) for x in harness.inputs(size, size, size, np.float32, seed=size))
+    out = torch.empty(size, size)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with threadpoolctl.threadpool_limits(1):
+            x, y, blas_out = a.numpy(), b.numpy(), empty(size, size, np.float32)
+            turns(
+                benchmark,
+                lambda: torch.matmul(a, b, out=out),
+                lambda: np.matmul(x, y, out=blas_out),
+                peer_name="numpy.matmul",
+                budget=3.0 if full else 0.7,
+            )
+    finally:
+        torch.set_num_threads(threads)
+    _rates(benchmark, (size,) * 3, "float32", "one")
+    benchmark.extra_info |= {"label": f"torch.matmul, {size}"}
+
+
+@pytest.mark.parametrize("size", [64, 512, 1024, 2048, pytest.param(4096, marks=pytest.mark.full_only)])
+@compared("Matrix products on one CPU core, float64")
+def test_float64(benchmark: Benchmark, full: bool, size: int) -> None:
+    """The last rung of one core in double precision."""
+    goal = "float64" if size >= 1024 else None
+    _beside_blas(benchmark, ONE_CORE[-1], (size,) * 3, "float64", full, goal)
+    benchmark.extra_info |= {"label": f"{ONE_CORE[-1].name}, {size}"}
+
+
+@pytest.mark.parametrize("size", [256, 512, 1024, 2048, pytest.param(4096, marks=pytest.mark.full_only)])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@compared("Matrix products on all cores")
+def test_all_cores(benchmark: Benchmark, full: bool, dtype: str, size: int) -> None:
+    """The last rung on every core, beside BLAS with as many threads."""
+    goal = dtype if size >= 1024 else None
+    _beside_blas(benchmark, CPU_LADDER[-1], (size,) * 3, dtype, full, goal)
+    benchmark.extra_info |= {"label": f"{CPU_LADDER[-1].name}, {size}, {dtype}"}
+
+
+@pytest.mark.parametrize("step", CPU_LADDER[-2:], ids=lambda step: step.name)
+@pytest.mark.parametrize("shape", TALL_AND_FLAT, ids=lambda shape: "x".join(map(str, shape)))
+@compared("Tall and flat products, float32: m x n x k")
+def test_tall_and_flat(benchmark: Benchmark, full: bool, shape: tuple[int, int, int], step: Rung) -> None:
+    """Products with one or two short sides, where packing and memory weigh more."""
+    _beside_blas(benchmark, step, shape, "float32", full, "tall and flat")
+    benchmark.extra_info |= {"label": f"{step.name}, {' x '.join(map(str, shape))}"}
+
+
+@pytest.mark.parametrize(("size", "before", "step"), PAIRS, ids=[pair[2].name for pair in PAIRS])
+@compared("Each rung beside the one before it, float32")
+def test_step(benchmark: Benchmark, full: bool, size: int, before: Rung, step: Rung) -> None:
+    """What one idea gains."""
     a, b = harness.inputs(size, size, size, np.float32, seed=size)
-    out, blas_out = (empty(size, size, np.float32) for _ in range(2))
-    with threadpoolctl.threadpool_limits(1):
-        rung.matmul(a, b, out=out)
-        harness.assert_product(out, a, b, f"rung {rung.name}, size {size}")
+    out, out_before = (empty(size, size, np.float32) for _ in range(2))
+    turns(
+        benchmark,
+        lambda: step.matmul(a, b, out=out),
+        lambda: before.matmul(a, b, out=out_before),
+        peer_name=before.name,
+        budget=3.0 if full else 0.7,
+    )
+    benchmark.extra_info |= {
+        "label": f"{step.name}, {size}",
+        "goal": {"of": "ratio", "below": 1.0},
+    }
+
+
+def _beside_blas(
+    benchmark: Benchmark, step: Rung, shape: tuple[int, int, int], dtype: str, full: bool, goal: str | None
+) -> None:
+    """Check a rung's product, and time it in turns with NumPy's on as many cores."""
+    m, n, k = shape
+    a, b = harness.inputs(m, n, k, dtype, seed=m + n + k)
+    out, blas_out = (empty(m, n, dtype) for _ in range(2))
+    alone = step.cores == "one"
+    with threadpoolctl.threadpool_limits(1) if alone else contextlib.nullcontext():
+        step.matmul(a, b, out=out)
+        _check(step, out, a, b)
         turns(
             benchmark,
-            lambda: rung.matmul(a, b, out=out),
+            lambda: step.matmul(a, b, out=out),
             lambda: np.matmul(a, b, out=blas_out),
             peer_name="numpy.matmul",
-            budget=3.0 if full else 0.7,
+            budget=(3.0 if full else 0.7) * (1 if alone else 3),
+            pause=0.0 if alone else PAUSE,
         )
-    work = harness.flops(size, size, size) / 1e9
-    extra = benchmark.extra_info
-    extra |= {
-        "label": f"{rung.name}, {size}",
-        "series": f"{rung.number} {rung.name.partition('_')[2].replace('_', ' ')}",
-    }
-    extra |= {"size": size}
-    if not benchmark.disabled:
-        extra["gflops"] = work / benchmark.stats.stats.median
-        extra["peer_gflops"] = work / extra["peer_median"]
-        extra["percent_of_peer"] = 100 / extra["ratio"]
+    _rates(benchmark, shape, dtype, step.cores)
+    if goal:
+        benchmark.extra_info["goal"] = {"of": "ratio", "below": GOALS[goal]}
+
+
+def _check(step: Rung, c: Array, a: Array, b: Array) -> None:
+    """All of a small product; some rows and columns of a large one, whose reference takes seconds."""
+    if c.size <= 512 * 512:
+        harness.assert_product(c, a, b, f"rung {step.name}")
+        return
+    rows, columns = (np.linspace(0, size - 1, 64, dtype=int) for size in c.shape)
+    harness.assert_product(c[np.ix_(rows, columns)], a[rows], b[:, columns], f"rung {step.name}")
+
+
+def _rates(benchmark: Benchmark, shape: tuple[int, int, int], dtype: str, cores: roofline.Cores) -> None:
+    """Enter what the times mean: FLOP/s, the share of BLAS's rate, and the share of the machine's peak."""
+    if benchmark.disabled:
+        return
+    extra, work = benchmark.extra_info, harness.flops(*shape) / 1e9
+    extra["gflops"] = work / benchmark.stats.stats.median
+    extra["peer_gflops"] = work / extra["peer_median"]
+    extra["percent_of_peer"] = 100 / extra["ratio"]
+    extra["percent_of_peak"] = 100 * 1e9 * extra["gflops"] / _peaks().roof(cores).peak(dtype)
+
+
+@functools.cache
+def _peaks() -> roofline.Peaks:
+    """This machine's, and not those of a moment when it was busy."""
+    kept = roofline.measure()
+    return roofline.measure(fresh=True) if kept.busy else kept

@@ -6,6 +6,7 @@ any row has its figure. To show a new figure, add a line to `COLUMNS`.
     label                what the row is called; else the test's name
     series, size         a point of a curve: the curve's name and the x of its point (see `plots.py`)
     gflops               10^9 floating-point operations a second
+    percent_of_peak      our rate as a share of the FMA peak of the cores that it uses (`roofline.measure`)
     percent_of_peer      our rate as a share of the peer's, in percent
     rows_per_s           rows (examples, sequences) of a global batch, a second
     bytes_per_step       bytes that one rank puts on the wire in a step
@@ -124,6 +125,7 @@ COLUMNS = (
     Column("time", lambda entry: seconds(entry["stats"]["median"])),
     Column("GFLOP/s", _extra("gflops", number)),
     SHARE,
+    Column("of the FMA peak", _extra("percent_of_peak", lambda value: f"{number(value)}%")),
     RATIO,
     GOAL,
     PEER,

@@ -46,6 +46,7 @@ def turns(
     peer_name: str,
     rounds: int | None = None,
     budget: float = 1.0,
+    pause: float = 0.0,
     clock: Callable[[], float] = time.perf_counter,
 ) -> None:
     """Time two programs in turn and enter both: ours as the benchmark's rounds, the peer as its comparison.
@@ -59,15 +60,17 @@ def turns(
         ours, peer: the two programs; what they return is dropped.
         peer_name: what the report calls the peer.
         rounds: pairs of turns; by default as many, from 5 to 100, as fit into `budget` seconds.
+        pause: seconds to sleep before each turn. The threads of a BLAS go on spinning for 0.1 s after a
+            product, on the cores that the other program is to use: with a pause each finds them free.
         clock: a function that returns seconds.
     """
     ours_calls, ours_s = _calls(ours, clock)
     peer_calls, peer_s = _calls(peer, clock)
     if rounds is None:
-        rounds = max(5, min(100, int(budget / max(ours_s + peer_s, 1e-9))))
+        rounds = max(5, min(100, int(budget / max(ours_s + peer_s + 2 * pause, 1e-9))))
     measured = measure_turns(
-        lambda: _turn(ours, ours_calls, clock),
-        lambda: _turn(peer, peer_calls, clock),
+        lambda: _turn(ours, ours_calls, clock, pause),
+        lambda: _turn(peer, peer_calls, clock, pause),
         rounds=1 if benchmark.disabled else rounds,
         warmup_rounds=0,
     )
@@ -139,8 +142,9 @@ def _calls(program: Callable[[], object], clock: Callable[[], float]) -> tuple[i
     return calls, once * (calls + (calls > 1))
 
 
-def _turn(program: Callable[[], object], calls: int, clock: Callable[[], float]) -> float:
+def _turn(program: Callable[[], object], calls: int, clock: Callable[[], float], pause: float = 0.0) -> float:
     """Seconds of one call, from `calls` of them, with warm caches where a call takes less than a turn."""
+    time.sleep(pause)
     if calls > 1:
         program()
     start = clock()

@@ -137,6 +137,18 @@ def test_record_without_a_peer_compares_nothing():
     assert benchmark.stats.stats.data == pytest.approx([0.2])
 
 
+def test_a_pause_before_each_turn_is_not_counted(monkeypatch):
+    clock, benchmark, pauses = Clock(), FakeBenchmark(), []
+    monkeypatch.setattr(
+        turns.time, "sleep", lambda seconds: (pauses.append(seconds), program(clock, seconds)())
+    )
+    ours, peer = program(clock, 0.010), program(clock, 0.020)
+    turns.turns(benchmark, ours, peer, peer_name="peer", rounds=3, pause=0.5, clock=clock)
+    assert benchmark.extra_info["ratio"] == pytest.approx(0.5)
+    assert benchmark.stats.stats.data == pytest.approx([0.010] * 3)
+    assert pauses.count(0.5) == 6
+
+
 def test_record_finds_a_benchmark_that_times_the_replay():
     with pytest.raises(RuntimeError, match="compared"):
         record(FakeBenchmark(timer=Clock()), [0.2, 0.3])
