@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from . import atomic, micro, panels
 
 LEAST_WORK = 2_000_000  # multiply-adds a thread: with fewer, the product is done before another one wakes up
-SHARED = 2**26  # bytes of b that are packed at a time
+SHARED = 2**25  # bytes of b that are packed at a time
 PARTS = 8  # for each thread: one that is late leaves them to the others
 LEAST_TILES = 4  # in a part: the tiles one below the other share what they read of b
 PATIENCE = pool.PATIENCE  # a number where compiled code looks for it
