@@ -61,11 +61,13 @@ def turns(
         peer_name: what the report calls the peer.
         rounds: pairs of turns; by default as many, from 5 to 100, as fit into `budget` seconds.
         pause: seconds to sleep before each turn. The threads of a BLAS go on spinning for 0.1 s after a
-            product, on the cores that the other program is to use: with a pause each finds them free.
+            product, on the cores that the other program is to use: with a pause each finds them free. Its own
+            threads then have to wake up, hence an uncounted call first, and turns of ten times the length.
         clock: a function that returns seconds.
     """
-    ours_calls, ours_s = _calls(ours, clock)
-    peer_calls, peer_s = _calls(peer, clock)
+    turn = 10 * TURN if pause else TURN
+    ours_calls, ours_s = _calls(ours, clock, turn)
+    peer_calls, peer_s = _calls(peer, clock, turn)
     if rounds is None:
         rounds = max(5, min(100, int(budget / max(ours_s + peer_s + 2 * pause, 1e-9))))
     measured = measure_turns(
@@ -134,18 +136,18 @@ def compared(group: str) -> pytest.MarkDecorator:
     return pytest.mark.benchmark(group=group, timer=REPLAY.now)
 
 
-def _calls(program: Callable[[], object], clock: Callable[[], float]) -> tuple[int, float]:
+def _calls(program: Callable[[], object], clock: Callable[[], float], turn: float) -> tuple[int, float]:
     """How many calls fill a turn, and the seconds of such a turn; this warms the program up, too."""
     program()
     once = _turn(program, 1, clock)
-    calls = max(1, min(MOST_CALLS, round(TURN / once))) if once > 0 else MOST_CALLS
+    calls = max(1, min(MOST_CALLS, round(turn / once))) if once > 0 else MOST_CALLS
     return calls, once * (calls + (calls > 1))
 
 
 def _turn(program: Callable[[], object], calls: int, clock: Callable[[], float], pause: float = 0.0) -> float:
     """Seconds of one call, from `calls` of them, with warm caches where a call takes less than a turn."""
     time.sleep(pause)
-    if calls > 1:
+    if calls > 1 or pause:
         program()
     start = clock()
     for _ in range(calls):

@@ -142,11 +142,13 @@ def test_a_pause_before_each_turn_is_not_counted(monkeypatch):
     monkeypatch.setattr(
         turns.time, "sleep", lambda seconds: (pauses.append(seconds), program(clock, seconds)())
     )
-    ours, peer = program(clock, 0.010), program(clock, 0.020)
+    calls = []
+    ours, peer = program(clock, 0.010, calls, "ours"), program(clock, 0.020)
     turns.turns(benchmark, ours, peer, peer_name="peer", rounds=3, pause=0.5, clock=clock)
     assert benchmark.extra_info["ratio"] == pytest.approx(0.5)
     assert benchmark.stats.stats.data == pytest.approx([0.010] * 3)
     assert pauses.count(0.5) == 6
+    assert calls.count("ours") == 2 + 3 * 2  # two to see how long it takes; a turn has one uncounted
 
 
 def test_record_finds_a_benchmark_that_times_the_replay():
