@@ -9,7 +9,8 @@ block of a belongs to one thread, and stays in its core's own cache.
 It uses this process's cores, or as many threads as the environment variable NUMBA_NUM_THREADS says when Numba
 is imported. After a product its threads wait awake for the next one, for about 0.3 ms, and hold its arrays.
 
-Measured: MEASURE
+Measured: on two cores rung 6 takes 1.7 times as long at 512 x 512 x 512 in float32 (2.4 ms and 1.4 ms), and
+2.0 times at 2048 (157 ms and 79 ms, 217 GFLOP/s), where OpenBLAS on both takes 1.03 times as long.
 """
 
 from __future__ import annotations
