@@ -80,7 +80,7 @@ def test_torch(benchmark: Benchmark, full: bool, size: int) -> None:
     finally:
         torch.set_num_threads(threads)
     _rates(benchmark, (size,) * 3, "float32", "one")
-    benchmark.extra_info |= {"label": f"torch.matmul, {size}"}
+    benchmark.extra_info |= {"label": f"torch.matmul, {size}", "program": "torch.matmul"}
 
 
 @pytest.mark.parametrize("size", [64, 512, 1024, 2048, pytest.param(4096, marks=pytest.mark.full_only)])

@@ -4,6 +4,7 @@ A benchmark puts figures into `benchmark.extra_info` under the names below; a co
 any row has its figure. To show a new figure, add a line to `COLUMNS`.
 
     label                what the row is called; else the test's name
+    program              what was measured, where that is not minidist
     series, size         a point of a curve: the curve's name and the x of its point (see `plots.py`)
     gflops               10^9 floating-point operations a second
     percent_of_peak      our rate as a share of the FMA peak of the cores that it uses (`roofline.measure`)

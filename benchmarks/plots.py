@@ -150,7 +150,7 @@ def _pairs(entries: list[Entry], page_name: str) -> Plot:
         ours, peer = entry["stats"]["median"], extra["peer_median"]
         axes.text(0, row - 0.34, columns.label(entry), va="center", fontsize=10, color=INK)
         for offset, value, color, name in (
-            (-0.04, ours, _color(0), "minidist"),
+            (-0.04, ours, _color(0), extra.get("program", "minidist")),
             (0.27, peer, PEER, extra["peer"]),
         ):
             axes.barh(row + offset, value * scale, height=0.28, color=color)
