@@ -95,9 +95,8 @@ def run(task: Callable[[], None], count: int, done: Callable[[], bool]) -> None:
     that have not begun never will.
     """
     job = _Job(task)
-    with contextlib.suppress(
-        RuntimeError
-    ):  # no more threads allowed, or the interpreter is ending: with fewer
+    # Where no more threads are allowed, or the interpreter is ending, those that are there have to do.
+    with contextlib.suppress(RuntimeError):
         while len(_workers) < count - 1:
             _start_worker()
     _keep_off_this_cpu()

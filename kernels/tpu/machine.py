@@ -12,6 +12,7 @@ each port what to read.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -76,7 +77,7 @@ class Port:
         return bool((self.tile[:-1] >= 0).any())
 
 
-class Machine:
+class Machine(ABC):
     """An array at work on a (m, k) times b (k, n), both of the dtype that the sums have.
 
     `step()` is one cycle, and `busy` says whether another is needed: it counts nothing ahead. A cycle counts
@@ -112,9 +113,9 @@ class Machine:
         self.a_reads = self.b_reads = self.c_reads = self.c_writes = 0
 
     @property
+    @abstractmethod
     def busy(self) -> bool:
         """Whether work is left: a command to issue, or one still under way."""
-        raise NotImplementedError
 
     def step(self) -> None:
         """Advance by one cycle."""
@@ -123,9 +124,9 @@ class Machine:
             self.clock()
         self.cycles += 1
 
+    @abstractmethod
     def clock(self) -> None:
         """Shift all registers and compute: what a dataflow is."""
-        raise NotImplementedError
 
     def frames(self) -> Iterator[Frame]:
         """Step until the work is done, and yield the state in each cycle."""
@@ -151,9 +152,9 @@ class Machine:
             c=masked(self.c, self.written),
         )
 
+    @abstractmethod
     def extra_registers(self) -> tuple[Masked | None, Masked | None]:
         """Return a frame's `waiting` and `results`."""
-        raise NotImplementedError
 
     def register(self, dtype: Any = None) -> Array:
         """Return one register for each PE, (rows, cols)."""
