@@ -3,13 +3,14 @@
 The bound is the one that holds for any order of summation, fused multiply-adds or not: Higham, Accuracy and
 Stability of Numerical Algorithms, 2nd edition, equation (3.13): |computed - exact| <= gamma_k |a||b|, element
 by element, with gamma_k = k u / (1 - k u) and u half the spacing of the dtype's numbers at 1. So no correct
-rung fails it by bad luck.
+rung fails it by bad luck. `error_bound` widens it for tensor cores, by what is known of their sums.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -31,9 +32,13 @@ def inputs(m: int, n: int, k: int, dtype: DTypeLike, seed: int) -> tuple[Array, 
     """Return a (m, k) and b (k, n), random, with magnitudes in [0.5, 1.5) and random signs.
 
     No element is near 0: a product that a kernel leaves out, or counts twice, changes the result by 0.25 at
-    least. With gamma_k |a||b| about k * k * u, that is past the bound for k up to about 2000 in float32.
+    least. With gamma_k |a||b| about k * k * u, that is past the bound for k up to about 2000 in float32, 1400
+    on tensor cores, and 100 in TF32.
+
+    Raises ImportError for "bfloat16" where ml_dtypes, which brings it to NumPy, is not installed.
     """
     rng = np.random.default_rng(seed)
+    dtype = numpy_dtype(dtype)
 
     def draw(rows: int, columns: int) -> Array:
         magnitudes = rng.uniform(0.5, 1.5, (rows, columns))
@@ -50,10 +55,13 @@ def reference(a: Array, b: Array) -> Array:
     return product
 
 
-def assert_product(c: Array, a: Array, b: Array, message: str = "") -> None:
-    """Raise AssertionError unless c (m, n) is a (m, k) times b (k, n), but for rounding in c's dtype.
+def assert_product(
+    c: Array, a: Array, b: Array, message: str = "", *, sums: DTypeLike | None = None, tf32: bool = False
+) -> None:
+    """Raise AssertionError unless c (m, n) is a (m, k) times b (k, n), but for rounding.
 
-    A NaN or an infinity in c never passes; a and b have to be finite.
+    `sums` is the dtype in which the products were added, c's own unless given; `tf32` says that factors of
+    float32 were rounded to TF32. A NaN or an infinity in c never passes; a and b have to be finite.
     """
     k = a.shape[1]
     expected = reference(a, b)
@@ -62,34 +70,89 @@ def assert_product(c: Array, a: Array, b: Array, message: str = "") -> None:
     # Divided by |a||b|, the error has one bound for all elements. Where |a||b| is 0 the sum is exactly 0.
     scale = reference(np.abs(a), np.abs(b))
     scale[scale == 0] = 1
+    added = numpy_dtype(c.dtype if sums is None else sums)
     # The reference is rounded too, which counts where c is float64 itself: hence the sum of both bounds.
-    tolerance = _gamma(k, c.dtype) + _gamma(k, np.float64)
+    tolerance = error_bound(k, a.dtype, added, tf32) + _gamma(k, unit_roundoff(np.float64))
+    rounding = 0.0
+    if added != c.dtype:  # each sum is rounded once more, or to a subnormal number
+        rounding = unit_roundoff(c.dtype)
+        tolerance = tolerance * (1 + rounding) + 2.0**-25 / float(scale.min(initial=np.inf))
     np.testing.assert_allclose(
-        c / scale,
+        c.astype(np.float64) / scale,
         expected / scale,
-        rtol=0,
+        rtol=rounding,
         atol=tolerance,
         equal_nan=False,
         err_msg=f"{message} (in units of |a||b|)",
     )
 
 
-def check(rung: Rung, m: int, n: int, k: int, dtype: DTypeLike, rng: np.random.Generator) -> None:
+def error_bound(k: int, dtype: DTypeLike, sums: DTypeLike, tf32: bool = False) -> float:
+    """Return the largest error of a sum of k products of factors of `dtype`, over the sum of their sizes.
+
+    Where `sums` is the factors' own dtype that is gamma_k. Tensor cores, which take factors of 2 bytes and
+    TF32, don't round as IEEE 754 has it (Fasi, Higham, Mikaitis and Pranesh, PeerJ Computer Science 7:e330,
+    2021; the models in `tensor_core`, of 2025). They add N products (4 to 16) and the sum so far at once, cut
+    each to 23 + e bits below the largest, and the result to float32. With e >= 1, as from the A100 on, a term
+    loses less than 2**-24 of the largest, and a result less than 2**-23: with k / N + 1 such steps, of N + 1
+    terms each, that is at most (k (1/2 + 1/(2 N) + 1/N) + 1) 2**-23, and so gamma_(k+1) with u = 2**-23. All
+    partial sums are at most the sum of the sizes, times 1 + gamma.
+
+    TF32 keeps 10 bits of each factor's fraction: cut off, not rounded, it loses less than 2**-10.
+    """
+    if not tf32 and numpy_dtype(sums) == numpy_dtype(dtype):
+        return _gamma(k, unit_roundoff(sums))
+    factors = 2 * 2.0**-10 + 2.0**-20 if tf32 else 0.0
+    return factors + (1 + factors) * _gamma(k + 1, 2.0**-23)
+
+
+def numpy_dtype(dtype: DTypeLike) -> np.dtype[Any]:
+    """Return the dtype, "bfloat16" too. Raises ImportError where that needs ml_dtypes."""
+    if dtype == "bfloat16":
+        try:
+            import ml_dtypes
+        except ImportError as error:
+            raise ImportError(
+                "NumPy has bfloat16 from ml_dtypes, which is not installed: pip install ml-dtypes"
+            ) from error
+        bfloat16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+        return bfloat16
+    return np.dtype(dtype)
+
+
+def unit_roundoff(dtype: DTypeLike) -> float:
+    """Return half the spacing of the dtype's numbers at 1: the largest relative error of rounding."""
+    kind = numpy_dtype(dtype)
+    return 2.0**-8 if kind.name == "bfloat16" else float(np.finfo(kind).eps) / 2
+
+
+def check(
+    rung: Rung,
+    m: int,
+    n: int,
+    k: int,
+    dtype: DTypeLike,
+    rng: np.random.Generator,
+    out_dtype: DTypeLike | None = None,
+) -> None:
     """Raise AssertionError unless `rung` multiplies fresh random (m, k) by (k, n) rightly.
 
     `out` holds NaN at first, so that an element never written, or one that is added to, fails; a and b must
     come through unchanged. The message has the seed that makes `inputs` draw the same numbers again.
+    `out_dtype` is the inputs' unless given.
     """
     seed = int(rng.integers(2**63))
-    message = f"rung {rung.name}, m={m}, n={n}, k={k}, {np.dtype(dtype).name}, seed={seed}"
+    dtype = numpy_dtype(dtype)
+    message = f"rung {rung.name}, m={m}, n={n}, k={k}, {dtype.name}, seed={seed}"
     a, b = inputs(m, n, k, dtype, seed)
-    out = np.full((m, n), np.nan, dtype)
+    out = np.full((m, n), np.nan, dtype if out_dtype is None else numpy_dtype(out_dtype))
     c = rung.matmul(a, b, out=out)
     if c is not out:
         raise AssertionError(f"{message}: matmul returned another array than out")
     for x, before in zip((a, b), inputs(m, n, k, dtype, seed), strict=True):
         np.testing.assert_array_equal(x, before, err_msg=f"{message}: an input was changed")
-    assert_product(c, a, b, message)
+    tf32 = rung.tf32 and dtype == np.float32
+    assert_product(c, a, b, message, sums=rung.sums(dtype.name), tf32=tf32)
 
 
 def flops(m: int, n: int, k: int) -> int:
@@ -99,7 +162,7 @@ def flops(m: int, n: int, k: int) -> int:
 
 def bytes(m: int, n: int, k: int, dtype: DTypeLike) -> int:
     """Return the fewest bytes that the product moves: a and b read once, c written once."""
-    return (m * k + k * n + m * n) * np.dtype(dtype).itemsize
+    return (m * k + k * n + m * n) * numpy_dtype(dtype).itemsize
 
 
 def time_in_turns(functions: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
@@ -123,6 +186,5 @@ def time_in_turns(functions: Mapping[str, Callable[[], object]], rounds: int) ->
     return seconds
 
 
-def _gamma(k: int, dtype: DTypeLike) -> float:
-    unit_roundoff = float(np.finfo(np.dtype(dtype)).eps) / 2
-    return k * unit_roundoff / (1 - k * unit_roundoff)
+def _gamma(k: int, u: float) -> float:
+    return k * u / (1 - k * u)

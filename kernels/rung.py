@@ -14,13 +14,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 Array = NDArray[Any]
-Compute = Callable[[Array, Array, Array], None]  # compute(a, b, out)
+Operand = TypeVar("Operand")  # a NumPy array; a CUDA rung takes torch's tensors too
+Compute = Callable[[Any, Any, Any], None]  # compute(a, b, out): arrays, or what a kind of rung makes of them
 
 
 CACHE_LINE = 64  # bytes
@@ -50,11 +51,12 @@ class Rung:
     name: str  # the name of its file, as in "s1_python_loops"
     device: Literal["cpu", "cuda"]  # where the kernel runs
     idea: str  # one sentence: the one change from the rung before it, and why that is faster
-    dtypes: tuple[str, ...]  # NumPy's names of the dtypes that it takes; it sums in that dtype
+    dtypes: tuple[str, ...]  # NumPy's names of the dtypes that it takes
     # Fills `out` whatever it held, without warnings; called only with m, n and k >= 1, with aligned arrays of
     # any strides, and an `out` that shares no memory with a or b.
     compute: Compute
     cores: Literal["one", "all"] = "one"  # how many cores of a CPU it uses
+    tf32: bool = False  # whether it rounds factors of float32 to TF32, for tensor cores
 
     def __post_init__(self) -> None:
         if self.device not in ("cpu", "cuda"):
@@ -62,7 +64,7 @@ class Rung:
         if self.cores not in ("one", "all"):
             raise ValueError(f"cores is {self.cores!r}: a rung uses 'one' or 'all'")
 
-    def matmul(self, a: Array, b: Array, out: Array | None = None) -> Array:
+    def matmul(self, a: Operand, b: Operand, out: Operand | None = None) -> Operand:
         """Multiply a (m, k) by b (k, n), and return c (m, n) in their dtype.
 
         Any size is fine, 0 too (k = 0 gives zeros), and any strides: transposed views, slices, negative
@@ -73,27 +75,33 @@ class Rung:
         differs between the arguments; ValueError for shapes that do not multiply, and for an `out` of another
         shape, one that can't be written, or one that shares memory with a or b.
         """
-        a, b = self._matrix("a", a), self._matrix("b", b)
-        if a.dtype != b.dtype:
+        x, y = self._matrix("a", a), self._matrix("b", b)
+        if x.dtype != y.dtype:
             raise TypeError(
-                f"a is {a.dtype} and b is {b.dtype}: convert one with .astype(), so that both are the same"
+                f"a is {x.dtype} and b is {y.dtype}: convert one with .astype(), so that both are the same"
             )
-        if a.shape[1] != b.shape[0]:
-            raise ValueError(
-                f"a has shape {a.shape} and b has shape {b.shape}, which do not multiply: "
-                f"the columns of a ({a.shape[1]}) must be as many as the rows of b ({b.shape[0]})"
-            )
-        if out is None:
-            out = empty(a.shape[0], b.shape[1], a.dtype)
+        check_sizes(x.shape, y.shape)
+        c: Any = out
+        if c is None:
+            c = empty(x.shape[0], y.shape[1], x.dtype)
         else:
-            self._check_out(a, b, out)
-        if a.shape[1] == 0:
-            out[...] = 0  # an empty sum
-        elif out.size > 0:
-            self.compute(a, b, out)
-        return out
+            self._check_out(x, y, c)
+        if x.shape[1] == 0:
+            c[...] = 0  # an empty sum
+        elif c.size > 0:
+            self._fill(x, y, c)
+        result: Operand = c
+        return result
 
-    def _matrix(self, name: str, x: Array) -> Array:
+    def sums(self, dtype: str) -> str:
+        """Return the name of the dtype in which it adds the products of factors of `dtype`."""
+        return dtype
+
+    def _fill(self, a: Array, b: Array, out: Array) -> None:
+        """Fill `out` with the product. A kind of rung whose kernels take no arrays overrides this."""
+        self.compute(a, b, out)
+
+    def _matrix(self, name: str, x: Any) -> Array:
         """Return x as a plain aligned 2-D array, or say what it should have been."""
         if not isinstance(x, np.ndarray):
             raise TypeError(_not_an_array(name, x))
@@ -125,15 +133,33 @@ class Rung:
             raise ValueError(
                 f"out has shape {out.shape}, but {a.shape} times {b.shape} gives {shape}: pass that shape"
             )
-        if out.dtype != a.dtype:
+        if out.dtype != a.dtype and not self._takes_out(a.dtype.name, out.dtype.name):
             raise TypeError(f"out is {out.dtype}, and a and b are {a.dtype}: pass an out of that dtype")
         if not (out.flags.writeable and out.flags.aligned):
             raise ValueError("out is read-only or not aligned in memory: pass an array that can be written")
         for name, x in (("a", a), ("b", b)):
             if np.may_share_memory(out, x) and np.shares_memory(out, x):
-                raise ValueError(
-                    f"out shares memory with {name}, which is read while out is written: pass another array"
-                )
+                raise shared_memory(name)
+
+    def _takes_out(self, dtype: str, out: str) -> bool:
+        """Return whether a product of `dtype` may be written to an `out` of another one."""
+        return False
+
+
+def check_sizes(a: tuple[int, ...], b: tuple[int, ...]) -> None:
+    """Raise ValueError unless matrices of the shapes a and b multiply."""
+    if a[1] != b[0]:
+        raise ValueError(
+            f"a has shape {tuple(a)} and b has shape {tuple(b)}, which do not multiply: "
+            f"the columns of a ({a[1]}) must be as many as the rows of b ({b[0]})"
+        )
+
+
+def shared_memory(name: str) -> ValueError:
+    """Return the error for an `out` that overlaps the argument called `name`."""
+    return ValueError(
+        f"out shares memory with {name}, which is read while out is written: pass another array"
+    )
 
 
 def _not_an_array(name: str, x: object) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.autograd.gradcheck import GradcheckError
 
-from minidist.kernels import CPU_LADDER, Rung, rung
+from minidist.kernels import CPU_LADDER, CUDA_LADDER, Rung, rung
 from minidist.model.matmul import Linear, matmul
 
 every_rung = pytest.mark.parametrize("step", CPU_LADDER, ids=lambda step: step.name)
@@ -197,6 +197,26 @@ def test_wrong_arguments_are_named_with_their_values(x, w, kind, words):
     for word in words:
         assert word in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("step", CUDA_LADDER, ids=lambda step: step.name)
+def test_a_layer_on_the_cuda_ladder_takes_tensors_in_main_memory_too(step):
+    name = step.dtypes[0]
+    dtype = getattr(torch, name)
+    layer = Linear(7, 6, rung=step, dtype=dtype)
+    x = torch.randn(3, 5, 7, dtype=dtype, requires_grad=True)
+    y = layer(x)
+    g = torch.randn_like(y)
+    y.backward(g)
+    theirs, x_theirs = copy.deepcopy(layer).double(), x.detach().double().requires_grad_()
+    expected = nn.functional.linear(x_theirs, theirs.weight, theirs.bias)
+    theirs.zero_grad()
+    expected.backward(g.double())
+    # Sums of up to 15 products of order 1, rounded to the dtype; TF32 keeps 11 bits of its factors.
+    exact = torch.finfo(torch.bfloat16 if step.tf32 and name == "float32" else dtype).eps
+    for ours, other in [(y, expected), (x.grad, x_theirs.grad), (layer.weight.grad, theirs.weight.grad)]:
+        assert ours.dtype == dtype
+        torch.testing.assert_close(ours.double(), other, rtol=0, atol=30 * exact)
 
 
 def test_linear_refuses_negative_sizes_and_a_missing_rung():

@@ -36,7 +36,8 @@ def matmul(x: Tensor, w: Tensor, rung: Rung) -> Tensor:
             raise TypeError(
                 f"{name} is a {type(tensor).__name__}, not a tensor: pass torch.as_tensor({name})"
             )
-        if tensor.device.type != rung.device:
+        # A CUDA rung also takes tensors in main memory: its emulator works there, a GPU gets copies.
+        if tensor.device.type not in ("cpu", rung.device):
             raise ValueError(
                 f"{name} is on {tensor.device}, and rung {rung.name} runs on {rung.device}: "
                 f"move the tensor with .to({rung.device!r}), or take a rung for {tensor.device.type}"
@@ -133,4 +134,6 @@ class _Product(torch.autograd.Function):
 
 
 def _multiply(rung: Rung, a: Tensor, b: Tensor) -> Tensor:
+    if rung.device == "cuda":
+        return rung.matmul(a.detach(), b.detach())
     return torch.from_numpy(rung.matmul(a.detach().numpy(), b.detach().numpy()))

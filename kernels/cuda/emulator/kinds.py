@@ -1,0 +1,98 @@
+"""PTX's types as NumPy's, and what an instruction's arithmetic is made of: an `Operation`.
+
+An operation is a function of whole arrays: one array for each source operand, with an element for each lane
+of as many warps, blocks and like instructions as the caller puts together. The shapes broadcast against each
+other, so that a constant may be one element. Results are new arrays, or where nothing changes (`mov`) an
+operand itself. Overflow, NaN and division by zero are ordinary results on a GPU, so callers hold
+`numpy.errstate(all="ignore")` around all that they run.
+
+Source: PTX ISA manual, "Fundamental Types" and "Operand Size Exceeding Instruction-Type Size".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array: TypeAlias = NDArray[Any]
+Function: TypeAlias = Callable[..., Any]
+
+# bfloat16 travels as its bits: NumPy has no such type. Packed types (f16x2, s16x2, ...) are read as b32.
+DTYPES: dict[str, type[np.generic]] = {
+    "pred": np.bool_,
+    **{f"{letter}{bits}": getattr(np, f"uint{bits}") for letter in "bu" for bits in (8, 16, 32, 64)},
+    **{f"s{bits}": getattr(np, f"int{bits}") for bits in (8, 16, 32, 64)},
+    **{f"f{bits}": getattr(np, f"float{bits}") for bits in (16, 32, 64)},
+    "bf16": np.uint16,
+}
+INTEGERS = tuple(f"{letter}{bits}" for letter in "us" for bits in (16, 32, 64))
+BITS = ("pred", "b16", "b32", "b64")
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """What an instruction computes.
+
+    The core reads each source operand in its kind (the low bits of a wider register), and writes results to
+    wider registers sign-extended where `result` is signed, zero-extended elsewhere. A second result is always
+    a predicate, and so is the carry flag.
+    """
+
+    result: str  # kind of the (first) destination
+    operands: tuple[str, ...]  # kinds in which the source operands are read
+    function: Function  # takes an array for each operand; returns the result, or a tuple of two
+    results: int = 1  # 2 where the function returns a tuple: (d, p) of `d|p`, or (d, carry)
+    reads_carry: bool = False  # the last operand is the carry flag (CC.CF), which the text does not name
+    writes_carry: bool = False  # the second result is the carry flag, a borrow after a subtraction
+
+
+Builder: TypeAlias = Callable[[tuple[str, ...]], "Operation | None"]
+
+
+def bits(kind: str) -> int:
+    """Return the bits of a kind: 32 for "f32", "bf16x2" and the like."""
+    first, _, count = kind.removeprefix("bf").lstrip("busf").partition("x")
+    return int(first) * int(count or 1)
+
+
+def resized(kind: str, size: int) -> str:
+    """Return the kind of the same letter with that many bits: resized("s16", 32) is "s32"."""
+    return f"{kind[0]}{size}"
+
+
+def uniform(kind: str, count: int, function: Function) -> Operation:
+    """Return an operation whose result and `count` operands are all of one kind."""
+    return Operation(kind, (kind,) * count, function)
+
+
+def unpack(x: Array, kind: str) -> tuple[Array, Array]:
+    """Return the low and the high half of x (b32 or b64), as two arrays of a kind half as wide.
+
+    This is `mov.b64 {low, high}, x`; shapes stay as they are.
+    """
+    half = 4 * x.dtype.itemsize
+    narrow = DTYPES[f"b{half}"]
+    low, high = x.astype(narrow), (x >> x.dtype.type(half)).astype(narrow)
+    return low.view(DTYPES[kind]), high.view(DTYPES[kind])
+
+
+def pack(low: Array, high: Array) -> Array:
+    """Return b32 or b64 with these halves (16 or 32 bits each, any kind): `mov.b64 x, {low, high}`."""
+    half = 8 * low.dtype.itemsize
+    narrow, wide = DTYPES[f"b{half}"], DTYPES[f"b{2 * half}"]
+    packed: Array = low.view(narrow).astype(wide) | (high.view(narrow).astype(wide) << wide(half))
+    return packed
+
+
+def pairwise(kind: str, function: Function) -> Function:
+    """Return `function` (of operands of `kind`) applied to the low and the high halves of packed operands."""
+
+    def packed(*operands: Array) -> Array:
+        halves = [unpack(x, kind) for x in operands]
+        return pack(function(*(low for low, _ in halves)), function(*(high for _, high in halves)))
+
+    return packed

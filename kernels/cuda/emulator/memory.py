@@ -1,0 +1,182 @@
+"""Global memory: the arrays that a kernel was given, at addresses of their own, with nothing between them.
+
+An address is not the host's: each allocation starts on a multiple of 256 bytes, as a GPU's does, and far from
+the next, so that a misaligned or a stray access is found wherever NumPy happened to put the array.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .units import Array
+
+if TYPE_CHECKING:
+    from .machine import Machine
+
+FIRST = 1 << 34  # the first allocation; below it nothing is
+APART = 1 << 34
+ALIGNMENT = 256
+GRANULE = 4  # bytes that are watched as one, for races
+
+
+@dataclass
+class Buffer:
+    """Memory that a kernel may use: `bytes` at addresses from `start`."""
+
+    start: int
+    bytes: NDArray[np.uint8]
+    name: str
+    writable: bool
+    keep: Any = None  # what owns the memory
+    views: dict[int, Array] = field(default_factory=dict)
+    # Of each granule that was written: 1 + the warp (numbered over the grid) that wrote last, its time then.
+    writer: NDArray[np.int64] | None = None
+    written: NDArray[np.int32] | None = None
+
+    @property
+    def end(self) -> int:
+        """The first address after it."""
+        return self.start + self.bytes.size
+
+    def view(self, width: int) -> Array:
+        """Return the bytes as rows of `width`."""
+        if width not in self.views:
+            rows = self.bytes.size // width
+            self.views[width] = self.bytes[: rows * width].view(f"V{width}" if width > 8 else f"u{width}")
+        return self.views[width]
+
+    def read(self, offset: Array, width: int) -> Array:
+        """Return `width` bytes at each offset, (..., width) uint8; aligned to the width in the address."""
+        if self.start % width == 0:
+            found = self.view(width)[offset // width]
+            bytes_found: Array = found[..., None].view(np.uint8)
+            return bytes_found
+        return self.bytes[offset[..., None] + np.arange(width)]
+
+    def write(self, offset: Array, values: Array) -> None:
+        """Write values (..., width) uint8 at each offset; of several at one place, the last stays."""
+        width = values.shape[-1]
+        if self.start % width == 0:
+            rows = self.view(width)
+            rows[offset // width] = np.ascontiguousarray(values).view(rows.dtype)[..., 0]
+        else:
+            self.bytes[offset[..., None] + np.arange(width)] = values
+
+
+class GlobalMemory:
+    """The buffers of a launch, found by address."""
+
+    def __init__(self) -> None:
+        self.buffers: list[Buffer] = []
+        self._owners: dict[int, tuple[int, int]] = {}  # id of the array that owns memory: (address, host's)
+        self._next = FIRST
+        self._keep: list[Any] = []
+        self.watch_blocks = True  # races between blocks; off where a kernel orders them by fences and atomics
+        self.tensor_maps: dict[int, Any] = {}  # by their address
+
+    def allocate(self, contents: NDArray[np.uint8], name: str, writable: bool = True) -> int:
+        """Add memory of its own, and return its address."""
+        start = self._next
+        self._next += -(-contents.size // APART) * APART + APART
+        self.buffers.append(Buffer(start, contents, name, writable))
+        return start
+
+    def add(self, array: Array, name: str) -> int:
+        """Add the memory of a NumPy array, in place, and return the address of its first element.
+
+        Views of one array keep their distance: what overlaps on the host overlaps here.
+        """
+        owner = array
+        while isinstance(owner.base, np.ndarray):
+            owner = owner.base
+        self._keep.append((owner, array))
+        low, high = np.lib.array_utils.byte_bounds(array) if array.size else (array.ctypes.data,) * 2
+        if id(owner) not in self._owners:
+            bottom = np.lib.array_utils.byte_bounds(owner)[0] if owner.size else owner.ctypes.data
+            bottom = min(bottom, low)
+            self._owners[id(owner)] = (self._next, bottom)
+            self._next += -(-(max(high, bottom + owner.nbytes) - bottom) // APART) * APART + APART
+        start, bottom = self._owners[id(owner)]
+        if high > low:
+            memory = _host_bytes(low, high - low)
+            self._insert(Buffer(start + low - bottom, memory, name, array.flags.writeable, array))
+        return start + array.ctypes.data - bottom
+
+    def _insert(self, new: Buffer) -> None:
+        """Add a buffer, joined with those that it overlaps."""
+        for old in [b for b in self.buffers if b.start < new.end and new.start < b.end]:
+            if old.start <= new.start and new.end <= old.end and old.writable >= new.writable:
+                return
+            self.buffers.remove(old)
+            low = min((old.start, old), (new.start, new), key=lambda pair: pair[0])[1]
+            size = max(old.end, new.end) - low.start
+            memory = _host_bytes(low.bytes.ctypes.data, size)
+            name = f"{old.name} and {new.name}"
+            new = Buffer(low.start, memory, name, old.writable and new.writable, (old, new))
+        self.buffers.append(new)
+
+    def find(self, address: Array, width: int) -> list[tuple[Buffer | None, Array | None]]:
+        """Return the buffers that `width` bytes at the addresses lie in, each with the mask of its addresses.
+
+        Mask None: all of them. Buffer None: addresses that lie in no buffer, or not wholly.
+        """
+        low, high = int(address.min()), int(address.max()) + width
+        for buffer in self.buffers:
+            if buffer.start <= low and high <= buffer.end:
+                return [(buffer, None)]
+        found: list[tuple[Buffer | None, Array | None]] = []
+        rest = np.ones(address.shape, np.bool_)
+        for buffer in self.buffers:
+            inside = (address >= buffer.start) & (address + width <= buffer.end)
+            if inside.any():
+                found.append((buffer, inside))
+                rest &= ~inside
+        return [*found, (None, rest)] if rest.any() else found
+
+    def near(self, address: int) -> str:
+        """Say where an address that lies in no buffer is, for a fault."""
+        if not self.buffers:
+            return f"address {address:#x}; the kernel was given no arrays"
+        nearest = min(self.buffers, key=lambda b: max(b.start - address, address - b.end))
+        if address >= nearest.start:
+            return f"byte {address - nearest.start} of {nearest.name}, which has {nearest.bytes.size}"
+        return f"{nearest.start - address} bytes before {nearest.name}"
+
+    def races(
+        self, machine: Machine, buffer: Buffer, offset: Array, width: int, lanes: Array, write: bool
+    ) -> Array | None:
+        """Note a write, and return where another warp wrote unordered; None where nobody did."""
+        if buffer.writer is None or buffer.written is None:
+            if not write:
+                return None
+            buffer.writer = np.zeros(-(-buffer.bytes.size // GRANULE) + 1, np.int64)
+            buffer.written = np.zeros(buffer.writer.size, np.int32)
+        granules = offset[..., None] // GRANULE + np.arange(-(-width // GRANULE))
+        warps = machine.first * machine.warps_per_block + machine.warp_of_lane[lanes]
+        others = buffer.writer[granules] - 1
+        block, warp = others // machine.warps_per_block - machine.first, others % machine.warps_per_block
+        here = (block >= 0) & (block < machine.blocks)
+        agents = machine.clocks.agents_of_lanes()[lanes][..., None]
+        # Blocks of one cluster know each other's clocks.
+        same = (block // machine.cluster == machine.block_of_lane[lanes][..., None] // machine.cluster) & here
+        inside = block % machine.cluster * machine.clocks.of_block + warp
+        known = machine.clocks.knows(agents, np.where(same, inside, 0))
+        unordered = np.where(same, buffer.written[granules] > known, self.watch_blocks)
+        found: Array = (others >= 0) & (others != warps[..., None]) & unordered
+        # Smaller than a granule: neighbours share it, so it says nothing.
+        if write and width >= GRANULE:
+            buffer.writer[granules] = 1 + warps[..., None]
+            buffer.written[granules] = machine.clocks.own(agents)
+        elif write:
+            found = np.zeros_like(found)
+        return found
+
+
+def _host_bytes(address: int, size: int) -> NDArray[np.uint8]:
+    """Return `size` bytes of this process's memory as an array; whoever owns them has to be kept."""
+    return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))

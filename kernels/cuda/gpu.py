@@ -1,0 +1,181 @@
+"""A GPU's driver: which GPUs there are, the current one, its stream, memory, and errors in words.
+
+Everything goes through `cuda.bindings.driver`, the driver API one to one, since numba-cuda's own launches
+stop at 48 KB of dynamic shared memory, know no clusters and no tensor maps. Torch decides which GPU and which
+stream are current where it has one in use: kernels then run in the order of its work.
+
+Source: NVIDIA, CUDA Driver API (sections Context, Memory, Stream Ordered Memory Allocator).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+from .device import check_driver, toolkit_major
+
+
+@dataclass(frozen=True)
+class Properties:
+    """What a GPU is."""
+
+    name: str  # "NVIDIA H200"
+    capability: tuple[int, int]  # (9, 0)
+    multiprocessors: int
+    l2: int  # bytes
+    memory: int  # bytes
+    shared_per_block: int  # bytes, with the opt-in
+    driver: str  # the CUDA version that the driver is for, "13.0"
+
+
+class Gpu:
+    """The driver of this process. `driver` is the module `cuda.bindings.driver`, or what stands for it."""
+
+    def __init__(self, driver: Any) -> None:
+        self.driver = driver
+        self.call("cuInit", 0)
+        self.version: int = self.call("cuDriverGetVersion")
+        check_driver(self.version, toolkit_major())
+        self.count: int = self.call("cuDeviceGetCount")
+        self._contexts: dict[int, Any] = {}  # the primary ones, by device
+        self._properties: dict[int, Properties] = {}
+        self._thread = threading.local()
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """Call a function of the driver and return what it returns; raise RuntimeError with its error."""
+        error, *values = getattr(self.driver, name)(*arguments)
+        if int(error):
+            raise self.error(name, error)
+        return values[0] if len(values) == 1 else tuple(values)
+
+    def error(self, name: str, error: Any) -> RuntimeError:
+        """Return the exception for an error that the driver's function `name` gave."""
+        try:
+            words = self.driver.cuGetErrorString(error)[1].decode()
+        except Exception:  # whatever happens here must not hide the error itself
+            words = "unknown error"
+        label = getattr(error, "name", str(error))
+        if label == "CUDA_ERROR_OUT_OF_MEMORY":
+            words += ": free arrays and tensors on it, or take smaller matrices"
+        return RuntimeError(f"the GPU's driver refused {name} ({label}): {words}")
+
+    def current(self) -> int:
+        """Return the number of the current GPU: torch's, where it has one in use, or that of this thread.
+
+        Its primary context is current afterwards, where this thread had none yet.
+        """
+        device = self._current_device()
+        if not getattr(self._thread, "ready", False):
+            if not int(self.call("cuCtxGetCurrent")):
+                self.call("cuCtxSetCurrent", self._primary(device))
+            self._thread.ready = True
+        return device
+
+    def _current_device(self) -> int:
+        if self.count == 1:
+            return 0
+        torch: Any = sys.modules.get("torch")
+        if torch is not None and torch.cuda.is_initialized():
+            device: int = torch.cuda.current_device()
+            return device
+        return int(self.call("cuCtxGetDevice")) if int(self.call("cuCtxGetCurrent")) else 0
+
+    def _primary(self, device: int) -> Any:
+        if device not in self._contexts:
+            self._contexts[device] = self.call("cuDevicePrimaryCtxRetain", self.call("cuDeviceGet", device))
+        return self._contexts[device]
+
+    def stream(self) -> int:
+        """Return the address of the stream that work goes to: torch's current one, or the default one."""
+        torch: Any = sys.modules.get("torch")
+        if torch is not None and torch.cuda.is_initialized():
+            stream: int = torch.cuda.current_stream().cuda_stream
+            return stream
+        return 0
+
+    def attribute(self, device: int, name: str) -> int:
+        """Return an attribute of a device: `name` as in "MULTIPROCESSOR_COUNT"."""
+        which = getattr(self.driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+        return int(self.call("cuDeviceGetAttribute", which, self.call("cuDeviceGet", device)))
+
+    def properties(self, device: int) -> Properties:
+        """Return what the GPU with this number is."""
+        if device not in self._properties:
+            handle = self.call("cuDeviceGet", device)
+            ask = functools.partial(self.attribute, device)
+            self._properties[device] = Properties(
+                name=self.call("cuDeviceGetName", 128, handle).partition(b"\0")[0].decode(),
+                capability=(ask("COMPUTE_CAPABILITY_MAJOR"), ask("COMPUTE_CAPABILITY_MINOR")),
+                multiprocessors=ask("MULTIPROCESSOR_COUNT"),
+                l2=ask("L2_CACHE_SIZE"),
+                memory=int(self.call("cuDeviceTotalMem", handle)),
+                shared_per_block=ask("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"),
+                driver=f"{self.version // 1000}.{self.version % 1000 // 10}",
+            )
+        return self._properties[device]
+
+    def allocate(self, size: int, stream: int) -> int:
+        """Return the address of `size` bytes, from `stream`'s next work on; aligned to 256 bytes."""
+        if self._pooled(self.current()):
+            return int(self.call("cuMemAllocAsync", size, self.driver.CUstream(stream)))
+        return int(self.call("cuMemAlloc", size))
+
+    def free(self, address: int, stream: int) -> None:
+        """Give memory of `allocate` back after the work that `stream` has so far."""
+        if self._pooled(self.current()):
+            self.call("cuMemFreeAsync", self.driver.CUdeviceptr(address), self.driver.CUstream(stream))
+        else:
+            self.call("cuMemFree", self.driver.CUdeviceptr(address))
+
+    @functools.lru_cache(maxsize=64)  # noqa: B019  (there is one Gpu in a process)
+    def _pooled(self, device: int) -> bool:
+        return bool(self.attribute(device, "MEMORY_POOLS_SUPPORTED"))
+
+    def copy_2d(
+        self,
+        host: int,
+        host_pitch: int,
+        there: int,
+        pitch: int,
+        shape: tuple[int, ...],
+        itemsize: int,
+        upload: bool,
+    ) -> None:
+        """Copy rows between main memory and the GPU's, in the order of the current stream.
+
+        Pitches are in bytes. Returns when main memory has been read, but not when it has been written.
+        """
+        self.current()
+        driver, stream = self.driver, self.driver.CUstream(self.stream())
+        width = shape[1] * itemsize
+        if shape[0] == 1 or host_pitch == pitch == width:
+            size = shape[0] * width
+            if upload:
+                self.call("cuMemcpyHtoDAsync", driver.CUdeviceptr(there), host, size, stream)
+            else:
+                self.call("cuMemcpyDtoHAsync", host, driver.CUdeviceptr(there), size, stream)
+            return
+        copy = driver.CUDA_MEMCPY2D()
+        main_memory, gpu_memory = ("src", "dst") if upload else ("dst", "src")
+        setattr(copy, f"{main_memory}MemoryType", driver.CUmemorytype.CU_MEMORYTYPE_HOST)
+        setattr(copy, f"{main_memory}Host", host)
+        setattr(copy, f"{main_memory}Pitch", host_pitch)
+        setattr(copy, f"{gpu_memory}MemoryType", driver.CUmemorytype.CU_MEMORYTYPE_DEVICE)
+        setattr(copy, f"{gpu_memory}Device", driver.CUdeviceptr(there))
+        setattr(copy, f"{gpu_memory}Pitch", pitch)
+        copy.WidthInBytes, copy.Height = width, shape[0]
+        self.call("cuMemcpy2DAsync", copy, stream)
+
+    def synchronize(self) -> None:
+        """Wait for all work of the current stream; raises RuntimeError where a kernel failed."""
+        self.call("cuStreamSynchronize", self.driver.CUstream(self.stream()))
+
+
+@functools.cache
+def get() -> Gpu:
+    """Return the driver of this process. Raises RuntimeError where there is no GPU, or an old driver."""
+    return Gpu(importlib.import_module("cuda.bindings.driver"))

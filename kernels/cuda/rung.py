@@ -1,0 +1,138 @@
+"""A rung of the CUDA ladder: takes NumPy arrays and torch tensors, and gives its kernels matrices.
+
+    RUNG = CudaRung(number=2, name="s2_...", device="cuda", idea="...", dtypes=("float32",), compute=compute)
+
+`compute(a, b, c)` gets a `Matrix` each, in the memory of the back end, and enqueues its kernels. What all
+rungs need stands here: checks, sizes of 0, strides that kernels don't take, copies to a GPU and back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..rung import Array, Rung
+from . import gpu
+from .device import architecture_on, backend, capability
+from .gpu_memory import DeviceArray, allocate, download, upload
+from .matrix import Matrix, element_strides, host_matrix
+
+PITCH = 16  # bytes: what the rows of an uploaded matrix begin on
+_fits: set[tuple[gpu.Gpu, int, str]] = set()  # GPUs and the architectures that they were found to run
+
+
+@dataclass(frozen=True)
+class CudaRung(Rung):
+    """One step of the CUDA ladder. Its kernels run where `device.backend()` says."""
+
+    architecture: str = "sm_75"  # the oldest on which its kernels run; "sm_90a" is Hopper alone
+    simulated: bool = True  # whether Numba's simulator can run it
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        capability(self.architecture)
+        if self.device != "cuda":
+            raise ValueError(f"device is {self.device!r}: a CudaRung runs on 'cuda'")
+
+    def matmul(self, a: Any, b: Any, out: Any = None) -> Any:
+        """Multiply a (m, k) by b (k, n), and return c (m, n): NumPy arrays, or torch tensors on any device.
+
+        As `Rung.matmul`: any size, any strides, the same errors. The result is of the kind of the inputs, and
+        on their device: CUDA tensors are multiplied in place, on torch's current stream, without waiting for
+        the result; NumPy arrays and tensors in main memory are copied to the GPU and back, or multiplied
+        where they lie by the emulator. bfloat16 arrays are ml_dtypes'. c has the dtype of a and b; for
+        float16 and bfloat16 `out` may be float32, as the sums are. Gradients are not recorded.
+
+        Raises also TypeError for a tensor with an array, for tensors on different devices, and for a tensor
+        whose gradient is asked for (minidist.model.matmul computes it); RuntimeError where this GPU is too
+        old for the rung.
+        """
+        torch: Any = sys.modules.get("torch")  # whoever has a tensor has imported it
+        if torch is not None and (isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor)):
+            from .tensors import matmul
+
+            return matmul(self, torch, a, b, out)
+        return super().matmul(a, b, out)
+
+    def sums(self, dtype: str) -> str:
+        """Return the name of the dtype in which it adds the products of factors of `dtype`."""
+        return "float32" if dtype in ("float16", "bfloat16") else dtype
+
+    def _fill(self, a: Array, b: Array, out: Array) -> None:
+        self.fill(a, b, out, a.dtype.name, out.dtype.name)
+
+    def fill(self, a: Array, b: Array, out: Array, dtype: str, out_dtype: str) -> None:
+        """Fill `out` with the product of arrays in main memory, none of them empty.
+
+        `dtype` and `out_dtype` are what their elements are: those of 2 bytes may come as uint16.
+        """
+        where = backend()
+        if where == "gpu":
+            self.check_gpu()
+            a_there, b_there = uploaded(a, dtype), uploaded(b, dtype)
+            c_there = _device_matrix(out.shape, out.itemsize, out_dtype)
+            self.compute(a_there, b_there, c_there)
+            in_rows = out.strides[1] == out.itemsize and out.strides[0] > 0
+            rows = out if in_rows else np.empty_like(out, order="C")
+            download(c_there.data, c_there.row_stride, rows)
+            if rows is not out:
+                out[...] = rows
+            return
+        if where == "simulator" and not self.simulated:
+            raise RuntimeError(
+                f"rung {self.name} uses instructions that Numba's simulator can't run: "
+                "unset NUMBA_ENABLE_CUDASIM for the emulator"
+            )
+        c = host_matrix(out, out_dtype)
+        copied = not np.may_share_memory(c.data, out)  # where a stride of out is none that kernels take
+        self.compute(host_matrix(a, dtype), host_matrix(b, dtype), c)
+        if copied:
+            out[...] = c.view2d().view(out.dtype)
+
+    def check_gpu(self) -> None:
+        """Raise RuntimeError where the current GPU can't run this rung; it names both."""
+        g = gpu.get()
+        device = g.current()
+        if (g, device, self.architecture) not in _fits:
+            found = g.properties(device)
+            architecture_on(self.architecture, found.capability, f"rung {self.name}", found.name)
+            _fits.add((g, device, self.architecture))
+
+    @functools.cached_property
+    def _dtypes(self) -> tuple[np.dtype[Any], ...]:
+        """`dtypes` as NumPy has them: bfloat16 only where ml_dtypes, which brings it, is installed."""
+        if "bfloat16" in self.dtypes:
+            with contextlib.suppress(ImportError):
+                import ml_dtypes  # noqa: F401
+        found = []
+        for name in self.dtypes:
+            with contextlib.suppress(TypeError):
+                found.append(np.dtype(name))
+        return tuple(found)
+
+    def _takes_out(self, dtype: str, out: str) -> bool:
+        return out == self.sums(dtype)
+
+
+def uploaded(x: Array, dtype: str) -> Matrix:
+    """Return a copy of x in the GPU's memory, in rows or in columns as x is, with a pitch of 16 bytes."""
+    if x.shape[0] > 1 and (x.shape[1] == 1 or x.strides[0] < x.strides[1]):
+        return uploaded(x.T, dtype).T
+    if x.strides[1] != x.itemsize or x.strides[0] < x.shape[1] * x.itemsize:
+        x = np.ascontiguousarray(x)
+    there = _device_matrix(x.shape, x.itemsize, dtype)
+    upload(x, there.data, there.row_stride)
+    return there
+
+
+def _device_matrix(shape: tuple[int, ...], itemsize: int, dtype: str) -> Matrix:
+    rows, columns = shape
+    multiple = PITCH // itemsize
+    pitch = -(-columns // multiple) * multiple
+    data: DeviceArray = allocate(rows * pitch, "uint16" if itemsize == 2 else dtype)
+    return Matrix(data, rows, columns, *element_strides(rows, columns, pitch, 1), dtype)

@@ -1,0 +1,261 @@
+"""Rung 10: the copy engine, matrix instructions that read shared memory, and warp groups with one job each.
+
+In rung 9 all that is multiplied passes through registers, and every warp also computes addresses and copies.
+On Hopper neither has to be:
+
+- one thread, the producer, tells the copy engine (`tma.py`) which boxes of a and b come next, up to four
+  steps ahead. A step is 64 of k. What lies outside of a matrix comes as zeros: no size is a case of its own;
+- two warp groups, the consumers, begin multiplications (`wgmma.py`) of what lies in shared memory. Of the
+  block's tile, 128 x 256, each has 64 rows of sums, 128 registers a thread, for which the producer's warp
+  group gives up its own (setmaxnreg). Both read the same part of b;
+- they wait for each other by mbarriers (`barriers.py`): a slot of the ring is full when its bytes are there,
+  and empty when all that read it have multiplied it;
+- two blocks on neighbouring multiprocessors form a cluster. They have the same columns of b, and each loads
+  half of them for both (multicast): 32 KB a step and block from the L2 cache, not 48. The tensor cores of a
+  multiprocessor do 2048 multiply-adds a clock, so that a step lasts 1024 clocks: 32 bytes each, not 48;
+- blocks stay, one a multiprocessor, and take tile after tile (`tile_order.py`). While the consumers round
+  and store their sums (`hopper_store.py`), the producer loads the next tile.
+
+c^T = b^T a^T: with the operands exchanged, a c in columns is a c in rows. What does not lie in rows or
+columns that are a multiple of 16 bytes apart is copied, a and b before (`packed`), c after.
+
+Sources: NVIDIA, CUTLASS documentation, "Efficient GEMM in CUDA", with warp specialisation; PTX ISA as in the
+files named; NVIDIA H100 Tensor Core GPU Architecture (2022), for the rates.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from . import device
+from .kernel import Kernel
+from .matrix import Matrix, copy_back, packed, scratch
+from .rung import CudaRung
+from .tensor_map import TensorMap
+
+ROWS = 128  # of a block's tile: 64 for each consumer
+COLUMNS = (256, 128)  # of a tile: the most that one wgmma takes, and for products with few tiles
+DEPTH = 64  # of a step in k: 128 bytes, the widest swizzle
+CLUSTER = 2  # blocks below each other that share their columns of b: 1, 2 or 4
+CONSUMERS = 2  # warp groups that multiply
+BEHIND = 1  # steps whose multiplications may be under way while the next are begun; 0 waits for each
+BUFFERS = 2  # of 64 lines of 128 bytes, on each consumer's way out
+SHARED = 225 * 1024  # bytes that a block may ask for: of 227 KB, mbarriers and alignment take up to 2
+GROUP = 8  # clusters below each other that are done together: 8 x 2 x 128 = 2048 rows
+THREADS = 128 * (1 + CONSUMERS)
+# Registers of a thread, given and taken. 384 threads begin with 168 each: 65536 / 384, in steps of 8. Since
+# 40 + 2 * 232 = 3 * 168, nothing is left over; with more they would wait for ever.
+PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
+
+BOX = 64  # elements, 128 bytes
+BOX_BYTES = BOX * 128  # of 64 lines
+OUT_BYTES = CONSUMERS * BUFFERS * BOX_BYTES
+
+
+@functools.cache
+def kernel(dtype: str, result: str, a_across: bool, b_across: bool, columns: int) -> Kernel:
+    """Return the kernel for "float16" or "bfloat16" factors, and c of that dtype or "float32".
+
+    `a_across` says that a's unit stride is along m, across k, and `b_across` that b's is along n. Arguments:
+    tensor maps of a, b and c, and m, n and k. Any number of clusters of CLUSTER blocks will do.
+    """
+    from numba import cuda, float32, int32, int64, uint32, uint64
+
+    from . import hopper
+    from .hopper_store import slab_writer
+    from .tile_order import grouped_tile
+    from .warp import uniform
+
+    kind = "bf16" if dtype == "bfloat16" else "f16"
+    multiply, fence, wait = hopper.warp_group_multiply(columns, kind, a_across, b_across)
+    write_slab, slab_columns = slab_writer(result)
+    slots = stages(columns)
+    barriers_all = 2 * slots  # full ones, then empty ones
+    readers = CONSUMERS * CLUSTER  # that arrive at an empty one
+    everyone = (1 << CLUSTER) - 1  # a bit for each block of the cluster
+    sums_each = columns // 2
+    share = columns // CLUSTER  # of b's columns, that one block loads
+    others = BUFFERS - 1
+    # Places in shared memory count words of 32 bits.
+    a_words, share_words, box_words = ROWS * DEPTH // 2, share * DEPTH // 2, BOX_BYTES // 4
+    slot_words = a_words + CLUSTER * share_words
+    slot_bytes = 4 * slot_words
+    # Along k one box holds all rows; across k it holds 64 of them.
+    a_boxes, a_rows = (ROWS // BOX, BOX) if a_across else (1, ROWS)
+    b_boxes, b_rows = (share // BOX, BOX) if b_across else (1, share)
+    # Descriptors count 16 bytes. 16 of k are 16 lines of 128 bytes, or 32 bytes of a line.
+    a_step, b_step = 128 if a_across else 2, 128 if b_across else 2
+    slot_step = slot_bytes // 16
+
+    def hopper_matmul(a, b, c, m, n, k):  # type: ignore[no-untyped-def]
+        barriers = cuda.shared.array(barriers_all, uint64)
+        shared = cuda.shared.array(0, uint32, alignment=1024)
+        thread = int32(cuda.threadIdx.x)
+        warp_group = uniform(thread >> 7)
+        rank = hopper.cluster_rank()
+        tile_rows = int32((m + CLUSTER * ROWS - 1) // (CLUSTER * ROWS))  # a tile of the cluster
+        tile_columns = int32((n + columns - 1) // columns)
+        tiles = int32(tile_rows * tile_columns)
+        first_tile = int32(cuda.blockIdx.x // CLUSTER)
+        clusters = int32(cuda.gridDim.x // CLUSTER)
+        steps = int32((k + DEPTH - 1) // DEPTH)
+
+        if thread == 0:
+            for s in range(slots):
+                hopper.mbarrier_init(barriers, s, 1)
+                hopper.mbarrier_init(barriers, slots + s, readers)
+            hopper.fence_mbarrier_init()
+        hopper.cluster_arrive()
+        hopper.cluster_wait()
+
+        # Producer and consumers go through the same tiles, steps and slots; `parity` changes with each turn
+        # of the ring. An mbarrier's phase before the first counts as over, and its parity as 1.
+        if warp_group == 0:
+            hopper.setmaxnreg_dec(PRODUCER_REGISTERS)
+            if thread == 0:
+                hopper.tensor_map_acquire(a)
+                hopper.tensor_map_acquire(b)
+                slot, parity = int32(0), int32(0)
+                for tile in range(first_tile, tiles, clusters):
+                    i, j = grouped_tile(tile, tile_rows, tile_columns, GROUP)
+                    row = int32((i * CLUSTER + rank) * ROWS)
+                    column = int32(j * columns + rank * share)
+                    for step in range(steps):
+                        p = int32(step * DEPTH)
+                        here = int32(slot * slot_words)
+                        hopper.mbarrier_wait(barriers, slots + slot, parity ^ 1)
+                        hopper.mbarrier_expect(barriers, slot, slot_bytes)
+                        for box in range(a_boxes):
+                            x, y = (row + box * a_rows, p) if a_across else (p, row)
+                            hopper.tma_load_2d(shared, here + box * box_words, a, x, y, barriers, slot)
+                        here = int32(here + a_words + rank * share_words)
+                        for box in range(b_boxes):
+                            x, y = (column + box * b_rows, p) if b_across else (p, column)
+                            hopper.tma_load_2d_multicast(
+                                shared, here + box * box_words, b, x, y, barriers, slot, everyone
+                            )
+                        slot = int32(slot + 1)
+                        if slot == slots:
+                            slot, parity = int32(0), int32(parity ^ 1)
+        else:
+            hopper.setmaxnreg_inc(CONSUMER_REGISTERS)
+            sums = cuda.local.array(sums_each, float32)
+            consumer = int32(warp_group - 1)
+            member = int32(thread & 127)
+            a_first = hopper.descriptor(shared, consumer * box_words, BOX_BYTES, 1024)
+            b_first = hopper.descriptor(shared, a_words, BOX_BYTES, 1024)
+            out = int32(slots * slot_words + consumer * (BUFFERS * box_words))
+            if member == 0:
+                hopper.tensor_map_acquire(c)
+            slot, parity, before = int32(0), int32(0), int32(0)
+            for tile in range(first_tile, tiles, clusters):
+                for step in range(steps):
+                    hopper.mbarrier_wait(barriers, slot, parity)
+                    a_here = a_first + int64(slot * slot_step)
+                    b_here = b_first + int64(slot * slot_step)
+                    fence(sums)
+                    multiply(sums, a_here, b_here, step)  # the first of a tile begins from zero
+                    multiply(sums, a_here + a_step, b_here + b_step, 1)
+                    multiply(sums, a_here + 2 * a_step, b_here + 2 * b_step, 1)
+                    multiply(sums, a_here + 3 * a_step, b_here + 3 * b_step, 1)
+                    hopper.wgmma_commit()
+                    wait(sums, BEHIND)
+                    # The step before has been multiplied: its slot is empty, for all blocks that write to it.
+                    if (BEHIND == 0 or step > 0) and member < CLUSTER:
+                        hopper.mbarrier_arrive_at(barriers, slots + (before if BEHIND else slot), member)
+                    before = slot
+                    slot = int32(slot + 1)
+                    if slot == slots:
+                        slot, parity = int32(0), int32(parity ^ 1)
+                if BEHIND:
+                    wait(sums, 0)
+                    if member < CLUSTER:
+                        hopper.mbarrier_arrive_at(barriers, slots + before, member)
+
+                # The sums leave in slabs of 64 lines of 128 bytes, from one buffer after the other.
+                i, j = grouped_tile(tile, tile_rows, tile_columns, GROUP)
+                row = int32((i * CLUSTER + rank) * ROWS + consumer * 64)
+                for slab in range(columns // slab_columns):
+                    column = int32(j * columns + slab * slab_columns)
+                    buffer = int32(out + slab % BUFFERS * box_words)
+                    if member == 0:
+                        hopper.tma_store_wait_read(others)
+                    hopper.barrier_sync(1 + consumer, 128)
+                    write_slab(shared, buffer, sums, slab, member)
+                    hopper.fence_proxy_async()
+                    hopper.barrier_sync(1 + consumer, 128)
+                    if member == 0:
+                        hopper.tma_store_2d(c, column, row, shared, buffer)
+                        hopper.tma_store_commit()
+            if member == 0:
+                hopper.tma_store_wait(0)
+        # A block stays while others may still write to its memory, or arrive at its mbarriers.
+        hopper.cluster_arrive()
+        hopper.cluster_wait()
+
+    return Kernel(hopper_matmul, threads=THREADS, architecture="sm_90a")
+
+
+def compute(a: Matrix, b: Matrix, c: Matrix) -> None:
+    """Enqueue c = a b."""
+    if c.order == "columns":
+        compute(b.T, a.T, c.T)
+        return
+    a, b = packed(a, 8), packed(b, 8)
+    multiple = 16 // c.itemsize
+    fits = c.order == "rows" and c.row_stride % multiple == 0 and c.address % 16 == 0
+    out = c if fits else scratch(c.rows, c.columns, c.dtype, multiple)
+    a_across, b_across = a.order == "columns", b.order == "rows"
+    available = max(1, device.multiprocessors() // CLUSTER)
+
+    def turns(columns: int) -> int:
+        return -(-tile_count(c, columns) // available)
+
+    columns = min(COLUMNS, key=lambda columns: turns(columns) * columns)
+    # As few clusters as need no more turns: 1024 tiles take 16 turns of 66, and of 64.
+    clusters = -(-tile_count(c, columns) // turns(columns))
+    kernel(a.dtype, c.dtype, a_across, b_across, columns).launch(
+        (clusters * CLUSTER,),
+        tensor_map(a.T if a_across else a, BOX if a_across else ROWS),
+        tensor_map(b if b_across else b.T, BOX if b_across else columns // CLUSTER),
+        tensor_map(out, 64),
+        c.rows,
+        c.columns,
+        a.columns,
+        shared=stages(columns) * stage_bytes(columns) + OUT_BYTES,
+        cluster=CLUSTER,
+    )
+    if out is not c:
+        copy_back(out, c)
+
+
+def tile_count(c: Matrix, columns: int) -> int:
+    """Return how many tiles of clusters cover c."""
+    return -(-c.rows // (CLUSTER * ROWS)) * -(-c.columns // columns)
+
+
+def stage_bytes(columns: int) -> int:
+    """Return the bytes of a step's tiles of a and b."""
+    return 2 * DEPTH * (ROWS + columns)
+
+
+def stages(columns: int) -> int:
+    """Return how many slots the ring has: what fits beside the buffers for c."""
+    return (SHARED - OUT_BYTES) // stage_bytes(columns)
+
+
+def tensor_map(x: Matrix, box_rows: int) -> TensorMap:
+    """Return the tensor map of a matrix in rows, with boxes 128 bytes wide."""
+    return TensorMap(x.data, x.rows, x.columns, x.row_stride, box_rows, 128 // x.itemsize, x.dtype)
+
+
+RUNG = CudaRung(
+    number=10,
+    name="s10_hopper",
+    device="cuda",
+    idea="A copy engine fills shared memory, matrix instructions read it, and each warp group has one job.",
+    dtypes=("float16", "bfloat16"),
+    compute=compute,
+    architecture="sm_90a",
+    simulated=False,
+)

@@ -1,0 +1,254 @@
+"""Rung 9: tensor cores, which multiply small matrices in one instruction of a warp.
+
+`mma.sync` (`warp.py`) multiplies 16 x 16 by 16 x 8 elements of 16 bits, 2048 multiply-adds where a warp's
+plain instruction does 32, and sums in float32. To keep it busy a block, with 128 x 256 of c,
+
+- has eight warps with 64 x 64 sums each, 128 registers a thread: a slice of k, 16 deep, takes 8 loads of
+  fragments for 32 multiplications;
+- loads the fragments of the next slice while it multiplies this one: two sets of registers in turns;
+- copies asynchronously into a ring of tiles (`fragment_tiles.py`): the one two steps ahead is under way
+  while this one is multiplied. One barrier a step says that a tile is there, and that another is free;
+- comes in an order that keeps lines of a and b in the L2 cache (`tile_order.py`).
+
+float32 is multiplied as TF32: factors rounded to 11 significant bits, sums still float32.
+
+Tiles are copied as they lie in memory, in rows or in columns. A matrix with neither, and one whose rows are
+no multiple of 16 bytes long and apart, is copied before (`packed`): read and written once. c^T = b^T a^T:
+with the operands exchanged, a c in columns is a c in rows.
+
+Sources: NVIDIA, CUTLASS documentation, "Efficient GEMM in CUDA"; PTX ISA as in the files named.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from . import device
+from .kernel import Kernel
+from .matrix import Matrix, copy_back, packed, scratch
+from .rung import CudaRung
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How a block's tile of c is shared by its warps; each has warp_rows x WARP_COLUMNS of it."""
+
+    warps_down: int
+    warps_across: int
+    warp_rows: int  # a multiple of 16, at most 64
+    stages: int  # tiles of the ring, at least 2
+
+    @property
+    def rows(self) -> int:
+        """Rows of the block's tile."""
+        return self.warps_down * self.warp_rows
+
+    @property
+    def columns(self) -> int:
+        """Columns of the block's tile."""
+        return self.warps_across * WARP_COLUMNS
+
+    @property
+    def threads(self) -> int:
+        """Threads of the block."""
+        return 32 * self.warps_down * self.warps_across
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory: for each stage 128 bytes of k for each row of a and column of b."""
+        return self.stages * 128 * (self.rows + self.columns)
+
+
+WARP_COLUMNS = 64
+LARGE = Tile(warps_down=2, warps_across=4, warp_rows=64, stages=3)  # 128 x 256, 144 KB
+TIGHT = Tile(warps_down=2, warps_across=4, warp_rows=64, stages=2)  # 96 KB: some GPUs give a block 99
+SMALL = Tile(warps_down=2, warps_across=2, warp_rows=32, stages=3)  # 64 x 128, 72 KB: for small products
+GROUP = 16  # tiles below each other that are done together: 2048 rows of large ones
+
+
+@functools.cache
+def kernel(dtype: str, result: str, a_across: bool, b_across: bool, tile: Tile) -> Kernel:
+    """Return the kernel for factors of `dtype` and c of dtype `result`, the same or "float32".
+
+    `a_across` says that a's unit stride is along m, across k, and `b_across` that b's is along n.
+    Arguments: a, b, c, the other strides of each, m, n, k. A block for each tile.
+    """
+    from numba import cuda, float32, int32, uint32
+
+    from . import warp
+    from .fragment_tiles import LINE, fragment_tile
+    from .tensor_store import sums_writer
+    from .tile_order import grouped_tile
+
+    rows, columns, warps_down, warp_rows = tile.rows, tile.columns, tile.warps_down, tile.warp_rows
+    source_a, advance_a, copy_a, place_a, read_a, a_words = fragment_tile(
+        dtype, "a", rows, a_across, tile.threads
+    )
+    source_b, advance_b, copy_b, place_b, read_b, b_words = fragment_tile(
+        dtype, "b", columns, b_across, tile.threads
+    )
+    multiply = {
+        "float16": warp.mma_m16n8k16_f16,
+        "bfloat16": warp.mma_m16n8k16_bf16,
+        "float32": warp.mma_m16n8k8_tf32,
+    }[dtype]
+    write = sums_writer(result, warp_rows, WARP_COLUMNS)
+    depth = LINE // (4 if dtype == "float32" else 2)  # of a step
+    stage_words = a_words + b_words
+    ring_words = tile.stages * stage_words
+    ahead = tile.stages - 1  # steps whose copies have begun before they are multiplied
+    pending = ahead - 1
+    high, wide = warp_rows // 16, WARP_COLUMNS // 8  # of a warp's tile, in multiplications
+    half_wide = wide // 2
+    a_set, b_set = 4 * high, 2 * wide  # registers of one set of fragments
+    a_sets, b_sets = 2 * a_set, 2 * b_set
+    all_sums = 4 * high * wide
+
+    @cuda.jit(device=True, forceinline=True)
+    def load(part, shared, a_fragments, a_place, b_fragments, b_place):  # type: ignore[no-untyped-def]
+        """Load the fragments of a slice, into the set whose turn it is."""
+        for x in range(high):
+            read_a(a_fragments, part % 2 * a_set + x * 4, shared, a_place, x, part)
+        for x in range(half_wide):
+            read_b(b_fragments, part % 2 * b_set + x * 4, shared, b_place, x, part)
+
+    @cuda.jit(device=True, forceinline=True)
+    def add(part, sums, a_fragments, b_fragments):  # type: ignore[no-untyped-def]
+        """Add the products of a slice."""
+        for x in range(high):
+            for y in range(wide):
+                a_at = part % 2 * a_set + x * 4
+                b_at = part % 2 * b_set + y * 2
+                multiply(sums, (x * wide + y) * 4, a_fragments, a_at, b_fragments, b_at)
+
+    def tensor_core_matmul(a, b, c, a_stride, b_stride, c_stride, m, n, k):  # type: ignore[no-untyped-def]
+        shared = cuda.shared.array(0, uint32, alignment=128)
+        sums = cuda.local.array(all_sums, float32)
+        a_fragments = cuda.local.array(a_sets, uint32)
+        b_fragments = cuda.local.array(b_sets, uint32)
+        thread = int32(cuda.threadIdx.x)
+        lane = int32(thread & 31)
+        warp_number = warp.uniform(thread >> 5)
+        warp_row = int32(warp_number % warps_down * warp_rows)
+        warp_column = int32(warp_number // warps_down * WARP_COLUMNS)
+        i, j = grouped_tile(cuda.blockIdx.x, (m + rows - 1) // rows, (n + columns - 1) // columns, GROUP)
+        row = int32(i * rows)
+        column = int32(j * columns)
+        for e in range(all_sums):
+            sums[e] = float32(0)
+
+        # Begin to copy the first tiles; beyond k they are zeros, and so there are always as many groups.
+        from_a, from_b = source_a(a_stride, row, thread), source_b(b_stride, column, thread)
+        p, into = int32(0), int32(0)
+        for _ in range(ahead):
+            copy_a(shared, into, a, from_a, a_stride, row, m, p, k, thread)
+            copy_b(shared, into + a_words, b, from_b, b_stride, column, n, p, k, thread)
+            warp.cp_async_commit()
+            p, into = int32(p + depth), int32(into + stage_words)
+            from_a, from_b = from_a + advance_a(a_stride), from_b + advance_b(b_stride)
+
+        first_a, first_b = place_a(warp_row, lane), int32(a_words + place_b(warp_column, lane))
+        here = int32(0)
+        warp.cp_async_wait(pending)
+        cuda.syncthreads()
+        load(0, shared, a_fragments, first_a, b_fragments, first_b)
+        for _ in range(0, k, depth):
+            at_a, at_b = here + first_a, here + first_b
+            load(1, shared, a_fragments, at_a, b_fragments, at_b)
+            copy_a(shared, into, a, from_a, a_stride, row, m, p, k, thread)
+            add(0, sums, a_fragments, b_fragments)
+
+            load(2, shared, a_fragments, at_a, b_fragments, at_b)
+            copy_b(shared, into + a_words, b, from_b, b_stride, column, n, p, k, thread)
+            warp.cp_async_commit()
+            add(1, sums, a_fragments, b_fragments)
+
+            load(3, shared, a_fragments, at_a, b_fragments, at_b)
+            add(2, sums, a_fragments, b_fragments)
+
+            # The next tile has arrived, for all threads; and all have read the last slice of this one.
+            warp.cp_async_wait(pending)
+            cuda.syncthreads()
+            p, into = int32(p + depth), int32(into + stage_words)
+            from_a, from_b = from_a + advance_a(a_stride), from_b + advance_b(b_stride)
+            here = int32(here + stage_words)
+            if into == ring_words:
+                into = int32(0)
+            if here == ring_words:
+                here = int32(0)
+            load(0, shared, a_fragments, here + first_a, b_fragments, here + first_b)
+            add(3, sums, a_fragments, b_fragments)
+
+        warp.cp_async_wait(0)
+        cuda.syncthreads()
+        write(c, c_stride, m, n, row + warp_row, column + warp_column, sums, shared, warp_number, lane)
+
+    return Kernel(tensor_core_matmul, threads=tile.threads, architecture="sm_80")
+
+
+def compute(a: Matrix, b: Matrix, c: Matrix) -> None:
+    """Enqueue c = a b."""
+    if c.order == "columns":
+        compute(b.T, a.T, c.T)
+        return
+    multiple = 16 // a.itemsize
+    a, b = packed(a, multiple, padded=True), packed(b, multiple, padded=True)
+    multiple = 16 // c.itemsize
+    fits = c.order == "rows" and c.row_stride % multiple == 0 and c.address % 16 == 0
+    out = c if fits else scratch(c.rows, c.columns, c.dtype, multiple)
+    a_across, b_across = a.order == "columns", b.order == "rows"
+    tile = choose(c.rows, c.columns)
+    kernel(a.dtype, c.dtype, a_across, b_across, tile).launch(
+        (tile_count(c.rows, c.columns, tile),),
+        a.data,
+        b.data,
+        out.data,
+        a.column_stride if a_across else a.row_stride,
+        b.row_stride if b_across else b.column_stride,
+        out.row_stride,
+        c.rows,
+        c.columns,
+        a.columns,
+        shared=tile.shared,
+    )
+    if out is not c:
+        copy_back(out, c)
+
+
+def choose(m: int, n: int) -> Tile:
+    """Return the tile for c (m, n) with which the busiest multiprocessor has the smallest part of c."""
+    large = LARGE if shared_memory() >= LARGE.shared else TIGHT
+
+    def part(tile: Tile) -> int:
+        return -(-tile_count(m, n, tile) // device.multiprocessors()) * tile.rows * tile.columns
+
+    return min((large, SMALL), key=part)  # the first one, where both have the same
+
+
+def shared_memory() -> int:
+    """Return how many bytes of shared memory a block may have: 163 KB on an A100, 227 on an H100."""
+    if device.backend() != "gpu":
+        return 227 * 1024
+    from . import gpu
+
+    current = gpu.get()
+    return current.properties(current.current()).shared_per_block
+
+
+def tile_count(m: int, n: int, tile: Tile) -> int:
+    """Return how many tiles cover c (m, n)."""
+    return -(-m // tile.rows) * -(-n // tile.columns)
+
+
+RUNG = CudaRung(
+    number=9,
+    name="s9_tensor_core",
+    device="cuda",
+    idea="A tensor core multiplies 16 x 16 by 16 x 8 elements in one instruction, out of a warp's registers.",
+    dtypes=("float16", "bfloat16", "float32"),
+    compute=compute,
+    architecture="sm_80",
+    tf32=True,
+    simulated=False,
+)
