@@ -8,12 +8,17 @@ any row has its figure. To show a new figure, add a line to `COLUMNS`.
     series, size         a point of a curve: the curve's name and the x of its point (see `plots.py`)
     gflops               10^9 floating-point operations a second
     percent_of_peak      our rate as a share of the FMA peak of the cores that it uses (`roofline.measure`)
+    percent_of_gpu_peak  our rate as a share of the GPU's measured peak in that arithmetic (`gpu_peaks`)
     percent_of_peer      our rate as a share of the peer's, in percent
+    beyond_peer          our median less the peer's, in seconds: below 0 we are faster
     rows_per_s           rows (examples, sequences) of a global batch, a second
     bytes_per_step       bytes that one rank puts on the wire in a step
-    goal                 {"of": "ratio" or "median", "below": limit}: what this project set itself
+    goal                 {"of": "ratio", "median" or "beyond_peer", "below": limit}: this project's own
     note                 a few words on what is measured
     peer, ...            a comparison, see `turns.py`
+
+Of the CUDA ladder, which has a table of its own beside the columns (`ladder.py`): rung, dtype ("tf32" is
+float32 with factors so rounded), order ("nt": b is transposed), peer_gflops, peak_gflops, peak_gb_per_s.
 """
 
 from __future__ import annotations
@@ -50,6 +55,16 @@ def number(value: float) -> str:
 def times(ratio: float) -> str:
     """A ratio: two decimals, or three digits where that is fewer: `0.92`, `24.89`, `10,300`."""
     return number(ratio) if ratio >= 100 else f"{ratio:.2f}"
+
+
+def kind_name(dtype: str) -> str:
+    """What the arithmetic of a product is called: `TF32`, which is no dtype of memory, or the dtype."""
+    return "TF32" if dtype == "tf32" else dtype
+
+
+def difference(value: float) -> str:
+    """A difference of durations, with its sign: `+3.14 µs`."""
+    return f"{'-' if value < 0 else '+'}{seconds(abs(value))}"
 
 
 def _three(value: float) -> str:
@@ -113,7 +128,8 @@ def _goal(entry: Entry) -> str | None:
     if found is None:
         return None
     _, limit, kept = found
-    text = seconds(limit) if entry["extra_info"]["goal"]["of"] == "median" else f"{limit:g}"
+    in_seconds = entry["extra_info"]["goal"]["of"] in ("median", "beyond_peer")
+    text = seconds(limit) if in_seconds else f"{limit:g}"
     return f"{'met' if kept else 'missed'}, < {text}"
 
 
@@ -121,13 +137,16 @@ PEER = Column("beside", _extra("peer", str), right=False)
 PEER_TIME = Column("its time", _extra("peer_median", seconds))
 SHARE = Column("of its speed", _extra("percent_of_peer", lambda value: f"{number(value)}%"))
 RATIO = Column("ratio of times", _ratio)
+BEYOND = Column("beyond its time", _extra("beyond_peer", difference))
 GOAL = Column("goal", _goal, right=False)
 COLUMNS = (
     Column("time", lambda entry: seconds(entry["stats"]["median"])),
     Column("GFLOP/s", _extra("gflops", number)),
     SHARE,
     Column("of the FMA peak", _extra("percent_of_peak", lambda value: f"{number(value)}%")),
+    Column("of the GPU's peak", _extra("percent_of_gpu_peak", lambda value: f"{number(value)}%")),
     RATIO,
+    BEYOND,
     GOAL,
     PEER,
     PEER_TIME,

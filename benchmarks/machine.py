@@ -1,7 +1,7 @@
 """What this machine is, in figures that mean something to someone else; never its name, user or paths.
 
 A result without its machine says nothing, so each results file opens with `describe()`, and is called after
-`slug()`. Both read files and environment variables only, but for the GPU, which takes one `nvidia-smi` with
+`slug()`. Both read files and environment variables only, but for the GPU, which takes one other process with
 a time limit.
 """
 
@@ -14,10 +14,21 @@ import platform
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 GPU_QUERY = ("name", "driver_version", "memory.total", "compute_cap")
+GPU_DEVICES = ("/dev/nvidiactl", "/dev/dxg")  # Linux, and Linux inside Windows
+# In a fresh Python, so that a driver which fails or hangs does it there.
+ASK_DRIVER = """
+from minidist.kernels.cuda import gpu
+driver = gpu.get()
+for number in range(driver.count):
+    found = driver.properties(number)
+    capability = ".".join(map(str, found.capability))
+    print(f"{found.name}, CUDA {found.driver}, {found.memory >> 20}, {capability}")
+"""
 
 
 def describe() -> dict[str, Any]:
@@ -44,17 +55,29 @@ def software() -> dict[str, Any]:
         "torch": version("torch"),
         "numba": version("numba"),
         "numba-cuda": version("numba-cuda"),
+        "cuda-bindings": version("cuda-bindings"),
+        **{
+            name: version(f"nvidia-{name}") or version(f"nvidia-{name}-cu12")
+            for name in ("nvvm", "nvjitlink")
+        },
     }
 
 
-def slug(machine: dict[str, Any]) -> str:
-    """A machine's file name: CPU, usable cores, GPUs, as `amd-epyc-9654-8-cores-2x-nvidia-h100`."""
-    name = f"{_plain(machine['cpu'])} {machine['cores']} core{'s' if machine['cores'] != 1 else ''}"
+def slug(machine: dict[str, Any], whole: bool = False) -> str:
+    """A machine's file name: its GPUs, as `2x-nvidia-h200`, or CPU and usable cores, `amd-epyc-8-cores`.
+
+    With `whole` it has both.
+    """
+    words = []
     found = machine["gpus"] or []
     if found:
-        many = f"{len(found)}x " if len(found) > 1 else ""
-        name += f" {many}{_plain(found[0]['name'])}"
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+        words += [f"{len(found)}x"] if len(found) > 1 else []
+        words.append(_plain(found[0]["name"]))
+    if whole or not found:
+        words.append(
+            f"{_plain(machine['cpu'])} {machine['cores']} core{'s' if machine['cores'] != 1 else ''}"
+        )
+    return re.sub(r"[^a-z0-9]+", "-", " ".join(words).lower()).strip("-")
 
 
 def title(machine: dict[str, Any]) -> str:
@@ -170,13 +193,16 @@ def blas() -> dict[str, Any] | None:
 def gpus(timeout: float = 10.0) -> list[dict[str, Any]] | None:
     """NVIDIA GPUs as {name, driver, memory_bytes, compute_capability}; None where nvidia-smi finds none.
 
-    CUDA_VISIBLE_DEVICES is not applied: this is what the machine has.
+    CUDA_VISIBLE_DEVICES is not applied: this is what the machine has. A container may have a GPU without
+    nvidia-smi: then the driver itself is asked, which gives the CUDA version that it is for.
     """
-    if shutil.which("nvidia-smi") is None:
-        return None
-    text = output(
-        ["nvidia-smi", f"--query-gpu={','.join(GPU_QUERY)}", "--format=csv,noheader,nounits"], timeout
-    )
+    text = None
+    if shutil.which("nvidia-smi"):
+        text = output(
+            ["nvidia-smi", f"--query-gpu={','.join(GPU_QUERY)}", "--format=csv,noheader,nounits"], timeout
+        )
+    elif any(map(os.path.exists, GPU_DEVICES)):
+        text = output([sys.executable, "-c", ASK_DRIVER], timeout=60.0)
     found = []
     for line in (text or "").splitlines():
         fields = [field.strip() for field in line.split(",")]

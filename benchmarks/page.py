@@ -9,9 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from html import escape
+from typing import Any
 
-from minidist.benchmarks import columns, machine, report
-from minidist.benchmarks.plots import plot
+from minidist.benchmarks import columns, ladder, ladder_plots, machine, report
+from minidist.benchmarks.ladder import Ladder
+from minidist.benchmarks.plots import Plot, plot
 from minidist.benchmarks.report import Section
 from minidist.benchmarks.results import Results
 
@@ -70,6 +72,8 @@ def page(machines: Mapping[str, Results]) -> str:
         "middle half."
     )
     body = "".join(_machine(slug, found) for slug, found in machines.items())
+    if not any(ladder.of(slug, found) for slug, found in machines.items()):
+        body += _ladder(ladder.pick({}), "cuda-ladder")
     navigation = f"<nav>{links}</nav>" if len(machines) > 1 else ""
     return (
         f"{head}<body><main>\n<h1>{title}</h1>\n<p>{intro}</p>\n{navigation}\n{body}</main></body>\n</html>\n"
@@ -81,8 +85,12 @@ def _machine(slug: str, found: Results) -> str:
     met, of = report.goals(found)
     latest = found["runs"][max(found["runs"])]["software"]
     blas = latest["blas"]
+    gpus = info["gpus"] or []
     facts = {
         "Goals met": f"{met} of {of}" if of else "",
+        "GPU": _gpus(gpus) if gpus else "",
+        "Driver": str(gpus[0]["driver"]) if gpus else "",
+        "numba-cuda": (latest.get("numba-cuda") or "") if gpus else "",
         "Cores": str(info["cores"]),
         "Caches": ", ".join(f"{name} {size}" for name, size in info["caches"].items()),
         "BLAS": f"{blas['name']} {blas['version']}" if blas else "",
@@ -95,17 +103,60 @@ def _machine(slug: str, found: Results) -> str:
     shown = "".join(
         _section(section, found, f"{slug}-{number}") for number, section in enumerate(report.sections(found))
     )
+    climbed = ladder.of(slug, found)
+    if climbed:
+        shown = _ladder(climbed, f"{slug}-ladder") + shown
     return f'<h2 id="{escape(slug)}">{escape(machine.title(info))}</h2>\n<dl>{listed}</dl>\n{shown}'
+
+
+def _gpus(gpus: list[dict[str, Any]]) -> str:
+    first = gpus[0]
+    many = f"{len(gpus)} x " if len(gpus) > 1 else ""
+    memory = f", {first['memory_bytes'] / 2**30:.0f} GiB" if first["memory_bytes"] else ""
+    return f"{many}{first['name']}{memory}, compute capability {first['compute_capability']}"
+
+
+def _ladder(climbed: Ladder, name: str) -> str:
+    """The CUDA ladder at a glance, or that it was not measured."""
+    figures = ""
+    if climbed.machine:
+        drawn = [
+            ladder_plots.bars(climbed, f"{name}-bars"),
+            ladder_plots.roofline(climbed, f"{name}-roofline"),
+        ]
+        figures = "".join(_figure(each) for each in drawn if each)
+    headings = "".join(
+        f'<th scope="col"{_class("right" if index else "")}>{escape(heading)}</th>'
+        for index, heading in enumerate(ladder.headings(climbed))
+    )
+    rows = "".join(
+        f'<tr><th scope="row">{escape(row.rung)}</th>'
+        + "".join(
+            f"<td{_class('right' if index else '')}>{escape(text)}</td>"
+            for index, text in enumerate(ladder.cells(climbed, row))
+        )
+        + "</tr>"
+        for row in climbed.rows
+    )
+    return (
+        f'<section>\n<h3 id="{name}">{escape(climbed.title)}</h3>\n'
+        f'<p class="quiet">{_prose(climbed.about)}</p>\n{figures}'
+        f"{_scrolling(name, headings, rows)}"
+        + (f'<p class="quiet">{escape(climbed.provenance)}</p>\n' if climbed.provenance else "")
+        + "</section>\n"
+    )
 
 
 def _section(section: Section, found: Results, name: str) -> str:
     drawn = plot(section, name)
-    figure = ""
-    if drawn:
-        svg = drawn.svg.replace("<svg", f'<svg role="img" aria-label="{escape(drawn.alt)}"', 1)
-        figure = f"<figure>{svg}<figcaption>{escape(drawn.caption)}</figcaption></figure>\n"
+    figure = _figure(drawn) if drawn else ""
     heading = f'<h3 id="{name}">{escape(section.title)}</h3>\n<p class="quiet">{_prose(section.about)}</p>\n'
     return f"<section>\n{heading}{figure}{_table(section, found, name)}</section>\n"
+
+
+def _figure(drawn: Plot) -> str:
+    svg = drawn.svg.replace("<svg", f'<svg role="img" aria-label="{escape(drawn.alt)}"', 1)
+    return f"<figure>{svg}<figcaption>{escape(drawn.caption)}</figcaption></figure>\n"
 
 
 def _table(section: Section, found: Results, name: str) -> str:
@@ -124,11 +175,17 @@ def _table(section: Section, found: Results, name: str) -> str:
                 kind = "good" if judged[2] else "bad"
             cells.append(f"<td{_class(kind)}>{escape(column.cell(entry) or '')}</td>")
         rows.append(f'<tr><th scope="row">{escape(columns.label(entry))}</th>{"".join(cells)}</tr>')
-    # A region that scrolls has to be reachable with the keyboard, and to say what it is.
+    return (
+        _scrolling(name, headings, "".join(rows))
+        + f'<p class="quiet">{escape(report.provenance(found, section.entries))}</p>\n'
+    )
+
+
+def _scrolling(name: str, headings: str, rows: str) -> str:
+    """A table in a region that scrolls: it has to be reachable with the keyboard, and to say what it is."""
     return (
         f'<div class="scroll" role="region" aria-labelledby="{name}" tabindex="0"><table>\n'
-        f"<thead><tr><td></td>{headings}</tr></thead>\n<tbody>{''.join(rows)}</tbody></table></div>\n"
-        f'<p class="quiet">{escape(report.provenance(found, section.entries))}</p>\n'
+        f"<thead><tr><td></td>{headings}</tr></thead>\n<tbody>{rows}</tbody></table></div>\n"
     )
 
 

@@ -1,32 +1,25 @@
 """The report's figures, as SVG that takes its colours from the page and so is right on light and on dark.
 
 A section's entries decide what is drawn: curves over a size where entries have `series` and `size`, shares
-of the limit where they have a goal, pairs of bars where they have a peer. Figures are narrow, so that on a
-phone their letters stay readable.
+of the limit where they have a goal, pairs of bars where they have a peer, or where that would be many bars of
+their shares.
 """
 
 from __future__ import annotations
 
-import io
 import math
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from minidist.benchmarks import columns
 from minidist.benchmarks.columns import Entry
+from minidist.benchmarks.drawing import BAD, GOOD, INK, PEER, after, apart, color, figure, shares, svg
 from minidist.benchmarks.report import Section
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
-WIDTH = 4.6  # inches; 10 pt letters are then 11 px high on a screen of 390 px
-SERIES = 8  # colours of series that the page defines, --series-0 to --series-7
-# matplotlib wants colours, the page has variables: each stands for one of these until the SVG is written.
-INK, MUTED, GRID, PEER, GOOD, BAD = (f"#0000f{index}" for index in range(6))
-STAND_INS = {INK: "--ink", MUTED: "--muted", GRID: "--grid", PEER: "--peer", GOOD: "--good", BAD: "--bad"}
-STAND_INS |= {f"#0001f{index}": f"--series-{index}" for index in range(SERIES)}
+MOST_PAIRS = 12  # of bars; of more rows the shares are drawn, a bar each
 
 
 @dataclass(frozen=True)
@@ -49,11 +42,9 @@ def plot(section: Section, name: str) -> Plot | None:
         return _curves(section, curves, name)
     if judged:
         return _goals(judged, name)
+    if len(paired) > MOST_PAIRS and all("percent_of_peer" in entry["extra_info"] for entry in paired):
+        return _shares(section, paired, name)
     return _pairs(paired, name) if paired else None
-
-
-def _color(index: int) -> str:
-    return f"#0001f{index % SERIES}"
 
 
 def _curves(section: Section, entries: list[Entry], page_name: str) -> Plot:
@@ -65,12 +56,12 @@ def _curves(section: Section, entries: list[Entry], page_name: str) -> Plot:
         lines.setdefault(extra["series"], []).append((extra["size"], extra["gflops"]))
         if "peer_gflops" in extra:
             peer[extra["size"]] = max(extra["peer_gflops"], peer.get(extra["size"], 0.0))
-    figure, axes = _figure(3.6)
+    drawn, axes = figure(3.6)
     ends = []
     for index, (name, points) in enumerate(lines.items()):
         xs, ys = zip(*sorted(points), strict=True)
-        axes.plot(xs, ys, marker="o", markersize=4, linewidth=2, color=_color(index))
-        ends.append((xs[-1], ys[-1], name, _color(index)))
+        axes.plot(xs, ys, marker="o", markersize=4, linewidth=2, color=color(index))
+        ends.append((xs[-1], ys[-1], name, color(index)))
     if peer:
         xs, ys = zip(*sorted(peer.items()), strict=True)
         axes.plot(xs, ys, marker="s", markersize=4, linewidth=2, linestyle="--", color=PEER)
@@ -80,9 +71,10 @@ def _curves(section: Section, entries: list[Entry], page_name: str) -> Plot:
     sizes = sorted({entry["extra_info"]["size"] for entry in entries})
     axes.set_xticks(sizes, [str(size) for size in sizes])
     axes.minorticks_off()
+    axes.set_yticks(_ticks(*axes.get_ylim()))
     low, high = axes.get_xlim()
     axes.set_xlim(low, high * (high / low) ** 0.42)  # room for the names at the lines' ends
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}")
     axes.set_xlabel("rows and columns of each matrix")
     axes.set_ylabel("GFLOP/s")
     _name_ends(axes, ends)
@@ -91,40 +83,45 @@ def _curves(section: Section, entries: list[Entry], page_name: str) -> Plot:
     )
     beside = f", {section.peer or 'the peer'} {columns.number(max(peer.values()))}" if peer else ""
     return Plot(
-        _svg(figure, page_name),
+        svg(drawn, page_name),
         f"Curves of GFLOP/s over the size of the matrices. {best}{beside}.",
         "Speed over size, both on logarithmic scales; higher is better.",
     )
 
 
+def _ticks(low: float, high: float) -> list[float]:
+    """Round numbers on a logarithmic axis: powers of ten, and numbers between where these are few."""
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    for digits in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 5, 7)):
+        found = [digit * 10.0**decade for decade in decades for digit in digits]
+        found = [tick for tick in found if low <= tick <= high]
+        if len(found) > 1:
+            break
+    return found
+
+
 def _name_ends(axes: Axes, ends: list[tuple[float, float, str, str]]) -> None:
     """Write each line's name at its end; names that would lie on each other move apart, within the axes."""
     low, high = (math.log(limit) for limit in axes.get_ylim())
-    gap = (high - low) * 0.065
     ends = sorted(ends, key=lambda end: end[1])
-    heights = [math.log(y) for _, y, _, _ in ends]
-    for below in range(len(ends) - 1):
-        heights[below + 1] = max(heights[below + 1], heights[below] + gap)
-    ceiling = high
-    for index in reversed(range(len(ends))):
-        heights[index] = min(heights[index], ceiling)
-        ceiling = heights[index] - gap
+    heights = apart([math.log(y) for _, y, _, _ in ends], (high - low) * 0.065, high)
     beside: dict[str, Any] = {"xytext": (8, 0), "textcoords": "offset points"}
-    for (x, _, name, color), height in zip(ends, heights, strict=True):
-        axes.annotate(name, (x, math.exp(height)), va="center", color=color, fontsize=10, **beside)
+    for (x, _, name, shade), height in zip(ends, heights, strict=True):
+        axes.annotate(name, (x, math.exp(height)), va="center", color=shade, fontsize=10, **beside)
 
 
 def _goals(entries: list[Entry], page_name: str) -> Plot:
     """What was measured as a share of the limit; the line is the limit."""
-    figure, axes = _figure(0.8 + 0.6 * len(entries))
+    drawn, axes = figure(0.8 + 0.6 * len(entries))
     told = []
     for row, entry in enumerate(entries):
         judged = columns.goal(entry)
         assert judged is not None
         value, limit, kept = judged
-        axes.barh(row + 0.18, value / limit, height=0.36, color=GOOD if kept else BAD)
+        share = max(0.0, value / limit)  # a difference may be below 0
+        axes.barh(row + 0.18, share, height=0.36, color=GOOD if kept else BAD)
         axes.text(0, row - 0.22, columns.label(entry), va="center", fontsize=10, color=INK)
-        _after(axes, value / limit, row + 0.18, f"{value / limit:.2f}")
+        after(axes, share, row + 0.18, f"{value / limit:.2f}")
         told.append(f"{columns.label(entry)} at {value / limit:.2f} of its limit")
     axes.axvline(1.0, color=INK, linewidth=1.2, linestyle="--")
     axes.set_xlim(0, max(1.15, *axes.get_xlim()) * 1.12)
@@ -132,7 +129,7 @@ def _goals(entries: list[Entry], page_name: str) -> Plot:
     axes.set_yticks([])
     axes.set_xlabel("share of the limit")
     return Plot(
-        _svg(figure, page_name),
+        svg(drawn, page_name),
         f"Bars beside a limit of 1: {'; '.join(told)}.",
         "Goals: what is left of the line is met.",
     )
@@ -140,7 +137,7 @@ def _goals(entries: list[Entry], page_name: str) -> Plot:
 
 def _pairs(entries: list[Entry], page_name: str) -> Plot:
     """Our time and the peer's, row by row."""
-    figure, axes = _figure(0.8 + 0.75 * len(entries))
+    drawn, axes = figure(0.8 + 0.75 * len(entries))
     unit, scale = _unit(
         max(max(entry["stats"]["median"], entry["extra_info"]["peer_median"]) for entry in entries)
     )
@@ -149,12 +146,12 @@ def _pairs(entries: list[Entry], page_name: str) -> Plot:
         extra = entry["extra_info"]
         ours, peer = entry["stats"]["median"], extra["peer_median"]
         axes.text(0, row - 0.34, columns.label(entry), va="center", fontsize=10, color=INK)
-        for offset, value, color, name in (
-            (-0.04, ours, _color(0), extra.get("program", "minidist")),
+        for offset, value, shade, name in (
+            (-0.04, ours, color(0), extra.get("program", "minidist")),
             (0.27, peer, PEER, extra["peer"]),
         ):
-            axes.barh(row + offset, value * scale, height=0.28, color=color)
-            _after(axes, value * scale, row + offset, f"{columns.seconds(value)}, {name}")
+            axes.barh(row + offset, value * scale, height=0.28, color=shade)
+            after(axes, value * scale, row + offset, f"{columns.seconds(value)}, {name}")
         told.append(
             f"{columns.label(entry)} {columns.seconds(ours)}, {extra['peer']} {columns.seconds(peer)}"
         )
@@ -163,16 +160,25 @@ def _pairs(entries: list[Entry], page_name: str) -> Plot:
     axes.set_yticks([])
     axes.set_xlabel(unit)
     return Plot(
-        _svg(figure, page_name),
+        svg(drawn, page_name),
         f"Bars of times: {'; '.join(told)}.",
         "Median times in turn; shorter is better.",
     )
 
 
-def _after(axes: Axes, x: float, y: float, text: str) -> None:
-    """Write what a bar stands for after its end."""
-    axes.annotate(
-        text, (x, y), xytext=(4, 0), textcoords="offset points", va="center", fontsize=9, color=MUTED
+def _shares(section: Section, entries: list[Entry], page_name: str) -> Plot:
+    """Our rate as a share of the peer's, a bar for each row."""
+    kinds = list(dict.fromkeys(entry["extra_info"].get("dtype") for entry in entries))
+    rows = []
+    for entry in entries:
+        percent, index = entry["extra_info"]["percent_of_peer"], kinds.index(entry["extra_info"].get("dtype"))
+        rows.append((columns.label(entry), percent, f"{columns.number(percent)}%", color(index)))
+    peer = section.peer or "the other"
+    drawn, told = shares(rows, f"share of {peer}'s speed, percent")
+    return Plot(
+        svg(drawn, page_name),
+        f"Bars beside a line at 100 percent of {peer}'s speed: {told}.",
+        f"Share of {peer}'s speed; the line is as fast.",
     )
 
 
@@ -182,43 +188,3 @@ def _unit(longest: float) -> tuple[str, float]:
         if longest < limit:
             return unit, scale
     return "s", 1.0
-
-
-def _figure(height: float) -> tuple[Figure, Axes]:
-    """An empty figure, on a transparent ground, in stand-in colours."""
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
-    with mpl.rc_context({"font.size": 10, "axes.edgecolor": MUTED, "axes.labelcolor": MUTED}):
-        figure = Figure(figsize=(WIDTH, height), layout="constrained")
-        axes = figure.subplots()
-    figure.patch.set_alpha(0)
-    axes.patch.set_alpha(0)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.tick_params(colors=MUTED, labelsize=9, length=0)
-    axes.grid(color=GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
-    return figure, axes
-
-
-def _svg(figure: Figure, name: str) -> str:
-    """The figure as an <svg> element in the page's colours and font, its ids its own, its size not fixed."""
-    import matplotlib as mpl
-
-    text = io.StringIO()
-    # Text stays text, so that it can be read aloud, searched and take the page's font.
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "minidist"}):
-        figure.savefig(
-            text, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None}
-        )
-    svg = text.getvalue()
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
-    svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
-    for stand_in, variable in STAND_INS.items():
-        svg = svg.replace(stand_in, f"var({variable})")
-    # Several figures share one page: what nothing refers to needs no id, and what remains is made unique.
-    used = set(re.findall(r"#([\w.-]+)", svg))
-    svg = re.sub(r' id="([^"]+)"', lambda found: f' id="{name}-{found[1]}"' if found[1] in used else "", svg)
-    return re.sub(r"#(?=[\w.-]+[\")])", f"#{name}-", svg)

@@ -44,6 +44,7 @@ class Section:
             columns.PEER_TIME: self.peer,
             columns.SHARE: f"of {self.peer}",
             columns.RATIO: f"time over {self.peer}",
+            columns.BEYOND: f"beyond {self.peer}",
         }
         return [replace(c, heading=renamed.get(c, c.heading)) for c in shown if c != columns.PEER]
 

@@ -2,7 +2,8 @@
 
     {"schema": 1,
      "machine_info": {...},                        machine.describe(); no host name
-     "runs": {"2025-01-31T12:00:00+00:00": {"mode": "quick", "software": {...}, "commit": "1a2b3c4"}},
+     "runs": {"2025-01-31T12:00:00+00:00": {"mode": "quick", "software": {...}, "commit": "1a2b3c4",
+                                            "driver": "580.65.06"}},                  where there is a GPU
      "suites": {"bench_launch": "the first paragraph of the suite's docstring"},
      "benchmarks": [{"suite", "group", "name", "fullname", "params", "run", "stats", "extra_info"}]}
 
@@ -45,6 +46,22 @@ def folder() -> Path:
     """Where results go: into the source tree, or for an installed package into ./minidist-results."""
     root = checkout()
     return root / "benchmarks" / "results" if root else Path("minidist-results")
+
+
+def own_file(where: Path, info: dict[str, Any]) -> Path:
+    """Where a machine's results are: named after its GPU, or its CPU.
+
+    A GPU may be in many machines: where the file with its name is another one's, the CPU's name is added.
+    Raises ValueError where that file can't be read.
+    """
+    path = where / f"{machine.slug(info)}.json"
+    if not info["gpus"] or not path.exists() or _same(load(path)["machine_info"], info):
+        return path
+    return where / f"{machine.slug(info, whole=True)}.json"
+
+
+def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return machine.slug(one, whole=True) == machine.slug(other, whole=True)
 
 
 def load(path: Path) -> Results:
@@ -93,7 +110,7 @@ def in_order(where: Path, first: str | None = None) -> tuple[str | None, dict[st
         raise ValueError(f"no results in {where}: run `minidist bench` first")
     if first is not None and first not in found:
         raise unknown("machine", first, found)
-    leader = first or machine.slug(machine.describe())
+    leader = first or own_file(where, machine.describe()).stem
     if leader not in found:
         return None, found
     return leader, {leader: found.pop(leader), **found}

@@ -3,6 +3,7 @@
 minidist bench                     quick: a few minutes on two cores
 minidist bench --full              all sizes, more rounds
 minidist bench launch -k warm      one suite, and of it what pytest's -k selects
+minidist bench cuda                the CUDA ladder, on a GPU
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class Outcome:
     seconds: float
     failed: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
+    suites: list[str] = field(default_factory=list)  # of which something was measured
 
 
 def suites() -> dict[str, Path]:
@@ -72,13 +74,15 @@ def run(
         if name not in known:
             raise unknown("suite", name, known)
     info = machine.describe()
-    path = out or results.folder() / f"{machine.slug(info)}.json"
+    path = out or results.own_file(results.folder(), info)
     results.check_writable(path)  # before the minutes are spent
     watcher = Watcher(show)
     started = time.monotonic()
     measured = _pytest([known[name] for name in names] or list(known.values()), full, keyword, watcher)
     if watcher.broken:
         raise ValueError(f"the benchmarks could not be collected: {watcher.broken[0]}")
+    if not watcher.collected and watcher.left_out:
+        raise ValueError("; ".join(watcher.left_out.values()))
     if not watcher.collected:
         raise ValueError(f"no benchmark matches -k {keyword!r}: run without -k, or with a part of a name")
     # A benchmark that failed after it was timed did not do what it is known for.
@@ -86,11 +90,22 @@ def run(
     new = _results(passed, info, watcher, full)
     # Read only now: another run may have written meanwhile.
     old = results.load(path) if path.exists() else None
-    merged = results.merge(old, new, everything=None if names or keyword else watcher.collected)
+    everything = None if names or keyword else [*watcher.collected, *_left_out(old, watcher)]
+    merged = results.merge(old, new, everything=everything)
     if passed:
         results.save(merged, path)
     failed = [f"{name.partition('::')[2]}: {reason}" for name, reason in watcher.failed.items()]
-    return Outcome(path, merged, len(passed), time.monotonic() - started, failed, watcher.skipped)
+    skipped = [f"{suite}: {reason}" for suite, reason in watcher.left_out.items()] + watcher.skipped
+    suites_measured = sorted(new["suites"])
+    return Outcome(path, merged, len(passed), time.monotonic() - started, failed, skipped, suites_measured)
+
+
+def _left_out(old: results.Results | None, watcher: Watcher) -> list[str]:
+    """The benchmarks that are there of suites which can't run now, as where a GPU is away: they stay."""
+    suites_left_out = {f"bench_{name}" for name in watcher.left_out}
+    return [
+        entry["fullname"] for entry in (old or {}).get("benchmarks", []) if entry["suite"] in suites_left_out
+    ]
 
 
 def _pytest(paths: Sequence[Path], full: bool, keyword: str, watcher: Watcher) -> list[dict[str, Any]]:
@@ -164,6 +179,8 @@ def _results(
         name: text for name, text in watcher.about.items() if name in {entry["suite"] for entry in entries}
     }
     described = {"mode": "full" if full else "quick", "software": machine.software(), "commit": _commit()}
+    if info["gpus"]:
+        described["driver"] = info["gpus"][0]["driver"]
     return {
         "schema": results.SCHEMA,
         "machine_info": info,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ class Watcher:
         self.about: dict[str, str] = {}
         self.failed: dict[str, str] = {}  # by fullname, what went wrong
         self.skipped: list[str] = []
+        self.left_out: dict[str, str] = {}  # suites by name, and why
         self.broken: list[str] = []
         self.crash = ""
         self._group: str | None = None
@@ -60,9 +62,12 @@ class Watcher:
         self.crash = excinfo.exconly()
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Note what keeps a suite from being read."""
+        """Note what keeps a suite from being read, and a suite that says why it can't be measured here."""
         if report.failed:
             self.broken.append(f"{report.nodeid}: {_reason(report)}")
+        elif report.skipped:
+            suite = Path(report.nodeid).stem.removeprefix("bench_")
+            self.left_out[suite] = _why_skipped(report)
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Now it is known how many there are."""
@@ -78,6 +83,11 @@ class Watcher:
         self._progress.update(
             self._task, description=nodeid.partition("::")[2].removeprefix("test_"), refresh=True
         )
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Note why the run ended before its end."""
+        if session.shouldfail:
+            self.skipped.append(f"what comes after: {session.shouldfail}")
 
     def pytest_runtest_teardown(self, item: pytest.Item) -> None:
         """Show what it measured."""
@@ -103,11 +113,15 @@ class Watcher:
                 f"  {name} failed: {_reason(report)}", style="red", highlight=False, markup=False
             )
         elif report.skipped:
-            reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext
-            self.skipped.append(f"{name}: {str(reason).removeprefix('Skipped: ')}")
+            self.skipped.append(f"{name}: {_why_skipped(report)}")
         if report.when == "teardown":
             self._progress.advance(self._task)
             self._progress.refresh()
+
+
+def _why_skipped(report: pytest.CollectReport | pytest.TestReport) -> str:
+    reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext
+    return str(reason).removeprefix("Skipped: ")
 
 
 def _reason(report: pytest.CollectReport | pytest.TestReport) -> str:

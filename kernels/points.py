@@ -19,11 +19,14 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import DTypeLike
 
-from . import harness
+from . import gpu_timer, harness
 from .peaks import Roof
 from .rung import Rung, empty
 
 Product = Rung | Callable[..., Any]  # a rung, numpy.matmul, or any function of two arrays
+# What has elements of the same size: TF32 is a way to round float32 in registers, and NumPy has bfloat16 only
+# with ml_dtypes.
+IN_MEMORY = {"tf32": "float32", "bfloat16": "float16"}
 
 
 def intensity(m: int, n: int, k: int, dtype: DTypeLike = "float32") -> float:
@@ -33,7 +36,12 @@ def intensity(m: int, n: int, k: int, dtype: DTypeLike = "float32") -> float:
     """
     if min(m, n, k) < 1:
         raise ValueError(f"m, n, k are {m}, {n}, {k}: pass 1 or more, as an empty product has no rate")
-    return harness.flops(m, n, k) / harness.bytes(m, n, k, dtype)
+    return harness.flops(m, n, k) / fewest_bytes(m, n, k, dtype)
+
+
+def fewest_bytes(m: int, n: int, k: int, dtype: DTypeLike = "float32") -> int:
+    """Return the bytes of a, b and c, each moved once; `dtype` may be "tf32" and "bfloat16", too."""
+    return harness.bytes(m, n, k, IN_MEMORY.get(str(dtype), dtype))
 
 
 @dataclass(frozen=True)
@@ -62,7 +70,7 @@ class Point:
     @property
     def bytes(self) -> int:
         """Return the fewest bytes that the product moves: a and b read once, c written once."""
-        return harness.bytes(self.m, self.n, self.k, self.dtype)
+        return fewest_bytes(self.m, self.n, self.k, self.dtype)
 
     @property
     def intensity(self) -> float:
@@ -113,6 +121,28 @@ def median_seconds(
             start = time.perf_counter()
             function(a, b, **out)
             times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def median_gpu_seconds(
+    product: Product, m: int, n: int, k: int, dtype: str, timer: gpu_timer.GpuTimer, seconds: float
+) -> float:
+    """Return the median time of a call with tensors (m, k) and (k, n) on torch's GPU, by the GPU's own clock.
+
+    As `median_seconds`: calls for `seconds`, and three at least, after one that is not timed.
+    """
+    import torch
+
+    kind = getattr(torch, dtype)
+    # Random values: zeros switch fewer transistors, and the clock would be higher than in real work.
+    a, b = (torch.randn(shape, device=timer.device).to(kind) for shape in ((m, k), (k, n)))
+    function = product.matmul if isinstance(product, Rung) else product
+    out = {"out": torch.empty(m, n, device=timer.device, dtype=kind)} if isinstance(product, Rung) else {}
+    function(a, b, **out)
+    timer.wait()
+    times: list[float] = []
+    while len(times) < 3 or sum(times) < seconds:
+        times.append(timer.seconds(lambda: function(a, b, **out)))
     return statistics.median(times)
 
 

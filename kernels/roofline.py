@@ -24,12 +24,12 @@ from typing import TYPE_CHECKING, Literal, overload
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from . import gpu_peaks, peaks_file
+from . import gpu_peaks, gpu_timer, peaks_file
 from .cpu import peaks as cpu_peaks
 from .cpu.caches import available_cpus
 from .cpu.simd import vector_unit
 from .peaks import Peaks, Roof, dtype_name
-from .points import Point, Product, intensity, median_seconds, product_name
+from .points import Point, Product, intensity, median_gpu_seconds, median_seconds, product_name
 from .rung import Rung
 
 if TYPE_CHECKING:
@@ -102,8 +102,10 @@ def place(
 
     `product` is a rung, a NumPy function such as numpy.matmul, or any function of two arrays; what it
     computes is not checked here (`harness.check` does that). `cores` names the roof: "one" core; "all" for
-    what uses threads, of which BLAS gets as many; "gpu". A rung knows its own; others count as "one". The
-    time is the median of calls for `seconds`, three at least: whole calls, with copies to a GPU and back.
+    what uses threads, of which BLAS gets as many; "gpu", for which the product gets tensors in the memory of
+    torch's GPU. A rung knows its own; others count as "one". The time is the median of calls for `seconds`,
+    three at least; on a GPU its own time, without Python's. A rung that multiplies float32 as TF32 stands
+    below the roof of that.
 
     Raises ValueError for a size below 1, and for a dtype or cores that were not measured.
     """
@@ -113,10 +115,15 @@ def place(
             cores = "gpu" if product.device == "cuda" else product.cores
     peaks = peaks or measure()
     name, threads = product_name(product), peaks.cores if cores == "all" else 1
-    point(name, 1.0, m, n, k, dtype, cores, peaks)  # raises what is wrong before anything is timed
-    return point(
-        name, median_seconds(product, m, n, k, dtype, threads, seconds), m, n, k, dtype, cores, peaks
-    )
+    stored = dtype_name(dtype)
+    kind = "tf32" if stored == "float32" and isinstance(product, Rung) and product.tf32 else stored
+    point(name, 1.0, m, n, k, kind, cores, peaks)  # raises what is wrong before anything is timed
+    timer = gpu_timer.find() if cores == "gpu" else None
+    if timer:
+        took = median_gpu_seconds(product, m, n, k, stored, timer, seconds)
+    else:
+        took = median_seconds(product, m, n, k, dtype, threads, seconds)
+    return point(name, took, m, n, k, kind, cores, peaks)
 
 
 def point(
@@ -171,7 +178,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         action="append",
         default=[],
         metavar=("RUNG", "N"),
-        help="time N x N matrices in float32 with a rung, or with numpy on one core; may be repeated",
+        help="time N x N matrices with a rung of either ladder, or with numpy on one core, in float32 where "
+        "the rung takes it; may be repeated",
     )
     parser.add_argument("--plot", metavar="FILE", help="draw the roofline: .png, .svg or .pdf")
     options = parser.parse_args(arguments)
@@ -179,7 +187,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         asked = [(np.matmul if name == "numpy" else rung(name), _whole(n)) for name, n in options.place]
         with Console(stderr=True).status("measuring, a few seconds"):
             peaks = measure(options.fresh)
-            points = [place(product, n, n, n, peaks=peaks) for product, n in asked]
+            points = [place(product, n, n, n, _dtype(product), peaks=peaks) for product, n in asked]
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return 130
@@ -207,6 +215,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(error, file=sys.stderr)
             return 2
     return 0
+
+
+def _dtype(product: Product) -> str:
+    if isinstance(product, Rung) and "float32" not in product.dtypes:
+        return product.dtypes[-1]
+    return "float32"
 
 
 def _whole(text: str) -> int:

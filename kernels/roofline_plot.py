@@ -140,7 +140,8 @@ def _draw_points(axes: Axes, points: Sequence[Point], alone: bool) -> list[Any]:
     for index, (label, line) in enumerate(lines.items()):
         line = sorted(line, key=lambda point: point.intensity)
         xs, ys = [point.intensity for point in line], [point.rate / 1e9 for point in line]
-        color, marker = COLORS[index % len(COLORS)], MARKERS[index % len(MARKERS)]
+        color = COLORS[index % len(COLORS)]
+        marker = MARKERS[(index + index // len(COLORS)) % len(MARKERS)]  # another where colours come again
         axes.plot(xs, ys, marker=marker, color=color, linewidth=1, markersize=6, label=label, zorder=3)
         share = 100 * line[-1].share
         percent = f"{share:.0f}%" if share >= 10 else f"{share:.2g}%"

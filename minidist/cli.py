@@ -101,11 +101,11 @@ def train(
         raise typer.Exit(1)
 
 
-@app.command(epilog="Example: minidist bench launch --full")
+@app.command(epilog="Example: minidist bench launch --full. On a GPU: minidist bench cuda")
 def bench(
     suites: Annotated[
         list[str] | None,
-        typer.Argument(help="cpu_matmul, launch, training; or all."),
+        typer.Argument(help="cpu_matmul, cuda, launch, training; or all."),
     ] = None,
     full: Annotated[bool, typer.Option("--full", help="All sizes and more rounds.")] = False,
     keyword: Annotated[
@@ -127,12 +127,19 @@ def bench(
         for line in done.skipped:
             console.print(f"skipped {line}", style="yellow", highlight=False, markup=False)
         many = "benchmark" if done.measured == 1 else "benchmarks"
+        kept = "so nothing is kept."
+        if done.measured:
+            where = "" if out is None else f" --results {_short(out.parent)}"
+            kept = f"kept in {_short(done.path)}. To read them: minidist report{where}"
         console.print(
-            f"{done.measured} {many} in {done.seconds:.0f} s, kept in {_short(done.path)}. "
-            f"To read them: minidist report{'' if out is None else f' --results {_short(out.parent)}'}",
+            f"{done.measured} {many} in {done.seconds:.0f} s, {kept}",
             highlight=False,
             soft_wrap=True,
         )
+        if "bench_cuda" in done.suites:
+            from minidist.benchmarks import ladder
+
+            ladder.show(console, ladder.pick({done.path.stem: done.results}))
     if done.failed:
         _say(f"{len(done.failed)} failed: {'; '.join(done.failed)}")
         raise typer.Exit(1)
@@ -147,15 +154,20 @@ def report(
     debug: Debug = False,
 ) -> None:
     """Show what was measured: tables, and a page with plots."""
+    from minidist.benchmarks import ladder
     from minidist.benchmarks import report as tables
     from minidist.benchmarks import results as kept
 
     first, found = kept.in_order(results or kept.folder(), machine)
     if as_json:
-        _print_json({"machines": {slug: tables.as_json(each) for slug, each in found.items()}})
+        climbed = ladder.as_json(ladder.pick(found))
+        _print_json(
+            {"machines": {slug: tables.as_json(each) for slug, each in found.items()}, "cuda_ladder": climbed}
+        )
     else:
         console = _console()
         tables.show(console, found[next(iter(found))])
+        ladder.show(console, ladder.pick(found))
         if first is None:
             console.print("This machine has no results yet: run minidist bench", style="yellow")
         others = list(found)[1:]

@@ -39,30 +39,8 @@ class Part:
     required: bool = False  # nothing trains without it
 
 
-# Runs in a fresh Python and prints what it finds as JSON, each item on its own, so that one failure hides no
-# other.
-PROBE = """
-import json
-def attempt(find):
-    try:
-        return find()
-    except Exception as error:
-        return {"error": (type(error).__name__ + ": " + str(error)).splitlines()[0]}
-def about_torch():
-    import torch, torch.distributed as dist
-    return {"version": torch.__version__, "cuda": torch.version.cuda, "threads": torch.get_num_threads(),
-            "gloo": dist.is_available() and dist.is_gloo_available(),
-            "nccl": dist.is_available() and dist.is_nccl_available(),
-            "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]}
-def library(name):
-    from cuda.pathfinder import load_nvidia_dynamic_lib
-    return load_nvidia_dynamic_lib(name).found_via
-def about_numba_cuda():
-    import numba_cuda
-    return numba_cuda.__version__
-print(json.dumps({"torch": attempt(about_torch), "numba_cuda": attempt(about_numba_cuda),
-                  "nvvm": attempt(lambda: library("nvvm")), "nvrtc": attempt(lambda: library("nvrtc"))}))
-"""
+ITEMS = ("torch", "numba_cuda", "nvvm", "nvrtc", "nvJitLink", "ladder")
+LIBRARIES = ("nvvm", "nvrtc", "nvJitLink")
 
 
 def examine() -> list[Part]:
@@ -80,7 +58,8 @@ def examine() -> list[Part]:
         gpu(gpus, found["torch"]),
         nccl(gpus, found["torch"]),
         numba_cuda(found["numba_cuda"]),
-        *(library(name, found[name]) for name in ("nvvm", "nvrtc")),
+        *(library(name, found[name]) for name in LIBRARIES),
+        ladder(found["ladder"]),
         extra("scikit-learn", "bench", "the handwritten digits: minidist train takes --data bytes only"),
         extra("pytest-benchmark", "bench", "minidist bench"),
         extra("matplotlib", "bench", "the plots: minidist report prints its table only"),
@@ -88,11 +67,15 @@ def examine() -> list[Part]:
     ]
 
 
-def probe(program: str = PROBE, timeout: float = PROBE_TIMEOUT) -> dict[str, Any]:
-    """What a fresh process finds; the same error for each item where the process fails or takes too long."""
+def probe(program: str | None = None, timeout: float = PROBE_TIMEOUT) -> dict[str, Any]:
+    """What a fresh process finds; the same error for each item where the process fails or takes too long.
+
+    It runs `_probe.py`, or `program` where one is given.
+    """
+    asked = ["-m", "minidist._probe"] if program is None else ["-c", program]
     try:
         done = subprocess.run(
-            [sys.executable, "-c", program],
+            [sys.executable, *asked],
             capture_output=True,
             text=True,
             timeout=timeout,
@@ -105,7 +88,7 @@ def probe(program: str = PROBE, timeout: float = PROBE_TIMEOUT) -> dict[str, Any
     except (IndexError, ValueError):
         lines = done.stderr.strip().splitlines()
         error = lines[-1] if lines else f"a fresh Python ended with exit code {done.returncode}"
-    return {item: {"error": error} for item in ("torch", "numba_cuda", "nvvm", "nvrtc")}
+    return {item: {"error": error} for item in ITEMS}
 
 
 def cores() -> Part:
@@ -237,11 +220,29 @@ def numba_cuda(found: Any) -> Part:
 
 def library(name: str, found: Any) -> Part:
     """One of CUDA's compiler libraries, which come as wheels and need no GPU."""
-    title = name.upper()
+    title = name if name == "nvJitLink" else name.upper()
     if isinstance(found, str):
-        return Part(title, True, f"from {found}")
+        version = machine.version(f"nvidia-{name.lower()}") or machine.version(f"nvidia-cuda-{name.lower()}")
+        return Part(title, True, f"{version}, from {found}" if version else f"from {found}")
     cost = "kernels for a GPU can't be compiled, not even to be looked at"
     return Part(title, False, "not found", cost, "pip install 'minidist[cuda]'")
+
+
+def ladder(found: dict[str, Any]) -> Part:
+    """Where the CUDA ladder runs, and whether the driver fits the toolkit that compiles it."""
+    if "error" in found:
+        cost = "the rungs of the CUDA ladder can't run, not even in the emulator"
+        # The ladder's own errors end with what to do.
+        error = found["error"].partition(": ")[2] or found["error"]
+        return Part("CUDA ladder", False, error, cost, error.rpartition(": ")[2])
+    where, toolkit = found["backend"], found["toolkit"]
+    if where == "gpu":
+        text = f"on {found['gpu']}; driver for CUDA {found['driver']}, toolkit {toolkit}"
+    elif where == "emulator":
+        text = f"in the emulator, toolkit {toolkit}"
+    else:
+        text = "in Numba's simulator"
+    return Part("CUDA ladder", True, text)
 
 
 def extra(distribution: str, group: str, cost: str) -> Part:

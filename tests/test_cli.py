@@ -294,6 +294,22 @@ def test_bench_where_pytest_itself_fails_says_so(suite):
     assert "planted" in one_line(done.stderr)
 
 
+def test_bench_leaves_out_a_suite_that_cannot_run_here_and_says_why(suite):
+    left_out = "import pytest\npytest.skip('there is no GPU: it needs one', allow_module_level=True)\n"
+    (suite / "bench_other.py").write_text(left_out)
+    done = bench(suite, "other")
+    assert done.returncode == 2
+    assert one_line(done.stderr) == "minidist: there is no GPU: it needs one\n"
+    assert not (suite / "out.json").exists()
+    done = bench(suite, "fake", "-k", "left_out")
+    assert "0 benchmarks in 0 s, so nothing is kept." in done.stdout
+    assert not (suite / "out.json").exists()
+    done = bench(suite, "-k", "good")
+    assert done.returncode == 0
+    assert "skipped other: there is no GPU: it needs one" in done.stdout
+    assert json.loads((suite / "out.json").read_text())["benchmarks"][0]["name"] == "test_good"
+
+
 def test_bench_reads_old_results_before_it_spends_minutes(suite):
     (suite / "out.json").write_text("not json")
     done = bench(suite)
@@ -318,12 +334,17 @@ def test_report_shows_and_writes_a_page(capfd, suite, monkeypatch):
     assert (code, err) == (0, "")
     assert "a good one" in out
     assert "This machine has no results yet" in out  # they are not under its name
-    assert "half of it" in (suite / "report.html").read_text()
+    assert "The CUDA ladder beside torch.matmul: not measured" in out
+    html = (suite / "report.html").read_text()
+    assert "half of it" in html
+    assert "<td>not measured</td>" in html
 
 
 def test_report_prints_json_and_nothing_else(capfd, suite):
     assert bench(suite, "-k", "good").returncode == 0
     code, out, err = run(capfd, "report", "--results", str(suite), "--json")
     assert (code, err) == (0, "")
-    assert json.loads(out)["machines"]["out"]["sections"][0]["title"] == "things"
+    found = json.loads(out)
+    assert found["machines"]["out"]["sections"][0]["title"] == "things"
+    assert (found["cuda_ladder"]["machine"], len(found["cuda_ladder"]["rows"])) == (None, 10)
     assert not (suite / "report.html").exists()

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import time
 from types import SimpleNamespace
 
@@ -47,6 +48,8 @@ def test_every_missing_part_has_a_cost_and_a_remedy(parts):
         doctor.nccl(GPU, CPU_TORCH),
         doctor.numba_cuda(error),
         doctor.library("nvvm", error),
+        doctor.library("nvJitLink", error),
+        doctor.ladder(error),
         doctor.extra("a-package-that-nobody-has", "bench", "its work"),
     ]
     missing = [part for part in lacking if not part.ok]
@@ -67,6 +70,33 @@ def test_a_gpu_that_torch_cannot_use_is_told_apart():
     assert not cpu_build.ok
     assert "CPU-only build" in cpu_build.found
     assert "CUDA 13.0" in doctor.gpu(GPU, {**CPU_TORCH, "cuda": "13.0"}).found
+
+
+def test_where_the_cuda_ladder_runs_is_told(parts):
+    here = {part.name: part for part in parts}["CUDA ladder"]
+    assert here.ok, here
+    assert re.search("emulator|simulator|driver for CUDA", here.found)
+    on_gpu = doctor.ladder({"backend": "gpu", "toolkit": 13, "gpu": "NVIDIA H200", "driver": "13.0"})
+    assert on_gpu.ok
+    assert on_gpu.found == "on NVIDIA H200; driver for CUDA 13.0, toolkit 13"
+    assert "emulator" in doctor.ladder({"backend": "emulator", "toolkit": 13}).found
+    assert "simulator" in doctor.ladder({"backend": "simulator", "toolkit": 13}).found
+
+
+def test_a_driver_that_does_not_fit_is_told_with_its_remedy(monkeypatch):
+    monkeypatch.setenv("MINIDIST_CUDA_BACKEND", "wrong")
+    found = doctor.ladder(doctor.probe()["ladder"])
+    assert not found.ok
+    assert found.found.startswith("MINIDIST_CUDA_BACKEND is 'wrong'")
+    assert found.remedy == "set it to gpu, emulator, simulator, or unset it"
+
+
+def test_libraries_have_versions(monkeypatch):
+    versions = {"nvidia-nvjitlink": "13.5", "nvidia-cuda-nvrtc": "13.4"}
+    monkeypatch.setattr(doctor.machine, "version", versions.get)
+    assert doctor.library("nvJitLink", "site-packages").found == "13.5, from site-packages"
+    assert doctor.library("nvrtc", "site-packages").found == "13.4, from site-packages"
+    assert doctor.library("nvvm", "conda").found == "from conda"
 
 
 def test_nccl_is_missed_only_where_there_is_a_gpu():

@@ -2,6 +2,8 @@
 
 import json
 import platform
+import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -25,12 +27,18 @@ def described(**changes):
         ({"cpu": "Intel(R) Xeon(R) Gold 6248 CPU @ 2.50GHz"}, "intel-xeon-gold-6248-8-cores"),
         ({"cpu": "AMD Ryzen 7 5800H with Radeon Graphics"}, "amd-ryzen-7-5800h-8-cores"),
         ({"cpu": "Apple M2 Pro"}, "apple-m2-pro-8-cores"),
-        ({"gpus": [{"name": "NVIDIA H200"}]}, "amd-epyc-9654-8-cores-nvidia-h200"),
-        ({"gpus": [{"name": "NVIDIA H200"}] * 8}, "amd-epyc-9654-8-cores-8x-nvidia-h200"),
+        ({"gpus": [{"name": "NVIDIA H200"}]}, "nvidia-h200"),
+        ({"gpus": [{"name": "NVIDIA H200"}] * 8}, "8x-nvidia-h200"),
     ],
 )
 def test_slug(changes, slug):
     assert machine.slug(described(**changes)) == slug
+
+
+def test_a_whole_slug_has_the_cpu_beside_the_gpu():
+    assert machine.slug(described(), whole=True) == machine.slug(described())
+    with_gpu = described(gpus=[{"name": "NVIDIA H200"}])
+    assert machine.slug(with_gpu, whole=True) == "nvidia-h200-amd-epyc-9654-8-cores"
 
 
 def test_title():
@@ -90,6 +98,30 @@ def test_gpus_as_nvidia_smi_tells(monkeypatch):
     for broken in ("", None, "No devices were found\n"):
         monkeypatch.setattr(machine, "output", lambda *_, broken=broken: broken)
         assert machine.gpus() is None
+
+
+def test_without_nvidia_smi_the_driver_is_asked(monkeypatch, tmp_path):
+    asked = []
+    monkeypatch.setattr(machine.shutil, "which", lambda name: None)
+    monkeypatch.setattr(
+        machine, "output", lambda command, timeout: asked.append(command) or "A GPU, CUDA 13.0, 1024, 9.0\n"
+    )
+    monkeypatch.setattr(machine, "GPU_DEVICES", (str(tmp_path / "missing"),))
+    assert machine.gpus() is None
+    assert not asked
+    monkeypatch.setattr(machine, "GPU_DEVICES", (str(tmp_path),))
+    (found,) = machine.gpus()
+    assert (found["name"], found["driver"], found["memory_bytes"]) == ("A GPU", "CUDA 13.0", 2**30)
+    assert asked[0][0] == sys.executable
+
+
+def test_what_the_driver_is_asked_is_what_is_read(monkeypatch, capsys):
+    from minidist.kernels.cuda import gpu
+
+    known = gpu.Properties("A GPU", (9, 0), 132, 50 << 20, 2**30, 227 * 1024, "13.0")
+    monkeypatch.setattr(gpu, "get", lambda: SimpleNamespace(count=2, properties=lambda number: known))
+    exec(machine.ASK_DRIVER, {})
+    assert capsys.readouterr().out == "A GPU, CUDA 13.0, 1024, 9.0\n" * 2
 
 
 def test_a_command_that_is_missing_fails_or_hangs_says_nothing():

@@ -12,7 +12,13 @@ from hypothesis import given
 
 from minidist.kernels import CPU_LADDER, Rung
 from minidist.kernels.peaks import Roof
-from minidist.kernels.points import Point, intensity, median_seconds, product_name
+from minidist.kernels.points import (
+    Point,
+    intensity,
+    median_gpu_seconds,
+    median_seconds,
+    product_name,
+)
 
 ROOF = Roof("one core", {"float32": 100e9, "float64": 50e9}, 20e9)  # ridges at 5 and 2.5 FLOP/byte
 
@@ -131,3 +137,55 @@ def test_products_have_names():
     assert product_name(np.matmul) == "numpy.matmul"
     assert product_name(np.dot) == "dot"
     assert product_name(mine) == "mine"
+
+
+def test_what_arithmetic_is_done_in_does_not_change_the_bytes_that_move():
+    for m, n, k in [(60, 60, 60), (2, 3, 4)]:
+        assert intensity(m, n, k, "tf32") == intensity(m, n, k, "float32")
+        assert intensity(m, n, k, "bfloat16") == intensity(m, n, k, "float16") == 2 * intensity(m, n, k)
+    roof = Roof("a GPU", {"tf32": 400e12, "bfloat16": 800e12}, 4e12)
+    assert Point("x", 8, 8, 8, "tf32", 1.0, roof).bytes == 3 * 64 * 4
+    assert Point("x", 8, 8, 8, "bfloat16", 1.0, roof).bytes == 3 * 64 * 2
+
+
+class Timer:
+    """A GPU's clock that says how long calls took, of products of tensors in main memory."""
+
+    device = "cpu"
+
+    def __init__(self, seconds):
+        self.given, self.waits = iter(seconds), 0
+
+    def wait(self):
+        self.waits += 1
+
+    def seconds(self, program, calls=1):
+        program()
+        return next(self.given)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+def test_on_a_gpu_products_get_tensors_and_its_clock_counts(dtype):
+    seen = []
+
+    def product(a, b):
+        seen.append((tuple(a.shape), tuple(b.shape), str(a.dtype), bool((a != 0).all())))
+        return a @ b
+
+    timer = Timer([3.0, 1.0, 2.0])
+    assert median_gpu_seconds(product, 5, 4, 3, dtype, timer, seconds=0) == 2.0
+    assert seen == [((5, 3), (3, 4), f"torch.{dtype}", True)] * 4
+    assert timer.waits == 1
+
+
+def test_on_a_gpu_a_rung_writes_where_memory_is_already():
+    outs = []
+
+    def matmul(a, b, out):
+        outs.append(out)
+
+    rung = dataclasses.replace(CPU_LADDER[3])
+    object.__setattr__(rung, "matmul", matmul)
+    median_gpu_seconds(rung, 5, 4, 3, "float32", Timer([0.1] * 99), seconds=0.5)
+    assert len(outs) == 1 + 5
+    assert {(id(out), tuple(out.shape)) for out in outs} == {(id(outs[0]), (5, 4))}

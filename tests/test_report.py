@@ -182,6 +182,41 @@ def test_a_hopeless_ratio_has_no_false_precision():
     assert "2.00 (1.90–2.20)" in text
 
 
+def test_a_difference_has_its_sign_and_may_be_the_goal():
+    slower, faster = (
+        entry(
+            name,
+            seconds,
+            ratio=1.0,
+            beyond_peer=beyond,
+            goal={"of": "beyond_peer", "below": 15e-6},
+            **COMPARED,
+        )
+        for name, seconds, beyond in (("slower", 30e-6, 22e-6), ("faster", 6e-6, -2e-6))
+    )
+    found = machine_results(slower, faster)
+    text = printed(found, 120)
+    assert "beyond" in text
+    assert "+22.0 µs" in text
+    assert "-2.00 µs" in text
+    assert "met, < 15.0 µs" in text
+    assert report.goals(found) == (1, 2)
+    assert "faster at -0.13 of its limit" in plots.plot(report.sections(found)[0], "x").alt
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "ticks"),
+    [
+        (0.5, 2e4, [1, 10, 100, 1000, 10_000]),
+        (20, 80, [20, 50]),
+        (25e4, 75e4, [300_000, 500_000, 700_000]),
+        (900, 1200, [1000]),
+    ],
+)
+def test_a_logarithmic_axis_has_round_numbers(low, high, ticks):
+    assert plots._ticks(low, high) == ticks
+
+
 @pytest.mark.parametrize("width", [60, 80, 100, 200])
 def test_a_terminal_of_any_width_cuts_no_cell(width):
     text = printed(EVERYTHING, width)

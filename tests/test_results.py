@@ -113,6 +113,7 @@ def test_a_file_that_is_missing_is_named(tmp_path):
 def test_this_machine_leads(tmp_path, monkeypatch):
     for slug in ("a", "b", "c"):
         (tmp_path / f"{slug}.json").write_text(json.dumps(run("2025-01-01", "quick", {"x": 1.0})))
+    monkeypatch.setattr(results.machine, "describe", lambda: MACHINE)
     monkeypatch.setattr(results.machine, "slug", lambda _: "b")
     assert results.in_order(tmp_path)[0] == "b"
     assert list(results.in_order(tmp_path)[1]) == ["b", "a", "c"]
@@ -121,6 +122,25 @@ def test_this_machine_leads(tmp_path, monkeypatch):
         results.in_order(tmp_path, "d")
     monkeypatch.setattr(results.machine, "slug", lambda _: "new")
     assert results.in_order(tmp_path)[0] is None
+
+
+def test_a_gpus_machine_is_named_by_it_and_another_one_with_it_by_its_cpu_too(tmp_path, monkeypatch):
+    gpus = [{"name": "NVIDIA H200"}]
+    one, other = ({**MACHINE, "cpu": cpu, "gpus": gpus} for cpu in ("Some CPU", "Other CPU"))
+    assert results.own_file(tmp_path, one).name == "nvidia-h200.json"
+    results.save(
+        {**run("2025-01-01", "quick", {"a": 1.0}), "machine_info": one}, tmp_path / "nvidia-h200.json"
+    )
+    assert results.own_file(tmp_path, one).name == "nvidia-h200.json"
+    assert results.own_file(tmp_path, other).name == "nvidia-h200-other-2-cores.json"
+    assert results.own_file(tmp_path, MACHINE).name == "some-2-cores.json"
+    monkeypatch.setattr(results.machine, "describe", lambda: other)
+    assert results.in_order(tmp_path)[0] is None
+    monkeypatch.setattr(results.machine, "describe", lambda: one)
+    assert results.in_order(tmp_path)[0] == "nvidia-h200"
+    (tmp_path / "nvidia-h200.json").write_text("spoilt")
+    with pytest.raises(ValueError, match=r"nvidia-h200\.json is not JSON"):
+        results.own_file(tmp_path, one)
 
 
 def test_no_results_say_what_to_run(tmp_path):

@@ -176,6 +176,28 @@ def test_the_roof_is_the_one_asked_for_and_the_gpus_for_its_rungs():
         roofline.place(on_gpu, 8, 8, 8, peaks=PEAKS)
 
 
+def test_a_gpus_rung_is_timed_by_the_gpu_below_the_roof_of_its_arithmetic(monkeypatch):
+    flops = {"float32": 50e12, "tf32": 400e12, "bfloat16": 800e12}
+    peaks = dataclasses.replace(PEAKS, gpu=dataclasses.replace(GPU, flops=flops))
+    asked = []
+
+    def median_gpu_seconds(product, m, n, k, dtype, timer, seconds):
+        asked.append((product.name, dtype, timer))
+        return 1e-6
+
+    monkeypatch.setattr(roofline.gpu_timer, "find", lambda: "its clock")
+    monkeypatch.setattr(roofline, "median_gpu_seconds", median_gpu_seconds)
+    dtypes = ("float32", "bfloat16")
+    rungs = [
+        Rung(number, f"s{number}_x", "cuda", "", dtypes, lambda a, b, c: None, tf32=number == 9)
+        for number in (8, 9)
+    ]
+    points = [roofline.place(step, 64, 64, 64, dtype, peaks=peaks) for step in rungs for dtype in dtypes]
+    assert [point.dtype for point in points] == ["float32", "bfloat16", "tf32", "bfloat16"]
+    assert [point.attainable for point in points] == [point.intensity * 4e12 for point in points]
+    assert asked == [(step.name, dtype, "its clock") for step in rungs for dtype in dtypes]
+
+
 def test_what_is_wrong_is_said_before_anything_is_timed():
     def never(a, b):
         raise AssertionError
@@ -221,6 +243,19 @@ def test_the_command_prints_the_peaks_and_the_points(measured, capsys, tmp_path)
     assert measured == [1]
     assert roofline.main(["--fresh"]) == 0
     assert measured == [1, 2]
+
+
+def test_the_command_places_a_rung_in_a_dtype_that_it_takes(measured, monkeypatch, capsys):
+    flops = {**GPU.flops, "tf32": 400e12}
+    monkeypatch.setattr(roofline.gpu_peaks, "roof", lambda: dataclasses.replace(GPU, flops=flops))
+    monkeypatch.setattr(roofline.gpu_timer, "find", lambda: "its clock")
+    monkeypatch.setattr(roofline, "median_gpu_seconds", lambda *arguments: 1e-6)
+    pytest.importorskip("numba_cuda")
+    names = ["s8_warp_tile", "s9_tensor_core", "s10_hopper"]
+    assert roofline.main([word for name in names for word in ("--place", name, "64")]) == 0
+    printed = capsys.readouterr().out
+    for name, dtype in zip(names, ("float32", "tf32", "bfloat16"), strict=True):
+        assert f"{name}, 64 x 64 x 64, {dtype}: " in printed
 
 
 def test_the_command_says_that_the_machine_was_busy(measured, monkeypatch, capsys):

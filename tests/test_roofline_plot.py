@@ -209,3 +209,11 @@ def test_spread_moves_as_little_as_possible(wanted, apart):
         pushed = np.cumsum(moves[group_of == group])
         assert abs(pushed[-1]) < 1e-6
         assert (pushed < 1e-6).all()
+
+
+def test_the_lines_of_both_ladders_are_told_apart():
+    """Seventeen lines: where a colour comes again, its mark is another."""
+    points = [point(f"s{i}_rung", n, 1e9 * i) for i in range(1, 18) for n in (64, 128)]
+    axes = roofline.plot(points, peaks=PEAKS, axes=Figure().subplots())
+    looks = {(found.get_color(), found.get_marker()) for found in axes.lines if "rung" in found.get_label()}
+    assert len(looks) == 17

@@ -1,0 +1,251 @@
+"""The CUDA ladder on a GPU: each rung is checked against float64, then timed in turn with `torch.matmul`.
+
+    minidist bench cuda                               under four minutes on one H200
+    minidist bench cuda --full                        longer rounds, and the slow rungs at larger sizes
+    minidist bench cuda -k "s9_tensor_core and 4096"  as pytest's -k selects
+    python -m minidist bench cuda --full --json --out results.json
+
+Times are the GPU's own, from device events, on random operands that it does not find in its L2 cache. In
+float32 torch multiplies without TF32, beside rung 9, which rounds to TF32, with it. Sizes stop where a rung
+would take too long for one product, at the rate that it has just shown.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from _pytest.mark import ParameterSet
+
+from minidist import kernels
+from minidist.benchmarks import columns, cuda_check, cuda_timing
+from minidist.benchmarks.cuda_timing import Gpu, Operands
+from minidist.benchmarks.turns import Benchmark, compared, measure_turns, record
+from minidist.kernels import harness
+
+if TYPE_CHECKING:
+    from minidist.kernels.cuda.rung import CudaRung
+
+REASON = cuda_timing.unavailable()
+if REASON:
+    pytest.skip(REASON, allow_module_level=True)
+
+LADDER = kernels.CUDA_LADDER
+GROUPS = {
+    "float32": "CUDA ladder, float32",
+    "tf32": "CUDA ladder, float32 as TF32",
+    "float16": "CUDA ladder, float16",
+    "bfloat16": "CUDA ladder, bfloat16",
+    "float64": "CUDA ladder, float64",
+}
+LARGEST_FLOAT64 = 4096
+# Seconds, of a quick run and of a full one: that one product may take, and that a comparison goes on.
+LONGEST = {False: 0.4, True: 2.5}
+BUDGET = {False: 0.5, True: 3.0}
+LAUNCH_ROUNDS = {False: 30, True: 100}
+LAUNCH_GOAL = 15e-6  # seconds of Python for a launch, beyond those of torch.matmul
+rates: dict[tuple[str, str], float] = {}  # FLOP/s of a rung in a kind of arithmetic, as seen last
+
+
+def kinds(step: CudaRung) -> list[str]:
+    """The arithmetic that a rung does: its dtypes, where float32 may be rounded to TF32."""
+    return ["tf32" if step.tf32 and dtype == "float32" else dtype for dtype in step.dtypes]
+
+
+def dtype_of(kind: str) -> str:
+    """The dtype of the operands of a kind of arithmetic."""
+    return "float32" if kind == "tf32" else kind
+
+
+def _cases() -> list[ParameterSet]:
+    doubles = [step for step in LADDER if "float64" in step.dtypes]
+    return [
+        pytest.param(step, kind, size, id=f"{step.name}-{kind}-{size}")
+        for kind in GROUPS
+        for step in (doubles[-1:] if kind == "float64" else LADDER)
+        for size in cuda_timing.SIZES
+        if kind in kinds(step) and (kind != "float64" or size <= LARGEST_FLOAT64)
+    ]
+
+
+def _main_kinds(step: CudaRung) -> list[str]:
+    """One kind of each rung, and TF32 too."""
+    return [kind for kind in ("float32", "tf32", "bfloat16") if kind in kinds(step)]
+
+
+@pytest.fixture(scope="session")
+def gpu() -> Gpu:
+    """The GPU that is measured."""
+    return cuda_timing.gpu()
+
+
+@pytest.fixture(autouse=True)
+def gpu_answers(request: pytest.FixtureRequest, gpu: Gpu) -> Iterator[None]:
+    """Stop the run where a kernel has broken the GPU's context: nothing works in this process any more."""
+    yield
+    try:
+        gpu.wait()
+    except RuntimeError as error:
+        first_line = str(error).partition("\n")[0]
+        lost = f"{request.node.name} left the GPU unusable ({first_line})"
+        request.session.shouldfail = f"{lost}: leave it out with -k"
+        pytest.fail(lost)
+
+
+@pytest.mark.parametrize(("step", "kind", "size"), _cases())
+@compared("CUDA ladder")
+def test_rung(benchmark: Benchmark, full: bool, gpu: Gpu, step: CudaRung, kind: str, size: int) -> None:
+    """Square products of `size`: GFLOP/s, the share of torch.matmul's speed, and of the GPU's peak."""
+    benchmark.group = GROUPS[kind]
+    _beside_torch(benchmark, full, gpu, step, kind, size, "nn")
+    benchmark.extra_info |= {
+        "label": f"{step.name}, {size}",
+        "series": f"{step.number} {step.name.partition('_')[2].replace('_', ' ')}",
+    }
+
+
+@pytest.mark.parametrize("order", ["nt", "tn"])
+@pytest.mark.parametrize(
+    ("step", "kind"),
+    [pytest.param(step, kind, id=f"{step.name}-{kind}") for step in LADDER for kind in _main_kinds(step)],
+)
+@compared(f"CUDA ladder, one operand transposed, n = {cuda_timing.TRANSPOSED_SIZE}")
+def test_transposed(
+    benchmark: Benchmark, full: bool, gpu: Gpu, step: CudaRung, kind: str, order: str
+) -> None:
+    """Products of a view whose columns lie one after another: b (nt), or a (tn)."""
+    _beside_torch(benchmark, full, gpu, step, kind, cuda_timing.TRANSPOSED_SIZE, order)
+    benchmark.extra_info |= {
+        "label": f"{step.name}, {columns.kind_name(kind)}, {order}",
+        "order": order,
+    }
+
+
+@pytest.mark.parametrize("step", LADDER, ids=lambda step: step.name)
+@compared("Launching a rung from Python")
+def test_launch(benchmark: Benchmark, full: bool, gpu: Gpu, step: CudaRung) -> None:
+    """Python's time for the call of a product that the GPU has done sooner, without waiting for it."""
+    import torch
+
+    _refuse(gpu, step)
+    kind = _main_kinds(step)[-1]
+    n = cuda_timing.TINY
+    operands = Operands(gpu, (n, n, n), dtype_of(kind), seed=secrets.randbits(63))
+    a, b, c = operands.next()
+    with cuda_timing.float32_as(kind):
+        _check(step, kind, operands)
+        ours, peer = (
+            lambda: cuda_timing.host_seconds(gpu, lambda: step.matmul(a, b, out=c)),
+            lambda: cuda_timing.host_seconds(gpu, lambda: torch.matmul(a, b, out=c)),
+        )
+        seconds = measure_turns(ours, peer, rounds=LAUNCH_ROUNDS[full])
+    record(benchmark, *seconds, "torch.matmul")
+    if benchmark.disabled:
+        return
+    extra = benchmark.extra_info
+    extra |= {
+        "label": f"{step.name}, {columns.kind_name(kind)}, {n}",
+        "rung": step.name,
+        "dtype": kind,
+        "beyond_peer": benchmark.stats.stats.median - extra["peer_median"],
+        "goal": {"of": "beyond_peer", "below": LAUNCH_GOAL},
+    }
+
+
+def _beside_torch(
+    benchmark: Benchmark, full: bool, gpu: Gpu, step: CudaRung, kind: str, size: int, order: str
+) -> None:
+    """Check a rung's square product, time it in turn with torch's, and enter what that came to."""
+    _refuse(gpu, step)
+    expected = _expected_seconds(gpu, step, kind, size)
+    if expected > LONGEST[full]:
+        mode = "full" if full else "quick"
+        pytest.skip(
+            f"a product would take about {columns.seconds(expected)}, and in a {mode} run "
+            f"{columns.seconds(LONGEST[full])} at most"
+        )
+    try:
+        operands = Operands(gpu, (size,) * 3, dtype_of(kind), order, seed=secrets.randbits(63))
+    except MemoryError as error:
+        pytest.skip(str(error))
+
+    def ours() -> None:
+        a, b, c = operands.next()
+        step.matmul(a, b, out=c)
+
+    def peer() -> None:
+        _torch_matmul(*operands.next())
+
+    with cuda_timing.float32_as(kind):
+        worst = _check(step, kind, operands)
+        peer()
+        gpu.wait()
+        seconds = cuda_timing.time_in_turns(gpu, ours, peer, BUDGET[full])
+        # Again, now that launches have followed each other closely.
+        ours()
+        worst = max(worst, _check(step, kind, operands))
+    record(benchmark, *seconds, "torch.matmul")
+    if not benchmark.disabled:
+        _enter(benchmark, gpu, step, kind, size)
+        benchmark.extra_info["worst_error"] = worst
+
+
+def _check(step: CudaRung, kind: str, operands: Operands) -> float:
+    """Multiply fresh operands into a result full of NaN, check it, and return the largest error."""
+    a, b, c = operands.next()
+    c.fill_(float("nan"))
+    step.matmul(a, b, out=c)
+    seed = operands.seed
+    message = f"rung {step.name}, {c.shape[0]} x {c.shape[1]} x {a.shape[1]} in {kind}, seed={seed}"
+    return cuda_check.assert_product(
+        c, a, b, message, sums=step.sums(dtype_of(kind)), tf32=kind == "tf32", seed=seed
+    )
+
+
+def _enter(benchmark: Benchmark, gpu: Gpu, step: CudaRung, kind: str, size: int) -> None:
+    """Enter what the times mean: FLOP/s, the share of torch's rate, and of the GPU's peak."""
+    extra, work = benchmark.extra_info, harness.flops(size, size, size)
+    rate = work / benchmark.stats.stats.median
+    rates[step.name, kind] = rate
+    extra |= {
+        "rung": step.name,
+        "dtype": kind,
+        "size": size,
+        "gflops": rate / 1e9,
+        "peer_gflops": work / 1e9 / extra["peer_median"],
+        "percent_of_peer": 100 / extra["ratio"],
+    }
+    roof = gpu.roof()
+    if roof is not None and kind in roof.flops:
+        extra |= {
+            "percent_of_gpu_peak": 100 * rate / roof.peak(kind),
+            "peak_gflops": roof.peak(kind) / 1e9,
+            "peak_gb_per_s": roof.bandwidth / 1e9,
+        }
+
+
+def _expected_seconds(gpu: Gpu, step: CudaRung, kind: str, size: int) -> float:
+    """About what a product will take, at the rate seen last, or else at that of a small one; 0 for those."""
+    probed = cuda_timing.SIZES[:2][-1]
+    if (step.name, kind) not in rates:
+        if size <= probed:
+            return 0.0
+        a, b, c = Operands(gpu, (probed,) * 3, dtype_of(kind), seed=0).next()
+        step.matmul(a, b, out=c)
+        seconds = gpu.seconds(lambda: step.matmul(a, b, out=c))
+        rates[step.name, kind] = harness.flops(probed, probed, probed) / seconds
+    return harness.flops(size, size, size) / rates[step.name, kind]
+
+
+def _refuse(gpu: Gpu, step: CudaRung) -> None:
+    reason = gpu.refuses(step)
+    if reason:
+        pytest.skip(reason)
+
+
+def _torch_matmul(a: Any, b: Any, c: Any) -> None:
+    import torch
+
+    torch.matmul(a, b, out=c)

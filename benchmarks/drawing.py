@@ -1,0 +1,103 @@
+"""How the report's figures look: narrow, on a transparent ground, in colours that the page defines.
+
+matplotlib wants colours and the page has variables, so that figures are right on light and on dark: each
+colour here stands for a variable until the SVG is written. Figures are narrow, so that on a phone their
+letters stay readable.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+WIDTH = 4.6  # inches; 10 pt letters are then 11 px high on a screen of 390 px
+SERIES = 8  # colours of series that the page defines, --series-0 to --series-7
+INK, MUTED, GRID, PEER, GOOD, BAD = (f"#0000f{index}" for index in range(6))
+STAND_INS = {INK: "--ink", MUTED: "--muted", GRID: "--grid", PEER: "--peer", GOOD: "--good", BAD: "--bad"}
+STAND_INS |= {f"#0001f{index}": f"--series-{index}" for index in range(SERIES)}
+
+
+def color(index: int) -> str:
+    """The colour of a series, by its number."""
+    return f"#0001f{index % SERIES}"
+
+
+def figure(height: float) -> tuple[Figure, Axes]:
+    """An empty figure, on a transparent ground, in stand-in colours."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    with mpl.rc_context({"font.size": 10, "axes.edgecolor": MUTED, "axes.labelcolor": MUTED}):
+        figure = Figure(figsize=(WIDTH, height), layout="constrained")
+        axes = figure.subplots()
+    figure.patch.set_alpha(0)
+    axes.patch.set_alpha(0)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(colors=MUTED, labelsize=9, length=0)
+    axes.grid(color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    return figure, axes
+
+
+def svg(figure: Figure, name: str) -> str:
+    """The figure as an <svg> element in the page's colours and font, its ids its own, its size not fixed."""
+    import matplotlib as mpl
+
+    text = io.StringIO()
+    # Text stays text, so that it can be read aloud, searched and take the page's font.
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "minidist"}):
+        figure.savefig(
+            text, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None}
+        )
+    svg = text.getvalue()
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
+    svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
+    for stand_in, variable in STAND_INS.items():
+        svg = svg.replace(stand_in, f"var({variable})")
+    # Several figures share one page: what nothing refers to needs no id, and what remains is made unique.
+    used = set(re.findall(r"#([\w.-]+)", svg))
+    svg = re.sub(r' id="([^"]+)"', lambda found: f' id="{name}-{found[1]}"' if found[1] in used else "", svg)
+    return re.sub(r"#(?=[\w.-]+[\")])", f"#{name}-", svg)
+
+
+def after(axes: Axes, x: float, y: float, text: str) -> None:
+    """Write what a bar stands for after its end."""
+    axes.annotate(
+        text, (x, y), xytext=(4, 0), textcoords="offset points", va="center", fontsize=9, color=MUTED
+    )
+
+
+def apart(heights: list[float], gap: float, ceiling: float) -> list[float]:
+    """Ascending heights, moved so that they are at least `gap` apart and none is above the ceiling."""
+    moved = list(heights)
+    for below in range(len(moved) - 1):
+        moved[below + 1] = max(moved[below + 1], moved[below] + gap)
+    for index in reversed(range(len(moved))):
+        moved[index] = min(moved[index], ceiling)
+        ceiling = moved[index] - gap
+    return moved
+
+
+def shares(rows: list[tuple[str, float | None, str, str]], axis: str) -> tuple[Figure, str]:
+    """Bars beside a line at 100, a row each: name, percentage or None, text, colour; and what they say."""
+    drawn, axes = figure(0.6 + 0.27 * len(rows))
+    for row, (_, percent, text, shade) in enumerate(rows):
+        reach = percent or 0.0
+        axes.barh(row, reach, height=0.62, color=shade)
+        after(axes, 100.0 if 70 < reach < 100 else reach, row, text)  # not on the line
+    axes.axvline(100.0, color=INK, linewidth=1.2, linestyle="--")
+    axes.set_xlim(0, max(110.0, *(percent or 0.0 for _, percent, _, _ in rows)) * 1.3)
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.set_yticks(range(len(rows)), [name for name, _, _, _ in rows])
+    for label, (_, _, _, shade) in zip(axes.get_yticklabels(), rows, strict=True):
+        label.set_color(shade)
+    axes.grid(visible=False, axis="y")
+    axes.set_xlabel(axis)
+    return drawn, "; ".join(f"{name} {text}" for name, _, text, _ in rows)

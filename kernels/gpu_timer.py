@@ -1,0 +1,94 @@
+"""Time what a GPU does, by its own clock, also where Python is slower to give it work than it is to do it.
+
+Work for a GPU is put into a queue (a stream), and a call returns before it is done. CUDA events, put into the
+same queue, note when the GPU passes them: the time between two of them is the GPU's, unless it had to wait
+for Python in between, which may need longer for a launch than a small product takes. So the GPU is held
+first, by a kernel that does nothing for a while, until all launches between the events are in the queue.
+
+Source: NVIDIA, CUDA Driver API, Event Management.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Callable
+from typing import Any
+
+LIMIT = 30.0  # seconds after which a kernel counts as one that never ends
+HOLD_A_CALL = 50e-6  # seconds that Python may need for a call; doubled until that is enough
+LONGEST_HOLD = 50e-3
+CYCLES = 1_000_000  # held at first, to learn how many make a second: about half a millisecond
+
+
+class GpuTimer:
+    """A clock for work on torch's current stream."""
+
+    device = "cuda"  # where torch has to make what such work uses
+
+    def __init__(self, torch: Any) -> None:
+        self._cuda = torch.cuda
+        # Not documented, though torch's own tests use it. Without it the time of short work has Python's in.
+        self._sleep: Callable[[int], None] | None = getattr(torch.cuda, "_sleep", None)
+        self._cycles_a_second = 0.0
+
+    def seconds(self, program: Callable[[], object], calls: int = 1) -> float:
+        """Return the GPU's seconds for one call of `program`, from `calls` of them between two events.
+
+        Call the program once before: compiling would count. Raises RuntimeError where the GPU has not
+        finished after half a minute.
+        """
+        hold = min(LONGEST_HOLD, HOLD_A_CALL * (calls + 1))
+        while True:
+            start, end = (self._cuda.Event(enable_timing=True) for _ in range(2))
+            self._hold(hold)
+            start.record()
+            for _ in range(calls):
+                program()
+            late = self._sleep is not None and start.query()
+            end.record()
+            self._await(end)
+            if not late or hold == LONGEST_HOLD:
+                took: float = start.elapsed_time(end) / 1e3  # from milliseconds
+                return took / calls
+            hold = min(LONGEST_HOLD, 2 * hold)
+
+    def wait(self) -> None:
+        """Return when the GPU has done all that it was given; raises RuntimeError after half a minute."""
+        end = self._cuda.Event()
+        end.record()
+        self._await(end)
+
+    def _hold(self, seconds: float) -> None:
+        """Let the GPU do nothing for about so long, before what is put into the queue next."""
+        if self._sleep is None:
+            return
+        if not self._cycles_a_second:
+            self._sleep(CYCLES)  # the first launch of any kernel takes longer
+            start, end = (self._cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            self._sleep(CYCLES)
+            end.record()
+            self._await(end)
+            self._cycles_a_second = CYCLES / (start.elapsed_time(end) / 1e3)
+        self._sleep(int(seconds * self._cycles_a_second))
+
+    def _await(self, event: Any) -> None:
+        """As event.synchronize(), but for kernels that wait for each other and never end."""
+        latest = time.monotonic() + LIMIT
+        while not event.query():
+            if time.monotonic() > latest:
+                raise RuntimeError(
+                    f"the GPU has not finished in {LIMIT:.0f} s: a kernel never ends, and this process can't "
+                    "use the GPU any more"
+                )
+            time.sleep(20e-6)
+
+
+def find() -> GpuTimer | None:
+    """Return a clock for torch's current GPU; None where torch has none."""
+    if importlib.util.find_spec("torch") is None:
+        return None
+    import torch
+
+    return GpuTimer(torch) if torch.cuda.is_available() else None
