@@ -48,15 +48,21 @@ def requirements(pyproject: dict) -> list[Requirement]:
 
 
 def bounds(pyproject: dict) -> dict[str, str]:
-    """By package, the tightest lower bound of all that the project and its extras ask for."""
-    found: dict[str, str] = {}
+    """By package, the tightest bounds of all that the project and its extras ask for: ">=1.26,<2.5"."""
+    found: dict[str, dict[str, str]] = {}
     for requirement in requirements(pyproject):
-        (bound,) = requirement.specifier
-        assert bound.operator == ">=", f"{requirement}: only lower bounds are compared"
-        name = canonicalize_name(requirement.name)
-        if name not in found or SpecifierSet(f">{found[name]}").contains(bound.version):
-            found[name] = bound.version
-    return found
+        asked = found.setdefault(canonicalize_name(requirement.name), {})
+        for bound in requirement.specifier:
+            assert bound.operator in (">=", "<"), f"{requirement}: only >= and < are compared"
+            tighter = bound.operator.replace("=", "")
+            if bound.operator not in asked or SpecifierSet(f"{tighter}{asked[bound.operator]}").contains(
+                bound.version
+            ):
+                asked[bound.operator] = bound.version
+    return {
+        name: ",".join(f"{operator}{asked[operator]}" for operator in (">=", "<") if operator in asked)
+        for name, asked in found.items()
+    }
 
 
 def disagreements(pyproject: dict, conda: dict) -> list[str]:
@@ -66,7 +72,7 @@ def disagreements(pyproject: dict, conda: dict) -> list[str]:
     for line in lines:
         name, bound = re.fullmatch(r"([A-Za-z0-9_.-]+)(.*)", line).groups()
         there[name] = bound.strip()
-    wanted = {CONDA_NAMES.get(name, name): f">={version}" for name, version in bounds(pyproject).items()}
+    wanted = {CONDA_NAMES.get(name, name): bound for name, bound in bounds(pyproject).items()}
     for requirement in requirements(pyproject):
         for extra in requirement.extras:
             wanted |= CONDA_EXTRAS[f"{requirement.name}[{extra}]"]
@@ -115,7 +121,13 @@ def test_a_planted_disagreement_is_found():
 
 
 def test_the_tightest_bound_counts():
-    assert bounds(project())["numba"] == "0.66"  # the cuda extra asks for more than the project alone
+    assert bounds(project())["numba"] == ">=0.66"  # the cuda extra asks for more than the project alone
+    assert bounds(project())["numpy"] == ">=1.26,<2.5"  # and for no more than this
+    pyproject = project()
+    pyproject["project"]["optional-dependencies"]["bench"].append("numpy<2.4")
+    assert bounds(pyproject)["numpy"] == ">=1.26,<2.4"
+    pyproject["project"]["optional-dependencies"]["bench"].append("numpy<2.6")
+    assert bounds(pyproject)["numpy"] == ">=1.26,<2.4"
 
 
 def test_a_new_dependency_has_to_come_to_conda_too():
