@@ -143,25 +143,36 @@ class FakeDriver:
         assert isinstance(device, self.real.CUdevice)
         self.shared[int(kernel)] = value
 
-    def _cuTensorMapEncodeTiled(self, dtype, rank, address, *rest):
-        dimensions, strides, box, steps, interleave, swizzle, _, fill = rest
-        assert (rank, *map(int, steps)) == (2, 1, 1)
-        assert {interleave.name.rpartition("_")[2], fill.name.rpartition("_")[2]} == {"NONE"}
-        name = dtype.name.removeprefix("CU_TENSOR_MAP_DATA_TYPE_").lower()
-        bytes_of_swizzle = swizzle.name.rpartition("_")[2].removesuffix("B")
-        columns, rows = map(int, dimensions)
-        pitch = int(strides[0]) // (4 if name == "float32" else 2)
+    def _cuGetProcAddress(self, symbol, version, flags):
+        assert (symbol, version, flags) == (b"cuTensorMapEncodeTiled", 12000, 0)
+        arguments = (ctypes.c_void_p, *[ctypes.c_int] * 2, *[ctypes.c_void_p] * 5, *[ctypes.c_int] * 4)
+        self._encode_tiled = ctypes.CFUNCTYPE(ctypes.c_int, *arguments)(self._cuTensorMapEncodeTiled)
+        address = ctypes.cast(self._encode_tiled, ctypes.c_void_p).value
+        return address, self.real.CUdriverProcAddressQueryResult.CU_GET_PROC_ADDRESS_SUCCESS
+
+    def _cuTensorMapEncodeTiled(self, into, dtype, rank, address, *rest):
+        """As C calls it: arrays are addresses."""
+        self.calls.append("cuTensorMapEncodeTiled")
+        sizes, strides, box, steps, interleave, swizzle, promotion, fill = rest
+        columns, rows = (ctypes.c_uint64 * 2).from_address(sizes)
+        pitch = ctypes.c_uint64.from_address(strides).value
+        box_columns, box_rows = (ctypes.c_uint32 * 2).from_address(box)
+        ones = list((ctypes.c_uint32 * 2).from_address(steps))
+        if into % 128 or address % 16 or pitch % 16 or (rank, ones, interleave, fill) != (2, [1, 1], 0, 0):
+            return int(self.real.CUresult.CUDA_ERROR_INVALID_VALUE)
+        assert promotion == self.real.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B
+        name = self.real.CUtensorMapDataType(dtype).name.removeprefix("CU_TENSOR_MAP_DATA_TYPE_").lower()
+        bytes_of_swizzle = self.real.CUtensorMapSwizzle(swizzle).name.rpartition("_")[2].removesuffix("B")
+        pitch //= 4 if name == "float32" else 2
         array = _array_at(address, (1 + (rows - 1) * pitch + columns - 1,), np.uint16)
         number = len(self.maps) + 1
-        box_columns, box_rows = map(int, box)
         self.maps[number] = TensorMap(
             array,
             *(rows, columns, pitch, box_rows, box_columns, name),
             0 if bytes_of_swizzle == "NONE" else int(bytes_of_swizzle),
         )
-        encoded = self.real.CUtensorMap()
-        encoded.opaque = [self.real.cuuint64_t(number << 32 | 5)] * 16
-        return (encoded,)
+        (ctypes.c_uint64 * 16).from_address(into)[:] = [number << 32 | 5] * 16
+        return 0
 
     def _cuLaunchKernel(self, function, x, y, z, bx, by, bz, shared, stream, parameters, extra):
         assert isinstance(function, self.real.CUfunction)

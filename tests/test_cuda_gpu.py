@@ -205,6 +205,8 @@ def test_a_tensor_map_is_encoded_once_and_found_again(there, monkeypatch):
     assert len(launched) == 8
     # What a graph records is done when it is replayed, and its memory is its own.
     monkeypatch.setattr(gpu_maps, "_capturing", lambda: True)
-    kernel.launch((1,), TensorMap(data, 6, 9, 16, 4, 8, "float16", 0), 1)
+    kernel.launch((1,), TensorMap(data, 6, 9, 16, 4, 8, "float16", 0), 1, stream=3)
+    kernel.launch((1,), TensorMap(data, 5, 10, 16, 4, 8, "float16", 0), 1, stream=3)
+    assert there.calls.count("cuTensorMapEncodeTiled") == 8  # one that was kept is not the graph's
     assert len(gpu_maps._maps) == 3
     assert len(there.memory) == 3

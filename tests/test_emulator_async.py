@@ -277,6 +277,7 @@ def test_mbarriers_are_waited_for_by_state_and_by_generic_addresses():
     np.testing.assert_array_equal(y, np.arange(64) ^ 32)
 
 
+MEET = "barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;\n"
 LONELY = "setp.lt.u32 %p3, %tid, 32;\n@%p3 "
 
 
@@ -333,7 +334,8 @@ def matrix(rows=20, columns=50, swizzle=128, box=(8, 32)):
 
 
 SHOW = INIT.replace("COUNT", "1").replace("bar.sync", "fence.mbarrier_init.release.cluster;\nbar.sync")
-CORNER = "mov.s32 %r2, X;\nmov.s32 %r3, Y;\nadd.u32 %r4, %r1, 1024;\n"
+ACQUIRE = "fence.proxy.tensormap::generic.acquire.sys [%t], 128;\n"
+CORNER = ACQUIRE + "mov.s32 %r2, X;\nmov.s32 %r3, Y;\nadd.u32 %r4, %r1, 1024;\n"
 EXPECT = "@%p1 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r1], 1024;\n"
 BOX = (
     "@%p1 cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
@@ -387,12 +389,28 @@ EARLY = "async copy read before it was waited for"
         ("misaligned", "0x420 of shared memory is not aligned", FULL + BOX.replace("[%r4]", "[%r4+32]")),
         ("out of bounds", "takes 1024 bytes", FULL + BOX.replace("[%r4]", "[%r4+6272]")),
         ("wrong memory", "no tensor map", FULL + BOX.replace("%t,", "%y,")),
+        ("missing fence", "that its block did not acquire", FULL.replace(ACQUIRE, "") + BOX),
+        ("missing fence", "that its block did not acquire", FULL.replace(ACQUIRE, "") + BOX + ACQUIRE),
         ("overwrites a pending copy", "another copy is under way", FULL + BOX * 2),
         ("copy not waited for", "still under way when its block ends", FULL + BOX),
     ],
 )
 def test_tensor_load_mistakes(kind, match, body):
     fault_of(kind, match, body, threads=64, t=matrix()[1], y=result(256, np.float32))
+
+
+def test_one_thread_acquires_a_tensor_map_for_its_block():
+    values, t = matrix()
+    y = result(256, np.float32)
+    start = SHOW + at(0, 0).replace(ACQUIRE, "") + EXPECT
+    by_the_other_warp = "setp.eq.u32 %p4, %tid, 40;\n@%p4 " + ACQUIRE
+    execute(by_the_other_warp + start + BOX + TRY + ROWS, threads=64, t=t, y=y)
+    np.testing.assert_array_equal(y.reshape(8, 32), values[:8, :32])
+    late = start + by_the_other_warp + BOX + TRY + ROWS  # with no barrier in between
+    fault_of("missing fence", "that its block did not acquire", late, threads=64, t=t, y=y)
+    of_block_0 = "setp.eq.u32 %p4, %rank, 0;\n@%p4 " + ACQUIRE
+    both = of_block_0 + start.replace("bar.sync 0;\n", MEET) + BOX + TRY + ROWS
+    fault_of("missing fence", "thread 0 of block 1 uses", both, threads=64, blocks=2, cluster=2, t=t, y=y)
 
 
 def test_a_tensor_load_must_not_write_what_another_warp_still_reads():
@@ -446,6 +464,7 @@ UNMET = GATHER.replace("bar.sync 0;", "fence.proxy.async;")
 @pytest.mark.parametrize(
     ("kind", "match", "body"),
     [
+        ("missing fence", "that its block did not acquire", STORED.replace(ACQUIRE, "")),
         ("missing fence", r"no fence\.proxy\.async", PUT + GATHER + at(0, 0) + BOX_OUT),
         ("missing fence", r"no fence\.proxy\.async", FENCE + PUT + GATHER + at(0, 0) + BOX_OUT),
         ("missing fence", r"no fence\.proxy\.async", PUT + FENCE + PUT + GATHER + at(0, 0) + BOX_OUT),

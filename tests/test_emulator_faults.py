@@ -323,7 +323,7 @@ def test_a_launch_that_no_gpu_takes_is_refused(grid, block, message):
 
 
 def test_arguments_that_no_kernel_takes_are_refused():
-    with pytest.raises(TypeError, match=r"argument 1 is a list: .*NumPy arrays"):
+    with pytest.raises(TypeError, match=r"x is a list: .*NumPy arrays"):
         launch(guarded, 1, 32, [1.0])
     with pytest.raises(TypeError, match="pass a function"):
         launch("guarded", 1, 32, floats(32))

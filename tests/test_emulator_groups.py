@@ -133,8 +133,8 @@ OTHER = "xor.b32 %r5, %tid, 32;\n" + here("%r5", "%r6", 4) + "st.shared.u32 [%r6
         ("race", "lets wgmma read shared memory that warp . wrote", IMAGE + PROXY + SETUP + FENCE + MULTIPLY),
         ("unwritten shared memory", "nobody wrote", READY + "add.s64 %d3, %d3, 64;\n" + FENCE + MULTIPLY),
         ("out of bounds", "and the block has 8192", READY + "add.s64 %d3, %d3, 400;\n" + FENCE + MULTIPLY),
-        ("race", "matrix instruction of warp 0 reads", READY + FENCE + MULTIPLY + COMMIT + OTHER + WAIT),
-        ("race", "matrix instruction of warp 0 reads", READY + FENCE + MULTIPLY + WAIT + OTHER),
+        ("race", "matrix instruction of warp 3 reads", READY + FENCE + MULTIPLY + COMMIT + OTHER + WAIT),
+        ("race", "matrix instruction of warp 3 reads", READY + FENCE + MULTIPLY + WAIT + OTHER),
         ("wgmma not waited for", "does not wait", READY + FENCE + MULTIPLY + COMMIT),
         ("wgmma not waited for", "does not wait", READY + FENCE + MULTIPLY + WAIT),
         ("wgmma", "different values of the descriptor of b", READY + DIFFERENT + FENCE + MULTIPLY),
@@ -284,6 +284,7 @@ def test_ranks_are_found_again_from_addresses():
 
 # Multicast: each block loads 4 rows of a box of 8 x 32 float32, and both get all 8.
 LOADS = (
+    "fence.proxy.tensormap::generic.acquire.sys [%t], 128;\n"
     "mov.s32 %r10, 0;\nmul.lo.u32 %r11, %rank, 4;\nmul.lo.u32 %r12, %rank, 512;\nadd.u32 %r12, %r12, 1024;\n"
     "mov.u16 %s1, MASK;\n@%p1 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r1], 1024;\n@%p1 "
     "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "

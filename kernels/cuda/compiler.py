@@ -98,8 +98,13 @@ def link(code: bytes, architecture: str, name: str = "kernel") -> tuple[bytes, s
         cubin: bytes = linker.link("cubin").code
         log: str = linker.get_info_log()
     except Exception as error:  # a class of its own for each kind of failure, and of each release
-        said = linker.get_error_log() if linker is not None else ""
-        raise RuntimeError(f"nvJitLink can't assemble {name} for {architecture}: {said or error}") from error
+        said = str((linker.get_error_log() if linker is not None else "") or error)
+        if "OUTDATED_LIBRARY" in said or "newer version of nvJitLink" in said:
+            raise RuntimeError(
+                f"nvJitLink is older than NVVM, which compiled {name}: install nvidia-nvjitlink and "
+                "nvidia-nvvm of the same version"
+            ) from error
+        raise RuntimeError(f"nvJitLink can't assemble {name} for {architecture}: {said}") from error
     return cubin, log
 
 

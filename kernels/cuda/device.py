@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.metadata
 import importlib.util
 import os
 import re
@@ -104,15 +105,30 @@ def multiprocessors() -> int:
     """
     if backend() != "gpu":
         return 132
-    gpu = importlib.import_module(".gpu", __package__).get()
+    gpu = _gpu().get()
     count: int = gpu.properties(gpu.current()).multiprocessors
     return count
 
 
+@functools.cache
+def _gpu() -> Any:
+    """The module, which imports this one; to import it takes longer than a rung has for its choices."""
+    return importlib.import_module(".gpu", __package__)
+
+
 def require_toolkit() -> None:
-    """Raise ImportError, with the command that installs it, where what compiles kernels is missing."""
+    """Raise ImportError, with the command that helps, where what compiles kernels is missing or broken."""
     if importlib.util.find_spec("numba_cuda") is None:
         raise ImportError(f"the CUDA ladder needs numba-cuda, which is not installed: {INSTALL}")
+    if version("numba-cuda") < (0, 31) and version("numpy") >= (2, 5):  # which has no `row_stack` any more
+        compiler, arrays = map(importlib.metadata.version, ("numba-cuda", "numpy"))
+        raise ImportError(f"numba-cuda {compiler} does not work with NumPy {arrays}: pip install 'numpy<2.5'")
+
+
+def version(package: str) -> tuple[int, int]:
+    """Return the first two numbers of an installed package's version."""
+    major, minor, *_ = importlib.metadata.version(package).split(".")
+    return int(major), int(minor)
 
 
 @functools.cache

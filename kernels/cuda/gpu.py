@@ -93,7 +93,8 @@ class Gpu:
         """Return the address of the stream that work goes to: torch's current one, or the default one."""
         torch: Any = sys.modules.get("torch")
         if torch is not None and torch.cuda.is_initialized():
-            stream: int = torch.cuda.current_stream().cuda_stream
+            # What torch.cuda.current_stream().cuda_stream is, without the objects made for it.
+            stream: int = torch._C._cuda_getCurrentRawStream(self._current_device())
             return stream
         return 0
 
@@ -147,7 +148,7 @@ class Gpu:
     ) -> None:
         """Copy rows between main memory and the GPU's, in the order of the current stream.
 
-        Pitches are in bytes. Returns when main memory has been read, but not when it has been written.
+        Pitches are in bytes. It may return before main memory has been read or written.
         """
         self.current()
         driver, stream = self.driver, self.driver.CUstream(self.stream())

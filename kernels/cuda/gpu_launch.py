@@ -75,7 +75,14 @@ class Loaded:
         )
         compiled = kernel.compile(kernel.types(args), architecture)
         self.report = compiled.report
-        self._library = g.call("cuLibraryLoadData", compiled.cubin, [], [], 0, [], [], 0)
+        try:
+            self._library = g.call("cuLibraryLoadData", compiled.cubin, [], [], 0, [], [], 0)
+        except RuntimeError as error:  # though drivers take what newer toolkits of their major version made
+            toolkit = f"{self.properties.driver}.*"
+            raise RuntimeError(
+                f"{error}: if the driver is older than the toolkit, update it, or "
+                f"pip install nvidia-nvvm=={toolkit} nvidia-nvjitlink=={toolkit}"
+            ) from error
         self._handle = g.call("cuLibraryGetKernel", self._library, self.report.entry.encode())
         # The driver takes a kernel without a context for a function.
         self._function = g.driver.CUfunction(int(self._handle))

@@ -74,9 +74,9 @@ def allocate(count: int, dtype: str) -> DeviceArray:
 
 
 def upload(x: np.ndarray[Any, Any], into: DeviceArray, pitch: int) -> None:
-    """Copy a 2-D array, each row contiguous, to rows that are `pitch` elements apart.
+    """Begin to copy a 2-D array, each row contiguous, to rows that are `pitch` elements apart.
 
-    Returns when x has been read.
+    x has to stay until the stream has come to its end (`download` waits for it).
     """
     from . import gpu
 

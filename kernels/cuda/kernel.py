@@ -117,9 +117,11 @@ class Kernel:
         gpu_launch.check_grid(self.name, grid)
         arrays = tuple(_host_argument(self.name, i, x) for i, x in enumerate(args))
         if where == "simulator":
-            # It copies every array back, which one that can't be written would refuse.
-            written = (x.copy() if isinstance(x, np.ndarray) and not x.flags.writeable else x for x in arrays)
-            self._simulated()[tuple(grid), self.threads, 0, shared](*written)
+            # As arrays of its own, used in place. Others it copies, but not views, and back, but not to what
+            # can't be written.
+            there: Any = importlib.import_module("numba.cuda.simulator.cudadrv.devicearray").FakeCUDAArray
+            own = (there(x) if isinstance(x, np.ndarray) else x for x in arrays)
+            self._simulated()[tuple(grid), self.threads, 0, shared](*own)
             return
         from .emulator.run import run_kernel
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ..rung import Array, Rung
-from . import gpu
+from . import gpu, tensors
 from .device import architecture_on, backend, capability
 from .gpu_memory import DeviceArray, allocate, download, upload
 from .matrix import Matrix, element_strides, host_matrix
@@ -54,9 +54,7 @@ class CudaRung(Rung):
         """
         torch: Any = sys.modules.get("torch")  # whoever has a tensor has imported it
         if torch is not None and (isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor)):
-            from .tensors import matmul
-
-            return matmul(self, torch, a, b, out)
+            return tensors.matmul(self, torch, a, b, out)
         return super().matmul(a, b, out)
 
     def sums(self, dtype: str) -> str:
@@ -127,6 +125,8 @@ def uploaded(x: Array, dtype: str) -> Matrix:
         x = np.ascontiguousarray(x)
     there = _device_matrix(x.shape, x.itemsize, dtype)
     upload(x, there.data, there.row_stride)
+    # The driver may read main memory after it has returned (CUDA Driver API, "API synchronization behavior").
+    there.data.owner = there.data.owner, x
     return there
 
 

@@ -85,6 +85,7 @@ def kernel(dtype: str, result: str, a_across: bool, b_across: bool, columns: int
     b_boxes, b_rows = (share // BOX, BOX) if b_across else (1, share)
     # Descriptors count 16 bytes. 16 of k are 16 lines of 128 bytes, or 32 bytes of a line.
     a_step, b_step = 128 if a_across else 2, 128 if b_across else 2
+    a_leading, b_leading = BOX_BYTES if a_across else 16, BOX_BYTES if b_across else 16
     slot_step = slot_bytes // 16
 
     def hopper_matmul(a, b, c, m, n, k):  # type: ignore[no-untyped-def]
@@ -142,8 +143,8 @@ def kernel(dtype: str, result: str, a_across: bool, b_across: bool, columns: int
             sums = cuda.local.array(sums_each, float32)
             consumer = int32(warp_group - 1)
             member = int32(thread & 127)
-            a_first = hopper.descriptor(shared, consumer * box_words, BOX_BYTES, 1024)
-            b_first = hopper.descriptor(shared, a_words, BOX_BYTES, 1024)
+            a_first = hopper.descriptor(shared, consumer * box_words, a_leading, 1024)
+            b_first = hopper.descriptor(shared, a_words, b_leading, 1024)
             out = int32(slots * slot_words + consumer * (BUFFERS * box_words))
             if member == 0:
                 hopper.tensor_map_acquire(c)

@@ -195,9 +195,10 @@ def compute(a: Matrix, b: Matrix, c: Matrix) -> None:
 
 def choose(m: int, n: int) -> Tile:
     """Return the tile with which the multiprocessor that gets most of c (m, n) has the least to do."""
+    multiprocessors = device.multiprocessors()
 
     def work(tile: Tile) -> float:
-        rounds = -(-tile.count(m, n) // device.multiprocessors())
+        rounds = -(-tile.count(m, n) // multiprocessors)
         return rounds * tile.rows * tile.columns * tile.instructions
 
     return min(LARGE, SMALL, key=work)

@@ -219,9 +219,10 @@ def compute(a: Matrix, b: Matrix, c: Matrix) -> None:
 def choose(m: int, n: int) -> Tile:
     """Return the tile for c (m, n) with which the busiest multiprocessor has the smallest part of c."""
     large = LARGE if shared_memory() >= LARGE.shared else TIGHT
+    multiprocessors = device.multiprocessors()
 
     def part(tile: Tile) -> int:
-        return -(-tile_count(m, n, tile) // device.multiprocessors()) * tile.rows * tile.columns
+        return -(-tile_count(m, n, tile) // multiprocessors) * tile.rows * tile.columns
 
     return min((large, SMALL), key=part)  # the first one, where both have the same
 

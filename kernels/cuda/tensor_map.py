@@ -20,7 +20,7 @@ LARGEST_BOX = 256  # elements, each way
 SIZE = 128  # bytes of a CUtensorMap
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)  # frozen, it would take twice as long to make, three times for each product
 class TensorMap:
     """A row-major matrix (rows, columns), and the box (box_rows, box_columns) that one copy moves.
 

@@ -71,12 +71,13 @@ def device_matrix(torch: Any, x: Any) -> Matrix | None:
     """Return the matrix of a CUDA tensor, in its own memory; None where one element stands for several."""
     rows, columns = x.shape
     row_stride, column_stride = x.stride()
-    if (row_stride == 0 and rows > 1) or (column_stride == 0 and columns > 1):
-        return None
-    row_stride, column_stride = element_strides(rows, columns, row_stride, column_stride)
+    if rows == 1 or columns == 1 or not row_stride or not column_stride:
+        if (row_stride == 0 and rows > 1) or (column_stride == 0 and columns > 1):
+            return None
+        row_stride, column_stride = element_strides(rows, columns, row_stride, column_stride)
     dtype = _name(torch, x.dtype)
     size = ITEMSIZE[dtype]
-    length = 1 + (rows > 1) * (rows - 1) * row_stride + (columns > 1) * (columns - 1) * column_stride
+    length = 1 + (rows - 1) * row_stride + (columns - 1) * column_stride
     data = DeviceArray(x.data_ptr(), "uint16" if size == 2 else dtype, (length,), (size,), x)
     return Matrix(data, rows, columns, row_stride, column_stride, dtype)
 

@@ -31,6 +31,7 @@ from .asm import FLOAT32, INT32, INT64, Assembler, Function, Operand, Value, ins
 from .warp import numbered
 
 SWIZZLE_128 = 1 << 62  # of a descriptor
+LARGEST_ADDRESS = (1 << 18) - 1  # that a descriptor can hold: 14 bits of it, without the last 4
 
 
 class WarpGroupMultiply(NamedTuple):
@@ -45,9 +46,11 @@ class WarpGroupMultiply(NamedTuple):
 def descriptor(to: Assembler, shared: Operand, i: Operand, leading: Operand, stride: Operand) -> Value:
     """descriptor(shared, i, leading, stride): a tile lies at shared[i], with strides in bytes, literals.
 
-    Adding bytes / 16 to a descriptor moves it on. `leading` is not read for a tile along k.
+    Adding bytes / 16 to a descriptor moves it on. `leading` is not read for a tile along k: 16.
     """
-    address = to.builder.lshr(to.shared_address(shared, i), ir.Constant(INT32, 4))
+    # In a cluster a block's addresses hold its rank from bit 24 on, which would get into the other fields.
+    address = to.builder.and_(to.shared_address(shared, i), ir.Constant(INT32, LARGEST_ADDRESS))
+    address = to.builder.lshr(address, ir.Constant(INT32, 4))
     fields = SWIZZLE_128 | stride.literal >> 4 << 32 | leading.literal >> 4 << 16
     return to.builder.or_(to.builder.zext(address, INT64), ir.Constant(INT64, fields))
 

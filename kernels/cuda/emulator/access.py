@@ -15,27 +15,24 @@ from .batch import DTYPES, LOCAL_WINDOW, SHARED_WINDOW, Batch, size
 from .operands import Address, Symbol
 from .places import (
     aligned,
-    any_granule,
     gather,
     generic,
     lanes_of,
     local_place,
+    note,
     out_of_bounds,
     places_of,
-    race,
     rows_of,
+    several_write,
     shared_place,
     space_of,
 )
+from .program import VECTORS
 from .units import Array, Mask, Run, unit
 
 if TYPE_CHECKING:
     from .machine import Machine
-
-CLUSTER_SHIFT = (
-    24  # a shared::cluster address holds 1 + the block's rank above this bit, 0 for the block's own
-)
-VECTORS = {"v2": 2, "v4": 4, "v8": 8}
+    from .memory import Buffer
 
 
 @unit("ld", order="load")
@@ -110,7 +107,8 @@ def fetch(machine: Machine, batch: Batch, space: str, places: Array, width: int,
         if space == "mixed":
             return _fetch_mixed(machine, batch, places, width, lanes)
     if space == "shared":
-        flat = shared_place(machine, batch, places, width, lanes, access="reads")
+        guesses = any(id(one) in batch.program.flow.guesses for one in batch.instructions)
+        flat = shared_place(machine, batch, places, width, lanes, "guesses" if guesses else "reads")
         return gather(machine.shared, flat, width)
     if space == "local":
         flat = local_place(machine, batch, places, width, lanes)
@@ -132,16 +130,30 @@ def _fetch_global(machine: Machine, batch: Batch, places: Array, width: int, lan
     for buffer, where in machine.memory.find(places, width):
         if buffer is None:
             out_of_bounds(machine, batch, places, where, width, lanes, "reads")
+        if buffer.watched:
+            _note_reads(machine, batch, buffer, places, where, width, lanes)
         offset = places - buffer.start if where is None else (places - buffer.start)[where]
-        who = np.broadcast_to(lanes, places.shape)
-        chosen = who if where is None else who[where]
-        races = machine.memory.races(machine, buffer, offset, width, chosen, write=False)
-        if races is not None and races.any():
-            race(machine, batch, any_granule(races), chosen, buffer.name)
         if where is None:
             return buffer.read(offset, width)
         data[where] = buffer.read(offset, width)
     return data
+
+
+def _note_reads(
+    machine: Machine,
+    batch: Batch,
+    buffer: Buffer,
+    places: Array,
+    where: Array | None,
+    width: int,
+    lanes: Array,
+) -> None:
+    """Note reads, and fault where they race."""
+    for i, row in enumerate(places):
+        which = slice(None) if where is None else where[i]
+        if len(batch) == len(places):
+            machine.instruction = batch.instructions[i]
+        note(machine, buffer, "reads", row[which], width, lanes[which])
 
 
 def _fetch_mixed(machine: Machine, batch: Batch, places: Array, width: int, lanes: Array) -> Array:
@@ -159,6 +171,7 @@ def _fetch_mixed(machine: Machine, batch: Batch, places: Array, width: int, lane
 def put(machine: Machine, batch: Batch, space: str, places: Array, data: Array, lanes: Array) -> None:
     """Write data (instructions, lanes, width) uint8 at each place, all checked."""
     width = data.shape[-1]
+    machine.memory.changes += 1
     aligned(machine, batch, places, width, lanes)
     if space == "generic":
         space, places = generic(places)
@@ -171,14 +184,21 @@ def put(machine: Machine, batch: Batch, space: str, places: Array, data: Array, 
                         put(machine, one, "generic", row[None, some], data[i : i + 1, some], lanes[some])
             return
     if space == "shared":
-        flat = shared_place(machine, batch, places, width, lanes, access="writes")
-        rows = rows_of(machine.shared, width)
-        rows[flat // width] = data.view(rows.dtype)[..., 0]
+        flat = shared_place(machine, batch, places, width, lanes, "writes", data)
+        rows, shift = rows_of(machine.shared, width), width.bit_length() - 1
+        values = data.view(rows.dtype)[..., 0]
+        rows[flat >> shift] = values
+        if (lost := np.asarray(rows[flat >> shift] != values)).any():
+            first = int(np.argmax(lost))
+            machine.instruction = batch.instructions[first // lanes.size % len(batch)]
+            several_write(
+                machine, lanes, first % lanes.size, f"byte {int(places.reshape(-1)[first])} of shared memory"
+            )
         return
     if space == "local":
         flat = local_place(machine, batch, places, width, lanes)
-        rows = rows_of(machine.local, width)
-        rows[flat // width] = data.view(rows.dtype)[..., 0]
+        rows, shift = rows_of(machine.local, width), width.bit_length() - 1
+        rows[flat >> shift] = data.view(rows.dtype)[..., 0]
         return
     if machine.counts is not None:
         machine.counts.global_access(machine, batch.instructions, places, width, lanes, write=True)
@@ -195,19 +215,15 @@ def _put_global(machine: Machine, batch: Batch, i: int, row: Array, data: Array,
                 machine, batch, row[None], None if where is None else where[None], width, lanes, "writes"
             )
         who = lanes if where is None else lanes[where]
-        offset = row - buffer.start if where is None else (row - buffer.start)[where]
+        there = row if where is None else row[where]
         values = data if where is None else data[where]
         if not buffer.writable:
             machine.fault("read-only memory", f"the kernel writes to {buffer.name}, which is read-only")
-        races = machine.memory.races(machine, buffer, offset, width, who, write=True)
-        if races is not None and races.any():
-            race(machine, batch, any_granule(races), who, buffer.name)
+        offset = there - buffer.start
+        if buffer.watched:
+            settles = id(batch.instructions[i]) in batch.program.flow.settles
+            note(machine, buffer, "settles" if settles else "writes", there, width, who, values)
         buffer.write(offset, values)
-        lost = (buffer.read(offset, width) != values).any(axis=-1)
-        if lost.any():
-            lane = int(who[np.argmax(lost)])
-            machine.fault(
-                "race",
-                f"several threads write different values to {buffer.name} at once, "
-                f"{machine.thread_name(lane)} among them",
-            )
+        if (lost := (buffer.read(offset, width) != values).any(axis=-1)).any():
+            first = int(np.argmax(lost))
+            several_write(machine, who, first, f"{buffer.element(int(offset[first]))} of {buffer.name}")

@@ -79,13 +79,14 @@ class AsyncCopies:
         if taken is None:
             return fetch(self.machine, copies.batch, "global", source, copies.size, lanes)
         data = np.zeros((*source.shape, copies.size), np.uint8)
-        who = np.broadcast_to(lanes, source.shape)
-        for count in np.unique(taken[taken > 0]):
-            some = taken == count
-            for width, offset in _pieces(int(count)):
-                place = source[some] + offset
-                read = fetch(self.machine, copies.batch, "global", place[None], width, who[some])
-                data[some, offset : offset + width] = read[0]
+        for row, instruction in enumerate(copies.batch.instructions):
+            one = Batch([instruction], copies.batch.program, copies.batch.layout)
+            for count in np.unique(taken[row][taken[row] > 0]):
+                some = taken[row] == count
+                for width, offset in _pieces(int(count)):
+                    place = (source[row, some] + offset)[None]
+                    read = fetch(self.machine, one, "global", place, width, lanes[some])
+                    data[row, some, offset : offset + width] = read[0]
         return data
 
 
@@ -138,6 +139,8 @@ def _begin(
     width: int,
 ) -> None:
     _check(machine, batch, lanes, places, sources, taken, width)
+    if machine.counts is not None:
+        machine.counts.shared_access(machine, batch.instructions, places, width, lanes)
     clocks = machine.clocks
     block = machine.block_of_lane[lanes]
     granules = clocks.granules(block, places, width)

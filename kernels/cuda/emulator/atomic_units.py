@@ -1,8 +1,7 @@
 """atom and red: atomic operations on global and shared memory.
 
-Atomics on one place don't race with each other; a plain access beside them, with no barrier between, does. In
-a kernel that has fences, atomics may order other accesses (a lock, a counter of finished blocks): there each
-one is taken to order all that its block's warps did before it.
+Atomics on one place don't race with each other; a plain access beside them, with no barrier between, does.
+What else they order (a lock, a flag, a counter of finished blocks) is the business of `turns`.
 """
 
 from __future__ import annotations
@@ -13,18 +12,21 @@ import numpy as np
 
 from .atomics import Atomic, apply, atomic
 from .batch import Batch, size
+from .debugging import raised
 from .fault import EmulatorError
 from .places import (
     aligned,
     blame,
     generic,
     lanes_of,
+    note,
     out_of_bounds,
     places_of,
     rows_of,
     shared_place,
     space_of,
 )
+from .turns import Turns
 from .units import Array, Mask, Run, unit
 
 if TYPE_CHECKING:
@@ -51,7 +53,7 @@ def _prepare(batch: Batch, first: int) -> Run:
     address, one = batch.address(first), batch.source(first + 1, kind)
     two = batch.source(first + 2, kind) if batch.has(first + 2) else None
     write = batch.target(0, kind) if first else None
-    fenced = any(instruction.opcode[0] in ("membar", "fence") for instruction in batch.program.instructions)
+    learns = batch.program.flow.learns
 
     def run(machine: Machine, mask: Mask) -> None:
         lanes = lanes_of(machine, mask)
@@ -66,8 +68,8 @@ def _prepare(batch: Batch, first: int) -> Run:
             machine.instruction = batch.instructions[i]
             compare = None if other is None else other[i]
             old[i, lanes] = _apply(machine, batch, i, space, places[i], operand[i], compare, found, lanes)
-        if fenced:
-            _order(machine, lanes)
+            if learns:
+                machine.state(Turns).take(places[i], lanes)
         if write is not None:
             write(machine, old, mask)
 
@@ -92,9 +94,10 @@ def _apply(
         space, places = generic(places)
     if space == "shared":
         flat = shared_place(machine, one, places[None], width, lanes, "updates")[0]
-        return apply(
-            rows_of(machine.shared, width).view(operand.dtype), flat // width, operand, compare, found, None
-        )
+        cells = rows_of(machine.shared, width).view(operand.dtype)
+        was = apply(cells, flat // width, operand, compare, found, None)
+        machine.memory.changes += bool((cells[flat // width] != was).any())
+        return was
     if space != "global":
         bad = np.ones((1, lanes.size), np.bool_)
         blame(machine, one, bad, lanes, "atomic", "updates memory that is neither global nor shared")
@@ -107,20 +110,16 @@ def _apply(
                 machine, one, places[None], None if where is None else where[None], width, lanes, "updates"
             )
         which = slice(None) if where is None else where
+        if buffer.watched and machine.memory.watch_blocks:
+            note(machine, buffer, "updates", places[which], width, lanes[which])
         cells = buffer.view(width).view(operand.dtype)
         index = (places[which] - buffer.start) // width
         old[which] = apply(
             cells, index, operand[which], None if compare is None else compare[which], found, None
         )
+        machine.memory.changes += bool((cells[index] != old[which]).any())
+        if buffer.raises:
+            raising = np.zeros(machine.lanes, np.bool_)
+            raising[lanes] = True
+            raised(machine, raising)
     return old
-
-
-def _order(machine: Machine, lanes: Array) -> None:
-    """Let the warps that updated know what the others of their block did, as after a barrier."""
-    clocks = machine.clocks
-    for block in np.unique(machine.block_of_lane[lanes]):
-        warps = np.unique(machine.thread_of_lane[lanes[machine.block_of_lane[lanes] == block]] // 32)
-        agents = clocks.agent(block, warps)
-        everything = clocks.now[block // machine.cluster].max(axis=0)
-        clocks.join(agents, everything)
-        clocks.tick(agents)

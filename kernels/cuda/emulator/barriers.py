@@ -6,16 +6,20 @@ threads faults where a thread has ended or stands elsewhere in its warp; real GP
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .batch import Batch
 from .units import Mask, Run, unit
+from .warp_operations import awaited, word
 
 if TYPE_CHECKING:
     from .machine import Machine
+    from .program import Instruction
+
+Lanes: TypeAlias = NDArray[np.bool_]
 
 
 class Barriers:
@@ -23,35 +27,61 @@ class Barriers:
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
-        self.arrived: dict[tuple[int, int], NDArray[np.bool_]] = {}  # (block, name): lanes, those that wait
-        self.passed_by: dict[tuple[int, int], NDArray[np.bool_]] = {}  # lanes that arrived and went on
+        self.waiting: dict[int, Lanes] = {}  # by name: lanes that have come and wait
+        self.passed_by: dict[int, Lanes] = {}  # lanes that have come and gone on
         self.released = np.zeros(machine.lanes, np.bool_)
+        self.came_at = np.full(machine.blocks, -1, np.int64)  # the barrier of a block's first to come
+        self.mixed: dict[int, tuple[Instruction, Instruction]] = {}  # by block: the first two that met
 
-    def come(self, block: int, name: int, lanes: NDArray[np.bool_], expected: int, wait: bool) -> None:
-        """Let lanes of a block arrive; where that makes `expected` threads, release those that wait."""
-        machine, key = self.machine, (block, name)
-        nobody = np.zeros(machine.lanes, np.bool_)
-        waiting = self.arrived.setdefault(key, nobody.copy())
-        gone = self.passed_by.setdefault(key, nobody.copy())
-        before = int(waiting.sum() + gone.sum())
-        if wait:
-            waiting |= lanes
-        else:
-            gone |= lanes
-        both = waiting | gone
-        count = int(waiting.sum() + gone.sum())
-        if count == before:
+    def come(self, name: int, lanes: Lanes, expected: int, wait: bool) -> None:
+        """Let lanes arrive; in blocks where that makes `expected` threads, release those that wait."""
+        machine = self.machine
+        waiting = self.waiting.setdefault(name, np.zeros(machine.lanes, np.bool_))
+        gone = self.passed_by.setdefault(name, np.zeros(machine.lanes, np.bool_))
+        into = waiting if wait else gone
+        if not (lanes & ~into).any():
             return
+        into |= lanes
         machine.events += 1
-        if count > expected:
-            machine.fault(
-                "barrier", f"{count} threads come to barrier {name}, which is for {expected}", lanes=lanes
-            )
-        if count == expected:
-            warps = np.unique(machine.thread_of_lane[both] // 32)
-            machine.clocks.meet(block, warps)
-            self.released |= waiting
-            del self.arrived[key], self.passed_by[key]
+        here: Lanes = np.asarray(lanes.reshape(machine.blocks, -1).any(axis=1))
+        count = (waiting.astype(np.int64) + gone).reshape(machine.blocks, -1).sum(axis=1)
+        full = here & (count == expected)
+        if (over := here & (count > expected)).any():
+            block = int(np.argmax(over))
+            text = f"{count[block]} threads come to barrier {name}, which is for {expected}"
+            machine.fault("barrier", text, lanes=lanes & (machine.block_of_lane == block))
+        if name == 0 and expected == machine.threads:
+            self._note_place(here, full)
+        if not full.any():
+            return
+        free = np.repeat(full, machine.lanes_per_block)
+        warps = ((waiting | gone) & free).reshape(machine.blocks, -1, 32).any(axis=2)
+        if warps[full].all():
+            machine.clocks.meet_all(np.flatnonzero(full))
+        else:
+            for block in np.flatnonzero(full).tolist():
+                machine.clocks.meet(block, np.flatnonzero(warps[block]))
+        self.released |= waiting & free
+        waiting &= ~free
+        gone &= ~free
+
+    def first_mixed(self, block: int) -> Instruction | None:
+        """Return a barrier of a block that some of its threads met at while others stood at another."""
+        two = self.mixed.get(block)
+        return min(two, key=self.machine.clocks.number) if two else None
+
+    def _note_place(self, here: Lanes, full: Lanes) -> None:
+        """Note that threads of one block have come to different barriers, for the case that some miss one."""
+        instruction = self.machine.instruction
+        if instruction is None:
+            return
+        place = self.machine.clocks.number(instruction)
+        other = here & (self.came_at >= 0) & (self.came_at != place)
+        for block in np.flatnonzero(other).tolist():
+            first = self.machine.program.instructions[int(self.came_at[block]) - 1]
+            self.mixed.setdefault(block, (first, instruction))
+        self.came_at[here & (self.came_at < 0)] = place
+        self.came_at[full] = -1
 
 
 @unit("bar.sync", "barrier.sync", "barrier.cta.sync", "bar.cta.sync", order="sync", results=0)
@@ -60,19 +90,18 @@ def barrier_sync(batch: Batch) -> Run:
     name, count = batch.source(0, "u32"), batch.source(1, "u32") if batch.has(1) else None
     simple = count is None
 
-    def run(machine: Machine, mask: Mask) -> NDArray[np.bool_]:
+    def run(machine: Machine, mask: Mask) -> Lanes | None:
         lanes = np.ones(machine.lanes, np.bool_) if mask is None else mask
         barriers = machine.state(Barriers)
         if simple and _all_here(machine, lanes, barriers):
-            blocks = np.unique(machine.block_of_lane[lanes])
+            blocks = np.flatnonzero(lanes.reshape(machine.blocks, -1).any(axis=1))
             machine.clocks.meet_all(blocks)
             machine.events += 1
-            return lanes
+            return None
         back = barriers.released & lanes
         barriers.released &= ~back
         coming = lanes & ~back
-        if coming.any():
-            _whole_warps(machine, coming)
+        if coming.any() and (coming := _whole_warps(machine, coming)).any():
             _arrive(
                 machine, barriers, coming, name(machine), None if count is None else count(machine), wait=True
             )
@@ -88,17 +117,21 @@ def barrier_arrive(batch: Batch) -> Run:
     """bar.arrive a, b: come to barrier a, which is for b threads, and go on."""
     name, count = batch.source(0, "u32"), batch.source(1, "u32")
 
-    def run(machine: Machine, mask: Mask) -> None:
+    def run(machine: Machine, mask: Mask) -> Lanes | None:
         lanes = np.ones(machine.lanes, np.bool_) if mask is None else mask
-        _whole_warps(machine, lanes)
-        _arrive(machine, machine.state(Barriers), lanes, name(machine), count(machine), wait=False)
+        whole = _whole_warps(machine, lanes)
+        if whole.any():
+            _arrive(machine, machine.state(Barriers), whole, name(machine), count(machine), wait=False)
+        return None if whole is lanes else whole
 
     return run
 
 
-def _all_here(machine: Machine, lanes: NDArray[np.bool_], barriers: Barriers) -> bool:
+def _all_here(machine: Machine, lanes: Lanes, barriers: Barriers) -> bool:
     """Whether every thread of every block that has come is here now, as is usual."""
-    if barriers.arrived or barriers.released.any():
+    if any(waiting.any() for waiting in barriers.waiting.values()) or barriers.released.any():
+        return False
+    if any(gone.any() for gone in barriers.passed_by.values()):
         return False
     real = machine.thread_of_lane < machine.threads
     per_block = (lanes == real).reshape(machine.blocks, -1).all(axis=1)
@@ -106,63 +139,63 @@ def _all_here(machine: Machine, lanes: NDArray[np.bool_], barriers: Barriers) ->
     return bool((per_block | ~here).all())
 
 
-def _whole_warps(machine: Machine, lanes: NDArray[np.bool_]) -> None:
-    """Fault where a warp has come in part: its other threads have ended, or stand elsewhere."""
+def _whole_warps(machine: Machine, lanes: Lanes) -> Lanes:
+    """Return the lanes whose warps have come as a whole; Fault where others of their warp have ended."""
     real = (machine.thread_of_lane < machine.threads).reshape(-1, 32)
     here = lanes.reshape(-1, 32)
     parts = here.any(axis=1) & (here != real).any(axis=1)
-    if parts.any():
-        warp = int(np.argmax(parts))
+    if not parts.any():
+        return lanes
+    ended = parts & (real & ~machine.alive.reshape(-1, 32)).any(axis=1)
+    if ended.any():
+        warp = int(np.argmax(ended))
         count, of = int(here[warp].sum()), int(real[warp].sum())
         machine.fault(
             "barrier not reached by all threads",
             f"{count} of the {of} threads of a warp come to a barrier, "
-            "and the others have ended or went another way",
+            "and others have ended: let all threads come to it, and return after it",
             lanes=lanes & (machine.warp_of_lane == warp),
         )
+    whole: Lanes = lanes & ~np.repeat(parts, 32)
+    return whole
 
 
 def _arrive(
     machine: Machine,
     barriers: Barriers,
-    lanes: NDArray[np.bool_],
+    lanes: Lanes,
     names: NDArray[np.uint32],
     counts: NDArray[np.uint32] | None,
     wait: bool,
 ) -> None:
     names = np.broadcast_to(names, (1, machine.lanes))[0]
-    wanted = None if counts is None else np.broadcast_to(counts, (1, machine.lanes))[0]
-    for block in np.unique(machine.block_of_lane[lanes]):
-        mine = lanes & (machine.block_of_lane == block)
-        for name in np.unique(names[mine]):
-            those = mine & (names == name)
-            expected = machine.threads if wanted is None else int(wanted[those][0])
-            if wanted is not None and expected % 32:
-                machine.fault(
-                    "barrier", f"a barrier for {expected} threads: it must be a multiple of 32", lanes=those
-                )
-            # Lanes that pad the last warp of a block are threads of no barrier.
-            barriers.come(int(block), int(name), those, expected, wait)
+    wanted = (
+        np.full(machine.lanes, machine.threads)
+        if counts is None
+        else np.broadcast_to(counts, (1, machine.lanes))[0]
+    )
+    for name, expected in np.unique(np.stack([names[lanes], wanted[lanes]], axis=1), axis=0).tolist():
+        those = lanes & (names == name) & (wanted == expected)
+        if counts is not None and expected % 32:
+            machine.fault(
+                "barrier", f"a barrier for {expected} threads: it must be a multiple of 32", lanes=those
+            )
+        barriers.come(name, those, expected, wait)
 
 
 @unit("bar.warp", "barrier.warp", order="barrier", results=0)
 def warp_barrier(batch: Batch) -> Run:
-    """bar.warp.sync membermask: lanes of a warp wait for each other; here they run together anyway."""
+    """bar.warp.sync membermask: lanes of a warp wait for those that it names."""
     members = batch.source(0, "u32")
 
-    def run(machine: Machine, mask: Mask) -> None:
+    def run(machine: Machine, mask: Mask) -> Lanes | None:
         lanes = np.ones(machine.lanes, np.bool_) if mask is None else mask
         bits = np.broadcast_to(members(machine), (1, machine.lanes))[0]
-        here = lanes.reshape(-1, 32)
-        active = here @ (np.uint64(1) << np.arange(32, dtype=np.uint64))
-        alive = machine.alive.reshape(-1, 32) @ (np.uint64(1) << np.arange(32, dtype=np.uint64))
-        missing = np.where(lanes, bits & np.repeat(alive & ~active, 32), 0)
-        if missing.any():
-            machine.fault(
-                "barrier not reached by all threads",
-                "bar.warp.sync names threads of the warp that went another way",
-                lanes=missing != 0,
-            )
+        missing = awaited(bits.reshape(-1, 32), lanes.reshape(-1, 32)) & word(machine.alive.reshape(-1, 32))
+        if not missing.any():
+            return None
+        waits: Lanes = lanes & (missing != 0).reshape(-1)
+        return ~waits
 
     return run
 

@@ -14,6 +14,7 @@ import numpy as np
 from .fault import EmulatorError
 from .operands import Address, Immediate, Label, Operand, Pair, Register, Special, Symbol, Vector
 from .program import SIZES, Instruction, Program
+from .special import special
 from .units import Array, Mask
 
 if TYPE_CHECKING:
@@ -194,7 +195,11 @@ class Batch:
         name, dtype = operand.name, DTYPES[kind]
 
         def value(machine: Machine) -> Array:
-            return np.atleast_2d(np.asarray(machine.special(name)).astype(dtype))
+            found = machine.specials.get((name, kind))
+            if found is None:
+                found = np.atleast_2d(np.asarray(special(machine, name)).astype(dtype))
+                machine.specials[name, kind] = found
+            return found
 
         return value
 

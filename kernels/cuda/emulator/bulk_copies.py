@@ -24,6 +24,7 @@ from .mbarriers import Key, Mbarriers
 from .operands import Address, Immediate, Vector
 from .places import lanes_of, shared_blocks
 from .program import Instruction
+from .proxies import TensorMapFences
 from .tensor_copies import box_addresses, box_bytes, check, load_box, store_box
 from .units import Array, Mask, Run, unit
 
@@ -165,6 +166,9 @@ def tensor_copy(batch: Batch) -> Run:
             found = machine.memory.tensor_maps.get(int(maps[i]))
             if found is None:
                 fault_at(machine, "wrong memory", "passes an address at which there is no tensor map", lane)
+            if not machine.state(TensorMapFences).acquired(int(maps[i]), lane):
+                text = "uses a tensor map that its block did not acquire before: fence.proxy.tensormap"
+                fault_at(machine, "missing fence", text, lane)
             where = (int(xs[i]), int(ys[i]))
             with located(machine, lane):
                 check(found)

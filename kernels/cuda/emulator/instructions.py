@@ -8,6 +8,7 @@ from . import (
     barriers,
     bulk_copies,
     clusters,
+    grid_barrier,
     half_calls,
     matrix_moves,
     matrix_units,
@@ -15,6 +16,7 @@ from . import (
     printing,
     proxies,
     register_pool,
+    reshaping,
     warp_groups,
     warp_units,
 )
@@ -27,6 +29,7 @@ __all__ = [
     "barriers",
     "bulk_copies",
     "clusters",
+    "grid_barrier",
     "half_calls",
     "matrix_moves",
     "matrix_units",
@@ -34,6 +37,7 @@ __all__ = [
     "printing",
     "proxies",
     "register_pool",
+    "reshaping",
     "warp_groups",
     "warp_units",
 ]

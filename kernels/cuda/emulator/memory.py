@@ -7,21 +7,19 @@ the next, so that a misaligned or a stray access is found wherever NumPy happene
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from .history import History
 from .units import Array
-
-if TYPE_CHECKING:
-    from .machine import Machine
 
 FIRST = 1 << 34  # the first allocation; below it nothing is
 APART = 1 << 34
 ALIGNMENT = 256
-GRANULE = 4  # bytes that are watched as one, for races
 
 
 @dataclass
@@ -34,9 +32,9 @@ class Buffer:
     writable: bool
     keep: Any = None  # what owns the memory
     views: dict[int, Array] = field(default_factory=dict)
-    # Of each granule that was written: 1 + the warp (numbered over the grid) that wrote last, its time then.
-    writer: NDArray[np.int64] | None = None
-    written: NDArray[np.int32] | None = None
+    raises: bool = False  # the kernel notes an exception here
+    watched: bool = True  # the kernel may write to it: what is done to it may race
+    history: History | None = None
 
     @property
     def end(self) -> int:
@@ -53,7 +51,7 @@ class Buffer:
     def read(self, offset: Array, width: int) -> Array:
         """Return `width` bytes at each offset, (..., width) uint8; aligned to the width in the address."""
         if self.start % width == 0:
-            found = self.view(width)[offset // width]
+            found = self.view(width)[offset >> (width.bit_length() - 1)]
             bytes_found: Array = found[..., None].view(np.uint8)
             return bytes_found
         return self.bytes[offset[..., None] + np.arange(width)]
@@ -63,9 +61,27 @@ class Buffer:
         width = values.shape[-1]
         if self.start % width == 0:
             rows = self.view(width)
-            rows[offset // width] = np.ascontiguousarray(values).view(rows.dtype)[..., 0]
+            rows[offset >> (width.bit_length() - 1)] = np.ascontiguousarray(values).view(rows.dtype)[..., 0]
         else:
             self.bytes[offset[..., None] + np.arange(width)] = values
+
+    def past(self) -> History:
+        """What was done to it so far."""
+        if self.history is None:
+            self.history = History(self.start, self.bytes.size)
+        return self.history
+
+    def element(self, offset: int) -> str:
+        """Name the element that lies at a byte, where it is that of an array without gaps."""
+        array = self.keep
+        if not isinstance(array, np.ndarray) or array.nbytes != self.bytes.size or not array.ndim:
+            return f"byte {offset}"
+        item = offset // array.itemsize
+        if array.flags.c_contiguous or array.flags.f_contiguous:
+            order: Any = "C" if array.flags.c_contiguous else "F"
+            place = tuple(int(i) for i in np.unravel_index(item, array.shape, order=order))
+            return f"element {place[0] if len(place) == 1 else place}"
+        return f"byte {offset}"
 
 
 class GlobalMemory:
@@ -77,6 +93,7 @@ class GlobalMemory:
         self._next = FIRST
         self._keep: list[Any] = []
         self.watch_blocks = True  # races between blocks; off where a kernel orders them by fences and atomics
+        self.changes = 0  # how often somebody wrote, here or in shared memory
         self.tensor_maps: dict[int, Any] = {}  # by their address
 
     def allocate(self, contents: NDArray[np.uint8], name: str, writable: bool = True) -> int:
@@ -138,6 +155,19 @@ class GlobalMemory:
                 rest &= ~inside
         return [*found, (None, rest)] if rest.any() else found
 
+    def watch(self, stored: Collection[int] | None) -> None:
+        """Watch for races only what these addresses, of which a kernel writes to some, lie in; None: all."""
+        for buffer in self.buffers:
+            buffer.watched = buffer.writable and (
+                stored is None or any(buffer.start <= address < buffer.end for address in stored)
+            )
+
+    def order_all(self) -> None:
+        """Note that whatever comes now is after all that was: the whole grid has met."""
+        self.changes += 1
+        for buffer in self.buffers:
+            buffer.history = None
+
     def near(self, address: int) -> str:
         """Say where an address that lies in no buffer is, for a fault."""
         if not self.buffers:
@@ -146,35 +176,6 @@ class GlobalMemory:
         if address >= nearest.start:
             return f"byte {address - nearest.start} of {nearest.name}, which has {nearest.bytes.size}"
         return f"{nearest.start - address} bytes before {nearest.name}"
-
-    def races(
-        self, machine: Machine, buffer: Buffer, offset: Array, width: int, lanes: Array, write: bool
-    ) -> Array | None:
-        """Note a write, and return where another warp wrote unordered; None where nobody did."""
-        if buffer.writer is None or buffer.written is None:
-            if not write:
-                return None
-            buffer.writer = np.zeros(-(-buffer.bytes.size // GRANULE) + 1, np.int64)
-            buffer.written = np.zeros(buffer.writer.size, np.int32)
-        granules = offset[..., None] // GRANULE + np.arange(-(-width // GRANULE))
-        warps = machine.first * machine.warps_per_block + machine.warp_of_lane[lanes]
-        others = buffer.writer[granules] - 1
-        block, warp = others // machine.warps_per_block - machine.first, others % machine.warps_per_block
-        here = (block >= 0) & (block < machine.blocks)
-        agents = machine.clocks.agents_of_lanes()[lanes][..., None]
-        # Blocks of one cluster know each other's clocks.
-        same = (block // machine.cluster == machine.block_of_lane[lanes][..., None] // machine.cluster) & here
-        inside = block % machine.cluster * machine.clocks.of_block + warp
-        known = machine.clocks.knows(agents, np.where(same, inside, 0))
-        unordered = np.where(same, buffer.written[granules] > known, self.watch_blocks)
-        found: Array = (others >= 0) & (others != warps[..., None]) & unordered
-        # Smaller than a granule: neighbours share it, so it says nothing.
-        if write and width >= GRANULE:
-            buffer.writer[granules] = 1 + warps[..., None]
-            buffer.written[granules] = machine.clocks.own(agents)
-        elif write:
-            found = np.zeros_like(found)
-        return found
 
 
 def _host_bytes(address: int, size: int) -> NDArray[np.uint8]:

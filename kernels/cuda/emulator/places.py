@@ -6,16 +6,19 @@ from typing import TYPE_CHECKING, Literal, NoReturn
 
 import numpy as np
 
+from .barriers import Barriers
 from .batch import LOCAL_WINDOW, SHARED_WINDOW, Batch
 from .units import Array, Mask
 
 if TYPE_CHECKING:
+    from .history import Kind
     from .machine import Machine
+    from .memory import Buffer
 
 CLUSTER_SHIFT = (
     24  # a shared::cluster address holds 1 + the block's rank above this bit, 0 for the block's own
 )
-Access = Literal["reads", "writes", "updates"]
+Access = Literal["reads", "guesses", "writes", "updates"]
 
 
 def space_of(opcode: tuple[str, ...]) -> str:
@@ -55,18 +58,28 @@ def generic(places: Array) -> tuple[str, Array]:
 
 def shared_blocks(machine: Machine, places: Array, lanes: Array) -> tuple[Array, Array]:
     """Return (block, offset) of shared addresses: of the lane's own block, or of another of its cluster."""
-    block = machine.block_of_lane[lanes]
+    block = machine.block_of_lane if lanes.size == machine.lanes else machine.block_of_lane[lanes]
+    if int(places.max()) >> CLUSTER_SHIFT == 0:
+        return block, places
     rank = places >> CLUSTER_SHIFT
-    if not rank.any():
-        return np.broadcast_to(block, places.shape), places
     there = block // machine.cluster * machine.cluster + rank - 1
     return np.where(rank > 0, there, block), places & ((1 << CLUSTER_SHIFT) - 1)
 
 
 def shared_place(
-    machine: Machine, batch: Batch, places: Array, width: int, lanes: Array, access: Access
+    machine: Machine,
+    batch: Batch,
+    places: Array,
+    width: int,
+    lanes: Array,
+    access: Access,
+    values: Array | None = None,
 ) -> Array:
-    """Check an access to shared memory, note it, and return its place in the shared memory of all blocks."""
+    """Check an access to shared memory, note it, and return its place in the shared memory of all blocks.
+
+    values: what is written, (instructions, lanes, width) uint8. Of "guesses" see `flow`.
+    """
+    verb = "reads" if access == "guesses" else access
     block, offset = shared_blocks(machine, places, lanes)
     if int(offset.min()) < 0 or int(offset.max()) + width > machine.shared_size:
         outside = (offset < 0) | (offset + width > machine.shared_size)
@@ -77,35 +90,42 @@ def shared_place(
             outside,
             lanes,
             "out of bounds",
-            f"{access} {width} bytes at byte {at} of shared memory, "
+            f"{verb} {width} bytes at byte {at} of shared memory, "
             f"of which the block has {machine.shared_size}",
         )
     if machine.counts is not None:
         machine.counts.shared_access(machine, batch.instructions, places, width, lanes)
     clocks = machine.clocks
     granules = clocks.granules(block, offset, width)
-    agents = np.broadcast_to(clocks.agents_of_lanes()[lanes], places.shape)
+    agents = clocks.agents_of_lanes()
+    agents = agents if lanes.size == machine.lanes else agents[lanes]
     if clocks.any_pending and (pending := any_granule(clocks.pending[granules])).any():
-        kind = (
-            "async copy read before it was waited for" if access == "reads" else "overwrites a pending copy"
-        )
-        text = f"{access} shared memory that an asynchronous copy still fills"
+        kind = "async copy read before it was waited for" if verb == "reads" else "overwrites a pending copy"
+        text = f"{verb} shared memory that an asynchronous copy still fills"
         blame(machine, batch, pending, lanes, kind, text)
-    by = batch.instructions if len(batch) == places.shape[0] else ()
-    if access != "writes" and (unwritten := clocks.written[granules] == 0).any():
+    by = batch.instructions if len(batch) == places.shape[0] > 1 else ()
+    if access != "writes" and (unwritten := clocks.last_write[granules] == 0).any():
         bad = any_granule(unwritten)
         at = int(offset.reshape(-1)[np.argmax(bad)])
-        text = f"{access} {width} bytes at byte {at} of shared memory that nobody wrote"
+        text = f"{verb} {width} bytes at byte {at} of shared memory that nobody wrote"
         blame(machine, batch, bad, lanes, "unwritten shared memory", text)
-    note = {"reads": clocks.read, "writes": clocks.write, "updates": clocks.update}[access]
-    races = note(granules, agents, by)
+    flat: Array = block * machine.shared_pitch + offset
+
+    def same() -> Array:
+        assert values is not None
+        return np.asarray((gather(machine.shared, flat, width) == values).all(axis=-1))[..., None]
+
+    if access == "writes":
+        races = clocks.write(granules, agents, by, same)
+    else:
+        found = {"reads": clocks.read, "guesses": clocks.guess, "updates": clocks.update}[access]
+        races = found(granules, agents, by)
     if races.any():
         first = int(np.argmax(races))
-        agent = int(agents.reshape(-1)[first // races.shape[-1]])
+        agent = int(agents[first // races.shape[-1] % lanes.size])
         text = clocks.explain(int(granules.reshape(-1)[first]), agent)
-        text = f"{access} shared memory {text}, with no barrier between them"
+        text = f"{verb} shared memory {text}, with no barrier between them"
         blame(machine, batch, any_granule(races), lanes, "race", text)
-    flat: Array = block * machine.shared_pitch + offset
     return flat
 
 
@@ -128,7 +148,7 @@ def rows_of(memory: Array, width: int) -> Array:
 
 def gather(memory: Array, places: Array, width: int) -> Array:
     """Return `width` bytes at each place, aligned to them: (..., width) uint8."""
-    found: Array = rows_of(memory, width)[places // width][..., None].view(np.uint8)
+    found: Array = rows_of(memory, width)[places >> (width.bit_length() - 1)][..., None].view(np.uint8)
     return found
 
 
@@ -139,7 +159,8 @@ def any_granule(flags: Array) -> Array:
 
 def aligned(machine: Machine, batch: Batch, places: Array, width: int, lanes: Array) -> None:
     """Fault unless every access lies on a multiple of its width."""
-    if width > 1 and (odd := (places & (width - 1)) != 0).any():
+    if width > 1 and int(np.bitwise_or.reduce(places, axis=None)) & (width - 1):
+        odd = (places & (width - 1)) != 0
         at = int(places.reshape(-1)[np.argmax(odd)])
         text = (
             f"makes an access of {width} bytes, which must lie on a multiple of {width}, "
@@ -157,10 +178,45 @@ def out_of_bounds(
     blame(machine, batch, bad, lanes, "out of bounds", f"{verb} {width} bytes at {machine.memory.near(at)}")
 
 
-def race(machine: Machine, batch: Batch, bad: Array, lanes: Array, name: str) -> NoReturn:
-    """Fault for a race in global memory."""
-    text = f"uses an element of {name} that another warp wrote, with no barrier between them"
-    blame(machine, batch, bad, lanes, "race", text)
+def note(
+    machine: Machine,
+    buffer: Buffer,
+    kind: Kind,
+    places: Array,
+    width: int,
+    lanes: Array,
+    values: Array | None = None,
+) -> None:
+    """Note accesses (n,) by lanes (n,) of the running instruction to global memory; Fault for a race.
+
+    values: what is written, (n, width) uint8.
+    """
+    past, number = buffer.past(), machine.clocks.number(machine.instruction)
+    conflict = past.note(machine, kind, places, width, lanes, number)
+    if conflict is not None and conflict.wrote and values is not None:
+        same = (buffer.read(places - buffer.start, width) == values).all(axis=-1)
+        conflict = past.note(machine, kind, places, width, lanes, number, same)
+    if conflict is None:
+        return
+    lane, offset = int(lanes[conflict.index]), int(places[conflict.index]) - buffer.start
+    instructions = machine.program.instructions
+    where = instructions[conflict.instruction - 1].location if conflict.instruction else None
+    block, warp = divmod(conflict.warp, machine.warps_per_block)
+    verb = "writes" if kind == "settles" else kind
+    other = f"warp {warp} of {machine.block_name(block - machine.first)}"
+    earlier = f"{other} {'wrote' if conflict.wrote else 'reads'}{f' at {where}' if where else ''}"
+    what = f"{buffer.element(offset)} of {buffer.name}"
+    text = f"{verb} {what}, which {earlier}, with no barrier between them"
+    _blame_barrier(machine, lane, text)
+    machine.fault("race", f"{machine.thread_name(lane)} {text}")
+
+
+def several_write(machine: Machine, lanes: Array, first: int, what: str) -> NoReturn:
+    """Fault for threads of one step, the `first` of these lanes among them, whose values get lost."""
+    machine.fault(
+        "race",
+        f"{machine.thread_name(int(lanes[first]))} and others write different values to {what} at once",
+    )
 
 
 def blame(machine: Machine, batch: Batch, bad: Array, lanes: Array, kind: str, text: str) -> NoReturn:
@@ -169,4 +225,18 @@ def blame(machine: Machine, batch: Batch, bad: Array, lanes: Array, kind: str, t
     if bad.ndim == 2 and len(batch) == bad.shape[0]:
         machine.instruction = batch.instructions[first // bad.shape[1]]
     lane = int(np.broadcast_to(lanes, bad.shape).reshape(-1)[first])
+    if kind == "race":
+        _blame_barrier(machine, lane, text)
     machine.fault(kind, f"{machine.thread_name(lane)} {text}")
+
+
+def _blame_barrier(machine: Machine, lane: int, text: str) -> None:
+    """Fault for the cause of a race where that is a barrier at which only some threads were."""
+    block = int(machine.block_of_lane[lane])
+    if (met := machine.state(Barriers).first_mixed(block)) is not None:
+        machine.fault(
+            "barrier not reached by all threads",
+            f"some threads of {machine.block_name(block)} came to this barrier while others were at another, "
+            f"and so {machine.thread_name(lane)} {text}",
+            met,
+        )

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .batch import Batch
-from .groups import snapshot
+from .groups import of_lanes, snapshot
 from .mbarriers import Mbarriers
 from .places import lanes_of
 from .units import Array, Mask, Run, unit
@@ -61,6 +61,49 @@ class Proxies:
             if before:
                 fenced = np.maximum(fenced, self.known[first + int(agent)][before - 1])
         return stored & (written > fenced[writer])
+
+
+class TensorMapFences:
+    """The tensor maps that blocks have acquired: which warps did, and when first."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.times: dict[tuple[int, int], dict[int, int]] = {}  # (block, address): agent: time
+
+    def acquire(self, addresses: Array, lanes: Array) -> None:
+        """Note fences for the maps at these addresses, by these lanes."""
+        clocks = self.machine.clocks
+        agents = clocks.agents_of_lanes()[lanes]
+        for lane, address, agent, time in zip(lanes, addresses, agents, clocks.own(agents), strict=True):
+            block = int(self.machine.block_of_lane[lane])
+            self.times.setdefault((block, int(address)), {}).setdefault(int(agent), int(time))
+
+    def acquired(self, address: int, lane: int) -> bool:
+        """Return whether a lane knows that its block has acquired the map at this address."""
+        clocks = self.machine.clocks
+        fences = self.times.get((int(self.machine.block_of_lane[lane]), address))
+        if not fences:
+            return False
+        agents = np.array(list(fences))
+        own = clocks.agents_of_lanes()[[lane]]
+        return bool((clocks.knows(own, agents % clocks.agents) >= list(fences.values())).any())
+
+
+@unit("fence.proxy.tensormap::generic", order="fence", results=0)
+def fence_proxy_tensormap(batch: Batch) -> Run:
+    """fence.proxy.tensormap::generic.acquire.scope [addr], 128: see a tensor map as it was written.
+
+    The other half, .release, is for maps that a kernel changes, which the emulator does not have.
+    """
+    if "acquire" not in batch.first.opcode:
+        return lambda machine, mask: None
+    address = batch.address(0)
+
+    def run(machine: Machine, mask: Mask) -> None:
+        lanes = lanes_of(machine, mask)
+        machine.state(TensorMapFences).acquire(of_lanes(address(machine), machine, lanes), lanes)
+
+    return run
 
 
 @unit("fence.proxy.async", order="fence", results=0)

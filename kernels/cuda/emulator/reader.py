@@ -33,7 +33,8 @@ class Function:
 def declaration(text: str) -> tuple[str, str, int]:
     """Return (kind, name, bytes) of `.param .align 8 .b8 name[16]` and its like."""
     match = re.search(
-        r"\.([a-z]+\d+)(?:\s+\.ptr[^%\w$]*(?:\.\w+\s*)*(?:\.align\s+\d+)?)?\s+([%\w$]+)\s*(?:\[(\d*)\])?",
+        r"\.([a-z]+\d+)(?:\s+\.ptr(?:\s*\.(?:global|shared|local|const))?(?:\s*\.align\s+\d+)?)?"
+        r"\s+([%\w$]+)\s*(?:\[(\d*)\])?",
         text,
     )
     if match is None:

@@ -1,4 +1,4 @@
-"""Run a kernel's PTX: load its variables, flatten its arguments as Numba does, run the grid in parts."""
+"""Run a kernel's PTX: check the launch, load its variables, and run the grid in parts."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 
 from . import instructions  # noqa: F401  (registers them)
-from .batch import DTYPES
+from .arguments import parameters
 from .counts import Counts
-from .fault import EmulatorError
+from .debugging import ERROR
+from .grid import Launch, run_grid
 from .machine import Machine
-from .memory import GlobalMemory
+from .memory import Buffer, GlobalMemory
 from .program import Program
 from .ptx import parse
 from .schedule import Code, compile_steps
@@ -22,7 +23,9 @@ from .schedule import Code, compile_steps
 COUNTING: ContextVar[Counts | None] = ContextVar("COUNTING", default=None)  # of `profiled`
 LANES = 8192  # of one machine, at most, but for one cluster of blocks: more would fall out of the caches
 MEMORY = 1 << 28  # bytes of registers and shared memory of one machine, at most
-THREADS = 1024  # of a block, at most, on every GPU
+# What every GPU takes at most (CUDA C++ Programming Guide, "Technical Specifications").
+THREADS = 1024  # of a block
+BLOCK, GRID = (1024, 1024, 64), (2**31 - 1, 65535, 65535)
 SHARED = 227 * 1024  # bytes of a block, at most, on any GPU so far
 VARIABLES = 1 << 33  # where the global and constant variables of a program lie
 
@@ -52,13 +55,15 @@ def run_kernel(
     Raises Fault for what the kernel does wrong, ValueError and EmulatorError for what cannot be run.
     """
     counts = counts or COUNTING.get()
-    whole_grid, whole_block = _three("grid", grid), _three("block", block)
+    whole_grid, whole_block = sizes("grid", grid), sizes("block", block)
     threads = whole_block[0] * whole_block[1] * whole_block[2]
     if not 1 <= threads <= THREADS:
         raise ValueError(
             f"a block of {whole_block} has {threads} threads: a GPU runs blocks of 1 to {THREADS}"
         )
-    blocks = whole_grid[0] * whole_grid[1] * whole_grid[2]
+    for name, given, most in (("grid", whole_grid, GRID), ("block", whole_block, BLOCK)):
+        if any(n > limit for n, limit in zip(given, most, strict=True)):
+            raise ValueError(f"{name} is {given}: a GPU takes at most {most} along x, y and z")
     if whole_grid[0] % cluster:
         raise ValueError(
             f"a grid of {whole_grid} has no whole clusters of {cluster} blocks: round it up to a multiple"
@@ -70,27 +75,21 @@ def run_kernel(
             "at most: use smaller tiles or fewer stages"
         )
     memory = GlobalMemory()
-    memory.watch_blocks = not _orders_blocks(program)
+    memory.watch_blocks = not program.flow.learns_of_blocks
+    flat = parameters(program, args, memory, names)
+    stored = program.flow.stored
+    memory.watch(None if stored is None else [int.from_bytes(flat[name], "little") for name in stored])
     _load_variables(program, memory)
-    parameters = _parameters(program, args, memory, names)
+    launch = Launch(program, whole_grid, whole_block, flat, memory, shared, cluster, counts)
     size = _blocks_at_once(program, threads, shared, cluster)
     with np.errstate(all="ignore"):
-        for first in range(0, blocks, size):
-            count = min(size, blocks - first)
-            lanes = count * -(-threads // 32) * 32
-            machine = Machine(
-                _code(ptx, lanes),
-                whole_grid,
-                whole_block,
-                first,
-                count,
-                parameters,
-                memory,
-                shared,
-                cluster,
-                counts,
-            )
-            machine.run()
+        run_grid(launch, (_machine(ptx, launch, first, size) for first in range(0, launch.blocks, size)))
+
+
+def _machine(ptx: str, launch: Launch, first: int, size: int) -> Machine:
+    """Return the machine of the blocks from `first` on, `size` at most."""
+    blocks = min(size, launch.blocks - first)
+    return Machine(_code(ptx, blocks * -(-launch.threads // 32) * 32), launch, first, blocks)
 
 
 @functools.lru_cache(maxsize=128)
@@ -110,10 +109,15 @@ def _code(ptx: str, lanes: int) -> Code:
     return compile_steps(load(ptx), lanes)
 
 
-def _three(name: str, sizes: Sequence[int] | int) -> tuple[int, int, int]:
-    found = (sizes,) if isinstance(sizes, int | np.integer) else tuple(sizes)
-    if not 1 <= len(found) <= 3 or any(int(n) != n or n < 0 for n in found):
-        raise ValueError(f"{name} is {sizes!r}: pass one to three sizes that are not negative")
+def sizes(name: str, given: Sequence[int] | int) -> tuple[int, int, int]:
+    """Return the sizes of a grid or a block along x, y and z; ValueError for what is none."""
+    found = (given,) if isinstance(given, int | np.integer) else given
+    if (
+        not isinstance(found, Sequence | np.ndarray)
+        or not 1 <= len(found) <= 3
+        or any(not isinstance(n, int | np.integer) or isinstance(n, bool) or n < 0 for n in found)
+    ):
+        raise ValueError(f"{name} is {given!r}: pass one to three sizes, whole and not negative")
     whole = (*(int(n) for n in found), 1, 1)
     return whole[0], whole[1], whole[2]
 
@@ -129,61 +133,10 @@ def _blocks_at_once(program: Program, threads: int, shared: int, cluster: int) -
     return max(count // cluster, 1) * cluster
 
 
-def _orders_blocks(program: Program) -> bool:
-    """Whether a kernel has what orders the accesses of different blocks: atomics on global memory."""
-    return any(
-        instruction.opcode[0] in ("atom", "red") and "shared" not in instruction.opcode
-        for instruction in program.instructions
-    )
-
-
 def _load_variables(program: Program, memory: GlobalMemory) -> None:
-    from .memory import Buffer
-
     for name, variable in program.variables.items():
         if variable.space in ("global", "const"):
             contents = np.frombuffer(bytearray(variable.contents), np.uint8)
-            memory.buffers.append(
-                Buffer(variable.offset, contents, f"the variable {name}", variable.space == "global")
-            )
-
-
-def _parameters(
-    program: Program, args: Sequence[Any], memory: GlobalMemory, names: Sequence[str]
-) -> dict[str, bytes]:
-    """Return the bytes of each of the kernel's parameters.
-
-    Numba passes an array as: nothing, nothing, items, bytes of an item, address, shape..., strides....
-    """
-    flat: list[Any] = []
-    for i, arg in enumerate(args):
-        name = names[i] if i < len(names) else f"argument {i + 1}"
-        if isinstance(arg, np.ndarray):
-            described = f"{name} ({arg.dtype} {arg.shape})"
-            flat += [0, 0, arg.size, arg.itemsize, memory.add(arg, described), *arg.shape, *arg.strides]
-        elif hasattr(arg, "box_rows"):  # a TensorMap: 128 bytes that only the copy engine reads
-            address = memory.allocate(np.zeros(128, np.uint8), f"the tensor map {name}", writable=False)
-            memory.tensor_maps[address] = arg
-            flat += [0, 0, 128, 1, address, 128, 1]
-        elif isinstance(arg, complex | np.complexfloating):
-            flat += [arg.real, arg.imag]
-        else:
-            flat.append(arg)
-    if len(flat) != len(program.parameters):
-        raise EmulatorError(
-            f"the kernel takes {len(program.parameters)} parameters, "
-            f"and the {len(args)} arguments make {len(flat)}"
-        )
-    return {
-        name: _bits(value, kind, size)
-        for (name, (kind, size)), value in zip(program.parameters.items(), flat, strict=True)
-    }
-
-
-def _bits(value: Any, kind: str, size: int) -> bytes:
-    if isinstance(value, float | np.floating):
-        as_float = {8: np.float64, 4: np.float32, 2: np.float16}[size]
-        return np.array(value, as_float).tobytes()
-    if kind in DTYPES and DTYPES[kind].kind == "f":
-        return np.array(value, DTYPES[kind]).tobytes()
-    return (int(value) % (1 << 8 * size)).to_bytes(size, "little")
+            named, writable = f"the variable {name}", variable.space == "global"
+            raises = name.endswith(ERROR)
+            memory.buffers.append(Buffer(variable.offset, contents, named, writable, raises=raises))

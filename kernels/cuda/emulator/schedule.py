@@ -21,6 +21,7 @@ from .units import Order, Run, Unit, find
 BATCH_LANES = 1 << 15  # lanes times instructions of a step: its operands then fit the second-level cache
 CONTROL = ("bra", "ret", "exit", "trap")
 SPACES = ("global", "shared", "local")
+LOOKS = {"atom", "volatile", "relaxed", "acquire", "test_wait", "nanosleep"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +30,12 @@ class Step:
 
     run: Run
     guard: Source | None  # the lanes that it is for, beside the front's own
-    instructions: tuple[Instruction, ...]
-    sync: bool  # `run` returns the lanes that pass
+    batch: Batch
+
+    @property
+    def instructions(self) -> Sequence[Instruction]:
+        """The instructions of the batch."""
+        return self.batch.instructions
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +45,11 @@ class Block:
     start: int  # the index of its first instruction
     steps: tuple[Step, ...]
     control: Instruction | None
-    guard: Source | None  # of the branch or exit
+    batch: Batch | None  # of the branch or exit
+    guard: Source | None  # of it
     target: int  # where a branch goes
     next: int  # the instruction after the block
+    looks: bool  # it reads what other lanes may write meanwhile: a loop around it may wait for them
 
 
 @dataclass(frozen=True)
@@ -103,12 +110,13 @@ def _block(
     steps = []
     for unit, instructions in batches:
         batch = Batch(instructions, program, layout)
-        steps.append(Step(unit.prepare(batch), _guard(batch), tuple(instructions), unit.order == "sync"))
+        steps.append(Step(unit.prepare(batch), _guard(batch), batch))
+    looks = any(LOOKS & {*one.opcode} for step in steps for one in step.instructions)
     if control is None:
-        return Block(start, tuple(steps), None, None, -1, end)
+        return Block(start, tuple(steps), None, None, None, -1, end, looks)
     batch = Batch([control], program, layout)
     target = batch.label(0) if control.opcode[0] == "bra" else -1
-    return Block(start, tuple(steps), control, _guard(batch), target, end)
+    return Block(start, tuple(steps), control, batch, _guard(batch), target, end, looks)
 
 
 def _guard(batch: Batch) -> Source | None:
@@ -137,8 +145,6 @@ def _basic_blocks(program: Program) -> Iterator[tuple[int, int]]:
     for i, instruction in enumerate(program.instructions):
         if instruction.opcode[0] in CONTROL:
             starts.add(i + 1)
-        elif _unit(instruction).order == "sync":
-            starts |= {i, i + 1}
     bounds = sorted(start for start in starts if start < count)
     yield from zip(bounds, [*bounds[1:], count], strict=True)
 

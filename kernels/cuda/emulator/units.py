@@ -18,8 +18,10 @@ several that do not depend on each other and run as one NumPy operation) and ret
 - "store": it writes memory; stays in order with loads and stores of its space, like ones run together;
 - "fence": stays in order with everything that touches memory, one at a time;
 - "barrier": nothing, not even arithmetic, moves past it, one at a time;
-- "sync": as "barrier", and it may hold lanes back: `run` returns the lanes that pass (a bool array), and the
-  others come again when something has changed (`machine.events`).
+- "sync": the same, for what makes lanes wait for each other.
+
+Any unit may hold lanes back: its `run` returns the lanes that pass (a bool array; None is all), and others
+come again when something has changed (`machine.events`). Before it lets a lane pass it must not write for it.
 """
 
 from __future__ import annotations

@@ -23,18 +23,26 @@ A kernel is written and decorated as for a GPU, and its arguments are NumPy arra
 from __future__ import annotations
 
 import contextlib
+import enum
 import importlib
 import inspect
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from .. import compiler
+from ..kernel import HALVES, Kernel
+from ..tensor_map import TensorMap
 from .counts import Counts
+from .debugging import debug_ptx
+from .fault import EmulatorError
 from .profile import Profile
-from .run import COUNTING, run_kernel
+from .run import COUNTING, run_kernel, sizes
 
+_COMPILED: WeakKeyDictionary[Any, dict[Any, str]] = WeakKeyDictionary()
 ARCHITECTURE = "sm_90a"  # whose instructions the emulator knows
 
 
@@ -103,19 +111,46 @@ def _run(
     counts: Counts | None,
 ) -> None:
     function = _function(kernel)
-    arrays = [_argument(i, x) for i, x in enumerate(args)]
+    names = _names(function, len(args))
+    arrays = [_argument(name, x) for name, x in zip(names, args, strict=True)]
     options = getattr(kernel, "targetoptions", {})
-    threads = int(np.prod(block))
-    ptx = compiler.compile_ptx(
-        function,
-        tuple(_type(x) for x in arrays),
-        architecture,
-        min(max(threads, 1), 1024),
-        fastmath=bool(options.get("fastmath", False)),
-    )
-    run_kernel(
-        ptx, _sizes(grid), _sizes(block), arrays, shared, cluster, counts, _names(function, len(arrays))
-    )
+    fastmath = bool(options.get("fastmath", getattr(kernel, "fastmath", False)))
+    if isinstance(kernel, Kernel):  # its halves travel as their bits, and its ints as int32
+        arrays = [x.view(np.uint16) if str(getattr(x, "dtype", "")) in HALVES else x for x in arrays]
+        types = kernel.types(tuple(arrays))
+    else:
+        types = tuple(_type(name, x) for name, x in zip(names, arrays, strict=True))
+    whole_grid, whole_block = sizes("grid", grid), sizes("block", block)
+    threads = min(max(math.prod(whole_block), 1), 1024)
+    ptx = _compiled(function, types, architecture, threads, fastmath, bool(options.get("debug", False)))
+    run_kernel(ptx, whole_grid, whole_block, arrays, shared, cluster, counts, names)
+
+
+def _compiled(
+    function: Callable[..., Any],
+    types: tuple[Any, ...],
+    architecture: str,
+    threads: int,
+    fastmath: bool,
+    debug: bool,
+) -> str:
+    """Return the PTX. What the function's closure holds is constant from the first launch on, as in Numba."""
+    kept = _COMPILED.setdefault(function, {})
+    key = (types, architecture, threads, fastmath, debug)
+    if key not in kept:
+        try:
+            if debug:
+                kept[key] = debug_ptx(function, types, architecture, threads, fastmath)
+            else:
+                kept[key] = compiler.compile_ptx(function, types, architecture, threads, fastmath=fastmath)
+        except AttributeError as error:
+            if "insert_unresolved_ref" not in str(error):
+                raise
+            raise EmulatorError(
+                f"{function.__name__} calls a function that calls itself, which Numba compiles for no GPU: "
+                "write it as a loop"
+            ) from error
+    return kept[key]
 
 
 def _function(kernel: Callable[..., Any]) -> Callable[..., Any]:
@@ -124,35 +159,47 @@ def _function(kernel: Callable[..., Any]) -> Callable[..., Any]:
         raise TypeError(
             f"kernel is a {type(kernel).__name__}: pass a function, plain or decorated with cuda.jit"
         )
+    if getattr(kernel, "targetoptions", {}).get("device"):
+        raise TypeError(
+            f"{function.__name__} is a device function, which only kernels call: leave device=True out"
+        )
     return function
 
 
-def _sizes(sizes: int | Sequence[int]) -> tuple[int, ...]:
-    return (int(sizes),) if isinstance(sizes, int | np.integer) else tuple(sizes)
-
-
 def _names(function: Callable[..., Any], count: int) -> list[str]:
-    names = list(inspect.signature(function).parameters)
-    return names if len(names) == count else []
+    """Return the names of a kernel's arguments, or say that it takes another number of them."""
+    found = list(inspect.signature(function).parameters.values())
+    if any(one.kind is one.VAR_POSITIONAL for one in found):
+        return [f"argument {i + 1}" for i in range(count)]
+    if len(found) != count:
+        defaults = any(one.default is not one.empty for one in found)
+        more = "; Numba takes no default values for a kernel's arguments: pass them all" if defaults else ""
+        raise TypeError(
+            f"{function.__name__} takes {len(found)} arguments ({', '.join(one.name for one in found)}), "
+            f"and {count} were passed{more}"
+        )
+    return [one.name for one in found]
 
 
-def _argument(position: int, x: Any) -> Any:
+def _argument(name: str, x: Any) -> Any:
     if type(x).__module__.partition(".")[0] == "torch":
         if x.device.type != "cpu":
-            raise TypeError(f"argument {position + 1} is a tensor on {x.device}: pass tensor.cpu()")
+            raise TypeError(f"{name} is a tensor on {x.device}: pass {name}.cpu()")
         return x.detach().numpy()
-    if isinstance(x, np.ndarray | np.generic | int | float | complex | bool):
+    if isinstance(x, tuple):
+        items = [_argument(f"{name}[{i}]", item) for i, item in enumerate(x)]
+        return type(x)(*items) if hasattr(x, "_fields") else tuple(items)
+    if isinstance(x, np.ndarray | np.generic | int | float | complex | bool | enum.Enum | TensorMap):
         return x
     raise TypeError(
-        f"argument {position + 1} is a {type(x).__name__}: a kernel takes NumPy arrays, tensors and numbers"
+        f"{name} is a {type(x).__name__}: "
+        "a kernel takes NumPy arrays, tensors on the CPU, numbers, and tuples of these"
     )
 
 
-def _type(x: Any) -> Any:
+def _type(name: str, x: Any) -> Any:
     """Return Numba's type of an argument: that of `cuda.jit`'s own launches."""
-    typeof = importlib.import_module("numba.cuda.typing.typeof").typeof
-    found = typeof(x)
-    types = importlib.import_module("numba.cuda.types")
-    if isinstance(found, types.Array) and not found.aligned:
-        raise TypeError("an array is not aligned to its items: pass numpy.require(array, requirements='A')")
-    return found
+    try:
+        return importlib.import_module("numba.cuda.typing.typeof").typeof(x)
+    except ValueError as error:
+        raise TypeError(f"{name} is {x!r}, which Numba takes for no kernel: {error}") from error

@@ -180,7 +180,9 @@ def _note(machine: Machine, lanes: Array, operands: list[Array]) -> Array:
     everything = np.concatenate(granules, axis=1)  # (groups, granules)
     # What all four warps know counts for a read: each of them multiplies its own rows.
     common = known.min(axis=0)
-    agents = warps[:, 0] + clocks.asynchronous
+    # Beside the last warp, not the first, whose threads begin bulk stores as a rule: who waits for one of the
+    # two would count as knowing of the other.
+    agents = warps[:, -1] + clocks.asynchronous
     clocks.join(agents, common)
     clocks.tick(warps.reshape(-1))
     result = snapshot(clocks, agents)
