@@ -105,7 +105,9 @@ def _apply(
         machine.counts.global_access(machine, one.instructions, places[None], width, lanes, write=True)
     old = np.zeros(places.shape, operand.dtype)
     for buffer, where in machine.memory.find(places, width):
-        if buffer is None or not buffer.writable:
+        if buffer is not None and not buffer.writable:
+            machine.fault("read-only memory", f"the kernel updates {buffer.name}, which is read-only")
+        if buffer is None:
             out_of_bounds(
                 machine, one, places[None], None if where is None else where[None], width, lanes, "updates"
             )

@@ -3,7 +3,8 @@
 The unit is a warp's instruction, as in a profiler. A request to global memory moves 32-byte sectors: 4 for a
 warp whose 32 threads read neighbouring 4-byte words, up to 32 for one that does not coalesce (CUDA C++ Best
 Practices Guide, "Coalesced Access to Global Memory"). Shared memory has 32 banks of 4 bytes; a request takes
-as many passes as its busiest bank has different words, and a wide one is taken in parts of 128 bytes.
+as many passes as its busiest bank has different words, and a wide one is taken in parts of 128 bytes; to
+atomics, as many as its busiest bank has threads.
 """
 
 from __future__ import annotations
@@ -102,11 +103,20 @@ class Counts:
                 line.load_bytes += lanes.size * width
 
     def shared_access(
-        self, machine: Machine, instructions: Sequence[Instruction], places: Array, width: int, lanes: Array
+        self,
+        machine: Machine,
+        instructions: Sequence[Instruction],
+        places: Array,
+        width: int,
+        lanes: Array,
+        update: bool = False,
     ) -> None:
-        """Count requests to shared memory: places (instructions, lanes), the addresses of `width` bytes."""
+        """Count requests to shared memory: places (instructions, lanes), the addresses of `width` bytes.
+
+        update: by atomics, for which threads that share a word take their turns, too.
+        """
         for row, instruction in enumerate(instructions):
-            requests, passes, least = _passes(machine, places[row], width, lanes)
+            requests, passes, least = _passes(machine, places[row], width, lanes, update)
             line = self.line(instruction)
             line.shared_requests += requests
             line.shared_passes += passes
@@ -181,7 +191,7 @@ def _sectors(machine: Machine, places: Array, width: int, lanes: Array) -> tuple
     return len(spread), int((new & (touched >= 0)).sum())
 
 
-def _passes(machine: Machine, places: Array, width: int, lanes: Array) -> tuple[int, int, int]:
+def _passes(machine: Machine, places: Array, width: int, lanes: Array, update: bool) -> tuple[int, int, int]:
     """Return (requests, passes, passes without conflicts) of a warp-wide access to shared memory."""
     spread, there = _by_warp(machine, places, lanes)
     words = max(1, width // 4)
@@ -193,7 +203,8 @@ def _passes(machine: Machine, places: Array, width: int, lanes: Array) -> tuple[
     key = np.where(held, word, -1)
     key.sort(axis=-1)
     new = np.ones(key.shape, np.bool_)
-    new[..., 1:] = key[..., 1:] != key[..., :-1]
+    if not update:
+        new[..., 1:] = key[..., 1:] != key[..., :-1]
     new &= key >= 0
     per_bank = np.zeros((*key.shape[:-1], BANKS), np.int64)
     index = np.indices(key.shape)

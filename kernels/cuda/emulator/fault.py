@@ -22,3 +22,8 @@ class Fault(EmulatorError):
         place = f"{where}: " if where else ""
         code = f" [{instruction}]" if instruction else ""
         super().__init__(f"{place}{kind}: {message}{code}")
+
+
+def of(count: int, what: str) -> str:
+    """Return "1 byte", "4 bytes"."""
+    return f"{count} {what}{'' if count == 1 else 's'}"

@@ -186,27 +186,31 @@ class Fronts:
             if count:
                 instruction = machine.code.blocks[start].steps[step].instructions[0]
                 first = first or instruction
-                waits.append(
-                    f"{count} wait at {instruction.location or 'an unknown line'} [{instruction.text}]"
-                )
+                place = str(instruction.location or "an unknown line")
+                waits.append(f"{count} wait{'s' if count == 1 else ''} at {place} [{instruction.text}]")
         ended = machine.threads - int((machine.alive & mine).sum())
         if ended:
-            waits.append(f"{ended} have ended")
+            waits.append(f"{ended} {'has' if ended == 1 else 'have'} ended")
         text = f"of {machine.threads} threads of {machine.block_name(block)}, {', '.join(waits)}"
         if (earlier := machine.state(Barriers).first_mixed(block)) is not None:
             text += f", and before, only some of them came to {earlier.location or 'an earlier barrier'}"
             first = earlier
         assert first is not None
-        kind = KINDS.get(first.opcode[0], "deadlock")
-        return machine.make_fault(kind, f"{text}: none can ever go on", first)
+        kind, remedy = KINDS.get(first.opcode[0], "deadlock"), ""
+        if first.opcode[0] in ("bar", "barrier"):
+            remedy = "; let all threads of the block come to the same cuda.syncthreads()"
+        return machine.make_fault(kind, f"{text}: none can ever go on{remedy}", first)
 
     def _spinning(self, place: Place) -> Fault:
         """Say who goes round in a loop, for the lowest of those places."""
         machine, lanes = self.machine, self.running[place]
         block = machine.code.blocks[place[0]]
-        looks = [one for step in block.steps for one in step.instructions]
+        all_of_it = [one for step in block.steps for one in step.instructions]
+        looks = [one for one in all_of_it if one.opcode[0] in ("atom", "ld", "call")] or all_of_it
+        others = int(lanes.sum()) - 1
+        who = machine.thread_name(int(np.argmax(lanes))) + (f" (and {others} more)" if others else "")
         text = (
-            f"{int(lanes.sum())} threads go round a loop for ever: nobody is left who would write what they "
-            "look for"
+            f"{who} goes round a loop for ever, as what it looks at can change no more: "
+            "a lock that is not released, a flag that is not set, or that is read by no atomic"
         )
-        return machine.make_fault("deadlock", text, looks[-1] if looks else block.control, lanes)
+        return machine.make_fault("deadlock", text, looks[-1] if looks else block.control)

@@ -2,8 +2,8 @@
 
 As for shared memory (`clocks`), two accesses race if one of them writes and neither knows of the other.
 Blocks know nothing of each other unless the kernel tells them (by atomics, or a barrier of the grid). Two
-exceptions, which no GPU takes amiss: threads that write the same value, and looks at what a thread writes
-after a look at the same element (`flow.settles`), as in searches of graphs; there only writes are compared.
+exceptions, which no GPU takes amiss, as paths in graphs are searched so: writes of what is there already, and
+reads of what a thread writes after a look at the same element (`flow.settles`).
 
 The history is kept for granules as wide as the narrowest access so far. Of a granule's readers two are kept,
 of different warps: one of them is another's than any writer.
@@ -85,9 +85,15 @@ class History:
         if conflict is None:
             if kind == "reads":
                 self._note_read(granules, names, times)
-            else:
-                self.writer[granules] = names if kind == "writes" else names | QUIET
-                self.written[granules] = times
+                return None
+            if same is not None and same.any():
+                # Who wrote what is there stays the writer.
+                silent = np.repeat(same, count)
+                new = ~silent | (self.writer[granules] == 0)
+                names = np.where(silent, names | QUIET, names)
+                granules, names, times = granules[new], names[new], times[new]
+            self.writer[granules] = names if kind == "writes" else names | QUIET
+            self.written[granules] = times
         return conflict
 
     def _conflict(
@@ -103,22 +109,18 @@ class History:
         names, times = self.writer[granules], self.written[granules]
         if kind in ("reads", "updates"):
             names = np.where(names & QUIET, 0, names)
-        races = self._unordered(machine, names, times, agents, warps)
-        wrote = True
-        if same is not None and races is not None:
-            races &= ~np.repeat(same, count)
-        if (races is None or not races.any()) and kind == "writes" and self.readers.size:
-            wrote = False
-            for reader, read in zip(self.readers, self.read, strict=True):
-                names = reader[granules]
-                races = self._unordered(machine, names, read[granules], agents, warps)
-                if races is not None and races.any():
-                    break
-        if races is None or not races.any():
-            return None
-        at = int(np.argmax(races))
-        name = int(names[at])
-        return Conflict(at // count, (name >> 21) - 1, name & (QUIET - 1), wrote)
+        earlier = [(names, times)]
+        if kind == "writes" and self.readers.size:
+            earlier += [(self.readers[i][granules], self.read[i][granules]) for i in (0, 1)]
+        for i, (names, times) in enumerate(earlier):
+            races = self._unordered(machine, names, times, agents, warps)
+            if races is not None and same is not None:
+                races &= ~np.repeat(same, count)
+            if races is not None and races.any():
+                at = int(np.argmax(races))
+                name = int(names[at])
+                return Conflict(at // count, (name >> 21) - 1, name & (QUIET - 1), i == 0)
+        return None
 
     @staticmethod
     def _unordered(

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .fault import of
 from .history import History
 from .units import Array
 
@@ -173,9 +174,13 @@ class GlobalMemory:
         if not self.buffers:
             return f"address {address:#x}; the kernel was given no arrays"
         nearest = min(self.buffers, key=lambda b: max(b.start - address, address - b.end))
-        if address >= nearest.start:
-            return f"byte {address - nearest.start} of {nearest.name}, which has {nearest.bytes.size}"
-        return f"{nearest.start - address} bytes before {nearest.name}"
+        offset = address - nearest.start
+        array, index = nearest.keep, ""
+        if isinstance(array, np.ndarray) and array.ndim == 1 and array.nbytes == nearest.bytes.size:
+            index = f" (index {offset // array.itemsize} of {array.size} items)"
+        if offset >= 0:
+            return f"byte {offset} of {nearest.name}, which has {nearest.bytes.size}{index}"
+        return f"{of(-offset, 'byte')} before {nearest.name}{index}"
 
 
 def _host_bytes(address: int, size: int) -> NDArray[np.uint8]:

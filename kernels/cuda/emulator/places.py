@@ -8,6 +8,7 @@ import numpy as np
 
 from .barriers import Barriers
 from .batch import LOCAL_WINDOW, SHARED_WINDOW, Batch
+from .fault import of
 from .units import Array, Mask
 
 if TYPE_CHECKING:
@@ -90,11 +91,11 @@ def shared_place(
             outside,
             lanes,
             "out of bounds",
-            f"{verb} {width} bytes at byte {at} of shared memory, "
-            f"of which the block has {machine.shared_size}",
+            f"{verb} {of(width, 'byte')} at byte {at} of shared memory, "
+            f"of which the block has {machine.shared_size}{_hint(machine)}",
         )
     if machine.counts is not None:
-        machine.counts.shared_access(machine, batch.instructions, places, width, lanes)
+        machine.counts.shared_access(machine, batch.instructions, places, width, lanes, access == "updates")
     clocks = machine.clocks
     granules = clocks.granules(block, offset, width)
     agents = clocks.agents_of_lanes()
@@ -107,7 +108,7 @@ def shared_place(
     if access != "writes" and (unwritten := clocks.last_write[granules] == 0).any():
         bad = any_granule(unwritten)
         at = int(offset.reshape(-1)[np.argmax(bad)])
-        text = f"{verb} {width} bytes at byte {at} of shared memory that nobody wrote"
+        text = f"{verb} {of(width, 'byte')} at byte {at} of shared memory that nobody wrote"
         blame(machine, batch, bad, lanes, "unwritten shared memory", text)
     flat: Array = block * machine.shared_pitch + offset
 
@@ -124,9 +125,16 @@ def shared_place(
         first = int(np.argmax(races))
         agent = int(agents[first // races.shape[-1] % lanes.size])
         text = clocks.explain(int(granules.reshape(-1)[first]), agent)
-        text = f"{verb} shared memory {text}, with no barrier between them"
+        text = (
+            f"{verb} shared memory {text}, with no barrier between them: call cuda.syncthreads() in between"
+        )
         blame(machine, batch, any_granule(races), lanes, "race", text)
     return flat
+
+
+def _hint(machine: Machine) -> str:
+    dynamic = any(one.space == "shared" and not one.size for one in machine.program.variables.values())
+    return ": pass shared=, the bytes of cuda.shared.array(0, ...)" if dynamic else ""
 
 
 def local_place(machine: Machine, batch: Batch, places: Array, width: int, lanes: Array) -> Array:
@@ -135,7 +143,7 @@ def local_place(machine: Machine, batch: Batch, places: Array, width: int, lanes
     outside = (places < 0) | (places + width > size_of_local)
     if outside.any():
         at = int(places.reshape(-1)[np.argmax(outside)])
-        text = f"uses {width} bytes at byte {at} of local memory, of which a thread has {size_of_local}"
+        text = f"uses {of(width, 'byte')} at byte {at} of local memory, of which a thread has {size_of_local}"
         blame(machine, batch, outside, lanes, "out of bounds", text)
     flat: Array = lanes * machine.local.shape[1] + places
     return flat
@@ -175,7 +183,8 @@ def out_of_bounds(
     """Fault for addresses that lie in no array."""
     bad = np.ones(places.shape, np.bool_) if where is None else where
     at = int(places.reshape(-1)[np.argmax(bad)])
-    blame(machine, batch, bad, lanes, "out of bounds", f"{verb} {width} bytes at {machine.memory.near(at)}")
+    text = f"{verb} {of(width, 'byte')} at {machine.memory.near(at)}"
+    blame(machine, batch, bad, lanes, "out of bounds", text)
 
 
 def note(
@@ -191,11 +200,11 @@ def note(
 
     values: what is written, (n, width) uint8.
     """
-    past, number = buffer.past(), machine.clocks.number(machine.instruction)
-    conflict = past.note(machine, kind, places, width, lanes, number)
-    if conflict is not None and conflict.wrote and values is not None:
-        same = (buffer.read(places - buffer.start, width) == values).all(axis=-1)
-        conflict = past.note(machine, kind, places, width, lanes, number, same)
+    same = None
+    if values is not None:
+        same = np.asarray((buffer.read(places - buffer.start, width) == values).all(axis=-1))
+    number = machine.clocks.number(machine.instruction)
+    conflict = buffer.past().note(machine, kind, places, width, lanes, number, same)
     if conflict is None:
         return
     lane, offset = int(lanes[conflict.index]), int(places[conflict.index]) - buffer.start
@@ -206,7 +215,11 @@ def note(
     other = f"warp {warp} of {machine.block_name(block - machine.first)}"
     earlier = f"{other} {'wrote' if conflict.wrote else 'reads'}{f' at {where}' if where else ''}"
     what = f"{buffer.element(offset)} of {buffer.name}"
-    text = f"{verb} {what}, which {earlier}, with no barrier between them"
+    if block == machine.first + int(machine.block_of_lane[lane]):
+        between = "with no barrier between them: call cuda.syncthreads() in between"
+    else:
+        between = "and blocks run in no order: use an atomic, or a launch for each step"
+    text = f"{verb} {what}, which {earlier}, {between}"
     _blame_barrier(machine, lane, text)
     machine.fault("race", f"{machine.thread_name(lane)} {text}")
 
@@ -215,7 +228,8 @@ def several_write(machine: Machine, lanes: Array, first: int, what: str) -> NoRe
     """Fault for threads of one step, the `first` of these lanes among them, whose values get lost."""
     machine.fault(
         "race",
-        f"{machine.thread_name(int(lanes[first]))} and others write different values to {what} at once",
+        f"{machine.thread_name(int(lanes[first]))} and others write different values to {what} at once: "
+        "use an atomic, or let one of them write",
     )
 
 

@@ -57,12 +57,15 @@ class Profile:
             ("warp instructions", f"{total.instructions}"),
             ("global loads", _requests(total.loads, total.load_sectors, total.load_bytes)),
             ("global stores", _requests(total.stores, total.store_sectors, total.store_bytes)),
+            ("shared requests", _or_none(total.shared_requests, self._shared())),
             (
-                "shared requests",
-                f"{total.shared_requests}, {total.shared_passes} passes, {self.shared_conflicts} conflicts",
+                "copied into shared memory",
+                _or_none(self.counts.copied_bytes, f"{self.counts.copied_bytes} bytes, asynchronously"),
             ),
-            ("copied into shared memory", f"{self.counts.copied_bytes} bytes, asynchronously"),
-            ("matrix instructions", f"{total.matrix}, {self.counts.matrix_flops} FLOP"),
+            (
+                "matrix instructions",
+                _or_none(total.matrix, f"{total.matrix}, {self.counts.matrix_flops} FLOP"),
+            ),
         ]
         width = max(len(name) for name, _ in rows)
         text = [f"{self.kernel}", *(f"  {name:<{width}}  {value}" for name, value in rows), "  by class"]
@@ -77,6 +80,10 @@ class Profile:
             ]
             text.append(f"    {Path(place).name:<{width}}{'  '.join(parts)}")
         return "\n".join(text)
+
+    def _shared(self) -> str:
+        total = self.total
+        return f"{total.shared_requests}, {total.shared_passes} passes, {self.shared_conflicts} conflicts"
 
     def __str__(self) -> str:
         return self.table()
@@ -93,6 +100,10 @@ def _ratio(above: int, below: int) -> float:
 
 def _cell(above: int, below: int) -> str:
     return f"{above / below:>7.2f}" if below else f"{'-':>7}"
+
+
+def _or_none(count: int, text: str) -> str:
+    return text if count else "none"
 
 
 def _requests(count: int, sectors: int, asked: int) -> str:

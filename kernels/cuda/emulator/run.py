@@ -25,6 +25,7 @@ LANES = 8192  # of one machine, at most, but for one cluster of blocks: more wou
 MEMORY = 1 << 28  # bytes of registers and shared memory of one machine, at most
 # What every GPU takes at most (CUDA C++ Programming Guide, "Technical Specifications").
 THREADS = 1024  # of a block
+CLUSTER = 16  # blocks of a cluster
 BLOCK, GRID = (1024, 1024, 64), (2**31 - 1, 65535, 65535)
 SHARED = 227 * 1024  # bytes of a block, at most, on any GPU so far
 VARIABLES = 1 << 33  # where the global and constant variables of a program lie
@@ -64,6 +65,10 @@ def run_kernel(
     for name, given, most in (("grid", whole_grid, GRID), ("block", whole_block, BLOCK)):
         if any(n > limit for n, limit in zip(given, most, strict=True)):
             raise ValueError(f"{name} is {given}: a GPU takes at most {most} along x, y and z")
+    if not isinstance(shared, int | np.integer) or shared < 0:
+        raise ValueError(f"shared is {shared!r}: pass the bytes of dynamic shared memory, 0 or more")
+    if not isinstance(cluster, int | np.integer) or not 1 <= cluster <= CLUSTER:
+        raise ValueError(f"cluster is {cluster!r}: pass 1 to {CLUSTER} blocks")
     if whole_grid[0] % cluster:
         raise ValueError(
             f"a grid of {whole_grid} has no whole clusters of {cluster} blocks: round it up to a multiple"
