@@ -10,7 +10,7 @@ import torch
 from products import LAYOUTS, check_laid_out
 
 from minidist.kernels import harness
-from minidist.kernels.cuda import device, gpu, gpu_maps, matrix, tensors
+from minidist.kernels.cuda import device, gpu, gpu_maps, matrix, rung, tensors
 from minidist.kernels.cuda.gpu_memory import DeviceArray
 from minidist.kernels.cuda.kernel import Kernel, numba_type
 from minidist.kernels.cuda.rung import CudaRung
@@ -141,6 +141,19 @@ def test_a_launch_that_can_not_be_is_refused(there):
     there.fails = {"cuMemAllocAsync": real.CUresult.CUDA_ERROR_OUT_OF_MEMORY}
     with pytest.raises(RuntimeError, match=r"cuMemAllocAsync.*free arrays"):
         matrix.scratch(4, 4, "float32", 4)
+
+
+def test_main_memory_stays_while_a_copy_to_the_gpu_may_still_read_it(there, monkeypatch):
+    read = []
+    monkeypatch.setattr(FakeDriver, "_cuMemcpyHtoDAsync", lambda self, into, host, *rest: read.append(host))
+    uploaded = rung.uploaded(np.ones((4, 8), "f4")[:, ::2], "float32")
+    assert [uploaded.data.owner[1].ctypes.data] == read
+
+
+def test_machine_code_that_a_driver_does_not_take_is_an_error_with_a_remedy(there):
+    there.fails["cuLibraryLoadData"] = real.CUresult.CUDA_ERROR_NO_BINARY_FOR_GPU
+    with pytest.raises(RuntimeError, match=r"cuLibraryLoadData.*update it, or pip.*nvidia-nvjitlink==13\.0"):
+        Kernel(fill, threads=32).launch((4,), on_gpu(np.zeros(100, "f4")), 1, shared=128)
 
 
 def test_a_gpu_that_is_too_old_for_a_kernel_is_named(monkeypatch):

@@ -1,4 +1,4 @@
-"""Threads that wait for each other outside of barriers: flags, blocks of a grid; and those that wait in vain."""
+"""Threads that wait for each other outside of barriers: flags, blocks of a grid; and who waits in vain."""
 
 import numpy as np
 import pytest

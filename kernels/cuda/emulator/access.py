@@ -14,6 +14,7 @@ import numpy as np
 from .batch import DTYPES, LOCAL_WINDOW, SHARED_WINDOW, Batch, size
 from .operands import Address, Symbol
 from .places import (
+    Access,
     aligned,
     gather,
     generic,
@@ -28,6 +29,7 @@ from .places import (
     space_of,
 )
 from .program import VECTORS
+from .turns import Turns
 from .units import Array, Mask, Run, unit
 
 if TYPE_CHECKING:
@@ -68,6 +70,7 @@ def store(batch: Batch) -> Run:
     kind = opcode[-1]
     width, count = size(kind), _count(opcode)
     address, read, space = batch.address(0), batch.sources(1, kind), space_of(opcode)
+    releases = len(batch) == 1 and id(batch.first) in batch.program.flow.releases
 
     def run(machine: Machine, mask: Mask) -> None:
         lanes = lanes_of(machine, mask)
@@ -75,7 +78,10 @@ def store(batch: Batch) -> Run:
         values = np.broadcast_to(read(machine), (count, len(batch), machine.lanes))[:, :, lanes]
         data = np.ascontiguousarray(np.moveaxis(values, 0, -1)).view(np.uint8)  # (n, lanes, bytes)
         assert data.shape[-1] == width * count
-        put(machine, batch, space, places, data, lanes)
+        over = releases and machine.state(Turns).are_over(places[0], lanes)
+        put(machine, batch, space, places, data, lanes, "updates" if over else "writes")
+        if over:
+            machine.state(Turns).take(places[0], lanes)
 
     return run
 
@@ -168,8 +174,19 @@ def _fetch_mixed(machine: Machine, batch: Batch, places: Array, width: int, lane
     return data
 
 
-def put(machine: Machine, batch: Batch, space: str, places: Array, data: Array, lanes: Array) -> None:
-    """Write data (instructions, lanes, width) uint8 at each place, all checked."""
+def put(
+    machine: Machine,
+    batch: Batch,
+    space: str,
+    places: Array,
+    data: Array,
+    lanes: Array,
+    access: Access = "writes",
+) -> None:
+    """Write data (instructions, lanes, width) uint8 at each place, all checked.
+
+    access: "updates" for a store that counts as an atomic, since it releases a lock.
+    """
     width = data.shape[-1]
     machine.memory.changes += 1
     aligned(machine, batch, places, width, lanes)
@@ -184,7 +201,7 @@ def put(machine: Machine, batch: Batch, space: str, places: Array, data: Array, 
                         put(machine, one, "generic", row[None, some], data[i : i + 1, some], lanes[some])
             return
     if space == "shared":
-        flat = shared_place(machine, batch, places, width, lanes, "writes", data)
+        flat = shared_place(machine, batch, places, width, lanes, access, data)
         rows, shift = rows_of(machine.shared, width), width.bit_length() - 1
         values = data.view(rows.dtype)[..., 0]
         rows[flat >> shift] = values

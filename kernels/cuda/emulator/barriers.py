@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .batch import Batch
-from .units import Mask, Run, unit
+from .units import Array, Mask, Run, unit
 from .warp_operations import awaited, word
 
 if TYPE_CHECKING:
@@ -30,6 +30,8 @@ class Barriers:
         self.waiting: dict[int, Lanes] = {}  # by name: lanes that have come and wait
         self.passed_by: dict[int, Lanes] = {}  # lanes that have come and gone on
         self.released = np.zeros(machine.lanes, np.bool_)
+        self.votes = np.zeros(machine.lanes, np.bool_)  # of those who have come: the predicate of bar.red
+        self.agreed = np.zeros(machine.lanes, np.int64)  # of those who are released: how many voted for it
         self.came_at = np.full(machine.blocks, -1, np.int64)  # the barrier of a block's first to come
         self.mixed: dict[int, tuple[Instruction, Instruction]] = {}  # by block: the first two that met
 
@@ -61,9 +63,15 @@ class Barriers:
         else:
             for block in np.flatnonzero(full).tolist():
                 machine.clocks.meet(block, np.flatnonzero(warps[block]))
+        self.count_votes((waiting | gone) & free, free)
         self.released |= waiting & free
         waiting &= ~free
         gone &= ~free
+
+    def count_votes(self, voters: Lanes, those: Lanes) -> None:
+        """Let `those` know how many threads of their block voted for it."""
+        count = (voters & self.votes).reshape(self.machine.blocks, -1).sum(axis=1)
+        self.agreed[those] = np.repeat(count, self.machine.lanes_per_block)[those]
 
     def first_mixed(self, block: int) -> Instruction | None:
         """Return a barrier of a block that some of its threads met at while others stood at another."""
@@ -88,28 +96,61 @@ class Barriers:
 def barrier_sync(batch: Batch) -> Run:
     """bar.sync a{, b}: wait until all threads of the block, or b of them, have come to barrier a."""
     name, count = batch.source(0, "u32"), batch.source(1, "u32") if batch.has(1) else None
-    simple = count is None
 
     def run(machine: Machine, mask: Mask) -> Lanes | None:
         lanes = np.ones(machine.lanes, np.bool_) if mask is None else mask
-        barriers = machine.state(Barriers)
-        if simple and _all_here(machine, lanes, barriers):
-            blocks = np.flatnonzero(lanes.reshape(machine.blocks, -1).any(axis=1))
-            machine.clocks.meet_all(blocks)
-            machine.events += 1
-            return None
-        back = barriers.released & lanes
-        barriers.released &= ~back
-        coming = lanes & ~back
-        if coming.any() and (coming := _whole_warps(machine, coming)).any():
-            _arrive(
-                machine, barriers, coming, name(machine), None if count is None else count(machine), wait=True
-            )
-            back |= barriers.released & lanes
-            barriers.released &= ~back
-        return back
+        return _wait(machine, lanes, name(machine), None if count is None else count(machine))
 
     return run
+
+
+@unit("bar.red", "barrier.red", "barrier.cta.red", "bar.cta.red", order="sync")
+def barrier_reduction(batch: Batch) -> Run:
+    """bar.red.popc.u32 d, a{, b}, p and bar.red.and|or.pred q, a{, b}, p: a barrier with a vote."""
+    kind = "u32" if "popc" in batch.first.opcode else "pred"
+    name, votes, write = batch.source(1, "u32"), batch.source(-1, "pred"), batch.target(0, kind)
+    count = batch.source(2, "u32") if batch.has(3) else None
+
+    def run(machine: Machine, mask: Mask) -> Lanes | None:
+        lanes = np.ones(machine.lanes, np.bool_) if mask is None else mask
+        barriers, expected = machine.state(Barriers), None if count is None else count(machine)
+        np.copyto(barriers.votes, np.broadcast_to(votes(machine), (1, machine.lanes))[0], where=lanes)
+        passed = _wait(machine, lanes, name(machine), expected)
+        agreed = barriers.agreed
+        if kind == "u32":
+            value: Array = agreed.astype(np.uint32)
+        elif "and" in batch.first.opcode:
+            all_of_them = (
+                machine.threads if expected is None else np.broadcast_to(expected, (1, machine.lanes))[0]
+            )
+            value = agreed == all_of_them
+        else:
+            value = agreed > 0
+        write(machine, value[None], mask if passed is None else passed)
+        return passed
+
+    return run
+
+
+def _wait(
+    machine: Machine, lanes: Lanes, names: NDArray[np.uint32], counts: NDArray[np.uint32] | None
+) -> Lanes | None:
+    """Let lanes come to a barrier and wait; return those that pass, None for all."""
+    barriers = machine.state(Barriers)
+    if counts is None and _all_here(machine, lanes, barriers):
+        blocks = np.flatnonzero(lanes.reshape(machine.blocks, -1).any(axis=1))
+        machine.clocks.meet_all(blocks)
+        machine.events += 1
+        barriers.count_votes(lanes, lanes)
+        return None
+    back: Lanes = barriers.released & lanes
+    barriers.released &= ~back
+    coming = lanes & ~back
+    if coming.any() and (coming := _whole_warps(machine, coming)).any():
+        _arrive(machine, barriers, coming, names, counts, wait=True)
+        back |= barriers.released & lanes
+        barriers.released &= ~back
+    return back
 
 
 @unit("bar.arrive", "barrier.arrive", "barrier.cta.arrive", "bar.cta.arrive", order="barrier", results=0)

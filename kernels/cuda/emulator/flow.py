@@ -20,6 +20,7 @@ class Flow:
 
     def __init__(self, program: Program) -> None:
         self._program = program
+        self._symbols = self._moved_symbols()
         reads = {key for instruction in program.instructions for key in _sources(instruction)}
         # Atomics whose old value somebody wants: with them threads learn what others have done.
         learning = [
@@ -30,11 +31,41 @@ class Flow:
         self.learns = bool(learning)
         self.learns_of_blocks = any("shared" not in " ".join(one.opcode) for one in learning)
         self.stored = self._stored()
-        compared = {_place(one) for one in program.instructions if "cas" in one.opcode}
+        compared = {self._place(one) for one in program.instructions if "cas" in one.opcode}
         loads = [one for one in program.instructions if one.opcode[0] == "ld"]
         # A load before a loop around a compare-and-swap, which finds out if the value is no longer true.
-        self.guesses = frozenset(id(one) for one in loads if _place(one) in compared)
+        self.guesses = frozenset(id(one) for one in loads if self._place(one) in compared)
         self.settles = self._settles(loads)
+        # Stores to what is also updated by atomics: they may release a lock.
+        updated = {self._place(one) for one in program.instructions if one.opcode[0] in ("atom", "red")}
+        stores = [one for one in program.instructions if one.opcode[0] == "st"]
+        self.releases = frozenset(id(one) for one in stores if self.learns and self._place(one) in updated)
+
+    def _moved_symbols(self) -> dict[tuple[str, int], Symbol]:
+        """The variables whose addresses registers hold all the time."""
+        found: dict[tuple[str, int], Symbol] = {}
+        written: set[tuple[str, int]] = set()
+        for one in self._program.instructions:
+            results = (
+                [] if one.opcode[0] == "st" else [*registers_of(one.operands[0])] if one.operands else []
+            )
+            for key in results:
+                if one.opcode[0] == "mov" and isinstance(one.operands[1], Symbol) and key not in written:
+                    found[key] = one.operands[1]
+                else:
+                    found.pop(key, None)
+                written.add(key)
+        return found
+
+    def _place(self, instruction: Instruction) -> tuple[object, ...]:
+        """The address of a load, a store or an atomic, as it is written."""
+        address = next((one for one in instruction.operands if isinstance(one, Address)), None)
+        if address is None:
+            return ("none", id(instruction))
+        base: object = address.base
+        if isinstance(base, Register):
+            base = self._symbols.get((base.file, base.row), (base.file, base.row))
+        return base, address.offset
 
     def _settles(self, loads: list[Instruction]) -> frozenset[int]:
         """Stores that a look at the same element decides about, as `if x[i] < 0: x[i] = 1` does.
@@ -47,7 +78,7 @@ class Flow:
             (load, store)
             for store in stores
             for load in loads
-            if _place(load) == _place(store) and block_of[id(load)] != block_of[id(store)]
+            if self._place(load) == self._place(store) and block_of[id(load)] != block_of[id(store)]
         ]
         if not pairs:
             return frozenset()
@@ -172,12 +203,3 @@ def _parameters(instruction: Instruction) -> Iterator[str]:
             and operand.base.space == "param"
         ):
             yield operand.base.name
-
-
-def _place(instruction: Instruction) -> tuple[object, ...]:
-    """The address of a load, a store or an atomic, as it is written."""
-    address = next((one for one in instruction.operands if isinstance(one, Address)), None)
-    if address is None:
-        return ("none", id(instruction))
-    base = address.base
-    return ((base.file, base.row) if isinstance(base, Register) else base, address.offset)

@@ -1,9 +1,9 @@
 """What threads learn of each other by atomics: locks, flags, counters, tickets.
 
 Who updates a place learns what all those knew who updated it before. So a lock orders what is done under it,
-and a flag what was done before it was set. (A GPU promises that only with fences, cuda.threadfence(); that
-one of those is missing is not found here.) It holds within a block; the blocks of a kernel with such atomics
-are not compared with each other at all.
+also where a plain store releases it, and a flag what was done before it was set. (A GPU promises that only
+with fences, cuda.threadfence(); that one of those is missing is not found here.) It holds within a block; the
+blocks of a kernel with such atomics are not compared with each other at all.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ class Turns:
         self.clocks = machine.clocks
         self.numbers: dict[tuple[int, int], int] = {}  # (cluster, place): its row in `known`
         self.known = np.zeros((64, machine.clocks.agents), np.int32)
+        self.took: set[tuple[int, int]] = set()  # (agent, place): who has updated what
 
     def take(self, places: Array, lanes: Array) -> None:
         """Let lanes take their turns, in order, at updating these places."""
@@ -51,6 +52,12 @@ class Turns:
                 clocks.join(agents[now], self.known[rows[now]])
                 self.known[rows[now]] = clocks.knows(agents[now][:, None], np.arange(clocks.agents))
         clocks.tick(np.unique(agents))
+        self.took.update(zip(agents.tolist(), places.tolist(), strict=True))
+
+    def are_over(self, places: Array, lanes: Array) -> bool:
+        """Whether each lane's warp has updated its place before, so that a store there ends its turn."""
+        agents = self.clocks.agents_of_lanes()[lanes]
+        return all(pair in self.took for pair in zip(agents.tolist(), places.tolist(), strict=True))
 
     def _rows(self, clusters: Array, places: Array) -> NDArray[np.intp]:
         numbers = self.numbers
