@@ -29,6 +29,7 @@ from minidist.kernels.cuda.emulator import profiled
 LARGEST = {1: 45, 2: 45, 3: 45, 4: 80, 5: 140, 6: 140, 7: 140, 8: 140, 9: 140, 10: 270}
 BY_LAYOUT = CUDA_LADDER[5:]  # rungs that are compiled for the order of a and of b
 TENSOR_CORES = CUDA_LADDER[8:]
+TORCH = [(step, dtype) for step in CUDA_LADDER for dtype in step.dtypes[:2]]
 EVERY_DTYPE = [(step, dtype) for step in CUDA_LADDER for dtype in step.dtypes]
 
 every_rung = pytest.mark.parametrize("step", CUDA_LADDER, ids=lambda step: step.name)
@@ -41,6 +42,20 @@ every_dtype = pytest.mark.parametrize(
 def multiprocessors(monkeypatch):
     """multiprocessors(n): what rungs are told of the GPU, by which some choose their tiles."""
     return lambda n: monkeypatch.setattr(device, "multiprocessors", lambda: n)
+
+
+@pytest.fixture
+def large_tiles(monkeypatch):
+    """large_tiles(step): only those that a rung has for large products."""
+
+    def use(step):
+        module = importlib.import_module(f"minidist.kernels.cuda.{step.name}")
+        if step.number == 10:
+            monkeypatch.setattr(module, "COLUMNS", module.COLUMNS[:1])
+        elif step.number >= 8:
+            monkeypatch.setattr(module, "SMALL", module.LARGE)
+
+    return use
 
 
 def test_the_ladder_holds_every_rung_file_in_order():
@@ -56,23 +71,22 @@ def test_the_ladder_holds_every_rung_file_in_order():
 
 
 @every_dtype
-def test_ragged_sizes(step, dtype):
+def test_ragged_sizes(step, dtype, large_tiles):
+    """Of small tiles, but for bfloat16 and TF32; `test_the_large_tiles` has the others."""
+    if step in TENSOR_CORES and dtype != "float16":
+        large_tiles(step)
     rng = np.random.default_rng()
     for m, n, k in harness.shapes(rng, 7, LARGEST[step.number]):
         harness.check(step, m, n, k, dtype, rng)
 
 
-@pytest.mark.parametrize(
-    ("step", "dtype"),
-    [pair for pair in EVERY_DTYPE if pair[0].number >= 8],
-    ids=[f"{step.name}-{dtype}" for step, dtype in EVERY_DTYPE if step.number >= 8],
-)
-def test_the_tiles_for_large_products(step, dtype, multiprocessors):
-    """Those that are chosen where all multiprocessors get one: here there are few."""
-    multiprocessors(2 if step.number == 10 else 1)
+@pytest.mark.parametrize("step", CUDA_LADDER[7:9], ids=lambda step: step.name)
+def test_the_large_tiles(step, multiprocessors):
+    """They are chosen where all multiprocessors get one: here there is one."""
+    multiprocessors(1)
     rng = np.random.default_rng()
     for m, n, k in [(100, 252, 70), (131, 300, 200)]:
-        harness.check(step, m, n, k, dtype, rng)
+        harness.check(step, m, n, k, step.dtypes[0], rng)
 
 
 # The layouts of a, b and c. A c in columns is one in rows of the transposed product.
@@ -90,6 +104,15 @@ def test_transposed_operands_and_views(step):
     dtype, sizes = ("float32", (36, 44, 17)) if step.number < 9 else ("float16", (72, 140, 77))
     for seed, layouts in enumerate(LAYOUTS):
         check_laid_out(step, sizes, dtype, layouts, seed, read_only=seed == 1)
+
+
+@pytest.mark.parametrize("across", [True, False])
+def test_transposed_operands_of_tf32(across):
+    """What ldmatrix can't transpose is read word by word, along m and along n; otherwise along k."""
+    rng = np.random.default_rng()
+    a, b = harness.inputs(45, 70, 50, "float32", int(rng.integers(2**32)))
+    x, y = (np.asfortranarray(a), b) if across else (a, np.asfortranarray(b))
+    harness.assert_product(CUDA_LADDER[8].matmul(x, y), a, b, sums="float32", tf32=True)
 
 
 @pytest.mark.parametrize("step", TENSOR_CORES, ids=lambda step: step.name)
@@ -123,11 +146,11 @@ def test_nan_and_infinity_travel_as_ieee_754_has_it(step):
         assert np.isfinite(c[finite]).all()
 
 
-@every_dtype
-def test_torch_tensors(step, dtype):
+@pytest.mark.parametrize(("step", "dtype"), TORCH, ids=[f"{step.name}-{dtype}" for step, dtype in TORCH])
+def test_torch_tensors(step, dtype, large_tiles):
     """bfloat16 too; in main memory, of any strides, with a result of the same kind."""
-    if dtype == "float64" and step.number > 1:
-        return  # as NumPy's, for which a tensor is taken
+    if dtype == "bfloat16":
+        large_tiles(step)
     kind = getattr(torch, dtype)
     a, b = torch.randn(37, 30).to(kind), torch.randn(30, 24).to(kind)
     out = torch.full((37, 26), torch.nan, dtype=kind)[:, 1:25]
@@ -146,9 +169,10 @@ def test_torch_tensors(step, dtype):
 
 
 @pytest.mark.parametrize("count", [2, 4])
-def test_blocks_of_rung_10_take_tile_after_tile(count, multiprocessors):
-    """1 and 2 clusters of 2 blocks, for 1 to 9 tiles: a last round that is not full, and one step of k."""
+def test_blocks_of_rung_10_take_tile_after_tile(count, multiprocessors, monkeypatch):
+    """1 and 2 clusters of 2 blocks, for 3 to 9 tiles: a last round that is not full, and one step of k."""
     multiprocessors(count)
+    monkeypatch.setattr(importlib.import_module("minidist.kernels.cuda.s10_hopper"), "COLUMNS", (128,))
     rng = np.random.default_rng()
     for m, n, k in [(300, 129, 200), (513, 260, 5), (600, 100, 450), (5, 700, 64)]:
         harness.check(CUDA_LADDER[9], m, n, k, "float16", rng)
@@ -190,7 +214,8 @@ MOVED = {
 
 @every_rung
 def test_what_a_rung_moves_and_that_no_banks_conflict(step, multiprocessors):
-    multiprocessors(2 if step.number == 10 else 1)
+    if step.number < 10:
+        multiprocessors(1)
     m, n, k = 128, 256, 64
     a, b = harness.inputs(m, n, k, step.dtypes[0], seed=0)
     with profiled() as counts:
@@ -201,8 +226,8 @@ def test_what_a_rung_moves_and_that_no_banks_conflict(step, multiprocessors):
         moved, sectors = MOVED[step.number]
         assert 32 * total.load_sectors / flops == pytest.approx(moved, rel=1e-9)
         assert counts.sectors_per_load == pytest.approx(sectors, rel=1e-9)
-    else:  # its copy engine loads tiles of 128 x 64 and 64 x 256, and part of the second block is empty
-        assert counts.counts.copied_bytes == 2 * 2 * k * (128 + 256)
+    else:  # four blocks load 128 x 64 and 64 x 128; two of them, of rows past the last, load zeros
+        assert counts.counts.copied_bytes == 4 * 2 * k * (128 + 128)
     if step.number >= 9:
         assert counts.counts.matrix_flops >= flops
         assert total.matrix > 0
@@ -216,7 +241,7 @@ def test_the_emulator_is_fast_enough_for_tests_and_lessons(step):
         tasks.append((256, "bfloat16", 1.0))
     for n, dtype, limit in tasks:
         a, b = harness.inputs(n, n, n, dtype, seed=n)
-        out = np.empty_like(a)
+        out = np.empty((n, n), "float32" if dtype == "bfloat16" else dtype)
         seconds = []
         for _ in range(4):
             start = time.perf_counter()

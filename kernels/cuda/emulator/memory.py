@@ -113,10 +113,9 @@ class GlobalMemory:
         while isinstance(owner.base, np.ndarray):
             owner = owner.base
         self._keep.append((owner, array))
-        low, high = np.lib.array_utils.byte_bounds(array) if array.size else (array.ctypes.data,) * 2
+        low, high = _bounds(array)
         if id(owner) not in self._owners:
-            bottom = np.lib.array_utils.byte_bounds(owner)[0] if owner.size else owner.ctypes.data
-            bottom = min(bottom, low)
+            bottom = min(_bounds(owner)[0], low)
             self._owners[id(owner)] = (self._next, bottom)
             self._next += -(-(max(high, bottom + owner.nbytes) - bottom) // APART) * APART + APART
         start, bottom = self._owners[id(owner)]
@@ -181,6 +180,17 @@ class GlobalMemory:
         if offset >= 0:
             return f"byte {offset} of {nearest.name}, which has {nearest.bytes.size}{index}"
         return f"{of(-offset, 'byte')} before {nearest.name}{index}"
+
+
+def _bounds(array: Array) -> tuple[int, int]:
+    """Return the address of an array's first byte, and the address behind its last, whatever its strides."""
+    low = high = array.ctypes.data
+    if not array.size:
+        return low, high
+    for extent, stride in zip(array.shape, array.strides, strict=True):
+        low += min(0, (extent - 1) * stride)
+        high += max(0, (extent - 1) * stride)
+    return low, high + array.itemsize
 
 
 def _host_bytes(address: int, size: int) -> NDArray[np.uint8]:
