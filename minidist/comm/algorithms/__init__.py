@@ -1,0 +1,70 @@
+"""Collectives of our own: each is a generator that says, for one rank, who sends what to whom.
+
+>>> from minidist.comm import algorithms
+>>> for step in algorithms.ring_all_reduce(rank=0, ranks=4, elements=16):
+...     print(step)
+>>> plan = algorithms.schedule("all_reduce", "ring", ranks=4, elements=16)
+>>> algorithms.check(plan)   # proves with no process that it ends, and that the result is right
+>>> comm.all_reduce(x, algorithm="ring")    # runs it
+
+A generator yields `Step`s of `Message`s, which name elements of a buffer and move nothing. `execute` runs a
+rank's steps over torch.distributed's send and receive, `check` runs those of all ranks in one process,
+`draw` draws them. So each file of an algorithm reads like the paper that it comes from.
+
+Horovod's words, where a reader comes from there: `hvd.size()` is `minidist.size()`, the number of ranks;
+`hvd.rank()` is `minidist.rank()`; `hvd.local_rank()` is `minidist.local_rank()`, the rank's place on its own
+host, which picks its GPU; `hvd.allreduce(x)` is `comm.all_reduce(x, op="mean")` (Horovod averages unless
+told otherwise, and returns a new tensor, where ours sums and works in place); `hvd.allgather(x)` is
+`comm.all_gather(x)`; `hvd.broadcast(x, root_rank=0)` is `comm.broadcast(x, source=0)`, in place as Horovod's
+`broadcast_`; `hvd.alltoall(x, splits)` is `comm.all_to_all(x, splits, ...)`. What made Horovod's name is
+`ring_all_reduce` (Sergeev and Del Balso 2018), and its hierarchical all-reduce is
+`hierarchical_all_reduce`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from minidist._lazy import lazy
+
+if TYPE_CHECKING:
+    from minidist.comm.algorithms.checks import ScheduleError as ScheduleError
+    from minidist.comm.algorithms.checks import check as check
+    from minidist.comm.algorithms.halving_doubling import (
+        halving_doubling_all_reduce as halving_doubling_all_reduce,
+    )
+    from minidist.comm.algorithms.hierarchical import hierarchical_all_reduce as hierarchical_all_reduce
+    from minidist.comm.algorithms.naive import naive_all_reduce as naive_all_reduce
+    from minidist.comm.algorithms.pairwise import pairwise_all_to_all as pairwise_all_to_all
+    from minidist.comm.algorithms.registry import ALGORITHMS as ALGORITHMS
+    from minidist.comm.algorithms.registry import Schedule as Schedule
+    from minidist.comm.algorithms.registry import schedule as schedule
+    from minidist.comm.algorithms.ring import ring_all_gather as ring_all_gather
+    from minidist.comm.algorithms.ring import ring_all_reduce as ring_all_reduce
+    from minidist.comm.algorithms.ring import ring_broadcast as ring_broadcast
+    from minidist.comm.algorithms.ring import ring_reduce_scatter as ring_reduce_scatter
+    from minidist.comm.algorithms.steps import Message as Message
+    from minidist.comm.algorithms.steps import Step as Step
+    from minidist.comm.algorithms.steps import bytes_sent as bytes_sent
+    from minidist.comm.algorithms.steps import offsets as offsets
+    from minidist.comm.algorithms.tree import tree_all_gather as tree_all_gather
+    from minidist.comm.algorithms.tree import tree_all_reduce as tree_all_reduce
+    from minidist.comm.algorithms.tree import tree_broadcast as tree_broadcast
+    from minidist.comm.algorithms.tree import tree_reduce_scatter as tree_reduce_scatter
+
+_HERE = "minidist.comm.algorithms"
+
+__getattr__, __dir__, __all__ = lazy(
+    __name__,
+    {
+        f"{_HERE}.checks": ("ScheduleError", "check"),
+        f"{_HERE}.halving_doubling": ("halving_doubling_all_reduce",),
+        f"{_HERE}.hierarchical": ("hierarchical_all_reduce",),
+        f"{_HERE}.naive": ("naive_all_reduce",),
+        f"{_HERE}.pairwise": ("pairwise_all_to_all",),
+        f"{_HERE}.registry": ("ALGORITHMS", "Schedule", "schedule"),
+        f"{_HERE}.ring": ("ring_all_gather", "ring_all_reduce", "ring_broadcast", "ring_reduce_scatter"),
+        f"{_HERE}.steps": ("Message", "Step", "bytes_sent", "offsets"),
+        f"{_HERE}.tree": ("tree_all_gather", "tree_all_reduce", "tree_broadcast", "tree_reduce_scatter"),
+    },
+)

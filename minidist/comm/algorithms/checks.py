@@ -1,0 +1,251 @@
+"""Prove with no process running that a schedule ends and that its result is right.
+
+All ranks' steps are run in one process by the rules in `steps.py`, on buffers that hold, for each element,
+how often each rank's contribution is in it. The result is right where each is in it exactly once. Nothing is
+assumed about timing: a message is taken only when both ends have come to it, the strictest rule there is, so
+a schedule that ends here ends with any buffering.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from minidist.comm.algorithms.registry import Schedule
+from minidist.comm.algorithms.steps import Message, Step, offsets
+
+Contents = NDArray[np.int64]
+
+
+class ScheduleError(ValueError):
+    """A schedule that does not end, or whose result is wrong; the message names rank and step."""
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """A message that was taken: who sent it in which of its steps, and who took it in which of its own."""
+
+    sender: int
+    receiver: int
+    sent: Message
+    received: Message
+    send_step: int
+    receive_step: int
+    begins: int  # the time at which both ends had come to it, where each message takes 1
+    data: Contents = field(repr=False, compare=False)
+
+
+def check(schedule: Schedule) -> None:
+    """Check that every send meets its receive, that nobody waits for ever, and that the result is right.
+
+    Takes time and memory in proportion to ranks x ranks x elements: meant for small tensors.
+
+    Raises:
+        ScheduleError: in one sentence, which rank and step is at fault.
+    """
+    inputs, buffers = _start(schedule)
+    for _ in run(schedule, inputs, buffers):
+        pass
+    _check_result(schedule, buffers)
+
+
+def run(schedule: Schedule, inputs: list[Contents], buffers: list[Contents]) -> Iterator[Delivery]:
+    """Run all ranks' steps, and yield each message as it is taken.
+
+    Args:
+        schedule: what to run.
+        inputs: for each rank, what its sends name rows of.
+        buffers: for each rank, what its receives name rows of; the same arrays where it works in place.
+
+    Raises:
+        ScheduleError: as `check` does, for all but a wrong result.
+    """
+    in_place = schedule.operation != "all_to_all"
+    ranks = [_Rank(number, steps, in_place) for number, steps in enumerate(schedule.steps)]
+    for rank in ranks:
+        rank.enter(ranks, inputs[rank.number], 0)
+    moved = True
+    while moved:
+        moved = False
+        for rank in ranks:
+            while (delivery := rank.take(ranks)) is not None:
+                moved = True
+                yield delivery
+        for rank in ranks:
+            while rank.through():
+                moved = True
+                rank.finish(buffers[rank.number])
+                rank.enter(ranks, inputs[rank.number], rank.free)
+    waiting = [rank for rank in ranks if not rank.ended()]
+    if waiting:
+        raise ScheduleError(f"nobody goes on: {'; '.join(rank.waits_for() for rank in waiting)}")
+
+
+@dataclass
+class _Rank:
+    """Where one rank has come to."""
+
+    number: int
+    steps: tuple[Step, ...]
+    in_place: bool  # whether its sends and receives name elements of one buffer
+    step: int = -1
+    entered: int = 0  # when it came to this step
+    free: int = 0  # when the last of this step's messages was through
+    offered: list[tuple[Message, Contents]] = field(default_factory=list)  # of this step, not yet taken
+    taken: list[tuple[Message, Contents]] = field(default_factory=list)  # what came in this step
+
+    def ended(self) -> bool:
+        return self.step >= len(self.steps)
+
+    def enter(self, ranks: list[_Rank], sent: Contents, now: int) -> None:
+        """Come to the next step: offer what it sends, as it is now."""
+        self.step += 1
+        self.entered = self.free = now
+        if self.ended():
+            return
+        step, here = self.steps[self.step], f"rank {self.number} in step {self.step}"
+        for message in (*step.sends, *step.receives):
+            if not 0 <= message.peer < len(ranks):
+                raise ScheduleError(f"{here} names rank {message.peer}; the ranks are 0 to {len(ranks) - 1}")
+        for a in step.receives:
+            for b in step.sends if self.in_place else ():
+                if not a.reduce and a.start < b.stop and b.start < a.stop:
+                    raise ScheduleError(
+                        f"{here} receives [{a.start}, {a.stop}) over [{b.start}, {b.stop}), which it sends "
+                        "in the same step; use two steps"
+                    )
+        for message in step.sends:
+            _check_range(here, "sends", message, len(sent))
+        self.offered = [(message, sent[message.start : message.stop].copy()) for message in step.sends]
+        self.taken = []
+
+    def take(self, ranks: list[_Rank]) -> Delivery | None:
+        """The next message of this step, where its sender has come to it."""
+        if self.ended() or len(self.taken) == len(self.steps[self.step].receives):
+            return None
+        message = self.steps[self.step].receives[len(self.taken)]
+        sender = ranks[message.peer]
+        mine = [offer for offer in sender.offered if offer[0].peer == self.number]
+        if not mine:
+            return None
+        offer = mine[0]
+        sent, data = offer
+        if sent.elements != message.elements:
+            raise ScheduleError(
+                f"rank {sender.number} in step {sender.step} sends {sent.elements} elements to rank "
+                f"{self.number}, which in step {self.step} expects {message.elements}"
+            )
+        if self.in_place and sent.start != message.start:
+            raise ScheduleError(
+                f"rank {sender.number} in step {sender.step} sends elements from {sent.start} on to rank "
+                f"{self.number}, which in step {self.step} puts them from {message.start} on"
+            )
+        sender.offered = [other for other in sender.offered if other is not offer]
+        self.taken.append((message, data))
+        begins = max(self.entered, sender.entered)
+        self.free, sender.free = max(self.free, begins + 1), max(sender.free, begins + 1)
+        return Delivery(sender.number, self.number, sent, message, sender.step, self.step, begins, data)
+
+    def through(self) -> bool:
+        """Whether all messages of this step are."""
+        return (
+            not self.ended() and not self.offered and len(self.taken) == len(self.steps[self.step].receives)
+        )
+
+    def finish(self, buffer: Contents) -> None:
+        """Put what came where it belongs."""
+        for message, data in self.taken:
+            _check_range(f"rank {self.number} in step {self.step}", "receives", message, len(buffer))
+            if message.reduce:
+                buffer[message.start : message.stop] += data
+            else:
+                buffer[message.start : message.stop] = data
+
+    def waits_for(self) -> str:
+        """What holds this rank up, in words."""
+        reasons = [f"for rank {message.peer} to take a message" for message, _ in self.offered]
+        if len(self.taken) < len(self.steps[self.step].receives):
+            peer = self.steps[self.step].receives[len(self.taken)].peer
+            reasons.append(f"for a message from rank {peer}")
+        return f"rank {self.number} waits in step {self.step} {' and '.join(reasons)}"
+
+
+def _check_range(who: str, what: str, message: Message, size: int) -> None:
+    if not 0 <= message.start <= message.stop <= size:
+        raise ScheduleError(f"{who} {what} [{message.start}, {message.stop}); the buffer has {size} elements")
+
+
+def _start(schedule: Schedule) -> tuple[list[Contents], list[Contents]]:
+    """What the buffers hold before: (elements, ranks) counts of contributions.
+
+    In an all-to-all, where elements move, it is (elements, 2): whose an element was and which.
+    """
+    n, size = schedule.ranks, schedule.elements
+    if schedule.operation == "all_to_all":
+        counts = _counts(schedule)
+        inputs = [
+            np.stack([np.full(sum(row), rank), np.arange(sum(row))], axis=1)
+            for rank, row in enumerate(counts)
+        ]
+        outputs = [np.full((sum(row[rank] for row in counts), 2), -1) for rank in range(n)]
+        return inputs, outputs
+    buffers = [np.zeros((size, n), dtype=np.int64) for _ in range(n)]
+    bounds = offsets(size, n)
+    for rank, buffer in enumerate(buffers):
+        # Of a gather the buffer holds its own part and otherwise nothing; else all of it is a contribution.
+        own = slice(bounds[rank], bounds[rank + 1]) if schedule.operation == "all_gather" else slice(None)
+        buffer[own, rank] = 1
+    return buffers, buffers
+
+
+def _check_result(schedule: Schedule, buffers: list[Contents]) -> None:
+    bounds = offsets(schedule.elements, schedule.ranks)
+    for rank, buffer in enumerate(buffers):
+        own = slice(bounds[rank], bounds[rank + 1]) if schedule.operation == "reduce_scatter" else slice(None)
+        wanted = np.broadcast_to(_wanted(schedule, rank), buffer.shape)
+        wrong = np.flatnonzero((buffer[own] != wanted[own]).any(axis=1))
+        if len(wrong):
+            element = int(wrong[0]) + (own.start or 0)
+            raise ScheduleError(
+                f"{schedule.operation}: element {element} of rank {rank} ends with "
+                f"{_words(schedule, buffer[element])}; it should be {_words(schedule, wanted[element])}"
+            )
+
+
+def _wanted(schedule: Schedule, rank: int) -> Contents:
+    """What rank `rank` should end with; one row where it is the same for all elements."""
+    n, size = schedule.ranks, schedule.elements
+    each: Contents = np.eye(n, dtype=np.int64)
+    if schedule.operation == "all_to_all":
+        counts = _counts(schedule)
+        firsts = [sum(row[:rank]) for row in counts]
+        parts = [(other, firsts[other] + i) for other in range(n) for i in range(counts[other][rank])]
+        return np.array(parts, dtype=np.int64).reshape(-1, 2)
+    if schedule.operation == "broadcast":
+        return each[schedule.source : schedule.source + 1]
+    if schedule.operation == "all_gather":
+        bounds = offsets(size, n)
+        owners = np.array(
+            [other for other in range(n) for _ in range(bounds[other], bounds[other + 1])], dtype=np.int64
+        )
+        return each[owners]
+    return np.ones((1, n), dtype=np.int64)
+
+
+def _counts(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
+    if schedule.counts is not None:
+        return schedule.counts
+    bounds = offsets(schedule.elements, schedule.ranks)
+    row = tuple(stop - start for start, stop in pairwise(bounds))
+    return (row,) * schedule.ranks
+
+
+def _words(schedule: Schedule, element: Contents) -> str:
+    if schedule.operation == "all_to_all":
+        return f"element {element[1]} of rank {element[0]}" if element[0] >= 0 else "nothing"
+    times = [f"rank {rank}'s {count} times" for rank, count in enumerate(element.tolist()) if count]
+    return ", ".join(times).replace(" 1 times", " once") or "nothing"
