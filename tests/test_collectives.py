@@ -229,7 +229,7 @@ def test_the_ledger_counts_the_formula(cluster_of: Clusters, ranks: int, dtype: 
             (entry,) = ledger.calls
             assert (entry.name, entry.algorithm, entry.dtype) == (
                 name,
-                "torch",
+                "torch" if name in ("gather", "scatter") or md.size() == 1 else "shared_memory",
                 str(dtype).removeprefix("torch."),
             )
             assert entry.seconds >= entry.waited >= 0
@@ -329,9 +329,10 @@ def test_the_ledger_counts_what_is_on_the_wire(cluster_of: Clusters) -> None:
 
         def count(name: str = name) -> int:
             x = torch.ones(4 * 2**20)
-            with comm.ledger() as ledger:
+            with comm.ledger() as ledger, comm.using("torch"):
                 calls[name](x)
-            return ledger.bytes_sent
+            assert ledger.bytes_on_wire == ledger.bytes_sent
+            return ledger.bytes_on_wire
 
         cluster = cluster_of(4)
         cluster.run(count)  # connections are made at the first call
@@ -355,7 +356,7 @@ def test_ledgers_nest_and_print(cluster_of: Clusters) -> None:
 
     calls, inner, sent, table = cluster_of(2).run(count)[0]
     assert (calls, inner, sent) == (3, 2, 32)
-    assert table.splitlines()[1].split()[:6] == ["all_reduce", "torch", "float32", "2", "2", "32"]
+    assert table.splitlines()[1].split()[:6] == ["all_reduce", "shared_memory", "float32", "2", "2", "32"]
     assert table.splitlines()[-1].split()[:3] == ["total", "3", "32"]
 
 
@@ -401,7 +402,7 @@ def test_a_world_of_one_sends_nothing() -> None:
             "x needs 2 times the rows",
         ),
         (
-            lambda: comm.all_reduce(torch.ones(2).short()),
+            lambda: comm.all_reduce(torch.ones(2).short(), algorithm="torch"),
             comm.CollectiveError,
             "cannot send this dtype; convert",
         ),

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from minidist.comm.messages import recv as recv
     from minidist.comm.messages import scatter as scatter
     from minidist.comm.messages import send as send
+    from minidist.comm.routes import empty_shared as empty_shared
+    from minidist.comm.routes import using as using
     from minidist.comm.work import Work as Work
     from minidist.comm.world import device as device
     from minidist.comm.world import init as init
@@ -56,6 +58,7 @@ __getattr__, __dir__, __all__ = lazy(
         "minidist.comm.errors": ("CollectiveError", "RankDied", "RankError", "RankTimeout"),
         "minidist.comm.ledgers": ("Ledger", "ledger"),
         "minidist.comm.messages": ("barrier", "gather", "recv", "scatter", "send"),
+        "minidist.comm.routes": ("empty_shared", "using"),
         "minidist.comm.work": ("Work",),
         "minidist.comm.world": ("device", "init", "local_rank", "rank", "shutdown", "size"),
     },

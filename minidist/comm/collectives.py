@@ -4,9 +4,14 @@ Each call is checked, counted in the open ledgers, and fails in a sentence. All 
 same calls in the same order with the same shapes and dtypes. With `async_op=True` a function returns a
 `Work` at once; the result is there after its `wait()`.
 
+`algorithm` says how. "auto" takes what `comm.using` names, else shared memory where all ranks are CPU ranks
+of one host, else torch.distributed's own over gloo or NCCL, which is "torch". "ring", "tree" and the others
+are the algorithms of `minidist.comm.algorithms`, from messages.
+
 The letters in the formulas: n is the number of ranks in the group, S the bytes of the tensor passed. Bytes
-sent are what this rank puts on the wire, payload only. Over NCCL the library picks the algorithm; counted
-is then the one named here, which NCCL uses for large tensors. In a world of one nothing is sent.
+sent are what other ranks get from this one, payload only: through sockets (`Ledger.bytes_on_wire`), or read
+from its memory. The formulas hold for "torch" and "shared_memory". Over NCCL the library picks the algorithm;
+counted is then the one named here, which NCCL uses for large tensors. In a world of one nothing is sent.
 """
 
 from __future__ import annotations
@@ -18,10 +23,12 @@ from typing import Any, Literal, overload
 import torch
 import torch.distributed as dist
 
+from minidist.comm import ways
+from minidist.comm.routes import choose
 from minidist.comm.work import (
-    ALGORITHMS,
     Group,
     Work,
+    by_torch,
     bytes_of,
     call_of,
     check_member,
@@ -55,7 +62,7 @@ def all_reduce(
     x: torch.Tensor, op: str = ..., algorithm: str = ..., group: Group = ..., *, async_op: Literal[True]
 ) -> Work: ...
 def all_reduce(
-    x: torch.Tensor, op: str = "sum", algorithm: str = "torch", group: Group = None, async_op: bool = False
+    x: torch.Tensor, op: str = "sum", algorithm: str = "auto", group: Group = None, async_op: bool = False
 ) -> Any:
     """Reduce `x`, of any shape, over all ranks, in place; each rank gets the result.
 
@@ -65,7 +72,8 @@ def all_reduce(
     Args:
         x: the same shape and dtype on all ranks; it receives the result.
         op: "sum", "mean", "min", "max" or "product".
-        algorithm: how; "torch" is torch.distributed's own.
+        algorithm: how: "auto", "torch", "shared_memory", "ring", "tree", "halving_doubling", "hierarchical"
+            (shared memory inside a host, a ring between hosts) or "naive".
         group: the ranks that take part; None for all.
         async_op: return a `Work` at once.
 
@@ -77,22 +85,24 @@ def all_reduce(
         TypeError: not a dense tensor, or a mean of integers.
         CollectiveError: a peer is gone or late.
     """
-    check_name("algorithm", algorithm, ALGORITHMS)
     data, ranks = _reducible("all_reduce", x, op), len(ranks_of(group))
+    how = choose("all_reduce", algorithm, group, x)
     buffer = data.contiguous()
 
     def result() -> torch.Tensor:
-        if op == "mean" and ranks > 1:
+        if op == "mean" and ranks > 1 and how == "torch":
             buffer.div_(ranks)
         if buffer.data_ptr() != data.data_ptr():
             data.copy_(buffer)
         return x
 
-    call = call_of("all_reduce", x, group, 2 * (ranks - 1) * bytes_of(x) // ranks, algorithm)
-    operation, _ = OPERATIONS[op]
-    return run(
-        call, partial(dist.all_reduce, buffer, operation, group=group, async_op=True), result, async_op
-    )
+    if how == "torch":
+        operation, _ = OPERATIONS[op]
+        start = partial(dist.all_reduce, buffer, operation, group=group, async_op=True)
+        way = by_torch(start, 2 * (ranks - 1) * bytes_of(x) // ranks)
+    else:
+        way = ways.all_reduce(how, buffer.view(-1), op, group)
+    return run(call_of("all_reduce", x, group, how, way), way.start, result, async_op)
 
 
 @overload
@@ -117,7 +127,7 @@ def reduce_scatter(
 def reduce_scatter(
     x: torch.Tensor,
     op: str = "sum",
-    algorithm: str = "torch",
+    algorithm: str = "auto",
     group: Group = None,
     out: torch.Tensor | None = None,
     async_op: bool = False,
@@ -139,9 +149,13 @@ def reduce_scatter(
         ValueError: n does not divide the first dimension, or `out` has another shape or dtype.
         TypeError, CollectiveError: as for `all_reduce`.
     """
-    check_name("algorithm", algorithm, ALGORITHMS)
     data, ranks = _reducible("reduce_scatter", x, op).contiguous(), len(ranks_of(group))
+    how = choose("reduce_scatter", algorithm, group, x)
     share = _out("reduce_scatter", out, data, (_share_of("reduce_scatter", x, ranks), *x.shape[1:]))
+    if how != "torch":
+        way = ways.reduce_scatter(how, data.view(-1), share.view(-1), op, group)
+        call = call_of("reduce_scatter", x, group, how, way)
+        return run(call, way.start, lambda: share if out is None else out, async_op)
     operation, reduce = OPERATIONS[op]
     by_library = x.is_cuda and ranks > 1  # NCCL's own sends no more than it must
     # Row r of what arrives is rank r's contribution to this rank's share.
@@ -155,12 +169,13 @@ def reduce_scatter(
             share.div_(ranks)
         return share if out is None else out
 
-    call = call_of("reduce_scatter", x, group, (ranks - 1) * bytes_of(x) // ranks, algorithm)
     if by_library:
         start = partial(_reduce_scatter_single, share, data, operation, group=group, async_op=True)
     else:
         start = partial(_exchange, arrived, data, None, None, group)
-    return run(call, start, result, async_op, alone=partial(arrived.copy_, data))
+    way = by_torch(start, (ranks - 1) * bytes_of(x) // ranks)
+    call = call_of("reduce_scatter", x, group, how, way)
+    return run(call, way.start, result, async_op, alone=partial(arrived.copy_, data))
 
 
 @overload
@@ -182,7 +197,7 @@ def all_gather(
 ) -> Work: ...
 def all_gather(
     x: torch.Tensor,
-    algorithm: str = "torch",
+    algorithm: str = "auto",
     group: Group = None,
     out: torch.Tensor | None = None,
     async_op: bool = False,
@@ -203,14 +218,17 @@ def all_gather(
         ValueError: `out` has another shape or dtype, or `x` has no dimension.
         CollectiveError: a peer is gone or late.
     """
-    check_name("algorithm", algorithm, ALGORITHMS)
     data, ranks = check_tensor("all_gather", x).contiguous(), len(ranks_of(group))
     rows = _share_of("all_gather", x, 1)
     gathered = _out("all_gather", out, data, (ranks * rows, *x.shape[1:]))
-    call = call_of("all_gather", x, group, (ranks - 1) * bytes_of(x), algorithm)
-    start = partial(_all_gather_single, gathered, data, group=group, async_op=True)
-    result = gathered if out is None else out
-    return run(call, start, lambda: result, async_op, alone=partial(gathered.copy_, data))
+    how = choose("all_gather", algorithm, group, x)
+    if how == "torch":
+        start = partial(_all_gather_single, gathered, data, group=group, async_op=True)
+        way = by_torch(start, (ranks - 1) * bytes_of(x))
+    else:
+        way = ways.all_gather(how, data.view(-1), gathered.view(-1), group)
+    result, call = gathered if out is None else out, call_of("all_gather", x, group, how, way)
+    return run(call, way.start, lambda: result, async_op, alone=partial(gathered.copy_, data))
 
 
 @overload
@@ -226,12 +244,12 @@ def broadcast(
     x: torch.Tensor, source: int = ..., algorithm: str = ..., group: Group = ..., *, async_op: Literal[True]
 ) -> Work: ...
 def broadcast(
-    x: torch.Tensor, source: int = 0, algorithm: str = "torch", group: Group = None, async_op: bool = False
+    x: torch.Tensor, source: int = 0, algorithm: str = "auto", group: Group = None, async_op: bool = False
 ) -> Any:
     """Copy `x` from one rank to all, in place.
 
     Sends S to each of this rank's children in a binomial tree: ceil(log2 n) of them for the source, none for
-    the leaves, n - 1 over all ranks together.
+    the leaves, n - 1 over all ranks together. Through shared memory all are the source's.
 
     Args:
         x: the same shape and dtype on all ranks; the source's values reach the others.
@@ -245,9 +263,9 @@ def broadcast(
         ValueError: `source` is no rank of the group.
         CollectiveError: a peer is gone or late.
     """
-    check_name("algorithm", algorithm, ALGORITHMS)
     data, ranks = check_tensor("broadcast", x), len(ranks_of(group))
     check_member("source", source, ranks)
+    how = choose("broadcast", algorithm, group, x)
     buffer = data.contiguous()
 
     def result() -> torch.Tensor:
@@ -255,10 +273,12 @@ def broadcast(
             data.copy_(buffer)
         return x
 
-    children = tree_children((rank_in(group) - source) % ranks, ranks)
-    call = call_of("broadcast", x, group, children * bytes_of(x), algorithm)
-    start = partial(dist.broadcast, buffer, group=group, async_op=True, group_src=source)
-    return run(call, start, result, async_op)
+    if how == "torch":
+        start = partial(dist.broadcast, buffer, group=group, async_op=True, group_src=source)
+        way = by_torch(start, tree_children((rank_in(group) - source) % ranks, ranks) * bytes_of(x))
+    else:
+        way = ways.broadcast(how, buffer.view(-1), source, group)
+    return run(call_of("broadcast", x, group, how, way), way.start, result, async_op)
 
 
 @overload
@@ -284,7 +304,7 @@ def all_to_all(
     x: torch.Tensor,
     input_rows: Sequence[int] | None = None,
     output_rows: Sequence[int] | None = None,
-    algorithm: str = "torch",
+    algorithm: str = "auto",
     group: Group = None,
     async_op: bool = False,
 ) -> Any:
@@ -305,7 +325,6 @@ def all_to_all(
         ValueError: n does not divide the rows, or the parts do not add up to them.
         CollectiveError: a peer is gone or late, or sends other sizes than this rank expects of it.
     """
-    check_name("algorithm", algorithm, ALGORITHMS)
     data, ranks = check_tensor("all_to_all", x).contiguous(), len(ranks_of(group))
     sends, comes = _parts("input_rows", input_rows, x, ranks), _parts("output_rows", output_rows, x, ranks)
     if sum(sends) != len(x):
@@ -313,10 +332,16 @@ def all_to_all(
             f"input_rows {sends} add up to {sum(sends)}, and x has {len(x)} rows; they have to agree"
         )
     received = data.new_empty((sum(comes), *x.shape[1:]))
-    kept = sends[rank_in(group)] * bytes_of(x) // max(1, len(x))
-    call = call_of("all_to_all", x, group, bytes_of(x) - kept, algorithm)
-    start = partial(_exchange, received, data, comes, sends, group)
-    return run(call, start, lambda: received, async_op, alone=partial(received.copy_, data))
+    width = x[:1].numel()
+    how = choose("all_to_all", algorithm, group, x)
+    if how == "torch":
+        start = partial(_exchange, received, data, comes, sends, group)
+        way = by_torch(start, bytes_of(x) - sends[rank_in(group)] * width * x.element_size())
+    else:
+        gives, takes = ([rows * width for rows in parts] for parts in (sends, comes))
+        way = ways.all_to_all(how, data.view(-1), received.view(-1), gives, takes, group)
+    call = call_of("all_to_all", x, group, how, way)
+    return run(call, way.start, lambda: received, async_op, alone=partial(received.copy_, data))
 
 
 def _exchange(

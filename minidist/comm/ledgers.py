@@ -22,9 +22,10 @@ class Call:
     dtype: str  # "float32"
     shape: tuple[int, ...]  # of the tensor that was passed
     group: tuple[int, ...]  # the group's members, as ranks of the world
-    bytes_sent: int  # what this rank put on the wire
+    bytes_sent: int  # what the other ranks got from this one
+    bytes_on_wire: int  # of these, through sockets and not through shared memory
     seconds: float = 0.0  # from the call to its completion, as far as this rank saw it
-    waited: float = 0.0  # of these, how long this rank did nothing but wait
+    waited: float = 0.0  # of these, how long this rank was held up
 
 
 @dataclass
@@ -35,13 +36,27 @@ class Ledger:
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes that this rank put on the wire."""
+        """Bytes that the other ranks got from this one."""
         return sum(call.bytes_sent for call in self.calls)
+
+    @property
+    def bytes_on_wire(self) -> int:
+        """Of these, what went through sockets: not what ranks of one host read in each other's memory."""
+        return sum(call.bytes_on_wire for call in self.calls)
 
     @property
     def seconds(self) -> float:
         """Seconds in collectives, from call to completion; overlapping calls are counted each."""
         return sum(call.seconds for call in self.calls)
+
+    @property
+    def comm_overlap(self) -> float:
+        """Share of the communication's time that was hidden: in which this rank did something else, 0 to 1.
+
+        A handle of torch's does not say when it was complete: such a call counts until its `wait` returned.
+        """
+        seconds = self.seconds
+        return 1 - sum(call.waited for call in self.calls) / seconds if seconds else 0.0
 
     def table(self) -> str:
         """A text table: one line for each kind of call, and the total."""
@@ -49,16 +64,16 @@ class Ledger:
         for call in self.calls:
             kinds.setdefault((call.name, call.algorithm, call.dtype, len(call.group)), []).append(call)
         lines = [
-            f"{'collective':<16}{'algorithm':<12}{'dtype':<10}{'ranks':>6}{'calls':>8}"
+            f"{'collective':<16}{'algorithm':<18}{'dtype':<10}{'ranks':>6}{'calls':>8}"
             f"{'bytes sent':>16}{'ms':>10}"
         ]
         for (name, algorithm, dtype, ranks), calls in kinds.items():
             part = Ledger(calls)
             lines.append(
-                f"{name:<16}{algorithm:<12}{dtype:<10}{ranks:>6}{len(calls):>8}"
+                f"{name:<16}{algorithm:<18}{dtype:<10}{ranks:>6}{len(calls):>8}"
                 f"{part.bytes_sent:>16,}{part.seconds * 1e3:>10.2f}"
             )
-        lines.append(f"{'total':<44}{len(self.calls):>8}{self.bytes_sent:>16,}{self.seconds * 1e3:>10.2f}")
+        lines.append(f"{'total':<50}{len(self.calls):>8}{self.bytes_sent:>16,}{self.seconds * 1e3:>10.2f}")
         return "\n".join(lines)
 
 

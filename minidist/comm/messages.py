@@ -11,9 +11,12 @@ from typing import Any, Literal, overload
 import torch
 import torch.distributed as dist
 
+from minidist.comm import ways
+from minidist.comm.routes import choose
 from minidist.comm.work import (
     Group,
     Work,
+    by_torch,
     bytes_of,
     call_of,
     check_member,
@@ -44,8 +47,8 @@ def send(x: torch.Tensor, destination: int, tag: int = 0, group: Group = None, a
     """
     data = check_tensor("send", x).contiguous()
     _check_peer("destination", destination, group)
-    start = partial(dist.isend, data, group=group, tag=tag, group_dst=destination)
-    return run(call_of("send", x, group, bytes_of(x)), start, lambda: x, async_op)
+    way = by_torch(partial(dist.isend, data, group=group, tag=tag, group_dst=destination), bytes_of(x))
+    return run(call_of("send", x, group, "torch", way), way.start, lambda: x, async_op)
 
 
 @overload
@@ -75,8 +78,8 @@ def recv(x: torch.Tensor, source: int, tag: int = 0, group: Group = None, async_
             data.copy_(buffer)
         return x
 
-    start = partial(dist.irecv, buffer, group=group, tag=tag, group_src=source)
-    return run(call_of("recv", x, group, 0), start, result, async_op)
+    way = by_torch(partial(dist.irecv, buffer, group=group, tag=tag, group_src=source), 0)
+    return run(call_of("recv", x, group, "torch", way), way.start, result, async_op)
 
 
 @overload
@@ -119,8 +122,11 @@ def gather(x: torch.Tensor, destination: int = 0, group: Group = None, async_op:
         return None if gathered is None else gathered.flatten(0, 1)
 
     start = partial(dist.gather, data, parts, group=group, async_op=True, group_dst=destination)
-    call = call_of("gather", x, group, 0 if here else bytes_of(x))
-    return run(call, start, result, async_op, alone=lambda: gathered is not None and gathered[0].copy_(data))
+    way = by_torch(start, 0 if here else bytes_of(x))
+    call = call_of("gather", x, group, "torch", way)
+    return run(
+        call, way.start, result, async_op, alone=lambda: gathered is not None and gathered[0].copy_(data)
+    )
 
 
 @overload
@@ -176,8 +182,11 @@ def scatter(
             )
         parts, sent = list(data.chunk(ranks)) if len(out) else [part] * ranks, (ranks - 1) * bytes_of(out)
     start = partial(dist.scatter, part, parts, group=group, async_op=True, group_src=source)
-    call = call_of("scatter", out, group, sent)
-    return run(call, start, lambda: out, async_op, alone=lambda: parts is not None and part.copy_(parts[0]))
+    way = by_torch(start, sent)
+    call = call_of("scatter", out, group, "torch", way)
+    return run(
+        call, way.start, lambda: out, async_op, alone=lambda: parts is not None and part.copy_(parts[0])
+    )
 
 
 @overload
@@ -193,8 +202,13 @@ def barrier(group: Group = None, async_op: bool = False) -> Any:
     Raises:
         CollectiveError: a peer is gone or late.
     """
-    call = call_of("barrier", torch.empty(0), group, 0)
-    return run(call, partial(dist.barrier, group=group, async_op=True), lambda: None, async_op)
+    nothing = torch.empty(0)
+    how = choose("barrier", "auto", group, nothing)
+    if how == "torch":
+        way = by_torch(partial(dist.barrier, group=group, async_op=True), 0)
+    else:
+        way = ways.barrier(group)
+    return run(call_of("barrier", nothing, group, how, way), way.start, lambda: None, async_op)
 
 
 def _check_peer(what: str, peer: int, group: Group) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,8 +16,18 @@ from minidist.comm.errors import CollectiveError
 Group = dist.ProcessGroup | None
 """A process group of torch.distributed; None is the whole world."""
 
-ALGORITHMS = ("torch",)
-"""Names that a collective's `algorithm` takes: "torch" is torch.distributed's own over gloo or NCCL."""
+
+class Way(NamedTuple):
+    """How a collective is carried out, ready to begin."""
+
+    start: Callable[[bool], Any]  # begins it, and returns at once where told to; the handle to wait on
+    bytes_sent: int  # what the other ranks get from this one
+    bytes_on_wire: int  # of these, through sockets
+
+
+def by_torch(start: Callable[[], Any], bytes_sent: int) -> Way:
+    """torch.distributed's own way, which always returns at once."""
+    return Way(lambda at_once: start(), bytes_sent, bytes_sent)
 
 
 MANY = 64
@@ -36,8 +46,9 @@ class Work:
     def __init__(
         self,
         call: ledgers.Call,
-        start: Callable[[], Any],
+        start: Callable[[bool], Any],
         result: Callable[[], Any],
+        at_once: bool = True,
     ) -> None:
         self._call, self._result = call, result
         self._value: Any = None
@@ -45,9 +56,10 @@ class Work:
         self._started = time.perf_counter()
         ledgers.enter(call)
         try:
-            self._handle = start()
+            self._handle = start(at_once)
         except RuntimeError as error:
             raise self._failed(error) from error
+        self._call.waited = time.perf_counter() - self._started
         if len(_under_way) >= MANY:
             _under_way.difference_update([work for work in _under_way if work.done()])
         _under_way.add(self)
@@ -61,16 +73,19 @@ class Work:
         if not self._waited:
             _under_way.discard(self)
             begun = time.perf_counter()
+            completed: float | None = None
             try:
                 if self._handle is not None:
                     self._handle.wait()
+                    completed = getattr(self._handle, "completed", None)
             except RuntimeError as error:
                 raise self._failed(error) from error
             self._value = self._result()
             self._waited, self._handle = True, None
             ended = time.perf_counter()
-            self._call.waited = ended - begun
-            self._call.seconds = ended - self._started
+            self._call.waited += ended - begun
+            # The background thread knows when it was done; of torch's handles nobody asks before the wait.
+            self._call.seconds = max(self._call.waited, (completed or ended) - self._started)
         return self._value
 
     def done(self) -> bool:
@@ -78,28 +93,32 @@ class Work:
         return self._waited or self._handle is None or bool(self._handle.is_completed())
 
     def _failed(self, error: RuntimeError) -> CollectiveError:
-        text, call = str(error), self._call
-        if "imed out" in text:
-            reason = (
-                "the other ranks did not all make this call within the time limit; one may have skipped it, "
-                "or still be computing: look there, or give a longer timeout="
-            )
-        elif any(sign in text for sign in ("closed by peer", "reset by peer", "Broken pipe", "refused")):
-            reason = "another rank's process has ended; its own error says why"
-        elif "scalar type" in text:
-            reason = "the backend cannot send this dtype; convert the tensor first, as in x.to(torch.int32)"
-        else:
-            reason = text
-        shape = "x".join(map(str, call.shape)) or "scalar"
-        return CollectiveError(
-            f"{call.name} of {call.dtype}[{shape}] on rank {dist.get_rank()} "
-            f"with ranks {', '.join(map(str, call.group))}: {reason}"
+        call = self._call
+        return failed(f"{call.name} of {_described(call.dtype, call.shape)}", call.group, error)
+
+
+def failed(what: str, ranks: Sequence[int], error: RuntimeError) -> CollectiveError:
+    """The error for a call that the backend could not complete, with the reason in words."""
+    text = str(error)
+    if "imed out" in text:
+        reason = (
+            "the other ranks did not all make this call within the time limit; one may have skipped it, "
+            "or still be computing: look there, or give a longer timeout="
         )
+    elif any(sign in text for sign in ("closed by peer", "reset by peer", "Broken pipe", "refused")):
+        reason = "another rank's process has ended; its own error says why"
+    elif "scalar type" in text:
+        reason = "the backend cannot send this dtype; convert the tensor first, as in x.to(torch.int32)"
+    else:
+        reason = text
+    return CollectiveError(
+        f"{what} on rank {dist.get_rank()} with ranks {', '.join(map(str, ranks))}: {reason}"
+    )
 
 
 def run(
     call: ledgers.Call,
-    start: Callable[[], Any],
+    start: Callable[[bool], Any],
     result: Callable[[], Any],
     async_op: bool,
     alone: Callable[[], Any] | None = None,
@@ -108,7 +127,7 @@ def run(
 
     Args:
         call: the ledger's entry.
-        start: begins it and returns torch's handle.
+        start: begins it, at once or not, and returns a handle with `wait` and `is_completed`.
         result: completes it after the wait and returns what the caller gets.
         async_op: return the `Work` and not its result.
         alone: done in place of `start` in a group of one, where there is nobody to talk to.
@@ -117,7 +136,7 @@ def run(
         if alone is not None:
             alone()
         start = _nothing
-    work = Work(call, start, result)
+    work = Work(call, start, result, async_op)
     return work if async_op else work.wait()
 
 
@@ -131,8 +150,17 @@ def finish() -> None:
         work.wait()
 
 
-def _nothing() -> None:
+def _nothing(at_once: bool) -> None:
     """A group of one waits for nobody."""
+
+
+def described(x: torch.Tensor) -> str:
+    """A tensor in an error: float32[3x4]."""
+    return _described(str(x.dtype).removeprefix("torch."), x.shape)
+
+
+def _described(dtype: str, shape: Sequence[int]) -> str:
+    return f"{dtype}[{'x'.join(map(str, shape)) or 'scalar'}]"
 
 
 def bytes_of(x: torch.Tensor) -> int:
@@ -191,9 +219,8 @@ def check_member(what: str, place: int, ranks: int) -> None:
         raise ValueError(f"{what} is {place}; the group's ranks are 0 to {ranks - 1}")
 
 
-def call_of(
-    name: str, x: torch.Tensor, group: Group, bytes_sent: int, algorithm: str = "torch"
-) -> ledgers.Call:
+def call_of(name: str, x: torch.Tensor, group: Group, algorithm: str, way: Way) -> ledgers.Call:
     """The ledger's entry for a call."""
     dtype = str(x.dtype).removeprefix("torch.")
-    return ledgers.Call(name, algorithm, dtype, tuple(x.shape), ranks_of(group), bytes_sent)
+    sent = way.bytes_sent, way.bytes_on_wire
+    return ledgers.Call(name, algorithm, dtype, tuple(x.shape), ranks_of(group), *sent)

@@ -135,7 +135,10 @@ def shutdown() -> None:
     if _joined_here:
         import torch.distributed as dist
 
+        from minidist.comm import routes
+
         _joined_here = False
+        routes.forget()
         dist.destroy_process_group()
 
 

@@ -1,0 +1,158 @@
+"""Which way a collective takes: torch.distributed's own, shared memory, or an algorithm from messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from minidist._names import unknown
+from minidist.comm.background import Background
+from minidist.comm.shared_memory import Failed, SharedMemory
+from minidist.comm.work import Group, described, failed, ranks_of
+
+_MESSAGES = ("ring", "tree")
+ALGORITHMS = {
+    "all_reduce": ("torch", "shared_memory", *_MESSAGES, "halving_doubling", "hierarchical", "naive"),
+    "reduce_scatter": ("torch", "shared_memory", *_MESSAGES),
+    "all_gather": ("torch", "shared_memory", *_MESSAGES),
+    "broadcast": ("torch", "shared_memory", *_MESSAGES),
+    "all_to_all": ("torch", "shared_memory", "pairwise"),
+    "barrier": ("torch", "shared_memory"),
+}
+"""Names that each operation's `algorithm` takes beside "auto"."""
+
+_preferred: list[str] = []
+"""What `using` names, the innermost last. Not a context variable: a backward pass runs in other threads."""
+
+
+@dataclass
+class Route:
+    """What a group's collectives run on, kept between calls."""
+
+    memory: SharedMemory | None  # that of the group's ranks on this host, where they can have it
+    why_not: str  # all of the group cannot talk through it; empty where they can
+    background: Background = field(default_factory=lambda: Background("minidist collectives"))
+
+
+_routes: dict[dist.ProcessGroup, Route] = {}
+
+
+@contextmanager
+def using(algorithm: str) -> Iterator[None]:
+    """Let every collective inside that does not name an algorithm itself, strategies' too, take this one.
+
+    Operations that have no such algorithm go on as before. All ranks of a group have to use the same.
+
+    >>> with comm.using("ring"):
+    ...     engine.step(inputs, targets)
+
+    Raises:
+        ValueError: no operation has an algorithm of that name.
+    """
+    known = sorted({name for names in ALGORITHMS.values() for name in names})
+    if algorithm not in known:
+        raise unknown("algorithm", algorithm, known)
+    _preferred.append(algorithm)
+    try:
+        yield
+    finally:
+        _preferred.remove(algorithm)
+
+
+def choose(operation: str, algorithm: str, group: Group, x: torch.Tensor) -> str:
+    """Return the algorithm that a call takes, on all ranks the same. A collective at a group's first call.
+
+    Args:
+        operation: "all_reduce" and so on.
+        algorithm: as the caller named it.
+        group: whose ranks make the call.
+        x: the tensor, or any other on its device.
+
+    Raises:
+        ValueError: an unknown algorithm; or shared memory where there is none.
+    """
+    known = ALGORITHMS[operation]
+    if algorithm not in known and algorithm != "auto":
+        raise unknown(f"algorithm of {operation}", algorithm, ("auto", *known))
+    if len(ranks_of(group)) == 1:
+        return "torch"
+    asked = algorithm != "auto"
+    if not asked:
+        algorithm = next((name for name in reversed(_preferred) if name in known), "shared_memory")
+    if algorithm != "shared_memory":
+        return algorithm
+    reason = "its tensor is on a GPU"
+    if not x.is_cuda:
+        reason = route(group, f"{operation} of {described(x)}").why_not
+    if not reason:
+        return algorithm
+    if not asked:
+        return "torch"
+    raise ValueError(f"{operation} cannot go through shared memory: {reason}; give algorithm='auto'")
+
+
+def route(group: Group, what: str = "a collective") -> Route:
+    """Return what a group's collectives run on. The group's first call, `what`, makes it: a collective.
+
+    Raises:
+        CollectiveError: a peer is gone or late.
+    """
+    group = group or dist.group.WORLD
+    assert group is not None
+    found = _routes.get(group)
+    if found is None:
+        memory, why_not = None, ""
+        try:
+            memory = SharedMemory(group, _limit(group))
+        except Failed as error:
+            why_not = str(error)
+        except RuntimeError as error:
+            raise failed(what, ranks_of(group), error) from error
+        if memory is not None and len(memory.hosts) > 1:
+            why_not = f"the ranks are on {len(memory.hosts)} hosts"
+        found = _routes[group] = Route(memory, why_not)
+    return found
+
+
+def empty_shared(
+    shape: Sequence[int], dtype: torch.dtype = torch.float32, group: Group = None
+) -> torch.Tensor:
+    """Make a tensor of zeros that collectives can read and write where it lies. A collective.
+
+    It lies in memory that all CPU ranks of this host map: collectives of the group on it, or on contiguous
+    slices of it, at the same place on all ranks, copy nothing into buffers and out of them. Where ranks can't
+    share memory it is an ordinary tensor. Once a collective on it has returned, its values are this rank's
+    own, which no other rank changes before the next one. The memory is freed with the last tensor in it.
+
+    Args:
+        shape: the same on all ranks.
+        dtype: the same on all ranks.
+        group: whose ranks share it; None for all.
+
+    Raises:
+        CollectiveError: a peer is gone or late.
+    """
+    size = tuple(shape)
+    memory = route(group).memory if len(ranks_of(group)) > 1 else None
+    shared = memory.empty(size, dtype) if memory is not None else None
+    return torch.zeros(size, dtype=dtype) if shared is None else shared
+
+
+def forget() -> None:
+    """Forget all groups, since their world has ended."""
+    for known in _routes.values():
+        known.background.stop()
+        if known.memory is not None:
+            known.memory.background.stop()
+    _routes.clear()
+
+
+def _limit(group: dist.ProcessGroup) -> float:
+    """Seconds that a call waits: the least of the group's and the world's; a new group's is 30 minutes."""
+    cpu, world = torch.device("cpu"), dist.group.WORLD
+    assert world is not None
+    return float(min(one._get_backend(cpu).options._timeout.total_seconds() for one in (group, world)))

@@ -1,0 +1,120 @@
+"""Memory that the ranks of one host share, and tensors in it.
+
+A segment has a region for each rank, and every rank maps all of them. It is a file that never has a name
+(`memfd_create`): the others open it through the descriptor of the rank that made it, so a rank that is
+killed, at whatever moment, leaves nothing behind, and no mount's size limits it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import weakref
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+ALIGNMENT = 4096
+"""Regions begin on a page."""
+
+
+class Segment(mmap.mmap):
+    """A mapping of the regions of all ranks. It lives as long as a tensor in it does.
+
+    Attributes:
+        pitch: bytes from one region to the next.
+        number: of the segment, the same on all its ranks, and above 0.
+        owner: number of the `SharedMemory` whose ranks share it.
+    """
+
+    pitch: int
+    number: int
+    owner: int
+
+    def region(self, rank: int, start: int, size: int) -> torch.Tensor:
+        """Return `size` bytes, at least 1, of a rank's region from byte `start` on: uint8."""
+        return torch.frombuffer(self, dtype=torch.uint8, count=size, offset=rank * self.pitch + start)
+
+
+_by_address: weakref.WeakValueDictionary[int, Segment] = weakref.WeakValueDictionary()
+"""Segments by the address of this rank's own region, which is that of the storage of tensors in it."""
+
+
+def share(group: dist.ProcessGroup, hosts: Sequence[Sequence[int]], pitch: int) -> int | None:
+    """Make one file for each host's ranks, all zeros, and open it in all of them. A collective.
+
+    Args:
+        group: whose ranks; they talk over gloo.
+        hosts: the group's ranks, host by host.
+        pitch: bytes for each rank.
+
+    Returns:
+        This rank's descriptor of its host's file; None on all ranks where one of them could not have it.
+    """
+    rank = dist.get_rank(group)
+    members = next(host for host in hosts if rank in host)
+    own = -1
+    if rank == members[0]:
+        own = _created(pitch * len(members))
+    rows = [torch.empty(2, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(rows, torch.tensor([os.getpid(), own]), group=group)
+    if rank != members[0]:
+        process, descriptor = rows[members[0]].tolist()
+        own = _opened(process, descriptor)
+    worst = torch.tensor(own)
+    dist.all_reduce(worst, dist.ReduceOp.MIN, group=group)  # so that nobody closes it before all have it
+    if worst >= 0:
+        return own
+    if own >= 0:
+        os.close(own)
+    return None
+
+
+def _created(size: int) -> int:
+    if not hasattr(os, "memfd_create"):  # not Linux
+        return -1
+    descriptor = os.memfd_create("minidist")
+    try:
+        # A write where memory has run out would kill the process; this says so at once.
+        os.posix_fallocate(descriptor, 0, size)
+    except OSError:
+        os.close(descriptor)
+        return -1
+    return descriptor
+
+
+def _opened(process: int, descriptor: int) -> int:
+    """Open the file behind another process's descriptor; -1 where that cannot be."""
+    try:
+        return os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR) if descriptor >= 0 else -1
+    except OSError:
+        return -1
+
+
+def mapped(descriptor: int, ranks: int, pitch: int) -> Segment:
+    """Map a file of `ranks` regions, and close its descriptor."""
+    try:
+        segment = Segment(descriptor, ranks * pitch, mmap.MAP_SHARED | mmap.MAP_POPULATE)
+    finally:
+        os.close(descriptor)
+    segment.pitch, segment.number, segment.owner = pitch, 0, 0
+    return segment
+
+
+def tensor_in(segment: Segment, own: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return the tensor that begins at a rank's own region; `find` knows it and its slices."""
+    size = torch.Size(shape).numel() * dtype.itemsize
+    x = segment.region(own, 0, size).view(dtype).view(shape)
+    _by_address[x.untyped_storage().data_ptr()] = segment
+    return x
+
+
+def find(x: torch.Tensor) -> Segment | None:
+    """Return the segment whose own region a tensor lies in, where there is one."""
+    return _by_address.get(x.untyped_storage().data_ptr()) if _by_address else None
+
+
+def padded(size: int) -> int:
+    """Return a number of bytes rounded up to whole pages."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
