@@ -85,8 +85,8 @@ def choose(operation: str, algorithm: str, group: Group, x: torch.Tensor) -> str
         algorithm = next((name for name in reversed(_preferred) if name in known), "shared_memory")
     if algorithm != "shared_memory":
         return algorithm
-    reason = "its tensor is on a GPU"
-    if not x.is_cuda:
+    reason = f"its tensor is on {x.device}"
+    if x.device.type == "cpu":
         reason = route(group, f"{operation} of {described(x)}").why_not
     if not reason:
         return algorithm
