@@ -75,7 +75,7 @@ def predict(
 
 
 def crossover(operation: str, small: str, large: str, ranks: int, profile: Profile | str) -> float | None:
-    """Bytes, a power of two up to 1 GB, from which on `large` is faster than `small`; None where it is not."""
+    """Bytes, a power of two up to 1 GB, from which on `large` is the faster; None where it never is."""
     sizes = [2.0**exponent for exponent in range(31)]
     slower = [
         predict(operation, large, size, ranks, profile) >= predict(operation, small, size, ranks, profile)

@@ -3,8 +3,9 @@
 >>> from minidist.comm import algorithms
 >>> for step in algorithms.ring_all_reduce(rank=0, ranks=4, elements=16):
 ...     print(step)
->>> plan = algorithms.schedule("all_reduce", "ring", ranks=4, elements=16)
->>> algorithms.check(plan)   # proves with no process that it ends, and that the result is right
+>>> schedule = algorithms.schedule("all_reduce", "ring", ranks=4, elements=16)
+>>> algorithms.check(schedule)   # proves with no process that it ends, and that the result is right
+>>> algorithms.draw(schedule)    # a figure: a line for each rank, an arrow for each message
 >>> comm.all_reduce(x, algorithm="ring")    # runs it
 
 A generator yields `Step`s of `Message`s, which name elements of a buffer and move nothing. `execute` runs a
@@ -30,6 +31,8 @@ from minidist._lazy import lazy
 if TYPE_CHECKING:
     from minidist.comm.algorithms.checks import ScheduleError as ScheduleError
     from minidist.comm.algorithms.checks import check as check
+    from minidist.comm.algorithms.drawing import draw as draw
+    from minidist.comm.algorithms.formulas import formula as formula
     from minidist.comm.algorithms.halving_doubling import (
         halving_doubling_all_reduce as halving_doubling_all_reduce,
     )
@@ -58,6 +61,8 @@ __getattr__, __dir__, __all__ = lazy(
     __name__,
     {
         f"{_HERE}.checks": ("ScheduleError", "check"),
+        f"{_HERE}.drawing": ("draw",),
+        f"{_HERE}.formulas": ("formula",),
         f"{_HERE}.halving_doubling": ("halving_doubling_all_reduce",),
         f"{_HERE}.hierarchical": ("hierarchical_all_reduce",),
         f"{_HERE}.naive": ("naive_all_reduce",),

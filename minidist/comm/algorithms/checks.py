@@ -47,7 +47,7 @@ def check(schedule: Schedule) -> None:
     Raises:
         ScheduleError: in one sentence, which rank and step is at fault.
     """
-    inputs, buffers = _start(schedule)
+    inputs, buffers = start(schedule)
     for _ in run(schedule, inputs, buffers):
         pass
     _check_result(schedule, buffers)
@@ -179,10 +179,11 @@ def _check_range(who: str, what: str, message: Message, size: int) -> None:
         raise ScheduleError(f"{who} {what} [{message.start}, {message.stop}); the buffer has {size} elements")
 
 
-def _start(schedule: Schedule) -> tuple[list[Contents], list[Contents]]:
-    """What the buffers hold before: (elements, ranks) counts of contributions.
+def start(schedule: Schedule) -> tuple[list[Contents], list[Contents]]:
+    """What the buffers hold before: (elements, ranks + 1) counts of contributions, the last for what is none.
 
-    In an all-to-all, where elements move, it is (elements, 2): whose an element was and which.
+    In an all-to-all, where elements move, it is (elements, 2): whose an element was and which. Returns the
+    inputs and the outputs of all ranks, the same arrays where the operation works in place.
     """
     n, size = schedule.ranks, schedule.elements
     if schedule.operation == "all_to_all":
@@ -193,12 +194,12 @@ def _start(schedule: Schedule) -> tuple[list[Contents], list[Contents]]:
         ]
         outputs = [np.full((sum(row[rank] for row in counts), 2), -1) for rank in range(n)]
         return inputs, outputs
-    buffers = [np.zeros((size, n), dtype=np.int64) for _ in range(n)]
-    bounds = offsets(size, n)
-    for rank, buffer in enumerate(buffers):
-        # Of a gather the buffer holds its own part and otherwise nothing; else all of it is a contribution.
-        own = slice(bounds[rank], bounds[rank + 1]) if schedule.operation == "all_gather" else slice(None)
-        buffer[own, rank] = 1
+    contribution: Contents = np.eye(n + 1, dtype=np.int64)
+    buffers = [np.tile(contribution[rank], (size, 1)) for rank in range(n)]
+    if schedule.operation == "all_gather":  # only a rank's own part is filled
+        bounds = offsets(size, n)
+        for rank, buffer in enumerate(buffers):
+            buffer[: bounds[rank]] = buffer[bounds[rank + 1] :] = contribution[n]
     return buffers, buffers
 
 
@@ -219,21 +220,22 @@ def _check_result(schedule: Schedule, buffers: list[Contents]) -> None:
 def _wanted(schedule: Schedule, rank: int) -> Contents:
     """What rank `rank` should end with; one row where it is the same for all elements."""
     n, size = schedule.ranks, schedule.elements
-    each: Contents = np.eye(n, dtype=np.int64)
+    contribution: Contents = np.eye(n + 1, dtype=np.int64)
     if schedule.operation == "all_to_all":
         counts = _counts(schedule)
         firsts = [sum(row[:rank]) for row in counts]
         parts = [(other, firsts[other] + i) for other in range(n) for i in range(counts[other][rank])]
         return np.array(parts, dtype=np.int64).reshape(-1, 2)
     if schedule.operation == "broadcast":
-        return each[schedule.source : schedule.source + 1]
+        return contribution[schedule.source : schedule.source + 1]
     if schedule.operation == "all_gather":
         bounds = offsets(size, n)
         owners = np.array(
             [other for other in range(n) for _ in range(bounds[other], bounds[other + 1])], dtype=np.int64
         )
-        return each[owners]
-    return np.ones((1, n), dtype=np.int64)
+        return contribution[owners]
+    total: Contents = contribution[:n].sum(axis=0, keepdims=True)
+    return total
 
 
 def _counts(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
@@ -247,5 +249,7 @@ def _counts(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
 def _words(schedule: Schedule, element: Contents) -> str:
     if schedule.operation == "all_to_all":
         return f"element {element[1]} of rank {element[0]}" if element[0] >= 0 else "nothing"
-    times = [f"rank {rank}'s {count} times" for rank, count in enumerate(element.tolist()) if count]
+    *counts, unset = element.tolist()
+    times = [f"rank {rank}'s {count} times" for rank, count in enumerate(counts) if count]
+    times += ["what was there before"] if unset else []
     return ", ".join(times).replace(" 1 times", " once") or "nothing"

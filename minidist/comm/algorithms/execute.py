@@ -1,35 +1,32 @@
 """Run one rank's steps over torch.distributed's send and receive.
 
-Messages are cut into segments, and each segment has a place in the program's order. A segment is sent as
-soon as what it carries has arrived, be it steps ahead, and some receives are always posted ahead, so that
-the links carry data while this rank adds. What arrives to be added lands in a few segments of scratch, which
-stay in the core's cache between the socket and the addition. With segments the second half of a ring begins
-before its first half has ended, and a tree passes on the beginning of a tensor whose end has not come yet.
+Messages are cut into segments (`plan.py`). Each is sent as soon as what it carries has arrived, be it steps
+ahead, and a few receives are always posted ahead, so that the links carry data while this rank adds. What
+arrives to be added lands in as many segments of scratch.
 
-That this ends wherever `check` finds that the schedule ends rests on three rules: receives are posted and
-awaited in the program's order; sends too, and a rank that waits in a step has offered all messages of that
-step and those before it; it waits for a send only in or after the send's own step.
+That this ends wherever `check` finds that the schedule ends rests on three rules. Receives are posted and
+awaited in the program's order. A rank that waits in a step has offered all sends of that step and of those
+before it. It waits for a send only when it has come to the send's own step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+import threading
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
 
-from minidist.comm.algorithms.steps import Message, Step
+from minidist.comm.algorithms.plan import Receive, Send, plan
+from minidist.comm.algorithms.steps import Step
 
 TAG = 2**30
 """Tag of the messages, which no others should use."""
-SEGMENT_BYTES = 2**19
-"""Of a segment: it fits a core's second cache, and takes longer than a message costs."""
 AHEAD = 4
-"""Receives that are posted ahead."""
+"""Receives that are posted ahead, and so the segments of scratch."""
 
-COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
+Combine = Callable[[torch.Tensor, torch.Tensor], object]
+COMBINE: dict[str, Combine] = {
     "sum": torch.Tensor.add_,
     "product": torch.Tensor.mul_,
     "min": lambda into, x: torch.minimum(into, x, out=into),
@@ -37,32 +34,8 @@ COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
 }
 """For each `op` what combines a tensor with another in place."""
 
-
-@dataclass
-class _Send:
-    peer: int
-    start: int
-    stop: int
-    step: int
-    needs: int = 0  # receives that have to be complete before: it carries what they bring
-    work: Any = None  # torch's handle, kept until it was waited for, or gloo drops the message
-
-
-@dataclass
-class _Receive:
-    peer: int
-    start: int
-    stop: int
-    step: int
-    reduce: bool
-    number: int  # from 1, in the program's order
-    needs: int = 0  # receives that have to be complete before anything is written to its place
-    overwrites: list[_Send] = field(default_factory=list)  # sends that have to be through before that
-    copy_from: int = -1  # of this rank's message to itself: where it begins in the source
-    work: Any = None
-
-
-_Segment = TypeVar("_Segment", _Send, _Receive)
+_kept = threading.local()
+"""A thread's scratch, at most `AHEAD` segments of it."""
 
 
 def execute(
@@ -74,19 +47,19 @@ def execute(
 ) -> int:
     """Run this rank's steps to their end; every rank of the group does so at once, with its own.
 
-    Nothing else may use the group's tag `TAG` meanwhile: of two calls on one group the second starts when
-    the first is through. It may run in any thread.
+    It may run in any thread. Nothing else may use the group's tag `TAG` meanwhile: of two calls on one group
+    the second starts when the first is through.
 
     Args:
         steps: one rank's, with peers counted inside the group.
-        source: flat and contiguous; what sends name elements of. It may be `target` itself, and has to share
-            no memory with it otherwise.
+        source: flat and contiguous; what sends name elements of. It is `target` itself or shares no memory
+            with it.
         target: flat and contiguous, of the same dtype; what receives name elements of.
         op: "sum", "min", "max" or "product", for receives that reduce.
         group: the ranks that take part; None for all.
 
     Returns:
-        The bytes that this rank sent.
+        The bytes that this rank sent to others.
 
     Raises:
         ValueError: an unknown `op`, or a tensor that is not flat and contiguous.
@@ -104,33 +77,34 @@ def execute(
             )
     rank = dist.get_rank(group)
     if target.is_cuda:
-        return _execute_in_batches(steps, source, target, COMBINE[op], rank, group)
-    width = max(1, SEGMENT_BYTES // source.element_size())
+        return in_batches(steps, source, target, COMBINE[op], rank, group)
     in_place = source.data_ptr() == target.data_ptr()
-    sends, receives = _plan(steps, width, rank, in_place)
-    _run(sends, receives, source, target, COMBINE[op], width, group)
+    sends, receives = plan(steps, source.element_size(), rank, in_place)
+    try:
+        _run(sends, receives, source, target, COMBINE[op], group)
+    except BaseException:
+        vars(_kept).clear()  # what was to arrive may still do so
+        raise
     return sum(send.stop - send.start for send in sends) * source.element_size()
 
 
 def _run(
-    sends: list[_Send],
-    receives: list[_Receive],
+    sends: list[Send],
+    receives: list[Receive],
     source: torch.Tensor,
     target: torch.Tensor,
-    combine: Callable[[torch.Tensor, torch.Tensor], object],
-    width: int,
+    combine: Combine,
     group: dist.ProcessGroup | None,
 ) -> None:
-    reduced = max((receive.stop - receive.start for receive in receives if receive.reduce), default=0)
-    scratch = target.new_empty(min(AHEAD, len(receives)) * reduced)
+    largest = max((receive.stop - receive.start for receive in receives if receive.reduce), default=0)
+    scratch = _scratch(min(AHEAD, len(receives)) * largest, target)
 
-    def place(index: int) -> torch.Tensor:
-        """Where a segment lands."""
+    def landing(index: int) -> torch.Tensor:
         receive = receives[index]
-        if receive.reduce:
-            first = index % AHEAD * reduced
-            return scratch[first : first + receive.stop - receive.start]
-        return target[receive.start : receive.stop]
+        if not receive.reduce:
+            return target[receive.start : receive.stop]
+        first = index % AHEAD * largest
+        return scratch[first : first + receive.stop - receive.start]
 
     sent = posted = 0
     for done, receive in enumerate(receives):
@@ -139,20 +113,20 @@ def _run(
         while posted < min(done + AHEAD, len(receives)):
             following = receives[posted]
             if not following.reduce:
-                if following.needs > done or any(send.step > receive.step for send in following.overwrites):
+                early = any(send.step > receive.step for send in following.overwrites)
+                if following.needs > done or early:
                     break
                 _finish(following.overwrites)
             if following.copy_from < 0:
-                following.work = dist.irecv(place(posted), group=group, tag=TAG, group_src=following.peer)
+                following.work = dist.irecv(landing(posted), group=group, tag=TAG, group_src=following.peer)
             posted += 1
         # Wait.
         if receive.work is not None:
             receive.work.wait()
             receive.work = None
-            arrived = place(done)
+            arrived = landing(done)
         else:
-            size = receive.stop - receive.start
-            arrived = source[receive.copy_from : receive.copy_from + size]
+            arrived = source[receive.copy_from : receive.copy_from + receive.stop - receive.start]
         # Compute.
         if receive.reduce:
             _finish(receive.overwrites)
@@ -164,7 +138,7 @@ def _run(
 
 
 def _launch(
-    sends: list[_Send], sent: int, done: int, source: torch.Tensor, group: dist.ProcessGroup | None
+    sends: list[Send], sent: int, done: int, source: torch.Tensor, group: dist.ProcessGroup | None
 ) -> int:
     """Start the sends whose data is there, in order; how many have been started."""
     while sent < len(sends) and sends[sent].needs <= done:
@@ -174,115 +148,60 @@ def _launch(
     return sent
 
 
-def _finish(sends: list[_Send]) -> None:
+def _finish(sends: list[Send]) -> None:
     for send in sends:
         if send.work is not None:
             send.work.wait()
             send.work = None
 
 
-def _plan(steps: Iterable[Step], width: int, rank: int, in_place: bool) -> tuple[list[_Send], list[_Receive]]:
-    """Segments in the program's order, each with those that it has to wait for."""
-    sends: list[_Send] = []
-    receives: list[_Receive] = []
-    read, written = _Cells[_Send](width), _Cells[_Receive](width)
-    for index, step in enumerate(steps):
-        for message in step.sends:
-            for start, stop in _segments(message, width) if message.peer != rank else ():
-                send = _Send(message.peer, start, stop, index)
-                if in_place:
-                    send.needs = max((one.number for one in written.overlapping(start, stop)), default=0)
-                    read.add(send)
-                sends.append(send)
-        to_itself = [message.start for message in step.sends if message.peer == rank]
-        for message in step.receives:
-            origin = to_itself.pop(0) - message.start if message.peer == rank else None
-            for start, stop in _segments(message, width):
-                receive = _Receive(message.peer, start, stop, index, message.reduce, len(receives) + 1)
-                receive.needs = max((one.number for one in written.overlapping(start, stop)), default=0)
-                receive.overwrites = read.overlapping(start, stop)
-                read.forget(start, stop)
-                written.forget(start, stop)
-                written.add(receive)
-                if origin is not None:
-                    receive.copy_from = start + origin
-                receives.append(receive)
-    return sends, receives
+def _scratch(elements: int, like: torch.Tensor) -> torch.Tensor:
+    """This thread's scratch, kept for the next call: fresh memory costs as much to touch as to add."""
+    size = elements * like.element_size()
+    kept: torch.Tensor | None = getattr(_kept, "scratch", None)
+    if kept is None or kept.numel() < size:
+        kept = _kept.scratch = torch.empty(size, dtype=torch.uint8)
+    return kept[:size].view(like.dtype)
 
 
-class _Cells(Generic[_Segment]):
-    """Segments by where they lie, so that those which overlap one are found in the time of a few."""
-
-    def __init__(self, width: int) -> None:
-        self.width = width
-        self.cells: dict[int, list[_Segment]] = {}
-
-    def _of(self, start: int, stop: int) -> range:
-        return range(start // self.width, (stop - 1) // self.width + 1)
-
-    def add(self, segment: _Segment) -> None:
-        for cell in self._of(segment.start, segment.stop):
-            self.cells.setdefault(cell, []).append(segment)
-
-    def overlapping(self, start: int, stop: int) -> list[_Segment]:
-        return [
-            segment
-            for cell in self._of(start, stop)
-            for segment in self.cells.get(cell, ())
-            if segment.start < stop and start < segment.stop
-        ]
-
-    def forget(self, start: int, stop: int) -> None:
-        """Those inside a segment that waits for them: who waits for it waits for them."""
-        for cell in self._of(start, stop):
-            self.cells[cell] = [
-                segment
-                for segment in self.cells.get(cell, ())
-                if segment.start < start or stop < segment.stop
-            ]
-
-
-def _segments(message: Message, width: int) -> Iterator[tuple[int, int]]:
-    """Cut from the message's start, so that both ends cut alike wherever the elements lie."""
-    for start in range(message.start, message.stop, width):
-        yield start, min(start + width, message.stop)
-
-
-def _execute_in_batches(
+def in_batches(
     steps: Iterable[Step],
     source: torch.Tensor,
     target: torch.Tensor,
-    combine: Callable[[torch.Tensor, torch.Tensor], object],
+    combine: Combine,
     rank: int,
     group: dist.ProcessGroup | None,
 ) -> int:
-    """One batch a step: NCCL runs a pair's messages one after the other unless they are started together."""
+    """As `execute`, with one batch a step, for tensors on GPUs.
+
+    NCCL runs a pair's messages one after the other unless they are started together, so that two ranks that
+    both receive first would wait for ever.
+    """
     elements = 0
     for step in steps:
-        sends = [message for message in step.sends if message.stop > message.start]
-        receives = [message for message in step.receives if message.stop > message.start]
-        pieces = [source[message.start : message.stop] for message in sends]
-        places = [
-            target.new_empty(message.elements) if message.reduce else target[message.start : message.stop]
-            for message in receives
-        ]
-        own = [piece for message, piece in zip(sends, pieces, strict=True) if message.peer == rank]
-        operations = [
-            dist.P2POp(dist.isend, piece, group=group, tag=TAG, group_peer=message.peer)
-            for message, piece in zip(sends, pieces, strict=True)
-            if message.peer != rank
-        ]
-        operations += [
-            dist.P2POp(dist.irecv, place, group=group, tag=TAG, group_peer=message.peer)
-            for message, place in zip(receives, places, strict=True)
-            if message.peer != rank
-        ]
+        operations, to_itself, arrivals = [], [], []
+        for message in step.sends:
+            piece = source[message.start : message.stop]
+            if message.peer == rank:
+                to_itself.append(piece)
+            elif message.elements:
+                elements += message.elements
+                operations.append(
+                    dist.P2POp(dist.isend, piece, group=group, tag=TAG, group_peer=message.peer)
+                )
+        for message in step.receives:
+            place = target[message.start : message.stop]
+            arrived = torch.empty_like(place) if message.reduce else place
+            if message.peer == rank:
+                arrived.copy_(to_itself.pop(0))
+            elif message.elements:
+                operations.append(
+                    dist.P2POp(dist.irecv, arrived, group=group, tag=TAG, group_peer=message.peer)
+                )
+            if message.reduce:
+                arrivals.append((place, arrived))
         for work in dist.batch_isend_irecv(operations) if operations else ():
             work.wait()
-        for message, place in zip(receives, places, strict=True):
-            if message.peer == rank:
-                place.copy_(own.pop(0))
-            if message.reduce:
-                combine(target[message.start : message.stop], place)
-        elements += sum(message.elements for message in sends if message.peer != rank)
+        for place, arrived in arrivals:
+            combine(place, arrived)
     return elements * source.element_size()

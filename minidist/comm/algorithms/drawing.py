@@ -1,0 +1,133 @@
+"""Draw a schedule: a line for each rank, time to the right, and an arrow for each message.
+
+An arrow leads from where both ends of a message have come to it, one unit of time on; it carries the elements
+that the message names, as a Python slice.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from minidist.comm.algorithms.checks import Delivery, run, start
+from minidist.comm.algorithms.registry import Schedule
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+MUTED = "#707070"
+# Okabe and Ito's blue and vermilion, which people with any colour vision tell apart.
+COMBINED: tuple[str, Literal["-"]] = "#0072B2", "-"
+OVERWRITTEN: tuple[str, Literal["--"]] = "#D55E00", "--"
+
+
+def draw(schedule: Schedule) -> Figure:
+    """The figure of a schedule, which a notebook shows and `figure.savefig(path)` keeps.
+
+    Messages that carry nothing are left out, and a rank's messages to itself. It is meant for few ranks and
+    few steps.
+
+    Raises:
+        ScheduleError: the schedule does not end.
+        ImportError: matplotlib is missing.
+    """
+    try:
+        import matplotlib.style
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("matplotlib is missing, which draws: pip install 'minidist[bench]'") from error
+    messages = [
+        delivery
+        for delivery in run(schedule, *start(schedule))
+        if delivery.sent.elements and delivery.sender != delivery.receiver
+    ]
+    end = max((message.begins + 1 for message in messages), default=1)
+    with matplotlib.style.context("default"):  # a dark theme has colours that are not for this one
+        size = (max(4.0, 1.2 + 1.35 * end), 1.4 + 0.85 * schedule.ranks)
+        figure = Figure(figsize=size, layout="constrained")
+        axes = figure.subplots()
+        _lines(axes, schedule, end)
+        labels: list[tuple[float, float]] = []
+        for message in messages:
+            others = [one for one in messages if one.begins == message.begins and one is not message]
+            along = _clearest(message, others, labels)
+            labels.append(_point(message, along))
+            _arrow(axes, message, along)
+        _legend(axes, {message.received.reduce for message in messages})
+    return figure
+
+
+def _lines(axes: Axes, schedule: Schedule, end: int) -> None:
+    axes.set(xlim=(-0.15, end + 0.15), ylim=(schedule.ranks - 0.6, -0.4))
+    axes.set_yticks(range(schedule.ranks), [f"rank {rank}" for rank in range(schedule.ranks)])
+    axes.set_xticks([step + 0.5 for step in range(end)], [str(step) for step in range(end)])
+    axes.set_xlabel("step")
+    title = (
+        f"{schedule.operation}, {schedule.algorithm}: {schedule.ranks} ranks, {schedule.elements} elements"
+    )
+    axes.set_title(title, loc="left", fontsize=10, color=MUTED)
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    for step in range(end + 1):
+        axes.axvline(step, color="#e4e4e4", linewidth=0.8, zorder=0)
+    for rank in range(schedule.ranks):
+        axes.axhline(rank, color="#b0b0b0", linewidth=1, zorder=1)
+
+
+def _arrow(axes: Axes, message: Delivery, along: float) -> None:
+    """Draw one message, with its elements at the part `along` of the way."""
+    color, line = COMBINED if message.received.reduce else OVERWRITTEN
+    style = {
+        "arrowstyle": "-|>",
+        "color": color,
+        "linestyle": line,
+        "linewidth": 1.3,
+        "shrinkA": 0,
+        "shrinkB": 0,
+    }
+    tail, head = (message.begins + 0.02, message.sender), (message.begins + 0.98, message.receiver)
+    axes.annotate("", xy=head, xytext=tail, arrowprops=style)
+    axes.text(
+        *_point(message, along),
+        f"{message.sent.start}:{message.sent.stop}",
+        fontsize=8,
+        color=color,
+        ha="center",
+        va="center",
+        bbox={"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none"},
+    )
+
+
+def _point(message: Delivery, along: float) -> tuple[float, float]:
+    return message.begins + along, message.sender + along * (message.receiver - message.sender)
+
+
+def _clearest(message: Delivery, others: list[Delivery], labels: list[tuple[float, float]]) -> float:
+    """How far along its arrow a message's label is farthest from other arrows and from labels."""
+
+    def clearance(along: float) -> float:
+        x, y = _point(message, along)
+        # At the same time of another arrow, and of a label anywhere: labels are wider than high.
+        arrows = (abs(_point(other, along)[1] - y) for other in others)
+        boxes = (max(2 * abs(a - x), 2 * abs(b - y)) for a, b in labels)
+        lines = abs(y - round(y)) if abs(message.receiver - message.sender) > 1 else 1.0
+        return min([0.5, *arrows, *boxes, 2 * lines])
+
+    # The earliest of those that are clear enough.
+    return max((0.25 + 0.05 * i for i in range(11)), key=lambda along: (clearance(along), -along))
+
+
+def _legend(axes: Axes, kinds: set[bool]) -> None:
+    from matplotlib.lines import Line2D
+
+    lines = []
+    if True in kinds:
+        color, line = COMBINED
+        lines.append(Line2D([], [], color=color, linestyle=line, label="combined with what is there"))
+    if False in kinds:
+        color, dashed = OVERWRITTEN
+        lines.append(Line2D([], [], color=color, linestyle=dashed, label="stored"))
+    if lines:
+        axes.legend(
+            handles=lines, loc="upper right", bbox_to_anchor=(1, -0.1), ncols=2, frameon=False, fontsize=9
+        )
