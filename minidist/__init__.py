@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from minidist import kernels as kernels
     from minidist.comm.cluster import Cluster as Cluster
     from minidist.comm.errors import CollectiveError as CollectiveError
+    from minidist.comm.errors import OutOfSync as OutOfSync
     from minidist.comm.errors import RankDied as RankDied
     from minidist.comm.errors import RankError as RankError
     from minidist.comm.errors import RankTimeout as RankTimeout
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from minidist.model.loss import cross_entropy as cross_entropy
     from minidist.parallel.data_parallel import DataParallel as DataParallel
     from minidist.parallel.engine import Engine as Engine
+    from minidist.parallel.in_sync import assert_in_sync as assert_in_sync
     from minidist.parallel.layout import Layout as Layout
     from minidist.parallel.prepare import prepare as prepare
 
@@ -41,12 +43,13 @@ __getattr__, __dir__, __all__ = lazy(
         "minidist.comm": (),
         "minidist.kernels": (),
         "minidist.comm.cluster": ("Cluster",),
-        "minidist.comm.errors": ("CollectiveError", "RankDied", "RankError", "RankTimeout"),
+        "minidist.comm.errors": ("CollectiveError", "OutOfSync", "RankDied", "RankError", "RankTimeout"),
         "minidist.comm.launch": ("launch",),
         "minidist.comm.world": ("init", "local_rank", "rank", "shutdown", "size"),
         "minidist.model.loss": ("cross_entropy",),
         "minidist.parallel.data_parallel": ("DataParallel",),
         "minidist.parallel.engine": ("Engine",),
+        "minidist.parallel.in_sync": ("assert_in_sync",),
         "minidist.parallel.layout": ("Layout",),
         "minidist.parallel.prepare": ("prepare",),
     },

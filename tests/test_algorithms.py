@@ -169,7 +169,7 @@ def test_every_single_fault_is_found(operation: str, name: str) -> None:
                     with pytest.raises(ScheduleError):
                         check(changed(one, rank, number, receives=(*before, *after)))
                     other = replace(message, reduce=not message.reduce)
-                    with pytest.raises(ScheduleError, match=r"element|over"):
+                    with pytest.raises(ScheduleError, match="element"):
                         check(changed(one, rank, number, receives=(*before, other, *after)))
                     mutants += 2
     assert mutants >= 3 * 5
@@ -238,10 +238,6 @@ def two(first: Step, second: Step, elements: int = 4) -> Schedule:
         ),
         (lambda: two(Step((Message(2, 0, 4),)), Step()), "names rank 2; the ranks are 0 to 1"),
         (
-            lambda: two(Step((Message(1, 0, 3),), (Message(1, 2, 4),)), Step()),
-            r"receives \[2, 4\) over \[0, 3\), which it sends in the same step; use two steps",
-        ),
-        (
             lambda: replace(schedule("all_to_all", "pairwise", 2, 4), counts=((2, 2), (1, 3))),
             "all_to_all: element|the buffer has",
         ),
@@ -299,7 +295,7 @@ def test_a_plan_waits_for_what_it_must_and_no_more(data: st.DataObject) -> None:
         assert receive.needs == max((one.number for one in before), default=0)
         waited = [send for one in (*before, receive) for send in one.overwrites]
         for send in sends:
-            if send.step <= receive.step and meet(send, receive):
+            if send.step < receive.step and meet(send, receive):
                 assert any(send is one for one in waited)
 
 

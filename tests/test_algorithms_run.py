@@ -148,7 +148,7 @@ def compare(
             )
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=18, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     ranks=st.integers(1, 4),
     elements=st.one_of(st.integers(0, 9), st.integers(10, 250)),

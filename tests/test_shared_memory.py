@@ -204,6 +204,7 @@ def test_what_is_sent_counts_as_sent_and_not_as_on_the_wire(cluster_of: Clusters
 def test_asynchronous_calls_run_in_order_while_the_rank_computes(cluster_of: Clusters) -> None:
     def overlap() -> tuple[bool, float, float]:
         x = [torch.full((1000,), float(md.rank() + i)) for i in range(10)]
+        comm.barrier()  # makes the memory, for which an asynchronous call would not wait
         with comm.ledger() as ledger:
             works = [comm.all_reduce(part, async_op=True) for part in x]
             last = comm.all_reduce(torch.ones(3), "max")  # behind those that are under way

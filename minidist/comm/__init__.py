@@ -7,7 +7,8 @@
 
 `launch.py` and `cluster.py` start ranks (`supervisor.py` and `worker.py` run in the processes that they
 start), `world.py` says who is who, `collectives.py` and `messages.py` are the door, `ledgers.py` counts
-what went through it.
+what went through it. With `check=True`, `checking.py` has the ranks compare their calls; `callsite.py` knows
+where those were made, `records.py` what contradicts what, and `watching.py` why a rank does not come.
 """
 
 from __future__ import annotations

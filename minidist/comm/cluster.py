@@ -24,6 +24,7 @@ import cloudpickle
 from minidist.comm.answers import collect
 from minidist.comm.errors import RankError
 from minidist.comm.processes import RankProcess, supervisor
+from minidist.comm.sources import WithSource
 from minidist.comm.worker import Setup
 
 START_TIMEOUT = 120.0
@@ -55,6 +56,8 @@ class Cluster:
         threads: each rank's threads in torch, BLAS and Numba; by default the cores divided by the ranks, at
             least 1.
         start_timeout: seconds that the ranks may take to start.
+        check: compare every call through the door with the other ranks' before it begins, so that a mismatch
+            is an error on all ranks that names both; see `minidist.comm.checking`.
 
     Raises:
         TypeError: an argument is of the wrong type.
@@ -65,6 +68,7 @@ class Cluster:
         self,
         ranks: int,
         timeout: float | None = 60.0,
+        check: bool = False,
         *,
         threads: int | None = None,
         start_timeout: float = START_TIMEOUT,
@@ -75,6 +79,9 @@ class Cluster:
         self.threads = share if threads is None else _count("threads", threads)
         self.timeout = None if timeout is None else _seconds("timeout", timeout)
         self.start_timeout = _seconds("start_timeout", start_timeout)
+        if not isinstance(check, bool):
+            raise TypeError(f"check is {check!r}; give True or False")
+        self.check = check
         self._owner = os.getpid()
         self._running = threading.Lock()
         # One list for the object's life: the finalizer stops what it holds at the end.
@@ -103,6 +110,8 @@ class Cluster:
             raise RuntimeError(
                 "this Cluster belongs to the process that was forked; make a new one in the fork"
             )
+        if self.check and callable(function):
+            function = WithSource(function)
         call = _pickle_call(function, args, kwargs)
         if not self._running.acquire(blocking=False):
             raise RuntimeError("this Cluster is running another function; wait for it, or make a second one")
@@ -161,6 +170,8 @@ class Cluster:
                 port=listener.getsockname()[1],
                 threads=self.threads,
                 timeout=limit,
+                check=self.check,
+                run_timeout=self.timeout,
                 # A world of torchrun's that the caller belongs to is not the ranks' own.
                 environment={k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")},
                 directory=_directory(),

@@ -86,7 +86,7 @@ def all_reduce(
         CollectiveError: a peer is gone or late.
     """
     data, ranks = _reducible("all_reduce", x, op), len(ranks_of(group))
-    how = choose("all_reduce", algorithm, group, x)
+    how = choose("all_reduce", algorithm, group, x, async_op)
     buffer = data.contiguous()
 
     def result() -> torch.Tensor:
@@ -150,7 +150,7 @@ def reduce_scatter(
         TypeError, CollectiveError: as for `all_reduce`.
     """
     data, ranks = _reducible("reduce_scatter", x, op).contiguous(), len(ranks_of(group))
-    how = choose("reduce_scatter", algorithm, group, x)
+    how = choose("reduce_scatter", algorithm, group, x, async_op)
     share = _out("reduce_scatter", out, data, (_share_of("reduce_scatter", x, ranks), *x.shape[1:]))
     if how != "torch":
         way = ways.reduce_scatter(how, data.view(-1), share.view(-1), op, group)
@@ -221,7 +221,7 @@ def all_gather(
     data, ranks = check_tensor("all_gather", x).contiguous(), len(ranks_of(group))
     rows = _share_of("all_gather", x, 1)
     gathered = _out("all_gather", out, data, (ranks * rows, *x.shape[1:]))
-    how = choose("all_gather", algorithm, group, x)
+    how = choose("all_gather", algorithm, group, x, async_op)
     if how == "torch":
         start = partial(_all_gather_single, gathered, data, group=group, async_op=True)
         way = by_torch(start, (ranks - 1) * bytes_of(x))
@@ -265,7 +265,7 @@ def broadcast(
     """
     data, ranks = check_tensor("broadcast", x), len(ranks_of(group))
     check_member("source", source, ranks)
-    how = choose("broadcast", algorithm, group, x)
+    how = choose("broadcast", algorithm, group, x, async_op)
     buffer = data.contiguous()
 
     def result() -> torch.Tensor:
@@ -333,7 +333,7 @@ def all_to_all(
         )
     received = data.new_empty((sum(comes), *x.shape[1:]))
     width = x[:1].numel()
-    how = choose("all_to_all", algorithm, group, x)
+    how = choose("all_to_all", algorithm, group, x, async_op)
     if how == "torch":
         start = partial(_exchange, received, data, comes, sends, group)
         way = by_torch(start, bytes_of(x) - sends[rank_in(group)] * width * x.element_size())

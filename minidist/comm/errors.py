@@ -49,5 +49,19 @@ class RankTimeout(RankError, TimeoutError):
     """One or more ranks had not returned within the time limit; `traceback` says where each one was."""
 
 
+class OutOfSync(RuntimeError):
+    """The ranks' copies of a model differ.
+
+    Attributes:
+        rank: the first rank, of the world, that has another value than most.
+        name: of the first tensor that differs, without the word for what it is.
+    """
+
+    def __init__(self, message: str, rank: int = -1, name: str = "") -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.name = name
+
+
 class CollectiveError(RuntimeError):
-    """A collective could not be completed: a peer is gone, or did not call it within the time limit."""
+    """A collective could not be completed: a peer is gone, did not call it in time, or called another one."""

@@ -14,6 +14,7 @@ def launch(
     ranks: int,
     args: tuple[Any, ...] = (),
     timeout: float | None = 60.0,
+    check: bool = False,
     *,
     threads: int | None = None,
     start_timeout: float = START_TIMEOUT,
@@ -28,6 +29,7 @@ def launch(
         ranks: number of processes, at least 1.
         args: its positional arguments, the same on each rank.
         timeout: seconds that the run may take; None for no limit, and 300 s for each of its collectives.
+        check: compare the ranks' calls before they begin; see `Cluster`.
         threads: each rank's threads; by default the cores divided by the ranks, at least 1.
         start_timeout: seconds that the ranks may take to start.
 
@@ -41,23 +43,25 @@ def launch(
     if not isinstance(args, tuple):
         raise TypeError(f"args is {args!r}; give a tuple, such as ({args!r},)")
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        return _run_under_torchrun(fn, ranks, args, timeout)
-    with Cluster(ranks, timeout, threads=threads, start_timeout=start_timeout) as cluster:
+        return _run_under_torchrun(fn, ranks, args, timeout, check)
+    with Cluster(ranks, timeout, check, threads=threads, start_timeout=start_timeout) as cluster:
         return cluster.run(fn, *args)
 
 
 def _run_under_torchrun(
-    fn: Callable[..., Any], ranks: int, args: tuple[Any, ...], timeout: float | None
+    fn: Callable[..., Any], ranks: int, args: tuple[Any, ...], timeout: float | None, check: bool
 ) -> list[Any]:
     import torch.distributed as dist
 
-    from minidist.comm import world
+    from minidist.comm import checking, world
 
-    world.init(timeout or world.DEFAULT_TIMEOUT)
+    world.init(timeout or world.DEFAULT_TIMEOUT, check)
     if world.size() != ranks:
         raise ValueError(
             f"torchrun started {world.size()} ranks and the program asks for {ranks}; make them equal"
         )
     results: list[Any] = [None] * ranks
-    dist.all_gather_object(results, fn(*args))
+    with checking.run(timeout):
+        value = fn(*args)
+    dist.all_gather_object(results, value)
     return results

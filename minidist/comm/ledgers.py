@@ -23,7 +23,7 @@ class Call:
     shape: tuple[int, ...]  # of the tensor that was passed
     group: tuple[int, ...]  # the group's members, as ranks of the world
     bytes_sent: int  # what the other ranks got from this one
-    bytes_on_wire: int  # of these, through sockets and not through shared memory
+    bytes_on_wire: int = 0  # of these, through sockets and not through shared memory
     seconds: float = 0.0  # from the call to its completion, as far as this rank saw it
     waited: float = 0.0  # of these, how long this rank was held up
 

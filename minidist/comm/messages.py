@@ -203,7 +203,7 @@ def barrier(group: Group = None, async_op: bool = False) -> Any:
         CollectiveError: a peer is gone or late.
     """
     nothing = torch.empty(0)
-    how = choose("barrier", "auto", group, nothing)
+    how = choose("barrier", "auto", group, nothing, async_op)
     if how == "torch":
         way = by_torch(partial(dist.barrier, group=group, async_op=True), 0)
     else:

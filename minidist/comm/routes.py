@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from minidist._names import unknown
+from minidist.comm import checking, ledgers
 from minidist.comm.background import Background
 from minidist.comm.shared_memory import Failed, SharedMemory
 from minidist.comm.work import Group, described, failed, ranks_of
@@ -29,16 +30,16 @@ _preferred: list[str] = []
 """What `using` names, the innermost last. Not a context variable: a backward pass runs in other threads."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Route:
-    """What a group's collectives run on, kept between calls."""
+    """What a group's ranks have in common, kept between calls."""
 
     memory: SharedMemory | None  # that of the group's ranks on this host, where they can have it
     why_not: str  # all of the group cannot talk through it; empty where they can
-    background: Background = field(default_factory=lambda: Background("minidist collectives"))
 
 
 _routes: dict[dist.ProcessGroup, Route] = {}
+_backgrounds: dict[dist.ProcessGroup, Background] = {}
 
 
 @contextmanager
@@ -63,14 +64,18 @@ def using(algorithm: str) -> Iterator[None]:
         _preferred.remove(algorithm)
 
 
-def choose(operation: str, algorithm: str, group: Group, x: torch.Tensor) -> str:
-    """Return the algorithm that a call takes, on all ranks the same. A collective at a group's first call.
+def choose(operation: str, algorithm: str, group: Group, x: torch.Tensor, async_op: bool) -> str:
+    """Return the algorithm that a call takes, on all ranks the same.
+
+    A group's first call through shared memory waits for its ranks, to make the memory. An asynchronous one
+    may not wait, so that "auto" is "torch" for those before the first that is synchronous.
 
     Args:
         operation: "all_reduce" and so on.
         algorithm: as the caller named it.
         group: whose ranks make the call.
         x: the tensor, or any other on its device.
+        async_op: whether the call returns at once.
 
     Raises:
         ValueError: an unknown algorithm; or shared memory where there is none.
@@ -87,7 +92,17 @@ def choose(operation: str, algorithm: str, group: Group, x: torch.Tensor) -> str
         return algorithm
     reason = f"its tensor is on {x.device}"
     if x.device.type == "cpu":
-        reason = route(group, f"{operation} of {described(x)}").why_not
+        what = f"{operation} of {described(x)}"
+        if not asked and async_op and not _known(group):
+            return "torch"
+        if not _known(group):  # making one is a collective, too, which other calls must not meet
+            dtype = str(x.dtype).removeprefix("torch.")
+            check = checking.enter(
+                ledgers.Call(operation, algorithm, dtype, tuple(x.shape), ranks_of(group), 0, 0)
+            )
+            if check is not None:
+                check()
+        reason = route(group, what).why_not
     if not reason:
         return algorithm
     if not asked:
@@ -138,17 +153,31 @@ def empty_shared(
     """
     size = tuple(shape)
     memory = route(group).memory if len(ranks_of(group)) > 1 else None
-    shared = memory.empty(size, dtype) if memory is not None else None
+    try:
+        shared = memory.empty(size, dtype) if memory is not None else None
+    except RuntimeError as error:
+        raise failed("empty_shared", ranks_of(group), error) from error
     return torch.zeros(size, dtype=dtype) if shared is None else shared
+
+
+def background(group: Group) -> Background:
+    """Return what runs a group's algorithms from messages."""
+    group = group or dist.group.WORLD
+    assert group is not None
+    return _backgrounds.setdefault(group, Background("minidist collectives"))
+
+
+def _known(group: Group) -> bool:
+    return (group or dist.group.WORLD) in _routes
 
 
 def forget() -> None:
     """Forget all groups, since their world has ended."""
-    for known in _routes.values():
-        known.background.stop()
-        if known.memory is not None:
-            known.memory.background.stop()
+    memories = [known.memory for known in _routes.values() if known.memory is not None]
+    for running in (*_backgrounds.values(), *(memory.background for memory in memories)):
+        running.stop()
     _routes.clear()
+    _backgrounds.clear()
 
 
 def _limit(group: dist.ProcessGroup) -> float:

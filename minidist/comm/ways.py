@@ -16,18 +16,19 @@ import torch
 from minidist.comm import shared_collectives
 from minidist.comm.background import Background
 from minidist.comm.hierarchy import Hierarchy
-from minidist.comm.routes import route
+from minidist.comm.routes import background, route
 from minidist.comm.shared_memory import SharedMemory
 from minidist.comm.work import Group, Way, bytes_of, rank_in, ranks_of
 
 
 def all_reduce(how: str, x: torch.Tensor, op: str, group: Group) -> Way:
     """Reduce x in place."""
-    ranks, memory = len(ranks_of(group)), route(group).memory
-    if memory is not None and (how == "shared_memory" or (how == "hierarchical" and len(memory.hosts) == 1)):
+    ranks = len(ranks_of(group))
+    memory = route(group).memory if how in ("shared_memory", "hierarchical") else None
+    if memory is not None and (how == "shared_memory" or len(memory.hosts) == 1):
         run = partial(shared_collectives.all_reduce, memory, x, op)
         return _shared(memory, run, 2 * (ranks - 1) * bytes_of(x) // ranks)
-    if memory is not None and how == "hierarchical":
+    if memory is not None:
         hierarchy = Hierarchy(memory, x, op)
         return Way(partial(_begin, memory.background, hierarchy.run), *hierarchy.bytes_sent())
     finish = partial(x.div_, ranks) if op == "mean" else None
@@ -103,8 +104,8 @@ def _shared(memory: SharedMemory, run: Callable[[], None], sent: int) -> Way:
     return Way(partial(_begin, memory.background, run), sent, 0)
 
 
-def _begin(background: Background, run: Callable[[], None], at_once: bool) -> Any:
-    return background.start(run) if at_once else background.here(run)
+def _begin(runner: Background, run: Callable[[], None], at_once: bool) -> Any:
+    return runner.start(run) if at_once else runner.here(run)
 
 
 def _messages(
@@ -130,4 +131,4 @@ def _messages(
         if finish is not None:
             finish()
 
-    return Way(partial(_begin, route(group).background, run), sent, sent)
+    return Way(partial(_begin, background(group), run), sent, sent)

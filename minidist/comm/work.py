@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from minidist._names import unknown
-from minidist.comm import ledgers
+from minidist.comm import checking, ledgers
 from minidist.comm.errors import CollectiveError
 
 Group = dist.ProcessGroup | None
@@ -50,6 +50,7 @@ class Work:
         result: Callable[[], Any],
         at_once: bool = True,
     ) -> None:
+        self._check = checking.enter(call)
         self._call, self._result = call, result
         self._value: Any = None
         self._waited = False
@@ -72,6 +73,8 @@ class Work:
         """
         if not self._waited:
             _under_way.discard(self)
+            if self._check is not None:
+                self._check()
             begun = time.perf_counter()
             completed: float | None = None
             try:

@@ -37,6 +37,8 @@ class Setup:
     port: int  # of the store on 127.0.0.1, whose listening socket rank 0 was given
     threads: int  # each library's threads in this rank
     timeout: float  # seconds that a collective may wait for the other ranks
+    check: bool  # whether the ranks compare their calls before they begin
+    run_timeout: float | None  # seconds that a run may take
     environment: dict[str, str]
     directory: str
     path: list[str]
@@ -80,7 +82,7 @@ def serve(connection_descriptor: int, stacks_descriptor: int, listener: int | No
     for call in received:
         answer: tuple[str, object]
         try:
-            answer = ("returned", _run(call))
+            answer = ("returned", _run(call, setup.run_timeout))
         except BaseException as error:
             answer = ("raised", _raised(error))
         del call
@@ -93,22 +95,23 @@ def serve(connection_descriptor: int, stacks_descriptor: int, listener: int | No
     return 0
 
 
-def _run(call: bytearray) -> bytes:
-    """Run a pickled (function, args, kwargs) and pickle what it returns."""
+def _run(call: bytearray, limit: float | None) -> bytes:
+    """Run a pickled (function, args, kwargs), in `limit` seconds at most, and pickle what it returns."""
     import cloudpickle
     import torch.distributed as dist
 
-    from minidist.comm import work
+    from minidist.comm import checking, work
 
     joined = dist.group.WORLD
     function, args, kwargs = pickle.loads(call)
-    value = function(*args, **kwargs)
-    if dist.group.WORLD is not joined:
-        raise RuntimeError(
-            "the function left this rank's world or made another; call minidist.shutdown() instead, which "
-            "leaves only what minidist.init() joined"
-        )
-    work.finish()
+    with checking.run(limit):
+        value = function(*args, **kwargs)
+        if dist.group.WORLD is not joined:
+            raise RuntimeError(
+                "the function left this rank's world or made another; call minidist.shutdown() instead, "
+                "which leaves only what minidist.init() joined"
+            )
+        work.finish()
     try:
         return bytes(cloudpickle.dumps(value))
     except Exception as error:
@@ -145,7 +148,9 @@ def _prepare(setup: Setup) -> None:
     from minidist.comm.supervisor import die_with_parent
 
     if not die_with_parent(os.getppid()):
-        threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+        threading.Thread(
+            target=_end_with_parent, args=(os.getppid(),), daemon=True, name="minidist-parent"
+        ).start()
 
     import torch
     from threadpoolctl import threadpool_limits
@@ -170,7 +175,7 @@ def _join(setup: Setup, listener: int | None) -> None:
         wait_for_workers=False,
         master_listen_fd=listener,
     )
-    world.join(store, setup.rank, setup.ranks, limit)
+    world.join(store, setup.rank, setup.ranks, limit, setup.check)
 
 
 def _end_with_parent(parent: int) -> None:

@@ -23,7 +23,7 @@ _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _joined_here = False  # whether `init` made the world, so that `shutdown` may end it
 
 
-def init(timeout: float = DEFAULT_TIMEOUT) -> None:
+def init(timeout: float = DEFAULT_TIMEOUT, check: bool = False) -> None:
     """Join the world that torchrun (or RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT) describes.
 
     Does nothing in a rank of `minidist.launch` or `minidist.Cluster`, which has joined already, nor where no
@@ -31,6 +31,8 @@ def init(timeout: float = DEFAULT_TIMEOUT) -> None:
 
     Args:
         timeout: seconds to wait for the other ranks, here and in every collective.
+        check: compare every call with the other ranks' before it begins, so that a mismatch is an error that
+            names both; see `minidist.comm.checking`. The same on all ranks.
 
     Raises:
         ValueError: a variable is missing or is not a number, or the timeout is not positive.
@@ -79,12 +81,15 @@ def init(timeout: float = DEFAULT_TIMEOUT) -> None:
         raise TimeoutError(
             f"rank {own} waited {timeout:g} s at {host}:{port} for a world of {ranks}; start all the ranks"
         ) from error
-    join(dist.PrefixStore("minidist", store), own, ranks, limit)  # type: ignore[attr-defined]
+    join(dist.PrefixStore("minidist", store), own, ranks, limit, check)  # type: ignore[attr-defined]
     _joined_here = True
 
 
-def join(store: Store, own: int, ranks: int, limit: timedelta) -> None:
-    """Form the default group: gloo, and NCCL for tensors on a GPU where each rank has one to itself."""
+def join(store: Store, own: int, ranks: int, limit: timedelta, check: bool = False) -> None:
+    """Form the default group: gloo, and NCCL for tensors on a GPU where each rank has one to itself.
+
+    With `check=True` the door's calls are compared between the ranks before they begin.
+    """
     import torch
     import torch.distributed as dist
 
@@ -94,6 +99,10 @@ def join(store: Store, own: int, ranks: int, limit: timedelta) -> None:
     dist.init_process_group(backend, store=store, rank=own, world_size=ranks, timeout=limit)
     if backend != "gloo":
         torch.cuda.set_device(local_rank())
+    if check:
+        from minidist.comm import checking
+
+        checking.start(store, own, ranks, limit)
 
 
 def rank() -> int:
@@ -135,9 +144,10 @@ def shutdown() -> None:
     if _joined_here:
         import torch.distributed as dist
 
-        from minidist.comm import routes
+        from minidist.comm import checking, routes
 
         _joined_here = False
+        checking.stop()
         routes.forget()
         dist.destroy_process_group()
 

@@ -111,13 +111,6 @@ class _Rank:
         for message in (*step.sends, *step.receives):
             if not 0 <= message.peer < len(ranks):
                 raise ScheduleError(f"{here} names rank {message.peer}; the ranks are 0 to {len(ranks) - 1}")
-        for a in step.receives:
-            for b in step.sends if self.in_place else ():
-                if not a.reduce and a.start < b.stop and b.start < a.stop:
-                    raise ScheduleError(
-                        f"{here} receives [{a.start}, {a.stop}) over [{b.start}, {b.stop}), which it sends "
-                        "in the same step; use two steps"
-                    )
         for message in step.sends:
             _check_range(here, "sends", message, len(sent))
         self.offered = [(message, sent[message.start : message.stop].copy()) for message in step.sends]
@@ -234,8 +227,8 @@ def _wanted(schedule: Schedule, rank: int) -> Contents:
             [other for other in range(n) for _ in range(bounds[other], bounds[other + 1])], dtype=np.int64
         )
         return contribution[owners]
-    total: Contents = contribution[:n].sum(axis=0, keepdims=True)
-    return total
+    all_once: Contents = contribution[:n].sum(axis=0, keepdims=True)
+    return all_once
 
 
 def _counts(schedule: Schedule) -> tuple[tuple[int, ...], ...]:

@@ -6,7 +6,8 @@ arrives to be added lands in as many segments of scratch.
 
 That this ends wherever `check` finds that the schedule ends rests on three rules. Receives are posted and
 awaited in the program's order. A rank that waits in a step has offered all sends of that step and of those
-before it. It waits for a send only when it has come to the send's own step.
+before it. It waits for a send only to overwrite what that sent in an earlier step, and when it has come to
+that step.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from minidist.comm.algorithms.plan import Receive, Send, plan
-from minidist.comm.algorithms.steps import Step
+from minidist.comm.algorithms.steps import Step, meet
 
 TAG = 2**30
 """Tag of the messages, which no others should use."""
@@ -113,7 +114,11 @@ def _run(
         while posted < min(done + AHEAD, len(receives)):
             following = receives[posted]
             if not following.reduce:
-                early = any(send.step > receive.step for send in following.overwrites)
+                # A send of a step that this rank has not come to may wait for what it has yet to do.
+                early = any(
+                    send.number > sent or (send.step > receive.step and not send.copied)
+                    for send in following.overwrites
+                )
                 if following.needs > done or early:
                     break
                 _finish(following.overwrites)
@@ -134,7 +139,7 @@ def _run(
         elif receive.copy_from >= 0:
             target[receive.start : receive.stop].copy_(arrived)
     _launch(sends, sent, len(receives), source, group)
-    _finish(sends)
+    _finish(sends, copied=True)
 
 
 def _launch(
@@ -143,14 +148,17 @@ def _launch(
     """Start the sends whose data is there, in order; how many have been started."""
     while sent < len(sends) and sends[sent].needs <= done:
         send = sends[sent]
-        send.work = dist.isend(source[send.start : send.stop], group=group, tag=TAG, group_dst=send.peer)
+        data = source[send.start : send.stop]
+        data = data.clone() if send.copied else data
+        send.work = dist.isend(data, group=group, tag=TAG, group_dst=send.peer)
         sent += 1
     return sent
 
 
-def _finish(sends: list[Send]) -> None:
+def _finish(sends: list[Send], copied: bool = False) -> None:
+    """Wait for sends: to overwrite what they send, or, with those `copied`, to end."""
     for send in sends:
-        if send.work is not None:
+        if send.work is not None and (copied or not send.copied):
             send.work.wait()
             send.work = None
 
@@ -186,6 +194,8 @@ def in_batches(
                 to_itself.append(piece)
             elif message.elements:
                 elements += message.elements
+                if any(meet(message, other) for other in step.receives if source is target):
+                    piece = piece.clone()
                 operations.append(
                     dist.P2POp(dist.isend, piece, group=group, tag=TAG, group_peer=message.peer)
                 )

@@ -9,7 +9,7 @@ once, each with 1/L of the tensor. An all-gather inside the node completes it. E
 Where nodes differ in size, there are as many parts as the smallest node has ranks; the ranks beyond these
 only help inside their node.
 
-Jia et al., "Highly scalable deep learning training system with mixed-precision", 2018, section 3.3; Horovod's
+Jia et al., "Highly scalable deep learning training system with mixed-precision", 2018; Horovod's
 hierarchical all-reduce.
 """
 

@@ -27,7 +27,9 @@ class Send:
     start: int
     stop: int
     step: int  # which it is of
+    number: int  # from 1, in the program's order
     needs: int = 0  # receives that have to be complete before: it carries what they bring
+    copied: bool = False  # whether something arrives in its place in the same step: a copy is sent then
     work: Any = None  # torch's handle, kept until it was waited for, or gloo drops the message
 
 
@@ -42,7 +44,7 @@ class Receive:
     reduce: bool
     number: int  # from 1, in the program's order
     needs: int = 0  # receives that have to be complete before anything is written to its place
-    overwrites: list[Send] = field(default_factory=list)  # sends that have to be through before that
+    overwrites: list[Send] = field(default_factory=list)  # sends of what is there now
     copy_from: int = -1  # of this rank's message to itself: where it begins in the source
     work: Any = None
 
@@ -63,7 +65,7 @@ def plan(steps: Iterable[Step], itemsize: int, rank: int, in_place: bool) -> tup
     for index, step in enumerate(steps):
         for message in step.sends:
             for start, stop in _segments(message, itemsize) if message.peer != rank else ():
-                send = Send(message.peer, start, stop, index)
+                send = Send(message.peer, start, stop, index, len(sends) + 1)
                 if in_place:
                     send.needs = max((one.number for one in written.overlapping(start, stop)), default=0)
                     read.add(send)
@@ -75,6 +77,8 @@ def plan(steps: Iterable[Step], itemsize: int, rank: int, in_place: bool) -> tup
                 receive = Receive(message.peer, start, stop, index, message.reduce, len(receives) + 1)
                 receive.needs = max((one.number for one in written.overlapping(start, stop)), default=0)
                 receive.overwrites = read.overlapping(start, stop)
+                for send in receive.overwrites:
+                    send.copied |= send.step == index
                 # Who comes after this one waits for it, and so for all that it waits for.
                 read.forget(start, stop)
                 written.forget(start, stop)

@@ -31,11 +31,17 @@ class Message:
 class Step:
     """What one rank does at once, before it waits for its messages.
 
-    What it sends is what the buffer held before anything of this step arrived.
+    What it sends is what the buffer held before anything of this step arrived, also where something arrives
+    in its place (which costs a copy). What arrives is put there in the order of the receives.
     """
 
     sends: tuple[Message, ...] = ()
     receives: tuple[Message, ...] = ()
+
+
+def meet(a: Message, b: Message) -> bool:
+    """Whether two messages name an element in common."""
+    return a.start < b.stop and b.start < a.stop
 
 
 def offsets(elements: int, parts: int) -> list[int]:

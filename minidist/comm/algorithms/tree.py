@@ -7,7 +7,7 @@ tree, a broadcast as many down. In each step whole tensors are sent, the root se
 much for a large tensor.
 
 Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", 2005, sections
-4.2 (broadcast) and 4.4 (reduce).
+4.2 (broadcast) and 4.5 (reduce).
 """
 
 from __future__ import annotations

@@ -1,0 +1,304 @@
+"""`assert_in_sync`: silent where the ranks' copies are equal, exact about the first difference otherwise."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import minidist as md
+from minidist import comm
+
+Clusters = Callable[[int], md.Cluster]
+
+
+def model(dtype: torch.dtype = torch.float64) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(3, 4, dtype=dtype), nn.BatchNorm1d(4, dtype=dtype), nn.Linear(4, 2, dtype=dtype)
+    )
+
+
+def told(
+    cluster: md.Cluster, change: Callable[[nn.Module], Any], **options: Any
+) -> list[tuple[int, str, str]]:
+    """On each rank: which rank and tensor the error names, and its text, after `change` on the last rank."""
+
+    def compare() -> tuple[int, str, str]:
+        copy = model()
+        if md.rank() == md.size() - 1:
+            with torch.no_grad():
+                change(copy)
+        try:
+            md.assert_in_sync(copy, **options)
+        except md.OutOfSync as error:
+            return error.rank, error.name, str(error)
+        return -1, "", ""
+
+    return cluster.run(compare)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_equal_copies_cost_32_bytes_for_each_other_rank(cluster_of: Clusters, ranks: int) -> None:
+    def compare() -> int:
+        copy = model()
+        optimizer = torch.optim.AdamW(copy.parameters())
+        copy(torch.ones(3, 3, dtype=torch.float64)).sum().backward()
+        optimizer.step()
+        with comm.ledger() as ledger:
+            md.assert_in_sync(copy)
+            md.assert_in_sync(copy, gradients=True, optimizer=optimizer)
+        return ledger.bytes_sent
+
+    assert cluster_of(ranks).run(compare) == [2 * 32 * (ranks - 1)] * ranks
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_scaled_gradient_is_named(cluster_of: Clusters, ranks: int) -> None:
+    """Before the optimizer's step as a gradient, and after it as the parameter."""
+
+    def train() -> list[str]:
+        copy = md.DataParallel(model())
+        optimizer = torch.optim.SGD(copy.parameters(), lr=0.5)
+        texts = []
+        copy(torch.ones(2, 3, dtype=torch.float64) * md.rank()).square().sum().backward()
+        copy.synchronize()
+        for buffer in copy.module.buffers():  # each rank's own statistics are meant to differ
+            buffer.zero_()
+        md.assert_in_sync(copy.module, gradients=True)
+        if md.rank() == 1:
+            copy.module[2].bias.grad.mul_(3)
+        for gradients in (True, False):
+            try:
+                md.assert_in_sync(copy.module, gradients=gradients)
+            except RuntimeError as error:
+                texts.append(str(error))
+            optimizer.step()
+        return texts
+
+    results = cluster_of(ranks).run(train)
+    assert all(texts == results[0] for texts in results)
+    before, after = results[0]
+    assert "gradient of 2.bias, float64[2], differs between rank 1 and rank 0: 2 of 2 elements" in before
+    assert "parameter 2.bias, float64[2], differs between rank 1 and rank 0" in after
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_first_difference_is_said_with_its_size(cluster_of: Clusters, ranks: int) -> None:
+    def change(copy: nn.Module) -> None:
+        copy[2].weight[1, 3] += 0.25
+        copy[0].bias[2] = 7.0
+        copy[0].bias[1] = torch.nan
+
+    value = model()[0].bias.tolist()[1]
+    results = told(cluster_of(ranks), change)
+    assert len(set(results)) == 1
+    rank, name, text = results[0]
+    assert (rank, name) == (ranks - 1, "0.bias")
+    distance = abs(7.0 - model()[0].bias.tolist()[2])
+    assert text == (
+        f"the ranks are out of sync: parameter 0.bias, float64[4], differs between rank {ranks - 1} and "
+        f"rank 0: 2 of 4 elements, by up to {distance:.3g}; the first, at [1], is nan and {value!r}"
+    )
+
+
+def test_the_odd_rank_is_the_one_that_differs_from_most(cluster_of: Clusters) -> None:
+    def compare() -> int:
+        copy = model()
+        copy[0].weight.data += md.rank() == 0
+        try:
+            md.assert_in_sync(copy)
+        except md.OutOfSync as error:
+            return error.rank
+        return -1
+
+    assert cluster_of(3).run(compare) == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (
+            lambda m: m[1].running_mean.add_(1),
+            r"buffer 1.running_mean, float64\[4\], .* 4 of 4 elements, by up to 1;",
+        ),
+        (
+            lambda m: m[1].num_batches_tracked.add_(2),
+            r"buffer .*_tracked, int64\[scalar\].* 1 of 1 .*by up to 2; it is 2",
+        ),
+        (lambda m: m.float(), r"parameter 0.weight is float32\[4x3\] on rank 1 and float64\[4x3\] on rank 0"),
+        (lambda m: m.append(nn.Linear(1, 1)), "rank 0 has no parameter 3.weight, and rank 1 has"),
+        (lambda m: m.pop(2), "rank 1 has no parameter 2.weight, and rank 0 has"),
+        (lambda m: setattr(m[0], "bias", None), "rank 1 has no parameter 0.bias, and rank 0 has"),
+        (lambda m: m[0].weight[0].zero_(), r"0.weight.* 3 of 12 elements"),
+        (
+            lambda m: setattr(m[2].weight, "data", torch.zeros(4, 2, dtype=torch.float64)),
+            r"2.weight is float64\[4x2\] on rank 1 and float64\[2x4\] on rank 0",
+        ),
+    ],
+)
+def test_every_kind_of_difference_is_told(
+    cluster_of: Clusters, change: Callable[[nn.Module], Any], text: str
+) -> None:
+    for rank, _, message in told(cluster_of(2), change):
+        assert rank == 1
+        assert re.search(text, message), message
+
+
+def test_a_rank_without_the_tensor_goes_before_a_difference(cluster_of: Clusters) -> None:
+    def compare() -> str:
+        copy = model()
+        if md.rank() == 1:
+            copy[2].bias.data += 1
+        if md.rank() == 2:
+            copy[2].bias = None
+        with pytest.raises(md.OutOfSync) as caught:
+            md.assert_in_sync(copy)
+        return str(caught.value)
+
+    wanted = "rank 2 has no parameter 2.bias, and rank 0 has; rank 1 differs from rank 0 too"
+    assert cluster_of(3).run(compare) == [f"the ranks are out of sync: {wanted}"] * 3
+
+
+def test_zeros_and_nans_are_equal_whatever_their_bits(cluster_of: Clusters) -> None:
+    class Values(nn.Module):
+        def __init__(self, dtype: torch.dtype) -> None:
+            super().__init__()
+            bits: Any = {4: torch.int32, 2: torch.int16, 8: torch.int64}[dtype.itemsize]
+            nan = torch.tensor([torch.nan], dtype=dtype).view(bits) + md.rank()  # another payload
+            zero = torch.zeros(1, dtype=dtype) * (1 - 2 * md.rank())
+            self.register_buffer("values", torch.cat([nan.view(dtype), zero]))
+
+    def compare() -> list[list[int]]:
+        seen = []
+        for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+            values = Values(dtype)
+            assert values.values.isnan().tolist() == [True, False]
+            md.assert_in_sync(values)
+            seen.append(values.values.view(torch.uint8).tolist())
+        return seen
+
+    first, second = cluster_of(2).run(compare)
+    assert all(one != other for one, other in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.int16, torch.complex64, torch.float8_e4m3fn, torch.uint8]
+)
+def test_dtypes_that_cannot_be_reduced_are_compared_too(cluster_of: Clusters, dtype: torch.dtype) -> None:
+    def compare() -> str:
+        holder = nn.Module()
+        holder.register_buffer("odd", torch.zeros(3, 1).to(dtype))
+        holder.register_buffer("empty", torch.zeros(0, 2).to(dtype))
+        md.assert_in_sync(holder)
+        if md.rank() == 1:
+            holder.odd.copy_(torch.tensor([[0.0], [1.0], [0.0]]).to(dtype))
+        with pytest.raises(md.OutOfSync) as caught:
+            md.assert_in_sync(holder)
+        return str(caught.value)
+
+    for text in cluster_of(2).run(compare):
+        assert re.search(r"buffer odd, \w+\[3x1\], differs .*: 1 of 3 elements, by up to 1;", text), text
+
+
+def test_an_optimizers_state_and_options_are_compared(cluster_of: Clusters) -> None:
+    def compare() -> list[str]:
+        texts = []
+        for fault in range(3):
+            copy = model()
+            optimizer = torch.optim.AdamW(copy.parameters(), lr=0.5)
+            if fault != 2 or md.rank() == 0:
+                for parameter in copy.parameters():
+                    parameter.grad = torch.ones_like(parameter)
+                optimizer.step()
+            if md.rank() == 1 and fault == 0:
+                optimizer.state[copy[0].bias]["exp_avg"][1] += 1
+            if md.rank() == 1 and fault == 1:
+                optimizer.param_groups[0]["lr"] = 0.25
+            if fault == 2:
+                copy.load_state_dict(model().state_dict())
+            md.assert_in_sync(copy)
+            try:
+                md.assert_in_sync(copy, optimizer=optimizer)
+            except md.OutOfSync as error:
+                texts.append(str(error))
+        return texts
+
+    for state, option, missing in cluster_of(2).run(compare):
+        assert "optimizer's exp_avg of 0.bias, float64[4], differs between rank 1 and rank 0: 1 of 4" in state
+        assert "optimizer's lr of its group 0 is 0.25 on rank 1 and 0.5 on rank 0" in option
+        assert "rank 1 has no optimizer's exp_avg of 0.weight, and rank 0 has" in missing
+
+
+def test_a_gradient_that_one_rank_lacks_is_named(cluster_of: Clusters) -> None:
+    def compare() -> str:
+        copy = model()
+        if md.rank() == 0:
+            copy[2](torch.ones(1, 4, dtype=torch.float64)).sum().backward()
+        md.assert_in_sync(copy)
+        with pytest.raises(md.OutOfSync) as caught:
+            md.assert_in_sync(copy, gradients=True)
+        return str(caught.value)
+
+    for text in cluster_of(2).run(compare):
+        assert "rank 1 has no gradient of 2.weight, and rank 0 has" in text
+
+
+def test_only_a_groups_ranks_are_compared(cluster_of: Clusters) -> None:
+    def compare() -> str:
+        group = dist.new_group([0, 2])
+        copy = model()
+        copy[0].weight.data += md.rank() == 1
+        if md.rank() == 1:
+            return ""
+        md.assert_in_sync(copy, group)
+        copy[0].weight.data += md.rank() == 2
+        with pytest.raises(md.OutOfSync) as caught:
+            md.assert_in_sync(copy, group)
+        return str(caught.value)
+
+    results = cluster_of(3).run(compare)
+    assert results[0] == results[2]
+    assert "differs between rank 2 and rank 0" in results[0]
+
+
+def test_a_difference_costs_what_the_docstring_says(cluster_of: Clusters) -> None:
+    def compare() -> tuple[int, list[tuple[str, int]]]:
+        copy = model()
+        copy[2].weight.data += md.rank()
+        with comm.ledger() as ledger, pytest.raises(md.OutOfSync):
+            md.assert_in_sync(copy)
+        return ledger.bytes_sent, [(call.name, call.bytes_sent) for call in ledger.calls]
+
+    for total, calls in cluster_of(3).run(compare):
+        longest = calls[2][1] // 2
+        assert [name for name, _ in calls] == ["all_gather"] * 4
+        assert total == 2 * (32 + 8 + longest + 2 * 4 * 8)
+        assert longest > 9 * 64  # a hash, in hexadecimal, of each tensor
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: md.assert_in_sync(torch.ones(2)), "model is a Tensor; give a torch module"),
+        (
+            lambda: md.assert_in_sync(model(), optimizer=torch.optim.SGD),
+            "optimizer is a type; give a torch opt",
+        ),
+    ],
+)
+def test_wrong_arguments_are_told(call: Callable[[], None], text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        call()
+
+
+def test_one_process_is_in_sync_with_itself() -> None:
+    copy = model()
+    before: dict[str, Tensor] = {name: value.clone() for name, value in copy.state_dict().items()}
+    md.assert_in_sync(copy, gradients=True, optimizer=torch.optim.SGD(copy.parameters()))
+    torch.testing.assert_close(dict(copy.state_dict()), before, rtol=0, atol=0)
