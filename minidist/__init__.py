@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from minidist.parallel.engine import Engine as Engine
     from minidist.parallel.in_sync import assert_in_sync as assert_in_sync
     from minidist.parallel.layout import Layout as Layout
+    from minidist.parallel.parameter_server import ParameterServer as ParameterServer
     from minidist.parallel.prepare import prepare as prepare
 
 __getattr__, __dir__, __all__ = lazy(
@@ -51,6 +52,7 @@ __getattr__, __dir__, __all__ = lazy(
         "minidist.parallel.engine": ("Engine",),
         "minidist.parallel.in_sync": ("assert_in_sync",),
         "minidist.parallel.layout": ("Layout",),
+        "minidist.parallel.parameter_server": ("ParameterServer",),
         "minidist.parallel.prepare": ("prepare",),
     },
 )

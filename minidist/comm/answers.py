@@ -12,7 +12,7 @@ import selectors
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +36,13 @@ class Failure:
     raised: Raised | None
 
 
-def collect(processes: Sequence[RankProcess], wanted: str, limit: float | None, remedy: str) -> list[Any]:
+def collect(
+    processes: Sequence[RankProcess],
+    wanted: str,
+    limit: float | None,
+    remedy: str,
+    may_fail: Collection[int] = (),
+) -> list[Any]:
     """Send what is queued, and wait until every rank has answered `wanted`. Prints what ranks print.
 
     Args:
@@ -44,12 +50,13 @@ def collect(processes: Sequence[RankProcess], wanted: str, limit: float | None, 
         wanted: the kind of answer that completes a rank's part.
         limit: seconds to wait; None for no limit.
         remedy: the argument that gives more of them.
+        may_fail: ranks whose failure is their answer: the error that it would raise elsewhere.
 
     Returns:
         The answers' values, in rank order.
 
     Raises:
-        RankError: a rank raised. RankDied: its process ended. RankTimeout: `limit` seconds have passed.
+        RankError: another rank raised. RankDied: its process ended. RankTimeout: `limit` seconds have passed.
     """
     deadline = None if limit is None else time.monotonic() + limit
     answers: dict[int, Any] = {}
@@ -85,6 +92,10 @@ def collect(processes: Sequence[RankProcess], wanted: str, limit: float | None, 
                     selector.unregister(process.channel.socket)  # how it ended comes by its status
                 if process.exit_code is not None:
                     failures.setdefault(process.rank, Failure(time.monotonic(), process, None))
+            for rank in failures.keys() & set(may_fail):
+                failure = failures.pop(rank)
+                answers.setdefault(rank, _first_cause([failure]))
+                failure.process.kill()  # where it raised: its peers learn of it as of a death
             if failures:
                 settled = min(failure.when for failure in failures.values()) + SETTLE
                 deadline = settled if deadline is None else min(deadline, settled)

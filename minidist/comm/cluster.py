@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -58,6 +58,7 @@ class Cluster:
         start_timeout: seconds that the ranks may take to start.
         check: compare every call through the door with the other ranks' before it begins, so that a mismatch
             is an error on all ranks that names both; see `minidist.comm.checking`.
+        may_fail: ranks whose failure does not stop the others, for functions that can do without them.
 
     Raises:
         TypeError: an argument is of the wrong type.
@@ -72,6 +73,7 @@ class Cluster:
         *,
         threads: int | None = None,
         start_timeout: float = START_TIMEOUT,
+        may_fail: Iterable[int] = (),
     ) -> None:
         self.closed = True
         self.ranks = _count("ranks", ranks)
@@ -82,6 +84,12 @@ class Cluster:
         if not isinstance(check, bool):
             raise TypeError(f"check is {check!r}; give True or False")
         self.check = check
+        self.may_fail = _members("may_fail", may_fail, self.ranks)
+        if check and self.may_fail:
+            raise ValueError(
+                f"check=True compares every rank's calls, and may_fail names ranks {sorted(self.may_fail)}, "
+                "which may make none; give one of the two"
+            )
         self._owner = os.getpid()
         self._running = threading.Lock()
         # One list for the object's life: the finalizer stops what it holds at the end.
@@ -94,7 +102,8 @@ class Cluster:
         """Run `function(*args, **kwargs)` on every rank.
 
         Returns:
-            What each rank returned, in rank order.
+            What each rank returned, in rank order. For a rank of `may_fail` that failed, the RankError or
+            RankDied that says how; the next run then has fresh processes.
 
         Raises:
             RankError: a rank raised; names the first that did, with its traceback.
@@ -120,7 +129,9 @@ class Cluster:
                 self._start()
             for process in self._processes:
                 process.channel.send(call)
-            values = collect(self._processes, "returned", self.timeout, "timeout")
+            values = collect(self._processes, "returned", self.timeout, "timeout", self.may_fail)
+            if any(isinstance(value, RankError) for value in values):
+                _stop(self._processes, os.getpid(), 0.0)
         except BaseException as error:
             _stop(self._processes, os.getpid(), 0.0)
             if self.closed and isinstance(error, RankError):
@@ -221,7 +232,9 @@ def _stop(processes: list[RankProcess], owner: int, grace: float) -> None:
         process.close()
 
 
-def _unpickle_result(rank: int, value: bytes) -> Any:
+def _unpickle_result(rank: int, value: bytes | RankError) -> Any:
+    if isinstance(value, RankError):
+        return value
     try:
         return pickle.loads(value)
     except Exception as error:
@@ -254,6 +267,17 @@ def _count(name: str, value: int) -> int:
     if value < 1:
         raise ValueError(f"{name} is {value}; give at least 1")
     return int(value)
+
+
+def _members(name: str, value: Iterable[int], ranks: int) -> frozenset[int]:
+    if not isinstance(value, Iterable):
+        raise TypeError(f"{name} is {value!r}; give ranks, such as (1, 2)")
+    members = tuple(value)
+    if not all(isinstance(rank, int) for rank in members):
+        raise TypeError(f"{name} is {members}; give ranks, such as (1, 2)")
+    if not set(members) <= set(range(ranks)):
+        raise ValueError(f"{name} is {members}; the ranks are 0 to {ranks - 1}: give some of them")
+    return frozenset(members)
 
 
 def _seconds(name: str, value: float) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from minidist.comm.cluster import START_TIMEOUT, Cluster
@@ -18,6 +18,7 @@ def launch(
     *,
     threads: int | None = None,
     start_timeout: float = START_TIMEOUT,
+    may_fail: Iterable[int] = (),
 ) -> list[Any]:
     """Run `fn(*args)` on `ranks` fresh local processes that have formed a world.
 
@@ -32,9 +33,12 @@ def launch(
         check: compare the ranks' calls before they begin; see `Cluster`.
         threads: each rank's threads; by default the cores divided by the ranks, at least 1.
         start_timeout: seconds that the ranks may take to start.
+        may_fail: ranks whose failure does not stop the others, such as a parameter server's workers. Torchrun
+            does not ask: it stops all ranks when one fails.
 
     Returns:
-        What each rank returned, in rank order.
+        What each rank returned, in rank order; for a rank of `may_fail` that failed, its RankError or
+        RankDied.
 
     Raises:
         RankError, RankDied, RankTimeout, TypeError: as `Cluster.run`.
@@ -44,7 +48,8 @@ def launch(
         raise TypeError(f"args is {args!r}; give a tuple, such as ({args!r},)")
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return _run_under_torchrun(fn, ranks, args, timeout, check)
-    with Cluster(ranks, timeout, check, threads=threads, start_timeout=start_timeout) as cluster:
+    options: dict[str, Any] = {"threads": threads, "start_timeout": start_timeout, "may_fail": may_fail}
+    with Cluster(ranks, timeout, check, **options) as cluster:
         return cluster.run(fn, *args)
 
 

@@ -62,7 +62,8 @@ class Work:
             raise self._failed(error) from error
         self._call.waited = time.perf_counter() - self._started
         if len(_under_way) >= MANY:
-            _under_way.difference_update([work for work in _under_way if work.done()])
+            # A copy: other threads call, too.
+            _under_way.difference_update([work for work in list(_under_way) if work.done()])
         _under_way.add(self)
 
     def wait(self) -> Any:
@@ -92,8 +93,13 @@ class Work:
         return self._value
 
     def done(self) -> bool:
-        """True where `wait` would not block. Of a send, gloo can say so only after it."""
-        return self._waited or self._handle is None or bool(self._handle.is_completed())
+        """True where `wait` would not block. Of a send or a receive, gloo can say so only after it."""
+        handle = self._handle
+        return self._waited or handle is None or bool(handle.is_completed())
+
+    def forget(self) -> None:
+        """Give up on a call whose peer is dead: a send that was under way then may never complete."""
+        _under_way.discard(self)
 
     def _failed(self, error: RuntimeError) -> CollectiveError:
         call = self._call

@@ -7,6 +7,8 @@
 | engine.py | `Engine`: what every strategy's engine can do |
 | data_parallel.py | each rank computes on its share of the batch; gradients are averaged |
 | in_sync.py | `assert_in_sync`: the ranks' copies of a model are the same, or the first difference is named |
+| parameter_server.py | servers hold the parameters; workers pull and push, and need not wait for each other |
+| serving.py, staleness.py, server_parts.py | what a server does; when it updates; what it holds |
 
 To add a strategy, write its file with an `Engine`, and let `prepare` pick it. It talks through
 `minidist.comm` alone, imports no other strategy, and is held to the contract in `tests/contract.py`: in
