@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import minidist as md
 from minidist import comm
-from minidist.comm.collectives import tree_children
+from minidist.comm.over_gloo import tree_children
 
 Clusters = Callable[[int], md.Cluster]
 REDUCE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -272,6 +272,23 @@ def test_results_go_where_out_says(cluster_of: Clusters, ranks: int) -> None:
         assert second
         exact(share, (torch.arange(2.0) + 2 * rank) * ranks)
         exact(whole, torch.arange(2.0).repeat(ranks))
+
+
+@pytest.mark.parametrize("op", ["sum", "mean", "max"])
+def test_large_reduce_scatters_over_sockets_go_in_chunks(cluster_of: Clusters, op: str) -> None:
+    def scatter() -> torch.Tensor:
+        from minidist.comm import over_gloo
+
+        chunk, over_gloo.CHUNK = over_gloo.CHUNK, 64
+        try:
+            x = inputs(3, (18, 5), torch.float64, 3)[md.rank()]
+            return comm.reduce_scatter(x, op, algorithm="torch")
+        finally:
+            over_gloo.CHUNK = chunk
+
+    reduced = REDUCE[op](inputs(3, (18, 5), torch.float64, 3))
+    for rank, share in enumerate(cluster_of(3).run(scatter)):
+        torch.testing.assert_close(share, reduced[6 * rank : 6 * rank + 6])
 
 
 def test_the_ledger_times_calls(cluster_of: Clusters) -> None:

@@ -23,7 +23,7 @@ from typing import Any, Literal, overload
 import torch
 import torch.distributed as dist
 
-from minidist.comm import ways
+from minidist.comm import over_gloo, ways
 from minidist.comm.routes import choose
 from minidist.comm.work import (
     Group,
@@ -158,19 +158,21 @@ def reduce_scatter(
         return run(call, way.start, lambda: share if out is None else out, async_op)
     operation, reduce = OPERATIONS[op]
     by_library = x.is_cuda and ranks > 1  # NCCL's own sends no more than it must
+    by_chunks = not by_library and not async_op and ranks > 1 and bytes_of(x) > over_gloo.CHUNK
     # Row r of what arrives is rank r's contribution to this rank's share.
-    arrived = share if by_library else torch.empty_like(data)
+    arrived = share if by_library or by_chunks else torch.empty_like(data)
 
     def result() -> torch.Tensor:
-        if not by_library:
-            parts = arrived.view(ranks, *share.shape)
-            share.copy_(reduce(parts, dim=0))
+        if not by_library and not by_chunks:
+            share.copy_(reduce(arrived.view(ranks, *share.shape), dim=0))
         if op == "mean" and ranks > 1:
             share.div_(ranks)
         return share if out is None else out
 
     if by_library:
         start = partial(_reduce_scatter_single, share, data, operation, group=group, async_op=True)
+    elif by_chunks:
+        start = partial(over_gloo.scatter_by_chunks, data.view(ranks, -1), share.view(-1), reduce, group)
     else:
         start = partial(_exchange, arrived, data, None, None, group)
     way = by_torch(start, (ranks - 1) * bytes_of(x) // ranks)
@@ -275,7 +277,7 @@ def broadcast(
 
     if how == "torch":
         start = partial(dist.broadcast, buffer, group=group, async_op=True, group_src=source)
-        way = by_torch(start, tree_children((rank_in(group) - source) % ranks, ranks) * bytes_of(x))
+        way = by_torch(start, over_gloo.tree_children((rank_in(group) - source) % ranks, ranks) * bytes_of(x))
     else:
         way = ways.broadcast(how, buffer.view(-1), source, group)
     return run(call_of("broadcast", x, group, how, way), way.start, result, async_op)
@@ -352,12 +354,6 @@ def _exchange(
     group: Group,
 ) -> Any:
     return dist.all_to_all_single(received, sent, comes, sends, group=group, async_op=True)
-
-
-def tree_children(place: int, ranks: int) -> int:
-    """Number of children of a rank in gloo's broadcast tree, `place` counted from the root."""
-    # A rank receives over its highest set bit, and then serves the higher ones.
-    return sum(place + (1 << bit) < ranks for bit in range(place.bit_length(), (ranks - 1).bit_length()))
 
 
 def _reducible(name: str, x: torch.Tensor, op: str) -> torch.Tensor:
