@@ -13,10 +13,11 @@ import pytest
 
 import minidist as md
 from minidist.benchmarks.collective_timing import median_error, sweep, time_against_gloo
+from minidist.benchmarks.columns import binary_size
 from minidist.benchmarks.turns import Benchmark, compared, record
 
 GLOO = "Collectives of CPU ranks beside torch.distributed over gloo"
-MODEL = "All-reduce: measured, and predicted from alpha, beta and gamma"
+MODEL = "All-reduce on {} ranks: measured, and predicted from alpha, beta and gamma"
 
 LIMITS = {
     "in place": 0.25,
@@ -44,6 +45,9 @@ ALGORITHMS = ("torch", "shared_memory", "ring", "tree", "naive")
 SWEEP = (2**10, 2**13, 2**16, 2**18, 2**20, 2**22, 2**24)
 
 Clusters = Callable[[int], md.Cluster]
+Found = dict[tuple[str, int], tuple[list[float], float]]
+"""By algorithm and bytes: the seconds measured, and those predicted."""
+Swept = Callable[[int], Found]
 
 
 @pytest.fixture(scope="module")
@@ -73,20 +77,22 @@ def test_against_gloo(
     ours, peer = ([max(turn) for turn in zip(*times, strict=True)] for times in zip(*timed, strict=True))
     record(benchmark, ours, peer, "gloo")
     extra = benchmark.extra_info
-    extra |= {"label": f"{LABELS[variant]}, {_size(size)}, {ranks} ranks", "ranks": ranks, "bytes": size}
+    extra |= {
+        "label": f"{LABELS[variant]}, {binary_size(size)}, {ranks} ranks",
+        "ranks": ranks,
+        "bytes": size,
+    }
     extra["goal"] = {"of": "ratio", "below": LIMITS[variant]}
     sent = (2 if "reduce-scatter" not in variant else 1) * (ranks - 1) / ranks * size
     extra["bus_gb_per_s"] = sent / float(np.median(ours)) / 1e9
 
 
 @pytest.fixture(scope="module")
-def swept(
-    full: bool, clusters: Clusters
-) -> Callable[[int], dict[tuple[str, int], tuple[list[float], float]]]:
+def swept(full: bool, clusters: Clusters) -> Callable[[int], Found]:
     """The whole sweep for a number of ranks, measured once."""
-    found: dict[int, dict[tuple[str, int], tuple[list[float], float]]] = {}
+    found: dict[int, Found] = {}
 
-    def get(ranks: int) -> dict[tuple[str, int], tuple[list[float], float]]:
+    def get(ranks: int) -> Found:
         if ranks not in found:
             found[ranks] = clusters(ranks).run(sweep, ALGORITHMS, SWEEP, rounds=9 if full else 3)[0]
         return found[ranks]
@@ -94,29 +100,29 @@ def swept(
     return get
 
 
-@compared(MODEL)
-@pytest.mark.parametrize("size", SWEEP)
+@compared(MODEL.format(2))
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_prediction(
-    benchmark: Benchmark,
-    swept: Callable[[int], dict[tuple[str, int], tuple[list[float], float]]],
-    ranks: int,
-    algorithm: str,
-    size: int,
-) -> None:
+@pytest.mark.parametrize("size", SWEEP)
+def test_prediction_2(benchmark: Benchmark, swept: Swept, algorithm: str, size: int) -> None:
     """A point of the sweep: its time, and the prediction of a fit made just before."""
-    seconds, predicted = swept(ranks)[algorithm, size]
+    _point(benchmark, swept(2), algorithm, size)
+
+
+@compared(MODEL.format(4))
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("size", SWEEP)
+def test_prediction_4(benchmark: Benchmark, swept: Swept, algorithm: str, size: int) -> None:
+    """The same where ranks may outnumber cores."""
+    _point(benchmark, swept(4), algorithm, size)
+
+
+def _point(benchmark: Benchmark, found: Found, algorithm: str, size: int) -> None:
+    seconds, predicted = found[algorithm, size]
     record(benchmark, seconds)
     benchmark.extra_info |= {
-        "label": f"{algorithm}, {_size(size)}, {ranks} ranks",
+        "label": f"{algorithm}, {binary_size(size)}",
         "series": algorithm,
-        "ranks": ranks,
         "bytes": size,
         "predicted": predicted,
-        "median_error": median_error(swept(ranks)),
+        "median_error": median_error(found),
     }
-
-
-def _size(size: int) -> str:
-    return f"{size >> 10} KiB" if size < 2**20 else f"{size >> 20} MiB"

@@ -11,6 +11,8 @@ any row has its figure. To show a new figure, add a line to `COLUMNS`.
     percent_of_gpu_peak  our rate as a share of the GPU's measured peak in that arithmetic (`gpu_peaks`)
     percent_of_peer      our rate as a share of the peer's, in percent
     beyond_peer          our median less the peer's, in seconds: below 0 we are faster
+    predicted            seconds that a model of cost gave before
+    bus_gb_per_s         10^9 bytes a second that a rank sends, as an algorithm's formula has it
     rows_per_s           rows (examples, sequences) of a global batch, a second
     bytes_per_step       bytes that one rank puts on the wire in a step
     goal                 {"of": "ratio", "median" or "beyond_peer", "below": limit}: this project's own
@@ -45,6 +47,14 @@ def size(value: float) -> str:
         if value < limit:
             return f"{_three(value * 1000 / limit) if limit > 1e3 else f'{value:.0f}'} {unit}"
     return f"{_three(value / 1e9)} GB"
+
+
+def binary_size(value: int) -> str:
+    """A number of bytes that is a power of two: `64 KiB`."""
+    for limit, unit in ((2**10, "B"), (2**20, "KiB"), (2**30, "MiB")):
+        if value < limit:
+            return f"{value * 2**10 // limit} {unit}"
+    return f"{value >> 30} GiB"
 
 
 def number(value: float) -> str:
@@ -150,6 +160,8 @@ COLUMNS = (
     GOAL,
     PEER,
     PEER_TIME,
+    Column("predicted", _extra("predicted", seconds)),
+    Column("GB/s", _extra("bus_gb_per_s", number)),
     Column("rows/s", _extra("rows_per_s", number)),
     Column("sent a step", _extra("bytes_per_step", size)),
     Column("spread", _spread),

@@ -1,6 +1,7 @@
 """The report's figures, as SVG that takes its colours from the page and so is right on light and on dark.
 
-A section's entries decide what is drawn: curves over a size where entries have `series` and `size`, shares
+A section's entries decide what is drawn: curves over a size where entries have `series` and `size`, dots and
+lines where they have a prediction, shares
 of the limit where they have a goal, pairs of bars where they have a peer, or where that would be many bars of
 their shares.
 """
@@ -36,8 +37,11 @@ def plot(section: Section, name: str) -> Plot | None:
     curves = [
         entry for entry in section.entries if {"series", "size", "gflops"} <= entry["extra_info"].keys()
     ]
+    predicted = [entry for entry in section.entries if "predicted" in entry["extra_info"]]
     judged = [entry for entry in section.entries if columns.goal(entry)]
     paired = [entry for entry in section.entries if "peer" in entry["extra_info"]]
+    if predicted:
+        return _predictions(predicted, name)
     if curves:
         return _curves(section, curves, name)
     if judged:
@@ -86,6 +90,39 @@ def _curves(section: Section, entries: list[Entry], page_name: str) -> Plot:
         svg(drawn, page_name),
         f"Curves of GFLOP/s over the size of the matrices. {best}{beside}.",
         "Speed over size, both on logarithmic scales; higher is better.",
+    )
+
+
+def _predictions(entries: list[Entry], page_name: str) -> Plot:
+    """Seconds over bytes, both logarithmic: a dot for each measurement, a dashed line for each prediction."""
+    series: dict[str, list[tuple[int, float, float]]] = {}
+    for entry in entries:
+        extra = entry["extra_info"]
+        point = extra["bytes"], entry["stats"]["median"], extra["predicted"]
+        series.setdefault(extra["series"], []).append(point)
+    drawn, axes = figure(4.2)
+    ends = []
+    for index, (name, points) in enumerate(series.items()):
+        sizes, measured, expected = zip(*sorted(points), strict=True)
+        axes.plot(sizes, measured, marker="o", markersize=5, linewidth=0, color=color(index))
+        axes.plot(sizes, expected, linewidth=1.5, linestyle="--", color=color(index))
+        ends.append((sizes[-1], measured[-1], name, color(index)))
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    ticks = sorted({entry["extra_info"]["bytes"] for entry in entries})
+    axes.set_xticks(ticks, [columns.binary_size(size) for size in ticks])
+    axes.minorticks_off()
+    axes.set_yticks(_ticks(*axes.get_ylim()))
+    axes.yaxis.set_major_formatter(lambda value, _: columns.seconds(value))
+    low, high = axes.get_xlim()
+    axes.set_xlim(low, high * (high / low) ** 0.3)  # room for the names
+    axes.set_xlabel("bytes of the tensor")
+    _name_ends(axes, ends)
+    error = max(entry["extra_info"]["median_error"] for entry in entries)
+    return Plot(
+        svg(drawn, page_name),
+        f"Time of an all-reduce over its size, measured and predicted, by {', '.join(series)}.",
+        f"Dots are measured, lines predicted; lower is better. Median error {100 * error:.0f}%.",
     )
 
 
