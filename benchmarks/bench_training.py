@@ -3,38 +3,101 @@ write.
 
 The global batch is the same for any number of ranks, so more ranks do the same work. On one rank the peer is
 plain torch, on several it is torch's DistributedDataParallel over gloo; both train in the same ranks, in
-turn.
+turn. Data parallelism is also measured in each of its forms.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
 
 import minidist as md
-from minidist.benchmarks.steps import Case, time_steps
+from minidist.benchmarks.steps import Case, Timed, time_forms, time_steps
 from minidist.benchmarks.turns import Benchmark, compared, record
 
 MLP = "Training step: an MLP on handwritten digits, 256 rows"
 TINY = "Training step: a byte GPT of 0.1 M parameters, 16 rows of 64"
 SMALL = "Training step: a byte GPT of 3 M parameters, 16 rows of 128"
+FORMS_AT = "Data parallelism in every form: a byte GPT of 3 M parameters on 2 ranks, {} of 128 a rank"
+
+FORMS: dict[str, dict[str, Any]] = {
+    "one all-reduce a parameter": {"bucket_mb": 0, "overlap": False},
+    "buckets": {"overlap": False},
+    "overlap": {},
+    "overlap, 4 MB buckets": {"bucket_mb": 4},
+    "overlap, sockets": {"algorithm": "torch"},
+    "ring, sockets": {"algorithm": "ring"},
+    "float16": {"compression": "float16"},
+    "bfloat16": {"compression": "bfloat16"},
+    "top 1%": {"compression": "topk"},
+    "PowerSGD, rank 4": {"compression": "powersgd"},
+}
+GOALS = {(1, "overlap"): 0.83, (8, "overlap"): 1.00, (1, "overlap, sockets"): 1.03}
+"""Of the ratio to torch's DDP, by rows a rank and form."""
 
 
-def _train(benchmark: Benchmark, case: Case, ranks: int, rounds: int) -> None:
-    with md.Cluster(ranks, timeout=300) as cluster:
-        timed = cluster.run(time_steps, case, rounds)
-    # Both trained the same model on the same rows, or the comparison means nothing.
-    np.testing.assert_allclose(
-        timed[0].our_losses[:3], np.mean([rank.peer_losses[:3] for rank in timed], axis=0), rtol=1e-3
-    )
+def _enter(benchmark: Benchmark, timed: Sequence[Timed], label: str, rows: int, exact: bool = True) -> None:
+    """Enter what the ranks measured; `rows` are those of a global batch."""
+    ranks = len(timed)
+    if exact:  # both trained the same model on the same rows, or the comparison means nothing
+        np.testing.assert_allclose(
+            timed[0].our_losses[:3], np.mean([rank.peer_losses[:3] for rank in timed], axis=0), rtol=1e-3
+        )
     # A step has ended when the slowest rank has.
     ours = [max(step) for step in zip(*(rank.ours for rank in timed), strict=True)]
     peer = [max(step) for step in zip(*(rank.peer for rank in timed), strict=True)]
     record(benchmark, ours, peer, "torch DDP" if ranks > 1 else "plain torch")
     extra = benchmark.extra_info
-    extra |= {"label": f"{ranks} ranks, naive" if ranks > 1 else "1 rank", "ranks": ranks}
+    extra |= {"label": label, "ranks": ranks, "rows_per_s": rows / float(np.median(ours))}
     extra["bytes_per_step"] = max(rank.bytes_per_step for rank in timed)
-    extra["rows_per_s"] = case.rows / float(np.median(ours))
+    extra["comm_overlap"] = min(rank.comm_overlap for rank in timed)
+
+
+def _train(benchmark: Benchmark, case: Case, ranks: int, rounds: int) -> None:
+    with md.Cluster(ranks, timeout=300) as cluster:
+        timed = cluster.run(time_steps, case, rounds)
+    _enter(benchmark, timed, f"{ranks} ranks" if ranks > 1 else "1 rank", case.rows)
+
+
+@pytest.fixture(scope="module")
+def forms_timed(full: bool) -> Callable[[int], list[dict[str, Timed]]]:
+    """Every form and the peer in turns, once for each number of rows a rank."""
+
+    @cache
+    def measure(rows: int) -> list[dict[str, Timed]]:
+        with md.Cluster(2, timeout=600) as cluster:
+            rounds = (60 if full else 10) if rows == 1 else 15
+            return cluster.run(time_forms, Case("byte-small", rows=2 * rows), FORMS, rounds)
+
+    return measure
+
+
+def _form(
+    benchmark: Benchmark, measure: Callable[[int], list[dict[str, Timed]]], rows: int, form: str
+) -> None:
+    timed = [rank[form] for rank in measure(rows)]
+    _enter(benchmark, timed, form, 2 * rows, exact="compression" not in FORMS[form])
+    if (rows, form) in GOALS:
+        benchmark.extra_info["goal"] = {"of": "ratio", "below": GOALS[rows, form]}
+
+
+@compared(FORMS_AT.format("1 row"))
+@pytest.mark.parametrize("form", FORMS)
+def test_forms(benchmark: Benchmark, forms_timed: Any, form: str) -> None:
+    """Little arithmetic and 13 MB of gradients: communication counts."""
+    _form(benchmark, forms_timed, 1, form)
+
+
+@compared(FORMS_AT.format("8 rows"))
+@pytest.mark.full_only
+@pytest.mark.parametrize("form", FORMS)
+def test_forms_with_more_arithmetic(benchmark: Benchmark, forms_timed: Any, form: str) -> None:
+    """The same gradients beside eight times the arithmetic."""
+    _form(benchmark, forms_timed, 8, form)
 
 
 @compared(MLP)

@@ -14,7 +14,8 @@ any row has its figure. To show a new figure, add a line to `COLUMNS`.
     predicted            seconds that a model of cost gave before
     bus_gb_per_s         10^9 bytes a second that a rank sends, as an algorithm's formula has it
     rows_per_s           rows (examples, sequences) of a global batch, a second
-    bytes_per_step       bytes that one rank puts on the wire in a step
+    bytes_per_step       bytes that the other ranks get from one in a step
+    comm_overlap         share of the communication's time in which a rank did something else, 0 to 1
     goal                 {"of": "ratio", "median" or "beyond_peer", "below": limit}: this project's own
     note                 a few words on what is measured
     peer, ...            a comparison, see `turns.py`
@@ -164,6 +165,7 @@ COLUMNS = (
     Column("GB/s", _extra("bus_gb_per_s", number)),
     Column("rows/s", _extra("rows_per_s", number)),
     Column("sent a step", _extra("bytes_per_step", size)),
+    Column("of it hidden", _extra("comm_overlap", lambda share: f"{number(100 * share)}%")),
     Column("spread", _spread),
     Column("note", _extra("note", str), right=False),
 )

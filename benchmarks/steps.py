@@ -7,9 +7,10 @@ DistributedDataParallel, or for one rank no wrapper at all.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -58,27 +59,42 @@ class Timed:
     peer: list[float]
     our_losses: list[float]  # means over the global batch
     peer_losses: list[float]  # means over this rank's rows
-    bytes_per_step: int  # that this rank put on the wire in a step of ours
+    bytes_per_step: int  # that this rank sent in a step of ours
+    comm_overlap: float  # share of our communication's time that was hidden, in that step
 
 
 def time_steps(case: Case, rounds: int) -> Timed:
     """Train twice in turn, by our engine and by plain torch, on the same rows from the same weights."""
+    return time_forms(case, {"ours": {}}, rounds)["ours"]
+
+
+def time_forms(case: Case, forms: Mapping[str, Mapping[str, Any]], rounds: int) -> dict[str, Timed]:
+    """Train in turn by our engine in several forms and by plain torch, on the same rows from equal weights.
+
+    forms: for each name, options of `DataParallel`.
+    """
     batches = case.batches(rounds + 2)  # one more for time_in_turns to warm up, and one for the ledger
     optimizer = partial(torch.optim.AdamW, lr=1e-3)
-    engine = md.prepare(case.build(), optimizer, md.Layout(dp=md.size()))
-    our_losses: list[float] = []
-    peer_losses: list[float] = []
+    engines = {
+        name: md.prepare(case.build(), optimizer, md.Layout(dp=md.size()), data_parallel=options)
+        for name, options in forms.items()
+    }
+    losses: dict[str, list[float]] = {name: [] for name in (*engines, "")}
     peer_step = _plain_torch(case.build(), optimizer)
-    seconds = time_in_turns(
-        {
-            "ours": lambda: our_losses.append(engine.step(*batches[len(our_losses)])),
-            "peer": lambda: peer_losses.append(peer_step(*batches[len(peer_losses)])),
-        },
-        rounds,
-    )
-    with comm.ledger() as ledger:
-        engine.step(*batches[-1])
-    return Timed(seconds["ours"], seconds["peer"], our_losses, peer_losses, ledger.bytes_sent)
+
+    def step(name: str, train: Callable[[Tensor, Tensor], float]) -> Callable[[], None]:
+        return lambda: losses[name].append(train(*batches[len(losses[name])]))
+
+    programs = {name: step(name, engine.step) for name, engine in engines.items()}
+    seconds = time_in_turns({**programs, "": step("", peer_step)}, rounds)
+    timed = {}
+    for name, engine in engines.items():
+        with comm.ledger() as ledger:
+            engine.step(*batches[-1])
+        timed[name] = Timed(
+            seconds[name], seconds[""], losses[name], losses[""], ledger.bytes_sent, ledger.comm_overlap
+        )
+    return timed
 
 
 def _plain_torch(

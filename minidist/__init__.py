@@ -31,12 +31,16 @@ if TYPE_CHECKING:
     from minidist.comm.world import shutdown as shutdown
     from minidist.comm.world import size as size
     from minidist.model.loss import cross_entropy as cross_entropy
+    from minidist.parallel.compression import Cast as Cast
     from minidist.parallel.data_parallel import DataParallel as DataParallel
     from minidist.parallel.engine import Engine as Engine
     from minidist.parallel.in_sync import assert_in_sync as assert_in_sync
     from minidist.parallel.layout import Layout as Layout
+    from minidist.parallel.local_sgd import LocalSGD as LocalSGD
     from minidist.parallel.parameter_server import ParameterServer as ParameterServer
+    from minidist.parallel.power_sgd import PowerSGD as PowerSGD
     from minidist.parallel.prepare import prepare as prepare
+    from minidist.parallel.top_k import TopK as TopK
 
 __getattr__, __dir__, __all__ = lazy(
     __name__,
@@ -48,11 +52,15 @@ __getattr__, __dir__, __all__ = lazy(
         "minidist.comm.launch": ("launch",),
         "minidist.comm.world": ("init", "local_rank", "rank", "shutdown", "size"),
         "minidist.model.loss": ("cross_entropy",),
+        "minidist.parallel.compression": ("Cast",),
         "minidist.parallel.data_parallel": ("DataParallel",),
         "minidist.parallel.engine": ("Engine",),
         "minidist.parallel.in_sync": ("assert_in_sync",),
         "minidist.parallel.layout": ("Layout",),
+        "minidist.parallel.local_sgd": ("LocalSGD",),
         "minidist.parallel.parameter_server": ("ParameterServer",),
+        "minidist.parallel.power_sgd": ("PowerSGD",),
         "minidist.parallel.prepare": ("prepare",),
+        "minidist.parallel.top_k": ("TopK",),
     },
 )

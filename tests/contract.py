@@ -64,10 +64,10 @@ def train_in_one_process(case: Case) -> Trained:
     return Trained(losses, {name: value.detach().clone() for name, value in model.state_dict().items()})
 
 
-def train_on_this_rank(case: Case, layout: md.Layout) -> Trained:
-    """The same by the project's engine, on this rank's shares."""
+def train_on_this_rank(case: Case, layout: md.Layout, options: dict[str, Any] | None = None) -> Trained:
+    """The same by the project's engine, on this rank's shares. options: of `md.prepare`."""
     model = case.model(md.rank())
-    engine = md.prepare(model, case.optimizer, layout, loss=case.loss)
+    engine = md.prepare(model, case.optimizer, layout, loss=case.loss, **(options or {}))
     losses = []
     for inputs, targets in case.global_batches():
         share = slice(*(len(inputs) * (engine.data_rank + i) // engine.data_ranks for i in (0, 1)))
@@ -75,12 +75,12 @@ def train_on_this_rank(case: Case, layout: md.Layout) -> Trained:
     return Trained(losses, engine.full_state_dict())
 
 
-def check(cluster: md.Cluster, case: Case, layout: md.Layout) -> None:
-    """Fail where any rank's losses or weights differ from one process's."""
+def check(cluster: md.Cluster, case: Case, layout: md.Layout, **options: Any) -> None:
+    """Fail where any rank's losses or weights differ from one process's. options: of `md.prepare`."""
     expected = train_in_one_process(case)
     start = case.model(0).state_dict()
     assert any(not torch.equal(start[name], expected.state[name]) for name in start), "nothing was learned"
-    for trained in cluster.run(train_on_this_rank, case, layout):
+    for trained in cluster.run(train_on_this_rank, case, layout, options):
         compare(trained, expected)
 
 

@@ -1,10 +1,11 @@
-"""Naive data parallelism: the contract, the bytes, and planted faults that the contract catches."""
+"""Data parallelism in every form: the contract, the bytes, and planted faults that the contract catches."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import contract
 import pytest
@@ -17,7 +18,7 @@ from minidist.kernels import CPU_LADDER
 from minidist.model import GPT, MLP, config
 from minidist.model.loss import accuracy
 from minidist.model.matmul import Linear
-from minidist.parallel import data_parallel
+from minidist.parallel import compression, data_parallel, plan, reducer
 
 Clusters = Callable[[int], md.Cluster]
 ADAMW = contract.ADAMW
@@ -178,65 +179,124 @@ def without_broadcast(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(comm, "broadcast", lambda x, **_: x)
 
 
-def without_one_gradient(patch: pytest.MonkeyPatch) -> None:
-    reduce, calls = comm.all_reduce, iter(range(10**6))
-    # Call 0 of a step is the counts; of the four gradients the last is left out.
-    patch.setattr(comm, "all_reduce", lambda x, **k: x if next(calls) % 5 == 4 else reduce(x, **k))
+def without_one_bucket(patch: pytest.MonkeyPatch) -> None:
+    """A bucket is sent, and what comes back is dropped."""
+    run = compression._InPlace.run
+
+    def wrong(self: Any) -> Any:
+        if self._flat.numel() == 3:  # the last layer's bias
+            yield comm.all_reduce(self._flat.clone(), async_op=True)
+        else:
+            yield from run(self)
+
+    patch.setattr(compression._InPlace, "run", wrong)
 
 
 def mean_of_means(patch: pytest.MonkeyPatch) -> None:
     """Average over ranks and not over rows: wrong where shares differ in size."""
-    reduce = data_parallel.DataParallel.reduce_gradients
+    reduce = reducer.Reducer.reduce
 
-    def wrong(self: data_parallel.DataParallel, used: list[float], divisor: float) -> None:
-        for parameter in self.module.parameters():
+    def wrong(self: reducer.Reducer) -> None:
+        for parameter in self.parameters:
             assert parameter.grad is not None
-            parameter.grad.mul_(divisor / md.size() / ROWS[md.size()][md.rank()])
-        reduce(self, used, divisor)
+            parameter.grad.mul_(13 / md.size() / ROWS[md.size()][md.rank()])
+        reduce(self)
 
-    patch.setattr(data_parallel.DataParallel, "reduce_gradients", wrong)
+    patch.setattr(reducer.Reducer, "reduce", wrong)
+
+
+def another_order_on_one_rank(patch: pytest.MonkeyPatch) -> None:
+    agree = plan.agree_on_order
+
+    def wrong(*arguments: Any) -> list[int]:
+        return agree(*arguments)[:: 1 - 2 * md.rank()]
+
+    patch.setattr(plan, "agree_on_order", wrong)
+
+
+def without_what_backward_left(patch: pytest.MonkeyPatch) -> None:
+    """Gradients that no hook has moved into their buckets are not moved at all."""
+    patch.setattr(reducer.Reducer, "_complete", lambda *_: None)
 
 
 ROWS = {2: (6, 7)}
+FAULTS: dict[Callable[[pytest.MonkeyPatch], None], dict[str, Any]] = {
+    without_broadcast: {},
+    without_one_bucket: {"bucket_mb": 0},
+    mean_of_means: {"overlap": False},
+    another_order_on_one_rank: {},
+    without_what_backward_left: {"overlap": False},
+}
 
 
-@pytest.mark.parametrize("fault", [without_broadcast, without_one_gradient, mean_of_means])
+@pytest.mark.parametrize("fault", FAULTS)
 def test_the_contract_catches_a_planted_fault(
     cluster_of: Clusters, fault: Callable[[pytest.MonkeyPatch], None]
 ) -> None:
     case = replace(CASES["mlp"], batches=(13, 13, 13))
+    options = {"data_parallel": FAULTS[fault]}
 
     def train() -> contract.Trained:
         with pytest.MonkeyPatch.context() as patch:
             fault(patch)
-            return contract.train_on_this_rank(case, md.Layout(dp=2))
+            return contract.train_on_this_rank(case, md.Layout(dp=2), options)
 
     expected = contract.train_in_one_process(case)
+    contract.check(cluster_of(2), case, md.Layout(dp=2), **options)
     _, trained = cluster_of(2).run(train)
     with pytest.raises(AssertionError, match="not close"):
         contract.compare(trained, expected)
+
+
+FORMS: dict[str, dict[str, Any]] = {
+    "naive": {"bucket_mb": 0, "overlap": False},
+    "naive, overlapped": {"bucket_mb": 0},
+    "buckets": {"overlap": False},
+    "overlap": {},
+    "small buckets": {"bucket_mb": 0.0003},
+    "small buckets after backward": {"bucket_mb": 0.0003, "overlap": False},
+    "buffers": {"broadcast_buffers": True},
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_meets_the_contract(cluster_of: Clusters, form: str, ranks: int) -> None:
+    for name in ("gpt", "unused"):
+        layout = md.Layout(dp=ranks, micro_batches=2)
+        contract.check(cluster_of(ranks), CASES[name], layout, data_parallel=FORMS[form])
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_a_step_sends_what_the_formula_says(cluster_of: Clusters, ranks: int) -> None:
     case = CASES["gpt"]
 
-    def count() -> tuple[int, int, int, int]:
+    def count(form: str) -> tuple[int, int, int, int, int, int]:
         model = case.model(0)
-        engine = md.prepare(model, case.optimizer, md.Layout(dp=md.size()))
+        engine = md.prepare(model, case.optimizer, md.Layout(dp=md.size()), data_parallel=FORMS[form])
         inputs, targets = case.rows(torch.Generator().manual_seed(md.rank()), 3)
+        engine.step(inputs, targets)  # the ranks agree on the buckets
         with comm.ledger() as ledger:
             engine.step(inputs, targets)
-        predicted = data_parallel.bytes_per_step(model, md.size())
-        return ledger.bytes_sent, predicted, len(ledger.calls), len(list(model.parameters()))
+        exact = engine.parallel.bytes_per_step()
+        predicted = data_parallel.bytes_per_step(model, md.size(), FORMS[form].get("bucket_mb", 25))
+        return ledger.bytes_sent, exact, predicted, len(ledger.calls), *sizes_of(model)
 
-    elements = sum(p.numel() for p in case.model(0).parameters())
-    for sent, predicted, calls, parameters in cluster_of(ranks).run(count):
-        assert sent == predicted
-        # The exact share, but for less than one byte that each call's division drops.
-        whole = 2 * (ranks - 1) / ranks * 8 * (elements + 2 + parameters)
-        assert whole - calls < sent <= whole
-        assert calls == parameters + 1, "one all-reduce a gradient, and one for the counts"
+    for form in ("naive", "naive, overlapped", "buckets", "overlap", "small buckets"):
+        for sent, exact, predicted, calls, elements, parameters in cluster_of(ranks).run(count, form):
+            assert sent == exact
+            # The exact share, but for less than one byte that each call's division drops.
+            whole = 2 * (ranks - 1) / ranks * 8 * (elements + 2 + parameters)
+            assert whole - calls <= sent <= whole
+            assert abs(sent - predicted) < max(calls, 1)
+            if ranks > 1:
+                many = {"buckets": 1, "overlap": 1, "naive": parameters, "naive, overlapped": parameters}
+                assert calls == many.get(form, calls)
+                assert form != "small buckets" or 1 < calls < parameters
+
+
+def sizes_of(model: nn.Module) -> tuple[int, int]:
+    return sum(p.numel() for p in model.parameters()), len(list(model.parameters()))
 
 
 def test_evaluation_is_the_mean_over_all_rows(cluster_of: Clusters) -> None:
@@ -283,15 +343,21 @@ def test_the_module_works_in_a_loop_of_ones_own(cluster_of: Clusters) -> None:
         contract.compare(trained, contract.train_in_one_process(case))
 
 
-def test_synchronize_sends_its_gradients_and_their_counts(cluster_of: Clusters) -> None:
-    def count() -> int:
-        model = md.DataParallel(nn.Linear(3, 2))
-        model(torch.ones(1, 3)).sum().backward()
-        with comm.ledger() as ledger:
-            model.synchronize()
-        return ledger.bytes_sent
+@pytest.mark.parametrize("overlap", [True, False])
+def test_synchronize_sends_its_gradients_and_their_counts(cluster_of: Clusters, overlap: bool) -> None:
+    def count() -> list[int]:
+        model = md.DataParallel(nn.Linear(3, 2), overlap=overlap)
+        sent = []
+        for _ in range(2):
+            with comm.ledger() as ledger:
+                model(torch.ones(1, 3)).sum().backward()
+                before = ledger.bytes_sent
+                model.synchronize()
+            sent = [before, ledger.bytes_sent]
+        return sent
 
-    assert cluster_of(2).run(count) == [4 * (3 * 2 + 2) + 8 * 2] * 2
+    whole = 4 * (3 * 2 + 2) + 4 * (2 + 2)  # two counts, and room for rows and loss
+    assert cluster_of(2).run(count) == [[whole if overlap else 0, whole]] * 2
 
 
 def test_a_rank_without_rows_is_told(cluster_of: Clusters) -> None:

@@ -31,6 +31,11 @@ def test_one_process_needs_no_world_and_no_layout() -> None:
         ({"layout": md.Layout(zero=1)}, ValueError, "zero=1 in the layout; this version"),
         ({"layout": md.Layout(precision="bf16")}, ValueError, "precision='bf16'"),
         (
+            {"data_parallel": {"bucket": 3}},
+            ValueError,
+            "unknown option of data_parallel 'bucket': did you mean",
+        ),
+        (
             {"optimizer": torch.optim.SGD(nn.Linear(1, 1).parameters())},
             TypeError,
             r"optimizer is a SGD; give a function from parameters to an optimizer",

@@ -5,7 +5,12 @@
 | layout.py | `Layout`: how many ranks do what |
 | prepare.py | `prepare`: from model, optimizer and layout to an engine |
 | engine.py | `Engine`: what every strategy's engine can do |
-| data_parallel.py | each rank computes on its share of the batch; gradients are averaged |
+| data_parallel.py | `DataParallel`: each rank computes on its share of the batch; gradients are averaged |
+| data_parallel_engine.py | its engine: the mean over rows, in no message more |
+| buckets.py, plan.py, reducer.py | many gradients in one message; which; sent while backward still runs |
+| local_sgd.py | `LocalSGD`: ranks train alone, and average their parameters every few steps |
+| sparse.py | sparse gradients: rows are gathered |
+| compression.py, top_k.py, power_sgd.py | fewer bytes: rounded, the largest only, two thin factors |
 | in_sync.py | `assert_in_sync`: the ranks' copies of a model are the same, or the first difference is named |
 | parameter_server.py | servers hold the parameters; workers pull and push, and need not wait for each other |
 | serving.py, staleness.py, server_parts.py | what a server does; when it updates; what it holds |

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import nn
 
 from minidist import comm
+from minidist._names import unknown
 from minidist.model.loss import cross_entropy
-from minidist.parallel.data_parallel import DataParallelEngine
+from minidist.parallel.data_parallel_engine import DataParallelEngine
 from minidist.parallel.engine import Engine, Loss, MakeOptimizer
 from minidist.parallel.layout import Layout
 
 _AVAILABLE = {"tp": 1, "pp": 1, "zero": 0, "precision": "fp32", "recompute": False}
 """Fields of a layout that this version takes at one value alone."""
+OPTIONS = {"bucket_mb", "overlap", "compression", "algorithm", "broadcast_buffers"}
+"""Of `DataParallel`, that `prepare` passes on; its group is the layout's."""
 
 
 def prepare(
-    model: nn.Module, optimizer: MakeOptimizer, layout: Layout | None = None, loss: Loss = cross_entropy
+    model: nn.Module,
+    optimizer: MakeOptimizer,
+    layout: Layout | None = None,
+    loss: Loss = cross_entropy,
+    data_parallel: Mapping[str, Any] | None = None,
 ) -> Engine:
     """An engine that trains `model` on the ranks of `layout`. Every rank of the world calls it.
 
@@ -31,6 +41,7 @@ def prepare(
         optimizer: a function from parameters to a torch optimizer.
         layout: how many ranks do what; None for one rank.
         loss: from outputs and targets to the mean over their rows.
+        data_parallel: options of `DataParallel`, such as {"compression": "float16"}.
 
     Raises:
         TypeError: an argument is of the wrong type.
@@ -52,7 +63,10 @@ def prepare(
             f"the world has {comm.size()}; change the layout, or start {layout.ranks} ranks"
         )
     check_available(layout)
-    return DataParallelEngine(model, optimizer, layout, loss)
+    unknown_options = set(data_parallel or {}) - OPTIONS
+    if unknown_options:
+        raise unknown("option of data_parallel", min(unknown_options), sorted(OPTIONS))
+    return DataParallelEngine(model, optimizer, layout, loss, data_parallel)
 
 
 def check_available(layout: Layout) -> None:
