@@ -15,10 +15,10 @@ class Task:
         completed: `time.perf_counter()` when it was complete; None before.
     """
 
-    def __init__(self, run: Callable[[], object]) -> None:
+    def __init__(self, run: Callable[[], object], event: threading.Event | None = None) -> None:
         self._run = run
         self._error: BaseException | None = None
-        self._event = threading.Event()
+        self._event = event  # set when it is complete; None where it is run before anybody can wait
         self.completed: float | None = None
 
     def run(self) -> None:
@@ -29,17 +29,19 @@ class Task:
             self._error = error
         del self._run  # it holds tensors
         self.completed = time.perf_counter()
-        self._event.set()
+        if self._event is not None:
+            self._event.set()
 
     def wait(self) -> None:
         """Wait until it is complete. The collective's own time limit bounds this, too."""
-        self._event.wait()
+        if self._event is not None:
+            self._event.wait()
         if self._error is not None:
             raise self._error
 
     def is_completed(self) -> bool:
         """True where `wait` would not block."""
-        return self._event.is_set()
+        return self.completed is not None
 
 
 class Background:
@@ -53,7 +55,7 @@ class Background:
 
     def start(self, run: Callable[[], object]) -> Task:
         """Run it in the thread, after all that came before."""
-        task = Task(run)
+        task = Task(run, threading.Event())
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
             self._thread.start()

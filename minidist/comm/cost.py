@@ -5,8 +5,8 @@ then a few numbers (`terms`): rounds of messages one after the other, bytes that
 them, bytes that it combines. `fit` measures alpha, beta and gamma between the ranks that run; `PROFILES` has
 those of networks that are not at hand; `predict` gives seconds for any of them.
 
-Ranks of one machine share its cores, and a message keeps cores busy at both ends. What all ranks send
-together is therefore a second bound: such a machine carries only so many messages at a time (`lanes`).
+Ranks of one machine share its cores, and a message keeps cores busy at both ends: it takes longer the more
+ranks send at once. Between one rank and all of them alpha and beta are interpolated.
 
 Source: Thakur, Rabenseifner and Gropp 2005, "Optimization of Collective Communication Operations in MPICH",
 sections 3 and 4; Hockney 1994 for alpha and beta.
@@ -23,6 +23,9 @@ from minidist.comm.cost_fit import fit as fit
 from minidist.comm.cost_profiles import PROFILES as PROFILES
 from minidist.comm.cost_profiles import Profile as Profile
 from minidist.comm.shared_memory import STAGE
+
+SEGMENT = 2**18
+"""Bytes of a segment that a chain of ranks passes on: 2^16 elements of float32."""
 
 
 class Terms(NamedTuple):
@@ -64,14 +67,21 @@ def predict(
         return 0.0
     if algorithm == "shared_memory":
         return _through_memory(operation, size, ranks, profile)
-    cost, lanes = terms(operation, algorithm, size, ranks), profile.lanes or math.inf
-    link = profile.links.get(algorithm) or profile.links["messages"]
-    return (
-        link.call
-        + link.alpha * max(cost.rounds, cost.messages / lanes)
-        + link.beta * max(cost.sent, cost.bytes / lanes)
-        + profile.gamma * cost.reduced
-    )
+    cost = terms(operation, algorithm, size, ranks)
+    # gloo's all-reduce is a program of its own; its other collectives are messages as ours are.
+    own = algorithm == "torch" and operation == "all_reduce"
+    link = profile.links.get("torch" if own else "messages", profile.links["messages"])
+    alpha = _between(link.alpha, link.busy_alpha, cost.messages, cost.rounds, ranks)
+    beta = _between(link.beta, link.busy_beta, cost.bytes, cost.sent, ranks)
+    return link.call + alpha * cost.rounds + beta * cost.sent + profile.gamma * cost.reduced
+
+
+def _between(one: float, all_at_once: float | None, total: float, busiest: float, ranks: int) -> float:
+    """What holds where `total` of all ranks falls into the time of `busiest`, as many as one rank's."""
+    if all_at_once is None or not busiest:
+        return one
+    at_once = total / busiest  # ranks that send, on average
+    return one + (all_at_once - one) * min(1.0, max(0.0, (at_once - 1) / (ranks - 1)))
 
 
 def crossover(operation: str, small: str, large: str, ranks: int, profile: Profile | str) -> float | None:
@@ -95,8 +105,12 @@ def terms(operation: str, algorithm: str, size: float, ranks: int) -> Terms:
     if operation not in FORMULAS:
         raise unknown("operation", operation, FORMULAS)
     formulas = FORMULAS[operation]
-    if algorithm == "torch":  # gloo and NCCL: rings, a tree to broadcast, pairs for an all-to-all
-        algorithm = {"broadcast": "tree", "all_to_all": "pairwise"}.get(operation, "ring")
+    if (
+        algorithm == "torch"
+    ):  # gloo and NCCL: rings, a tree to broadcast, all messages of an all-to-all at once
+        algorithm = {"broadcast": "tree", "all_to_all": "direct", "reduce_scatter": "direct"}.get(
+            operation, "ring"
+        )
     if algorithm not in formulas:
         raise unknown(f"algorithm of {operation}", algorithm, (*formulas, "torch", "shared_memory"))
     return formulas[algorithm](float(size), ranks)
@@ -120,26 +134,53 @@ def _levels(n: int) -> int:
     return math.ceil(math.log2(n))
 
 
+def _ring(size: float, n: int) -> Terms:
+    sent = 2 * (n - 1) / n * size
+    return Terms(2 * (n - 1), sent, sent / 2, 2 * n * (n - 1), n * sent)
+
+
+def _tree(size: float, n: int) -> Terms:
+    levels = _levels(n)
+    return Terms(2 * levels, 2 * levels * size, levels * size, 2 * (n - 1), 2 * (n - 1) * size)
+
+
+def _naive(size: float, n: int) -> Terms:
+    # The root takes n - 1 messages at once, and answers them at once.
+    return Terms(2, 2 * (n - 1) * size, (n - 1) * size, 2 * (n - 1), 2 * (n - 1) * size)
+
+
+def _half_ring(size: float, n: int) -> Terms:
+    sent = (n - 1) / n * size
+    return Terms(n - 1, sent, sent, n * (n - 1), n * sent)
+
+
+def _direct(size: float, n: int) -> Terms:
+    return _half_ring(size, n)._replace(rounds=1)
+
+
+def _exchange(size: float, n: int) -> Terms:
+    return _half_ring(size, n)._replace(reduced=0)
+
+
+def _gather_ring(size: float, n: int) -> Terms:
+    return Terms(n - 1, (n - 1) * size, 0, n * (n - 1), n * (n - 1) * size)
+
+
+def _chain(size: float, n: int) -> Terms:
+    segments = max(1, math.ceil(size / SEGMENT))
+    return Terms(n - 2 + segments, size, 0, (n - 1) * segments, (n - 1) * size)
+
+
+def _broadcast_tree(size: float, n: int) -> Terms:
+    return Terms(_levels(n), _levels(n) * size, 0, n - 1, (n - 1) * size)
+
+
 FORMULAS: dict[str, dict[str, Formula]] = {
-    "all_reduce": {
-        "ring": lambda s, n: Terms(
-            2 * (n - 1), 2 * (n - 1) / n * s, (n - 1) / n * s, 2 * n * (n - 1), 2 * (n - 1) * s
-        ),
-        "tree": lambda s, n: Terms(
-            2 * _levels(n), 2 * _levels(n) * s, _levels(n) * s, 2 * (n - 1), 2 * (n - 1) * s
-        ),
-        "halving_doubling": _halving_doubling,
-        "naive": lambda s, n: Terms(2 * (n - 1), 2 * (n - 1) * s, (n - 1) * s, 2 * (n - 1), 2 * (n - 1) * s),
-    },
-    "reduce_scatter": {
-        "ring": lambda s, n: Terms(n - 1, (n - 1) / n * s, (n - 1) / n * s, n * (n - 1), (n - 1) * s),
-    },
-    "all_gather": {"ring": lambda s, n: Terms(n - 1, (n - 1) * s, 0, n * (n - 1), n * (n - 1) * s)},
-    "broadcast": {
-        "ring": lambda s, n: Terms(n - 1, s, 0, n - 1, (n - 1) * s),
-        "tree": lambda s, n: Terms(_levels(n), _levels(n) * s, 0, n - 1, (n - 1) * s),
-    },
-    "all_to_all": {"pairwise": lambda s, n: Terms(n - 1, (n - 1) / n * s, 0, n * (n - 1), (n - 1) * s)},
+    "all_reduce": {"ring": _ring, "tree": _tree, "halving_doubling": _halving_doubling, "naive": _naive},
+    "reduce_scatter": {"ring": _half_ring, "direct": _direct},
+    "all_gather": {"ring": _gather_ring},
+    "broadcast": {"ring": _chain, "tree": _broadcast_tree},
+    "all_to_all": {"pairwise": _exchange, "direct": lambda s, n: _direct(s, n)._replace(reduced=0)},
 }
 """Operation -> algorithm -> its terms, from S, the bytes that each rank passes, and n ranks."""
 
@@ -151,12 +192,13 @@ def _through_memory(operation: str, size: float, n: int, profile: Profile) -> fl
     memory = profile.memory
     if memory is None:
         raise ValueError(f"the profile {profile.name!r} has no shared memory: its ranks are on several hosts")
-    chunks = math.ceil(size / STAGE)
-    meetings, copied, reduced = {
-        "all_reduce": (chunks + 1, 2 * size, (n - 1) / n * size),
-        "reduce_scatter": (chunks, size, (n - 1) / n * size),
-        "all_gather": (chunks, n * size, 0.0),
-        "broadcast": (chunks, size, 0.0),  # chunk i is read while chunk i + 1 is written
-        "all_to_all": (chunks, 2 * size, 0.0),
+    chunks = max(1, math.ceil(size / STAGE))
+    meetings, put, combined, taken = {
+        "all_reduce": (chunks + 1, size, (n - 1) / n * size, size),
+        "reduce_scatter": (chunks, size, (n - 1) / n * size, 0.0),
+        "all_gather": (chunks, size, 0.0, (n - 1) * size),
+        "broadcast": (chunks, 0.0, 0.0, size),  # chunk i is taken while chunk i + 1 is put
+        "all_to_all": (chunks, size, 0.0, size),
     }[operation]
-    return memory.call + memory.meet * max(1, meetings) + memory.copy * copied + memory.combine * reduced
+    moved = memory.put * put + memory.combine * combined + memory.take * taken
+    return memory.call + memory.meet * meetings + moved

@@ -11,7 +11,10 @@ class Link:
 
     alpha: float  # seconds of a message, whatever its size
     beta: float  # seconds more for each of its bytes
-    call: float = 0.0  # seconds of a collective before its first message
+    # The same where every rank sends at once; None: each rank has a link of its own, so nothing changes.
+    busy_alpha: float | None = None
+    busy_beta: float | None = None
+    call: float = 0.0  # seconds of a collective beside its messages
 
 
 @dataclass(frozen=True)
@@ -19,8 +22,9 @@ class Memory:
     """What ranks of one host do in memory that they share, all at once."""
 
     meet: float  # seconds of a meeting
-    copy: float  # seconds per byte that is copied in or out
-    combine: float  # seconds per byte that is combined with another rank's
+    put: float  # seconds per byte that is copied in
+    take: float  # seconds per byte that another rank put there, and that is copied out
+    combine: float  # seconds per byte that another rank put there, and that is combined with this rank's
     call: float = 0.0  # seconds of a collective beside these
 
 
@@ -32,7 +36,6 @@ class Profile:
     source: str  # where the figures come from
     links: dict[str, Link]  # "messages" for our algorithms, and "torch" where torch's own differ
     gamma: float  # seconds per byte that is combined with one that came in a message
-    lanes: float | None = None  # messages that all ranks' machine carries at once; None: each has a link
     memory: Memory | None = None  # None where the ranks have no memory in common
     ranks: int | None = None  # how many there were when it was measured
 

@@ -13,7 +13,7 @@ from minidist._names import unknown
 from minidist.comm import checking, ledgers
 from minidist.comm.background import Background
 from minidist.comm.shared_memory import Failed, SharedMemory
-from minidist.comm.work import Group, described, failed, ranks_of
+from minidist.comm.work import Group, described, failed, forget_groups, ranks_of
 
 _MESSAGES = ("ring", "tree")
 ALGORITHMS = {
@@ -178,6 +178,7 @@ def forget() -> None:
         running.stop()
     _routes.clear()
     _backgrounds.clear()
+    forget_groups()
 
 
 def _limit(group: dist.ProcessGroup) -> float:

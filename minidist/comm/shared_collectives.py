@@ -41,7 +41,7 @@ Fill = Callable[[int], list[Tensor]]
 def all_reduce(memory: SharedMemory, x: Tensor, op: str) -> None:
     """Reduce x over the members, in place: all of them get the same bits."""
     with memory.call():
-        fill, rounds = _by_chunks(memory, x, len(x))
+        fill, rounds = _by_chunks(memory, x, x.numel())
         buffer = _begin(memory, f"all_reduce ({op}) of {_words(x)}", x, fill)
         if buffer is None:
             everyones = memory.everyones(x)
@@ -50,7 +50,7 @@ def all_reduce(memory: SharedMemory, x: Tensor, op: str) -> None:
             return
         for i in range(rounds):
             chunk = _chunk(x, i)
-            staged = [part[: len(chunk)] for part in buffer]
+            staged = [part[: chunk.numel()] for part in buffer]
             _reduce(memory, staged, staged[:1], op)
             buffer = fill(i + 1)
             memory.meet()
@@ -188,7 +188,7 @@ def _by_chunks(memory: SharedMemory, x: Tensor, longest: int, gives: bool = True
     def fill(i: int) -> list[Tensor]:
         buffer, piece = memory.next_buffer(x.dtype), _chunk(x, i)
         if gives:
-            buffer[memory.own][: len(piece)].copy_(piece)
+            buffer[memory.own][: piece.numel()].copy_(piece)
         return buffer
 
     return fill, -(-longest // (STAGE // x.element_size()))
@@ -202,7 +202,7 @@ def _chunk(x: Tensor, i: int) -> Tensor:
 
 def _reduce(memory: SharedMemory, sources: Sequence[Tensor], targets: Sequence[Tensor], op: str) -> None:
     """Combine this rank's n-th of the sources into that of the targets."""
-    length, n = len(sources[0]), len(memory.members)
+    length, n = sources[0].numel(), len(memory.members)
     own = slice(memory.own * length // n, (memory.own + 1) * length // n)
     _combine([part[own] for part in sources], [part[own] for part in targets], op)
 
@@ -213,7 +213,7 @@ def _combine(sources: Sequence[Tensor], targets: Sequence[Tensor], op: str) -> N
     The first target may be the first source alone, too.
     """
     combine, size = COMBINE[op], max(1, PIECE // sources[0].element_size())
-    for start in range(0, len(sources[0]), size):
+    for start in range(0, sources[0].numel(), size):
         first, second, *others = (source[start : start + size] for source in sources)
         result, *copies = (target[start : start + size] for target in targets)
         combine(first, second, out=result)

@@ -183,10 +183,7 @@ def ranks_of(group: Group) -> tuple[int, ...]:
     Raises:
         ValueError: this rank is not one of them.
     """
-    if not dist.is_initialized():
-        return (0,)
-    rank_in(group)
-    return tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
+    return _membership(group)[0]
 
 
 def rank_in(group: Group) -> int:
@@ -195,14 +192,32 @@ def rank_in(group: Group) -> int:
     Raises:
         ValueError: it has none.
     """
-    if not dist.is_initialized():
-        return 0
-    place = dist.get_rank(group)
-    if place < 0:
-        raise ValueError(
-            f"rank {dist.get_rank()} is not a member of the group; only members may call its collectives"
-        )
-    return place
+    return _membership(group)[1]
+
+
+_memberships: dict[dist.ProcessGroup, tuple[tuple[int, ...], int]] = {}
+"""Kept, since torch takes some microseconds to answer, and every call asks several times."""
+
+
+def _membership(group: Group) -> tuple[tuple[int, ...], int]:
+    """A group's members, and this rank's place among them."""
+    group = group or dist.group.WORLD
+    if group is None:  # there is no world
+        return (0,), 0
+    found = _memberships.get(group)
+    if found is None:
+        place = dist.get_rank(group)
+        if place < 0:
+            raise ValueError(
+                f"rank {dist.get_rank()} is not a member of the group; only members may call its collectives"
+            )
+        found = _memberships[group] = tuple(dist.get_process_group_ranks(group)), place
+    return found
+
+
+def forget_groups() -> None:
+    """Forget what is known of groups, since their world has ended."""
+    _memberships.clear()
 
 
 def check_tensor(name: str, x: object) -> torch.Tensor:
