@@ -341,7 +341,16 @@ def test_the_ledger_counts_what_is_on_the_wire(cluster_of: Clusters) -> None:
         "broadcast": comm.broadcast,
         "all_to_all": comm.all_to_all,
         "gather": comm.gather,
+        "ring": lambda x: comm.all_reduce(x, algorithm="ring"),
+        "halving and doubling": lambda x: comm.all_reduce(x, algorithm="halving_doubling"),
     }
+
+    def in_memory() -> int:
+        with comm.ledger() as ledger:
+            comm.all_reduce(torch.ones(4 * 2**20))
+        assert ledger.bytes_sent > 0
+        return ledger.bytes_on_wire
+
     for name in calls:
 
         def count(name: str = name) -> int:
@@ -359,6 +368,9 @@ def test_the_ledger_counts_what_is_on_the_wire(cluster_of: Clusters) -> None:
             counted = sum(cluster.run(count))
             on_wire.append(bytes_on_loopback() - before)
         assert counted <= min(on_wire) <= 1.02 * counted, name  # 2%: the frames' headers
+    before = bytes_on_loopback()
+    assert cluster.run(in_memory) == [0] * 4
+    assert bytes_on_loopback() - before < 2**20  # the launcher's own messages, and other programs'
 
 
 def test_ledgers_nest_and_print(cluster_of: Clusters) -> None:
