@@ -94,7 +94,7 @@ def swept(full: bool, clusters: Clusters) -> Callable[[int], Found]:
 
     def get(ranks: int) -> Found:
         if ranks not in found:
-            found[ranks] = clusters(ranks).run(sweep, ALGORITHMS, SWEEP, rounds=9 if full else 3)[0]
+            found[ranks] = clusters(ranks).run(sweep, ALGORITHMS, SWEEP, rounds=9 if full else 5)[0]
         return found[ranks]
 
     return get
