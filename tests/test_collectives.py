@@ -181,6 +181,17 @@ def test_uneven_all_to_all(cluster_of: Clusters) -> None:
     assert cluster_of(2).run(exchange) == [[0.0, 10.0, 11.0, 12.0], [1.0, 2.0]]
 
 
+@pytest.mark.parametrize("algorithm", ["auto", "torch", "pairwise"])
+def test_a_rank_without_rows_gets_those_of_others(cluster_of: Clusters, algorithm: str) -> None:
+    def exchange() -> list[list[float]]:
+        sends, comes = ([2, 1], [2, 0]) if md.rank() == 0 else ([0, 0], [1, 0])
+        x = torch.arange(2.0 * sum(sends)).view(-1, 2)
+        received: list[list[float]] = comm.all_to_all(x, sends, comes, algorithm=algorithm).tolist()
+        return received
+
+    assert cluster_of(2).run(exchange) == [[[0.0, 1.0], [2.0, 3.0]], [[4.0, 5.0]]]
+
+
 def test_groups_count_their_own_ranks(cluster_of: Clusters) -> None:
     def inside() -> tuple[list[float], tuple[int, ...], int] | str:
         group = dist.new_group([1, 2])

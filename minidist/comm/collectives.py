@@ -334,7 +334,7 @@ def all_to_all(
             f"input_rows {sends} add up to {sum(sends)}, and x has {len(x)} rows; they have to agree"
         )
     received = data.new_empty((sum(comes), *x.shape[1:]))
-    width = x[:1].numel()
+    width = x.shape[1:].numel()  # also where x has no rows
     how = choose("all_to_all", algorithm, group, x, async_op)
     if how == "torch":
         start = partial(_exchange, received, data, comes, sends, group)
