@@ -372,3 +372,29 @@ def test_hierarchical_reduces_inside_hosts_and_between_them(ranks: int, hosts: l
     results = md.launch(reduce, ranks=ranks)
     if ranks == 4:  # 24 doubles: half of them stays on each rank's ring of 2, and inside 1/2 + 1/2 of all
         assert {sizes[9] for sizes in results} == {(24 * 8 + 12 * 8, 12 * 8)}
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_share_may_be_put_where_it_was(cluster_of: Clusters, shared: bool) -> None:
+    def reduce() -> tuple[torch.Tensor, torch.Tensor]:
+        rows = inputs(1, 5 * md.size(), torch.float64, md.size())
+        x = rows[md.rank()].clone()
+        if shared:
+            x = comm.empty_shared(tuple(x.shape), x.dtype).copy_(x)
+        own = x.view(md.size(), -1)[md.rank()]
+        comm.reduce_scatter(x, out=own)
+        return own.clone(), rows.sum(0).view(md.size(), -1)[md.rank()]
+
+    for share, whole in cluster_of(4).run(reduce):
+        exact(share, whole)
+
+
+def test_hierarchical_in_place() -> None:
+    def reduce() -> list[float]:
+        os.environ["MINIDIST_HOST"] = str(md.rank() // 3)
+        x = comm.empty_shared((6,)).copy_(torch.arange(6.0) * 10 ** md.rank())
+        result: list[float] = comm.all_reduce(x, algorithm="hierarchical").tolist()
+        return result
+
+    # Three ranks a host: the third one's part is in the third of the tensors that it reduces.
+    assert md.launch(reduce, ranks=6) == [[111111.0 * i for i in range(6)]] * 6

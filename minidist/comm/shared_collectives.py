@@ -58,7 +58,10 @@ def all_reduce(memory: SharedMemory, x: Tensor, op: str) -> None:
 
 
 def reduce_scatter(memory: SharedMemory, x: Tensor, out: Tensor, op: str, offsets: Sequence[int]) -> None:
-    """Reduce x over the members, and put this rank's share into out: x[offsets[own] : offsets[own + 1]]."""
+    """Reduce x over the members, and put this rank's share, x[offsets[own] : offsets[own + 1]], into out.
+
+    out may be that very part of x.
+    """
     n, own = len(memory.members), memory.own
     with memory.call():
         parts = [x[low:high] for low, high in itertools.pairwise(offsets)]
@@ -74,7 +77,10 @@ def reduce_scatter(memory: SharedMemory, x: Tensor, out: Tensor, op: str, offset
 
         buffer = _begin(memory, f"reduce_scatter ({op}) of {_words(x)}", x, fill)
         if buffer is None:
-            _combine([part[offsets[own] : offsets[own + 1]] for part in memory.everyones(x)], [out], op)
+            shares = [part[offsets[own] : offsets[own + 1]] for part in memory.everyones(x)]
+            if shares[own].data_ptr() == out.data_ptr():  # a part of x, not to be overwritten unread
+                shares[0], shares[own] = shares[own], shares[0]
+            _combine(shares, [out], op)
             memory.meet()  # x may change from here on
             return
         for i in range(rounds):
