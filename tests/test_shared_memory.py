@@ -398,3 +398,22 @@ def test_hierarchical_in_place() -> None:
 
     # Three ranks a host: the third one's part is in the third of the tensors that it reduces.
     assert md.launch(reduce, ranks=6) == [[111111.0 * i for i in range(6)]] * 6
+
+
+@pytest.mark.parametrize("algorithm", ["auto", "ring"])
+def test_tensors_made_in_inference_mode(cluster_of: Clusters, algorithm: str) -> None:
+    def evaluate() -> list[float]:
+        from minidist.comm import routes
+
+        routes.forget()  # so that the staging buffers are made here
+        comm.barrier()
+        totals = []
+        with torch.inference_mode():
+            inside, outside = torch.ones(1), torch.ones(1)
+            totals.append(comm.all_reduce(inside, algorithm=algorithm).clone())
+            totals.append(comm.all_reduce(inside, algorithm=algorithm, async_op=True).wait())
+        totals.append(comm.all_reduce(outside, algorithm=algorithm))
+        totals.append(comm.all_reduce(torch.ones(1), algorithm=algorithm))
+        return [float(total) for total in totals]
+
+    assert cluster_of(2).run(evaluate) == [[2.0, 4.0, 2.0, 2.0]] * 2

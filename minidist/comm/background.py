@@ -7,6 +7,8 @@ import threading
 import time
 from collections.abc import Callable
 
+import torch
+
 
 class Task:
     """A collective that the thread runs, as torch's handles look: `wait` and `is_completed`.
@@ -24,7 +26,9 @@ class Task:
     def run(self) -> None:
         """Run it, here and now; an error is kept for those who wait."""
         try:
-            self._run()
+            # Elsewhere no tensor may be written to that was made in this mode; inside it all may be.
+            with torch.inference_mode():
+                self._run()
         except BaseException as error:
             self._error = error
         del self._run  # it holds tensors
