@@ -138,6 +138,24 @@ def test_what_is_not_sent_is_kept(
         torch.testing.assert_close(applied + kept, exact, rtol=0, atol=rounding)
 
 
+@pytest.mark.parametrize("compression", [md.TopK(ratio=0.2), md.PowerSGD(rank=1)], ids=str)
+def test_sums_over_rows_keep_as_much_back_as_means(cluster_of: Clusters, compression: Compression) -> None:
+    def train(by_rows: bool) -> Tensor:
+        model = md.DataParallel(Matrix(torch.float64), compression=compression)
+        optimizer = SGD(model.parameters())
+        generator = torch.Generator().manual_seed(md.rank())
+        for _ in range(4):
+            optimizer.zero_grad()
+            losses = model() * torch.randn(8, len(model()), generator=generator, dtype=torch.float64)
+            (losses.sum() if by_rows else losses.sum(1).mean()).backward()
+            model.synchronize(rows=8 if by_rows else None)
+            optimizer.step()
+        return model().detach()
+
+    for one, other in zip(cluster_of(2).run(train, True), cluster_of(2).run(train, False), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize(
     "compression",
     [md.TopK(ratio=0.2, error_feedback=False), md.PowerSGD(rank=1, error_feedback=False)],

@@ -190,12 +190,13 @@ class DataParallel(nn.Module):
         )
         if rows < 0 or not total:
             raise ValueError(f"rows is {rows}, and over all ranks {total:g}; give each rank's number of rows")
-        self.rescale_gradients(self._exchange.ranks / total)
+        # What compression has kept back is of sums over rows, as the next step's gradients will be.
+        self.rescale_gradients(self._exchange.ranks / total, kept=False)
 
-    def rescale_gradients(self, factor: float) -> None:
-        """Multiply all gradients; with compression also what it has kept back of them."""
+    def rescale_gradients(self, factor: float, kept: bool = True) -> None:
+        """Multiply all gradients; with `kept` also what compression has kept back of them."""
         if self.reducer is not None and self.reducer.plan is not None:
-            self.reducer.plan.rescale(factor)
+            self.reducer.plan.rescale(factor, kept)
             return
         for parameter in self.module.parameters():
             if parameter.grad is not None:

@@ -99,11 +99,12 @@ class Plan:
                 counts[number] += 1
         return counts
 
-    def rescale(self, factor: float) -> None:
-        """Multiply the gradients, and what compression has kept back of them."""
+    def rescale(self, factor: float, kept: bool = True) -> None:
+        """Multiply the gradients, and with `kept` what compression has kept back of them."""
         for bucket, reduction in zip(self.buckets, self.reductions, strict=True):
             bucket.flat[: bucket.elements].mul_(factor)
-            reduction.rescale(factor)
+            if kept:
+                reduction.rescale(factor)
         for parameter in self.sparse:
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
