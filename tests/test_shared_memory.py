@@ -417,3 +417,19 @@ def test_tensors_made_in_inference_mode(cluster_of: Clusters, algorithm: str) ->
         return [float(total) for total in totals]
 
     assert cluster_of(2).run(evaluate) == [[2.0, 4.0, 2.0, 2.0]] * 2
+
+
+def test_hierarchical_and_others_at_once() -> None:
+    def reduce() -> tuple[torch.Tensor, torch.Tensor]:
+        os.environ["MINIDIST_HOST"] = str(md.rank())
+        comm.barrier()
+        one, other = torch.ones(1_000_003), torch.full((1_000_003,), 10.0)
+        works = [
+            comm.all_reduce(one, algorithm="hierarchical", async_op=True),
+            comm.all_reduce(other, algorithm="ring", async_op=True),
+        ]
+        return tuple(work.wait().unique() for work in works)  # type: ignore[return-value]
+
+    for one, other in md.launch(reduce, ranks=2):
+        assert one.tolist() == [2.0]
+        assert other.tolist() == [20.0]

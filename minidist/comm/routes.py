@@ -161,10 +161,16 @@ def empty_shared(
 
 
 def background(group: Group) -> Background:
-    """Return what runs a group's algorithms from messages."""
+    """Return what runs a group's collectives that are not torch's, in the order of their calls.
+
+    One for all: the hierarchical all-reduce sends messages too, and two at once would mix up theirs.
+    """
     group = group or dist.group.WORLD
     assert group is not None
-    return _backgrounds.setdefault(group, Background("minidist collectives"))
+    found = _backgrounds.get(group)
+    if found is None:
+        found = _backgrounds[group] = Background("minidist collectives")
+    return found
 
 
 def _known(group: Group) -> bool:
@@ -173,8 +179,7 @@ def _known(group: Group) -> bool:
 
 def forget() -> None:
     """Forget all groups, since their world has ended."""
-    memories = [known.memory for known in _routes.values() if known.memory is not None]
-    for running in (*_backgrounds.values(), *(memory.background for memory in memories)):
+    for running in _backgrounds.values():
         running.stop()
     _routes.clear()
     _backgrounds.clear()

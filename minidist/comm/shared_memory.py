@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 
 from minidist.comm import segments, semaphores
-from minidist.comm.background import Background
 from minidist.comm.hosts import by_host, processes
 
 STAGE = 2**20
@@ -51,7 +50,6 @@ class SharedMemory:
         hosts: the group's ranks, host by host.
         members: of these the ranks on this host.
         own: this rank's place among the members.
-        background: runs collectives while the rank computes.
 
     Raises:
         Failed: on all ranks, where one of them cannot map the memory.
@@ -66,7 +64,6 @@ class SharedMemory:
         self.members = next(host for host in self.hosts if rank in host)
         self.own, ranks = self.members.index(rank), len(self.members)
         self.number = next(_numbers)
-        self.background = Background("minidist shared memory")
         self._peers = [everyone[member] for member in self.members]
         self._segments = itertools.count(1)
         self._broken = ""

@@ -30,7 +30,7 @@ def all_reduce(how: str, x: torch.Tensor, op: str, group: Group) -> Way:
         return _shared(memory, run, 2 * (ranks - 1) * bytes_of(x) // ranks)
     if memory is not None:
         hierarchy = Hierarchy(memory, x, op)
-        return Way(partial(_begin, memory.background, hierarchy.run), *hierarchy.bytes_sent())
+        return Way(partial(_begin, background(group), hierarchy.run), *hierarchy.bytes_sent())
     finish = partial(x.div_, ranks) if op == "mean" else None
     return _messages("all_reduce", how, x, x, group, op, finish)
 
@@ -101,7 +101,7 @@ def _memory(group: Group) -> SharedMemory:
 
 
 def _shared(memory: SharedMemory, run: Callable[[], None], sent: int) -> Way:
-    return Way(partial(_begin, memory.background, run), sent, 0)
+    return Way(partial(_begin, background(memory.group), run), sent, 0)
 
 
 def _begin(runner: Background, run: Callable[[], None], at_once: bool) -> Any:
