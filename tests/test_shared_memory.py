@@ -433,3 +433,18 @@ def test_hierarchical_and_others_at_once() -> None:
     for one, other in md.launch(reduce, ranks=2):
         assert one.tolist() == [2.0]
         assert other.tolist() == [20.0]
+
+
+def test_a_peer_may_end_once_it_has_come() -> None:
+    """It ends after its last call, and just before the one that waits for it looks whether it lives."""
+
+    class Peer:
+        def alive(self) -> bool:
+            late.clear()
+            return False
+
+    late = [1]
+    waiting = object.__new__(shared_memory.SharedMemory)
+    waiting._peers = [Peer(), Peer()]  # type: ignore[list-item]
+    waiting._look_after(lambda: list(late))
+    assert not late, "it was looked at"

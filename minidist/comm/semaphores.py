@@ -42,13 +42,18 @@ class Meeting:
         memory: of `size(ranks)` bytes; one of them has called `prepare` on it before the others see it.
         own: this process's place among them.
         ranks: how many they are.
-        check: called from time to time while waiting, with the places of those who have not come; it
-            raises where waiting for them is pointless.
+        check: called from time to time while waiting, with what gives the places of those who have not come
+            by then; it raises where waiting for them is pointless.
         patient: sleep at once, since ranks outnumber cores.
     """
 
     def __init__(
-        self, memory: memoryview, own: int, ranks: int, check: Callable[[list[int]], None], patient: bool
+        self,
+        memory: memoryview,
+        own: int,
+        ranks: int,
+        check: Callable[[Callable[[], list[int]]], None],
+        patient: bool,
     ) -> None:
         library = _library()
         self._post, self._look, self._sleep = library.sem_post, library.sem_trywait, library.sem_timedwait
@@ -79,9 +84,9 @@ class Meeting:
             TimeoutError: they have not within `limit` seconds.
         """
         count = self._counts[self._own] + 1
-        self._counts[self._own] = count
         for other in self._others[count % 2]:
             self._post(other)
+        self._counts[self._own] = count  # last: who is counted has no token to give any more
         own, missing, look, looks = self._semaphore[count % 2], len(self._others[0]), self._look, self._looks
         begun = time.perf_counter()
         while missing:
@@ -93,11 +98,14 @@ class Meeting:
             elif self._asleep(own):
                 missing -= 1
             else:
-                late = [rank for rank, came in enumerate(self._counts) if came < count]
-                self._check(late)
+                self._check(lambda: self._late(count))
                 if time.perf_counter() - begun > limit:
-                    raise TimeoutError(f"timed out after {limit:g} s waiting for place {late}")
+                    raise TimeoutError(f"timed out after {limit:g} s waiting for place {self._late(count)}")
         return time.perf_counter() - begun
+
+    def _late(self, count: int) -> list[int]:
+        """The places of those who have not come to a meeting."""
+        return [rank for rank, came in enumerate(self._counts) if came < count]
 
     def _asleep(self, semaphore: int) -> bool:
         """Sleep for a token; False where none came in a while."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -196,10 +196,11 @@ class SharedMemory:
         segment.number, segment.owner = next(self._segments), self.number
         return segments.tensor_in(segment, self.own, shape, dtype)
 
-    def _look_after(self, late: list[int]) -> None:
+    def _look_after(self, late: Callable[[], list[int]]) -> None:
         """Raise where one of those who have not come never will."""
-        for member in late:
-            if not self._peers[member].alive():
+        for member in late():
+            # Asked again once it has ended: it may have come, and then ended at once.
+            if not self._peers[member].alive() and member in late():
                 raise Failed(f"connection closed by peer: the process of rank {self.name(member)} has ended")
 
     def _header(self, member: int, parity: int) -> int:
