@@ -34,8 +34,7 @@ class Segment(mmap.mmap):
 
     def region(self, rank: int, start: int, size: int) -> torch.Tensor:
         """Return `size` bytes, at least 1, of a rank's region from byte `start` on: uint8."""
-        with torch.inference_mode(False):  # what is made in that mode could not be written to outside it
-            return torch.frombuffer(self, dtype=torch.uint8, count=size, offset=rank * self.pitch + start)
+        return torch.frombuffer(self, dtype=torch.uint8, count=size, offset=rank * self.pitch + start)
 
 
 _by_address: weakref.WeakValueDictionary[int, Segment] = weakref.WeakValueDictionary()

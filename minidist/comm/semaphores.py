@@ -42,19 +42,10 @@ class Meeting:
         memory: of `size(ranks)` bytes; one of them has called `prepare` on it before the others see it.
         own: this process's place among them.
         ranks: how many they are.
-        check: called from time to time while waiting, with what gives the places of those who have not come
-            by then; it raises where waiting for them is pointless.
         patient: sleep at once, since ranks outnumber cores.
     """
 
-    def __init__(
-        self,
-        memory: memoryview,
-        own: int,
-        ranks: int,
-        check: Callable[[Callable[[], list[int]]], None],
-        patient: bool,
-    ) -> None:
+    def __init__(self, memory: memoryview, own: int, ranks: int, patient: bool) -> None:
         library = _library()
         self._post, self._look, self._sleep = library.sem_post, library.sem_trywait, library.sem_timedwait
         address = address_of(memory)
@@ -63,7 +54,7 @@ class Meeting:
         self._others = [[place for rank, place in enumerate(row) if rank != own] for row in places]
         # How often each has come, which tells who is missing; tokens have no names.
         self._counts = memory[2 * LINE * ranks : self.size(ranks)].cast("q")[:: LINE // 8]
-        self._own, self._check, self._looks = own, check, 0 if patient else LOOKS
+        self._own, self._looks = own, 0 if patient else LOOKS
 
     @staticmethod
     def size(ranks: int) -> int:
@@ -77,8 +68,13 @@ class Meeting:
         for place in range(2 * ranks):
             library.sem_init(address + LINE * place, 1, 0)
 
-    def meet(self, limit: float) -> float:
+    def meet(self, limit: float, check: Callable[[Callable[[], list[int]]], None]) -> float:
         """Wait until all have come; seconds that it took.
+
+        Args:
+            limit: seconds to wait.
+            check: called from time to time while waiting, with what gives the places of those who have not
+                come by then; it raises where waiting for them is pointless.
 
         Raises:
             TimeoutError: they have not within `limit` seconds.
@@ -98,7 +94,7 @@ class Meeting:
             elif self._asleep(own):
                 missing -= 1
             else:
-                self._check(lambda: self._late(count))
+                check(lambda: self._late(count))
                 if time.perf_counter() - begun > limit:
                     raise TimeoutError(f"timed out after {limit:g} s waiting for place {self._late(count)}")
         return time.perf_counter() - begun

@@ -80,7 +80,7 @@ class SharedMemory:
             semaphores.Meeting.prepare(common, ranks)
         dist.barrier(group)
         patient = ranks > len(os.sched_getaffinity(0))
-        self._meeting = semaphores.Meeting(common, self.own, ranks, self._look_after, patient)
+        self._meeting = semaphores.Meeting(common, self.own, ranks, patient)
         self._headers = common[semaphores.Meeting.size(ranks) :]
         self._typed: dict[torch.dtype, list[list[torch.Tensor]]] = {}
 
@@ -143,7 +143,7 @@ class SharedMemory:
             Failed: one of them has ended, or does not come within the limit.
         """
         try:
-            self._meeting.meet(self.limit)
+            self._meeting.meet(self.limit, self._look_after)
         except TimeoutError as error:
             raise Failed(str(error)) from None
 
@@ -156,13 +156,14 @@ class SharedMemory:
     def next_buffer(self, dtype: torch.dtype) -> list[torch.Tensor]:
         """Return the members' next staging buffers: (STAGE // itemsize,) each."""
         if dtype not in self._typed:
-            self._typed[dtype] = [
-                [
-                    self._memory.region(member, buffer * STAGE, STAGE).view(dtype)
-                    for member in range(len(self.members))
+            with torch.inference_mode(False):  # what is made in that mode cannot be written to outside it
+                self._typed[dtype] = [
+                    [
+                        self._memory.region(member, buffer * STAGE, STAGE).view(dtype)
+                        for member in range(len(self.members))
+                    ]
+                    for buffer in range(BUFFERS)
                 ]
-                for buffer in range(BUFFERS)
-            ]
         self._turn += 1
         return self._typed[dtype][self._turn % BUFFERS]
 
