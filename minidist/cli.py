@@ -105,7 +105,7 @@ def train(
 def bench(
     suites: Annotated[
         list[str] | None,
-        typer.Argument(help="cpu_matmul, cuda, launch, training; or all."),
+        typer.Argument(help="collectives, cpu_matmul, cuda, launch, parameter_server, training; or all."),
     ] = None,
     full: Annotated[bool, typer.Option("--full", help="All sizes and more rounds.")] = False,
     keyword: Annotated[
