@@ -191,7 +191,7 @@ def test_bytes_are_the_formulas(cluster_of: Clusters, ranks: int, bucket_mb: flo
         with comm.ledger() as ledger:
             engine.step(*batch)
         predicted = data_parallel.bytes_per_step(model, md.size(), **options)  # type: ignore[arg-type]
-        return ledger.bytes_sent, engine.parallel.bytes_per_step(), predicted
+        return ledger.bytes_sent, engine.strategy.parallel.bytes_per_step(), predicted
 
     sizes = {}
     for name, compression in COMPRESSIONS.items():

@@ -278,7 +278,7 @@ def test_a_step_sends_what_the_formula_says(cluster_of: Clusters, ranks: int) ->
         engine.step(inputs, targets)  # the ranks agree on the buckets
         with comm.ledger() as ledger:
             engine.step(inputs, targets)
-        exact = engine.parallel.bytes_per_step()
+        exact = engine.strategy.parallel.bytes_per_step()
         predicted = data_parallel.bytes_per_step(model, md.size(), FORMS[form].get("bucket_mb", 25))
         return ledger.bytes_sent, exact, predicted, len(ledger.calls), *sizes_of(model)
 

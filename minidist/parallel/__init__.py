@@ -4,9 +4,10 @@
 |---|---|
 | layout.py | `Layout`: how many ranks do what |
 | prepare.py | `prepare`: from model, optimizer and layout to an engine |
-| engine.py | `Engine`: what every strategy's engine can do |
+| engine.py, hybrid.py | `Engine`: what `prepare` returns; a step: the mean over rows, in no message more |
+| strategy.py, training_state.py | `Strategy`: what an engine asks of one; state by the names of parameters |
 | data_parallel.py | `DataParallel`: each rank computes on its share of the batch; gradients are averaged |
-| data_parallel_engine.py | its engine: the mean over rows, in no message more |
+| replicated.py | its `Strategy`: the whole state on every rank |
 | buckets.py, plan.py, reducer.py | many gradients in one message; which; sent while backward still runs |
 | local_sgd.py | `LocalSGD`: ranks train alone, and average their parameters every few steps |
 | sparse.py | sparse gradients: rows are gathered |
@@ -15,7 +16,7 @@
 | parameter_server.py | servers hold the parameters; workers pull and push, and need not wait for each other |
 | serving.py, staleness.py, server_parts.py | what a server does; when it updates; what it holds |
 
-To add a strategy, write its file with an `Engine`, and let `prepare` pick it. It talks through
+To add a strategy, write its file with a `Strategy`, and let `prepare` pick it. It talks through
 `minidist.comm` alone, imports no other strategy, and is held to the contract in `tests/contract.py`: in
 float64 every parameter equals single-process training.
 """

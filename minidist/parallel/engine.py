@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
+from minidist import comm
+
 Loss = Callable[[Tensor, Tensor], Tensor]
 """From outputs and targets to a scalar: the mean over their rows."""
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -69,3 +71,21 @@ class Engine(ABC):
             Copies, on the model's device. Parameters are the same on all ranks; buffers that training
             changes, such as a BatchNorm's statistics, are each rank's own.
         """
+
+
+def check_rows(inputs: Tensor, targets: Tensor) -> int:
+    """The number of rows, at least 1.
+
+    Raises:
+        ValueError: there is none, or inputs and targets differ in length.
+    """
+    if len(inputs) != len(targets):
+        raise ValueError(
+            f"inputs have {len(inputs)} rows and targets {len(targets)}; give one target for each row"
+        )
+    if not len(inputs):
+        raise ValueError(
+            f"rank {comm.rank()} of {comm.size()} was given no rows; use a global batch of at least as many "
+            "rows as there are data-parallel ranks, or fewer ranks"
+        )
+    return len(inputs)

@@ -11,9 +11,10 @@ from torch import nn
 from minidist import comm
 from minidist._names import unknown
 from minidist.model.loss import cross_entropy
-from minidist.parallel.data_parallel_engine import DataParallelEngine
 from minidist.parallel.engine import Engine, Loss, MakeOptimizer
+from minidist.parallel.hybrid import HybridEngine
 from minidist.parallel.layout import Layout
+from minidist.parallel.replicated import Replicated
 
 _AVAILABLE = {"tp": 1, "pp": 1, "zero": 0, "precision": "fp32", "recompute": False}
 """Fields of a layout that this version takes at one value alone."""
@@ -66,7 +67,7 @@ def prepare(
     unknown_options = set(data_parallel or {}) - OPTIONS
     if unknown_options:
         raise unknown("option of data_parallel", min(unknown_options), sorted(OPTIONS))
-    return DataParallelEngine(model, optimizer, layout, loss, data_parallel)
+    return HybridEngine(model, Replicated(model, optimizer, data_parallel), layout, loss)
 
 
 def check_available(layout: Layout) -> None:

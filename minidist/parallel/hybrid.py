@@ -1,0 +1,91 @@
+"""The engine: a step whose result is that of one process on the whole batch, whatever the strategy.
+
+The mean over rows where shares or micro-batches differ in size, the loss over all ranks, and the order of
+forward, backward, communication and update are done here; how the ranks share the work is a strategy's.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from minidist import comm
+from minidist.parallel.engine import Engine, Loss, check_rows
+from minidist.parallel.layout import Layout
+from minidist.parallel.strategy import Strategy
+
+
+class HybridEngine(Engine):
+    """Trains `model` by `strategy` over all ranks of the world."""
+
+    def __init__(self, model: nn.Module, strategy: Strategy, layout: Layout, loss: Loss) -> None:
+        self.model, self.strategy, self.layout, self.loss = model, strategy, layout, loss
+        self.optimizer = strategy.optimizer
+        self.data_rank, self.data_ranks = comm.rank(), comm.size()
+        self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self._rows = 0.0  # of the last global batch, the same on all ranks
+
+    def step(self, inputs: Tensor, targets: Tensor) -> float:
+        """Train on one global batch; see `Engine.step`.
+
+        Bytes sent: the strategy's; in the first step 2 (n - 1) / n 8 for the rows, too, and what agreeing on
+        the buckets takes.
+        """
+        rows = check_rows(inputs, targets)
+        strategy = self.strategy
+        strategy.zero_grad()
+        if not self._rows:
+            total = torch.tensor(float(rows), dtype=torch.float64, device=self.device)
+            self._rows = float(comm.all_reduce(total))
+
+        # Compute, and send as gradients come. Each loss is weighted with its rows, since shares may differ in
+        # size and so may micro-batches; sums over ranks are then means over rows. The number of all rows is
+        # taken to be that of the last step, which all ranks know: to hear this step's would cost a message.
+        # (Not 1, and the gradients divided later: that would cost a pass over them.)
+        expected = self._rows
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        parts = min(self.layout.micro_batches, rows)
+        micro_batches = zip(
+            inputs.to(self.device).tensor_split(parts),
+            targets.to(self.device).tensor_split(parts),
+            strict=True,
+        )
+        for number, (x, y) in enumerate(micro_batches, 1):
+            last = number == parts
+            with nullcontext() if last else strategy.no_sync():
+                loss = self.loss(strategy.forward(x), y)
+                loss_sum += loss.detach().double() * len(x)
+                if last:
+                    strategy.announce(float(rows), loss_sum)
+                (loss * (len(x) / expected)).backward()  # type: ignore[no-untyped-call]
+        all_rows, all_loss = strategy.synchronize()
+        if all_rows != expected:
+            strategy.rescale(expected / all_rows)
+            self._rows = all_rows
+
+        strategy.update()
+        return all_loss / all_rows
+
+    def evaluate(self, inputs: Tensor, targets: Tensor, metric: Loss | None = None) -> float:
+        """The mean of a metric over a global batch; see `Engine.evaluate`.
+
+        Sends 32 (n - 1) / n bytes, and what the strategy's forward pass sends.
+        """
+        total = torch.zeros(2, dtype=torch.float64, device=self.device)
+        training = self.model.training
+        self.model.eval()
+        if len(inputs) or self.strategy.gathers:
+            with torch.no_grad():
+                outputs = self.strategy.forward(inputs.to(self.device))
+                if len(inputs):
+                    mean = (metric or self.loss)(outputs, targets.to(self.device))
+                    total[0], total[1] = mean.double() * len(inputs), len(inputs)
+        self.model.train(training)
+        comm.all_reduce(total)
+        return float(total[0] / total[1])
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Every parameter and buffer; see `Engine.full_state_dict`."""
+        return self.strategy.full_state_dict()
