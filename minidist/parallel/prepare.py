@@ -15,8 +15,9 @@ from minidist.parallel.engine import Engine, Loss, MakeOptimizer
 from minidist.parallel.hybrid import HybridEngine
 from minidist.parallel.layout import Layout
 from minidist.parallel.replicated import Replicated
+from minidist.parallel.zero_strategy import ShardedState
 
-_AVAILABLE = {"tp": 1, "pp": 1, "zero": 0, "precision": "fp32", "recompute": False}
+_AVAILABLE = {"tp": 1, "pp": 1, "precision": "fp32", "recompute": False}
 """Fields of a layout that this version takes at one value alone."""
 OPTIONS = {"bucket_mb", "overlap", "compression", "algorithm", "broadcast_buffers"}
 """Of `DataParallel`, that `prepare` passes on; its group is the layout's."""
@@ -67,6 +68,9 @@ def prepare(
     unknown_options = set(data_parallel or {}) - OPTIONS
     if unknown_options:
         raise unknown("option of data_parallel", min(unknown_options), sorted(OPTIONS))
+    if layout.zero in (1, 2):
+        sharded = ShardedState(model, optimizer, layout.zero, data_parallel)
+        return HybridEngine(model, sharded, layout, loss)
     return HybridEngine(model, Replicated(model, optimizer, data_parallel), layout, loss)
 
 
@@ -76,3 +80,5 @@ def check_available(layout: Layout) -> None:
         value = getattr(layout, name)
         if value != only:
             raise ValueError(f"{name}={value!r} in the layout; this version trains with {name}={only!r} only")
+    if layout.zero == 3:
+        raise ValueError("zero=3 in the layout; this version trains with zero=0, 1 or 2 only")
