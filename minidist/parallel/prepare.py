@@ -18,8 +18,10 @@ from minidist.parallel.layout import Layout
 from minidist.parallel.precision import LossScale, Precision
 from minidist.parallel.recompute import recompute
 from minidist.parallel.replicated import Replicated
+from minidist.parallel.strategy import Strategy
+from minidist.parallel.zero_strategy import ShardedState
 
-_AVAILABLE = {"tp": 1, "pp": 1, "zero": 0}
+_AVAILABLE = {"tp": 1, "pp": 1}
 """Fields of a layout that this version takes at one value alone."""
 OPTIONS = {"bucket_mb", "overlap", "compression", "algorithm", "broadcast_buffers"}
 """Of `DataParallel`, that `prepare` passes on; its group is the layout's."""
@@ -82,7 +84,11 @@ def prepare(
     precision.convert(model)
     if layout.recompute:
         recompute(model)
-    strategy = Replicated(model, optimizer, data_parallel, precision.master)
+    strategy: Strategy
+    if layout.zero:
+        strategy = ShardedState(model, optimizer, layout.zero, data_parallel, precision.master)
+    else:
+        strategy = Replicated(model, optimizer, data_parallel, precision.master)
     return HybridEngine(model, strategy, layout, loss, precision, clip_norm)
 
 
@@ -92,3 +98,5 @@ def check_available(layout: Layout) -> None:
         value = getattr(layout, name)
         if value != only:
             raise ValueError(f"{name}={value!r} in the layout; this version trains with {name}={only!r} only")
+    if layout.zero == 3:
+        raise ValueError("zero=3 in the layout; this version trains with zero=0, 1 or 2 only")
