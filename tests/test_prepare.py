@@ -29,6 +29,11 @@ def test_one_process_needs_no_world_and_no_layout() -> None:
         ({"layout": "dp=2"}, TypeError, "layout is 'dp=2'; give a Layout"),
         ({"layout": md.Layout(dp=2)}, ValueError, r"needs 2 ranks .* and the world has 1"),
         ({"layout": md.Layout(zero=1)}, ValueError, "zero=1 in the layout; this version"),
+        (
+            {"layout": md.Layout(zero=3), "optimizer": torch.optim.Adafactor},
+            ValueError,
+            "Adafactor, which needs",
+        ),
         ({"layout": md.Layout(precision="bf16")}, ValueError, "precision='bf16'"),
         (
             {"data_parallel": {"bucket": 3}},

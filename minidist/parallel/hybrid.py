@@ -46,7 +46,8 @@ class HybridEngine(Engine):
         # (Not 1, and the gradients divided later: that would cost a pass over them.)
         expected = self._rows
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
-        parts = min(self.layout.micro_batches, rows)
+        # Where each pass is a collective, all ranks make as many, with no rows, too.
+        parts = self.layout.micro_batches if strategy.gathers else min(self.layout.micro_batches, rows)
         micro_batches = zip(
             inputs.to(self.device).tensor_split(parts),
             targets.to(self.device).tensor_split(parts),
@@ -55,7 +56,8 @@ class HybridEngine(Engine):
         for number, (x, y) in enumerate(micro_batches, 1):
             last = number == parts
             with nullcontext() if last else strategy.no_sync():
-                loss = self.loss(strategy.forward(x), y)
+                outputs = strategy.forward(x)
+                loss = self.loss(outputs, y) if len(x) else outputs.sum()  # a sum of nothing: 0
                 loss_sum += loss.detach().double() * len(x)
                 if last:
                     strategy.announce(float(rows), loss_sum)

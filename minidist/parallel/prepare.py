@@ -12,12 +12,13 @@ from minidist import comm
 from minidist._names import unknown
 from minidist.model.loss import cross_entropy
 from minidist.parallel.engine import Engine, Loss, MakeOptimizer
+from minidist.parallel.fully_sharded import FullySharded
 from minidist.parallel.hybrid import HybridEngine
 from minidist.parallel.layout import Layout
 from minidist.parallel.replicated import Replicated
 
-_AVAILABLE = {"tp": 1, "pp": 1, "zero": 0, "precision": "fp32", "recompute": False}
-"""Fields of a layout that this version takes at one value alone."""
+_AVAILABLE = {"tp": (1,), "pp": (1,), "zero": (0, 3), "precision": ("fp32",), "recompute": (False,)}
+"""Fields of a layout that this version takes at some values alone."""
 OPTIONS = {"bucket_mb", "overlap", "compression", "algorithm", "broadcast_buffers"}
 """Of `DataParallel`, that `prepare` passes on; its group is the layout's."""
 
@@ -67,12 +68,15 @@ def prepare(
     unknown_options = set(data_parallel or {}) - OPTIONS
     if unknown_options:
         raise unknown("option of data_parallel", min(unknown_options), sorted(OPTIONS))
+    if layout.zero == 3:
+        return HybridEngine(model, FullySharded(model, optimizer), layout, loss)
     return HybridEngine(model, Replicated(model, optimizer, data_parallel), layout, loss)
 
 
 def check_available(layout: Layout) -> None:
     """ValueError where a layout asks for a strategy that this version has not."""
-    for name, only in _AVAILABLE.items():
+    for name, those in _AVAILABLE.items():
         value = getattr(layout, name)
-        if value != only:
-            raise ValueError(f"{name}={value!r} in the layout; this version trains with {name}={only!r} only")
+        if value not in those:
+            only = " or ".join(f"{name}={each!r}" for each in those)
+            raise ValueError(f"{name}={value!r} in the layout; this version trains with {only} only")
