@@ -29,7 +29,6 @@ def test_one_process_needs_no_world_and_no_layout() -> None:
         ({"model": lambda x: x}, TypeError, "model is a function; give a torch.nn.Module"),
         ({"layout": "dp=2"}, TypeError, "layout is 'dp=2'; give a Layout"),
         ({"layout": md.Layout(dp=2)}, ValueError, r"needs 2 ranks .* and the world has 1"),
-        ({"layout": md.Layout(zero=3)}, ValueError, "zero=3 in the layout; this version"),
         (
             {"layout": md.Layout(precision="bf16"), "model": nn.Linear(1, 1).double()},
             ValueError,
@@ -39,6 +38,11 @@ def test_one_process_needs_no_world_and_no_layout() -> None:
         ({"layout": md.Layout(recompute=True)}, ValueError, "a Linear has no ModuleList or Sequential"),
         ({"clip_norm": 0}, ValueError, "clip_norm is 0; give the largest norm"),
         ({"clip_norm": float("nan")}, ValueError, "clip_norm is nan; give the largest norm"),
+        (
+            {"layout": md.Layout(zero=3), "optimizer": torch.optim.Adafactor},
+            ValueError,
+            "Adafactor, which needs",
+        ),
         (
             {"data_parallel": {"bucket": 3}},
             ValueError,

@@ -61,7 +61,8 @@ class HybridEngine(Engine):
         # (Not 1, and the gradients divided later: that would cost a pass over them.)
         expected, scale = self._rows, self.precision.scale
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
-        parts = min(self.layout.micro_batches, rows)
+        # Where each pass is a collective, all ranks make as many, with no rows, too.
+        parts = self.layout.micro_batches if strategy.gathers else min(self.layout.micro_batches, rows)
         micro_batches = zip(
             inputs.to(self.device).tensor_split(parts),
             targets.to(self.device).tensor_split(parts),
@@ -70,7 +71,8 @@ class HybridEngine(Engine):
         for number, (x, y) in enumerate(micro_batches, 1):
             last = number == parts
             with nullcontext() if last else strategy.no_sync():
-                loss = self.loss(self._forward(x), y)
+                outputs = self._forward(x)
+                loss = self.loss(outputs, y) if len(x) else outputs.sum()  # a sum of nothing: 0
                 loss_sum += loss.detach().double() * len(x)
                 if last:
                     strategy.announce(float(rows), loss_sum)

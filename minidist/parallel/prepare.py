@@ -13,6 +13,7 @@ from minidist._names import unknown
 from minidist.model.loss import cross_entropy
 from minidist.parallel.clipping import check_max_norm
 from minidist.parallel.engine import Engine, Loss, MakeOptimizer
+from minidist.parallel.fully_sharded import FullySharded
 from minidist.parallel.hybrid import HybridEngine
 from minidist.parallel.layout import Layout
 from minidist.parallel.precision import LossScale, Precision
@@ -85,7 +86,9 @@ def prepare(
     if layout.recompute:
         recompute(model)
     strategy: Strategy
-    if layout.zero:
+    if layout.zero == 3:
+        strategy = FullySharded(model, optimizer, master=precision.master)
+    elif layout.zero:
         strategy = ShardedState(model, optimizer, layout.zero, data_parallel, precision.master)
     else:
         strategy = Replicated(model, optimizer, data_parallel, precision.master)
@@ -98,5 +101,3 @@ def check_available(layout: Layout) -> None:
         value = getattr(layout, name)
         if value != only:
             raise ValueError(f"{name}={value!r} in the layout; this version trains with {name}={only!r} only")
-    if layout.zero == 3:
-        raise ValueError("zero=3 in the layout; this version trains with zero=0, 1 or 2 only")

@@ -54,7 +54,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     nothing, and stage 2, which takes gradients as they come, must not be used. All ranks call `step`.
 
     The result is that of `optimizer_class` in one process, to rounding. torch's optimizers that look at each
-    element alone (`zero_pieces.ELEMENTWISE`) update a share of equal size on each rank. Of others, such as
+    element alone (`elementwise.ELEMENTWISE`) update a share of equal size on each rank. Of others, such as
     Adafactor, Muon or one's own, a rank updates whole parameters. A parameter that had no gradient on any
     rank is left out, as in torch.
 

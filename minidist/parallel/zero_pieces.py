@@ -15,23 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minidist.parallel.elementwise import is_elementwise
 from minidist.parallel.zero_buckets import Fragment, ShardBucket
 
-ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
-    torch.optim.SGD,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.Adamax,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.Adagrad,
-    torch.optim.Adadelta,
-    torch.optim.RMSprop,
-    torch.optim.ASGD,
-    torch.optim.Rprop,
-)
-"""Optimizers that look at each element alone, so that a parameter may be cut anywhere. Not their subclasses,
-which may do otherwise."""
 SCALARS = {"step", "mu_product", "eta", "mu"}
 """What their state has of each parameter once; all else has its shape."""
 
@@ -70,7 +56,7 @@ class Pieces:
 
     def __init__(self, optimizer: torch.optim.Optimizer, master: torch.dtype | None) -> None:
         self.optimizer, self.master = optimizer, master
-        self.cut_anywhere = type(optimizer) in ELEMENTWISE
+        self.cut_anywhere = is_elementwise(type(optimizer))
         self.all: list[Piece] = []
 
     def add(self, bucket: ShardBucket, group_of: Sequence[int]) -> None:
