@@ -96,8 +96,8 @@ class TrainConfig:
         check_available(self.layout)
         if self.layout.precision != "fp32" and self.dtype != "float32":
             raise ValueError(
-                f"precision={self.layout.precision} starts from float32, and dtype is {self.dtype}; leave one "
-                "of them out"
+                f"precision={self.layout.precision} starts from float32, and dtype is {self.dtype}; leave "
+                "one of them out"
             )
         if self.batch < self.layout.dp:
             raise ValueError(
