@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -16,12 +15,13 @@ import pytest
 import test_data_parallel as others
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import minidist as md
 from minidist import comm
 from minidist.model import GPT, MLP, config
-from minidist.parallel import shard_flat, shard_gradients, shard_passes, shard_schedule, shard_units
+from minidist.parallel import shard_flat, shard_gradients, shard_schedule, shard_units
 from minidist.parallel.elementwise import ELEMENTWISE, is_elementwise
 
 Clusters = Callable[[int], md.Cluster]
@@ -100,10 +100,10 @@ def test_every_parameter_equals_one_process(cluster_of: Clusters, name: str, ran
     contract.check(cluster_of(ranks), CASES[name], md.Layout(dp=ranks, zero=3))
 
 
-@pytest.mark.parametrize("micro_batches", [2, 3, 50])
+@pytest.mark.parametrize("micro_batches", [2, 3, 9])
 @pytest.mark.parametrize("name", ["gpt", "unused", "experts"])
 def test_micro_batches_change_nothing(cluster_of: Clusters, name: str, micro_batches: int) -> None:
-    case = replace(CASES[name], batches=(5, 4, 7)) if micro_batches == 50 else CASES[name]
+    case = replace(CASES[name], batches=(5, 4, 7))
     contract.check(cluster_of(3), case, md.Layout(dp=3, zero=3, micro_batches=micro_batches))
 
 
@@ -163,7 +163,7 @@ def test_the_module_works_in_a_loop_of_ones_own(cluster_of: Clusters, prefetch: 
 
     model = case.model(0)
     optimizer = case.optimizer(model.parameters())
-    loop(model, optimizer, optimizer.step, optimizer.zero_grad)
+    loop(model, optimizer, lambda: optimizer.step(), optimizer.zero_grad)
     for state, hidden in cluster_of(2).run(train):
         for name, wanted in model.state_dict().items():
             torch.testing.assert_close(state[name], wanted, rtol=contract.TOLERANCE, atol=contract.TOLERANCE)
@@ -292,27 +292,26 @@ def test_a_step_sends_what_the_formula_says(cluster_of: Clusters, ranks: int) ->
 
 
 class Live(TorchDispatchMode):
-    """The most bytes of tensors alive after any operation, of those that operations made."""
+    """The bytes of tensors alive after each operation, of those that operations made; at most, and now."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.most, self._storages = 0, weakref.WeakValueDictionary[int, Any]()
-        self._seen: dict[int, Any] = {}
+        self.most, self.now = 0, 0
+        self._seen: dict[int, StorageWeakRef] = {}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         for tensor in result if isinstance(result, list | tuple) else [result]:
-            if isinstance(tensor, Tensor) and not tensor.is_meta:
-                storage = tensor.untyped_storage()
-                self._seen[storage._cdata] = weakref.ref(tensor)
-        alive = {}
-        for key, tensor_ref in [*self._seen.items()]:
-            tensor = tensor_ref()
-            if tensor is None:
-                del self._seen[key]
-            else:
-                alive[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
-        self.most = max(self.most, sum(alive.values()))
+            # What the ranks exchange lies in shared memory, which cannot be resized.
+            if isinstance(tensor, Tensor) and not tensor.is_meta and tensor.untyped_storage().resizable():
+                reference = StorageWeakRef(tensor.untyped_storage())
+                self._seen.setdefault(reference.cdata, reference)
+        alive = [torch.UntypedStorage._new_with_weak_ptr(key) for key in self._seen]
+        self._seen = {
+            k: v for (k, v), each in zip(self._seen.items(), alive, strict=True) if each is not None
+        }
+        self.now = sum(each.nbytes() for each in alive if each is not None)
+        self.most = max(self.most, self.now)
         return result
 
 
@@ -358,18 +357,20 @@ def test_a_rank_holds_an_nth_and_in_a_step_a_few_units_more(cluster_of: Clusters
         assert most < whole / 4
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_a_model_made_on_meta_is_never_whole(cluster_of: Clusters, ranks: int) -> None:
-    def make() -> tuple[int, int, bool]:
+    def make() -> tuple[int, int, int, bool]:
         with Live() as live:
             sharded = md.FullyShard(GPT(WIDE, seed=5, device="meta"), torch.optim.SGD)
         whole = GPT(WIDE, seed=5).state_dict()
         same = all(torch.equal(whole[name], value) for name, value in sharded.state_dict().items())
-        return live.most, sum(4 * value.numel() for value in whole.values()), same
+        unit = max(4 * flat.size for unit in sharded.units for flat in unit.flats)
+        return live.most, live.now, unit, same
 
-    for most, whole, same in cluster_of(ranks).run(make):
+    for most, kept, unit, same in cluster_of(ranks).run(make):
         assert same
-        assert whole / 13 / 2 < most < whole / 2
+        # The unit's parameters and their flat tensor, the values of one as they are drawn, in float64.
+        assert unit < most - kept < 3 * unit
 
 
 @pytest.mark.parametrize("build", [partial(MLP, (6, 5, 3)), partial(GPT, config("byte-tiny", layers=1))])
@@ -594,7 +595,7 @@ def test_units_are_the_children_of_lists_unless_told() -> None:
     def names(units: Any = None) -> list[str]:
         return [name for name, _ in shard_units.modules_of(model, units)]
 
-    assert names() == ["", "layers.0", "layers.1.0", "layers.1.1", "layers.1.2", "layers.2"]
+    assert names() == ["", "layers.0", "layers.1.0", "layers.1.2", "layers.2"]
     assert names([nn.Linear]) == ["", "layers.0", "layers.1.0", "layers.1.2", "layers.2", "last"]
     assert names([model.layers[1]]) == ["", "layers.1"]
     with pytest.raises(TypeError, match="units has 'Linear'; give classes of modules, or modules"):
@@ -625,7 +626,6 @@ def test_parameters_cannot_be_summoned_inside_a_pass() -> None:
     model[1].owner = [sharded]
     with pytest.raises(RuntimeError, match="before or after a pass, and not inside it"):
         sharded(torch.ones(1, 2))
-    assert shard_passes is not None
 
 
 def test_a_checkpointed_part_is_computed_again(cluster_of: Clusters) -> None:

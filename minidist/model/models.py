@@ -76,7 +76,7 @@ class MLP(nn.Module):
         fill(self.named_parameters(), _he, seed=seed)
 
     def initialize_part(self, part: nn.Module) -> None:
-        """Fill a submodule's own parameters: for a model made on "meta", whose parts get memory one by one."""
+        """Fill a submodule's own parameters, for a model made on "meta" that gets memory part by part."""
         fill(_own(self, part), _he, seed=self.seed)
 
     def forward(self, x: Tensor) -> Tensor:  # (..., sizes[0]) -> (..., sizes[-1])
@@ -281,7 +281,7 @@ class GPT(nn.Module):
         self.layers = nn.ModuleList(gpt_layers(config, seed=seed, dtype=dtype, device=device))
 
     def initialize_part(self, part: nn.Module) -> None:
-        """Fill a submodule's own parameters: for a model made on "meta", whose parts get memory one by one."""
+        """Fill a submodule's own parameters, for a model made on "meta" that gets memory part by part."""
         assert isinstance(self.config, GPTConfig)
         _fill_gpt(_own(self, part), self.config, self.seed)
 
