@@ -6,7 +6,9 @@ forward, backward, communication and update are done here; how the ranks share t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +28,7 @@ class HybridEngine(Engine):
         self.data_rank, self.data_ranks = comm.rank(), comm.size()
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._rows = 0.0  # of the last global batch, the same on all ranks
+        self.saving: Any = None  # the last `Saving` of this engine
 
     def step(self, inputs: Tensor, targets: Tensor) -> float:
         """Train on one global batch; see `Engine.step`.
@@ -89,3 +92,11 @@ class HybridEngine(Engine):
     def full_state_dict(self) -> dict[str, Tensor]:
         """Every parameter and buffer; see `Engine.full_state_dict`."""
         return self.strategy.full_state_dict()
+
+    def settings(self) -> dict[str, Any]:
+        """What a step depends on beside the strategy's state; plain values, the same on all ranks."""
+        return {"rows": self._rows}
+
+    def load_settings(self, settings: Mapping[str, Any]) -> None:
+        """Take what `settings` gave, here or on another number of ranks."""
+        self._rows = settings["rows"]

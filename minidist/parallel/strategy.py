@@ -117,3 +117,6 @@ class Strategy(ABC):
 
         state: for each parameter the keys of its optimizer state, each with its whole shape and dtype.
         """
+
+    def loaded(self) -> None:  # noqa: B027
+        """All chunks have been written to: take over what depends on them."""
