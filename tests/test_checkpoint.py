@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable
 from functools import partial
@@ -16,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import minidist as md
-from minidist.checkpoint import checkpoints, state_dict
-from minidist.model import MLP, Sampler
+from minidist.model import MLP
 
 Clusters = Callable[[int], md.Cluster]
 Run = Callable[..., tuple[list[float], dict[str, Tensor], Any]]
@@ -72,7 +70,7 @@ def train_part(
     engine = md.prepare(case.model(md.rank() + 10 * resume), case.optimizer, layout, loss=case.loss)
     scheduler = torch.optim.lr_scheduler.MultiStepLR(engine.optimizer, [1, 2, 4], 0.5)
     random.seed(md.rank())
-    numpy.random.seed(md.rank())
+    numpy.random.seed(md.rank())  # noqa: NPY002
     losses, extra, saving = [], None, None
     first = 0
     if resume:

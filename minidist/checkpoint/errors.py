@@ -6,12 +6,14 @@ have to say so. Whatever may fail on one rank alone is run through `agree`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from minidist import comm
+from minidist.comm.work import failed
 
 T = TypeVar("T")
 
@@ -36,6 +38,7 @@ def agree(function: Callable[[], T], doing: str) -> list[T]:
     Raises:
         ValueError, TypeError, CheckpointError: as the function raised it; any other error as a
             CheckpointError.
+        CollectiveError: a peer is gone or late.
     """
     outcome: Any
     try:
@@ -45,11 +48,21 @@ def agree(function: Callable[[], T], doing: str) -> list[T]:
     outcomes: list[Any] = [outcome]
     if comm.size() > 1:
         outcomes *= comm.size()
-        dist.all_gather_object(outcomes, outcome)
+        with peers(doing):
+            dist.all_gather_object(outcomes, outcome)
     for good, value in outcomes:
         if not good:
             raise value
     return [value for _, value in outcomes]
+
+
+@contextmanager
+def peers(doing: str) -> Iterator[None]:
+    """Inside, a collective of torch.distributed's own that fails is a CollectiveError, in words."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise failed(f"what it takes to {doing}", range(comm.size()), error) from error
 
 
 def explained(error: BaseException, rank: int, doing: str) -> Exception:

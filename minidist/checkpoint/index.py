@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ INDEX = "index.json"
 VERSION = 1
 _HEAD = b'{"minidist checkpoint": %d, "crc32": "%08x", '
 _HEAD_BYTES = len(_HEAD % (VERSION, 0))
+_FILE = re.compile(r"rank-\d+\.bin")
 _PIECE = 2**20  # bytes of a file that are in memory at a time while they are counted
 
 
@@ -97,6 +99,8 @@ def read_index(path: Path) -> Index:
             f"{path} has no {INDEX}: it is no checkpoint, or one that lost it; give latest=True for a folder "
             "of checkpoints"
         ) from None
+    except OSError as error:
+        raise DamagedCheckpoint(f"{path / INDEX} cannot be read: {error.strerror}; load another") from error
     altered = DamagedCheckpoint(
         f"{path / INDEX} is damaged: it has been cut short or altered since it was written; load another "
         "checkpoint"
@@ -129,7 +133,7 @@ def _other_version(data: bytes) -> int | None:
 
 def _parsed(path: Path, content: dict[str, Any]) -> Index:
     files = {name: (int(size), int(crc)) for name, (size, crc) in content["files"].items()}
-    if any(Path(name).name != name for name in files):
+    if not all(_FILE.fullmatch(name) for name in files):
         raise ValueError("a file lies outside its checkpoint")
     tensors = {}
     for name, each in content["tensors"].items():
@@ -190,6 +194,8 @@ def verify(index: Index, files: Iterable[str]) -> None:
                 f"{path} is missing: the checkpoint is not whole; load another, and keep checkpoints on a "
                 "file system that all ranks share"
             ) from None
+        except OSError as error:
+            raise DamagedCheckpoint(f"{path} cannot be read: {error.strerror}; load another") from error
         if found != size:
             raise DamagedCheckpoint(
                 f"{path} is damaged: it has {found} bytes and was written with {size}; load another "

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from minidist import comm
 from minidist.checkpoint import folders
-from minidist.checkpoint.errors import CheckpointError, DamagedCheckpoint, agree, explained
+from minidist.checkpoint.errors import CheckpointError, DamagedCheckpoint, agree, explained, peers
 from minidist.checkpoint.index import Index, read_index, verify
 from minidist.checkpoint.planners import Load
 from minidist.checkpoint.random_state import set_random_state
@@ -81,7 +81,7 @@ def load(
     Args:
         engine: of `md.prepare`.
         path: the checkpoint's directory; with `latest`, a folder of them.
-        latest: take the newest that is whole, and warn of each that was passed over, and why.
+        latest: take the newest that is whole; rank 0 warns of each that was passed over, and why.
         scheduler: as in `save`; takes its state.
         sampler: as in `save`; is compared with the saved one.
 
@@ -92,6 +92,7 @@ def load(
         DamagedCheckpoint: a file is missing, cut short or altered; names it. The engine is unchanged.
         CheckpointError: no checkpoint there, another version of the format, or one of another model or
             optimizer, whose first difference is named; the engine is unchanged. The same on all ranks.
+        CollectiveError: a peer is gone or late.
         ValueError: the sampler deals rows in another order, or a scheduler is given and none was saved.
     """
     hybrid = check_engine(engine)
@@ -111,7 +112,8 @@ def load(
             if not latest:
                 raise
             passed.append(str(damage))
-            warnings.warn(f"passed over a checkpoint: {damage}", stacklevel=2)
+            if comm.rank() == 0:
+                warnings.warn(f"passed over a checkpoint: {damage}", stacklevel=2)
             continue
         return _load(hybrid, index, scheduler, sampler)
     raise DamagedCheckpoint(f"no checkpoint in {path} is whole: {'; '.join(passed)}")
@@ -196,15 +198,15 @@ def _read(engine: HybridEngine, index: Index) -> Tensor | None:
         return wanted
 
     planner = _Planner(index, chunks)
-    alone = comm.size() == 1
+    alone, doing = comm.size() == 1, f"load {index.path}"
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), peers(doing):
             if alone:  # it warns that one process reads alone
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp_load({}, storage_reader=Reader(index), planner=planner, no_dist=alone)
     except CheckpointException as failed:
         first, (error, _) = min(failed.failures.items())
-        raise explained(error, first, f"load {index.path}") from None
+        raise explained(error, first, doing) from None
     return drawn
 
 

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from minidist import comm
 from minidist.checkpoint import folders
-from minidist.checkpoint.errors import explained
+from minidist.checkpoint.errors import explained, peers
 from minidist.checkpoint.planners import Save
 from minidist.checkpoint.state import Scheduler, State, take
 from minidist.checkpoint.storage import Writer
@@ -116,6 +116,7 @@ def save(
         TypeError: an argument of the wrong type, or something in the settings that JSON cannot hold.
         CheckpointError: on all ranks, where one of them could not write (a full disk, a read-only path); what
             was at the path before is untouched. Also where the save before, asynchronous, had failed.
+        CollectiveError: a peer is gone or late.
     """
     hybrid = check_engine(engine)
     if step is not None and (isinstance(step, bool) or not isinstance(step, int) or step < 0):
@@ -184,8 +185,8 @@ def _own_group() -> dist.ProcessGroup | None:
 def _write(planner: Save, writer: Writer, group: dist.ProcessGroup | None) -> None:
     """Have torch.distributed.checkpoint plan and write; an error of any rank is raised on all."""
     try:
-        alone = comm.size() == 1
-        with warnings.catch_warnings():
+        alone, doing = comm.size() == 1, f"write {writer.path}"
+        with warnings.catch_warnings(), peers(doing):
             if alone:  # it warns that one process writes alone
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp_save({}, storage_writer=writer, planner=planner, process_group=group, no_dist=alone)
@@ -193,4 +194,4 @@ def _write(planner: Save, writer: Writer, group: dist.ProcessGroup | None) -> No
         if writer.rank == 0:
             folders.discard(writer.aside)
         rank, (error, _) = min(failed.failures.items())
-        raise explained(error, rank, f"write {writer.path}") from None
+        raise explained(error, rank, doing) from None
