@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from minidist import comm
 from minidist.parallel.engine import Engine, Loss, check_rows
 from minidist.parallel.layout import Layout
+from minidist.parallel.memory import ActivationPeaks, Memory, count
 from minidist.parallel.strategy import Strategy
 
 
@@ -26,6 +27,7 @@ class HybridEngine(Engine):
         self.data_rank, self.data_ranks = comm.rank(), comm.size()
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._rows = 0.0  # of the last global batch, the same on all ranks
+        self._activations = ActivationPeaks(model)
 
     def step(self, inputs: Tensor, targets: Tensor) -> float:
         """Train on one global batch; see `Engine.step`.
@@ -33,6 +35,10 @@ class HybridEngine(Engine):
         Bytes sent: the strategy's; in the first step 2 (n - 1) / n 8 for the rows, too, and what agreeing on
         the buckets takes.
         """
+        with self._activations.during(inputs, targets):
+            return self._train(inputs, targets)
+
+    def _train(self, inputs: Tensor, targets: Tensor) -> float:
         rows = check_rows(inputs, targets)
         strategy = self.strategy
         strategy.zero_grad()
@@ -89,3 +95,7 @@ class HybridEngine(Engine):
     def full_state_dict(self) -> dict[str, Tensor]:
         """Every parameter and buffer; see `Engine.full_state_dict`."""
         return self.strategy.full_state_dict()
+
+    def memory(self) -> Memory:
+        """What this rank holds; see `Engine.memory`."""
+        return count(self.strategy.held(), self._activations.last)
