@@ -1,8 +1,8 @@
 """Where a rank's memory goes: bytes of parameters, gradients, optimizer state, activations and buffers.
 
-Bytes are those of the tensors' storages and not the process's size, which holds the interpreter, libraries and
-what an allocator keeps for later. A storage counts whole, since a view keeps all of it; and it counts once:
-views, tied parameters, and a gradient that lies in a bucket add nothing.
+Bytes are those of the tensors' storages and not the process's size, which holds the interpreter, libraries
+and what an allocator keeps for later. A storage counts whole, since a view keeps all of it; and it counts
+once: views, tied parameters, and a gradient that lies in a bucket add nothing.
 
 Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
 section 3, for what the parts are.
