@@ -3,9 +3,9 @@
 `config("gpt2-small")` is a shape to build (`GPT(config("byte-tiny"))`) or to reckon with: memory, FLOPs and
 communication all follow from these few numbers. BERT's shapes are for reckoning only.
 
-Sources: GPT-2, Radford et al. 2019, table 2; GPT-3, Brown et al. 2020, table 2.1 (where the 13 B model's width
-is 5140; 40 heads of 128 make 5120); BERT, Devlin et al. 2018, section 3; BERT tiny to medium, Turc et al.
-2019, table 1, with heads of 64 as in BERT base.
+Sources: GPT-2, Radford et al. 2019, table 2; GPT-3, Brown et al. 2020, table 2.1 (which gives the 13 B model
+a width of 5140; its 40 heads of 128 make 5120); BERT, Devlin et al. 2018, section 3; BERT tiny to medium,
+Turc et al. 2019, table 1, with heads of 64 as in BERT base.
 """
 
 from __future__ import annotations
