@@ -136,12 +136,14 @@ def _activations(saved: Saved, layout: Layout, stage: int, parts: int) -> tuple[
     blocks = share(saved.config.layers, layout.pp, stage)
     first, last = stage == 0, stage == layout.pp - 1
     in_flight = min(layout.pp - stage, parts)
-    embedding, head = first * saved.embedding(), last * saved.head()
-    if layout.recompute:
-        at_once = max(head, saved.block() - saved.stream if blocks else 0)
-        kept = in_flight * (blocks * saved.stream + embedding) + at_once
+    if layout.recompute:  # every layer keeps its input, and one at a time the rest
+        inputs = (blocks + last) * saved.stream
+        at_the_end = inputs + last * max(saved.loss(), saved.head() - saved.stream)
+        in_the_last_block = blocks and blocks * saved.stream + saved.block() - saved.stream
+        kept = (in_flight - 1) * inputs + max(at_the_end, in_the_last_block)
     else:
-        kept = in_flight * (blocks * saved.block() + embedding + head)
+        ends = first * saved.embedding() + last * (saved.head() + saved.loss())
+        kept = in_flight * (blocks * saved.block() + ends)
     return kept, last * saved.logits * (saved.wide + saved.element) // saved.wide
 
 

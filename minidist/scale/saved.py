@@ -24,7 +24,8 @@ m b t V, with 8 b t for targets and m for their number. The logits are not saved
 beside it.
 
 With tensor parallelism (Korthikanti et al., equation 2) norms' inputs and outputs are whole on each rank and
-the rest is divided. With recomputation (section 5) each block keeps its input, and one block at a time all.
+the rest is divided. With recomputation (section 5) each layer keeps its input, and one at a time all; the
+peak is at the loss or, the last layer done, in the last block.
 
 Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", sections 4
 and 5.
@@ -97,11 +98,14 @@ class Saved:
         return 8 * self.tokens + (self.stream if self.dropout else 0)
 
     def head(self) -> int:
-        """What the last layer and the loss save. BERT's pooler reads and gives one token of each row."""
+        """What the last layer saves. BERT's pooler reads and gives one token of each row."""
         if not isinstance(self.config, GPTConfig):
             return 2 * self.stream // self.tokens
-        tokens = self.rows * self.tokens
-        return 2 * self.stream + self.statistics + 8 * tokens + self.logits + self.wide
+        return 2 * self.stream + self.statistics
+
+    def loss(self) -> int:
+        """What the loss saves."""
+        return self.logits + 8 * self.rows * self.tokens + self.wide if self.logits else 0
 
     @property
     def logits(self) -> int:
