@@ -28,8 +28,9 @@ bench: setup
 	$(BIN)/minidist bench
 	$(BIN)/minidist report
 
+# Two at a time, each with warm ranks of its own; a file's tests stay together.
 test: setup
-	$(BIN)/pytest
+	$(BIN)/pytest --numprocesses 2 --dist loadfile
 
 lint: setup
 	$(BIN)/ruff check .

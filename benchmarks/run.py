@@ -145,7 +145,12 @@ def _pytest(paths: Sequence[Path], full: bool, keyword: str, watcher: Watcher) -
 def _quiet_environment() -> Iterator[None]:
     """Without the user's pytest options, and without other plugins, which would trace, reorder or warn."""
     ours = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    before = {name: os.environ.pop(name, None) for name in (*ours, "PYTEST_ADDOPTS", "PYTEST_PLUGINS")}
+    theirs = (
+        "PYTEST_ADDOPTS",
+        "PYTEST_PLUGINS",
+        "PYTEST_XDIST_WORKER",
+    )  # in one of its workers nothing is timed
+    before = {name: os.environ.pop(name, None) for name in (*ours, *theirs)}
     os.environ.update(ours)
     try:
         yield

@@ -236,7 +236,7 @@ def test_the_peaks_are_plausible_beside_each_other():
     one, together = peaks.roofs(seconds=0.004, repetitions=10, memory=64 * 2**20)
     for roof in (one, together):
         assert list(roof.flops) == ["float32", "float64"]
-        assert 1.3 < roof.flops["float32"] / roof.flops["float64"] < 3
+        assert 1 < roof.flops["float32"] / roof.flops["float64"] < 4
         assert 0 < roof.granted <= 1
         assert 1e9 < roof.bandwidth < 1e13
     cores = len(available_cpus())
@@ -244,7 +244,7 @@ def test_the_peaks_are_plausible_beside_each_other():
         (one.bandwidth, together.bandwidth),
         *zip(one.flops.values(), together.flops.values(), strict=True),
     ]:
-        assert of_one <= of_all < 1.5 * cores * of_one
+        assert of_one / 2 < of_all < 2 * cores * of_one
     assert one.name == "one core"
     assert together.name == (f"{cores} cores" if cores > 1 else "one core")
 

@@ -10,7 +10,9 @@ Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Tra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -72,6 +74,36 @@ class ActivationCounter:
         """Called by autograd when it needs the tensor."""
         return kept.tensor if isinstance(kept, _Kept) else kept
 
+    @staticmethod
+    def active() -> ActivationCounter | None:
+        """The counter that counts what is saved now, where there is one."""
+        pack, _ = _hooks_of_now()
+        counter = getattr(getattr(pack, "__self__", None), "counter", None)
+        return counter if isinstance(counter, ActivationCounter) else None
+
+    @property
+    def counter(self) -> ActivationCounter:
+        """This object, as `active` asks for it."""
+        return self
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Inside, count also what other hooks keep, which autograd calls in place of this counter's.
+
+        They say nothing of when they drop a tensor, so it counts until its memory is freed. For tensors that
+        are kept by nobody else: those that recomputation makes.
+        """
+        beside = _Beside(self, *_hooks_of_now())
+        with saved_tensors_hooks(beside.pack, beside.unpack):
+            yield
+
+    def _watch(self, tensor: Tensor) -> None:
+        """Count a tensor's storage until it is freed, where it is not counted already."""
+        storage = _storage(tensor) if self._counts(tensor) else None
+        if storage is not None and storage._cdata not in self._live:
+            self._hold(storage._cdata, storage.nbytes())
+            weakref.finalize(storage, self._release, storage._cdata).atexit = False
+
     def _counts(self, tensor: Tensor) -> bool:
         if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
             return False
@@ -104,6 +136,26 @@ class _Kept:
 
     def __del__(self) -> None:
         self.counter._release(self.key)
+
+
+class _Beside:
+    """Hooks that count, and leave the rest to others."""
+
+    def __init__(self, counter: ActivationCounter, pack: Any, unpack: Any) -> None:
+        self.counter, self._pack, self._unpack = counter, pack, unpack
+
+    def pack(self, tensor: Tensor) -> Any:
+        self.counter._watch(tensor)
+        return self._pack(tensor)
+
+    def unpack(self, kept: Any) -> Tensor:
+        tensor: Tensor = self._unpack(kept)
+        return tensor
+
+
+def _hooks_of_now() -> tuple[Any, Any]:
+    """What autograd calls to save a tensor and to get it back; None for both where there are no hooks."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) or (None, None)
 
 
 def saved_activations(fn: Callable[[], Any], module: nn.Module | None = None) -> int:
