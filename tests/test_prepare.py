@@ -40,6 +40,11 @@ def test_one_process_needs_no_world_and_no_layout() -> None:
         ({"clip_norm": 0}, ValueError, "clip_norm is 0; give the largest norm"),
         ({"clip_norm": float("nan")}, ValueError, "clip_norm is nan; give the largest norm"),
         (
+            {"layout": md.Layout(zero=3), "optimizer": torch.optim.Adafactor},
+            ValueError,
+            "Adafactor, which needs",
+        ),
+        (
             {"data_parallel": {"bucket": 3}},
             ValueError,
             "unknown option of data_parallel 'bucket': did you mean",

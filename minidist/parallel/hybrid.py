@@ -67,7 +67,8 @@ class HybridEngine(Engine):
         # (Not 1, and the gradients divided later: that would cost a pass over them.)
         expected, scale = self._rows, self.precision.scale
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
-        parts = min(self.layout.micro_batches, rows)
+        # Where each pass is a collective, all ranks make as many, with no rows, too.
+        parts = self.layout.micro_batches if strategy.gathers else min(self.layout.micro_batches, rows)
         micro_batches = zip(
             inputs.to(self.device).tensor_split(parts),
             targets.to(self.device).tensor_split(parts),
@@ -76,7 +77,7 @@ class HybridEngine(Engine):
         for number, (x, y) in enumerate(micro_batches, 1):
             last = number == parts
             with nullcontext() if last else strategy.no_sync():
-                loss = self.loss(self._forward(x), y)
+                loss = self._loss(x, y)
                 loss_sum += loss.detach().double() * len(x)
                 if last:
                     strategy.announce(float(rows), loss_sum)
@@ -112,6 +113,10 @@ class HybridEngine(Engine):
 
     def _forward(self, inputs: Tensor) -> Tensor:
         return self.precision.outputs(self.strategy.forward(self.precision.inputs(inputs)))
+
+    def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        outputs = self._forward(inputs)  # let go when this returns, before the backward pass
+        return self.loss(outputs, targets) if len(inputs) else outputs.sum()  # a sum of nothing: 0
 
     def evaluate(self, inputs: Tensor, targets: Tensor, metric: Loss | None = None) -> float:
         """The mean of a metric over a global batch; see `Engine.evaluate`.

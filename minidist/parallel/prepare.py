@@ -13,14 +13,16 @@ from minidist._names import unknown
 from minidist.model.loss import cross_entropy
 from minidist.parallel.clipping import check_max_norm
 from minidist.parallel.engine import Engine, Loss, MakeOptimizer
+from minidist.parallel.fully_sharded import FullySharded
 from minidist.parallel.hybrid import HybridEngine
 from minidist.parallel.layout import Layout
 from minidist.parallel.precision import LossScale, Precision
 from minidist.parallel.recompute import recompute
 from minidist.parallel.replicated import Replicated
+from minidist.parallel.strategy import Strategy
 
-_AVAILABLE = {"tp": 1, "pp": 1, "zero": 0}
-"""Fields of a layout that this version takes at one value alone."""
+_AVAILABLE = {"tp": (1,), "pp": (1,), "zero": (0, 3)}
+"""Fields of a layout that this version takes at some values alone."""
 OPTIONS = {"bucket_mb", "overlap", "compression", "algorithm", "broadcast_buffers"}
 """Of `DataParallel`, that `prepare` passes on; its group is the layout's."""
 
@@ -82,13 +84,18 @@ def prepare(
     precision.convert(model)
     if layout.recompute:
         recompute(model)
-    strategy = Replicated(model, optimizer, data_parallel, precision.master)
+    strategy: Strategy
+    if layout.zero == 3:
+        strategy = FullySharded(model, optimizer, master=precision.master)
+    else:
+        strategy = Replicated(model, optimizer, data_parallel, precision.master)
     return HybridEngine(model, strategy, layout, loss, precision, clip_norm)
 
 
 def check_available(layout: Layout) -> None:
     """ValueError where a layout asks for a strategy that this version has not."""
-    for name, only in _AVAILABLE.items():
+    for name, those in _AVAILABLE.items():
         value = getattr(layout, name)
-        if value != only:
-            raise ValueError(f"{name}={value!r} in the layout; this version trains with {name}={only!r} only")
+        if value not in those:
+            only = " or ".join(f"{name}={each!r}" for each in those)
+            raise ValueError(f"{name}={value!r} in the layout; this version trains with {only} only")
