@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from minidist.parallel.power_sgd import PowerSGD as PowerSGD
     from minidist.parallel.prepare import prepare as prepare
     from minidist.parallel.top_k import TopK as TopK
+    from minidist.parallel.zero import ZeroOptimizer as ZeroOptimizer
 
 __getattr__, __dir__, __all__ = lazy(
     __name__,
@@ -64,5 +65,6 @@ __getattr__, __dir__, __all__ = lazy(
         "minidist.parallel.power_sgd": ("PowerSGD",),
         "minidist.parallel.prepare": ("prepare",),
         "minidist.parallel.top_k": ("TopK",),
+        "minidist.parallel.zero": ("ZeroOptimizer",),
     },
 )

@@ -29,7 +29,6 @@ def test_one_process_needs_no_world_and_no_layout() -> None:
         ({"model": lambda x: x}, TypeError, "model is a function; give a torch.nn.Module"),
         ({"layout": "dp=2"}, TypeError, "layout is 'dp=2'; give a Layout"),
         ({"layout": md.Layout(dp=2)}, ValueError, r"needs 2 ranks .* and the world has 1"),
-        ({"layout": md.Layout(zero=1)}, ValueError, "zero=1 in the layout; this version"),
         (
             {"layout": md.Layout(precision="bf16"), "model": nn.Linear(1, 1).double()},
             ValueError,

@@ -20,8 +20,9 @@ from minidist.parallel.precision import LossScale, Precision
 from minidist.parallel.recompute import recompute
 from minidist.parallel.replicated import Replicated
 from minidist.parallel.strategy import Strategy
+from minidist.parallel.zero_strategy import ShardedState
 
-_AVAILABLE = {"tp": (1,), "pp": (1,), "zero": (0, 3)}
+_AVAILABLE = {"tp": (1,), "pp": (1,)}
 """Fields of a layout that this version takes at some values alone."""
 OPTIONS = {"bucket_mb", "overlap", "compression", "algorithm", "broadcast_buffers"}
 """Of `DataParallel`, that `prepare` passes on; its group is the layout's."""
@@ -87,6 +88,8 @@ def prepare(
     strategy: Strategy
     if layout.zero == 3:
         strategy = FullySharded(model, optimizer, master=precision.master)
+    elif layout.zero:
+        strategy = ShardedState(model, optimizer, layout.zero, data_parallel, precision.master)
     else:
         strategy = Replicated(model, optimizer, data_parallel, precision.master)
     return HybridEngine(model, strategy, layout, loss, precision, clip_norm)
