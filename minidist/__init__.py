@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from minidist.parallel.compression import Cast as Cast
     from minidist.parallel.data_parallel import DataParallel as DataParallel
     from minidist.parallel.engine import Engine as Engine
+    from minidist.parallel.fully_shard import FullyShard as FullyShard
     from minidist.parallel.in_sync import assert_in_sync as assert_in_sync
     from minidist.parallel.layout import Layout as Layout
     from minidist.parallel.local_sgd import LocalSGD as LocalSGD
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from minidist.parallel.power_sgd import PowerSGD as PowerSGD
     from minidist.parallel.prepare import prepare as prepare
     from minidist.parallel.top_k import TopK as TopK
+    from minidist.parallel.zero import ZeroOptimizer as ZeroOptimizer
 
 __getattr__, __dir__, __all__ = lazy(
     __name__,
@@ -61,6 +63,7 @@ __getattr__, __dir__, __all__ = lazy(
         "minidist.parallel.compression": ("Cast",),
         "minidist.parallel.data_parallel": ("DataParallel",),
         "minidist.parallel.engine": ("Engine",),
+        "minidist.parallel.fully_shard": ("FullyShard",),
         "minidist.parallel.in_sync": ("assert_in_sync",),
         "minidist.parallel.layout": ("Layout",),
         "minidist.parallel.local_sgd": ("LocalSGD",),
@@ -68,5 +71,6 @@ __getattr__, __dir__, __all__ = lazy(
         "minidist.parallel.power_sgd": ("PowerSGD",),
         "minidist.parallel.prepare": ("prepare",),
         "minidist.parallel.top_k": ("TopK",),
+        "minidist.parallel.zero": ("ZeroOptimizer",),
     },
 )

@@ -35,6 +35,7 @@ class Case:
     optimizer: Callable[..., torch.optim.Optimizer] = ADAMW
     batches: tuple[int, ...] = (12, 13, 7, 12, 5)  # sizes that 2, 3 and 4 ranks do not divide, too
     loss: Callable[[Tensor, Tensor], Tensor] = cross_entropy
+    clip_norm: float | None = None
 
     def global_batches(self) -> list[tuple[Tensor, Tensor]]:
         """The same on every rank and in one process."""
@@ -59,6 +60,8 @@ def train_in_one_process(case: Case) -> Trained:
         optimizer.zero_grad()
         loss = case.loss(model(inputs), targets)
         loss.backward()  # type: ignore[no-untyped-call]
+        if case.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip_norm)
         optimizer.step()
         losses.append(float(loss.detach()))
     return Trained(losses, {name: value.detach().clone() for name, value in model.state_dict().items()})
@@ -67,7 +70,8 @@ def train_in_one_process(case: Case) -> Trained:
 def train_on_this_rank(case: Case, layout: md.Layout, options: dict[str, Any] | None = None) -> Trained:
     """The same by the project's engine, on this rank's shares. options: of `md.prepare`."""
     model = case.model(md.rank())
-    engine = md.prepare(model, case.optimizer, layout, loss=case.loss, **(options or {}))
+    given = {"clip_norm": case.clip_norm, **(options or {})}
+    engine = md.prepare(model, case.optimizer, layout, loss=case.loss, **given)
     losses = []
     for inputs, targets in case.global_batches():
         share = slice(*(len(inputs) * (engine.data_rank + i) // engine.data_ranks for i in (0, 1)))

@@ -94,14 +94,44 @@ def train_part(
     return losses, engine.full_state_dict(), extra
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("name", CASES)
+LAYOUTS = {
+    "1": md.Layout(),
+    "2": md.Layout(dp=2),
+    "3": md.Layout(dp=3),
+    "2, stage 1": md.Layout(dp=2, zero=1),
+    "2, stage 2": md.Layout(dp=2, zero=2),
+    "2, stage 3": md.Layout(dp=2, zero=3),
+    "3, stage 1": md.Layout(dp=3, zero=1),
+    "3, stage 3": md.Layout(dp=3, zero=3),
+    "4, stage 2": md.Layout(dp=4, zero=2),
+    "4, stage 3": md.Layout(dp=4, zero=3),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    # Stage 3 refuses Adafactor.
+    [(n, k) for n in CASES for k, v in LAYOUTS.items() if n != "adafactor" or v.zero != 3],
+)
 def test_the_same_layout_goes_on_bit_for_bit(
-    cluster_of: Clusters, tmp_path: Path, name: str, ranks: int
+    cluster_of: Clusters, tmp_path: Path, name: str, layout: str
 ) -> None:
-    path, layout = tmp_path / f"step-{STOP:08d}", md.Layout(dp=ranks)
-    whole = cluster_of(ranks).run(train_part, CASES[name], layout, path, False)
-    rest = cluster_of(ranks).run(train_part, CASES[name], layout, path, True)
+    check_same_layout(cluster_of, tmp_path, CASES[name], LAYOUTS[layout])
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_mixed_precision_goes_on_bit_for_bit(
+    cluster_of: Clusters, tmp_path: Path, precision: str, zero: int
+) -> None:
+    case = contract.Case(lambda seed: MLP((6, 5, 3), seed=seed), vectors)
+    check_same_layout(cluster_of, tmp_path, case, md.Layout(dp=2, zero=zero, precision=precision))
+
+
+def check_same_layout(cluster_of: Clusters, folder: Path, case: contract.Case, layout: md.Layout) -> None:
+    path, cluster = folder / f"step-{STOP:08d}", cluster_of(layout.ranks)
+    whole = cluster.run(train_part, case, layout, path, False)
+    rest = cluster.run(train_part, case, layout, path, True)
     for (losses, weights, _), (later, again, extra) in zip(whole, rest, strict=True):
         assert extra == {"losses": losses[:STOP]}
         assert later == losses[STOP:]
@@ -109,11 +139,31 @@ def test_the_same_layout_goes_on_bit_for_bit(
             assert torch.equal(value, again[key]), key
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 3), (3, 4), (4, 2), (4, 1), (1, 4)])
-def test_another_number_of_ranks_goes_on(
-    cluster_of: Clusters, tmp_path: Path, before: int, after: int
+@pytest.mark.parametrize("after", LAYOUTS)
+@pytest.mark.parametrize("before", ["1", "3", "2, stage 1", "4, stage 2", "3, stage 3"])
+def test_another_layout_goes_on(cluster_of: Clusters, tmp_path: Path, before: str, after: str) -> None:
+    check_other_layout(cluster_of, tmp_path, CASES["adamw"], LAYOUTS[before], LAYOUTS[after])
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after"),
+    [
+        ("sgd", "2, stage 1", "3, stage 3"),
+        ("sgd", "3, stage 3", "2, stage 2"),
+        ("adafactor", "2, stage 1", "3"),
+        ("adafactor", "3", "4, stage 2"),
+    ],
+)
+def test_another_layout_goes_on_with_other_optimizers(
+    cluster_of: Clusters, tmp_path: Path, name: str, before: str, after: str
 ) -> None:
-    path, case = tmp_path / f"step-{STOP:08d}", CASES["adamw"]
-    whole = cluster_of(before).run(train_part, case, md.Layout(dp=before), path, False)[0]
-    for losses, weights, extra in cluster_of(after).run(train_part, case, md.Layout(dp=after), path, True):
+    check_other_layout(cluster_of, tmp_path, CASES[name], LAYOUTS[before], LAYOUTS[after])
+
+
+def check_other_layout(
+    cluster_of: Clusters, folder: Path, case: contract.Case, before: md.Layout, after: md.Layout
+) -> None:
+    path = folder / f"step-{STOP:08d}"
+    whole = cluster_of(before.ranks).run(train_part, case, before, path, False)[0]
+    for losses, weights, extra in cluster_of(after.ranks).run(train_part, case, after, path, True):
         contract.compare(contract.Trained(extra["losses"] + losses, weights), contract.Trained(*whole[:2]))

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import minidist as md
+from minidist.parallel.precision import LossScale
 
 
 def test_one_process_needs_no_world_and_no_layout() -> None:
@@ -28,8 +29,20 @@ def test_one_process_needs_no_world_and_no_layout() -> None:
         ({"model": lambda x: x}, TypeError, "model is a function; give a torch.nn.Module"),
         ({"layout": "dp=2"}, TypeError, "layout is 'dp=2'; give a Layout"),
         ({"layout": md.Layout(dp=2)}, ValueError, r"needs 2 ranks .* and the world has 1"),
-        ({"layout": md.Layout(zero=1)}, ValueError, "zero=1 in the layout; this version"),
-        ({"layout": md.Layout(precision="bf16")}, ValueError, "precision='bf16'"),
+        (
+            {"layout": md.Layout(precision="bf16"), "model": nn.Linear(1, 1).double()},
+            ValueError,
+            "precision='bf16' starts from a float32 model, and weight is torch.float64; call model.float",
+        ),
+        ({"loss_scale": LossScale()}, ValueError, "loss_scale is for precision='fp16', and the layout has"),
+        ({"layout": md.Layout(recompute=True)}, ValueError, "a Linear has no ModuleList or Sequential"),
+        ({"clip_norm": 0}, ValueError, "clip_norm is 0; give the largest norm"),
+        ({"clip_norm": float("nan")}, ValueError, "clip_norm is nan; give the largest norm"),
+        (
+            {"layout": md.Layout(zero=3), "optimizer": torch.optim.Adafactor},
+            ValueError,
+            "Adafactor, which needs",
+        ),
         (
             {"data_parallel": {"bucket": 3}},
             ValueError,

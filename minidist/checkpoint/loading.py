@@ -157,8 +157,9 @@ def _load(engine: HybridEngine, index: Index, scheduler: Scheduler | None, sampl
     agree(lambda: engine.strategy.load_settings(facts["settings"], state), doing)
     drawn = _read(engine, index)
 
+    engine.strategy.loaded()
+
     def rest() -> None:
-        engine.strategy.loaded()
         engine.load_settings(facts["engine"])
         if scheduler is not None:
             scheduler.load_state_dict(facts["scheduler"])

@@ -45,11 +45,17 @@ class Exchange:
             return Done(comm.all_reduce(x, "sum", self.algorithm, self.group))
         return comm.all_reduce(x, "sum", self.algorithm, self.group, async_op=True)
 
-    def all_gather(self, x: Tensor) -> comm.Work | Done:
-        """Start to gather `x`, (k, ...), from all ranks: the work's result is (n k, ...)."""
+    def reduce_scatter(self, x: Tensor, out: Tensor, op: str = "sum") -> comm.Work | Done:
+        """Start to reduce `x`, (n k,), over the ranks: `out`, (k,), becomes this rank's share."""
         if self.nothing_left:
-            return Done(comm.all_gather(x, self.algorithm, self.group))
-        return comm.all_gather(x, self.algorithm, self.group, async_op=True)
+            return Done(comm.reduce_scatter(x, op, self.algorithm, self.group, out))
+        return comm.reduce_scatter(x, op, self.algorithm, self.group, out, async_op=True)
+
+    def all_gather(self, x: Tensor, out: Tensor | None = None) -> comm.Work | Done:
+        """Start to gather `x`, (k, ...), from all ranks: the work's result is (n k, ...), `out` if given."""
+        if self.nothing_left:
+            return Done(comm.all_gather(x, self.algorithm, self.group, out))
+        return comm.all_gather(x, self.algorithm, self.group, out, async_op=True)
 
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Flat memory for what the ranks exchange, shared where it can be. A collective."""

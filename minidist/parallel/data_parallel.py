@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import partial
 from math import inf
 from typing import Any
 
@@ -30,7 +31,7 @@ from minidist import comm
 from minidist.comm.work import Group
 from minidist.parallel.buckets import MB, Exchange, broadcast_together, cut, require_same
 from minidist.parallel.compression import Compression, compression_of
-from minidist.parallel.plan import round_bytes
+from minidist.parallel.plan import Plan, round_bytes
 from minidist.parallel.reducer import Reducer
 
 
@@ -92,7 +93,7 @@ class DataParallel(nn.Module):
         self.group, self.bucket_mb, self.overlap = group, bucket_mb, overlap
         self.compression = compression_of(compression)
         self.algorithm, self.broadcast_buffers = algorithm, broadcast_buffers
-        self.reducer: Reducer | None = None  # None in a group of one
+        self.reducer: Reducer[Plan] | None = None  # None in a group of one
         state = [*module.named_parameters(), *module.named_buffers()]
         if self._exchange.ranks > 1:
             require_same("parameters and buffers", state, group)
@@ -111,13 +112,16 @@ class DataParallel(nn.Module):
         syncing = self.reducer is None or self.reducer.syncing
         self.reducer = None
         if self._exchange.ranks > 1:
-            self.reducer = Reducer(
-                [(name, p) for name, p in self.module.named_parameters() if p.requires_grad],
-                self._exchange,
-                int(self.bucket_mb * MB),
-                self.overlap,
-                self.compression,
+            named = [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
+            bucket_bytes = int(self.bucket_mb * MB)
+            make_plan = partial(
+                Plan,
+                named,
+                exchange=self._exchange,
+                bucket_bytes=bucket_bytes,
+                compression=self.compression,
             )
+            self.reducer = Reducer(named, self._exchange, self.overlap, make_plan)
             self.reducer.syncing = syncing
 
     def _trained_now(self) -> list[Any]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from minidist import comm
+from minidist.parallel.memory import Memory
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """From outputs and targets to a scalar: the mean over their rows."""
@@ -27,12 +28,28 @@ class Engine(ABC):
         optimizer: the optimizer of this rank's part; learning-rate schedulers take it.
         data_rank, data_ranks: this rank's place among those that share a batch's rows, as a `Sampler` takes
             them; ranks that split the model and not the batch have the same place.
+        grad_norm: of the last step's gradients over all ranks, before they were clipped, where the step
+            clips or scales its loss; else None.
+        loss_scale: what the next step's loss is multiplied by before its backward pass; 1 unless the
+            precision is "fp16".
+        skipped: steps that changed nothing, since a gradient was not finite, which is for "fp16" alone.
     """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     data_rank: int
     data_ranks: int
+    grad_norm: float | None = None
+
+    @property
+    def loss_scale(self) -> float:
+        """See `Engine`."""
+        return 1.0
+
+    @property
+    def skipped(self) -> int:
+        """See `Engine`."""
+        return 0
 
     @abstractmethod
     def step(self, inputs: Tensor, targets: Tensor) -> float:
@@ -48,6 +65,7 @@ class Engine(ABC):
         Raises:
             ValueError: no rows, or inputs and targets of different lengths.
             CollectiveError: a peer is gone or late.
+            FloatingPointError: a gradient is not finite with the smallest loss scale, in "fp16".
         """
 
     @abstractmethod
@@ -70,6 +88,14 @@ class Engine(ABC):
         Returns:
             Copies, on the model's device. Parameters are the same on all ranks; buffers that training
             changes, such as a BatchNorm's statistics, are each rank's own.
+        """
+
+    @abstractmethod
+    def memory(self) -> Memory:
+        """Bytes on this rank now, counted from tensor storages, each once; printed, a small table.
+
+        Activations are those of the last step at their peak, 0 before the first. They are counted in the
+        first step with each shape of this rank's batch, in no other.
         """
 
 

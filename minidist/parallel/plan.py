@@ -9,6 +9,7 @@ Source: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data P
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from minidist import comm
 from minidist.parallel.buckets import Bucket, Exchange, cut, require_same
-from minidist.parallel.compression import Compression, all_reduce_bytes, elements_of
+from minidist.parallel.compression import Compression, Reduction, all_reduce_bytes, elements_of
 
 TOTALS = 2
 """Numbers that are summed over the ranks along with the gradients: rows and loss."""
@@ -24,8 +25,52 @@ TAIL_DTYPES = (torch.float32, torch.float64)
 """Dtypes of gradients among which these numbers, and counts of ranks, can be sent."""
 
 
-class Plan:
-    """Buckets for the gradients of `parameters`. Making it is a collective.
+class RoundPlan(ABC):
+    """What a reducer has to know of a round: the messages, and which gradients each waits for.
+
+    Attributes:
+        reductions: how each bucket is reduced, in the order in which they are sent.
+        bucket_of: for each parameter the number of the bucket that waits for it; -1 for none.
+        sparse: parameters with sparse gradients, which are in no bucket.
+        tail: for each parameter on how many ranks it was used, then the totals.
+        tail_in_bucket: whether the tail is the end of the last bucket, or a message of its own.
+        collects: whether gradients also go to their buckets where they are not sent yet.
+    """
+
+    reductions: Sequence[Reduction]
+    bucket_of: list[int]
+    sparse: Sequence[nn.Parameter]
+    tail: Tensor
+    tail_in_bucket: bool
+    collects: bool = True
+
+    @abstractmethod
+    def view(self, place: int) -> Tensor | None:
+        """Where a parameter's gradient has to lie when its bucket is sent; None where that is sparse."""
+
+    def moved(self, parameter: nn.Parameter, view: Tensor) -> None:
+        """A parameter's gradient has been copied into its bucket."""
+        parameter.grad = view
+
+    @abstractmethod
+    def summed(self, unused: Sequence[int]) -> None:
+        """All messages of a round are complete; this rank had no gradient for the parameters `unused`."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Drop the gradients, and what was kept back of them."""
+
+    def waiting(self) -> list[int]:
+        """For each bucket, how many gradients a backward pass brings before it is complete."""
+        counts = [0] * len(self.reductions)
+        for number in self.bucket_of:
+            if number >= 0:
+                counts[number] += 1
+        return counts
+
+
+class Plan(RoundPlan):
+    """Buckets for the gradients of `parameters`, which stay in them. Making it is a collective.
 
     Args:
         named: the parameters and their names, the same on all ranks.
@@ -36,12 +81,8 @@ class Plan:
         compression: what is done to a bucket.
 
     Attributes:
-        buckets, reductions: in the order in which they are sent.
+        buckets: in the order in which they are sent.
         views: for each parameter where its gradient lies; None where that is sparse.
-        bucket_of: for each parameter the number of the bucket that waits for it; -1 for none.
-        sparse: parameters with sparse gradients, which are in no bucket.
-        tail: for each parameter on how many ranks it was used, then the totals.
-        tail_in_bucket: whether the tail is the end of the last bucket, or a message of its own.
 
     Raises:
         ValueError: the ranks' parameters differ.
@@ -91,13 +132,20 @@ class Plan:
             for place, view in zip(bucket.places, bucket.views, strict=True):
                 self.views[place], self.bucket_of[place] = view, number
 
-    def waiting(self) -> list[int]:
-        """For each bucket, how many gradients a backward pass brings before it is complete."""
-        counts = [0] * len(self.buckets)
-        for number in self.bucket_of:
-            if number >= 0:
-                counts[number] += 1
-        return counts
+    def view(self, place: int) -> Tensor | None:
+        """See `RoundPlan.view`."""
+        return self.views[place]
+
+    def summed(self, unused: Sequence[int]) -> None:
+        """Take the gradient from parameters that no rank used, so that the optimizer passes them over."""
+        if not unused:
+            return
+        used = self.tail.tolist()
+        for place in unused:
+            if not used[place]:
+                self._parameters[place].grad = None
+            elif self.views[place] is not None:
+                self._parameters[place].grad = self.views[place]
 
     def rescale(self, factor: float, kept: bool = True) -> None:
         """Multiply the gradients, and with `kept` what compression has kept back of them."""

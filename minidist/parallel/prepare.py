@@ -11,13 +11,19 @@ from torch import nn
 from minidist import comm
 from minidist._names import unknown
 from minidist.model.loss import cross_entropy
+from minidist.parallel.clipping import check_max_norm
 from minidist.parallel.engine import Engine, Loss, MakeOptimizer
+from minidist.parallel.fully_sharded import FullySharded
 from minidist.parallel.hybrid import HybridEngine
 from minidist.parallel.layout import Layout
+from minidist.parallel.precision import LossScale, Precision
+from minidist.parallel.recompute import recompute
 from minidist.parallel.replicated import Replicated
+from minidist.parallel.strategy import Strategy
+from minidist.parallel.zero_strategy import ShardedState
 
-_AVAILABLE = {"tp": 1, "pp": 1, "zero": 0, "precision": "fp32", "recompute": False}
-"""Fields of a layout that this version takes at one value alone."""
+_AVAILABLE = {"tp": (1,), "pp": (1,)}
+"""Fields of a layout that this version takes at some values alone."""
 OPTIONS = {"bucket_mb", "overlap", "compression", "algorithm", "broadcast_buffers"}
 """Of `DataParallel`, that `prepare` passes on; its group is the layout's."""
 
@@ -28,6 +34,8 @@ def prepare(
     layout: Layout | None = None,
     loss: Loss = cross_entropy,
     data_parallel: Mapping[str, Any] | None = None,
+    clip_norm: float | None = None,
+    loss_scale: LossScale | None = None,
 ) -> Engine:
     """An engine that trains `model` on the ranks of `layout`. Every rank of the world calls it.
 
@@ -35,7 +43,8 @@ def prepare(
     >>> loss = engine.step(inputs, targets)
 
     The model trains where its parameters are. The ranks need not start from the same weights: rank 0's are
-    sent to all.
+    sent to all. With precision "bf16" or "fp16" in the layout the model, which is a float32 one, is converted
+    in place; see precision.py. With `recompute` its layers keep their inputs only; see recompute.py.
 
     Args:
         model: the same architecture on all ranks.
@@ -43,6 +52,9 @@ def prepare(
         layout: how many ranks do what; None for one rank.
         loss: from outputs and targets to the mean over their rows.
         data_parallel: options of `DataParallel`, such as {"compression": "float16"}.
+        clip_norm: shorten the gradients where their norm over all ranks is larger; None never does. As with
+            `torch.nn.utils.clip_grad_norm_`, a norm that is not finite makes weights that are not.
+        loss_scale: for precision "fp16", how the factor on the loss starts and grows.
 
     Raises:
         TypeError: an argument is of the wrong type.
@@ -67,12 +79,26 @@ def prepare(
     unknown_options = set(data_parallel or {}) - OPTIONS
     if unknown_options:
         raise unknown("option of data_parallel", min(unknown_options), sorted(OPTIONS))
-    return HybridEngine(model, Replicated(model, optimizer, data_parallel), layout, loss)
+    if clip_norm is not None:
+        check_max_norm("clip_norm", clip_norm)
+    precision = Precision(layout.precision, loss_scale)
+    precision.convert(model)
+    if layout.recompute:
+        recompute(model)
+    strategy: Strategy
+    if layout.zero == 3:
+        strategy = FullySharded(model, optimizer, master=precision.master)
+    elif layout.zero:
+        strategy = ShardedState(model, optimizer, layout.zero, data_parallel, precision.master)
+    else:
+        strategy = Replicated(model, optimizer, data_parallel, precision.master)
+    return HybridEngine(model, strategy, layout, loss, precision, clip_norm)
 
 
 def check_available(layout: Layout) -> None:
     """ValueError where a layout asks for a strategy that this version has not."""
-    for name, only in _AVAILABLE.items():
+    for name, those in _AVAILABLE.items():
         value = getattr(layout, name)
-        if value != only:
-            raise ValueError(f"{name}={value!r} in the layout; this version trains with {name}={only!r} only")
+        if value not in those:
+            only = " or ".join(f"{name}={each!r}" for each in those)
+            raise ValueError(f"{name}={value!r} in the layout; this version trains with {only} only")

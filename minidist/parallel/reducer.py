@@ -12,51 +12,51 @@ Source: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data P
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from minidist.parallel.buckets import Exchange, Message
-from minidist.parallel.compression import Compression
-from minidist.parallel.plan import Plan
+from minidist.parallel.plan import RoundPlan
 from minidist.parallel.sparse import gather_sparse
 
+AnyPlan = TypeVar("AnyPlan", bound=RoundPlan)
 
-class Reducer:
+
+class Reducer(Generic[AnyPlan]):
     """The gradients of `parameters` become sums over the ranks, multiplied by `scale`.
 
     Args:
         named: the parameters that get gradients, with their names; the same on all ranks.
         exchange: the ranks, at least two.
-        bucket_bytes: see `cut`.
         overlap: reduce while backward runs; else at `synchronize`.
-        compression: what is done to a bucket.
+        make_plan: given the places of parameters in the order in which the first backward pass brought their
+            gradients, the plan of all rounds; called by all ranks at the end of the first.
 
     Attributes:
         syncing: False while gradients only accumulate on this rank.
         scale: what this rank's gradients are multiplied by before they are summed.
-        totals: two numbers of this rank, to be summed with the next round.
-        sums: the last round's, (2,).
+        totals: numbers of this rank, to be summed with the next round; as many as the plan has room for.
+        sums: the last round's.
     """
 
     def __init__(
         self,
         named: Sequence[tuple[str, nn.Parameter]],
         exchange: Exchange,
-        bucket_bytes: int,
         overlap: bool,
-        compression: Compression,
+        make_plan: Callable[[Iterable[int]], AnyPlan],
     ) -> None:
         self.named, self.parameters = named, [parameter for _, parameter in named]
         self.exchange, self.overlap = exchange, overlap
-        self._bucket_bytes, self._compression = bucket_bytes, compression
+        self._make_plan = make_plan
         self.syncing, self.scale = True, 1 / exchange.ranks
-        self.totals: tuple[float | Tensor, float | Tensor] = (0.0, 0.0)
+        self.totals: Sequence[float | Tensor] = ()
         self.sums = torch.zeros(2)
-        self.plan: Plan | None = None
+        self.plan: AnyPlan | None = None
         self._order: dict[int, None] = {}  # places, as the first backward pass brings them
         self._reduced = False  # a backward pass has completed a round since the last `synchronize`
         self._local = False  # gradients came that no round has summed
@@ -100,7 +100,8 @@ class Reducer:
             self._order.setdefault(place)
             return
         if not reducing:
-            self._move(plan, place, 1.0)
+            if plan.collects:
+                self._move(plan, place, 1.0)
             return
         if self._ready[place]:
             raise RuntimeError(
@@ -113,12 +114,12 @@ class Reducer:
         self._waiting[number] -= 1
         if number == self._next and not self._waiting[number]:
             self._launch(plan)
-            while self._next < len(plan.buckets) and not self._waiting[self._next]:
+            while self._next < len(plan.reductions) and not self._waiting[self._next]:
                 self._launch(plan)
 
-    def _move(self, plan: Plan, place: int, scale: float) -> None:
+    def _move(self, plan: AnyPlan, place: int, scale: float) -> None:
         """Have a parameter's gradient lie in its bucket, multiplied by `scale`; sparse ones stay."""
-        parameter, view = self.parameters[place], plan.views[place]
+        parameter, view = self.parameters[place], plan.view(place)
         grad = parameter.grad
         if view is None or grad is None:
             return
@@ -134,12 +135,12 @@ class Reducer:
             torch.mul(grad, scale, out=view)  # one pass, and not one to copy and one to divide
         else:
             view.copy_(grad)
-        parameter.grad = view
+        plan.moved(parameter, view)
 
-    def _launch(self, plan: Plan) -> None:
+    def _launch(self, plan: AnyPlan) -> None:
         """Start the reduction of the next bucket."""
-        self.exchange.nothing_left = self._completing or self._next == len(plan.buckets) - 1
-        if plan.tail_in_bucket and self._next == len(plan.buckets) - 1:
+        self.exchange.nothing_left = self._completing or self._next == len(plan.reductions) - 1
+        if plan.tail_in_bucket and self._next == len(plan.reductions) - 1:
             self._fill_tail(plan)
         self._start(plan.reductions[self._next].run())
         self._next += 1
@@ -149,11 +150,14 @@ class Reducer:
         if first is not None:
             self._running.append((first, steps))
 
-    def _fill_tail(self, plan: Plan) -> None:
+    def _fill_tail(self, plan: AnyPlan) -> None:
         plan.tail.fill_(1.0)
         for place in self._unused:
             plan.tail[place] = 0.0
-        plan.tail[-2], plan.tail[-1] = self.totals
+        for number in range(len(self.parameters), len(plan.tail)):
+            plan.tail[number] = 0.0
+        for number, total in enumerate(self.totals, len(self.parameters)):
+            plan.tail[number] = total
 
     def _backward_ended(self) -> None:
         self.reduce()
@@ -170,18 +174,21 @@ class Reducer:
     def reduce(self) -> None:
         """Complete a round, also where this rank has no gradient to give."""
         self._forget_reminder()
-        if self.plan is None:
-            self.plan = Plan(self.named, self._order, self.exchange, self._bucket_bytes, self._compression)
-            self._waiting = self.plan.waiting()
-        plan = self.plan
+        plan = self.settled()
 
-        # Launch what the backward pass has not.
+        # Launch what the backward pass has not, bucket by bucket, so that few are full at once.
         self._completing = True
+        missing: list[list[int]] = [[] for _ in (*plan.reductions, None)]  # the last: of no bucket
         for place, ready in enumerate(self._ready):
             if not ready:
+                missing[plan.bucket_of[place]].append(place)
+        for number, places in enumerate(missing[:-1]):
+            for place in places:
                 self._complete(plan, place)
-        while self._next < len(plan.buckets):
-            self._launch(plan)
+            if number == self._next:
+                self._launch(plan)
+        for place in missing[-1]:
+            self._complete(plan, place)
         self.exchange.nothing_left = True
         if not plan.tail_in_bucket:
             self._fill_tail(plan)
@@ -196,29 +203,29 @@ class Reducer:
                 work.wait()
                 self._start(steps)
 
-        # A parameter that no rank used has no gradient, so that the optimizer passes it over.
-        if self._unused:
-            used = plan.tail.tolist()
-            for place in self._unused:
-                if not used[place]:
-                    self.parameters[place].grad = None
-                elif plan.views[place] is not None:
-                    self.parameters[place].grad = plan.views[place]
-        self.sums, self.totals = plan.tail[-2:], (0.0, 0.0)
+        plan.summed(self._unused)
+        self.sums, self.totals = plan.tail[len(self.parameters) :], ()
         self._local = False
         self._reset(plan)
 
-    def _complete(self, plan: Plan, place: int) -> None:
+    def settled(self) -> AnyPlan:
+        """The plan, which is made where there is none yet: a collective then."""
+        if self.plan is None:
+            self.plan = self._make_plan(self._order)
+            self._waiting = self.plan.waiting()
+        return self.plan
+
+    def _complete(self, plan: AnyPlan, place: int) -> None:
         """Take what there is of a gradient that the running backward pass has not brought."""
-        view = plan.views[place]
         if self.parameters[place].grad is not None:
             self._move(plan, place, self.scale)
             return
+        view = plan.view(place)
         self._unused.append(place)
         if view is not None:
             view.zero_()
 
-    def _reset(self, plan: Plan) -> None:
+    def _reset(self, plan: AnyPlan) -> None:
         """Before the next round."""
         self._open, self._completing, self._next = False, False, 0
         self._ready = bytearray(len(self.parameters))
@@ -238,7 +245,7 @@ class Reducer:
             self._reminder = None
 
 
-def _hook(owner: weakref.ref[Reducer], place: int) -> Callable[[Tensor], None]:
+def _hook(owner: weakref.ref[Reducer[Any]], place: int) -> Callable[[Tensor], None]:
     def arrived(_: Tensor) -> None:
         reducer = owner()
         if reducer is not None:
@@ -247,7 +254,7 @@ def _hook(owner: weakref.ref[Reducer], place: int) -> Callable[[Tensor], None]:
     return arrived
 
 
-def _reminder(owner: weakref.ref[Reducer]) -> Callable[..., None]:
+def _reminder(owner: weakref.ref[Reducer[Any]]) -> Callable[..., None]:
     """Before an optimizer's step: an error where it would use gradients of this rank alone."""
 
     def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -9,10 +9,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from minidist.parallel.data_parallel import DataParallel
 from minidist.parallel.engine import MakeOptimizer
+from minidist.parallel.master_weights import MasterWeights
 from minidist.parallel.strategy import Chunk, Held, Strategy
 from minidist.parallel.training_state import (
     load_optimizer,
@@ -27,14 +29,23 @@ class Replicated(Strategy):
     """Data parallelism over all ranks of the world; one process where there is one rank.
 
     options: those of `DataParallel`.
+    master: the dtype in which the optimizer updates copies of the parameters; None for no copies.
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: MakeOptimizer, options: Mapping[str, Any] | None = None
+        self,
+        model: nn.Module,
+        optimizer: MakeOptimizer,
+        options: Mapping[str, Any] | None = None,
+        master: torch.dtype | None = None,
     ) -> None:
         self.model = model
         self.parallel = DataParallel(model, **(options or {}))
-        self.optimizer = optimizer(model.parameters())
+        self.masters: MasterWeights | None = None
+        if master is None:
+            self.optimizer = optimizer(model.parameters())
+        else:
+            self.optimizer = self.masters = MasterWeights(model.parameters(), optimizer, master)
         self._own = (0.0, 0.0)
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -75,6 +86,20 @@ class Replicated(Strategy):
         """All gradients."""
         return [p.grad for p in self.model.parameters() if p.grad is not None]
 
+    def multiply(self, factor: float) -> None:
+        """See `Strategy.multiply`. What compression has kept back of the gradients is not multiplied."""
+        if self.masters is None:
+            self.parallel.rescale_gradients(factor, kept=False)
+        else:
+            self.masters.factor *= factor
+
+    def drop(self) -> None:
+        """See `Strategy.drop`."""
+        self.zero_grad()
+        reducer = self.parallel.reducer
+        if reducer is not None and reducer.plan is not None:
+            reducer.plan.clear()
+
     def update(self) -> None:
         """The optimizer's step, the same on all ranks."""
         self.optimizer.step()
@@ -87,21 +112,41 @@ class Replicated(Strategy):
         """See `Strategy.held`."""
         reducer = self.parallel.reducer
         buckets = [] if reducer is None or reducer.plan is None else reducer.plan.buckets
+        masters = self._masters
+        state = [tensor for _, _, tensor in optimizer_tensors(self.optimizer, self._names)]
         return Held(
             [*self.model.parameters()],
             [*self.gradients(), *(bucket.flat for bucket in buckets)],
-            [tensor for _, _, tensor in optimizer_tensors(self.optimizer, names_of(self.model))],
+            [*state, *(master for parameter, master in masters.items() if master is not parameter)],
             [*self.model.buffers()],
         )
 
     def chunks(self) -> Iterator[Chunk]:
         """Everything, whole; see `Strategy.chunks`."""
-        yield from whole_chunks(self.model, self.optimizer)
+        yield from whole_chunks(self.model, self.optimizer, self._masters)
 
     def settings(self) -> dict[str, Any]:
         """See `Strategy.settings`."""
-        return optimizer_settings(self.optimizer, names_of(self.model))
+        return optimizer_settings(self.optimizer, self._names)
 
     def load_settings(self, settings: Mapping[str, Any], state: Mapping[str, Mapping[str, Any]]) -> None:
         """See `Strategy.load_settings`."""
-        load_optimizer(self.optimizer, names_of(self.model), settings, state)
+        load_optimizer(self.optimizer, self._names, settings, state)
+
+    def loaded(self) -> None:
+        """See `Strategy.loaded`: the model's parameters are the masters, rounded."""
+        if self.masters is not None:
+            self.masters.copy_back()
+
+    @property
+    def _masters(self) -> dict[Tensor, Tensor]:
+        """For each parameter its master, where there are masters."""
+        if self.masters is None:
+            return {}
+        return dict(zip(self.masters.parameters, self.masters.masters, strict=True))
+
+    @property
+    def _names(self) -> dict[Tensor, str]:
+        """The name of each parameter that the optimizer updates."""
+        masters = self._masters
+        return {masters.get(parameter, parameter): name for parameter, name in names_of(self.model).items()}

@@ -44,7 +44,7 @@ class Strategy(ABC):
 
     In a step the engine calls `zero_grad`, then `forward` and a backward pass for each micro-batch, all but
     the last inside `no_sync`, with `announce` before the last backward; then `synchronize`, perhaps
-    `rescale`, and `update` unless the step is skipped.
+    `rescale`; then perhaps `multiply`, and `update`, or `drop` where the step is skipped.
 
     Attributes:
         optimizer: for the parameters, or this rank's share of them; learning-rate schedulers take it.
@@ -87,6 +87,15 @@ class Strategy(ABC):
     def gradients(self) -> list[Tensor]:
         """The gradients that this rank's update takes: over the ranks every element once, or all on each."""
 
+    def multiply(self, factor: float) -> None:
+        """Multiply the gradients that `update` takes, in its precision where that is higher than theirs."""
+        for gradient in self.gradients():
+            gradient.mul_(factor)
+
+    def drop(self) -> None:
+        """Forget the gradients, and what was kept back of them, since the step is skipped."""
+        self.zero_grad()
+
     @abstractmethod
     def update(self) -> None:
         """The optimizer's step; after it every rank computes with the new parameters."""
@@ -118,5 +127,8 @@ class Strategy(ABC):
         state: for each parameter the keys of its optimizer state, each with its whole shape and dtype.
         """
 
-    def loaded(self) -> None:  # noqa: B027
-        """All chunks have been written to: take over what depends on them."""
+    def loaded(self) -> None:  # noqa: B027 (most strategies have nothing to do)
+        """The tensors of `chunks` have been written: have what follows from them be made again.
+
+        A collective: all ranks call it, when all have written.
+        """

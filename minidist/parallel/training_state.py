@@ -31,10 +31,18 @@ def optimizer_tensors(
                     yield names[parameter], key, value
 
 
-def whole_chunks(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Chunk]:
-    """Chunks of a model and an optimizer that this rank has whole."""
-    named = [("model." + name, value) for name, value in model.state_dict().items()]
-    state = optimizer_tensors(optimizer, names_of(model))
+def whole_chunks(
+    model: nn.Module, optimizer: torch.optim.Optimizer, masters: Mapping[Tensor, Tensor] | None = None
+) -> Iterator[Chunk]:
+    """Chunks of a model and an optimizer that this rank has whole.
+
+    masters: for parameters what the optimizer updates in their place.
+    """
+    masters = masters or {}
+    values = model.state_dict(keep_vars=True)
+    named = [("model." + name, masters.get(value, value)) for name, value in values.items()]
+    names = names_of(model)
+    state = optimizer_tensors(optimizer, {masters.get(p, p): name for p, name in names.items()})
     for name, tensor in (*named, *((f"optimizer.{name}.{key}", value) for name, key, value in state)):
         yield Chunk(name, tuple(tensor.shape), (0,) * tensor.dim(), tensor.detach())
 

@@ -1,0 +1,178 @@
+"""Activations: the bytes that the forward pass keeps for the backward pass.
+
+Autograd hands over every tensor that an operation saves for its gradient, and drops it once the gradient is
+computed. Counted are the storages that these tensors lie in, each once however many tensors share it, from
+when the first is saved until the last is dropped; parameters and buffers are not activations. What the
+formulas for a transformer layer leave out, such as the statistics of norms, is counted too.
+
+Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 4.1.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+
+class ActivationCounter:
+    """Counts what the passes inside its `with` keep; it may be entered many times.
+
+    >>> with ActivationCounter(model) as counter:
+    ...     loss = cross_entropy(model(inputs), targets)
+    ...     loss.backward()
+    >>> counter.peak
+
+    A model's inputs count where they are saved, once, and a view counts with the whole storage that it is of.
+    It costs some microseconds for each saved tensor.
+
+    Args:
+        module: whose parameters and buffers are left out. Parameters of other modules are too; their buffers
+            are not.
+        others: tensors whose storages are left out, too, such as a batch that its owner keeps anyway.
+
+    Attributes:
+        saved: bytes that are kept now.
+        peak: the most that were kept at one time; set it to `saved`, and it counts anew.
+    """
+
+    def __init__(self, module: nn.Module | None = None, others: Iterable[Tensor] = ()) -> None:
+        self.saved = self.peak = 0
+        self._module, self._others = module, [*others]
+        self._excluded: set[int] = set()
+        self._live: dict[int, list[int]] = {}  # for each storage, how many hold it, and its bytes
+        self._hooks: list[saved_tensors_hooks] = []
+
+    def __enter__(self) -> ActivationCounter:
+        tensors = self._others
+        if self._module is not None:
+            tensors = [*tensors, *self._module.parameters(), *self._module.buffers()]
+        self._excluded = {_storage(tensor)._cdata for tensor in tensors}
+        hooks = saved_tensors_hooks(self.pack, self.unpack)
+        hooks.__enter__()
+        self._hooks.append(hooks)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._hooks.pop().__exit__(kind, error, trace)
+
+    def pack(self, tensor: Tensor) -> Tensor | _Kept:
+        """Called by autograd when it saves a tensor."""
+        if not self._counts(tensor):
+            return tensor
+        return _Kept(self, tensor.detach() if tensor.requires_grad else tensor)
+
+    def unpack(self, kept: Tensor | _Kept) -> Tensor:
+        """Called by autograd when it needs the tensor."""
+        return kept.tensor if isinstance(kept, _Kept) else kept
+
+    @staticmethod
+    def active() -> ActivationCounter | None:
+        """The counter that counts what is saved now, where there is one."""
+        pack, _ = _hooks_of_now()
+        counter = getattr(getattr(pack, "__self__", None), "counter", None)
+        return counter if isinstance(counter, ActivationCounter) else None
+
+    @property
+    def counter(self) -> ActivationCounter:
+        """This object, as `active` asks for it."""
+        return self
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Inside, count also what other hooks keep, which autograd calls in place of this counter's.
+
+        They say nothing of when they drop a tensor, so it counts until its memory is freed. For tensors that
+        are kept by nobody else: those that recomputation makes.
+        """
+        beside = _Beside(self, *_hooks_of_now())
+        with saved_tensors_hooks(beside.pack, beside.unpack):
+            yield
+
+    def _watch(self, tensor: Tensor) -> None:
+        """Count a tensor's storage until it is freed, where it is not counted already."""
+        storage = _storage(tensor) if self._counts(tensor) else None
+        if storage is not None and storage._cdata not in self._live:
+            self._hold(storage._cdata, storage.nbytes())
+            weakref.finalize(storage, self._release, storage._cdata).atexit = False
+
+    def _counts(self, tensor: Tensor) -> bool:
+        if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
+            return False
+        return tensor.layout == torch.strided and _storage(tensor)._cdata not in self._excluded
+
+    def _hold(self, key: int, size: int) -> None:
+        entry = self._live.setdefault(key, [0, size])
+        if not entry[0]:
+            self.saved += size
+            self.peak = max(self.peak, self.saved)
+        entry[0] += 1
+
+    def _release(self, key: int) -> None:
+        entry = self._live[key]
+        entry[0] -= 1
+        if not entry[0]:
+            self.saved -= entry[1]
+            del self._live[key]
+
+
+class _Kept:
+    """A saved tensor, counted for as long as the graph holds this object."""
+
+    __slots__ = ("counter", "key", "tensor")
+
+    def __init__(self, counter: ActivationCounter, tensor: Tensor) -> None:
+        storage = _storage(tensor)
+        self.counter, self.key, self.tensor = counter, storage._cdata, tensor
+        counter._hold(self.key, storage.nbytes())
+
+    def __del__(self) -> None:
+        self.counter._release(self.key)
+
+
+class _Beside:
+    """Hooks that count, and leave the rest to others."""
+
+    def __init__(self, counter: ActivationCounter, pack: Any, unpack: Any) -> None:
+        self.counter, self._pack, self._unpack = counter, pack, unpack
+
+    def pack(self, tensor: Tensor) -> Any:
+        self.counter._watch(tensor)
+        return self._pack(tensor)
+
+    def unpack(self, kept: Any) -> Tensor:
+        tensor: Tensor = self._unpack(kept)
+        return tensor
+
+
+def _hooks_of_now() -> tuple[Any, Any]:
+    """What autograd calls to save a tensor and to get it back; None for both where there are no hooks."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) or (None, None)
+
+
+def saved_activations(fn: Callable[[], Any], module: nn.Module | None = None) -> int:
+    """Bytes that are kept for the backward pass when `fn` has returned.
+
+    >>> saved_activations(lambda: model(inputs))
+
+    Args:
+        fn: a forward pass; what it returns is held until the bytes are counted.
+        module: see `ActivationCounter`.
+    """
+    with ActivationCounter(module) as counter:
+        outputs = fn()
+    saved = counter.saved
+    del outputs
+    return saved
+
+
+def _storage(tensor: Tensor) -> torch.UntypedStorage:
+    return tensor.untyped_storage()

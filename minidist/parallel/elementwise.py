@@ -1,0 +1,55 @@
+"""Which optimizers may update a part of a parameter that ends anywhere.
+
+An elementwise update computes each element's new value from that element's own history. It gives the same on
+a flat shard, cut in the middle of a row, as on whole parameters. Others, such as Adafactor with its means
+over rows or Muon with its matrix products, need the parameter's shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+ELEMENTWISE = frozenset(
+    {
+        "ASGD",
+        "Adadelta",
+        "Adagrad",
+        "Adam",
+        "AdamW",
+        "Adamax",
+        "NAdam",
+        "RAdam",
+        "RMSprop",
+        "Rprop",
+        "SGD",
+    }
+)
+"""Names of torch's optimizers that update each element by itself."""
+
+
+def is_elementwise(kind: type) -> bool:
+    """Whether an optimizer class updates each element by itself: one of torch's, or made from one.
+
+    Others say so with a class attribute `elementwise = True`.
+    """
+    if "elementwise" in vars(kind) or not issubclass(kind, torch.optim.Optimizer):
+        return bool(getattr(kind, "elementwise", False))
+    return any(c.__name__ in ELEMENTWISE and c.__module__.startswith("torch.optim") for c in kind.__mro__)
+
+
+def require_elementwise(make: Callable[..., torch.optim.Optimizer]) -> None:
+    """ValueError where `make`, a class or a partial of one, makes an optimizer that needs whole parameters.
+
+    What another function makes is known when it is made.
+    """
+    kind: object = make
+    while isinstance(kind, partial):
+        kind = kind.func
+    if isinstance(kind, type) and not is_elementwise(kind):
+        raise ValueError(
+            f"optimizer is {kind.__name__}, which needs whole parameters, and stage 3 gives it flat "
+            f"shards; use Layout(zero=1), which splits at whole parameters, or one of {', '.join(sorted(ELEMENTWISE))}"
+        )

@@ -1,0 +1,211 @@
+"""ZeRO stage 3: each rank keeps an n-th of the parameters, their gradients and the optimizer's state.
+
+The model is cut into units (shard_units.py), such as transformer blocks. A unit's parameters are gathered
+just before its forward pass and freed after it; gathered again before its backward pass, after which its
+gradients are reduced, each rank keeps the sum of its n-th, and the rest is freed. While a unit computes, the
+next is on its way.
+
+Sources: Rajbhandari et al. 2020, "ZeRO", section 5.3 and 7.2.2; Zhao et al. 2023, "PyTorch FSDP".
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from minidist import comm
+from minidist.comm.work import Group, ranks_of
+from minidist.parallel.buckets import broadcast_together, require_same
+from minidist.parallel.elementwise import require_elementwise
+from minidist.parallel.engine import MakeOptimizer
+from minidist.parallel.shard_build import build
+from minidist.parallel.shard_gradients import Gradients
+from minidist.parallel.shard_offload import place_for
+from minidist.parallel.shard_passes import Passes
+from minidist.parallel.shard_units import Units
+
+
+class FullyShard(nn.Module):
+    """A module whose parameters, gradients and optimizer state are sharded, with its optimizer.
+
+    >>> sharded = md.FullyShard(model, torch.optim.AdamW, lr=1e-3)
+    >>> loss = cross_entropy(sharded(inputs), targets)
+    >>> loss.backward()
+    >>> sharded.step()
+    >>> sharded.zero_grad()
+
+    Gradients are means over the ranks, as in `DataParallel`; with several backward passes before a step they
+    add up. Every rank makes the same calls. Outside a pass the module's own parameters hold NaN; `summon`
+    shows them. A parameter's `requires_grad` counts as it is when this is made.
+
+    Bytes that a rank sends in a step: see `bytes_per_step`; one and a half times what `DataParallel` does.
+
+    Args:
+        module: the model; the same architecture on all ranks. Where its parameters are on the meta device,
+            they are made unit by unit, so that the whole model is never in memory. Otherwise their memory is
+            given back unit by unit.
+        optimizer_class: of the optimizer, which takes flat shards: an elementwise one, see elementwise.py. Or
+            any function from parameters to an optimizer.
+        group: the ranks that share the batch; None for all.
+        offload: "cpu" keeps shards, gradients and optimizer state in CPU memory, where they are anyway if the
+            module computes there; a directory keeps shards and optimizer state in files there, mapped into
+            memory and removed at once. False: with the module.
+        units: classes of modules, or modules, that are gathered as a whole; None for the children of every
+            nn.ModuleList and nn.Sequential.
+        initialize: gives a submodule's own parameters their first values, where they were on the meta device;
+            None for the model's method `initialize_part`, else each submodule's `reset_parameters`.
+        prefetch: gather the next unit while one computes.
+        master: dtype of the copies that the optimizer updates; None for the parameters' own.
+        **defaults: of the optimizer, such as lr.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong, or the ranks' modules differ.
+        OSError: offload names a directory that has no room or takes no files.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer_class: type[torch.optim.Optimizer] | MakeOptimizer,
+        group: Group = None,
+        offload: bool | str | os.PathLike[str] = False,
+        *,
+        units: Units = None,
+        initialize: Callable[[nn.Module], object] | None = None,
+        prefetch: bool = True,
+        master: torch.dtype | None = None,
+        **defaults: Any,
+    ) -> None:
+        super().__init__()
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"module is a {type(module).__name__}; give a torch.nn.Module")
+        require_elementwise(optimizer_class)
+        self.module, self.group = module, group
+        self.ranks = len(ranks_of(group))
+        if self.ranks > 1:
+            state = [*module.named_parameters(), *module.named_buffers()]
+            require_same("parameters and buffers", state, group)
+        self.place = place_for(offload)
+        self.names = [name for name, _ in module.named_parameters()]
+        self.shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
+        self.units, self.stores = build(module, units, group, master, initialize, self.place)
+        broadcast_together([*module.buffers()], group)
+        for store in self.stores:
+            store.fill()
+        self.gradients = Gradients(self.stores, len(self.names), group)
+        self.passes = Passes(self.units, self.gradients, group, prefetch)
+        self.optimizer: torch.optim.Optimizer = optimizer_class([*self.parameters()], **defaults)
+        require_elementwise(type(self.optimizer))
+        self._synchronized = False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module returns for this rank's share of the batch. Every rank takes part."""
+        try:
+            return self.module(*args, **kwargs)
+        except BaseException:
+            self.passes.abandon()
+            raise
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """This rank's shards, as the optimizer takes them."""
+        for _, piece in self.named_parameters():
+            yield piece
+
+    def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's shards with names that number them."""
+        pieces = [piece for store in self.stores for piece in store.pieces]
+        yield from ((f"shard.{number}", piece) for number, piece in enumerate(pieces))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients."""
+        self.gradients.forget()
+        self._synchronized = False
+        for piece in self.parameters():
+            piece.grad = None
+
+    def synchronize(self, *totals: float | Tensor) -> list[float]:
+        """Complete the gradients: which parameters any rank used. `step` does it where nobody has.
+
+        Sends 2 (n - 1) / n 8 (P + 2) bytes for P parameters.
+
+        Args:
+            totals: up to two numbers of this rank.
+
+        Returns:
+            Their sums over the ranks.
+        """
+        self.passes.finish()
+        used = [*map(float, self.gradients.used), *totals, *(0.0,) * (2 - len(totals))]
+        device = self.units[0].device
+        counts = comm.all_reduce(
+            torch.tensor(used, dtype=torch.float64, device=device), group=self.group
+        ).tolist()
+        flags = [count > 0 for count in counts[:-2]]
+        for store in self.stores:
+            store.give_gradients(flags, self.optimizer)
+        self._synchronized = True
+        return counts[-2:]
+
+    def step(self) -> None:
+        """The optimizer's step on this rank's shards; the next pass gathers what it leaves."""
+        if not self._synchronized:
+            self.synchronize()
+        self.place.step(self.optimizer)
+        for store in self.stores:
+            store.publish()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """As in `DataParallel`, for loops that accumulate gradients; here each backward pass reduces anyway.
+
+        Whole gradients, which could wait, would take n times the memory of their shards.
+        """
+        yield
+
+    @contextmanager
+    def summon(self) -> Iterator[nn.Module]:
+        """Inside, the module's parameters are whole. A collective; sends n - 1 times the shards' bytes.
+
+        What is written to them is kept: each rank takes its own shard back, so that all ranks have to write
+        the same.
+        """
+        self.passes.gather_all()
+        try:
+            yield self.module
+        finally:
+            with torch.no_grad():
+                for store in self.stores:
+                    store.take_back()
+            self.passes.free_all()
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Copies of all parameters and buffers, in full, under the module's names. A collective."""
+        with self.summon():
+            state = self.module.state_dict(*args, **kwargs)
+            return {name: v.detach().clone() if isinstance(v, Tensor) else v for name, v in state.items()}
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """Take the module's state, in full and the same on all ranks. A collective."""
+        with self.summon():
+            return self.module.load_state_dict(state_dict, strict)
+
+    def bytes_per_step(self, passes: int = 1) -> int:
+        """Bytes that this rank sends in a step of so many forward and backward passes, by the formula.
+
+        An all-gather forward, one backward and a reduce-scatter: 3 (n - 1) / n of the padded bytes of the
+        parameters, each flat tensor padded to a multiple of n. The root unit is gathered once and frozen
+        parameters are not reduced: a third less for each. And which parameters were used, with two totals:
+        2 (n - 1) / n 8 (P + 2). The first pass, in which the order is settled, sends 48 (n - 1) / n for each
+        unit more.
+        """
+        each = 0
+        for unit in self.units:
+            for flat in unit.flats:
+                times = 2 + flat.trained - (unit is self.units[0])
+                each += times * (self.ranks - 1) * flat.share * flat.full.element_size()
+        return passes * each + 2 * (self.ranks - 1) * 8 * (len(self.names) + 2) // self.ranks

@@ -1,0 +1,61 @@
+"""From a model to units and shards, unit by unit, so that no more than one unit is whole at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from minidist.comm.work import Group
+from minidist.parallel.shard_flat import Flat
+from minidist.parallel.shard_offload import Place
+from minidist.parallel.shard_store import Store
+from minidist.parallel.shard_units import Unit, Units, divide, materialise, modules_of
+
+
+def build(
+    module: nn.Module,
+    units: Units,
+    group: Group,
+    master: torch.dtype | None,
+    initialize: Callable[[nn.Module], object] | None,
+    place: Place,
+) -> tuple[list[Unit], list[Store]]:
+    """Cut a model into units, and keep this rank's shard of rank 0's parameters.
+
+    Returns:
+        The units, the root first, and the stores of their shards, one for each dtype and for trained and
+        frozen parameters.
+    """
+    found = [Unit(name, part, i) for i, (name, part) in enumerate(modules_of(module, units))]
+    numbers = {name: number for number, name in enumerate(name for name, _ in module.named_parameters())}
+    devices = {p.device for p in module.parameters() if not p.is_meta}
+    if len(devices) > 1:
+        raise ValueError(
+            f"module has parameters on {', '.join(sorted(map(str, devices)))}; move all to one device first"
+        )
+    device = next(iter(devices), torch.get_default_device())
+    device = torch.device("cpu") if device.type == "meta" else device
+    initialize = initialize or getattr(module, "initialize_part", None)
+
+    # Where each shard will lie follows from the shapes alone; the values come unit by unit.
+    kinds: dict[Any, list[Flat]] = {}
+    parts = divide(module, found)
+    for unit, entries in parts:
+        unit.device = device
+        groups: dict[Any, list[tuple[int, str, nn.Parameter]]] = {}
+        for name, parameter, _ in entries:
+            kind = (parameter.dtype, parameter.requires_grad)
+            groups.setdefault(kind, []).append((numbers[name], name, parameter))
+        for kind, those in groups.items():
+            unit.flats.append(Flat(those, group, device))
+            kinds.setdefault(kind, []).append(unit.flats[-1])
+    stores = [Store(flats, group, master, place.empty_for(device)) for flats in kinds.values()]
+    for unit, entries in parts:
+        materialise(entries, device, initialize)
+        now = {name: holder._parameters[attribute] for name, _, ((holder, attribute), *_) in entries}
+        for flat in unit.flats:
+            flat.take([now[name] for name in flat.names])  # type: ignore[misc]
+    return found, stores

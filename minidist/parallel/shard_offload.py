@@ -1,0 +1,124 @@
+"""Offload: shards and optimizer state in CPU memory, or in files on disk that are mapped into memory.
+
+A mapped file's pages are written back by the system when memory runs short, and read again when they are
+touched: what does not fit costs the disk's time, and nothing else changes.
+
+Source: Rajbhandari et al. 2021, "ZeRO-Infinity", section 5.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+
+class Place:
+    """Where shards and optimizer state lie: where the module computes."""
+
+    def empty_for(self, device: torch.device) -> Callable[[int, torch.dtype], Tensor] | None:
+        """What makes the long tensors; None for memory that the ranks share."""
+        return None
+
+    def like(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """Zeros for optimizer state of the length of `x`."""
+        return torch.zeros_like(x, dtype=dtype)
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """The optimizer's step."""
+        optimizer.step()
+
+
+class OnCPU(Place):
+    """CPU memory, pinned where a GPU computes."""
+
+    def empty_for(self, device: torch.device) -> Callable[[int, torch.dtype], Tensor] | None:
+        """See `Place.empty_for`; a module that computes on the CPU has its shards there anyway."""
+        if device.type == "cpu":
+            return None
+        return lambda length, dtype: torch.zeros(length, dtype=dtype, pin_memory=True)
+
+
+class OnDisk(Place):
+    """Files in a directory, mapped into memory. They have no name any more, and end with the process.
+
+    Raises:
+        OSError: no room, or no file may be made there.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._mapped: set[int] = set()  # addresses of storages
+        self.empty(1, torch.uint8)  # an error now, and not in the first step
+
+    def empty_for(self, device: torch.device) -> Callable[[int, torch.dtype], Tensor] | None:
+        """See `Place.empty_for`."""
+        return self.empty
+
+    def empty(self, length: int, dtype: torch.dtype) -> Tensor:
+        """A tensor of zeros in a file of its own."""
+        size = max(1, length) * dtype.itemsize
+        try:
+            descriptor, name = tempfile.mkstemp(prefix="minidist-offload-", dir=self.directory)
+            try:
+                # All of it now: a full disk is an error here, and would be a fatal signal at a later write.
+                os.posix_fallocate(descriptor, 0, size)
+                storage = torch.UntypedStorage.from_file(name, True, size)
+            finally:
+                os.close(descriptor)
+                os.unlink(name)
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"offload to {self.directory} needs a file of {size} bytes there, and the system says "
+                f"{error.strerror!r}; give a directory with room that this process may write to",
+            ) from error
+        self._mapped.add(storage.data_ptr())
+        return torch.empty(0, dtype=dtype).set_(storage, 0, (length,))  # type: ignore[call-overload, no-any-return]
+
+    def like(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """See `Place.like`; in a file, too."""
+        return self.empty(len(x), dtype)
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """The optimizer's step; state that it makes moves to disk piece by piece, the first time."""
+        pieces = [piece for group in optimizer.param_groups for piece in group["params"]]
+        fresh = [piece for piece in pieces if piece.grad is not None and piece not in optimizer.state]
+        if not fresh:
+            optimizer.step()
+            return
+        grads = [piece.grad for piece in pieces]
+        for chosen, grad in zip(pieces, grads, strict=True):
+            for piece in pieces:
+                piece.grad = grad if piece is chosen else None
+            if grad is not None:
+                optimizer.step()
+                self._move(optimizer, chosen)
+        for piece, grad in zip(pieces, grads, strict=True):
+            piece.grad = grad
+
+    def _move(self, optimizer: torch.optim.Optimizer, piece: Tensor) -> None:
+        state = optimizer.state[piece]
+        for key, value in state.items():
+            if not isinstance(value, Tensor) or value.shape != piece.shape:
+                continue
+            if value.untyped_storage().data_ptr() not in self._mapped:
+                state[key] = self.empty(value.numel(), value.dtype).copy_(value)
+
+
+def place_for(offload: bool | str | os.PathLike[str]) -> Place:
+    """What `offload=` asks for.
+
+    Raises:
+        TypeError: it is no directory's name.
+        OSError: no file can be made there.
+    """
+    if offload is False:
+        return Place()
+    if isinstance(offload, bool) or not isinstance(offload, str | os.PathLike):
+        raise TypeError(f"offload is {offload!r}; give False, 'cpu' or a directory")
+    return OnCPU() if offload == "cpu" else OnDisk(Path(offload))

@@ -1,0 +1,128 @@
+"""The training state of flat shards by the names of parameters, so that every other layout can read it.
+
+A shard begins and ends in the middle of parameters; this rank's elements of one are cut into boxes (see
+flat_ranges.py), which are views into the shard, and its optimizer state the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minidist.parallel.flat_ranges import boxes
+from minidist.parallel.fully_shard import FullyShard
+from minidist.parallel.shard_store import Store
+from minidist.parallel.strategy import Chunk
+
+
+def shard_chunks(parallel: FullyShard) -> Iterator[Chunk]:
+    """What this rank holds: its boxes of parameters, all buffers, its boxes of the optimizer's state.
+
+    A parameter with several names comes under each of them, as in a state_dict; its optimizer state under the
+    first.
+    """
+    aliases: dict[str, list[str]] = {}
+    first = {id(parameter): name for name, parameter in parallel.module.named_parameters()}
+    for name, parameter in parallel.module.named_parameters(remove_duplicate=False):
+        aliases.setdefault(first[id(parameter)], []).append(name)
+    for store in parallel.stores:
+        for name, start, stop, low in _parts(store):
+            for alias in aliases[name]:
+                yield from _cut(f"model.{alias}", parallel.shapes[name], low, store.updated[start:stop])
+    parameters = {alias for each in aliases.values() for alias in each}
+    for name, value in parallel.module.state_dict().items():
+        if name not in parameters:
+            yield Chunk(f"model.{name}", tuple(value.shape), (0,) * value.dim(), value)
+    for store in parallel.stores:
+        for piece, (low, high) in zip(store.pieces, store.bounds, strict=True):
+            state = parallel.optimizer.state.get(piece, {})
+            for name, start, stop, offset in _parts(store):
+                begin, end = max(start, low), min(stop, high)
+                for key, value in state.items():
+                    if begin >= end or not isinstance(value, Tensor):
+                        continue
+                    full = f"optimizer.{name}.{key}"
+                    if value.dim() == 0:
+                        yield Chunk(full, (), (), value)
+                    else:
+                        part = value[begin - low : end - low]
+                        yield from _cut(full, parallel.shapes[name], offset + begin - start, part)
+
+
+def _parts(store: Store) -> Iterator[tuple[str, int, int, int]]:
+    """This rank's part of each parameter: its name, start and stop in the long tensor, its first element."""
+    for name, (start, stop), low in zip(store.names, store.spans, store.starts, strict=True):
+        yield name, start, stop, low
+
+
+def _cut(name: str, shape: tuple[int, ...], start: int, values: Tensor) -> Iterator[Chunk]:
+    """Boxes of a parameter's elements from `start` on, which `values` holds."""
+    done = 0
+    for offsets, sizes in boxes(shape, start, start + len(values)):
+        count = torch.Size(sizes).numel()
+        yield Chunk(name, shape, offsets, values[done : done + count].view(sizes))
+        done += count
+
+
+def pieces_settings(parallel: FullyShard) -> dict[str, Any]:
+    """The optimizer's groups with all names of parameters, and what of its state is no tensor."""
+    (group,) = parallel.optimizer.param_groups
+    state: dict[str, dict[str, Any]] = {}
+    for store in parallel.stores:
+        for piece, (low, high) in zip(store.pieces, store.bounds, strict=True):
+            values = parallel.optimizer.state.get(piece, {})
+            others = {key: value for key, value in values.items() if not isinstance(value, Tensor)}
+            if others:
+                state |= {
+                    name: others for name, start, stop, _ in _parts(store) if start < high and low < stop
+                }
+    return {"groups": [{**group, "params": parallel.names}], "state": state}
+
+
+def load_pieces(
+    parallel: FullyShard, settings: Mapping[str, Any], state: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """Take the groups of `settings`, and have empty optimizer state for each parameter by itself.
+
+    Args:
+        parallel: what is loaded.
+        settings: as `pieces_settings` gives them, or another strategy.
+        state: for each name the keys of its optimizer state, each with shape and dtype.
+
+    Raises:
+        ValueError: other groups than one of all parameters.
+    """
+    optimizer = parallel.optimizer
+    saved = [[*group["params"]] for group in settings["groups"]]
+    if saved != [parallel.names]:
+        raise ValueError(
+            f"stage 3 has one group of {len(parallel.names)} parameters, and the saved optimizer "
+            f"{len(saved)} of {[len(group) for group in saved]}; load it into the layout that it was saved from"
+        )
+    optimizer.param_groups[0].update({k: v for k, v in settings["groups"][0].items() if k != "params"})
+    optimizer.state.clear()
+    for store in parallel.stores:
+        if not store.trained:
+            continue
+        store.cut_everywhere(optimizer)
+        long: dict[tuple[str, torch.dtype], Tensor] = {}
+        for name, start, stop, _ in _parts(store):
+            values: dict[str, Any] = dict(settings["state"].get(name, {}))
+            for key, (shape, dtype) in state.get(name, {}).items():
+                if not shape and parallel.shapes[name]:
+                    values[key] = torch.zeros((), dtype=dtype)
+                    continue
+                if (key, dtype) not in long:
+                    long[key, dtype] = parallel.place.like(store.updated, dtype)
+                values[key] = long[key, dtype][start:stop]
+            if values:
+                optimizer.state[store.pieces[store.bounds.index((start, stop))]] = values
+
+
+def merge_pieces(parallel: FullyShard) -> None:
+    """Long pieces again, where neighbours' state agrees in all that is not elementwise."""
+    for store in parallel.stores:
+        store.merge(parallel.optimizer)

@@ -1,0 +1,218 @@
+"""The strategy of ZeRO's stages 1 and 2: whole parameters on every rank, the rest in shares.
+
+A step is `ZeroOptimizer`'s; here is what an engine and a checkpoint need of it beside: when a backward pass
+is the last, rows and loss, and where each part of the state lies.
+
+Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
+sections 5.1 and 5.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from minidist.parallel.buckets import broadcast_together, require_same
+from minidist.parallel.engine import MakeOptimizer
+from minidist.parallel.flat_ranges import boxes
+from minidist.parallel.strategy import Chunk, Held, Strategy
+from minidist.parallel.training_state import load_optimizer, names_of, optimizer_settings
+from minidist.parallel.zero import ZeroOptimizer
+from minidist.parallel.zero_buckets import start_gathering
+from minidist.parallel.zero_pieces import SCALARS
+
+
+class ShardedState(Strategy):
+    """ZeRO's stage 1 or 2 over all ranks of the world.
+
+    A step sends `optimizer.bytes_per_step()`; stage 2 all of that but the all-gather once more for each
+    further micro-batch.
+
+    Args:
+        model: the same architecture on all ranks.
+        optimizer: a function from parameters to a torch optimizer.
+        stage: 1 or 2.
+        options: of `DataParallel`: bucket_mb, algorithm, overlap and broadcast_buffers.
+        master: see `ZeroOptimizer`.
+
+    Raises:
+        ValueError: an option that sharded gradients have no use for, or an optimizer that cannot be shared.
+    """
+
+    sharded = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: MakeOptimizer,
+        stage: int,
+        options: Mapping[str, Any] | None = None,
+        master: torch.dtype | None = None,
+    ) -> None:
+        options = dict(options or {})
+        if options.get("compression") is not None:
+            raise ValueError(
+                f"compression is {options['compression']!r} with zero={stage} in the layout, which reduces "
+                "gradients to their owners as they are; use zero=0 for compressed ones"
+            )
+        self.model, self.names = model, names_of(model)
+        buffers = dict(model.named_buffers())
+        self.optimizer: ZeroOptimizer = ZeroOptimizer(
+            model.parameters(), optimizer, stage, bucket_mb=options.get("bucket_mb", 25), master=master
+        )
+        exchange = self.optimizer.exchange
+        exchange.algorithm = options.get("algorithm", "auto")
+        if exchange.ranks > 1:
+            require_same("buffers", buffers.items(), exchange.group)
+            broadcast_together([*buffers.values()], exchange.group)
+        self._broadcast_buffers = options.get("broadcast_buffers", False)
+        # The engine says which backward pass is the last, and sums with weights of its own.
+        self.optimizer.average = False
+        if stage == 1:
+            self.optimizer.keep = "buckets"
+        self.optimizer.reducer.overlap = self._overlap = options.get("overlap", True)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """What the module returns for this rank's rows."""
+        if torch.is_grad_enabled():
+            self.optimizer.reducer.recover()
+            self.optimizer.follow_changes()
+            if self._broadcast_buffers and self.model.training:
+                broadcast_together([*self.model.buffers()], self.optimizer.group)
+        outputs: Tensor = self.model(inputs)
+        return outputs
+
+    def zero_grad(self) -> None:
+        """Forget the gradients of the step before."""
+        self.optimizer.zero_grad()
+        self.optimizer.reducer.syncing = self.optimizer.stage == 2
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """In stage 1 nothing is sent before `announce`; stage 2 sends in every backward pass."""
+        return nullcontext()
+
+    def announce(self, rows: float, loss_sum: Tensor) -> None:
+        """See `Strategy.announce`."""
+        reducer = self.optimizer.reducer
+        reducer.syncing, reducer.totals = True, (rows, loss_sum, 1.0)
+
+    def synchronize(self) -> tuple[float, float]:
+        """See `Strategy.synchronize`. A rank takes part in what others have left of micro-batches."""
+        plan, reducer = self.optimizer.synchronize(), self.optimizer.reducer
+        while float(reducer.sums[2]) < self.optimizer.exchange.ranks:
+            reducer.totals = (0.0, 0.0, 1.0)
+            reducer.reduce()
+        rows, loss = plan.totals.tolist()
+        return rows, loss
+
+    def rescale(self, factor: float) -> None:
+        """Multiply this rank's share of the gradients."""
+        self.optimizer.reducer.settled().rescale(factor)
+
+    def gradients(self) -> list[Tensor]:
+        """This rank's share of the gradients, in flat tensors."""
+        return self.optimizer.gradients()
+
+    def update(self) -> None:
+        """Update this rank's share, and gather everyone's."""
+        self.optimizer.update()
+        for parameter in self.optimizer.trained:
+            parameter.grad = None  # which has sums in a part of it, and this rank's own in the others
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Every parameter and buffer. Nothing is sent: each rank has all."""
+        return {name: value.detach().clone() for name, value in self.model.state_dict().items()}
+
+    def held(self) -> Held:
+        """See `Strategy.held`. Copies in the master dtype count as the optimizer's."""
+        zero, plan = self.optimizer, self.optimizer.reducer.plan
+        state = [v for each in zero.inner.state.values() for v in each.values() if isinstance(v, Tensor)]
+        masters = [piece.tensor for piece in zero.pieces.all if piece.tensor is not piece.value]
+        own = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        return Held(
+            [*self.model.parameters()],
+            [*own, *(plan.tensors() if plan is not None else [])],
+            [*state, *masters],
+            [*self.model.buffers()],
+        )
+
+    # The state by names.
+
+    def chunks(self) -> Iterator[Chunk]:
+        """Parameters whole, or this rank's part where there are masters; its part of the state."""
+        zero = self.optimizer
+        zero.reducer.settled()
+        shapes = {p: tuple(p.shape) for p in zero.trained}
+        in_masters = set() if zero.pieces.master is None else set(zero.trained)
+        aliases: dict[Tensor, list[str]] = {}  # of masters; tied parameters have several
+        for name, value in self.model.state_dict(keep_vars=True).items():
+            if value in in_masters:
+                aliases.setdefault(value, []).append("model." + name)
+            else:
+                yield Chunk("model." + name, tuple(value.shape), (0,) * value.dim(), value.detach())
+        for _, fragment, tensor, state in zero.pieces.parts():
+            parameter = zero.trained[fragment.place]
+            name, shape = self.names[parameter], shapes[parameter]
+            for alias in aliases.get(parameter, []):
+                yield from _cut(alias, shape, fragment.start, fragment.stop, tensor)
+            for key, value in state.items():
+                if zero.pieces.is_part(key, value):
+                    yield from _cut(f"optimizer.{name}.{key}", shape, fragment.start, fragment.stop, value)
+                elif isinstance(value, Tensor):
+                    yield Chunk(f"optimizer.{name}.{key}", tuple(value.shape), (0,) * value.dim(), value)
+
+    def settings(self) -> dict[str, Any]:
+        """See `Strategy.settings`; numbers of the optimizer's state are those of this rank's share."""
+        zero = self.optimizer
+        numbers = {
+            self.names[zero.trained[fragment.place]]: {
+                key: value for key, value in state.items() if not isinstance(value, Tensor)
+            }
+            for _, fragment, _, state in zero.pieces.parts()
+        }
+        state = {name: values for name, values in numbers.items() if values}
+        return {**optimizer_settings(zero, self.names), "state": state}
+
+    def load_settings(self, settings: Mapping[str, Any], state: Mapping[str, Mapping[str, Any]]) -> None:
+        """See `Strategy.load_settings`."""
+        zero = self.optimizer
+        load_optimizer(zero, self.names, {**settings, "state": {}}, {})
+        zero.follow_changes()
+        zero.reducer.settled()
+        zero.inner.state.clear()
+        zero.pieces.apart()
+        for piece in zero.pieces.all:
+            (fragment,) = piece.fragments
+            name = self.names[zero.trained[fragment.place]]
+            values: dict[str, Any] = dict(settings["state"].get(name, {}))
+            for key, (shape, dtype) in state.get(name, {}).items():
+                part = zero.pieces.cut_anywhere and key not in SCALARS
+                size = (len(fragment),) if part else shape
+                device = piece.tensor.device if size else torch.device("cpu")
+                values[key] = torch.zeros(size, dtype=dtype, device=device)
+            if values:
+                zero.inner.state[piece.tensor] = values
+
+    def loaded(self) -> None:
+        """Take loaded masters into the model, everyone's, and make long pieces again of equal state.
+
+        A collective where there are masters: it sends what the all-gather of a step does.
+        """
+        zero = self.optimizer
+        zero.pieces.reload()
+        if zero.pieces.master is not None:
+            for work in start_gathering(zero.buckets, zero.exchange):
+                work.wait()
+
+
+def _cut(name: str, shape: tuple[int, ...], start: int, stop: int, flat: Tensor) -> Iterator[Chunk]:
+    """Chunks of a tensor's elements from `start` to `stop`, which are in `flat`."""
+    at, flat = 0, flat.reshape(-1)
+    for offsets, sizes in boxes(shape, start, stop):
+        end = at + torch.Size(sizes).numel()
+        yield Chunk(name, shape, offsets, flat[at:end].view(sizes))
+        at = end
