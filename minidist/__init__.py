@@ -18,6 +18,11 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from minidist import comm as comm
     from minidist import kernels as kernels
+    from minidist.checkpoint import CheckpointError as CheckpointError
+    from minidist.checkpoint import DamagedCheckpoint as DamagedCheckpoint
+    from minidist.checkpoint import export as export
+    from minidist.checkpoint import load as load
+    from minidist.checkpoint import save as save
     from minidist.comm.cluster import Cluster as Cluster
     from minidist.comm.errors import CollectiveError as CollectiveError
     from minidist.comm.errors import OutOfSync as OutOfSync
@@ -49,6 +54,7 @@ __getattr__, __dir__, __all__ = lazy(
     {
         "minidist.comm": (),
         "minidist.kernels": (),
+        "minidist.checkpoint": ("CheckpointError", "DamagedCheckpoint", "export", "load", "save"),
         "minidist.comm.cluster": ("Cluster",),
         "minidist.comm.errors": ("CollectiveError", "OutOfSync", "RankDied", "RankError", "RankTimeout"),
         "minidist.comm.launch": ("launch",),

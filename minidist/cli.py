@@ -5,7 +5,8 @@
 
 Every command imports what it needs when it runs, so that `minidist --help` takes a tenth of a second and not
 torch's one and a half. An error is one line that says what to do; `--debug` adds the traceback. Exit codes:
-0, 1 for what went wrong underway, 2 for bad input, 130 after Ctrl-C.
+0, 1 for what went wrong underway, 2 for bad input, 130 after Ctrl-C, 143 for a training that SIGTERM stopped
+after it was saved (the same command goes on with it).
 """
 
 from __future__ import annotations
@@ -56,12 +57,26 @@ def train(
     dtype: Annotated[str, typer.Option(help="float32 or float64.")] = "float32",
     seed: Annotated[int, typer.Option(help="Of the weights and of the order of rows.")] = 0,
     clip_norm: Annotated[float | None, typer.Option(help="Largest norm of the gradients: 1.0.")] = None,
+    save: Annotated[
+        Path | None, typer.Option(help="A folder for checkpoints; the same command goes on from them.")
+    ] = None,
+    save_every: Annotated[int, typer.Option(min=1, help="Steps from one checkpoint to the next.")] = 50,
+    keep: Annotated[int, typer.Option(min=1, help="Checkpoints that stay, the newest.")] = 3,
+    resume: Annotated[
+        bool, typer.Option(help="Go on from the folder's newest whole checkpoint, or refuse to.")
+    ] = True,
     timeout: Annotated[float | None, typer.Option(help="Seconds that the run may take.")] = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Train a model on one rank or on several."""
+    """Train a model on one rank or on several. With --save, a run that was stopped or killed goes on.
+
+    SIGTERM saves at the end of a step and leaves with exit code 143. Where any rank may be killed:
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nproc-per-node 2 --max-restarts 9 -m minidist train
+    --save FOLDER
+    """
     from minidist.parallel.layout import Layout
+    from minidist.resuming import STOPPED
     from minidist.train import TrainConfig, run
 
     # Under torchrun there are as many ranks as it has started.
@@ -81,13 +96,22 @@ def train(
         dtype=dtype,
         seed=seed,
         clip_norm=clip_norm,
+        save=None if save is None else str(save),
+        save_every=save_every,
+        keep=keep,
+        resume=resume,
     )
     result = run(config, timeout=timeout, progress=not as_json)
+    leave = STOPPED if result.stopped else 0
     if int(os.environ.get("RANK", "0")):
-        return  # under torchrun, where rank 0 speaks for all
+        raise typer.Exit(leave)  # under torchrun, where rank 0 speaks for all
     last = result.losses[-1]
     if as_json:
         _print_json({"config": dataclasses.asdict(config), **dataclasses.asdict(result)})
+    elif result.stopped:
+        _say(
+            f"stopped by SIGTERM after {len(result.losses)} steps, saved in {save}; the same command goes on"
+        )
     elif math.isfinite(last):
         _console().print(
             f"{config.model_name} on {data}, {result.parameters:,} parameters, layout {chosen}: "
@@ -101,6 +125,7 @@ def train(
             f"the training diverged: its loss is {last} after {steps} steps; give a smaller --lr than {lr:g}"
         )
         raise typer.Exit(1)
+    raise typer.Exit(leave)
 
 
 @app.command(epilog="Example: minidist bench launch --full. On a GPU: minidist bench cuda")

@@ -9,9 +9,10 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -20,12 +21,14 @@ from torch import Tensor, nn
 
 from minidist import comm
 from minidist._names import unknown
+from minidist.comm.cluster import Cluster
 from minidist.comm.launch import launch
 from minidist.model import CONFIGS, GPT, MLP, Dataset, GPTConfig, Rows, Sampler, accuracy, config, dataset
 from minidist.parallel.clipping import check_max_norm
 from minidist.parallel.engine import Engine
 from minidist.parallel.layout import Layout
 from minidist.parallel.prepare import check_available, prepare
+from minidist.resuming import Resuming, termination
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
@@ -60,6 +63,10 @@ class TrainConfig:
     dtype: str = "float32"
     seed: int = 0  # of the weights and of the order of rows
     clip_norm: float | None = None  # the largest norm that gradients may have; None for any
+    save: str | None = None  # a folder for checkpoints, from which a run that was stopped goes on
+    save_every: int = 50  # steps from one checkpoint to the next; the end is one, too
+    keep: int = 3  # checkpoints that stay, the newest
+    resume: bool = True  # go on from the folder's newest whole checkpoint; False refuses a folder with some
 
     def __post_init__(self) -> None:
         for what, name, known in (
@@ -82,7 +89,8 @@ class TrainConfig:
                     f"a rung ({self.rung}) is for the mlp's layers, and the model is {self.model_name}; "
                     "leave the rung out, or train the mlp"
                 )
-        for what, value in (("steps", self.steps), ("batch", self.batch), ("seed", self.seed)):
+        numbers = ("steps", "batch", "seed", "save_every", "keep")
+        for what, value in ((name, getattr(self, name)) for name in numbers):
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(f"{what} is {value!r}; give a whole number")
             if value < 1 and what != "seed":
@@ -110,18 +118,25 @@ class TrainConfig:
         """The model, or the data's default where none was named."""
         return self.model or DEFAULT_MODEL.get(self.data, "")
 
+    @property
+    def description(self) -> dict[str, str | int | float | None]:
+        """What the losses depend on beside the ranks: the same in all runs that go on from each other."""
+        names = ("data", "batch", "learning_rate", "optimizer", "rung", "dtype", "seed")
+        return {"model": self.model_name, **{name: getattr(self, name) for name in names}}
+
 
 @dataclass(frozen=True)
 class TrainResult:
     """How a training went, the same on every rank but for `seconds` and `bytes_sent`."""
 
-    losses: list[float]  # the mean over each global batch
-    test_loss: float
+    losses: list[float]  # the mean over each global batch, also of the steps before it was resumed
+    test_loss: float  # NaN where it was stopped
     test_accuracy: float
     parameters: int
     seconds: float  # for the steps alone, on this rank
     rows_per_second: float
-    bytes_sent: int  # by this rank, in all steps
+    bytes_sent: int  # by this rank, in the steps of this run
+    stopped: bool = False  # whether SIGTERM ended it, with everything saved
 
 
 def run(config: TrainConfig, timeout: float | None = None, progress: bool = True) -> TrainResult:
@@ -132,10 +147,20 @@ def run(config: TrainConfig, timeout: float | None = None, progress: bool = True
         timeout: seconds that the whole run may take; None for no limit.
         progress: draw a progress bar where the standard error is a terminal.
 
+    With `config.save`, SIGTERM to this process ends the training at the end of a step, saved.
+
     Raises:
         RankError: a rank failed; the message says which and why.
     """
-    results: list[TrainResult] = launch(train, config.layout.ranks, (config, progress), timeout)
+    results: list[TrainResult]
+    if config.save is None or "TORCHELASTIC_RUN_ID" in os.environ:
+        results = launch(train, config.layout.ranks, (config, progress), timeout)
+    else:
+        with (
+            Cluster(config.layout.ranks, timeout) as cluster,
+            termination(lambda: cluster.signal(signal.SIGTERM)),
+        ):
+            results = cluster.run(train, config, progress)
     return results[0]
 
 
@@ -162,25 +187,39 @@ def train(config: TrainConfig, progress: bool = False) -> TrainResult:
         seed=config.seed,
         drop_last=True,  # or an epoch could end in a batch too small for the ranks
     )
-    losses, rows = [], 0
-    with _progress(config, progress and comm.rank() == 0) as advance, comm.ledger() as ledger:
-        started = time.perf_counter()
-        for step in range(config.steps):
+    resuming, losses, rows, stopped = None, list[float](), 0, False
+    if config.save is not None:
+        folder = os.path.abspath(config.save)
+        resuming = Resuming(engine, sampler, folder, config.save_every, config.keep, config.description)
+    with (
+        termination() if resuming is not None else nullcontext(_never) as asked,
+        _progress(config, progress and comm.rank() == 0) as advance,
+        comm.ledger() as ledger,
+    ):
+        if resuming is not None:
+            losses = resuming.losses(config.resume)
+        started, sent = time.perf_counter(), ledger.bytes_sent
+        for step in range(len(losses), config.steps):
             inputs, targets = data.train[sampler.share(step)]
             losses.append(engine.step(_converted(inputs, config), targets))
             rows += len(sampler.batch(step))
-            advance(losses[-1])
+            advance(losses[-1], step + 1)
+            if resuming is not None:
+                stopped = resuming.step_done(losses, step + 1 == config.steps, asked())
+                if stopped:
+                    break
         seconds = time.perf_counter() - started
-        sent = ledger.bytes_sent
+        sent = ledger.bytes_sent - sent
     _require_equal("final weights", _fingerprint(engine.full_state_dict()), "this is a bug in the strategy")
     return TrainResult(
         losses=losses,
-        test_loss=evaluate(engine, data.test, config, None),
-        test_accuracy=evaluate(engine, data.test, config, accuracy),
+        test_loss=math.nan if stopped else evaluate(engine, data.test, config, None),
+        test_accuracy=math.nan if stopped else evaluate(engine, data.test, config, accuracy),
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         seconds=seconds,
         rows_per_second=rows / seconds,
         bytes_sent=sent,
+        stopped=stopped,
     )
 
 
@@ -202,6 +241,10 @@ def build(config: TrainConfig) -> tuple[nn.Module, Dataset]:
 
         linear = partial(Linear, rung=rung(config.rung))
     return MLP(sizes, seed=config.seed, dtype=dtype, device=device, linear=linear), data
+
+
+def _never() -> bool:
+    return False
 
 
 def evaluate(
@@ -246,10 +289,10 @@ def _require_equal(what: str, fingerprint: str, remedy: str) -> None:
 
 
 @contextmanager
-def _progress(config: TrainConfig, wanted: bool) -> Iterator[Callable[[float], None]]:
+def _progress(config: TrainConfig, wanted: bool) -> Iterator[Callable[[float, int], None]]:
     """What to call with each step's loss; it moves a bar where the process's standard error is a terminal."""
     if not wanted or not os.isatty(2):
-        yield lambda loss: None
+        yield lambda loss, done: None
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -263,4 +306,4 @@ def _progress(config: TrainConfig, wanted: bool) -> Iterator[Callable[[float], N
             task = bar.add_task(
                 f"{config.model_name} on {config.data}", total=config.steps, loss=float("nan")
             )
-            yield lambda loss: bar.update(task, advance=1, loss=loss)
+            yield lambda loss, done: bar.update(task, completed=done, loss=loss)

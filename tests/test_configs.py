@@ -14,6 +14,9 @@ from minidist.model.configs import config
         ("bert-base", 109_482_240),
         ("bert-large", 335_141_888),
         ("bert-tiny", 4_385_920),
+        ("bert-mini", 11_170_560),
+        ("bert-small", 28_763_648),
+        ("bert-medium", 41_373_184),
     ],
 )
 def test_named_sizes_have_their_published_parameters(name, parameters):

@@ -7,6 +7,7 @@ script or inside another function work too.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import socket
@@ -142,6 +143,13 @@ class Cluster:
                 _stop(self._processes, os.getpid(), 0.0)
             self._running.release()
         return [_unpickle_result(rank, value) for rank, value in enumerate(values)]
+
+    def signal(self, number: int) -> None:
+        """Send a signal to every rank; also while they run a function, from a signal handler, say."""
+        for process in self._processes:
+            if process.process is not None and process.exit_code is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.process, number)
 
     def close(self) -> None:
         """Stop the ranks. A second call does nothing; a run in another thread ends with an error."""

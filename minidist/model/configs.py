@@ -3,8 +3,9 @@
 `config("gpt2-small")` is a shape to build (`GPT(config("byte-tiny"))`) or to reckon with: memory, FLOPs and
 communication all follow from these few numbers. BERT's shapes are for reckoning only.
 
-Sources: GPT-2, Radford et al. 2019, table 2; BERT, Devlin et al. 2018, section 3; BERT tiny, Turc et al.
-2019, table 1.
+Sources: GPT-2, Radford et al. 2019, table 2; GPT-3, Brown et al. 2020, table 2.1 (which gives the 13 B model
+a width of 5140; its 40 heads of 128 make 5120); BERT, Devlin et al. 2018, section 3; BERT tiny to medium,
+Turc et al. 2019, table 1, with heads of 64 as in BERT base.
 """
 
 from __future__ import annotations
@@ -87,18 +88,25 @@ class BERTConfig(TransformerConfig):
         return embeddings + self.layers * self.block_parameters() + self.width**2 + self.width
 
 
-def _gpt2(layers: int, heads: int, width: int) -> GPTConfig:
-    return GPTConfig(vocabulary=50257, context=1024, layers=layers, heads=heads, width=width)
+def _gpt(layers: int, heads: int, width: int, context: int = 1024) -> GPTConfig:
+    return GPTConfig(vocabulary=50257, context=context, layers=layers, heads=heads, width=width)
 
 
 CONFIGS: dict[str, TransformerConfig] = {
     "byte-tiny": GPTConfig(context=64, layers=2, heads=4, width=64),  # learns within seconds on one core
     "byte-small": GPTConfig(context=128, layers=4, heads=4, width=256),  # what the benchmarks train
-    "gpt2-small": _gpt2(layers=12, heads=12, width=768),
-    "gpt2-medium": _gpt2(layers=24, heads=16, width=1024),
-    "gpt2-large": _gpt2(layers=36, heads=20, width=1280),
-    "gpt2-xl": _gpt2(layers=48, heads=25, width=1600),
+    "gpt2-small": _gpt(layers=12, heads=12, width=768),
+    "gpt2-medium": _gpt(layers=24, heads=16, width=1024),
+    "gpt2-large": _gpt(layers=36, heads=20, width=1280),
+    "gpt2-xl": _gpt(layers=48, heads=25, width=1600),
+    "gpt3-2.7b": _gpt(layers=32, heads=32, width=2560, context=2048),
+    "gpt3-6.7b": _gpt(layers=32, heads=32, width=4096, context=2048),
+    "gpt3-13b": _gpt(layers=40, heads=40, width=5120, context=2048),
+    "gpt3-175b": _gpt(layers=96, heads=96, width=12288, context=2048),
     "bert-tiny": BERTConfig(layers=2, heads=2, width=128),
+    "bert-mini": BERTConfig(layers=4, heads=4, width=256),
+    "bert-small": BERTConfig(layers=4, heads=8, width=512),
+    "bert-medium": BERTConfig(layers=8, heads=8, width=512),
     "bert-base": BERTConfig(layers=12, heads=12, width=768),
     "bert-large": BERTConfig(layers=24, heads=16, width=1024),
 }

@@ -11,7 +11,7 @@ Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Tra
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
@@ -35,23 +35,25 @@ class ActivationCounter:
     Args:
         module: whose parameters and buffers are left out. Parameters of other modules are too; their buffers
             are not.
+        others: tensors whose storages are left out, too, such as a batch that its owner keeps anyway.
 
     Attributes:
         saved: bytes that are kept now.
         peak: the most that were kept at one time; set it to `saved`, and it counts anew.
     """
 
-    def __init__(self, module: nn.Module | None = None) -> None:
+    def __init__(self, module: nn.Module | None = None, others: Iterable[Tensor] = ()) -> None:
         self.saved = self.peak = 0
-        self._module = module
+        self._module, self._others = module, [*others]
         self._excluded: set[int] = set()
         self._live: dict[int, list[int]] = {}  # for each storage, how many hold it, and its bytes
         self._hooks: list[saved_tensors_hooks] = []
 
     def __enter__(self) -> ActivationCounter:
+        tensors = self._others
         if self._module is not None:
-            tensors = (*self._module.parameters(), *self._module.buffers())
-            self._excluded = {_storage(tensor)._cdata for tensor in tensors}
+            tensors = [*tensors, *self._module.parameters(), *self._module.buffers()]
+        self._excluded = {_storage(tensor)._cdata for tensor in tensors}
         hooks = saved_tensors_hooks(self.pack, self.unpack)
         hooks.__enter__()
         self._hooks.append(hooks)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from minidist import comm
+from minidist.parallel.memory import Memory
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """From outputs and targets to a scalar: the mean over their rows."""
@@ -87,6 +88,14 @@ class Engine(ABC):
         Returns:
             Copies, on the model's device. Parameters are the same on all ranks; buffers that training
             changes, such as a BatchNorm's statistics, are each rank's own.
+        """
+
+    @abstractmethod
+    def memory(self) -> Memory:
+        """Bytes on this rank now, counted from tensor storages, each once; printed, a small table.
+
+        Activations are those of the last step at their peak, 0 before the first. They are counted in the
+        first step with each shape of this rank's batch, in no other.
         """
 
 

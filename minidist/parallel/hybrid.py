@@ -6,7 +6,9 @@ forward, backward, communication and update are done here; how the ranks share t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +17,7 @@ from minidist import comm
 from minidist.parallel.clipping import clip_factor, global_norm
 from minidist.parallel.engine import Engine, Loss, check_rows
 from minidist.parallel.layout import Layout
+from minidist.parallel.memory import ActivationPeaks, Memory, count
 from minidist.parallel.precision import Precision
 from minidist.parallel.strategy import Strategy
 
@@ -40,6 +43,8 @@ class HybridEngine(Engine):
         self.data_rank, self.data_ranks = comm.rank(), comm.size()
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._rows = 0.0  # of the last global batch, the same on all ranks
+        self.saving: Any = None  # the last `Saving` of this engine
+        self._activations = ActivationPeaks(model)
 
     def step(self, inputs: Tensor, targets: Tensor) -> float:
         """Train on one global batch; see `Engine.step`.
@@ -48,6 +53,10 @@ class HybridEngine(Engine):
         the buckets takes. As many for the norm, where gradients are sharded and the step clips or has
         precision "fp16".
         """
+        with self._activations.during(inputs, targets):
+            return self._train(inputs, targets)
+
+    def _train(self, inputs: Tensor, targets: Tensor) -> float:
         rows = check_rows(inputs, targets)
         strategy = self.strategy
         strategy.zero_grad()
@@ -71,8 +80,7 @@ class HybridEngine(Engine):
         for number, (x, y) in enumerate(micro_batches, 1):
             last = number == parts
             with nullcontext() if last else strategy.no_sync():
-                outputs = self._forward(x)
-                loss = self.loss(outputs, y) if len(x) else outputs.sum()  # a sum of nothing: 0
+                loss = self._loss(x, y)
                 loss_sum += loss.detach().double() * len(x)
                 if last:
                     strategy.announce(float(rows), loss_sum)
@@ -109,6 +117,10 @@ class HybridEngine(Engine):
     def _forward(self, inputs: Tensor) -> Tensor:
         return self.precision.outputs(self.strategy.forward(self.precision.inputs(inputs)))
 
+    def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        outputs = self._forward(inputs)  # let go when this returns, before the backward pass
+        return self.loss(outputs, targets) if len(inputs) else outputs.sum()  # a sum of nothing: 0
+
     def evaluate(self, inputs: Tensor, targets: Tensor, metric: Loss | None = None) -> float:
         """The mean of a metric over a global batch; see `Engine.evaluate`.
 
@@ -130,3 +142,16 @@ class HybridEngine(Engine):
     def full_state_dict(self) -> dict[str, Tensor]:
         """Every parameter and buffer; see `Engine.full_state_dict`."""
         return self.strategy.full_state_dict()
+
+    def settings(self) -> dict[str, Any]:
+        """What a step depends on beside the strategy's state; plain values, the same on all ranks."""
+        return {"rows": self._rows, "precision": self.precision.settings()}
+
+    def load_settings(self, settings: Mapping[str, Any]) -> None:
+        """Take what `settings` gave, here or on another number of ranks."""
+        self._rows = settings["rows"]
+        self.precision.load_settings(settings["precision"])
+
+    def memory(self) -> Memory:
+        """What this rank holds; see `Engine.memory`."""
+        return count(self.strategy.held(), self._activations.last)

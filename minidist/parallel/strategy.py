@@ -128,4 +128,7 @@ class Strategy(ABC):
         """
 
     def loaded(self) -> None:  # noqa: B027 (most strategies have nothing to do)
-        """The tensors of `chunks` have been written: have what follows from them be made again."""
+        """The tensors of `chunks` have been written: have what follows from them be made again.
+
+        A collective: all ranks call it, when all have written.
+        """

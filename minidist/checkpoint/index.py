@@ -1,0 +1,216 @@
+"""A checkpoint's index: what is where, and whether all of it is still there as it was written.
+
+The index says how many bytes each file has and what their CRC-32 is; its own stands at its very beginning,
+over all that follows. A CRC-32 finds every flipped bit and every altered run of up to 32 bits, and all but
+one in four billion of other changes. It guards against disks, not against somebody who forges: forged numbers
+are numbers, too, since nothing here is executed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from minidist.checkpoint.errors import CheckpointError, DamagedCheckpoint
+from minidist.checkpoint.values import dtype_named
+
+INDEX = "index.json"
+VERSION = 1
+_HEAD = b'{"minidist checkpoint": %d, "crc32": "%08x", '
+_HEAD_BYTES = len(_HEAD % (VERSION, 0))
+_FILE = re.compile(r"rank-\d+\.bin")
+_PIECE = 2**20  # bytes of a file that are in memory at a time while they are counted
+
+
+@dataclass(frozen=True)
+class Box:
+    """A part of a tensor in a file."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    start: int  # its first byte
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a checkpoint: its boxes hold every element once."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+
+
+@dataclass(frozen=True)
+class Index:
+    """What a checkpoint holds."""
+
+    path: Path
+    files: Mapping[str, tuple[int, int]]  # for each its bytes and CRC-32
+    tensors: Mapping[str, Stored]
+    facts: Mapping[str, Any]  # step, ranks, settings, ...
+
+
+def write_index(
+    directory: Path,
+    files: Mapping[str, tuple[int, int]],
+    tensors: Mapping[str, Stored],
+    facts: Mapping[str, Any],
+) -> None:
+    """Write the index, and have it reach the disk."""
+    listed = {
+        name: {
+            "dtype": str(stored.dtype).removeprefix("torch."),
+            "shape": stored.shape,
+            "boxes": [[box.offsets, box.sizes, box.file, box.start] for box in stored.boxes],
+        }
+        for name, stored in tensors.items()
+    }
+    text = json.dumps({"files": files, "tensors": listed, "facts": facts}, separators=(",", ":"))
+    body = text[1:].encode()
+    with open(directory / INDEX, "wb") as file:
+        file.write(_HEAD % (VERSION, zlib.crc32(body)) + body)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_index(path: Path) -> Index:
+    """Read and check the index of a checkpoint.
+
+    Raises:
+        CheckpointError: there is none at this path, or another version of the format.
+        DamagedCheckpoint: it has been altered, or never was one.
+    """
+    try:
+        data = (path / INDEX).read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        if not path.is_dir():
+            raise CheckpointError(f"there is no checkpoint at {path}; give the directory of one") from None
+        raise DamagedCheckpoint(
+            f"{path} has no {INDEX}: it is no checkpoint, or one that lost it; give latest=True for a folder "
+            "of checkpoints"
+        ) from None
+    except OSError as error:
+        raise DamagedCheckpoint(f"{path / INDEX} cannot be read: {error.strerror}; load another") from error
+    altered = DamagedCheckpoint(
+        f"{path / INDEX} is damaged: it has been cut short or altered since it was written; load another "
+        "checkpoint"
+    )
+    head, body = data[:_HEAD_BYTES], data[_HEAD_BYTES:]
+    if head != _HEAD % (VERSION, zlib.crc32(body)):
+        version = _other_version(data)
+        if version is None:
+            raise altered
+        raise CheckpointError(
+            f"{path} has version {version} of the checkpoint format, and this minidist reads version "
+            f"{VERSION}; load it with the minidist that wrote it"
+        )
+    try:
+        return _parsed(path, json.loads(b"{" + body))
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError):
+        raise altered from None
+
+
+def _other_version(data: bytes) -> int | None:
+    """The format's version where it is whole and another one."""
+    try:
+        before, _, rest = data.partition(b', "crc32": "')
+        version = int(json.loads(before + b"}")["minidist checkpoint"])
+    except (KeyError, TypeError, ValueError):
+        return None
+    body = rest[len('00000000", ') :]
+    return version if version != VERSION and rest[:8] == b"%08x" % zlib.crc32(body) else None
+
+
+def _parsed(path: Path, content: dict[str, Any]) -> Index:
+    files = {name: (int(size), int(crc)) for name, (size, crc) in content["files"].items()}
+    if not all(_FILE.fullmatch(name) for name in files):
+        raise ValueError("a file lies outside its checkpoint")
+    tensors = {}
+    for name, each in content["tensors"].items():
+        dtype, shape = dtype_named(each["dtype"]), tuple(each["shape"])
+        boxes = tuple(
+            Box(tuple(offsets), tuple(sizes), file, start) for offsets, sizes, file, start in each["boxes"]
+        )
+        check_boxes(name, shape, [(box.offsets, box.sizes) for box in boxes])
+        for box in boxes:
+            end = box.start + math.prod(box.sizes) * dtype.itemsize
+            if not 0 <= box.start <= end <= files[box.file][0]:
+                raise ValueError("a box lies outside its file")
+        tensors[name] = Stored(dtype, shape, boxes)
+    return Index(path, files, tensors, dict(content["facts"]))
+
+
+def check_boxes(
+    name: str, shape: Sequence[int], boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
+) -> None:
+    """ValueError unless these boxes, each offsets and sizes, hold every element of a tensor exactly once."""
+    for offsets, sizes in boxes:
+        if len(offsets) != len(shape) or len(sizes) != len(shape):
+            raise ValueError(f"a box of {name} has {len(sizes)} dimensions and the tensor {len(shape)}")
+        if any(o < 0 or s < 0 or o + s > n for o, s, n in zip(offsets, sizes, shape, strict=True)):
+            raise ValueError(f"a box of {name} at {offsets} of sizes {sizes} lies outside shape {shape}")
+    held = sum(math.prod(sizes) for _, sizes in boxes)
+    if held != math.prod(shape):
+        raise ValueError(
+            f"the boxes of {name} hold {held} elements, and the tensor of shape {tuple(shape)} has "
+            f"{math.prod(shape)}"
+        )
+    # In the order of the first dimension, a box can only meet those that begin before it ends.
+    full = sorted(box for box in boxes if math.prod(box[1]))
+    for place, (offsets, sizes) in enumerate(full):
+        for others, other_sizes in full[place + 1 :]:
+            if shape and others[0] >= offsets[0] + sizes[0]:
+                break
+            if all(
+                o < p + t and p < o + s
+                for o, s, p, t in zip(offsets, sizes, others, other_sizes, strict=True)
+            ):
+                raise ValueError(f"two boxes of {name} overlap, at {offsets} and at {others}")
+
+
+def verify(index: Index, files: Iterable[str]) -> None:
+    """Read files in full, and compare them with the index; about a second a gigabyte.
+
+    Raises:
+        DamagedCheckpoint: the first that is missing, cut short or altered.
+    """
+    for name in files:
+        size, crc = index.files[name]
+        path = index.path / name
+        try:
+            found, found_crc = _counted(path)
+        except FileNotFoundError:
+            raise DamagedCheckpoint(
+                f"{path} is missing: the checkpoint is not whole; load another, and keep checkpoints on a "
+                "file system that all ranks share"
+            ) from None
+        except OSError as error:
+            raise DamagedCheckpoint(f"{path} cannot be read: {error.strerror}; load another") from error
+        if found != size:
+            raise DamagedCheckpoint(
+                f"{path} is damaged: it has {found} bytes and was written with {size}; load another "
+                "checkpoint"
+            )
+        if found_crc != crc:
+            raise DamagedCheckpoint(
+                f"{path} is damaged: its checksum is {found_crc:08x} and was {crc:08x} when it was written; "
+                "load another checkpoint"
+            )
+
+
+def _counted(path: Path) -> tuple[int, int]:
+    size = crc = 0
+    with open(path, "rb") as file:
+        while piece := file.read(_PIECE):
+            size, crc = size + len(piece), zlib.crc32(piece, crc)
+    return size, crc

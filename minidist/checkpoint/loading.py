@@ -1,0 +1,272 @@
+"""`load`: a training goes on where a checkpoint left it, on as many ranks as there are now."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+
+from minidist import comm
+from minidist.checkpoint import folders
+from minidist.checkpoint.errors import CheckpointError, DamagedCheckpoint, agree, explained, peers
+from minidist.checkpoint.index import Index, read_index, verify
+from minidist.checkpoint.planners import Load
+from minidist.checkpoint.random_state import set_random_state
+from minidist.checkpoint.saving import check_engine
+from minidist.checkpoint.state import (
+    Scheduler,
+    buffer_names,
+    optimizer_state,
+    own_name,
+    random_name,
+    sampler_settings,
+)
+from minidist.checkpoint.storage import Reader, stored_names
+from minidist.checkpoint.values import decode
+from minidist.model.sampler import Sampler
+from minidist.parallel.engine import Engine
+from minidist.parallel.hybrid import HybridEngine
+from minidist.parallel.strategy import Chunk
+
+_OF_SCHEDULERS = {
+    "initial_lr",
+    "max_lr",
+    "min_lr",
+    "max_momentum",
+    "base_momentum",
+    "swa_lr",
+}
+"""What schedulers add to an optimizer's groups."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What was loaded, beside the state that the engine has now."""
+
+    path: Path
+    step: int  # steps done when it was saved: the next that the sampler is asked for
+    extra: Any
+    ranks: int  # that saved it
+
+
+def load(
+    engine: Engine,
+    path: str | os.PathLike[str],
+    *,
+    latest: bool = False,
+    scheduler: Scheduler | None = None,
+    sampler: Sampler | None = None,
+) -> Loaded:
+    """Load a checkpoint into an engine, saved on any number of ranks and under any ZeRO stage.
+
+    >>> loaded = md.load(engine, "runs/digits", latest=True, sampler=sampler)
+    >>> for step in range(loaded.step, 1000): ...
+
+    Every rank calls it, with an engine made for the same model and optimizer. Under the layout that saved it
+    the training goes on bit for bit as if it had never stopped; under others to rounding, and a rank then
+    takes the random states that were saved of its number, or keeps its own where there are none. Numbers are
+    converted to the engine's dtype. Nothing from the files is executed.
+
+    Every file is read once to be checked, each by one rank, before anything of the engine is changed; then
+    each rank reads its own part. Sent are the names and shapes of the model's tensors.
+
+    Args:
+        engine: of `md.prepare`.
+        path: the checkpoint's directory; with `latest`, a folder of them.
+        latest: take the newest that is whole; rank 0 warns of each that was passed over, and why.
+        scheduler: as in `save`; takes its state.
+        sampler: as in `save`; is compared with the saved one.
+
+    Returns:
+        The step, `extra`, and which checkpoint it was.
+
+    Raises:
+        DamagedCheckpoint: a file is missing, cut short or altered; names it. The engine is unchanged.
+        CheckpointError: no checkpoint there, another version of the format, or one of another model or
+            optimizer, whose first difference is named; the engine is unchanged. The same on all ranks.
+        CollectiveError: a peer is gone or late.
+        ValueError: the sampler deals rows in another order, or a scheduler is given and none was saved.
+    """
+    hybrid = check_engine(engine)
+    if hybrid.saving is not None:
+        hybrid.saving.wait()
+    path = Path(path).absolute()
+    found = agree(lambda: folders.checkpoints(path) if latest else [path], f"read {path}")[0]
+    if not found:
+        raise CheckpointError(
+            f"there is no checkpoint in {path}; save one with step=, or give another folder"
+        )
+    passed: list[str] = []
+    for candidate in found:
+        try:
+            index = _checked(hybrid, candidate)
+        except DamagedCheckpoint as damage:
+            if not latest:
+                raise
+            passed.append(str(damage))
+            if comm.rank() == 0:
+                warnings.warn(f"passed over a checkpoint: {damage}", stacklevel=2)
+            continue
+        return _load(hybrid, index, scheduler, sampler)
+    raise DamagedCheckpoint(f"no checkpoint in {path} is whole: {'; '.join(passed)}")
+
+
+def _checked(engine: HybridEngine, path: Path) -> Index:
+    """A checkpoint's index, where it is whole; each rank reads a share of the files."""
+
+    def check() -> Index:
+        index = read_index(path)
+        verify(index, sorted(index.files)[comm.rank() :: comm.size()])
+        return index
+
+    doing = f"read {path}"
+    own: list[Index] = []
+    agree(lambda: own.append(check()), doing)
+    (index,) = own
+    return index
+
+
+def _load(engine: HybridEngine, index: Index, scheduler: Scheduler | None, sampler: Sampler | None) -> Loaded:
+    """Take everything from a checkpoint that is whole, where it fits."""
+    doing = f"load {index.path}"
+    facts: dict[str, Any] = {}
+    agree(lambda: facts.update(_decoded(index)), doing)
+    here: dict[str, tuple[int, ...]] = {}
+    for each in agree(lambda: _model_shapes(engine), doing):
+        here |= each
+
+    def fits() -> None:
+        _check_model(index, here)
+        _check_optimizer(index.path, engine.strategy.settings(), facts["settings"])
+        _check_sampler(index.path, sampler, facts["sampler"])
+        if scheduler is not None and facts["scheduler"] is None:
+            raise ValueError(
+                f"{index.path} was saved without a scheduler; load it without, or save one with it"
+            )
+
+    agree(fits, doing)
+    state = optimizer_state(index.tensors)
+    agree(lambda: engine.strategy.load_settings(facts["settings"], state), doing)
+    drawn = _read(engine, index)
+
+    engine.strategy.loaded()
+
+    def rest() -> None:
+        engine.load_settings(facts["engine"])
+        if scheduler is not None:
+            scheduler.load_state_dict(facts["scheduler"])
+        if drawn is not None:
+            set_random_state(drawn)
+
+    agree(rest, doing)
+    return Loaded(index.path, facts["step"], facts["extra"], facts["ranks"])
+
+
+def _decoded(index: Index) -> dict[str, Any]:
+    try:
+        return {name: decode(value) for name, value in index.facts.items()}
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
+        raise DamagedCheckpoint(f"the settings in {index.path} cannot be read: {error}") from None
+
+
+def _read(engine: HybridEngine, index: Index) -> Tensor | None:
+    """Have torch.distributed.checkpoint fill all chunks; this rank's random states, if there are any."""
+    rank = comm.rank()
+    drawn: Tensor | None = None
+
+    def chunks() -> list[Chunk]:
+        nonlocal drawn
+        wanted, buffers = [*engine.strategy.chunks()], buffer_names(engine)
+        if comm.size() == index.facts["ranks"]:
+            wanted = [
+                replace(chunk, name=mine)
+                if chunk.name in buffers and (mine := own_name(rank, chunk.name)) in index.tensors
+                else chunk
+                for chunk in wanted
+            ]
+        stored = index.tensors.get(random_name(rank))
+        if stored is not None:
+            drawn = torch.empty(stored.shape, dtype=stored.dtype)
+            wanted.append(Chunk(random_name(rank), stored.shape, (0,), drawn))
+        return wanted
+
+    planner = _Planner(index, chunks)
+    alone, doing = comm.size() == 1, f"load {index.path}"
+    try:
+        with warnings.catch_warnings(), peers(doing):
+            if alone:  # it warns that one process reads alone
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp_load({}, storage_reader=Reader(index), planner=planner, no_dist=alone)
+    except CheckpointException as failed:
+        first, (error, _) = min(failed.failures.items())
+        raise explained(error, first, doing) from None
+    return drawn
+
+
+class _Planner(Load):
+    """A `Load` that asks for its chunks where an error is told to all ranks."""
+
+    def __init__(self, index: Index, chunks: Callable[[], list[Chunk]]) -> None:
+        super().__init__(index, ())
+        self._ask = chunks
+
+    def create_local_plan(self) -> Any:
+        """The plan for the chunks that there are now."""
+        self.chunks = self._ask()
+        self.targets = {(chunk.name, chunk.offsets): chunk.tensor for chunk in self.chunks}
+        return super().create_local_plan()
+
+
+def _model_shapes(engine: HybridEngine) -> dict[str, tuple[int, ...]]:
+    return {
+        chunk.name.partition(".")[2]: chunk.shape
+        for chunk in engine.strategy.chunks()
+        if chunk.name.startswith("model.")
+    }
+
+
+def _check_model(index: Index, here: dict[str, tuple[int, ...]]) -> None:
+    """CheckpointError that names the first difference between the saved model and this one."""
+    saved = {name: stored.shape for name, stored in stored_names(index.tensors, "model").items()}
+    for name in [*saved, *here]:
+        mine, theirs = here.get(name), saved.get(name)
+        if mine == theirs or 0 in (mine or theirs or ()):
+            continue
+        described = "no such tensor" if mine is None else f"shape {mine}"
+        there = "no such tensor" if theirs is None else f"shape {theirs}"
+        raise CheckpointError(
+            f"{index.path} is of another model: of {name} it has {there}, and the engine's model has "
+            f"{described}; prepare the model that was saved"
+        )
+
+
+def _check_optimizer(path: Path, here: dict[str, Any], saved: dict[str, Any]) -> None:
+    """CheckpointError where the groups have settings of other names, as those of another optimizer do."""
+    for number, (mine, theirs) in enumerate(zip(here["groups"], saved["groups"], strict=False)):
+        different = ({*mine} ^ {*theirs}) - _OF_SCHEDULERS
+        if different:
+            name = min(different)
+            has, lacks = ("it", "the engine's") if name in theirs else ("the engine's", "it")
+            raise CheckpointError(
+                f"{path} is of another optimizer: {has} has {name!r} in its group {number}, and {lacks} "
+                "has none; prepare the optimizer that was saved"
+            )
+
+
+def _check_sampler(path: Path, sampler: Sampler | None, saved: dict[str, Any] | None) -> None:
+    if sampler is None or saved is None:
+        return
+    for name, mine in sampler_settings(sampler).items():
+        if mine != saved[name]:
+            raise ValueError(
+                f"the sampler has {name}={mine} and that of {path} had {saved[name]}; rows would come in "
+                "another order: give a sampler as when it was saved"
+            )

@@ -1,0 +1,11 @@
+"""What training costs at a scale, reckoned before anything is built.
+
+| File | Holds |
+|---|---|
+| memory.py | `estimate`, `fits` and `plot`; `python -m minidist.scale.memory` prints what fits |
+| estimates.py | the bytes of a layout on each rank |
+| tensors.py | the sizes of a model's parameters, layer by layer |
+| saved.py | what the forward pass saves for the backward pass |
+| fitting.py | the largest batch that fits, and what makes it fit |
+| memory_plot.py | the bar chart |
+"""

@@ -1,0 +1,115 @@
+"""Activations: what a transformer's forward pass saves for its backward pass, term by term.
+
+Shapes: b rows, t tokens in each, D width, H heads, V vocabulary; s bytes of an element, m = max(s, 4), in
+which sums are held. For one block of minidist's GPT, and of BERT, which has the same parts in another order:
+
+| What is saved | Bytes |
+|---|---|
+| input of the attention's norm, and its mean and deviation | s b t D + 2 s b t |
+| its output, from which queries, keys and values are made | s b t D |
+| queries, keys, values | 3 s b t D |
+| the attention's output, which the output map reads too | s b t D |
+| fused attention: the log of each softmax's sum | m b t H |
+| input of the MLP's norm, and its mean and deviation | s b t D + 2 s b t |
+| its output, which the first map reads | s b t D |
+| the first map's output, which the GELU reads; the GELU's, which the second map reads | 8 s b t D |
+
+In all 16 s b t D, and a little. With s = 2 that is the 34 b t D of Korthikanti et al., equation 1, without
+the two dropout masks of one byte: 32 b t D. Their other term, 5 H b t^2, is what attention saves that is not
+fused, as torch's is on CPUs where it drops out: softmax, mask and the product of both, in m bytes each (their
+2 + 1 + 2), as well as queries, keys and values in m bytes. A mask takes s bytes an element on CPUs.
+
+The two ends: 8 t bytes for the positions, the last norm's input and output, and of the loss the log-softmax,
+m b t V, with 8 b t for targets and m for their number. The logits are not saved; they live for a moment
+beside it.
+
+With tensor parallelism (Korthikanti et al., equation 2) norms' inputs and outputs are whole on each rank and
+the rest is divided. With recomputation (section 5) each layer keeps its input, and one at a time all; the
+peak is at the loss or, the last layer done, in the last block.
+
+Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", sections 4
+and 5.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from minidist.model.configs import GPTConfig, TransformerConfig
+from minidist.scale.tensors import share
+
+ATTENTIONS = ("fused", "math")
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Saves of a micro-batch of `rows` rows of `tokens` tokens, in bytes.
+
+    element: bytes of an element of the activations.
+    attention: "fused" or "math"; None for what torch takes on a CPU: math where the model drops out.
+    tp: tensor-parallel ranks.
+    """
+
+    config: TransformerConfig
+    rows: int
+    tokens: int
+    element: int
+    attention: str | None = None
+    tp: int = 1
+
+    @property
+    def dropout(self) -> bool:
+        """Whether the model drops activations."""
+        return isinstance(self.config, GPTConfig) and self.config.dropout > 0
+
+    @property
+    def wide(self) -> int:
+        """Bytes of an element of what is held in float32 at least."""
+        return max(self.element, 4)
+
+    @property
+    def stream(self) -> int:
+        """One tensor of the residual stream's size: s b t D."""
+        return self.element * self.rows * self.tokens * self.config.width
+
+    @property
+    def statistics(self) -> int:
+        """A norm's mean and deviation for each token."""
+        return 2 * self.element * self.rows * self.tokens
+
+    def block(self) -> int:
+        """All that one block saves, its input included."""
+        whole = 4 * self.stream + 2 * self.statistics
+        divided = 9 * self.stream  # the attention's output, and the MLP's
+        if self.dropout:
+            whole += 2 * self.stream
+        heads = self.rows * self.tokens * self.config.heads
+        if (self.attention or ("math" if self.dropout else "fused")) == "fused":
+            divided += 3 * self.stream + self.wide * heads
+        else:
+            divided += 3 * self.stream * self.wide // self.element
+            divided += (3 if self.dropout else 1) * self.wide * heads * self.tokens
+        return whole + divided // self.tp
+
+    def embedding(self) -> int:
+        """What the first layer saves; the tokens are the caller's. BERT's has a norm."""
+        if not isinstance(self.config, GPTConfig):
+            return 8 * self.tokens + self.stream + self.statistics
+        return 8 * self.tokens + (self.stream if self.dropout else 0)
+
+    def head(self) -> int:
+        """What the last layer saves. BERT's pooler reads and gives one token of each row."""
+        if not isinstance(self.config, GPTConfig):
+            return 2 * self.stream // self.tokens
+        return 2 * self.stream + self.statistics
+
+    def loss(self) -> int:
+        """What the loss saves."""
+        return self.logits + 8 * self.rows * self.tokens + self.wide if self.logits else 0
+
+    @property
+    def logits(self) -> int:
+        """Scores in m bytes for each token of the vocabulary; BERT without its training heads has none."""
+        if not isinstance(self.config, GPTConfig):
+            return 0
+        return self.wide * self.rows * self.tokens * share(self.config.vocabulary, self.tp)

@@ -1,0 +1,169 @@
+"""Checkpoints: what is saved comes back, bit for bit or cut anew; and a save is whole or was never there."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import contract
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+
+import minidist as md
+from minidist.model import MLP
+
+Clusters = Callable[[int], md.Cluster]
+Run = Callable[..., tuple[list[float], dict[str, Tensor], Any]]
+
+
+class Noisy(nn.Module):
+    """Random at every step (dropout), with buffers that training changes (BatchNorm), and a tied weight."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first, self.norm, self.second = nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6)
+        self.second.weight = self.first.weight
+        self.last = nn.Linear(6, 3)
+        self.register_buffer("empty", torch.zeros(0))
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.dropout(self.norm(self.first(x)), 0.3, self.training)
+        out: Tensor = self.last(torch.relu(self.second(x)) + random.random() + numpy.random.rand())  # noqa: NPY002
+        return out
+
+
+def vectors(generator: torch.Generator, count: int) -> tuple[Tensor, Tensor]:
+    inputs = torch.randn(count, 6, generator=generator, dtype=torch.float64)
+    return inputs, torch.randint(0, 3, (count,), generator=generator)
+
+
+def plain(seed: int) -> nn.Module:
+    return MLP((6, 5, 3), seed=seed, dtype=torch.float64)
+
+
+CASES = {
+    "adamw": contract.Case(plain, vectors),
+    "sgd": contract.Case(plain, vectors, partial(torch.optim.SGD, lr=0.1, momentum=0.9)),
+    "adafactor": contract.Case(plain, vectors, partial(torch.optim.Adafactor, lr=0.1)),
+    "noisy": contract.Case(Noisy, vectors, batches=(12, 13, 9, 12, 8)),
+}
+STOP = 2
+"""Steps before the save."""
+
+
+def train_part(
+    case: contract.Case,
+    layout: md.Layout,
+    path: Path,
+    resume: bool,
+    stop: int | None = None,
+    asynchronous: bool = False,
+) -> tuple[list[float], dict[str, Tensor], Any]:
+    """Train `case` to step `stop`, or from the checkpoint on to the end."""
+    engine = md.prepare(case.model(md.rank() + 10 * resume), case.optimizer, layout, loss=case.loss)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(engine.optimizer, [1, 2, 4], 0.5)
+    random.seed(md.rank())
+    numpy.random.seed(md.rank())  # noqa: NPY002
+    losses, extra, saving = [], None, None
+    first = 0
+    if resume:
+        loaded = md.load(engine, path, scheduler=scheduler)
+        first, extra = loaded.step, loaded.extra
+    for number, (inputs, targets) in enumerate(case.global_batches()):
+        if first <= number < (99 if stop is None else stop):
+            share = slice(*(len(inputs) * (engine.data_rank + i) // engine.data_ranks for i in (0, 1)))
+            losses.append(engine.step(inputs[share], targets[share]))
+            scheduler.step()
+        if number + 1 == STOP and not resume:
+            target = path if asynchronous else path.parent
+            if asynchronous:
+                saving = md.save(
+                    engine, target, asynchronous=True, scheduler=scheduler, extra={"losses": losses}
+                )
+            else:
+                md.save(engine, target, step=STOP, scheduler=scheduler, extra={"losses": losses})
+    if saving is not None:
+        assert saving.wait() == path
+    return losses, engine.full_state_dict(), extra
+
+
+LAYOUTS = {
+    "1": md.Layout(),
+    "2": md.Layout(dp=2),
+    "3": md.Layout(dp=3),
+    "2, stage 1": md.Layout(dp=2, zero=1),
+    "2, stage 2": md.Layout(dp=2, zero=2),
+    "2, stage 3": md.Layout(dp=2, zero=3),
+    "3, stage 1": md.Layout(dp=3, zero=1),
+    "3, stage 3": md.Layout(dp=3, zero=3),
+    "4, stage 2": md.Layout(dp=4, zero=2),
+    "4, stage 3": md.Layout(dp=4, zero=3),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    # Stage 3 refuses Adafactor.
+    [(n, k) for n in CASES for k, v in LAYOUTS.items() if n != "adafactor" or v.zero != 3],
+)
+def test_the_same_layout_goes_on_bit_for_bit(
+    cluster_of: Clusters, tmp_path: Path, name: str, layout: str
+) -> None:
+    check_same_layout(cluster_of, tmp_path, CASES[name], LAYOUTS[layout])
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_mixed_precision_goes_on_bit_for_bit(
+    cluster_of: Clusters, tmp_path: Path, precision: str, zero: int
+) -> None:
+    case = contract.Case(lambda seed: MLP((6, 5, 3), seed=seed), vectors)
+    check_same_layout(cluster_of, tmp_path, case, md.Layout(dp=2, zero=zero, precision=precision))
+
+
+def check_same_layout(cluster_of: Clusters, folder: Path, case: contract.Case, layout: md.Layout) -> None:
+    path, cluster = folder / f"step-{STOP:08d}", cluster_of(layout.ranks)
+    whole = cluster.run(train_part, case, layout, path, False)
+    rest = cluster.run(train_part, case, layout, path, True)
+    for (losses, weights, _), (later, again, extra) in zip(whole, rest, strict=True):
+        assert extra == {"losses": losses[:STOP]}
+        assert later == losses[STOP:]
+        for key, value in weights.items():
+            assert torch.equal(value, again[key]), key
+
+
+@pytest.mark.parametrize("after", LAYOUTS)
+@pytest.mark.parametrize("before", ["1", "3", "2, stage 1", "4, stage 2", "3, stage 3"])
+def test_another_layout_goes_on(cluster_of: Clusters, tmp_path: Path, before: str, after: str) -> None:
+    check_other_layout(cluster_of, tmp_path, CASES["adamw"], LAYOUTS[before], LAYOUTS[after])
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after"),
+    [
+        ("sgd", "2, stage 1", "3, stage 3"),
+        ("sgd", "3, stage 3", "2, stage 2"),
+        ("adafactor", "2, stage 1", "3"),
+        ("adafactor", "3", "4, stage 2"),
+    ],
+)
+def test_another_layout_goes_on_with_other_optimizers(
+    cluster_of: Clusters, tmp_path: Path, name: str, before: str, after: str
+) -> None:
+    check_other_layout(cluster_of, tmp_path, CASES[name], LAYOUTS[before], LAYOUTS[after])
+
+
+def check_other_layout(
+    cluster_of: Clusters, folder: Path, case: contract.Case, before: md.Layout, after: md.Layout
+) -> None:
+    path = folder / f"step-{STOP:08d}"
+    whole = cluster_of(before.ranks).run(train_part, case, before, path, False)[0]
+    for losses, weights, extra in cluster_of(after.ranks).run(train_part, case, after, path, True):
+        contract.compare(contract.Trained(extra["losses"] + losses, weights), contract.Trained(*whole[:2]))

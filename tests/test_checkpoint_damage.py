@@ -1,0 +1,465 @@
+"""Damaged, hostile, foreign and half-written checkpoints: named in a sentence, and never executed."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+import resource
+import shutil
+import signal
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import contract
+import pytest
+import torch
+from torch import nn
+
+import minidist as md
+from minidist.checkpoint import checkpoints, folders, index, state_dict, storage
+from minidist.model import MLP, Sampler
+from minidist.parallel.replicated import Replicated
+from minidist.parallel.strategy import Chunk
+
+Clusters = Callable[[int], md.Cluster]
+ROWS = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
+TARGETS = torch.arange(8) % 3
+
+
+def engine(model: nn.Module | None = None, optimizer: Any = contract.ADAMW) -> Any:
+    return md.prepare(model or MLP((6, 5, 3), seed=3), optimizer, md.Layout(dp=md.size()))
+
+
+def trained(steps: int = 1) -> Any:
+    made = engine()
+    for _ in range(steps):
+        made.step(ROWS, TARGETS)
+    return made
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of two checkpoints, after steps 1 and 2."""
+    folder, made = tmp_path_factory.mktemp("saved"), engine()
+    for step in (1, 2):
+        made.step(ROWS, TARGETS)
+        md.save(made, folder, step=step, extra={"step": step})
+    return folder
+
+
+@pytest.fixture
+def folder(saved: Path, tmp_path: Path) -> Path:
+    """A copy of it, to be damaged."""
+    return shutil.copytree(saved, tmp_path / "copy")
+
+
+def files(path: Path) -> list[Path]:
+    found = sorted(path.iterdir())
+    assert [file.name for file in found] == ["index.json", "rank-00000.bin"]
+    return found
+
+
+def truncated(data: bytes, draw: random.Random) -> bytes:
+    return data[: draw.randrange(len(data))]
+
+
+def flipped(data: bytes, draw: random.Random) -> bytes:
+    place = draw.randrange(len(data))
+    return data[:place] + bytes([data[place] ^ 1 << draw.randrange(8)]) + data[place + 1 :]
+
+
+def emptied(data: bytes, draw: random.Random) -> bytes:
+    return b""
+
+
+@pytest.mark.parametrize("damage", [truncated, flipped, emptied])
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_damaged_file_is_named_wherever_it_is_hit(folder: Path, damage: Any, number: int) -> None:
+    newest = checkpoints(folder)[0]
+    file, made = files(newest)[number], trained(0)
+    before, whole, draw = made.full_state_dict(), file.read_bytes(), random.Random(number)
+    for _ in range(1 if damage is emptied else 60):
+        file.write_bytes(damage(whole, draw))
+        with pytest.raises(md.DamagedCheckpoint, match=f"{file} is damaged"):
+            md.load(made, newest)
+    assert same(made.full_state_dict(), before)
+    with pytest.warns(UserWarning, match=f"passed over a checkpoint: {file} is damaged"):
+        loaded = md.load(made, folder, latest=True)
+    assert (loaded.step, loaded.extra) == (1, {"step": 1})
+    assert same(made.full_state_dict(), state_dict(folder / "step-00000001"))
+    file.write_bytes(whole)
+    assert md.load(made, folder, latest=True).step == 2
+
+
+@pytest.mark.parametrize("name", ["index.json", "rank-00000.bin"])
+def test_a_missing_file_is_named(folder: Path, name: str) -> None:
+    newest = checkpoints(folder)[0]
+    (newest / name).unlink()
+    with pytest.raises(md.DamagedCheckpoint, match=name):
+        md.load(trained(0), newest)
+    with pytest.warns(UserWarning, match=name):
+        assert md.load(trained(0), folder, latest=True).step == 1
+
+
+@pytest.mark.filterwarnings("ignore:passed over a checkpoint")
+def test_where_none_is_whole_all_are_named(folder: Path, tmp_path: Path) -> None:
+    for path in checkpoints(folder):
+        files(path)[1].write_bytes(b"")
+    with pytest.raises(md.DamagedCheckpoint, match=r"no checkpoint in .* is whole: .*002.*; .*001"):
+        md.load(trained(0), folder, latest=True)
+    for empty in (tmp_path, tmp_path / "none"):
+        with pytest.raises(md.CheckpointError, match="there is no checkpoint in"):
+            md.load(trained(0), empty, latest=True)
+    with pytest.raises(md.CheckpointError, match="there is no checkpoint at"):
+        md.load(trained(0), tmp_path / "none")
+
+
+class Bomb:
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.mark),)
+
+
+def test_nothing_in_a_file_is_executed(folder: Path, tmp_path: Path) -> None:
+    mark, newest = tmp_path / "executed", checkpoints(folder)[0]
+    bomb = pickle.dumps(Bomb(mark))
+    for name in (".metadata", "__0_0.distcp"):  # what torch.distributed.checkpoint calls its own
+        (newest / name).write_bytes(bomb)
+    for file in files_of_ours(newest):
+        whole = file.read_bytes()
+        for data in (bomb, whole + bomb, bomb + whole):
+            file.write_bytes(data)
+            for reading in (lambda: md.load(trained(0), newest), lambda: state_dict(newest)):
+                with pytest.raises(md.DamagedCheckpoint, match="is damaged"):
+                    reading()
+        file.write_bytes(whole)
+    # By somebody who knows the format: with checksums that fit, and in every place where text can be.
+    data_file, facts = newest / "rank-00000.bin", index.read_index(newest)
+    data = bomb + data_file.read_bytes()[len(bomb) :]
+    data_file.write_bytes(data)
+    hostile: dict[str, Any] = {"$pickle": bomb.hex()}
+    index.write_index(
+        newest,
+        {data_file.name: (len(data), zlib.crc32(data))},
+        facts.tensors,
+        {**facts.facts, "extra": bomb.hex()},
+    )
+    assert md.load(engine(), newest).extra == bomb.hex()
+    index.write_index(newest, facts.files, facts.tensors, {**facts.facts, "extra": hostile})
+    data_file.write_bytes((folder / "step-00000002" / data_file.name).read_bytes())
+    with pytest.raises(md.DamagedCheckpoint):
+        md.load(engine(), newest)
+    assert not mark.exists()
+    pickle.loads(bomb)
+    assert mark.exists()  # it was one
+
+
+def files_of_ours(path: Path) -> list[Path]:
+    return [path / "index.json", path / "rank-00000.bin"]
+
+
+@pytest.mark.parametrize("outside", ["../other", "/etc/passwd", ".."])
+def test_a_file_outside_of_the_checkpoint_is_not_read(folder: Path, outside: str) -> None:
+    newest = checkpoints(folder)[0]
+    found = index.read_index(newest)
+    index.write_index(newest, {**found.files, outside: (0, 0)}, found.tensors, found.facts)
+    with pytest.raises(md.DamagedCheckpoint, match=r"index\.json is damaged"):
+        md.load(trained(0), newest)
+
+
+def test_another_version_is_said(folder: Path) -> None:
+    file = files(checkpoints(folder)[0])[0]
+    body = file.read_bytes()[index._HEAD_BYTES :]
+    file.write_bytes(index._HEAD % (2, zlib.crc32(body)) + body)
+    with pytest.raises(md.CheckpointError, match="has version 2 of the checkpoint format"):
+        md.load(trained(0), file.parent)
+
+
+class Renamed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.other(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer", "text"),
+    [
+        (
+            MLP((6, 4, 3)),
+            contract.ADAMW,
+            r"another model: of .*weight it has shape \(5, 6\).* shape \(4, 6\)",
+        ),
+        (MLP((6, 5, 5, 3)), contract.ADAMW, "another model: of .* it has .*no such tensor|has shape"),
+        (Renamed(), contract.ADAMW, "another model: of .* it has shape .*has no such tensor"),
+        (None, torch.optim.SGD, "of another optimizer: it has 'amsgrad' in its group 0"),
+    ],
+)
+def test_another_model_is_refused_and_nothing_changed(
+    saved: Path, model: Any, optimizer: Any, text: str
+) -> None:
+    made = engine(model, optimizer if optimizer is contract.ADAMW else lambda p: optimizer(p, lr=0.1))
+    before, settings = made.full_state_dict(), made.strategy.settings()
+    with pytest.raises(md.CheckpointError, match=text):
+        md.load(made, saved / "step-00000002")
+    assert same(made.full_state_dict(), before)
+    assert made.strategy.settings() == settings
+
+
+def test_another_order_of_rows_is_refused(tmp_path: Path) -> None:
+    made = trained()
+    md.save(made, tmp_path / "one", sampler=Sampler(100, 10, seed=1))
+    md.load(made, tmp_path / "one", sampler=Sampler(100, 10, seed=1))
+    with pytest.raises(ValueError, match=r"the sampler has seed=2 and that of .*one had 1"):
+        md.load(made, tmp_path / "one", sampler=Sampler(100, 10, seed=2))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"step": -1}, ValueError, "step is -1"),
+        ({"step": 1, "keep": 0}, ValueError, "keep is 0"),
+        ({"keep": 2}, ValueError, "keep=2 needs step="),
+        (
+            {"extra": {"a": [object()]}},
+            TypeError,
+            r"extra.a\[0\] is a object, which a checkpoint cannot hold",
+        ),
+    ],
+)
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_wrong_arguments(tmp_path: Path, options: Any, error: Any, text: str, asynchronous: bool) -> None:
+    with pytest.raises(error, match=text):
+        md.save(trained(), tmp_path / "one", asynchronous=asynchronous, **options).wait()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_is_no_checkpoint_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("years")
+    for path in (tmp_path, tmp_path / "thesis.tex"):
+        with pytest.raises(md.CheckpointError, match="exists and is no checkpoint"):
+            md.save(trained(), path)
+    assert (tmp_path / "thesis.tex").read_text() == "years"
+    assert not list(tmp_path.parent.glob("*.writing"))
+
+
+def test_the_newest_are_kept_and_what_was_cut_short_is_cleared(tmp_path: Path) -> None:
+    made = trained()
+    (tmp_path / "step-00000001.writing").mkdir()
+    for step in range(1, 6):
+        md.save(made, tmp_path, step=step, keep=3)
+        assert len(checkpoints(tmp_path)) == min(step, 3)
+    md.save(made, tmp_path, step=5, keep=3)  # again, over itself
+    assert sorted(p.name for p in tmp_path.iterdir()) == [f"step-0000000{n}" for n in (3, 4, 5)]
+    md.save(made, tmp_path, step=2, keep=1)  # back at an earlier step
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-00000002"]
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_a_save_replaces_what_was_there(tmp_path: Path, monkeypatch: Any, exchange: bool) -> None:
+    if not exchange:
+        monkeypatch.setattr(folders, "_exchange", lambda one, other: False)
+    made, path = trained(), tmp_path / "one"
+    for _ in range(2):
+        made.step(ROWS, TARGETS)
+        md.save(made, path)
+        assert same(made.full_state_dict(), state_dict(path))
+        assert [each.name for each in tmp_path.iterdir()] == ["one"]
+
+
+# Saves that fail, on two ranks of which one is at fault.
+
+
+def failing_save(folder: Path, fault: str, asynchronous: bool) -> str:
+    """Save step 1 and, with a fault on rank 1, step 2; what was said."""
+    made = engine()
+    share = slice(md.rank() * 4, md.rank() * 4 + 4)
+    made.step(ROWS[share], TARGETS[share])
+    md.save(made, folder, step=1)
+    with pytest.MonkeyPatch.context() as patch:
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        target = folder
+        if fault == "read-only":
+            target = Path("/proc")
+        elif md.rank() == 1:
+            if fault == "full":  # what a full disk is to a file: it cannot grow
+                resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+            elif fault == "missing":
+                chunks = Replicated.chunks
+                patch.setattr(Replicated, "chunks", lambda self: list(moved(chunks(self))))
+            elif fault == "forgotten":
+                write = storage.Writer.write_data
+
+                def forget(self: Any, plan: Any, planner: Any) -> Any:
+                    del plan.items[-1]
+                    return write(self, plan, planner)
+
+                patch.setattr(storage.Writer, "write_data", forget)
+            elif fault == "killed":
+                patch.setattr(storage.Writer, "write_data", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        elif fault == "killed before the rename":
+            patch.setattr(folders, "put_in_place", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        try:
+            md.save(made, target, step=2, keep=1, asynchronous=asynchronous).wait()
+        except md.CheckpointError as error:
+            said = str(error)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    md.save(made, folder, step=3)  # the ranks still agree on what they do
+    md.load(made, folder, latest=True)
+    return said
+
+
+def moved(chunks: Iterator[Chunk]) -> Iterator[Chunk]:
+    """Chunks of which the first is said to lie elsewhere."""
+    first = next(chunks)
+    yield Chunk(first.name, (first.shape[0] + 1, *first.shape[1:]), (1, *first.offsets[1:]), first.tensor)
+    yield from chunks
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        ("full", "rank 1 could not write .*step-00000002: File too large"),
+        ("read-only", "rank 0 could not write /proc/step-00000002"),
+        ("missing", "the boxes of .* are of tensors of different shapes|do not make up the state"),
+        ("forgotten", "no rank wrote"),
+    ],
+)
+def test_a_save_that_fails_on_one_rank_fails_on_all(
+    cluster_of: Clusters, tmp_path: Path, fault: str, text: str, asynchronous: bool
+) -> None:
+    said = cluster_of(2).run(failing_save, tmp_path, fault, asynchronous)
+    assert said[0] == said[1]
+    with pytest.raises(md.CheckpointError, match=text):
+        raise md.CheckpointError(said[0])
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-00000003", "step-00000001"]
+    assert not list(tmp_path.glob("*.writing"))
+
+
+@pytest.mark.parametrize("fault", ["killed", "killed before the rename"])
+def test_a_rank_killed_in_a_save_leaves_the_previous_whole(
+    cluster_of: Clusters, tmp_path: Path, fault: str
+) -> None:
+    with pytest.raises(md.RankError, match=r"rank \d was killed|SIGKILL"):
+        cluster_of(2).run(failing_save, tmp_path, fault, False)
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-00000001"]
+    assert (tmp_path / "step-00000002.writing").is_dir()
+    made = trained()
+    assert md.load(made, tmp_path, latest=True).step == 1
+    md.save(made, tmp_path, step=2, keep=2)
+    assert not list(tmp_path.glob("*.writing"))
+
+
+def test_a_strategy_that_forgets_a_chunk_is_found(tmp_path: Path, monkeypatch: Any) -> None:
+    made = trained()
+    chunks = [*made.strategy.chunks()]
+    half = chunks[0].tensor[:2]
+    short = [Chunk(chunks[0].name, chunks[0].shape, chunks[0].offsets, half), *chunks[1:]]
+    monkeypatch.setattr(made.strategy, "chunks", lambda: iter(short))
+    with pytest.raises(md.CheckpointError, match=r"hold 12 elements, and the tensor of shape .5, 6. has 30"):
+        md.save(made, tmp_path / "one")
+
+
+# Asynchronous saves.
+
+
+def test_training_goes_on_while_a_thread_writes(cluster_of: Clusters, tmp_path: Path) -> None:
+    def run() -> None:
+        made = engine()
+        share = slice(md.rank() * 4, md.rank() * 4 + 4)
+        made.step(ROWS[share], TARGETS[share])
+        before = made.full_state_dict()
+        saving = md.save(made, tmp_path / "one", asynchronous=True)
+        for _ in range(5):
+            made.step(ROWS[share], TARGETS[share])
+        second = md.save(made, tmp_path / "two", asynchronous=True)
+        assert saving.done  # the second waited for the first
+        assert second.wait() == second.wait() == tmp_path / "two"
+        assert same(state_dict(tmp_path / "one"), before)
+        assert same(state_dict(tmp_path / "two"), made.full_state_dict())
+
+    for ranks in (1, 2):
+        cluster_of(ranks).run(run)
+
+
+def test_an_error_in_the_thread_surfaces_at_the_next_save(tmp_path: Path, monkeypatch: Any) -> None:
+    made = trained()
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "_write_all", full)
+        saving = md.save(made, tmp_path / "one", asynchronous=True)
+        while not saving.done:
+            pass
+    with pytest.raises(md.CheckpointError, match=r"rank 0 could not write .*one: No space left on device"):
+        md.save(made, tmp_path / "two")
+    md.save(made, tmp_path / "two")
+    saving.wait()  # said once
+    assert [path.name for path in tmp_path.iterdir()] == ["two"]
+
+
+# The weights alone.
+
+
+def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
+    """By the letter of the format."""
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    assert length % 8 == 0
+    assert header.pop("__metadata__") == {"format": "pt"}
+    dtypes = {code: dtype for dtype, code in md.checkpoint.exporting.SAFETENSORS_DTYPES.items()}
+    numbers = bytearray(data[8 + length :])
+    assert max(each["data_offsets"][1] for each in header.values()) == len(numbers)
+    tensors = {}
+    for name, each in header.items():
+        start, end = each["data_offsets"]
+        flat = torch.frombuffer(numbers[start:end] or bytearray(8), dtype=dtypes[each["dtype"]])
+        tensors[name] = flat[: (end - start) // flat.element_size()].view(each["shape"])
+    return tensors
+
+
+class Mixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.half = nn.Linear(3, 2, dtype=torch.bfloat16)
+        self.register_buffer("mask", torch.tensor([True, False]))
+        self.register_buffer("none", torch.zeros(0, 4))
+        self.register_buffer("count", torch.tensor(7))
+
+
+def test_exports_are_read_by_others(tmp_path: Path) -> None:
+    made = engine(Mixed())
+    path = md.save(made, tmp_path / "one").wait()
+    weights = made.full_state_dict()
+    for source in (made, path):
+        assert same(read_safetensors(md.export(source, tmp_path / "model.safetensors")), weights)
+        assert same(torch.load(md.export(source, tmp_path / "model.pt"), weights_only=True), weights)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["model.pt", "model.safetensors", "one"]
+    with pytest.raises(ValueError, match=r"ends in \.safetensors, \.pt or \.pth"):
+        md.export(made, tmp_path / "model.bin")
+    with pytest.raises(md.CheckpointError, match="rank 0 could not write"):
+        md.export(made, tmp_path / "none" / "model.pt")
+
+
+def test_the_safetensors_library_reads_an_export(tmp_path: Path) -> None:
+    library = pytest.importorskip("safetensors.torch", reason="the safetensors library is not installed")
+    made = engine(Mixed())
+    md.export(made, tmp_path / "model.safetensors")
+    assert same(library.load_file(tmp_path / "model.safetensors"), made.full_state_dict())
