@@ -6,6 +6,7 @@ their formulas, so that `engine.memory()` finds the same.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from minidist._names import unknown
@@ -71,9 +72,9 @@ def estimate(
     """
     layout = layout or Layout()
     precision = precision or layout.precision
-    _check(config, layout, precision, optimizer, attention, rank)
     if isinstance(config, str):
         config = config_of(config)
+    _check(config, layout, precision, optimizer, attention, rank)
     if isinstance(config, int | float):
         found = by_formula(round(config), layout.dp, layout.zero, precision, optimizer)
         return Estimate(found.parameters, found.gradients, found.optimizer, 0, 0)
@@ -158,17 +159,17 @@ def _check(
     if isinstance(config, TransformerConfig):
         if config.heads % layout.tp:
             raise ValueError(
-                f"tp is {layout.tp} in the layout and heads are {config.heads}; tp must divide them"
+                f"tp is {layout.tp} in the layout and heads are {config.heads}; it must divide them"
             )
         if config.layers < layout.pp:
             raise ValueError(
-                f"pp is {layout.pp} in the layout and layers are {config.layers}; give pp at most that"
+                f"pp is {layout.pp} in the layout and layers are {config.layers}; give at most that"
             )
     elif isinstance(config, int | float) and not isinstance(config, bool):
-        if not config >= 0 or layout.tp * layout.pp > 1:
+        if not 0 <= config < math.inf or layout.tp * layout.pp > 1:
             raise ValueError(
                 f"config is {config} parameters and the layout {layout}; give 0 or more, and for tp and pp a "
                 "model's shape"
             )
-    elif not isinstance(config, str):
+    else:
         raise TypeError(f"config is {config!r}; give a GPTConfig, a BERTConfig, a name, or a number")
