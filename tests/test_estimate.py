@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,10 +14,15 @@ from torch import nn
 import minidist as md
 from minidist.model import GPT, GPTConfig, config, cross_entropy
 from minidist.model.configs import CONFIGS
+from minidist.model.sampler import Sampler
+from minidist.parallel import buckets
 from minidist.parallel.activations import ActivationCounter
+from minidist.parallel.memory import Memory
 from minidist.parallel.recompute import recompute
-from minidist.scale import saved, tensors
-from minidist.scale.estimates import estimate
+from minidist.scale import estimates, saved, states, tensors
+from minidist.scale.estimates import Estimate, estimate
+from minidist.scale.fitting import fits, heading, parse_bytes, table, ways
+from minidist.scale.memory import main, plot
 
 Clusters = Callable[[int], md.Cluster]
 ADAMW = partial(torch.optim.AdamW, lr=1e-3)
@@ -114,3 +120,260 @@ def test_recomputed_activations(shape: GPTConfig, precision: str) -> None:
     for rows in (1, 5):
         expected = estimate(shape, layout, precision, (rows, shape.context)).activations
         assert saved_by(shape, precision, rows, again=True) == expected
+
+
+# All of it, against what engines count.
+
+
+def trained(shape: GPTConfig, layout: md.Layout, rows: int = 5) -> Memory:
+    """What this rank counts after two steps on a global batch of that many rows."""
+    engine = md.prepare(GPT(shape), ADAMW, layout)
+    text = torch.randint(0, shape.vocabulary, (rows, shape.context + 1), generator=torch.Generator())
+    own = Sampler(rows, rows, rank=engine.data_rank, ranks=engine.data_ranks).share(0)
+    for _ in range(2):
+        engine.step(text[own, :-1].contiguous(), text[own, 1:].contiguous())
+    return engine.memory()
+
+
+def check(found: Memory, expected: Estimate) -> None:
+    """To 1% for each part of the states, and 10% for the activations."""
+    for part in ("parameters", "gradients", "optimizer"):
+        assert getattr(found, part) == pytest.approx(getattr(expected, part), rel=0.01), part
+    assert found.activations == pytest.approx(expected.activations, rel=0.1)
+    assert found.buffers == expected.buffers == 0
+
+
+LAYOUTS = [
+    md.Layout(zero=stage, precision=precision, recompute=recompute)
+    for stage in range(4)
+    for precision, recompute in (("fp32", False), ("fp32", True), ("bf16", True))
+]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_engines_count_what_was_reckoned(cluster_of: Clusters, layout: md.Layout, ranks: int) -> None:
+    layout = replace(layout, dp=ranks)
+    shape = SHAPES[ranks % len(SHAPES)]
+    for rank, found in enumerate(cluster_of(ranks).run(trained, shape, layout)):
+        check(found, estimate(shape, layout, batch=(5, shape.context), rank=rank))
+
+
+@pytest.mark.parametrize("layout", ["dp=2,micro_batches=3", "dp=2,zero=2,micro_batches=2"])
+def test_micro_batches(cluster_of: Clusters, layout: str) -> None:
+    chosen = md.Layout.parse(layout)
+    for rank, found in enumerate(cluster_of(2).run(trained, TINY, chosen, 9)):
+        check(found, estimate(TINY, chosen, batch=(9, TINY.context), rank=rank))
+
+
+def test_other_optimizers(cluster_of: Clusters) -> None:
+    for name, optimizer in (
+        ("momentum", partial(torch.optim.SGD, lr=0.1, momentum=0.9)),
+        ("sgd", partial(torch.optim.SGD, lr=0.1)),
+    ):
+
+        def train(optimizer: Callable[..., torch.optim.Optimizer] = optimizer) -> Memory:
+            engine = md.prepare(GPT(TINY), optimizer, md.Layout(dp=2, zero=1))
+            engine.step(torch.zeros(2, 24, dtype=torch.int64), torch.zeros(2, 24, dtype=torch.int64))
+            return engine.memory()
+
+        expected = estimate(TINY, md.Layout(dp=2, zero=1), batch=(4, 24), optimizer=name)
+        for found in cluster_of(2).run(train):
+            check(found, expected)
+
+
+def test_buckets_are_those_of_the_reducer() -> None:
+    shape = config("gpt2-small", layers=3, vocabulary=9001)
+    parameters = [*GPT(shape, device="meta").parameters()]
+    parts = buckets.cut(parameters, reversed(range(len(parameters))), states.BUCKET)
+    expected = [sum(parameters[place].numel() for place in places) for places in parts]
+    sizes = [size for layer in tensors.layers(shape) for size in layer]
+    assert len(expected) > 3
+    assert states.cut(reversed(sizes), states.BUCKET // 4) == expected
+
+
+FAULTS: dict[str, Callable[[states.States], states.States]] = {
+    "no gradients": lambda found: replace(found, gradients=0),
+    "whole optimizer": lambda found: replace(found, optimizer=2 * found.optimizer),
+    "gradients of half the width": lambda found: replace(found, gradients=found.gradients // 2),
+    "parameters of another layout": lambda found: replace(found, parameters=found.parameters // 2),
+}
+
+
+@pytest.fixture(scope="module")
+def measured(cluster_of: Clusters) -> Memory:
+    """Stage 1 on two ranks."""
+    found: Memory = cluster_of(2).run(trained, TINY, md.Layout(dp=2, zero=1))[0]
+    return found
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_in_the_states_is_caught(
+    measured: Memory, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    whole = estimates.held
+    expected = partial(estimate, TINY, md.Layout(dp=2, zero=1), batch=(5, 24), rank=0)
+    check(measured, expected())
+    monkeypatch.setattr(estimates, "held", lambda *given: FAULTS[fault](whole(*given)))
+    with pytest.raises(AssertionError):
+        check(measured, expected())
+
+
+@pytest.mark.parametrize("part", ["loss", "head", "block", "embedding"])
+def test_activations_left_out_are_caught(
+    measured: Memory, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    monkeypatch.setattr(saved.Saved, part, lambda _: 0)
+    expected = estimate(TINY, md.Layout(dp=2, zero=1), batch=(5, 24), rank=0).activations
+    if part in ("block", "head"):  # what the others save is within the tolerance of engines, not of a byte
+        assert measured.activations != pytest.approx(expected, rel=0.1 if part == "block" else 0.01)
+    assert saved_by(TINY, "fp32", 5, again=False) != estimate(TINY, batch=(5, 24)).activations
+
+
+# Arguments.
+
+
+def test_precision_is_the_layouts_unless_given() -> None:
+    layout = md.Layout(dp=4, zero=2, precision="fp16")
+    assert estimate(10**6, layout) == estimate(10**6, md.Layout(dp=4, zero=2), "bf16")
+    assert estimate(10**6, layout, "fp32").total == 4 * 10**6 + 12 * 10**6 // 4
+
+
+def test_no_rank_is_the_fullest() -> None:
+    layout = md.Layout(dp=2, pp=3, micro_batches=4, precision="bf16")
+    each = [estimate("gpt2-small", layout, batch=(9, 128), rank=rank) for rank in range(6)]
+    assert estimate("gpt2-small", layout, batch=(9, 128)) == max(each, key=lambda found: found.peak)
+    # 1F1B: the first stage holds three micro-batches, the middle one two.
+    assert each[0].activations / each[2].activations == pytest.approx(3 / 2, rel=0.01)
+
+
+def test_tensor_parallelism_divides_what_the_paper_says() -> None:
+    shape = config("gpt3-2.7b")
+    one, four = (saved.Saved(shape, 1, 2048, 2, tp=ranks).block() / (2048 * 2560) for ranks in (1, 4))
+    # (10 + 24 / t) s b h of equation 2, without the masks of 2.
+    assert one == pytest.approx(8 + 24, rel=0.01)
+    assert four == pytest.approx(8 + 24 / 4, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        (("gpt2-smal",), ValueError, "unknown model 'gpt2-smal': did you mean 'gpt2-small'"),
+        ((None,), TypeError, "config is None; give a GPTConfig"),
+        ((-1,), ValueError, "config is -1 parameters"),
+        ((10, md.Layout(tp=2)), ValueError, "for tp and pp a model's shape"),
+        ((TINY, md.Layout(tp=3)), ValueError, "tp is 3 in the layout and heads are 4; it must divide them"),
+        ((TINY, md.Layout(pp=4)), ValueError, "pp is 4 in the layout and layers are 3; give at most that"),
+        (("gpt2-small", md.Layout(pp=13)), ValueError, "pp is 13 in the layout and layers are 12"),
+        ((TINY, None, "fp8"), ValueError, "unknown precision 'fp8'"),
+        (
+            (TINY, None, None, (1, 25)),
+            ValueError,
+            "batch is 1 rows of 25 tokens; give rows, none or more",
+        ),
+        ((TINY, None, None, -1), ValueError, "batch is -1 rows"),
+    ],
+)
+def test_wrong_arguments(arguments: tuple[object, ...], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        estimate(*arguments)  # type: ignore[arg-type]
+
+
+def test_more_wrong_arguments() -> None:
+    with pytest.raises(ValueError, match="rank is 1; give 0 to 0, a rank of the layout"):
+        estimate(TINY, rank=1)
+    with pytest.raises(ValueError, match="unknown optimizer 'adan': did you mean 'adam'"):
+        estimate(TINY, optimizer="adan")
+    with pytest.raises(ValueError, match="unknown attention 'flash'"):
+        estimate(TINY, attention="flash")
+
+
+# What fits.
+
+
+def test_the_largest_batch_fits_and_one_row_more_does_not() -> None:
+    budget = 16 * 10**9
+    for fit in fits(budget, ["bert-base", "gpt2-large"]):
+        for rows in {fit.rows, fit.rows + 1} - {0}:
+            peak = estimate(fit.config, fit.layout, batch=(rows * fit.layout.dp, fit.tokens)).peak
+            assert (peak <= budget) == (rows <= fit.rows)
+        assert fit.memory.peak <= budget or not fit.rows
+        assert fit.batch == fit.rows * fit.layout.dp
+
+
+def test_what_fits_in_16_gb() -> None:
+    found = {(fit.name, heading(fit.layout)): fit.rows for fit in fits(16 * 10**9)}
+    assert found["bert-base", "fp32"] > 0
+    assert found["gpt2-xl", "fp32"] == found["gpt2-xl", "bf16"] == found["gpt2-xl", "bf16\nrecompute"] == 0
+    assert found["gpt2-xl", "8 ranks\nbf16\nrecompute\nZeRO-1"] > 0
+    assert found["gpt3-175b", "8 ranks\nbf16\nrecompute\nZeRO-3"] == 0
+    for shape in ("bert-large", "gpt2-medium"):
+        rows = [found[shape, heading(layout)] for layout in ways()]
+        assert rows == sorted(rows), "each measure makes room for more rows"
+
+
+def test_shapes_and_layouts_of_ones_own() -> None:
+    (fit,) = fits(10**9, [TINY], [md.Layout(dp=3, zero=1)], tokens=5000)
+    assert (fit.name, fit.tokens, fit.batch) == ("3 layers of 32", 24, 3 * fit.rows)
+    (none,) = fits(1000, [TINY], [md.Layout()])
+    assert none.rows == none.batch == 0
+    assert none.memory.peak > 1000
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("16GB", 16 * 10**9),
+        ("16 GiB", 2**34),
+        (" 1.5mb ", 1500000),
+        ("512", 512),
+        ("3e9", 3 * 10**9),
+    ],
+)
+def test_bytes_are_read(text: str, expected: int) -> None:
+    assert parse_bytes(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "GB", "16XB", "-1GB", "0", "nan", "inf GB", "1 2GB"])
+def test_what_are_no_bytes(text: str) -> None:
+    with pytest.raises(ValueError, match="give bytes such as 16GB"):
+        parse_bytes(text)
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "memory.png"
+    assert main(["--models", "bert-tiny,gpt3-175b", "--ranks", "4", "--plot", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "Rows that fit in 16.0 GB" in out
+    assert "none of these" in out
+    assert path.stat().st_size > 10_000
+    for wrong in ("--budget much", "--models bert", "--models ,", "--tokens 0", "--ranks 0"):
+        assert main(wrong.split()) == 2
+        assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_a_table_of_some_fits() -> None:
+    drawn = table(fits(10**9, ["bert-tiny", "bert-large"], [md.Layout()]), 10**9)
+    assert drawn.row_count == 2
+
+
+# The figure.
+
+
+def test_bars_have_the_heights_of_the_parts() -> None:
+    bars = {"stage 0": Memory(4, 3, 2, 1, 0), "stage 1": Memory(4, 0, 2, 0, 5)}
+    axes = plot(bars)
+    heights = sorted(patch.get_height() for patch in axes.patches)
+    assert heights == [1, 2, 2, 3, 4, 4, 5]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["stage 0", "stage 1"]
+    assert axes.get_ylabel() == "B on each rank"
+    beside = plot(bars, measured={"stage 1": Memory(4, 0, 2, 0, 5)})
+    assert len(beside.patches) == 10
+
+
+def test_what_cannot_be_drawn() -> None:
+    with pytest.raises(ValueError, match="estimates are for nothing"):
+        plot({})
+    with pytest.raises(ValueError, match="measured for b"):
+        plot({"a": Memory(1, 1, 1, 1, 1)}, measured={"b": Memory(1, 1, 1, 1, 1)})
+    plot({"empty": Memory(0, 0, 0, 0, 0)})

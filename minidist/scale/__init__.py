@@ -4,6 +4,7 @@
 |---|---|
 | memory.py | `estimate`, `fits` and `plot`; `python -m minidist.scale.memory` prints what fits |
 | estimates.py | the bytes of a layout on each rank |
+| states.py | parameters, gradients and optimizer state |
 | tensors.py | the sizes of a model's parameters, layer by layer |
 | saved.py | what the forward pass saves for the backward pass |
 | fitting.py | the largest batch that fits, and what makes it fit |

@@ -1,21 +1,12 @@
 """The memory that training takes on each rank, from a model's shape and a layout, before anything is built.
 
-States follow the ZeRO paper. With Adam a parameter takes in fp32 4 bytes, its gradient 4, the optimizer 8; in
-bf16 and fp16 2 and 2, and the optimizer 12: a copy in float32 and its own 8. Of n data-parallel ranks each
-keeps an n-th of the optimizer's part in stage 1, of the gradients too in stage 2, of the parameters too in
-stage 3. Activations: see saved.py.
-
-What minidist's strategies hold beyond the formulas is counted too, where there is a model's shape: Adam's
-step, 4 bytes for each parameter tensor; the numbers that travel with the gradients; shares that are rounded
-up to whole elements.
-
-Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
-sections 3.1 and 5, and figure 1.
+States: see states.py; activations: see saved.py. Both follow the papers, and count what minidist holds beyond
+their formulas, so that `engine.memory()` finds the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 from dataclasses import dataclass
 
 from minidist._names import unknown
@@ -23,14 +14,10 @@ from minidist.model.configs import TransformerConfig
 from minidist.model.configs import config as config_of
 from minidist.parallel.layout import Layout
 from minidist.parallel.memory import Memory
-from minidist.scale import tensors
 from minidist.scale.saved import ATTENTIONS, Saved
+from minidist.scale.states import BYTES, OPTIMIZERS, by_formula, held
 from minidist.scale.tensors import share
 
-BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
-"""Of an element of the parameters and activations."""
-OPTIMIZERS = {"adam": 2, "momentum": 1, "sgd": 0}
-"""Tensors of a parameter's shape in the optimizer's state. AdamW is as Adam."""
 Shape = TransformerConfig | str | int | float
 Batch = int | tuple[int, int]
 
@@ -39,16 +26,16 @@ Batch = int | tuple[int, int]
 class Estimate(Memory):
     """Bytes on one rank, predicted.
 
-    transient: what lives for a moment beside the rest and is in no part: the logits and the gradient of their
-        log-softmax; in stage 2 a bucket's gradients until they are sent; in stage 3 the parameters of a unit
-        and of the next, gathered, and a unit's gradients.
+    transient: what is there beside the parts at the fullest moment of a step and in none of them: in the
+        backward pass the gradient of the logits, and in stage 3 gathered units; or, where that is more, what
+        the optimizer takes while it steps, less the activations, which are gone by then.
     """
 
     transient: int = 0
 
     @property
     def peak(self) -> int:
-        """All parts and the transient bytes: an upper bound, as they do not peak at the same time."""
+        """All parts and the transient bytes: an upper bound, as parts do not all peak at one moment."""
         return self.total + self.transient
 
 
@@ -72,7 +59,7 @@ def estimate(
 
     Args:
         config: a GPTConfig or BERTConfig, the name of one, or a number of parameters; the last has no
-            activations, and no pipeline or tensor parallelism.
+            activations, and is for the formulas alone, without tp and pp.
         layout: None for one rank.
         precision: "fp32", "bf16", "fp16" or "fp64"; None for the layout's.
         batch: rows of the global batch and tokens in each; rows alone have the model's context; 0 for none.
@@ -85,11 +72,12 @@ def estimate(
     """
     layout = layout or Layout()
     precision = precision or layout.precision
-    _check(config, layout, precision, optimizer, attention, rank)
     if isinstance(config, str):
         config = config_of(config)
+    _check(config, layout, precision, optimizer, attention, rank)
     if isinstance(config, int | float):
-        return _states([[round(config)]], layout, precision, optimizer, exact=False)
+        found = by_formula(round(config), layout.dp, layout.zero, precision, optimizer)
+        return Estimate(found.parameters, found.gradients, found.optimizer, 0, 0)
     rows, tokens = batch if isinstance(batch, tuple) else (batch, config.context)
     if rows < 0 or not 1 <= tokens <= config.context:
         raise ValueError(
@@ -117,22 +105,28 @@ def _one(
     data_rank: int,
 ) -> Estimate:
     """For one stage of the pipeline and one of its data-parallel ranks."""
-    states = _states(
-        tensors.layers(config, layout.tp, layout.pp, stage), layout, precision, optimizer, exact=True
-    )
+    states = held(config, layout.dp, layout.zero, precision, optimizer, layout.tp, layout.pp, stage)
     rows, tokens = batch
     own = share(rows, layout.dp, data_rank)
-    if not own:
-        return states
-    parts = min(layout.micro_batches, own)
-    saved = Saved(config, share(own, parts), tokens, BYTES[precision], attention, layout.tp)
-    activations, transient = _activations(saved, layout, stage, parts)
-    fields = {**vars(states), "activations": activations, "transient": states.transient + transient}
-    return Estimate(**fields)
+    activations = logits = 0
+    if own:
+        parts = min(layout.micro_batches, own)
+        saved = Saved(config, share(own, parts), tokens, BYTES[precision], attention, layout.tp)
+        activations = _activations(saved, layout, stage, parts)
+        if stage == layout.pp - 1:
+            logits = saved.transient_logits
+    return Estimate(
+        states.parameters,
+        states.gradients,
+        states.optimizer,
+        activations,
+        buffers=0,
+        transient=max(logits + states.gathered, states.update - activations),
+    )
 
 
-def _activations(saved: Saved, layout: Layout, stage: int, parts: int) -> tuple[int, int]:
-    """Peak of what is saved on a stage, and the logits and their gradients."""
+def _activations(saved: Saved, layout: Layout, stage: int, parts: int) -> int:
+    """Peak of what is saved on a stage, over the micro-batches that it holds at a time."""
     blocks = share(saved.config.layers, layout.pp, stage)
     first, last = stage == 0, stage == layout.pp - 1
     in_flight = min(layout.pp - stage, parts)
@@ -140,39 +134,9 @@ def _activations(saved: Saved, layout: Layout, stage: int, parts: int) -> tuple[
         inputs = (blocks + last) * saved.stream
         at_the_end = inputs + last * max(saved.loss(), saved.head() - saved.stream)
         in_the_last_block = blocks and blocks * saved.stream + saved.block() - saved.stream
-        kept = (in_flight - 1) * inputs + max(at_the_end, in_the_last_block)
-    else:
-        ends = first * saved.embedding() + last * (saved.head() + saved.loss())
-        kept = in_flight * (blocks * saved.block() + ends)
-    return kept, last * saved.logits * (saved.wide + saved.element) // saved.wide
-
-
-def _states(
-    layers: Sequence[tensors.Sizes], layout: Layout, precision: str, optimizer: str, exact: bool
-) -> Estimate:
-    """The states of a rank with these layers. exact: count also what the paper's formulas leave out."""
-    n, zero, element = layout.dp, layout.zero, BYTES[precision]
-    elements, count = sum(map(sum, layers)), sum(map(len, layers))
-    own = share(elements, n)
-    updated = 4 if element == 2 else element  # the precision in which the optimizer works
-    masters = updated if element == 2 else 0
-    state = (own if zero else elements) * (OPTIMIZERS[optimizer] * updated + masters)
-    gradients = (own if zero > 1 else elements) * element
-    if exact:
-        state += 4 * count * (optimizer == "adam")
-        gradients += (count + 2) * max(element, 4) * (n > 1 and not zero)
-    transient = 0
-    if zero == 3 and exact and n > 1:
-        units = sorted(map(sum, layers), reverse=True)
-        transient = (sum(units[:2]) + units[0]) * element
-    return Estimate(
-        parameters=(own if zero > 2 else elements) * element,
-        gradients=gradients,
-        optimizer=state,
-        activations=0,
-        buffers=0,
-        transient=transient,
-    )
+        return (in_flight - 1) * inputs + max(at_the_end, in_the_last_block)
+    ends = first * saved.embedding() + last * (saved.head() + saved.loss())
+    return in_flight * (blocks * saved.block() + ends)
 
 
 def _check(
@@ -195,17 +159,17 @@ def _check(
     if isinstance(config, TransformerConfig):
         if config.heads % layout.tp:
             raise ValueError(
-                f"tp is {layout.tp} in the layout and heads are {config.heads}; tp must divide them"
+                f"tp is {layout.tp} in the layout and heads are {config.heads}; it must divide them"
             )
         if config.layers < layout.pp:
             raise ValueError(
-                f"pp is {layout.pp} in the layout and layers are {config.layers}; give pp at most that"
+                f"pp is {layout.pp} in the layout and layers are {config.layers}; give at most that"
             )
     elif isinstance(config, int | float) and not isinstance(config, bool):
-        if not config >= 0 or layout.tp * layout.pp > 1:
+        if not 0 <= config < math.inf or layout.tp * layout.pp > 1:
             raise ValueError(
                 f"config is {config} parameters and the layout {layout}; give 0 or more, and for tp and pp a "
                 "model's shape"
             )
-    elif not isinstance(config, str):
+    else:
         raise TypeError(f"config is {config!r}; give a GPTConfig, a BERTConfig, a name, or a number")

@@ -123,7 +123,7 @@ def table(found: Sequence[Fit], budget_bytes: int) -> Table:
     drawn.add_column("tokens", justify="right")
     for layout in layouts:
         drawn.add_column(heading(layout), justify="right")
-    drawn.add_column("what makes it fit")
+    drawn.add_column("what makes\nit fit", no_wrap=True)
     for name in dict.fromkeys(fit.name for fit in found):
         line = [fit for fit in found if fit.name == name]
         first = next((fit for fit in line if fit.rows), None)

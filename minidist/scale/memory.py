@@ -49,8 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         budget, layouts = parse_bytes(given.budget), ways(given.ranks)
         if given.tokens is not None and given.tokens < 1:
             raise ValueError(f"tokens is {given.tokens}; give at least 1")
+        if not names:
+            raise ValueError("models is empty; give names, such as bert-base,gpt2-small")
         found = fits(budget, names, layouts, given.tokens)
-        if given.plot and names:
+        if given.plot:
             plot(_stages(found[0], given.ranks), given.plot, title=f"{names[0]}, {given.ranks} ranks, bf16")
     except (ValueError, TypeError, ImportError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

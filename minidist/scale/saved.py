@@ -113,3 +113,8 @@ class Saved:
         if not isinstance(self.config, GPTConfig):
             return 0
         return self.wide * self.rows * self.tokens * share(self.config.vocabulary, self.tp)
+
+    @property
+    def transient_logits(self) -> int:
+        """Beside the log-softmax: its gradient, and in half precision the logits', which is made from it."""
+        return self.logits + (self.logits * self.element // self.wide if self.element < self.wide else 0)

@@ -35,6 +35,17 @@ def layers(config: TransformerConfig, tp: int = 1, pp: int = 1, stage: int = 0) 
     return found
 
 
+def units(config: TransformerConfig, tp: int = 1, pp: int = 1, stage: int = 0) -> list[int]:
+    """Elements of what is gathered together in ZeRO's stage 3: the root unit first, then each layer.
+
+    The root has what several layers share, the tied matrix, where a stage has both its ends.
+    """
+    found = [sum(layer) for layer in layers(config, tp, pp, stage)]
+    tied = isinstance(config, GPTConfig) and config.tied and pp == 1
+    root = embeddings(config, tp)[0] if tied else 0
+    return [root, found[0] - root, *found[1:]]
+
+
 def embeddings(config: TransformerConfig, tp: int) -> Sizes:
     """Tokens, positions; for BERT segments and a norm, too."""
     width = config.width
