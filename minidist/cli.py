@@ -55,6 +55,7 @@ def train(
     rung: Annotated[str | None, typer.Option(help="Matmul rung for the mlp: s4_loop_order.")] = None,
     dtype: Annotated[str, typer.Option(help="float32 or float64.")] = "float32",
     seed: Annotated[int, typer.Option(help="Of the weights and of the order of rows.")] = 0,
+    clip_norm: Annotated[float | None, typer.Option(help="Largest norm of the gradients: 1.0.")] = None,
     timeout: Annotated[float | None, typer.Option(help="Seconds that the run may take.")] = None,
     as_json: Json = False,
     debug: Debug = False,
@@ -79,6 +80,7 @@ def train(
         rung=rung,
         dtype=dtype,
         seed=seed,
+        clip_norm=clip_norm,
     )
     result = run(config, timeout=timeout, progress=not as_json)
     if int(os.environ.get("RANK", "0")):

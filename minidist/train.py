@@ -22,6 +22,7 @@ from minidist import comm
 from minidist._names import unknown
 from minidist.comm.launch import launch
 from minidist.model import CONFIGS, GPT, MLP, Dataset, GPTConfig, Rows, Sampler, accuracy, config, dataset
+from minidist.parallel.clipping import check_max_norm
 from minidist.parallel.engine import Engine
 from minidist.parallel.layout import Layout
 from minidist.parallel.prepare import check_available, prepare
@@ -58,6 +59,7 @@ class TrainConfig:
     rung: str | None = None  # the matmul rung that the MLP's layers run on; None for torch's product
     dtype: str = "float32"
     seed: int = 0  # of the weights and of the order of rows
+    clip_norm: float | None = None  # the largest norm that gradients may have; None for any
 
     def __post_init__(self) -> None:
         for what, name, known in (
@@ -87,9 +89,16 @@ class TrainConfig:
                 raise ValueError(f"{what} is {value}; give at least 1")
         if not 0 < self.learning_rate < math.inf:
             raise ValueError(f"learning_rate is {self.learning_rate}; give a number above 0")
+        if self.clip_norm is not None:
+            check_max_norm("clip_norm", self.clip_norm)
         if not isinstance(self.layout, Layout):
             raise TypeError(f"layout is {self.layout!r}; give a Layout, such as Layout(dp=2)")
         check_available(self.layout)
+        if self.layout.precision != "fp32" and self.dtype != "float32":
+            raise ValueError(
+                f"precision={self.layout.precision} starts from float32, and dtype is {self.dtype}; leave "
+                "one of them out"
+            )
         if self.batch < self.layout.dp:
             raise ValueError(
                 f"a global batch of {self.batch} rows is too small for {self.layout.dp} data-parallel ranks; "
@@ -143,7 +152,8 @@ def train(config: TrainConfig, progress: bool = False) -> TrainResult:
         raise ValueError(
             f"batch is {config.batch}, and {config.data} has {len(data.train)} rows; give at most that"
         )
-    engine = prepare(model, partial(OPTIMIZERS[config.optimizer], lr=config.learning_rate), config.layout)
+    optimizer = partial(OPTIMIZERS[config.optimizer], lr=config.learning_rate)
+    engine = prepare(model, optimizer, config.layout, clip_norm=config.clip_norm)
     sampler = Sampler(
         len(data.train),
         config.batch,

@@ -29,7 +29,7 @@ def test_the_digits_are_learned(cluster_of: Clusters) -> None:
     [
         TrainConfig(steps=12, batch=13, dtype="float64"),
         TrainConfig(steps=12, batch=13, dtype="float64", rung="s4_loop_order", optimizer="sgd"),
-        TrainConfig(data="bytes", steps=4, batch=5, dtype="float64"),
+        TrainConfig(data="bytes", steps=4, batch=5, dtype="float64", clip_norm=0.5),
     ],
 )
 def test_any_number_of_ranks_learns_the_same(cluster_of: Clusters, config: TrainConfig) -> None:
@@ -90,6 +90,11 @@ def test_ranks_with_different_data_are_found(cluster_of: Clusters) -> None:
         ({"data": "bytes", "rung": "s4"}, "a rung .s4. is for the mlp's layers"),
         ({"learning_rate": float("inf")}, "learning_rate is inf"),
         ({"steps": 0}, "steps is 0; give at least 1"),
+        ({"clip_norm": 0.0}, "clip_norm is 0.0; give the largest norm"),
+        (
+            {"dtype": "float64", "layout": md.Layout(precision="bf16")},
+            "precision=bf16 starts from float32, and dtype is float64; leave one of",
+        ),
         ({"learning_rate": float("nan")}, "learning_rate is nan"),
         (
             {"batch": 3, "layout": md.Layout(dp=4)},

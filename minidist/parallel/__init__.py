@@ -8,6 +8,9 @@
 | strategy.py, training_state.py | `Strategy`: what an engine asks of one; state by the names of parameters |
 | data_parallel.py | `DataParallel`: each rank computes on its share of the batch; gradients are averaged |
 | replicated.py | its `Strategy`: the whole state on every rank |
+| precision.py, master_weights.py | bf16 and fp16: what is converted, the loss's scale; float32 masters |
+| clipping.py | `clip_grad_norm`: gradients shortened by their norm over all ranks |
+| recompute.py, activations.py | activations computed again in backward; a count of those that are kept |
 | buckets.py, plan.py, reducer.py | many gradients in one message; which; sent while backward still runs |
 | local_sgd.py | `LocalSGD`: ranks train alone, and average their parameters every few steps |
 | sparse.py | sparse gradients: rows are gathered |
