@@ -30,7 +30,8 @@ class Reducer(Generic[AnyPlan]):
     """The gradients of `parameters` become sums over the ranks, multiplied by `scale`.
 
     Args:
-        named: the parameters that get gradients, with their names; the same on all ranks.
+        named: the parameters that get gradients, with their names; the same on all ranks. One that has been
+            frozen since may be among them.
         exchange: the ranks, at least two.
         overlap: reduce while backward runs; else at `synchronize`.
         make_plan: given the places of parameters in the order in which the first backward pass brought their
@@ -73,6 +74,7 @@ class Reducer(Generic[AnyPlan]):
         hooks = [
             parameter.register_post_accumulate_grad_hook(_hook(itself, place))  # type: ignore[no-untyped-call]
             for place, parameter in enumerate(self.parameters)
+            if parameter.requires_grad
         ]
         self._removal = weakref.finalize(self, _remove, hooks)
         self._removal.atexit = False

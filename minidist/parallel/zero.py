@@ -118,7 +118,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.stage, self.group, self.bucket_mb = stage, group, bucket_mb
         self.exchange = Exchange(group)
         self.keep: Literal["own", "buckets", "shares"] = "own" if stage == 1 else "shares"
-        self.average = True
+        self.average, self.overlap = True, True
         self.buckets: list[ShardBucket] = []
         self.pieces = Pieces(self.inner, master)
         self.trained: list[nn.Parameter] = []
@@ -144,7 +144,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         def make_plan(seen: Iterable[int]) -> ShardPlan:
             return self._place(named, [*seen], before)
 
-        self.reducer: Reducer[ShardPlan] = Reducer(named, self.exchange, True, make_plan)
+        self.reducer: Reducer[ShardPlan] = Reducer(named, self.exchange, self.overlap, make_plan)
         self.reducer.syncing, self.reducer.scale = self.keep == "shares", 1.0
 
     def _place(
@@ -248,10 +248,19 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.pieces.step(plan.used.tolist())
         self._pass_options(self.inner.param_groups, self.param_groups)
 
-        # Launch, wait: everyone's shares.
+        self._gather()
+        plan.begin()
+
+    def _gather(self) -> None:
+        """Bring everyone's share of the parameters to all: launch, wait."""
         for work in start_gathering(self.buckets, self.exchange):
             work.wait()
-        plan.begin()
+
+    @torch.no_grad()
+    def reload(self) -> None:
+        """After masters and state were written to: take them into the parameters. A collective."""
+        if self.pieces.reload():
+            self._gather()
 
     @staticmethod
     def _pass_options(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:

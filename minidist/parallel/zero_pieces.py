@@ -220,12 +220,13 @@ class Pieces:
                 piece.value.copy_(piece.tensor)
             piece.tensor.grad = None
 
-    def reload(self) -> None:
-        """Make the values again from the copies that were loaded, and join what agrees."""
+    def reload(self) -> bool:
+        """Make the values again from the copies, and join what agrees; whether there are copies anywhere."""
         self.join()
         for piece in self.all:
             if piece.tensor is not piece.value:
                 piece.value.copy_(piece.tensor)
+        return self.master is not None
 
 
 def _count(piece: Piece, used: Sequence[float]) -> int:

@@ -73,7 +73,7 @@ class ShardedState(Strategy):
         self.optimizer.average = False
         if stage == 1:
             self.optimizer.keep = "buckets"
-        self.optimizer.reducer.overlap = self._overlap = options.get("overlap", True)
+        self.optimizer.overlap = self.optimizer.reducer.overlap = options.get("overlap", True)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """What the module returns for this rank's rows."""
@@ -146,7 +146,7 @@ class ShardedState(Strategy):
         zero = self.optimizer
         zero.reducer.settled()
         shapes = {p: tuple(p.shape) for p in zero.trained}
-        in_masters = set() if zero.pieces.master is None else set(zero.trained)
+        in_masters = {p for p in zero.trained if zero.pieces.master not in (None, p.dtype)}
         aliases: dict[Tensor, list[str]] = {}  # of masters; tied parameters have several
         for name, value in self.model.state_dict(keep_vars=True).items():
             if value in in_masters:
@@ -197,8 +197,11 @@ class ShardedState(Strategy):
                 zero.inner.state[piece.tensor] = values
 
     def loaded(self) -> None:
-        """Take loaded masters into the model, and make long pieces again of those of equal state."""
-        self.optimizer.pieces.reload()
+        """Take loaded masters into the model of every rank, and join pieces whose state agrees.
+
+        A collective where there are masters; it sends what the all-gather of a step does.
+        """
+        self.optimizer.reload()
 
 
 def _cut(name: str, shape: tuple[int, ...], start: int, stop: int, flat: Tensor) -> Iterator[Chunk]:
