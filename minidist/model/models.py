@@ -14,7 +14,7 @@ Shapes: B batch, T tokens in a row, D width, H heads, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,10 @@ from minidist.model.configs import GPTConfig, TransformerConfig
 from minidist.model.seeding import fill
 
 Device = torch.device | str | None
+
+
+def _he(_: str, weight: Tensor) -> float:
+    return math.sqrt(2 / weight.shape[1])
 
 
 class Dense(nn.Module):
@@ -68,7 +72,12 @@ class MLP(nn.Module):
             made = [Dense(linear(*pair), relu=pair is not pairs[-1]) for pair in pairs]
         self.layers = nn.ModuleList(made)
         self.to(device=device or torch.get_default_device(), dtype=dtype or torch.get_default_dtype())
-        fill(self.named_parameters(), lambda _, weight: math.sqrt(2 / weight.shape[1]), seed=seed)
+        self.seed = seed
+        fill(self.named_parameters(), _he, seed=seed)
+
+    def initialize_part(self, part: nn.Module) -> None:
+        """Fill a submodule's own parameters, for a model made on "meta" that gets memory part by part."""
+        fill(_own(self, part), _he, seed=self.seed)
 
     def forward(self, x: Tensor) -> Tensor:  # (..., sizes[0]) -> (..., sizes[-1])
         """The layers in order."""
@@ -217,21 +226,32 @@ def gpt_layers(
         stage = nn.ModuleDict({str(index): _layer(config, index) for index in range(start, stop)})
     stage.to(dtype=dtype or torch.get_default_dtype())
     layers = list(stage.values())
-    first_matrix, last_matrix = "layers.0.token.weight", f"layers.{last}.output.weight"
     if config.tied and isinstance(layers[0], Embedding) and isinstance(layers[-1], Head):
         layers[-1].output.weight = layers[0].token.weight
+    _fill_gpt(((f"layers.{name}", p) for name, p in stage.named_parameters()), config, seed)
+    return layers
 
-    def full(name: str) -> str:
-        name = f"layers.{name}"
-        return first_matrix if config.tied and name == last_matrix else name
+
+def _fill_gpt(parameters: Iterable[tuple[str, Tensor]], config: GPTConfig, seed: int) -> None:
+    """Give parameters of a GPT, by their names in the whole model, their first values."""
+    first_matrix, last_matrix = "layers.0.token.weight", f"layers.{config.layers + 1}.output.weight"
 
     def deviation(name: str, _: Tensor) -> float:
         # Each block adds twice to the stream: so scaled, the sum's variance does not grow with the layers.
         residual = name.endswith(("attention.output.weight", "mlp.down.weight"))
         return 0.02 / math.sqrt(2 * config.layers) if residual else 0.02
 
-    fill(((full(name), parameter) for name, parameter in stage.named_parameters()), deviation, seed=seed)
-    return layers
+    def full(name: str) -> str:
+        return first_matrix if config.tied and name == last_matrix else name
+
+    fill(((full(name), parameter) for name, parameter in parameters), deviation, seed=seed)
+
+
+def _own(model: nn.Module, part: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The parameters of a submodule, not those below it, with their names in the whole model."""
+    name = next(name for name, each in model.named_modules() if each is part)
+    for attribute, parameter in part.named_parameters(recurse=False):
+        yield f"{name}.{attribute}" if name else attribute, parameter
 
 
 def _layer(config: GPTConfig, index: int) -> nn.Module:
@@ -257,8 +277,13 @@ class GPT(nn.Module):
         device: Device = None,
     ) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.seed = config, seed
         self.layers = nn.ModuleList(gpt_layers(config, seed=seed, dtype=dtype, device=device))
+
+    def initialize_part(self, part: nn.Module) -> None:
+        """Fill a submodule's own parameters, for a model made on "meta" that gets memory part by part."""
+        assert isinstance(self.config, GPTConfig)
+        _fill_gpt(_own(self, part), self.config, self.seed)
 
     def forward(self, tokens: Tensor) -> Tensor:  # (B, T) integers -> (B, T, V)
         """The layers in order."""

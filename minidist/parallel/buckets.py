@@ -152,7 +152,7 @@ def require_same(what: str, tensors: Iterable[tuple[str, Tensor]], group: Group)
     for name, tensor in tensors:
         text = f"{name} {tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad}\n"
         digest.update(text.encode())
-        device = tensor.device
+        device = device if tensor.is_meta else tensor.device
     own = torch.tensor([int.from_bytes(digest.digest()[:7], "big")], device=device)
     everyones = comm.all_gather(own, group=group).tolist()
     different = [rank for rank, each in enumerate(everyones) if each != everyones[0]]

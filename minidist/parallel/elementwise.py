@@ -51,5 +51,6 @@ def require_elementwise(make: Callable[..., torch.optim.Optimizer]) -> None:
     if isinstance(kind, type) and not is_elementwise(kind):
         raise ValueError(
             f"optimizer is {kind.__name__}, which needs whole parameters, and stage 3 gives it flat "
-            f"shards; use Layout(zero=1), which splits at whole parameters, or one of {', '.join(sorted(ELEMENTWISE))}"
+            "shards; use Layout(zero=1), which splits at whole parameters, or one of "
+            + ", ".join(sorted(ELEMENTWISE))
         )

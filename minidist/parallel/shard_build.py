@@ -12,7 +12,7 @@ from minidist.comm.work import Group
 from minidist.parallel.shard_flat import Flat
 from minidist.parallel.shard_offload import Place
 from minidist.parallel.shard_store import Store
-from minidist.parallel.shard_units import Unit, Units, divide, materialise, modules_of
+from minidist.parallel.shard_units import Unit, Units, divide, materialise, materialise_buffers, modules_of
 
 
 def build(
@@ -58,4 +58,5 @@ def build(
         now = {name: holder._parameters[attribute] for name, _, ((holder, attribute), *_) in entries}
         for flat in unit.flats:
             flat.take([now[name] for name in flat.names])  # type: ignore[misc]
+    materialise_buffers(module, device, initialize)
     return found, stores

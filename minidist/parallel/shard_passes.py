@@ -7,6 +7,7 @@ runs just before, one on its inputs just after. Each moves this rank along the s
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from minidist.comm.work import Group
 from minidist.parallel.shard_gradients import Gradients
-from minidist.parallel.shard_schedule import Schedule, expected, settle
+from minidist.parallel.shard_schedule import Operation, expected, settle
 from minidist.parallel.shard_units import Unit
 
 
@@ -23,8 +24,7 @@ class _Pass:
     """One forward pass and the backward pass that may follow."""
 
     def __init__(self) -> None:
-        self.schedule: Schedule | None = None  # once the forward pass has ended
-        self.next = 0  # of the schedule's backward operations
+        self.operations: deque[Operation] = deque()  # that its backward pass has before it
         self.reduced: set[Unit] = set()
 
 
@@ -44,6 +44,8 @@ class Passes:
         itself = weakref.ref(self)  # the module may outlive this object, which must not live on in its hooks
         handles = []
         for unit in units:
+            if not unit.flats and unit is not self.root:
+                continue
             handles += [
                 unit.module.register_forward_pre_hook(_before(itself, unit), prepend=True, with_kwargs=True),
                 unit.module.register_forward_hook(_after(itself, unit)),
@@ -55,8 +57,8 @@ class Passes:
 
     def begin(self, unit: Unit, inputs: Any) -> None:
         """A unit is called."""
-        if _in_backward():  # a checkpointed part is computed again
-            self._need(self._backward, unit)
+        if self._in_backward():  # a checkpointed part is computed again
+            self._again(unit)
             return
         if unit is self.root:
             self._begin_pass()
@@ -78,16 +80,17 @@ class Passes:
             if remaining:
                 remaining[0].register_hook(_ended(weakref.ref(self), self._pass, unit))  # type: ignore[no-untyped-call]
 
-    def end(self, unit: Unit, outputs: Any) -> None:
+    def end(self, unit: Unit, inputs: Any, outputs: Any) -> None:
         """A unit has returned."""
-        if _in_backward():
+        if self._in_backward():
             return
         unit.last = self._clock
         self._clock += 1
         if self._pass is not None and unit is not self.root and torch.is_grad_enabled():
             hook = _needed(weakref.ref(self), self._pass, unit)
+            passed_on = {id(tensor) for tensor in _tensors(inputs)}  # another unit's output, it may be
             for tensor in _tensors(outputs):
-                if tensor.requires_grad:
+                if tensor.requires_grad and id(tensor) not in passed_on:
                     tensor.register_hook(hook)  # type: ignore[no-untyped-call]
         if unit is self.root:
             self._end_pass(outputs)
@@ -114,7 +117,7 @@ class Passes:
         if self._pass is not None:
             if not self.schedule.settled and len(self.units) > 1:
                 self.schedule = settle(self.units, self.root.device, self._group)
-            self._pass.schedule = self.schedule
+            self._pass.operations.extend(self.schedule.backward)
             for tensor in _tensors(outputs):
                 if tensor.requires_grad:
                     tensor.register_hook(_needed(weakref.ref(self), self._pass, self.root))  # type: ignore[no-untyped-call]
@@ -124,11 +127,6 @@ class Passes:
 
     def need(self, of: _Pass, unit: Unit) -> None:
         """The backward pass has come to a unit."""
-        self._need(of, unit)
-
-    def _need(self, of: _Pass | None, unit: Unit) -> None:
-        assert of is not None
-        assert of.schedule is not None
         if not self._open:
             self._open = True
             torch.autograd.Variable._execution_engine.queue_callback(self.finish)
@@ -142,25 +140,37 @@ class Passes:
                 f"backward came back to {unit} after its gradients were reduced, since this pass uses it in "
                 "another order than the first; make one unit of the parts whose order changes (units=)"
             )
-        operations = of.schedule.backward
         while not unit.present:
             self._run(of)
-        if self._prefetch and of.next < len(operations) and operations[of.next][0] == "gather":
-            self._run(of, ahead=True)
+        self._gather_ahead(of)
         unit.show()
+
+    def _again(self, unit: Unit) -> None:
+        """A backward pass computes a unit again that it has not come to: its gather overtakes reductions."""
+        of = self._backward
+        assert of is not None
+        if not unit.present and ("gather", unit) in of.operations:
+            of.operations.remove(("gather", unit))
+        unit.gather()
+        unit.show()
+
+    def _in_backward(self) -> bool:
+        return self._backward is not None and torch._C._current_graph_task_id() != -1
 
     def ended(self, of: _Pass, unit: Unit) -> None:
         """The backward pass has left a unit."""
-        if of is not self._backward or of.schedule is None or of.next >= len(of.schedule.backward):
-            return
-        if of.schedule.backward[of.next] == ("reduce", unit):
+        if of is self._backward and of.operations and of.operations[0] == ("reduce", unit):
             self._run(of, ahead=self._prefetch)
+            self._gather_ahead(of)
+
+    def _gather_ahead(self, of: _Pass) -> None:
+        """Launch the next gather, if it is due: while the unit before it computes."""
+        if self._prefetch and of.operations and of.operations[0][0] == "gather":
+            self._run(of, ahead=True)
 
     def _run(self, of: _Pass, ahead: bool = False) -> None:
         """The next operation of a backward pass."""
-        assert of.schedule is not None
-        kind, unit = of.schedule.backward[of.next]
-        of.next += 1
+        kind, unit = of.operations.popleft()
         if kind == "gather":
             unit.gather(ahead)
         else:
@@ -170,8 +180,8 @@ class Passes:
 
     def _complete(self, of: _Pass | None) -> None:
         """What this rank's backward pass has not done; others may have."""
-        if of is not None and of.schedule is not None:
-            while of.next < len(of.schedule.backward):
+        if of is not None:
+            while of.operations:
                 self._run(of)
             self.gradients.reduce(self.root, ahead=False)
             of.reduced.add(self.root)
@@ -215,10 +225,6 @@ class Passes:
             unit.free()
 
 
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
-
-
 def _tensors(value: Any) -> Iterator[Tensor]:
     """The tensors in a module's arguments or results."""
     if isinstance(value, Tensor):
@@ -246,10 +252,10 @@ def _before(owner: Owner, unit: Unit) -> Callable[..., None]:
 
 
 def _after(owner: Owner, unit: Unit) -> Callable[..., None]:
-    def after(_: nn.Module, __: Any, outputs: Any) -> None:
+    def after(_: nn.Module, inputs: Any, outputs: Any) -> None:
         passes = owner()
         if passes is not None:
-            passes.end(unit, outputs)
+            passes.end(unit, inputs, outputs)
 
     return after
 

@@ -100,7 +100,7 @@ def load_pieces(
     if saved != [parallel.names]:
         raise ValueError(
             f"stage 3 has one group of {len(parallel.names)} parameters, and the saved optimizer "
-            f"{len(saved)} of {[len(group) for group in saved]}; load it into the layout that it was saved from"
+            f"{len(saved)} of {[len(group) for group in saved]}; load it into the layout that saved it"
         )
     optimizer.param_groups[0].update({k: v for k, v in settings["groups"][0].items() if k != "params"})
     optimizer.state.clear()

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from minidist.parallel.shard_flat import Flat, Place
 
@@ -80,10 +80,8 @@ def modules_of(module: nn.Module, units: Units) -> list[tuple[str, nn.Module]]:
         }
     else:
         chosen = _asked(units, named)
-    return [
-        ("", module),
-        *((name, part) for name, part in named if id(part) in chosen and part is not module),
-    ]
+    rest = [(name, part) for name, part in named if id(part) in chosen and part is not module]
+    return [("", module), *((name, part) for name, part in rest if any(True for _ in part.parameters()))]
 
 
 def _asked(units: Iterable[type[nn.Module] | nn.Module], named: Sequence[tuple[str, nn.Module]]) -> set[int]:
@@ -159,16 +157,31 @@ def materialise(
             part._parameters[attribute] = fresh
             modules[id(part)] = name.rpartition(".")[0], part
     for name, part in modules.values():
-        for attribute, buffer in part._buffers.items():
-            if isinstance(buffer, Tensor) and buffer.is_meta:
-                part._buffers[attribute] = torch.empty_like(buffer, device=device)
-        with torch.no_grad():
-            if initialize is not None:
-                initialize(part)
-            elif callable(reset := getattr(part, "reset_parameters", None)):
-                reset()
-            else:
-                raise ValueError(
-                    f"module is on the meta device, and {name or 'the model'}, a {type(part).__name__}, has "
-                    "no reset_parameters; give initialize=, a function that fills a module's parameters"
-                )
+        _begin(name, part, device, initialize)
+
+
+def materialise_buffers(
+    module: nn.Module, device: torch.device, initialize: Callable[[nn.Module], object] | None
+) -> None:
+    """Give meta buffers of modules without parameters memory and first values; see `materialise`."""
+    for name, part in module.named_modules():
+        if any(buffer is not None and buffer.is_meta for buffer in part._buffers.values()):
+            _begin(name, part, device, initialize)
+
+
+def _begin(
+    name: str, part: nn.Module, device: torch.device, initialize: Callable[[nn.Module], object] | None
+) -> None:
+    for attribute, buffer in part._buffers.items():
+        if buffer is not None and buffer.is_meta:
+            part._buffers[attribute] = torch.empty_like(buffer, device=device)
+    with torch.no_grad():
+        if initialize is not None:
+            initialize(part)
+        elif callable(reset := getattr(part, "reset_parameters", None)):
+            reset()
+        else:
+            raise ValueError(
+                f"module is on the meta device, and {name or 'the model'}, a {type(part).__name__}, has no "
+                "reset_parameters; give initialize=, a function that fills a module's parameters and buffers"
+            )
