@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 from collections.abc import Callable
@@ -86,6 +87,7 @@ def untied(seed: int) -> nn.Module:
     return GPT(shape, seed=seed, dtype=torch.float64)
 
 
+ON_RUNG = "mlp on our matmul"
 CASES = {name: case for name, case in others.CASES.items() if name != "adafactor"} | {
     "untied": contract.Case(untied, others.tokens),
     "skipping": contract.Case(others.doubled(Skipping), vectors),
@@ -95,9 +97,14 @@ CASES = {name: case for name, case in others.CASES.items() if name != "adafactor
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", sorted({*CASES} - {ON_RUNG}))
 def test_every_parameter_equals_one_process(cluster_of: Clusters, name: str, ranks: int) -> None:
     contract.check(cluster_of(ranks), CASES[name], md.Layout(dp=ranks, zero=3))
+
+
+def test_parameters_that_numpy_has_seen(cluster_of: Clusters) -> None:
+    """Torch does not resize a storage that NumPy has a view of; rungs have one."""
+    contract.check(cluster_of(2), CASES[ON_RUNG], md.Layout(dp=2, zero=3))
 
 
 @pytest.mark.parametrize("micro_batches", [2, 3, 9])
@@ -187,6 +194,51 @@ def test_summon_shows_and_takes_back(cluster_of: Clusters) -> None:
         return same, tripled, again, shards < 0.51 * sum(v.numel() for v in original.values())
 
     assert cluster_of(2).run(edit) == [(True,) * 4] * 2
+
+
+def test_evaluation_takes_ranks_without_rows(cluster_of: Clusters) -> None:
+    case = CASES["gpt"]
+    inputs, targets = case.rows(torch.Generator().manual_seed(3), 5)
+
+    def evaluate() -> tuple[float, float, bool]:
+        engine = md.prepare(case.model(md.rank()), case.optimizer, md.Layout(dp=2, zero=3))
+        share = slice(0, 5) if md.rank() == 0 else slice(0, 0)
+        first = engine.evaluate(inputs[share], targets[share])
+        with torch.inference_mode():
+            second = engine.evaluate(inputs[share], targets[share])
+        parallel = engine.strategy.parallel  # type: ignore[attr-defined]
+        freed = [f.full.untyped_storage().nbytes() == 0 for u in parallel.units for f in u.flats]
+        engine.step(inputs, targets)
+        return first, second, all(freed)
+
+    wanted = float(case.loss(case.model(0)(inputs), targets).detach())
+    for first, second, freed in cluster_of(2).run(evaluate):
+        assert first == pytest.approx(wanted, rel=1e-12)
+        assert second == pytest.approx(wanted, rel=1e-12)
+        assert freed
+
+
+def test_a_group_shards_by_itself(cluster_of: Clusters) -> None:
+    def train() -> list[float]:
+        groups = [torch.distributed.new_group(members) for members in ([0], [1, 2])]
+        model = nn.Linear(1, 1, bias=False)
+        sharded = md.FullyShard(model, torch.optim.SGD, groups[min(md.rank(), 1)], lr=1.0)
+        sharded.load_state_dict({"weight": torch.zeros(1, 1)})
+        (sharded(torch.ones(1, 1)) * md.rank()).sum().backward()
+        sharded.step()
+        return [float(sharded.state_dict()["weight"])]
+
+    assert cluster_of(3).run(train) == [[0.0], [-1.5], [-1.5]]
+
+
+def test_what_it_cannot_do_it_says() -> None:
+    sharded = md.FullyShard(nn.Linear(2, 2), torch.optim.SGD)
+    with pytest.raises(TypeError, match="cannot be moved or converted; do it to the module before"):
+        sharded.double()
+    with pytest.raises(TypeError, match="cannot be copied or pickled; save its state_dict"):
+        copy.deepcopy(sharded)
+    with pytest.raises(TypeError, match="module is a function; give"):
+        md.FullyShard(lambda x: x, torch.optim.SGD)  # type: ignore[arg-type]
 
 
 def test_several_dtypes_keep_theirs(cluster_of: Clusters) -> None:

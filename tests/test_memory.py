@@ -74,10 +74,27 @@ def test_a_storage_is_counted_in_the_set_to_which_it_came_first() -> None:
 
 @pytest.mark.parametrize(
     ("bytes_", "text"),
-    [(0, "0 B"), (999, "999 B"), (1000, "1.00 kB"), (17_543_680, "17.5 MB"), (999_600, "1.00 MB")],
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1.00 kB"),
+        (17_543_680, "17.5 MB"),
+        (999_600, "1.00 MB"),
+        (3 * 10**15, "3000 TB"),
+    ],
 )
 def test_sizes_have_three_digits(bytes_: int, text: str) -> None:
     assert size(bytes_) == text
+
+
+def test_sizes_with_fewer_digits() -> None:
+    assert [size(n, digits=2) for n in (994, 996, 15_400, 99_600_000, 123e9)] == [
+        "994 B",
+        "1.0 kB",
+        "15 kB",
+        "100 MB",
+        "123 GB",
+    ]
 
 
 def test_it_prints_as_a_table() -> None:

@@ -44,6 +44,11 @@ def test_one_process_needs_no_world_and_no_layout() -> None:
             "Adafactor, which needs",
         ),
         (
+            {"layout": md.Layout(zero=3), "data_parallel": {"bucket_mb": 1}},
+            ValueError,
+            r"data_parallel is \{'bucket_mb': 1\} and the layout has zero=3",
+        ),
+        (
             {"data_parallel": {"bucket": 3}},
             ValueError,
             "unknown option of data_parallel 'bucket': did you mean",

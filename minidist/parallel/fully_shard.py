@@ -194,6 +194,12 @@ class FullyShard(nn.Module):
         with self.summon():
             return self.module.load_state_dict(state_dict, strict)
 
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        raise TypeError("a FullyShard cannot be moved or converted; do it to the module before it is sharded")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("a FullyShard cannot be copied or pickled; save its state_dict()")
+
     def bytes_per_step(self, passes: int = 1) -> int:
         """Bytes that this rank sends in a step of so many forward and backward passes, by the formula.
 

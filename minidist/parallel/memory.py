@@ -49,12 +49,12 @@ class Memory:
         return "\n".join(f"{part:<11} {size(n):>9} {n / whole:>6.1%}" for part, n in lines)
 
 
-def size(count: float) -> str:
-    """A number of bytes with three digits and a decimal unit, as papers give them: "17.5 MB"."""
+def size(count: float, digits: int = 3) -> str:
+    """A number of bytes with a few digits and a decimal unit, as papers give them: "17.5 MB"."""
     for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= 0.9995 * scale:
-            value = count / scale
-            return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f} {unit}"
+        if count >= (1 - 0.5 * 10**-digits) * scale:
+            exponent = int(f"{count / scale:.{digits - 1}e}".partition("e")[2])  # once it is rounded
+            return f"{count / scale:.{max(digits - 1 - exponent, 0)}f} {unit}"
     return f"{count:.0f} B"
 
 

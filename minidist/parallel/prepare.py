@@ -87,6 +87,11 @@ def prepare(
         recompute(model)
     strategy: Strategy
     if layout.zero == 3:
+        if data_parallel:
+            raise ValueError(
+                f"data_parallel is {dict(data_parallel)} and the layout has zero=3, which has none of its "
+                "options; leave it out"
+            )
         strategy = FullySharded(model, optimizer, master=precision.master)
     elif layout.zero:
         strategy = ShardedState(model, optimizer, layout.zero, data_parallel, precision.master)

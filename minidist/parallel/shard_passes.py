@@ -142,8 +142,7 @@ class Passes:
             )
         while not unit.present:
             self._run(of)
-        if self._prefetch and of.operations and of.operations[0][0] == "gather":
-            self._run(of, ahead=True)
+        self._gather_ahead(of)
         unit.show()
 
     def _again(self, unit: Unit) -> None:
@@ -162,6 +161,12 @@ class Passes:
         """The backward pass has left a unit."""
         if of is self._backward and of.operations and of.operations[0] == ("reduce", unit):
             self._run(of, ahead=self._prefetch)
+            self._gather_ahead(of)
+
+    def _gather_ahead(self, of: _Pass) -> None:
+        """Launch the next gather, if it is due: while the unit before it computes."""
+        if self._prefetch and of.operations and of.operations[0][0] == "gather":
+            self._run(of, ahead=True)
 
     def _run(self, of: _Pass, ahead: bool = False) -> None:
         """The next operation of a backward pass."""

@@ -131,10 +131,15 @@ def table(found: Sequence[Fit], budget_bytes: int) -> Table:
             name,
             count(line[0].config.parameters()),
             str(line[0].tokens),
-            *(f"{fit.rows:,}" if fit.rows else f"- {size(fit.memory.peak)}" for fit in line),
-            "none of these" if first is None else heading(first.layout).splitlines()[-1],
+            *(f"{fit.rows:,}" if fit.rows else f"- {size(fit.memory.peak, digits=2)}" for fit in line),
+            "none of these" if first is None else _measure(first.layout, layouts),
         )
     return drawn
+
+
+def _measure(layout: Layout, layouts: Sequence[Layout]) -> str:
+    """The last measure of a layout, in words."""
+    return "nothing more" if layout == layouts[0] else heading(layout).splitlines()[-1]
 
 
 def heading(layout: Layout) -> str:

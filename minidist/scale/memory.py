@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     console = Console()
     if not console.is_terminal:
-        console.width = 120  # a file or a pipe has no width to keep to
+        console.width = 130  # a file or a pipe has no width to keep to
     console.print(table(found, budget))
     return 0
 

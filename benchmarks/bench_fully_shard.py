@@ -1,0 +1,123 @@
+"""A training step of ZeRO stage 3, where parameters, gradients and optimizer state are sharded, on two ranks.
+
+The peer is torch's own, `torch.distributed.fsdp.fully_shard` over gloo, on the same units: a GPT's blocks,
+and the rest. Both train in the same ranks, in turn. Offload to disk shows what it costs to have the shards
+and the optimizer's state in mapped files: on the second line the same step without.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import minidist as md
+from minidist import comm
+from minidist.benchmarks.steps import Case, Timed
+from minidist.benchmarks.turns import Benchmark, compared, record
+from minidist.kernels.harness import time_in_turns
+
+AT = "ZeRO stage 3: a byte GPT of 3 M parameters on 2 ranks, {} of 128 a rank"
+FORMS: dict[str, dict[str, Any]] = {
+    "stage 3": {},
+    "no prefetch": {"prefetch": False},
+    "offload to disk": {"offload": True},
+}
+GOAL = 0.85
+"""Of the ratio to torch's fully_shard."""
+
+
+def time_sharded(case: Case, rounds: int) -> dict[str, Timed]:
+    """What a rank does: train in turn in every form and with torch's fully_shard."""
+    batches = case.batches(rounds + 2)  # one more for time_in_turns to warm up, and one for the ledger
+    with tempfile.TemporaryDirectory() as directory:
+        return _time(case, batches, rounds, directory)
+
+
+def _time(case: Case, batches: list[tuple[Tensor, Tensor]], rounds: int, directory: str) -> dict[str, Timed]:
+    sharded = {}
+    for name, options in FORMS.items():
+        options = {**options, "offload": directory} if "offload" in options else options
+        sharded[name] = md.FullyShard(case.build(), torch.optim.AdamW, lr=1e-3, **options)
+    losses: dict[str, list[float]] = {name: [] for name in (*sharded, "")}
+
+    def step(name: str, train: Callable[[Tensor, Tensor], float]) -> Callable[[], None]:
+        return lambda: losses[name].append(train(*batches[len(losses[name])]))
+
+    trains = {name: partial(_step, each, each) for name, each in sharded.items()}
+    programs = {name: step(name, train) for name, train in trains.items()}
+    seconds = time_in_turns({**programs, "": step("", _by_torch(case.build()))}, rounds)
+    timed = {}
+    for name, train in trains.items():
+        with comm.ledger() as ledger:
+            train(*batches[-1])
+        timed[name] = Timed(
+            seconds[name], seconds[""], losses[name], losses[""], ledger.bytes_sent, ledger.comm_overlap
+        )
+    return timed
+
+
+def _by_torch(model: nn.Module) -> Callable[[Tensor, Tensor], float]:
+    from torch.distributed.fsdp import fully_shard
+
+    for block in [*model.layers][1:-1]:  # type: ignore[misc]
+        fully_shard(block)
+    fully_shard(model)
+    return partial(_step, model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+
+
+def _step(model: nn.Module, optimizer: Any, inputs: Tensor, targets: Tensor) -> float:
+    optimizer.zero_grad()
+    loss = nn.functional.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
+    loss.backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    return loss.item()
+
+
+@pytest.fixture(scope="module")
+def sharded_timed(full: bool) -> Callable[[int], list[dict[str, Timed]]]:
+    """Every form and the peer in turns, once for each number of rows a rank."""
+
+    @cache
+    def measure(rows: int) -> list[dict[str, Timed]]:
+        with md.Cluster(2, timeout=600) as cluster:
+            rounds = (60 if full else 10) if rows == 1 else 15
+            return cluster.run(time_sharded, Case("byte-small", rows=2 * rows), rounds)
+
+    return measure
+
+
+def _enter(benchmark: Benchmark, timed: list[Timed], form: str, rows: int) -> None:
+    # Both trained the same model on the same rows, or the comparison means nothing.
+    for rank in timed:
+        np.testing.assert_allclose(rank.our_losses[:3], rank.peer_losses[:3], rtol=1e-3)
+    ours = [max(step) for step in zip(*(rank.ours for rank in timed), strict=True)]
+    peer = [max(step) for step in zip(*(rank.peer for rank in timed), strict=True)]
+    record(benchmark, ours, peer, "torch fully_shard")
+    extra = benchmark.extra_info
+    extra |= {"label": form, "ranks": 2, "rows_per_s": 2 * rows / float(np.median(ours))}
+    extra["bytes_per_step"] = max(rank.bytes_per_step for rank in timed)
+    extra["comm_overlap"] = min(rank.comm_overlap for rank in timed)
+    if form == "stage 3":
+        extra["goal"] = {"of": "ratio", "below": GOAL}
+
+
+@compared(AT.format("1 row"))
+@pytest.mark.parametrize("form", FORMS)
+def test_sharded(benchmark: Benchmark, sharded_timed: Any, form: str) -> None:
+    """Little arithmetic, and 13 MB of parameters to gather twice."""
+    _enter(benchmark, [rank[form] for rank in sharded_timed(1)], form, 1)
+
+
+@compared(AT.format("8 rows"))
+@pytest.mark.full_only
+@pytest.mark.parametrize("form", FORMS)
+def test_sharded_with_more_arithmetic(benchmark: Benchmark, sharded_timed: Any, form: str) -> None:
+    """The same bytes beside eight times the arithmetic."""
+    _enter(benchmark, [rank[form] for rank in sharded_timed(8)], form, 8)

@@ -1,0 +1,69 @@
+"""A training step with ZeRO's stages, each beside the loop that torch's users write for it.
+
+A byte GPT of 3 M parameters on two ranks: at 1 row a rank communication and the optimizer count, at 8 rows
+arithmetic does. All train the same model on the same rows, in the same ranks, in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+import minidist as md
+from minidist.benchmarks.sharded_steps import ENTRIES, time_entries
+from minidist.benchmarks.steps import Case, Timed
+from minidist.benchmarks.turns import Benchmark, compared, record
+
+GROUP = "ZeRO: a byte GPT of 3 M parameters on 2 ranks, {} of 128 a rank"
+GOALS = {(1, "stage 1"): 0.80, (8, "stage 1"): 1.00, (1, "stage 2"): 0.90, (8, "stage 2"): 0.90}
+"""Of the ratio to torch's loop, by rows a rank and stage."""
+Measure = Callable[[int], list[dict[str, Timed]]]
+
+
+@pytest.fixture(scope="module")
+def timed(full: bool) -> Measure:
+    """Every stage and its peer in turns, once for each number of rows a rank."""
+
+    @cache
+    def measure(rows: int) -> list[dict[str, Timed]]:
+        rounds = (60 if full else 10) if rows == 1 else 15
+        with md.Cluster(2, timeout=600) as cluster:
+            return cluster.run(time_entries, Case("byte-small", rows=2 * rows), [*ENTRIES], rounds)
+
+    return measure
+
+
+def _enter(benchmark: Benchmark, measure: Measure, rows: int, name: str) -> None:
+    ranks = [rank[name] for rank in measure(rows)]
+    np.testing.assert_allclose(  # the same training, or the comparison means nothing
+        ranks[0].our_losses[:3], np.mean([rank.peer_losses[:3] for rank in ranks], axis=0), rtol=1e-3
+    )
+    ours, peer = (
+        [max(step) for step in zip(*(getattr(rank, of) for rank in ranks), strict=True)]
+        for of in ("ours", "peer")
+    )
+    record(benchmark, ours, peer, ENTRIES[name].peer)
+    extra = benchmark.extra_info
+    extra |= {"label": name, "ranks": len(ranks), "rows_per_s": 2 * rows / float(np.median(ours))}
+    extra["bytes_per_step"] = max(rank.bytes_per_step for rank in ranks)
+    extra["comm_overlap"] = min(rank.comm_overlap for rank in ranks)
+    extra["goal"] = {"of": "ratio", "below": GOALS[rows, name]}
+
+
+@compared(GROUP.format("1 row"))
+@pytest.mark.parametrize("name", ENTRIES)
+def test_zero(benchmark: Benchmark, timed: Any, name: str) -> None:
+    """Little arithmetic beside 13 MB of gradients and as much of parameters."""
+    _enter(benchmark, timed, 1, name)
+
+
+@compared(GROUP.format("8 rows"))
+@pytest.mark.full_only
+@pytest.mark.parametrize("name", ENTRIES)
+def test_zero_with_more_arithmetic(benchmark: Benchmark, timed: Any, name: str) -> None:
+    """The same messages beside eight times the arithmetic."""
+    _enter(benchmark, timed, 8, name)
