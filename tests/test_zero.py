@@ -137,6 +137,17 @@ def test_groups_with_parameters_of_which_some_are_unused(cluster_of: Clusters, s
     contract.check(cluster_of(3), case, md.Layout(dp=3, zero=stage, micro_batches=2))
 
 
+def test_pieces_of_any_length_are_updated_alike(cluster_of: Clusters) -> None:
+    def train(name: str, stage: int) -> contract.Trained:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(zero_pieces, "PIECE", 7 * 8)  # 7 elements
+            return contract.train_on_this_rank(CASES[name], md.Layout(dp=2, zero=stage))
+
+    for name, stage in (("gpt", 1), ("unused", 2), ("adafactor", 1)):
+        for trained in cluster_of(2).run(train, name, stage):
+            contract.compare(trained, contract.train_in_one_process(CASES[name]))
+
+
 @pytest.mark.parametrize("algorithm", ["torch", "ring"])
 def test_any_algorithm_of_the_collectives_will_do(cluster_of: Clusters, algorithm: str) -> None:
     def train(stage: int) -> contract.Trained:
@@ -735,6 +746,7 @@ def test_chunks_are_the_whole_state_and_any_layout_goes_on_from_them(
 
     def save(zero: int) -> Any:
         engine = strategy(zero)
+        zero_pieces.PIECE = 5 * 8 if name == "unused" else 2**20
         for batch in batches[:3]:
             step(engine, batch)
         chunks, settings = [*whole_chunks(engine.strategy).values()], engine.strategy.settings()

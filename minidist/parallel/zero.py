@@ -126,15 +126,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
         super().__init__([{**group} for group in self.inner.param_groups], self.inner.defaults)
         self._made = True
         self._join([parameter for group in self.param_groups for parameter in group["params"]])
+        self._before: ShardPlan | None = None
+        self._attach()
 
     def _join(self, parameters: list[nn.Parameter]) -> None:
         """Give new parameters rank 0's values."""
         if self.exchange.ranks > 1:
             require_same("parameters", [(str(i), p) for i, p in enumerate(parameters)], self.group)
             broadcast_together(parameters, self.group)
-        self._attach(None)
 
-    def _attach(self, before: ShardPlan | None) -> None:
+    def _attach(self) -> None:
         """Put hooks on the parameters that get gradients now; a backward pass shows how to deal them."""
         known = set(map(id, self.trained))
         for group in self.param_groups:
@@ -142,14 +143,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         named = [(str(place), parameter) for place, parameter in enumerate(self.trained)]
 
         def make_plan(seen: Iterable[int]) -> ShardPlan:
-            return self._place(named, [*seen], before)
+            return self._place(named, [*seen])
 
         self.reducer: Reducer[ShardPlan] = Reducer(named, self.exchange, self.overlap, make_plan)
         self.reducer.syncing, self.reducer.scale = self.keep == "shares", 1.0
 
-    def _place(
-        self, named: list[tuple[str, nn.Parameter]], seen: list[int], before: ShardPlan | None
-    ) -> ShardPlan:
+    def _place(self, named: list[tuple[str, nn.Parameter]], seen: list[int]) -> ShardPlan:
         """Buckets for the parameters that have none, and the plan of all. A collective."""
         exchange, placed = self.exchange, {place for bucket in self.buckets for place in bucket.places}
         device = self.trained[0].device if self.trained else torch.device("cpu")
@@ -172,7 +171,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if states:
             self.pieces.take(states)
         op = "mean" if self.average else "sum"
-        return ShardPlan(self.trained, self.buckets, exchange, self.keep, op, before)
+        return ShardPlan(self.trained, self.buckets, exchange, self.keep, op, self._before)
 
     def follow_changes(self) -> None:
         """Hooks and buckets for parameters that get gradients since now."""
@@ -180,8 +179,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if any(
             p.requires_grad and id(p) not in known for group in self.param_groups for p in group["params"]
         ):
-            self.reducer.detach()
-            self._attach(self.reducer.plan)
+            self._reattach()
+
+    def _reattach(self) -> None:
+        self._before = self.reducer.plan or self._before
+        self.reducer.detach()
+        self._attach()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, with options of their own, that get rank 0's values. A collective.
@@ -193,15 +196,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if self._made:
             added = self.param_groups[-1]
             self.inner.add_param_group({**added})
-            self._join_later(added["params"])
-
-    def _join_later(self, parameters: list[nn.Parameter]) -> None:
-        plan = self.reducer.plan
-        self.reducer.detach()
-        self._join(parameters)
-        if plan is not None:
-            self.reducer.detach()
-            self._attach(plan)
+            self._join(added["params"])
+            self._reattach()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, the sums of stage 2 too."""

@@ -1,6 +1,7 @@
-"""The tensors that a rank's optimizer updates: pieces of its share, each as long as it can be.
+"""The tensors that a rank's optimizer updates: pieces of its share, few and long.
 
-Few long tensors cost an optimizer fewer calls than many short ones. A piece ends where another parameter
+Few long tensors cost an optimizer fewer calls than many short ones; but what it computes on one has to stay
+in a core's cache from one operation to the next, hence `PIECE`. A piece also ends where another parameter
 group begins, where the share ends, and, once a parameter had no gradient while its neighbour had one, between
 these two: their states differ from then on. A piece's state is cut with it, and joined again where it agrees.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +19,9 @@ from torch import Tensor
 from minidist.parallel.elementwise import is_elementwise
 from minidist.parallel.zero_buckets import Fragment, ShardBucket
 
+PIECE = 2**20
+"""Bytes of a piece at most, where parameters may be cut: torch's AdamW took a core 10.7 ms for 1.7 million
+elements in one tensor, 4.0 ms in tensors of 2 MB, 3.7 ms of 0.5 MB and 4.6 ms of 0.13 MB."""
 SCALARS = {"step", "mu_product", "eta", "mu"}
 """What their state has of each parameter once; all else has its shape."""
 
@@ -61,12 +65,21 @@ class Pieces:
 
     def add(self, bucket: ShardBucket, group_of: Sequence[int]) -> None:
         """Pieces for this rank's share of a new bucket; `group_of` has each place's group."""
-        for key, run in groupby(bucket.fragments(), lambda item: self._together(item[1], group_of)):
-            each = [*run]
-            fragments = [fragment for _, fragment in each]
-            self.all.append(self._piece(bucket, group_of[fragments[0].place], each[0][0], fragments))
-            del key
+        limit = self._limit(bucket) if self.cut_anywhere else bucket.length
+        found: list[tuple[int, Fragment]] = []
+        for start, whole in bucket.fragments():
+            for at in range(0, len(whole), limit):
+                part = Fragment(whole.place, whole.start + at, min(whole.start + at + limit, whole.stop))
+                found.append((start + at, part))
+        for _, run in groupby(found, lambda item: self._together(item[1], group_of)):
+            for each in _chunks([*run], limit, lambda item: len(item[1])):
+                fragments = [fragment for _, fragment in each]
+                self.all.append(self._piece(bucket, group_of[fragments[0].place], each[0][0], fragments))
         self._hand_over()
+
+    def _limit(self, bucket: ShardBucket) -> int:
+        """Elements of a piece at most."""
+        return max(1, PIECE // (self.master or bucket.values.dtype).itemsize)
 
     def _together(self, fragment: Fragment, group_of: Sequence[int]) -> int:
         return group_of[fragment.place] if self.cut_anywhere else fragment.place
@@ -113,14 +126,15 @@ class Pieces:
         )
         now = []
         for _, group in runs:
-            run = [*group]
-            first = run[0][0]
-            fragments = [fragment for _, fragment, _, _ in run]
-            if fragments == first.fragments:
-                now.append(first)
-                continue
-            start = first.start + sum(map(len, first.fragments[: first.fragments.index(fragments[0])]))
-            now.append(self._remade(first, start, run))
+            together = [*group]
+            for run in _chunks(together, self._limit(together[0][0].bucket), lambda part: len(part[1])):
+                first = run[0][0]
+                fragments = [fragment for _, fragment, _, _ in run]
+                if fragments == first.fragments:
+                    now.append(first)
+                    continue
+                before = first.fragments[: first.fragments.index(fragments[0])]
+                now.append(self._remade(first, first.start + sum(map(len, before)), run))
         kept = {id(piece) for piece in now}
         for piece in self.all:
             if id(piece) not in kept:
@@ -160,7 +174,7 @@ class Pieces:
         return piece
 
     def apart(self) -> None:
-        """Every parameter's fragment by itself, so that each has its own scalars."""
+        """Every fragment by itself, so that each parameter has its own scalars."""
         self.regroup(lambda piece, fragment, state: fragment.place)
 
     def join(self) -> None:
@@ -208,11 +222,29 @@ class Pieces:
 
     def reload(self) -> bool:
         """Make the values again from the copies, and join what agrees; whether there are copies anywhere."""
+        for state in self.optimizer.state.values():
+            state.update({key: _copied(value) for key, value in state.items() if key in SCALARS})
         self.join()
         for piece in self.all:
             if piece.tensor is not piece.value:
                 piece.value.copy_(piece.tensor)
         return self.master is not None
+
+
+Item = TypeVar("Item")
+
+
+def _chunks(items: Sequence[Item], limit: int, length: Callable[[Item], int]) -> Iterator[list[Item]]:
+    """Runs of the items that are no longer than `limit` together, but for one that alone is longer."""
+    chunk: list[Item] = []
+    filled = 0
+    for item in items:
+        if chunk and filled + length(item) > limit:
+            yield chunk
+            chunk, filled = [], 0
+        chunk.append(item)
+        filled += length(item)
+    yield chunk
 
 
 def _count(piece: Piece, used: Sequence[float]) -> int:

@@ -153,6 +153,7 @@ class ShardedState(Strategy):
                 aliases.setdefault(value, []).append("model." + name)
             else:
                 yield Chunk("model." + name, tuple(value.shape), (0,) * value.dim(), value.detach())
+        given = set()  # scalars of parameters of which this rank has several pieces
         for _, fragment, tensor, state in zero.pieces.parts():
             parameter = zero.trained[fragment.place]
             name, shape = self.names[parameter], shapes[parameter]
@@ -161,7 +162,8 @@ class ShardedState(Strategy):
             for key, value in state.items():
                 if zero.pieces.is_part(key, value):
                     yield from _cut(f"optimizer.{name}.{key}", shape, fragment.start, fragment.stop, value)
-                elif isinstance(value, Tensor):
+                elif isinstance(value, Tensor) and (name, key) not in given:
+                    given.add((name, key))
                     yield Chunk(f"optimizer.{name}.{key}", tuple(value.shape), (0,) * value.dim(), value)
 
     def settings(self) -> dict[str, Any]:
@@ -184,6 +186,7 @@ class ShardedState(Strategy):
         zero.reducer.settled()
         zero.inner.state.clear()
         zero.pieces.apart()
+        scalars: dict[tuple[str, str], Tensor] = {}  # one for all pieces of a parameter, until `loaded`
         for piece in zero.pieces.all:
             (fragment,) = piece.fragments
             name = self.names[zero.trained[fragment.place]]
@@ -192,7 +195,8 @@ class ShardedState(Strategy):
                 part = zero.pieces.cut_anywhere and key not in SCALARS
                 size = (len(fragment),) if part else shape
                 device = piece.tensor.device if size else torch.device("cpu")
-                values[key] = torch.zeros(size, dtype=dtype, device=device)
+                empty = torch.zeros(size, dtype=dtype, device=device)
+                values[key] = empty if part else scalars.setdefault((name, key), empty)
             if values:
                 zero.inner.state[piece.tensor] = values
 
