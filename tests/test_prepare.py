@@ -34,11 +34,6 @@ def test_one_process_needs_no_world_and_no_layout() -> None:
             ValueError,
             "Adafactor, which needs",
         ),
-        (
-            {"layout": md.Layout(zero=3), "data_parallel": {"bucket_mb": 1}},
-            ValueError,
-            r"data_parallel is \{'bucket_mb': 1\} and the layout has zero=3",
-        ),
         ({"layout": md.Layout(precision="bf16")}, ValueError, "precision='bf16'"),
         (
             {"data_parallel": {"bucket": 3}},

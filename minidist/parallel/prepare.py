@@ -69,11 +69,6 @@ def prepare(
     if unknown_options:
         raise unknown("option of data_parallel", min(unknown_options), sorted(OPTIONS))
     if layout.zero == 3:
-        if data_parallel:
-            raise ValueError(
-                f"data_parallel is {dict(data_parallel)} and the layout has zero=3, which has none of its "
-                "options; leave it out"
-            )
         return HybridEngine(model, FullySharded(model, optimizer), layout, loss)
     return HybridEngine(model, Replicated(model, optimizer, data_parallel), layout, loss)
 
