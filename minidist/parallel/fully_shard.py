@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from minidist import comm
+from minidist.comm.errors import CollectiveError
 from minidist.comm.work import Group, ranks_of
 from minidist.parallel.buckets import broadcast_together, require_same
 from minidist.parallel.elementwise import require_elementwise
@@ -108,7 +109,8 @@ class FullyShard(nn.Module):
         try:
             return self.module(*args, **kwargs)
         except BaseException:
-            self.passes.abandon()
+            with suppress(CollectiveError):  # where a peer is gone, the first error says so
+                self.passes.abandon()
             raise
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
