@@ -72,8 +72,8 @@ def train(
     """Train a model on one rank or on several. With --save, a run that was stopped or killed goes on.
 
     SIGTERM saves at the end of a step and leaves with exit code 143. Where any rank may be killed:
-    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nproc-per-node 2 --max-restarts 9 -m minidist train
-    --save FOLDER
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --nproc-per-node 2 --max-restarts 9
+    -m minidist train --save FOLDER
     """
     from minidist.parallel.layout import Layout
     from minidist.resuming import STOPPED
