@@ -62,6 +62,7 @@ class Pieces:
         self.optimizer, self.master = optimizer, master
         self.cut_anywhere = is_elementwise(type(optimizer))
         self.all: list[Piece] = []
+        self.factor = 1.0  # that the next step multiplies gradients by, in the dtype of the update
 
     def add(self, bucket: ShardBucket, group_of: Sequence[int]) -> None:
         """Pieces for this rank's share of a new bucket; `group_of` has each place's group."""
@@ -213,7 +214,9 @@ class Pieces:
             self.regroup(lambda piece, fragment, _: (id(piece), used[fragment.place] > 0))
         for piece in self.all:
             has = used[piece.fragments[0].place] > 0
-            piece.tensor.grad = piece.gradient() if has else None
+            grad = piece.gradient() if has else None
+            piece.tensor.grad = grad if grad is None or self.factor == 1 else grad.mul_(self.factor)
+        self.factor = 1.0
         self.optimizer.step()
         for piece in self.all:
             if piece.tensor.grad is not None and piece.tensor is not piece.value:

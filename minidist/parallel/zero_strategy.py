@@ -116,6 +116,10 @@ class ShardedState(Strategy):
         """This rank's share of the gradients, in flat tensors."""
         return self.optimizer.gradients()
 
+    def multiply(self, factor: float) -> None:
+        """Multiply this rank's share once it is cast to the dtype of the update; see `Strategy.multiply`."""
+        self.optimizer.pieces.factor *= factor
+
     def update(self) -> None:
         """Update this rank's share, and gather everyone's."""
         self.optimizer.update()
