@@ -1,12 +1,7 @@
-"""`export`: the weights alone, in one file that other programs read.
-
-The safetensors format is eight bytes of a length, a JSON header of that length, and the numbers; it is
-written here without a library (format: https://huggingface.co/docs/safetensors, "Format").
-"""
+"""`export`: the weights alone, in one file that other programs read."""
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,23 +13,8 @@ from minidist import comm
 from minidist.checkpoint.errors import agree
 from minidist.checkpoint.folders import WRITING, sync_directory
 from minidist.checkpoint.index import read_index, verify
-from minidist.checkpoint.state import as_bytes
 from minidist.checkpoint.storage import read_whole, stored_names
 from minidist.parallel.engine import Engine
-
-SAFETENSORS_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-"""What the format calls the dtypes that a model has."""
 
 
 def export(source: Engine | str | os.PathLike[str], path: str | os.PathLike[str]) -> Path:
@@ -84,14 +64,13 @@ def state_dict(path: str | os.PathLike[str]) -> dict[str, Tensor]:
 
 def _write(weights: Mapping[str, Tensor], path: Path) -> None:
     aside = path.with_name(path.name + WRITING)
+    here = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
     try:
         with open(aside, "wb") as file:
             if path.suffix == ".safetensors":
-                file.write(safetensors_header(weights))
-                for tensor in weights.values():
-                    file.write(as_bytes(tensor))
+                file.write(_safetensors(here))
             else:
-                torch.save({name: tensor.detach().cpu() for name, tensor in weights.items()}, file)
+                torch.save(here, file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(aside, path)
@@ -100,22 +79,14 @@ def _write(weights: Mapping[str, Tensor], path: Path) -> None:
     sync_directory(path.parent)
 
 
-def safetensors_header(weights: Mapping[str, Tensor]) -> bytes:
-    """What comes before the numbers; TypeError for a dtype that the format does not have."""
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    start = 0
-    for name, tensor in weights.items():
-        if tensor.dtype not in SAFETENSORS_DTYPES:
-            raise TypeError(
-                f"{name} has dtype {tensor.dtype}, which a safetensors file cannot hold; export to .pt"
-            )
-        end = start + tensor.numel() * tensor.element_size()
-        entries[name] = {
-            "dtype": SAFETENSORS_DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [start, end],
-        }
-        start = end
-    header = json.dumps(entries, separators=(",", ":")).encode()
-    header += b" " * (-len(header) % 8)  # the numbers begin at a multiple of 8 bytes
-    return len(header).to_bytes(8, "little") + header
+def _safetensors(weights: dict[str, Tensor]) -> bytes:
+    from safetensors import SafetensorError
+    from safetensors.torch import save
+
+    try:
+        return save(weights, {"format": "pt"})
+    except (SafetensorError, KeyError, ValueError) as error:
+        dtypes = ", ".join(sorted({str(tensor.dtype) for tensor in weights.values()}))
+        raise TypeError(
+            f"a safetensors file cannot hold these weights, of {dtypes} ({error}); export to .pt"
+        ) from None
