@@ -24,6 +24,7 @@ from minidist.parallel.zero_strategy import ShardedState
 Clusters = Callable[[int], md.Cluster]
 CASES = data_parallel.CASES
 vectors, mlp, doubled = data_parallel.vectors, data_parallel.mlp, data_parallel.doubled
+sizes_of = data_parallel.sizes_of
 OPTIM = torch.optim
 
 
@@ -260,7 +261,7 @@ def test_a_step_sends_what_data_parallelism_sends(cluster_of: Clusters, ranks: i
         engine.step(inputs, targets)
         with comm.ledger() as ledger:
             engine.step(inputs, targets)
-        elements, parameters = data_parallel.sizes_of(model)
+        elements, parameters = sizes_of(model)
         buckets = len(engine.optimizer.buckets)
         return ledger.bytes_sent, engine.optimizer.bytes_per_step(), elements, parameters, buckets
 

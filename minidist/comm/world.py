@@ -6,6 +6,8 @@ world of one: rank 0 of 1. So the same program runs alone, under `minidist.launc
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import sys
 from datetime import timedelta
@@ -83,6 +85,7 @@ def init(timeout: float = DEFAULT_TIMEOUT, check: bool = False) -> None:
         ) from error
     join(dist.PrefixStore("minidist", store), own, ranks, limit, check)  # type: ignore[attr-defined]
     _joined_here = True
+    atexit.register(_shutdown_at_exit)
 
 
 def join(store: Store, own: int, ranks: int, limit: timedelta, check: bool = False) -> None:
@@ -150,6 +153,12 @@ def shutdown() -> None:
         checking.stop()
         routes.forget()
         dist.destroy_process_group()
+
+
+def _shutdown_at_exit() -> None:
+    """Leave the world before the interpreter goes: a thread of gloo's that it still had would abort it."""
+    shutdown()
+    gc.collect()  # what holds a group, in a cycle
 
 
 def _is_joined() -> bool:
