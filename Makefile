@@ -28,9 +28,10 @@ bench: setup
 	$(BIN)/minidist bench
 	$(BIN)/minidist report
 
-# Two at a time, each with warm ranks of its own; a file's tests stay together.
+# Two at a time, each with warm ranks of its own; a file's tests stay together. Threads that spin while they
+# wait for each other would take the other's core.
 test: setup
-	$(BIN)/pytest --numprocesses 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist loadfile
 
 lint: setup
 	$(BIN)/ruff check .
