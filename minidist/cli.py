@@ -132,7 +132,7 @@ def train(
 def bench(
     suites: Annotated[
         list[str] | None,
-        typer.Argument(help="collectives, cpu_matmul, cuda, fully_shard, launch, training, zero, ...; or all."),
+        typer.Argument(help="cpu_matmul, cuda, collectives, training, zero, ...; or all."),
     ] = None,
     full: Annotated[bool, typer.Option("--full", help="All sizes and more rounds.")] = False,
     keyword: Annotated[
