@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from minidist._names import unknown
-from minidist.comm import checking, ledgers
+from minidist.comm import checking, ledgers, mesh
 from minidist.comm.background import Background
 from minidist.comm.shared_memory import Failed, SharedMemory
 from minidist.comm.work import Group, described, failed, forget_groups, ranks_of
@@ -183,6 +183,7 @@ def forget() -> None:
         running.stop()
     _routes.clear()
     _backgrounds.clear()
+    mesh.forget()
     forget_groups()
 
 
