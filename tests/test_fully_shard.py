@@ -498,6 +498,12 @@ def test_offload_changes_nothing(cluster_of: Clusters, where: str, tmp_path: Pat
     assert [*tmp_path.iterdir()] == []
 
 
+def test_an_engine_offloads_too(cluster_of: Clusters, tmp_path: Path) -> None:
+    contract.check(
+        cluster_of(2), CASES["gpt"], md.Layout(dp=2, zero=3), fully_shard={"offload": str(tmp_path)}
+    )
+
+
 def test_offload_without_room_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(TypeError, match="offload is True; give False, 'cpu' or a directory"):
