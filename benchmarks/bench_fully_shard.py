@@ -26,7 +26,7 @@ from minidist.kernels.harness import time_in_turns
 AT = "ZeRO stage 3: a byte GPT of 3 M parameters on 2 ranks, {} of 128 a rank"
 FORMS: dict[str, dict[str, Any]] = {
     "stage 3": {},
-    "no prefetch": {"prefetch": False},
+    "with prefetch": {"prefetch": True},
     "offload to disk": {"offload": True},
 }
 GOAL = 0.85

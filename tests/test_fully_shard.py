@@ -24,6 +24,7 @@ from minidist import comm
 from minidist.model import GPT, MLP, config
 from minidist.parallel import shard_flat, shard_gradients, shard_schedule, shard_units
 from minidist.parallel.elementwise import ELEMENTWISE, is_elementwise
+from minidist.parallel.fully_sharded import FullySharded
 
 Clusters = Callable[[int], md.Cluster]
 ADAMW = contract.ADAMW
@@ -122,6 +123,17 @@ def test_sockets_do_as_well(cluster_of: Clusters) -> None:
     for name in ("gpt", "skipping"):
         for trained in cluster_of(2).run(train, name):
             contract.compare(trained, contract.train_in_one_process(CASES[name]))
+
+
+def test_units_are_gathered_ahead_where_that_takes_no_core(cluster_of: Clusters) -> None:
+    def chosen() -> list[bool]:
+        sharded = [md.FullyShard(untied(0), torch.optim.SGD, lr=0.1)]
+        with comm.using("ring"):
+            sharded.append(md.FullyShard(untied(0), torch.optim.SGD, lr=0.1))
+        sharded.append(md.FullyShard(untied(0), torch.optim.SGD, lr=0.1, prefetch=True))
+        return [each.passes.prefetch for each in sharded]
+
+    assert cluster_of(2).run(chosen) == [[False, True, True]] * 2
 
 
 @pytest.mark.parametrize("kind", sorted(ELEMENTWISE))
@@ -370,9 +382,10 @@ class Live(TorchDispatchMode):
 WIDE = config("byte-tiny", vocabulary=16, context=8, layers=12, heads=2, width=32, tied=False)
 
 
-def test_a_rank_holds_an_nth_and_in_a_step_a_few_units_more(cluster_of: Clusters) -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_rank_holds_an_nth_and_in_a_step_a_few_units_more(cluster_of: Clusters, ahead: bool) -> None:
     def measure() -> tuple[list[int], int, int, int]:
-        strategy = md.prepare(GPT(WIDE, seed=0), ADAMW, md.Layout(dp=md.size(), zero=3)).strategy  # type: ignore[attr-defined]
+        strategy = FullySharded(GPT(WIDE, seed=0), ADAMW, {"prefetch": ahead})
         parallel = strategy.parallel
         most = 0
 
@@ -405,7 +418,7 @@ def test_a_rank_holds_an_nth_and_in_a_step_a_few_units_more(cluster_of: Clusters
         assert parameters == pytest.approx(whole / 4, rel=0.01)
         assert gradients == pytest.approx(whole / 4 + 2 * unit, rel=0.01)  # and the buffers to reduce in
         assert optimizer == pytest.approx(2 * whole / 4, rel=0.01)
-        assert unit < most <= 2 * unit
+        assert most == (1 + ahead) * unit
         assert most < whole / 4
 
 
@@ -483,6 +496,12 @@ def test_offload_changes_nothing(cluster_of: Clusters, where: str, tmp_path: Pat
         if os.path.exists("/proc/self/maps"):
             assert bool(on_disk) == (where == "disk")
     assert [*tmp_path.iterdir()] == []
+
+
+def test_an_engine_offloads_too(cluster_of: Clusters, tmp_path: Path) -> None:
+    contract.check(
+        cluster_of(2), CASES["gpt"], md.Layout(dp=2, zero=3), fully_shard={"offload": str(tmp_path)}
+    )
 
 
 def test_offload_without_room_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -658,9 +677,12 @@ def test_units_are_the_children_of_lists_unless_told() -> None:
 
 def test_a_backward_pass_gathers_the_next_unit_while_one_computes() -> None:
     units = [shard_units.Unit(name, nn.Module(), i) for i, name in enumerate(("", "a", "b", "c"))]
-    schedule = shard_schedule.expected(units)
-    said = [f"{kind} {unit.name}" for kind, unit in schedule.backward]
-    assert said == ["gather c", "gather b", "reduce c", "gather a", "reduce b", "reduce a"]
+    said = {
+        ahead: [f"{kind} {unit.name}" for kind, unit in shard_schedule.expected(units, ahead).backward]
+        for ahead in (True, False)
+    }
+    assert said[True] == ["gather c", "gather b", "reduce c", "gather a", "reduce b", "reduce a"]
+    assert said[False] == ["gather c", "reduce c", "gather b", "reduce b", "gather a", "reduce a"]
 
 
 def test_parameters_cannot_be_summoned_inside_a_pass() -> None:

@@ -49,6 +49,16 @@ def test_one_process_needs_no_world_and_no_layout() -> None:
             r"data_parallel is \{'bucket_mb': 1\} and the layout has zero=3",
         ),
         (
+            {"layout": md.Layout(zero=2), "fully_shard": {"offload": "cpu"}},
+            ValueError,
+            r"fully_shard is \{'offload': 'cpu'\} and the layout has zero=2; its options are for zero=3",
+        ),
+        (
+            {"layout": md.Layout(zero=3), "fully_shard": {"offlaod": "cpu"}},
+            ValueError,
+            "unknown option of fully_shard 'offlaod': did you mean 'offload'",
+        ),
+        (
             {"data_parallel": {"bucket": 3}},
             ValueError,
             "unknown option of data_parallel 'bucket': did you mean",

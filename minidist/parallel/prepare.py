@@ -26,6 +26,8 @@ _AVAILABLE = {"tp": 1, "pp": 1}
 """Fields of a layout that this version takes at one value alone."""
 OPTIONS = {"bucket_mb", "overlap", "compression", "algorithm", "broadcast_buffers"}
 """Of `DataParallel`, that `prepare` passes on; its group is the layout's."""
+FULLY_SHARD = {"offload", "units", "initialize", "prefetch"}
+"""Of `FullyShard`, likewise; master copies are the precision's."""
 
 
 def prepare(
@@ -36,6 +38,7 @@ def prepare(
     data_parallel: Mapping[str, Any] | None = None,
     clip_norm: float | None = None,
     loss_scale: LossScale | None = None,
+    fully_shard: Mapping[str, Any] | None = None,
 ) -> Engine:
     """An engine that trains `model` on the ranks of `layout`. Every rank of the world calls it.
 
@@ -55,6 +58,7 @@ def prepare(
         clip_norm: shorten the gradients where their norm over all ranks is larger; None never does. As with
             `torch.nn.utils.clip_grad_norm_`, a norm that is not finite makes weights that are not.
         loss_scale: for precision "fp16", how the factor on the loss starts and grows.
+        fully_shard: options of `FullyShard` for zero=3, such as {"offload": "/scratch"}.
 
     Raises:
         TypeError: an argument is of the wrong type.
@@ -76,9 +80,13 @@ def prepare(
             f"the world has {comm.size()}; change the layout, or start {layout.ranks} ranks"
         )
     check_available(layout)
-    unknown_options = set(data_parallel or {}) - OPTIONS
-    if unknown_options:
-        raise unknown("option of data_parallel", min(unknown_options), sorted(OPTIONS))
+    _check_options("data_parallel", data_parallel, OPTIONS)
+    _check_options("fully_shard", fully_shard, FULLY_SHARD)
+    if fully_shard and layout.zero != 3:
+        raise ValueError(
+            f"fully_shard is {dict(fully_shard)} and the layout has zero={layout.zero}; its options are for "
+            "zero=3"
+        )
     if clip_norm is not None:
         check_max_norm("clip_norm", clip_norm)
     precision = Precision(layout.precision, loss_scale)
@@ -92,12 +100,18 @@ def prepare(
                 f"data_parallel is {dict(data_parallel)} and the layout has zero=3, which has none of its "
                 "options; leave it out"
             )
-        strategy = FullySharded(model, optimizer, master=precision.master)
+        strategy = FullySharded(model, optimizer, fully_shard, precision.master)
     elif layout.zero:
         strategy = ShardedState(model, optimizer, layout.zero, data_parallel, precision.master)
     else:
         strategy = Replicated(model, optimizer, data_parallel, precision.master)
     return HybridEngine(model, strategy, layout, loss, precision, clip_norm)
+
+
+def _check_options(name: str, options: Mapping[str, Any] | None, known: set[str]) -> None:
+    others = set(options or {}) - known
+    if others:
+        raise unknown(f"option of {name}", min(others), sorted(known))
 
 
 def check_available(layout: Layout) -> None:

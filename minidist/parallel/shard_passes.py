@@ -33,8 +33,8 @@ class Passes:
 
     def __init__(self, units: Sequence[Unit], gradients: Gradients, group: Group, prefetch: bool) -> None:
         self.units, self.root, self.gradients = units, units[0], gradients
-        self._group, self._prefetch = group, prefetch
-        self.schedule = expected(units)
+        self._group, self.prefetch = group, prefetch
+        self.schedule = expected(units, prefetch)
         self._next = 0  # of the schedule's forward order
         self._clock = 0
         self._forward = False  # a forward pass runs
@@ -71,7 +71,7 @@ class Passes:
             order[self._next].gather()
             self._next += 1
         unit.gather()  # for one that was freed too early, before it was known how often it is called
-        if self._prefetch and self._next < len(order):
+        if self.prefetch and self._next < len(order):
             order[self._next].gather(ahead=True)
             self._next += 1
         unit.show()
@@ -116,7 +116,7 @@ class Passes:
                 unit.free()
         if self._pass is not None:
             if not self.schedule.settled and len(self.units) > 1:
-                self.schedule = settle(self.units, self.root.device, self._group)
+                self.schedule = settle(self.units, self.prefetch, self.root.device, self._group)
             self._pass.operations.extend(self.schedule.backward)
             for tensor in _tensors(outputs):
                 if tensor.requires_grad:
@@ -160,12 +160,12 @@ class Passes:
     def ended(self, of: _Pass, unit: Unit) -> None:
         """The backward pass has left a unit."""
         if of is self._backward and of.operations and of.operations[0] == ("reduce", unit):
-            self._run(of, ahead=self._prefetch)
+            self._run(of, ahead=self.prefetch)
             self._gather_ahead(of)
 
     def _gather_ahead(self, of: _Pass) -> None:
         """Launch the next gather, if it is due: while the unit before it computes."""
-        if self._prefetch and of.operations and of.operations[0][0] == "gather":
+        if self.prefetch and of.operations and of.operations[0][0] == "gather":
             self._run(of, ahead=True)
 
     def _run(self, of: _Pass, ahead: bool = False) -> None:

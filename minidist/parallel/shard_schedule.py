@@ -29,7 +29,7 @@ class Schedule:
     Attributes:
         forward: units in the order in which they are gathered.
         calls: for each unit's number, how often a forward pass calls it.
-        backward: what a backward pass does, each gather as early as the unit before it is needed.
+        backward: what a backward pass does; ahead, each gather as early as the unit before it is needed.
         settled: it is what the ranks did, and not the order in which the model lists its parts.
     """
 
@@ -39,13 +39,13 @@ class Schedule:
     settled: bool = False
 
 
-def expected(units: Sequence[Unit]) -> Schedule:
+def expected(units: Sequence[Unit], ahead: bool) -> Schedule:
     """Before the first pass: as the model lists its parts."""
-    rest = units[1:]
-    return Schedule(units, [1] * len(units), _backward({u: (2 * u.number, 2 * u.number + 1) for u in rest}))
+    times = {u: (2 * u.number, 2 * u.number + 1) for u in units[1:]}
+    return Schedule(units, [1] * len(units), _backward(times, ahead))
 
 
-def settle(units: Sequence[Unit], device: torch.device, group: Group) -> Schedule:
+def settle(units: Sequence[Unit], ahead: bool, device: torch.device, group: Group) -> Schedule:
     """After a forward pass, what all ranks together did: an all-reduce of 24 bytes a unit. A collective."""
     own = [(-u.first if u.calls else -(2**62), u.last, u.calls) for u in units]
     together = torch.tensor(own, device=device)
@@ -58,15 +58,17 @@ def settle(units: Sequence[Unit], device: torch.device, group: Group) -> Schedul
             first[u.number], last[u.number] = end + 2 * u.number, end + 2 * u.number + 1
     times = {u: (first[u.number], last[u.number]) for u in units}
     forward = sorted(units, key=lambda u: times[u][0])
-    return Schedule(forward, calls, _backward({u: times[u] for u in units[1:]}), settled=True)
+    return Schedule(forward, calls, _backward({u: times[u] for u in units[1:]}, ahead), settled=True)
 
 
-def _backward(times: dict[Unit, tuple[int, int]]) -> list[Operation]:
+def _backward(times: dict[Unit, tuple[int, int]], ahead: bool) -> list[Operation]:
     """A backward pass runs the forward pass in reverse: a unit's begins where its last call ended."""
     events: list[tuple[int, Operation]] = []
     for unit, (first, last) in times.items():
         events += [(last, ("gather", unit)), (first, ("reduce", unit))]
     events.sort(key=lambda event: -event[0])
+    if not ahead:
+        return [operation for _, operation in events]
     gathers = [operation for _, operation in events if operation[0] == "gather"]
     operations = gathers[:1]
     for _, operation in events:

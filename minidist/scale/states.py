@@ -40,8 +40,8 @@ TAIL = 2
 class States:
     """Bytes on one rank.
 
-    gathered: beside these in stage 3, while it computes: the root's parameters, those of two more units, and
-        the gradients of one.
+    gathered: beside these in stage 3, while it computes: the root's parameters, those of two more units, as
+        where the next is gathered ahead, and the gradients of one.
     update: beside these while the optimizer steps: gradients cast to the masters' precision, and Adam's
         denominators, which torch makes for all parameters at once on a GPU.
     """
