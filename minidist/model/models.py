@@ -112,15 +112,24 @@ class Embedding(nn.Module):
         self.token = Table(config.vocabulary, config.width)
         self.position = Table(config.context, config.width)
         self.dropout = nn.Dropout(config.dropout)
+        self.positions: Callable[[Tensor], Tensor] | None = None  # of tokens (B, T); None for 0 to T - 1
 
     def forward(self, tokens: Tensor) -> Tensor:  # (B, T) integers -> (B, T, D)
         """Raises ValueError where tokens are not (B, T) or more than the context in a row."""
         context = self.position.num_embeddings
         if tokens.dim() != 2 or tokens.shape[1] > context:
             raise ValueError(f"tokens are {tuple(tokens.shape)}: give (B, T) with T at most {context}")
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        if self.positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
+        else:
+            positions = self.positions(tokens)
         x: Tensor = self.dropout(self.token(tokens) + self.position(positions))
         return x
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
+    """Causal attention, (B, H, T, D/H) each, with the keys of the queries' own positions."""
+    return functional.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
 
 
 class Attention(nn.Module):
@@ -128,7 +137,8 @@ class Attention(nn.Module):
 
     Queries, keys and values are maps of their own, with the rows of their weights in the order of the heads:
     a cut by heads is a cut by rows. The number of heads is read off the width of what the maps give: with a
-    rank's part of them, this attends with that rank's heads.
+    rank's part of them, this attends with that rank's heads. `attend` may be replaced by what does the same
+    where the sequence is cut, too.
     """
 
     def __init__(self, config: GPTConfig) -> None:
@@ -139,12 +149,12 @@ class Attention(nn.Module):
         self.value = Linear(config.width, config.width)
         self.output = Linear(config.width, config.width)
         self.dropout = config.dropout
+        self.attend: Callable[[Tensor, Tensor, Tensor, float], Tensor] = attend
 
     def forward(self, x: Tensor) -> Tensor:  # (B, T, D) -> (B, T, D)
         """Queries, keys and values by head; attention; the output map."""
         query, key, value = (self._heads(part(x)) for part in (self.query, self.key, self.value))
-        dropout = self.dropout if self.training else 0.0
-        mixed = functional.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
+        mixed = self.attend(query, key, value, self.dropout if self.training else 0.0)
         x = self.output(mixed.transpose(1, 2).flatten(2))  # (B, T, H, D/H) -> (B, T, D)
         return x
 

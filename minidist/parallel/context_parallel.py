@@ -1,0 +1,257 @@
+"""Ring attention: exact attention over a sequence that is cut across ranks.
+
+Each rank holds the queries, keys and values of its positions. Keys and values travel round the ring, a
+neighbour's block arrives while the queries compute with the one that is here, and the softmax is put together
+block by block: after n - 1 hops every query has seen all keys, and no rank ever held more than two blocks of
+them. In the backward pass they travel again, and their gradients behind them, in float32 at least, until
+those arrive where the keys live: a sum over n ranks is rounded as one over blocks on one rank is.
+
+Positions are dealt in the zigzag order (zigzag.py): causal masks then leave each rank as much to compute. A
+rank computes no block that the mask leaves out.
+
+Sources: Liu, Zaharia and Abbeel 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context",
+section 3; Brandon et al. 2023, "Striped Attention", section 3, for the balance.
+
+B batch, H query heads, K key heads, G = H / K, N = B K, T this rank's positions, D width of a head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from minidist import comm
+from minidist.comm.work import Group, Work, rank_in, ranks_of
+from minidist.parallel import zigzag
+from minidist.parallel.blockwise import Softmax, SoftmaxGradient
+
+TILE = 512
+"""Keys that are computed with at once: the largest matrix is a rank's queries by these."""
+
+
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool = True,
+    group: Group = None,
+    *,
+    length: int | None = None,
+    scale: float | None = None,
+    tile: int = TILE,
+) -> Tensor:
+    """Attention of this rank's queries to the keys of all ranks; all ranks of the group call it.
+
+    >>> share = SequenceShare()
+    >>> q, k, v = (share.cut(x, dim=2) for x in (q, k, v))   # or computed from a share of the tokens
+    >>> mixed = ring_attention(q, k, v, length=share.length)
+
+    Forward: keys and values go n - 1 hops round the ring. Backward: they go again, with their gradients n - 1
+    hops behind. What a rank sends is `ring_bytes`. Kept for the backward pass are q, k, v, the result, and a
+    number for each query and head.
+
+    Args:
+        q: (B, H, T, D), floating; the queries at this rank's positions, in zigzag order.
+        k, v: (B, K, T, D), of q's dtype; K divides H, and query head h attends to key head h K // H.
+        causal: a position sees itself and those before it; else all.
+        group: the ranks that share the sequence; None for all.
+        length: of the whole sequence. None asks the ranks, which sends 8 (n - 1) bytes more.
+        scale: of the scores; None for 1 / sqrt(D).
+        tile: keys that are computed with at once.
+
+    Returns:
+        (B, H, T, D), of q's dtype. Sums are kept in float32, or float64 where q is.
+
+    Raises:
+        TypeError: q, k and v are not floating tensors of one dtype.
+        ValueError: shapes do not fit, or T is not this rank's share of the length.
+        CollectiveError: a peer is gone or late.
+    """
+    _check(q, k, v, tile)
+    rank, ranks = rank_in(group), len(ranks_of(group))
+    length = _asked(q, group) if length is None else length
+    if q.shape[2] != zigzag.size(length, ranks, rank):
+        raise ValueError(
+            f"rank {rank} of {ranks} has {q.shape[2]} positions of a sequence of {length}, and its share in "
+            f"zigzag order is {zigzag.size(length, ranks, rank)}; cut the sequence with SequenceShare"
+        )
+    ring = _Ring(group, rank, ranks, length, causal, tile)
+    factor = q.shape[3] ** -0.5 if scale is None else scale
+    mixed: Tensor = _RingAttention.apply(q, k, v, ring, factor)  # type: ignore[no-untyped-call]
+    return mixed
+
+
+def ring_bytes(
+    length: int,
+    ranks: int,
+    rank: int,
+    *,
+    batch: int,
+    key_heads: int,
+    head_size: int,
+    dtype: torch.dtype = torch.float32,
+    backward: bool = False,
+) -> int:
+    """Bytes that a rank sends in `ring_attention`'s forward pass, or in its backward pass.
+
+    With S_j bytes of the keys of rank j, forward: 2 S_j of every rank but its successor. Backward: as many,
+    and 2 S_j of every rank but itself in the dtype of the sums. Summed over the ranks 2 (n - 1) S, S the
+    bytes of all keys; backward twice that where the dtype is that of the sums.
+    """
+    sizes = [2 * batch * key_heads * head_size * zigzag.size(length, ranks, owner) for owner in range(ranks)]
+    keys = (sum(sizes) - sizes[(rank + 1) % ranks]) * dtype.itemsize
+    return keys + (sum(sizes) - sizes[rank]) * _wide(dtype).itemsize if backward else keys
+
+
+@dataclass(frozen=True)
+class _Ring:
+    """This rank's place, and what it sees of the others."""
+
+    group: Group
+    rank: int
+    ranks: int
+    length: int
+    causal: bool
+    tile: int
+
+    def owner(self, step: int) -> int:
+        """Whose block is here after so many hops."""
+        return (self.rank - step) % self.ranks
+
+    def size(self, owner: int) -> int:
+        return zigzag.size(self.length, self.ranks, owner)
+
+    def sight(self, owner: int) -> zigzag.Sight:
+        return zigzag.sight(self.length, self.ranks, self.rank, owner, self.causal)
+
+    def pass_on(self, block: Tensor, into: Tensor, tag: int) -> list[Work]:
+        """Send a block to the next rank and receive one of the rank before, both still under way."""
+        following, before = (self.rank + 1) % self.ranks, (self.rank - 1) % self.ranks
+        works = []
+        # In turns: NCCL runs the messages of a pair in their order, and two that both send first would wait.
+        for sends in (self.rank % 2 == 0, self.rank % 2 == 1):
+            if sends and block.numel():
+                works.append(comm.send(block, following, tag, self.group, async_op=True))
+            if not sends and into.numel():
+                works.append(comm.recv(into, before, tag, self.group, async_op=True))
+        return works
+
+
+class _RingAttention(torch.autograd.Function):
+    """Forward: keys and values round the ring. Backward: they and their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: _Ring, scale: float) -> Tensor:
+        queries = _grouped(q, k.shape[1]).mul(scale)
+        block = torch.stack((k.flatten(0, 1), v.flatten(0, 1)))  # (2, N, T, D)
+        softmax = Softmax(queries)
+        for step in range(ring.ranks):
+            # Launch: the block goes on while it is computed with.
+            works, coming = [], block
+            if step + 1 < ring.ranks:
+                coming = _empty(block, ring.size(ring.owner(step + 1)))
+                works = ring.pass_on(block, coming, tag=0)
+            # Compute.
+            first, keys, diagonal = ring.sight(ring.owner(step))
+            here = block[:, :, :keys].to(queries.dtype)
+            softmax.add(queries, here[0], here[1], first, diagonal, ring.tile)
+            # Wait.
+            for work in works:
+                work.wait()
+            block = coming
+        mixed, log_total = softmax.finish()
+        result = mixed.view(q.shape).to(q.dtype)
+        ctx.save_for_backward(q, k, v, result, log_total)
+        ctx.ring, ctx.scale = ring, scale
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, result, log_total = ctx.saved_tensors
+        ring, scale, heads = ctx.ring, ctx.scale, k.shape[1]
+        queries = _grouped(q, heads).mul(scale)
+        softmax = SoftmaxGradient(queries, _grouped(result, heads), log_total, _grouped(gradient, heads))
+        block = torch.stack((k.flatten(0, 1), v.flatten(0, 1)))  # (2, N, T, D)
+        own = sums = torch.empty(0)
+        arriving: list[Work] = []  # the sums of gradients that travel one step behind
+        for step in range(ring.ranks):
+            # Launch.
+            works, coming = [], block
+            if step + 1 < ring.ranks:
+                coming = _empty(block, ring.size(ring.owner(step + 1)))
+                works = ring.pass_on(block, coming, tag=0)
+            # Compute.
+            first, keys, diagonal = ring.sight(ring.owner(step))
+            here = block[:, :, :keys].to(queries.dtype)
+            found = torch.zeros_like(block, dtype=queries.dtype)
+            softmax.add(here[0], here[1], found[:, :, :keys], first, diagonal, ring.tile)
+            # Wait; add what the ranks before found for this block, and send the sum on. A block's own rank
+            # keeps what it finds until the others' comes home: a hop less.
+            for work in (*works, *arriving):
+                work.wait()
+            if step == 0:
+                own = found
+            else:
+                total = found if step == 1 else sums.add_(found)
+                sums = _empty(total, ring.size(ring.owner(step + 1)))
+                arriving = ring.pass_on(total, sums, tag=1)
+            block = coming
+        for work in arriving:
+            work.wait()
+        if ring.ranks > 1:
+            own += sums
+        keys_gradient, values_gradient = (x.view(k.shape).to(k.dtype) for x in own)
+        return (
+            softmax.queries.mul_(scale).view(q.shape).to(q.dtype),
+            keys_gradient,
+            values_gradient,
+            None,
+            None,
+        )
+
+
+def _asked(q: Tensor, group: Group) -> int:
+    """The length of the whole sequence, from all ranks' shares of it."""
+    own, ranks = torch.tensor([q.shape[2]], device=q.device), len(ranks_of(group))
+    found: list[int] = (comm.all_gather(own, group=group) if ranks > 1 else own).tolist()
+    wanted = [zigzag.size(sum(found), ranks, rank) for rank in range(ranks)]
+    if found != wanted:
+        raise ValueError(
+            f"the ranks have {found} positions, and a sequence of {sum(found)} is dealt in {wanted} in "
+            "zigzag order; cut the sequence with SequenceShare"
+        )
+    return sum(found)
+
+
+def _grouped(x: Tensor, key_heads: int) -> Tensor:  # (B, H, T, D) -> (N, G, T, D)
+    """By key head, in the dtype of the sums."""
+    batch, heads, size, width = x.shape
+    return x.to(_wide(x.dtype)).reshape(batch * key_heads, heads // key_heads, size, width)
+
+
+def _empty(like: Tensor, size: int) -> Tensor:  # (2, N, _, D) -> (2, N, size, D)
+    return like.new_empty((*like.shape[:2], size, like.shape[3]))
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of sums."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, tile: int) -> None:
+    if not q.is_floating_point() or not q.dtype == k.dtype == v.dtype:
+        raise TypeError(f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}; give one floating dtype")
+    shapes = f"q is {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)}"
+    if q.dim() != 4 or k.dim() != 4 or k.shape != v.shape or q.shape[::2] != k.shape[::2]:
+        raise ValueError(f"{shapes}; give q (B, H, T, D), and k and v (B, K, T, D)")
+    if q.shape[3] != k.shape[3] or not q.shape[3]:
+        raise ValueError(f"{shapes}; give the heads of all three one width of at least 1")
+    if not k.shape[1] or q.shape[1] % k.shape[1]:
+        raise ValueError(f"{shapes}; the number of key heads has to divide that of query heads")
+    if tile < 1:
+        raise ValueError(f"tile is {tile}; give at least 1 key")
