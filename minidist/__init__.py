@@ -46,7 +46,11 @@ if TYPE_CHECKING:
     from minidist.parallel.parameter_server import ParameterServer as ParameterServer
     from minidist.parallel.power_sgd import PowerSGD as PowerSGD
     from minidist.parallel.prepare import prepare as prepare
+    from minidist.parallel.tensor_linear import ColumnParallelLinear as ColumnParallelLinear
+    from minidist.parallel.tensor_linear import RowParallelLinear as RowParallelLinear
     from minidist.parallel.top_k import TopK as TopK
+    from minidist.parallel.vocabulary import VocabParallelEmbedding as VocabParallelEmbedding
+    from minidist.parallel.vocabulary import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
     from minidist.parallel.zero import ZeroOptimizer as ZeroOptimizer
 
 __getattr__, __dir__, __all__ = lazy(
@@ -70,7 +74,9 @@ __getattr__, __dir__, __all__ = lazy(
         "minidist.parallel.parameter_server": ("ParameterServer",),
         "minidist.parallel.power_sgd": ("PowerSGD",),
         "minidist.parallel.prepare": ("prepare",),
+        "minidist.parallel.tensor_linear": ("ColumnParallelLinear", "RowParallelLinear"),
         "minidist.parallel.top_k": ("TopK",),
+        "minidist.parallel.vocabulary": ("VocabParallelEmbedding", "vocab_parallel_cross_entropy"),
         "minidist.parallel.zero": ("ZeroOptimizer",),
     },
 )

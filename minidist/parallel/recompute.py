@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
@@ -22,8 +21,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from minidist._names import unknown
 from minidist.parallel.activations import ActivationCounter
+from minidist.parallel.patterns import fits, fits_none
 
 
 def recompute(module: nn.Module, parts: str | Sequence[str] | None = None) -> nn.Module:
@@ -57,10 +56,10 @@ def recompute(module: nn.Module, parts: str | Sequence[str] | None = None) -> nn
             )
     else:
         patterns = [parts] if isinstance(parts, str) else [*parts]
-        chosen = [name for name in names if any(_fits(name, pattern) for pattern in patterns)]
+        chosen = [name for name in names if any(fits(name, pattern) for pattern in patterns)]
         for pattern in patterns:
-            if not any(_fits(name, pattern) for name in names):
-                raise unknown("part", pattern, dict.fromkeys(map(_pattern, names)))
+            if not any(fits(name, pattern) for name in names):
+                raise fits_none(pattern, names)
     for name in chosen:
         part = module.get_submodule(name)
         if not isinstance(part.forward, _Recomputed):
@@ -78,15 +77,6 @@ def _layers(module: nn.Module, prefix: str = "") -> list[str]:
         else:
             found += _layers(child, f"{prefix}{name}.")
     return found
-
-
-def _fits(name: str, pattern: str) -> bool:
-    parts, wanted = name.split("."), pattern.split(".")
-    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
-
-
-def _pattern(name: str) -> str:
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 class _Recomputed:
