@@ -13,6 +13,11 @@
 | recompute.py, activations.py | activations computed again in backward; a count of those that are kept |
 | buckets.py, plan.py, reducer.py | many gradients in one message; which; sent while backward still runs |
 | local_sgd.py | `LocalSGD`: ranks train alone, and average their parameters every few steps |
+| layerwise.py | `LayerByLayer`: the layers cut over the ranks, one batch at a time; where to cut |
+| schedules.py | pipeline schedules as data: made here, of what instructions.py has |
+| schedule_checks.py, simulation.py, schedule_plot.py | proved, simulated and drawn without a process |
+| pipeline.py | `Pipeline`: executes a schedule; micro-batches flow through the ranks' stages |
+| stage_messages.py, split_backward.py, tied.py | between stages; a backward in two parts; shared weights |
 | sparse.py | sparse gradients: rows are gathered |
 | compression.py, top_k.py, power_sgd.py | fewer bytes: rounded, the largest only, two thin factors |
 | in_sync.py | `assert_in_sync`: the ranks' copies of a model are the same, or the first difference is named |
