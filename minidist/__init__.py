@@ -41,9 +41,11 @@ if TYPE_CHECKING:
     from minidist.parallel.engine import Engine as Engine
     from minidist.parallel.fully_shard import FullyShard as FullyShard
     from minidist.parallel.in_sync import assert_in_sync as assert_in_sync
+    from minidist.parallel.layerwise import LayerByLayer as LayerByLayer
     from minidist.parallel.layout import Layout as Layout
     from minidist.parallel.local_sgd import LocalSGD as LocalSGD
     from minidist.parallel.parameter_server import ParameterServer as ParameterServer
+    from minidist.parallel.pipeline import Pipeline as Pipeline
     from minidist.parallel.power_sgd import PowerSGD as PowerSGD
     from minidist.parallel.prepare import prepare as prepare
     from minidist.parallel.tensor_linear import ColumnParallelLinear as ColumnParallelLinear
@@ -69,9 +71,11 @@ __getattr__, __dir__, __all__ = lazy(
         "minidist.parallel.engine": ("Engine",),
         "minidist.parallel.fully_shard": ("FullyShard",),
         "minidist.parallel.in_sync": ("assert_in_sync",),
+        "minidist.parallel.layerwise": ("LayerByLayer",),
         "minidist.parallel.layout": ("Layout",),
         "minidist.parallel.local_sgd": ("LocalSGD",),
         "minidist.parallel.parameter_server": ("ParameterServer",),
+        "minidist.parallel.pipeline": ("Pipeline",),
         "minidist.parallel.power_sgd": ("PowerSGD",),
         "minidist.parallel.prepare": ("prepare",),
         "minidist.parallel.tensor_linear": ("ColumnParallelLinear", "RowParallelLinear"),

@@ -15,6 +15,11 @@
 | zigzag.py, blockwise.py | the order that balances causal work; softmax block by block, and its gradient |
 | buckets.py, plan.py, reducer.py | many gradients in one message; which; sent while backward still runs |
 | local_sgd.py | `LocalSGD`: ranks train alone, and average their parameters every few steps |
+| layerwise.py | `LayerByLayer`: the layers cut over the ranks, one batch at a time; where to cut |
+| schedules.py | pipeline schedules as data: made here, of what instructions.py has |
+| schedule_checks.py, simulation.py, schedule_plot.py | proved, simulated and drawn without a process |
+| pipeline.py | `Pipeline`: executes a schedule; micro-batches flow through the ranks' stages |
+| stage_messages.py, split_backward.py, tied.py | between stages; a backward in two parts; shared weights |
 | sparse.py | sparse gradients: rows are gathered |
 | compression.py, top_k.py, power_sgd.py | fewer bytes: rounded, the largest only, two thin factors |
 | tensor_parallel.py, tensor_plans.py | `parallelize`: a model whose matrices ranks share, by a plan; plans |

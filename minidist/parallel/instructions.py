@@ -1,0 +1,102 @@
+"""What a pipeline's schedule is made of: small instructions, in a list for each rank.
+
+A model's layers are cut into `ranks * chunks` stages; stage s is chunk s // ranks of rank s % ranks, so
+that a micro-batch goes round the ranks once for each chunk (Narayanan et al. 2021, section 2.2).
+
+| Kind | What the rank does with its chunk and a micro-batch |
+|---|---|
+| `forward` | the stage's forward pass; on the last stage the loss too |
+| `backward` | the whole backward pass: gradients of the stage's input and of its weights |
+| `backward_input`, `backward_weight` | the same in two parts, which may lie apart |
+| `recv_forward`, `send_forward` | the stage's input, from the stage before; its output, to the next stage |
+| `recv_backward`, `send_backward` | the gradient of its output, from the next; of its input, sent back |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from minidist._names import unknown
+
+COMPUTE = ("forward", "backward", "backward_input", "backward_weight")
+MESSAGES = ("recv_forward", "send_forward", "recv_backward", "send_backward")
+KINDS = (*COMPUTE, *MESSAGES)
+_SHORT = dict(zip(KINDS, ("F", "B", "I", "W", "recv F", "send F", "recv B", "send B"), strict=True))
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One thing that one rank does. Printed short: F3 is the forward pass of micro-batch 3.
+
+    Raises:
+        ValueError: an unknown kind, or a negative number.
+    """
+
+    kind: str  # one of KINDS
+    micro_batch: int  # from 0
+    chunk: int = 0  # which of the rank's chunks, from 0
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise unknown("kind of instruction", self.kind, KINDS)
+        if self.micro_batch < 0 or self.chunk < 0:
+            raise ValueError(
+                f"micro_batch is {self.micro_batch} and chunk {self.chunk}; both count from 0 upwards"
+            )
+
+    def __str__(self) -> str:
+        return f"{_SHORT[self.kind]}{self.micro_batch}" + (f" of chunk {self.chunk}" if self.chunk else "")
+
+    @property
+    def computes(self) -> bool:
+        """Whether it takes arithmetic; the others are messages."""
+        return self.kind in COMPUTE
+
+
+Schedule = Sequence[Sequence[Instruction]]
+"""For each rank what it does, in order."""
+
+
+class Channel(NamedTuple):
+    """The messages of one kind from one rank to another, which arrive in the order in which they are sent."""
+
+    kind: str  # "forward" or "backward"
+    source: int
+    destination: int
+
+
+class Message(NamedTuple):
+    """What travels, the same on both sides: the output of a stage, or the gradient of that output."""
+
+    kind: str  # "forward" or "backward"
+    stage: int  # whose output it is, or whose output's gradient
+    micro_batch: int
+
+
+def stage_of(rank: int, chunk: int, ranks: int) -> int:
+    """The stage that is a rank's chunk."""
+    return chunk * ranks + rank
+
+
+def sizes(schedule: Schedule) -> tuple[int, int, int]:
+    """How many ranks, micro-batches and chunks a rank a schedule has; 0 of the latter where it is empty."""
+    everything = [instruction for rank in schedule for instruction in rank]
+    return (
+        len(schedule),
+        1 + max((each.micro_batch for each in everything), default=-1),
+        1 + max((each.chunk for each in everything), default=-1),
+    )
+
+
+def message_of(instruction: Instruction, rank: int, ranks: int) -> tuple[Channel, Message]:
+    """What a message's instruction sends or receives, and where it travels."""
+    role, kind = instruction.kind.split("_")
+    stage = stage_of(rank, instruction.chunk, ranks)
+    # `backward_input` of a stage sends the gradient of the output of the stage before.
+    boundary = stage if (role == "send") == (kind == "forward") else stage - 1
+    source, destination = boundary % ranks, (boundary + 1) % ranks
+    if kind == "backward":
+        source, destination = destination, source
+    return Channel(kind, source, destination), Message(kind, boundary, instruction.micro_batch)

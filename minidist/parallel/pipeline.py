@@ -1,0 +1,322 @@
+"""Pipeline parallelism: the layers are cut into stages, one or more a rank, and micro-batches flow through.
+
+While one rank computes on a micro-batch the next one computes on the one before it. A schedule, which is data
+(schedules.py), says in which order; this file executes it: each instruction is a forward or backward pass of
+one stage, or a message to a neighbour.
+
+Source: Huang et al. 2019, "GPipe"; Narayanan et al. 2019, "PipeDream", and 2021; Qi et al. 2023.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from minidist import comm
+from minidist.comm.work import Group, rank_in, ranks_of
+from minidist.model.loss import cross_entropy
+from minidist.parallel import schedules
+from minidist.parallel.engine import Loss, check_rows
+from minidist.parallel.instructions import Instruction, Schedule, sizes, stage_of
+from minidist.parallel.split_backward import SplitBackward
+from minidist.parallel.stage_messages import StageMessages
+from minidist.parallel.tied import start_equal, sum_tied
+
+MICRO_BATCHES = 8
+
+
+class Pipeline:
+    """This rank's stages of a model, and the schedule by which all ranks train it, in a loop of your own.
+
+    >>> stages = [nn.Sequential(*(model.layers[i] for i in own)) for own in cut(model.layers, 2)]
+    >>> pipeline = md.Pipeline(stages[md.rank()], schedule="1f1b", micro_batches=8)
+    >>> optimizer.zero_grad()
+    >>> loss = pipeline.step(inputs, targets)  # fills .grad
+    >>> optimizer.step()
+
+    Stage s is chunk s // p of rank s % p. One floating-point tensor goes from stage to stage; its shape is
+    found by running once. The gradients equal those of one process on the whole batch. Each rank draws its
+    own weights: what tests compare is up to how they were made.
+
+    Args:
+        stages: this rank's modules in the order of the chunks, or one module.
+        schedule: "gpipe", "1f1b", "interleaved", "zero_bubble", or one of your own that passes
+            `schedules.check`; the same on all ranks.
+        micro_batches: into how many a batch is cut; None for 8, or for as many as your own schedule has. A
+            batch of fewer rows has as many micro-batches as rows; your own schedule refuses it.
+        loss: from outputs and targets to a scalar, on the last stage.
+        group: the ranks, in the order of the stages; None for all.
+        reduction: what `loss` is: "mean" over its rows, or a "sum" over them, which micro-batches add up.
+        tied: for each parameter that several ranks hold a copy of, this rank's copy or None, the same number
+            on all ranks. Copies start from the first rank's values, and `step` sums their gradients.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong, or the schedule is not for these ranks and chunks.
+    """
+
+    def __init__(
+        self,
+        stages: nn.Module | Sequence[nn.Module],
+        schedule: str | Schedule = "1f1b",
+        micro_batches: int | None = None,
+        loss: Loss = cross_entropy,
+        group: Group = None,
+        reduction: str = "mean",
+        tied: Sequence[nn.Parameter | None] = (),
+    ) -> None:
+        self.stages = [stages] if isinstance(stages, nn.Module) else [*stages]
+        if not self.stages or not all(isinstance(stage, nn.Module) for stage in self.stages):
+            raise TypeError(f"stages is {stages!r}; give this rank's module, or one for each chunk")
+        if reduction not in ("mean", "sum"):
+            raise ValueError(f"reduction is {reduction!r}; give 'mean' or 'sum', whichever the loss is")
+        self.loss, self.group, self.reduction = loss, group, reduction
+        self.rank, self.ranks = rank_in(group), len(ranks_of(group))
+        self._named = schedule if isinstance(schedule, str) else None
+        if self._named is None:
+            schedules.check(schedule, micro_batches, len(self.stages))  # type: ignore[arg-type]
+            if len(schedule) != self.ranks:
+                raise ValueError(f"the schedule is for {len(schedule)} ranks and the group has {self.ranks}")
+            micro_batches = sizes(schedule)[1]  # type: ignore[arg-type]
+        self.micro_batches = MICRO_BATCHES if micro_batches is None else micro_batches
+        self._schedules: dict[int, Schedule] = {}
+        self._schedules[self.micro_batches] = self.schedule_for(self.micro_batches, schedule)
+        self.tied = [(parameter, start_equal(parameter, group)) for parameter in tied]
+
+    def schedule_for(self, micro_batches: int, given: str | Schedule | None = None) -> Schedule:
+        """The schedule for a number of micro-batches, made when it is first asked for."""
+        if given is not None and not isinstance(given, str):
+            return given
+        if micro_batches not in self._schedules:
+            assert self._named is not None
+            made = schedules.by_name(self._named, self.ranks, micro_batches, len(self.stages))
+            self._schedules[micro_batches] = made
+        return self._schedules[micro_batches]
+
+    def step(self, inputs: Tensor, targets: Tensor) -> float:
+        """Forward and backward over a batch: gradients are added to `.grad`, those of tied copies summed.
+
+        Sends each stage's output and its gradient once, 8 (p - 1) bytes from the last rank for the loss, and
+        what `sum_tied` sends.
+
+        Args:
+            inputs: (rows, ...), the same on all ranks; the first stage takes them.
+            targets: (rows, ...), the same on all ranks; the last stage's loss takes them.
+
+        Returns:
+            The mean loss over the rows, or the sum, the same on all ranks.
+
+        Raises:
+            ValueError: no rows, or fewer than your own schedule needs, or inputs and targets do not fit.
+            CollectiveError: a peer is gone or late.
+        """
+        rows = check_rows(inputs, targets)
+        before = [None if p is None or p.grad is None else p.grad.clone() for p, _ in self.tied]
+        for parameter, _ in self.tied:
+            if parameter is not None:
+                parameter.grad = None
+        total = self.run(inputs, targets, lambda own: own / rows if self.reduction == "mean" else 1.0)
+        for (parameter, ranks), grad in zip(self.tied, before, strict=True):
+            sum_tied(parameter, self.group, ranks)
+            if parameter is not None and grad is not None:
+                parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
+        return self._everywhere(total) / (rows if self.reduction == "mean" else 1)
+
+    def evaluate(self, inputs: Tensor, targets: Tensor, metric: Loss | None = None) -> float:
+        """The mean of `metric(outputs, targets)` over a batch's rows, without training, on all ranks.
+
+        Args:
+            inputs, targets: see `step`; there may be no rows, and the mean is then NaN.
+            metric: a mean over rows; None for the loss.
+        """
+        rows = len(inputs)
+        total = self._everywhere(self.run(inputs, targets, train=False, loss=metric))
+        if metric is None and self.reduction == "sum":
+            return total
+        return total / rows if rows else float("nan")
+
+    def _everywhere(self, total: Tensor) -> float:
+        return float(comm.broadcast(total, source=self.ranks - 1, group=self.group))
+
+    def run(
+        self,
+        inputs: Tensor,
+        targets: Tensor,
+        weight: Callable[[int], float] | None = None,
+        train: bool = True,
+        loss: Loss | None = None,
+    ) -> Tensor:
+        """Execute the schedule once over a batch; what `step` and `evaluate` are made of.
+
+        Args:
+            inputs, targets: see `step`; without rows nothing is done.
+            weight: what a micro-batch's loss is multiplied by before its backward pass, from its rows; None
+                for 1.
+            train: whether to run backward passes; else the stages are in evaluation mode meanwhile.
+            loss: in place of the pipeline's own.
+
+        Returns:
+            On the last stage's rank the sum of loss times rows over the micro-batches (of losses alone where
+            the pipeline's own is a sum), a float64 scalar; on the others 0.
+        """
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        parts = min(self.micro_batches, len(inputs))
+        if not parts:
+            return total
+        if self._named is None and parts < self.micro_batches:
+            raise ValueError(
+                f"inputs have {len(inputs)} rows and the schedule {self.micro_batches} micro-batches; give "
+                "at least a row for each, or name a schedule, which is then made for the rows that there are"
+            )
+        schedule = self.schedule_for(parts)
+        if not train:
+            schedule = schedules.forward_only(schedule)
+        cut = inputs.tensor_split(parts)
+        kinds = [(x.shape, x.dtype) for x in cut]
+        run = _Run(self, cut, targets.tensor_split(parts), weight, loss or self.loss, total)
+        run.by_rows = loss is not None or self.reduction == "mean"
+        with nullcontext() if train else self._evaluating():
+            self._execute(run, schedule[self.rank], kinds)
+        return total
+
+    def _execute(self, run: _Run, own: Sequence[Instruction], kinds: Sequence[Hashable]) -> None:
+        messages = self._messages
+        messages.begin(own, kinds)
+        try:
+            for each in own:
+                run.execute(each, messages)
+            messages.finish()
+        except BaseException:
+            messages.drop()
+            raise
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        modes = [(module, module.training) for stage in self.stages for module in stage.modules()]
+        for module, _ in modes:
+            module.training = False
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            for module, training in modes:
+                module.training = training
+
+    @cached_property
+    def device(self) -> torch.device:
+        """Where this rank computes: where its parameters are."""
+        parameters = (p for stage in self.stages for p in stage.parameters())
+        return next((p.device for p in parameters), comm.device())
+
+    @cached_property
+    def _messages(self) -> StageMessages:
+        return StageMessages(self.group, self.rank, self.device)
+
+
+@dataclass
+class _Pass:
+    """A micro-batch in a stage, between its forward and its backward pass."""
+
+    x: Tensor | None  # the stage's input where it needs a gradient
+    root: GradientEdge | None = None  # where the backward pass begins; None where nothing is trained
+    split: SplitBackward | None = None
+
+
+@dataclass
+class _Run:
+    """One execution of a schedule on this rank."""
+
+    pipeline: Pipeline
+    inputs: Sequence[Tensor]
+    targets: Sequence[Tensor]
+    weight: Callable[[int], float] | None
+    loss: Loss
+    total: Tensor
+    by_rows: bool = True  # whether the loss is a mean over rows
+    live: dict[tuple[int, int], _Pass] = field(default_factory=dict)
+    arrived: dict[tuple[str, int, int], Tensor] = field(default_factory=dict)  # inputs and gradients to come
+    leaving: dict[tuple[str, int, int], Tensor] = field(default_factory=dict)  # outputs and gradients to send
+
+    def execute(self, each: Instruction, messages: StageMessages) -> None:
+        """Do one instruction."""
+        role, _, kind = each.kind.partition("_")
+        place = (each.micro_batch, each.chunk)
+        key = (kind, *place)
+        if role == "recv":
+            self.arrived[key] = messages.receive(each)
+        elif role == "send":
+            messages.send(each, self.leaving.pop(key))
+            messages.post()
+        elif role == "forward":
+            self._forward(*place)
+        elif each.kind == "backward":
+            self._backward(*place)
+        elif each.kind == "backward_input":
+            self._backward_input(*place)
+        else:
+            split = self.live.pop(place).split
+            if split is not None:
+                split.weight_gradients()
+
+    def _forward(self, micro_batch: int, chunk: int) -> None:
+        pipeline = self.pipeline
+        stage = stage_of(pipeline.rank, chunk, pipeline.ranks)
+        if stage == 0:
+            x = self.inputs[micro_batch].to(pipeline.device)
+        else:
+            x = self.arrived.pop(("forward", micro_batch, chunk))
+        train = torch.is_grad_enabled()
+        if train and stage:
+            x.requires_grad_()
+        outputs = pipeline.stages[chunk](x)
+        if stage == pipeline.ranks * len(pipeline.stages) - 1:
+            rows = len(self.inputs[micro_batch])
+            loss = self.loss(outputs, self.targets[micro_batch].to(pipeline.device))
+            self.total += loss.detach().double() * (rows if self.by_rows else 1)
+            factor = 1.0 if self.weight is None else self.weight(rows)
+            root = get_gradient_edge(loss * factor) if loss.requires_grad else None
+        else:
+            if not isinstance(outputs, Tensor):
+                raise TypeError(
+                    f"stage {stage} gave a {type(outputs).__name__}; between stages goes one floating-point "
+                    "tensor"
+                )
+            # The edge alone is kept: the output's memory is free once it is sent, where no layer needs it.
+            root = get_gradient_edge(outputs) if outputs.requires_grad else None
+            self._leave("forward", micro_batch, chunk, outputs.detach())
+        if train:
+            self.live[micro_batch, chunk] = _Pass(x if stage else None, root)
+
+    def _backward(self, micro_batch: int, chunk: int) -> None:
+        one = self.live.pop((micro_batch, chunk))
+        gradient = self.arrived.pop(("backward", micro_batch, chunk), None)
+        if one.root is not None:
+            torch.autograd.backward([one.root], [gradient])
+        if one.x is not None:
+            self._leave_gradient(micro_batch, chunk, one.x, one.x.grad)
+
+    def _backward_input(self, micro_batch: int, chunk: int) -> None:
+        one = self.live[micro_batch, chunk]
+        gradient = self.arrived.pop(("backward", micro_batch, chunk), None)
+        found = None
+        if one.root is not None:
+            one.split = SplitBackward(one.root, one.x)
+            found = one.split.input_gradient(gradient)
+        if one.x is not None:
+            self._leave_gradient(micro_batch, chunk, one.x, found)
+
+    def _leave_gradient(self, micro_batch: int, chunk: int, x: Tensor, gradient: Tensor | None) -> None:
+        gradient = torch.zeros_like(x) if gradient is None else gradient
+        self._leave("backward", micro_batch, chunk, gradient)
+
+    def _leave(self, kind: str, micro_batch: int, chunk: int, x: Tensor) -> None:
+        """Keep what the next instruction sends; or hand it over, where the rank's own next chunk takes it."""
+        if self.pipeline.ranks == 1:
+            self.arrived[kind, micro_batch, chunk + (1 if kind == "forward" else -1)] = x
+        else:
+            self.leaving[kind, micro_batch, chunk] = x

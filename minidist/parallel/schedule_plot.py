@@ -1,0 +1,82 @@
+"""A schedule as a Gantt chart: a row for each rank, a box for each pass, and white where a rank waits."""
+
+from __future__ import annotations
+
+from os import PathLike
+from typing import TYPE_CHECKING
+
+from minidist.parallel.instructions import Schedule, sizes
+from minidist.parallel.simulation import Times, simulate
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+COLORS = {
+    "forward": "#56B4E9",
+    "backward": "#E69F00",
+    "backward_input": "#E69F00",
+    "backward_weight": "#009E73",
+}
+"""Those of Okabe and Ito, which people with any colour vision tell apart."""
+LABELS = {
+    "forward": "forward",
+    "backward": "backward",
+    "backward_input": "backward, inputs",
+    "backward_weight": "backward, weights",
+}
+
+
+def plot(
+    schedule: Schedule,
+    times: Times | None = None,
+    ax: Axes | None = None,
+    path: str | PathLike[str] | None = None,
+) -> Axes:
+    """Draw who does what when, with the number of the micro-batch in each box.
+
+    The first of several chunks is pale, the last is strong.
+
+    Args:
+        schedule: for each rank its instructions.
+        times: of the passes; see `simulate`.
+        ax: where to draw; None for a figure of its own.
+        path: a file to write, such as a .png or .svg; None for none.
+
+    Raises:
+        ImportError: matplotlib is missing.
+        ValueError: the schedule fails `check`, or the times do not fit it.
+    """
+    try:
+        from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
+    except ImportError as error:
+        raise ImportError("matplotlib is missing, which draws: pip install 'minidist[bench]'") from error
+    simulation = simulate(schedule, times)
+    ranks, _, chunks = sizes(schedule)
+    if ax is None:
+        ax = Figure(figsize=(10, 0.6 + 0.5 * ranks), layout="constrained").add_subplot()
+    figure = ax.get_figure(root=True)
+    assert figure is not None
+    for rank, events in enumerate(simulation.timeline):
+        for each, start, end in events:
+            strength = 1.0 if chunks == 1 else 0.45 + 0.55 * each.chunk / (chunks - 1)
+            ax.barh(rank, end - start, left=start, color=COLORS[each.kind], alpha=strength, edgecolor="white")
+            middle = (start + end) / 2
+            ax.text(middle, rank, str(each.micro_batch), ha="center", va="center", fontsize=7)
+    drawn = {event.instruction.kind for events in simulation.timeline for event in events}
+    ax.legend(
+        handles=[Patch(color=COLORS[kind], label=LABELS[kind]) for kind in LABELS if kind in drawn],
+        loc="upper left",
+        bbox_to_anchor=(1, 1),
+        frameon=False,
+    )
+    ax.set(
+        yticks=range(ranks),
+        yticklabels=[f"rank {rank}" for rank in range(ranks)],
+        ylim=(ranks - 0.5, -0.5),
+        xlim=(0, simulation.seconds),
+        xlabel=f"time; ranks wait for {simulation.bubble:.1%} of it",
+    )
+    if path is not None:
+        figure.savefig(path, dpi=150)
+    return ax

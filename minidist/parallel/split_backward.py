@@ -1,0 +1,129 @@
+"""A backward pass in two parts: first the gradient of the input, later those of the weights.
+
+A layer's two gradients depend on the gradient of its output, not on each other; only the input's is waited
+for, by the stage before. In autograd's graph the operations between a stage's output and its input are the
+trunk; where the trunk leaves towards a weight, the first part notes what arrives there, and the second part
+goes on from the notes, one engine call for each such operation. Nothing is computed twice.
+
+Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+
+class SplitBackward:
+    """The backward pass of one micro-batch through one stage, in two calls.
+
+    Parameters that the stage uses in several places, or in an autograd function of Python's, which computes
+    all its gradients at once, get theirs computed in the first part and added in the second.
+
+    Args:
+        root: where it begins: the edge of the stage's output, or of the loss.
+        x: the stage's input, a leaf; None where there is none that needs a gradient: all is then left to the
+            second part.
+    """
+
+    def __init__(self, root: GradientEdge, x: Tensor | None) -> None:
+        self._root, self._x = root, x
+        self._whole: tuple[Tensor | None] | None = None
+        self._notes: list[tuple[Node, list[Tensor], dict[str, Any]]] = []
+        self._ready: list[tuple[Tensor, Tensor]] = []
+
+    def input_gradient(self, gradient: Tensor | None) -> Tensor | None:
+        """The first part: the gradient of the input, None where it has none.
+
+        Args:
+            gradient: of the output; None for a loss.
+        """
+        trunk, leaves = (
+            (set(), {}) if self._x is None else _trunk(self._root.node, get_gradient_edge(self._x).node)
+        )
+        if self._x is None or self._root.node not in trunk:
+            self._whole = (gradient,)
+            return None
+        branches = {node: _weights(node, trunk, leaves) for node in trunk}
+        uses = Counter(id(weight) for weights in branches.values() for weight in weights)
+        at_once: dict[int, Tensor] = {}
+        hooks = []
+        for node, weights in branches.items():
+            own = [weight for weight in weights if uses[id(weight)] == 1]
+            if isinstance(node, BackwardCFunction):
+                own = []
+            at_once.update({id(weight): weight for weight in weights if all(weight is not w for w in own)})
+            if own:
+                note: dict[str, Any] = {}
+                self._notes.append((node, own, note))
+                hooks.append(node.register_prehook(lambda arrived, note=note: note.update(arrived=arrived)))
+        try:
+            found, *others = torch.autograd.grad(
+                [self._root],
+                [self._x, *at_once.values()],
+                [gradient],
+                retain_graph=True,
+                allow_unused=True,
+            )
+        finally:
+            for hook in hooks:
+                hook.remove()
+        pairs = zip(at_once.values(), others, strict=True)
+        self._ready = [(weight, other) for weight, other in pairs if other is not None]
+        result: Tensor | None = found
+        return result
+
+    def weight_gradients(self) -> None:
+        """The second part: add the gradients of the weights to their `.grad`, as a whole backward would."""
+        if self._whole is not None:
+            torch.autograd.backward([self._root], [*self._whole])
+        for node, weights, note in self._notes:
+            arrived = [(i, g) for i, g in enumerate(note.get("arrived", ())) if g is not None]
+            if arrived:
+                torch.autograd.backward(
+                    [GradientEdge(node, i) for i, _ in arrived], [g for _, g in arrived], inputs=weights
+                )
+        for weight, gradient in self._ready:
+            torch.autograd.backward([weight], [gradient])
+        self._notes, self._ready, self._whole = [], [], None
+
+
+def _trunk(root: Node, x: Node) -> tuple[set[Node], dict[Node, list[Tensor]]]:
+    """The operations between the output and the input; and a place to keep what is below the others."""
+    trunk, seen, stack = {x}, {x}, [(root, False)]
+    while stack:
+        node, below_done = stack.pop()
+        below = [each for each, _ in node.next_functions if each is not None]
+        if below_done:
+            if any(each in trunk for each in below):
+                trunk.add(node)
+        elif node not in seen:
+            seen.add(node)
+            stack.append((node, True))
+            stack += [(each, False) for each in below if each not in seen]
+    return trunk, {}
+
+
+def _weights(node: Node, trunk: set[Node], known: dict[Node, list[Tensor]]) -> list[Tensor]:
+    """The leaves that an operation of the trunk leads to beside the trunk, each once."""
+    found: dict[int, Tensor] = {}
+    for below, _ in node.next_functions:
+        if below is not None and below not in trunk:
+            found.update({id(leaf): leaf for leaf in _leaves(below, known)})
+    return [*found.values()]
+
+
+def _leaves(node: Node, known: dict[Node, list[Tensor]]) -> list[Tensor]:
+    if node not in known:
+        variable = getattr(node, "variable", None)
+        found = {} if variable is None else {id(variable): variable}
+        for below, _ in node.next_functions:
+            if below is not None:
+                found.update({id(leaf): leaf for leaf in _leaves(below, known)})
+        known[node] = [*found.values()]
+    return known[node]

@@ -1,0 +1,155 @@
+"""Messages between the stages of a pipeline: sent at once, received in order, and posted ahead.
+
+A receiver has to know what it will get. The first time that a stage's output for a micro-batch of some shape
+is sent, its shape and dtype go before it; both sides remember them. From then on receives are posted before
+they are needed, so that messages arrive while the rank computes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Sequence
+
+import torch
+from torch import Tensor
+
+from minidist import comm
+from minidist.comm.work import Group, described, ranks_of
+from minidist.parallel.instructions import Channel, Instruction, Message, message_of
+
+AHEAD = 2
+"""Receives that are posted at a time: one is waited for while the other one's message travels."""
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+MOST_DIMS = 8
+Form = tuple[torch.Size, torch.dtype]
+
+
+class StageMessages:
+    """One rank's messages to and from its neighbours.
+
+    Bytes sent: those of the tensors; and 80 for each output of a stage whose form is not known yet.
+
+    Args:
+        group: the ranks of the pipeline.
+        rank: this one's place among them.
+        device: where the tensors are.
+    """
+
+    def __init__(self, group: Group, rank: int, device: torch.device) -> None:
+        self.group, self.rank, self.device = group, rank, device
+        self.ranks = len(ranks_of(group))
+        self._forms: dict[Hashable, Form] = {}
+        self._posted: deque[tuple[Message, comm.Work]] = deque()
+        self._waiting: deque[Instruction] = deque()
+        self._sent: list[comm.Work] = []
+        self._kinds: Sequence[Hashable] = ()
+        self._tag = 0
+
+    def begin(self, instructions: Sequence[Instruction], kinds: Sequence[Hashable]) -> None:
+        """Start on a schedule's instructions for this rank.
+
+        Args:
+            instructions: all of them, in order.
+            kinds: for each micro-batch what the forms of its activations follow from, the same on all ranks.
+        """
+        self._kinds = kinds
+        self._tag = (self._tag + 1) % 2**15  # what a failed run has left behind is never taken for this one's
+        self._waiting.extend(each for each in instructions if each.kind.startswith("recv"))
+        self._post()
+
+    def send(self, instruction: Instruction, x: Tensor) -> None:
+        """Send an output or a gradient, without waiting. `x` must not change until `finish`.
+
+        Raises:
+            TypeError, ValueError: it is no tensor to send; or another one than before.
+        """
+        channel, message = message_of(instruction, self.rank, self.ranks)
+        key, form = self._key(message), (x.shape, x.dtype)
+        if key not in self._forms:
+            self._sent += send_unknown(x, channel.destination, self.group, self._tag_of(channel))
+            self._forms[key] = form
+            return
+        if self._forms[key] != form:
+            shape, dtype = self._forms[key]
+            raise ValueError(
+                f"stage {message.stage} gave {described(x)} for micro-batch {message.micro_batch} and "
+                f"{described(torch.empty(shape, dtype=dtype, device='meta'))} before, for inputs of the same "
+                "shape; a stage's output has to have one shape and dtype for each shape of its inputs"
+            )
+        tag = self._tag_of(channel)
+        self._sent.append(comm.send(x, channel.destination, tag, self.group, async_op=True))
+
+    def receive(self, instruction: Instruction) -> Tensor:
+        """The output or the gradient that the neighbour sends.
+
+        Raises:
+            CollectiveError: it is gone or late.
+        """
+        channel, message = message_of(instruction, self.rank, self.ranks)
+        if not self._posted:
+            self._waiting.popleft()
+            received = receive_unknown(channel.source, self.group, self.device, self._tag_of(channel))
+            self._forms[self._key(message)] = received.shape, received.dtype
+        else:
+            expected, work = self._posted.popleft()
+            assert expected == message  # as the schedule's check has proved
+            received = work.wait()
+        self._post()
+        return received
+
+    def post(self) -> None:
+        """Post receives for which there is room: once a forward pass has told the form of its gradient."""
+        self._post()
+
+    def finish(self) -> None:
+        """Wait until all that was sent is received."""
+        while self._sent:
+            self._sent.pop().wait()
+
+    def drop(self) -> None:
+        """Give up on what is under way, after a failure."""
+        for work in [*self._sent, *(work for _, work in self._posted)]:
+            work.forget()
+        self._sent.clear()
+        self._posted.clear()
+        self._waiting.clear()
+
+    def _key(self, message: Message) -> Hashable:
+        return message.stage, self._kinds[message.micro_batch]
+
+    def _post(self) -> None:
+        while self._waiting and len(self._posted) < AHEAD:
+            channel, message = message_of(self._waiting[0], self.rank, self.ranks)
+            if self._key(message) not in self._forms:
+                return
+            self._waiting.popleft()
+            shape, dtype = self._forms[self._key(message)]
+            x = torch.empty(shape, dtype=dtype, device=self.device)
+            work = comm.recv(x, channel.source, self._tag_of(channel), self.group, async_op=True)
+            self._posted.append((message, work))
+
+    def _tag_of(self, channel: Channel) -> int:
+        return 2 * self._tag + (channel.kind == "backward")
+
+
+def send_unknown(x: Tensor, destination: int, group: Group, tag: int = 0) -> list[comm.Work]:
+    """Send a tensor whose shape and dtype the receiver does not know, in 80 bytes before it.
+
+    Raises:
+        TypeError: it is not floating-point, or has more than 8 dimensions.
+    """
+    if x.dtype not in DTYPES or x.dim() > MOST_DIMS:
+        raise TypeError(
+            f"a stage gave {described(x)}; between stages goes one floating-point tensor of at most "
+            f"{MOST_DIMS} dimensions"
+        )
+    header = torch.tensor([DTYPES.index(x.dtype), x.dim(), *x.shape, *[0] * (MOST_DIMS - x.dim())])
+    parts = header.to(x.device), x
+    return [comm.send(part, destination, tag, group, async_op=True) for part in parts]
+
+
+def receive_unknown(source: int, group: Group, device: torch.device, tag: int = 0) -> Tensor:
+    """Receive what `send_unknown` sends."""
+    header = torch.empty(2 + MOST_DIMS, dtype=torch.int64, device=device)
+    dtype, dims, *sizes = comm.recv(header, source, tag, group).tolist()
+    return comm.recv(torch.empty(sizes[:dims], dtype=DTYPES[dtype], device=device), source, tag, group)

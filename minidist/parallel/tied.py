@@ -1,0 +1,70 @@
+"""A parameter that two or more ranks of a pipeline hold, such as the token table of a tied GPT.
+
+Each rank's copy gets the gradient of its own use; the gradient of the one parameter is their sum. With equal
+gradients and equal optimizer steps copies that start equal stay so.
+
+Source: Shoeybi et al. 2019, "Megatron-LM"; Press and Wolf 2017 on tying the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from minidist import comm
+from minidist.comm.work import Group, rank_in
+
+
+def sum_tied(parameter: nn.Parameter | None, group: Group, ranks: Sequence[int]) -> None:
+    """Add up the gradients of one parameter over the ranks that hold a copy, in each copy's `.grad`.
+
+    Every holder sends its gradient to every other, (h - 1) S bytes for h holders, and adds them up in the
+    order of the ranks, so that the sums are the same to the last bit. Other ranks do nothing.
+
+    Args:
+        parameter: this rank's copy, which counts as zeros where it has no gradient; None where it has none.
+        group: of the pipeline.
+        ranks: the holders' places in the group; the same on all of them.
+
+    Raises:
+        CollectiveError: a holder is gone or late.
+    """
+    if parameter is None or len(ranks) < 2:
+        return
+    own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    parts = exchange(own, group, ranks)
+    total = parts[0] + parts[1]
+    for part in parts[2:]:
+        total += part
+    if parameter.grad is None:
+        parameter.grad = total
+    else:
+        parameter.grad.copy_(total)
+
+
+def exchange(x: Tensor, group: Group, ranks: Sequence[int]) -> list[Tensor]:
+    """Every one of `ranks` gets the others' tensors, in their order, its own as it is."""
+    others = [rank for rank in ranks if rank != rank_in(group)]
+    came = {rank: torch.empty_like(x, memory_format=torch.contiguous_format) for rank in others}
+    works = [comm.send(x, rank, group=group, async_op=True) for rank in others]
+    works += [comm.recv(came[rank], rank, group=group, async_op=True) for rank in others]
+    for work in works:
+        work.wait()
+    return [came.get(rank, x) for rank in ranks]
+
+
+def start_equal(parameter: nn.Parameter | None, group: Group) -> list[int]:
+    """Give all copies of a parameter the first holder's values; the holders' places. All ranks call it."""
+    held = comm.all_gather(torch.tensor([parameter is not None]), group=group)
+    ranks = [rank for rank, holds in enumerate(held.tolist()) if holds]
+    if parameter is not None and len(ranks) > 1:
+        with torch.no_grad():
+            if rank_in(group) == ranks[0]:
+                for rank in ranks[1:]:
+                    comm.send(parameter.detach(), rank, group=group)
+            else:
+                came = torch.empty_like(parameter, memory_format=torch.contiguous_format)
+                parameter.copy_(comm.recv(came, ranks[0], group=group))
+    return ranks
