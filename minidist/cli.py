@@ -47,7 +47,7 @@ def train(
     ] = None,
     layout: Annotated[
         str | None,
-        typer.Option(help="Such as dp=2,micro_batches=4, the fields of now."),
+        typer.Option(help="Such as dp=2,tp=2,pp=2,micro_batches=4: the fields of md.Layout."),
     ] = None,
     steps: Annotated[int, typer.Option(help="Global batches to train on.")] = 230,
     batch: Annotated[int, typer.Option(help="Rows of a global batch, over all ranks.")] = 64,

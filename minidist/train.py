@@ -178,6 +178,7 @@ def train(config: TrainConfig, progress: bool = False) -> TrainResult:
             f"batch is {config.batch}, and {config.data} has {len(data.train)} rows; give at most that"
         )
     optimizer = partial(OPTIMIZERS[config.optimizer], lr=config.learning_rate)
+    parameters = sum(parameter.numel() for parameter in model.parameters())  # the ranks then cut it
     engine = prepare(model, optimizer, config.layout, clip_norm=config.clip_norm)
     sampler = Sampler(
         len(data.train),
@@ -215,7 +216,7 @@ def train(config: TrainConfig, progress: bool = False) -> TrainResult:
         losses=losses,
         test_loss=math.nan if stopped else evaluate(engine, data.test, config, None),
         test_accuracy=math.nan if stopped else evaluate(engine, data.test, config, accuracy),
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        parameters=parameters,
         seconds=seconds,
         rows_per_second=rows / seconds,
         bytes_sent=sent,

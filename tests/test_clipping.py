@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import minidist as md
 from minidist import comm
 from minidist.model import MLP
-from minidist.parallel import hybrid
+from minidist.parallel import hybrid, placement
 from minidist.parallel.clipping import clip_grad_norm, global_norm
 
 Clusters = Callable[[int], md.Cluster]
@@ -58,7 +58,7 @@ def test_the_engine_tells_the_norm(cluster_of: Clusters) -> None:
 
 
 def by_each_ranks_own_norm(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(hybrid, "global_norm", lambda gradients, _: global_norm([*gradients][md.rank() :]))
+    patch.setattr(placement, "global_norm", lambda gradients, *_: global_norm([*gradients][md.rank() :]))
 
 
 def not_at_all(patch: pytest.MonkeyPatch) -> None:

@@ -9,11 +9,17 @@ import minidist as md
 
 def test_ranks_are_the_product() -> None:
     assert md.Layout().ranks == 1
-    assert md.Layout(dp=2, tp=3, pp=4).ranks == 24
+    assert md.Layout(dp=2, tp=3, pp=4, cp=5).ranks == 120
 
 
 @pytest.mark.parametrize(
-    "layout", [md.Layout(), md.Layout(dp=4), md.Layout(dp=2, tp=2, zero=1, precision="bf16", recompute=True)]
+    "layout",
+    [
+        md.Layout(),
+        md.Layout(dp=4),
+        md.Layout(dp=2, tp=2, zero=1, precision="bf16", recompute=True),
+        md.Layout(tp=2, pp=2, cp=2, sequence_parallel=True, schedule="interleaved", chunks=2),
+    ],
 )
 def test_text_and_back(layout: md.Layout) -> None:
     assert md.Layout.parse(str(layout)) == layout
@@ -35,6 +41,13 @@ def test_spaces_and_trailing_commas_do_not_matter() -> None:
         ("zero=4", "zero is 4; give stage 1, 2 or 3"),
         ("precision=fp8", "unknown precision 'fp8'"),
         ("recompute=maybe", "recompute is 'maybe'; give True or False"),
+        ("cp=0", "cp is 0; give at least 1"),
+        ("pp=2,schedule=gpip", "unknown schedule 'gpip'.*'gpipe'"),
+        ("schedule=gpipe", "schedule is 'gpipe' and chunks 1 with pp=1"),
+        ("pp=2,chunks=2", "chunks is 2 with schedule='1f1b'; the interleaved schedule takes"),
+        ("pp=2,schedule=interleaved", "chunks is 1 with schedule='interleaved'"),
+        ("pp=2,schedule=zero_bubble,recompute=true", "whose two backward passes would both"),
+        ("sequence_parallel=true", "sequence_parallel is True with tp=1"),
     ],
 )
 def test_wrong_text(text: str, message: str) -> None:

@@ -93,9 +93,12 @@ def test_it_is_torchs_mesh_too(cluster_of: Clusters) -> None:
     ("sizes", "message"),
     [
         ({"tp": 0}, "tp is 0; give at least 1"),
-        ({"dp": 2}, r"needs 2 ranks \(pp 1 x dp 2 x cp 1 x tp 1\) and the world has 1; give dp=1, or start"),
-        ({"tp": 3}, "give tp=1, or start 3 ranks"),
-        ({"tp": 3, "pp": 2}, "the world has 1; start 6 ranks"),
+        (
+            {"dp": 2},
+            r"needs 2 ranks \(pp 1 x dp 2 x cp 1 x tp 1\) and the world has 1; .* to dp=1 for",
+        ),
+        ({"tp": 3}, "to tp=1 for one, or start 3 ranks"),
+        ({"tp": 3, "pp": 2}, "the world has 1; change the layout, or start 6 ranks"),
     ],
 )
 def test_wrong_sizes_name_the_axis(sizes: dict[str, int], message: str) -> None:

@@ -145,7 +145,7 @@ def _load(engine: HybridEngine, index: Index, scheduler: Scheduler | None, sampl
 
     def fits() -> None:
         _check_model(index, here)
-        _check_optimizer(index.path, engine.strategy.settings(), facts["settings"])
+        _check_optimizer(index.path, engine.state_settings(), facts["settings"])
         _check_sampler(index.path, sampler, facts["sampler"])
         if scheduler is not None and facts["scheduler"] is None:
             raise ValueError(
@@ -154,7 +154,7 @@ def _load(engine: HybridEngine, index: Index, scheduler: Scheduler | None, sampl
 
     agree(fits, doing)
     state = optimizer_state(index.tensors)
-    agree(lambda: engine.strategy.load_settings(facts["settings"], state), doing)
+    agree(lambda: engine.load_state_settings(facts["settings"], state), doing)
     drawn = _read(engine, index)
 
     engine.strategy.loaded()
@@ -184,7 +184,7 @@ def _read(engine: HybridEngine, index: Index) -> Tensor | None:
 
     def chunks() -> list[Chunk]:
         nonlocal drawn
-        wanted, buffers = [*engine.strategy.chunks()], buffer_names(engine)
+        wanted, buffers = [*engine.chunks()], buffer_names(engine)
         if comm.size() == index.facts["ranks"]:
             wanted = [
                 replace(chunk, name=mine)
@@ -228,7 +228,7 @@ class _Planner(Load):
 def _model_shapes(engine: HybridEngine) -> dict[str, tuple[int, ...]]:
     return {
         chunk.name.partition(".")[2]: chunk.shape
-        for chunk in engine.strategy.chunks()
+        for chunk in engine.chunks()
         if chunk.name.startswith("model.")
     }
 

@@ -59,7 +59,7 @@ def take(
 ) -> State:
     """This rank's state. copied: to the CPU's memory, so that training may go on."""
     rank = comm.rank()
-    chunks, own = [*engine.strategy.chunks()], {}
+    chunks, own = [*engine.chunks()], {}
     buffers = buffer_names(engine)
     for chunk in [chunk for chunk in chunks if chunk.name in buffers]:
         mine = replace(chunk, name=own_name(rank, chunk.name))
@@ -73,7 +73,7 @@ def take(
         "step": step,
         "ranks": comm.size(),
         "layout": str(engine.layout),
-        "settings": engine.strategy.settings(),
+        "settings": engine.state_settings(),
         "engine": engine.settings(),
         "scheduler": None if scheduler is None else scheduler.state_dict(),
         "sampler": None if sampler is None else sampler_settings(sampler),

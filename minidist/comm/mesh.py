@@ -134,11 +134,11 @@ def check_ranks(sizes: dict[str, int], ranks: int) -> None:
     if needed == ranks:
         return
     product = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
-    remedy = f"start {needed} ranks"
+    remedy = f"change the layout, or start {needed} ranks"
     for axis in ("dp", "pp", "cp", "tp"):  # data parallelism is what fits any model
         others = needed // sizes[axis]
         if ranks % others == 0:
-            remedy = f"give {axis}={ranks // others}, or {remedy}"
+            remedy = f"change the layout, to {axis}={ranks // others} for one, or start {needed} ranks"
             break
     raise ValueError(f"the layout needs {needed} ranks ({product}) and the world has {ranks}; {remedy}")
 

@@ -145,13 +145,17 @@ class DataParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module returns for this rank's share of the batch."""
+        self.ready()
+        return self.module(*args, **kwargs)
+
+    def ready(self) -> None:
+        """What `forward` does first: for loops that call parts of the module themselves."""
         if self.reducer is not None and torch.is_grad_enabled():
             self.reducer.recover()
             if self._trained_now() != self._trained:
                 self._follow_changes()
             if self.broadcast_buffers and self.training and self.reducer.syncing:
                 broadcast_together([*self.module.buffers()], self.group)
-        return self.module(*args, **kwargs)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -9,16 +9,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from minidist.comm.work import Group
 from minidist.parallel.engine import MakeOptimizer
 from minidist.parallel.fully_shard import FullyShard
-from minidist.parallel.shard_state import load_pieces, merge_pieces, pieces_settings, shard_chunks
+from minidist.parallel.shard_state import (
+    load_pieces,
+    merge_pieces,
+    pieces_settings,
+    shard_chunks,
+    shard_gradients,
+)
 from minidist.parallel.strategy import Chunk, Held, Strategy
 
 
 class FullySharded(Strategy):
-    """Stage 3 over all ranks of the world.
+    """Stage 3 over the ranks of a group.
 
     options: those of `FullyShard`, such as `offload`.
+    group: None for all ranks of the world.
     """
 
     sharded = True
@@ -30,8 +38,10 @@ class FullySharded(Strategy):
         optimizer: MakeOptimizer,
         options: Mapping[str, Any] | None = None,
         master: torch.dtype | None = None,
+        group: Group = None,
     ) -> None:
-        self.parallel = FullyShard(model, optimizer, master=master, **(options or {}))
+        self.group = group
+        self.parallel = FullyShard(model, optimizer, group, master=master, **(options or {}))
         self.parallel.gradients.operation = "sum"
         self.optimizer = self.parallel.optimizer
         self._own: tuple[float, float | Tensor] = (0.0, 0.0)
@@ -66,6 +76,10 @@ class FullySharded(Strategy):
     def gradients(self) -> list[Tensor]:
         """Those of this rank's shards."""
         return [piece.grad for piece in self.parallel.parameters() if piece.grad is not None]
+
+    def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """See `Strategy.named_gradients`: of each parameter the elements in this rank's shards."""
+        yield from shard_gradients(self.parallel)
 
     def update(self) -> None:
         """The optimizer's step on this rank's shards; the next pass gathers what it leaves."""

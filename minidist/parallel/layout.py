@@ -7,45 +7,73 @@ from dataclasses import dataclass, fields
 from minidist._names import unknown
 
 PRECISIONS = ("fp32", "bf16", "fp16")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a model is trained on `dp * tp * pp` ranks.
+    """How a model is trained on `dp * tp * pp * cp` ranks.
+
+    All axes go together, and each with micro-batches, every precision and recomputation; ZeRO's stage 1 goes
+    with all of them, its stages 2 and 3 with all but pp.
 
     >>> Layout(dp=4)
-    >>> Layout.parse("dp=4,micro_batches=2")
+    >>> Layout.parse("dp=2,tp=2,pp=2,micro_batches=4")
 
     Raises:
         TypeError: a field is of another type than its default.
-        ValueError: a field is out of range.
+        ValueError: a field is out of range, or does not go with another, which is named.
     """
 
     dp: int = 1  # data parallel: ranks that share the rows of a batch
     tp: int = 1  # tensor parallel: ranks that share each layer's matrices
     pp: int = 1  # pipeline: ranks that share the layers
-    zero: int = 0  # ZeRO stage: 1 shards the optimizer's state over dp, 2 gradients too, 3 parameters too
+    zero: int = 0  # ZeRO stage: 1 shards the optimizer's state over dp and cp, 2 gradients, 3 parameters too
     micro_batches: int = 1  # parts that a rank's rows are cut into; gradients add up over them
     precision: str = "fp32"  # "fp32" computes in the parameters' own dtype; "bf16" and "fp16" mix
     recompute: bool = False  # recompute activations in the backward pass instead of keeping them
+    cp: int = 1  # context parallel: ranks that share the tokens of each row
+    sequence_parallel: bool = False  # with tp: norms and dropout on a share of the tokens, too
+    schedule: str = "1f1b"  # with pp: the order of forward and backward passes, see schedules.py
+    chunks: int = 1  # with pp: parts of the model on each rank, for the interleaved schedule
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value, kind = getattr(self, field.name), type(field.default)
             if type(value) is not kind:
                 raise TypeError(f"{field.name} is {value!r}; give {_KINDS[kind]}")
-        for name in ("dp", "tp", "pp", "micro_batches"):
+        for name in ("dp", "tp", "pp", "cp", "micro_batches", "chunks"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; give at least 1")
         if self.zero not in range(4):
             raise ValueError(f"zero is {self.zero}; give stage 1, 2 or 3, or 0 for none")
         if self.precision not in PRECISIONS:
             raise unknown("precision", self.precision, PRECISIONS)
+        if self.schedule not in SCHEDULES:
+            raise unknown("schedule", self.schedule, SCHEDULES)
+        if self.sequence_parallel and self.tp == 1:
+            raise ValueError("sequence_parallel is True with tp=1; give tp of 2 or more, or leave it out")
+        if self.pp == 1 and (self.schedule, self.chunks) != ("1f1b", 1):
+            raise ValueError(
+                f"schedule is {self.schedule!r} and chunks {self.chunks} with pp=1, where there is no "
+                "pipeline; give pp of 2 or more, or leave them out"
+            )
+        if (self.chunks > 1) != (self.schedule == "interleaved"):
+            raise ValueError(
+                f"chunks is {self.chunks} with schedule={self.schedule!r}; the interleaved schedule takes "
+                "chunks of 2 or more, and no other does"
+            )
+
+        if self.recompute and self.schedule == "zero_bubble":
+            raise ValueError(
+                "recompute is True with schedule='zero_bubble', whose two backward passes would both compute "
+                "the activations again; give another schedule, or recompute=False"
+            )
 
     @property
     def ranks(self) -> int:
-        """Ranks that the layout needs: dp * tp * pp."""
-        return self.dp * self.tp * self.pp
+        """Ranks that the layout needs: dp * tp * pp * cp."""
+        return self.dp * self.tp * self.pp * self.cp
 
     @classmethod
     def parse(cls, text: str) -> Layout:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from minidist import comm
 from minidist._names import unknown
+from minidist.comm.mesh import Mesh
 from minidist.model.loss import cross_entropy
 from minidist.parallel.clipping import check_max_norm
 from minidist.parallel.engine import Engine, Loss, MakeOptimizer
@@ -17,13 +17,12 @@ from minidist.parallel.fully_sharded import FullySharded
 from minidist.parallel.hybrid import HybridEngine
 from minidist.parallel.layout import Layout
 from minidist.parallel.precision import LossScale, Precision
+from minidist.parallel.rank_model import checked, divide
 from minidist.parallel.recompute import recompute
 from minidist.parallel.replicated import Replicated
 from minidist.parallel.strategy import Strategy
 from minidist.parallel.zero_strategy import ShardedState
 
-_AVAILABLE = {"tp": 1, "pp": 1}
-"""Fields of a layout that this version takes at one value alone."""
 OPTIONS = {"bucket_mb", "overlap", "compression", "algorithm", "broadcast_buffers"}
 """Of `DataParallel`, that `prepare` passes on; its group is the layout's."""
 FULLY_SHARD = {"offload", "units", "initialize", "prefetch"}
@@ -39,15 +38,27 @@ def prepare(
     clip_norm: float | None = None,
     loss_scale: LossScale | None = None,
     fully_shard: Mapping[str, Any] | None = None,
+    plan: Mapping[str, str] | None = None,
 ) -> Engine:
     """An engine that trains `model` on the ranks of `layout`. Every rank of the world calls it.
 
     >>> engine = md.prepare(model, partial(torch.optim.AdamW, lr=3e-4), md.Layout(dp=2))
     >>> loss = engine.step(inputs, targets)
 
-    The model trains where its parameters are. The ranks need not start from the same weights: rank 0's are
-    sent to all. With precision "bf16" or "fp16" in the layout the model, which is a float32 one, is converted
-    in place; see precision.py. With `recompute` its layers keep their inputs only; see recompute.py.
+    The model trains where its parameters are, and is changed in place to this rank's part of it. The ranks
+    need not start from the same weights: rank 0's are sent to all. With precision "bf16" or "fp16" in the
+    layout the model, which is a float32 one, is converted; see precision.py. With `recompute` its layers keep
+    their inputs only; see recompute.py.
+
+    | Axis | What it takes of the model, and of the step |
+    |---|---|
+    | dp | anything; each rank has its own rows |
+    | tp | a plan of matrices to cut; GPT and MLP have one |
+    | pp | a chain `model.layers`, each from a tensor to a tensor, and no parameters beside it |
+    | cp | attention with an attribute `attend`, as GPT's; inputs and targets are (B, T) |
+
+    Ranks that differ in tp, pp or cp alone pass the same rows. All axes go together. ZeRO's stage 1 goes with all of them; 2 and 3 with dp, tp and cp: with pp they would send
+    gradients, or parameters, once for each micro-batch.
 
     Args:
         model: the same architecture on all ranks.
@@ -59,10 +70,12 @@ def prepare(
             `torch.nn.utils.clip_grad_norm_`, a norm that is not finite makes weights that are not.
         loss_scale: for precision "fp16", how the factor on the loss starts and grows.
         fully_shard: options of `FullyShard` for zero=3, such as {"offload": "/scratch"}.
+        plan: for tp, names of modules and how each is cut, see `parallelize`; None for the model's own.
 
     Raises:
         TypeError: an argument is of the wrong type.
-        ValueError: the layout's ranks are not the world's, or it asks for what this version has not.
+        ValueError: the layout's ranks are not the world's, or the model, the optimizer or an option does not
+            go with one of its axes, which is named.
     """
     layout = Layout() if layout is None else layout
     if not isinstance(model, nn.Module):
@@ -74,11 +87,6 @@ def prepare(
             f"optimizer is a {type(optimizer).__name__}; give a function from parameters to an optimizer, "
             "such as functools.partial(torch.optim.AdamW, lr=3e-4)"
         )
-    if layout.ranks != comm.size():
-        raise ValueError(
-            f"the layout needs {layout.ranks} ranks (dp {layout.dp} x tp {layout.tp} x pp {layout.pp}) and "
-            f"the world has {comm.size()}; change the layout, or start {layout.ranks} ranks"
-        )
     check_available(layout)
     _check_options("data_parallel", data_parallel, OPTIONS)
     _check_options("fully_shard", fully_shard, FULLY_SHARD)
@@ -87,25 +95,29 @@ def prepare(
             f"fully_shard is {dict(fully_shard)} and the layout has zero={layout.zero}; its options are for "
             "zero=3"
         )
+    if data_parallel and layout.zero == 3:
+        raise ValueError(
+            f"data_parallel is {dict(data_parallel)} and the layout has zero=3, which has none of its "
+            "options; leave it out"
+        )
     if clip_norm is not None:
         check_max_norm("clip_norm", clip_norm)
+    mesh = Mesh(pp=layout.pp, dp=layout.dp, cp=layout.cp, tp=layout.tp)
     precision = Precision(layout.precision, loss_scale)
     precision.convert(model)
+    part = divide(model, layout, mesh, plan)
     if layout.recompute:
         recompute(model)
+    optimizer = checked(optimizer, layout)
+    group = mesh.group("dp_cp")
     strategy: Strategy
     if layout.zero == 3:
-        if data_parallel:
-            raise ValueError(
-                f"data_parallel is {dict(data_parallel)} and the layout has zero=3, which has none of its "
-                "options; leave it out"
-            )
-        strategy = FullySharded(model, optimizer, fully_shard, precision.master)
+        strategy = FullySharded(model, optimizer, fully_shard, precision.master, group)
     elif layout.zero:
-        strategy = ShardedState(model, optimizer, layout.zero, data_parallel, precision.master)
+        strategy = ShardedState(model, optimizer, layout.zero, data_parallel, precision.master, group)
     else:
-        strategy = Replicated(model, optimizer, data_parallel, precision.master)
-    return HybridEngine(model, strategy, layout, loss, precision, clip_norm)
+        strategy = Replicated(model, optimizer, data_parallel, precision.master, group)
+    return HybridEngine(model, strategy, layout, loss, precision, clip_norm, part)
 
 
 def _check_options(name: str, options: Mapping[str, Any] | None, known: set[str]) -> None:
@@ -115,8 +127,10 @@ def _check_options(name: str, options: Mapping[str, Any] | None, known: set[str]
 
 
 def check_available(layout: Layout) -> None:
-    """ValueError where a layout asks for a strategy that this version has not."""
-    for name, only in _AVAILABLE.items():
-        value = getattr(layout, name)
-        if value != only:
-            raise ValueError(f"{name}={value!r} in the layout; this version trains with {name}={only!r} only")
+    """ValueError where a layout has axes that do not go together in training."""
+    if layout.pp > 1 and layout.zero > 1:
+        moved = "gradients" if layout.zero == 2 else "parameters"
+        raise ValueError(
+            f"zero={layout.zero} with pp={layout.pp} in the layout would send {moved} once for each of a "
+            "pipeline's micro-batches, which costs more than it saves; give zero=1, or pp=1"
+        )

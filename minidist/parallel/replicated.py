@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from minidist.comm.work import Group
 from minidist.parallel.data_parallel import DataParallel
 from minidist.parallel.engine import MakeOptimizer
 from minidist.parallel.master_weights import MasterWeights
@@ -26,10 +27,11 @@ from minidist.parallel.training_state import (
 
 
 class Replicated(Strategy):
-    """Data parallelism over all ranks of the world; one process where there is one rank.
+    """Data parallelism over the ranks of a group; one process where there is one rank.
 
     options: those of `DataParallel`.
     master: the dtype in which the optimizer updates copies of the parameters; None for no copies.
+    group: None for all ranks of the world.
     """
 
     def __init__(
@@ -38,9 +40,10 @@ class Replicated(Strategy):
         optimizer: MakeOptimizer,
         options: Mapping[str, Any] | None = None,
         master: torch.dtype | None = None,
+        group: Group = None,
     ) -> None:
-        self.model = model
-        self.parallel = DataParallel(model, **(options or {}))
+        self.model, self.group = model, group
+        self.parallel = DataParallel(model, group, **(options or {}))
         self.masters: MasterWeights | None = None
         if master is None:
             self.optimizer = optimizer(model.parameters())
@@ -52,6 +55,10 @@ class Replicated(Strategy):
         """What the module returns; see `DataParallel.forward`."""
         outputs: Tensor = self.parallel(inputs)
         return outputs
+
+    def ready(self) -> None:
+        """See `DataParallel.ready`."""
+        self.parallel.ready()
 
     def zero_grad(self) -> None:
         """Forget the gradients of the step before."""
@@ -84,7 +91,11 @@ class Replicated(Strategy):
 
     def gradients(self) -> list[Tensor]:
         """All gradients."""
-        return [p.grad for p in self.model.parameters() if p.grad is not None]
+        return [gradient for _, gradient in self.named_gradients()]
+
+    def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """See `Strategy.named_gradients`."""
+        yield from ((name, p.grad) for name, p in self.model.named_parameters() if p.grad is not None)
 
     def multiply(self, factor: float) -> None:
         """See `Strategy.multiply`. What compression has kept back of the gradients is not multiplied."""

@@ -52,6 +52,16 @@ def shard_chunks(parallel: FullyShard) -> Iterator[Chunk]:
                         yield from _cut(full, parallel.shapes[name], offset + begin - start, part)
 
 
+def shard_gradients(parallel: FullyShard) -> Iterator[tuple[str, Tensor]]:
+    """This rank's elements of each parameter's gradient, flat; none of parameters that no rank used."""
+    for store in parallel.stores:
+        for piece, (low, high) in zip(store.pieces, store.bounds, strict=True):
+            for name, start, stop, _ in _parts(store):
+                begin, end = max(start, low), min(stop, high)
+                if begin < end and piece.grad is not None:
+                    yield name, piece.grad[begin - low : end - low]
+
+
 def _parts(store: Store) -> Iterator[tuple[str, int, int, int]]:
     """This rank's part of each parameter: its name, start and stop in the long tensor, its first element."""
     for name, (start, stop), low in zip(store.names, store.spans, store.starts, strict=True):

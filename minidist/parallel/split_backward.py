@@ -11,6 +11,7 @@ Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ class SplitBackward:
             gradient: of the output; None for a loss.
         """
         trunk, leaves = (
-            (set(), {}) if self._x is None else _trunk(self._root.node, get_gradient_edge(self._x).node)
+            ({}, {}) if self._x is None else _trunk(self._root.node, get_gradient_edge(self._x).node)
         )
         if self._x is None or self._root.node not in trunk:
             self._whole = (gradient,)
@@ -93,15 +94,19 @@ class SplitBackward:
         self._notes, self._ready, self._whole = [], [], None
 
 
-def _trunk(root: Node, x: Node) -> tuple[set[Node], dict[Node, list[Tensor]]]:
-    """The operations between the output and the input; and a place to keep what is below the others."""
-    trunk, seen, stack = {x}, {x}, [(root, False)]
+def _trunk(root: Node, x: Node) -> tuple[dict[Node, None], dict[Node, list[Tensor]]]:
+    """The operations between the output and the input; and a place to keep what is below the others.
+
+    In an order that follows from the graph alone, since branches may hold collectives.
+    """
+    trunk: dict[Node, None] = {x: None}
+    seen, stack = {x}, [(root, False)]
     while stack:
         node, below_done = stack.pop()
         below = [each for each, _ in node.next_functions if each is not None]
         if below_done:
             if any(each in trunk for each in below):
-                trunk.add(node)
+                trunk[node] = None
         elif node not in seen:
             seen.add(node)
             stack.append((node, True))
@@ -109,7 +114,7 @@ def _trunk(root: Node, x: Node) -> tuple[set[Node], dict[Node, list[Tensor]]]:
     return trunk, {}
 
 
-def _weights(node: Node, trunk: set[Node], known: dict[Node, list[Tensor]]) -> list[Tensor]:
+def _weights(node: Node, trunk: Container[Node], known: dict[Node, list[Tensor]]) -> list[Tensor]:
     """The leaves that an operation of the trunk leads to beside the trunk, each once."""
     found: dict[int, Tensor] = {}
     for below, _ in node.next_functions:

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minidist.comm.work import Group
+
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
@@ -44,14 +46,18 @@ class Strategy(ABC):
 
     In a step the engine calls `zero_grad`, then `forward` and a backward pass for each micro-batch, all but
     the last inside `no_sync`, with `announce` before the last backward; then `synchronize`, perhaps
-    `rescale`; then perhaps `multiply`, and `update`, or `drop` where the step is skipped.
+    `rescale`; then perhaps `multiply`, and `update`, or `drop` where the step is skipped. Where it is not
+    `forward` that computes, but a pipeline with parts of the model, `ready` comes first, all backward passes
+    are inside `no_sync`, and `announce` comes after them.
 
     Attributes:
+        group: the ranks that train it together; None for all of the world.
         optimizer: for the parameters, or this rank's share of them; learning-rate schedulers take it.
         sharded: whether `gradients` are this rank's share of them, or all.
         gathers: whether `forward` is a collective, which a rank without rows takes part in, too.
     """
 
+    group: Group
     optimizer: torch.optim.Optimizer
     sharded: bool = False
     gathers: bool = False
@@ -59,6 +65,9 @@ class Strategy(ABC):
     @abstractmethod
     def forward(self, inputs: Tensor) -> Tensor:
         """What the whole model returns for this rank's rows."""
+
+    def ready(self) -> None:  # noqa: B027 (not all have something to do)
+        """Do what has to be done before forward passes; `forward` does it itself."""
 
     @abstractmethod
     def zero_grad(self) -> None:
@@ -86,6 +95,10 @@ class Strategy(ABC):
     @abstractmethod
     def gradients(self) -> list[Tensor]:
         """The gradients that this rank's update takes: over the ranks every element once, or all on each."""
+
+    @abstractmethod
+    def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """The elements of `gradients` with the names of their parameters, of each the first."""
 
     def multiply(self, factor: float) -> None:
         """Multiply the gradients that `update` takes, in its precision where that is higher than theirs."""

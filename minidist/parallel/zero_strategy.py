@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from minidist.comm.work import Group
 from minidist.parallel.buckets import broadcast_together, require_same
 from minidist.parallel.engine import MakeOptimizer
 from minidist.parallel.flat_ranges import boxes
@@ -26,7 +27,7 @@ from minidist.parallel.zero_pieces import SCALARS
 
 
 class ShardedState(Strategy):
-    """ZeRO's stage 1 or 2 over all ranks of the world.
+    """ZeRO's stage 1 or 2 over the ranks of a group.
 
     A step sends `optimizer.bytes_per_step()`; stage 2 all of that but the all-gather once more for each
     further micro-batch.
@@ -37,6 +38,7 @@ class ShardedState(Strategy):
         stage: 1 or 2.
         options: of `DataParallel`: bucket_mb, algorithm, overlap and broadcast_buffers.
         master: see `ZeroOptimizer`.
+        group: None for all ranks of the world.
 
     Raises:
         ValueError: an option that sharded gradients have no use for, or an optimizer that cannot be shared.
@@ -51,7 +53,9 @@ class ShardedState(Strategy):
         stage: int,
         options: Mapping[str, Any] | None = None,
         master: torch.dtype | None = None,
+        group: Group = None,
     ) -> None:
+        self.group = group
         options = dict(options or {})
         if options.get("compression") is not None:
             raise ValueError(
@@ -61,7 +65,7 @@ class ShardedState(Strategy):
         self.model, self.names = model, names_of(model)
         buffers = dict(model.named_buffers())
         self.optimizer: ZeroOptimizer = ZeroOptimizer(
-            model.parameters(), optimizer, stage, bucket_mb=options.get("bucket_mb", 25), master=master
+            model.parameters(), optimizer, stage, group, bucket_mb=options.get("bucket_mb", 25), master=master
         )
         exchange = self.optimizer.exchange
         exchange.algorithm = options.get("algorithm", "auto")
@@ -77,13 +81,17 @@ class ShardedState(Strategy):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """What the module returns for this rank's rows."""
+        self.ready()
+        outputs: Tensor = self.model(inputs)
+        return outputs
+
+    def ready(self) -> None:
+        """See `Strategy.ready`."""
         if torch.is_grad_enabled():
             self.optimizer.reducer.recover()
             self.optimizer.follow_changes()
             if self._broadcast_buffers and self.model.training:
                 broadcast_together([*self.model.buffers()], self.optimizer.group)
-        outputs: Tensor = self.model(inputs)
-        return outputs
 
     def zero_grad(self) -> None:
         """Forget the gradients of the step before."""
@@ -115,6 +123,15 @@ class ShardedState(Strategy):
     def gradients(self) -> list[Tensor]:
         """This rank's share of the gradients, in flat tensors."""
         return self.optimizer.gradients()
+
+    def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """See `Strategy.named_gradients`: of each parameter the part that is in this rank's share."""
+        zero = self.optimizer
+        for bucket in zero.buckets:
+            if bucket.reduced is not None:
+                for start, fragment in bucket.fragments():
+                    name = self.names[zero.trained[fragment.place]]
+                    yield name, bucket.reduced[start : start + len(fragment)]
 
     def multiply(self, factor: float) -> None:
         """Multiply this rank's share once it is cast to the dtype of the update; see `Strategy.multiply`."""

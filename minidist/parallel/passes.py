@@ -1,0 +1,116 @@
+"""Forward and backward passes of a step on one rank: through the whole model, or through a pipeline's stages.
+
+Either way a batch is cut into micro-batches by rows, each loss is multiplied by a weight, and gradients add
+up; what differs is who says when a backward pass is the last, and where the loss is known.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+
+from minidist.parallel.engine import Loss
+from minidist.parallel.layout import Layout
+from minidist.parallel.pipeline import Pipeline
+from minidist.parallel.precision import Precision
+from minidist.parallel.rank_model import RankModel
+from minidist.parallel.strategy import Strategy
+from minidist.parallel.tied import sum_tied
+
+Weight = Callable[[int], float]
+"""From a micro-batch's rows to what its loss is multiplied by."""
+
+
+class Passes(ABC):
+    """Passes of `part`, this rank's part of a model, whose gradients `strategy` sums."""
+
+    def __init__(
+        self, part: RankModel, strategy: Strategy, layout: Layout, loss: Loss, precision: Precision
+    ) -> None:
+        self.part, self.strategy, self.layout = part, strategy, layout
+        self.given, self.precision = loss, precision
+
+    @abstractmethod
+    def train(self, inputs: Tensor, targets: Tensor, weight: Weight, share: float) -> None:
+        """Forward and backward; announces this rank's rows and loss, both times `share`."""
+
+    @abstractmethod
+    def evaluate(self, inputs: Tensor, targets: Tensor, metric: Loss) -> Tensor:
+        """The sum over rows of a metric, () float64; without rows, or before a pipeline's last stage, 0."""
+
+    def parts(self, rows: int) -> int:
+        """Micro-batches of so many rows. Where each pass is a collective, all ranks make as many."""
+        return self.layout.micro_batches if self.strategy.gathers else min(self.layout.micro_batches, rows)
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """That of a micro-batch."""
+        return self.part.loss(self.given, self.precision.outputs(outputs), targets)
+
+
+class WholePasses(Passes):
+    """A forward and a backward pass through all layers for each micro-batch."""
+
+    def train(self, inputs: Tensor, targets: Tensor, weight: Weight, share: float) -> None:
+        """See `Passes.train`: gradients are sent while the last backward pass runs."""
+        rows, parts = len(inputs), self.parts(len(inputs))
+        loss_sum = torch.zeros((), dtype=torch.float64, device=inputs.device)
+        pairs = zip(inputs.tensor_split(parts), targets.tensor_split(parts), strict=True)
+        for number, (x, y) in enumerate(pairs, 1):
+            last = number == parts
+            with nullcontext() if last else self.strategy.no_sync():
+                loss = self._loss(x, y)
+                loss_sum += loss.detach().double() * (len(x) * share)
+                if last:
+                    self.strategy.announce(rows * share, loss_sum)
+                (loss * weight(len(x))).backward()  # type: ignore[no-untyped-call]
+
+    def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        outputs = self._forward(inputs)  # let go when this returns, before the backward pass
+        return self.loss(outputs, targets)
+
+    def _forward(self, inputs: Tensor) -> Tensor:
+        return self.strategy.forward(self.precision.inputs(inputs))
+
+    def evaluate(self, inputs: Tensor, targets: Tensor, metric: Loss) -> Tensor:
+        """See `Passes.evaluate`."""
+        outputs = self.precision.outputs(self._forward(inputs))
+        return self.part.loss(metric, outputs, targets).double() * len(inputs)
+
+
+class StagedPasses(Passes):
+    """A pipeline's schedule of passes through this rank's stages; gradients are sent when it is done.
+
+    Tied parameters have a gradient on each stage that uses them; the sum over these stages is formed first,
+    so that all copies take the same step.
+    """
+
+    def __init__(
+        self, part: RankModel, strategy: Strategy, layout: Layout, loss: Loss, precision: Precision
+    ) -> None:
+        super().__init__(part, strategy, layout, loss, precision)
+        self.group = part.mesh.group("pp")
+        self.pipeline = Pipeline(
+            part.stages, layout.schedule, layout.micro_batches, loss=self.loss, group=self.group
+        )
+
+    def train(self, inputs: Tensor, targets: Tensor, weight: Weight, share: float) -> None:
+        """See `Passes.train`."""
+        self.strategy.ready()
+        with self.strategy.no_sync():
+            loss_sum = self.pipeline.run(self.precision.inputs(inputs), targets, weight=weight)
+        for tied in self.part.tied:
+            parameter = None if tied.name is None else self.part.model.get_parameter(tied.name)
+            sum_tied(parameter, self.group, tied.stages)
+        self.strategy.announce(len(inputs) * share, loss_sum * share)
+
+    def evaluate(self, inputs: Tensor, targets: Tensor, metric: Loss) -> Tensor:
+        """See `Passes.evaluate`."""
+
+        def own(outputs: Tensor, y: Tensor) -> Tensor:
+            return self.part.loss(metric, self.precision.outputs(outputs), y)
+
+        return self.pipeline.run(self.precision.inputs(inputs), targets, train=False, loss=own)
