@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 
 import minidist as md
-from minidist.model import GPT, GPTConfig, config, cross_entropy
+from minidist.model import GPT, BERTConfig, GPTConfig, config, cross_entropy
 from minidist.model.configs import CONFIGS
 from minidist.model.sampler import Sampler
 from minidist.parallel import buckets
@@ -48,6 +49,7 @@ def test_the_zero_papers_table(stage: int, gigabytes: str) -> None:
 def test_weights_of_bert() -> None:
     assert estimate("bert-tiny").parameters == pytest.approx(17.5e6, rel=0.01)
     assert estimate("bert-base").parameters == pytest.approx(438e6, rel=0.01)
+    assert config("bert-base-mlm").parameters() == 109_514_298  # as published with a masked-LM head alone
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -120,6 +122,91 @@ def test_recomputed_activations(shape: GPTConfig, precision: str) -> None:
     for rows in (1, 5):
         expected = estimate(shape, layout, precision, (rows, shape.context)).activations
         assert saved_by(shape, precision, rows, again=True) == expected
+
+
+class Bert(nn.Module):
+    """Layers with the parts of BERT: norms after each residual step; the tied matrix of a masked-LM head."""
+
+    def __init__(self, shape: BERTConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        with torch.device("cpu"):
+            first, last = BertEmbedding(shape), BertHead(shape)
+            self.layers = nn.ModuleList([first, *(BertBlock(shape) for _ in range(shape.layers)), last])
+        if last.scores is not None:
+            last.scores.weight = first.token.weight
+        self.to(dtype)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = tokens
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class BertEmbedding(nn.Module):
+    def __init__(self, shape: BERTConfig) -> None:
+        super().__init__()
+        sizes = (shape.vocabulary, shape.context, shape.segments)
+        self.token, self.position, self.segment = (nn.Embedding(size, shape.width) for size in sizes)
+        self.norm = nn.LayerNorm(shape.width)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        positions = self.position(torch.arange(tokens.shape[1]))
+        return self.norm(self.token(tokens) + positions + self.segment.weight[0])  # type: ignore[no-any-return]
+
+
+class BertBlock(nn.Module):
+    def __init__(self, shape: BERTConfig) -> None:
+        super().__init__()
+        d = shape.width
+        self.heads = shape.heads
+        self.query, self.key, self.value, self.output = (nn.Linear(d, d) for _ in range(4))
+        self.up, self.down = nn.Linear(d, 4 * d), nn.Linear(4 * d, d)
+        self.attention_norm, self.mlp_norm = nn.LayerNorm(d), nn.LayerNorm(d)
+
+    def forward(self, x: Tensor) -> Tensor:
+        def heads(map_: nn.Module) -> Tensor:
+            return map_(x).unflatten(2, (self.heads, -1)).transpose(1, 2)  # type: ignore[no-any-return]
+
+        mixed = functional.scaled_dot_product_attention(heads(self.query), heads(self.key), heads(self.value))
+        x = self.attention_norm(x + self.output(mixed.transpose(1, 2).flatten(2)))
+        return self.mlp_norm(x + self.down(functional.gelu(self.up(x))))  # type: ignore[no-any-return]
+
+
+class BertHead(nn.Module):
+    def __init__(self, shape: BERTConfig) -> None:
+        super().__init__()
+        self.map = nn.Linear(shape.width, shape.width)
+        self.norm = nn.LayerNorm(shape.width) if shape.generates else None
+        self.scores = nn.Linear(shape.width, shape.vocabulary) if shape.generates else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.norm is None or self.scores is None:
+            return torch.tanh(self.map(x[:, 0]))
+        return self.scores(self.norm(functional.gelu(self.map(x))))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("precision", DTYPES)
+@pytest.mark.parametrize("head", ["pooler", "masked_lm"])
+def test_every_byte_of_a_bert(head: str, precision: str, again: bool) -> None:
+    for layers, heads, width in ((3, 4, 32), (1, 2, 24)):
+        shape = BERTConfig(vocabulary=61, context=24, layers=layers, heads=heads, width=width, head=head)
+        model = Bert(shape, DTYPES[precision])
+        for layer, sizes in zip(model.layers, tensors.layers(shape), strict=True):
+            shared = layer.scores.weight.numel() if head == "masked_lm" and isinstance(layer, BertHead) else 0
+            assert sum(p.numel() for p in layer.parameters()) - shared == sum(sizes)
+        assert sum(p.numel() for p in model.parameters()) == shape.parameters()
+        if again:
+            recompute(model)
+        for rows in (1, 5):
+            tokens = torch.randint(0, 61, (rows, 24))
+            with ActivationCounter(model, [tokens]) as counter:
+                outputs = model(tokens)
+                loss = cross_entropy(outputs, torch.zeros_like(tokens)) if shape.generates else outputs.sum()
+                loss.backward()
+            expected = estimate(shape, md.Layout(recompute=again), precision, (rows, 24)).activations
+            assert counter.peak == expected
 
 
 # All of it, against what engines count.
@@ -305,7 +392,7 @@ def test_the_largest_batch_fits_and_one_row_more_does_not() -> None:
 
 def test_what_fits_in_16_gb() -> None:
     found = {(fit.name, heading(fit.layout)): fit.rows for fit in fits(16 * 10**9)}
-    assert found["bert-base", "fp32"] > 0
+    assert found["bert-base", "fp32"] > found["bert-base-mlm", "fp32"] > 0
     assert found["gpt2-xl", "fp32"] == found["gpt2-xl", "bf16"] == found["gpt2-xl", "bf16\nrecompute"] == 0
     assert found["gpt2-xl", "8 ranks\nbf16\nrecompute\nZeRO-1"] > 0
     assert found["gpt3-175b", "8 ranks\nbf16\nrecompute\nZeRO-3"] == 0

@@ -46,6 +46,16 @@ class TransformerConfig(ABC):
         """Features of one attention head: width / heads."""
         return self.width // self.heads
 
+    @property
+    def generates(self) -> bool:
+        """Whether it ends in a score for each token of the vocabulary."""
+        return True
+
+    @property
+    def shares_matrix(self) -> bool:
+        """Whether the output matrix is the token embedding."""
+        return True
+
     def block_parameters(self) -> int:
         """Parameters of one block: 12 D^2 in six matrices, 9 D in their biases, 4 D in two norms."""
         return 12 * self.width**2 + 13 * self.width
@@ -68,6 +78,11 @@ class GPTConfig(TransformerConfig):
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout is {self.dropout}: give at least 0 and less than 1")
 
+    @property
+    def shares_matrix(self) -> bool:
+        """Whether the output matrix is the token embedding."""
+        return self.tied
+
     def parameters(self) -> int:
         """(V + context) D in embeddings, the blocks, 2 D in the last norm, and V D more where not tied."""
         matrices = self.vocabulary if self.tied else 2 * self.vocabulary
@@ -76,22 +91,53 @@ class GPTConfig(TransformerConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class BERTConfig(TransformerConfig):
-    """The shape of a BERT (Devlin et al. 2018), its pooler included and its pre-training heads not."""
+    """The shape of a BERT (Devlin et al. 2018): with its pooler, for fine-tuning, or as it learns language.
+
+    Raises ValueError for another head.
+    """
 
     vocabulary: int = 30522
     context: int = 512
     segments: int = 2  # kinds of token: of the first sentence or the second
+    head: str = "pooler"  # reads the first token; "masked_lm": a score for each token, with a tied matrix
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.head not in ("pooler", "masked_lm"):
+            raise unknown("head of a BERT", self.head, ("pooler", "masked_lm"))
+
+    @property
+    def generates(self) -> bool:
+        """Whether it ends in a score for each token of the vocabulary."""
+        return self.head == "masked_lm"
+
+    @property
+    def shares_matrix(self) -> bool:
+        """Whether the output matrix is the token embedding."""
+        return self.generates
 
     def parameters(self) -> int:
-        """(V + context + segments) D in embeddings, 2 D in their norm, the blocks, D^2 + D in the pooler."""
+        """(V + context + segments) D in embeddings, 2 D in their norm, the blocks, D^2 + D in the head's map.
+
+        With masked_lm 2 D more in a norm, and V in the scores' bias.
+        """
         embeddings = (self.vocabulary + self.context + self.segments + 2) * self.width
-        return embeddings + self.layers * self.block_parameters() + self.width**2 + self.width
+        scores = 2 * self.width + self.vocabulary if self.generates else 0
+        return embeddings + self.layers * self.block_parameters() + self.width**2 + self.width + scores
 
 
 def _gpt(layers: int, heads: int, width: int, context: int = 1024) -> GPTConfig:
     return GPTConfig(vocabulary=50257, context=context, layers=layers, heads=heads, width=width)
 
 
+_BERT = {
+    "bert-tiny": BERTConfig(layers=2, heads=2, width=128),
+    "bert-mini": BERTConfig(layers=4, heads=4, width=256),
+    "bert-small": BERTConfig(layers=4, heads=8, width=512),
+    "bert-medium": BERTConfig(layers=8, heads=8, width=512),
+    "bert-base": BERTConfig(layers=12, heads=12, width=768),
+    "bert-large": BERTConfig(layers=24, heads=16, width=1024),
+}
 CONFIGS: dict[str, TransformerConfig] = {
     "byte-tiny": GPTConfig(context=64, layers=2, heads=4, width=64),  # learns within seconds on one core
     "byte-small": GPTConfig(context=128, layers=4, heads=4, width=256),  # what the benchmarks train
@@ -103,12 +149,8 @@ CONFIGS: dict[str, TransformerConfig] = {
     "gpt3-6.7b": _gpt(layers=32, heads=32, width=4096, context=2048),
     "gpt3-13b": _gpt(layers=40, heads=40, width=5120, context=2048),
     "gpt3-175b": _gpt(layers=96, heads=96, width=12288, context=2048),
-    "bert-tiny": BERTConfig(layers=2, heads=2, width=128),
-    "bert-mini": BERTConfig(layers=4, heads=4, width=256),
-    "bert-small": BERTConfig(layers=4, heads=8, width=512),
-    "bert-medium": BERTConfig(layers=8, heads=8, width=512),
-    "bert-base": BERTConfig(layers=12, heads=12, width=768),
-    "bert-large": BERTConfig(layers=24, heads=16, width=1024),
+    **_BERT,
+    **{f"{name}-mlm": replace(shape, head="masked_lm") for name, shape in _BERT.items()},
 }
 
 

@@ -127,15 +127,18 @@ class HybridEngine(Engine):
         Sends 32 (n - 1) / n bytes, and what the strategy's forward pass sends.
         """
         total = torch.zeros(2, dtype=torch.float64, device=self.device)
-        training = self.model.training
+        training = {module: module.training for module in self.model.modules()}  # frozen parts may not be
         self.model.eval()
-        if len(inputs) or self.strategy.gathers:
-            with torch.no_grad():
-                outputs = self._forward(inputs.to(self.device))
-                if len(inputs):
-                    mean = (metric or self.loss)(outputs, targets.to(self.device))
-                    total[0], total[1] = mean.double() * len(inputs), len(inputs)
-        self.model.train(training)
+        try:
+            if len(inputs) or self.strategy.gathers:
+                with torch.no_grad():
+                    outputs = self._forward(inputs.to(self.device))
+                    if len(inputs):
+                        mean = (metric or self.loss)(outputs, targets.to(self.device))
+                        total[0], total[1] = mean.double() * len(inputs), len(inputs)
+        finally:
+            for module, mode in training.items():
+                module.training = mode
         comm.all_reduce(total)
         return float(total[0] / total[1])
 

@@ -21,7 +21,8 @@ fused, as torch's is on CPUs where it drops out: softmax, mask and the product o
 
 The two ends: 8 t bytes for the positions, the last norm's input and output, and of the loss the log-softmax,
 m b t V, with 8 b t for targets and m for their number. The logits are not saved; they live for a moment
-beside it.
+beside it. BERT's embedding has a norm, its masked-LM head a map and a GELU before the last norm; its pooler
+saves the whole stream, though it reads the first token, and gives b D.
 
 With tensor parallelism (Korthikanti et al., equation 2) norms' inputs and outputs are whole on each rank and
 the rest is divided. With recomputation (section 5) each layer keeps its input, and one at a time all; the
@@ -98,10 +99,11 @@ class Saved:
         return 8 * self.tokens + (self.stream if self.dropout else 0)
 
     def head(self) -> int:
-        """What the last layer saves. BERT's pooler reads and gives one token of each row."""
-        if not isinstance(self.config, GPTConfig):
-            return 2 * self.stream // self.tokens
-        return 2 * self.stream + self.statistics
+        """What the last layer saves. BERT's pooler reads one token of each row, of which the rest stays."""
+        if not self.config.generates:
+            return self.stream + self.stream // self.tokens
+        mapped = 0 if isinstance(self.config, GPTConfig) else 2 * self.stream
+        return 2 * self.stream + self.statistics + mapped
 
     def loss(self) -> int:
         """What the loss saves."""
@@ -109,8 +111,8 @@ class Saved:
 
     @property
     def logits(self) -> int:
-        """Scores in m bytes for each token of the vocabulary; BERT without its training heads has none."""
-        if not isinstance(self.config, GPTConfig):
+        """Scores in m bytes for each token of the vocabulary, where there are any."""
+        if not self.config.generates:
             return 0
         return self.wide * self.rows * self.tokens * share(self.config.vocabulary, self.tp)
 

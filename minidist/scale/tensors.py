@@ -41,7 +41,7 @@ def units(config: TransformerConfig, tp: int = 1, pp: int = 1, stage: int = 0) -
     The root has what several layers share, the tied matrix, where a stage has both its ends.
     """
     found = [sum(layer) for layer in layers(config, tp, pp, stage)]
-    tied = isinstance(config, GPTConfig) and config.tied and pp == 1
+    tied = config.shares_matrix and pp == 1
     root = embeddings(config, tp)[0] if tied else 0
     return [root, found[0] - root, *found[1:]]
 
@@ -63,9 +63,13 @@ def block(config: TransformerConfig, tp: int) -> Sizes:
 
 
 def head(config: TransformerConfig, tp: int, owns_matrix: bool = False) -> Sizes:
-    """GPT's last norm, and its output matrix unless that is the token embedding; BERT's pooler."""
-    width = config.width
-    if not isinstance(config, GPTConfig):
-        return [width * width, width]
-    matrix = [share(config.vocabulary, tp) * width] if owns_matrix or not config.tied else []
-    return [width, width, *matrix]
+    """GPT's last norm, and its output matrix unless that is the token embedding; BERT's pooler.
+
+    A masked-LM head is a map and a norm, the tied matrix, and a bias.
+    """
+    width, vocabulary = config.width, share(config.vocabulary, tp)
+    pooler = [] if isinstance(config, GPTConfig) else [width * width, width]
+    if not config.generates:
+        return pooler
+    matrix = [vocabulary * width] if owns_matrix or not config.shares_matrix else []
+    return [*pooler, width, width, *matrix, *([vocabulary] if pooler else [])]
