@@ -127,14 +127,17 @@ class HybridEngine(Engine):
         metric other than `cross_entropy` has the logits gathered.
         """
         total = torch.zeros(2, dtype=torch.float64, device=self.device)
-        training = self.model.training
+        training = {module: module.training for module in self.model.modules()}  # frozen parts may not be
         self.model.eval()
-        if len(inputs) or self.strategy.gathers:
-            x, y, share = self.part.cut(inputs.to(self.device), targets.to(self.device))
-            with torch.no_grad():
-                total[0] = self.passes.evaluate(x, y, metric or self.loss) * share
-            total[1] = len(inputs) * share
-        self.model.train(training)
+        try:
+            if len(inputs) or self.strategy.gathers:
+                x, y, share = self.part.cut(inputs.to(self.device), targets.to(self.device))
+                with torch.no_grad():
+                    total[0] = self.passes.evaluate(x, y, metric or self.loss) * share
+                total[1] = len(inputs) * share
+        finally:
+            for module, mode in training.items():
+                module.training = mode
         comm.all_reduce(total, group=self.strategy.group)
         value, rows = total.tolist()
         return self._on_all_stages(value) / rows if rows else math.nan

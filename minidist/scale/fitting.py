@@ -115,8 +115,8 @@ def table(found: Sequence[Fit], budget_bytes: int) -> Table:
         pad_edge=False,
         title=f"Rows that fit in {size(budget_bytes)} on each rank, trained with Adam",
         title_justify="left",
-        caption="A dash: not even one row, which takes what is written behind it. A BERT is fine-tuned, reading\n"
-        "each row's first token; as -mlm it learns language, with a score for each token of the vocabulary.",
+        caption="A dash: not even one row, which takes what is written behind it. A BERT is fine-tuned and\n"
+        "reads each row's first token; as -mlm it learns language: a score for each token of the vocabulary.",
         caption_justify="left",
     )
     drawn.add_column("model", no_wrap=True)

@@ -71,14 +71,15 @@ def held(
     zero: int,
     precision: str,
     optimizer: str,
-    tp: int = 1,
-    pp: int = 1,
-    stage: int = 0,
+    place: tensors.Place = tensors.ALONE,
 ) -> States:
-    """What minidist's strategies hold, on a rank of one stage of a pipeline."""
+    """What minidist's strategies hold, on a rank at one place of the model.
+
+    ranks: that share the gradients and, by ZeRO's `zero`, the states: those of dp and cp.
+    """
     element, updated, each = _bytes(precision, optimizer)
     adam = optimizer == "adam"
-    layers = tensors.layers(config, tp, pp, stage)
+    layers = tensors.layers(config, place)
     sizes = [size for layer in layers for size in layer]
     temporary = updated * (adam + (updated != element and zero < 3))  # for an element that is updated
     if not zero:
@@ -93,7 +94,7 @@ def held(
         gradients = (own + lent if zero == 2 else own * ranks) * element
         state = own * each + 4 * len(buckets) * adam
         return States(own * ranks * element, gradients, state, 0, own * temporary)
-    units = tensors.units(config, tp, pp, stage)
+    units = tensors.units(config, place)
     own, longest = _shares(units, ranks)
     gathered = (units[0] + sum(sorted(units[1:])[-2:]) + longest) * element
     gradients = own * updated + 2 * longest * element

@@ -9,7 +9,12 @@ the two projections onto the residual stream by rows, their biases whole; embedd
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import lru_cache
+
 from minidist.model.configs import BERTConfig, GPTConfig, TransformerConfig
+from minidist.parallel.layerwise import cut
+from minidist.parallel.tensor_cuts import share_of
 
 Sizes = list[int]
 """Elements of each parameter of a layer, in the order in which they are registered."""
@@ -20,54 +25,84 @@ def share(count: int, ranks: int, rank: int = 0) -> int:
     return (count + ranks - 1 - rank) // ranks
 
 
-def layers(config: TransformerConfig, tp: int = 1, pp: int = 1, stage: int = 0) -> list[Sizes]:
+@dataclass(frozen=True)
+class Place:
+    """A rank's place among those that share a model's layers and matrices."""
+
+    tp: int = 1  # tensor-parallel ranks
+    pp: int = 1  # pipeline ranks
+    chunks: int = 1  # parts of the model on each of these
+    tp_rank: int = 0
+    stage: int = 0
+
+    def part(self, count: int) -> int:
+        """Of `count` heads, columns or tokens of the vocabulary, those of this tensor-parallel rank."""
+        return len(share_of(count, self.tp_rank, self.tp))
+
+
+ALONE = Place()
+
+
+@lru_cache(maxsize=256)
+def parts(config: TransformerConfig, pp: int, chunks: int) -> list[range]:
+    """Which layers, the embeddings 0 and the head the last, are each part of a pipeline's model.
+
+    Part i is on stage i % pp. Parts are as even in parameters as can be; see `layerwise.cut`.
+    """
+    block_size, whole = sum(block(config)), [sum(embeddings(config))]
+    whole += [block_size] * config.layers + [sum(head(config, owns_matrix=True))]
+    return cut(whole, pp * chunks, weights=whole)
+
+
+def layers(config: TransformerConfig, place: Place = ALONE) -> list[Sizes]:
     """The layers of a pipeline's stage: the embeddings first, then blocks, then the head.
 
-    Blocks are dealt to the stages as evenly as can be. Where the output matrix is tied and the two ends lie
-    on different stages, the last has a copy.
+    Where the output matrix is tied and the two ends lie on different stages, the last has a copy.
     """
-    first, last = stage == 0, stage == pp - 1
-    found = [block(config, tp)] * share(config.layers, pp, stage)
-    if first:
-        found = [embeddings(config, tp), *found]
-    if last:
-        found = [*found, head(config, tp, owns_matrix=not first)]
+    found, last = [], config.layers + 1
+    own = [i for part in parts(config, place.pp, place.chunks)[place.stage :: place.pp] for i in part]
+    for i in own:
+        if i == 0:
+            found.append(embeddings(config, place))
+        else:
+            found.append(block(config, place) if i < last else head(config, place, 0 not in own))
     return found
 
 
-def units(config: TransformerConfig, tp: int = 1, pp: int = 1, stage: int = 0) -> list[int]:
+def units(config: TransformerConfig, place: Place = ALONE) -> list[int]:
     """Elements of what is gathered together in ZeRO's stage 3: the root unit first, then each layer.
 
     The root has what several layers share, the tied matrix, where a stage has both its ends.
     """
-    found = [sum(layer) for layer in layers(config, tp, pp, stage)]
-    tied = config.shares_matrix and pp == 1
-    root = embeddings(config, tp)[0] if tied else 0
+    found = [sum(layer) for layer in layers(config, place)]
+    tied = config.shares_matrix and place.pp == 1
+    root = embeddings(config, place)[0] if tied else 0
     return [root, found[0] - root, *found[1:]]
 
 
-def embeddings(config: TransformerConfig, tp: int) -> Sizes:
+def embeddings(config: TransformerConfig, place: Place = ALONE) -> Sizes:
     """Tokens, positions; for BERT segments and a norm, too."""
     width = config.width
-    tables = [share(config.vocabulary, tp) * width, config.context * width]
+    tables = [place.part(config.vocabulary) * width, config.context * width]
     return [*tables, config.segments * width, width, width] if isinstance(config, BERTConfig) else tables
 
 
-def block(config: TransformerConfig, tp: int) -> Sizes:
+def block(config: TransformerConfig, place: Place = ALONE) -> Sizes:
     """A norm, four maps of attention, a norm, two maps of the MLP: weight and bias each."""
-    width = config.width
-    columns = [width * width // tp, width // tp]
-    norm, rows = [width, width], [width * width // tp, width]
-    up, down = [4 * width * width // tp, 4 * width // tp], [4 * width * width // tp, width]
+    width, own = config.width, place.part(config.heads) * config.head_size
+    middle = place.part(4 * width)
+    columns = [width * own, own]
+    norm, rows = [width, width], [width * own, width]
+    up, down = [width * middle, middle], [width * middle, width]
     return [*norm, *columns * 3, *rows, *norm, *up, *down]
 
 
-def head(config: TransformerConfig, tp: int, owns_matrix: bool = False) -> Sizes:
+def head(config: TransformerConfig, place: Place = ALONE, owns_matrix: bool = False) -> Sizes:
     """GPT's last norm, and its output matrix unless that is the token embedding; BERT's pooler.
 
     A masked-LM head is a map and a norm, the tied matrix, and a bias.
     """
-    width, vocabulary = config.width, share(config.vocabulary, tp)
+    width, vocabulary = config.width, place.part(config.vocabulary)
     pooler = [] if isinstance(config, GPTConfig) else [width * width, width]
     if not config.generates:
         return pooler
