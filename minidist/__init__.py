@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from minidist.comm.world import shutdown as shutdown
     from minidist.comm.world import size as size
     from minidist.model.loss import cross_entropy as cross_entropy
+    from minidist.parallel.column_parallel import ColumnParallelLinear as ColumnParallelLinear
     from minidist.parallel.compression import Cast as Cast
     from minidist.parallel.data_parallel import DataParallel as DataParallel
     from minidist.parallel.engine import Engine as Engine
@@ -48,8 +49,7 @@ if TYPE_CHECKING:
     from minidist.parallel.pipeline import Pipeline as Pipeline
     from minidist.parallel.power_sgd import PowerSGD as PowerSGD
     from minidist.parallel.prepare import prepare as prepare
-    from minidist.parallel.tensor_linear import ColumnParallelLinear as ColumnParallelLinear
-    from minidist.parallel.tensor_linear import RowParallelLinear as RowParallelLinear
+    from minidist.parallel.row_parallel import RowParallelLinear as RowParallelLinear
     from minidist.parallel.top_k import TopK as TopK
     from minidist.parallel.vocabulary import VocabParallelEmbedding as VocabParallelEmbedding
     from minidist.parallel.vocabulary import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
@@ -66,6 +66,7 @@ __getattr__, __dir__, __all__ = lazy(
         "minidist.comm.launch": ("launch",),
         "minidist.comm.world": ("init", "local_rank", "rank", "shutdown", "size"),
         "minidist.model.loss": ("cross_entropy",),
+        "minidist.parallel.column_parallel": ("ColumnParallelLinear",),
         "minidist.parallel.compression": ("Cast",),
         "minidist.parallel.data_parallel": ("DataParallel",),
         "minidist.parallel.engine": ("Engine",),
@@ -78,7 +79,7 @@ __getattr__, __dir__, __all__ = lazy(
         "minidist.parallel.pipeline": ("Pipeline",),
         "minidist.parallel.power_sgd": ("PowerSGD",),
         "minidist.parallel.prepare": ("prepare",),
-        "minidist.parallel.tensor_linear": ("ColumnParallelLinear", "RowParallelLinear"),
+        "minidist.parallel.row_parallel": ("RowParallelLinear",),
         "minidist.parallel.top_k": ("TopK",),
         "minidist.parallel.vocabulary": ("VocabParallelEmbedding", "vocab_parallel_cross_entropy"),
         "minidist.parallel.zero": ("ZeroOptimizer",),

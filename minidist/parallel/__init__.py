@@ -22,9 +22,12 @@
 | stage_messages.py, split_backward.py, tied.py | between stages; a backward in two parts; shared weights |
 | sparse.py | sparse gradients: rows are gathered |
 | compression.py, top_k.py, power_sgd.py | fewer bytes: rounded, the largest only, two thin factors |
-| tensor_parallel.py, tensor_plans.py | `parallelize`: a model whose matrices ranks share, by a plan; plans |
+| tensor_parallel.py | `parallelize`: a model whose matrices ranks share, by a plan that names them |
+| tensor_styles.py, tensor_plans.py | a plan read and checked; plans for a GPT and an MLP, and their bytes |
 | tensor_operators.py | the pairs of operators between what all ranks compute and what they share |
-| tensor_linear.py, column_function.py, vocabulary.py | layers that are cut; a loss without all logits |
+| column_parallel.py, column_function.py | layers cut by their outputs; several of one input as one |
+| row_parallel.py, whole_layers.py | layers cut by their inputs; what is cut |
+| vocabulary.py | a table of tokens cut by rows; a cross entropy that never sees all logits |
 | tensor_cuts.py, tensor_exchange.py | where a tensor is cut; collectives along any dimension |
 | sequence_parts.py, random_state.py | norms and dropout on a share of the sequence; what dropout draws |
 | in_sync.py | `assert_in_sync`: the ranks' copies of a model are the same, or the first difference is named |

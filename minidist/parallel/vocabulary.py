@@ -19,9 +19,10 @@ from torch.nn import functional
 
 from minidist import comm
 from minidist.comm.work import Group, rank_in, ranks_of
+from minidist.parallel.column_parallel import ColumnParallelLinear
 from minidist.parallel.tensor_cuts import Cut, TensorParallel, share, share_of
-from minidist.parallel.tensor_linear import ColumnParallelLinear, send_whole
 from minidist.parallel.tensor_operators import gather_from_ranks, reduce_from_ranks, scatter_sequence
+from minidist.parallel.whole_layers import send_whole
 
 
 class VocabParallelEmbedding(TensorParallel):

@@ -1,0 +1,69 @@
+"""A training step whose matrices two ranks share, beside torch's `parallelize_module`.
+
+A byte GPT of 3 M parameters; both ranks have the same rows. At 1 row the messages and what surrounds them
+count, at 8 rows arithmetic does. The peer is the faster of two forms of torch's, see tensor_steps.py. All
+train the same model on the same rows, in the same ranks, in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+import minidist as md
+from minidist.benchmarks.tensor_steps import OURS, PEERS, Timed, time_in_ranks
+from minidist.benchmarks.turns import Benchmark, compared, record
+
+GROUP = "Tensor parallel: a byte GPT of 3 M parameters on 2 ranks, {} of 128"
+GOALS = {1: 0.50, 8: 0.70}
+"""Of the ratio to torch's step, by rows."""
+Measure = Callable[[int], list[Timed]]
+
+
+@pytest.fixture(scope="module")
+def timed(full: bool) -> Measure:
+    """Every form in turns, once for each number of rows."""
+
+    @cache
+    def measure(rows: int) -> list[Timed]:
+        rounds = (40 if full else 10) if rows == 1 else (15 if full else 6)
+        with md.Cluster(2, timeout=600) as cluster:
+            return cluster.run(time_in_ranks, rows, rounds)
+
+    return measure
+
+
+def _enter(benchmark: Benchmark, measure: Measure, rows: int, name: str) -> None:
+    ranks = measure(rows)
+    for peer in PEERS:  # the same training, or the comparison means nothing
+        np.testing.assert_allclose(ranks[0].losses[name][:3], ranks[0].losses[peer][:3], rtol=2e-2)
+    seconds = {
+        of: [max(step) for step in zip(*(rank.seconds[of] for rank in ranks), strict=True)]
+        for of in (name, *PEERS)
+    }
+    peer = min(PEERS, key=lambda of: float(np.median(seconds[of])))
+    record(benchmark, seconds[name], seconds[peer], peer)
+    extra = benchmark.extra_info
+    extra |= {"label": name, "ranks": len(ranks), "rows_per_s": rows / float(np.median(seconds[name]))}
+    extra["bytes_per_step"] = max(rank.bytes_per_step[name] for rank in ranks)
+    extra["comm_overlap"] = min(rank.comm_overlap[name] for rank in ranks)
+    if name == "tensor parallel":
+        extra["goal"] = {"of": "ratio", "below": GOALS[rows]}
+
+
+@compared(GROUP.format("1 row"))
+@pytest.mark.parametrize("name", OURS)
+def test_tensor_parallel(benchmark: Benchmark, timed: Any, name: str) -> None:
+    """Little arithmetic beside 18 messages of 128 KB."""
+    _enter(benchmark, timed, 1, name)
+
+
+@compared(GROUP.format("8 rows"))
+@pytest.mark.parametrize("name", OURS)
+def test_tensor_parallel_with_more_arithmetic(benchmark: Benchmark, timed: Any, name: str) -> None:
+    """As many messages, of 1 MB, beside eight times the arithmetic."""
+    _enter(benchmark, timed, 8, name)
