@@ -85,10 +85,13 @@ def test_layers_are_those_of_the_module() -> None:
 def test_tensor_parallel_ranks_and_stages_have_all_parameters_together() -> None:
     shape = config("gpt2-small", vocabulary=50304)
     whole = shape.parameters()
-    stages = [sum(map(sum, tensors.layers(shape, pp=5, stage=stage))) for stage in range(5)]
+    stages = [sum(map(sum, tensors.layers(shape, tensors.Place(pp=5, stage=stage)))) for stage in range(5)]
     assert sum(stages) == whole + 50304 * 768  # the last stage's copy of the tied matrix
     whole_on_each = 12 * 6 * 768 + 1024 * 768 + 2 * 768  # norms, biases of the projections, positions
-    assert sum(map(sum, tensors.layers(shape, tp=4))) == (whole - whole_on_each) // 4 + whole_on_each
+    assert (
+        sum(map(sum, tensors.layers(shape, tensors.Place(tp=4))))
+        == (whole - whole_on_each) // 4 + whole_on_each
+    )
 
 
 # Activations, against what autograd saves.
@@ -328,17 +331,48 @@ def test_precision_is_the_layouts_unless_given() -> None:
     assert estimate(10**6, layout, "fp32").total == 4 * 10**6 + 12 * 10**6 // 4
 
 
+def counted(shape: GPTConfig, layout: md.Layout) -> Memory:
+    """After a step on 8 rows in all."""
+    engine = md.prepare(GPT(shape), ADAMW, layout)
+    tokens = torch.randint(0, shape.vocabulary, (8 // engine.data_ranks, shape.context))
+    for _ in range(2):
+        engine.step(tokens, torch.zeros_like(tokens))
+    return engine.memory()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "dp=2,tp=2,zero=1",
+        "tp=2,pp=2,micro_batches=3",
+        "tp=2,cp=2,sequence_parallel=true,zero=3",
+        "cp=2,pp=2,micro_batches=2,recompute=true",
+        "dp=2,pp=2,micro_batches=4,schedule=interleaved,chunks=2,zero=1",
+        "pp=4,micro_batches=8,schedule=gpipe",
+    ],
+)
+def test_bytes_of_every_rank_of_a_mesh(cluster_of: Clusters, text: str) -> None:
+    layout = md.Layout.parse(text)
+    for rank, found in enumerate(cluster_of(4).run(counted, TINY, layout)):
+        expected = estimate(TINY, layout, batch=(8, TINY.context), rank=rank)
+        for part in ("parameters", "gradients", "optimizer", "activations"):
+            assert getattr(found, part) == pytest.approx(getattr(expected, part), rel=0.01), part
+
+
 def test_no_rank_is_the_fullest() -> None:
     layout = md.Layout(dp=2, pp=3, micro_batches=4, precision="bf16")
-    each = [estimate("gpt2-small", layout, batch=(9, 128), rank=rank) for rank in range(6)]
-    assert estimate("gpt2-small", layout, batch=(9, 128)) == max(each, key=lambda found: found.peak)
+    shape = config("byte-small", layers=6)
+    each = [estimate(shape, layout, batch=(8, 128), rank=rank) for rank in range(6)]
+    assert estimate(shape, layout, batch=(8, 128)) == max(each, key=lambda found: found.peak)
     # 1F1B: the first stage holds three micro-batches, the middle one two.
     assert each[0].activations / each[2].activations == pytest.approx(3 / 2, rel=0.01)
 
 
 def test_tensor_parallelism_divides_what_the_paper_says() -> None:
     shape = config("gpt3-2.7b")
-    one, four = (saved.Saved(shape, 1, 2048, 2, tp=ranks).block() / (2048 * 2560) for ranks in (1, 4))
+    one, four = (
+        saved.Saved(shape, 1, 2048, 2, place=tensors.Place(ranks)).block() / (2048 * 2560) for ranks in (1, 4)
+    )
     # (10 + 24 / t) s b h of equation 2, without the masks of 2.
     assert one == pytest.approx(8 + 24, rel=0.01)
     assert four == pytest.approx(8 + 24 / 4, rel=0.01)
@@ -350,10 +384,14 @@ def test_tensor_parallelism_divides_what_the_paper_says() -> None:
         (("gpt2-smal",), ValueError, "unknown model 'gpt2-smal': did you mean 'gpt2-small'"),
         ((None,), TypeError, "config is None; give a GPTConfig"),
         ((-1,), ValueError, "config is -1 parameters"),
-        ((10, md.Layout(tp=2)), ValueError, "for tp and pp a model's shape"),
-        ((TINY, md.Layout(tp=3)), ValueError, "tp is 3 in the layout and heads are 4; it must divide them"),
-        ((TINY, md.Layout(pp=4)), ValueError, "pp is 4 in the layout and layers are 3; give at most that"),
-        (("gpt2-small", md.Layout(pp=13)), ValueError, "pp is 13 in the layout and layers are 12"),
+        ((10, md.Layout(tp=2)), ValueError, "for tp, pp and cp a model's shape"),
+        ((TINY, md.Layout(tp=5)), ValueError, "tp is 5 in the layout and heads are 4; give at most that"),
+        (
+            (TINY, md.Layout(pp=6)),
+            ValueError,
+            "pp is 6 with chunks=1 in the layout, and 3 blocks and two ends",
+        ),
+        (("gpt2-small", md.Layout(pp=15)), ValueError, "pp is 15 with chunks=1 in the layout, and 12 blocks"),
         ((TINY, None, "fp8"), ValueError, "unknown precision 'fp8'"),
         (
             (TINY, None, None, (1, 25)),

@@ -57,8 +57,9 @@ def prepare(
     | pp | a chain `model.layers`, each from a tensor to a tensor, and no parameters beside it |
     | cp | attention with an attribute `attend`, as GPT's; inputs and targets are (B, T) |
 
-    Ranks that differ in tp, pp or cp alone pass the same rows. All axes go together. ZeRO's stage 1 goes with all of them; 2 and 3 with dp, tp and cp: with pp they would send
-    gradients, or parameters, once for each micro-batch.
+    Ranks that differ in tp, pp or cp alone pass the same rows. All axes go together. ZeRO's stage 1 goes with
+    all of them; 2 and 3 with dp, tp and cp: with pp they would send gradients, or parameters, once for each
+    micro-batch.
 
     Args:
         model: the same architecture on all ranks.
@@ -108,7 +109,8 @@ def prepare(
     part = divide(model, layout, mesh, plan)
     if layout.recompute:
         recompute(model)
-    optimizer = checked(optimizer, layout)
+    if layout.tp * layout.pp > 1:
+        optimizer = checked(optimizer, layout)
     group = mesh.group("dp_cp")
     strategy: Strategy
     if layout.zero == 3:

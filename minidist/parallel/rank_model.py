@@ -107,7 +107,8 @@ class RankModel:
         if inputs.dim() < 2 or inputs.shape[:2] != targets.shape[:2]:
             raise ValueError(
                 f"inputs are {tuple(inputs.shape)} and targets {tuple(targets.shape)}, and "
-                f"cp={self.share.ranks} cuts rows of tokens; give (B, T) and a target for each token, or a layout with cp=1"
+                f"cp={self.share.ranks} cuts rows of tokens; give (B, T) and a target for each token, or a "
+                "layout with cp=1"
             )
         return self.share.cut(inputs), self.share.cut(targets), self.share.part
 
@@ -190,9 +191,9 @@ def _take_layers(
             f"pp is {layout.pp} with chunks={layout.chunks}, {parts} parts, and the model has {len(layers)} "
             f"layers; give each part at least one"
         )
-    # Sizes of the whole layers: the cut is the same however many tensor-parallel ranks there are.
+    # Sizes of the whole layers: the cut is the same on all ranks that share them.
     sizes = [0] * len(layers)
-    for name in whole.parameters:
+    for name in whole.first:
         sizes[int(name.split(".")[1])] += whole.tensors[name].numel()
     found = cut([*layers], parts, weights=sizes)
     stage_of_layer = {i: part % layout.pp for part, layers_of in enumerate(found) for i in layers_of}
@@ -225,7 +226,7 @@ def checked(optimizer: MakeOptimizer, layout: Layout) -> MakeOptimizer:
         if layout.tp > 1 and isinstance(made, torch.optim.Optimizer) and not is_elementwise(type(made)):
             raise ValueError(
                 f"optimizer is {name}, which needs whole parameters, and the layout has tp={layout.tp}, "
-                "which cuts them; use an elementwise one, such as torch.optim.AdamW, or dp or pp in place of tp"
+                "which cuts them; use an elementwise one, such as torch.optim.AdamW, or dp or pp instead"
             )
         if layout.pp > 1 and isinstance(made, torch.optim.LBFGS):
             raise ValueError(

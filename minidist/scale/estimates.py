@@ -7,16 +7,19 @@ their formulas, so that `engine.memory()` finds the same.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from minidist._names import unknown
 from minidist.model.configs import TransformerConfig
 from minidist.model.configs import config as config_of
+from minidist.parallel import zigzag
 from minidist.parallel.layout import Layout
 from minidist.parallel.memory import Memory
+from minidist.parallel.schedules import by_name
 from minidist.scale.saved import ATTENTIONS, Saved
 from minidist.scale.states import BYTES, OPTIMIZERS, by_formula, held
-from minidist.scale.tensors import share
+from minidist.scale.tensors import Place, parts, share
 
 Shape = TransformerConfig | str | int | float
 Batch = int | tuple[int, int]
@@ -54,12 +57,12 @@ def estimate(
     >>> estimate("gpt2-small", Layout(dp=4, zero=2), "bf16", batch=(32, 1024))
     >>> estimate(7.5e9, Layout(dp=64, zero=3), "bf16").total / 1e9  # 1.875
 
-    tp and pp divide as the papers say: see tensors.py and saved.py; a pipeline is taken to run 1F1B, where
-    stage k of p holds p - k micro-batches. Neighbouring ranks are tp's, then come dp's, then pp's.
+    tp, pp and cp divide as the engine does: see tensors.py and saved.py. A stage of a pipeline holds the
+    activations of as many micro-batches as its schedule has live at a time. Ranks lie as in `comm.mesh`.
 
     Args:
         config: a GPTConfig or BERTConfig, the name of one, or a number of parameters; the last has no
-            activations, and is for the formulas alone, without tp and pp.
+            activations, and is for the formulas alone, without tp, pp and cp.
         layout: None for one rank.
         precision: "fp32", "bf16", "fp16" or "fp64"; None for the layout's.
         batch: rows of the global batch and tokens in each; rows alone have the model's context; 0 for none.
@@ -83,15 +86,24 @@ def estimate(
         raise ValueError(
             f"batch is {rows} rows of {tokens} tokens; give rows, none or more, of 1 to {config.context}"
         )
-    places = range(layout.ranks) if rank is None else [rank]
-    # Ranks of one pipeline stage differ in no more than a row.
-    chosen = {(each // (layout.tp * layout.dp), each // layout.tp % layout.dp) for each in places}
-    if rank is None:
-        chosen = {(stage, 0) for stage, _ in chosen}
+    sizes = layout.pp, layout.dp, layout.cp, layout.tp
+    # Ranks of one pipeline stage differ in no more than a row, some tokens and a part of a matrix.
+    most = (0, max(range(layout.cp), key=lambda r: zigzag.size(tokens, layout.cp, r)), layout.tp - 1)
+    chosen = [(stage, *most) for stage in range(layout.pp)] if rank is None else [_place(sizes, rank)]
     return max(
         (_one(config, layout, precision, (rows, tokens), optimizer, attention, *place) for place in chosen),
         key=lambda found: found.peak,
     )
+
+
+def _place(sizes: tuple[int, ...], rank: int) -> tuple[int, int, int, int]:
+    """Of a rank in a grid of these sizes, the last the innermost."""
+    place = []
+    for size in reversed(sizes):
+        place.append(rank % size)
+        rank //= size
+    tp, cp, dp, pp = place
+    return pp, dp, cp, tp
 
 
 def _one(
@@ -103,18 +115,33 @@ def _one(
     attention: str | None,
     stage: int,
     data_rank: int,
+    context_rank: int,
+    tensor_rank: int,
 ) -> Estimate:
-    """For one stage of the pipeline and one of its data-parallel ranks."""
-    states = held(config, layout.dp, layout.zero, precision, optimizer, layout.tp, layout.pp, stage)
-    rows, tokens = batch
+    """For one rank."""
+    place = Place(layout.tp, layout.pp, layout.chunks, tensor_rank, stage)
+    states = held(config, layout.dp * layout.cp, layout.zero, precision, optimizer, place)
+    rows, tokens = batch[0], zigzag.size(batch[1], layout.cp, context_rank)
     own = share(rows, layout.dp, data_rank)
     activations = logits = 0
     if own:
-        parts = min(layout.micro_batches, own)
-        saved = Saved(config, share(own, parts), tokens, BYTES[precision], attention, layout.tp)
-        activations = _activations(saved, layout, stage, parts)
+        count = min(layout.micro_batches, own)
+        saved = [
+            Saved(
+                config,
+                share(own, count, part),
+                tokens,
+                BYTES[precision],
+                attention,
+                place,
+                layout.sequence_parallel,
+                layout.cp > 1,
+            )
+            for part in range(count)
+        ]
+        activations = _activations(saved, layout, stage)
         if stage == layout.pp - 1:
-            logits = saved.transient_logits
+            logits = saved[0].transient_logits
     return Estimate(
         states.parameters,
         states.gradients,
@@ -125,18 +152,37 @@ def _one(
     )
 
 
-def _activations(saved: Saved, layout: Layout, stage: int, parts: int) -> int:
-    """Peak of what is saved on a stage, over the micro-batches that it holds at a time."""
-    blocks = share(saved.config.layers, layout.pp, stage)
-    first, last = stage == 0, stage == layout.pp - 1
-    in_flight = min(layout.pp - stage, parts)
-    if layout.recompute:  # every layer keeps its input, and one at a time the rest
-        inputs = (blocks + last) * saved.stream
-        at_the_end = inputs + last * max(saved.loss(), saved.head() - saved.stream)
-        in_the_last_block = blocks and blocks * saved.stream + saved.block() - saved.stream
-        return (in_flight - 1) * inputs + max(at_the_end, in_the_last_block)
-    ends = first * saved.embedding() + last * (saved.head() + saved.loss())
-    return in_flight * (blocks * saved.block() + ends)
+def _activations(saved: Sequence[Saved], layout: Layout, stage: int) -> int:
+    """Peak of what is saved on a stage, over the micro-batches of which `saved` says what each takes."""
+    chunks = parts(saved[0].config, layout.pp, layout.chunks)[stage :: layout.pp]
+    if layout.pp == 1:  # each backward pass follows its forward pass
+        return max(max(_kept(each, chunks[0], layout.recompute)) for each in saved)
+    live = peak = 0
+    for instruction in by_name(layout.schedule, layout.pp, len(saved), layout.chunks)[stage]:
+        if not instruction.computes:
+            continue
+        each, layers = saved[instruction.micro_batch], chunks[instruction.chunk]
+        waiting, computing = _kept(each, layers, layout.recompute)
+        if instruction.kind == "forward":
+            live += waiting
+        peak = max(peak, live, live - waiting + computing)
+        if instruction.kind in ("backward", "backward_weight"):
+            live -= waiting
+    return peak
+
+
+def _kept(saved: Saved, layers: range, again: bool) -> tuple[int, int]:
+    """Bytes of one micro-batch in a part of the model: between its passes; and at the most while they run."""
+    count = saved.config.layers
+    blocks, first, last = len([i for i in layers if 1 <= i <= count]), 0 in layers, count + 1 in layers
+    if not again:
+        ends = first * saved.embedding() + last * (saved.head() + saved.loss())
+        return (blocks * saved.block() + ends,) * 2
+    # Every layer keeps its input, and one at a time the rest.
+    inputs = (blocks + last) * saved.stream
+    at_the_end = inputs + last * max(saved.loss(), saved.head() - saved.stream)
+    in_the_last_block = blocks and blocks * saved.stream + saved.block() - saved.stream
+    return inputs, max(at_the_end, in_the_last_block)
 
 
 def _check(
@@ -157,19 +203,20 @@ def _check(
     if rank is not None and not 0 <= rank < layout.ranks:
         raise ValueError(f"rank is {rank}; give 0 to {layout.ranks - 1}, a rank of the layout, or None")
     if isinstance(config, TransformerConfig):
-        if config.heads % layout.tp:
+        if config.heads < layout.tp:
             raise ValueError(
-                f"tp is {layout.tp} in the layout and heads are {config.heads}; it must divide them"
+                f"tp is {layout.tp} in the layout and heads are {config.heads}; give at most that"
             )
-        if config.layers < layout.pp:
+        if config.layers + 2 < layout.pp * layout.chunks:
             raise ValueError(
-                f"pp is {layout.pp} in the layout and layers are {config.layers}; give at most that"
+                f"pp is {layout.pp} with chunks={layout.chunks} in the layout, and {config.layers} blocks "
+                "and two ends cannot be cut into as many parts; give fewer"
             )
     elif isinstance(config, int | float) and not isinstance(config, bool):
-        if not 0 <= config < math.inf or layout.tp * layout.pp > 1:
+        if not 0 <= config < math.inf or layout.tp * layout.pp * layout.cp > 1:
             raise ValueError(
-                f"config is {config} parameters and the layout {layout}; give 0 or more, and for tp and pp a "
-                "model's shape"
+                f"config is {config} parameters and the layout {layout}; give 0 or more, and for tp, pp and "
+                "cp a model's shape"
             )
     else:
         raise TypeError(f"config is {config!r}; give a GPTConfig, a BERTConfig, a name, or a number")

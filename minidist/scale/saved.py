@@ -25,8 +25,10 @@ beside it. BERT's embedding has a norm, its masked-LM head a map and a GELU befo
 saves the whole stream, though it reads the first token, and gives b D.
 
 With tensor parallelism (Korthikanti et al., equation 2) norms' inputs and outputs are whole on each rank and
-the rest is divided. With recomputation (section 5) each layer keeps its input, and one at a time all; the
-peak is at the loss or, the last layer done, in the last block.
+the rest is divided; with sequence parallelism (equation 4) these are too. The token table and the loss then
+save which tokens are this rank's: 9 b t, and b t more. With context parallelism t are this rank's tokens, and
+ring attention keeps its output once more than fused attention. With recomputation (section 5) each layer
+keeps its input, and one at a time all; the peak is at the loss or, the last layer done, in the last block.
 
 Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", sections 4
 and 5.
@@ -37,7 +39,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from minidist.model.configs import GPTConfig, TransformerConfig
-from minidist.scale.tensors import share
+from minidist.scale.tensors import ALONE, Place
 
 ATTENTIONS = ("fused", "math")
 
@@ -46,9 +48,12 @@ ATTENTIONS = ("fused", "math")
 class Saved:
     """Saves of a micro-batch of `rows` rows of `tokens` tokens, in bytes.
 
+    tokens: of this rank, with context parallelism.
     element: bytes of an element of the activations.
     attention: "fused" or "math"; None for what torch takes on a CPU: math where the model drops out.
-    tp: tensor-parallel ranks.
+    place: whose part of the matrices.
+    sequence_parallel: whether norms are on a share of the tokens.
+    ring: whether attention goes round a ring, with context parallelism.
     """
 
     config: TransformerConfig
@@ -56,7 +61,9 @@ class Saved:
     tokens: int
     element: int
     attention: str | None = None
-    tp: int = 1
+    place: Place = ALONE
+    sequence_parallel: bool = False
+    ring: bool = False
 
     @property
     def dropout(self) -> bool:
@@ -70,33 +77,37 @@ class Saved:
 
     @property
     def stream(self) -> int:
-        """One tensor of the residual stream's size: s b t D."""
-        return self.element * self.rows * self.tokens * self.config.width
+        """One tensor of the residual stream's size: s b t D, or this rank's share of it."""
+        return self.element * self.rows * self._outside * self.config.width
 
     @property
     def statistics(self) -> int:
         """A norm's mean and deviation for each token."""
-        return 2 * self.element * self.rows * self.tokens
+        return 2 * self.element * self.rows * self._outside
+
+    @property
+    def _outside(self) -> int:
+        """Tokens outside of the parts that are cut."""
+        return self.place.part(self.tokens) if self.sequence_parallel else self.tokens
 
     def block(self) -> int:
         """All that one block saves, its input included."""
-        whole = 4 * self.stream + 2 * self.statistics
-        divided = 9 * self.stream  # the attention's output, and the MLP's
-        if self.dropout:
-            whole += 2 * self.stream
-        heads = self.rows * self.tokens * self.config.heads
+        config, tokens = self.config, self.rows * self.tokens
+        outside = (4 + 2 * self.dropout) * self.stream + 2 * self.statistics
+        heads = tokens * self.place.part(config.heads)
+        attended = self.element * heads * config.head_size  # of queries' size
+        inside = (1 + self.ring) * attended + 2 * self.element * tokens * self.place.part(4 * config.width)
         if (self.attention or ("math" if self.dropout else "fused")) == "fused":
-            divided += 3 * self.stream + self.wide * heads
-        else:
-            divided += 3 * self.stream * self.wide // self.element
-            divided += (3 if self.dropout else 1) * self.wide * heads * self.tokens
-        return whole + divided // self.tp
+            return outside + inside + 3 * attended + self.wide * heads
+        inside += 3 * attended * self.wide // self.element
+        return outside + inside + (3 if self.dropout else 1) * self.wide * heads * self.tokens
 
     def embedding(self) -> int:
         """What the first layer saves; the tokens are the caller's. BERT's has a norm."""
+        ids = 8 * self.tokens + (9 * self.rows * self.tokens if self.place.tp > 1 else 0)
         if not isinstance(self.config, GPTConfig):
-            return 8 * self.tokens + self.stream + self.statistics
-        return 8 * self.tokens + (self.stream if self.dropout else 0)
+            return ids + self.stream + self.statistics
+        return ids + (self.stream if self.dropout else 0)
 
     def head(self) -> int:
         """What the last layer saves. BERT's pooler reads one token of each row, of which the rest stays."""
@@ -107,14 +118,15 @@ class Saved:
 
     def loss(self) -> int:
         """What the loss saves."""
-        return self.logits + 8 * self.rows * self.tokens + self.wide if self.logits else 0
+        rest = self.rows * self.tokens if self.place.tp > 1 else self.wide
+        return self.logits + 8 * self.rows * self.tokens + rest if self.logits else 0
 
     @property
     def logits(self) -> int:
         """Scores in m bytes for each token of the vocabulary, where there are any."""
         if not self.config.generates:
             return 0
-        return self.wide * self.rows * self.tokens * share(self.config.vocabulary, self.tp)
+        return self.wide * self.rows * self.tokens * self.place.part(self.config.vocabulary)
 
     @property
     def transient_logits(self) -> int:

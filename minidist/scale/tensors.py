@@ -12,6 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from torch import nn
+
 from minidist.model.configs import BERTConfig, GPTConfig, TransformerConfig
 from minidist.parallel.layerwise import cut
 from minidist.parallel.tensor_cuts import share_of
@@ -51,7 +53,8 @@ def parts(config: TransformerConfig, pp: int, chunks: int) -> list[range]:
     """
     block_size, whole = sum(block(config)), [sum(embeddings(config))]
     whole += [block_size] * config.layers + [sum(head(config, owns_matrix=True))]
-    return cut(whole, pp * chunks, weights=whole)
+    layers = [nn.Identity() for _ in whole]  # whose weights are given
+    return cut(layers, pp * chunks, weights=whole)
 
 
 def layers(config: TransformerConfig, place: Place = ALONE) -> list[Sizes]:
