@@ -1,27 +1,150 @@
-"""Every layout of up to 8 ranks that the axes allow trains to the weights of one process."""
+"""Every layout of up to 8 ranks that the axes allow trains to the weights of one process.
+
+A GPT with sizes that few ranks divide: a vocabulary of 11, 11 tokens in a row, batches that leave ranks with
+unequal numbers of rows; the two ends tied. What else a layout has, micro-batches, recomputation, sequence
+parallelism and schedules, changes from case to case.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from typing import Any
 
 import contract
+import pytest
 import torch
 from torch import Tensor
 
 import minidist as md
 from minidist.model import GPT, config
+from minidist.parallel import column_function, hybrid, passes, placement, rank_model
 
 Clusters = Callable[[int], md.Cluster]
+SGD = partial(torch.optim.SGD, lr=0.3, momentum=0.9, weight_decay=0.1)
+"""Unlike Adam's, its steps grow with the gradients: a sum that counts twice shows."""
 
 
-def tokens(generator: torch.Generator, count: int) -> tuple[Tensor, Tensor]:
-    text = torch.randint(0, 11, (count, 9), generator=generator)
+def tokens(generator: torch.Generator, count: int, length: int) -> tuple[Tensor, Tensor]:
+    text = torch.randint(0, 11, (count, length + 1), generator=generator)
     return text[:, :-1], text[:, 1:]
 
 
-def gpt(seed: int) -> GPT:
-    shape = config("byte-tiny", vocabulary=11, context=8, layers=4, heads=2, width=8)
+def gpt(seed: int, layers: int) -> GPT:
+    shape = config("byte-tiny", vocabulary=11, context=16, layers=layers, heads=8, width=16)
     return GPT(shape, seed=seed, dtype=torch.float64)
 
 
-CASE = contract.Case(gpt, tokens, clip_norm=0.5)
+@cache
+def case(layers: int, length: int) -> contract.Case:
+    """A GPT of so many blocks, on rows of so many tokens."""
+    model, rows = partial(gpt, layers=layers), partial(tokens, length=length)
+    return contract.Case(model, rows, SGD, batches=(9, 8), clip_norm=0.5)
+
+
+CASE = case(2, 11)
+
+
+def layouts(ranks: int) -> Iterator[md.Layout]:
+    """All of so many ranks, each with some of what else there is."""
+    numbers = itertools.count()
+    for dp, tp, pp, cp in itertools.product(range(1, ranks + 1), repeat=4):
+        if dp * tp * pp * cp != ranks:
+            continue
+        for zero in range(2 if pp > 1 else 4):
+            number = next(numbers)
+            more: dict[str, Any] = {
+                "micro_batches": 1 + number % 3,
+                "sequence_parallel": tp > 1 and number % 2 > 0,
+            }
+            if pp > 1:
+                more["schedule"] = ("1f1b", "zero_bubble", "gpipe", "interleaved")[number % 4]
+            if more.get("schedule") == "interleaved":
+                more["chunks"] = 2
+            more["recompute"] = number % 5 == 0 and more.get("schedule") != "zero_bubble"
+            yield md.Layout(dp=dp, tp=tp, pp=pp, cp=cp, zero=zero, **more)
+
+
+def case_for(layout: md.Layout) -> contract.Case:
+    """With a layer for each part of a pipeline; sequence parallelism takes shares that tp divides."""
+    length = 2 * layout.cp * layout.tp if layout.sequence_parallel else 11
+    return case(max(2, layout.pp * layout.chunks - 2), length)
+
+
+@cache
+def expected(case: contract.Case) -> contract.Trained:
+    return contract.train_in_one_process(case)
+
+
+def check(cluster: md.Cluster, layout: md.Layout) -> None:
+    case = case_for(layout)
+    for trained in cluster.run(contract.train_on_this_rank, case, layout):
+        contract.compare(trained, expected(case))
+
+
+@pytest.mark.parametrize("layout", [layout for ranks in range(2, 9) for layout in layouts(ranks)], ids=str)
+def test_every_layout_trains_to_the_weights_of_one_process(cluster_of: Clusters, layout: md.Layout) -> None:
+    check(cluster_of(layout.ranks), layout)
+
+
+def test_the_matrix_has_every_layout() -> None:
+    found = {(a.dp, a.tp, a.pp, a.cp, a.zero) for ranks in range(2, 9) for a in layouts(ranks)}
+    assert len(found) == 62 * 2 + 37 * 2  # 62 products of four axes; 37 of them without a pipeline
+    assert all(math.prod(axes[:4]) <= 8 for axes in found)
+
+
+# Planted faults.
+
+
+def without_the_tied_sum(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(passes, "sum_tied", lambda *_: None)
+
+
+def without_a_tensor_parallel_sum(patch: pytest.MonkeyPatch) -> None:
+    """The gradient of a cut layer's input stays this rank's part of it."""
+    patch.setattr(column_function, "start_all_reduce", lambda x, *_: lambda: x)
+
+
+def with_equal_shares_of_tokens(patch: pytest.MonkeyPatch) -> None:
+    """Each context-parallel rank counts alike, however many tokens it has."""
+    cut = rank_model.RankModel.cut
+    patch.setattr(rank_model.RankModel, "cut", lambda *a: (*cut(*a)[:2], 0.5))
+
+
+def with_every_ranks_norm(patch: pytest.MonkeyPatch) -> None:
+    """Parameters that are whole on all tensor-parallel ranks count on each."""
+    patch.setattr(placement.Placement, "_counts", lambda *_: True)
+
+
+def without_the_first_stages_weights(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(rank_model, "broadcast_together", lambda *_: None)
+
+
+def without_the_other_stages_loss(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(hybrid.HybridEngine, "_on_all_stages", lambda _, value: value)
+
+
+FAULTS: dict[Callable[[pytest.MonkeyPatch], None], str] = {
+    without_the_tied_sum: "pp=2,micro_batches=2",
+    without_a_tensor_parallel_sum: "tp=2",
+    with_equal_shares_of_tokens: "cp=2",
+    with_every_ranks_norm: "tp=2",
+    without_the_first_stages_weights: "pp=2",
+    without_the_other_stages_loss: "pp=2",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_caught(cluster_of: Clusters, fault: Callable[[pytest.MonkeyPatch], None]) -> None:
+    layout = md.Layout.parse(FAULTS[fault])
+
+    def train() -> contract.Trained:
+        with pytest.MonkeyPatch.context() as patch:
+            fault(patch)
+            return contract.train_on_this_rank(CASE, layout)
+
+    trained, _ = cluster_of(2).run(train)
+    with pytest.raises(AssertionError, match=r"not close|not equal"):
+        contract.compare(trained, expected(CASE))
