@@ -11,7 +11,7 @@ Source: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data P
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +22,8 @@ from minidist import comm
 from minidist.comm.work import Group, bytes_of, ranks_of
 
 MB = 2**20
-BROADCAST_BYTES = 25 * MB
-"""Bytes of tensors that `broadcast_together` joins in a message at most; the copy of them takes as much."""
+TOGETHER_BYTES = 25 * MB
+"""Bytes of tensors that `together` joins in a message at most; the copy of them takes as much."""
 
 
 @dataclass(eq=False)
@@ -123,21 +123,26 @@ def cut(tensors: Sequence[Tensor], order: Iterable[int], limit: int) -> list[lis
     return [places for _, places in sorted(done)]
 
 
-def broadcast_together(tensors: Sequence[Tensor], group: Group) -> None:
-    """Copy tensors, parameters or buffers, from the group's rank 0 to all, in place.
+def broadcast_together(tensors: Sequence[Tensor], group: Group, source: int = 0) -> None:
+    """Copy tensors, parameters or buffers, from one of the group's ranks to all, in place.
 
     Sends what `comm.broadcast` of their bytes does, in messages of up to 25 MB.
     """
+    together(tensors, lambda flat: comm.broadcast(flat, source=source, group=group))
+
+
+def together(tensors: Sequence[Tensor], send: Callable[[Tensor], object]) -> None:
+    """Call `send`, which changes a tensor in place, for tensors joined to few flat ones of up to 25 MB."""
     with torch.no_grad():
-        for places in cut(tensors, range(len(tensors)), BROADCAST_BYTES):
-            together = [tensors[place] for place in places]
-            if len(together) == 1:
-                comm.broadcast(together[0], source=0, group=group)
+        for places in cut(tensors, range(len(tensors)), TOGETHER_BYTES):
+            chosen = [tensors[place] for place in places]
+            if len(chosen) == 1:
+                send(chosen[0])
                 continue
-            flat = torch.cat([tensor.detach().reshape(-1) for tensor in together])
-            comm.broadcast(flat, source=0, group=group)
+            flat = torch.cat([tensor.detach().reshape(-1) for tensor in chosen])
+            send(flat)
             start = 0
-            for tensor in together:
+            for tensor in chosen:
                 tensor.copy_(flat[start : start + tensor.numel()].view(tensor.shape))
                 start += tensor.numel()
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from minidist import comm
 from minidist.comm.mesh import Mesh
+from minidist.parallel.buckets import broadcast_together, together
 from minidist.parallel.clipping import global_norm
 from minidist.parallel.strategy import Chunk, Strategy
 from minidist.parallel.tensor_cuts import Cut
@@ -164,20 +165,22 @@ class Placement:
         Each tensor that tp cut is summed over tp, 2 (t - 1) / t of its bytes; with pp the stage that has a
         tensor sends it to the others, see `comm.broadcast`.
         """
-        pp, tp = (self.mesh.group(axis) for axis in ("pp", "tp"))
-        whole = {}
+        whole, cut = {}, []
         for name, entry in self.entries.items():
-            value, cut = own.get(name), self.cuts.get(name)
-            if value is not None and cut is not None:
-                part, value = value, torch.zeros(entry.shape, dtype=value.dtype, device=value.device)
-                _box(value, cut.offsets, cut.sizes).copy_(_box(part, _start(part), cut.sizes))
-                comm.all_reduce(value, group=tp)
-            if self.mesh.size("pp") > 1:
-                if value is None:
-                    value = torch.empty(entry.shape, dtype=entry.dtype, device=self.device)
-                comm.broadcast(value, source=entry.stage, group=pp)
-            assert value is not None
+            value = own.get(name)
+            if value is None:
+                value = torch.empty(entry.shape, dtype=entry.dtype, device=self.device)
+            elif name in self.cuts:
+                part, box = value, self.cuts[name]
+                value = torch.zeros(entry.shape, dtype=part.dtype, device=part.device)
+                _box(value, box.offsets, box.sizes).copy_(_box(part, _start(part), box.sizes))
+                cut.append(value)
             whole[name] = value
+        together(cut, lambda flat: comm.all_reduce(flat, group=self.mesh.group("tp")))
+        if self.mesh.size("pp") > 1:
+            for stage in range(self.mesh.size("pp")):
+                those = [value for name, value in whole.items() if self.entries[name].stage == stage]
+                broadcast_together(those, self.mesh.group("pp"), stage)
         return whole
 
     # The norm: over all ranks each element of the whole model's gradient counts once.
