@@ -168,6 +168,7 @@ class FullyShard(nn.Module):
         self.place.step(self.optimizer)
         for store in self.stores:
             store.publish()
+        self.passes.version += 1
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -217,7 +218,7 @@ class FullyShard(nn.Module):
         parameters, each flat tensor padded to a multiple of n. The root unit is gathered once and frozen
         parameters are not reduced: a third less for each. And which parameters were used, with two totals:
         2 (n - 1) / n 8 (P + 2). The first pass, in which the order is settled, sends 48 (n - 1) / n for each
-        unit more.
+        unit more; a call of a unit more than it was settled sends 32 (n - 1) / n and gathers it once more.
         """
         each = 0
         for unit in self.units:

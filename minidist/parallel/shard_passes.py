@@ -1,31 +1,55 @@
 """A forward and a backward pass over units that are there only while they are used.
 
-Hooks say when a unit's forward pass begins and ends, and when its backward pass does: a hook on its outputs
-runs just before, one on its inputs just after. Each moves this rank along the schedule that all ranks share.
+Hooks say when a unit's call begins and ends, and when the backward pass comes to it and leaves it (see
+shard_hooks.py). Each moves this rank along the schedule that all ranks share. A unit that is called several
+times is reduced when the backward pass has left all of its calls.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from minidist.comm.work import Group
 from minidist.parallel.shard_gradients import Gradients
-from minidist.parallel.shard_schedule import Operation, expected, settle
+from minidist.parallel.shard_hooks import Inputs, ended, needed, tensors, watch
+from minidist.parallel.shard_schedule import Operation, expected, require_same_call, settle
 from minidist.parallel.shard_units import Unit
 
 
-class _Pass:
-    """One forward pass and the backward pass that may follow."""
+class Pass:
+    """One forward pass and the backward pass that may follow, or several where its graph is retained.
 
-    def __init__(self) -> None:
-        self.operations: deque[Operation] = deque()  # that its backward pass has before it
+    Attributes:
+        version: of the parameters.
+        calls: of each unit, by its number.
+        operations: that the backward pass has before it.
+        reduced: units whose gradients it has reduced.
+    """
+
+    def __init__(self, version: int) -> None:
+        self.version = version
+        self.calls: list[int] = []
+        self.operations: deque[Operation] = deque()
         self.reduced: set[Unit] = set()
+        self._left: dict[Unit, set[int]] = {}
+
+    def start(self, operations: Sequence[Operation]) -> None:
+        """A backward pass is to come."""
+        self.operations = deque(operations)
+        self.reduced.clear()
+        self._left.clear()
+
+    def leave(self, unit: Unit, call: int) -> None:
+        """The backward pass has left a call."""
+        self._left.setdefault(unit, set()).add(call)
+
+    def is_over(self, unit: Unit) -> bool:
+        """Whether it has left all calls of a unit."""
+        return len(self._left.get(unit, ())) == self.calls[unit.number]
 
 
 class Passes:
@@ -35,31 +59,22 @@ class Passes:
         self.units, self.root, self.gradients = units, units[0], gradients
         self._group, self.prefetch = group, prefetch
         self.schedule = expected(units, prefetch)
+        self.version = 0  # of the parameters: steps made
         self._next = 0  # of the schedule's forward order
         self._clock = 0
         self._forward = False  # a forward pass runs
-        self._pass: _Pass | None = None  # that of the running forward pass, where gradients will follow
-        self._backward: _Pass | None = None  # whose backward pass runs
+        self._pass: Pass | None = None  # that of the running forward pass, where gradients will follow
+        self._backward: Pass | None = None  # whose backward pass runs
         self._open = False  # a backward pass has begun and not ended
-        itself = weakref.ref(self)  # the module may outlive this object, which must not live on in its hooks
-        handles = []
-        for unit in units:
-            if not unit.flats and unit is not self.root:
-                continue
-            handles += [
-                unit.module.register_forward_pre_hook(_before(itself, unit), prepend=True, with_kwargs=True),
-                unit.module.register_forward_hook(_after(itself, unit)),
-            ]
-        self._removal = weakref.finalize(self, _remove, handles)
-        self._removal.atexit = False
+        watch(self, [unit for unit in units if unit.flats or unit is self.root])
 
     # Forward.
 
-    def begin(self, unit: Unit, inputs: Any) -> None:
-        """A unit is called."""
+    def begin(self, unit: Unit, args: Any, kwargs: Any) -> Any:
+        """A unit is called; other inputs for it, or None."""
         if self._in_backward():  # a checkpointed part is computed again
             self._again(unit)
-            return
+            return None
         if unit is self.root:
             self._begin_pass()
         if not unit.calls:
@@ -70,15 +85,25 @@ class Passes:
         while not unit.present and self._next < len(order):
             order[self._next].gather()
             self._next += 1
-        unit.gather()  # for one that was freed too early, before it was known how often it is called
+        if not unit.present:
+            self._gather_again(unit)
         if self.prefetch and self._next < len(order):
             order[self._next].gather(ahead=True)
             self._next += 1
         unit.show()
-        if self._pass is not None and unit is not self.root and torch.is_grad_enabled():
-            remaining = [t for t in _tensors(inputs) if t.requires_grad]
-            if remaining:
-                remaining[0].register_hook(_ended(weakref.ref(self), self._pass, unit))  # type: ignore[no-untyped-call]
+        if self._pass is None or unit is self.root or not torch.is_grad_enabled():
+            return None
+        inputs, hook = Inputs(args, kwargs), ended(self, self._pass, unit, unit.calls)
+        for tensor in inputs.seen:
+            tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+        return inputs.args, inputs.kwargs
+
+    def _gather_again(self, unit: Unit) -> None:
+        """A call more than the schedule has; in the first pass it is not known yet how many come."""
+        require_same_call(unit, self._group)
+        unit.gather()
+        if self.schedule.settled:
+            self.schedule.calls[unit.number] = unit.calls
 
     def end(self, unit: Unit, inputs: Any, outputs: Any) -> None:
         """A unit has returned."""
@@ -87,9 +112,9 @@ class Passes:
         unit.last = self._clock
         self._clock += 1
         if self._pass is not None and unit is not self.root and torch.is_grad_enabled():
-            hook = _needed(weakref.ref(self), self._pass, unit)
-            passed_on = {id(tensor) for tensor in _tensors(inputs)}  # another unit's output, it may be
-            for tensor in _tensors(outputs):
+            hook = needed(self, self._pass, unit)
+            passed_on = {id(tensor) for tensor in tensors(inputs)}  # another unit's output, it may be
+            for tensor in tensors(outputs):
                 if tensor.requires_grad and id(tensor) not in passed_on:
                     tensor.register_hook(hook)  # type: ignore[no-untyped-call]
         if unit is self.root:
@@ -102,7 +127,7 @@ class Passes:
             self.abandon()
         self._next = self._clock = 0
         self._forward = True
-        self._pass = _Pass() if torch.is_grad_enabled() else None
+        self._pass = Pass(self.version) if torch.is_grad_enabled() else None
         for unit in self.units:
             unit.calls = 0
 
@@ -117,22 +142,30 @@ class Passes:
         if self._pass is not None:
             if not self.schedule.settled and len(self.units) > 1:
                 self.schedule = settle(self.units, self.prefetch, self.root.device, self._group)
-            self._pass.operations.extend(self.schedule.backward)
-            for tensor in _tensors(outputs):
+            self._pass.calls = [unit.calls for unit in self.units]
+            self._pass.start(self.schedule.backward)
+            for tensor in tensors(outputs):
                 if tensor.requires_grad:
-                    tensor.register_hook(_needed(weakref.ref(self), self._pass, self.root))  # type: ignore[no-untyped-call]
+                    tensor.register_hook(needed(self, self._pass, self.root))  # type: ignore[no-untyped-call]
         self._forward, self._pass = False, None
 
     # Backward.
 
-    def need(self, of: _Pass, unit: Unit) -> None:
+    def need(self, of: Pass, unit: Unit) -> None:
         """The backward pass has come to a unit."""
         if not self._open:
             self._open = True
             torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+        if of.version != self.version:
+            raise RuntimeError(
+                "backward came to a forward pass from before the optimizer's last step, which computed with "
+                "other parameters than there are now; call backward() before step()"
+            )
         if self._backward is not of:
             self._complete(self._backward)
             self._backward = of
+            if self.root in of.reduced:  # in an earlier backward pass, and its graph was retained
+                of.start(self.schedule.backward)
             self.root.gather()
             self.root.show()
         if unit in of.reduced:
@@ -157,18 +190,21 @@ class Passes:
     def _in_backward(self) -> bool:
         return self._backward is not None and torch._C._current_graph_task_id() != -1
 
-    def ended(self, of: _Pass, unit: Unit) -> None:
-        """The backward pass has left a unit."""
-        if of is self._backward and of.operations and of.operations[0] == ("reduce", unit):
+    def ended(self, of: Pass, unit: Unit, call: int) -> None:
+        """The backward pass has left one of a unit's calls."""
+        if of is not self._backward:
+            return
+        of.leave(unit, call)
+        while of.operations and of.operations[0][0] == "reduce" and of.is_over(of.operations[0][1]):
             self._run(of, ahead=self.prefetch)
             self._gather_ahead(of)
 
-    def _gather_ahead(self, of: _Pass) -> None:
+    def _gather_ahead(self, of: Pass) -> None:
         """Launch the next gather, if it is due: while the unit before it computes."""
         if self.prefetch and of.operations and of.operations[0][0] == "gather":
             self._run(of, ahead=True)
 
-    def _run(self, of: _Pass, ahead: bool = False) -> None:
+    def _run(self, of: Pass, ahead: bool = False) -> None:
         """The next operation of a backward pass."""
         kind, unit = of.operations.popleft()
         if kind == "gather":
@@ -178,7 +214,7 @@ class Passes:
             of.reduced.add(unit)
             unit.free()
 
-    def _complete(self, of: _Pass | None) -> None:
+    def _complete(self, of: Pass | None) -> None:
         """What this rank's backward pass has not done; others may have."""
         if of is not None:
             while of.operations:
@@ -223,61 +259,3 @@ class Passes:
         """Give the memory of all gathered parameters back."""
         for unit in self.units:
             unit.free()
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in a module's arguments or results."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from _tensors(each)
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors(each)
-    elif hasattr(value, "__dataclass_fields__"):
-        yield from _tensors(vars(value))
-
-
-Owner = weakref.ref[Passes]
-
-
-def _before(owner: Owner, unit: Unit) -> Callable[..., None]:
-    def before(_: nn.Module, args: Any, kwargs: Any) -> None:
-        passes = owner()
-        if passes is not None:
-            passes.begin(unit, (args, kwargs) if kwargs else args)
-
-    return before
-
-
-def _after(owner: Owner, unit: Unit) -> Callable[..., None]:
-    def after(_: nn.Module, inputs: Any, outputs: Any) -> None:
-        passes = owner()
-        if passes is not None:
-            passes.end(unit, inputs, outputs)
-
-    return after
-
-
-def _needed(owner: Owner, of: _Pass, unit: Unit) -> Callable[[Tensor], None]:
-    def needed(_: Tensor) -> None:
-        passes = owner()
-        if passes is not None:
-            passes.need(of, unit)
-
-    return needed
-
-
-def _ended(owner: Owner, of: _Pass, unit: Unit) -> Callable[[Tensor], None]:
-    def ended(_: Tensor) -> None:
-        passes = owner()
-        if passes is not None:
-            passes.ended(of, unit)
-
-    return ended
-
-
-def _remove(handles: list[Any]) -> None:
-    for handle in handles:
-        handle.remove()
