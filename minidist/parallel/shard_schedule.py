@@ -61,6 +61,14 @@ def settle(units: Sequence[Unit], device: torch.device, group: Group) -> Schedul
     return Schedule(forward, calls, _backward({u: times[u] for u in units[1:]}), settled=True)
 
 
+def own(units: Sequence[Unit], whole: Sequence[Unit]) -> list[Operation]:
+    """After a forward pass of a part of the model: as this rank ran it, which is as all did.
+
+    whole: the units that stay gathered.
+    """
+    return _backward({u: (u.first, u.last) for u in units if u.calls and u not in whole})
+
+
 def _backward(times: dict[Unit, tuple[int, int]]) -> list[Operation]:
     """A backward pass runs the forward pass in reverse: a unit's begins where its last call ended."""
     events: list[tuple[int, Operation]] = []
