@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import minidist as md
-from minidist.parallel import shard_hooks, shard_passes
+from minidist.parallel import shard_hooks, shard_pass
 
 Clusters = Callable[[int], md.Cluster]
 vectors = others.vectors
@@ -267,7 +267,7 @@ def test_backward_after_the_step_is_refused() -> None:
 
 def at_the_first_call(patch: pytest.MonkeyPatch) -> None:
     """A unit is reduced when the backward pass has left one of its calls."""
-    patch.setattr(shard_passes.Pass, "is_over", lambda self, unit: bool(self._left.get(unit)))
+    patch.setattr(shard_pass.Pass, "is_over", lambda self, unit: bool(self._left.get(unit)))
 
 
 def at_the_parameter(patch: pytest.MonkeyPatch) -> None:

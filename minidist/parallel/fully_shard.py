@@ -43,7 +43,8 @@ class FullyShard(nn.Module):
 
     Gradients are means over the ranks, as in `DataParallel`; with several backward passes before a step they
     add up. Every rank makes the same calls. Outside a pass the module's own parameters hold NaN; `summon`
-    shows them. A parameter's `requires_grad` counts as it is when this is made.
+    shows them. A parameter that is frozen when this is made cannot be thawed later. A unit may also be called
+    by itself, forward and backward, by all ranks alike: a head on one chunk of the activations at a time.
 
     Bytes that a rank sends in a step: see `bytes_per_step`; one and a half times what `DataParallel` does.
 

@@ -20,21 +20,22 @@ from torch import Tensor, nn
 from minidist.parallel.shard_units import Unit
 
 if TYPE_CHECKING:
-    from minidist.parallel.shard_passes import Pass, Passes
+    from minidist.parallel.shard_pass import Pass
+    from minidist.parallel.shard_passes import Passes
 
 
-def tensors(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
     """The tensors in a module's arguments or results."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict):
         for each in value.values():
-            yield from tensors(each)
+            yield from tensors_in(each)
     elif isinstance(value, list | tuple):
         for each in value:
-            yield from tensors(each)
+            yield from tensors_in(each)
     elif hasattr(value, "__dataclass_fields__"):
-        yield from tensors(vars(value))
+        yield from tensors_in(vars(value))
 
 
 class Inputs:
@@ -53,7 +54,7 @@ class Inputs:
         self.kwargs = {key: self._view(value) for key, value in kwargs.items()}
         self.seen = [*self._views.values()]
         if not self.seen:
-            self.seen = [t for t in tensors((args, kwargs)) if t.requires_grad and not t.is_leaf]
+            self.seen = [t for t in tensors_in((args, kwargs)) if t.requires_grad and not t.is_leaf]
 
     def _view(self, value: Any) -> Any:
         if type(value) is tuple:

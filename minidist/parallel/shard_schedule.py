@@ -35,7 +35,7 @@ class Schedule:
     """
 
     forward: Sequence[Unit]
-    calls: list[int]
+    calls: Sequence[int]
     backward: Sequence[Operation]
     settled: bool = False
 
@@ -81,6 +81,14 @@ def require_same_call(unit: Unit, group: Group) -> None:
             f"{unit} was called {unit.calls} times in one pass, and not so on all ranks at this point; let "
             "all call it as often, or make one unit of the module that calls it (units=)"
         ) from cause
+
+
+def own(units: Sequence[Unit], whole: Sequence[Unit], ahead: bool) -> list[Operation]:
+    """After a forward pass of a part of the model: as this rank ran it, which is as all did.
+
+    whole: the units that stay gathered.
+    """
+    return _backward({u: (u.first, u.last) for u in units if u.calls and u not in whole}, ahead)
 
 
 def _backward(times: dict[Unit, tuple[int, int]], ahead: bool) -> list[Operation]:
