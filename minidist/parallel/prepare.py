@@ -16,7 +16,7 @@ from minidist.parallel.engine import Engine, Loss, MakeOptimizer
 from minidist.parallel.fully_sharded import FullySharded
 from minidist.parallel.hybrid import HybridEngine
 from minidist.parallel.layout import Layout
-from minidist.parallel.precision import LossScale, Precision
+from minidist.parallel.precision import LossScale, Precision, fill_masters
 from minidist.parallel.recompute import recompute
 from minidist.parallel.replicated import Replicated
 from minidist.parallel.strategy import Strategy
@@ -47,7 +47,8 @@ def prepare(
 
     The model trains where its parameters are. The ranks need not start from the same weights: rank 0's are
     sent to all. With precision "bf16" or "fp16" in the layout the model, which is a float32 one, is converted
-    in place; see precision.py. With `recompute` its layers keep their inputs only; see recompute.py.
+    in place, and what the optimizer updates begins with its float32 values; see precision.py. With
+    `recompute` its layers keep their inputs only; see recompute.py.
 
     Args:
         model: the same architecture on all ranks.
@@ -90,7 +91,7 @@ def prepare(
     if clip_norm is not None:
         check_max_norm("clip_norm", clip_norm)
     precision = Precision(layout.precision, loss_scale)
-    precision.convert(model)
+    exact = precision.convert(model)
     if layout.recompute:
         recompute(model)
     strategy: Strategy
@@ -105,6 +106,7 @@ def prepare(
         strategy = ShardedState(model, optimizer, layout.zero, data_parallel, precision.master)
     else:
         strategy = Replicated(model, optimizer, data_parallel, precision.master)
+    fill_masters(strategy, exact)
     return HybridEngine(model, strategy, layout, loss, precision, clip_norm)
 
 
