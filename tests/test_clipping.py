@@ -101,6 +101,34 @@ def test_shares_are_clipped_by_the_norm_of_the_whole(cluster_of: Clusters, ranks
     assert [result[2] for result in results] == [2 * (ranks - 1) * 8 // ranks] * ranks
 
 
+@pytest.mark.parametrize("norm_type", [1, 2, 3.0, math.inf])
+def test_other_norms_than_the_euclidean(cluster_of: Clusters, norm_type: float) -> None:
+    whole = torch.randn(7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def clip(last: float) -> tuple[float, Tensor]:
+        values = torch.cat([whole[:-1], torch.tensor([last], dtype=torch.float64)])
+        share = nn.Parameter(torch.zeros_like(values.tensor_split(md.size())[md.rank()]))
+        share.grad = values.tensor_split(md.size())[md.rank()].clone()
+        return clip_grad_norm([share], 0.5, sharded=True, norm_type=norm_type), share.grad
+
+    results = cluster_of(3).run(clip, float(whole[-1]))
+    expected = nn.Parameter(torch.zeros_like(whole))
+    expected.grad = whole.clone()
+    norm = float(nn.utils.clip_grad_norm_([expected], 0.5, norm_type))
+    assert [result[0] for result in results] == [pytest.approx(norm, rel=1e-12)] * 3
+    torch.testing.assert_close(
+        torch.cat([result[1] for result in results]), expected.grad, rtol=1e-12, atol=0
+    )
+    for bad in (math.inf, math.nan):  # all ranks hear of it
+        assert not any(math.isfinite(result[0]) for result in cluster_of(3).run(clip, bad))
+
+
+def test_a_norm_type_that_is_none() -> None:
+    for wrong in (0, -1.0, "2", True, math.nan):
+        with pytest.raises(ValueError, match=r"norm_type is .*; give the p of a p-norm"):
+            clip_grad_norm([], 1.0, norm_type=wrong)  # type: ignore[arg-type]
+
+
 def test_what_torch_does_with_gradients_of_all_kinds() -> None:
     def gradients(of: str) -> list[nn.Parameter]:
         generator = torch.Generator().manual_seed(1)

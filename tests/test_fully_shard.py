@@ -83,6 +83,28 @@ class Odd(nn.Module):
         return out
 
 
+class InTurn(nn.Module):
+    """Two units that take turns, one of them frozen, and a call that no gradient follows."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layers = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)])
+        self.layers[1].requires_grad_(False)
+        self.last = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, frozen, learns = self.layers
+        x = first(x)
+        for _ in range(3):
+            x = frozen(torch.tanh(learns(x)))
+            with torch.no_grad():
+                shift = torch.tanh(learns(x))
+            x = x + shift
+        out: Tensor = self.last(learns(learns(x)))
+        return out
+
+
 def untied(seed: int) -> nn.Module:
     shape = config("byte-tiny", vocabulary=11, context=8, layers=3, heads=2, width=8, tied=False)
     return GPT(shape, seed=seed, dtype=torch.float64)
@@ -93,6 +115,7 @@ CASES = {name: case for name, case in others.CASES.items() if name != "adafactor
     "untied": contract.Case(untied, others.tokens),
     "skipping": contract.Case(others.doubled(Skipping), vectors),
     "experts": contract.Case(others.doubled(Experts), vectors),
+    "in turn": contract.Case(others.doubled(InTurn), vectors),
     "odd": contract.Case(others.doubled(Odd), vectors),
 }
 
@@ -187,6 +210,104 @@ def test_the_module_works_in_a_loop_of_ones_own(cluster_of: Clusters, prefetch: 
         for name, wanted in model.state_dict().items():
             torch.testing.assert_close(state[name], wanted, rtol=contract.TOLERANCE, atol=contract.TOLERANCE)
         assert all(hidden)
+
+
+class Headed(nn.Module):
+    """A body and a head, which has the embedding's weight or one of its own."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.body, self.head = nn.Embedding(9, 4), nn.Linear(4, 4), nn.Linear(4, 9)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor, hidden_only: bool = False) -> Tensor:
+        hidden = torch.tanh(self.body(self.embed(tokens)))
+        out: Tensor = hidden if hidden_only else self.head(hidden)
+        return out
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_unit_works_by_itself(cluster_of: Clusters, tied: bool) -> None:
+    """A head takes the activations in chunks, each with a backward pass of its own, as long losses do."""
+
+    def loss_of(model: Callable[..., Tensor], head: nn.Module, tokens: Tensor) -> Tensor:
+        hidden, total, grads = model(tokens, hidden_only=True), torch.zeros(()), []
+        for chunk in hidden.detach().chunk(3):
+            chunk.requires_grad_()
+            loss = head(chunk).square().mean()
+            loss.backward()  # type: ignore[no-untyped-call]
+            total = total + loss.detach()
+            assert chunk.grad is not None
+            grads.append(chunk.grad)
+        hidden.backward(torch.cat(grads))  # type: ignore[no-untyped-call]
+        return total
+
+    def train() -> None:
+        model, peer = Headed(tied).double(), Headed(tied).double()
+        sharded = md.FullyShard(model, torch.optim.SGD, units=[model.embed, model.body, model.head], lr=0.5)
+        optimizer = torch.optim.SGD(peer.parameters(), lr=0.5)
+        for step in range(3):
+            tokens = (torch.arange(12).view(6, 2) * (step + 2) + step) % 9
+            share = tokens[md.rank() :: md.size()]
+            shares = [tokens[rank :: md.size()] for rank in range(md.size())]
+            ours = loss_of(sharded, model.head, share)
+            theirs = [loss_of(peer, peer.head, each) for each in shares]
+            torch.testing.assert_close(ours, theirs[md.rank()])
+            for parameter in peer.parameters():
+                assert parameter.grad is not None
+                parameter.grad /= md.size()
+            sharded.step()
+            sharded.zero_grad()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                hidden = torch.ones(2, 4, dtype=torch.float64)
+                if not tied:  # tied, it is a part of the root unit's
+                    torch.testing.assert_close(model.head(hidden), peer.head(hidden))
+        for name, value in sharded.state_dict().items():
+            torch.testing.assert_close(value, peer.state_dict()[name], rtol=0, atol=1e-12)
+
+    cluster_of(2).run(train)
+
+
+def test_a_unit_by_itself_that_failed_leaves_nothing() -> None:
+    model = Headed(False)
+    sharded = md.FullyShard(model, torch.optim.SGD, units=[model.body, model.head], lr=0.5)
+    for wrong in (torch.ones(2, 3), torch.ones(2, 5)):
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            model.head(wrong)
+    assert model.body(torch.ones(2, 4)).isfinite().all()
+    assert model.head(torch.ones(2, 4)).isfinite().all()
+    assert sharded(torch.zeros(2, dtype=torch.int64)).isfinite().all()
+
+
+def test_parameters_cannot_be_thawed_later() -> None:
+    model = Odd(0)
+    sharded = md.FullyShard(model, torch.optim.SGD, lr=0.5)
+    sharded(torch.ones(2, 6))
+    model.layers[1].requires_grad_(True)
+    with pytest.raises(
+        RuntimeError, match=r"of the unit layers\.1 is True, and was False when the FullyShard"
+    ):
+        sharded(torch.ones(2, 6))
+
+
+def test_a_unit_that_is_used_and_never_called_is_named() -> None:
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part, self.last = nn.Sequential(nn.Linear(3, 3)), nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.last(self.part[0](x))
+            return out
+
+    model = Around()
+    sharded = md.FullyShard(model, torch.optim.SGD, units=[model.part], lr=0.5)
+    with pytest.raises(RuntimeError, match="outputs are NaN, and the unit part was never called"):
+        sharded(torch.ones(2, 3))
 
 
 def test_summon_shows_and_takes_back(cluster_of: Clusters) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
@@ -568,6 +569,37 @@ def test_a_closure_and_zero_grad(cluster_of: Clusters, stage: int) -> None:
     cluster_of(2).run(train)
 
 
+@pytest.mark.parametrize("stage", [1, 2])
+def test_who_replaces_an_optimizer_is_rid_of_it_at_once(stage: int) -> None:
+    """As a notebook's cell that runs again does: the old hooks must not take the new gradients."""
+    weight = nn.Parameter(torch.tensor([1.0]))
+    gc.disable()
+    try:
+        for _ in range(2):
+            zero = md.ZeroOptimizer([weight], OPTIM.SGD, stage, lr=0.25)
+            weight.sum().backward()  # type: ignore[no-untyped-call]
+            zero.step()
+            zero.zero_grad()
+        assert weight.item() == 0.5
+    finally:
+        gc.enable()
+
+
+def test_a_step_hands_on_what_the_optimizer_takes() -> None:
+    class Scaled(torch.optim.SGD):
+        def step(self, closure: Any = None, scale: float = 1.0) -> None:  # type: ignore[override]
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad.mul_(scale)
+            super().step()
+
+    weight = nn.Parameter(torch.tensor([1.0]))
+    zero = md.ZeroOptimizer([weight], Scaled, lr=0.25)
+    weight.sum().backward()  # type: ignore[no-untyped-call]
+    zero.step(scale=2.0)
+    assert weight.item() == 0.5
+
+
 def test_gradients_set_by_hand_and_fewer_elements_than_ranks(cluster_of: Clusters) -> None:
     def train(stage: int) -> list[float]:
         weight = nn.Parameter(torch.tensor([1.0, 2.0]))
@@ -629,6 +661,7 @@ def test_a_backward_pass_that_failed_leaves_nothing(cluster_of: Clusters) -> Non
         ({"lr": -1.0}, ValueError, "Invalid learning rate"),
         ({"rate": 1.0}, TypeError, "rate"),
         ({"bucket_mb": -1}, ValueError, "bucket_mb is -1"),
+        ({"params": [torch.zeros(2, 3).to_sparse()]}, ValueError, "one of layout torch.sparse_coo"),
         ({"master": "float32"}, TypeError, "master is 'float32'; give a floating-point dtype"),
         ({"optimizer_class": "AdamW"}, TypeError, "optimizer_class is a str; give a class"),
         ({"optimizer_class": list}, TypeError, "optimizer_class made a list"),

@@ -19,27 +19,39 @@ from minidist import comm
 from minidist.comm.work import Group
 
 
-def global_norm(gradients: Iterable[Tensor], sharded: bool = False, group: Group = None) -> float:
-    """The Euclidean norm of all gradients together, summed up in float64.
+def global_norm(
+    gradients: Iterable[Tensor], sharded: bool = False, group: Group = None, norm_type: float = 2.0
+) -> float:
+    """The norm of all gradients together, as one vector, summed up in float64.
 
     Args:
         gradients: of any shapes and floating dtypes, sparse ones too; there may be none.
         sharded: whether they are this rank's share, and over the ranks every element comes once. Sends
             2 (n - 1) / n 8 bytes. Otherwise each rank has all, and nothing is sent.
         group: the ranks that share them; None for all.
+        norm_type: the p of the p-norm, above 0: 2 for the Euclidean, `math.inf` for the largest element.
 
     Returns:
         The norm, the same on all ranks; infinite or NaN where an element is.
     """
-    squares = []
+    largest = norm_type == math.inf
+    powers = []
     for gradient in gradients:
         values = gradient.coalesce().values() if gradient.is_sparse else gradient
-        squares.append(torch.linalg.vector_norm(values, dtype=torch.float64) ** 2)
-    total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
+        if values.numel():
+            norm = torch.linalg.vector_norm(values, norm_type, dtype=torch.float64)
+            powers.append(norm if largest else norm**norm_type)
+    total = torch.zeros((), dtype=torch.float64)
+    if powers:
+        total = torch.stack(powers).max() if largest else torch.stack(powers).sum()
     if sharded:
         total = total.to(comm.device())
-        comm.all_reduce(total, group=group)
-    return math.sqrt(float(total))
+        if largest:
+            total = total.nan_to_num(nan=math.inf, posinf=math.inf)  # not every maximum lets a NaN through
+        comm.all_reduce(total, "max" if largest else "sum", group=group)
+    if largest:
+        return float(total)
+    return math.sqrt(float(total)) if norm_type == 2 else float(total) ** (1 / norm_type)
 
 
 def clip_factor(norm: float, max_norm: float) -> float:
@@ -50,7 +62,11 @@ def clip_factor(norm: float, max_norm: float) -> float:
 
 @torch.no_grad()
 def clip_grad_norm(
-    parameters: Iterable[Tensor], max_norm: float, sharded: bool = False, group: Group = None
+    parameters: Iterable[Tensor],
+    max_norm: float,
+    sharded: bool = False,
+    group: Group = None,
+    norm_type: float = 2.0,
 ) -> float:
     """Shorten gradients whose global norm is above `max_norm`, in place, for a loop that the user writes.
 
@@ -62,17 +78,20 @@ def clip_grad_norm(
         max_norm: above 0.
         sharded: whether this rank has its share of the parameters only, as with `FullyShard`, or all.
         group: the ranks that share them; None for all.
+        norm_type: see `global_norm`.
 
     Returns:
         The norm before.
 
     Raises:
-        ValueError: `max_norm` is not above 0.
+        ValueError: `max_norm` or `norm_type` is not above 0.
         CollectiveError: a peer is gone or late.
     """
     check_max_norm("max_norm", max_norm)
+    if isinstance(norm_type, bool) or not isinstance(norm_type, int | float) or not norm_type > 0:
+        raise ValueError(f"norm_type is {norm_type!r}; give the p of a p-norm, above 0, or math.inf")
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    norm = global_norm(gradients, sharded, group)
+    norm = global_norm(gradients, sharded, group, norm_type)
     factor = clip_factor(norm, max_norm)
     if factor != 1:
         for gradient in gradients:

@@ -43,7 +43,8 @@ class FullyShard(nn.Module):
 
     Gradients are means over the ranks, as in `DataParallel`; with several backward passes before a step they
     add up. Every rank makes the same calls. Outside a pass the module's own parameters hold NaN; `summon`
-    shows them. A parameter's `requires_grad` counts as it is when this is made.
+    shows them. A parameter that is frozen when this is made cannot be thawed later. A unit may also be called
+    by itself, forward and backward, by all ranks alike: a head on one chunk of the activations at a time.
 
     Bytes that a rank sends in a step: see `bytes_per_step`; one and a half times what `DataParallel` does.
 
@@ -168,6 +169,7 @@ class FullyShard(nn.Module):
         self.place.step(self.optimizer)
         for store in self.stores:
             store.publish()
+        self.passes.version += 1
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -217,7 +219,7 @@ class FullyShard(nn.Module):
         parameters, each flat tensor padded to a multiple of n. The root unit is gathered once and frozen
         parameters are not reduced: a third less for each. And which parameters were used, with two totals:
         2 (n - 1) / n 8 (P + 2). The first pass, in which the order is settled, sends 48 (n - 1) / n for each
-        unit more.
+        unit more; a call of a unit more than it was settled sends 32 (n - 1) / n and gathers it once more.
         """
         each = 0
         for unit in self.units:

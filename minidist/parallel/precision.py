@@ -18,13 +18,16 @@ Source: Micikevicius et al. 2018, "Mixed Precision Training", sections 3.1 to 3.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+
+from minidist.parallel.buckets import broadcast_together
+from minidist.parallel.strategy import Chunk
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -83,20 +86,29 @@ class Precision:
         self.skipped = 0
         self._good = 0  # steps since the scale changed
 
-    def convert(self, model: nn.Module) -> None:
+    def convert(self, model: nn.Module) -> dict[str, Tensor]:
         """Have `model` compute in 16 bits; its parameters stay the same objects.
+
+        Returns:
+            The values, in float32, of those that were converted and are not on the meta device, by their
+            names: what the masters begin with, see `fill_masters`.
 
         Raises:
             ValueError: a floating parameter is not float32.
         """
         if self.dtype is None:
-            return
+            return {}
         for name, parameter in model.named_parameters():
             if parameter.is_floating_point() and parameter.dtype != torch.float32:
                 raise ValueError(
                     f"precision={self.name!r} starts from a float32 model, and {name} is {parameter.dtype}; "
                     "call model.float() first, or train with precision='fp32', in the parameters' own dtype"
                 )
+        exact = {
+            name: parameter.detach()
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+            if parameter.is_floating_point() and not parameter.is_meta
+        }
         for module in model.modules():
             if isinstance(module, _NormBase) and module.track_running_stats:
                 continue  # torch computes these from 16-bit inputs with float32 statistics and parameters
@@ -106,6 +118,11 @@ class Precision:
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.is_floating_point():
                     module._buffers[name] = buffer.to(self.dtype)
+        return {
+            name: exact[name]
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+            if name in exact and parameter.dtype == self.dtype
+        }
 
     def inputs(self, inputs: Tensor) -> Tensor:
         """As the model takes them: floating ones in its dtype."""
@@ -150,3 +167,23 @@ class Precision:
         self.skipped = settings["skipped"]
         if self.scales and settings["scale"] is not None:
             self.scale, self._good = settings["scale"], settings["good"]
+
+
+@torch.no_grad()
+def fill_masters(chunks: Iterable[Chunk], exact: Mapping[str, Tensor]) -> None:
+    """Let master weights begin with rank 0's float32 values, and not with what 16 bits have left of them.
+
+    A collective where there are any; rank 0's values are sent once, as `comm.broadcast` does.
+
+    Args:
+        chunks: of the state of a strategy with masters, just made; boxes of the whole model's.
+        exact: the values by the parameters' names, of the same shapes on all ranks; they become rank 0's.
+    """
+    if not exact:
+        return
+    broadcast_together([*{id(value): value for value in exact.values()}.values()], None)
+    for chunk in chunks:
+        value = exact.get(chunk.name.removeprefix("model.")) if chunk.name.startswith("model.") else None
+        if value is not None and chunk.tensor.dtype == value.dtype:
+            box = zip(chunk.offsets, chunk.tensor.shape, strict=True)
+            chunk.tensor.copy_(value[tuple(slice(start, start + size) for start, size in box)])

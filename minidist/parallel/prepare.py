@@ -16,7 +16,7 @@ from minidist.parallel.engine import Engine, Loss, MakeOptimizer
 from minidist.parallel.fully_sharded import FullySharded
 from minidist.parallel.hybrid import HybridEngine
 from minidist.parallel.layout import Layout
-from minidist.parallel.precision import LossScale, Precision
+from minidist.parallel.precision import LossScale, Precision, fill_masters
 from minidist.parallel.rank_model import checked, divide
 from minidist.parallel.recompute import recompute
 from minidist.parallel.replicated import Replicated
@@ -47,8 +47,8 @@ def prepare(
 
     The model trains where its parameters are, and is changed in place to this rank's part of it. The ranks
     need not start from the same weights: rank 0's are sent to all. With precision "bf16" or "fp16" in the
-    layout the model, which is a float32 one, is converted; see precision.py. With `recompute` its layers keep
-    their inputs only; see recompute.py.
+    layout the model, which is a float32 one, is converted, and what the optimizer updates begins with its
+    float32 values; see precision.py. With `recompute` its layers keep their inputs only; see recompute.py.
 
     | Axis | What it takes of the model, and of the step |
     |---|---|
@@ -105,7 +105,7 @@ def prepare(
         check_max_norm("clip_norm", clip_norm)
     mesh = Mesh(pp=layout.pp, dp=layout.dp, cp=layout.cp, tp=layout.tp)
     precision = Precision(layout.precision, loss_scale)
-    precision.convert(model)
+    exact = precision.convert(model)
     part = divide(model, layout, mesh, plan)
     if layout.recompute:
         recompute(model)
@@ -119,6 +119,7 @@ def prepare(
         strategy = ShardedState(model, optimizer, layout.zero, data_parallel, precision.master, group)
     else:
         strategy = Replicated(model, optimizer, data_parallel, precision.master, group)
+    fill_masters(part.placement.chunks(strategy.chunks()) if exact else (), exact)
     return HybridEngine(model, strategy, layout, loss, precision, clip_norm, part)
 
 

@@ -1,31 +1,24 @@
 """A forward and a backward pass over units that are there only while they are used.
 
-Hooks say when a unit's forward pass begins and ends, and when its backward pass does: a hook on its outputs
-runs just before, one on its inputs just after. Each moves this rank along the schedule that all ranks share.
+Hooks say when a unit's call begins and ends, and when the backward pass comes to it and leaves it (see
+shard_hooks.py). Each moves this rank along the schedule that all ranks share. A unit that is called several
+times is reduced when the backward pass has left all of its calls.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from minidist.comm.work import Group
 from minidist.parallel.shard_gradients import Gradients
-from minidist.parallel.shard_schedule import Operation, expected, settle
+from minidist.parallel.shard_hooks import Inputs, ended, needed, tensors_in, watch
+from minidist.parallel.shard_pass import Pass
+from minidist.parallel.shard_schedule import expected, own, require_same_call, settle
 from minidist.parallel.shard_units import Unit
-
-
-class _Pass:
-    """One forward pass and the backward pass that may follow."""
-
-    def __init__(self) -> None:
-        self.operations: deque[Operation] = deque()  # that its backward pass has before it
-        self.reduced: set[Unit] = set()
 
 
 class Passes:
@@ -37,104 +30,159 @@ class Passes:
         self.schedule = expected(units, prefetch)
         self._next = 0  # of the schedule's forward order
         self._clock = 0
-        self._forward = False  # a forward pass runs
-        self._pass: _Pass | None = None  # that of the running forward pass, where gradients will follow
-        self._backward: _Pass | None = None  # whose backward pass runs
+        self._pass: Pass | None = None  # the running forward pass
+        self._backward: Pass | None = None  # whose backward pass runs
         self._open = False  # a backward pass has begun and not ended
-        itself = weakref.ref(self)  # the module may outlive this object, which must not live on in its hooks
-        handles = []
-        for unit in units:
-            if not unit.flats and unit is not self.root:
-                continue
-            handles += [
-                unit.module.register_forward_pre_hook(_before(itself, unit), prepend=True, with_kwargs=True),
-                unit.module.register_forward_hook(_after(itself, unit)),
-            ]
-        self._removal = weakref.finalize(self, _remove, handles)
-        self._removal.atexit = False
+        self.version = 0  # of the parameters: steps made
+        watch(self, [unit for unit in units if unit.flats or unit is self.root])
 
     # Forward.
 
-    def begin(self, unit: Unit, inputs: Any) -> None:
-        """A unit is called."""
+    def begin(self, unit: Unit, args: Any, kwargs: Any) -> Any:
+        """A unit is called; other inputs for it, or None."""
         if self._in_backward():  # a checkpointed part is computed again
             self._again(unit)
-            return
-        if unit is self.root:
-            self._begin_pass()
+            return None
+        if unit is self.root or self._pass is None or self._has_failed(self._pass, unit):
+            self._begin_pass(unit)
+        of = self._pass
+        assert of is not None
         if not unit.calls:
             unit.first = self._clock
         self._clock += 1
         unit.calls += 1
-        order = self.schedule.forward
+        order = self.schedule.forward if of.units[0] is self.root else ()
         while not unit.present and self._next < len(order):
             order[self._next].gather()
             self._next += 1
-        unit.gather()  # for one that was freed too early, before it was known how often it is called
+        if not unit.present:
+            self._gather_again(unit, of)
         if self.prefetch and self._next < len(order):
             order[self._next].gather(ahead=True)
             self._next += 1
         unit.show()
-        if self._pass is not None and unit is not self.root and torch.is_grad_enabled():
-            remaining = [t for t in _tensors(inputs) if t.requires_grad]
-            if remaining:
-                remaining[0].register_hook(_ended(weakref.ref(self), self._pass, unit))  # type: ignore[no-untyped-call]
+        if not of.trains or unit in of.units or not torch.is_grad_enabled():
+            return None
+        inputs, hook = Inputs(args, kwargs), ended(self, of, unit, unit.calls)
+        for tensor in inputs.seen:
+            tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+        return inputs.args, inputs.kwargs
+
+    def _gather_again(self, unit: Unit, of: Pass) -> None:
+        """A call more than the schedule has; in the first pass it is not known yet how many come."""
+        if of.units[0] is self.root:
+            require_same_call(unit, self._group)
+            self.schedule = replace(self.schedule, settled=False)
+        unit.gather()
 
     def end(self, unit: Unit, inputs: Any, outputs: Any) -> None:
         """A unit has returned."""
-        if self._in_backward():
+        of = self._pass
+        if self._in_backward() or of is None:
             return
         unit.last = self._clock
         self._clock += 1
-        if self._pass is not None and unit is not self.root and torch.is_grad_enabled():
-            hook = _needed(weakref.ref(self), self._pass, unit)
-            passed_on = {id(tensor) for tensor in _tensors(inputs)}  # another unit's output, it may be
-            for tensor in _tensors(outputs):
+        if of.trains and unit not in of.units and torch.is_grad_enabled():
+            hook = needed(self, of, unit)
+            passed_on = {id(tensor) for tensor in tensors_in(inputs)}  # another unit's output, it may be
+            for tensor in tensors_in(outputs):
                 if tensor.requires_grad and id(tensor) not in passed_on:
                     tensor.register_hook(hook)  # type: ignore[no-untyped-call]
-        if unit is self.root:
-            self._end_pass(outputs)
-        elif unit.calls >= self.schedule.calls[unit.number]:
+        if unit is of.units[0]:
+            self._end_pass(of, outputs)
+        elif unit not in of.units and unit.calls >= self.schedule.calls[unit.number]:
             unit.free()
 
-    def _begin_pass(self) -> None:
-        if self._open or self._forward:  # the last one raised
+    def _has_failed(self, of: Pass, unit: Unit) -> bool:
+        """Whether a part's pass never ended: it is called again, or a unit is that is none of its."""
+        first = of.units[0]
+        if first is self.root:
+            return False
+        return unit is first or all(part is not unit.module for part in first.module.modules())
+
+    def _begin_pass(self, first: Unit) -> None:
+        if self._open or self._pass is not None:  # the last one raised
             self.abandon()
+        self._check_thawed()
         self._next = self._clock = 0
-        self._forward = True
-        self._pass = _Pass() if torch.is_grad_enabled() else None
+        around = [] if first is self.root else self._around(first)
+        self._pass = Pass([first, *around], torch.is_grad_enabled(), self.version)
         for unit in self.units:
             unit.calls = 0
+        for unit in around:
+            unit.gather()
+            unit.show()
 
-    def _end_pass(self, outputs: Any) -> None:
+    def _around(self, unit: Unit) -> list[Unit]:
+        """The units around one, or beside it, that have parameters of it."""
+        inside = {id(part) for part in unit.module.modules()}
+        needed = {id(parameter) for parameter in unit.module.parameters()}
+        return [
+            other
+            for other in self.units
+            if id(other.module) not in inside
+            and any(id(parameter) in needed for flat in other.flats for parameter in flat.parameters)
+        ]
+
+    def _check_thawed(self) -> None:
+        for unit in self.units:
+            for flat in unit.flats:
+                if not flat.trained and any(parameter.requires_grad for parameter in flat.parameters):
+                    raise RuntimeError(
+                        f"requires_grad of parameters of {unit} is True, and was False when the FullyShard "
+                        "was made, which keeps no gradients of them; thaw parameters before it is made"
+                    )
+
+    def _end_pass(self, of: Pass, outputs: Any) -> None:
+        first = of.units[0]
         # Others may use units that this rank has not.
-        for unit in self.schedule.forward[self._next :]:
+        for unit in self.schedule.forward[self._next :] if first is self.root else ():
             unit.gather()
             unit.free()
         for unit in self.units:
-            if unit is not self.root or self._pass is None:
+            if unit not in of.units or not of.trains:
                 unit.free()
-        if self._pass is not None:
-            if not self.schedule.settled and len(self.units) > 1:
+        if of.trains:
+            if first is self.root and not self.schedule.settled and len(self.units) > 1:
                 self.schedule = settle(self.units, self.prefetch, self.root.device, self._group)
-            self._pass.operations.extend(self.schedule.backward)
-            for tensor in _tensors(outputs):
+                self._check_called(outputs)
+            whole = first is self.root
+            order = self.schedule.backward if whole else own(self.units, of.units, self.prefetch)
+            of.close(order, [unit.calls for unit in self.units])
+            for tensor in tensors_in(outputs):
                 if tensor.requires_grad:
-                    tensor.register_hook(_needed(weakref.ref(self), self._pass, self.root))  # type: ignore[no-untyped-call]
-        self._forward, self._pass = False, None
+                    tensor.register_hook(needed(self, of, first))  # type: ignore[no-untyped-call]
+        self._pass = None
+
+    def _check_called(self, outputs: Any) -> None:
+        """Whose unit is never called, and its parameters are used: they are NaN."""
+        idle = [unit for unit in self.units if not self.schedule.calls[unit.number]]
+        if idle and any(t.is_floating_point() and t.isnan().any() for t in tensors_in(outputs)):
+            raise RuntimeError(
+                f"outputs are NaN, and {idle[0]} was never called, so that its parameters were not gathered; "
+                "if the model uses a part or another method of it, leave it out of units="
+            )
 
     # Backward.
 
-    def need(self, of: _Pass, unit: Unit) -> None:
+    def need(self, of: Pass, unit: Unit) -> None:
         """The backward pass has come to a unit."""
         if not self._open:
             self._open = True
             torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+        if of.version != self.version:
+            raise RuntimeError(
+                "backward came to a forward pass from before the optimizer's last step, which computed with "
+                "other parameters than there are now; call backward() before step()"
+            )
         if self._backward is not of:
             self._complete(self._backward)
             self._backward = of
-            self.root.gather()
-            self.root.show()
+            if of.units[0] in of.reduced:  # in an earlier backward pass, and its graph was retained
+                of.start()
+            for each in of.units:
+                each.gather()
+                each.show()
         if unit in of.reduced:
             raise RuntimeError(
                 f"backward came back to {unit} after its gradients were reduced, since this pass uses it in "
@@ -157,18 +205,21 @@ class Passes:
     def _in_backward(self) -> bool:
         return self._backward is not None and torch._C._current_graph_task_id() != -1
 
-    def ended(self, of: _Pass, unit: Unit) -> None:
-        """The backward pass has left a unit."""
-        if of is self._backward and of.operations and of.operations[0] == ("reduce", unit):
+    def ended(self, of: Pass, unit: Unit, call: int) -> None:
+        """The backward pass has left one of a unit's calls."""
+        if of is not self._backward:
+            return
+        of.leave(unit, call)
+        while of.operations and of.operations[0][0] == "reduce" and of.is_over(of.operations[0][1]):
             self._run(of, ahead=self.prefetch)
             self._gather_ahead(of)
 
-    def _gather_ahead(self, of: _Pass) -> None:
+    def _gather_ahead(self, of: Pass) -> None:
         """Launch the next gather, if it is due: while the unit before it computes."""
         if self.prefetch and of.operations and of.operations[0][0] == "gather":
             self._run(of, ahead=True)
 
-    def _run(self, of: _Pass, ahead: bool = False) -> None:
+    def _run(self, of: Pass, ahead: bool = False) -> None:
         """The next operation of a backward pass."""
         kind, unit = of.operations.popleft()
         if kind == "gather":
@@ -178,13 +229,14 @@ class Passes:
             of.reduced.add(unit)
             unit.free()
 
-    def _complete(self, of: _Pass | None) -> None:
+    def _complete(self, of: Pass | None) -> None:
         """What this rank's backward pass has not done; others may have."""
         if of is not None:
             while of.operations:
                 self._run(of)
-            self.gradients.reduce(self.root, ahead=False)
-            of.reduced.add(self.root)
+            for unit in of.units:
+                self.gradients.reduce(unit, ahead=False)
+                of.reduced.add(unit)
 
     def finish(self) -> None:
         """The backward pass is over: the gradients are complete."""
@@ -198,8 +250,7 @@ class Passes:
 
     def abandon(self) -> None:
         """After an error: free all, and forget the pass that was under way."""
-        self._backward, self._pass = None, None
-        self._open = self._forward = False
+        self._backward, self._pass, self._open = None, None, False
         self.gradients.complete()
         for unit in self.units:
             unit.free()
@@ -213,7 +264,7 @@ class Passes:
         Raises:
             RuntimeError: inside one.
         """
-        if self._forward or self._open:
+        if self._pass is not None or self._open:
             raise RuntimeError("parameters can be summoned before or after a pass, and not inside it")
         for unit in self.units:
             unit.gather()
@@ -223,61 +274,3 @@ class Passes:
         """Give the memory of all gathered parameters back."""
         for unit in self.units:
             unit.free()
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in a module's arguments or results."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from _tensors(each)
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors(each)
-    elif hasattr(value, "__dataclass_fields__"):
-        yield from _tensors(vars(value))
-
-
-Owner = weakref.ref[Passes]
-
-
-def _before(owner: Owner, unit: Unit) -> Callable[..., None]:
-    def before(_: nn.Module, args: Any, kwargs: Any) -> None:
-        passes = owner()
-        if passes is not None:
-            passes.begin(unit, (args, kwargs) if kwargs else args)
-
-    return before
-
-
-def _after(owner: Owner, unit: Unit) -> Callable[..., None]:
-    def after(_: nn.Module, inputs: Any, outputs: Any) -> None:
-        passes = owner()
-        if passes is not None:
-            passes.end(unit, inputs, outputs)
-
-    return after
-
-
-def _needed(owner: Owner, of: _Pass, unit: Unit) -> Callable[[Tensor], None]:
-    def needed(_: Tensor) -> None:
-        passes = owner()
-        if passes is not None:
-            passes.need(of, unit)
-
-    return needed
-
-
-def _ended(owner: Owner, of: _Pass, unit: Unit) -> Callable[[Tensor], None]:
-    def ended(_: Tensor) -> None:
-        passes = owner()
-        if passes is not None:
-            passes.ended(of, unit)
-
-    return ended
-
-
-def _remove(handles: list[Any]) -> None:
-    for handle in handles:
-        handle.remove()

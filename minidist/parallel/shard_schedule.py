@@ -16,7 +16,8 @@ from typing import Literal
 import torch
 
 from minidist import comm
-from minidist.comm.work import Group
+from minidist.comm.errors import CollectiveError
+from minidist.comm.work import Group, ranks_of
 from minidist.parallel.shard_units import Unit
 
 Operation = tuple[Literal["gather", "reduce"], Unit]
@@ -59,6 +60,35 @@ def settle(units: Sequence[Unit], ahead: bool, device: torch.device, group: Grou
     times = {u: (first[u.number], last[u.number]) for u in units}
     forward = sorted(units, key=lambda u: times[u][0])
     return Schedule(forward, calls, _backward({u: times[u] for u in units[1:]}, ahead), settled=True)
+
+
+def require_same_call(unit: Unit, group: Group) -> None:
+    """See that all ranks call a unit once more than the schedule has. Sends 32 (n - 1) / n bytes.
+
+    Raises:
+        RuntimeError: others call another unit, or something else.
+    """
+    if len(ranks_of(group)) == 1:
+        return
+    numbers = torch.tensor([unit.number, -unit.number], device=unit.device)
+    cause = None
+    try:
+        comm.all_reduce(numbers, "max", group=group)
+    except CollectiveError as error:
+        cause = error
+    if cause is not None or numbers.tolist() != [unit.number, -unit.number]:
+        raise RuntimeError(
+            f"{unit} was called {unit.calls} times in one pass, and not so on all ranks at this point; let "
+            "all call it as often, or make one unit of the module that calls it (units=)"
+        ) from cause
+
+
+def own(units: Sequence[Unit], whole: Sequence[Unit], ahead: bool) -> list[Operation]:
+    """After a forward pass of a part of the model: as this rank ran it, which is as all did.
+
+    whole: the units that stay gathered.
+    """
+    return _backward({u: (u.first, u.last) for u in units if u.calls and u not in whole}, ahead)
 
 
 def _backward(times: dict[Unit, tuple[int, int]], ahead: bool) -> list[Operation]:

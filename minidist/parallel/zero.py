@@ -18,6 +18,7 @@ sections 5.1, 5.2 and 7.1.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from math import inf
 from typing import Any, Literal
@@ -131,6 +132,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _join(self, parameters: list[nn.Parameter]) -> None:
         """Give new parameters rank 0's values."""
+        for parameter in parameters:
+            if parameter.layout is not torch.strided:
+                raise ValueError(
+                    f"params has one of layout {parameter.layout}, which cannot be dealt out; "
+                    "give dense parameters (their gradients may be sparse)"
+                )
         if self.exchange.ranks > 1:
             require_same("parameters", [(str(i), p) for i, p in enumerate(parameters)], self.group)
             broadcast_together(parameters, self.group)
@@ -142,8 +149,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.trained += [p for p in group["params"] if p.requires_grad and id(p) not in known]
         named = [(str(place), parameter) for place, parameter in enumerate(self.trained)]
 
+        itself = weakref.ref(self)  # no cycle: who replaces an optimizer has its hooks gone at once
+
         def make_plan(seen: Iterable[int]) -> ShardPlan:
-            return self._place(named, [*seen])
+            optimizer = itself()
+            assert optimizer is not None  # it owns the reducer that asks
+            return optimizer._place(named, [*seen])
 
         self.reducer: Reducer[ShardPlan] = Reducer(named, self.exchange, self.overlap, make_plan)
         self.reducer.syncing, self.reducer.scale = self.keep == "shares", 1.0
@@ -207,11 +218,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         """Sum the gradients over the ranks, update this rank's share, and gather everyone's. A collective.
 
         Args:
             closure: computes the loss and its gradients anew.
+            **options: arguments that the optimizer's own `step` has beside.
 
         Returns:
             What the closure returned, or None.
@@ -224,7 +236,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.synchronize()
-        self.update()
+        self.update(**options)
         return loss
 
     def synchronize(self) -> ShardPlan:
@@ -234,14 +246,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return self.reducer.settled()
 
     @torch.no_grad()
-    def update(self) -> None:
-        """The step that follows `synchronize`."""
+    def update(self, **options: Any) -> None:
+        """The step that follows `synchronize`; `options` are for the optimizer's own."""
         plan = self.reducer.settled()
         self._consolidated = None
 
         # Compute: this rank's share.
         self._pass_options(self.param_groups, self.inner.param_groups)
-        self.pieces.step(plan.used.tolist())
+        self.pieces.step(plan.used.tolist(), **options)
         self._pass_options(self.inner.param_groups, self.param_groups)
 
         self._gather()

@@ -208,8 +208,11 @@ class Pieces:
         dtype = piece.tensor.dtype if value.is_floating_point() else value.dtype
         return value.detach().to(device=piece.tensor.device, dtype=dtype, copy=True)
 
-    def step(self, used: Sequence[float]) -> None:
-        """Update the pieces of parameters that had a gradient on any rank, and no others."""
+    def step(self, used: Sequence[float], **options: Any) -> None:
+        """Update the pieces of parameters that had a gradient on any rank, and no others.
+
+        options: for the optimizer's own step.
+        """
         if not all(used) and any(0 < _count(piece, used) < len(piece.fragments) for piece in self.all):
             self.regroup(lambda piece, fragment, _: (id(piece), used[fragment.place] > 0))
         for piece in self.all:
@@ -217,7 +220,7 @@ class Pieces:
             grad = piece.gradient() if has else None
             piece.tensor.grad = grad if grad is None or self.factor == 1 else grad.mul_(self.factor)
         self.factor = 1.0
-        self.optimizer.step()
+        self.optimizer.step(**options)
         for piece in self.all:
             if piece.tensor.grad is not None and piece.tensor is not piece.value:
                 piece.value.copy_(piece.tensor)
