@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -18,6 +20,7 @@ from minidist import comm
 from minidist.model import GPT, MLP, config
 from minidist.model.loss import cross_entropy
 from minidist.parallel import sequence_parts, tensor_operators, vocabulary
+from minidist.parallel.activations import ActivationCounter
 from minidist.parallel.recompute import recompute
 from minidist.parallel.tensor_cuts import Cut, cuts
 from minidist.parallel.tensor_parallel import parallelize
@@ -181,8 +184,7 @@ def without_the_positions(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(tensor_operators._Split, "backward", wrong)
 
 
-def without_the_largest(patch: pytest.MonkeyPatch) -> None:
-    """The neighbour's tokens."""
+def with_the_neighbours_tokens(patch: pytest.MonkeyPatch) -> None:
     localise = vocabulary._localise
     patch.setattr(vocabulary, "_localise", lambda t, own: localise(t, range(own.start + 1, own.stop + 1)))
 
@@ -192,7 +194,7 @@ def without_the_first_weights(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "fault", [without_the_norms, without_the_positions, without_the_largest, without_the_first_weights]
+    "fault", [without_the_norms, without_the_positions, with_the_neighbours_tokens, without_the_first_weights]
 )
 def test_a_planted_fault_is_caught(cluster_of: Clusters, fault: Callable[..., None]) -> None:
     def wrong() -> Any:
@@ -300,9 +302,6 @@ def test_layers_alone_draw_the_same_weights_whole(cluster_of: Clusters) -> None:
         row = md.RowParallelLinear(9, 3, input_is_parallel=False, **double)  # type: ignore[arg-type]
         return tuple(x.detach() for x in (row(column(table(torch.arange(7)))), *row.parameters()))
 
-    torch.manual_seed(0)
-    parts = nn.Embedding(7, 5).double(), nn.Linear(5, 9).double(), nn.Linear(9, 3).double()
-    del parts  # their draws are float32's
     torch.manual_seed(0)
     table = nn.Embedding(7, 5, dtype=torch.float64)
     column, row = nn.Linear(5, 9, dtype=torch.float64), nn.Linear(9, 3, dtype=torch.float64)
@@ -439,3 +438,84 @@ def test_recomputation_and_no_overlap_change_no_bit(cluster_of: Clusters, sequen
             assert other.losses == first.losses
             for name, value in first.state.items():
                 torch.testing.assert_close(other.state[name], value, rtol=0, atol=0)
+
+
+def test_all_activations_between_and_inside_are_shared_with_the_sequence(cluster_of: Clusters) -> None:
+    """Korthikanti et al. 2022, section 4.2.2: every activation of a block becomes its n-th part."""
+
+    def kept(sequence_parallel: bool | None) -> int:
+        model = gpt(0)
+        if sequence_parallel is not None:
+            parallelize(model, plan_for(model), sequence_parallel=sequence_parallel)
+        own = 1 if not sequence_parallel else md.size()
+        block: Any = model.layers[1]  # type: ignore[index]
+        x = torch.ones(2, TOKENS // own, 8, dtype=torch.float64, requires_grad=True)
+        with ActivationCounter(model) as counter:
+            block(x)
+        return counter.peak
+
+    one, (with_copies, _), (shared, _) = (
+        kept(None),
+        cluster_of(2).run(kept, False),
+        cluster_of(2).run(kept, True),
+    )
+    assert 2 * shared == one
+    assert shared < with_copies < one
+
+
+def test_copies_and_pickles_compute_the_same(cluster_of: Clusters) -> None:
+    def compare() -> None:
+        inputs, _ = tokens(torch.Generator().manual_seed(0), 2)
+        model = gpt(0, dropout=0.1)
+        parallelize(model, plan_for(model), sequence_parallel=True)
+        model.eval()
+        expected = model(inputs)
+        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.fill_(torch.nan)  # the copy must not compute with it
+            torch.testing.assert_close(other(inputs), expected, rtol=0, atol=0)
+            model = other
+
+    cluster_of(2).run(compare)
+
+
+def test_layers_that_share_an_input_need_not_all_be_called(cluster_of: Clusters) -> None:
+    def compute() -> None:
+        part = nn.ModuleDict({name: nn.Linear(3, 4, dtype=torch.float64) for name in "qkv"})
+        parallelize(part, {"q|k|v": "column"})
+        x = torch.ones(2, 3, dtype=torch.float64)
+        for _ in range(2):
+            torch.testing.assert_close(part["q"](x), functional.linear(x, part["q"].weight, part["q"].bias))
+        torch.testing.assert_close(
+            part["v"](2 * x), functional.linear(2 * x, part["v"].weight, part["v"].bias)
+        )
+        alone = part["k"](x.clone().requires_grad_())
+        alone.sum().backward()
+        assert part["k"].weight.grad is not None
+
+    cluster_of(2).run(compute)
+
+
+def test_one_module_in_two_places_stays_one(cluster_of: Clusters) -> None:
+    def look() -> tuple[bool, tuple[int, ...]]:
+        linear = nn.Linear(4, 4)
+        model = nn.ModuleDict({"a": nn.Sequential(linear), "b": nn.Sequential(linear)})
+        parallelize(model, {"a.0": "column"})
+        return model["a"][0] is model["b"][0], tuple(model["b"][0].weight.shape)
+
+    assert cluster_of(2).run(look) == [(True, (2, 4))] * 2
+
+
+def test_a_rank_alone_in_its_group_has_all(cluster_of: Clusters) -> None:
+    def sent() -> tuple[int, set[tuple[int, ...]]]:
+        groups = [torch.distributed.new_group([rank]) for rank in range(md.size())]
+        model = mlp(md.rank())
+        with comm.ledger() as ledger:
+            parallelize(model, plan_for(model), groups[md.rank()])
+            model(torch.ones(2, 6, dtype=torch.float64)).sum().backward()
+        boxes = cuts(model).values()
+        assert all(cut.sizes == cut.shape and not any(cut.offsets) for cut in boxes)
+        return ledger.bytes_sent, {cut.shape for cut in boxes}
+
+    assert cluster_of(2).run(sent) == [(0, {(5, 6), (5,), (4, 5)})] * 2

@@ -96,10 +96,11 @@ def _check_kind(part: Part) -> None:
 
 def check_ties(module: nn.Module, parts: Mapping[str, Part]) -> None:
     """A parameter with several names has to be cut alike under each."""
+    by_module = {part.module: part for part in parts.values()}  # which may be in several places, too
     cut: dict[Tensor, tuple[str, int | None]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         owner, _, last = name.rpartition(".")
-        part = parts.get(owner)
+        part = by_module.get(module.get_submodule(owner))
         dimension = None if part is None else part.dimension
         if last == "bias" and dimension == 1:
             dimension = None
