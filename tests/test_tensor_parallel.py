@@ -340,6 +340,8 @@ def test_a_forgotten_part_is_refused_under_sequence_parallelism() -> None:
     parallelize(gpt(0), plan)
     with pytest.raises(ValueError, match=r"the plan says nothing of layers\.1\.mlp_norm"):
         parallelize(gpt(0), plan, sequence_parallel=True)
+    with pytest.raises(ValueError, match="a row-parallel layer whose input is whole has no share"):
+        md.RowParallelLinear(4, 4, input_is_parallel=False, sequence_parallel=True)
     with pytest.raises(ValueError, match="no part of the plan has style 'sequence'"):
         parallelize(mlp(0), plan_for(mlp(0)), sequence_parallel=True)
 
