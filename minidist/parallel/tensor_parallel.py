@@ -85,7 +85,7 @@ def parallelize(
     check_ties(module, parts)
     if sequence_parallel:
         check_sequence(module, parts)
-    cut_between_heads(module, parts, len(ranks_of(group)))
+    cut_between_heads(module, parts, together, len(ranks_of(group)))
     send_whole(module, group)
     share_random_state(group)
     made: dict[nn.Module, nn.Module] = {}
