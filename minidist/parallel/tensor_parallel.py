@@ -14,9 +14,9 @@
 | "split" | an Embedding | under sequence parallelism, returns a share of the sequence |
 | "random" | attention | has dropout inside, on this rank's heads: its random numbers are its own |
 
-The last layer of a model goes with `vocab_parallel_cross_entropy`. Layers of one parent that read one input,
-such as attention's queries, keys and values, are named together with "|", as
-"layers.*.attention.query|key|value": they then send one message in place of three.
+A last layer with style "vocabulary" goes with `vocab_parallel_cross_entropy`, or with `gather_logits` for
+other losses. Layers of one parent that read one input, such as attention's queries, keys and values, are
+named together with "|", as "layers.*.attention.query|key|value": they then send one message and not three.
 
 What random numbers the other parts draw has to be the same on all ranks: they get the same state to start
 with, and everything else that draws has to draw alike. A part with a `head_size` (or `head_dim`) is cut

@@ -18,7 +18,7 @@ from minidist.parallel.vocabulary import check_embedding
 from minidist.parallel.whole_layers import check_linear
 
 STYLES = ("column", "column_gathered", "row", "row_split", "vocabulary", "sequence", "split", "random")
-COLUMNS, ROWS = ("column", "column_gathered"), ("row", "row_split")
+ROWS = ("row", "row_split")
 
 
 @dataclass
