@@ -40,7 +40,7 @@ def timed(full: bool) -> Measure:
 def _enter(benchmark: Benchmark, measure: Measure, rows: int, name: str) -> None:
     ranks = measure(rows)
     for peer in PEERS:  # the same training, or the comparison means nothing
-        np.testing.assert_allclose(ranks[0].losses[name][:3], ranks[0].losses[peer][:3], rtol=2e-2)
+        np.testing.assert_allclose(ranks[0].losses[name][:3], ranks[0].losses[peer][:3], rtol=1e-3)
     seconds = {
         of: [max(step) for step in zip(*(rank.seconds[of] for rank in ranks), strict=True)]
         for of in (name, *PEERS)

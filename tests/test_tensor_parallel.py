@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -18,6 +20,7 @@ from minidist import comm
 from minidist.model import GPT, MLP, config
 from minidist.model.loss import cross_entropy
 from minidist.parallel import sequence_parts, tensor_operators, vocabulary
+from minidist.parallel.activations import ActivationCounter
 from minidist.parallel.recompute import recompute
 from minidist.parallel.tensor_cuts import Cut, cuts
 from minidist.parallel.tensor_parallel import parallelize
@@ -77,6 +80,26 @@ class Own(nn.Module):
         return out
 
 
+class Flat(nn.Module):
+    """All maps of a block in one module, with a hidden size that is no multiple of its heads' size."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.head_size = 2
+        self.q, self.k, self.v, self.o = (nn.Linear(6, 6) for _ in range(4))
+        self.gate, self.up, self.down = nn.Linear(6, 9), nn.Linear(6, 9), nn.Linear(9, 6)
+        self.last = nn.Linear(6, 4)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, 6), one token each
+        heads = (part(x).unflatten(-1, (-1, self.head_size))[:, :, None] for part in (self.q, self.k, self.v))
+        x = x + self.o(functional.scaled_dot_product_attention(*heads).flatten(1))
+        out: Tensor = self.last(x + self.down(functional.silu(self.gate(x)) * self.up(x)))
+        return out
+
+
+FLAT_PLAN = {"q|k|v": "column", "o": "row", "gate|up": "column", "down": "row"}
 OWN_PLAN = {
     "table": "vocabulary",
     "norm": "sequence",
@@ -105,7 +128,9 @@ CASES = {
     "mlp": contract.Case(mlp, vectors, batches=BATCHES),
     "mlp of three": contract.Case(partial(mlp, sizes=(6, 5, 7, 4)), vectors, batches=BATCHES),
     "own": contract.Case(Own, tokens, batches=BATCHES),
+    "flat": contract.Case(Flat, vectors, batches=BATCHES),
 }
+PLANS = {"own": OWN_PLAN, "flat": FLAT_PLAN}
 
 
 def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -156,19 +181,19 @@ def assemble(trained: list[tuple[contract.Trained, dict[str, Cut]]]) -> contract
     return contract.Trained(first.losses, state)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [(name, ranks) for name in CASES for ranks in (1, 2, 3, 4) if (name, ranks) != ("flat", 4)],
+)
 def test_every_parameter_equals_one_process(cluster_of: Clusters, name: str, ranks: int) -> None:
-    plan = OWN_PLAN if name == "own" else None
-    trained = cluster_of(ranks).run(train, CASES[name], plan)
+    trained = cluster_of(ranks).run(train, CASES[name], PLANS.get(name))
     contract.compare(assemble(trained), contract.train_in_one_process(CASES[name]))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", ["gpt", "gpt not tied", "own"])
 def test_a_share_of_the_sequence_changes_nothing(cluster_of: Clusters, name: str, ranks: int) -> None:
-    plan = OWN_PLAN if name == "own" else None
-    trained = cluster_of(ranks).run(train, CASES[name], plan, sequence_parallel=True)
+    trained = cluster_of(ranks).run(train, CASES[name], PLANS.get(name), sequence_parallel=True)
     contract.compare(assemble(trained), contract.train_in_one_process(CASES[name]))
 
 
@@ -181,8 +206,7 @@ def without_the_positions(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(tensor_operators._Split, "backward", wrong)
 
 
-def without_the_largest(patch: pytest.MonkeyPatch) -> None:
-    """The neighbour's tokens."""
+def with_the_neighbours_tokens(patch: pytest.MonkeyPatch) -> None:
     localise = vocabulary._localise
     patch.setattr(vocabulary, "_localise", lambda t, own: localise(t, range(own.start + 1, own.stop + 1)))
 
@@ -192,7 +216,7 @@ def without_the_first_weights(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "fault", [without_the_norms, without_the_positions, without_the_largest, without_the_first_weights]
+    "fault", [without_the_norms, without_the_positions, with_the_neighbours_tokens, without_the_first_weights]
 )
 def test_a_planted_fault_is_caught(cluster_of: Clusters, fault: Callable[..., None]) -> None:
     def wrong() -> Any:
@@ -301,9 +325,6 @@ def test_layers_alone_draw_the_same_weights_whole(cluster_of: Clusters) -> None:
         return tuple(x.detach() for x in (row(column(table(torch.arange(7)))), *row.parameters()))
 
     torch.manual_seed(0)
-    parts = nn.Embedding(7, 5).double(), nn.Linear(5, 9).double(), nn.Linear(9, 3).double()
-    del parts  # their draws are float32's
-    torch.manual_seed(0)
     table = nn.Embedding(7, 5, dtype=torch.float64)
     column, row = nn.Linear(5, 9, dtype=torch.float64), nn.Linear(9, 3, dtype=torch.float64)
     expected = row(column(table(torch.arange(7)))).detach()
@@ -341,6 +362,8 @@ def test_a_forgotten_part_is_refused_under_sequence_parallelism() -> None:
     parallelize(gpt(0), plan)
     with pytest.raises(ValueError, match=r"the plan says nothing of layers\.1\.mlp_norm"):
         parallelize(gpt(0), plan, sequence_parallel=True)
+    with pytest.raises(ValueError, match="a row-parallel layer whose input is whole has no share"):
+        md.RowParallelLinear(4, 4, input_is_parallel=False, sequence_parallel=True)
     with pytest.raises(ValueError, match="no part of the plan has style 'sequence'"):
         parallelize(mlp(0), plan_for(mlp(0)), sequence_parallel=True)
 
@@ -439,3 +462,84 @@ def test_recomputation_and_no_overlap_change_no_bit(cluster_of: Clusters, sequen
             assert other.losses == first.losses
             for name, value in first.state.items():
                 torch.testing.assert_close(other.state[name], value, rtol=0, atol=0)
+
+
+def test_all_activations_between_and_inside_are_shared_with_the_sequence(cluster_of: Clusters) -> None:
+    """Korthikanti et al. 2022, section 4.2.2: every activation of a block becomes its n-th part."""
+
+    def kept(sequence_parallel: bool | None) -> int:
+        model = gpt(0)
+        if sequence_parallel is not None:
+            parallelize(model, plan_for(model), sequence_parallel=sequence_parallel)
+        own = 1 if not sequence_parallel else md.size()
+        block: Any = model.layers[1]  # type: ignore[index]
+        x = torch.ones(2, TOKENS // own, 8, dtype=torch.float64, requires_grad=True)
+        with ActivationCounter(model) as counter:
+            block(x)
+        return counter.peak
+
+    one, (with_copies, _), (shared, _) = (
+        kept(None),
+        cluster_of(2).run(kept, False),
+        cluster_of(2).run(kept, True),
+    )
+    assert 2 * shared == one
+    assert shared < with_copies < one
+
+
+def test_copies_and_pickles_compute_the_same(cluster_of: Clusters) -> None:
+    def compare() -> None:
+        inputs, _ = tokens(torch.Generator().manual_seed(0), 2)
+        model = gpt(0, dropout=0.1)
+        parallelize(model, plan_for(model), sequence_parallel=True)
+        model.eval()
+        expected = model(inputs)
+        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.fill_(torch.nan)  # the copy must not compute with it
+            torch.testing.assert_close(other(inputs), expected, rtol=0, atol=0)
+            model = other
+
+    cluster_of(2).run(compare)
+
+
+def test_layers_that_share_an_input_need_not_all_be_called(cluster_of: Clusters) -> None:
+    def compute() -> None:
+        part = nn.ModuleDict({name: nn.Linear(3, 4, dtype=torch.float64) for name in "qkv"})
+        parallelize(part, {"q|k|v": "column"})
+        x = torch.ones(2, 3, dtype=torch.float64)
+        for _ in range(2):
+            torch.testing.assert_close(part["q"](x), functional.linear(x, part["q"].weight, part["q"].bias))
+        torch.testing.assert_close(
+            part["v"](2 * x), functional.linear(2 * x, part["v"].weight, part["v"].bias)
+        )
+        alone = part["k"](x.clone().requires_grad_())
+        alone.sum().backward()
+        assert part["k"].weight.grad is not None
+
+    cluster_of(2).run(compute)
+
+
+def test_one_module_in_two_places_stays_one(cluster_of: Clusters) -> None:
+    def look() -> tuple[bool, tuple[int, ...]]:
+        linear = nn.Linear(4, 4)
+        model = nn.ModuleDict({"a": nn.Sequential(linear), "b": nn.Sequential(linear)})
+        parallelize(model, {"a.0": "column"})
+        return model["a"][0] is model["b"][0], tuple(model["b"][0].weight.shape)
+
+    assert cluster_of(2).run(look) == [(True, (2, 4))] * 2
+
+
+def test_a_rank_alone_in_its_group_has_all(cluster_of: Clusters) -> None:
+    def sent() -> tuple[int, set[tuple[int, ...]]]:
+        groups = [torch.distributed.new_group([rank]) for rank in range(md.size())]
+        model = mlp(md.rank())
+        with comm.ledger() as ledger:
+            parallelize(model, plan_for(model), groups[md.rank()])
+            model(torch.ones(2, 6, dtype=torch.float64)).sum().backward()
+        boxes = cuts(model).values()
+        assert all(cut.sizes == cut.shape and not any(cut.offsets) for cut in boxes)
+        return ledger.bytes_sent, {cut.shape for cut in boxes}
+
+    assert cluster_of(2).run(sent) == [(0, {(5, 6), (5,), (4, 5)})] * 2

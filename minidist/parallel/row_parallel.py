@@ -38,7 +38,7 @@ class RowParallelLinear(TensorParallel):
         group, sequence_parallel, unit: as for `ColumnParallelLinear`.
 
     Raises:
-        ValueError: as for `ColumnParallelLinear`.
+        ValueError: as for `ColumnParallelLinear`; sequence parallelism with a whole input.
     """
 
     weight: nn.Parameter  # (out, in / n)
@@ -58,6 +58,11 @@ class RowParallelLinear(TensorParallel):
         device: Device = None,
     ) -> None:
         super().__init__()
+        if sequence_parallel and not input_is_parallel:
+            raise ValueError(
+                "a row-parallel layer whose input is whole has no share of the sequence to return: give "
+                "input_is_parallel=True after a column-parallel layer, or sequence_parallel=False"
+            )
         self.in_features, self.out_features = in_features, out_features
         self.input_is_parallel = input_is_parallel
         self.group, self.sequence_parallel = group, sequence_parallel

@@ -19,6 +19,9 @@ from minidist.comm.work import Group
 from minidist.parallel.random_state import own_random_state
 from minidist.parallel.tensor_operators import check_sequence, copy_all_to_ranks, split_to_ranks
 
+_DRAW_NOTHING = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
+"""Parts that need no random numbers, and are spared the time that a stream of them takes."""
+
 
 class _Around:
     """Another `forward` for a module that is there, around its own."""
@@ -52,7 +55,8 @@ class OnOwnTokens(_Around):
         for (parameters, name, _), copy in zip(places, summed, strict=True):
             parameters[name] = copy  # type: ignore[assignment]
         try:
-            with own_random_state(self.group) if self.part.training else nullcontext():
+            draws = self.part.training and not isinstance(self.part, _DRAW_NOTHING)
+            with own_random_state(self.group) if draws else nullcontext():
                 return self.own(*args, **kwargs)
         finally:
             for parameters, name, parameter in places:

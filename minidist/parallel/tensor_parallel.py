@@ -14,9 +14,9 @@
 | "split" | an Embedding | under sequence parallelism, returns a share of the sequence |
 | "random" | attention | has dropout inside, on this rank's heads: its random numbers are its own |
 
-The last layer of a model goes with `vocab_parallel_cross_entropy`. Layers of one parent that read one input,
-such as attention's queries, keys and values, are named together with "|", as
-"layers.*.attention.query|key|value": they then send one message in place of three.
+A last layer with style "vocabulary" goes with `vocab_parallel_cross_entropy`, or with `gather_logits` for
+other losses. Layers of one parent that read one input, such as attention's queries, keys and values, are
+named together with "|", as "layers.*.attention.query|key|value": they then send one message and not three.
 
 What random numbers the other parts draw has to be the same on all ranks: they get the same state to start
 with, and everything else that draws has to draw alike. A part with a `head_size` (or `head_dim`) is cut
@@ -43,6 +43,9 @@ from minidist.parallel.tensor_styles import ROWS, Part, check_sequence, check_ti
 from minidist.parallel.vocabulary import VocabParallelEmbedding
 from minidist.parallel.whole_layers import send_whole
 
+_AROUND = {"sequence": OnOwnTokens, "split": SplitAfter}
+"""What goes around a part under sequence parallelism."""
+
 
 def parallelize(
     module: nn.Module,
@@ -55,7 +58,8 @@ def parallelize(
 
     The weights are those of the group's first rank, and so is the state of torch's random numbers from then
     on: both are sent to all, the whole model once. Each rank keeps its parts, under the names of the whole;
-    `cuts` says where in the whole they are. Make the optimizer afterwards, and recompute afterwards.
+    `cuts` says where in the whole they are. Make the optimizer afterwards, recompute afterwards, and add
+    hooks afterwards: what is cut becomes a new module.
 
     Forward and backward: each layer's and operator's docstring says what it sends.
 
@@ -81,7 +85,7 @@ def parallelize(
     check_ties(module, parts)
     if sequence_parallel:
         check_sequence(module, parts)
-    cut_between_heads(module, parts, len(ranks_of(group)))
+    cut_between_heads(module, parts, together, len(ranks_of(group)))
     send_whole(module, group)
     share_random_state(group)
     made: dict[nn.Module, nn.Module] = {}
@@ -90,15 +94,16 @@ def parallelize(
         if part.dimension is not None:
             new = made[part.module] = _cut(part, group, sequence_parallel, overlap)
             for name, whole in part.module.named_parameters(recurse=False):
-                setattr(new, name, parameters.setdefault(whole, getattr(new, name)))
-        elif part.style == "random":
-            WithOwnRandomNumbers(part.module, group)
-        elif sequence_parallel:
-            {"sequence": OnOwnTokens, "split": SplitAfter}[part.style](part.module, group)
+                setattr(new, name, parameters.setdefault(whole, getattr(new, name)))  # tied ones stay tied
     for parent in list(module.modules()):
-        for name, child in parent.named_children():
+        for name, child in parent._modules.items():
             if child in made:
-                setattr(parent, name, made[child])
+                parent._modules[name] = made[child]
+    for part in parts.values():
+        if part.style == "random":
+            WithOwnRandomNumbers(part.module, group)
+        elif part.style in _AROUND and sequence_parallel:
+            _AROUND[part.style](part.module, group)
     for names in together:
         layers = [made[parts[name].module] for name in names]
         shared = SharedInput([layer for layer in layers if isinstance(layer, ColumnParallelLinear)])

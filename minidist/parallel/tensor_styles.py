@@ -6,7 +6,7 @@ part of the model is changed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from minidist.parallel.vocabulary import check_embedding
 from minidist.parallel.whole_layers import check_linear
 
 STYLES = ("column", "column_gathered", "row", "row_split", "vocabulary", "sequence", "split", "random")
-COLUMNS, ROWS = ("column", "column_gathered"), ("row", "row_split")
+ROWS = ("row", "row_split")
 
 
 @dataclass
@@ -96,10 +96,11 @@ def _check_kind(part: Part) -> None:
 
 def check_ties(module: nn.Module, parts: Mapping[str, Part]) -> None:
     """A parameter with several names has to be cut alike under each."""
+    by_module = {part.module: part for part in parts.values()}  # which may be in several places, too
     cut: dict[Tensor, tuple[str, int | None]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         owner, _, last = name.rpartition(".")
-        part = parts.get(owner)
+        part = by_module.get(module.get_submodule(owner))
         dimension = None if part is None else part.dimension
         if last == "bias" and dimension == 1:
             dimension = None
@@ -129,8 +130,14 @@ def check_sequence(module: nn.Module, parts: Mapping[str, Part]) -> None:
         )
 
 
-def cut_between_heads(module: nn.Module, parts: Mapping[str, Part], ranks: int) -> None:
-    """Give the linear parts of attention the units that they can be cut into."""
+def cut_between_heads(
+    module: nn.Module, parts: Mapping[str, Part], together: Sequence[Sequence[str]], ranks: int
+) -> None:
+    """Give the linear parts of attention the units that they can be cut into.
+
+    Queries, keys and values are the parts that read one input; where no plan says so, all in their parent.
+    What reads the heads' results has as many inputs as there are queries.
+    """
     by_parent: dict[str, list[Part]] = {}
     for part in parts.values():
         if isinstance(part.module, nn.Linear) and part.style in ("column", "row"):
@@ -140,17 +147,27 @@ def cut_between_heads(module: nn.Module, parts: Mapping[str, Part], ranks: int) 
         head = getattr(above, "head_size", getattr(above, "head_dim", None))
         if not isinstance(head, int):
             continue
-        sizes = [part.size for part in siblings]
-        heads = min(sizes) // head
-        if heads < ranks:
+        joined = [[parts[name] for name in names] for names in together if parts[names[0]].parent == parent]
+        units: dict[int, int] = {}
+        for members in joined or [siblings]:
+            if not any(part.size % head for part in members):  # else it is no map to heads
+                units |= _units_of(parent, members, head, ranks)
+        for part in siblings:
+            part.unit = units.get(part.size, 1)
+
+
+def _units_of(parent: str, members: Sequence[Part], head: int, ranks: int) -> dict[int, int]:
+    """For each size of some maps to heads what stays together: the heads that share keys and values."""
+    heads = min(part.size for part in members) // head
+    if heads < ranks:
+        raise ValueError(
+            f"{parent} has {heads} heads of keys and values, which {ranks} tensor-parallel ranks cannot "
+            f"share; use at most {heads}"
+        )
+    for part in members:
+        if part.size % (heads * head):
             raise ValueError(
-                f"{parent} has {heads} heads of keys and values, which {ranks} tensor-parallel ranks cannot "
-                f"share; use at most {heads}"
+                f"{part.name} has size {part.size}, which is no multiple of {heads} heads of {head}; give "
+                f"{parent} queries in a multiple of the heads of its keys and values"
             )
-        for part, size in zip(siblings, sizes, strict=True):
-            if size % (heads * head):
-                raise ValueError(
-                    f"{part.name} has size {size}, which is no multiple of {heads} heads of {head}; give "
-                    f"{parent} queries in a multiple of the heads of its keys and values"
-                )
-            part.unit = size // heads
+    return {part.size: part.size // heads for part in members}
