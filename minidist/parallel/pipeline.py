@@ -9,6 +9,7 @@ Source: Huang et al. 2019, "GPipe"; Narayanan et al. 2019, "PipeDream", and 2021
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -24,6 +25,8 @@ from minidist.model.loss import cross_entropy
 from minidist.parallel import schedules
 from minidist.parallel.engine import Loss, check_rows
 from minidist.parallel.instructions import Instruction, Schedule, sizes, stage_of
+from minidist.parallel.recompute import recomputes
+from minidist.parallel.simulation import Event
 from minidist.parallel.split_backward import SplitBackward
 from minidist.parallel.stage_messages import StageMessages
 from minidist.parallel.tied import start_equal, sum_tied
@@ -86,6 +89,7 @@ class Pipeline:
         self.micro_batches = MICRO_BATCHES if micro_batches is None else micro_batches
         self._schedules: dict[int, Schedule] = {}
         self._schedules[self.micro_batches] = self.schedule_for(self.micro_batches, schedule)
+        self._events: list[Event] | None = None
         self.tied = [(parameter, start_equal(parameter, group)) for parameter in tied]
 
     def schedule_for(self, micro_batches: int, given: str | Schedule | None = None) -> Schedule:
@@ -189,11 +193,30 @@ class Pipeline:
         messages.begin(own, kinds)
         try:
             for each in own:
+                if self._events is None:
+                    run.execute(each, messages)
+                    continue
+                start = time.perf_counter()
                 run.execute(each, messages)
+                self._events.append(Event(each, start, time.perf_counter()))
             messages.finish()
         except BaseException:
             messages.drop()
             raise
+
+    @contextmanager
+    def timed(self) -> Iterator[list[Event]]:
+        """Inside, note when this rank began and ended each instruction, to set beside `schedules.simulate`.
+
+        Yields a list of events in seconds of `time.perf_counter`, which the ranks of a host share. On a GPU
+        it is the time in which the work was handed over.
+        """
+        events: list[Event] = []
+        self._events = events
+        try:
+            yield events
+        finally:
+            self._events = None
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
@@ -305,7 +328,7 @@ class _Run:
         gradient = self.arrived.pop(("backward", micro_batch, chunk), None)
         found = None
         if one.root is not None:
-            one.split = SplitBackward(one.root, one.x)
+            one.split = SplitBackward(one.root, one.x, recomputes(self.pipeline.stages[chunk]))
             found = one.split.input_gradient(gradient)
         if one.x is not None:
             self._leave_gradient(micro_batch, chunk, one.x, found)
