@@ -128,7 +128,7 @@ def test_wrong_arguments_are_told() -> None:
     layers = [nn.Identity(), nn.Identity()]
     with pytest.raises(ValueError, match="parts is 3 and there are 2 layers; give 1 to 2"):
         cut(layers, 3)
-    with pytest.raises(ValueError, match="give one of 0 or more for each"):
+    with pytest.raises(ValueError, match="give one of 0 or more"):
         cut(layers, 2, [1.0])
-    with pytest.raises(TypeError, match="part is a list; give a torch.nn.Module with this rank's layers"):
+    with pytest.raises(TypeError, match=r"part is a list; give a .* with this rank's layers"):
         LayerByLayer(layers)  # type: ignore[arg-type]

@@ -14,12 +14,13 @@ from minidist import comm
 from minidist.model import GPT, MLP, config
 from minidist.model.loss import accuracy, cross_entropy
 from minidist.parallel import pipeline as pipelines
-from minidist.parallel import schedules
+from minidist.parallel import schedules, stage_messages
 from minidist.parallel.activations import ActivationCounter
 from minidist.parallel.instructions import Instruction
 from minidist.parallel.layerwise import cut
 from minidist.parallel.pipeline import Pipeline
 from minidist.parallel.split_backward import SplitBackward
+from minidist.parallel.stage_passes import StagePasses
 
 Clusters = Callable[[int], md.Cluster]
 Gradients = dict[str, Tensor]
@@ -126,6 +127,23 @@ def test_any_number_of_micro_batches(cluster_of: Clusters, micro_batches: int) -
         check(cluster_of(2).run(train_here, *form, micro_batches, (8, 5)), (8, 5))
 
 
+def test_messages_in_lanes_of_their_own(cluster_of: Clusters) -> None:
+    """As on GPUs, where messages between two ranks would wait for each other."""
+
+    def train() -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(stage_messages, "needs_lanes", lambda device: True)
+            return train_here("interleaved", 2, 4, (8, 5))
+
+    check(cluster_of(2).run(train), (8, 5))
+
+
+def test_calls_are_the_same_where_they_are_checked() -> None:
+    with md.Cluster(2, timeout=60, check=True) as cluster:
+        for form in FORMS.values():
+            check(cluster.run(train_here, *form, 4, (5, 8)), (5, 8))
+
+
 def backward_as_soon_as_it_can(ranks: int, micro_batches: int) -> list[list[Instruction]]:
     """A schedule of one's own: whole backward passes on the last rank, on the others in halves."""
     compute = []
@@ -175,14 +193,14 @@ def without_weights(patch: pytest.MonkeyPatch) -> None:
 
 def gradients_of_another(patch: pytest.MonkeyPatch) -> None:
     """Each gradient is that of the micro-batch before: as if messages were matched in another order."""
-    run = pipelines._Run._leave_gradient
+    run = StagePasses._leave_gradient
     kept: list[Tensor] = []
 
     def wrong(self: Any, micro_batch: int, chunk: int, x: Tensor, gradient: Tensor | None) -> None:
         kept.append(torch.zeros_like(x) if gradient is None else gradient)
         run(self, micro_batch, chunk, x, kept[-2] if len(kept) > 1 and kept[-2].shape == x.shape else None)
 
-    patch.setattr(pipelines._Run, "_leave_gradient", wrong)
+    patch.setattr(StagePasses, "_leave_gradient", wrong)
 
 
 def weights_only_once(patch: pytest.MonkeyPatch) -> None:
