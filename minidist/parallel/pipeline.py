@@ -113,7 +113,7 @@ class Pipeline:
             CollectiveError: a peer is gone or late.
         """
         rows = check_rows(inputs, targets)
-        coming = self._expect()
+        coming = self._expect(inputs, targets)
         before = [None if p is None or p.grad is None else p.grad.clone() for p, _ in self.tied]
         for parameter, _ in self.tied:
             if parameter is not None:
@@ -133,14 +133,15 @@ class Pipeline:
             metric: a mean over rows; None for the loss.
         """
         rows = len(inputs)
-        coming = self._expect()
+        coming = self._expect(inputs, targets)
         total = self._everywhere(self.run(inputs, targets, train=False, loss=metric), coming)
         if metric is None and self.reduction == "sum":
             return total
         return total / rows if rows else float("nan")
 
-    def _expect(self) -> comm.Work | None:
+    def _expect(self, inputs: Tensor, targets: Tensor) -> comm.Work | None:
         """On all ranks but the last: post the receive of the loss, for which that one then need not wait."""
+        self._parts(inputs, targets)  # what is posted before an error would be taken for the next step's
         if self.rank == self.ranks - 1:
             return None
         coming = torch.empty((), dtype=torch.float64, device=self.device)
@@ -176,19 +177,10 @@ class Pipeline:
             On the last stage's rank the sum of loss times rows over the micro-batches (of losses alone where
             the pipeline's own is a sum), a float64 scalar; on the others 0.
         """
-        if len(inputs) != len(targets):
-            raise ValueError(
-                f"inputs have {len(inputs)} rows and targets {len(targets)}; give one for each row"
-            )
+        parts = self._parts(inputs, targets)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        parts = min(self.micro_batches, len(inputs))
         if not parts:
             return total
-        if self._named is None and parts < self.micro_batches:
-            raise ValueError(
-                f"inputs have {len(inputs)} rows and the schedule {self.micro_batches} micro-batches; give "
-                "at least a row for each, or name a schedule, which is then made for the rows that there are"
-            )
         passes = StagePasses(
             self.stages,
             self.rank,
@@ -206,6 +198,20 @@ class Pipeline:
                 passes, self._plan(parts, train), [(x.shape, x.dtype, train) for x in passes.inputs]
             )
         return total
+
+    def _parts(self, inputs: Tensor, targets: Tensor) -> int:
+        """How many micro-batches a batch has."""
+        rows = len(inputs)
+        if rows != len(targets):
+            raise ValueError(
+                f"inputs have {rows} rows and targets {len(targets)}; give one target for each row"
+            )
+        if self._given is not None and 0 < rows < self.micro_batches:
+            raise ValueError(
+                f"inputs have {rows} rows and the schedule {self.micro_batches} micro-batches; give at least "
+                "a row for each, or name a schedule, which is then made for the rows that there are"
+            )
+        return min(self.micro_batches, rows)
 
     def _plan(self, micro_batches: int, train: bool) -> Plan:
         """What this rank does for so many micro-batches; made when it is first asked for."""
