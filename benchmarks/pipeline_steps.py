@@ -96,7 +96,7 @@ def _torchs(name: str, stage: nn.Module, micro_batches: int) -> Callable[[Tensor
         else:
             schedule.step(*given)
         optimizer.step()
-        return [float(torch.stack(losses).mean())] if losses else []
+        return [torch.stack(losses).mean().item()] if losses else []
 
     return step
 

@@ -227,6 +227,42 @@ def test_a_planted_fault_is_caught(cluster_of: Clusters, fault: Callable[[pytest
         check(cluster_of(2).run(train), (5,))
 
 
+@pytest.mark.parametrize("form", ["1f1b", "zero_bubble", "interleaved"])
+def test_training_ends_at_the_weights_of_one_process(cluster_of: Clusters, form: str) -> None:
+    def train() -> tuple[list[float], Gradients]:
+        model = gpt()
+        schedule, chunks = FORMS[form]
+        pipeline = Pipeline(own_stages(model, chunks), schedule, 4, tied=[untie(model)])
+        own = {id(p) for stage in pipeline.stages for p in stage.parameters()}
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if id(p) in own], lr=1e-2)
+        generator, losses = torch.Generator().manual_seed(3), []
+        for count in ROWS:
+            optimizer.zero_grad()
+            losses.append(pipeline.step(*tokens(generator, count)))
+            optimizer.step()
+        return losses, {name: p.detach() for name, p in model.named_parameters() if id(p) in own}
+
+    model = gpt()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    generator, losses = torch.Generator().manual_seed(3), []
+    for count in ROWS:
+        optimizer.zero_grad()
+        inputs, targets = tokens(generator, count)
+        loss = cross_entropy(model(inputs), targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        losses.append(loss.item())
+    (found, first), (other, last) = cluster_of(2).run(train)
+    torch.testing.assert_close([found, other], [losses, losses], **EXACT)
+    # The copies are the same to the last bit.
+    assert torch.equal(first["layers.0.token.weight"], last.pop("layers.7.output.weight"))
+    state = dict(model.named_parameters())
+    assert {*first, *last} == {*state}
+    for name, weight in (first | last).items():
+        # AdamW divides by the root of a gradient's mean square: what is nearly 0 counts as much as any.
+        torch.testing.assert_close(weight, state[name].detach(), rtol=1e-9, atol=1e-9)
+
+
 def test_gradients_add_up_and_hooks_run(cluster_of: Clusters) -> None:
     def train(schedule: str) -> tuple[bool, set[int]]:
         model = gpt()
@@ -378,6 +414,22 @@ def test_frozen_stages_and_stages_that_ignore_their_input(cluster_of: Clusters) 
 
     for schedule in ("gpipe", "zero_bubble"):
         assert cluster_of(3).run(train, schedule) == [[None, None], [2.0], []]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_a_stage_may_do_nothing(cluster_of: Clusters, schedule: str) -> None:
+    def train() -> list[Tensor]:
+        torch.manual_seed(0)
+        first, last = nn.Linear(3, 2, dtype=torch.float64), nn.Linear(2, 2, dtype=torch.float64)
+        stage = (first, nn.Identity(), last)[md.rank()]
+        x = torch.arange(12.0, dtype=torch.float64).view(4, 3)
+        Pipeline(stage, schedule, 3).step(x, torch.tensor([0, 1, 1, 0]))
+        whole = cross_entropy(last(first(x)), torch.tensor([0, 1, 1, 0]))
+        expected = torch.autograd.grad(whole, [*stage.parameters()]) if md.rank() != 1 else []
+        torch.testing.assert_close([p.grad for p in stage.parameters()], [*expected], **EXACT)
+        return [*expected]
+
+    assert [len(found) for found in cluster_of(3).run(train)] == [2, 0, 2]
 
 
 def test_pipelines_side_by_side(cluster_of: Clusters) -> None:

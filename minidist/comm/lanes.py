@@ -18,7 +18,7 @@ from minidist.comm.work import Group, ranks_of
 def twin(group: Group) -> Group:
     """Make another group of the same ranks in the same order. They all call it, no others.
 
-    Connections are made when they are first used. A group of one, or where there is no world, is its own twin.
+    Connections are made when they are first used. A group of one is its own twin.
     """
     ranks = ranks_of(group)
     if len(ranks) == 1:

@@ -44,8 +44,8 @@ class Pipeline:
     >>> optimizer.step()
 
     Stage s is chunk s // p of rank s % p. One floating-point tensor goes from stage to stage; its shape is
-    found by running once. The gradients equal those of one process on the whole batch. Each rank draws its
-    own weights: what tests compare is up to how they were made.
+    found by running once. The gradients equal those of one process on the whole batch. Nothing is sent
+    when it is made, but for tied copies: the ranks' stages have to be parts of one model.
 
     Args:
         stages: this rank's modules in the order of the chunks, or one module.
