@@ -476,6 +476,16 @@ def test_a_failure_in_the_middle_ends_all_ranks() -> None:
         cluster.run(train)
 
 
+def test_ranks_that_are_given_different_batches_do_not_wait_for_ever() -> None:
+    def step() -> None:
+        rows = 8 - 3 * md.rank()
+        Pipeline(nn.Linear(2, 2), "1f1b", 4).step(torch.zeros(rows, 2), torch.zeros(rows, dtype=torch.int64))
+
+    late = pytest.raises((md.RankError, md.RankTimeout), match=r"time limit|had not returned within 3 s")
+    with md.Cluster(2, timeout=3) as cluster, late:
+        cluster.run(step)
+
+
 def test_wrong_stages_are_told(cluster_of: Clusters) -> None:
     class Pair(nn.Module):
         def forward(self, x: Tensor) -> Any:

@@ -30,7 +30,7 @@ from minidist.parallel.stage_passes import StagePasses
 from minidist.parallel.tied import start_equal, sum_tied
 
 MICRO_BATCHES = 8
-LOSS = 2**17
+LOSS = 2**30
 """The tag of the loss's message, above those of the stages'."""
 
 

@@ -7,6 +7,7 @@ they are needed, so that messages arrive while the rank computes.
 
 from __future__ import annotations
 
+import zlib
 from collections import deque
 from collections.abc import Hashable, Sequence
 
@@ -46,7 +47,7 @@ class StageMessages:
         self._sent: dict[Instruction, list[comm.Work]] = {}
         self._receipts: Receipts = {}
         self._kinds: Sequence[Hashable] = ()
-        self._tag = 0
+        self._runs = self._tag = 0
         self._lanes: dict[tuple[str, bool], Group] = {}
         if needs_lanes(device):
             for kind in ("forward", "backward"):
@@ -61,7 +62,10 @@ class StageMessages:
             kinds: for each micro-batch what the forms of its activations follow from, the same on all ranks.
         """
         self._kinds, self._receipts = kinds, plan.receipts
-        self._tag = (self._tag + 1) % 2**15  # what a failed run has left behind is never taken for this one's
+        # What a failed run has left behind is never taken for this one's; nor are messages of another size,
+        # which would end the process, where ranks are given different batches.
+        self._runs = (self._runs + 1) % 2**14
+        self._tag = self._runs * 2**14 + zlib.crc32(repr(kinds).encode()) % 2**14
         self._waiting.extend(each for each in plan.instructions if each.kind.startswith("recv"))
         self._post()
 
