@@ -14,12 +14,13 @@ from minidist import comm
 from minidist.model import GPT, MLP, config
 from minidist.model.loss import accuracy, cross_entropy
 from minidist.parallel import pipeline as pipelines
-from minidist.parallel import schedules
+from minidist.parallel import schedules, stage_messages
 from minidist.parallel.activations import ActivationCounter
 from minidist.parallel.instructions import Instruction
 from minidist.parallel.layerwise import cut
 from minidist.parallel.pipeline import Pipeline
 from minidist.parallel.split_backward import SplitBackward
+from minidist.parallel.stage_passes import StagePasses
 
 Clusters = Callable[[int], md.Cluster]
 Gradients = dict[str, Tensor]
@@ -126,6 +127,23 @@ def test_any_number_of_micro_batches(cluster_of: Clusters, micro_batches: int) -
         check(cluster_of(2).run(train_here, *form, micro_batches, (8, 5)), (8, 5))
 
 
+def test_messages_in_lanes_of_their_own(cluster_of: Clusters) -> None:
+    """As on GPUs, where messages between two ranks would wait for each other."""
+
+    def train() -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(stage_messages, "needs_lanes", lambda device: True)
+            return train_here("interleaved", 2, 4, (8, 5))
+
+    check(cluster_of(2).run(train), (8, 5))
+
+
+def test_calls_are_the_same_where_they_are_checked() -> None:
+    with md.Cluster(2, timeout=60, check=True) as cluster:
+        for form in FORMS.values():
+            check(cluster.run(train_here, *form, 4, (5, 8)), (5, 8))
+
+
 def backward_as_soon_as_it_can(ranks: int, micro_batches: int) -> list[list[Instruction]]:
     """A schedule of one's own: whole backward passes on the last rank, on the others in halves."""
     compute = []
@@ -175,14 +193,14 @@ def without_weights(patch: pytest.MonkeyPatch) -> None:
 
 def gradients_of_another(patch: pytest.MonkeyPatch) -> None:
     """Each gradient is that of the micro-batch before: as if messages were matched in another order."""
-    run = pipelines._Run._leave_gradient
+    run = StagePasses._leave_gradient
     kept: list[Tensor] = []
 
     def wrong(self: Any, micro_batch: int, chunk: int, x: Tensor, gradient: Tensor | None) -> None:
         kept.append(torch.zeros_like(x) if gradient is None else gradient)
         run(self, micro_batch, chunk, x, kept[-2] if len(kept) > 1 and kept[-2].shape == x.shape else None)
 
-    patch.setattr(pipelines._Run, "_leave_gradient", wrong)
+    patch.setattr(StagePasses, "_leave_gradient", wrong)
 
 
 def weights_only_once(patch: pytest.MonkeyPatch) -> None:
@@ -207,6 +225,42 @@ def test_a_planted_fault_is_caught(cluster_of: Clusters, fault: Callable[[pytest
 
     with pytest.raises(AssertionError, match="not close"):
         check(cluster_of(2).run(train), (5,))
+
+
+@pytest.mark.parametrize("form", ["1f1b", "zero_bubble", "interleaved"])
+def test_training_ends_at_the_weights_of_one_process(cluster_of: Clusters, form: str) -> None:
+    def train() -> tuple[list[float], Gradients]:
+        model = gpt()
+        schedule, chunks = FORMS[form]
+        pipeline = Pipeline(own_stages(model, chunks), schedule, 4, tied=[untie(model)])
+        own = {id(p) for stage in pipeline.stages for p in stage.parameters()}
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if id(p) in own], lr=1e-2)
+        generator, losses = torch.Generator().manual_seed(3), []
+        for count in ROWS:
+            optimizer.zero_grad()
+            losses.append(pipeline.step(*tokens(generator, count)))
+            optimizer.step()
+        return losses, {name: p.detach() for name, p in model.named_parameters() if id(p) in own}
+
+    model = gpt()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    generator, losses = torch.Generator().manual_seed(3), []
+    for count in ROWS:
+        optimizer.zero_grad()
+        inputs, targets = tokens(generator, count)
+        loss = cross_entropy(model(inputs), targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        losses.append(loss.item())
+    (found, first), (other, last) = cluster_of(2).run(train)
+    torch.testing.assert_close([found, other], [losses, losses], **EXACT)
+    # The copies are the same to the last bit.
+    assert torch.equal(first["layers.0.token.weight"], last.pop("layers.7.output.weight"))
+    state = dict(model.named_parameters())
+    assert {*first, *last} == {*state}
+    for name, weight in (first | last).items():
+        # AdamW divides by the root of a gradient's mean square: what is nearly 0 counts as much as any.
+        torch.testing.assert_close(weight, state[name].detach(), rtol=1e-9, atol=1e-9)
 
 
 def test_gradients_add_up_and_hooks_run(cluster_of: Clusters) -> None:
@@ -362,6 +416,22 @@ def test_frozen_stages_and_stages_that_ignore_their_input(cluster_of: Clusters) 
         assert cluster_of(3).run(train, schedule) == [[None, None], [2.0], []]
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_a_stage_may_do_nothing(cluster_of: Clusters, schedule: str) -> None:
+    def train() -> list[Tensor]:
+        torch.manual_seed(0)
+        first, last = nn.Linear(3, 2, dtype=torch.float64), nn.Linear(2, 2, dtype=torch.float64)
+        stage = (first, nn.Identity(), last)[md.rank()]
+        x = torch.arange(12.0, dtype=torch.float64).view(4, 3)
+        Pipeline(stage, schedule, 3).step(x, torch.tensor([0, 1, 1, 0]))
+        whole = cross_entropy(last(first(x)), torch.tensor([0, 1, 1, 0]))
+        expected = torch.autograd.grad(whole, [*stage.parameters()]) if md.rank() != 1 else []
+        torch.testing.assert_close([p.grad for p in stage.parameters()], [*expected], **EXACT)
+        return [*expected]
+
+    assert [len(found) for found in cluster_of(3).run(train)] == [2, 0, 2]
+
+
 def test_pipelines_side_by_side(cluster_of: Clusters) -> None:
     """Two pipelines of two ranks, whose gradients the engine would then sum."""
 
@@ -404,6 +474,16 @@ def test_a_failure_in_the_middle_ends_all_ranks() -> None:
     failed = pytest.raises(md.RankError, match="rank 1 raised ArithmeticError: the third micro-batch")
     with md.Cluster(3, timeout=20) as cluster, failed:
         cluster.run(train)
+
+
+def test_ranks_that_are_given_different_batches_do_not_wait_for_ever() -> None:
+    def step() -> None:
+        rows = 8 - 3 * md.rank()
+        Pipeline(nn.Linear(2, 2), "1f1b", 4).step(torch.zeros(rows, 2), torch.zeros(rows, dtype=torch.int64))
+
+    late = pytest.raises((md.RankError, md.RankTimeout), match=r"time limit|had not returned within 3 s")
+    with md.Cluster(2, timeout=3) as cluster, late:
+        cluster.run(step)
 
 
 def test_wrong_stages_are_told(cluster_of: Clusters) -> None:

@@ -11,7 +11,8 @@ import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from minidist.parallel import schedules
-from minidist.parallel.instructions import Instruction
+from minidist.parallel.instructions import Instruction, message_of
+from minidist.parallel.receipts import receipts
 from minidist.parallel.schedules import Schedule
 
 SIZES = [(p, m) for p in (1, 2, 3, 4, 7) for m in (1, 2, 3, 4, 7, 8, 12)]
@@ -207,6 +208,59 @@ def test_messages_cross_only_where_all_are_computed() -> None:
 def test_with_one_rank_the_order_of_the_chunks_is_checked() -> None:
     with pytest.raises(ValueError, match="rank 0 has F0 of chunk 1 before F0, which it needs"):
         schedules.check(swapped(schedules.gpipe(1, 1, 2), 0, F("forward", 0), F("forward", 0, 1)))
+
+
+def test_a_receipt_is_known_exactly_where_it_follows() -> None:
+    for name, p, m, v in (
+        ("gpipe", 3, 4, 1),
+        ("1f1b", 4, 6, 1),
+        ("interleaved", 3, 6, 2),
+        ("zero_bubble", 3, 5, 1),
+    ):
+        schedule = schedules.by_name(name, p, m, v)
+        taken = {
+            message_of(each, rank, p)[1]: (rank, place)
+            for rank, own in enumerate(schedule)
+            for place, each in enumerate(own)
+            if each.kind.startswith("recv")
+        }
+
+        def follows(node: tuple[int, int], seen: set[tuple[int, int]]) -> None:
+            """All that comes after an instruction: on its rank, and by its messages on others."""
+            while node not in seen and node[1] < len(schedule[node[0]]):  # noqa: B023
+                seen.add(node)
+                each = schedule[node[0]][node[1]]  # noqa: B023
+                if each.kind.startswith("send"):
+                    follows(taken[message_of(each, node[0], p)[1]], seen)  # noqa: B023
+                node = node[0], node[1] + 1
+
+        for rank, found in enumerate(receipts(schedule)):
+            own = schedule[rank]
+            known: set[Instruction] = set()
+            for place, each in enumerate(own):
+                if each in found:
+                    assert not known & {*found[each]}
+                    known |= {*found[each]}
+                    expected = set()
+                    for sent in own[:place]:
+                        if sent.kind.startswith("send"):
+                            after: set[tuple[int, int]] = set()
+                            follows(taken[message_of(sent, rank, p)[1]], after)
+                            if (rank, place) in after:
+                                expected.add(sent)
+                    assert known == expected
+
+
+def test_1f1b_lets_go_of_what_it_sent() -> None:
+    """No more tensors that are sent and perhaps not received than there are live micro-batches."""
+    p, m = 4, 32
+    for rank, found in enumerate(receipts(schedules.one_f_one_b(p, m))):
+        kept = most = 0
+        for each in schedules.one_f_one_b(p, m)[rank]:
+            kept += each.kind.startswith("send")
+            most = max(most, kept)
+            kept -= len(found.get(each, ()))
+        assert most <= 2 * p
 
 
 def test_wrong_arguments_are_told() -> None:

@@ -122,7 +122,7 @@ def route(group: Group, what: str = "a collective") -> Route:
     if found is None:
         memory, why_not = None, ""
         try:
-            memory = SharedMemory(group, _limit(group))
+            memory = SharedMemory(group, limit_of(group))
         except Failed as error:
             why_not = str(error)
         except RuntimeError as error:
@@ -187,7 +187,7 @@ def forget() -> None:
     forget_groups()
 
 
-def _limit(group: dist.ProcessGroup) -> float:
+def limit_of(group: dist.ProcessGroup) -> float:
     """Seconds that a call waits: the least of the group's and the world's; a new group's is 30 minutes."""
     cpu, world = torch.device("cpu"), dist.group.WORLD
     assert world is not None

@@ -18,8 +18,9 @@
 | layerwise.py | `LayerByLayer`: the layers cut over the ranks, one batch at a time; where to cut |
 | schedules.py | pipeline schedules as data: made here, of what instructions.py has |
 | schedule_checks.py, simulation.py, schedule_plot.py | proved, simulated and drawn without a process |
-| pipeline.py | `Pipeline`: executes a schedule; micro-batches flow through the ranks' stages |
-| stage_messages.py, split_backward.py, tied.py | between stages; a backward in two parts; shared weights |
+| pipeline.py, stage_passes.py | `Pipeline`: executes a schedule; micro-batches flow through the stages |
+| stage_messages.py, receipts.py | what goes between stages; when it is known to have arrived |
+| split_backward.py, tied.py | a backward pass in two parts; a parameter that two stages share |
 | sparse.py | sparse gradients: rows are gathered |
 | compression.py, top_k.py, power_sgd.py | fewer bytes: rounded, the largest only, two thin factors |
 | tensor_parallel.py | `parallelize`: a model whose matrices ranks share, by a plan that names them |

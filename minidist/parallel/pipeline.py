@@ -9,26 +9,29 @@ Source: Huang et al. 2019, "GPipe"; Narayanan et al. 2019, "PipeDream", and 2021
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from minidist import comm
 from minidist.comm.work import Group, rank_in, ranks_of
 from minidist.model.loss import cross_entropy
 from minidist.parallel import schedules
 from minidist.parallel.engine import Loss, check_rows
-from minidist.parallel.instructions import Instruction, Schedule, sizes, stage_of
-from minidist.parallel.split_backward import SplitBackward
+from minidist.parallel.instructions import Schedule, sizes
+from minidist.parallel.receipts import Plan, receipts
+from minidist.parallel.simulation import Event
 from minidist.parallel.stage_messages import StageMessages
+from minidist.parallel.stage_passes import StagePasses
 from minidist.parallel.tied import start_equal, sum_tied
 
 MICRO_BATCHES = 8
+LOSS = 2**30
+"""The tag of the loss's message, above those of the stages'."""
 
 
 class Pipeline:
@@ -41,8 +44,8 @@ class Pipeline:
     >>> optimizer.step()
 
     Stage s is chunk s // p of rank s % p. One floating-point tensor goes from stage to stage; its shape is
-    found by running once. The gradients equal those of one process on the whole batch. Each rank draws its
-    own weights: what tests compare is up to how they were made.
+    found by running once. The gradients equal those of one process on the whole batch. Nothing is sent
+    when it is made, but for tied copies: the ranks' stages have to be parts of one model.
 
     Args:
         stages: this rank's modules in the order of the chunks, or one module.
@@ -78,25 +81,19 @@ class Pipeline:
         self.loss, self.group, self.reduction = loss, group, reduction
         self.rank, self.ranks = rank_in(group), len(ranks_of(group))
         self._named = schedule if isinstance(schedule, str) else None
-        if self._named is None:
-            schedules.check(schedule, micro_batches, len(self.stages))  # type: ignore[arg-type]
-            if len(schedule) != self.ranks:
-                raise ValueError(f"the schedule is for {len(schedule)} ranks and the group has {self.ranks}")
-            micro_batches = sizes(schedule)[1]  # type: ignore[arg-type]
+        self._given = None if isinstance(schedule, str) else schedule
+        if self._given is not None:
+            schedules.check(self._given, micro_batches, len(self.stages))
+            if len(self._given) != self.ranks:
+                raise ValueError(
+                    f"the schedule is for {len(self._given)} ranks and the group has {self.ranks} ranks"
+                )
+            micro_batches = sizes(self._given)[1]
         self.micro_batches = MICRO_BATCHES if micro_batches is None else micro_batches
-        self._schedules: dict[int, Schedule] = {}
-        self._schedules[self.micro_batches] = self.schedule_for(self.micro_batches, schedule)
+        self._plans: dict[tuple[int, bool], Plan] = {}
+        self._plan(self.micro_batches, True)  # refuses sizes that the schedule does not take
+        self._events: list[Event] | None = None
         self.tied = [(parameter, start_equal(parameter, group)) for parameter in tied]
-
-    def schedule_for(self, micro_batches: int, given: str | Schedule | None = None) -> Schedule:
-        """The schedule for a number of micro-batches, made when it is first asked for."""
-        if given is not None and not isinstance(given, str):
-            return given
-        if micro_batches not in self._schedules:
-            assert self._named is not None
-            made = schedules.by_name(self._named, self.ranks, micro_batches, len(self.stages))
-            self._schedules[micro_batches] = made
-        return self._schedules[micro_batches]
 
     def step(self, inputs: Tensor, targets: Tensor) -> float:
         """Forward and backward over a batch: gradients are added to `.grad`, those of tied copies summed.
@@ -116,6 +113,7 @@ class Pipeline:
             CollectiveError: a peer is gone or late.
         """
         rows = check_rows(inputs, targets)
+        coming = self._expect(inputs, targets)
         before = [None if p is None or p.grad is None else p.grad.clone() for p, _ in self.tied]
         for parameter, _ in self.tied:
             if parameter is not None:
@@ -125,7 +123,7 @@ class Pipeline:
             sum_tied(parameter, self.group, ranks)
             if parameter is not None and grad is not None:
                 parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
-        return self._everywhere(total) / (rows if self.reduction == "mean" else 1)
+        return self._everywhere(total, coming) / (rows if self.reduction == "mean" else 1)
 
     def evaluate(self, inputs: Tensor, targets: Tensor, metric: Loss | None = None) -> float:
         """The mean of `metric(outputs, targets)` over a batch's rows, without training, on all ranks.
@@ -135,13 +133,28 @@ class Pipeline:
             metric: a mean over rows; None for the loss.
         """
         rows = len(inputs)
-        total = self._everywhere(self.run(inputs, targets, train=False, loss=metric))
+        coming = self._expect(inputs, targets)
+        total = self._everywhere(self.run(inputs, targets, train=False, loss=metric), coming)
         if metric is None and self.reduction == "sum":
             return total
         return total / rows if rows else float("nan")
 
-    def _everywhere(self, total: Tensor) -> float:
-        return float(comm.broadcast(total, source=self.ranks - 1, group=self.group))
+    def _expect(self, inputs: Tensor, targets: Tensor) -> comm.Work | None:
+        """On all ranks but the last: post the receive of the loss, for which that one then need not wait."""
+        self._parts(inputs, targets)  # what is posted before an error would be taken for the next step's
+        if self.rank == self.ranks - 1:
+            return None
+        coming = torch.empty((), dtype=torch.float64, device=self.device)
+        return comm.recv(coming, self.ranks - 1, LOSS, self.group, async_op=True)
+
+    def _everywhere(self, total: Tensor, coming: comm.Work | None) -> float:
+        """The last rank's total, on all ranks."""
+        if coming is not None:
+            return float(coming.wait())
+        others = range(self.ranks - 1)
+        for work in [comm.send(total, rank, LOSS, self.group, async_op=True) for rank in others]:
+            work.wait()
+        return float(total)
 
     def run(
         self,
@@ -164,36 +177,85 @@ class Pipeline:
             On the last stage's rank the sum of loss times rows over the micro-batches (of losses alone where
             the pipeline's own is a sum), a float64 scalar; on the others 0.
         """
+        parts = self._parts(inputs, targets)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        parts = min(self.micro_batches, len(inputs))
         if not parts:
             return total
-        if self._named is None and parts < self.micro_batches:
-            raise ValueError(
-                f"inputs have {len(inputs)} rows and the schedule {self.micro_batches} micro-batches; give "
-                "at least a row for each, or name a schedule, which is then made for the rows that there are"
-            )
-        schedule = self.schedule_for(parts)
-        if not train:
-            schedule = schedules.forward_only(schedule)
-        cut = inputs.tensor_split(parts)
-        kinds = [(x.shape, x.dtype) for x in cut]
-        run = _Run(self, cut, targets.tensor_split(parts), weight, loss or self.loss, total)
-        run.by_rows = loss is not None or self.reduction == "mean"
+        passes = StagePasses(
+            self.stages,
+            self.rank,
+            self.ranks,
+            self.device,
+            inputs.tensor_split(parts),
+            targets.tensor_split(parts),
+            loss or self.loss,
+            total,
+            weight,
+            by_rows=loss is not None or self.reduction == "mean",
+        )
         with nullcontext() if train else self._evaluating():
-            self._execute(run, schedule[self.rank], kinds)
+            self._execute(
+                passes, self._plan(parts, train), [(x.shape, x.dtype, train) for x in passes.inputs]
+            )
         return total
 
-    def _execute(self, run: _Run, own: Sequence[Instruction], kinds: Sequence[Hashable]) -> None:
+    def _parts(self, inputs: Tensor, targets: Tensor) -> int:
+        """How many micro-batches a batch has."""
+        rows = len(inputs)
+        if rows != len(targets):
+            raise ValueError(
+                f"inputs have {rows} rows and targets {len(targets)}; give one target for each row"
+            )
+        if self._given is not None and 0 < rows < self.micro_batches:
+            raise ValueError(
+                f"inputs have {rows} rows and the schedule {self.micro_batches} micro-batches; give at least "
+                "a row for each, or name a schedule, which is then made for the rows that there are"
+            )
+        return min(self.micro_batches, rows)
+
+    def _plan(self, micro_batches: int, train: bool) -> Plan:
+        """What this rank does for so many micro-batches; made when it is first asked for."""
+        found = self._plans.get((micro_batches, train))
+        if found is None:
+            schedule = self._given
+            if schedule is None:
+                assert self._named is not None
+                schedule = schedules.by_name(self._named, self.ranks, micro_batches, len(self.stages))
+            if not train:
+                schedule = schedules.forward_only(schedule)
+            found = Plan(schedule[self.rank], receipts(schedule)[self.rank])
+            self._plans[micro_batches, train] = found
+        return found
+
+    def _execute(self, passes: StagePasses, plan: Plan, kinds: Sequence[Hashable]) -> None:
         messages = self._messages
-        messages.begin(own, kinds)
+        messages.begin(plan, kinds)
         try:
-            for each in own:
-                run.execute(each, messages)
+            for each in plan.instructions:
+                if self._events is None:
+                    passes.execute(each, messages)
+                    continue
+                start = time.perf_counter()
+                passes.execute(each, messages)
+                self._events.append(Event(each, start, time.perf_counter()))
             messages.finish()
         except BaseException:
             messages.drop()
             raise
+
+    @contextmanager
+    def timed(self) -> Iterator[list[Event]]:
+        """Inside, note when this rank began and ended each instruction, to set beside `schedules.simulate`.
+
+        Yields a list of events in seconds of `time.perf_counter`, which the ranks of a host share. On a GPU
+        it is the time in which the work was handed over.
+        """
+        events: list[Event] = []
+        self._events = events
+        try:
+            yield events
+        finally:
+            self._events = None
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
@@ -216,107 +278,3 @@ class Pipeline:
     @cached_property
     def _messages(self) -> StageMessages:
         return StageMessages(self.group, self.rank, self.device)
-
-
-@dataclass
-class _Pass:
-    """A micro-batch in a stage, between its forward and its backward pass."""
-
-    x: Tensor | None  # the stage's input where it needs a gradient
-    root: GradientEdge | None = None  # where the backward pass begins; None where nothing is trained
-    split: SplitBackward | None = None
-
-
-@dataclass
-class _Run:
-    """One execution of a schedule on this rank."""
-
-    pipeline: Pipeline
-    inputs: Sequence[Tensor]
-    targets: Sequence[Tensor]
-    weight: Callable[[int], float] | None
-    loss: Loss
-    total: Tensor
-    by_rows: bool = True  # whether the loss is a mean over rows
-    live: dict[tuple[int, int], _Pass] = field(default_factory=dict)
-    arrived: dict[tuple[str, int, int], Tensor] = field(default_factory=dict)  # inputs and gradients to come
-    leaving: dict[tuple[str, int, int], Tensor] = field(default_factory=dict)  # outputs and gradients to send
-
-    def execute(self, each: Instruction, messages: StageMessages) -> None:
-        """Do one instruction."""
-        role, _, kind = each.kind.partition("_")
-        place = (each.micro_batch, each.chunk)
-        key = (kind, *place)
-        if role == "recv":
-            self.arrived[key] = messages.receive(each)
-        elif role == "send":
-            messages.send(each, self.leaving.pop(key))
-            messages.post()
-        elif role == "forward":
-            self._forward(*place)
-        elif each.kind == "backward":
-            self._backward(*place)
-        elif each.kind == "backward_input":
-            self._backward_input(*place)
-        else:
-            split = self.live.pop(place).split
-            if split is not None:
-                split.weight_gradients()
-
-    def _forward(self, micro_batch: int, chunk: int) -> None:
-        pipeline = self.pipeline
-        stage = stage_of(pipeline.rank, chunk, pipeline.ranks)
-        if stage == 0:
-            x = self.inputs[micro_batch].to(pipeline.device)
-        else:
-            x = self.arrived.pop(("forward", micro_batch, chunk))
-        train = torch.is_grad_enabled()
-        if train and stage:
-            x.requires_grad_()
-        outputs = pipeline.stages[chunk](x)
-        if stage == pipeline.ranks * len(pipeline.stages) - 1:
-            rows = len(self.inputs[micro_batch])
-            loss = self.loss(outputs, self.targets[micro_batch].to(pipeline.device))
-            self.total += loss.detach().double() * (rows if self.by_rows else 1)
-            factor = 1.0 if self.weight is None else self.weight(rows)
-            root = get_gradient_edge(loss * factor) if loss.requires_grad else None
-        else:
-            if not isinstance(outputs, Tensor):
-                raise TypeError(
-                    f"stage {stage} gave a {type(outputs).__name__}; between stages goes one floating-point "
-                    "tensor"
-                )
-            # The edge alone is kept: the output's memory is free once it is sent, where no layer needs it.
-            root = get_gradient_edge(outputs) if outputs.requires_grad else None
-            self._leave("forward", micro_batch, chunk, outputs.detach())
-        if train:
-            self.live[micro_batch, chunk] = _Pass(x if stage else None, root)
-
-    def _backward(self, micro_batch: int, chunk: int) -> None:
-        one = self.live.pop((micro_batch, chunk))
-        gradient = self.arrived.pop(("backward", micro_batch, chunk), None)
-        if one.root is not None:
-            torch.autograd.backward([one.root], [gradient])
-        if one.x is not None:
-            self._leave_gradient(micro_batch, chunk, one.x, one.x.grad)
-
-    def _backward_input(self, micro_batch: int, chunk: int) -> None:
-        one = self.live[micro_batch, chunk]
-        gradient = self.arrived.pop(("backward", micro_batch, chunk), None)
-        found = None
-        if one.root is not None:
-            one.split = SplitBackward(one.root, one.x)
-            found = one.split.input_gradient(gradient)
-        if one.x is not None:
-            self._leave_gradient(micro_batch, chunk, one.x, found)
-
-    def _leave_gradient(self, micro_batch: int, chunk: int, x: Tensor, gradient: Tensor | None) -> None:
-        gradient = torch.zeros_like(x) if gradient is None else gradient
-        self._leave("backward", micro_batch, chunk, gradient)
-
-    def _leave(self, kind: str, micro_batch: int, chunk: int, x: Tensor) -> None:
-        """Keep what the next instruction sends; or hand it over, where the rank's own next chunk takes it."""
-        if self.pipeline.ranks == 1:
-            self.arrived[kind, micro_batch, chunk + (1 if kind == "forward" else -1)] = x
-        else:
-            self.leaving[kind, micro_batch, chunk] = x

@@ -67,6 +67,11 @@ def recompute(module: nn.Module, parts: str | Sequence[str] | None = None) -> nn
     return module
 
 
+def recomputes(module: nn.Module) -> bool:
+    """Whether `recompute` was called for a part of it."""
+    return any(isinstance(part.__dict__.get("forward"), _Recomputed) for part in module.modules())
+
+
 def _layers(module: nn.Module, prefix: str = "") -> list[str]:
     """The children of the outermost lists of layers."""
     found = []

@@ -30,10 +30,12 @@ class SplitBackward:
         root: where it begins: the edge of the stage's output, or of the loss.
         x: the stage's input, a leaf; None where there is none that needs a gradient: all is then left to the
             second part.
+        at_once: compute all in the first part, and only add in the second: for a stage whose activations are
+            recomputed, which a second pass through the graph would do again.
     """
 
-    def __init__(self, root: GradientEdge, x: Tensor | None) -> None:
-        self._root, self._x = root, x
+    def __init__(self, root: GradientEdge, x: Tensor | None, at_once: bool = False) -> None:
+        self._root, self._x, self._at_once = root, x, at_once
         self._whole: tuple[Tensor | None] | None = None
         self._notes: list[tuple[Node, list[Tensor], dict[str, Any]]] = []
         self._ready: list[tuple[Tensor, Tensor]] = []
@@ -56,7 +58,7 @@ class SplitBackward:
         hooks = []
         for node, weights in branches.items():
             own = [weight for weight in weights if uses[id(weight)] == 1]
-            if isinstance(node, BackwardCFunction):
+            if self._at_once or isinstance(node, BackwardCFunction):
                 own = []
             at_once.update({id(weight): weight for weight in weights if all(weight is not w for w in own)})
             if own:

@@ -7,6 +7,7 @@ they are needed, so that messages arrive while the rank computes.
 
 from __future__ import annotations
 
+import zlib
 from collections import deque
 from collections.abc import Hashable, Sequence
 
@@ -14,8 +15,10 @@ import torch
 from torch import Tensor
 
 from minidist import comm
+from minidist.comm.lanes import twin
 from minidist.comm.work import Group, described, ranks_of
 from minidist.parallel.instructions import Channel, Instruction, Message, message_of
+from minidist.parallel.receipts import Plan, Receipts
 
 AHEAD = 2
 """Receives that are posted at a time: one is waited for while the other one's message travels."""
@@ -41,24 +44,33 @@ class StageMessages:
         self._forms: dict[Hashable, Form] = {}
         self._posted: deque[tuple[Message, comm.Work]] = deque()
         self._waiting: deque[Instruction] = deque()
-        self._sent: list[comm.Work] = []
+        self._sent: dict[Instruction, list[comm.Work]] = {}
+        self._receipts: Receipts = {}
         self._kinds: Sequence[Hashable] = ()
-        self._tag = 0
+        self._runs = self._tag = 0
+        self._lanes: dict[tuple[str, bool], Group] = {}
+        if needs_lanes(device):
+            for kind in ("forward", "backward"):
+                for upwards in (True, False):
+                    self._lanes[kind, upwards] = twin(group)
 
-    def begin(self, instructions: Sequence[Instruction], kinds: Sequence[Hashable]) -> None:
-        """Start on a schedule's instructions for this rank.
+    def begin(self, plan: Plan, kinds: Sequence[Hashable]) -> None:
+        """Start on this rank's part of a schedule.
 
         Args:
-            instructions: all of them, in order.
+            plan: the instructions, and when it is known that what they send has been received.
             kinds: for each micro-batch what the forms of its activations follow from, the same on all ranks.
         """
-        self._kinds = kinds
-        self._tag = (self._tag + 1) % 2**15  # what a failed run has left behind is never taken for this one's
-        self._waiting.extend(each for each in instructions if each.kind.startswith("recv"))
+        self._kinds, self._receipts = kinds, plan.receipts
+        # What a failed run has left behind is never taken for this one's; nor are messages of another size,
+        # which would end the process, where ranks are given different batches.
+        self._runs = (self._runs + 1) % 2**14
+        self._tag = self._runs * 2**14 + zlib.crc32(repr(kinds).encode()) % 2**14
+        self._waiting.extend(each for each in plan.instructions if each.kind.startswith("recv"))
         self._post()
 
     def send(self, instruction: Instruction, x: Tensor) -> None:
-        """Send an output or a gradient, without waiting. `x` must not change until `finish`.
+        """Send an output or a gradient, without waiting. `x` must not change until it is received.
 
         Raises:
             TypeError, ValueError: it is no tensor to send; or another one than before.
@@ -66,7 +78,8 @@ class StageMessages:
         channel, message = message_of(instruction, self.rank, self.ranks)
         key, form = self._key(message), (x.shape, x.dtype)
         if key not in self._forms:
-            self._sent += send_unknown(x, channel.destination, self.group, self._tag_of(channel))
+            works = send_unknown(x, channel.destination, self._lane(channel), self._tag_of(channel))
+            self._sent[instruction] = works
             self._forms[key] = form
             return
         if self._forms[key] != form:
@@ -77,7 +90,7 @@ class StageMessages:
                 "shape; a stage's output has to have one shape and dtype for each shape of its inputs"
             )
         tag = self._tag_of(channel)
-        self._sent.append(comm.send(x, channel.destination, tag, self.group, async_op=True))
+        self._sent[instruction] = [comm.send(x, channel.destination, tag, self._lane(channel), async_op=True)]
 
     def receive(self, instruction: Instruction) -> Tensor:
         """The output or the gradient that the neighbour sends.
@@ -88,12 +101,16 @@ class StageMessages:
         channel, message = message_of(instruction, self.rank, self.ranks)
         if not self._posted:
             self._waiting.popleft()
-            received = receive_unknown(channel.source, self.group, self.device, self._tag_of(channel))
+            received = receive_unknown(
+                channel.source, self._lane(channel), self.device, self._tag_of(channel)
+            )
             self._forms[self._key(message)] = received.shape, received.dtype
         else:
             expected, work = self._posted.popleft()
             assert expected == message  # as the schedule's check has proved
             received = work.wait()
+        for sent in self._receipts.get(instruction, ()):
+            self._complete(sent)
         self._post()
         return received
 
@@ -103,12 +120,18 @@ class StageMessages:
 
     def finish(self) -> None:
         """Wait until all that was sent is received."""
-        while self._sent:
-            self._sent.pop().wait()
+        for sent in [*self._sent]:
+            self._complete(sent)
+
+    def _complete(self, sent: Instruction) -> None:
+        """Let go of what was sent, which does not wait where it has been received."""
+        for work in self._sent.pop(sent):
+            work.wait()
 
     def drop(self) -> None:
         """Give up on what is under way, after a failure."""
-        for work in [*self._sent, *(work for _, work in self._posted)]:
+        sent = [work for works in self._sent.values() for work in works]
+        for work in [*sent, *(work for _, work in self._posted)]:
             work.forget()
         self._sent.clear()
         self._posted.clear()
@@ -125,11 +148,19 @@ class StageMessages:
             self._waiting.popleft()
             shape, dtype = self._forms[self._key(message)]
             x = torch.empty(shape, dtype=dtype, device=self.device)
-            work = comm.recv(x, channel.source, self._tag_of(channel), self.group, async_op=True)
+            work = comm.recv(x, channel.source, self._tag_of(channel), self._lane(channel), async_op=True)
             self._posted.append((message, work))
+
+    def _lane(self, channel: Channel) -> Group:
+        return self._lanes.get((channel.kind, channel.source < channel.destination), self.group)
 
     def _tag_of(self, channel: Channel) -> int:
         return 2 * self._tag + (channel.kind == "backward")
+
+
+def needs_lanes(device: torch.device) -> bool:
+    """Whether messages between two ranks wait for each other, unless they go by groups of their own."""
+    return device.type == "cuda"
 
 
 def send_unknown(x: Tensor, destination: int, group: Group, tag: int = 0) -> list[comm.Work]:

@@ -1,0 +1,81 @@
+"""A training step through a pipeline of two ranks, beside torch's pipelining; and the bubble as it is.
+
+A byte GPT of 3 M parameters, 8 micro-batches, gloo. GPipe and 1F1B in turn with the same schedules of
+`torch.distributed.pipelining`, zero-bubble beside them. Then how long the ranks wait in a step, beside
+what the simulation says of passes that take as long as these did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+import minidist as md
+from minidist.benchmarks.pipeline_steps import PEERS, Case, Timed, mean_times, passes, time_schedules
+from minidist.benchmarks.turns import Benchmark, compared, record
+from minidist.parallel import schedules
+
+RANKS, CASE = 2, Case("byte-small", rows=16, micro_batches=8)
+STEPS = "Pipelines: a byte GPT of 3 M parameters on 2 ranks, 16 rows of 128 in 8 micro-batches"
+BUBBLE = "Pipelines: seconds in which ranks wait in a step, beside the simulation"
+NAMES = (*PEERS, "zero_bubble")
+Measure = Callable[[], list[dict[str, Timed]]]
+
+
+@pytest.fixture(scope="module")
+def timed(full: bool) -> Measure:
+    """Every schedule and its peer in turns, once."""
+
+    @cache
+    def measure() -> list[dict[str, Timed]]:
+        with md.Cluster(RANKS, timeout=600) as cluster:
+            return cluster.run(time_schedules, CASE, NAMES, 40 if full else 12)
+
+    return measure
+
+
+@compared(STEPS)
+@pytest.mark.parametrize("name", NAMES)
+def test_pipeline(benchmark: Benchmark, timed: Any, name: str) -> None:
+    """One step: forward, backward, optimizer."""
+    ranks = [rank[name] for rank in timed()]
+    ours = [max(step) for step in zip(*(rank.ours for rank in ranks), strict=True)]
+    extra = benchmark.extra_info
+    if name in PEERS:  # the same training, or the comparison means nothing
+        np.testing.assert_allclose(ranks[0].our_losses[:3], ranks[-1].peer_losses[:3], rtol=1e-3)
+        peer = [max(step) for step in zip(*(rank.peer for rank in ranks), strict=True)]
+        record(benchmark, ours, peer, f"torch {PEERS[name]}")
+        extra["goal"] = {"of": "ratio", "below": 1.00}
+    else:
+        record(benchmark, ours)
+    extra |= {"label": name, "ranks": RANKS, "rows_per_s": CASE.rows / float(np.median(ours))}
+    extra["bytes_per_step"] = max(rank.bytes_per_step for rank in ranks)
+
+
+@compared(BUBBLE)
+@pytest.mark.parametrize("name", NAMES)
+def test_bubble(benchmark: Benchmark, full: bool, name: str) -> None:
+    """How long the ranks wait, all together."""
+    with md.Cluster(RANKS, timeout=600) as cluster:
+        ranks = cluster.run(passes, CASE, name, 30 if full else 10)
+    schedule = schedules.by_name(name, RANKS, CASE.micro_batches)
+    waited, simulated, shares = [], [], []
+    for step in zip(*ranks, strict=True):
+        first, last = min(own[0].start for own in step), max(own[-1].end for own in step)
+        seconds = RANKS * (last - first)
+        waited.append(seconds - sum(each.end - each.start for own in step for each in own))
+        expected = schedules.simulate(schedule, mean_times(step))
+        simulated.append(expected.bubble * RANKS * expected.seconds)
+        shares.append((waited[-1] / seconds, expected.bubble))
+    record(benchmark, waited, simulated, "the simulation")
+    measured, expected_share = np.median(shares, axis=0)
+    benchmark.extra_info |= {
+        "label": name,
+        "ranks": RANKS,
+        "goal": {"of": "ratio", "below": 1.15},
+        "note": f"bubble {measured:.1%}, simulated {expected_share:.1%}",
+    }

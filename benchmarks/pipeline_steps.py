@@ -1,0 +1,163 @@
+"""What each rank of the pipeline benchmark does: our steps in turn with those of torch's pipelining.
+
+Runs inside the ranks, as steps.py does. Both train the same stages of a byte GPT on the same rows; the
+output matrix is not tied to the token table, since torch's pipelining leaves tied weights to its user.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import minidist as md
+from minidist import comm
+from minidist.benchmarks.steps import SEED
+from minidist.kernels.harness import time_in_turns
+from minidist.model.configs import GPTConfig, config
+from minidist.model.data import dataset
+from minidist.model.models import GPT
+from minidist.parallel.instructions import Instruction
+from minidist.parallel.layerwise import cut, measure
+
+PEERS = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}
+"""Of our schedules those that torch's pipelining has too, by the names of its classes."""
+ADAMW = partial(torch.optim.AdamW, lr=1e-3)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained."""
+
+    model: str
+    rows: int
+    micro_batches: int
+
+    def batches(self, steps: int) -> list[tuple[Tensor, Tensor]]:
+        """The first global batches, the same on every rank."""
+        data = dataset("bytes", length=config(self.model).context, limit=self.rows * steps)
+        return [data.train[step * self.rows : (step + 1) * self.rows] for step in range(steps)]
+
+    def stage(self) -> nn.Module:
+        """This rank's layers, cut where the slowest part is fastest."""
+        shape = config(self.model)
+        assert isinstance(shape, GPTConfig)
+        layers = GPT(replace(shape, tied=False), seed=SEED).layers
+        inputs, _ = self.batches(1)[0]
+        seconds = torch.tensor(measure(layers, inputs[: self.rows // self.micro_batches]))
+        comm.broadcast(seconds)  # the ranks have to cut alike
+        own = cut(layers, md.size(), seconds.tolist())[md.rank()]
+        return nn.Sequential(*(layers[i] for i in own))
+
+
+@dataclass(frozen=True)
+class Timed:
+    """What one rank measured of a schedule; a list has an item for each round, seconds but for the losses."""
+
+    ours: list[float]
+    peer: list[float]
+    our_losses: list[float]
+    peer_losses: list[float]  # empty but on the last rank
+    bytes_per_step: int
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A forward or backward pass as it was timed, by a clock that the ranks share."""
+
+    instruction: Instruction
+    start: float
+    end: float
+
+
+def _torchs(name: str, stage: nn.Module, micro_batches: int) -> Callable[[Tensor, Tensor], list[float]]:
+    from torch.distributed import pipelining
+
+    rank, last = md.rank(), md.size() - 1
+    own = pipelining.PipelineStage(stage, rank, md.size(), torch.device("cpu"))
+    loss = nn.functional.cross_entropy
+    schedule: Any = getattr(pipelining, name)(
+        own, micro_batches, loss_fn=lambda outputs, t: loss(outputs.flatten(0, -2), t.flatten())
+    )
+    optimizer = ADAMW(stage.parameters())
+
+    def step(inputs: Tensor, targets: Tensor) -> list[float]:
+        optimizer.zero_grad()
+        losses: list[Tensor] = []
+        given = (inputs,) if rank == 0 else ()
+        if rank == last:
+            schedule.step(*given, target=targets, losses=losses)
+        else:
+            schedule.step(*given)
+        optimizer.step()
+        return [torch.stack(losses).mean().item()] if losses else []
+
+    return step
+
+
+def time_schedules(case: Case, names: Sequence[str], rounds: int) -> dict[str, Timed]:
+    """Train in turn by our schedules and by torch's, on the same rows from equal weights."""
+    batches = case.batches(rounds + 2)  # one more for time_in_turns to warm up, and one for the ledger
+    stage = case.stage()
+    programs: dict[str, Callable[[], None]] = {}
+    losses: dict[str, list[list[float]]] = {}
+    steps: dict[str, Callable[[Tensor, Tensor], list[float]]] = {}
+
+    def add(name: str, step: Callable[[Tensor, Tensor], list[float]]) -> None:
+        losses[name], steps[name] = [], step
+        programs[name] = lambda: losses[name].append(step(*batches[len(losses[name])]))
+
+    for name in names:
+        add(name, _ours(name, deepcopy(stage), case.micro_batches))
+        if name in PEERS:
+            add(PEERS[name], _torchs(PEERS[name], deepcopy(stage), case.micro_batches))
+    seconds = time_in_turns(programs, rounds)
+    timed = {}
+    for name in names:
+        with comm.ledger() as ledger:
+            steps[name](*batches[-1])
+        peer = PEERS.get(name, "")
+        own, theirs = ([loss for step in losses.get(of, []) for loss in step] for of in (name, peer))
+        timed[name] = Timed(seconds[name], seconds.get(peer, []), own, theirs, ledger.bytes_sent)
+    return timed
+
+
+def _ours(name: str, stage: nn.Module, micro_batches: int) -> Callable[[Tensor, Tensor], list[float]]:
+    pipeline, optimizer = md.Pipeline(stage, name, micro_batches), ADAMW(stage.parameters())
+
+    def step(inputs: Tensor, targets: Tensor) -> list[float]:
+        optimizer.zero_grad()
+        loss = pipeline.step(inputs, targets)
+        optimizer.step()
+        return [loss]
+
+    return step
+
+
+def passes(case: Case, name: str, rounds: int) -> list[list[Pass]]:
+    """For each of several steps when this rank ran which pass."""
+    stage, (batch,) = case.stage(), case.batches(1)
+    pipeline = md.Pipeline(stage, name, case.micro_batches)
+    steps = []
+    for number in range(rounds + 1):
+        comm.barrier()
+        with pipeline.timed() as events:
+            pipeline.step(*batch)
+        if number:  # the first one finds the shapes
+            steps.append([Pass(*event) for event in events if event.instruction.computes])
+    return steps
+
+
+def mean_times(ranks: Sequence[Sequence[Pass]]) -> dict[str, list[float]]:
+    """For each kind of pass the mean seconds on each rank, as `schedules.simulate` takes them."""
+    kinds = {each.instruction.kind for own in ranks for each in own}
+    return {
+        kind: [fmean(e.end - e.start for e in own if e.instruction.kind == kind) for own in ranks]
+        for kind in kinds
+    }
