@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from minidist.comm.world import shutdown as shutdown
     from minidist.comm.world import size as size
     from minidist.model.loss import cross_entropy as cross_entropy
+    from minidist.parallel.compare import compare as compare
     from minidist.parallel.compression import Cast as Cast
     from minidist.parallel.data_parallel import DataParallel as DataParallel
     from minidist.parallel.engine import Engine as Engine
@@ -60,6 +61,7 @@ __getattr__, __dir__, __all__ = lazy(
         "minidist.comm.launch": ("launch",),
         "minidist.comm.world": ("init", "local_rank", "rank", "shutdown", "size"),
         "minidist.model.loss": ("cross_entropy",),
+        "minidist.parallel.compare": ("compare",),
         "minidist.parallel.compression": ("Cast",),
         "minidist.parallel.data_parallel": ("DataParallel",),
         "minidist.parallel.engine": ("Engine",),

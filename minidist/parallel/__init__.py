@@ -17,6 +17,7 @@
 | local_sgd.py | `LocalSGD`: ranks train alone, and average their parameters every few steps |
 | sparse.py | sparse gradients: rows are gathered |
 | compression.py, top_k.py, power_sgd.py | fewer bytes: rounded, the largest only, two thin factors |
+| compare.py, recording.py, assembling.py | `compare`: the first layer at which two layouts part |
 | in_sync.py | `assert_in_sync`: the ranks' copies of a model are the same, or the first difference is named |
 | parameter_server.py | servers hold the parameters; workers pull and push, and need not wait for each other |
 | serving.py, staleness.py, server_parts.py | what a server does; when it updates; what it holds |
