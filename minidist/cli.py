@@ -129,10 +129,10 @@ def train(
     raise typer.Exit(leave)
 
 
-@app.command(epilog="Example: minidist compare --model byte-tiny --a dp=1 --b dp=2,zero=3")
+@app.command(epilog="Example: minidist compare --model gpt --a dp=1 --b tp=2,pp=2")
 def compare(
     a: Annotated[str, typer.Option("--a", help="A layout that is right: dp=1.")],
-    b: Annotated[str, typer.Option("--b", help="The one in question: dp=2,zero=3.")],
+    b: Annotated[str, typer.Option("--b", help="The one in question: tp=2,pp=2.")],
     model: Annotated[str, typer.Option(help="gpt (byte-tiny), byte-small, ..., or mlp.")] = "gpt",
     steps: Annotated[int, typer.Option(help="Global batches to take both through.")] = 2,
     batch: Annotated[int, typer.Option(help="Rows of a global batch, over all ranks.")] = 8,

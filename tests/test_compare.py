@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import minidist as md
 from minidist import cli
 from minidist.model import GPT, MLP, GPTConfig, cross_entropy
-from minidist.parallel.assembling import assemble, distance
+from minidist.parallel.assembling import assemble, distance, distinct
 from minidist.parallel.compare import Comparison, differences
 from minidist.parallel.recording import Recording, record
 
@@ -177,6 +177,19 @@ def test_a_weight_gradient_alone_leaves_the_rest_of_the_step_alone(cluster_of: C
     assert "computed later differ, too" in str(found)
 
 
+def uneven(parameters: Any) -> torch.optim.Optimizer:
+    """A fault: rank 1 updates its copies by more."""
+    return torch.optim.SGD(parameters, lr=0.1 * (1 + 0.01 * md.rank()))
+
+
+def test_copies_that_drift_apart_are_seen(cluster_of: Clusters) -> None:
+    found = compared(cluster_of, "dp=1", "dp=2", optimizer=uneven)
+    assert found.first is not None
+    assert (found.first.step, found.first.layer) == (1, "layers.3")
+    assert found.first.what == "the update of layers.3.norm.weight"
+    assert found.first.difference == pytest.approx(0.01, rel=0.02)
+
+
 def scaled_loss(outputs: Tensor, targets: Tensor) -> Tensor:
     return cross_entropy(outputs, targets) * 1.01
 
@@ -255,6 +268,19 @@ def test_pieces_are_put_together(cluster_of: Clusters) -> None:
         for found in cluster_of(4).run(assembled, kind):
             assert len(found["x"]) == copies, kind
             assert distance([whole], found["x"]) == (1.0 if kind == "unequal" else 0.0), kind
+
+
+def own_value() -> list[Tensor]:
+    x = torch.tensor([1.0, md.rank() % 2])
+    found = distinct({"same": torch.ones(2), "empty": torch.empty(0), "x": x})
+    assert torch.equal(found["same"][0], torch.ones(2))
+    assert [len(found[name]) for name in ("same", "empty", "x")] == [1, 1, 2]
+    return found["x"]
+
+
+def test_values_that_are_not_the_same_everywhere_are_told_apart(cluster_of: Clusters) -> None:
+    for found in cluster_of(4).run(own_value):
+        assert torch.stack(found).tolist() == [[1, 0], [1, 1]]
 
 
 def test_distances_are_of_equal_shapes_and_see_nan() -> None:

@@ -189,21 +189,16 @@ def _order(layers: list[str], first_names: dict[str, str]) -> Iterator[tuple[str
 
 def _first_names(a: Recording) -> dict[str, str]:
     """For each parameter the first that always was equal to it: itself, or what it is tied to."""
+    values = {name: [a.start[name], *(step[f"update {name}"][0] for step in a.steps)] for name in a.start}
     found: dict[str, str] = {}
-    for name, value in a.start.items():
-        updates = [step[f"update {name}"][0] for step in a.steps]
-        found[name] = next(
-            (
-                first
-                for first in dict.fromkeys(found.values())
-                if torch.equal(a.start[first], value)
-                and all(
-                    torch.equal(step[f"update {first}"][0], update)
-                    for step, update in zip(a.steps, updates, strict=True)
-                )
-            ),
-            name,
+    for name, value in values.items():
+        trained = any(update.count_nonzero() for update in value[1:])
+        same = (
+            first
+            for first in dict.fromkeys(found.values())
+            if trained and all(map(torch.equal, value, values[first]))
         )
+        found[name] = next(same, name)
     return found
 
 

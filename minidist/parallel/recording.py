@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minidist.parallel.assembling import Copies, assemble, distance
+from minidist.parallel.assembling import Copies, assemble, distance, distinct
 from minidist.parallel.engine import Engine
 from minidist.parallel.hybrid import HybridEngine
 
@@ -114,15 +114,19 @@ def _run(
             if name.startswith("gradient"):
                 found[name] = [copy / scale for copy in copies]
         after = _parameters(engine)
-        found.update({f"update {name}": [after[name] - before[name]] for name in after})
+        found.update(distinct({f"update {name}": after[name] - before[name] for name in after}))
         steps.append(found)
         before = after
     return losses, steps
 
 
 def _parameters(engine: HybridEngine) -> dict[str, Tensor]:
+    """All parameters in full: this rank's own copies, of those that it has a whole copy of."""
+    own = engine.strategy.full_state_dict()
     return {
-        name: value.cpu() for name, value in engine.full_state_dict().items() if value.is_floating_point()
+        name: (own[name] if name in own and own[name].shape == value.shape else value).cpu()
+        for name, value in engine.full_state_dict().items()
+        if value.is_floating_point()
     }
 
 
