@@ -209,6 +209,20 @@ def test_nan_is_a_difference(cluster_of: Clusters) -> None:
     found = compared(cluster_of, "dp=1", "dp=1", plant=poison)
     assert found.first is not None
     assert (found.first.layer, found.first.what) == ("layers.1", "its output")
+    assert "not finite" in str(found)
+    poisoned = recording_of(cluster_of, "dp=1", torch.float64, plant=poison)
+    assert differences(poisoned, poisoned).agree
+
+
+def stop_gradient(model: nn.Module) -> None:
+    model.get_submodule("layers.1").register_forward_hook(lambda module, inputs, output: output.detach())
+
+
+def test_a_gradient_that_never_comes_is_a_difference(cluster_of: Clusters) -> None:
+    found = compared(cluster_of, "dp=1", "dp=1", plant=stop_gradient)
+    assert found.first is not None
+    assert (found.first.layer, found.first.what) == ("layers.2", "the gradient of its input")
+    assert "lacks it" in str(found)
 
 
 # In one world.

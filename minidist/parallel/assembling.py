@@ -26,7 +26,8 @@ Copies = list[Tensor]
 def assemble(own: dict[str, Tensor], layout: Layout, length: int) -> dict[str, Copies]:
     """Whole tensors from all ranks' pieces, on every rank; all ranks call it.
 
-    Sends 8 (n - 1) bytes and n - 1 times the longest rank's table of names and shapes, and the same of data.
+    What only some ranks of a stage have is left out. Sends 16 (n - 1) bytes and n - 1 times the longest rank's
+    table of names and shapes, and its data.
 
     Args:
         own: this rank's pieces, by name, on CPUs; other ranks may have other names.
@@ -44,7 +45,8 @@ def assemble(own: dict[str, Tensor], layout: Layout, length: int) -> dict[str, C
             found[name], at = _tensor(data[at:end], kind, shape), end
     names = dict.fromkeys(name for found in tensors for name in found)
     sizes = [getattr(layout, axis, 1) for axis in ("pp", "dp", "cp", "tp")]
-    return {name: _whole(name, tensors, sizes, length) for name in names}
+    found_whole = {name: _whole(name, tensors, sizes, length) for name in names}
+    return {name: copies for name, copies in found_whole.items() if copies}
 
 
 def distance(a: Copies, b: Copies) -> float:

@@ -33,9 +33,7 @@ class Difference:
     """A tensor that two layouts do not agree about."""
 
     step: int  # counted from 1; 0 before the first
-    layer: (
-        str | None
-    )  # which computed it: "layers.2"; None for the loss, or a parameter outside of the layers
+    layer: str | None  # "layers.2", which computed it; None for the loss and what is outside of the layers
     what: str  # in words: "its output"
     difference: float  # of the elements that differ most, over the tensor's largest magnitude
     explained: float  # what rounding explains, in the same terms
@@ -44,11 +42,9 @@ class Difference:
         """A sentence."""
         where = self.layer or "the model"
         when = f"in step {self.step}" if self.step else "before the first step"
-        by = (
-            "which has other shapes"
-            if math.isinf(self.difference)
-            else f"by {self.difference:.2g} of its size"
-        )
+        by = f"by {self.difference:.2g} of its size"
+        if math.isinf(self.difference):
+            by = "in its shape, or one of them lacks it or is not finite there"
         return f"{where}: {self.what} differs {when}, {by}; rounding explains {self.explained:.2g}"
 
 
@@ -132,8 +128,9 @@ def differences(a: Recording, b: Recording) -> Comparison:
         size = _size(*x, *y)
         # What no moved result goes into is rounded, too, once; and an update is a difference of parameters.
         bits = max(torch.finfo(copy.dtype).eps for copy in (*x, *y))
-        explained, apart = MARGIN * max(rounding, bits * size) + bits * whole, distance(x, y)
-        if not apart <= explained:  # nor where it is NaN
+        explained = MARGIN * max(rounding, bits * size) + bits * whole
+        apart = distance(x, y) if x and y else math.inf
+        if apart > explained or not (x and y):
             found.append(
                 Difference(step, layer, what, *(each / size if size else each for each in (apart, explained)))
             )
@@ -148,7 +145,7 @@ class _Pair(NamedTuple):
     step: int
     layer: str | None  # that computed it
     what: str
-    a: Copies
+    a: Copies  # none where it was not seen
     b: Copies
     rounding: float  # what moving results changed
     whole: float  # the size of the parameter that it is an update of
@@ -160,11 +157,11 @@ def _pairs(a: Recording, b: Recording) -> Iterator[_Pair]:
         yield _Pair(0, _layer_of(name, a.layers), f"its {name}", [a.start[name]], [b.start[name]], 0.0, 0.0)
     for number, (x, y) in enumerate(zip(a.steps, b.steps, strict=True)):
         for key, layer, what in _order(a.layers, _first_names(a)):
-            if key in x and key in y:
+            if key in x or key in y:
                 rounding = max(each.rounding[number].get(key, 0.0) for each in (a, b))
                 kind, _, name = key.partition(" ")
                 whole = _size(a.start[name]) if kind == "update" else 0.0
-                yield _Pair(number + 1, layer, what, x[key], y[key], rounding, whole)
+                yield _Pair(number + 1, layer, what, x.get(key, []), y.get(key, []), rounding, whole)
 
 
 def _order(layers: list[str], first_names: dict[str, str]) -> Iterator[tuple[str, str | None, str]]:
@@ -207,5 +204,5 @@ def _layer_of(parameter: str, layers: list[str]) -> str | None:
 
 
 def _size(*tensors: Tensor) -> float:
-    """The largest magnitude of an element."""
-    return max(float(x.double().abs().max()) if x.numel() else 0.0 for x in tensors)
+    """The largest magnitude of a finite element."""
+    return max(float(x.double().abs().nan_to_num(0, 0).max()) if x.numel() else 0.0 for x in tensors)
