@@ -26,8 +26,8 @@ Copies = list[Tensor]
 def assemble(own: dict[str, Tensor], layout: Layout, length: int) -> dict[str, Copies]:
     """Whole tensors from all ranks' pieces, on every rank; all ranks call it.
 
-    What only some ranks of a stage have is left out. Sends 16 (n - 1) bytes and n - 1 times the longest rank's
-    table of names and shapes, and its data.
+    What only some ranks of a stage have is left out. Sends 16 (n - 1) bytes, n - 1 times the longest rank's
+    table of names and shapes, and as often its data.
 
     Args:
         own: this rank's pieces, by name, on CPUs; other ranks may have other names.
