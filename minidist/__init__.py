@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from minidist.comm.world import size as size
     from minidist.model.loss import cross_entropy as cross_entropy
     from minidist.parallel.column_parallel import ColumnParallelLinear as ColumnParallelLinear
+    from minidist.parallel.compare import compare as compare
     from minidist.parallel.compression import Cast as Cast
     from minidist.parallel.data_parallel import DataParallel as DataParallel
     from minidist.parallel.engine import Engine as Engine
@@ -67,6 +68,7 @@ __getattr__, __dir__, __all__ = lazy(
         "minidist.comm.world": ("init", "local_rank", "rank", "shutdown", "size"),
         "minidist.model.loss": ("cross_entropy",),
         "minidist.parallel.column_parallel": ("ColumnParallelLinear",),
+        "minidist.parallel.compare": ("compare",),
         "minidist.parallel.compression": ("Cast",),
         "minidist.parallel.data_parallel": ("DataParallel",),
         "minidist.parallel.engine": ("Engine",),

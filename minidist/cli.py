@@ -1,4 +1,4 @@
-"""The command `minidist`: train, bench, report, doctor.
+"""The command `minidist`: train, compare, bench, report, doctor.
 
     minidist train --data digits --ranks 2
     minidist bench && minidist report
@@ -19,6 +19,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -126,6 +127,47 @@ def train(
         )
         raise typer.Exit(1)
     raise typer.Exit(leave)
+
+
+@app.command(epilog="Example: minidist compare --model gpt --a dp=1 --b tp=2,pp=2")
+def compare(
+    a: Annotated[str, typer.Option("--a", help="A layout that is right: dp=1.")],
+    b: Annotated[str, typer.Option("--b", help="The one in question: tp=2,pp=2.")],
+    model: Annotated[str, typer.Option(help="gpt (byte-tiny), byte-small, ..., or mlp.")] = "gpt",
+    steps: Annotated[int, typer.Option(help="Global batches to take both through.")] = 2,
+    batch: Annotated[int, typer.Option(help="Rows of a global batch, over all ranks.")] = 8,
+    lr: Annotated[float, typer.Option(help="Learning rate of plain SGD.")] = 0.1,
+    dtype: Annotated[str, typer.Option(help="float32 or float64.")] = "float32",
+    seed: Annotated[int, typer.Option(help="Of the weights and of the order of rows.")] = 0,
+    timeout: Annotated[float | None, typer.Option(help="Seconds that each layout may take.")] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Say whether two layouts train alike, or the first layer at which they part.
+
+    Both take the same batches from the same weights, each on as many fresh ranks as it needs. Exit code 1
+    where activations, gradients or updates differ by more than rounding explains.
+    """
+    from minidist.comparing import compare_layouts
+    from minidist.parallel.layout import Layout
+
+    with nullcontext() if as_json else _console().status(f"{a} and {b} take {steps} steps"):
+        found = compare_layouts(
+            Layout.parse(a),
+            Layout.parse(b),
+            model,
+            steps=steps,
+            batch=batch,
+            learning_rate=lr,
+            dtype=dtype,
+            seed=seed,
+            timeout=timeout,
+        )
+    if as_json:
+        _print_json({**dataclasses.asdict(found), "agree": found.agree})
+    else:
+        _console().print(str(found), highlight=False, markup=False, soft_wrap=True)
+    raise typer.Exit(0 if found.agree else 1)
 
 
 @app.command(epilog="Example: minidist bench launch --full. On a GPU: minidist bench cuda")

@@ -5,6 +5,8 @@
 | layout.py | `Layout`: how many ranks do what |
 | prepare.py | `prepare`: from model, optimizer and layout to an engine |
 | engine.py, hybrid.py | `Engine`: what `prepare` returns; a step: the mean over rows, in no message more |
+| rank_model.py, placement.py | the part of a model that a rank has; where it lies in the whole |
+| passes.py | forward and backward passes of a step: through all layers, or through a pipeline |
 | strategy.py, training_state.py | `Strategy`: what an engine asks of one; state by the names of parameters |
 | data_parallel.py | `DataParallel`: each rank computes on its share of the batch; gradients are averaged |
 | replicated.py | its `Strategy`: the whole state on every rank |
@@ -31,6 +33,7 @@
 | vocabulary.py | a table of tokens cut by rows; a cross entropy that never sees all logits |
 | tensor_cuts.py, tensor_exchange.py | where a tensor is cut; collectives along any dimension |
 | sequence_parts.py, random_state.py | norms and dropout on a share of the sequence; what dropout draws |
+| compare.py, recording.py, assembling.py | `compare`: the first layer at which two layouts part |
 | in_sync.py | `assert_in_sync`: the ranks' copies of a model are the same, or the first difference is named |
 | parameter_server.py | servers hold the parameters; workers pull and push, and need not wait for each other |
 | serving.py, staleness.py, server_parts.py | what a server does; when it updates; what it holds |
