@@ -195,7 +195,9 @@ class Placement:
             return global_norm(strategy.gradients(), strategy.sharded, strategy.group)
         mine = strategy.sharded or self.mesh.rank("dp_cp") == 0
         named = strategy.named_gradients() if mine else ()
-        return global_norm((gradient for name, gradient in named if self._counts(name)), sharded=True)
+        # Copies count as zeros, but for what is not finite in them: that all ranks have to hear of.
+        once = (gradient if self._counts(name) else gradient - gradient for name, gradient in named)
+        return global_norm(once, sharded=True)
 
     def _counts(self, name: str) -> bool:
         """Whether this rank's copy of a parameter is the one that counts."""
