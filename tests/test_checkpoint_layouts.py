@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from contract import ADAMW
 from test_checkpoint import STOP, check_other_layout, check_same_layout, train_part
-from test_layouts import CASE
+from test_layouts import case
 
 import minidist as md
 from minidist.checkpoint import state_dict
 
 Clusters = Callable[[int], md.Cluster]
+CASE = replace(case(2, 8), batches=(9, 8, 7, 9), optimizer=ADAMW)
 PARSE = md.Layout.parse
 
 

@@ -6,9 +6,10 @@
 >>> ledger.bytes_sent
 
 `launch.py` and `cluster.py` start ranks (`supervisor.py` and `worker.py` run in the processes that they
-start), `world.py` says who is who, `collectives.py` and `messages.py` are the door, `ledgers.py` counts
-what went through it. With `check=True`, `checking.py` has the ranks compare their calls; `callsite.py` knows
-where those were made, `records.py` what contradicts what, and `watching.py` why a rank does not come.
+start), `world.py` says who is who, `mesh.py` makes the groups of a grid of ranks, `collectives.py` and
+`messages.py` are the door, `ledgers.py` counts what went through it. With `check=True`, `checking.py` has the
+ranks compare their calls; `callsite.py` knows where those were made, `records.py` what contradicts what, and
+`watching.py` why a rank does not come.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from minidist.comm.errors import RankTimeout as RankTimeout
     from minidist.comm.ledgers import Ledger as Ledger
     from minidist.comm.ledgers import ledger as ledger
+    from minidist.comm.mesh import Mesh as Mesh
     from minidist.comm.messages import barrier as barrier
     from minidist.comm.messages import gather as gather
     from minidist.comm.messages import recv as recv
@@ -58,6 +60,7 @@ __getattr__, __dir__, __all__ = lazy(
         ),
         "minidist.comm.errors": ("CollectiveError", "RankDied", "RankError", "RankTimeout"),
         "minidist.comm.ledgers": ("Ledger", "ledger"),
+        "minidist.comm.mesh": ("Mesh",),
         "minidist.comm.messages": ("barrier", "gather", "recv", "scatter", "send"),
         "minidist.comm.routes": ("empty_shared", "using"),
         "minidist.comm.work": ("Work",),

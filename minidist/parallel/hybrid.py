@@ -51,7 +51,7 @@ class HybridEngine(Engine):
         self.mesh, self.placement = self.part.mesh, self.part.placement
         self.optimizer = strategy.optimizer
         self.data_rank, self.data_ranks = self.mesh.rank("dp"), self.mesh.size("dp")
-        self.device = self.placement.device
+        self.device = next((p.device for p in model.parameters()), self.placement.device)
         self._rows = 0.0  # of the last global batch, the same on all ranks
         self.saving: Any = None  # the last `Saving` of this engine
         self._activations = ActivationPeaks(self.model)

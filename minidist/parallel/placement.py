@@ -37,7 +37,8 @@ class Whole:
     """What has to be remembered of a whole model before it is cut: names, shapes and ties."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.tensors = dict(model.state_dict(keep_vars=True))
+        state = model.state_dict(keep_vars=True)
+        self.tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
         self.parameters = [name for name, _ in model.named_parameters()]
         names = names_of(model)
         self.first = {name: names[p] for name, p in model.named_parameters(remove_duplicate=False)}
@@ -76,7 +77,7 @@ class Placement:
         self._shapes = {name: tuple(p.shape) for name, p in own.items()}
         self._local = {whole.first[name]: name for _, name in reversed(names_of(model).items())}
         # A tied parameter is on several stages; the stage of its first name has it for all.
-        self._elsewhere = {n for n in own if self.entries[self.first[n]].stage != mesh.rank("pp")}
+        self._elsewhere = {n for n in own if stage_of.get(self.first[n], 0) != mesh.rank("pp")}
         self._groups: list[list[str]] | None = None  # of the optimizer, with all stages' parameters
 
     # The optimizer's groups: over the stages together they are those of one process.
@@ -109,7 +110,7 @@ class Placement:
         if self._groups is not None:
             joined = zip(groups, self._groups, strict=True)
             groups = [{**group, "params": [*names]} for group, names in joined]
-        state = {self.first[name]: values for name, values in settings["state"].items()}
+        state = {self.first.get(name, name): values for name, values in settings["state"].items()}
         return {**settings, "groups": groups, "state": state}
 
     def load_settings(
@@ -146,7 +147,7 @@ class Placement:
             full = chunk.name
             if kind == "optimizer":
                 name, _, key = name.rpartition(".")
-                full = f"{kind}.{self.first[name]}.{key}"
+                full = f"{kind}.{self.first.get(name, name)}.{key}"
             cut = self.cuts.get(name)
             if cut is None or chunk.shape != self._shapes[name]:
                 yield replace(chunk, name=full)
@@ -165,6 +166,8 @@ class Placement:
         Each tensor that tp cut is summed over tp, 2 (t - 1) / t of its bytes; with pp the stage that has a
         tensor sends it to the others, see `comm.broadcast`.
         """
+        if self.mesh.size("tp") * self.mesh.size("pp") == 1:
+            return dict(own)
         whole, cut = {}, []
         for name, entry in self.entries.items():
             value = own.get(name)
