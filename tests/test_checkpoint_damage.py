@@ -99,6 +99,21 @@ def test_a_damaged_file_is_named_wherever_it_is_hit(folder: Path, damage: Any, n
     assert md.load(made, folder, latest=True).step == 2
 
 
+@pytest.mark.filterwarnings("ignore:passed over a checkpoint")
+def test_every_bit_of_the_header_is_guarded(folder: Path) -> None:
+    newest = checkpoints(folder)[0]
+    file, made = files(newest)[0], trained(0)
+    whole = file.read_bytes()
+    head = len(index._HEAD % (index.VERSION, 0))
+    for place in range(8 * head):
+        at, bit = divmod(place, 8)
+        file.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :])
+        with pytest.raises(md.DamagedCheckpoint, match=r"index\.json is damaged"):
+            index.read_index(newest)
+        if whole[at : at + 1].isdigit():
+            assert md.load(made, folder, latest=True).step == 1
+
+
 @pytest.mark.parametrize("name", ["index.json", "rank-00000.bin"])
 def test_a_missing_file_is_named(folder: Path, name: str) -> None:
     newest = checkpoints(folder)[0]
@@ -179,8 +194,8 @@ def test_a_file_outside_of_the_checkpoint_is_not_read(folder: Path, outside: str
 
 def test_another_version_is_said(folder: Path) -> None:
     file = files(checkpoints(folder)[0])[0]
-    body = file.read_bytes()[index._HEAD_BYTES :]
-    file.write_bytes(index._HEAD % (2, zlib.crc32(body)) + body)
+    body = file.read_bytes()[len(index._HEAD % (index.VERSION, 0)) :]
+    file.write_bytes(index._HEAD % (2, zlib.crc32(body, zlib.crc32(b"2"))) + body)
     with pytest.raises(md.CheckpointError, match="has version 2 of the checkpoint format"):
         md.load(trained(0), file.parent)
 

@@ -1,7 +1,7 @@
 """A checkpoint's index: what is where, and whether all of it is still there as it was written.
 
 The index says how many bytes each file has and what their CRC-32 is; its own stands at its very beginning,
-over all that follows. A CRC-32 finds every flipped bit and every altered run of up to 32 bits, and all but
+over all else of it. A CRC-32 finds every flipped bit and every altered run of up to 32 bits, and all but
 one in four billion of other changes. It guards against disks, not against somebody who forges: forged numbers
 are numbers, too, since nothing here is executed.
 """
@@ -26,7 +26,7 @@ from minidist.checkpoint.values import dtype_named
 INDEX = "index.json"
 VERSION = 1
 _HEAD = b'{"minidist checkpoint": %d, "crc32": "%08x", '
-_HEAD_BYTES = len(_HEAD % (VERSION, 0))
+_WHOLE_HEAD = re.compile(rb'\{"minidist checkpoint": ([1-9]\d{0,8}), "crc32": "([0-9a-f]{8})", ')
 _FILE = re.compile(r"rank-\d+\.bin")
 _PIECE = 2**20  # bytes of a file that are in memory at a time while they are counted
 
@@ -78,7 +78,7 @@ def write_index(
     text = json.dumps({"files": files, "tensors": listed, "facts": facts}, separators=(",", ":"))
     body = text[1:].encode()
     with open(directory / INDEX, "wb") as file:
-        file.write(_HEAD % (VERSION, zlib.crc32(body)) + body)
+        file.write(_HEAD % (VERSION, _checksum(VERSION, body)) + body)
         file.flush()
         os.fsync(file.fileno())
 
@@ -105,11 +105,13 @@ def read_index(path: Path) -> Index:
         f"{path / INDEX} is damaged: it has been cut short or altered since it was written; load another "
         "checkpoint"
     )
-    head, body = data[:_HEAD_BYTES], data[_HEAD_BYTES:]
-    if head != _HEAD % (VERSION, zlib.crc32(body)):
-        version = _other_version(data)
-        if version is None:
-            raise altered
+    head = _WHOLE_HEAD.match(data)
+    if head is None:
+        raise altered
+    version, body = int(head[1]), data[head.end() :]
+    if int(head[2], 16) != _checksum(version, body):
+        raise altered
+    if version != VERSION:
         raise CheckpointError(
             f"{path} has version {version} of the checkpoint format, and this minidist reads version "
             f"{VERSION}; load it with the minidist that wrote it"
@@ -120,15 +122,9 @@ def read_index(path: Path) -> Index:
         raise altered from None
 
 
-def _other_version(data: bytes) -> int | None:
-    """The format's version where it is whole and another one."""
-    try:
-        before, _, rest = data.partition(b', "crc32": "')
-        version = int(json.loads(before + b"}")["minidist checkpoint"])
-    except (KeyError, TypeError, ValueError):
-        return None
-    body = rest[len('00000000", ') :]
-    return version if version != VERSION and rest[:8] == b"%08x" % zlib.crc32(body) else None
+def _checksum(version: int, body: bytes) -> int:
+    """Of an index: over the version, too, or a flipped bit of it would look like another format."""
+    return zlib.crc32(body, zlib.crc32(b"%d" % version))
 
 
 def _parsed(path: Path, content: dict[str, Any]) -> Index:
