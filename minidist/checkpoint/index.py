@@ -27,7 +27,9 @@ INDEX = "index.json"
 VERSION = 1
 _HEAD = b'{"minidist checkpoint": %d, "crc32": "%08x", '
 _WHOLE_HEAD = re.compile(rb'\{"minidist checkpoint": ([1-9]\d{0,8}), "crc32": "([0-9a-f]{8})", ')
-_FILE = re.compile(r"rank-\d+\.bin")
+FILE = re.compile(r"rank-\d+\.bin")
+"""Names of the files beside the index."""
+_NUMBER = re.compile(rb'"saved":(\d{1,18}),')
 _PIECE = 2**20  # bytes of a file that are in memory at a time while they are counted
 
 
@@ -65,8 +67,9 @@ def write_index(
     files: Mapping[str, tuple[int, int]],
     tensors: Mapping[str, Stored],
     facts: Mapping[str, Any],
+    number: int = 0,
 ) -> None:
-    """Write the index, and have it reach the disk."""
+    """Write the index, and have it reach the disk. number: of the save, among those of its folder."""
     listed = {
         name: {
             "dtype": str(stored.dtype).removeprefix("torch."),
@@ -75,7 +78,9 @@ def write_index(
         }
         for name, stored in tensors.items()
     }
-    text = json.dumps({"files": files, "tensors": listed, "facts": facts}, separators=(",", ":"))
+    text = json.dumps(
+        {"saved": number, "files": files, "tensors": listed, "facts": facts}, separators=(",", ":")
+    )
     body = text[1:].encode()
     with open(directory / INDEX, "wb") as file:
         file.write(_HEAD % (VERSION, _checksum(VERSION, body)) + body)
@@ -122,6 +127,26 @@ def read_index(path: Path) -> Index:
         raise altered from None
 
 
+def save_number(path: Path) -> int | None:
+    """The number that a checkpoint's save had in its folder, unchecked; None where no index tells."""
+    try:
+        with open(path / INDEX, "rb") as file:
+            beginning = file.read(200)
+    except OSError:
+        return None
+    head = _WHOLE_HEAD.match(beginning)
+    number = _NUMBER.match(beginning, head.end()) if head is not None else None
+    return int(number[1]) if number is not None else None
+
+
+def seems_whole(path: Path) -> bool:
+    """Whether a checkpoint's index is whole and its files have their lengths; what is in them is not read."""
+    try:
+        return all((path / name).stat().st_size == size for name, (size, _) in read_index(path).files.items())
+    except (OSError, CheckpointError):
+        return False
+
+
 def _checksum(version: int, body: bytes) -> int:
     """Of an index: over the version, too, or a flipped bit of it would look like another format."""
     return zlib.crc32(body, zlib.crc32(b"%d" % version))
@@ -129,7 +154,7 @@ def _checksum(version: int, body: bytes) -> int:
 
 def _parsed(path: Path, content: dict[str, Any]) -> Index:
     files = {name: (int(size), int(crc)) for name, (size, crc) in content["files"].items()}
-    if not all(_FILE.fullmatch(name) for name in files):
+    if not all(FILE.fullmatch(name) for name in files):
         raise ValueError("a file lies outside its checkpoint")
     tensors = {}
     for name, each in content["tensors"].items():
