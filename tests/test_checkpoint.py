@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import minidist as md
 from minidist.checkpoint import state_dict
 from minidist.model import MLP
+from minidist.parallel import zero_plan
 
 Clusters = Callable[[int], md.Cluster]
 Run = Callable[..., tuple[list[float], dict[str, Tensor], Any]]
@@ -135,6 +136,65 @@ def check_same_layout(cluster_of: Clusters, folder: Path, case: contract.Case, l
         assert later == losses[STOP:]
         for key, value in weights.items():
             assert torch.equal(value, again[key]), key
+
+
+class Backwards(nn.Module):
+    """Layers that are registered in another order than they are used in, and float32: sums' order shows."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layers = nn.ModuleList(nn.Linear(33, 33, bias=False) for _ in range(7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number in (5, 6, 4, 3, 0, 1, 2):
+            x = torch.tanh(self.layers[number](x))
+        return x
+
+
+def train_backwards(
+    layout: md.Layout, path: Path, stop: int, resume: bool
+) -> tuple[list[float], dict[str, Tensor], int]:
+    """Three steps, saved at `stop` or resumed there; and the most buckets beyond the two that have memory."""
+    more = 0
+    lend = zero_plan.ShardPlan._lend
+
+    def watched(self: Any, number: int) -> None:
+        nonlocal more
+        lend(self, number)
+        more = max(more, sum(bucket.gradients is not None for bucket in self.buckets) - zero_plan.TRANSIENT)
+
+    buckets = {"bucket_mb": 0.009}  # of two layers
+    engine = md.prepare(Backwards(9 * resume), contract.ADAMW, layout, data_parallel=buckets)
+    losses = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(zero_plan.ShardPlan, "_lend", watched)
+        if resume:
+            md.load(engine, path)
+        for step in range(3):
+            if step == stop and not resume:
+                md.save(engine, path)
+            rows = torch.Generator().manual_seed(8 * step + md.rank())
+            inputs = torch.randn(5, 33, generator=rows)
+            if step >= stop or not resume:
+                losses.append(engine.step(inputs, torch.arange(5)))
+    return losses, engine.full_state_dict(), more
+
+
+@pytest.mark.parametrize("stop", [0, 1])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_gradients_go_on_in_the_order_in_which_they_came(
+    cluster_of: Clusters, tmp_path: Path, zero: int, precision: str, stop: int
+) -> None:
+    layout, path = md.Layout(dp=3, zero=zero, precision=precision), tmp_path / "one"
+    whole = cluster_of(3).run(train_backwards, layout, path, stop, False)
+    rest = cluster_of(3).run(train_backwards, layout, path, stop, True)
+    for (losses, weights, before), (later, again, after) in zip(whole, rest, strict=True):
+        assert later == losses[stop:]
+        assert all(torch.equal(weights[name], again[name]) for name in weights)
+        assert before <= 0 if zero == 2 else True
+        assert after <= before
 
 
 @pytest.mark.parametrize(

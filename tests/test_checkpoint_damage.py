@@ -435,7 +435,7 @@ def test_a_save_that_fails_on_one_rank_fails_on_all(
 
 
 def failing_saves(folder: Path, zero: int) -> list[str]:
-    """Saves that rank 0 cannot begin, or clear up after, before the first step and after it; what was said."""
+    """Saves that rank 0 cannot begin, or clear up after, before and after the first step; what was said."""
     made = md.prepare(MLP((6, 5, 3), seed=3), contract.ADAMW, md.Layout(dp=md.size(), zero=zero))
     said = []
     for steps in range(2):

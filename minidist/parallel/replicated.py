@@ -127,7 +127,11 @@ class Replicated(Strategy):
 
     def settings(self) -> dict[str, Any]:
         """See `Strategy.settings`."""
-        return optimizer_settings(self.optimizer, self._names)
+        settings, reducer = optimizer_settings(self.optimizer, self._names), self.parallel.reducer
+        if reducer is not None:
+            names, order = names_of(self.model), [] if reducer.plan is None else [reducer.plan.order]
+            settings["order"] = [[names[reducer.parameters[place]] for place in each] for each in order]
+        return settings
 
     def load_settings(self, settings: Mapping[str, Any], state: Mapping[str, Mapping[str, Any]]) -> None:
         """See `Strategy.load_settings`."""

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minidist.parallel.flat_ranges import boxes
 from minidist.parallel.fully_shard import FullyShard
 from minidist.parallel.shard_store import Store
-from minidist.parallel.strategy import Chunk
+from minidist.parallel.strategy import Chunk, cut_chunks
 
 
 def shard_chunks(parallel: FullyShard) -> Iterator[Chunk]:
@@ -31,7 +30,7 @@ def shard_chunks(parallel: FullyShard) -> Iterator[Chunk]:
     for store in parallel.stores:
         for name, start, stop, low in _parts(store):
             for alias in aliases[name]:
-                yield from _cut(f"model.{alias}", parallel.shapes[name], low, store.updated[start:stop])
+                yield from cut_chunks(f"model.{alias}", parallel.shapes[name], low, store.updated[start:stop])
     parameters = {alias for each in aliases.values() for alias in each}
     for name, value in parallel.module.state_dict().items():
         if name not in parameters:
@@ -49,22 +48,13 @@ def shard_chunks(parallel: FullyShard) -> Iterator[Chunk]:
                         yield Chunk(full, (), (), value)
                     else:
                         part = value[begin - low : end - low]
-                        yield from _cut(full, parallel.shapes[name], offset + begin - start, part)
+                        yield from cut_chunks(full, parallel.shapes[name], offset + begin - start, part)
 
 
 def _parts(store: Store) -> Iterator[tuple[str, int, int, int]]:
     """This rank's part of each parameter: its name, start and stop in the long tensor, its first element."""
     for name, (start, stop), low in zip(store.names, store.spans, store.starts, strict=True):
         yield name, start, stop, low
-
-
-def _cut(name: str, shape: tuple[int, ...], start: int, values: Tensor) -> Iterator[Chunk]:
-    """Boxes of a parameter's elements from `start` on, which `values` holds."""
-    done = 0
-    for offsets, sizes in boxes(shape, start, start + len(values)):
-        count = torch.Size(sizes).numel()
-        yield Chunk(name, shape, offsets, values[done : done + count].view(sizes))
-        done += count
 
 
 def pieces_settings(parallel: FullyShard) -> dict[str, Any]:

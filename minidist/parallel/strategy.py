@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minidist.parallel.flat_ranges import boxes
+
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
@@ -27,6 +29,15 @@ class Chunk:
     shape: tuple[int, ...]  # of the whole tensor
     offsets: tuple[int, ...]  # where this box begins in it
     tensor: Tensor  # its values, a view of the state: who writes to it changes the state
+
+
+def cut_chunks(name: str, shape: tuple[int, ...], start: int, values: Tensor) -> Iterator[Chunk]:
+    """Chunks of a tensor's elements from `start` on, which `values` holds."""
+    flat, done = values.reshape(-1), 0
+    for offsets, sizes in boxes(shape, start, start + len(flat)):
+        count = torch.Size(sizes).numel()
+        yield Chunk(name, shape, offsets, flat[done : done + count].view(sizes))
+        done += count
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,7 +129,11 @@ class Strategy(ABC):
 
     @abstractmethod
     def settings(self) -> dict[str, Any]:
-        """The state that is no tensor: the optimizer's groups by names of parameters, and numbers."""
+        """The state that is no tensor: the optimizer's groups by names of parameters, and numbers.
+
+        Under "order", where it is known, the names of parameters in the order in which gradients come: a list
+        for each time that some were dealt to buckets, none before the first backward pass.
+        """
 
     @abstractmethod
     def load_settings(self, settings: Mapping[str, Any], state: Mapping[str, Mapping[str, Any]]) -> None:
