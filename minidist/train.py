@@ -121,8 +121,9 @@ class TrainConfig:
     @property
     def description(self) -> dict[str, str | int | float | None]:
         """What the losses depend on beside the ranks: the same in all runs that go on from each other."""
-        names = ("data", "batch", "learning_rate", "optimizer", "rung", "dtype", "seed")
-        return {"model": self.model_name, **{name: getattr(self, name) for name in names}}
+        names = ("data", "batch", "learning_rate", "optimizer", "rung", "dtype", "seed", "clip_norm")
+        described = {name: getattr(self, name) for name in names}
+        return {"model": self.model_name, "precision": self.layout.precision, **described}
 
 
 @dataclass(frozen=True)
