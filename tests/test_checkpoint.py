@@ -17,9 +17,11 @@ import torch
 from torch import Tensor, nn
 
 import minidist as md
+from minidist import train
 from minidist.checkpoint import state_dict
 from minidist.model import MLP
 from minidist.parallel import zero_plan
+from minidist.parallel.shard_units import Unit
 
 Clusters = Callable[[int], md.Cluster]
 Run = Callable[..., tuple[list[float], dict[str, Tensor], Any]]
@@ -233,6 +235,49 @@ def test_masters_come_back_in_another_layout(
         for name, master in masters.items():
             assert master.dtype == torch.float32
             assert torch.equal(weights[name], master.bfloat16()), name
+
+
+def export_and_watch(layout: md.Layout, path: Path) -> tuple[dict[str, Tensor], list[str], int]:
+    """What the engine has, its names in order, and the most units that were gathered at a time."""
+    case, most, gathered = CASES["noisy"], 0, set()
+    ends = nn.Linear(6, 6).double(), nn.Linear(3, 3).double()
+    model = nn.Sequential(ends[0], case.model(md.rank()), ends[1])
+    engine = md.prepare(model, case.optimizer, layout, loss=case.loss)
+    inputs, targets = case.global_batches()[0]
+    engine.step(inputs[md.rank() :: md.size()], targets[md.rank() :: md.size()])
+    gather, free = Unit.gather, Unit.free
+
+    def watched(self: Unit, *arguments: Any) -> None:
+        nonlocal most
+        gathered.add(self.number)
+        most = max(most, len(gathered))
+        gather(self, *arguments)
+
+    def freed(self: Unit) -> None:
+        gathered.discard(self.number)
+        free(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Unit, "gather", watched)
+        patch.setattr(Unit, "free", freed)
+        md.export(engine, path)
+        fingerprint = train._fingerprint(engine.whole())
+    assert fingerprint == train._fingerprint(engine.whole())
+    state = engine.full_state_dict()
+    for name, value in engine.whole():
+        assert torch.equal(state[name], value), name
+    return state, [*engine.model.state_dict()], most
+
+
+@pytest.mark.parametrize("zero", [0, 2, 3])
+def test_an_export_gathers_one_unit_at_a_time(cluster_of: Clusters, tmp_path: Path, zero: int) -> None:
+    path = tmp_path / "model.pt"
+    (state, names, most), _ = cluster_of(2).run(export_and_watch, md.Layout(dp=2, zero=zero), path)
+    exported = torch.load(path, weights_only=True)
+    assert [*exported] == names
+    assert most == (zero == 3)
+    for name, value in state.items():
+        assert torch.equal(value, exported[name]), name
 
 
 def check_other_layout(

@@ -104,10 +104,6 @@ class Replicated(Strategy):
         """The optimizer's step, the same on all ranks."""
         self.optimizer.step()
 
-    def full_state_dict(self) -> dict[str, Tensor]:
-        """Every parameter and buffer. Nothing is sent: each rank has all."""
-        return {name: value.detach().clone() for name, value in self.model.state_dict().items()}
-
     def held(self) -> Held:
         """See `Strategy.held`."""
         reducer = self.parallel.reducer

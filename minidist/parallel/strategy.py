@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from minidist.parallel.flat_ranges import boxes
 
@@ -58,11 +58,13 @@ class Strategy(ABC):
     `rescale`; then perhaps `multiply`, and `update`, or `drop` where the step is skipped.
 
     Attributes:
+        model: the whole of it, where each rank has it.
         optimizer: for the parameters, or this rank's share of them; learning-rate schedulers take it.
         sharded: whether `gradients` are this rank's share of them, or all.
         gathers: whether `forward` is a collective, which a rank without rows takes part in, too.
     """
 
+    model: nn.Module
     optimizer: torch.optim.Optimizer
     sharded: bool = False
     gathers: bool = False
@@ -111,9 +113,14 @@ class Strategy(ABC):
     def update(self) -> None:
         """The optimizer's step; after it every rank computes with the new parameters."""
 
-    @abstractmethod
+    def whole(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter and buffer; see `Engine.whole`. Nothing is sent where each rank has all."""
+        for name, value in self.model.state_dict().items():
+            yield name, value.detach()
+
     def full_state_dict(self) -> dict[str, Tensor]:
         """Copies of every parameter and buffer; a collective. See `Engine.full_state_dict`."""
+        return {name: value.clone() for name, value in self.whole()}
 
     @abstractmethod
     def held(self) -> Held:

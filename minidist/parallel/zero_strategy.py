@@ -125,10 +125,6 @@ class ShardedState(Strategy):
         for parameter in self.optimizer.trained:
             parameter.grad = None  # which has sums in a part of it, and this rank's own in the others
 
-    def full_state_dict(self) -> dict[str, Tensor]:
-        """Every parameter and buffer. Nothing is sent: each rank has all."""
-        return {name: value.detach().clone() for name, value in self.model.state_dict().items()}
-
     def held(self) -> Held:
         """See `Strategy.held`. Copies in the master dtype count as the optimizer's."""
         zero, plan = self.optimizer, self.optimizer.reducer.plan
