@@ -157,15 +157,30 @@ def test_a_folder_of_another_training_is_refused(cluster_of: Clusters, tmp_path:
 
 
 def signalled(process: Any, config: TrainConfig, number: signal.Signals) -> tuple[str, str]:
-    """Send a signal once there is a checkpoint; what the command printed."""
-    deadline = time.monotonic() + 120
+    """Send a signal once there is a checkpoint; what the command printed, when it and its ranks are gone."""
+    deadline = time.monotonic() + 240
     while not checkpoints(str(config.save)):
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.01)
+    ranks = [
+        pid
+        for each in Path(f"/proc/{process.pid}/task").glob("*/children")
+        for pid in each.read_text().split()
+    ]
     process.send_signal(number)
     out, err = process.communicate(timeout=120)
+    while any(running(pid) for pid in ranks):  # those of a killed command end a little later
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     return out, err
+
+
+def running(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def check_stopped(cluster: md.Cluster, config: TrainConfig, out: str) -> None:
@@ -192,7 +207,7 @@ def test_a_stopped_command_goes_on_where_it_was(
     process = subprocess.Popen(
         [*command, *words(config)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    out, err = signalled(process, config, number)  # which returns when the ranks have closed the pipes, too
+    out, err = signalled(process, config, number)
     if number == signal.SIGTERM:
         assert process.returncode == 143, err
         check_stopped(cluster_of(2), config, out)
