@@ -2,8 +2,8 @@
 
 The variable KILLS is a JSON list with one entry for each life: [rank, place, number], and that rank ends by
 SIGKILL, as where memory runs out, in the life when it comes to the place for the number-th time. Places:
-"step", before a step; "backward", in the middle of one, or "backward 1" in one of ZeRO stage 1; "write",
-before its part of a checkpoint; "rename", between a checkpoint's last byte and its name; "time", after so
+"step", before a step; "backward 1", in the middle of one of ZeRO stage 1; "write", before its part of a
+checkpoint; "rename", between a checkpoint's last byte and its name; "time", after so
 many seconds. Each argument is a training: a pickled description, in hexadecimal digits.
 """
 
@@ -29,9 +29,9 @@ from minidist.train import TrainConfig, train
 
 PLACES = {
     "step": (HybridEngine, "step"),
-    "backward": (HybridEngine, "_loss"),
     "backward 0": (Replicated, "announce"),
     "backward 1": (ShardedState, "announce"),
+    "backward 2": (ShardedState, "announce"),
     "backward 3": (FullySharded, "announce"),
     "write": (Writer, "write_data"),
     "rename": (folders, "put_in_place"),
