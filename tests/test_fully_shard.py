@@ -22,13 +22,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import minidist as md
 from minidist import comm
 from minidist.model import GPT, MLP, config
-from minidist.parallel import shard_flat, shard_gradients, shard_schedule, shard_units
+from minidist.parallel import shard_flat, shard_gradients, shard_offload, shard_schedule, shard_units
 from minidist.parallel.elementwise import ELEMENTWISE, is_elementwise
 from minidist.parallel.fully_sharded import FullySharded
 
 Clusters = Callable[[int], md.Cluster]
 ADAMW = contract.ADAMW
 vectors = others.vectors
+
+
+def in_groups(parameters: Any) -> torch.optim.Optimizer:
+    """Decay for matrices alone."""
+    each = [*parameters]
+    many, few = ([p for p in each if (p.dim() > 1) == both] for both in (True, False))
+    return torch.optim.AdamW([{"params": many, "weight_decay": 0.3}, {"params": few, "lr": 0.003}], lr=0.01)
 
 
 class Skipping(nn.Module):
@@ -623,6 +630,50 @@ def test_an_engine_offloads_too(cluster_of: Clusters, tmp_path: Path) -> None:
     contract.check(
         cluster_of(2), CASES["gpt"], md.Layout(dp=2, zero=3), fully_shard={"offload": str(tmp_path)}
     )
+
+
+def test_an_optimizer_steps_on_slices_of_what_lies_on_disk(cluster_of: Clusters, tmp_path: Path) -> None:
+    """Of 7 elements each; in memory is the state of one slice, and saved state is loaded into slices."""
+    case = replace(CASES["unused"], optimizer=in_groups)
+    batches = case.global_batches()
+    options = {"offload": str(tmp_path)}
+
+    def train(first: bool) -> tuple[contract.Trained, list[int], bool]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(shard_offload, "SLICE", 7 * 8)
+            model = case.model(md.rank() + (not first) * 5)
+            engine = md.prepare(model, case.optimizer, md.Layout(dp=md.size(), zero=3), fully_shard=options)
+        parallel = engine.strategy.parallel  # type: ignore[attr-defined]
+        moved: list[int] = []
+        move = parallel.place._move
+
+        def watched(optimizer: Any, piece: Tensor) -> None:
+            state = [v for each in optimizer.state.values() for v in each.values() if v.dim()]
+            mapped = parallel.place._mapped
+            moved.append(sum(v.nbytes for v in state if v.untyped_storage().data_ptr() not in mapped))
+            move(optimizer, piece)
+
+        parallel.place._move = watched
+        if not first:
+            md.load(engine, str(tmp_path / "saved"))
+        losses = []
+        for inputs, targets in batches[:3] if first else batches[3:]:
+            share = slice(*(len(inputs) * (md.rank() + i) // md.size() for i in (0, 1)))
+            losses.append(engine.step(inputs[share], targets[share]))
+        if first:
+            md.save(engine, str(tmp_path / "saved"))
+        grads = [store.grad.untyped_storage().data_ptr() for store in parallel.stores if store.trained]
+        on_disk = all(address in parallel.place._mapped for address in grads)
+        return contract.Trained(losses, engine.full_state_dict()), moved, on_disk
+
+    expected = contract.train_in_one_process(case)
+    for trained, moved, on_disk in cluster_of(2).run(train, True):
+        torch.testing.assert_close(trained.losses, expected.losses[:3])
+        assert max(moved) == 2 * 7 * 8
+        assert on_disk
+    for trained, moved, _ in cluster_of(3).run(train, False):
+        contract.compare(trained, contract.Trained(expected.losses[3:], expected.state))
+        assert not any(moved)
 
 
 def test_offload_without_room_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,8 @@
 
 The model is cut into units (shard_units.py), such as transformer blocks. A unit's parameters are gathered
 just before its forward pass and freed after it; gathered again before its backward pass, after which its
-gradients are reduced, each rank keeps the sum of its n-th, and the rest is freed. While a unit computes, the
-next is on its way.
+gradients are reduced, each rank keeps the sum of its n-th, and the rest is freed. Where messages leave the
+cores free, the next unit is on its way while one computes.
 
 Sources: Rajbhandari et al. 2020, "ZeRO", section 5.3 and 7.2.2; Zhao et al. 2023, "PyTorch FSDP".
 """
@@ -27,6 +27,7 @@ from minidist.parallel.elementwise import require_elementwise
 from minidist.parallel.engine import MakeOptimizer
 from minidist.parallel.shard_build import build
 from minidist.parallel.shard_gradients import Gradients
+from minidist.parallel.shard_groups import Groups
 from minidist.parallel.shard_offload import place_for
 from minidist.parallel.shard_passes import Passes
 from minidist.parallel.shard_units import Units
@@ -53,11 +54,12 @@ class FullyShard(nn.Module):
             they are made unit by unit, so that the whole model is never in memory. Otherwise their memory is
             given back unit by unit.
         optimizer_class: of the optimizer, which takes flat shards: an elementwise one, see elementwise.py. Or
-            any function from parameters to an optimizer.
+            any function from parameters to an optimizer, which is given stand-ins of the parameters' shapes
+            and may form groups of them, and leave some out.
         group: the ranks that share the batch; None for all.
         offload: "cpu" keeps shards, gradients and optimizer state in CPU memory, where they are anyway if the
-            module computes there; a directory keeps shards and optimizer state in files there, mapped into
-            memory and removed at once. False: with the module.
+            module computes there; a directory keeps them in files there, mapped into memory and removed at
+            once, and has the optimizer step on slices; see shard_offload.py. False: with the module.
         units: classes of modules, or modules, that are gathered as a whole; None for the children of every
             nn.ModuleList and nn.Sequential.
         initialize: gives a submodule's own parameters their first values, where they were on the meta device;
@@ -99,7 +101,9 @@ class FullyShard(nn.Module):
         self.place = place_for(offload)
         self.names = [name for name, _ in module.named_parameters()]
         self.shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
-        self.units, self.stores = build(module, units, group, master, initialize, self.place)
+        self.groups = Groups(optimizer_class, module, defaults)
+        require_elementwise(type(self.groups.optimizer))
+        self.units, self.stores = build(module, units, group, master, initialize, self.place, self.groups.of)
         broadcast_together([*module.buffers()], group)
         for store in self.stores:
             store.fill()
@@ -109,8 +113,8 @@ class FullyShard(nn.Module):
             ways = {choose("all_gather", "auto", group, flat.full, async_op=True) for flat in flats}
             prefetch = ways != {"shared_memory"}
         self.passes = Passes(self.units, self.gradients, group, prefetch)
-        self.optimizer: torch.optim.Optimizer = optimizer_class([*self.parameters()], **defaults)
-        require_elementwise(type(self.optimizer))
+        pieces = ((of, p) for store in self.stores for of, p in zip(store.groups, store.pieces, strict=True))
+        self.optimizer: torch.optim.Optimizer = self.groups.hand_over(pieces)
         self._synchronized = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -123,7 +127,7 @@ class FullyShard(nn.Module):
             raise
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """This rank's shards, as the optimizer takes them."""
+        """This rank's shards, as the optimizer takes them, and those that it leaves out."""
         for _, piece in self.named_parameters():
             yield piece
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -22,8 +22,11 @@ def build(
     master: torch.dtype | None,
     initialize: Callable[[nn.Module], object] | None,
     place: Place,
+    group_of: Mapping[str, int],
 ) -> tuple[list[Unit], list[Store]]:
     """Cut a model into units, and keep this rank's shard of rank 0's parameters.
+
+    group_of: the number of the optimizer's group for each name.
 
     Returns:
         The units, the root first, and the stores of their shards, one for each dtype and for trained and
@@ -52,7 +55,8 @@ def build(
         for kind, those in groups.items():
             unit.flats.append(Flat(those, group, device))
             kinds.setdefault(kind, []).append(unit.flats[-1])
-    stores = [Store(flats, group, master, place.empty_for(device)) for flats in kinds.values()]
+    empty, longest = place.empty_for(device), place.longest
+    stores = [Store(flats, group, master, empty, group_of, longest) for flats in kinds.values()]
     for unit, entries in parts:
         materialise(entries, device, initialize)
         now = {name: holder._parameters[attribute] for name, _, ((holder, attribute), *_) in entries}
