@@ -573,6 +573,57 @@ def test_a_part_is_initialised_as_in_the_whole(build: Callable[..., nn.Module]) 
     torch.testing.assert_close(sharded.state_dict(), whole, rtol=0, atol=0)
 
 
+class Head(nn.Module):
+    """A table, and a head with a bias and the table's weight, one of them first."""
+
+    def __init__(self, head_first: bool, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.begun: list[str] = []
+        table, head = nn.Embedding(7, 4), nn.Linear(4, 7)
+        if head_first:
+            self.layers = nn.ModuleList([head, nn.Linear(4, 4), table])
+            table.weight = head.weight
+        else:
+            self.layers = nn.ModuleList([table, nn.Linear(4, 4), head])
+            head.weight = table.weight
+
+    def initialize_part(self, part: nn.Module) -> None:
+        name = next(name for name, module in self.named_modules() if module is part)
+        self.begun.append(name)
+        for attribute, parameter in part.named_parameters(recurse=False):
+            assert parameter.is_contiguous()
+            torch.manual_seed(10 * int(name[-1]) + len(attribute))
+            nn.init.normal_(parameter)
+
+
+@pytest.mark.parametrize("head_first", [False, True])
+@pytest.mark.parametrize("by_itself", [False, True])
+def test_a_tied_head_with_a_bias_begins_once(cluster_of: Clusters, head_first: bool, by_itself: bool) -> None:
+    def make() -> tuple[dict[str, Tensor], list[str]]:
+        with torch.device("meta"):
+            model = Head(head_first)
+        if by_itself:
+            model.initialize_part = None  # type: ignore[assignment, method-assign]
+        sharded = md.FullyShard(model, torch.optim.SGD, lr=0.1)
+        return sharded.state_dict(), model.begun
+
+    wanted = Head(head_first)
+    for part in [] if by_itself else reversed(wanted.layers):  # the first holder writes last
+        wanted.initialize_part(part)
+    for state, begun in cluster_of(2).run(make):
+        weight = state["layers.0.weight"]
+        torch.testing.assert_close(weight, state["layers.2.weight"], rtol=0, atol=0)
+        if by_itself:  # a table's are normal; a head's, and its bias, are at most 1 / sqrt(4)
+            assert (weight.abs().max() <= 0.5) == head_first
+            assert 0 < state[f"layers.{2 - 2 * head_first}.bias"].abs().max() <= 0.5
+        else:
+            assert sorted(begun) == ["layers.0", "layers.1", "layers.2"][: 3 - head_first]
+            assert len({*begun}) == len(begun)
+            for name, value in wanted.state_dict().items():
+                torch.testing.assert_close(state[name], value, rtol=0, atol=0)
+
+
 def test_other_models_on_meta_say_how_they_begin() -> None:
     class Bare(nn.Module):
         def __init__(self) -> None:

@@ -10,9 +10,10 @@ from torch import nn
 
 from minidist.comm.work import Group
 from minidist.parallel.shard_flat import Flat
+from minidist.parallel.shard_meta import Beginning
 from minidist.parallel.shard_offload import Place
 from minidist.parallel.shard_store import Store
-from minidist.parallel.shard_units import Unit, Units, divide, materialise, materialise_buffers, modules_of
+from minidist.parallel.shard_units import Unit, Units, divide, modules_of
 
 
 def build(
@@ -57,10 +58,11 @@ def build(
             kinds.setdefault(kind, []).append(unit.flats[-1])
     empty, longest = place.empty_for(device), place.longest
     stores = [Store(flats, group, master, empty, group_of, longest) for flats in kinds.values()]
+    beginning = Beginning((entry for _, entries in parts for entry in entries), device, initialize)
     for unit, entries in parts:
-        materialise(entries, device, initialize)
+        beginning.fill(parameter for _, parameter, _ in entries)
         now = {name: holder._parameters[attribute] for name, _, ((holder, attribute), *_) in entries}
         for flat in unit.flats:
             flat.take([now[name] for name in flat.names])  # type: ignore[misc]
-    materialise_buffers(module, device, initialize)
+    beginning.fill_buffers(module)
     return found, stores
