@@ -23,12 +23,14 @@ from minidist.comm.errors import CollectiveError
 from minidist.comm.routes import choose
 from minidist.comm.work import Group, ranks_of
 from minidist.parallel.buckets import broadcast_together, require_same
+from minidist.parallel.clipping import check_max_norm, clip_grad_norm
 from minidist.parallel.elementwise import require_elementwise
 from minidist.parallel.engine import MakeOptimizer
 from minidist.parallel.shard_build import build
 from minidist.parallel.shard_gradients import Gradients
 from minidist.parallel.shard_groups import Groups
 from minidist.parallel.shard_offload import place_for
+from minidist.parallel.shard_optimizer import follow
 from minidist.parallel.shard_passes import Passes
 from minidist.parallel.shard_units import Units
 
@@ -45,7 +47,8 @@ class FullyShard(nn.Module):
     Gradients are means over the ranks, as in `DataParallel`; with several backward passes before a step they
     add up. Every rank makes the same calls. Outside a pass the module's own parameters hold NaN; `summon`
     shows them. A parameter that is frozen when this is made cannot be thawed later. A unit may also be called
-    by itself, forward and backward, by all ranks alike: a head on one chunk of the activations at a time.
+    by itself, forward and backward, by all ranks alike: a head on one chunk of the activations at a time. And
+    `optimizer.zero_grad` and, where no state lies on disk, `optimizer.step` do what those here do.
 
     Bytes that a rank sends in a step: see `bytes_per_step`; one and a half times what `DataParallel` does.
 
@@ -115,7 +118,8 @@ class FullyShard(nn.Module):
         self.passes = Passes(self.units, self.gradients, group, prefetch)
         pieces = ((of, p) for store in self.stores for of, p in zip(store.groups, store.pieces, strict=True))
         self.optimizer: torch.optim.Optimizer = self.groups.hand_over(pieces)
-        self._synchronized = False
+        self.stepping = False  # the optimizer's step is called here
+        follow(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module returns for this rank's share of the batch. Every rank takes part."""
@@ -139,7 +143,6 @@ class FullyShard(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients."""
         self.gradients.forget()
-        self._synchronized = False
         for piece in self.parameters():
             piece.grad = None
 
@@ -163,17 +166,46 @@ class FullyShard(nn.Module):
         flags = [count > 0 for count in counts[:-2]]
         for store in self.stores:
             store.give_gradients(flags, self.optimizer)
-        self._synchronized = True
+        self.gradients.synchronized = True
         return counts[-2:]
 
     def step(self) -> None:
         """The optimizer's step on this rank's shards; the next pass gathers what it leaves."""
-        if not self._synchronized:
+        self.complete()
+        self.stepping = True
+        try:
+            self.place.step(self.optimizer)
+        finally:
+            self.stepping = False
+        self.publish()
+
+    def complete(self) -> None:
+        """`synchronize`, unless no backward pass has come since."""
+        if not self.gradients.synchronized:
             self.synchronize()
-        self.place.step(self.optimizer)
+
+    def publish(self) -> None:
+        """After a step: what the next pass gathers is what the optimizer has left."""
         for store in self.stores:
             store.publish()
         self.passes.version += 1
+
+    def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> float:
+        """Shorten the gradients where their norm over all ranks is above `max_norm`; call it before `step`.
+
+        As `torch.nn.utils.clip_grad_norm_` does in one process. A collective; sends what `synchronize` does,
+        where it was not called, and 2 (n - 1) / n 8 bytes.
+
+        Args:
+            max_norm: above 0.
+            norm_type: the p of the p-norm, above 0, or `math.inf`.
+
+        Returns:
+            The norm before.
+        """
+        check_max_norm("max_norm", max_norm)
+        self.complete()
+        return clip_grad_norm([*self.parameters()], max_norm, True, self.group, norm_type)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

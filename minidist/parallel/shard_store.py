@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from minidist import comm
 from minidist.comm.work import Group
+from minidist.parallel.clipping import Why, guard
 from minidist.parallel.shard_flat import Flat
 
 
@@ -84,6 +85,7 @@ class Store:
             for low in range(start, stop, self._longest):
                 self.bounds.append((low, min(low + self._longest, stop)))
                 self.groups.append(of)
+        self._why: Why = lambda _: None
         self.pieces = [self._piece(*bound) for bound in self.bounds]
 
     def _runs(self, group_of: Mapping[str, int], length: int) -> Iterator[tuple[int, int, int | None]]:
@@ -95,7 +97,14 @@ class Store:
             yield start, stop, numbers[starts[i]] if starts else None
 
     def _piece(self, start: int, stop: int) -> nn.Parameter:
-        return nn.Parameter(self.updated[start:stop])
+        piece = nn.Parameter(self.updated[start:stop])
+        guard([piece], self._why)
+        return piece
+
+    def guarded_by(self, why: Why) -> None:
+        """Have `clip_grad_norm` refuse the pieces where `why` says so."""
+        self._why = why
+        guard(self.pieces, why)
 
     def fill(self) -> None:
         """The copies in the master dtype, from the shards."""
