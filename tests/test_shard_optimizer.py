@@ -133,11 +133,11 @@ def test_clipping_again_shortens_what_is_left(cluster_of: Clusters) -> None:
 
 
 def test_parameters_that_the_optimizer_leaves_out_count_in_the_norm(cluster_of: Clusters) -> None:
-    case = grouped.CASES["left out"]
+    case, make = grouped.CASES["left out"], grouped.some_left_out
     inputs, targets = case.global_batches()[0]
 
     def norm() -> float:
-        sharded = md.FullyShard(case.model(md.rank()), grouped.some_left_out)
+        sharded = md.FullyShard(case.model(md.rank()), make)
         case.loss(sharded(inputs), targets).backward()  # type: ignore[no-untyped-call]
         return sharded.clip_grad_norm(1.0)
 
