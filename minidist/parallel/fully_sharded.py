@@ -18,6 +18,7 @@ from minidist.parallel.shard_state import (
     pieces_settings,
     shard_chunks,
     shard_gradients,
+    whole_units,
 )
 from minidist.parallel.strategy import Chunk, Held, Strategy
 
@@ -84,6 +85,10 @@ class FullySharded(Strategy):
     def update(self) -> None:
         """The optimizer's step on this rank's shards; the next pass gathers what it leaves."""
         self.parallel.step()
+
+    def whole(self) -> Iterator[tuple[str, Tensor]]:
+        """See `Engine.whole`. Sends what `FullyShard.summon` does, unit by unit."""
+        yield from whole_units(self.parallel)
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """See `FullyShard.state_dict`."""

@@ -142,6 +142,10 @@ class HybridEngine(Engine):
         value, rows = total.tolist()
         return self._on_all_stages(value) / rows if rows else math.nan
 
+    def whole(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter and buffer, one after the other; see `Engine.whole` and `Placement.whole`."""
+        return self.placement.whole(self.strategy.whole())
+
     def full_state_dict(self) -> dict[str, Tensor]:
         """Every parameter and buffer; see `Engine.full_state_dict` and `Placement.full_state_dict`."""
         return self.placement.full_state_dict(self.strategy.full_state_dict())

@@ -65,6 +65,7 @@ class Placement:
         stage_of: Mapping[str, int],
     ) -> None:
         self.mesh, self.first, self._order = mesh, whole.first, whole.parameters
+        self._tp, self._pp = mesh.group("tp"), mesh.group("pp")
         self.device = next((t.device for t in whole.tensors.values()), torch.device("cpu"))
         self.entries = {
             name: Entry(tensor.shape, tensor.dtype, stage_of.get(name, 0))
@@ -96,7 +97,7 @@ class Placement:
         number_of = {self.first[name]: i for i, group in enumerate(groups) for name in group["params"]}
         numbers = [number_of.get(name, -1) for name in self._order]
         found = torch.tensor([*numbers, len(groups), -len(groups)], device=self.device)
-        *numbers, most, least = comm.all_reduce(found, "max", group=self.mesh.group("pp")).tolist()
+        *numbers, most, least = comm.all_reduce(found, "max", group=self._pp).tolist()
         if most != -least:
             raise ValueError(
                 f"optimizer makes {-least} groups of parameters on one stage of the pipeline and {most} on "
@@ -168,23 +169,38 @@ class Placement:
         """
         if self.mesh.size("tp") * self.mesh.size("pp") == 1:
             return dict(own)
-        whole, cut = {}, []
-        for name, entry in self.entries.items():
-            value = own.get(name)
-            if value is None:
-                value = torch.empty(entry.shape, dtype=entry.dtype, device=self.device)
-            elif name in self.cuts:
-                part, box = value, self.cuts[name]
-                value = torch.zeros(entry.shape, dtype=part.dtype, device=part.device)
-                _box(value, box.offsets, box.sizes).copy_(_box(part, _start(part), box.sizes))
-                cut.append(value)
-            whole[name] = value
-        together(cut, lambda flat: comm.all_reduce(flat, group=self.mesh.group("tp")))
+        whole = {name: self._room(name, own.get(name)) for name in self.entries}
+        together([whole[name] for name in self.cuts], lambda flat: comm.all_reduce(flat, group=self._tp))
         if self.mesh.size("pp") > 1:
             for stage in range(self.mesh.size("pp")):
                 those = [value for name, value in whole.items() if self.entries[name].stage == stage]
-                broadcast_together(those, self.mesh.group("pp"), stage)
+                broadcast_together(those, self._pp, stage)
         return whole
+
+    def whole(self, own: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The same one by one; see `Engine.whole`."""
+        if self.mesh.size("pp") > 1:
+            here = dict(own)
+            own = ((name, here.get(name)) for name in self.entries)  # type: ignore[misc]
+        for name, value in own:
+            whole = value if value is not None and name not in self.cuts else self._room(name, value)
+            if name in self.cuts:
+                comm.all_reduce(whole, group=self._tp)
+            if self.mesh.size("pp") > 1:
+                comm.broadcast(whole, source=self.entries[name].stage, group=self._pp)
+            yield name, whole
+
+    def _room(self, name: str, own: Tensor | None) -> Tensor:
+        """Of the whole tensor's shape; this rank's box of it where it is cut, among zeros."""
+        entry = self.entries[name]
+        if own is None:
+            return torch.empty(entry.shape, dtype=entry.dtype, device=self.device)
+        if name not in self.cuts:
+            return own
+        box = self.cuts[name]
+        room = torch.zeros(entry.shape, dtype=own.dtype, device=own.device)
+        _box(room, box.offsets, box.sizes).copy_(_box(own, _start(own), box.sizes))
+        return room
 
     # The norm: over all ranks each element of the whole model's gradient counts once.
 

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minidist.parallel.flat_ranges import boxes
 from minidist.parallel.fully_shard import FullyShard
 from minidist.parallel.shard_store import Store
-from minidist.parallel.strategy import Chunk
+from minidist.parallel.strategy import Chunk, cut_chunks
+from minidist.parallel.training_state import require_same_groups
 
 
 def shard_chunks(parallel: FullyShard) -> Iterator[Chunk]:
@@ -24,18 +24,14 @@ def shard_chunks(parallel: FullyShard) -> Iterator[Chunk]:
     A parameter with several names comes under each of them, as in a state_dict; its optimizer state under the
     first.
     """
-    aliases: dict[str, list[str]] = {}
-    first = {id(parameter): name for name, parameter in parallel.module.named_parameters()}
-    for name, parameter in parallel.module.named_parameters(remove_duplicate=False):
-        aliases.setdefault(first[id(parameter)], []).append(name)
+    aliases = _aliases(parallel)
     for store in parallel.stores:
         for name, start, stop, low in _parts(store):
             for alias in aliases[name]:
-                yield from _cut(f"model.{alias}", parallel.shapes[name], low, store.updated[start:stop])
-    parameters = {alias for each in aliases.values() for alias in each}
-    for name, value in parallel.module.state_dict().items():
-        if name not in parameters:
-            yield Chunk(f"model.{name}", tuple(value.shape), (0,) * value.dim(), value)
+                yield from cut_chunks(f"model.{alias}", parallel.shapes[name], low, store.updated[start:stop])
+    for name, value in _buffers(parallel, aliases):
+        yield Chunk(f"model.{name}", tuple(value.shape), (0,) * value.dim(), value)
+    given = set()  # numbers of parameters that lie in several pieces
     for store in parallel.stores:
         for piece, (low, high) in zip(store.pieces, store.bounds, strict=True):
             state = parallel.optimizer.state.get(piece, {})
@@ -46,10 +42,45 @@ def shard_chunks(parallel: FullyShard) -> Iterator[Chunk]:
                         continue
                     full = f"optimizer.{name}.{key}"
                     if value.dim() == 0:
-                        yield Chunk(full, (), (), value)
+                        if full not in given:
+                            given.add(full)
+                            yield Chunk(full, (), (), value)
                     else:
                         part = value[begin - low : end - low]
-                        yield from _cut(full, parallel.shapes[name], offset + begin - start, part)
+                        yield from cut_chunks(full, parallel.shapes[name], offset + begin - start, part)
+
+
+def whole_units(parallel: FullyShard) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter under all its names, then the buffers; one unit is gathered at a time."""
+    aliases = _aliases(parallel)
+    for unit in parallel.units:
+        unit.gather()
+        unit.show()
+        try:
+            for flat in unit.flats:
+                for name, parameter in zip(flat.names, flat.parameters, strict=True):
+                    for alias in aliases[name]:
+                        yield alias, parameter.detach()
+        finally:
+            unit.free()
+    yield from _buffers(parallel, aliases)
+
+
+def _aliases(parallel: FullyShard) -> dict[str, list[str]]:
+    """All names of each parameter, under the first."""
+    aliases: dict[str, list[str]] = {}
+    first = {id(parameter): name for name, parameter in parallel.module.named_parameters()}
+    for name, parameter in parallel.module.named_parameters(remove_duplicate=False):
+        aliases.setdefault(first[id(parameter)], []).append(name)
+    return aliases
+
+
+def _buffers(parallel: FullyShard, aliases: Mapping[str, list[str]]) -> Iterator[tuple[str, Tensor]]:
+    """What a state_dict has beside parameters."""
+    parameters = {alias for each in aliases.values() for alias in each}
+    for name, value in parallel.module.state_dict().items():
+        if name not in parameters:
+            yield name, value
 
 
 def shard_gradients(parallel: FullyShard) -> Iterator[tuple[str, Tensor]]:
@@ -68,18 +99,8 @@ def _parts(store: Store) -> Iterator[tuple[str, int, int, int]]:
         yield name, start, stop, low
 
 
-def _cut(name: str, shape: tuple[int, ...], start: int, values: Tensor) -> Iterator[Chunk]:
-    """Boxes of a parameter's elements from `start` on, which `values` holds."""
-    done = 0
-    for offsets, sizes in boxes(shape, start, start + len(values)):
-        count = torch.Size(sizes).numel()
-        yield Chunk(name, shape, offsets, values[done : done + count].view(sizes))
-        done += count
-
-
 def pieces_settings(parallel: FullyShard) -> dict[str, Any]:
-    """The optimizer's groups with all names of parameters, and what of its state is no tensor."""
-    (group,) = parallel.optimizer.param_groups
+    """The optimizer's groups with the names of parameters, and what of its state is no tensor."""
     state: dict[str, dict[str, Any]] = {}
     for store in parallel.stores:
         for piece, (low, high) in zip(store.pieces, store.bounds, strict=True):
@@ -89,7 +110,8 @@ def pieces_settings(parallel: FullyShard) -> dict[str, Any]:
                 state |= {
                     name: others for name, start, stop, _ in _parts(store) if start < high and low < stop
                 }
-    return {"groups": [{**group, "params": parallel.names}], "state": state}
+    pairs = zip(parallel.optimizer.param_groups, parallel.groups.names, strict=True)
+    return {"groups": [{**group, "params": [*names]} for group, names in pairs], "state": state}
 
 
 def load_pieces(
@@ -103,16 +125,12 @@ def load_pieces(
         state: for each name the keys of its optimizer state, each with shape and dtype.
 
     Raises:
-        ValueError: other groups than one of all parameters.
+        ValueError: other groups than the settings'.
     """
     optimizer = parallel.optimizer
-    saved = [[*group["params"]] for group in settings["groups"]]
-    if saved != [parallel.names]:
-        raise ValueError(
-            f"stage 3 has one group of {len(parallel.names)} parameters, and the saved optimizer "
-            f"{len(saved)} of {[len(group) for group in saved]}; load it into the layout that saved it"
-        )
-    optimizer.param_groups[0].update({k: v for k, v in settings["groups"][0].items() if k != "params"})
+    require_same_groups(parallel.groups.names, settings)
+    for group, values in zip(optimizer.param_groups, settings["groups"], strict=True):
+        group.update({key: value for key, value in values.items() if key != "params"})
     optimizer.state.clear()
     for store in parallel.stores:
         if not store.trained:
@@ -120,19 +138,24 @@ def load_pieces(
         store.cut_everywhere(optimizer)
         long: dict[tuple[str, torch.dtype], Tensor] = {}
         for name, start, stop, _ in _parts(store):
-            values: dict[str, Any] = dict(settings["state"].get(name, {}))
+            numbers: dict[str, Any] = dict(settings["state"].get(name, {}))
             for key, (shape, dtype) in state.get(name, {}).items():
                 if not shape and parallel.shapes[name]:
-                    values[key] = torch.zeros((), dtype=dtype)
-                    continue
-                if (key, dtype) not in long:
+                    numbers[key] = torch.zeros((), dtype=dtype)  # of all pieces, until `merge_pieces`
+                elif (key, dtype) not in long:
                     long[key, dtype] = parallel.place.like(store.updated, dtype)
-                values[key] = long[key, dtype][start:stop]
-            if values:
-                optimizer.state[store.pieces[store.bounds.index((start, stop))]] = values
+            for piece, (low, high) in store.within(start, stop):
+                values = dict(numbers)
+                for key, (_, dtype) in state.get(name, {}).items():
+                    if key not in numbers:
+                        values[key] = long[key, dtype][low:high]
+                if values:
+                    optimizer.state[piece] = values
 
 
 def merge_pieces(parallel: FullyShard) -> None:
     """Long pieces again, where neighbours' state agrees in all that is not elementwise."""
+    for values in parallel.optimizer.state.values():
+        values.update({k: v.clone() for k, v in values.items() if isinstance(v, Tensor) and not v.dim()})
     for store in parallel.stores:
         store.merge(parallel.optimizer)

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from minidist.comm.work import Group
 from minidist.parallel.buckets import MB, Exchange, broadcast_together, require_same
+from minidist.parallel.clipping import check_max_norm, check_norm_type, clip_factor, global_norm, guard
 from minidist.parallel.plan import agree_on_order
 from minidist.parallel.reducer import Reducer
 from minidist.parallel.zero_buckets import ShardBucket, buckets_for, start_gathering
@@ -121,6 +122,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.keep: Literal["own", "buckets", "shares"] = "own" if stage == 1 else "shares"
         self.average, self.overlap = True, True
         self.buckets: list[ShardBucket] = []
+        self.orders: list[list[int]] = []  # of places: each time that parameters were dealt to buckets
+        self.masters: dict[nn.Parameter, Tensor] = {}  # loaded, whole, of parameters in no bucket yet
         self.pieces = Pieces(self.inner, master)
         self.trained: list[nn.Parameter] = []
         self._consolidated: dict[str, Any] | None = None
@@ -128,6 +131,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._made = True
         self._join([parameter for group in self.param_groups for parameter in group["params"]])
         self._before: ShardPlan | None = None
+        self._clipped = False  # this step's gradients are summed, and shortened
         self._attach()
 
     def _join(self, parameters: list[nn.Parameter]) -> None:
@@ -144,12 +148,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _attach(self) -> None:
         """Put hooks on the parameters that get gradients now; a backward pass shows how to deal them."""
+        itself = weakref.ref(self)  # no cycle: who replaces an optimizer has its hooks gone at once
+        refused = "parameters has some of a ZeroOptimizer, whose gradients here are not the sums it will use"
         known = set(map(id, self.trained))
         for group in self.param_groups:
+            guard(group["params"], lambda _: refused if itself() is not None else None)
             self.trained += [p for p in group["params"] if p.requires_grad and id(p) not in known]
         named = [(str(place), parameter) for place, parameter in enumerate(self.trained)]
-
-        itself = weakref.ref(self)  # no cycle: who replaces an optimizer has its hooks gone at once
 
         def make_plan(seen: Iterable[int]) -> ShardPlan:
             optimizer = itself()
@@ -161,15 +166,23 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _place(self, named: list[tuple[str, nn.Parameter]], seen: list[int]) -> ShardPlan:
         """Buckets for the parameters that have none, and the plan of all. A collective."""
-        exchange, placed = self.exchange, {place for bucket in self.buckets for place in bucket.places}
+        exchange = self.exchange
         device = self.trained[0].device if self.trained else torch.device("cpu")
         if exchange.ranks > 1:
             require_same("parameters", named, exchange.group)
             seen = agree_on_order(seen, len(named), exchange, device)
         else:
             seen += [place for place in reversed(range(len(named))) if place not in set(seen)]
-        order, limit = [place for place in seen if place not in placed], int(self.bucket_mb * MB)
-        new = buckets_for(self.trained, order, limit, exchange, self.pieces.cut_anywhere)
+        self._deal(seen)
+        op, before = "mean" if self.average else "sum", self._before
+        self._before = None  # its buckets' memory goes with it
+        return ShardPlan(self.trained, self.buckets, exchange, self.keep, op, before)
+
+    def _deal(self, seen: Iterable[int]) -> None:
+        """Buckets for those of the places that are in none, with what is kept of them. A collective."""
+        waiting = set(self.waiting)
+        order, limit = [place for place in seen if place in waiting], int(self.bucket_mb * MB)
+        new = buckets_for(self.trained, order, limit, self.exchange, self.pieces.cut_anywhere)
         group_of = {id(p): number for number, group in enumerate(self.param_groups) for p in group["params"]}
         states = {
             place: self.inner.state.pop(self.trained[place])
@@ -178,11 +191,35 @@ class ZeroOptimizer(torch.optim.Optimizer):
         }
         for bucket in new:
             self.pieces.add(bucket, [group_of[id(parameter)] for parameter in self.trained])
+        for _, fragment, tensor, _ in self.pieces.parts():
+            master = self.masters.get(self.trained[fragment.place])
+            if master is not None:
+                tensor.copy_(master.reshape(-1)[fragment.start : fragment.stop])
+        for place in order:
+            self.masters.pop(self.trained[place], None)
         self.buckets += new
+        if order:
+            self.orders.append(order)
         if states:
             self.pieces.take(states)
-        op = "mean" if self.average else "sum"
-        return ShardPlan(self.trained, self.buckets, exchange, self.keep, op, self._before)
+
+    @property
+    def waiting(self) -> list[int]:
+        """The places of parameters that are in no bucket yet."""
+        dealt = {place for order in self.orders for place in order}
+        return [place for place in range(len(self.trained)) if place not in dealt]
+
+    def arrange(self, orders: Iterable[Iterable[int]]) -> None:
+        """Make the buckets that another run had, whose `orders` these are. A collective.
+
+        Does nothing where there are buckets. What is in none of the orders waits for a backward pass.
+        """
+        if self.buckets:
+            return
+        for order in orders:
+            self._deal(order)
+        if self.buckets and not self.waiting:
+            self.reducer.settled()
 
     def follow_changes(self) -> None:
         """Hooks and buckets for parameters that get gradients since now."""
@@ -212,6 +249,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, the sums of stage 2 too."""
+        self._clipped, self.pieces.factor = False, 1.0
         self.reducer.recover()
         if self.reducer.plan is not None:
             self.reducer.plan.begin()
@@ -235,9 +273,36 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.synchronize()
+        if not self._clipped:
+            self.synchronize()
+        elif self.reducer.pending:
+            raise RuntimeError("gradients came after clip_grad_norm; call it after the last backward()")
+        self._clipped = False
         self.update(**options)
         return loss
+
+    @torch.no_grad()
+    def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> float:
+        """Shorten the gradients where their norm over all ranks is above `max_norm`; call it before `step`.
+
+        As `torch.nn.utils.clip_grad_norm_` does in one process; `grad` of the parameters stays as it is. A
+        collective: it sums the gradients, which `step` then need not, and sends 2 (n - 1) / n 8 bytes more.
+
+        Args:
+            max_norm: above 0.
+            norm_type: the p of the p-norm, above 0, or `math.inf`.
+
+        Returns:
+            The norm before.
+        """
+        check_max_norm("max_norm", max_norm)
+        check_norm_type(norm_type)
+        if not self._clipped:
+            self.synchronize()
+            self._clipped = True
+        norm = global_norm(self.gradients(), True, self.group, norm_type) * self.pieces.factor
+        self.pieces.factor *= clip_factor(norm, max_norm)
+        return norm
 
     def synchronize(self) -> ShardPlan:
         """Complete this rank's share of the gradients; `step` does so itself."""
@@ -269,6 +334,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """After masters and state were written to: take them into the parameters. A collective."""
         if self.pieces.reload():
             self._gather()
+        for parameter, master in self.masters.items():
+            parameter.copy_(master)
 
     @staticmethod
     def _pass_options(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
