@@ -25,13 +25,14 @@ def sum_tied(parameter: nn.Parameter | None, group: Group, ranks: Sequence[int])
 
     Args:
         parameter: this rank's copy, which counts as zeros where it has no gradient; None where it has none.
+            Copies that are frozen, which they are on all holders or none, are left alone.
         group: of the pipeline.
         ranks: the holders' places in the group; the same on all of them.
 
     Raises:
         CollectiveError: a holder is gone or late.
     """
-    if parameter is None or len(ranks) < 2:
+    if parameter is None or len(ranks) < 2 or not parameter.requires_grad:
         return
     own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
     parts = exchange(own, group, ranks)
