@@ -24,7 +24,7 @@ from minidist.parallel.recording import REPEATS, Recording, record
 
 MARGIN = 16
 """What rounding explains is so many times what the last bits' moving changed. Layouts that train alike differ
-by up to twice that: sums in another order round many times where a result moves once, and of few random
+by up to four times that: sums in another order round many times where a result moves once, and of few random
 trials none need be the worst. A wrong gradient differs by thousands, but in 16 bits."""
 
 
