@@ -11,6 +11,7 @@ import torch
 from contract import ADAMW
 from test_checkpoint import STOP, check_other_layout, check_same_layout, train_part
 from test_layouts import case
+from torch import Tensor
 
 import minidist as md
 from minidist.checkpoint import state_dict
@@ -51,3 +52,19 @@ def test_a_checkpoint_looks_as_if_one_process_had_saved_it(cluster_of: Clusters,
         assert [*other] == [*whole]
         for name, value in whole.items():
             torch.testing.assert_close(other[name], value, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("layout", ["tp=2,pp=2", "dp=2,tp=2,zero=3", "pp=4,zero=1"])
+def test_an_export_has_the_whole_model(cluster_of: Clusters, tmp_path: Path, layout: str) -> None:
+    path = tmp_path / "model.pt"
+
+    def export() -> dict[str, Tensor]:
+        engine = md.prepare(CASE.model(md.rank()), CASE.optimizer, PARSE(layout))
+        md.export(engine, path)
+        return engine.full_state_dict()
+
+    expected = CASE.model(0).state_dict()
+    for weights in [*cluster_of(4).run(export), torch.load(path, weights_only=True)]:
+        assert [*weights] == [*expected]
+        for name, value in expected.items():
+            assert torch.equal(weights[name], value), name
