@@ -43,6 +43,22 @@ def test_any_number_of_ranks_learns_the_same(cluster_of: Clusters, config: Train
             assert result.bytes_sent > 0
 
 
+@pytest.mark.parametrize(
+    ("config", "layout"),
+    [
+        (TrainConfig(steps=6, batch=13, dtype="float64"), "dp=2,tp=2"),
+        (TrainConfig(data="bytes", steps=2, batch=64, dtype="float64"), "tp=2,pp=2,micro_batches=2"),
+    ],
+)
+def test_any_layout_learns_the_same(cluster_of: Clusters, config: TrainConfig, layout: str) -> None:
+    (alone,) = cluster_of(1).run(train.train, config)
+    for result in cluster_of(4).run(train.train, replace(config, layout=md.Layout.parse(layout))):
+        torch.testing.assert_close(result.losses, alone.losses, rtol=1e-10, atol=1e-10)
+        assert result.test_loss == pytest.approx(alone.test_loss, rel=1e-10)
+        assert result.test_accuracy == pytest.approx(alone.test_accuracy, rel=1e-12)
+        assert result.parameters == alone.parameters
+
+
 def test_run_launches_the_layout() -> None:
     result = train.run(TrainConfig(steps=2, layout=md.Layout(dp=2)))
     assert isinstance(result, TrainResult)
