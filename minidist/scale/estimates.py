@@ -83,11 +83,10 @@ def estimate(
         raise ValueError(
             f"batch is {rows} rows of {tokens} tokens; give rows, none or more, of 1 to {config.context}"
         )
-    places = range(layout.ranks) if rank is None else [rank]
-    # Ranks of one pipeline stage differ in no more than a row.
-    chosen = {(each // (layout.tp * layout.dp), each // layout.tp % layout.dp) for each in places}
-    if rank is None:
-        chosen = {(stage, 0) for stage, _ in chosen}
+    if rank is None:  # ranks of one pipeline stage differ in no more than a row, of which rank 0 has most
+        chosen = [(stage, 0) for stage in range(layout.pp)]
+    else:
+        chosen = [(rank // (layout.tp * layout.dp), rank // layout.tp % layout.dp)]
     return max(
         (_one(config, layout, precision, (rows, tokens), optimizer, attention, *place) for place in chosen),
         key=lambda found: found.peak,
