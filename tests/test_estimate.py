@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -366,6 +368,20 @@ def test_tensor_parallelism_divides_what_the_paper_says() -> None:
 def test_wrong_arguments(arguments: tuple[object, ...], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         estimate(*arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("layout", ["dp=2", 2, {"dp": 2}]),
+        ("batch", ["8", [8, 128], (8,), (8, 16, 1), (8, 1.5), (1.5, 8), 1.5, True, (True, 8), None]),
+        ("rank", ["0", 0.0, False, [0]]),
+    ],
+)
+def test_arguments_of_the_wrong_type(name: str, values: list[Any]) -> None:
+    for value in values:
+        with pytest.raises(TypeError, match=re.escape(f"{name} is {value!r}; give ")):
+            estimate("bert-tiny", **{name: value})
 
 
 def test_more_wrong_arguments() -> None:

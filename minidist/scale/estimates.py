@@ -14,6 +14,7 @@ from minidist.model.configs import TransformerConfig
 from minidist.model.configs import config as config_of
 from minidist.parallel.layout import Layout
 from minidist.parallel.memory import Memory
+from minidist.scale.arguments import check_types
 from minidist.scale.saved import ATTENTIONS, Saved
 from minidist.scale.states import BYTES, OPTIMIZERS, by_formula, held
 from minidist.scale.tensors import share
@@ -70,6 +71,7 @@ def estimate(
     Raises:
         TypeError, ValueError: an argument is of the wrong type, unknown or out of range.
     """
+    check_types(layout, batch, rank)
     layout = layout or Layout()
     precision = precision or layout.precision
     if isinstance(config, str):
