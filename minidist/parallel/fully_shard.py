@@ -25,6 +25,7 @@ from minidist.comm.work import Group, ranks_of
 from minidist.parallel.buckets import broadcast_together, require_same
 from minidist.parallel.elementwise import require_elementwise
 from minidist.parallel.engine import MakeOptimizer
+from minidist.parallel.ownership import FULLY_SHARD, claim, require_free
 from minidist.parallel.shard_build import build
 from minidist.parallel.shard_gradients import Gradients
 from minidist.parallel.shard_offload import place_for
@@ -69,7 +70,8 @@ class FullyShard(nn.Module):
         **defaults: of the optimizer, such as lr.
 
     Raises:
-        TypeError, ValueError: an argument is wrong, or the ranks' modules differ.
+        TypeError, ValueError: an argument is wrong, or the ranks' modules differ, or another object trains
+            the module, or has sharded it.
         OSError: offload names a directory that has no room or takes no files.
     """
 
@@ -90,6 +92,7 @@ class FullyShard(nn.Module):
         if not isinstance(module, nn.Module):
             raise TypeError(f"module is a {type(module).__name__}; give a torch.nn.Module")
         require_elementwise(optimizer_class)
+        require_free(module.named_parameters())
         self.module, self.group = module, group
         self.ranks = len(ranks_of(group))
         if self.ranks > 1:
@@ -99,6 +102,9 @@ class FullyShard(nn.Module):
         self.names = [name for name, _ in module.named_parameters()]
         self.shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
         self.units, self.stores = build(module, units, group, master, initialize, self.place)
+        claim(self, FULLY_SHARD, module.parameters(), takes_values=True)
+        for parameter in module.parameters():
+            parameter.grad = None  # of before; the first step would add to it
         broadcast_together([*module.buffers()], group)
         for store in self.stores:
             store.fill()

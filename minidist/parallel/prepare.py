@@ -16,6 +16,7 @@ from minidist.parallel.engine import Engine, Loss, MakeOptimizer
 from minidist.parallel.fully_sharded import FullySharded
 from minidist.parallel.hybrid import HybridEngine
 from minidist.parallel.layout import Layout
+from minidist.parallel.ownership import ENGINE, claim, require_free
 from minidist.parallel.precision import LossScale, Precision
 from minidist.parallel.recompute import recompute
 from minidist.parallel.replicated import Replicated
@@ -62,7 +63,8 @@ def prepare(
 
     Raises:
         TypeError: an argument is of the wrong type.
-        ValueError: the layout's ranks are not the world's, or it asks for what this version has not.
+        ValueError: the layout's ranks are not the world's, or it asks for what this version has not, or
+            another object trains the model.
     """
     layout = Layout() if layout is None else layout
     if not isinstance(model, nn.Module):
@@ -80,6 +82,7 @@ def prepare(
             f"the world has {comm.size()}; change the layout, or start {layout.ranks} ranks"
         )
     check_available(layout)
+    require_free(model.named_parameters())
     _check_options("data_parallel", data_parallel, OPTIONS)
     _check_options("fully_shard", fully_shard, FULLY_SHARD)
     if fully_shard and layout.zero != 3:
@@ -105,7 +108,9 @@ def prepare(
         strategy = ShardedState(model, optimizer, layout.zero, data_parallel, precision.master)
     else:
         strategy = Replicated(model, optimizer, data_parallel, precision.master)
-    return HybridEngine(model, strategy, layout, loss, precision, clip_norm)
+    engine = HybridEngine(model, strategy, layout, loss, precision, clip_norm)
+    claim(engine, ENGINE, model.parameters())
+    return engine
 
 
 def _check_options(name: str, options: Mapping[str, Any] | None, known: set[str]) -> None:

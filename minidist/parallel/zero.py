@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from minidist.comm.work import Group
 from minidist.parallel.buckets import MB, Exchange, broadcast_together, require_same
+from minidist.parallel.ownership import DATA_PARALLEL, ZERO, claim, owners, require_free
 from minidist.parallel.plan import agree_on_order
 from minidist.parallel.reducer import Reducer
 from minidist.parallel.zero_buckets import ShardBucket, buckets_for, start_gathering
@@ -63,6 +64,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     add up on this rank, without sending, would take whole gradients), and a step, or `zero_grad`, ends it.
     The first backward pass, which shows the order in which gradients come, holds all of them.
 
+    A second one of the same parameters replaces the first, which can make no more steps.
+
     Parameters become views into flat buffers in the first step. What a step sends: `bytes_per_step`.
 
     Args:
@@ -78,7 +81,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     Raises:
         TypeError, ValueError: an argument is wrong, or the ranks' parameters differ, or the optimizer is one
-            whose state cannot be shared.
+            whose state cannot be shared, or an engine or a FullyShard trains the parameters.
     """
 
     def __init__(
@@ -124,10 +127,20 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.trained: list[nn.Parameter] = []
         self._consolidated: dict[str, Any] | None = None
         super().__init__([{**group} for group in self.inner.param_groups], self.inner.defaults)
-        self._made = True
+        self._made, self._replaced = True, False
+        self._take_over([parameter for group in self.param_groups for parameter in group["params"]])
         self._join([parameter for group in self.param_groups for parameter in group["params"]])
         self._before: ShardPlan | None = None
         self._attach()
+
+    def _take_over(self, parameters: list[nn.Parameter]) -> None:
+        """Have these parameters be this optimizer's: who replaces one by another has the old one still."""
+        require_free([(str(i), p) for i, p in enumerate(parameters)], beside=[DATA_PARALLEL, ZERO])
+        for other in owners(parameters, ZERO):
+            if other is not self:
+                other.reducer.detach()
+                other._replaced = True
+        claim(self, ZERO, parameters)
 
     def _join(self, parameters: list[nn.Parameter]) -> None:
         """Give new parameters rank 0's values."""
@@ -196,6 +209,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if self._made:
             added = self.param_groups[-1]
             self.inner.add_param_group({**added})
+            self._take_over(added["params"])
             self._join(added["params"])
             self._reattach()
 
@@ -228,7 +242,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return loss
 
     def synchronize(self) -> ShardPlan:
-        """Complete this rank's share of the gradients; `step` does so itself."""
+        """Complete this rank's share of the gradients; `step` does so itself.
+
+        Raises:
+            RuntimeError: another ZeroOptimizer has been made of the same parameters since.
+        """
+        if self._replaced:
+            raise RuntimeError(
+                "this ZeroOptimizer's parameters have been given to another since, which trains them; step "
+                "with that one"
+            )
         self.follow_changes()
         self.reducer.synchronize()
         return self.reducer.settled()
