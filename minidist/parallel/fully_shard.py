@@ -194,10 +194,14 @@ class FullyShard(nn.Module):
         try:
             yield self.module
         finally:
-            with torch.no_grad():
-                for store in self.stores:
-                    store.take_back()
-            self.passes.free_all()
+            try:
+                with torch.no_grad():
+                    for flat in (flat for unit in self.units for flat in unit.flats):
+                        flat.take_reassigned()
+                    for store in self.stores:
+                        store.take_back()
+            finally:
+                self.passes.free_all()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Copies of all parameters and buffers, in full, under the module's names. A collective."""

@@ -66,7 +66,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     A second one of the same parameters replaces the first, which can make no more steps.
 
-    Parameters become views into flat buffers in the first step. What a step sends: `bytes_per_step`.
+    Parameters become views into flat buffers in the first step; what `parameter.data = tensor` gives one
+    later is taken over into them in the next step. What a step sends: `bytes_per_step`.
 
     Args:
         params: parameters, or dicts with parameters and options of their own; the same on all ranks.
@@ -187,7 +188,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return ShardPlan(self.trained, self.buckets, exchange, self.keep, op, self._before)
 
     def follow_changes(self) -> None:
-        """Hooks and buckets for parameters that get gradients since now."""
+        """Hooks and buckets for parameters that get gradients since now; values that were put elsewhere."""
+        self.take_reassigned()
         known = set(map(id, self.trained))
         if any(
             p.requires_grad and id(p) not in known for group in self.param_groups for p in group["params"]
@@ -269,6 +271,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         self._gather()
         plan.begin()
+
+    @torch.no_grad()
+    def take_reassigned(self) -> None:
+        """Take over what `parameter.data = tensor` gave parameters on all ranks; see reassigned.py."""
+        found = {place: (v, new) for bucket in self.buckets for place, v, new in bucket.reassigned()}
+        if found:
+            self.pieces.take_values(found)
+            for view, value in found.values():
+                view.copy_(value)
 
     def _gather(self) -> None:
         """Bring everyone's share of the parameters to all: launch, wait."""

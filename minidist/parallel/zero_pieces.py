@@ -208,6 +208,16 @@ class Pieces:
         dtype = piece.tensor.dtype if value.is_floating_point() else value.dtype
         return value.detach().to(device=piece.tensor.device, dtype=dtype, copy=True)
 
+    def take_values(self, values: Mapping[int, tuple[Tensor, Tensor]]) -> None:
+        """For places of parameters that were written to: what they were before, and what they become.
+
+        Copies in another dtype change only where the values did.
+        """
+        for piece, fragment, tensor, _ in self.parts():
+            if piece.tensor is not piece.value and fragment.place in values:
+                before, now = (x.reshape(-1)[fragment.start : fragment.stop] for x in values[fragment.place])
+                tensor.copy_(torch.where(before == now, tensor, now.to(tensor.dtype)))
+
     def step(self, used: Sequence[float]) -> None:
         """Update the pieces of parameters that had a gradient on any rank, and no others."""
         if not all(used) and any(0 < _count(piece, used) < len(piece.fragments) for piece in self.all):

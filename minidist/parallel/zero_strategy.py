@@ -148,6 +148,7 @@ class ShardedState(Strategy):
     def chunks(self) -> Iterator[Chunk]:
         """Parameters whole, or this rank's part where there are masters; its part of the state."""
         zero = self.optimizer
+        zero.take_reassigned()
         zero.reducer.settled()
         shapes = {p: tuple(p.shape) for p in zero.trained}
         in_masters = {p for p in zero.trained if zero.pieces.master not in (None, p.dtype)}
