@@ -34,6 +34,7 @@ from minidist.parallel.compression import Compression, compression_of
 from minidist.parallel.ownership import DATA_PARALLEL, ZERO, claim, require_free
 from minidist.parallel.plan import Plan, round_bytes
 from minidist.parallel.reducer import Reducer
+from minidist.parallel.refusals import refuse_renormed
 
 
 class DataParallel(nn.Module):
@@ -73,7 +74,7 @@ class DataParallel(nn.Module):
 
     Raises:
         TypeError, ValueError: an argument is wrong, or the ranks' modules differ, or another object trains
-            the module.
+            the module, or an embedding has max_norm.
     """
 
     def __init__(
@@ -97,6 +98,8 @@ class DataParallel(nn.Module):
         self.compression = compression_of(compression)
         self.algorithm, self.broadcast_buffers = algorithm, broadcast_buffers
         self.reducer: Reducer[Plan] | None = None  # None in a group of one
+        if self._exchange.ranks > 1:
+            refuse_renormed(module)
         state = [*module.named_parameters(), *module.named_buffers()]
         if self._exchange.ranks > 1:
             require_same("parameters and buffers", state, group)

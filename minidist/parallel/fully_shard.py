@@ -26,6 +26,7 @@ from minidist.parallel.buckets import broadcast_together, require_same
 from minidist.parallel.elementwise import require_elementwise
 from minidist.parallel.engine import MakeOptimizer
 from minidist.parallel.ownership import FULLY_SHARD, claim, require_free
+from minidist.parallel.refusals import refuse_renormed
 from minidist.parallel.shard_build import build
 from minidist.parallel.shard_gradients import Gradients
 from minidist.parallel.shard_offload import place_for
@@ -71,7 +72,7 @@ class FullyShard(nn.Module):
 
     Raises:
         TypeError, ValueError: an argument is wrong, or the ranks' modules differ, or another object trains
-            the module, or has sharded it.
+            the module, or has sharded it, or an embedding has max_norm.
         OSError: offload names a directory that has no room or takes no files.
     """
 
@@ -93,6 +94,7 @@ class FullyShard(nn.Module):
             raise TypeError(f"module is a {type(module).__name__}; give a torch.nn.Module")
         require_elementwise(optimizer_class)
         require_free(module.named_parameters())
+        refuse_renormed(module)
         self.module, self.group = module, group
         self.ranks = len(ranks_of(group))
         if self.ranks > 1:

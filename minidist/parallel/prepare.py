@@ -19,6 +19,7 @@ from minidist.parallel.layout import Layout
 from minidist.parallel.ownership import ENGINE, claim, require_free
 from minidist.parallel.precision import LossScale, Precision
 from minidist.parallel.recompute import recompute
+from minidist.parallel.refusals import refuse_renormed
 from minidist.parallel.replicated import Replicated
 from minidist.parallel.strategy import Strategy
 from minidist.parallel.zero_strategy import ShardedState
@@ -83,6 +84,8 @@ def prepare(
         )
     check_available(layout)
     require_free(model.named_parameters())
+    if layout.ranks > 1 or layout.zero == 3 or layout.precision != "fp32":
+        refuse_renormed(model)
     _check_options("data_parallel", data_parallel, OPTIONS)
     _check_options("fully_shard", fully_shard, FULLY_SHARD)
     if fully_shard and layout.zero != 3:
