@@ -44,6 +44,20 @@ def owners(parameters: Iterable[Tensor], kind: str) -> list[Any]:
     return [*{id(owner): owner for owner in alive if owner is not None}.values()]
 
 
+def release(parameters: Iterable[Tensor]) -> None:
+    """Who was made of these parameters is not to train them: its making failed, or that of what has it.
+
+    An error's traceback may keep it alive for long.
+    """
+    released = [*parameters]
+    for kind in (DATA_PARALLEL, ZERO):
+        for owner in owners(released, kind):
+            if owner.reducer is not None:
+                owner.reducer.detach()
+    for parameter in released:
+        _claims[parameter] = [each for each in _claims_on(parameter) if each.takes_values]
+
+
 def require_free(named: Iterable[tuple[str, Tensor]], beside: Sequence[str] = ()) -> None:
     """ValueError where another object trains one of the parameters, or has taken its values.
 

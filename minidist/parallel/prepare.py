@@ -18,6 +18,7 @@ from minidist.parallel.hybrid import HybridEngine
 from minidist.parallel.layout import Layout
 from minidist.parallel.ownership import ENGINE, claim, require_free
 from minidist.parallel.precision import LossScale, Precision
+from minidist.parallel.prepare_checks import check_model, check_types, put_back_on_error
 from minidist.parallel.recompute import recompute
 from minidist.parallel.refusals import refuse_renormed
 from minidist.parallel.replicated import Replicated
@@ -49,7 +50,8 @@ def prepare(
 
     The model trains where its parameters are. The ranks need not start from the same weights: rank 0's are
     sent to all. With precision "bf16" or "fp16" in the layout the model, which is a float32 one, is converted
-    in place; see precision.py. With `recompute` its layers keep their inputs only; see recompute.py.
+    in place; see precision.py. With `recompute` its layers keep their inputs only; see recompute.py. Where
+    this raises an error, the model is in its dtype, and recomputes nothing, as before.
 
     Args:
         model: the same architecture on all ranks.
@@ -83,6 +85,8 @@ def prepare(
             f"the world has {comm.size()}; change the layout, or start {layout.ranks} ranks"
         )
     check_available(layout)
+    check_types(loss, data_parallel, fully_shard, loss_scale)
+    check_model(model, layout.zero)
     require_free(model.named_parameters())
     if layout.ranks > 1 or layout.zero == 3 or layout.precision != "fp32":
         refuse_renormed(model)
@@ -96,6 +100,21 @@ def prepare(
     if clip_norm is not None:
         check_max_norm("clip_norm", clip_norm)
     precision = Precision(layout.precision, loss_scale)
+    with put_back_on_error(model, precision.dtype is not None):
+        return _prepared(model, optimizer, layout, loss, data_parallel, clip_norm, precision, fully_shard)
+
+
+def _prepared(
+    model: nn.Module,
+    optimizer: MakeOptimizer,
+    layout: Layout,
+    loss: Loss,
+    data_parallel: Mapping[str, Any] | None,
+    clip_norm: float | None,
+    precision: Precision,
+    fully_shard: Mapping[str, Any] | None,
+) -> Engine:
+    """`prepare`, once its arguments are checked."""
     precision.convert(model)
     if layout.recompute:
         recompute(model)

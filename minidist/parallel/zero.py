@@ -30,6 +30,7 @@ from minidist.parallel.buckets import MB, Exchange, broadcast_together, require_
 from minidist.parallel.ownership import DATA_PARALLEL, ZERO, claim, owners, require_free
 from minidist.parallel.plan import agree_on_order
 from minidist.parallel.reducer import Reducer
+from minidist.parallel.refusals import refuse_meta
 from minidist.parallel.zero_buckets import ShardBucket, buckets_for, start_gathering
 from minidist.parallel.zero_pieces import Pieces
 from minidist.parallel.zero_plan import ShardPlan
@@ -129,14 +130,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._consolidated: dict[str, Any] | None = None
         super().__init__([{**group} for group in self.inner.param_groups], self.inner.defaults)
         self._made, self._replaced = True, False
-        self._take_over([parameter for group in self.param_groups for parameter in group["params"]])
         self._join([parameter for group in self.param_groups for parameter in group["params"]])
+        self._take_over([parameter for group in self.param_groups for parameter in group["params"]])
         self._before: ShardPlan | None = None
         self._attach()
 
     def _take_over(self, parameters: list[nn.Parameter]) -> None:
         """Have these parameters be this optimizer's: who replaces one by another has the old one still."""
-        require_free([(str(i), p) for i, p in enumerate(parameters)], beside=[DATA_PARALLEL, ZERO])
         for other in owners(parameters, ZERO):
             if other is not self:
                 other.reducer.detach()
@@ -145,8 +145,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _join(self, parameters: list[nn.Parameter]) -> None:
         """Give new parameters rank 0's values."""
+        named = [(str(i), p) for i, p in enumerate(parameters)]
+        require_free(named, beside=[DATA_PARALLEL, ZERO])
+        refuse_meta("params", named)
         if self.exchange.ranks > 1:
-            require_same("parameters", [(str(i), p) for i, p in enumerate(parameters)], self.group)
+            require_same("parameters", named, self.group)
             broadcast_together(parameters, self.group)
 
     def _attach(self) -> None:
@@ -211,8 +214,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if self._made:
             added = self.param_groups[-1]
             self.inner.add_param_group({**added})
-            self._take_over(added["params"])
             self._join(added["params"])
+            self._take_over(added["params"])
             self._reattach()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -316,6 +319,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         The other ranks send their shares to it, once.
         """
+        if isinstance(to, bool) or not isinstance(to, int):
+            raise TypeError(f"to is {to!r}; give a rank of the group, such as 0")
         self._consolidated = consolidated(self, to)
 
     def state_dict(self) -> dict[str, Any]:
@@ -338,8 +343,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
             state_dict: the same on all ranks; it may come from another number of ranks.
 
         Raises:
+            TypeError: it is no state dict of an optimizer.
             ValueError: other groups than this optimizer's.
         """
+        if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
+            has = f"has the keys {[*state_dict]}" if isinstance(state_dict, Mapping) else f"is {state_dict!r}"
+            raise TypeError(
+                f"state_dict {has}; give what an optimizer's state_dict() returned, with the keys state and "
+                "param_groups"
+            )
         self._consolidated = None
         load(self, state_dict)
 
