@@ -34,7 +34,7 @@ from minidist.parallel.compression import Compression, compression_of
 from minidist.parallel.ownership import DATA_PARALLEL, ZERO, claim, require_free
 from minidist.parallel.plan import Plan, round_bytes
 from minidist.parallel.reducer import Reducer
-from minidist.parallel.refusals import refuse_renormed
+from minidist.parallel.refusals import refuse_meta, refuse_renormed
 
 
 class DataParallel(nn.Module):
@@ -93,6 +93,7 @@ class DataParallel(nn.Module):
         if isinstance(bucket_mb, bool) or not (isinstance(bucket_mb, int | float) and 0 <= bucket_mb < inf):
             raise ValueError(f"bucket_mb is {bucket_mb!r}; give megabytes, or 0 for one message a parameter")
         require_free(module.named_parameters(), beside=[ZERO])
+        refuse_meta("module", [*module.named_parameters(), *module.named_buffers()])
         self.module = module
         self.group, self.bucket_mb, self.overlap = group, bucket_mb, overlap
         self.compression = compression_of(compression)

@@ -26,7 +26,8 @@ from minidist.parallel.buckets import broadcast_together, require_same
 from minidist.parallel.elementwise import require_elementwise
 from minidist.parallel.engine import MakeOptimizer
 from minidist.parallel.ownership import FULLY_SHARD, claim, require_free
-from minidist.parallel.refusals import refuse_renormed
+from minidist.parallel.refusals import refuse_renormed, require_optimizer
+from minidist.parallel.shard_arguments import check_arguments
 from minidist.parallel.shard_build import build
 from minidist.parallel.shard_gradients import Gradients
 from minidist.parallel.shard_offload import place_for
@@ -92,6 +93,7 @@ class FullyShard(nn.Module):
         super().__init__()
         if not isinstance(module, nn.Module):
             raise TypeError(f"module is a {type(module).__name__}; give a torch.nn.Module")
+        check_arguments(module, optimizer_class, offload, units, initialize, prefetch, master)
         require_elementwise(optimizer_class)
         require_free(module.named_parameters())
         refuse_renormed(module)
@@ -117,6 +119,7 @@ class FullyShard(nn.Module):
             prefetch = ways != {"shared_memory"}
         self.passes = Passes(self.units, self.gradients, group, prefetch)
         self.optimizer: torch.optim.Optimizer = optimizer_class([*self.parameters()], **defaults)
+        require_optimizer(self.optimizer, "optimizer_class")
         require_elementwise(type(self.optimizer))
         self._synchronized = False
 

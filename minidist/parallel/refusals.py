@@ -55,4 +55,4 @@ def require_batch(inputs: object, targets: object) -> None:
     for name, value in (("inputs", inputs), ("targets", targets)):
         if not isinstance(value, Tensor) or not value.dim():
             given = "tensor without dimensions" if isinstance(value, Tensor) else type(value).__name__
-            raise TypeError(f"{name} are a {given}; give a tensor whose first dimension is the rows")
+            raise TypeError(f"the {name} are a {given}; give a tensor whose first dimension is the rows")
