@@ -19,6 +19,7 @@ from minidist.parallel.engine import Engine, Loss, check_rows
 from minidist.parallel.layout import Layout
 from minidist.parallel.memory import ActivationPeaks, Memory, count
 from minidist.parallel.precision import Precision
+from minidist.parallel.refusals import require_batch
 from minidist.parallel.strategy import Strategy
 
 
@@ -53,6 +54,7 @@ class HybridEngine(Engine):
         the buckets takes. As many for the norm, where gradients are sharded and the step clips or has
         precision "fp16".
         """
+        require_batch(inputs, targets)
         with self._activations.during(inputs, targets):
             return self._train(inputs, targets)
 
@@ -126,6 +128,7 @@ class HybridEngine(Engine):
 
         Sends 32 (n - 1) / n bytes, and what the strategy's forward pass sends.
         """
+        require_batch(inputs, targets)
         total = torch.zeros(2, dtype=torch.float64, device=self.device)
         training = {module: module.training for module in self.model.modules()}  # frozen parts may not be
         self.model.eval()

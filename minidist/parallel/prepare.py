@@ -16,8 +16,11 @@ from minidist.parallel.engine import Engine, Loss, MakeOptimizer
 from minidist.parallel.fully_sharded import FullySharded
 from minidist.parallel.hybrid import HybridEngine
 from minidist.parallel.layout import Layout
+from minidist.parallel.ownership import ENGINE, claim, require_free
 from minidist.parallel.precision import LossScale, Precision, fill_masters
+from minidist.parallel.prepare_checks import check_model, check_types, put_back_on_error
 from minidist.parallel.recompute import recompute
+from minidist.parallel.refusals import refuse_renormed
 from minidist.parallel.replicated import Replicated
 from minidist.parallel.strategy import Strategy
 from minidist.parallel.zero_strategy import ShardedState
@@ -48,7 +51,8 @@ def prepare(
     The model trains where its parameters are. The ranks need not start from the same weights: rank 0's are
     sent to all. With precision "bf16" or "fp16" in the layout the model, which is a float32 one, is converted
     in place, and what the optimizer updates begins with its float32 values; see precision.py. With
-    `recompute` its layers keep their inputs only; see recompute.py.
+    `recompute` its layers keep their inputs only; see recompute.py. Where this raises an error, the model is
+    in its dtype, and recomputes nothing, as before.
 
     Args:
         model: the same architecture on all ranks.
@@ -63,7 +67,8 @@ def prepare(
 
     Raises:
         TypeError: an argument is of the wrong type.
-        ValueError: the layout's ranks are not the world's, or it asks for what this version has not.
+        ValueError: the layout's ranks are not the world's, or it asks for what this version has not, or
+            another object trains the model.
     """
     layout = Layout() if layout is None else layout
     if not isinstance(model, nn.Module):
@@ -81,6 +86,11 @@ def prepare(
             f"the world has {comm.size()}; change the layout, or start {layout.ranks} ranks"
         )
     check_available(layout)
+    check_types(loss, data_parallel, fully_shard, loss_scale)
+    check_model(model, layout.zero)
+    require_free(model.named_parameters())
+    if layout.ranks > 1 or layout.zero == 3 or layout.precision != "fp32":
+        refuse_renormed(model)
     _check_options("data_parallel", data_parallel, OPTIONS)
     _check_options("fully_shard", fully_shard, FULLY_SHARD)
     if fully_shard and layout.zero != 3:
@@ -91,6 +101,21 @@ def prepare(
     if clip_norm is not None:
         check_max_norm("clip_norm", clip_norm)
     precision = Precision(layout.precision, loss_scale)
+    with put_back_on_error(model, precision.dtype is not None):
+        return _prepared(model, optimizer, layout, loss, data_parallel, clip_norm, precision, fully_shard)
+
+
+def _prepared(
+    model: nn.Module,
+    optimizer: MakeOptimizer,
+    layout: Layout,
+    loss: Loss,
+    data_parallel: Mapping[str, Any] | None,
+    clip_norm: float | None,
+    precision: Precision,
+    fully_shard: Mapping[str, Any] | None,
+) -> Engine:
+    """`prepare`, once its arguments are checked."""
     exact = precision.convert(model)
     if layout.recompute:
         recompute(model)
@@ -107,7 +132,9 @@ def prepare(
     else:
         strategy = Replicated(model, optimizer, data_parallel, precision.master)
     fill_masters(strategy, exact)
-    return HybridEngine(model, strategy, layout, loss, precision, clip_norm)
+    engine = HybridEngine(model, strategy, layout, loss, precision, clip_norm)
+    claim(engine, ENGINE, model.parameters())
+    return engine
 
 
 def _check_options(name: str, options: Mapping[str, Any] | None, known: set[str]) -> None:

@@ -14,6 +14,7 @@ from minidist.model.configs import TransformerConfig
 from minidist.model.configs import config as config_of
 from minidist.parallel.layout import Layout
 from minidist.parallel.memory import Memory
+from minidist.scale.arguments import check_types
 from minidist.scale.saved import ATTENTIONS, Saved
 from minidist.scale.states import BYTES, OPTIMIZERS, by_formula, held
 from minidist.scale.tensors import share
@@ -70,6 +71,7 @@ def estimate(
     Raises:
         TypeError, ValueError: an argument is of the wrong type, unknown or out of range.
     """
+    check_types(layout, batch, rank)
     layout = layout or Layout()
     precision = precision or layout.precision
     if isinstance(config, str):
@@ -83,11 +85,10 @@ def estimate(
         raise ValueError(
             f"batch is {rows} rows of {tokens} tokens; give rows, none or more, of 1 to {config.context}"
         )
-    places = range(layout.ranks) if rank is None else [rank]
-    # Ranks of one pipeline stage differ in no more than a row.
-    chosen = {(each // (layout.tp * layout.dp), each // layout.tp % layout.dp) for each in places}
-    if rank is None:
-        chosen = {(stage, 0) for stage, _ in chosen}
+    if rank is None:  # ranks of one pipeline stage differ in no more than a row, of which rank 0 has most
+        chosen = [(stage, 0) for stage in range(layout.pp)]
+    else:
+        chosen = [(rank // (layout.tp * layout.dp), rank // layout.tp % layout.dp)]
     return max(
         (_one(config, layout, precision, (rows, tokens), optimizer, attention, *place) for place in chosen),
         key=lambda found: found.peak,
