@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -406,6 +408,20 @@ def test_wrong_arguments(arguments: tuple[object, ...], error: type[Exception], 
         estimate(*arguments)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("layout", ["dp=2", 2, {"dp": 2}]),
+        ("batch", ["8", [8, 128], (8,), (8, 16, 1), (8, 1.5), (1.5, 8), 1.5, True, (True, 8), None]),
+        ("rank", ["0", 0.0, False, [0]]),
+    ],
+)
+def test_arguments_of_the_wrong_type(name: str, values: list[Any]) -> None:
+    for value in values:
+        with pytest.raises(TypeError, match=re.escape(f"{name} is {value!r}; give ")):
+            estimate("bert-tiny", **{name: value})
+
+
 def test_more_wrong_arguments() -> None:
     with pytest.raises(ValueError, match="rank is 1; give 0 to 0, a rank of the layout"):
         estimate(TINY, rank=1)
@@ -477,6 +493,41 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     for wrong in ("--budget much", "--models bert", "--models ,", "--tokens 0", "--ranks 0"):
         assert main(wrong.split()) == 2
         assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_a_million_ranks_take_no_longer(capsys: pytest.CaptureFixture[str]) -> None:
+    """Ranks of a stage are alike, so that none is walked; walking these would take minutes."""
+    many, few = (estimate("bert-tiny", md.Layout(dp=ranks, zero=3)) for ranks in (10**12, 10**3))
+    assert many.parameters < few.parameters
+    assert main(["--ranks", "1000000000000", "--models", "bert-tiny"]) == 0
+
+
+def test_a_budget_without_end_has_its_own_answer() -> None:
+    small, large = (fits(budget, ["bert-tiny"], [md.Layout()])[0] for budget in (10**15, 10**30))
+    assert large.memory.peak <= 10**30
+    assert large.rows == pytest.approx(small.rows * 10**15, rel=1e-3), "it is where the search ended"
+    cells = [*table([large], 10**30).columns[3].cells]
+    assert cells == [f"{large.rows:.2e}"]
+
+
+def test_a_model_given_twice_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--models", "bert-tiny"]) == 0
+    once = capsys.readouterr().out
+    assert main(["--models", "bert-tiny,bert-tiny"]) == 0
+    assert capsys.readouterr().out == once
+    drawn = table(fits(10**9, ["bert-tiny", "bert-tiny"], [md.Layout()]), 10**9)
+    assert (drawn.row_count, len(drawn.columns)) == (1, 5)
+
+
+@pytest.mark.parametrize("name", ["", "folder/", "folder"])
+def test_a_figure_goes_to_a_file(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "folder").mkdir()
+    path = name and f"{tmp_path}/{name}"
+    assert main(["--models", "bert-tiny", "--plot", path]) == 2
+    assert f"error: plot to {path!r}, which is " in capsys.readouterr().err
+    with pytest.raises(ValueError, match="give a file, such as memory"):
+        plot({"a": Memory(1, 1, 1, 1, 1)}, path)
+    assert not [*(tmp_path / "folder").iterdir()]
 
 
 def test_a_table_of_some_fits() -> None:

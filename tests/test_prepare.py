@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -82,3 +83,58 @@ def test_a_layout_for_another_world(cluster_of: Callable[[int], md.Cluster]) -> 
 
     with pytest.raises(md.RankError, match=r"needs 2 ranks .* and the world has 3; change the layout"):
         cluster_of(3).run(prepare)
+
+
+SGD = partial(torch.optim.SGD, lr=0.1)
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+
+
+BATCH = torch.ones(4, 5), torch.tensor([0, 1, 2, 0])
+BF16 = {"precision": "bf16", "recompute": True}
+
+
+@pytest.mark.parametrize(
+    ("layout", "arguments"),
+    [
+        ({**BF16, "zero": 3}, {"data_parallel": {"bucket_mb": 1}}),
+        ({**BF16, "zero": 3}, {"optimizer": torch.optim.Adafactor}),
+        ({**BF16, "zero": 3}, {"fully_shard": {"units": 3}}),
+        ({**BF16, "zero": 3}, {"fully_shard": {"offload": "/nonexistent/directory"}}),
+        ({**BF16, "zero": 2}, {"data_parallel": {"compression": "float16"}}),
+        ({**BF16, "zero": 1}, {"optimizer": torch.optim.LBFGS}),
+        ({**BF16, "zero": 1}, {"optimizer": lambda parameters: None}),
+        (BF16, {"data_parallel": {"bucket_mb": -1}}),
+        (BF16, {"data_parallel": {"compression": "zip"}}),
+        (BF16, {"optimizer": lambda parameters: None}),
+        (BF16, {"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=-1)}),
+        (BF16, {"optimizer": lambda _: SGD(nn.Linear(1, 1).parameters())}),
+        (BF16, {"loss": 3}),
+        ({}, {"optimizer": lambda parameters: None}),
+    ],
+)
+def test_a_failed_prepare_leaves_the_model_as_it_was(
+    cluster_of: Callable[[int], md.Cluster], layout: dict[str, Any], arguments: dict[str, Any]
+) -> None:
+    def check() -> None:
+        model, reference = net(), net()
+        if md.size() > 1:
+            for parameter in model.parameters():
+                parameter.data.fill_(0.1)
+        reference.load_state_dict(model.state_dict())
+        options = {"optimizer": SGD, **arguments}
+        with pytest.raises((ValueError, TypeError, OSError)) as caught:
+            md.prepare(model, layout=md.Layout(dp=md.size(), **layout), **options)
+        torch.testing.assert_close(dict(model.state_dict()), dict(reference.state_dict()), rtol=0, atol=0)
+        assert not any("forward" in vars(part) for part in model.modules())
+        assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
+        # Its error, which somebody may look at for long, keeps no part of it in the next one's way.
+        engines = [md.prepare(each, SGD, md.Layout(dp=md.size())) for each in (model, reference)]
+        assert engines[0].step(*BATCH) == engines[1].step(*BATCH)
+        assert engines[0].step(*BATCH) == engines[1].step(*BATCH)
+        assert caught.value is not None
+
+    check()
+    cluster_of(2).run(check)

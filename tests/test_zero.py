@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import minidist as md
 from minidist import comm
 from minidist.parallel import zero_buckets, zero_pieces, zero_plan
+from minidist.parallel.hybrid import HybridEngine
 from minidist.parallel.zero_strategy import ShardedState
 
 Clusters = Callable[[int], md.Cluster]
@@ -785,12 +786,11 @@ def test_chunks_are_the_whole_state_and_any_layout_goes_on_from_them(
     batches = [case.rows(torch.Generator().manual_seed(seed), 12) for seed in range(5)]
 
     def strategy(zero: int) -> Any:
-        engine: Any = md.prepare(
-            case.model(md.rank()), case.optimizer, md.Layout(dp=md.size()), loss=case.loss
-        )
-        if zero:
-            engine.strategy = ShardedState(engine.model, case.optimizer, zero, {"bucket_mb": 0.0003}, master)
-        return engine
+        model, layout = case.model(md.rank()), md.Layout(dp=md.size())
+        if not zero:
+            return md.prepare(model, case.optimizer, layout, loss=case.loss)
+        sharded = ShardedState(model, case.optimizer, zero, {"bucket_mb": 0.0003}, master)
+        return HybridEngine(model, sharded, layout, case.loss)
 
     def step(engine: Any, batch: tuple[Tensor, Tensor]) -> None:
         n, r = md.size(), md.rank()

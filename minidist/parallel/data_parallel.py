@@ -31,8 +31,10 @@ from minidist import comm
 from minidist.comm.work import Group
 from minidist.parallel.buckets import MB, Exchange, broadcast_together, cut, require_same
 from minidist.parallel.compression import Compression, compression_of
+from minidist.parallel.ownership import DATA_PARALLEL, ZERO, claim, require_free
 from minidist.parallel.plan import Plan, round_bytes
 from minidist.parallel.reducer import Reducer
+from minidist.parallel.refusals import refuse_meta, refuse_renormed
 
 
 class DataParallel(nn.Module):
@@ -71,7 +73,8 @@ class DataParallel(nn.Module):
             each forward pass in training. Otherwise each rank keeps its own.
 
     Raises:
-        TypeError, ValueError: an argument is wrong, or the ranks' modules differ.
+        TypeError, ValueError: an argument is wrong, or the ranks' modules differ, or another object trains
+            the module, or an embedding has max_norm.
     """
 
     def __init__(
@@ -89,11 +92,15 @@ class DataParallel(nn.Module):
             raise TypeError(f"module is a {type(module).__name__}; give a torch.nn.Module")
         if isinstance(bucket_mb, bool) or not (isinstance(bucket_mb, int | float) and 0 <= bucket_mb < inf):
             raise ValueError(f"bucket_mb is {bucket_mb!r}; give megabytes, or 0 for one message a parameter")
+        require_free(module.named_parameters(), beside=[ZERO])
+        refuse_meta("module", [*module.named_parameters(), *module.named_buffers()])
         self.module = module
         self.group, self.bucket_mb, self.overlap = group, bucket_mb, overlap
         self.compression = compression_of(compression)
         self.algorithm, self.broadcast_buffers = algorithm, broadcast_buffers
         self.reducer: Reducer[Plan] | None = None  # None in a group of one
+        if self._exchange.ranks > 1:
+            refuse_renormed(module)
         state = [*module.named_parameters(), *module.named_buffers()]
         if self._exchange.ranks > 1:
             require_same("parameters and buffers", state, group)
@@ -109,6 +116,7 @@ class DataParallel(nn.Module):
         self._parts = [*self.module.modules()]
         self._parameters_seen = set(map(id, self.module.parameters()))
         self._trained = self._trained_now()
+        claim(self, DATA_PARALLEL, trainable(self.module))
         syncing = self.reducer is None or self.reducer.syncing
         self.reducer = None
         if self._exchange.ranks > 1:
@@ -137,7 +145,7 @@ class DataParallel(nn.Module):
             if id(parameter) not in self._parameters_seen:
                 raise ValueError(
                     f"the parameter {name} was added after the DataParallel was made, which would not "
-                    "synchronize it; make a new DataParallel of the module"
+                    "synchronize it; del it, and make a new DataParallel of the module"
                 )
         assert self.reducer is not None
         self.reducer.detach()

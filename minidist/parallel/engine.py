@@ -63,6 +63,7 @@ class Engine(ABC):
             The mean loss over the global batch, the same number on all ranks.
 
         Raises:
+            TypeError: inputs or targets are no tensor.
             ValueError: no rows, or inputs and targets of different lengths.
             CollectiveError: a peer is gone or late.
             FloatingPointError: a gradient is not finite with the smallest loss scale, in "fp16".

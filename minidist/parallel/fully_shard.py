@@ -26,6 +26,9 @@ from minidist.parallel.buckets import broadcast_together, require_same
 from minidist.parallel.clipping import check_max_norm, clip_grad_norm
 from minidist.parallel.elementwise import require_elementwise
 from minidist.parallel.engine import MakeOptimizer
+from minidist.parallel.ownership import FULLY_SHARD, claim, require_free
+from minidist.parallel.refusals import refuse_renormed
+from minidist.parallel.shard_arguments import check_arguments
 from minidist.parallel.shard_build import build
 from minidist.parallel.shard_gradients import Gradients
 from minidist.parallel.shard_groups import Groups
@@ -75,7 +78,8 @@ class FullyShard(nn.Module):
         **defaults: of the optimizer, such as lr.
 
     Raises:
-        TypeError, ValueError: an argument is wrong, or the ranks' modules differ.
+        TypeError, ValueError: an argument is wrong, or the ranks' modules differ, or another object trains
+            the module, or has sharded it, or an embedding has max_norm.
         OSError: offload names a directory that has no room or takes no files.
     """
 
@@ -95,7 +99,10 @@ class FullyShard(nn.Module):
         super().__init__()
         if not isinstance(module, nn.Module):
             raise TypeError(f"module is a {type(module).__name__}; give a torch.nn.Module")
+        check_arguments(module, optimizer_class, offload, units, initialize, prefetch, master)
         require_elementwise(optimizer_class)
+        require_free(module.named_parameters())
+        refuse_renormed(module)
         self.module, self.group = module, group
         self.ranks = len(ranks_of(group))
         if self.ranks > 1:
@@ -107,6 +114,9 @@ class FullyShard(nn.Module):
         self.groups = Groups(optimizer_class, module, defaults)
         require_elementwise(type(self.groups.optimizer))
         self.units, self.stores = build(module, units, group, master, initialize, self.place, self.groups.of)
+        claim(self, FULLY_SHARD, module.parameters(), takes_values=True)
+        for parameter in module.parameters():
+            parameter.grad = None  # of before; the first step would add to it
         broadcast_together([*module.buffers()], group)
         for store in self.stores:
             store.fill()
@@ -226,10 +236,14 @@ class FullyShard(nn.Module):
         try:
             yield self.module
         finally:
-            with torch.no_grad():
-                for store in self.stores:
-                    store.take_back()
-            self.passes.free_all()
+            try:
+                with torch.no_grad():
+                    for flat in (flat for unit in self.units for flat in unit.flats):
+                        flat.take_reassigned()
+                    for store in self.stores:
+                        store.take_back()
+            finally:
+                self.passes.free_all()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Copies of all parameters and buffers, in full, under the module's names. A collective."""

@@ -23,6 +23,7 @@ from minidist.parallel.memory import ActivationPeaks, Memory, count
 from minidist.parallel.passes import Passes, StagedPasses, WholePasses
 from minidist.parallel.precision import Precision
 from minidist.parallel.rank_model import RankModel, whole_model
+from minidist.parallel.refusals import require_batch
 from minidist.parallel.strategy import Chunk, Strategy
 
 
@@ -65,6 +66,7 @@ class HybridEngine(Engine):
         over the stages for the loss; and where gradients are sharded or parts of the model are, and the step
         clips or has precision "fp16", as many for the norm, over all that share them.
         """
+        require_batch(inputs, targets)
         rows = check_rows(inputs, targets)
         x, y, share = self.part.cut(inputs.to(self.device), targets.to(self.device))
         with self._activations.during(x, y):
@@ -126,6 +128,7 @@ class HybridEngine(Engine):
         Sends 32 (n - 1) / n bytes, with pp 16 (p - 1) / p more, and what forward passes send. With tp a
         metric other than `cross_entropy` has the logits gathered.
         """
+        require_batch(inputs, targets)
         total = torch.zeros(2, dtype=torch.float64, device=self.device)
         training = {module: module.training for module in self.model.modules()}  # frozen parts may not be
         self.model.eval()

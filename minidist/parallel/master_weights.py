@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from minidist.parallel.engine import MakeOptimizer
+from minidist.parallel.refusals import require_optimizer
 
 
 class MasterWeights(torch.optim.Optimizer):
@@ -51,6 +52,7 @@ class MasterWeights(torch.optim.Optimizer):
         self.masters = [self._master(parameter, dtype) for parameter in self.parameters]
         self.factor = 1.0
         self._inner = make(self.masters)
+        require_optimizer(self._inner)
         super().__init__(self.masters, {})
         self._follow()
         known = set(map(id, self.masters))

@@ -16,9 +16,12 @@ from minidist.parallel.engine import Engine, Loss, MakeOptimizer
 from minidist.parallel.fully_sharded import FullySharded
 from minidist.parallel.hybrid import HybridEngine
 from minidist.parallel.layout import Layout
+from minidist.parallel.ownership import ENGINE, claim, require_free
 from minidist.parallel.precision import LossScale, Precision, fill_masters
-from minidist.parallel.rank_model import checked, divide
+from minidist.parallel.prepare_checks import check_model, check_types, put_back_on_error
+from minidist.parallel.rank_model import RankModel, checked, divide
 from minidist.parallel.recompute import recompute
+from minidist.parallel.refusals import refuse_renormed
 from minidist.parallel.replicated import Replicated
 from minidist.parallel.strategy import Strategy
 from minidist.parallel.zero_strategy import ShardedState
@@ -61,6 +64,8 @@ def prepare(
     all of them; 2 and 3 with dp, tp and cp: with pp they would send gradients, or parameters, once for each
     micro-batch.
 
+    Where this raises an error, the model is as it was before, but for values that rank 0 has sent.
+
     Args:
         model: the same architecture on all ranks.
         optimizer: a function from parameters to a torch optimizer.
@@ -75,8 +80,8 @@ def prepare(
 
     Raises:
         TypeError: an argument is of the wrong type.
-        ValueError: the layout's ranks are not the world's, or the model, the optimizer or an option does not
-            go with one of its axes, which is named.
+        ValueError: the layout's ranks are not the world's; the model, the optimizer or an option does not go
+            with one of its axes, which is named; or another object trains the model.
     """
     layout = Layout() if layout is None else layout
     if not isinstance(model, nn.Module):
@@ -89,6 +94,11 @@ def prepare(
             "such as functools.partial(torch.optim.AdamW, lr=3e-4)"
         )
     check_available(layout)
+    check_types(loss, data_parallel, fully_shard, loss_scale)
+    check_model(model, layout.zero)
+    require_free(model.named_parameters())
+    if layout.ranks > 1 or layout.zero == 3 or layout.precision != "fp32":
+        refuse_renormed(model)
     _check_options("data_parallel", data_parallel, OPTIONS)
     _check_options("fully_shard", fully_shard, FULLY_SHARD)
     if fully_shard and layout.zero != 3:
@@ -105,22 +115,35 @@ def prepare(
         check_max_norm("clip_norm", clip_norm)
     mesh = Mesh(pp=layout.pp, dp=layout.dp, cp=layout.cp, tp=layout.tp)
     precision = Precision(layout.precision, loss_scale)
-    exact = precision.convert(model)
-    part = divide(model, layout, mesh, plan)
-    if layout.recompute:
-        recompute(model)
+    with put_back_on_error(model, precision.dtype is not None):
+        exact = precision.convert(model)
+        part = divide(model, layout, mesh, plan)
+        if layout.recompute:
+            recompute(model)
+        strategy = _strategy(part, optimizer, layout, data_parallel, precision, fully_shard)
+        fill_masters(part.placement.chunks(strategy.chunks()) if exact else (), exact)
+        engine = HybridEngine(model, strategy, layout, loss, precision, clip_norm, part)
+        claim(engine, ENGINE, model.parameters())
+        return engine
+
+
+def _strategy(
+    part: RankModel,
+    optimizer: MakeOptimizer,
+    layout: Layout,
+    data_parallel: Mapping[str, Any] | None,
+    precision: Precision,
+    fully_shard: Mapping[str, Any] | None,
+) -> Strategy:
+    """How the ranks with one part of the model train it together."""
+    model, master, group = part.model, precision.master, part.mesh.group("dp_cp")
     if layout.tp * layout.pp > 1:
         optimizer = checked(optimizer, layout)
-    group = mesh.group("dp_cp")
-    strategy: Strategy
     if layout.zero == 3:
-        strategy = FullySharded(model, optimizer, fully_shard, precision.master, group)
-    elif layout.zero:
-        strategy = ShardedState(model, optimizer, layout.zero, data_parallel, precision.master, group)
-    else:
-        strategy = Replicated(model, optimizer, data_parallel, precision.master, group)
-    fill_masters(part.placement.chunks(strategy.chunks()) if exact else (), exact)
-    return HybridEngine(model, strategy, layout, loss, precision, clip_norm, part)
+        return FullySharded(model, optimizer, fully_shard, master, group)
+    if layout.zero:
+        return ShardedState(model, optimizer, layout.zero, data_parallel, master, group)
+    return Replicated(model, optimizer, data_parallel, master, group)
 
 
 def _check_options(name: str, options: Mapping[str, Any] | None, known: set[str]) -> None:

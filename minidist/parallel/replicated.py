@@ -16,6 +16,7 @@ from minidist.comm.work import Group
 from minidist.parallel.data_parallel import DataParallel
 from minidist.parallel.engine import MakeOptimizer
 from minidist.parallel.master_weights import MasterWeights
+from minidist.parallel.refusals import require_optimizer
 from minidist.parallel.strategy import Chunk, Held, Strategy
 from minidist.parallel.training_state import (
     load_optimizer,
@@ -47,6 +48,7 @@ class Replicated(Strategy):
         self.masters: MasterWeights | None = None
         if master is None:
             self.optimizer = optimizer(model.parameters())
+            require_optimizer(self.optimizer)
         else:
             self.optimizer = self.masters = MasterWeights(model.parameters(), optimizer, master)
         self._own = (0.0, 0.0)

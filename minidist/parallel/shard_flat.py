@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from minidist import comm
 from minidist.comm.work import Group, rank_in, ranks_of
+from minidist.parallel.reassigned import reassigned
 
 Place = tuple[nn.Module, str]
 """A module and the name of its attribute."""
@@ -109,6 +110,11 @@ class Flat:
         self.wait()
         for parameter, view in zip(self.parameters, self._views, strict=True):
             parameter.data = view
+
+    def take_reassigned(self) -> None:
+        """While it is shown: take over what `parameter.data = tensor` gave parameters; see reassigned.py."""
+        for number, value in reassigned(self.parameters, self._views).items():
+            self._views[number].copy_(value)
 
     def free(self) -> None:
         """Give the gathered tensor's memory back."""

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from minidist.parallel.refusals import require_optimizer
+
 
 class Groups:
     """The optimizer that `make` makes of the parameters of `module`.
@@ -48,6 +50,7 @@ class Groups:
             stand_ins.append(nn.Parameter(empty, requires_grad=parameter.requires_grad))
             known[id(parameter)] = known[id(stand_ins[-1])] = name
         self.optimizer = self._make(stand_ins, **defaults)
+        require_optimizer(self.optimizer, "optimizer_class")
         self.names: list[list[str]] = []
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:

@@ -29,8 +29,10 @@ from torch import Tensor, nn
 from minidist.comm.work import Group
 from minidist.parallel.buckets import MB, Exchange, broadcast_together, require_same
 from minidist.parallel.clipping import check_max_norm, check_norm_type, clip_factor, global_norm, guard
+from minidist.parallel.ownership import DATA_PARALLEL, ZERO, claim, owners, require_free
 from minidist.parallel.plan import agree_on_order
 from minidist.parallel.reducer import Reducer
+from minidist.parallel.refusals import refuse_meta
 from minidist.parallel.zero_buckets import ShardBucket, buckets_for, start_gathering
 from minidist.parallel.zero_pieces import Pieces
 from minidist.parallel.zero_plan import ShardPlan
@@ -65,7 +67,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
     add up on this rank, without sending, would take whole gradients), and a step, or `zero_grad`, ends it.
     The first backward pass, which shows the order in which gradients come, holds all of them.
 
-    Parameters become views into flat buffers in the first step. What a step sends: `bytes_per_step`.
+    A second one of the same parameters replaces the first, which can make no more steps.
+
+    Parameters become views into flat buffers in the first step; what `parameter.data = tensor` gives one
+    later is taken over into them in the next step. What a step sends: `bytes_per_step`.
 
     Args:
         params: parameters, or dicts with parameters and options of their own; the same on all ranks.
@@ -80,7 +85,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     Raises:
         TypeError, ValueError: an argument is wrong, or the ranks' parameters differ, or the optimizer is one
-            whose state cannot be shared.
+            whose state cannot be shared, or an engine or a FullyShard trains the parameters.
     """
 
     def __init__(
@@ -128,11 +133,20 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.trained: list[nn.Parameter] = []
         self._consolidated: dict[str, Any] | None = None
         super().__init__([{**group} for group in self.inner.param_groups], self.inner.defaults)
-        self._made = True
+        self._made, self._replaced = True, False
         self._join([parameter for group in self.param_groups for parameter in group["params"]])
+        self._take_over([parameter for group in self.param_groups for parameter in group["params"]])
         self._before: ShardPlan | None = None
         self._clipped = False  # this step's gradients are summed, and shortened
         self._attach()
+
+    def _take_over(self, parameters: list[nn.Parameter]) -> None:
+        """Have these parameters be this optimizer's: who replaces one by another has the old one still."""
+        for other in owners(parameters, ZERO):
+            if other is not self:
+                other.reducer.detach()
+                other._replaced = True
+        claim(self, ZERO, parameters)
 
     def _join(self, parameters: list[nn.Parameter]) -> None:
         """Give new parameters rank 0's values."""
@@ -142,8 +156,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
                     f"params has one of layout {parameter.layout}, which cannot be dealt out; "
                     "give dense parameters (their gradients may be sparse)"
                 )
+        named = [(str(i), p) for i, p in enumerate(parameters)]
+        require_free(named, beside=[DATA_PARALLEL, ZERO])
+        refuse_meta("params", named)
         if self.exchange.ranks > 1:
-            require_same("parameters", [(str(i), p) for i, p in enumerate(parameters)], self.group)
+            require_same("parameters", named, self.group)
             broadcast_together(parameters, self.group)
 
     def _attach(self) -> None:
@@ -222,7 +239,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.reducer.settled()
 
     def follow_changes(self) -> None:
-        """Hooks and buckets for parameters that get gradients since now."""
+        """Hooks and buckets for parameters that get gradients since now; values that were put elsewhere."""
+        self.take_reassigned()
         known = set(map(id, self.trained))
         if any(
             p.requires_grad and id(p) not in known for group in self.param_groups for p in group["params"]
@@ -245,6 +263,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             added = self.param_groups[-1]
             self.inner.add_param_group({**added})
             self._join(added["params"])
+            self._take_over(added["params"])
             self._reattach()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -305,7 +324,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return norm
 
     def synchronize(self) -> ShardPlan:
-        """Complete this rank's share of the gradients; `step` does so itself."""
+        """Complete this rank's share of the gradients; `step` does so itself.
+
+        Raises:
+            RuntimeError: another ZeroOptimizer has been made of the same parameters since.
+        """
+        if self._replaced:
+            raise RuntimeError(
+                "this ZeroOptimizer's parameters have been given to another since, which trains them; step "
+                "with that one"
+            )
         self.follow_changes()
         self.reducer.synchronize()
         return self.reducer.settled()
@@ -323,6 +351,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         self._gather()
         plan.begin()
+
+    @torch.no_grad()
+    def take_reassigned(self) -> None:
+        """Take over what `parameter.data = tensor` gave parameters on all ranks; see reassigned.py."""
+        found = {place: (v, new) for bucket in self.buckets for place, v, new in bucket.reassigned()}
+        if found:
+            self.pieces.take_values(found)
+            for view, value in found.values():
+                view.copy_(value)
 
     def _gather(self) -> None:
         """Bring everyone's share of the parameters to all: launch, wait."""
@@ -361,6 +398,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         The other ranks send their shares to it, once.
         """
+        if isinstance(to, bool) or not isinstance(to, int):
+            raise TypeError(f"to is {to!r}; give a rank of the group, such as 0")
         self._consolidated = consolidated(self, to)
 
     def state_dict(self) -> dict[str, Any]:
@@ -383,8 +422,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
             state_dict: the same on all ranks; it may come from another number of ranks.
 
         Raises:
+            TypeError: it is no state dict of an optimizer.
             ValueError: other groups than this optimizer's.
         """
+        if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
+            has = f"has the keys {[*state_dict]}" if isinstance(state_dict, Mapping) else f"is {state_dict!r}"
+            raise TypeError(
+                f"state_dict {has}; give what an optimizer's state_dict() returned, with the keys state and "
+                "param_groups"
+            )
         self._consolidated = None
         load(self, state_dict)
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from minidist.comm.work import rank_in
 from minidist.parallel.buckets import Done, Exchange, Message, cut
+from minidist.parallel.reassigned import reassigned
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,8 @@ class ShardBucket:
         self.own = rank_in(exchange.group)
         self.length = exchange.ranks * self.share
         self.values = exchange.zeros(self.length, first.dtype, first.device)
-        for parameter, view in zip(self.parameters, self.views_of(self.values), strict=True):
+        self._places = self.views_of(self.values)
+        for parameter, view in zip(self.parameters, self._places, strict=True):
             view.copy_(parameter.detach())
             parameter.data = view
         self.gradients: Tensor | None = None
@@ -92,6 +94,17 @@ class ShardBucket:
             flat[start : start + parameter.numel()].view(parameter.shape)
             for start, parameter in zip(self.starts, self.parameters, strict=True)
         ]
+
+    def reassigned(self) -> list[tuple[int, Tensor, Tensor]]:
+        """Parameters that lie elsewhere since `parameter.data = tensor`, which are put back, unwritten.
+
+        Returns:
+            Of each its place, the view where it lies again, and the values that are to be written there.
+        """
+        found = reassigned(self.parameters, self._places)
+        for number in found:
+            self.parameters[number].data = self._places[number]
+        return [(self.places[number], self._places[number], value) for number, value in found.items()]
 
     def share_of(self, flat: Tensor) -> Tensor:
         """This rank's share of `flat`."""

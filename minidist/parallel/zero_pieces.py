@@ -174,6 +174,16 @@ class Pieces:
             self.optimizer.state[tensor] = new
         return piece
 
+    def take_values(self, values: Mapping[int, tuple[Tensor, Tensor]]) -> None:
+        """For places of parameters that were written to: what they were before, and what they become.
+
+        Copies in another dtype change only where the values did.
+        """
+        for piece, fragment, tensor, _ in self.parts():
+            if piece.tensor is not piece.value and fragment.place in values:
+                before, now = (x.reshape(-1)[fragment.start : fragment.stop] for x in values[fragment.place])
+                tensor.copy_(torch.where(before == now, tensor, now.to(tensor.dtype)))
+
     def apart(self) -> None:
         """Every fragment by itself, so that each parameter has its own scalars."""
         self.regroup(lambda piece, fragment, state: fragment.place)

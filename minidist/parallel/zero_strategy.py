@@ -164,6 +164,7 @@ class ShardedState(Strategy):
         All of what the first backward pass has not dealt yet.
         """
         zero = self.optimizer
+        zero.take_reassigned()
         waiting = [zero.trained[place] for place in zero.waiting]
         shapes = {p: tuple(p.shape) for p in zero.trained}
         in_masters = {p for p in zero.trained if zero.pieces.master not in (None, p.dtype)} - {*waiting}

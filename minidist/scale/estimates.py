@@ -17,6 +17,7 @@ from minidist.parallel import zigzag
 from minidist.parallel.layout import Layout
 from minidist.parallel.memory import Memory
 from minidist.parallel.schedules import by_name
+from minidist.scale.arguments import check_types
 from minidist.scale.saved import ATTENTIONS, Saved
 from minidist.scale.states import BYTES, OPTIMIZERS, by_formula, held
 from minidist.scale.tensors import Place, parts, share
@@ -73,6 +74,7 @@ def estimate(
     Raises:
         TypeError, ValueError: an argument is of the wrong type, unknown or out of range.
     """
+    check_types(layout, batch, rank)
     layout = layout or Layout()
     precision = precision or layout.precision
     if isinstance(config, str):

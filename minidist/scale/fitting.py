@@ -19,8 +19,8 @@ from minidist.parallel.memory import size
 from minidist.scale.estimates import Estimate, estimate
 
 MODELS = tuple(name for name in CONFIGS if not name.startswith("byte-"))
-MOST_ROWS = 2**20
-"""Rows on a rank beyond which nothing is tried."""
+EXACT_ROWS = 10**7
+"""Rows from which on a table rounds them."""
 UNITS = {"": 1, "B": 1} | {
     letter + end: base**power
     for power, letter in enumerate("KMGT", 1)
@@ -96,7 +96,7 @@ def _largest(
         return estimate(shape, layout, batch=(rows * layout.dp, tokens), attention=attention)
 
     fitting, too_many = 0, 1
-    while too_many <= MOST_ROWS and take(too_many).peak <= budget:
+    while take(too_many).peak <= budget:  # each row takes bytes, so this ends
         fitting, too_many = too_many, 2 * too_many
     while too_many - fitting > 1:
         middle = (fitting + too_many) // 2
@@ -109,6 +109,7 @@ def _largest(
 
 def table(found: Sequence[Fit], budget_bytes: int) -> Table:
     """A line a model, a column a layout: rows on a rank, or a dash and the bytes that one row would take."""
+    found = list(dict.fromkeys(found))  # who asks for a model twice gets one line
     layouts = list(dict.fromkeys(fit.layout for fit in found))
     drawn = Table(
         box=box.SIMPLE_HEAD,
@@ -132,10 +133,15 @@ def table(found: Sequence[Fit], budget_bytes: int) -> Table:
             name,
             count(line[0].config.parameters()),
             str(line[0].tokens),
-            *(f"{fit.rows:,}" if fit.rows else f"- {size(fit.memory.peak, digits=2)}" for fit in line),
+            *(_rows(fit.rows) if fit.rows else f"- {size(fit.memory.peak, digits=2)}" for fit in line),
             "none of these" if first is None else _measure(first.layout, layouts),
         )
     return drawn
+
+
+def _rows(count: int) -> str:
+    """A number of rows, as wide as a column has room for: "1,234,567", "1.23e+19"."""
+    return f"{count:,}" if count < EXACT_ROWS else f"{count:.2e}"
 
 
 def _measure(layout: Layout, layouts: Sequence[Layout]) -> str:

@@ -23,7 +23,7 @@ from minidist.parallel.layout import Layout
 from minidist.parallel.memory import Memory
 from minidist.scale.estimates import Estimate, estimate
 from minidist.scale.fitting import MODELS, Fit, fits, parse_bytes, table, ways
-from minidist.scale.memory_plot import plot
+from minidist.scale.memory_plot import check_path, plot
 
 __all__ = ["Estimate", "Fit", "Memory", "estimate", "fits", "main", "plot"]
 
@@ -44,15 +44,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--plot", metavar="PATH", help="draw the first model's bytes in each ZeRO stage, with one row a rank"
     )
     given = parser.parse_args(arguments)
-    names = [name.strip() for name in given.models.split(",") if name.strip()]
+    names = list(dict.fromkeys(name.strip() for name in given.models.split(",") if name.strip()))
     try:
         budget, layouts = parse_bytes(given.budget), ways(given.ranks)
         if given.tokens is not None and given.tokens < 1:
             raise ValueError(f"tokens is {given.tokens}; give at least 1")
         if not names:
             raise ValueError("models is empty; give names, such as bert-base,gpt2-small")
+        if given.plot is not None:
+            check_path(given.plot)
         found = fits(budget, names, layouts, given.tokens)
-        if given.plot:
+        if given.plot is not None:
             plot(_stages(found[0], given.ranks), given.plot, title=f"{names[0]}, {given.ranks} ranks, bf16")
     except (ValueError, TypeError, ImportError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -6,6 +6,7 @@ Okabe and Ito, which people with any colour vision tell apart.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from os import PathLike
 from typing import TYPE_CHECKING
@@ -45,8 +46,11 @@ def plot(
 
     Raises:
         ImportError: matplotlib is missing.
-        ValueError: there is nothing to draw, or `measured` has a name that `estimates` lacks.
+        ValueError: there is nothing to draw, `measured` has a name that `estimates` lacks, or `path` names no
+            file.
     """
+    if path is not None:
+        check_path(path)
     try:
         import matplotlib.style
         from matplotlib.figure import Figure
@@ -66,6 +70,14 @@ def plot(
         if path is not None:
             figure.savefig(path, dpi=150)
     return axes
+
+
+def check_path(path: str | PathLike[str]) -> None:
+    """ValueError where `path` names no file: matplotlib writes a hidden one to a directory's name."""
+    text = os.fspath(path)
+    if not os.path.basename(text) or os.path.isdir(text):
+        what = "a directory" if text else "no name"
+        raise ValueError(f"plot to {text!r}, which is {what}; give a file, such as memory.png")
 
 
 def _draw(axes: Axes, estimates: Mapping[str, Memory], measured: Mapping[str, Memory], title: str) -> None:

@@ -1,0 +1,179 @@
+"""What would train wrongly, or fail in the middle of a step, is refused before anything is touched."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import minidist as md
+
+Clusters = Callable[[int], md.Cluster]
+SGD = partial(torch.optim.SGD, lr=0.1)
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_tables_that_renormalise_their_rows(cluster_of: Clusters, kind: type[nn.Module]) -> None:
+    def check() -> None:
+        model = nn.Sequential(nn.Linear(1, 1), kind(5, 3, max_norm=0.5))
+        makers: list[Callable[[], Any]] = [
+            partial(md.prepare, model, SGD, md.Layout(dp=md.size(), zero=zero)) for zero in range(4)
+        ]
+        makers += [partial(md.DataParallel, model), partial(md.FullyShard, model, SGD)]
+        for make in makers:
+            with pytest.raises(ValueError, match=rf"1 is an {kind.__name__} with max_norm=0\.5, .*; leave"):
+                make()
+        whole = nn.Sequential(kind(5, 3))
+        md.prepare(whole, SGD, md.Layout(dp=md.size()))
+
+    cluster_of(2).run(check)
+
+
+def test_one_rank_renormalises_as_torch_does() -> None:
+    torch.manual_seed(0)
+    models = [nn.Embedding(5, 3, max_norm=0.5) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    engine = md.prepare(models[0], SGD, md.Layout())
+    optimizer = SGD(models[1].parameters())
+    for _ in range(3):
+        engine.step(torch.arange(4), torch.tensor([0, 1, 2, 0]))
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(models[1](torch.arange(4)), torch.tensor([0, 1, 2, 0]))
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    torch.testing.assert_close(models[0].weight, models[1].weight)
+    for layout in (md.Layout(zero=3), md.Layout(precision="bf16")):
+        with pytest.raises(ValueError, match=r"the model is an Embedding with max_norm=0\.5"):
+            md.prepare(nn.Embedding(5, 3, max_norm=0.5), SGD, layout)
+
+
+def net(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).to(dtype)
+
+
+BATCH = torch.ones(4, 5), torch.tensor([0, 1, 2, 0])
+
+
+def meta() -> nn.Module:
+    with torch.device("meta"):
+        return nn.Sequential(nn.Linear(5, 3))
+
+
+def frozen() -> nn.Module:
+    return net().requires_grad_(False)
+
+
+class NoOptimizer:
+    """What a function from parameters should not return."""
+
+    def __init__(self, parameters: Any) -> None:
+        pass
+
+
+PREPARE: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"loss": 3}, TypeError, "loss is 3; give a function from outputs and targets"),
+    (
+        {"data_parallel": 3},
+        TypeError,
+        "data_parallel is 3; give a dict of options, such as {'bucket",
+    ),
+    ({"fully_shard": ["cpu"]}, TypeError, "fully_shard is ['cpu']; give a dict of options"),
+    ({"loss_scale": 3}, TypeError, "loss_scale is 3; give a LossScale"),
+    ({"model": nn.Tanh()}, ValueError, "model has nothing to train, since it has no parameters"),
+    ({"model": frozen()}, ValueError, "model has nothing to train, since all of its parameters are frozen"),
+    *(
+        (
+            {"layout": md.Layout(zero=zero), "model": meta()},
+            ValueError,
+            "model has 0.weight on the meta device",
+        )
+        for zero in range(3)
+    ),
+    *(
+        (
+            {"layout": md.Layout(zero=zero, precision=precision), "optimizer": NoOptimizer},
+            TypeError,
+            "made a No",
+        )
+        for zero in (0, 1)
+        for precision in ("fp32", "bf16")
+    ),
+    (
+        {"layout": md.Layout(zero=3), "optimizer": lambda parameters: 3},
+        TypeError,
+        "optimizer_class made a int; give a function from parameters to a torch.optim.Optimizer",
+    ),
+]
+
+
+@pytest.mark.parametrize(("arguments", "error", "text"), PREPARE)
+def test_prepare(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=re.escape(text)):
+        md.prepare(**{"model": net(), "optimizer": SGD, **arguments})
+
+
+@pytest.mark.parametrize("zero", range(4))
+def test_a_step_takes_tensors(zero: int) -> None:
+    engine = md.prepare(net(), SGD, md.Layout(zero=zero))
+    rows, classes = BATCH
+    for inputs, targets, text in (
+        ([1], [2], "the inputs are a list; give a tensor whose first dimension is the rows"),
+        (rows, [2], "the targets are a list; give a tensor"),
+        (rows, None, "the targets are a NoneType; give a tensor"),
+        (torch.tensor(1.0), classes, "the inputs are a tensor without dimensions; give a tensor"),
+    ):
+        for call in (engine.step, engine.evaluate):
+            with pytest.raises(TypeError, match=re.escape(text)):
+                call(inputs, targets)  # type: ignore[arg-type]
+    engine.step(*BATCH)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"units": nn.Linear}, TypeError, "units is <class 'torch.nn.modules.linear.Linear'>; give a list"),
+        ({"units": 3}, TypeError, "units is 3; give a list of classes or modules"),
+        ({"units": "Linear"}, TypeError, "units is 'Linear'; give a list of classes or modules"),
+        ({"master": "float64"}, TypeError, "master is 'float64'; give a floating-point dtype"),
+        ({"master": torch.int32}, TypeError, "master is torch.int32; give a floating-point dtype"),
+        ({"optimizer_class": "adam"}, TypeError, "optimizer_class is 'adam'; give a class"),
+        ({"optimizer_class": 3}, TypeError, "optimizer_class is int; give a class"),
+        ({"optimizer_class": lambda p: 3}, TypeError, "optimizer_class made a int; give a function from"),
+        ({"initialize": 3}, TypeError, "initialize is 3; give a function that fills a module's own"),
+        ({"prefetch": "no"}, TypeError, "prefetch is 'no'; give True, False, or None"),
+        ({"offload": ""}, ValueError, "offload is '', which names no directory; give False, 'cpu' or a dir"),
+        ({"module": nn.Tanh()}, ValueError, "module has nothing to train, since it has no parameters"),
+        ({"module": frozen()}, ValueError, "module has nothing to train, since all of its parameters are"),
+    ],
+)
+def test_fully_shard(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=re.escape(text)):
+        md.FullyShard(**{"module": net(), "optimizer_class": SGD, **arguments})
+
+
+def test_data_parallel_and_zero_optimizer_take_no_meta_parameters() -> None:
+    with pytest.raises(ValueError, match=r"module has 0\.weight on the meta device, without values"):
+        md.DataParallel(meta())
+    with pytest.raises(ValueError, match="params has 0 on the meta device, without values; build it"):
+        md.ZeroOptimizer(meta().parameters(), torch.optim.SGD, lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("method", "argument", "text"),
+    [
+        ("load_state_dict", {}, r"state_dict has the keys \[\]; give what an optimizer's state_dict"),
+        ("load_state_dict", {"state": {}}, r"state_dict has the keys \['state'\]; give what"),
+        ("load_state_dict", 3, "state_dict is 3; give what an optimizer's"),
+        ("consolidate_state_dict", "x", "to is 'x'; give a rank of the group"),
+        ("consolidate_state_dict", True, "to is True; give a rank of the group"),
+    ],
+)
+def test_zero_optimizer(method: str, argument: object, text: str) -> None:
+    optimizer = md.ZeroOptimizer(net().parameters(), torch.optim.SGD, lr=0.1)
+    with pytest.raises(TypeError, match=text):
+        getattr(optimizer, method)(argument)
