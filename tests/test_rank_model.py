@@ -142,7 +142,12 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], str, dict[str, Any], str]] = {
     "beside": (beside, "pp=2", {}, "pp is 2, and the model's scale is in none of its `layers`"),
     "no attention": (partial(chain, 0), "cp=2", {}, "cp is for models with modules that have an attribute"),
     "no plan": (partial(chain, 0), "tp=2", {}, "no plan is known for a Module; give one"),
-    "meta": (lambda: GPT(config("byte-tiny"), device="meta"), "tp=2", {}, "is on the meta device"),
+    "meta": (
+        lambda: GPT(config("byte-tiny"), device="meta"),
+        "tp=2,zero=3",
+        {},
+        "is on the meta device and the layout",
+    ),
     "stages": (partial(gpt, 0, 2), "pp=2,zero=3", {}, "zero=3 with pp=2 in the layout would send parameters"),
     "plan": (partial(gpt, 0, 2), "dp=2", {"plan": {}}, "plan is given and the layout has tp=1"),
     "matrices": (
@@ -170,6 +175,23 @@ def test_what_does_not_go_names_the_axis(cluster_of: Clusters, name: str) -> Non
 
     for told in cluster_of(layout.ranks).run(prepare):
         assert message in told
+
+
+@pytest.mark.parametrize("layout", ["tp=2,zero=3", "tp=2,pp=2,recompute=true", "cp=2,pp=2"])
+def test_a_model_that_cannot_be_prepared_is_left_whole(cluster_of: Clusters, layout: str) -> None:
+    def fail() -> tuple[list[str], bool, float]:
+        model, (batch, *_) = CASE.model(0), CASE.global_batches()
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        with pytest.raises(ZeroDivisionError):
+            md.prepare(model, lambda _: 1 / 0, PARSE(layout))  # type: ignore[arg-type,return-value]
+        after = model.state_dict()
+        same = all(torch.equal(before[name], value) for name, value in after.items())
+        return [*after], same, float(CASE.loss(model(batch[0]), batch[1]).detach())
+
+    model, (batch, *_) = CASE.model(0), CASE.global_batches()
+    loss = float(CASE.loss(model(batch[0]), batch[1]).detach())
+    for found in cluster_of(PARSE(layout).ranks).run(fail):
+        assert found == ([*model.state_dict()], True, pytest.approx(loss))
 
 
 def test_rows_of_tokens_are_cut_alone(cluster_of: Clusters) -> None:
