@@ -182,8 +182,4 @@ def fill_masters(strategy: Strategy, exact: Mapping[str, Tensor]) -> None:
     if not exact:
         return
     broadcast_together([*{id(value): value for value in exact.values()}.values()], None)
-    for chunk in strategy.chunks():
-        value = exact.get(chunk.name.removeprefix("model.")) if chunk.name.startswith("model.") else None
-        if value is not None and chunk.tensor.dtype == value.dtype:
-            box = zip(chunk.offsets, chunk.tensor.shape, strict=True)
-            chunk.tensor.copy_(value[tuple(slice(start, start + size) for start, size in box)])
+    strategy.begin_masters(exact)
