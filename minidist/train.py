@@ -11,7 +11,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -121,8 +121,9 @@ class TrainConfig:
     @property
     def description(self) -> dict[str, str | int | float | None]:
         """What the losses depend on beside the ranks: the same in all runs that go on from each other."""
-        names = ("data", "batch", "learning_rate", "optimizer", "rung", "dtype", "seed")
-        return {"model": self.model_name, **{name: getattr(self, name) for name in names}}
+        names = ("data", "batch", "learning_rate", "optimizer", "rung", "dtype", "seed", "clip_norm")
+        described = {name: getattr(self, name) for name in names}
+        return {"model": self.model_name, "precision": self.layout.precision, **described}
 
 
 @dataclass(frozen=True)
@@ -210,7 +211,7 @@ def train(config: TrainConfig, progress: bool = False) -> TrainResult:
                     break
         seconds = time.perf_counter() - started
         sent = ledger.bytes_sent - sent
-    _require_equal("final weights", _fingerprint(engine.full_state_dict()), "this is a bug in the strategy")
+    _require_equal("final weights", _fingerprint(engine.whole()), "this is a bug in the strategy")
     return TrainResult(
         losses=losses,
         test_loss=math.nan if stopped else evaluate(engine, data.test, config, None),
@@ -272,9 +273,9 @@ def _converted(inputs: Tensor, config: TrainConfig) -> Tensor:
     return inputs.to(DTYPES[config.dtype]) if inputs.is_floating_point() else inputs
 
 
-def _fingerprint(state: dict[str, Tensor]) -> str:
+def _fingerprint(state: Iterable[tuple[str, Tensor]]) -> str:
     digest = hashlib.sha256()
-    for name, value in state.items():
+    for name, value in state:
         digest.update(name.encode())
         digest.update(value.cpu().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

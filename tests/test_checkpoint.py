@@ -17,8 +17,11 @@ import torch
 from torch import Tensor, nn
 
 import minidist as md
+from minidist import train
 from minidist.checkpoint import state_dict
 from minidist.model import MLP
+from minidist.parallel import zero_plan
+from minidist.parallel.shard_units import Unit
 
 Clusters = Callable[[int], md.Cluster]
 Run = Callable[..., tuple[list[float], dict[str, Tensor], Any]]
@@ -137,6 +140,65 @@ def check_same_layout(cluster_of: Clusters, folder: Path, case: contract.Case, l
             assert torch.equal(value, again[key]), key
 
 
+class Backwards(nn.Module):
+    """Layers that are registered in another order than they are used in, and float32: sums' order shows."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layers = nn.ModuleList(nn.Linear(33, 33, bias=False) for _ in range(7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number in (5, 6, 4, 3, 0, 1, 2):
+            x = torch.tanh(self.layers[number](x))
+        return x
+
+
+def train_backwards(
+    layout: md.Layout, path: Path, stop: int, resume: bool
+) -> tuple[list[float], dict[str, Tensor], int]:
+    """Three steps, saved at `stop` or resumed there; and the most buckets beyond the two that have memory."""
+    more = 0
+    lend = zero_plan.ShardPlan._lend
+
+    def watched(self: Any, number: int) -> None:
+        nonlocal more
+        lend(self, number)
+        more = max(more, sum(bucket.gradients is not None for bucket in self.buckets) - zero_plan.TRANSIENT)
+
+    buckets = {"bucket_mb": 0.009}  # of two layers
+    engine = md.prepare(Backwards(9 * resume), contract.ADAMW, layout, data_parallel=buckets)
+    losses = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(zero_plan.ShardPlan, "_lend", watched)
+        if resume:
+            md.load(engine, path)
+        for step in range(3):
+            if step == stop and not resume:
+                md.save(engine, path)
+            rows = torch.Generator().manual_seed(8 * step + md.rank())
+            inputs = torch.randn(5, 33, generator=rows)
+            if step >= stop or not resume:
+                losses.append(engine.step(inputs, torch.arange(5)))
+    return losses, engine.full_state_dict(), more
+
+
+@pytest.mark.parametrize("stop", [0, 1])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_gradients_go_on_in_the_order_in_which_they_came(
+    cluster_of: Clusters, tmp_path: Path, zero: int, precision: str, stop: int
+) -> None:
+    layout, path = md.Layout(dp=3, zero=zero, precision=precision), tmp_path / "one"
+    whole = cluster_of(3).run(train_backwards, layout, path, stop, False)
+    rest = cluster_of(3).run(train_backwards, layout, path, stop, True)
+    for (losses, weights, before), (later, again, after) in zip(whole, rest, strict=True):
+        assert later == losses[stop:]
+        assert all(torch.equal(weights[name], again[name]) for name in weights)
+        assert before <= 0 if zero == 2 else True
+        assert after <= before
+
+
 @pytest.mark.parametrize(
     ("name", "before", "after"),
     [
@@ -173,6 +235,49 @@ def test_masters_come_back_in_another_layout(
         for name, master in masters.items():
             assert master.dtype == torch.float32
             assert torch.equal(weights[name], master.bfloat16()), name
+
+
+def export_and_watch(layout: md.Layout, path: Path) -> tuple[dict[str, Tensor], list[str], int]:
+    """What the engine has, its names in order, and the most units that were gathered at a time."""
+    case, most, gathered = CASES["noisy"], 0, set()
+    ends = nn.Linear(6, 6).double(), nn.Linear(3, 3).double()
+    model = nn.Sequential(ends[0], case.model(md.rank()), ends[1])
+    engine = md.prepare(model, case.optimizer, layout, loss=case.loss)
+    inputs, targets = case.global_batches()[0]
+    engine.step(inputs[md.rank() :: md.size()], targets[md.rank() :: md.size()])
+    gather, free = Unit.gather, Unit.free
+
+    def watched(self: Unit, *arguments: Any) -> None:
+        nonlocal most
+        gathered.add(self.number)
+        most = max(most, len(gathered))
+        gather(self, *arguments)
+
+    def freed(self: Unit) -> None:
+        gathered.discard(self.number)
+        free(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Unit, "gather", watched)
+        patch.setattr(Unit, "free", freed)
+        md.export(engine, path)
+        fingerprint = train._fingerprint(engine.whole())
+    assert fingerprint == train._fingerprint(engine.whole())
+    state = engine.full_state_dict()
+    for name, value in engine.whole():
+        assert torch.equal(state[name], value), name
+    return state, [*engine.model.state_dict()], most
+
+
+@pytest.mark.parametrize("zero", [0, 2, 3])
+def test_an_export_gathers_one_unit_at_a_time(cluster_of: Clusters, tmp_path: Path, zero: int) -> None:
+    path = tmp_path / "model.pt"
+    (state, names, most), _ = cluster_of(2).run(export_and_watch, md.Layout(dp=2, zero=zero), path)
+    exported = torch.load(path, weights_only=True)
+    assert [*exported] == names
+    assert most == (zero == 3)
+    for name, value in state.items():
+        assert torch.equal(value, exported[name]), name
 
 
 def check_other_layout(

@@ -99,6 +99,21 @@ def test_a_damaged_file_is_named_wherever_it_is_hit(folder: Path, damage: Any, n
     assert md.load(made, folder, latest=True).step == 2
 
 
+@pytest.mark.filterwarnings("ignore:passed over a checkpoint")
+def test_every_bit_of_the_header_is_guarded(folder: Path) -> None:
+    newest = checkpoints(folder)[0]
+    file, made = files(newest)[0], trained(0)
+    whole = file.read_bytes()
+    head = len(index._HEAD % (index.VERSION, 0))
+    for place in range(8 * head):
+        at, bit = divmod(place, 8)
+        file.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :])
+        with pytest.raises(md.DamagedCheckpoint, match=r"index\.json is damaged"):
+            index.read_index(newest)
+        if whole[at : at + 1].isdigit():
+            assert md.load(made, folder, latest=True).step == 1
+
+
 @pytest.mark.parametrize("name", ["index.json", "rank-00000.bin"])
 def test_a_missing_file_is_named(folder: Path, name: str) -> None:
     newest = checkpoints(folder)[0]
@@ -107,6 +122,28 @@ def test_a_missing_file_is_named(folder: Path, name: str) -> None:
         md.load(trained(0), newest)
     with pytest.warns(UserWarning, match=name):
         assert md.load(trained(0), folder, latest=True).step == 1
+
+
+@pytest.mark.parametrize("lost", [["index.json"], ["rank-00000.bin"], ["index.json", "rank-00000.bin"]])
+def test_a_damaged_checkpoint_is_saved_again(folder: Path, lost: list[str]) -> None:
+    made = trained(0)
+    for name in lost:
+        (folder / "step-00000002" / name).unlink()
+    with pytest.warns(UserWarning, match="passed over a checkpoint"):
+        assert md.load(made, folder, latest=True).step == 1
+    made.step(ROWS, TARGETS)
+    md.save(made, folder, step=2)
+    assert md.load(made, folder, latest=True).step == 2
+
+
+def test_what_is_not_ours_alone_is_not_replaced(folder: Path) -> None:
+    (folder / "step-00000002" / "index.json").unlink()
+    (folder / "step-00000002" / "notes.txt").write_text("years")
+    os.rename(folder / "step-00000001", folder / "one")
+    (folder / "one" / "index.json").unlink()  # of no name that is ours
+    for path, step in ((folder, 2), (folder / "one", None)):
+        with pytest.raises(md.CheckpointError, match="exists and is no checkpoint"):
+            md.save(trained(0), path, step=step)
 
 
 @pytest.mark.filterwarnings("ignore:passed over a checkpoint")
@@ -179,8 +216,8 @@ def test_a_file_outside_of_the_checkpoint_is_not_read(folder: Path, outside: str
 
 def test_another_version_is_said(folder: Path) -> None:
     file = files(checkpoints(folder)[0])[0]
-    body = file.read_bytes()[index._HEAD_BYTES :]
-    file.write_bytes(index._HEAD % (2, zlib.crc32(body)) + body)
+    body = file.read_bytes()[len(index._HEAD % (index.VERSION, 0)) :]
+    file.write_bytes(index._HEAD % (2, zlib.crc32(body, zlib.crc32(b"2"))) + body)
     with pytest.raises(md.CheckpointError, match="has version 2 of the checkpoint format"):
         md.load(trained(0), file.parent)
 
@@ -263,8 +300,55 @@ def test_the_newest_are_kept_and_what_was_cut_short_is_cleared(tmp_path: Path) -
         assert len(checkpoints(tmp_path)) == min(step, 3)
     md.save(made, tmp_path, step=5, keep=3)  # again, over itself
     assert sorted(p.name for p in tmp_path.iterdir()) == [f"step-0000000{n}" for n in (3, 4, 5)]
-    md.save(made, tmp_path, step=2, keep=1)  # back at an earlier step
-    assert [path.name for path in checkpoints(tmp_path)] == ["step-00000002"]
+    (tmp_path / "weights.writing").mkdir()  # another's
+    for step in (1, 2):  # back at an earlier step: the later ones are left behind
+        md.save(made, tmp_path, step=step, keep=3, extra={"again": step})
+        assert md.load(made, tmp_path, latest=True).extra == {"again": step}
+    assert [path.name[-1] for path in checkpoints(tmp_path)] == ["2", "1", "5"]
+    md.save(made, tmp_path, step=6, keep=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000006", "weights.writing"]
+
+
+@pytest.mark.filterwarnings("ignore:passed over a checkpoint")
+def test_damaged_ones_take_no_place_of_whole_ones(tmp_path: Path) -> None:
+    made = trained()
+    for step in range(1, 5):
+        md.save(made, tmp_path, step=step)
+    (tmp_path / "step-00000004" / "index.json").unlink()
+    (tmp_path / "step-00000003" / "rank-00000.bin").write_bytes(b"")
+    md.save(made, tmp_path, step=5, keep=3)
+    assert [path.name[-1] for path in checkpoints(tmp_path)] == ["5", "4", "3", "2", "1"]
+    md.save(made, tmp_path, step=6, keep=2)
+    assert [path.name[-1] for path in checkpoints(tmp_path)] == ["6", "5"]
+
+
+@pytest.mark.parametrize("step", [None, 7])
+def test_a_save_killed_where_neither_has_the_name_loses_nothing(
+    tmp_path: Path, monkeypatch: Any, step: int | None
+) -> None:
+    monkeypatch.setattr(folders, "_exchange", lambda one, other: False)
+    made, path, rename = trained(), tmp_path / "one", os.rename
+    target = path if step is None else path / folders.step_name(step)
+    md.save(made, path, step=step, extra="first")
+
+    def killed(source: Any, name: Any) -> None:
+        if Path(name) == target:
+            raise OSError("killed")
+        rename(source, name)
+
+    for extra in ("first", "second"):  # the second save finds what the first has left
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "rename", killed)
+            with pytest.raises(md.CheckpointError, match="killed"):
+                md.save(made, path, step=step, extra="second")
+        assert not target.exists()
+        assert md.load(made, path, latest=step is not None).extra == extra
+        if step is not None:
+            assert [each.name for each in checkpoints(path)] == [target.name + ".old.writing"]
+            md.save(made, path, step=1, keep=2)
+            assert md.load(made, path / target.name).extra == extra
+        md.save(made, path, step=step, extra="second", keep=step and 1)
+        assert [each.name for each in target.parent.iterdir()] == [target.name]
 
 
 @pytest.mark.parametrize("exchange", [True, False])
@@ -348,6 +432,35 @@ def test_a_save_that_fails_on_one_rank_fails_on_all(
         raise md.CheckpointError(said[0])
     assert [path.name for path in checkpoints(tmp_path)] == ["step-00000003", "step-00000001"]
     assert not list(tmp_path.glob("*.writing"))
+
+
+def failing_saves(folder: Path, zero: int) -> list[str]:
+    """Saves that rank 0 cannot begin, or clear up after, before and after the first step; what was said."""
+    made = md.prepare(MLP((6, 5, 3), seed=3), contract.ADAMW, md.Layout(dp=md.size(), zero=zero))
+    said = []
+    for steps in range(2):
+        for target in (Path("/proc"), folder / "file" / "under", folder):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(storage.folders, "seems_whole", lambda _: 1 / 0)
+                for asynchronous in (False, True):
+                    with pytest.raises(md.CheckpointError) as error:
+                        md.save(made, target, step=steps, keep=1, asynchronous=asynchronous).wait()
+                    said.append(str(error.value))
+        md.save(made, folder, step=steps)
+        share = slice(md.rank() * 4, md.rank() * 4 + 4)
+        made.step(ROWS[share], TARGETS[share])
+    return said
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_a_save_that_cannot_begin_fails_on_all_before_the_first_step_too(
+    cluster_of: Clusters, tmp_path: Path, zero: int
+) -> None:
+    (tmp_path / "file").write_text("no directory")
+    one, other = cluster_of(2).run(failing_saves, tmp_path, zero)
+    assert one == other
+    assert all(text.startswith("rank 0 could not write ") for text in one)
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-00000001", "step-00000000"]
 
 
 @pytest.mark.parametrize("fault", ["killed", "killed before the rename"])

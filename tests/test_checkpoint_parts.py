@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minidist.checkpoint import folders, random_state, values
+from minidist.checkpoint import folders, index, random_state, values
 from minidist.checkpoint.index import check_boxes
 from minidist.parallel.flat_ranges import boxes
 
@@ -110,7 +110,28 @@ def test_random_states_come_back() -> None:
     assert [draw() for _ in range(3)] == expected
 
 
-def test_checkpoints_are_in_the_order_of_their_steps(tmp_path: Path) -> None:
+def test_checkpoints_are_in_the_order_of_their_saves(tmp_path: Path) -> None:
+    for step, number in ((50, 1), (100, 2), (60, 4), (70, 3), (80, 3)):
+        path = tmp_path / folders.step_name(step)
+        path.mkdir()
+        index.write_index(path, {}, {}, {}, number)
+    for step in (200, 90, 40):  # whose index is lost
+        (tmp_path / folders.step_name(step)).mkdir()
+    found = [int(path.name.removeprefix("step-")) for path in folders.checkpoints(tmp_path)]
+    assert found == [200, 90, 60, 80, 70, 100, 50, 40]
+    assert folders.next_number(tmp_path) == 5
+    assert folders.next_number(tmp_path / "none") == 1
+
+
+def test_new_directories_reach_the_disk(tmp_path: Path, monkeypatch: Any) -> None:
+    synced: list[Path] = []
+    monkeypatch.setattr(folders, "sync_directory", synced.append)
+    for _ in range(2):
+        folders.make_directory(tmp_path / "a" / "b")
+        assert sorted(synced) == [tmp_path, tmp_path / "a"]
+
+
+def test_checkpoints_of_no_index_are_in_the_order_of_their_steps(tmp_path: Path) -> None:
     names = ["step-00000009", "step-00000100", "step-123456789", "step-00000007.writing", "step-7", "other"]
     for name in names:
         (tmp_path / name).mkdir()

@@ -128,8 +128,13 @@ def test_a_longer_run_goes_on_from_a_shorter_one(
 def test_a_folder_of_another_training_is_refused(cluster_of: Clusters, tmp_path: Path) -> None:
     config = replace(CONFIG, steps=2, save=str(tmp_path))
     cluster_of(2).run(train, config)
-    with pytest.raises(md.RankError, match=r"a training with learning_rate=0\.003, and this one has 0\.1"):
-        cluster_of(2).run(train, replace(config, learning_rate=0.1))
+    for other, text in (
+        ({"learning_rate": 0.1}, r"learning_rate=0\.003, and this one has 0\.1"),
+        ({"clip_norm": 1.0}, r"clip_norm=None, and this one has 1\.0"),
+        ({"layout": md.Layout(dp=2, precision="bf16")}, "precision='fp32', and this one has 'bf16'"),
+    ):
+        with pytest.raises(md.RankError, match=f"a training with {text}"):
+            cluster_of(2).run(train, replace(config, **other))
     with pytest.raises(md.RankError, match="has checkpoints, and the training is not to go on from them"):
         cluster_of(2).run(train, replace(config, resume=False))
 

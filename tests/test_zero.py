@@ -504,6 +504,23 @@ def test_states_go_to_and_from_a_plain_optimizer(cluster_of: Clusters, optimizer
         cluster_of(ranks).run(go_on, saved)
 
 
+def test_a_loaded_state_does_not_settle_the_order_of_gradients() -> None:
+    def train(saved: Any) -> md.ZeroOptimizer:
+        first, second = nn.Linear(4, 4).double(), nn.Linear(4, 4).double()
+        zero = md.ZeroOptimizer([*second.parameters(), *first.parameters()], OPTIM.AdamW, 2, lr=0.1)
+        if saved is not None:
+            zero.load_state_dict(saved)
+        second(first(torch.ones(2, 4, dtype=torch.float64))).sum().backward()
+        zero.step()
+        zero.consolidate_state_dict()
+        return zero
+
+    one = train(None)
+    other = train(one.state_dict())
+    assert [bucket.places for bucket in other.buckets] == [bucket.places for bucket in one.buckets]
+    assert float(other.state_dict()["state"][0]["step"]) == 2
+
+
 @pytest.mark.parametrize("stage", [1, 2])
 def test_parameters_that_are_added_thawed_and_scheduled(cluster_of: Clusters, stage: int) -> None:
     def train() -> None:
@@ -530,6 +547,7 @@ def test_parameters_that_are_added_thawed_and_scheduled(cluster_of: Clusters, st
             each[0].bias.requires_grad_(True)
             each[2].weight.requires_grad_(False)
         train_both(model, zero, peer_model, plain, 2)
+        assert zero._before is None  # nor the memory of its buckets
         with pytest.raises(ValueError, match="more than one parameter group"):
             zero.add_param_group({"params": last.parameters()})
         zero.consolidate_state_dict()

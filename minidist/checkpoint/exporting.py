@@ -23,9 +23,9 @@ def export(source: Engine | str | os.PathLike[str], path: str | os.PathLike[str]
     >>> md.export(engine, "model.safetensors")
     >>> md.export("runs/digits/step-00000100", "model.pt")     # torch.load("model.pt", weights_only=True)
 
-    Of an engine every rank calls it, and rank 0 writes: what its `full_state_dict` gives. Of a checkpoint one
-    process reads and checks the files, without an engine; the weights then are in the precision in which they
-    are updated. The whole model is in that process's memory.
+    Of an engine every rank calls it, and rank 0 writes what its `full_state_dict` would give. Of a checkpoint
+    one process reads and checks the files, without an engine; the weights then are in the precision in which
+    they are updated. The whole model is in that one process's memory.
 
     Args:
         source: an engine, or a checkpoint's directory.
@@ -43,7 +43,11 @@ def export(source: Engine | str | os.PathLike[str], path: str | os.PathLike[str]
     if path.suffix not in (".safetensors", ".pt", ".pth"):
         raise ValueError(f"path is {path}; give a name that ends in .safetensors, .pt or .pth")
     if isinstance(source, Engine):
-        weights = source.full_state_dict()
+        order, weights = [*source.model.state_dict()], dict[str, Tensor]()
+        for name, value in source.whole():
+            if comm.rank() == 0:
+                weights[name] = value.to("cpu", copy=True)
+        weights = {name: weights[name] for name in order if name in weights}
         agree(lambda: _write(weights, path) if comm.rank() == 0 else None, f"write {path}")
     else:
         _write(state_dict(source), path)

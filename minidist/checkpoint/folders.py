@@ -2,7 +2,11 @@
 
 POSIX's rename is atomic, and lasts a power failure once the files, their directory and the directory above
 have been synced. A directory that stands already is exchanged with the new one in one step (Linux's
-renameat2), and only then removed.
+renameat2), and only then removed. Where that cannot be done it is called `.old.writing` for a moment; should
+the program end in it, that name still is the checkpoint's.
+
+In a folder the newest checkpoint is the one that was saved last, whatever its step: who goes back to an
+earlier step and saves from there on has left the later ones behind. Each save has a number, in its index.
 """
 
 from __future__ import annotations
@@ -15,9 +19,13 @@ import shutil
 import sys
 from pathlib import Path
 
+from minidist.checkpoint.index import FILE, INDEX, save_number, seems_whole
+
 WRITING = ".writing"
 """The end of the name of a directory that is being written, or removed: never a checkpoint."""
-_STEP = re.compile(r"step-(\d{8,})")
+_OLD = ".old" + WRITING
+_STEP = re.compile(r"step-(\d{8,})(\.old\.writing)?")
+_LEFT = re.compile(r"step-\d{8,}(\.old)?(\.writing)+")
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
@@ -27,11 +35,51 @@ def step_name(step: int) -> str:
 
 
 def checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
-    """The checkpoints in a folder, whole or not, the newest step first; none where there is no folder."""
+    """The checkpoints in a folder, whole or not, the one saved last first; none where there is no folder.
+
+    One whose index does not tell when it was saved comes before the first one of an earlier step.
+    """
     folder = Path(folder)
-    names = os.listdir(folder) if folder.is_dir() else []
+    names = sorted(os.listdir(folder), reverse=True) if folder.is_dir() else []  # "x" after "x.old.writing"
     steps = {int(found[1]): folder / name for name in names if (found := _STEP.fullmatch(name))}
-    return [steps[step] for step in sorted(steps, reverse=True)]
+    numbers = {step: save_number(path) for step, path in steps.items()}
+    order = sorted(
+        (step for step in steps if numbers[step] is not None),
+        key=lambda step: (numbers[step], step),
+        reverse=True,
+    )
+    for step in sorted(step for step in steps if numbers[step] is None):
+        place = next((place for place, other in enumerate(order) if other < step), len(order))
+        order.insert(place, step)
+    return [steps[step] for step in order]
+
+
+def next_number(folder: Path) -> int:
+    """The number of the next save into a folder: above all that are there."""
+    return 1 + max((save_number(path) or 0 for path in checkpoints(folder)), default=0)
+
+
+def standing(path: Path) -> Path:
+    """Where the checkpoint called `path` is: at another name where an exchange with a newer was cut short."""
+    old = path.with_name(path.name + _OLD)
+    return old if old.is_dir() and not os.path.lexists(path) else path
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a path holds a checkpoint, or in a folder's step-N what is left of one."""
+    if (path / INDEX).is_file():
+        return True
+    if not path.is_dir() or not _STEP.fullmatch(path.name):
+        return False
+    return all(FILE.fullmatch(name) for name in os.listdir(path))
+
+
+def make_directory(path: Path) -> None:
+    """Make a directory and those above it that are missing, and have their names reach the disk."""
+    missing = [each for each in (path, *path.parents) if not each.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for each in missing:
+        sync_directory(each.parent)
 
 
 def written_aside(path: Path) -> Path:
@@ -45,7 +93,8 @@ def put_in_place(aside: Path, path: Path) -> None:
     if not os.path.lexists(path):
         os.rename(aside, path)
     elif not _exchange(aside, path):  # for a moment neither has the name, and `aside` is whole
-        old = path.with_name(path.name + ".old" + WRITING)
+        old = path.with_name(path.name + _OLD)
+        discard(old)
         os.rename(path, old)
         os.rename(aside, path)
         shutil.rmtree(old, ignore_errors=True)
@@ -53,16 +102,22 @@ def put_in_place(aside: Path, path: Path) -> None:
     discard(aside)
 
 
-def keep_newest(folder: Path, keep: int, newest: Path) -> None:
-    """Remove all checkpoints of a folder but `newest` and those next to it, `keep` in all; and leftovers."""
-    others = [path for path in checkpoints(folder) if path != newest]
-    for path in others[keep - 1 :]:
+def keep_newest(folder: Path, keep: int) -> None:
+    """Remove what comes behind the `keep` whole checkpoints of a folder that were saved last; and leftovers.
+
+    A damaged one counts for none: it goes when so many whole ones are before it.
+    """
+    others = checkpoints(folder)
+    while keep and others:
+        keep -= seems_whole(others.pop(0))
+    for path in others:
         doomed = written_aside(path)  # a removal that is cut short must not look like a checkpoint
         with contextlib.suppress(OSError):
             os.rename(path, doomed)
         discard(doomed)
     for name in os.listdir(folder):
-        if name.endswith(WRITING):
+        needed = name.endswith(_OLD) and standing(folder / name.removesuffix(_OLD)).name == name
+        if _LEFT.fullmatch(name) and not needed:
             discard(folder / name)
 
 

@@ -1,7 +1,7 @@
 """A checkpoint's index: what is where, and whether all of it is still there as it was written.
 
 The index says how many bytes each file has and what their CRC-32 is; its own stands at its very beginning,
-over all that follows. A CRC-32 finds every flipped bit and every altered run of up to 32 bits, and all but
+over all else of it. A CRC-32 finds every flipped bit and every altered run of up to 32 bits, and all but
 one in four billion of other changes. It guards against disks, not against somebody who forges: forged numbers
 are numbers, too, since nothing here is executed.
 """
@@ -26,8 +26,10 @@ from minidist.checkpoint.values import dtype_named
 INDEX = "index.json"
 VERSION = 1
 _HEAD = b'{"minidist checkpoint": %d, "crc32": "%08x", '
-_HEAD_BYTES = len(_HEAD % (VERSION, 0))
-_FILE = re.compile(r"rank-\d+\.bin")
+_WHOLE_HEAD = re.compile(rb'\{"minidist checkpoint": ([1-9]\d{0,8}), "crc32": "([0-9a-f]{8})", ')
+FILE = re.compile(r"rank-\d+\.bin")
+"""Names of the files beside the index."""
+_NUMBER = re.compile(rb'"saved":(\d{1,18}),')
 _PIECE = 2**20  # bytes of a file that are in memory at a time while they are counted
 
 
@@ -65,8 +67,9 @@ def write_index(
     files: Mapping[str, tuple[int, int]],
     tensors: Mapping[str, Stored],
     facts: Mapping[str, Any],
+    number: int = 0,
 ) -> None:
-    """Write the index, and have it reach the disk."""
+    """Write the index, and have it reach the disk. number: of the save, among those of its folder."""
     listed = {
         name: {
             "dtype": str(stored.dtype).removeprefix("torch."),
@@ -75,10 +78,12 @@ def write_index(
         }
         for name, stored in tensors.items()
     }
-    text = json.dumps({"files": files, "tensors": listed, "facts": facts}, separators=(",", ":"))
+    text = json.dumps(
+        {"saved": number, "files": files, "tensors": listed, "facts": facts}, separators=(",", ":")
+    )
     body = text[1:].encode()
     with open(directory / INDEX, "wb") as file:
-        file.write(_HEAD % (VERSION, zlib.crc32(body)) + body)
+        file.write(_HEAD % (VERSION, _checksum(VERSION, body)) + body)
         file.flush()
         os.fsync(file.fileno())
 
@@ -105,11 +110,13 @@ def read_index(path: Path) -> Index:
         f"{path / INDEX} is damaged: it has been cut short or altered since it was written; load another "
         "checkpoint"
     )
-    head, body = data[:_HEAD_BYTES], data[_HEAD_BYTES:]
-    if head != _HEAD % (VERSION, zlib.crc32(body)):
-        version = _other_version(data)
-        if version is None:
-            raise altered
+    head = _WHOLE_HEAD.match(data)
+    if head is None:
+        raise altered
+    version, body = int(head[1]), data[head.end() :]
+    if int(head[2], 16) != _checksum(version, body):
+        raise altered
+    if version != VERSION:
         raise CheckpointError(
             f"{path} has version {version} of the checkpoint format, and this minidist reads version "
             f"{VERSION}; load it with the minidist that wrote it"
@@ -120,20 +127,34 @@ def read_index(path: Path) -> Index:
         raise altered from None
 
 
-def _other_version(data: bytes) -> int | None:
-    """The format's version where it is whole and another one."""
+def save_number(path: Path) -> int | None:
+    """The number that a checkpoint's save had in its folder, unchecked; None where no index tells."""
     try:
-        before, _, rest = data.partition(b', "crc32": "')
-        version = int(json.loads(before + b"}")["minidist checkpoint"])
-    except (KeyError, TypeError, ValueError):
+        with open(path / INDEX, "rb") as file:
+            beginning = file.read(200)
+    except OSError:
         return None
-    body = rest[len('00000000", ') :]
-    return version if version != VERSION and rest[:8] == b"%08x" % zlib.crc32(body) else None
+    head = _WHOLE_HEAD.match(beginning)
+    number = _NUMBER.match(beginning, head.end()) if head is not None else None
+    return int(number[1]) if number is not None else None
+
+
+def seems_whole(path: Path) -> bool:
+    """Whether a checkpoint's index is whole and its files have their lengths; what is in them is not read."""
+    try:
+        return all((path / name).stat().st_size == size for name, (size, _) in read_index(path).files.items())
+    except (OSError, CheckpointError):
+        return False
+
+
+def _checksum(version: int, body: bytes) -> int:
+    """Of an index: over the version, too, or a flipped bit of it would look like another format."""
+    return zlib.crc32(body, zlib.crc32(b"%d" % version))
 
 
 def _parsed(path: Path, content: dict[str, Any]) -> Index:
     files = {name: (int(size), int(crc)) for name, (size, crc) in content["files"].items()}
-    if not all(_FILE.fullmatch(name) for name in files):
+    if not all(FILE.fullmatch(name) for name in files):
         raise ValueError("a file lies outside its checkpoint")
     tensors = {}
     for name, each in content["tensors"].items():

@@ -81,7 +81,8 @@ def load(
     Args:
         engine: of `md.prepare`.
         path: the checkpoint's directory; with `latest`, a folder of them.
-        latest: take the newest that is whole; rank 0 warns of each that was passed over, and why.
+        latest: take the one saved last of those that are whole, whatever its step; rank 0 warns of each that
+            was passed over, and why.
         scheduler: as in `save`; takes its state.
         sampler: as in `save`; is compared with the saved one.
 
@@ -99,7 +100,9 @@ def load(
     if hybrid.saving is not None:
         hybrid.saving.wait()
     path = Path(path).absolute()
-    found = agree(lambda: folders.checkpoints(path) if latest else [path], f"read {path}")[0]
+    found = agree(lambda: folders.checkpoints(path) if latest else [folders.standing(path)], f"read {path}")[
+        0
+    ]
     if not found:
         raise CheckpointError(
             f"there is no checkpoint in {path}; save one with step=, or give another folder"

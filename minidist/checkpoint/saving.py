@@ -100,7 +100,9 @@ def save(
         engine: of `md.prepare`.
         path: the checkpoint's directory, which is replaced where there is one; with `step`, a folder of them.
         step: steps done so far. With it the checkpoint is path/step-00000100.
-        keep: how many checkpoints of the folder to keep, the newest; None for all. Takes `step`.
+        keep: how many checkpoints of the folder to keep, those saved last, whatever their steps: after going
+            back to an earlier step, the later ones are the first to go. One that is damaged, as far as its
+            index and the lengths of its files tell, counts for none. None to keep all. Takes `step`.
         asynchronous: copy the state to the CPU's memory, which takes its bytes there once more, and return;
             a thread writes. Call the result's `wait` before the program ends.
         scheduler: of the learning rate, with a `state_dict`.
@@ -130,18 +132,14 @@ def save(
     if hybrid.saving is not None:
         hybrid.saving.wait()
 
-    taking: Callable[[], State] = partial(take, hybrid, step or 0, scheduler, sampler, extra, asynchronous)
-    group = None
-    if asynchronous:
-        taking = _attempt(taking)
-        group = _own_group()
+    # First, since it may be a collective, which no rank enters alone: from here on one may fail by itself.
+    taking = _attempt(partial(take, hybrid, step or 0, scheduler, sampler, extra, asynchronous))
+    group = _own_group() if asynchronous else None
     rank = comm.rank()
 
     def work() -> None:
         try:
-            _write(Save(taking, rank), Writer(target, rank), group)
-            if keep is not None and rank == 0:
-                folders.keep_newest(folder, keep, target)
+            _write(Save(taking, rank), Writer(target, rank, keep), group)
         finally:
             if group is not None:
                 dist.destroy_process_group(group)

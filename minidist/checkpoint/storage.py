@@ -28,7 +28,7 @@ from torch.futures import Future
 
 from minidist.checkpoint import folders
 from minidist.checkpoint.errors import CheckpointError
-from minidist.checkpoint.index import INDEX, Box, Index, Stored, write_index
+from minidist.checkpoint.index import Box, Index, Stored, write_index
 from minidist.checkpoint.planners import part
 from minidist.checkpoint.state import as_bytes
 
@@ -37,10 +37,13 @@ ALIGNMENT = 64
 
 
 class Writer(StorageWriter):
-    """Writes a checkpoint beside its path, and renames it at the end. rank: this one."""
+    """Writes a checkpoint beside its path, and renames it at the end.
 
-    def __init__(self, path: Path, rank: int) -> None:
-        self.path, self.aside, self.rank = path, folders.written_aside(path), rank
+    rank: this one. keep: how many checkpoints stay of those beside it; None for all.
+    """
+
+    def __init__(self, path: Path, rank: int, keep: int | None = None) -> None:
+        self.path, self.aside, self.rank, self.keep = path, folders.written_aside(path), rank, keep
 
     def reset(self, checkpoint_id: Any = None) -> None:
         """Nothing to reset: a writer writes once."""
@@ -49,12 +52,14 @@ class Writer(StorageWriter):
         """Rank 0 makes an empty directory."""
         if not is_coordinator:
             return
-        stands = os.path.lexists(self.path) and not (self.path / INDEX).is_file()
-        if stands and (not self.path.is_dir() or any(self.path.iterdir())):
+        if folders.standing(self.path) != self.path:
+            os.rename(folders.standing(self.path), self.path)
+        empty = self.path.is_dir() and not any(self.path.iterdir())
+        if os.path.lexists(self.path) and not empty and not folders.is_checkpoint(self.path):
             raise CheckpointError(
                 f"{self.path} exists and is no checkpoint; give another path, or step= to save into a folder"
             )
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        folders.make_directory(self.path.parent)
         folders.discard(self.aside)
         self.aside.mkdir()
 
@@ -110,8 +115,11 @@ class Writer(StorageWriter):
                     raise CheckpointError(f"no rank wrote {name} at {tuple(chunk.offsets)}")
                 boxes.append(Box(tuple(chunk.offsets), tuple(chunk.sizes), *found_at[:2]))
             tensors[name] = Stored(whole.properties.dtype, tuple(whole.size), tuple(boxes))
-        write_index(self.aside, files, tensors, metadata.planner_data)
+        number = folders.next_number(self.path.parent)
+        write_index(self.aside, files, tensors, metadata.planner_data, number)
         folders.put_in_place(self.aside, self.path)
+        if self.keep is not None:
+            folders.keep_newest(self.path.parent, self.keep)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -89,6 +89,14 @@ class Engine(ABC):
             Copies, on the model's device. Parameters are the same on all ranks; buffers that training
             changes, such as a BatchNorm's statistics, are each rank's own.
         """
+
+    def whole(self) -> Iterator[tuple[str, Tensor]]:
+        """What `full_state_dict` has, one by one and in any order, so that no rank need have all of it.
+
+        A collective: every rank goes through all of it. Each is the tensor itself, or is gathered only until
+        the next is asked for: copy what is to stay, and write to none.
+        """
+        yield from self.full_state_dict().items()
 
     @abstractmethod
     def memory(self) -> Memory:

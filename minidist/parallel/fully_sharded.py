@@ -11,7 +11,13 @@ from torch import Tensor, nn
 
 from minidist.parallel.engine import MakeOptimizer
 from minidist.parallel.fully_shard import FullyShard
-from minidist.parallel.shard_state import load_pieces, merge_pieces, pieces_settings, shard_chunks
+from minidist.parallel.shard_state import (
+    load_pieces,
+    merge_pieces,
+    pieces_settings,
+    shard_chunks,
+    whole_units,
+)
 from minidist.parallel.strategy import Chunk, Held, Strategy
 
 
@@ -70,6 +76,10 @@ class FullySharded(Strategy):
     def update(self) -> None:
         """The optimizer's step on this rank's shards; the next pass gathers what it leaves."""
         self.parallel.step()
+
+    def whole(self) -> Iterator[tuple[str, Tensor]]:
+        """See `Engine.whole`. Sends what `FullyShard.summon` does, unit by unit."""
+        yield from whole_units(self.parallel)
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """See `FullyShard.state_dict`."""

@@ -6,7 +6,7 @@ forward, backward, communication and update are done here; how the ranks share t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -141,6 +141,10 @@ class HybridEngine(Engine):
                 module.training = mode
         comm.all_reduce(total)
         return float(total[0] / total[1])
+
+    def whole(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter and buffer, one after the other; see `Engine.whole`."""
+        return self.strategy.whole()
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Every parameter and buffer; see `Engine.full_state_dict`."""

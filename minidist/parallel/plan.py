@@ -81,6 +81,7 @@ class Plan(RoundPlan):
         compression: what is done to a bucket.
 
     Attributes:
+        order: places of parameters in the order in which gradients come.
         buckets: in the order in which they are sent.
         views: for each parameter where its gradient lies; None where that is sparse.
 
@@ -99,7 +100,7 @@ class Plan(RoundPlan):
         require_same("parameters", named, exchange.group)
         parameters = [parameter for _, parameter in named]
         device = parameters[0].device if parameters else torch.device("cpu")
-        order = agree_on_order([*seen], len(parameters), exchange, device)
+        self.order = order = agree_on_order([*seen], len(parameters), exchange, device)
         is_sparse = [int(p.grad is not None and p.grad.is_sparse) for p in parameters]
         anywhere = comm.all_reduce(torch.tensor(is_sparse, device=device), "max", group=exchange.group)
         chosen = [place for place, is_one in enumerate(anywhere.tolist()) if is_one]

@@ -104,10 +104,6 @@ class Replicated(Strategy):
         """The optimizer's step, the same on all ranks."""
         self.optimizer.step()
 
-    def full_state_dict(self) -> dict[str, Tensor]:
-        """Every parameter and buffer. Nothing is sent: each rank has all."""
-        return {name: value.detach().clone() for name, value in self.model.state_dict().items()}
-
     def held(self) -> Held:
         """See `Strategy.held`."""
         reducer = self.parallel.reducer
@@ -127,7 +123,11 @@ class Replicated(Strategy):
 
     def settings(self) -> dict[str, Any]:
         """See `Strategy.settings`."""
-        return optimizer_settings(self.optimizer, self._names)
+        settings, reducer = optimizer_settings(self.optimizer, self._names), self.parallel.reducer
+        if reducer is not None:
+            names, order = names_of(self.model), [] if reducer.plan is None else [reducer.plan.order]
+            settings["order"] = [[names[reducer.parameters[place]] for place in each] for each in order]
+        return settings
 
     def load_settings(self, settings: Mapping[str, Any], state: Mapping[str, Mapping[str, Any]]) -> None:
         """See `Strategy.load_settings`."""

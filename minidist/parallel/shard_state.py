@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minidist.parallel.flat_ranges import boxes
 from minidist.parallel.fully_shard import FullyShard
 from minidist.parallel.shard_store import Store
-from minidist.parallel.strategy import Chunk
+from minidist.parallel.strategy import Chunk, cut_chunks
 
 
 def shard_chunks(parallel: FullyShard) -> Iterator[Chunk]:
@@ -24,18 +23,13 @@ def shard_chunks(parallel: FullyShard) -> Iterator[Chunk]:
     A parameter with several names comes under each of them, as in a state_dict; its optimizer state under the
     first.
     """
-    aliases: dict[str, list[str]] = {}
-    first = {id(parameter): name for name, parameter in parallel.module.named_parameters()}
-    for name, parameter in parallel.module.named_parameters(remove_duplicate=False):
-        aliases.setdefault(first[id(parameter)], []).append(name)
+    aliases = _aliases(parallel)
     for store in parallel.stores:
         for name, start, stop, low in _parts(store):
             for alias in aliases[name]:
-                yield from _cut(f"model.{alias}", parallel.shapes[name], low, store.updated[start:stop])
-    parameters = {alias for each in aliases.values() for alias in each}
-    for name, value in parallel.module.state_dict().items():
-        if name not in parameters:
-            yield Chunk(f"model.{name}", tuple(value.shape), (0,) * value.dim(), value)
+                yield from cut_chunks(f"model.{alias}", parallel.shapes[name], low, store.updated[start:stop])
+    for name, value in _buffers(parallel, aliases):
+        yield Chunk(f"model.{name}", tuple(value.shape), (0,) * value.dim(), value)
     for store in parallel.stores:
         for piece, (low, high) in zip(store.pieces, store.bounds, strict=True):
             state = parallel.optimizer.state.get(piece, {})
@@ -49,22 +43,46 @@ def shard_chunks(parallel: FullyShard) -> Iterator[Chunk]:
                         yield Chunk(full, (), (), value)
                     else:
                         part = value[begin - low : end - low]
-                        yield from _cut(full, parallel.shapes[name], offset + begin - start, part)
+                        yield from cut_chunks(full, parallel.shapes[name], offset + begin - start, part)
+
+
+def whole_units(parallel: FullyShard) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter under all its names, then the buffers; one unit is gathered at a time."""
+    aliases = _aliases(parallel)
+    for unit in parallel.units:
+        unit.gather()
+        unit.show()
+        try:
+            for flat in unit.flats:
+                for name, parameter in zip(flat.names, flat.parameters, strict=True):
+                    for alias in aliases[name]:
+                        yield alias, parameter.detach()
+        finally:
+            unit.free()
+    yield from _buffers(parallel, aliases)
+
+
+def _aliases(parallel: FullyShard) -> dict[str, list[str]]:
+    """All names of each parameter, under the first."""
+    aliases: dict[str, list[str]] = {}
+    first = {id(parameter): name for name, parameter in parallel.module.named_parameters()}
+    for name, parameter in parallel.module.named_parameters(remove_duplicate=False):
+        aliases.setdefault(first[id(parameter)], []).append(name)
+    return aliases
+
+
+def _buffers(parallel: FullyShard, aliases: Mapping[str, list[str]]) -> Iterator[tuple[str, Tensor]]:
+    """What a state_dict has beside parameters."""
+    parameters = {alias for each in aliases.values() for alias in each}
+    for name, value in parallel.module.state_dict().items():
+        if name not in parameters:
+            yield name, value
 
 
 def _parts(store: Store) -> Iterator[tuple[str, int, int, int]]:
     """This rank's part of each parameter: its name, start and stop in the long tensor, its first element."""
     for name, (start, stop), low in zip(store.names, store.spans, store.starts, strict=True):
         yield name, start, stop, low
-
-
-def _cut(name: str, shape: tuple[int, ...], start: int, values: Tensor) -> Iterator[Chunk]:
-    """Boxes of a parameter's elements from `start` on, which `values` holds."""
-    done = 0
-    for offsets, sizes in boxes(shape, start, start + len(values)):
-        count = torch.Size(sizes).numel()
-        yield Chunk(name, shape, offsets, values[done : done + count].view(sizes))
-        done += count
 
 
 def pieces_settings(parallel: FullyShard) -> dict[str, Any]:

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from minidist.parallel.flat_ranges import boxes
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,6 +29,15 @@ class Chunk:
     shape: tuple[int, ...]  # of the whole tensor
     offsets: tuple[int, ...]  # where this box begins in it
     tensor: Tensor  # its values, a view of the state: who writes to it changes the state
+
+
+def cut_chunks(name: str, shape: tuple[int, ...], start: int, values: Tensor) -> Iterator[Chunk]:
+    """Chunks of a tensor's elements from `start` on, which `values` holds."""
+    flat, done = values.reshape(-1), 0
+    for offsets, sizes in boxes(shape, start, start + len(flat)):
+        count = torch.Size(sizes).numel()
+        yield Chunk(name, shape, offsets, flat[done : done + count].view(sizes))
+        done += count
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,11 +58,13 @@ class Strategy(ABC):
     `rescale`; then perhaps `multiply`, and `update`, or `drop` where the step is skipped.
 
     Attributes:
+        model: the whole of it, where each rank has it.
         optimizer: for the parameters, or this rank's share of them; learning-rate schedulers take it.
         sharded: whether `gradients` are this rank's share of them, or all.
         gathers: whether `forward` is a collective, which a rank without rows takes part in, too.
     """
 
+    model: nn.Module
     optimizer: torch.optim.Optimizer
     sharded: bool = False
     gathers: bool = False
@@ -100,9 +113,14 @@ class Strategy(ABC):
     def update(self) -> None:
         """The optimizer's step; after it every rank computes with the new parameters."""
 
-    @abstractmethod
+    def whole(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter and buffer; see `Engine.whole`. Nothing is sent where each rank has all."""
+        for name, value in self.model.state_dict().items():
+            yield name, value.detach()
+
     def full_state_dict(self) -> dict[str, Tensor]:
         """Copies of every parameter and buffer; a collective. See `Engine.full_state_dict`."""
+        return {name: value.clone() for name, value in self.whole()}
 
     @abstractmethod
     def held(self) -> Held:
@@ -118,7 +136,11 @@ class Strategy(ABC):
 
     @abstractmethod
     def settings(self) -> dict[str, Any]:
-        """The state that is no tensor: the optimizer's groups by names of parameters, and numbers."""
+        """The state that is no tensor: the optimizer's groups by names of parameters, and numbers.
+
+        Under "order", where it is known, the names of parameters in the order in which gradients come: a list
+        for each time that some were dealt to buckets, none before the first backward pass.
+        """
 
     @abstractmethod
     def load_settings(self, settings: Mapping[str, Any], state: Mapping[str, Mapping[str, Any]]) -> None:

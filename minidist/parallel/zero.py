@@ -121,6 +121,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.keep: Literal["own", "buckets", "shares"] = "own" if stage == 1 else "shares"
         self.average, self.overlap = True, True
         self.buckets: list[ShardBucket] = []
+        self.orders: list[list[int]] = []  # of places: each time that parameters were dealt to buckets
+        self.masters: dict[nn.Parameter, Tensor] = {}  # loaded, whole, of parameters in no bucket yet
         self.pieces = Pieces(self.inner, master)
         self.trained: list[nn.Parameter] = []
         self._consolidated: dict[str, Any] | None = None
@@ -161,15 +163,23 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _place(self, named: list[tuple[str, nn.Parameter]], seen: list[int]) -> ShardPlan:
         """Buckets for the parameters that have none, and the plan of all. A collective."""
-        exchange, placed = self.exchange, {place for bucket in self.buckets for place in bucket.places}
+        exchange = self.exchange
         device = self.trained[0].device if self.trained else torch.device("cpu")
         if exchange.ranks > 1:
             require_same("parameters", named, exchange.group)
             seen = agree_on_order(seen, len(named), exchange, device)
         else:
             seen += [place for place in reversed(range(len(named))) if place not in set(seen)]
-        order, limit = [place for place in seen if place not in placed], int(self.bucket_mb * MB)
-        new = buckets_for(self.trained, order, limit, exchange, self.pieces.cut_anywhere)
+        self._deal(seen)
+        op, before = "mean" if self.average else "sum", self._before
+        self._before = None  # its buckets' memory goes with it
+        return ShardPlan(self.trained, self.buckets, exchange, self.keep, op, before)
+
+    def _deal(self, seen: Iterable[int]) -> None:
+        """Buckets for those of the places that are in none, with what is kept of them. A collective."""
+        waiting = set(self.waiting)
+        order, limit = [place for place in seen if place in waiting], int(self.bucket_mb * MB)
+        new = buckets_for(self.trained, order, limit, self.exchange, self.pieces.cut_anywhere)
         group_of = {id(p): number for number, group in enumerate(self.param_groups) for p in group["params"]}
         states = {
             place: self.inner.state.pop(self.trained[place])
@@ -178,11 +188,35 @@ class ZeroOptimizer(torch.optim.Optimizer):
         }
         for bucket in new:
             self.pieces.add(bucket, [group_of[id(parameter)] for parameter in self.trained])
+        for _, fragment, tensor, _ in self.pieces.parts():
+            master = self.masters.get(self.trained[fragment.place])
+            if master is not None:
+                tensor.copy_(master.reshape(-1)[fragment.start : fragment.stop])
+        for place in order:
+            self.masters.pop(self.trained[place], None)
         self.buckets += new
+        if order:
+            self.orders.append(order)
         if states:
             self.pieces.take(states)
-        op = "mean" if self.average else "sum"
-        return ShardPlan(self.trained, self.buckets, exchange, self.keep, op, self._before)
+
+    @property
+    def waiting(self) -> list[int]:
+        """The places of parameters that are in no bucket yet."""
+        dealt = {place for order in self.orders for place in order}
+        return [place for place in range(len(self.trained)) if place not in dealt]
+
+    def arrange(self, orders: Iterable[Iterable[int]]) -> None:
+        """Make the buckets that another run had, whose `orders` these are. A collective.
+
+        Does nothing where there are buckets. What is in none of the orders waits for a backward pass.
+        """
+        if self.buckets:
+            return
+        for order in orders:
+            self._deal(order)
+        if self.buckets and not self.waiting:
+            self.reducer.settled()
 
     def follow_changes(self) -> None:
         """Hooks and buckets for parameters that get gradients since now."""
@@ -269,6 +303,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """After masters and state were written to: take them into the parameters. A collective."""
         if self.pieces.reload():
             self._gather()
+        for parameter, master in self.masters.items():
+            parameter.copy_(master)
 
     @staticmethod
     def _pass_options(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:

@@ -137,13 +137,17 @@ def load(optimizer: ZeroOptimizer, state_dict: Mapping[str, Any]) -> None:
     for group, values in zip(optimizer.param_groups, saved, strict=True):
         group.update({key: value for key, value in values.items() if key != "params"})
     optimizer.follow_changes()
-    optimizer.reducer.settled()
     place_of = {parameter: place for place, parameter in enumerate(optimizer.trained)}
     numbers = [number for group in saved for number in group["params"]]
     parameter_of = dict(zip(numbers, _parameters(optimizer), strict=True))
     states = {parameter_of[number]: state for number, state in state_dict["state"].items()}
     optimizer.inner.state.clear()
-    optimizer.pieces.take({place_of[p]: state for p, state in states.items() if p in place_of})
+    optimizer.masters.clear()
+    waiting = {optimizer.trained[place] for place in optimizer.waiting}  # for a backward pass, as states do
+    optimizer.inner.state.update({p: dict(state) for p, state in states.items() if p in waiting})
+    optimizer.pieces.take(
+        {place_of[p]: state for p, state in states.items() if p in place_of and p not in waiting}
+    )
 
 
 def _parameters(optimizer: ZeroOptimizer) -> list[nn.Parameter]:

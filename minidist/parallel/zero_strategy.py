@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from minidist.parallel.buckets import broadcast_together, require_same
 from minidist.parallel.engine import MakeOptimizer
-from minidist.parallel.flat_ranges import boxes
-from minidist.parallel.strategy import Chunk, Held, Strategy
+from minidist.parallel.strategy import Chunk, Held, Strategy, cut_chunks
 from minidist.parallel.training_state import load_optimizer, names_of, optimizer_settings
 from minidist.parallel.zero import ZeroOptimizer
 from minidist.parallel.zero_pieces import SCALARS
@@ -126,15 +125,12 @@ class ShardedState(Strategy):
         for parameter in self.optimizer.trained:
             parameter.grad = None  # which has sums in a part of it, and this rank's own in the others
 
-    def full_state_dict(self) -> dict[str, Tensor]:
-        """Every parameter and buffer. Nothing is sent: each rank has all."""
-        return {name: value.detach().clone() for name, value in self.model.state_dict().items()}
-
     def held(self) -> Held:
         """See `Strategy.held`. Copies in the master dtype count as the optimizer's."""
         zero, plan = self.optimizer, self.optimizer.reducer.plan
         state = [v for each in zero.inner.state.values() for v in each.values() if isinstance(v, Tensor)]
         masters = [piece.tensor for piece in zero.pieces.all if piece.tensor is not piece.value]
+        masters += zero.masters.values()
         own = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         return Held(
             [*self.model.parameters()],
@@ -146,26 +142,35 @@ class ShardedState(Strategy):
     # The state by names.
 
     def chunks(self) -> Iterator[Chunk]:
-        """Parameters whole, or this rank's part where there are masters; its part of the state."""
+        """Parameters whole, or this rank's part where there are masters; its part of the state.
+
+        All of what the first backward pass has not dealt yet.
+        """
         zero = self.optimizer
-        zero.reducer.settled()
+        waiting = [zero.trained[place] for place in zero.waiting]
         shapes = {p: tuple(p.shape) for p in zero.trained}
-        in_masters = {p for p in zero.trained if zero.pieces.master not in (None, p.dtype)}
+        in_masters = {p for p in zero.trained if zero.pieces.master not in (None, p.dtype)} - {*waiting}
         aliases: dict[Tensor, list[str]] = {}  # of masters; tied parameters have several
         for name, value in self.model.state_dict(keep_vars=True).items():
             if value in in_masters:
                 aliases.setdefault(value, []).append("model." + name)
             else:
-                yield Chunk("model." + name, tuple(value.shape), (0,) * value.dim(), value.detach())
+                whole = zero.masters.get(value, value).detach()
+                yield Chunk("model." + name, tuple(whole.shape), (0,) * whole.dim(), whole)
+        for parameter in waiting:
+            for key, value in zero.inner.state.get(parameter, {}).items():
+                if isinstance(value, Tensor):
+                    full = f"optimizer.{self.names[parameter]}.{key}"
+                    yield Chunk(full, tuple(value.shape), (0,) * value.dim(), value)
         given = set()  # scalars of parameters of which this rank has several pieces
         for _, fragment, tensor, state in zero.pieces.parts():
             parameter = zero.trained[fragment.place]
             name, shape = self.names[parameter], shapes[parameter]
             for alias in aliases.get(parameter, []):
-                yield from _cut(alias, shape, fragment.start, fragment.stop, tensor)
+                yield from cut_chunks(alias, shape, fragment.start, tensor)
             for key, value in state.items():
                 if zero.pieces.is_part(key, value):
-                    yield from _cut(f"optimizer.{name}.{key}", shape, fragment.start, fragment.stop, value)
+                    yield from cut_chunks(f"optimizer.{name}.{key}", shape, fragment.start, value)
                 elif isinstance(value, Tensor) and (name, key) not in given:
                     given.add((name, key))
                     yield Chunk(f"optimizer.{name}.{key}", tuple(value.shape), (0,) * value.dim(), value)
@@ -173,22 +178,43 @@ class ShardedState(Strategy):
     def settings(self) -> dict[str, Any]:
         """See `Strategy.settings`; numbers of the optimizer's state are those of this rank's share."""
         zero = self.optimizer
+        states = [(fragment.place, state) for _, fragment, _, state in zero.pieces.parts()]
+        states += [(place, zero.inner.state.get(zero.trained[place], {})) for place in zero.waiting]
         numbers = {
-            self.names[zero.trained[fragment.place]]: {
-                key: value for key, value in state.items() if not isinstance(value, Tensor)
-            }
-            for _, fragment, _, state in zero.pieces.parts()
+            self.names[zero.trained[place]]: {k: v for k, v in state.items() if not isinstance(v, Tensor)}
+            for place, state in states
         }
         state = {name: values for name, values in numbers.items() if values}
-        return {**optimizer_settings(zero, self.names), "state": state}
+        order = [[self.names[zero.trained[place]] for place in each] for each in zero.orders]
+        return {**optimizer_settings(zero, self.names), "state": state, "order": order}
 
     def load_settings(self, settings: Mapping[str, Any], state: Mapping[str, Mapping[str, Any]]) -> None:
-        """See `Strategy.load_settings`."""
+        """See `Strategy.load_settings`.
+
+        Buckets are made in the saved order, or shares would be of other parameters, and sums be added up in
+        another order. Where that was saved before a first backward pass, all of the state, mostly none, waits
+        here for one. Of strategies that do not tell, the order in which parameters are registered is a guess.
+        """
         zero = self.optimizer
         load_optimizer(zero, self.names, {**settings, "state": {}}, {})
         zero.follow_changes()
-        zero.reducer.settled()
         zero.inner.state.clear()
+        zero.masters.clear()
+        place_of = {self.names[parameter]: place for place, parameter in enumerate(zero.trained)}
+        order = settings.get("order")
+        if order is None:
+            order = [[*reversed(place_of)]]
+        zero.arrange([place_of[name] for name in each if name in place_of] for each in order)
+        for parameter in [zero.trained[place] for place in zero.waiting]:
+            name, device = self.names[parameter], parameter.device
+            whole = {
+                key: torch.zeros(shape, dtype=dtype, device=device if shape else "cpu")
+                for key, (shape, dtype) in state.get(name, {}).items()
+            }
+            if whole := {**settings["state"].get(name, {}), **whole}:
+                zero.inner.state[parameter] = whole
+            if zero.pieces.master not in (None, parameter.dtype):
+                zero.masters[parameter] = parameter.detach().to(zero.pieces.master)
         zero.pieces.apart()
         scalars: dict[tuple[str, str], Tensor] = {}  # one for all pieces of a parameter, until `loaded`
         for piece in zero.pieces.all:
@@ -210,12 +236,3 @@ class ShardedState(Strategy):
         A collective where there are masters; it sends what the all-gather of a step does.
         """
         self.optimizer.reload()
-
-
-def _cut(name: str, shape: tuple[int, ...], start: int, stop: int, flat: Tensor) -> Iterator[Chunk]:
-    """Chunks of a tensor's elements from `start` to `stop`, which are in `flat`."""
-    at, flat = 0, flat.reshape(-1)
-    for offsets, sizes in boxes(shape, start, stop):
-        end = at + torch.Size(sizes).numel()
-        yield Chunk(name, shape, offsets, flat[at:end].view(sizes))
-        at = end
