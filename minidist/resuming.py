@@ -8,11 +8,7 @@ crash: ranks agree at the end of the step, save, and leave.
 
 from __future__ import annotations
 
-import signal
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from types import FrameType
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,9 +17,6 @@ from minidist import comm
 from minidist.checkpoint import checkpoints, load, save
 from minidist.model import Sampler
 from minidist.parallel.engine import Engine
-
-STOPPED = 143
-"""The exit code after SIGTERM, with everything saved: 128 + 15, as shells count."""
 
 
 class Resuming:
@@ -87,27 +80,3 @@ class Resuming:
             save(self.engine, self.folder, step=step, keep=self.keep, sampler=self.sampler, extra=extra)
             self.saved = step
         return bool(stop)
-
-
-@contextmanager
-def termination(handle: Callable[[], None] | None = None) -> Iterator[Callable[[], bool]]:
-    """Inside, SIGTERM does not end this process: what is given says whether it came.
-
-    handle: called when it comes. Only the main thread can take signals; in another nothing changes.
-    """
-    came = False
-
-    def note(number: int, frame: FrameType | None) -> None:
-        nonlocal came
-        came = True
-        if handle is not None:
-            handle()
-
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda: False
-        return
-    before = signal.signal(signal.SIGTERM, note)
-    try:
-        yield lambda: came
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import descendants, wait_until_gone
 
 import minidist as md
 from minidist.checkpoint import checkpoints, state_dict
@@ -139,10 +140,13 @@ def test_a_folder_of_another_training_is_refused(cluster_of: Clusters, tmp_path:
         cluster_of(2).run(train, replace(config, resume=False))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    ("number", "everyone"), [(signal.SIGTERM, False), (signal.SIGTERM, True), (signal.SIGKILL, False)]
+)
 def test_a_stopped_command_goes_on_where_it_was(
-    cluster_of: Clusters, tmp_path: Path, number: signal.Signals
+    cluster_of: Clusters, tmp_path: Path, number: signal.Signals, everyone: bool
 ) -> None:
+    """everyone: ranks and supervisor are signalled, too, as by a scheduler or by `systemctl stop`."""
     config = replace(CONFIG, steps=400, save=str(tmp_path / "stopped"), save_every=5)
     command = [sys.executable, "-m", "minidist"]
     process = subprocess.Popen(
@@ -153,7 +157,8 @@ def test_a_stopped_command_goes_on_where_it_was(
         assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    process.send_signal(number)
+    for each in [process.pid, *(descendants(process.pid) if everyone else ())]:
+        os.kill(each, number)
     out, err = process.communicate(timeout=120)
     if number == signal.SIGTERM:
         assert process.returncode == 143, err
@@ -161,7 +166,29 @@ def test_a_stopped_command_goes_on_where_it_was(
         step = len(json.loads(out)["losses"])
         assert 5 <= step < 400
         assert checkpoints(tmp_path / "stopped")[0].name == f"step-{step:08d}"
+        assert not list((tmp_path / "stopped").glob("*.writing"))
     else:
         assert process.returncode == -number
     expected = undisturbed(cluster_of(2), replace(config, save=None))
     assert cluster_of(2).run(alone, config)[0].losses == expected.losses
+
+
+@pytest.mark.parametrize("everyone", [False, True])
+def test_a_command_stopped_while_it_starts_says_so(tmp_path: Path, everyone: bool) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "minidist", *words(replace(CONFIG, save=str(tmp_path / "stopped")))],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 120
+    while not (others := descendants(process.pid)):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    for each in [*others, process.pid] if everyone else [process.pid]:
+        os.kill(each, signal.SIGTERM)
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, out) == (143, "")
+    assert err == "minidist: stopped by SIGTERM before training began; the same command starts it\n"
+    wait_until_gone(others)
