@@ -274,6 +274,11 @@ def test_another_order_of_rows_is_refused(tmp_path: Path) -> None:
             TypeError,
             r"extra.a\[0\] is a object, which a checkpoint cannot hold",
         ),
+        (
+            {"extra": {"a": torch.ones(1, dtype=torch.complex64)}},
+            TypeError,
+            r"extra.a is a tensor of torch.complex64, which a checkpoint cannot hold",
+        ),
     ],
 )
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -281,6 +286,28 @@ def test_wrong_arguments(tmp_path: Path, options: Any, error: Any, text: str, as
     with pytest.raises(error, match=text):
         md.save(trained(), tmp_path / "one", asynchronous=asynchronous, **options).wait()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_save_to_a_link_replaces_what_it_points_to(tmp_path: Path) -> None:
+    made, cur = trained(), tmp_path / "cur"
+    (tmp_path / "disk" / "runs").mkdir(parents=True)
+    cur.symlink_to(tmp_path / "disk" / "one")
+    runs = tmp_path / "runs"
+    runs.symlink_to(tmp_path / "disk" / "runs")
+    for turn in range(3):
+        md.save(made, cur, extra=turn)
+        assert md.load(made, cur).extra == turn
+        md.save(made, runs, step=turn, keep=2, extra=turn)
+        assert md.load(made, runs, latest=True).extra == turn
+    assert cur.is_symlink()
+    assert runs.is_symlink()
+    assert sorted(os.listdir(tmp_path / "disk")) == ["one", "runs"]
+    assert sorted(os.listdir(tmp_path)) == ["cur", "disk", "runs"]
+
+
+def test_the_root_of_all_files_is_no_place_for_a_checkpoint() -> None:
+    with pytest.raises(ValueError, match="path is /, the root of all files; give the name of a directory"):
+        md.save(trained(), "/")
 
 
 def test_a_directory_that_is_no_checkpoint_is_left_alone(tmp_path: Path) -> None:
