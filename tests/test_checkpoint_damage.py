@@ -10,6 +10,7 @@ import shutil
 import signal
 import zlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import minidist as md
-from minidist.checkpoint import checkpoints, folders, index, state_dict, storage
+from minidist.checkpoint import checkpoints, folders, index, state, state_dict, storage
 from minidist.model import MLP, Sampler
 from minidist.parallel.replicated import Replicated
 from minidist.parallel.strategy import Chunk
@@ -241,7 +242,16 @@ class Renamed(nn.Module):
         ),
         (MLP((6, 5, 5, 3)), contract.ADAMW, "another model: of .* it has .*no such tensor|has shape"),
         (Renamed(), contract.ADAMW, "another model: of .* it has shape .*has no such tensor"),
-        (None, torch.optim.SGD, "of another optimizer: it has 'amsgrad' in its group 0"),
+        (
+            None,
+            torch.optim.SGD,
+            "of another optimizer: it was saved with AdamW, and is loaded with SGD; give",
+        ),
+        (
+            None,
+            torch.optim.Adam,
+            "of another optimizer: it was saved with AdamW, and is loaded with Adam; give",
+        ),
     ],
 )
 def test_another_model_is_refused_and_nothing_changed(
@@ -255,12 +265,60 @@ def test_another_model_is_refused_and_nothing_changed(
     assert made.strategy.settings() == settings
 
 
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_another_optimizer_is_refused_where_its_state_is_sharded(
+    saved: Path, cluster_of: Clusters, zero: int
+) -> None:
+    def load() -> None:
+        optimizer = partial(torch.optim.Adam, lr=0.1)
+        md.load(md.prepare(MLP((6, 5, 3)), optimizer, md.Layout(dp=2, zero=zero)), saved, latest=True)
+
+    with pytest.raises(md.RankError, match="it was saved with AdamW, and is loaded with Adam; give"):
+        cluster_of(2).run(load)
+
+
+def test_another_scheduler_is_refused(tmp_path: Path) -> None:
+    made = trained()
+    step = partial(torch.optim.lr_scheduler.StepLR, made.optimizer)
+    md.save(made, tmp_path / "one", scheduler=step(3))
+    with pytest.raises(md.CheckpointError, match="it was saved with StepLR, and is loaded with CosineAnneal"):
+        md.load(
+            made, tmp_path / "one", scheduler=torch.optim.lr_scheduler.CosineAnnealingLR(made.optimizer, 9)
+        )
+    other = step(4)
+    md.load(made, tmp_path / "one", scheduler=other)
+    assert other.step_size == 3
+    md.load(made, tmp_path / "one")  # without one, as before
+
+
+def test_a_checkpoint_that_names_no_classes_is_loaded(tmp_path: Path, monkeypatch: Any) -> None:
+    """As those did that were saved before; of another optimizer, its options still tell."""
+    made = trained()
+    with monkeypatch.context() as patch:
+        patch.setattr(state, "classes", lambda *_: None)
+        md.save(made, tmp_path / "one")
+    assert md.load(made, tmp_path / "one").path == tmp_path / "one"
+    with pytest.raises(md.CheckpointError, match="of another optimizer: it has 'amsgrad' in its group 0"):
+        md.load(engine(None, partial(torch.optim.SGD, lr=0.1)), tmp_path / "one")
+
+
+def test_options_of_the_optimizer_become_the_saved_ones(tmp_path: Path) -> None:
+    made = trained()
+    md.save(made, tmp_path / "one")
+    other = engine(None, partial(torch.optim.AdamW, lr=0.5))
+    md.load(other, tmp_path / "one")
+    assert other.optimizer.param_groups[0]["lr"] == made.optimizer.param_groups[0]["lr"] != 0.5
+
+
 def test_another_order_of_rows_is_refused(tmp_path: Path) -> None:
     made = trained()
     md.save(made, tmp_path / "one", sampler=Sampler(100, 10, seed=1))
     md.load(made, tmp_path / "one", sampler=Sampler(100, 10, seed=1))
     with pytest.raises(ValueError, match=r"the sampler has seed=2 and that of .*one had 1"):
         md.load(made, tmp_path / "one", sampler=Sampler(100, 10, seed=2))
+    md.save(made, tmp_path / "none")
+    with pytest.raises(ValueError, match="none was saved without a sampler; load it without"):
+        md.load(made, tmp_path / "none", sampler=Sampler(100, 10, seed=1))
 
 
 @pytest.mark.parametrize(
