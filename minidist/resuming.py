@@ -8,15 +8,26 @@ crash: ranks agree at the end of the step, save, and leave.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import errno
+import fcntl
+import os
+import time
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
 from minidist import comm
 from minidist.checkpoint import checkpoints, load, save
+from minidist.checkpoint.errors import agree
 from minidist.model import Sampler
 from minidist.parallel.engine import Engine
+
+LOCK = ".lock"
+"""A file in the folder, which the run that saves there holds locked until its rank 0 ends, in any way."""
+PATIENCE = 10.0
+"""Seconds that a folder's lock is waited for: ranks whose launcher was killed may take one or two to end."""
 
 
 class Resuming:
@@ -80,3 +91,44 @@ class Resuming:
             save(self.engine, self.folder, step=step, keep=self.keep, sampler=self.sampler, extra=extra)
             self.saved = step
         return bool(stop)
+
+
+@contextlib.contextmanager
+def reserved(folder: str) -> Iterator[None]:
+    """Inside, this run alone saves into a folder, which is made where there is none. Every rank calls it.
+
+    Raises:
+        ValueError: nothing can be written there, or another run saves there; the same on all ranks.
+    """
+    held: list[int] = []
+    agree(lambda: held.append(_lock(folder)) if comm.rank() == 0 else None, f"lock {folder}")
+    try:
+        yield
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
+
+
+def _lock(folder: str) -> int:
+    """The descriptor of a folder's lock, which is free when it is closed."""
+    try:
+        os.makedirs(folder, exist_ok=True)
+        descriptor = os.open(os.path.join(folder, LOCK), os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        why = "it is no folder" if error.errno in (errno.EEXIST, errno.ENOTDIR) else error.strerror
+        raise ValueError(f"no checkpoint can be saved in {folder}: {why}; give another folder") from None
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() < deadline:
+                time.sleep(0.05)
+                continue
+            os.close(descriptor)
+            raise ValueError(
+                f"another run saves in {folder}; wait for its end, or give another folder"
+            ) from None
+        except OSError:  # a file system without locks
+            pass
+        return descriptor

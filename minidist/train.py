@@ -12,7 +12,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from minidist import comm
 from minidist._names import unknown
+from minidist.checkpoint import checkpoints
 from minidist.comm.cluster import Cluster
 from minidist.comm.errors import RankDied
 from minidist.comm.launch import launch
@@ -29,7 +30,7 @@ from minidist.parallel.clipping import check_max_norm
 from minidist.parallel.engine import Engine
 from minidist.parallel.layout import Layout
 from minidist.parallel.prepare import check_available, prepare
-from minidist.resuming import Resuming
+from minidist.resuming import Resuming, reserved
 from minidist.stopping import Stopped, give_up, termination
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -168,6 +169,8 @@ def run(config: TrainConfig, timeout: float | None = None, progress: bool = True
             except RankDied as death:
                 if death.signal != "SIGTERM":
                     raise
+                if not checkpoints(config.save):
+                    give_up()
                 raise Stopped(
                     f"stopped by SIGTERM; the same command goes on with what is saved in {config.save}"
                 ) from death
@@ -178,10 +181,13 @@ def train(config: TrainConfig, progress: bool = False) -> TrainResult:
     """Train on this rank, with the others of the world.
 
     Raises:
-        ValueError: the world does not fit the layout, or a batch has fewer rows than there are ranks.
+        ValueError: the world does not fit the layout, a batch has fewer rows than there are ranks, or nothing
+            can be saved where it is to be, or another run saves there.
         RuntimeError: the ranks read different data, or end with different weights.
     """
-    with termination() if config.save is not None else nullcontext(_never) as asked:
+    if config.save is None:
+        return _train(config, progress, _never)
+    with termination() as asked, reserved(os.path.abspath(config.save)):
         return _train(config, progress, asked)
 
 

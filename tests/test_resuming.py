@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import random
@@ -20,7 +21,9 @@ import torch
 from processes import descendants, wait_until_gone
 
 import minidist as md
+from minidist import resuming
 from minidist.checkpoint import checkpoints, state_dict
+from minidist.parallel.hybrid import HybridEngine
 from minidist.train import TrainConfig, TrainResult, train
 
 Clusters = Callable[[int], md.Cluster]
@@ -138,6 +141,40 @@ def test_a_folder_of_another_training_is_refused(cluster_of: Clusters, tmp_path:
             cluster_of(2).run(train, replace(config, **other))
     with pytest.raises(md.RankError, match="has checkpoints, and the training is not to go on from them"):
         cluster_of(2).run(train, replace(config, resume=False))
+
+
+def test_where_nothing_can_be_saved_is_said_before_the_first_step(
+    cluster_of: Clusters, tmp_path: Path
+) -> None:
+    def no_step(config: TrainConfig) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(HybridEngine, "step", None)
+            train(config)
+
+    (tmp_path / "file").write_text("no folder")
+    for save, why in (
+        (tmp_path / "file", "it is no folder"),
+        (tmp_path / "file" / "runs", "it is no folder"),
+        (Path("/proc/runs"), "No such file or directory"),
+    ):
+        with pytest.raises(md.RankError, match=f"no checkpoint can be saved in {save}: {why}; give another"):
+            cluster_of(2).run(no_step, replace(CONFIG, save=str(save)))
+    assert (tmp_path / "file").read_text() == "no folder"
+
+
+def test_two_runs_in_one_folder_are_refused(cluster_of: Clusters, tmp_path: Path) -> None:
+    def impatient(config: TrainConfig) -> int:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(resuming, "PATIENCE", 0.1)
+            return len(train(config).losses)
+
+    config = replace(CONFIG, steps=2, save=str(tmp_path))
+    with open(tmp_path / resuming.LOCK, "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(md.RankError, match=f"another run saves in {tmp_path}; wait for its end"):
+            cluster_of(2).run(impatient, config)
+    for steps in (2, 3):  # each lets go of it at its end
+        assert cluster_of(2).run(impatient, replace(config, steps=steps)) == [steps, steps]
 
 
 @pytest.mark.parametrize(
