@@ -121,16 +121,26 @@ def train(
             f"stopped by SIGTERM after {len(result.losses)} steps, saved in {save}; the same command goes on"
         )
     elif math.isfinite(last):
+        done = len(result.losses) - result.resumed_at
+        went = (
+            f"{done} steps in {result.seconds:.1f} s, {result.rows_per_second:,.0f} rows/s"
+            if done
+            else f"the run in {save} has {result.resumed_at} steps already, and nothing was left to do"
+        )
+        if done and result.resumed_at:
+            went += f", from step {result.resumed_at} on, where the run in {save} was saved"
         _console().print(
-            f"{config.model_name} on {data}, {result.parameters:,} parameters, layout {chosen}: "
-            f"{steps} steps in {result.seconds:.1f} s, {result.rows_per_second:,.0f} rows/s\n"
+            f"{config.model_name} on {data}, {result.parameters:,} parameters, layout {chosen}: {went}\n"
             f"loss {result.losses[0]:.4f} -> {last:.4f}; held out: loss {result.test_loss:.4f}, "
             f"accuracy {result.test_accuracy:.1%}; sent by a rank: {result.bytes_sent:,} bytes",
             highlight=False,
+            markup=False,
+            soft_wrap=True,
         )
     if not math.isfinite(last):
         _say(
-            f"the training diverged: its loss is {last} after {steps} steps; give a smaller --lr than {lr:g}"
+            f"the training diverged: its loss is {last} after {len(result.losses)} steps; "
+            f"give a smaller --lr than {lr:g}"
         )
         raise typer.Exit(1)
     raise typer.Exit(leave)

@@ -141,6 +141,7 @@ class TrainResult:
     rows_per_second: float
     bytes_sent: int  # by this rank, in the steps of this run
     stopped: bool = False  # whether SIGTERM ended it, with everything saved
+    resumed_at: int = 0  # the steps that were saved before, which this run did not do
 
 
 def run(config: TrainConfig, timeout: float | None = None, progress: bool = True) -> TrainResult:
@@ -219,8 +220,9 @@ def _train(config: TrainConfig, progress: bool, asked: Callable[[], bool]) -> Tr
     ):
         if resuming is not None:
             losses = resuming.losses(config.resume)
+        resumed_at = len(losses)
         started, sent = time.perf_counter(), ledger.bytes_sent
-        for step in range(len(losses), config.steps):
+        for step in range(resumed_at, config.steps):
             inputs, targets = data.train[sampler.share(step)]
             losses.append(engine.step(_converted(inputs, config), targets))
             rows += len(sampler.batch(step))
@@ -241,6 +243,7 @@ def _train(config: TrainConfig, progress: bool, asked: Callable[[], bool]) -> Tr
         rows_per_second=rows / seconds,
         bytes_sent=sent,
         stopped=stopped,
+        resumed_at=resumed_at,
     )
 
 

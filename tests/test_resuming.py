@@ -124,9 +124,10 @@ def test_a_longer_run_goes_on_from_a_shorter_one(
         # Float64 and some sums in another order.
         torch.testing.assert_close(result.losses, expected[0].losses, rtol=1e-10, atol=1e-10)
         assert result.test_loss == pytest.approx(expected[0].test_loss, rel=1e-10)
+        assert result.resumed_at == 9
     again = cluster_of(second.ranks).run(train, replace(config, layout=second))[0]
     assert again.losses == result.losses  # a finished run has nothing left to do
-    assert again.bytes_sent == 0
+    assert (again.bytes_sent, again.resumed_at) == (0, 14)
 
 
 def test_a_folder_of_another_training_is_refused(cluster_of: Clusters, tmp_path: Path) -> None:
