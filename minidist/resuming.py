@@ -12,7 +12,9 @@ import contextlib
 import errno
 import fcntl
 import os
+import sys
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -65,7 +67,11 @@ class Resuming:
                 f"{self.folder} has checkpoints, and the training is not to go on from them; give another "
                 "folder, or resume"
             )
-        loaded = load(self.engine, self.folder, latest=True, sampler=self.sampler)
+        with warnings.catch_warnings(record=True) as passed:
+            warnings.filterwarnings("always", "passed over a checkpoint")
+            loaded = load(self.engine, self.folder, latest=True, sampler=self.sampler)
+        for warning in passed:  # for who gives a command, where in the code is no help
+            print(f"minidist: {warning.message}", file=sys.stderr)
         saved = loaded.extra["training"]
         for name, mine in self.description.items():
             if saved.get(name) != mine:

@@ -600,15 +600,24 @@ def test_an_error_in_the_thread_surfaces_at_the_next_save(tmp_path: Path, monkey
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(storage, "_write_all", full)
-        saving = md.save(made, tmp_path / "one", asynchronous=True)
-        while not saving.done:
-            pass
+    def fail() -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(storage, "_write_all", full)
+            saving = md.save(made, tmp_path / "one", asynchronous=True)
+            while not saving.done:
+                pass
+        return saving
+
+    saving = fail()
     with pytest.raises(md.CheckpointError, match=r"rank 0 could not write .*one: No space left on device"):
         md.save(made, tmp_path / "two")
     md.save(made, tmp_path / "two")
     saving.wait()  # said once
+    saving = fail()
+    with pytest.warns(UserWarning, match=r"an earlier save failed: rank 0 could not write .*one: No space"):
+        assert md.load(made, tmp_path / "two").path == tmp_path / "two"
+    md.load(made, tmp_path / "two")
+    saving.wait()
     assert [path.name for path in tmp_path.iterdir()] == ["two"]
 
 

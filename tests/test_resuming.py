@@ -144,6 +144,19 @@ def test_a_folder_of_another_training_is_refused(cluster_of: Clusters, tmp_path:
         cluster_of(2).run(train, replace(config, resume=False))
 
 
+def test_a_damaged_checkpoint_is_passed_over_in_one_line(
+    cluster_of: Clusters, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = replace(CONFIG, steps=4, save=str(tmp_path))
+    cluster_of(2).run(train, config)
+    damaged = tmp_path / "step-00000004" / "rank-00000.bin"
+    damaged.unlink()
+    assert capsys.readouterr().err == ""
+    assert cluster_of(2).run(train, config)[0].resumed_at == 3
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"[rank 0] minidist: passed over a checkpoint: {damaged} is missing")
+
+
 def test_where_nothing_can_be_saved_is_said_before_the_first_step(
     cluster_of: Clusters, tmp_path: Path
 ) -> None:

@@ -77,8 +77,9 @@ def load(
     converted to the engine's dtype. Options of the optimizer's groups, such as lr, become the saved ones, as
     with torch's `load_state_dict`; change them afterwards. Nothing from the files is executed.
 
-    Every file is read once to be checked, each by one rank, before anything of the engine is changed; then
-    each rank reads its own part. Sent are the names and shapes of the model's tensors.
+    An asynchronous save of this engine that is under way is waited for; where it fails, that is a warning
+    here. Every file is read once to be checked, each by one rank, before anything of the engine is changed;
+    then each rank reads its own part. Sent are the names and shapes of the model's tensors.
 
     Args:
         engine: of `md.prepare`.
@@ -102,8 +103,12 @@ def load(
     """
     hybrid = check_engine(engine)
     if hybrid.saving is not None:
-        hybrid.saving.wait()
-    path = Path(path).absolute()
+        try:
+            hybrid.saving.wait()
+        except Exception as error:  # the same on all ranks, and no reason not to load what is whole
+            if comm.rank() == 0:
+                warnings.warn(f"an earlier save failed: {error}", stacklevel=2)
+    path = Path(os.path.realpath(path))
     found = agree(lambda: folders.checkpoints(path) if latest else [folders.standing(path)], f"read {path}")[
         0
     ]

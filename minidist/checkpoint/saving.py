@@ -56,7 +56,8 @@ class Saving:
         """Wait until the checkpoint is whole on the disk; where it is.
 
         Raises:
-            CheckpointError: it could not be written, on this rank or another; once, here or at the next save.
+            CheckpointError: it could not be written, on this rank or another; once, here or at the next
+                save. A load that comes before warns of it instead.
         """
         thread, self._thread = self._thread, None
         if thread is not None:
