@@ -1,29 +1,38 @@
-"""`minidist train` in which ranks kill themselves: a program for torchrun, and no test.
+"""Trainings, one after the other, in which ranks kill themselves: a program for torchrun, and no test.
 
 The variable KILLS is a JSON list with one entry for each life: [rank, place, number], and that rank ends by
 SIGKILL, as where memory runs out, in the life when it comes to the place for the number-th time. Places:
-"step", before a step; "backward", in the middle of one; "write", before its part of a checkpoint; "rename",
-between a checkpoint's last byte and its name; "time", after so many seconds.
+"step", before a step; "backward 1", in the middle of one of ZeRO stage 1; "write", before its part of a
+checkpoint; "rename", between a checkpoint's last byte and its name; "time", after so
+many seconds. Each argument is a training: a pickled description, in hexadecimal digits.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import pickle
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
 
 from minidist.checkpoint import folders
 from minidist.checkpoint.storage import Writer
-from minidist.cli import main
+from minidist.comm.launch import launch
+from minidist.parallel.fully_sharded import FullySharded
 from minidist.parallel.hybrid import HybridEngine
 from minidist.parallel.replicated import Replicated
+from minidist.parallel.zero_strategy import ShardedState
+from minidist.train import TrainConfig, train
 
 PLACES = {
     "step": (HybridEngine, "step"),
-    "backward": (Replicated, "announce"),
+    "backward 0": (Replicated, "announce"),
+    "backward 1": (ShardedState, "announce"),
+    "backward 2": (ShardedState, "announce"),
+    "backward 3": (FullySharded, "announce"),
     "write": (Writer, "write_data"),
     "rename": (folders, "put_in_place"),
 }
@@ -46,6 +55,11 @@ def dying(function: Callable[..., Any], number: int) -> Callable[..., Any]:
     return call
 
 
+def train_all(configs: list[TrainConfig]) -> list[tuple[list[float], float]]:
+    results = [train(config) for config in configs]
+    return [(result.losses, result.test_loss) for result in results]
+
+
 if __name__ == "__main__":
     lives = json.loads(os.environ["KILLS"])
     life = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
@@ -58,4 +72,7 @@ if __name__ == "__main__":
         else:
             owner, name = PLACES[place]
             setattr(owner, name, dying(getattr(owner, name), number))
-    main()
+    configs = [pickle.loads(bytes.fromhex(text)) for text in sys.argv[1:]]
+    (found, *_) = launch(train_all, configs[0].layout.ranks, (configs,))
+    if os.environ["RANK"] == "0":
+        print(json.dumps(found))

@@ -6,19 +6,20 @@ import contextlib
 import fcntl
 import json
 import os
+import pickle
 import random
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from processes import descendants, wait_until_gone
+from processes import alive, descendants, wait_until_gone
 
 import minidist as md
 from minidist import resuming
@@ -47,65 +48,76 @@ def words(config: TrainConfig) -> list[str]:
     return ["train", *given, "--layout", str(config.layout), "--json"]
 
 
-def run_with_kills(config: TrainConfig, kills: list[tuple[int, str, float]], timeout: float) -> Any:
-    """Train under torchrun, in one life more than there are kills; what rank 0 printed at the end."""
+@contextlib.contextmanager
+def torchrun(ranks: int, restarts: int, arguments: list[str], **environment: str) -> Iterator[Any]:
+    """torchrun on this machine, gone with its ranks at the end."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--monitor-interval", "0.1"]
-    command += ["--nproc-per-node", str(config.layout.ranks), "--max-restarts", str(len(kills))]
-    environment = {
-        **os.environ,
-        "KILLS": json.dumps(kills),
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
+    command += ["--nproc-per-node", str(ranks), "--max-restarts", str(restarts)]
+    environment |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "GLOO_SOCKET_IFNAME": "lo"}
     process = subprocess.Popen(
-        [*command, str(HERE / "killed_training.py"), *words(config)],
-        env=environment,
+        [*command, *arguments],
+        env={**os.environ, **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
     )
     try:
-        out, err = process.communicate(timeout=timeout)
+        yield process
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
+
+
+def run_with_kills(configs: list[TrainConfig], kills: list[tuple[int, str, float]], timeout: float) -> Any:
+    """Train under torchrun, in one life more than there are kills; losses and test loss of each training."""
+    program = [str(HERE / "killed_training.py"), *(pickle.dumps(config).hex() for config in configs)]
+    with torchrun(configs[0].layout.ranks, len(kills), program, KILLS=json.dumps(kills)) as process:
+        out, err = process.communicate(timeout=timeout)
     assert process.returncode == 0, err[-5000:]
     assert err.count("(exitcode: -9)") == len(kills), err  # each of them struck
-    return json.loads(out[out.index("{") :])
+    return json.loads(out[out.index("[[") :])
 
 
 def check_kills(
     cluster: md.Cluster,
     folder: Path,
-    config: TrainConfig,
+    configs: list[TrainConfig],
     kills: list[tuple[int, str, float]],
     timeout: float,
 ) -> None:
-    expected = undisturbed(cluster, replace(config, save=str(folder / "undisturbed")))
-    found = run_with_kills(replace(config, save=str(folder / "killed")), kills, timeout)
-    assert found["losses"] == expected.losses
-    assert found["test_loss"] == expected.test_loss
-    name = f"step-{config.steps:08d}"
-    weights, again = (state_dict(folder / which / name) for which in ("undisturbed", "killed"))
-    assert weights.keys() == again.keys()
-    assert all(torch.equal(weights[key], again[key]) for key in weights)
+    def named(which: str) -> list[TrainConfig]:
+        return [replace(config, save=str(folder / which / str(config.layout))) for config in configs]
+
+    found = run_with_kills(named("killed"), kills, timeout)
+    for config, again, (losses, test_loss) in zip(named("undisturbed"), named("killed"), found, strict=True):
+        expected = undisturbed(cluster, config)
+        assert losses == expected.losses
+        assert test_loss == expected.test_loss
+        one, other = (state_dict(checkpoints(str(each.save))[0]) for each in (config, again))
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[key], other[key]) for key in one)
 
 
 def test_killed_ranks_change_nothing(cluster_of: Clusters, tmp_path: Path) -> None:
-    check_kills(cluster_of(2), tmp_path, CONFIG, [(1, "backward", 8), (0, "rename", 2)], 300)
+    configs = [replace(CONFIG, layout=md.Layout(dp=2, zero=zero)) for zero in (0, 1, 3)]
+    # In the second life the first training makes the checkpoints 9, 12 and 14, and the next one 3 and 6.
+    kills = [(1, "backward 0", 8), (0, "rename", 5), (1, "backward 3", 8)]
+    check_kills(cluster_of(2), tmp_path, configs, kills, 300)
 
 
 @pytest.mark.faults
-def test_twenty_kills_change_nothing(cluster_of: Clusters, tmp_path: Path) -> None:
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_twenty_kills_change_nothing(cluster_of: Clusters, tmp_path: Path, zero: int) -> None:
     """At random places and times; a few minutes. pytest -m faults"""
     draw = random.Random(int(os.environ.get("MINIDIST_SEED", "0")))
     kills: list[tuple[int, str, float]] = []
     for _ in range(20):
-        place = draw.choice(["step", "backward", "write", "rename", "time"])
+        place = draw.choice(["step", f"backward {zero}", "write", "rename", "time"])
         number = draw.uniform(0.5, 6) if place == "time" else draw.randint(1, 9 if place[0] in "sb" else 3)
         kills.append((0 if place == "rename" else draw.randrange(2), place, number))
-    check_kills(cluster_of(2), tmp_path, replace(CONFIG, steps=200), kills, 900)
+    config = replace(CONFIG, steps=200, layout=md.Layout(dp=2, zero=zero))
+    check_kills(cluster_of(2), tmp_path, [config], kills, 900)
 
 
 @pytest.mark.parametrize(
@@ -131,17 +143,60 @@ def test_a_longer_run_goes_on_from_a_shorter_one(
 
 
 def test_a_folder_of_another_training_is_refused(cluster_of: Clusters, tmp_path: Path) -> None:
+    def refused(config: TrainConfig) -> str:
+        with pytest.raises(ValueError, match=r"has checkpoints|is of a training with") as error:
+            train(config)
+        return str(error.value)
+
     config = replace(CONFIG, steps=2, save=str(tmp_path))
     cluster_of(2).run(train, config)
     for other, text in (
-        ({"learning_rate": 0.1}, r"learning_rate=0\.003, and this one has 0\.1"),
-        ({"clip_norm": 1.0}, r"clip_norm=None, and this one has 1\.0"),
+        ({"learning_rate": 0.1}, "learning_rate=0.003, and this one has 0.1"),
+        ({"clip_norm": 1.0}, "clip_norm=None, and this one has 1.0"),
         ({"layout": md.Layout(dp=2, precision="bf16")}, "precision='fp32', and this one has 'bf16'"),
     ):
-        with pytest.raises(md.RankError, match=f"a training with {text}"):
-            cluster_of(2).run(train, replace(config, **other))
-    with pytest.raises(md.RankError, match="has checkpoints, and the training is not to go on from them"):
-        cluster_of(2).run(train, replace(config, resume=False))
+        for said in cluster_of(2).run(refused, replace(config, **other)):
+            assert f"is of a training with {text}" in said
+    for said in cluster_of(2).run(refused, replace(config, resume=False)):
+        assert "has checkpoints, and the training is not to go on from them" in said
+
+
+def signalled(
+    process: Any, config: TrainConfig, number: signal.Signals, everyone: bool = False
+) -> tuple[str, str]:
+    """Send a signal once there is a checkpoint; what the command printed, when it and its ranks are gone.
+
+    everyone: ranks and supervisor are signalled, too, as by a scheduler or by `systemctl stop`.
+    """
+    deadline = time.monotonic() + 240
+    while not checkpoints(str(config.save)):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    others = descendants(process.pid)
+    for each in (process.pid, *(others if everyone else ())):
+        os.kill(each, number)
+    out, err = process.communicate(timeout=120)
+    while any(alive(each) for each in others):  # those of a killed command end a little later
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return out, err
+
+
+def check_stopped(cluster: md.Cluster, config: TrainConfig, out: str) -> None:
+    """The command has saved its last step; four more are those of a training that never stopped."""
+    assert json.loads(out)["stopped"] is True
+    losses = json.loads(out)["losses"]
+    assert len(losses) >= config.save_every
+    assert checkpoints(str(config.save))[0].name == f"step-{len(losses):08d}"
+    assert not list(Path(str(config.save)).glob("*.writing"))
+    check_resumed(cluster, config, len(losses))
+
+
+def check_resumed(cluster: md.Cluster, config: TrainConfig, done: int) -> None:
+    config = replace(config, steps=done + 4)
+    expected = undisturbed(cluster, replace(config, save=None))
+    assert cluster.run(alone, config)[0].losses == expected.losses
 
 
 def test_a_damaged_checkpoint_is_passed_over_in_one_line(
@@ -160,10 +215,12 @@ def test_a_damaged_checkpoint_is_passed_over_in_one_line(
 def test_where_nothing_can_be_saved_is_said_before_the_first_step(
     cluster_of: Clusters, tmp_path: Path
 ) -> None:
-    def no_step(config: TrainConfig) -> None:
+    def refused(config: TrainConfig) -> str:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(HybridEngine, "step", None)
-            train(config)
+            with pytest.raises(ValueError, match="no checkpoint") as error:
+                train(config)
+        return str(error.value)
 
     (tmp_path / "file").write_text("no folder")
     for save, why in (
@@ -171,22 +228,25 @@ def test_where_nothing_can_be_saved_is_said_before_the_first_step(
         (tmp_path / "file" / "runs", "it is no folder"),
         (Path("/proc/runs"), "No such file or directory"),
     ):
-        with pytest.raises(md.RankError, match=f"no checkpoint can be saved in {save}: {why}; give another"):
-            cluster_of(2).run(no_step, replace(CONFIG, save=str(save)))
+        expected = f"no checkpoint can be saved in {save}: {why}; give another folder"
+        assert cluster_of(2).run(refused, replace(CONFIG, save=str(save))) == [expected, expected]
     assert (tmp_path / "file").read_text() == "no folder"
 
 
 def test_two_runs_in_one_folder_are_refused(cluster_of: Clusters, tmp_path: Path) -> None:
-    def impatient(config: TrainConfig) -> int:
+    def impatient(config: TrainConfig) -> int | str:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(resuming, "PATIENCE", 0.1)
-            return len(train(config).losses)
+            try:
+                return len(train(config).losses)
+            except ValueError as error:
+                return str(error)
 
     config = replace(CONFIG, steps=2, save=str(tmp_path))
+    expected = f"another run saves in {tmp_path}; wait for its end, or give another folder"
     with open(tmp_path / resuming.LOCK, "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(md.RankError, match=f"another run saves in {tmp_path}; wait for its end"):
-            cluster_of(2).run(impatient, config)
+        assert cluster_of(2).run(impatient, config) == [expected, expected]
     for steps in (2, 3):  # each lets go of it at its end
         assert cluster_of(2).run(impatient, replace(config, steps=steps)) == [steps, steps]
 
@@ -197,31 +257,18 @@ def test_two_runs_in_one_folder_are_refused(cluster_of: Clusters, tmp_path: Path
 def test_a_stopped_command_goes_on_where_it_was(
     cluster_of: Clusters, tmp_path: Path, number: signal.Signals, everyone: bool
 ) -> None:
-    """everyone: ranks and supervisor are signalled, too, as by a scheduler or by `systemctl stop`."""
-    config = replace(CONFIG, steps=400, save=str(tmp_path / "stopped"), save_every=5)
+    config = replace(CONFIG, steps=10**6, save=str(tmp_path / "stopped"), save_every=5)
     command = [sys.executable, "-m", "minidist"]
     process = subprocess.Popen(
         [*command, *words(config)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    deadline = time.monotonic() + 120
-    while not checkpoints(tmp_path / "stopped"):
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    for each in [process.pid, *(descendants(process.pid) if everyone else ())]:
-        os.kill(each, number)
-    out, err = process.communicate(timeout=120)
+    out, err = signalled(process, config, number, everyone)
     if number == signal.SIGTERM:
         assert process.returncode == 143, err
-        assert json.loads(out)["stopped"] is True
-        step = len(json.loads(out)["losses"])
-        assert 5 <= step < 400
-        assert checkpoints(tmp_path / "stopped")[0].name == f"step-{step:08d}"
-        assert not list((tmp_path / "stopped").glob("*.writing"))
+        check_stopped(cluster_of(2), config, out)
     else:
         assert process.returncode == -number
-    expected = undisturbed(cluster_of(2), replace(config, save=None))
-    assert cluster_of(2).run(alone, config)[0].losses == expected.losses
+        check_resumed(cluster_of(2), config, int(checkpoints(tmp_path / "stopped")[0].name[5:]))
 
 
 @pytest.mark.parametrize("everyone", [False, True])
@@ -243,3 +290,11 @@ def test_a_command_stopped_while_it_starts_says_so(tmp_path: Path, everyone: boo
     assert (process.returncode, out) == (143, "")
     assert err == "minidist: stopped by SIGTERM before training began; the same command starts it\n"
     wait_until_gone(others)
+
+
+@pytest.mark.faults
+def test_torchrun_that_is_terminated_saves(cluster_of: Clusters, tmp_path: Path) -> None:
+    config = replace(CONFIG, steps=10**6, save=str(tmp_path / "stopped"), save_every=5)
+    with torchrun(2, 0, ["-m", "minidist", *words(config)]) as process:
+        out, _ = signalled(process, config, signal.SIGTERM)
+    check_stopped(cluster_of(2), config, out[out.index("{") :])

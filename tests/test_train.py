@@ -53,10 +53,10 @@ def test_ranks_that_end_with_different_weights_are_found(cluster_of: Clusters) -
     def drift() -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(comm, "broadcast", lambda x, **_: x)
-            train.train(TrainConfig(steps=1, seed=md.rank(), layout=md.Layout(dp=2)))
+            with pytest.raises(RuntimeError, match="the final weights of rank 1 is not that of rank 0"):
+                train.train(TrainConfig(steps=1, seed=md.rank(), layout=md.Layout(dp=2)))
 
-    with pytest.raises(md.RankError, match="the final weights of rank 1 is not that of rank 0"):
-        cluster_of(2).run(drift)
+    cluster_of(2).run(drift)  # all ranks raise it, and are ready for more
 
 
 def test_ranks_with_different_data_are_found(cluster_of: Clusters) -> None:
@@ -70,10 +70,10 @@ def test_ranks_with_different_data_are_found(cluster_of: Clusters) -> None:
                 return model, data
 
             patch.setattr(train, "build", other)
-            train.train(TrainConfig(steps=1, layout=md.Layout(dp=2)))
+            with pytest.raises(RuntimeError, match="the data set of rank 1 is not that of rank 0: install"):
+                train.train(TrainConfig(steps=1, layout=md.Layout(dp=2)))
 
-    with pytest.raises(md.RankError, match="the data set of rank 1 is not that of rank 0: install the same"):
-        cluster_of(2).run(differ)
+    cluster_of(2).run(differ)
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def export(source: Engine | str | os.PathLike[str], path: str | os.PathLike[str]
         for name, value in source.whole():
             if comm.rank() == 0:
                 weights[name] = value.to("cpu", copy=True)
-        weights = {name: weights[name] for name in order if name in weights}
+        weights = {name: weights[name] for name in dict.fromkeys([*order, *weights]) if name in weights}
         agree(lambda: _write(weights, path) if comm.rank() == 0 else None, f"write {path}")
     else:
         _write(state_dict(source), path)

@@ -99,8 +99,8 @@ def save(
 
     Args:
         engine: of `md.prepare`.
-        path: the checkpoint's directory, which is replaced where there is one; with `step`, a folder of them.
-            Where it is a symbolic link, all of this is what it points to.
+        path: the checkpoint's directory, which is replaced where there is one; with `step`, a folder of them,
+            of this training alone. Where it is a symbolic link, all of this is what it points to.
         step: steps done so far. With it the checkpoint is path/step-00000100.
         keep: how many checkpoints of the folder to keep, those saved last, whatever their steps: after going
             back to an earlier step, the later ones are the first to go. One that is damaged, as far as its
