@@ -85,7 +85,7 @@ def take(
 
 def classes(engine: HybridEngine, scheduler: Scheduler | None) -> dict[str, str | None]:
     """Of which classes the optimizer and the scheduler are: many a state fits another's fields."""
-    optimizer = getattr(engine.optimizer, "inner", engine.optimizer)  # which a ZeroOptimizer has
+    optimizer = getattr(engine.optimizer, "inner", engine.optimizer)  # of a ZeroOptimizer or MasterWeights
     return {
         "optimizer": type(optimizer).__name__,
         "scheduler": None if scheduler is None else type(scheduler).__name__,
