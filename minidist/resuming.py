@@ -23,6 +23,7 @@ import torch
 from minidist import comm
 from minidist.checkpoint import checkpoints, load, save
 from minidist.checkpoint.errors import agree
+from minidist.checkpoint.folders import end_writing
 from minidist.model import Sampler
 from minidist.parallel.engine import Engine
 
@@ -112,7 +113,7 @@ def reserved(folder: str) -> Iterator[None]:
         yield
     finally:
         for descriptor in held:
-            os.close(descriptor)
+            end_writing(descriptor)
 
 
 def _lock(folder: str) -> int:

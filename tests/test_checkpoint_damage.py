@@ -367,6 +367,21 @@ def test_a_save_to_a_link_replaces_what_it_points_to(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["cur", "disk", "runs"]
 
 
+def test_two_saves_at_a_time_to_one_path_are_refused(tmp_path: Path) -> None:
+    """And what another program writes in the folder is no leftover of this one's."""
+    made = trained()
+    theirs = tmp_path / "step-00000001.writing"
+    descriptor = folders.begin_writing(theirs)
+    for _ in range(2):
+        with pytest.raises(md.CheckpointError, match=r"another save writes .*step-00000001 now; give each"):
+            md.save(made, tmp_path, step=1)
+    md.save(made, tmp_path, step=2, keep=1)
+    assert theirs.is_dir()
+    folders.end_writing(descriptor)  # as if that program had been killed
+    md.save(made, tmp_path, step=1, keep=2)
+    assert sorted(os.listdir(tmp_path)) == ["step-00000001", "step-00000002"]
+
+
 def test_the_root_of_all_files_is_no_place_for_a_checkpoint() -> None:
     with pytest.raises(ValueError, match="path is /, the root of all files; give the name of a directory"):
         md.save(trained(), "/")

@@ -193,7 +193,8 @@ def _write(planner: Save, writer: Writer, group: dist.ProcessGroup | None) -> No
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp_save({}, storage_writer=writer, planner=planner, process_group=group, no_dist=alone)
     except CheckpointException as failed:
-        if writer.rank == 0:
-            folders.discard(writer.aside)
+        writer.discard()
         rank, (error, _) = min(failed.failures.items())
         raise explained(error, rank, doing) from None
+    finally:
+        writer.close()
