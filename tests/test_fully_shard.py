@@ -22,13 +22,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import minidist as md
 from minidist import comm
 from minidist.model import GPT, MLP, config
-from minidist.parallel import shard_flat, shard_gradients, shard_schedule, shard_units
+from minidist.parallel import shard_flat, shard_gradients, shard_offload, shard_schedule, shard_units
 from minidist.parallel.elementwise import ELEMENTWISE, is_elementwise
 from minidist.parallel.fully_sharded import FullySharded
 
 Clusters = Callable[[int], md.Cluster]
 ADAMW = contract.ADAMW
 vectors = others.vectors
+
+
+def in_groups(parameters: Any) -> torch.optim.Optimizer:
+    """Decay for matrices alone."""
+    each = [*parameters]
+    many, few = ([p for p in each if (p.dim() > 1) == both] for both in (True, False))
+    return torch.optim.AdamW([{"params": many, "weight_decay": 0.3}, {"params": few, "lr": 0.003}], lr=0.01)
 
 
 class Skipping(nn.Module):
@@ -566,6 +573,57 @@ def test_a_part_is_initialised_as_in_the_whole(build: Callable[..., nn.Module]) 
     torch.testing.assert_close(sharded.state_dict(), whole, rtol=0, atol=0)
 
 
+class Head(nn.Module):
+    """A table, and a head with a bias and the table's weight, one of them first."""
+
+    def __init__(self, head_first: bool, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.begun: list[str] = []
+        table, head = nn.Embedding(7, 4), nn.Linear(4, 7)
+        if head_first:
+            self.layers = nn.ModuleList([head, nn.Linear(4, 4), table])
+            table.weight = head.weight
+        else:
+            self.layers = nn.ModuleList([table, nn.Linear(4, 4), head])
+            head.weight = table.weight
+
+    def initialize_part(self, part: nn.Module) -> None:
+        name = next(name for name, module in self.named_modules() if module is part)
+        self.begun.append(name)
+        for attribute, parameter in part.named_parameters(recurse=False):
+            assert parameter.is_contiguous()
+            torch.manual_seed(10 * int(name[-1]) + len(attribute))
+            nn.init.normal_(parameter)
+
+
+@pytest.mark.parametrize("head_first", [False, True])
+@pytest.mark.parametrize("by_itself", [False, True])
+def test_a_tied_head_with_a_bias_begins_once(cluster_of: Clusters, head_first: bool, by_itself: bool) -> None:
+    def make() -> tuple[dict[str, Tensor], list[str]]:
+        with torch.device("meta"):
+            model = Head(head_first)
+        if by_itself:
+            model.initialize_part = None  # type: ignore[assignment, method-assign]
+        sharded = md.FullyShard(model, torch.optim.SGD, lr=0.1)
+        return sharded.state_dict(), model.begun
+
+    wanted = Head(head_first)
+    for part in [] if by_itself else reversed(wanted.layers):  # the first holder writes last
+        wanted.initialize_part(part)
+    for state, begun in cluster_of(2).run(make):
+        weight = state["layers.0.weight"]
+        torch.testing.assert_close(weight, state["layers.2.weight"], rtol=0, atol=0)
+        if by_itself:  # a table's are normal; a head's, and its bias, are at most 1 / sqrt(4)
+            assert (weight.abs().max() <= 0.5) == head_first
+            assert 0 < state[f"layers.{2 - 2 * head_first}.bias"].abs().max() <= 0.5
+        else:
+            assert sorted(begun) == ["layers.0", "layers.1", "layers.2"][: 3 - head_first]
+            assert len({*begun}) == len(begun)
+            for name, value in wanted.state_dict().items():
+                torch.testing.assert_close(state[name], value, rtol=0, atol=0)
+
+
 def test_other_models_on_meta_say_how_they_begin() -> None:
     class Bare(nn.Module):
         def __init__(self) -> None:
@@ -623,6 +681,50 @@ def test_an_engine_offloads_too(cluster_of: Clusters, tmp_path: Path) -> None:
     contract.check(
         cluster_of(2), CASES["gpt"], md.Layout(dp=2, zero=3), fully_shard={"offload": str(tmp_path)}
     )
+
+
+def test_an_optimizer_steps_on_slices_of_what_lies_on_disk(cluster_of: Clusters, tmp_path: Path) -> None:
+    """Of 7 elements each; in memory is the state of one slice, and saved state is loaded into slices."""
+    case = replace(CASES["unused"], optimizer=in_groups)
+    batches = case.global_batches()
+    options = {"offload": str(tmp_path)}
+
+    def train(first: bool) -> tuple[contract.Trained, list[int], bool]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(shard_offload, "SLICE", 7 * 8)
+            model = case.model(md.rank() + (not first) * 5)
+            engine = md.prepare(model, case.optimizer, md.Layout(dp=md.size(), zero=3), fully_shard=options)
+        parallel = engine.strategy.parallel  # type: ignore[attr-defined]
+        moved: list[int] = []
+        move = parallel.place._move
+
+        def watched(optimizer: Any, piece: Tensor) -> None:
+            state = [v for each in optimizer.state.values() for v in each.values() if v.dim()]
+            mapped = parallel.place._mapped
+            moved.append(sum(v.nbytes for v in state if v.untyped_storage().data_ptr() not in mapped))
+            move(optimizer, piece)
+
+        parallel.place._move = watched
+        if not first:
+            md.load(engine, str(tmp_path / "saved"))
+        losses = []
+        for inputs, targets in batches[:3] if first else batches[3:]:
+            share = slice(*(len(inputs) * (md.rank() + i) // md.size() for i in (0, 1)))
+            losses.append(engine.step(inputs[share], targets[share]))
+        if first:
+            md.save(engine, str(tmp_path / "saved"))
+        grads = [store.grad.untyped_storage().data_ptr() for store in parallel.stores if store.trained]
+        on_disk = all(address in parallel.place._mapped for address in grads)
+        return contract.Trained(losses, engine.full_state_dict()), moved, on_disk
+
+    expected = contract.train_in_one_process(case)
+    for trained, moved, on_disk in cluster_of(2).run(train, True):
+        torch.testing.assert_close(trained.losses, expected.losses[:3])
+        assert max(moved) == 2 * 7 * 8
+        assert on_disk
+    for trained, moved, _ in cluster_of(3).run(train, False):
+        contract.compare(trained, contract.Trained(expected.losses[3:], expected.state))
+        assert not any(moved)
 
 
 def test_offload_without_room_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -206,6 +206,38 @@ def test_a_unit_may_write_to_its_input(cluster_of: Clusters) -> None:
     contract.check(cluster_of(2), case, md.Layout(dp=2, zero=3))
 
 
+class Handing(nn.Module):
+    """Blocks that hand an input on, which they get by its name; one is also called without gradients."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layers, self.head = nn.ModuleList([Handed(), Handed()]), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            seen, _ = self.layers[0](x=x)
+        x, seen = self.layers[0](x=x, handed=seen)
+        x, seen = self.layers[1](x=x, handed=x)
+        out: Tensor = self.head(x + seen)
+        return out
+
+
+class Handed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, handed: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        return x + torch.tanh(self.inner(x)), handed
+
+
+def test_a_unit_may_hand_an_input_on(cluster_of: Clusters) -> None:
+    case = contract.Case(others.doubled(Handing), vectors, batches=(6, 7, 5))
+    for prefetch in (False, True):
+        contract.check(cluster_of(2), case, md.Layout(dp=2, zero=3), fully_shard={"prefetch": prefetch})
+
+
 # Several backward passes.
 
 

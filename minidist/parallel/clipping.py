@@ -10,13 +10,18 @@ Source: Pascanu et al. 2013, "On the difficulty of training recurrent neural net
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from minidist import comm
 from minidist.comm.work import Group
+
+Why = Callable[[bool], str | None]
+"""Why gradients cannot be clipped as they are, as if this rank had all or not; None where they can."""
+_guards = WeakIdKeyDictionary()  # by parameter, for as long as it lives
 
 
 def global_norm(
@@ -84,12 +89,17 @@ def clip_grad_norm(
         The norm before.
 
     Raises:
-        ValueError: `max_norm` or `norm_type` is not above 0.
+        ValueError: `max_norm` or `norm_type` is not above 0; or the parameters are those of a `FullyShard` or
+            `ZeroOptimizer` and their gradients are not what it will use: these have a `clip_grad_norm`.
         CollectiveError: a peer is gone or late.
     """
     check_max_norm("max_norm", max_norm)
-    if isinstance(norm_type, bool) or not isinstance(norm_type, int | float) or not norm_type > 0:
-        raise ValueError(f"norm_type is {norm_type!r}; give the p of a p-norm, above 0, or math.inf")
+    check_norm_type(norm_type)
+    parameters = [*parameters]
+    for parameter in parameters:
+        reason = _guards[parameter](not sharded) if parameter in _guards else None
+        if reason is not None:
+            raise ValueError(f"{reason}; call its clip_grad_norm(max_norm)")
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norm = global_norm(gradients, sharded, group, norm_type)
     factor = clip_factor(norm, max_norm)
@@ -97,6 +107,18 @@ def clip_grad_norm(
         for gradient in gradients:
             gradient.mul_(factor)
     return norm
+
+
+def guard(parameters: Iterable[Tensor], why: Why) -> None:
+    """Have `clip_grad_norm` refuse these where `why` gives a reason."""
+    for parameter in parameters:
+        _guards[parameter] = why
+
+
+def check_norm_type(value: float) -> None:
+    """ValueError where it is no norm's."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise ValueError(f"norm_type is {value!r}; give the p of a p-norm, above 0, or math.inf")
 
 
 def check_max_norm(name: str, value: float) -> None:

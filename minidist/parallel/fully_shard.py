@@ -2,8 +2,8 @@
 
 The model is cut into units (shard_units.py), such as transformer blocks. A unit's parameters are gathered
 just before its forward pass and freed after it; gathered again before its backward pass, after which its
-gradients are reduced, each rank keeps the sum of its n-th, and the rest is freed. While a unit computes, the
-next is on its way.
+gradients are reduced, each rank keeps the sum of its n-th, and the rest is freed. Where messages leave the
+cores free, the next unit is on its way while one computes.
 
 Sources: Rajbhandari et al. 2020, "ZeRO", section 5.3 and 7.2.2; Zhao et al. 2023, "PyTorch FSDP".
 """
@@ -23,11 +23,14 @@ from minidist.comm.errors import CollectiveError
 from minidist.comm.routes import choose
 from minidist.comm.work import Group, ranks_of
 from minidist.parallel.buckets import broadcast_together, require_same
+from minidist.parallel.clipping import check_max_norm, clip_grad_norm
 from minidist.parallel.elementwise import require_elementwise
 from minidist.parallel.engine import MakeOptimizer
 from minidist.parallel.shard_build import build
 from minidist.parallel.shard_gradients import Gradients
+from minidist.parallel.shard_groups import Groups
 from minidist.parallel.shard_offload import place_for
+from minidist.parallel.shard_optimizer import follow
 from minidist.parallel.shard_passes import Passes
 from minidist.parallel.shard_units import Units
 
@@ -44,7 +47,8 @@ class FullyShard(nn.Module):
     Gradients are means over the ranks, as in `DataParallel`; with several backward passes before a step they
     add up. Every rank makes the same calls. Outside a pass the module's own parameters hold NaN; `summon`
     shows them. A parameter that is frozen when this is made cannot be thawed later. A unit may also be called
-    by itself, forward and backward, by all ranks alike: a head on one chunk of the activations at a time.
+    by itself, forward and backward, by all ranks alike: a head on one chunk of the activations at a time. And
+    `optimizer.zero_grad` and, where no state lies on disk, `optimizer.step` do what those here do.
 
     Bytes that a rank sends in a step: see `bytes_per_step`; one and a half times what `DataParallel` does.
 
@@ -53,11 +57,12 @@ class FullyShard(nn.Module):
             they are made unit by unit, so that the whole model is never in memory. Otherwise their memory is
             given back unit by unit.
         optimizer_class: of the optimizer, which takes flat shards: an elementwise one, see elementwise.py. Or
-            any function from parameters to an optimizer.
+            any function from parameters to an optimizer, which is given stand-ins of the parameters' shapes
+            and may form groups of them, and leave some out.
         group: the ranks that share the batch; None for all.
         offload: "cpu" keeps shards, gradients and optimizer state in CPU memory, where they are anyway if the
-            module computes there; a directory keeps shards and optimizer state in files there, mapped into
-            memory and removed at once. False: with the module.
+            module computes there; a directory keeps them in files there, mapped into memory and removed at
+            once, and has the optimizer step on slices; see shard_offload.py. False: with the module.
         units: classes of modules, or modules, that are gathered as a whole; None for the children of every
             nn.ModuleList and nn.Sequential.
         initialize: gives a submodule's own parameters their first values, where they were on the meta device;
@@ -99,7 +104,9 @@ class FullyShard(nn.Module):
         self.place = place_for(offload)
         self.names = [name for name, _ in module.named_parameters()]
         self.shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
-        self.units, self.stores = build(module, units, group, master, initialize, self.place)
+        self.groups = Groups(optimizer_class, module, defaults)
+        require_elementwise(type(self.groups.optimizer))
+        self.units, self.stores = build(module, units, group, master, initialize, self.place, self.groups.of)
         broadcast_together([*module.buffers()], group)
         for store in self.stores:
             store.fill()
@@ -109,9 +116,10 @@ class FullyShard(nn.Module):
             ways = {choose("all_gather", "auto", group, flat.full, async_op=True) for flat in flats}
             prefetch = ways != {"shared_memory"}
         self.passes = Passes(self.units, self.gradients, group, prefetch)
-        self.optimizer: torch.optim.Optimizer = optimizer_class([*self.parameters()], **defaults)
-        require_elementwise(type(self.optimizer))
-        self._synchronized = False
+        pieces = ((of, p) for store in self.stores for of, p in zip(store.groups, store.pieces, strict=True))
+        self.optimizer: torch.optim.Optimizer = self.groups.hand_over(pieces)
+        self.stepping = False  # the optimizer's step is called here
+        follow(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module returns for this rank's share of the batch. Every rank takes part."""
@@ -123,7 +131,7 @@ class FullyShard(nn.Module):
             raise
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """This rank's shards, as the optimizer takes them."""
+        """This rank's shards, as the optimizer takes them, and those that it leaves out."""
         for _, piece in self.named_parameters():
             yield piece
 
@@ -135,7 +143,6 @@ class FullyShard(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients."""
         self.gradients.forget()
-        self._synchronized = False
         for piece in self.parameters():
             piece.grad = None
 
@@ -159,17 +166,46 @@ class FullyShard(nn.Module):
         flags = [count > 0 for count in counts[:-2]]
         for store in self.stores:
             store.give_gradients(flags, self.optimizer)
-        self._synchronized = True
+        self.gradients.synchronized = True
         return counts[-2:]
 
     def step(self) -> None:
         """The optimizer's step on this rank's shards; the next pass gathers what it leaves."""
-        if not self._synchronized:
+        self.complete()
+        self.stepping = True
+        try:
+            self.place.step(self.optimizer)
+        finally:
+            self.stepping = False
+        self.publish()
+
+    def complete(self) -> None:
+        """`synchronize`, unless no backward pass has come since."""
+        if not self.gradients.synchronized:
             self.synchronize()
-        self.place.step(self.optimizer)
+
+    def publish(self) -> None:
+        """After a step: what the next pass gathers is what the optimizer has left."""
         for store in self.stores:
             store.publish()
         self.passes.version += 1
+
+    def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> float:
+        """Shorten the gradients where their norm over all ranks is above `max_norm`; call it before `step`.
+
+        As `torch.nn.utils.clip_grad_norm_` does in one process. A collective; sends what `synchronize` does,
+        where it was not called, and 2 (n - 1) / n 8 bytes.
+
+        Args:
+            max_norm: above 0.
+            norm_type: the p of the p-norm, above 0, or `math.inf`.
+
+        Returns:
+            The norm before.
+        """
+        check_max_norm("max_norm", max_norm)
+        self.complete()
+        return clip_grad_norm([*self.parameters()], max_norm, True, self.group, norm_type)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

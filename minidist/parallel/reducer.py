@@ -165,6 +165,11 @@ class Reducer(Generic[AnyPlan]):
         self.reduce()
         self._reduced = True
 
+    @property
+    def pending(self) -> bool:
+        """Gradients came since the last `synchronize`."""
+        return self._open or self._local or self._reduced
+
     # The round is completed: launch the rest, wait.
 
     def synchronize(self) -> None:

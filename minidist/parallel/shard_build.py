@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -10,9 +10,10 @@ from torch import nn
 
 from minidist.comm.work import Group
 from minidist.parallel.shard_flat import Flat
+from minidist.parallel.shard_meta import Beginning
 from minidist.parallel.shard_offload import Place
 from minidist.parallel.shard_store import Store
-from minidist.parallel.shard_units import Unit, Units, divide, materialise, materialise_buffers, modules_of
+from minidist.parallel.shard_units import Unit, Units, divide, modules_of
 
 
 def build(
@@ -22,8 +23,11 @@ def build(
     master: torch.dtype | None,
     initialize: Callable[[nn.Module], object] | None,
     place: Place,
+    group_of: Mapping[str, int],
 ) -> tuple[list[Unit], list[Store]]:
     """Cut a model into units, and keep this rank's shard of rank 0's parameters.
+
+    group_of: the number of the optimizer's group for each name.
 
     Returns:
         The units, the root first, and the stores of their shards, one for each dtype and for trained and
@@ -52,11 +56,13 @@ def build(
         for kind, those in groups.items():
             unit.flats.append(Flat(those, group, device))
             kinds.setdefault(kind, []).append(unit.flats[-1])
-    stores = [Store(flats, group, master, place.empty_for(device)) for flats in kinds.values()]
+    empty, longest = place.empty_for(device), place.longest
+    stores = [Store(flats, group, master, empty, group_of, longest) for flats in kinds.values()]
+    beginning = Beginning((entry for _, entries in parts for entry in entries), device, initialize)
     for unit, entries in parts:
-        materialise(entries, device, initialize)
+        beginning.fill(parameter for _, parameter, _ in entries)
         now = {name: holder._parameters[attribute] for name, _, ((holder, attribute), *_) in entries}
         for flat in unit.flats:
             flat.take([now[name] for name in flat.names])  # type: ignore[misc]
-    materialise_buffers(module, device, initialize)
+    beginning.fill_buffers(module)
     return found, stores

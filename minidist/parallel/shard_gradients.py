@@ -27,13 +27,14 @@ class Gradients:
     Attributes:
         operation: "mean" or "sum" over the ranks.
         used: for each parameter's number, whether it has had a gradient on this rank.
+        synchronized: no backward pass has come since all ranks knew which were used.
     """
 
     def __init__(self, stores: Sequence[Store], parameters: int, group: Group) -> None:
         self._group = group
         self._stores = {id(flat): store for store in stores for flat in store.flats}
         self.operation = "mean"
-        self.used = bytearray(parameters)
+        self.used, self.synchronized = bytearray(parameters), False
         self._begun: set[int] = set()  # flats whose shard has a gradient to add to
         self.buffers: dict[torch.dtype, list[Tensor]] = {}
         for store in stores:
@@ -51,10 +52,11 @@ class Gradients:
         """The next gradients are the first ones."""
         self.complete()
         self._begun.clear()
-        self.used = bytearray(len(self.used))
+        self.used, self.synchronized = bytearray(len(self.used)), False
 
     def reduce(self, unit: Unit, ahead: bool) -> None:
         """Launch the reduction of what gradients a unit's parameters have. ahead: while others compute."""
+        self.synchronized = False
         for flat in unit.flats:
             if flat.trained:
                 self._reduce(flat, ahead)

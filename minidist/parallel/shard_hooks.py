@@ -73,7 +73,7 @@ def watch(passes: Passes, units: Iterable[Unit]) -> None:
     for unit in units:
         handles += [
             unit.module.register_forward_pre_hook(_before(owner, unit), prepend=True, with_kwargs=True),
-            unit.module.register_forward_hook(_after(owner, unit)),
+            unit.module.register_forward_hook(_after(owner, unit), with_kwargs=True),
         ]
     weakref.finalize(passes, _remove, handles).atexit = False
 
@@ -90,10 +90,10 @@ def _before(owner: Owner, unit: Unit) -> Callable[..., Any]:
 
 
 def _after(owner: Owner, unit: Unit) -> Callable[..., None]:
-    def after(_: nn.Module, inputs: Any, outputs: Any) -> None:
+    def after(_: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
         passes = owner()
         if passes is not None:
-            passes.end(unit, inputs, outputs)
+            passes.end(unit, (args, kwargs), outputs)
 
     return after
 

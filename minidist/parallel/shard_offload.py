@@ -1,7 +1,9 @@
-"""Offload: shards and optimizer state in CPU memory, or in files on disk that are mapped into memory.
+"""Offload: shards, gradients and optimizer state in CPU memory, or in files that are mapped into memory.
 
 A mapped file's pages are written back by the system when memory runs short, and read again when they are
-touched: what does not fit costs the disk's time, and nothing else changes.
+touched: what does not fit costs the disk's time, and nothing else changes. An optimizer steps on slices, one
+after the other. In memory stay what is gathered, two units' gradients while they are reduced, and what the
+optimizer makes for one slice: state, before it moves to disk, and values in between.
 
 Source: Rajbhandari et al. 2021, "ZeRO-Infinity", section 5.
 """
@@ -16,9 +18,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+SLICE = 2**26
+"""Bytes of parameters that an optimizer steps on at a time where they lie on disk."""
+
 
 class Place:
-    """Where shards and optimizer state lie: where the module computes."""
+    """Where shards, gradients and optimizer state lie: where the module computes.
+
+    longest: bytes of a tensor that the optimizer gets; None for any.
+    """
+
+    longest: int | None = None
 
     def empty_for(self, device: torch.device) -> Callable[[int, torch.dtype], Tensor] | None:
         """What makes the long tensors; None for memory that the ranks share."""
@@ -51,7 +61,7 @@ class OnDisk(Place):
     """
 
     def __init__(self, directory: Path) -> None:
-        self.directory = directory
+        self.directory, self.longest = directory, SLICE
         self._mapped: set[int] = set()  # addresses of storages
         self.empty(1, torch.uint8)  # an error now, and not in the first step
 
@@ -85,21 +95,21 @@ class OnDisk(Place):
         return self.empty(len(x), dtype)
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """The optimizer's step; state that it makes moves to disk piece by piece, the first time."""
-        pieces = [piece for group in optimizer.param_groups for piece in group["params"]]
-        fresh = [piece for piece in pieces if piece.grad is not None and piece not in optimizer.state]
-        if not fresh:
-            optimizer.step()
-            return
-        grads = [piece.grad for piece in pieces]
-        for chosen, grad in zip(pieces, grads, strict=True):
-            for piece in pieces:
-                piece.grad = grad if piece is chosen else None
-            if grad is not None:
-                optimizer.step()
-                self._move(optimizer, chosen)
-        for piece, grad in zip(pieces, grads, strict=True):
-            piece.grad = grad
+        """The optimizer's step, slice by slice; state that it makes moves to disk."""
+        whole = [group["params"] for group in optimizer.param_groups]
+        try:
+            for group in optimizer.param_groups:
+                group["params"] = []
+            for group, pieces in zip(optimizer.param_groups, whole, strict=True):
+                for piece in pieces:
+                    if piece.grad is not None:
+                        group["params"] = [piece]
+                        optimizer.step()
+                        self._move(optimizer, piece)
+                group["params"] = []
+        finally:
+            for group, pieces in zip(optimizer.param_groups, whole, strict=True):
+                group["params"] = pieces
 
     def _move(self, optimizer: torch.optim.Optimizer, piece: Tensor) -> None:
         state = optimizer.state[piece]

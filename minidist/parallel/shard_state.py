@@ -15,6 +15,7 @@ from torch import Tensor
 from minidist.parallel.fully_shard import FullyShard
 from minidist.parallel.shard_store import Store
 from minidist.parallel.strategy import Chunk, cut_chunks
+from minidist.parallel.training_state import require_same_groups
 
 
 def shard_chunks(parallel: FullyShard) -> Iterator[Chunk]:
@@ -30,6 +31,7 @@ def shard_chunks(parallel: FullyShard) -> Iterator[Chunk]:
                 yield from cut_chunks(f"model.{alias}", parallel.shapes[name], low, store.updated[start:stop])
     for name, value in _buffers(parallel, aliases):
         yield Chunk(f"model.{name}", tuple(value.shape), (0,) * value.dim(), value)
+    given = set()  # numbers of parameters that lie in several pieces
     for store in parallel.stores:
         for piece, (low, high) in zip(store.pieces, store.bounds, strict=True):
             state = parallel.optimizer.state.get(piece, {})
@@ -40,7 +42,9 @@ def shard_chunks(parallel: FullyShard) -> Iterator[Chunk]:
                         continue
                     full = f"optimizer.{name}.{key}"
                     if value.dim() == 0:
-                        yield Chunk(full, (), (), value)
+                        if full not in given:
+                            given.add(full)
+                            yield Chunk(full, (), (), value)
                     else:
                         part = value[begin - low : end - low]
                         yield from cut_chunks(full, parallel.shapes[name], offset + begin - start, part)
@@ -86,8 +90,7 @@ def _parts(store: Store) -> Iterator[tuple[str, int, int, int]]:
 
 
 def pieces_settings(parallel: FullyShard) -> dict[str, Any]:
-    """The optimizer's groups with all names of parameters, and what of its state is no tensor."""
-    (group,) = parallel.optimizer.param_groups
+    """The optimizer's groups with the names of parameters, and what of its state is no tensor."""
     state: dict[str, dict[str, Any]] = {}
     for store in parallel.stores:
         for piece, (low, high) in zip(store.pieces, store.bounds, strict=True):
@@ -97,7 +100,8 @@ def pieces_settings(parallel: FullyShard) -> dict[str, Any]:
                 state |= {
                     name: others for name, start, stop, _ in _parts(store) if start < high and low < stop
                 }
-    return {"groups": [{**group, "params": parallel.names}], "state": state}
+    pairs = zip(parallel.optimizer.param_groups, parallel.groups.names, strict=True)
+    return {"groups": [{**group, "params": [*names]} for group, names in pairs], "state": state}
 
 
 def load_pieces(
@@ -111,16 +115,12 @@ def load_pieces(
         state: for each name the keys of its optimizer state, each with shape and dtype.
 
     Raises:
-        ValueError: other groups than one of all parameters.
+        ValueError: other groups than the settings'.
     """
     optimizer = parallel.optimizer
-    saved = [[*group["params"]] for group in settings["groups"]]
-    if saved != [parallel.names]:
-        raise ValueError(
-            f"stage 3 has one group of {len(parallel.names)} parameters, and the saved optimizer "
-            f"{len(saved)} of {[len(group) for group in saved]}; load it into the layout that saved it"
-        )
-    optimizer.param_groups[0].update({k: v for k, v in settings["groups"][0].items() if k != "params"})
+    require_same_groups(parallel.groups.names, settings)
+    for group, values in zip(optimizer.param_groups, settings["groups"], strict=True):
+        group.update({key: value for key, value in values.items() if key != "params"})
     optimizer.state.clear()
     for store in parallel.stores:
         if not store.trained:
@@ -128,19 +128,24 @@ def load_pieces(
         store.cut_everywhere(optimizer)
         long: dict[tuple[str, torch.dtype], Tensor] = {}
         for name, start, stop, _ in _parts(store):
-            values: dict[str, Any] = dict(settings["state"].get(name, {}))
+            numbers: dict[str, Any] = dict(settings["state"].get(name, {}))
             for key, (shape, dtype) in state.get(name, {}).items():
                 if not shape and parallel.shapes[name]:
-                    values[key] = torch.zeros((), dtype=dtype)
-                    continue
-                if (key, dtype) not in long:
+                    numbers[key] = torch.zeros((), dtype=dtype)  # of all pieces, until `merge_pieces`
+                elif (key, dtype) not in long:
                     long[key, dtype] = parallel.place.like(store.updated, dtype)
-                values[key] = long[key, dtype][start:stop]
-            if values:
-                optimizer.state[store.pieces[store.bounds.index((start, stop))]] = values
+            for piece, (low, high) in store.within(start, stop):
+                values = dict(numbers)
+                for key, (_, dtype) in state.get(name, {}).items():
+                    if key not in numbers:
+                        values[key] = long[key, dtype][low:high]
+                if values:
+                    optimizer.state[piece] = values
 
 
 def merge_pieces(parallel: FullyShard) -> None:
     """Long pieces again, where neighbours' state agrees in all that is not elementwise."""
+    for values in parallel.optimizer.state.values():
+        values.update({k: v.clone() for k, v in values.items() if isinstance(v, Tensor) and not v.dim()})
     for store in parallel.stores:
         store.merge(parallel.optimizer)

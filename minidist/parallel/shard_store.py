@@ -2,7 +2,8 @@
 
 An optimizer takes as long for a small tensor as for a middling one, so it gets a few long ones. A parameter
 that no rank used in a step has no gradient, and the optimizer has to pass it over, as it does in one process:
-the long tensor is then cut at that parameter's ends, once and for all, with its state.
+the long tensor is then cut at that parameter's ends, once and for all, with its state. It is also cut where
+another of the optimizer's groups begins.
 
 Source: Rajbhandari et al. 2020, "ZeRO", section 5.3.
 """
@@ -10,7 +11,8 @@ Source: Rajbhandari et al. 2020, "ZeRO", section 5.3.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from torch import Tensor, nn
 
 from minidist import comm
 from minidist.comm.work import Group
+from minidist.parallel.clipping import Why, guard
 from minidist.parallel.shard_flat import Flat
 
 
@@ -29,6 +32,8 @@ class Store:
         updated: what the optimizer updates: `shard`, or its copy in the master dtype.
         grad: (elements,), sums over the ranks; None where the parameters are frozen.
         pieces: parts of `updated` that the optimizer takes, in order.
+        bounds, groups: of each piece the elements, and the number of its group; None for what the optimizer
+            leaves out.
         numbers, names, spans, starts: the parameters of which this rank has elements, where these lie, and
             which element of the parameter is the first.
     """
@@ -39,6 +44,8 @@ class Store:
         group: Group,
         master: torch.dtype | None,
         empty: Callable[[int, torch.dtype], Tensor] | None,
+        group_of: Mapping[str, int],
+        longest: int | None = None,
     ) -> None:
         self.flats, first = flats, flats[0]
         length = sum(flat.share for flat in flats)
@@ -50,13 +57,12 @@ class Store:
         else:
             self.shard = torch.zeros(length, dtype=first.dtype, device=first.device)
         self.trained = first.trained
-        mixed = self.trained and master is not None and master != first.dtype
+        make = empty or (lambda n, dtype: torch.zeros(n, dtype=dtype, device=self.shard.device))
         self.updated = self.shard
-        if mixed:
-            assert master is not None
-            make = empty or (lambda n, dtype: torch.zeros(n, dtype=dtype, device=self.shard.device))
+        if self.trained and master is not None and master != first.dtype:
             self.updated = make(length, master)
-        self.grad = torch.zeros_like(self.updated) if self.trained else None
+        self.grad = make(length, self.updated.dtype) if self.trained else None
+        self._longest = longest // self.updated.dtype.itemsize if longest else max(1, length)
         self.numbers: list[int] = []
         self.names: list[str] = []
         self.spans: list[tuple[int, int]] = []
@@ -73,11 +79,32 @@ class Store:
                     self.spans.append((offset + begin, offset + end))
                     self.starts.append(low + begin - start)
             offset += flat.share
-        self.bounds: list[tuple[int, int]] = [(0, length)] if self.trained else []
+        self.bounds: list[tuple[int, int]] = []
+        self.groups: list[int | None] = []
+        for start, stop, of in self._runs(group_of, length) if self.trained else ():
+            for low in range(start, stop, self._longest):
+                self.bounds.append((low, min(low + self._longest, stop)))
+                self.groups.append(of)
+        self._why: Why = lambda _: None
         self.pieces = [self._piece(*bound) for bound in self.bounds]
 
+    def _runs(self, group_of: Mapping[str, int], length: int) -> Iterator[tuple[int, int, int | None]]:
+        """Elements of one group, up to where another begins."""
+        numbers = [group_of.get(name) for name in self.names]
+        starts = [i for i in range(len(numbers)) if not i or numbers[i] != numbers[i - 1]]
+        edges = [self.spans[i][0] if i else 0 for i in starts] or [0]
+        for i, (start, stop) in enumerate(itertools.pairwise([*edges, length])):
+            yield start, stop, numbers[starts[i]] if starts else None
+
     def _piece(self, start: int, stop: int) -> nn.Parameter:
-        return nn.Parameter(self.updated[start:stop])
+        piece = nn.Parameter(self.updated[start:stop])
+        guard([piece], self._why)
+        return piece
+
+    def guarded_by(self, why: Why) -> None:
+        """Have `clip_grad_norm` refuse the pieces where `why` says so."""
+        self._why = why
+        guard(self.pieces, why)
 
     def fill(self) -> None:
         """The copies in the master dtype, from the shards."""
@@ -102,13 +129,14 @@ class Store:
         """Let each piece have its gradient; those of parameters that no rank used have none."""
         if self.grad is None:
             return
-        if not all(used[number] for number in self.numbers):
-            self._cut_out(
-                [s for n, s in zip(self.numbers, self.spans, strict=True) if not used[n]], optimizer
-            )
-        unused = {span[0] for n, span in zip(self.numbers, self.spans, strict=True) if not used[n]}
+        unused = [s for n, s in zip(self.numbers, self.spans, strict=True) if not used[n]]
+        if unused:
+            self._cut_out(unused, optimizer)
+        starts = [start for start, _ in unused]
         for piece, (start, stop) in zip(self.pieces, self.bounds, strict=True):
-            piece.grad = None if start in unused else self.grad[start:stop]
+            last = bisect_right(starts, start) - 1  # the one that it may lie in
+            inside = last >= 0 and stop <= unused[last][1]
+            piece.grad = None if inside else self.grad[start:stop]
 
     def _cut_out(self, spans: Sequence[tuple[int, int]], optimizer: torch.optim.Optimizer) -> None:
         cuts = sorted({edge for span in spans for edge in span})
@@ -124,6 +152,7 @@ class Store:
         bounds = [*itertools.pairwise(edges)]
         new = [self._piece(*bound) for bound in bounds]
         self.pieces[index : index + 1], self.bounds[index : index + 1] = new, bounds
+        self.groups[index : index + 1] = [self.groups[index]] * len(new)
         for group in optimizer.param_groups:
             places = [place for place, each in enumerate(group["params"]) if each is old]
             for place in places:
@@ -135,6 +164,15 @@ class Store:
                     key: _part(value, old, low - start, high - start) for key, value in state.items()
                 }
 
+    def within(self, start: int, stop: int) -> Iterator[tuple[nn.Parameter, tuple[int, int]]]:
+        """The pieces from one element to another, at which pieces begin and end, with their bounds."""
+        pairs = zip(self.pieces, self.bounds, strict=True)
+        first = bisect_left(self.bounds, (start, start))
+        for piece, bound in itertools.islice(pairs, first, None):
+            if bound[0] >= stop:
+                break
+            yield piece, bound
+
     def cut_everywhere(self, optimizer: torch.optim.Optimizer) -> None:
         """A piece for every parameter, and one for each padding."""
         self._cut_out(self.spans, optimizer)
@@ -144,12 +182,14 @@ class Store:
         index = 1
         while index < len(self.pieces):
             first, second = self.pieces[index - 1], self.pieces[index]
-            joined = _joined(first, second, optimizer)
+            bound = self.bounds[index - 1][0], self.bounds[index][1]
+            apart = self.groups[index - 1] != self.groups[index] or bound[1] - bound[0] > self._longest
+            joined = None if apart else _joined(first, second, optimizer)
             if joined is None:
                 index += 1
                 continue
-            bound = self.bounds[index - 1][0], self.bounds[index][1]
             piece = self._piece(*bound)
+            del self.groups[index]
             self.pieces[index - 1 : index + 1], self.bounds[index - 1 : index + 1] = [piece], [bound]
             for group in optimizer.param_groups:
                 group["params"] = [piece if p is first else p for p in group["params"] if p is not second]

@@ -9,7 +9,7 @@ Source: Zhao et al. 2023, "PyTorch FSDP", section 3.2.1 (FlatParameter; units).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
@@ -135,53 +135,3 @@ def _around(module: nn.Module, path: str, by_module: dict[int, Unit]) -> list[Un
         if id(part) in by_module:
             chain.append(by_module[id(part)])
     return chain
-
-
-def materialise(
-    entries: Sequence[tuple[str, nn.Parameter, list[Place]]],
-    device: torch.device,
-    initialize: Callable[[nn.Module], object] | None,
-) -> None:
-    """Give meta parameters of a unit memory and first values.
-
-    Raises:
-        ValueError: nothing says how a module's parameters begin.
-    """
-    modules: dict[int, tuple[str, nn.Module]] = {}
-    for name, parameter, places in entries:
-        if not parameter.is_meta:
-            continue
-        empty = torch.empty_like(parameter, device=device)
-        fresh = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-        for part, attribute in places:
-            part._parameters[attribute] = fresh
-            modules[id(part)] = name.rpartition(".")[0], part
-    for name, part in modules.values():
-        _begin(name, part, device, initialize)
-
-
-def materialise_buffers(
-    module: nn.Module, device: torch.device, initialize: Callable[[nn.Module], object] | None
-) -> None:
-    """Give meta buffers of modules without parameters memory and first values; see `materialise`."""
-    for name, part in module.named_modules():
-        if any(buffer is not None and buffer.is_meta for buffer in part._buffers.values()):
-            _begin(name, part, device, initialize)
-
-
-def _begin(
-    name: str, part: nn.Module, device: torch.device, initialize: Callable[[nn.Module], object] | None
-) -> None:
-    for attribute, buffer in part._buffers.items():
-        if buffer is not None and buffer.is_meta:
-            part._buffers[attribute] = torch.empty_like(buffer, device=device)
-    with torch.no_grad():
-        if initialize is not None:
-            initialize(part)
-        elif callable(reset := getattr(part, "reset_parameters", None)):
-            reset()
-        else:
-            raise ValueError(
-                f"module is on the meta device, and {name or 'the model'}, a {type(part).__name__}, has no "
-                "reset_parameters; give initialize=, a function that fills a module's parameters and buffers"
-            )

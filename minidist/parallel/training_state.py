@@ -6,7 +6,7 @@ layout has to go by the names of the parameters.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -60,6 +60,16 @@ def optimizer_settings(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, 
     return {"groups": groups, "state": {name: values for name, values in state.items() if values}}
 
 
+def require_same_groups(have: Sequence[Sequence[str]], settings: Mapping[str, Any]) -> None:
+    """ValueError where an optimizer's groups have other parameters than those of the settings."""
+    saved = [group["params"] for group in settings["groups"]]
+    if [*map(list, have)] != [*map(list, saved)]:
+        raise ValueError(
+            f"the optimizer has {len(have)} groups of {[len(group) for group in have]} parameters, and the "
+            f"saved one {len(saved)} of {[len(group) for group in saved]}; prepare it as when it was saved"
+        )
+
+
 def load_optimizer(
     optimizer: torch.optim.Optimizer,
     names: Mapping[Tensor, str],
@@ -78,12 +88,7 @@ def load_optimizer(
         ValueError: other groups than the settings'.
     """
     have = [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
-    saved = [group["params"] for group in settings["groups"]]
-    if have != saved:
-        raise ValueError(
-            f"the optimizer has {len(have)} groups of {[len(group) for group in have]} parameters, and the "
-            f"saved one {len(saved)} of {[len(group) for group in saved]}; prepare it as when it was saved"
-        )
+    require_same_groups(have, settings)
     for group, values in zip(optimizer.param_groups, settings["groups"], strict=True):
         group.update({key: value for key, value in values.items() if key != "params"})
     optimizer.state.clear()

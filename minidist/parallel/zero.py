@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from minidist.comm.work import Group
 from minidist.parallel.buckets import MB, Exchange, broadcast_together, require_same
+from minidist.parallel.clipping import check_max_norm, check_norm_type, clip_factor, global_norm, guard
 from minidist.parallel.plan import agree_on_order
 from minidist.parallel.reducer import Reducer
 from minidist.parallel.zero_buckets import ShardBucket, buckets_for, start_gathering
@@ -130,6 +131,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._made = True
         self._join([parameter for group in self.param_groups for parameter in group["params"]])
         self._before: ShardPlan | None = None
+        self._clipped = False  # this step's gradients are summed, and shortened
         self._attach()
 
     def _join(self, parameters: list[nn.Parameter]) -> None:
@@ -146,12 +148,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _attach(self) -> None:
         """Put hooks on the parameters that get gradients now; a backward pass shows how to deal them."""
+        itself = weakref.ref(self)  # no cycle: who replaces an optimizer has its hooks gone at once
+        refused = "parameters has some of a ZeroOptimizer, whose gradients here are not the sums it will use"
         known = set(map(id, self.trained))
         for group in self.param_groups:
+            guard(group["params"], lambda _: refused if itself() is not None else None)
             self.trained += [p for p in group["params"] if p.requires_grad and id(p) not in known]
         named = [(str(place), parameter) for place, parameter in enumerate(self.trained)]
-
-        itself = weakref.ref(self)  # no cycle: who replaces an optimizer has its hooks gone at once
 
         def make_plan(seen: Iterable[int]) -> ShardPlan:
             optimizer = itself()
@@ -246,6 +249,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, the sums of stage 2 too."""
+        self._clipped, self.pieces.factor = False, 1.0
         self.reducer.recover()
         if self.reducer.plan is not None:
             self.reducer.plan.begin()
@@ -269,9 +273,36 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.synchronize()
+        if not self._clipped:
+            self.synchronize()
+        elif self.reducer.pending:
+            raise RuntimeError("gradients came after clip_grad_norm; call it after the last backward()")
+        self._clipped = False
         self.update(**options)
         return loss
+
+    @torch.no_grad()
+    def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> float:
+        """Shorten the gradients where their norm over all ranks is above `max_norm`; call it before `step`.
+
+        As `torch.nn.utils.clip_grad_norm_` does in one process; `grad` of the parameters stays as it is. A
+        collective: it sums the gradients, which `step` then need not, and sends 2 (n - 1) / n 8 bytes more.
+
+        Args:
+            max_norm: above 0.
+            norm_type: the p of the p-norm, above 0, or `math.inf`.
+
+        Returns:
+            The norm before.
+        """
+        check_max_norm("max_norm", max_norm)
+        check_norm_type(norm_type)
+        if not self._clipped:
+            self.synchronize()
+            self._clipped = True
+        norm = global_norm(self.gradients(), True, self.group, norm_type) * self.pieces.factor
+        self.pieces.factor *= clip_factor(norm, max_norm)
+        return norm
 
     def synchronize(self) -> ShardPlan:
         """Complete this rank's share of the gradients; `step` does so itself."""
