@@ -5,12 +5,13 @@
 
 Every command imports what it needs when it runs, so that `minidist --help` takes a tenth of a second and not
 torch's one and a half. An error is one line that says what to do; `--debug` adds the traceback. Exit codes:
-0, 1 for what went wrong underway, 2 for bad input, 130 after Ctrl-C, 143 for a training that SIGTERM stopped
-after it was saved (the same command goes on with it).
+0, 1 for what went wrong underway, 2 for bad input, 130 after Ctrl-C, 143 for a training with --save that
+SIGTERM stopped: it is saved, or had not begun (the same command goes on with it).
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import json
@@ -76,33 +77,40 @@ def train(
     TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --nproc-per-node 2 --max-restarts 9
     -m minidist train --save FOLDER
     """
-    from minidist.parallel.layout import Layout
-    from minidist.resuming import STOPPED
-    from minidist.train import TrainConfig, run
+    from minidist.stopping import STOPPED, give_up, termination
 
-    # Under torchrun there are as many ranks as it has started.
-    started = int(os.environ.get("WORLD_SIZE", "1")) if "TORCHELASTIC_RUN_ID" in os.environ else 1
-    chosen = Layout.parse(layout) if layout is not None else Layout(dp=started if ranks is None else ranks)
-    if ranks is not None and chosen.ranks != ranks:
-        raise ValueError(f"--layout {layout} needs {chosen.ranks} ranks and --ranks is {ranks}; leave it out")
-    config = TrainConfig(
-        data=data,
-        model=model,
-        layout=chosen,
-        steps=steps,
-        batch=batch,
-        learning_rate=lr,
-        optimizer=optimizer,
-        rung=rung,
-        dtype=dtype,
-        seed=seed,
-        clip_norm=clip_norm,
-        save=None if save is None else str(save),
-        save_every=save_every,
-        keep=keep,
-        resume=resume,
-    )
-    result = run(config, timeout=timeout, progress=not as_json)
+    # From here on, since loading torch and starting the ranks take seconds.
+    with termination(give_up) if save is not None else contextlib.nullcontext():
+        from minidist.parallel.layout import Layout
+        from minidist.train import TrainConfig, run
+
+        # Under torchrun there are as many ranks as it has started.
+        started = int(os.environ.get("WORLD_SIZE", "1")) if "TORCHELASTIC_RUN_ID" in os.environ else 1
+        chosen = (
+            Layout.parse(layout) if layout is not None else Layout(dp=started if ranks is None else ranks)
+        )
+        if ranks is not None and chosen.ranks != ranks:
+            raise ValueError(
+                f"--layout {layout} needs {chosen.ranks} ranks and --ranks is {ranks}; leave it out"
+            )
+        config = TrainConfig(
+            data=data,
+            model=model,
+            layout=chosen,
+            steps=steps,
+            batch=batch,
+            learning_rate=lr,
+            optimizer=optimizer,
+            rung=rung,
+            dtype=dtype,
+            seed=seed,
+            clip_norm=clip_norm,
+            save=None if save is None else str(save),
+            save_every=save_every,
+            keep=keep,
+            resume=resume,
+        )
+        result = run(config, timeout=timeout, progress=not as_json)
     leave = STOPPED if result.stopped else 0
     if int(os.environ.get("RANK", "0")):
         raise typer.Exit(leave)  # under torchrun, where rank 0 speaks for all
@@ -114,16 +122,26 @@ def train(
             f"stopped by SIGTERM after {len(result.losses)} steps, saved in {save}; the same command goes on"
         )
     elif math.isfinite(last):
+        done = len(result.losses) - result.resumed_at
+        went = (
+            f"{done} steps in {result.seconds:.1f} s, {result.rows_per_second:,.0f} rows/s"
+            if done
+            else f"the run in {save} has {result.resumed_at} steps already, and nothing was left to do"
+        )
+        if done and result.resumed_at:
+            went += f", from step {result.resumed_at} on, where the run in {save} was saved"
         _console().print(
-            f"{config.model_name} on {data}, {result.parameters:,} parameters, layout {chosen}: "
-            f"{steps} steps in {result.seconds:.1f} s, {result.rows_per_second:,.0f} rows/s\n"
+            f"{config.model_name} on {data}, {result.parameters:,} parameters, layout {chosen}: {went}\n"
             f"loss {result.losses[0]:.4f} -> {last:.4f}; held out: loss {result.test_loss:.4f}, "
             f"accuracy {result.test_accuracy:.1%}; sent by a rank: {result.bytes_sent:,} bytes",
             highlight=False,
+            markup=False,
+            soft_wrap=True,
         )
     if not math.isfinite(last):
         _say(
-            f"the training diverged: its loss is {last} after {steps} steps; give a smaller --lr than {lr:g}"
+            f"the training diverged: its loss is {last} after {len(result.losses)} steps; "
+            f"give a smaller --lr than {lr:g}"
         )
         raise typer.Exit(1)
     raise typer.Exit(leave)
@@ -269,11 +287,17 @@ def doctor(as_json: Json = False, debug: Debug = False) -> None:
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command and exit. `arguments` are the words after `minidist`; None for those of the process."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    from minidist.stopping import STOPPED, Stopped
+
     command = typer.main.get_command(app)
     try:
         code = command.main(words or ["--help"], prog_name="minidist", standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):
         code = 130
+    except Stopped as stopped:
+        code = STOPPED
+        if not int(os.environ.get("RANK", "0")):
+            _say(stopped.message)
     except Exception as error:
         if "--debug" in words:
             traceback.print_exc()

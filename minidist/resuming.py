@@ -8,22 +8,29 @@ crash: ranks agree at the end of the step, save, and leave.
 
 from __future__ import annotations
 
-import signal
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from types import FrameType
+import contextlib
+import errno
+import fcntl
+import os
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
 from minidist import comm
 from minidist.checkpoint import checkpoints, load, save
+from minidist.checkpoint.errors import agree
+from minidist.checkpoint.folders import end_writing
 from minidist.model import Sampler
 from minidist.parallel.engine import Engine
 
-STOPPED = 143
-"""The exit code after SIGTERM, with everything saved: 128 + 15, as shells count."""
+LOCK = ".lock"
+"""A file in the folder, which the run that saves there holds locked until its rank 0 ends, in any way."""
+PATIENCE = 10.0
+"""Seconds that a folder's lock is waited for: ranks whose launcher was killed may take one or two to end."""
 
 
 class Resuming:
@@ -61,7 +68,11 @@ class Resuming:
                 f"{self.folder} has checkpoints, and the training is not to go on from them; give another "
                 "folder, or resume"
             )
-        loaded = load(self.engine, self.folder, latest=True, sampler=self.sampler)
+        with warnings.catch_warnings(record=True) as passed:
+            warnings.filterwarnings("always", "passed over a checkpoint")
+            loaded = load(self.engine, self.folder, latest=True, sampler=self.sampler)
+        for warning in passed:  # for who gives a command, where in the code is no help
+            print(f"minidist: {warning.message}", file=sys.stderr)
         saved = loaded.extra["training"]
         for name, mine in self.description.items():
             if saved.get(name) != mine:
@@ -89,25 +100,42 @@ class Resuming:
         return bool(stop)
 
 
-@contextmanager
-def termination(handle: Callable[[], None] | None = None) -> Iterator[Callable[[], bool]]:
-    """Inside, SIGTERM does not end this process: what is given says whether it came.
+@contextlib.contextmanager
+def reserved(folder: str) -> Iterator[None]:
+    """Inside, this run alone saves into a folder, which is made where there is none. Every rank calls it.
 
-    handle: called when it comes. Only the main thread can take signals; in another nothing changes.
+    Raises:
+        ValueError: nothing can be written there, or another run saves there; the same on all ranks.
     """
-    came = False
-
-    def note(number: int, frame: FrameType | None) -> None:
-        nonlocal came
-        came = True
-        if handle is not None:
-            handle()
-
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda: False
-        return
-    before = signal.signal(signal.SIGTERM, note)
+    held: list[int] = []
+    agree(lambda: held.append(_lock(folder)) if comm.rank() == 0 else None, f"lock {folder}")
     try:
-        yield lambda: came
+        yield
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
+        for descriptor in held:
+            end_writing(descriptor)
+
+
+def _lock(folder: str) -> int:
+    """The descriptor of a folder's lock, which is free when it is closed."""
+    try:
+        os.makedirs(folder, exist_ok=True)
+        descriptor = os.open(os.path.join(folder, LOCK), os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        why = "it is no folder" if error.errno in (errno.EEXIST, errno.ENOTDIR) else error.strerror
+        raise ValueError(f"no checkpoint can be saved in {folder}: {why}; give another folder") from None
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() < deadline:
+                time.sleep(0.05)
+                continue
+            os.close(descriptor)
+            raise ValueError(
+                f"another run saves in {folder}; wait for its end, or give another folder"
+            ) from None
+        except OSError:  # a file system without locks
+            pass
+        return descriptor

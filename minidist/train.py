@@ -12,7 +12,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -21,14 +21,17 @@ from torch import Tensor, nn
 
 from minidist import comm
 from minidist._names import unknown
+from minidist.checkpoint import checkpoints
 from minidist.comm.cluster import Cluster
+from minidist.comm.errors import RankDied
 from minidist.comm.launch import launch
 from minidist.model import CONFIGS, GPT, MLP, Dataset, GPTConfig, Rows, Sampler, accuracy, config, dataset
 from minidist.parallel.clipping import check_max_norm
 from minidist.parallel.engine import Engine
 from minidist.parallel.layout import Layout
 from minidist.parallel.prepare import check_available, prepare
-from minidist.resuming import Resuming, termination
+from minidist.resuming import Resuming, reserved
+from minidist.stopping import Stopped, give_up, termination
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
@@ -138,6 +141,7 @@ class TrainResult:
     rows_per_second: float
     bytes_sent: int  # by this rank, in the steps of this run
     stopped: bool = False  # whether SIGTERM ended it, with everything saved
+    resumed_at: int = 0  # the steps that were saved before, which this run did not do
 
 
 def run(config: TrainConfig, timeout: float | None = None, progress: bool = True) -> TrainResult:
@@ -148,20 +152,29 @@ def run(config: TrainConfig, timeout: float | None = None, progress: bool = True
         timeout: seconds that the whole run may take; None for no limit.
         progress: draw a progress bar where the standard error is a terminal.
 
-    With `config.save`, SIGTERM to this process ends the training at the end of a step, saved.
+    With `config.save`, SIGTERM to this process or to a rank ends the training at the end of a step, saved.
 
     Raises:
         RankError: a rank failed; the message says which and why.
+        Stopped: SIGTERM came before the training began, or after its end.
     """
     results: list[TrainResult]
     if config.save is None or "TORCHELASTIC_RUN_ID" in os.environ:
         results = launch(train, config.layout.ranks, (config, progress), timeout)
     else:
-        with (
-            Cluster(config.layout.ranks, timeout) as cluster,
-            termination(lambda: cluster.signal(signal.SIGTERM)),
-        ):
-            results = cluster.run(train, config, progress)
+        started: Cluster | None = None
+        with termination(lambda: give_up() if started is None else started.signal(signal.SIGTERM)):
+            try:
+                with Cluster(config.layout.ranks, timeout) as started:
+                    results = started.run(train, config, progress)
+            except RankDied as death:
+                if death.signal != "SIGTERM":
+                    raise
+                if not checkpoints(config.save):
+                    give_up()
+                raise Stopped(
+                    f"stopped by SIGTERM; the same command goes on with what is saved in {config.save}"
+                ) from death
     return results[0]
 
 
@@ -169,9 +182,18 @@ def train(config: TrainConfig, progress: bool = False) -> TrainResult:
     """Train on this rank, with the others of the world.
 
     Raises:
-        ValueError: the world does not fit the layout, or a batch has fewer rows than there are ranks.
+        ValueError: the world does not fit the layout, a batch has fewer rows than there are ranks, or nothing
+            can be saved where it is to be, or another run saves there.
         RuntimeError: the ranks read different data, or end with different weights.
     """
+    if config.save is None:
+        return _train(config, progress, _never)
+    with termination() as asked, reserved(os.path.abspath(config.save)):
+        return _train(config, progress, asked)
+
+
+def _train(config: TrainConfig, progress: bool, asked: Callable[[], bool]) -> TrainResult:
+    """See `train`. asked: whether this rank was asked to stop."""
     model, data = build(config)
     _require_equal("data set", data.fingerprint(), "install the same Python and scikit-learn on all machines")
     if config.batch > len(data.train):
@@ -194,14 +216,14 @@ def train(config: TrainConfig, progress: bool = False) -> TrainResult:
         folder = os.path.abspath(config.save)
         resuming = Resuming(engine, sampler, folder, config.save_every, config.keep, config.description)
     with (
-        termination() if resuming is not None else nullcontext(_never) as asked,
         _progress(config, progress and comm.rank() == 0) as advance,
         comm.ledger() as ledger,
     ):
         if resuming is not None:
             losses = resuming.losses(config.resume)
+        resumed_at = len(losses)
         started, sent = time.perf_counter(), ledger.bytes_sent
-        for step in range(len(losses), config.steps):
+        for step in range(resumed_at, config.steps):
             inputs, targets = data.train[sampler.share(step)]
             losses.append(engine.step(_converted(inputs, config), targets))
             rows += len(sampler.batch(step))
@@ -222,6 +244,7 @@ def train(config: TrainConfig, progress: bool = False) -> TrainResult:
         rows_per_second=rows / seconds,
         bytes_sent=sent,
         stopped=stopped,
+        resumed_at=resumed_at,
     )
 
 

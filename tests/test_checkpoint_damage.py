@@ -10,6 +10,7 @@ import shutil
 import signal
 import zlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import minidist as md
-from minidist.checkpoint import checkpoints, folders, index, state_dict, storage
+from minidist.checkpoint import checkpoints, folders, index, state, state_dict, storage
 from minidist.model import MLP, Sampler
 from minidist.parallel.replicated import Replicated
 from minidist.parallel.strategy import Chunk
@@ -241,7 +242,16 @@ class Renamed(nn.Module):
         ),
         (MLP((6, 5, 5, 3)), contract.ADAMW, "another model: of .* it has .*no such tensor|has shape"),
         (Renamed(), contract.ADAMW, "another model: of .* it has shape .*has no such tensor"),
-        (None, torch.optim.SGD, "of another optimizer: it has 'amsgrad' in its group 0"),
+        (
+            None,
+            torch.optim.SGD,
+            "of another optimizer: it was saved with AdamW, and is loaded with SGD; give",
+        ),
+        (
+            None,
+            torch.optim.Adam,
+            "of another optimizer: it was saved with AdamW, and is loaded with Adam; give",
+        ),
     ],
 )
 def test_another_model_is_refused_and_nothing_changed(
@@ -255,12 +265,64 @@ def test_another_model_is_refused_and_nothing_changed(
     assert made.strategy.settings() == settings
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_another_optimizer_is_refused_in_every_layout(
+    saved: Path, cluster_of: Clusters, zero: int, precision: str
+) -> None:
+    def load() -> None:
+        layout = md.Layout(dp=2, zero=zero, precision=precision)
+        with pytest.raises(
+            md.CheckpointError, match="it was saved with AdamW, and is loaded with Adam; give"
+        ):
+            md.load(md.prepare(MLP((6, 5, 3)), partial(torch.optim.Adam, lr=0.1), layout), saved, latest=True)
+        md.load(md.prepare(MLP((6, 5, 3)), contract.ADAMW, layout), saved, latest=True)
+
+    cluster_of(2).run(load)
+
+
+def test_another_scheduler_is_refused(tmp_path: Path) -> None:
+    made = trained()
+    step = partial(torch.optim.lr_scheduler.StepLR, made.optimizer)
+    md.save(made, tmp_path / "one", scheduler=step(3))
+    with pytest.raises(md.CheckpointError, match="it was saved with StepLR, and is loaded with CosineAnneal"):
+        md.load(
+            made, tmp_path / "one", scheduler=torch.optim.lr_scheduler.CosineAnnealingLR(made.optimizer, 9)
+        )
+    other = step(4)
+    md.load(made, tmp_path / "one", scheduler=other)
+    assert other.step_size == 3
+    md.load(made, tmp_path / "one")  # without one, as before
+
+
+def test_a_checkpoint_that_names_no_classes_is_loaded(tmp_path: Path, monkeypatch: Any) -> None:
+    """As those did that were saved before; of another optimizer, its options still tell."""
+    made = trained()
+    with monkeypatch.context() as patch:
+        patch.setattr(state, "classes", lambda *_: None)
+        md.save(made, tmp_path / "one")
+    assert md.load(made, tmp_path / "one").path == tmp_path / "one"
+    with pytest.raises(md.CheckpointError, match="of another optimizer: it has 'amsgrad' in its group 0"):
+        md.load(engine(None, partial(torch.optim.SGD, lr=0.1)), tmp_path / "one")
+
+
+def test_options_of_the_optimizer_become_the_saved_ones(tmp_path: Path) -> None:
+    made = trained()
+    md.save(made, tmp_path / "one")
+    other = engine(None, partial(torch.optim.AdamW, lr=0.5))
+    md.load(other, tmp_path / "one")
+    assert other.optimizer.param_groups[0]["lr"] == made.optimizer.param_groups[0]["lr"] != 0.5
+
+
 def test_another_order_of_rows_is_refused(tmp_path: Path) -> None:
     made = trained()
     md.save(made, tmp_path / "one", sampler=Sampler(100, 10, seed=1))
     md.load(made, tmp_path / "one", sampler=Sampler(100, 10, seed=1))
     with pytest.raises(ValueError, match=r"the sampler has seed=2 and that of .*one had 1"):
         md.load(made, tmp_path / "one", sampler=Sampler(100, 10, seed=2))
+    md.save(made, tmp_path / "none")
+    with pytest.raises(ValueError, match="none was saved without a sampler; load it without"):
+        md.load(made, tmp_path / "none", sampler=Sampler(100, 10, seed=1))
 
 
 @pytest.mark.parametrize(
@@ -274,6 +336,11 @@ def test_another_order_of_rows_is_refused(tmp_path: Path) -> None:
             TypeError,
             r"extra.a\[0\] is a object, which a checkpoint cannot hold",
         ),
+        (
+            {"extra": {"a": torch.ones(1, dtype=torch.complex64)}},
+            TypeError,
+            r"extra.a is a tensor of torch.complex64, which a checkpoint cannot hold",
+        ),
     ],
 )
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -281,6 +348,43 @@ def test_wrong_arguments(tmp_path: Path, options: Any, error: Any, text: str, as
     with pytest.raises(error, match=text):
         md.save(trained(), tmp_path / "one", asynchronous=asynchronous, **options).wait()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_save_to_a_link_replaces_what_it_points_to(tmp_path: Path) -> None:
+    made, cur = trained(), tmp_path / "cur"
+    (tmp_path / "disk" / "runs").mkdir(parents=True)
+    cur.symlink_to(tmp_path / "disk" / "one")
+    runs = tmp_path / "runs"
+    runs.symlink_to(tmp_path / "disk" / "runs")
+    for turn in range(3):
+        md.save(made, cur, extra=turn)
+        assert md.load(made, cur).extra == turn
+        md.save(made, runs, step=turn, keep=2, extra=turn)
+        assert md.load(made, runs, latest=True).extra == turn
+    assert cur.is_symlink()
+    assert runs.is_symlink()
+    assert sorted(os.listdir(tmp_path / "disk")) == ["one", "runs"]
+    assert sorted(os.listdir(tmp_path)) == ["cur", "disk", "runs"]
+
+
+def test_two_saves_at_a_time_to_one_path_are_refused(tmp_path: Path) -> None:
+    """And what another program writes in the folder is no leftover of this one's."""
+    made = trained()
+    theirs = tmp_path / "step-00000001.writing"
+    descriptor = folders.begin_writing(theirs)
+    for _ in range(2):
+        with pytest.raises(md.CheckpointError, match=r"another save writes .*step-00000001 now; give each"):
+            md.save(made, tmp_path, step=1)
+    md.save(made, tmp_path, step=2, keep=1)
+    assert theirs.is_dir()
+    folders.end_writing(descriptor)  # as if that program had been killed
+    md.save(made, tmp_path, step=1, keep=2)
+    assert sorted(os.listdir(tmp_path)) == ["step-00000001", "step-00000002"]
+
+
+def test_the_root_of_all_files_is_no_place_for_a_checkpoint() -> None:
+    with pytest.raises(ValueError, match="path is /, the root of all files; give the name of a directory"):
+        md.save(trained(), "/")
 
 
 def test_a_directory_that_is_no_checkpoint_is_left_alone(tmp_path: Path) -> None:
@@ -515,15 +619,24 @@ def test_an_error_in_the_thread_surfaces_at_the_next_save(tmp_path: Path, monkey
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(storage, "_write_all", full)
-        saving = md.save(made, tmp_path / "one", asynchronous=True)
-        while not saving.done:
-            pass
+    def fail() -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(storage, "_write_all", full)
+            saving = md.save(made, tmp_path / "one", asynchronous=True)
+            while not saving.done:
+                pass
+        return saving
+
+    saving = fail()
     with pytest.raises(md.CheckpointError, match=r"rank 0 could not write .*one: No space left on device"):
         md.save(made, tmp_path / "two")
     md.save(made, tmp_path / "two")
     saving.wait()  # said once
+    saving = fail()
+    with pytest.warns(UserWarning, match=r"an earlier save failed: rank 0 could not write .*one: No space"):
+        assert md.load(made, tmp_path / "two").path == tmp_path / "two"
+    md.load(made, tmp_path / "two")
+    saving.wait()
     assert [path.name for path in tmp_path.iterdir()] == ["two"]
 
 

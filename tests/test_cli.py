@@ -145,6 +145,28 @@ def test_train_says_what_it_learned(capfd):
     assert "accuracy" in out
 
 
+@pytest.mark.parametrize(
+    ("before", "told"),
+    [
+        (0, "3 steps in 2.0 s, 5 rows/s\n"),
+        (2, "1 steps in 2.0 s, 5 rows/s, from step 2 on, where the run in some/folder was saved\n"),
+        (3, "the run in some/folder has 3 steps already, and nothing was left to do\n"),
+    ],
+)
+def test_train_says_where_it_went_on(capfd, monkeypatch, before, told):
+    import minidist.train
+
+    result = minidist.train.TrainResult([1.0, 0.5, 0.25], 0.3, 0.9, 10, 2.0, 5.0, 0, resumed_at=before)
+    monkeypatch.setattr(minidist.train, "run", lambda *_, **__: result)
+    words = ("train", "--steps", "3", "--save", "some/folder")
+    assert run(capfd, *words)[:2] == (
+        0,
+        f"mlp on digits, 10 parameters, layout {minidist.train.Layout()}: {told}"  # not broken in a pipe
+        "loss 1.0000 -> 0.2500; held out: loss 0.3000, accuracy 90.0%; sent by a rank: 0 bytes\n",
+    )
+    assert json.loads(run(capfd, *words, "--json")[1])["resumed_at"] == before
+
+
 def test_a_training_that_diverges_fails(capfd):
     code, out, err = run(capfd, "train", "--steps", "5", "--lr", "1e30", "--json")
     assert code == 1

@@ -21,40 +21,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from processes import alive, descendants, wait_until_gone
 
 import minidist as md
 from minidist import comm
 from minidist.comm.cluster import available_cores
 
 Clusters = Callable[[int], md.Cluster]
-
-
-def alive(process: int) -> bool:
-    """True where a process runs; a zombie that nobody has reaped yet does not."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def wait_until_gone(processes: list[int], limit: float = 5.0) -> None:
-    deadline = time.monotonic() + limit
-    while (left := [p for p in processes if alive(p)]) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not left, f"processes {left} are still running after {limit} s"
-
-
-def descendants(process: int) -> list[int]:
-    """Processes below this one, itself excluded."""
-    children: dict[int, list[int]] = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            parent = int(path.read_text().rpartition(")")[2].split()[1])
-            children.setdefault(parent, []).append(int(path.parent.name))
-    found = list(children.get(process, []))
-    for child in found:
-        found.extend(children.get(child, []))
-    return found
 
 
 @contextlib.contextmanager
@@ -500,7 +473,21 @@ def test_no_rank_outlives_the_supervisor(tmp_path: Path) -> None:
         wait_until_gone(ranks)
         assert caller.wait(10.0) == 1
         assert caller.stderr is not None
-        assert "the process that starts and watches ranks has ended" in caller.stderr.read()
+        assert "the process that starts and watches ranks was killed by SIGKILL\n" in caller.stderr.read()
+
+
+def test_the_supervisor_outlives_sigterm() -> None:
+    """A scheduler sends it to every process of a job, and ranks may have to save before they leave."""
+
+    def signal_it() -> int:
+        supervisor = os.getppid()
+        os.kill(supervisor, signal.SIGTERM)
+        time.sleep(0.2)
+        return supervisor
+
+    with md.Cluster(ranks=1) as cluster:
+        (supervisor,) = cluster.run(signal_it)
+        assert cluster.run(os.getppid) == md.launch(os.getppid, ranks=1) == [supervisor]
 
 
 def test_what_a_rank_started_goes_with_it() -> None:

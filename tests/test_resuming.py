@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import pickle
@@ -18,9 +19,12 @@ from typing import Any
 
 import pytest
 import torch
+from processes import alive, descendants, wait_until_gone
 
 import minidist as md
+from minidist import resuming
 from minidist.checkpoint import checkpoints, state_dict
+from minidist.parallel.hybrid import HybridEngine
 from minidist.train import TrainConfig, TrainResult, train
 
 Clusters = Callable[[int], md.Cluster]
@@ -132,9 +136,10 @@ def test_a_longer_run_goes_on_from_a_shorter_one(
         # Float64 and some sums in another order.
         torch.testing.assert_close(result.losses, expected[0].losses, rtol=1e-10, atol=1e-10)
         assert result.test_loss == pytest.approx(expected[0].test_loss, rel=1e-10)
+        assert result.resumed_at == 9
     again = cluster_of(second.ranks).run(train, replace(config, layout=second))[0]
     assert again.losses == result.losses  # a finished run has nothing left to do
-    assert again.bytes_sent == 0
+    assert (again.bytes_sent, again.resumed_at) == (0, 14)
 
 
 def test_a_folder_of_another_training_is_refused(cluster_of: Clusters, tmp_path: Path) -> None:
@@ -156,31 +161,26 @@ def test_a_folder_of_another_training_is_refused(cluster_of: Clusters, tmp_path:
         assert "has checkpoints, and the training is not to go on from them" in said
 
 
-def signalled(process: Any, config: TrainConfig, number: signal.Signals) -> tuple[str, str]:
-    """Send a signal once there is a checkpoint; what the command printed, when it and its ranks are gone."""
+def signalled(
+    process: Any, config: TrainConfig, number: signal.Signals, everyone: bool = False
+) -> tuple[str, str]:
+    """Send a signal once there is a checkpoint; what the command printed, when it and its ranks are gone.
+
+    everyone: ranks and supervisor are signalled, too, as by a scheduler or by `systemctl stop`.
+    """
     deadline = time.monotonic() + 240
     while not checkpoints(str(config.save)):
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    ranks = [
-        pid
-        for each in Path(f"/proc/{process.pid}/task").glob("*/children")
-        for pid in each.read_text().split()
-    ]
-    process.send_signal(number)
+    others = descendants(process.pid)
+    for each in (process.pid, *(others if everyone else ())):
+        os.kill(each, number)
     out, err = process.communicate(timeout=120)
-    while any(running(pid) for pid in ranks):  # those of a killed command end a little later
+    while any(alive(each) for each in others):  # those of a killed command end a little later
         assert time.monotonic() < deadline
         time.sleep(0.01)
     return out, err
-
-
-def running(pid: str) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def check_stopped(cluster: md.Cluster, config: TrainConfig, out: str) -> None:
@@ -189,6 +189,7 @@ def check_stopped(cluster: md.Cluster, config: TrainConfig, out: str) -> None:
     losses = json.loads(out)["losses"]
     assert len(losses) >= config.save_every
     assert checkpoints(str(config.save))[0].name == f"step-{len(losses):08d}"
+    assert not list(Path(str(config.save)).glob("*.writing"))
     check_resumed(cluster, config, len(losses))
 
 
@@ -198,22 +199,97 @@ def check_resumed(cluster: md.Cluster, config: TrainConfig, done: int) -> None:
     assert cluster.run(alone, config)[0].losses == expected.losses
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_damaged_checkpoint_is_passed_over_in_one_line(
+    cluster_of: Clusters, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = replace(CONFIG, steps=4, save=str(tmp_path))
+    cluster_of(2).run(train, config)
+    damaged = tmp_path / "step-00000004" / "rank-00000.bin"
+    damaged.unlink()
+    assert capsys.readouterr().err == ""
+    assert cluster_of(2).run(train, config)[0].resumed_at == 3
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"[rank 0] minidist: passed over a checkpoint: {damaged} is missing")
+
+
+def test_where_nothing_can_be_saved_is_said_before_the_first_step(
+    cluster_of: Clusters, tmp_path: Path
+) -> None:
+    def refused(config: TrainConfig) -> str:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(HybridEngine, "step", None)
+            with pytest.raises(ValueError, match="no checkpoint") as error:
+                train(config)
+        return str(error.value)
+
+    (tmp_path / "file").write_text("no folder")
+    for save, why in (
+        (tmp_path / "file", "it is no folder"),
+        (tmp_path / "file" / "runs", "it is no folder"),
+        (Path("/proc/runs"), "No such file or directory"),
+    ):
+        expected = f"no checkpoint can be saved in {save}: {why}; give another folder"
+        assert cluster_of(2).run(refused, replace(CONFIG, save=str(save))) == [expected, expected]
+    assert (tmp_path / "file").read_text() == "no folder"
+
+
+def test_two_runs_in_one_folder_are_refused(cluster_of: Clusters, tmp_path: Path) -> None:
+    def impatient(config: TrainConfig) -> int | str:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(resuming, "PATIENCE", 0.1)
+            try:
+                return len(train(config).losses)
+            except ValueError as error:
+                return str(error)
+
+    config = replace(CONFIG, steps=2, save=str(tmp_path))
+    expected = f"another run saves in {tmp_path}; wait for its end, or give another folder"
+    with open(tmp_path / resuming.LOCK, "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert cluster_of(2).run(impatient, config) == [expected, expected]
+    for steps in (2, 3):  # each lets go of it at its end
+        assert cluster_of(2).run(impatient, replace(config, steps=steps)) == [steps, steps]
+
+
+@pytest.mark.parametrize(
+    ("number", "everyone"), [(signal.SIGTERM, False), (signal.SIGTERM, True), (signal.SIGKILL, False)]
+)
 def test_a_stopped_command_goes_on_where_it_was(
-    cluster_of: Clusters, tmp_path: Path, number: signal.Signals
+    cluster_of: Clusters, tmp_path: Path, number: signal.Signals, everyone: bool
 ) -> None:
     config = replace(CONFIG, steps=10**6, save=str(tmp_path / "stopped"), save_every=5)
     command = [sys.executable, "-m", "minidist"]
     process = subprocess.Popen(
         [*command, *words(config)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    out, err = signalled(process, config, number)
+    out, err = signalled(process, config, number, everyone)
     if number == signal.SIGTERM:
         assert process.returncode == 143, err
         check_stopped(cluster_of(2), config, out)
     else:
         assert process.returncode == -number
         check_resumed(cluster_of(2), config, int(checkpoints(tmp_path / "stopped")[0].name[5:]))
+
+
+@pytest.mark.parametrize("everyone", [False, True])
+def test_a_command_stopped_while_it_starts_says_so(tmp_path: Path, everyone: bool) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "minidist", *words(replace(CONFIG, save=str(tmp_path / "stopped")))],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 120
+    while not (others := descendants(process.pid)):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    for each in [*others, process.pid] if everyone else [process.pid]:
+        os.kill(each, signal.SIGTERM)
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, out) == (143, "")
+    assert err == "minidist: stopped by SIGTERM before training began; the same command starts it\n"
+    wait_until_gone(others)
 
 
 @pytest.mark.faults

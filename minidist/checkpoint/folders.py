@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import os
 import re
 import shutil
@@ -117,8 +118,44 @@ def keep_newest(folder: Path, keep: int) -> None:
         discard(doomed)
     for name in os.listdir(folder):
         needed = name.endswith(_OLD) and standing(folder / name.removesuffix(_OLD)).name == name
-        if _LEFT.fullmatch(name) and not needed:
+        if _LEFT.fullmatch(name) and not needed and not being_written(folder / name):
             discard(folder / name)
+
+
+def begin_writing(directory: Path) -> int:
+    """Make an empty directory, and lock it; the lock's descriptor.
+
+    The system lets go of it when this process ends, so that what a killed save left is no other's.
+    """
+    directory.mkdir()
+    descriptor = os.open(directory, os.O_RDONLY)
+    with contextlib.suppress(OSError):  # a file system without locks
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return descriptor
+
+
+def being_written(directory: Path) -> bool:
+    """Whether a save that is under way, of this process or another, writes to a directory."""
+    try:
+        descriptor = os.open(directory, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def end_writing(descriptor: int) -> None:
+    """Let go of what `begin_writing` locked, also where a fork of this process has the descriptor."""
+    with contextlib.suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+    os.close(descriptor)
 
 
 def discard(directory: Path) -> None:

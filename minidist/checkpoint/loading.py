@@ -24,6 +24,7 @@ from minidist.checkpoint.saving import check_engine
 from minidist.checkpoint.state import (
     Scheduler,
     buffer_names,
+    classes,
     optimizer_state,
     own_name,
     random_name,
@@ -73,10 +74,12 @@ def load(
     Every rank calls it, with an engine made for the same model and optimizer. Under the layout that saved it
     the training goes on bit for bit as if it had never stopped; under others to rounding, and a rank then
     takes the random states that were saved of its number, or keeps its own where there are none. Numbers are
-    converted to the engine's dtype. Nothing from the files is executed.
+    converted to the engine's dtype. Options of the optimizer's groups, such as lr, become the saved ones, as
+    with torch's `load_state_dict`; change them afterwards. Nothing from the files is executed.
 
-    Every file is read once to be checked, each by one rank, before anything of the engine is changed; then
-    each rank reads its own part. Sent are the names and shapes of the model's tensors.
+    An asynchronous save of this engine that is under way is waited for; where it fails, that is a warning
+    here. Every file is read once to be checked, each by one rank, before anything of the engine is changed;
+    then each rank reads its own part. Sent are the names and shapes of the model's tensors.
 
     Args:
         engine: of `md.prepare`.
@@ -92,14 +95,20 @@ def load(
     Raises:
         DamagedCheckpoint: a file is missing, cut short or altered; names it. The engine is unchanged.
         CheckpointError: no checkpoint there, another version of the format, or one of another model or
-            optimizer, whose first difference is named; the engine is unchanged. The same on all ranks.
+            optimizer or scheduler, whose first difference is named; the engine is unchanged. The same on all
+            ranks.
         CollectiveError: a peer is gone or late.
-        ValueError: the sampler deals rows in another order, or a scheduler is given and none was saved.
+        ValueError: the sampler deals rows in another order, or a sampler or scheduler is given and none was
+            saved.
     """
     hybrid = check_engine(engine)
     if hybrid.saving is not None:
-        hybrid.saving.wait()
-    path = Path(path).absolute()
+        try:
+            hybrid.saving.wait()
+        except Exception as error:  # the same on all ranks, and no reason not to load what is whole
+            if comm.rank() == 0:
+                warnings.warn(f"an earlier save failed: {error}", stacklevel=2)
+    path = Path(os.path.realpath(path))
     found = agree(lambda: folders.checkpoints(path) if latest else [folders.standing(path)], f"read {path}")[
         0
     ]
@@ -148,6 +157,7 @@ def _load(engine: HybridEngine, index: Index, scheduler: Scheduler | None, sampl
 
     def fits() -> None:
         _check_model(index, here)
+        _check_classes(index.path, classes(engine, scheduler), facts.get("classes"))
         _check_optimizer(index.path, engine.state_settings(), facts["settings"])
         _check_sampler(index.path, sampler, facts["sampler"])
         if scheduler is not None and facts["scheduler"] is None:
@@ -251,6 +261,17 @@ def _check_model(index: Index, here: dict[str, tuple[int, ...]]) -> None:
         )
 
 
+def _check_classes(path: Path, here: dict[str, str | None], saved: dict[str, str | None] | None) -> None:
+    """CheckpointError for another optimizer or scheduler; older checkpoints do not say which they were of."""
+    for what, theirs in (saved or {}).items():
+        mine = here[what]
+        if None not in (mine, theirs) and mine != theirs:
+            raise CheckpointError(
+                f"{path} is of another {what}: it was saved with {theirs}, and is loaded with {mine}; give "
+                f"the {what} that was saved"
+            )
+
+
 def _check_optimizer(path: Path, here: dict[str, Any], saved: dict[str, Any]) -> None:
     """CheckpointError where the groups have settings of other names, as those of another optimizer do."""
     for number, (mine, theirs) in enumerate(zip(here["groups"], saved["groups"], strict=False)):
@@ -265,8 +286,10 @@ def _check_optimizer(path: Path, here: dict[str, Any], saved: dict[str, Any]) ->
 
 
 def _check_sampler(path: Path, sampler: Sampler | None, saved: dict[str, Any] | None) -> None:
-    if sampler is None or saved is None:
+    if sampler is None:
         return
+    if saved is None:
+        raise ValueError(f"{path} was saved without a sampler; load it without, or save one with it")
     for name, mine in sampler_settings(sampler).items():
         if mine != saved[name]:
             raise ValueError(

@@ -56,7 +56,8 @@ class Saving:
         """Wait until the checkpoint is whole on the disk; where it is.
 
         Raises:
-            CheckpointError: it could not be written, on this rank or another; once, here or at the next save.
+            CheckpointError: it could not be written, on this rank or another; once, here or at the next
+                save. A load that comes before warns of it instead.
         """
         thread, self._thread = self._thread, None
         if thread is not None:
@@ -99,7 +100,7 @@ def save(
     Args:
         engine: of `md.prepare`.
         path: the checkpoint's directory, which is replaced where there is one; with `step`, a folder of them,
-            of this training alone.
+            of this training alone. Where it is a symbolic link, all of this is what it points to.
         step: steps done so far. With it the checkpoint is path/step-00000100.
         keep: how many checkpoints of the folder to keep, those saved last, whatever their steps: after going
             back to an earlier step, the later ones are the first to go. One that is damaged, as far as its
@@ -115,7 +116,7 @@ def save(
         way, it is waited for first.
 
     Raises:
-        ValueError: keep without step, or a number out of range.
+        ValueError: keep without step, a number out of range, or path is the root of all files.
         TypeError: an argument of the wrong type, or something in the settings that JSON cannot hold.
         CheckpointError: on all ranks, where one of them could not write (a full disk, a read-only path); what
             was at the path before is untouched. Also where the save before, asynchronous, had failed.
@@ -128,8 +129,10 @@ def save(
         raise ValueError(f"keep is {keep!r}; give at least 1, or None to keep all")
     if keep is not None and step is None:
         raise ValueError(f"keep={keep} needs step=: checkpoints of a folder are named by their steps")
-    folder = Path(path).absolute()
-    target = folder if step is None else folder / folders.step_name(step)
+    folder = Path(os.path.realpath(path))  # what is behind a link is replaced, and the link stays one
+    target = folder if step is None else Path(os.path.realpath(folder / folders.step_name(step)))
+    if not target.name:
+        raise ValueError(f"path is {path}, the root of all files; give the name of a directory to make there")
     if hybrid.saving is not None:
         hybrid.saving.wait()
 
@@ -190,7 +193,8 @@ def _write(planner: Save, writer: Writer, group: dist.ProcessGroup | None) -> No
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp_save({}, storage_writer=writer, planner=planner, process_group=group, no_dist=alone)
     except CheckpointException as failed:
-        if writer.rank == 0:
-            folders.discard(writer.aside)
+        writer.discard()
         rank, (error, _) = min(failed.failures.items())
         raise explained(error, rank, doing) from None
+    finally:
+        writer.close()

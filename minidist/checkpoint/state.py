@@ -78,8 +78,18 @@ def take(
         "scheduler": None if scheduler is None else scheduler.state_dict(),
         "sampler": None if sampler is None else sampler_settings(sampler),
         "extra": extra,
+        "classes": classes(engine, scheduler),
     }
     return State(chunks, own, {name: encode(value, name) for name, value in facts.items()})
+
+
+def classes(engine: HybridEngine, scheduler: Scheduler | None) -> dict[str, str | None]:
+    """Of which classes the optimizer and the scheduler are: many a state fits another's fields."""
+    optimizer = getattr(engine.optimizer, "inner", engine.optimizer)  # of a ZeroOptimizer or MasterWeights
+    return {
+        "optimizer": type(optimizer).__name__,
+        "scheduler": None if scheduler is None else type(scheduler).__name__,
+    }
 
 
 def buffer_names(engine: HybridEngine) -> set[str]:

@@ -44,6 +44,7 @@ class Writer(StorageWriter):
 
     def __init__(self, path: Path, rank: int, keep: int | None = None) -> None:
         self.path, self.aside, self.rank, self.keep = path, folders.written_aside(path), rank, keep
+        self._held: int | None = None
 
     def reset(self, checkpoint_id: Any = None) -> None:
         """Nothing to reset: a writer writes once."""
@@ -60,8 +61,23 @@ class Writer(StorageWriter):
                 f"{self.path} exists and is no checkpoint; give another path, or step= to save into a folder"
             )
         folders.make_directory(self.path.parent)
+        if folders.being_written(self.aside):
+            raise CheckpointError(
+                f"another save writes {self.path} now; give each training a path or folder of its own"
+            )
         folders.discard(self.aside)
-        self.aside.mkdir()
+        self._held = folders.begin_writing(self.aside)
+
+    def discard(self) -> None:
+        """Remove what was written, where it is this save's."""
+        if self._held is not None:
+            folders.discard(self.aside)
+
+    def close(self) -> None:
+        """Let go of the lock."""
+        if self._held is not None:
+            folders.end_writing(self._held)
+        self._held = None
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """As it is."""

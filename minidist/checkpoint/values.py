@@ -18,8 +18,8 @@ def encode(value: Any, where: str) -> Any:
     """A value as JSON can hold it.
 
     Raises:
-        TypeError: it has something else in it than None, booleans, numbers, text, lists, tuples,
-            dictionaries, counters and tensors.
+        TypeError: it has something else in it than None, booleans, real numbers, text, lists, tuples,
+            dictionaries, counters and real tensors.
     """
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
@@ -34,12 +34,13 @@ def encode(value: Any, where: str) -> Any:
             return {key: encode(each, f"{where}.{key}") for key, each in value.items()}
         pairs = [[encode(key, where), encode(each, f"{where}.{key}")] for key, each in value.items()]
         return {"$counter" if isinstance(value, Counter) else "$dict": pairs}
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor) and not value.is_complex():
         dtype = str(value.dtype).removeprefix("torch.")
         return {"$tensor": [dtype, list(value.shape), value.detach().reshape(-1).tolist()]}
+    kind = type(value).__name__ if not isinstance(value, torch.Tensor) else f"tensor of {value.dtype}"
     raise TypeError(
-        f"{where} is a {type(value).__name__}, which a checkpoint cannot hold; give None, booleans, numbers, "
-        "text, tensors, and lists, tuples and dictionaries of them"
+        f"{where} is a {kind}, which a checkpoint cannot hold; give None, booleans, real numbers, text, real "
+        "tensors, and lists, tuples and dictionaries of them"
     )
 
 

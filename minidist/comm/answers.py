@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import pickle
 import selectors
-import signal
 import sys
 import time
 from collections.abc import Collection, Sequence
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from minidist.comm.errors import RankDied, RankError, RankTimeout
-from minidist.comm.processes import RankProcess
+from minidist.comm.processes import RankProcess, signal_name
 from minidist.comm.worker import Raised
 
 SETTLE = 0.1
@@ -150,15 +149,12 @@ _HINTS = {
 def _death(process: RankProcess, also: str) -> RankDied:
     code = process.exit_code or 0
     if process.failure is not None:
-        message = f"rank {process.rank} has no process: {process.failure}; what it wrote is above"
+        message = f"rank {process.rank} has no process: {process.failure}"
         return RankDied(message, rank=process.rank, exit_code=code, signal=None)
     if code >= 0:
         message = f"rank {process.rank} ended with exit code {code} before it returned{also}"
         return RankDied(message, rank=process.rank, exit_code=code, signal=None)
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:  # a real-time signal
-        name = f"signal {-code}"
+    name = signal_name(-code)
     message = f"rank {process.rank} was killed by {name}{_HINTS.get(name, '')}{also}"
     return RankDied(message, rank=process.rank, exit_code=code, signal=name)
 

@@ -24,6 +24,14 @@ from minidist.comm.supervisor import HEADER
 START_METHODS = ("fork", "spawn")
 
 
+def signal_name(number: int) -> str:
+    """SIGKILL for 9; a real-time signal has no name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
 class Supervisor:
     """A running supervisor: takes requests to start and kill ranks. One serves all clusters of a process."""
 
@@ -39,14 +47,19 @@ class Supervisor:
             "import sys; sys.path[:] = {!r}; from minidist.comm import supervisor; supervisor.main({}, {!r})"
         )
         path = [entry for entry in sys.path if isinstance(entry, str)]
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", code.format(path, theirs.fileno(), method)],
-            pass_fds=(theirs.fileno(),),
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C in a terminal is the caller's to handle
-            # One thread in the process that forks; ranks set their own number when they start.
-            env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
-        )
+        # The supervisor has this thread's mask from its first instruction: see its file.
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", code.format(path, theirs.fileno(), method)],
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C in a terminal is the caller's to handle
+                # One thread in the process that forks; ranks set their own number when they start.
+                env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         theirs.close()
 
     def alive(self) -> bool:
@@ -69,6 +82,14 @@ class Supervisor:
         text = json.dumps(request).encode()
         # In one call: a request that Ctrl-C cuts in two would garble all that follow.
         socket.send_fds(self._control, [HEADER.pack(len(text)) + text], descriptors)
+
+    def end(self) -> str:
+        """How it ended, now that it has closed its pipes."""
+        subject = "the process that starts and watches ranks"
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            if (code := self._process.wait(1.0)) < 0:
+                return f"{subject} was killed by {signal_name(-code)}"
+        return f"{subject} has ended; what it wrote is above"
 
     def abandon(self) -> None:
         """Kill the supervisor, where it does not answer; the kernel kills its ranks with it."""
@@ -173,7 +194,7 @@ class RankProcess:
             else:
                 self.failure, self.exit_code = value, 1
         if not part and self.exit_code is None:
-            self.failure, self.exit_code = "the process that starts and watches ranks has ended", 1
+            self.failure, self.exit_code = self._supervisor.end(), 1
 
     def wait(self, limit: float) -> bool:
         """Wait up to `limit` seconds for the process to end; True where it has."""

@@ -9,6 +9,9 @@ whatever way, every rank is killed with the processes that it started: the super
 control socket; should it be killed itself, the kernel kills its ranks (`prctl(PR_SET_PDEATHSIG)`; where
 there is none, a thread in each rank watches).
 
+It takes no SIGTERM, which a scheduler sends to every process of a job at once: ranks that save before they
+leave need it until then. It ends with its caller.
+
 macOS's frameworks do not survive a fork: with `method="spawn"` a rank is a fresh interpreter instead.
 
 Run by `minidist.comm.processes.Supervisor`; not by hand.

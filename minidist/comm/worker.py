@@ -59,6 +59,7 @@ def serve(connection_descriptor: int, stacks_descriptor: int, listener: int | No
     from minidist.comm import supervisor
 
     supervisor.starting(True)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # the supervisor's, and so this process's
     channel = Channel(socket.socket(fileno=connection_descriptor), blocking=True)
     received = channel.messages()
     faulthandler.register(signal.SIGUSR1, file=stacks_descriptor, all_threads=True)

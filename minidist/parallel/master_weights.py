@@ -51,8 +51,8 @@ class MasterWeights(torch.optim.Optimizer):
         self.parameters, self._dtype = [*parameters], dtype
         self.masters = [self._master(parameter, dtype) for parameter in self.parameters]
         self.factor = 1.0
-        self._inner = make(self.masters)
-        require_optimizer(self._inner)
+        self.inner = make(self.masters)
+        require_optimizer(self.inner)
         super().__init__(self.masters, {})
         self._follow()
         known = set(map(id, self.masters))
@@ -71,8 +71,8 @@ class MasterWeights(torch.optim.Optimizer):
 
     def _follow(self) -> None:
         """One set of groups and state: the wrapped optimizer's."""
-        self.param_groups, self.state = self._inner.param_groups, self._inner.state
-        self.defaults = self._inner.defaults
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+        self.defaults = self.inner.defaults
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of the model's parameters."""
@@ -101,7 +101,7 @@ class MasterWeights(torch.optim.Optimizer):
         if self.factor != 1:
             scale(self.gradients(), self.factor)
             self.factor = 1.0
-        self._inner.step()
+        self.inner.step()
         self.copy_back()
         for _, master in self._pairs():
             master.grad = None
@@ -123,17 +123,17 @@ class MasterWeights(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """The wrapped optimizer's state; the masters are not part of it."""
-        self._inner.load_state_dict(state_dict)
+        self.inner.load_state_dict(state_dict)
         self._follow()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Further parameters of the model."""
-        if self.param_groups is not self._inner.param_groups:
+        if self.param_groups is not self.inner.param_groups:
             return  # torch calls it while this object is made; the wrapped optimizer has its groups already
         given: Any = param_group["params"]
         parameters: list[Any] = [given] if isinstance(given, Tensor) else [*given]
         masters = [self._master(parameter, self._dtype) for parameter in parameters]
-        self._inner.add_param_group({**param_group, "params": masters})
+        self.inner.add_param_group({**param_group, "params": masters})
         self.parameters += parameters
         self.masters += masters
 

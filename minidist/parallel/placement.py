@@ -161,6 +161,16 @@ class Placement:
                 offsets = tuple(o + p for o, p in zip(cut.offsets, chunk.offsets, strict=True))
                 yield Chunk(full, tuple(cut.shape), offsets, _box(chunk.tensor, _start(chunk.tensor), inside))
 
+    def own(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """This rank's parts of whole parameters."""
+        return {
+            name: _box(value, self.cuts[name].offsets, self.cuts[name].sizes).contiguous()
+            if name in self.cuts
+            else value
+            for name, value in whole.items()
+            if name in self._shapes
+        }
+
     def full_state_dict(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The whole model's tensors from all ranks' own ones; a collective.
 

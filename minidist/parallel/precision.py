@@ -18,7 +18,7 @@ Source: Micikevicius et al. 2018, "Mixed Precision Training", sections 3.1 to 3.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from minidist.parallel.buckets import broadcast_together
-from minidist.parallel.strategy import Chunk
+from minidist.parallel.strategy import Strategy
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -170,20 +170,21 @@ class Precision:
 
 
 @torch.no_grad()
-def fill_masters(chunks: Iterable[Chunk], exact: Mapping[str, Tensor]) -> None:
+def fill_masters(
+    strategy: Strategy,
+    exact: Mapping[str, Tensor],
+    own: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = dict,
+) -> None:
     """Let master weights begin with rank 0's float32 values, and not with what 16 bits have left of them.
 
     A collective where there are any; rank 0's values are sent once, as `comm.broadcast` does.
 
     Args:
-        chunks: of the state of a strategy with masters, just made; boxes of the whole model's.
+        strategy: one with masters, just made.
         exact: the values by the parameters' names, of the same shapes on all ranks; they become rank 0's.
+        own: what of them the rank has.
     """
     if not exact:
         return
     broadcast_together([*{id(value): value for value in exact.values()}.values()], None)
-    for chunk in chunks:
-        value = exact.get(chunk.name.removeprefix("model.")) if chunk.name.startswith("model.") else None
-        if value is not None and chunk.tensor.dtype == value.dtype:
-            box = zip(chunk.offsets, chunk.tensor.shape, strict=True)
-            chunk.tensor.copy_(value[tuple(slice(start, start + size) for start, size in box)])
+    strategy.begin_masters(own(exact))

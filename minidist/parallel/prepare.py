@@ -121,7 +121,7 @@ def prepare(
         if layout.recompute:
             recompute(model)
         strategy = _strategy(part, optimizer, layout, data_parallel, precision, fully_shard)
-        fill_masters(part.placement.chunks(strategy.chunks()) if exact else (), exact)
+        fill_masters(strategy, exact, part.placement.own)
         engine = HybridEngine(model, strategy, layout, loss, precision, clip_norm, part)
         claim(engine, ENGINE, model.parameters())
         return engine

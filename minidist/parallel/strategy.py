@@ -161,6 +161,17 @@ class Strategy(ABC):
         state: for each parameter the keys of its optimizer state, each with its whole shape and dtype.
         """
 
+    def begin_masters(self, exact: Mapping[str, Tensor]) -> None:
+        """Before the first step: let master weights begin with these values.
+
+        exact: whole, by the parameters' names, in the masters' dtype; the same on all ranks.
+        """
+        for chunk in self.chunks():
+            value = exact.get(chunk.name.removeprefix("model.")) if chunk.name.startswith("model.") else None
+            if value is not None and chunk.tensor.dtype == value.dtype:
+                box = zip(chunk.offsets, chunk.tensor.shape, strict=True)
+                chunk.tensor.copy_(value[tuple(slice(start, start + size) for start, size in box)])
+
     def loaded(self) -> None:  # noqa: B027 (most strategies have nothing to do)
         """The tensors of `chunks` have been written: have what follows from them be made again.
 

@@ -156,6 +156,13 @@ class ShardedState(Strategy):
             [*self.model.buffers()],
         )
 
+    def begin_masters(self, exact: Mapping[str, Tensor]) -> None:
+        """See `Strategy.begin_masters`. They are whole until the first backward pass deals the parameters."""
+        zero = self.optimizer
+        for parameter in [zero.trained[place] for place in zero.waiting]:
+            if self.names[parameter] in exact:
+                zero.masters[parameter] = exact[self.names[parameter]]
+
     # The state by names.
 
     def chunks(self) -> Iterator[Chunk]:
