@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,15 @@ from minidist.parallel import ownership
 
 Clusters = Callable[[int], md.Cluster]
 SGD = partial(torch.optim.SGD, lr=0.1)
+
+
+@pytest.fixture(autouse=True)
+def _few_objects() -> Iterator[None]:
+    """Collections look at what a test makes, not at all that other files have left in this process."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def net() -> nn.Sequential:

@@ -72,8 +72,8 @@ class FullyShard(nn.Module):
             None for the model's method `initialize_part`, else each submodule's `reset_parameters`.
         prefetch: gather the next unit while one computes. None: where messages leave the cores that compute
             free, and not where gathering is those cores' own copying, through memory that the ranks share:
-            there it took 0.49 and 0.84 of torch's time a step without, and 0.58 and 0.85 with, at 1 and 8
-            rows (`minidist bench fully_shard --full`).
+            there it gains nothing, and takes the memory of a unit more: at 1 and 8 rows a step took 0.48 and
+            0.83 of torch's time without, 0.51 and 0.82 with (`minidist bench fully_shard --full`).
         master: dtype of the copies that the optimizer updates; None for the parameters' own.
         **defaults: of the optimizer, such as lr.
 

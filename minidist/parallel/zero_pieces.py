@@ -20,8 +20,8 @@ from minidist.parallel.elementwise import is_elementwise
 from minidist.parallel.zero_buckets import Fragment, ShardBucket
 
 PIECE = 2**20
-"""Bytes of a piece at most, where parameters may be cut: torch's AdamW took a core 10.7 ms for 1.7 million
-elements in one tensor, 4.0 ms in tensors of 2 MB, 3.7 ms of 0.5 MB and 4.6 ms of 0.13 MB."""
+"""Bytes of a piece at most, where parameters may be cut: on one core, in tensors of 1 MB and of 0.5 MB, torch's
+AdamW took 0.47 of the time that it took for 1.7 million elements in one; of 2 MB 0.92, of 0.13 MB 0.60."""
 SCALARS = {"step", "mu_product", "eta", "mu"}
 """What their state has of each parameter once; all else has its shape."""
 
