@@ -2,7 +2,7 @@
 
 A byte GPT of 3 M parameters, 8 micro-batches, gloo. GPipe and 1F1B in turn with the same schedules of
 `torch.distributed.pipelining`, zero-bubble beside them. Then how long the ranks wait in a step, beside
-what the simulation says of passes that take as long as these did.
+what the simulation says of passes that take as long as these did, and messages as long as one alone.
 """
 
 from __future__ import annotations
@@ -15,7 +15,15 @@ import numpy as np
 import pytest
 
 import minidist as md
-from minidist.benchmarks.pipeline_steps import PEERS, Case, Timed, mean_times, passes, time_schedules
+from minidist.benchmarks.pipeline_steps import (
+    PEERS,
+    Case,
+    Timed,
+    mean_times,
+    message_seconds,
+    passes,
+    time_schedules,
+)
 from minidist.benchmarks.turns import Benchmark, compared, record
 from minidist.parallel import schedules
 
@@ -61,6 +69,7 @@ def test_pipeline(benchmark: Benchmark, timed: Any, name: str) -> None:
 def test_bubble(benchmark: Benchmark, full: bool, name: str) -> None:
     """How long the ranks wait, all together."""
     with md.Cluster(RANKS, timeout=600) as cluster:
+        message = max(cluster.run(message_seconds, CASE))
         ranks = cluster.run(passes, CASE, name, 30 if full else 10)
     schedule = schedules.by_name(name, RANKS, CASE.micro_batches)
     waited, simulated, shares = [], [], []
@@ -68,7 +77,7 @@ def test_bubble(benchmark: Benchmark, full: bool, name: str) -> None:
         first, last = min(own[0].start for own in step), max(own[-1].end for own in step)
         seconds = RANKS * (last - first)
         waited.append(seconds - sum(each.end - each.start for own in step for each in own))
-        expected = schedules.simulate(schedule, mean_times(step))
+        expected = schedules.simulate(schedule, {**mean_times(step), "message": message})
         simulated.append(expected.bubble * RANKS * expected.seconds)
         shares.append((waited[-1] / seconds, expected.bubble))
     record(benchmark, waited, simulated, "the simulation")
@@ -77,5 +86,5 @@ def test_bubble(benchmark: Benchmark, full: bool, name: str) -> None:
         "label": name,
         "ranks": RANKS,
         "goal": {"of": "ratio", "below": 1.15},
-        "note": f"bubble {measured:.1%}, simulated {expected_share:.1%}",
+        "note": f"bubble {measured:.1%}, simulated {expected_share:.1%}, messages of {message * 1e3:.2f} ms",
     }

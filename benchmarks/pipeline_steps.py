@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
-from statistics import fmean
+from statistics import fmean, median
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -152,6 +153,21 @@ def passes(case: Case, name: str, rounds: int) -> list[list[Pass]]:
         if number:  # the first one finds the shapes
             steps.append([Pass(*event) for event in events if event.instruction.computes])
     return steps
+
+
+def message_seconds(case: Case, rounds: int = 40) -> float:
+    """How long a micro-batch's activations take from one of two ranks to the other: half of a round trip."""
+    shape = config(case.model)
+    activations = torch.zeros(case.rows // case.micro_batches, shape.context, shape.width)
+    other, first = 1 - md.rank(), md.rank() == 0
+    seconds = []
+    for _ in range(rounds):
+        comm.barrier()
+        start = perf_counter()
+        for move in (comm.send, comm.recv) if first else (comm.recv, comm.send):
+            move(activations, other)
+        seconds.append((perf_counter() - start) / 2)
+    return median(seconds)
 
 
 def mean_times(ranks: Sequence[Sequence[Pass]]) -> dict[str, list[float]]:
