@@ -31,7 +31,7 @@ bench: setup
 # Two at a time, each with warm ranks of its own; a file's tests stay together. Threads that spin while they
 # wait for each other would take the other's core.
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist loadfile --durations 25
 
 lint: setup
 	$(BIN)/ruff check .
