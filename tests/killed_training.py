@@ -3,8 +3,8 @@
 The variable KILLS is a JSON list with one entry for each life: [rank, place, number], and that rank ends by
 SIGKILL, as where memory runs out, in the life when it comes to the place for the number-th time. Places:
 "step", before a step; "backward 1", in the middle of one of ZeRO stage 1; "write", before its part of a
-checkpoint; "rename", between a checkpoint's last byte and its name; "time", after so
-many seconds. Each argument is a training: a pickled description, in hexadecimal digits.
+checkpoint; "rename", between a checkpoint's last byte and its name; "time", so many seconds after its first
+step began. Each argument is a training: a pickled description, in hexadecimal digits.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from minidist.train import TrainConfig, train
 
 PLACES = {
     "step": (HybridEngine, "step"),
+    "time": (HybridEngine, "step"),
     "backward 0": (Replicated, "announce"),
     "backward 1": (ShardedState, "announce"),
     "backward 2": (ShardedState, "announce"),
@@ -55,6 +56,18 @@ def dying(function: Callable[..., Any], number: int) -> Callable[..., Any]:
     return call
 
 
+def dying_later(function: Callable[..., Any], seconds: float) -> Callable[..., Any]:
+    timer = threading.Timer(seconds, die)
+    timer.daemon = True
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if timer.ident is None:
+            timer.start()
+        return function(*args, **kwargs)
+
+    return call
+
+
 def train_all(configs: list[TrainConfig]) -> list[tuple[list[float], float]]:
     results = [train(config) for config in configs]
     return [(result.losses, result.test_loss) for result in results]
@@ -65,13 +78,9 @@ if __name__ == "__main__":
     life = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     if life < len(lives) and lives[life][0] == int(os.environ["RANK"]):
         _, place, number = lives[life]
-        if place == "time":
-            timer = threading.Timer(number, die)
-            timer.daemon = True
-            timer.start()
-        else:
-            owner, name = PLACES[place]
-            setattr(owner, name, dying(getattr(owner, name), number))
+        owner, name = PLACES[place]
+        how = dying_later if place == "time" else dying
+        setattr(owner, name, how(getattr(owner, name), number))
     configs = [pickle.loads(bytes.fromhex(text)) for text in sys.argv[1:]]
     (found, *_) = launch(train_all, configs[0].layout.ranks, (configs,))
     if os.environ["RANK"] == "0":
