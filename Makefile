@@ -9,7 +9,7 @@ STAMP := $(VENV)/.minidist-set-up
 
 help:
 	@echo "make setup    make .venv and install minidist with all its extras"
-	@echo "make bench    measure this machine (under five minutes), then write the report"
+	@echo "make bench    measure this machine (under six minutes), then write the report"
 	@echo "make test     run the tests"
 	@echo "make lint     check lint, format and types"
 	@echo "make format   format the code"

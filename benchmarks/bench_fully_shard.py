@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import minidist as md
 from minidist import comm
-from minidist.benchmarks.steps import Case, Timed
+from minidist.benchmarks.sharded_steps import fully_sharded
+from minidist.benchmarks.steps import Case, Timed, plain_loop
 from minidist.benchmarks.turns import Benchmark, compared, record
 from minidist.kernels.harness import time_in_turns
 
@@ -50,9 +51,9 @@ def _time(case: Case, batches: list[tuple[Tensor, Tensor]], rounds: int, directo
     def step(name: str, train: Callable[[Tensor, Tensor], float]) -> Callable[[], None]:
         return lambda: losses[name].append(train(*batches[len(losses[name])]))
 
-    trains = {name: partial(_step, each, each) for name, each in sharded.items()}
+    trains = {name: plain_loop(each, each) for name, each in sharded.items()}
     programs = {name: step(name, train) for name, train in trains.items()}
-    seconds = time_in_turns({**programs, "": step("", _by_torch(case.build()))}, rounds)
+    seconds = time_in_turns({**programs, "": step("", fully_sharded(case.build()))}, rounds)
     timed = {}
     for name, train in trains.items():
         with comm.ledger() as ledger:
@@ -61,23 +62,6 @@ def _time(case: Case, batches: list[tuple[Tensor, Tensor]], rounds: int, directo
             seconds[name], seconds[""], losses[name], losses[""], ledger.bytes_sent, ledger.comm_overlap
         )
     return timed
-
-
-def _by_torch(model: nn.Module) -> Callable[[Tensor, Tensor], float]:
-    from torch.distributed.fsdp import fully_shard
-
-    for block in [*model.layers][1:-1]:  # type: ignore[misc]
-        fully_shard(block)
-    fully_shard(model)
-    return partial(_step, model, torch.optim.AdamW(model.parameters(), lr=1e-3))
-
-
-def _step(model: nn.Module, optimizer: Any, inputs: Tensor, targets: Tensor) -> float:
-    optimizer.zero_grad()
-    loss = nn.functional.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
-    loss.backward()  # type: ignore[no-untyped-call]
-    optimizer.step()
-    return loss.item()
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import minidist as md
 from minidist import comm
-from minidist.benchmarks.steps import SEED, Case, Timed
+from minidist.benchmarks.steps import SEED, Case, Timed, plain_loop
 from minidist.kernels.harness import time_in_turns
 from minidist.model.configs import config
 from minidist.model.models import GPT, Block
@@ -40,7 +40,7 @@ def zero_redundancy(model: nn.Module) -> Step:
 
     parallel = nn.parallel.DistributedDataParallel(model)
     optimizer = ZeroRedundancyOptimizer(parallel.parameters(), optimizer_class=torch.optim.AdamW, lr=1e-3)
-    return _loop(parallel, optimizer)
+    return plain_loop(parallel, optimizer)
 
 
 def fully_sharded(model: nn.Module) -> Step:
@@ -53,25 +53,13 @@ def fully_sharded(model: nn.Module) -> Step:
         if isinstance(module, Block):
             fully_shard(module, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    return _loop(model, ADAMW(model.parameters()))
+    return plain_loop(model, ADAMW(model.parameters()))
 
 
 ENTRIES: dict[str, Entry] = {
     "stage 1": Entry(1, "torch ZeroRedundancyOptimizer", zero_redundancy),
     "stage 2": Entry(2, "torch fully_shard", fully_sharded),
 }
-
-
-def _loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
-    def step(inputs: Tensor, targets: Tensor) -> float:
-        optimizer.zero_grad()
-        outputs = model(inputs)
-        loss = nn.functional.cross_entropy(outputs.flatten(0, -2), targets.flatten())
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        return loss.item()
-
-    return step
 
 
 def time_entries(case: Case, names: Sequence[str], rounds: int) -> dict[str, Timed]:

@@ -102,7 +102,11 @@ def _plain_torch(
 ) -> Callable[[Tensor, Tensor], float]:
     if md.size() > 1:
         model = nn.parallel.DistributedDataParallel(model)
-    optimizer = make_optimizer(model.parameters())
+    return plain_loop(model, make_optimizer(model.parameters()))
+
+
+def plain_loop(model: nn.Module, optimizer: Any) -> Callable[[Tensor, Tensor], float]:
+    """A step as torch's users write it; `optimizer` has its `zero_grad` and `step`."""
 
     def step(inputs: Tensor, targets: Tensor) -> float:
         optimizer.zero_grad()

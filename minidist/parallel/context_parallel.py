@@ -140,6 +140,13 @@ class _Ring:
                 works.append(comm.recv(into, before, tag, self.group, async_op=True))
         return works
 
+    def go_on(self, block: Tensor, step: int) -> tuple[list[Work], Tensor]:
+        """Send keys and values on, and receive the next ones, still under way; nothing at the last step."""
+        if step + 1 == self.ranks:
+            return [], block
+        coming = _empty(block, self.size(self.owner(step + 1)))
+        return self.pass_on(block, coming, tag=0), coming
+
 
 class _RingAttention(torch.autograd.Function):
     """Forward: keys and values round the ring. Backward: they and their gradients."""
@@ -151,10 +158,7 @@ class _RingAttention(torch.autograd.Function):
         softmax = Softmax(queries)
         for step in range(ring.ranks):
             # Launch: the block goes on while it is computed with.
-            works, coming = [], block
-            if step + 1 < ring.ranks:
-                coming = _empty(block, ring.size(ring.owner(step + 1)))
-                works = ring.pass_on(block, coming, tag=0)
+            works, coming = ring.go_on(block, step)
             # Compute.
             first, keys, diagonal = ring.sight(ring.owner(step))
             here = block[:, :, :keys].to(queries.dtype)
@@ -181,10 +185,7 @@ class _RingAttention(torch.autograd.Function):
         arriving: list[Work] = []  # the sums of gradients that travel one step behind
         for step in range(ring.ranks):
             # Launch.
-            works, coming = [], block
-            if step + 1 < ring.ranks:
-                coming = _empty(block, ring.size(ring.owner(step + 1)))
-                works = ring.pass_on(block, coming, tag=0)
+            works, coming = ring.go_on(block, step)
             # Compute.
             first, keys, diagonal = ring.sight(ring.owner(step))
             here = block[:, :, :keys].to(queries.dtype)

@@ -9,6 +9,7 @@ Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Tra
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -23,7 +24,7 @@ _DRAW_NOTHING = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 """Parts that need no random numbers, and are spared the time that a stream of them takes."""
 
 
-class _Around:
+class _Around(ABC):
     """Another `forward` for a module that is there, around its own."""
 
     def __init__(self, part: nn.Module, group: Group) -> None:
@@ -32,8 +33,9 @@ class _Around:
         self.own = part.__dict__.get("forward") or partial(type(part).forward, part)
         part.forward = self
 
+    @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError
+        """What the module's `forward` is now."""
 
 
 class OnOwnTokens(_Around):

@@ -6,6 +6,7 @@ row or column, or what must stay together, such as the rows of an attention head
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,7 +28,7 @@ class Cut:
     sizes: tuple[int, ...]  # of the box
 
 
-class TensorParallel(nn.Module):
+class TensorParallel(nn.Module, ABC):
     """A module that holds its rank's part of some parameters.
 
     Attributes:
@@ -38,9 +39,9 @@ class TensorParallel(nn.Module):
     group: Group
     sequence_parallel: bool
 
+    @abstractmethod
     def cuts(self) -> dict[str, Cut]:
         """For each own parameter that is cut its `Cut`."""
-        raise NotImplementedError
 
 
 def cuts(module: nn.Module) -> dict[str, Cut]:
