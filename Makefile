@@ -4,8 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 # A new interpreter or a changed dependency list sets the environment up again; otherwise set-up does nothing.
 STAMP := $(VENV)/.minidist-set-up
+# A cell of a notebook shows 88 columns on a laptop.
+NARROW := --line-length 88 lessons/[0-9]*.py
 
-.PHONY: setup bench test lint format lessons clean help
+.PHONY: setup bench test lint format lessons lessons-check notebooks clean help
 
 help:
 	@echo "make setup    make .venv and install minidist with all its extras"
@@ -13,7 +15,9 @@ help:
 	@echo "make test     run the tests"
 	@echo "make lint     check lint, format and types"
 	@echo "make format   format the code"
-	@echo "make lessons  open JupyterLab in lessons/"
+	@echo "make lessons  show progress, and open JupyterLab in lessons/"
+	@echo "make notebooks      make the lessons' .ipynb from their .py"
+	@echo "make lessons-check  run every lesson from top to bottom, also in a browser (some minutes)"
 	@echo "make clean    remove .venv and caches"
 
 setup: $(STAMP)
@@ -36,14 +40,23 @@ test: setup
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/ruff format --check $(NARROW)
 	$(BIN)/mypy
 
 format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(BIN)/ruff format $(NARROW)
 
 lessons: setup
-	cd lessons && ../$(BIN)/jupyter lab
+	$(BIN)/minidist lessons
+
+notebooks: setup
+	$(BIN)/python lessons/checks/notebooks.py
+
+# Time and memory of each are kept in lessons/costs.json, which `minidist lessons` shows.
+lessons-check: setup
+	MINIDIST_LESSONS_COSTS=1 OMP_NUM_THREADS=1 $(BIN)/pytest tests/test_lessons.py tests/test_lessons_browser.py -m "lessons or browser or not faults" --durations 25
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .benchmarks build *.egg-info

@@ -1,0 +1,446 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 8. Ranks that talk
+#
+# So far everything happened in one process. From here on several processes work together, and none sees the
+# others' memory: all that they have is messages. In this lesson you build, from *send* and *receive* alone,
+# the operation that nearly all parallel training rests on, and you predict what it costs before you measure it.
+
+# %%
+import statistics
+import time
+
+import torch
+
+import minidist as md
+from checks.figures import BLUE, MUTED, RED, draw, ladder, name, show
+from checks.pictures.ring import ring_animation
+from checks.ranks_that_talk import check, hint, or_solution
+from minidist import comm
+
+ladder(8)
+
+# %% [markdown]
+# **The question.** Four processes hold a tensor each. Each of them wants the sum of all four. How is that done
+# so fast that more processes hardly make it slower?
+#
+# ## Four processes and a name for each
+#
+# `md.Cluster` starts processes that stay up, so that a cell which uses them answers in a moment. They are
+# called **ranks**, from 0 on. `cluster.run` runs one function on all of them, and gives back what each
+# returned. Inside, `md.rank()` says who one is, and `md.size()` how many there are.
+
+# %%
+cluster = md.Cluster(ranks=4)
+
+
+def hello():
+    print("I am one of", md.size())
+    return md.rank() ** 2
+
+
+cluster.run(hello)
+
+# %% [markdown]
+# The same function ran four times, at once, in four processes. What a rank prints is labelled with its rank.
+# That is the whole style: **one program, many ranks**, and each finds its part by its rank (SPMD: single
+# program, multiple data).
+#
+# ## One message
+#
+# A message needs two: one rank calls `comm.send`, the other `comm.recv`, with a tensor of the same shape for
+# the message to land in.
+
+
+# %%
+def one_message():
+    x = torch.full((3,), float(md.rank()))
+    if md.rank() == 0:
+        comm.send(x, destination=2)
+    if md.rank() == 2:
+        comm.recv(x, source=0)
+    return x
+
+
+cluster.run(one_message)
+
+# %% [markdown]
+# Rank 2 now has zeros: they came from rank 0. The others sent nothing and noticed nothing.
+#
+# And when everybody sends at once? Below each of two ranks sends to the other, and then receives. It looks
+# harmless. These two ranks are started with `check=True`, which has ranks compare their calls, so that they
+# notice when they get stuck.
+
+
+# %%
+def after_you():
+    x, other = torch.ones(3), 1 - md.rank()
+    comm.send(x, other)
+    comm.recv(x, other)
+
+
+with md.Cluster(ranks=2, check=True) as pair:
+    try:
+        pair.run(after_you)
+    except md.RankError as error:
+        print(str(error.__cause__).replace(": ", ":\n", 1).replace("; ", "\n"))
+
+# %% [markdown]
+# A **deadlock**: each waits until the other listens, and neither does. `comm.send` comes back once the message
+# is on its way, which takes a receiver. The remedy is to *begin* a send and not wait for it:
+# `work = comm.send(x, other, async_op=True)` comes back at once, and `work.wait()` waits later.
+#
+# **Exercise 8.1: shift.** All ranks sit in a ring. Each gives its tensor to the next one and gets the tensor
+# of the one before: rank 0 gives to rank 1, and the last rank gives to rank 0. All of them do so at the same
+# time. `x` stays as it is; the result is a new tensor. A rank that is alone gets its own.
+#
+# Par: one message from each rank.
+
+
+# %% tags=["exercise"]
+def shift(x):
+    """Give x to the next rank, and return what the rank before gave."""
+    r, n = md.rank(), md.size()
+    ...  # about 7 lines
+
+
+# %%
+check(shift)
+
+# %% [markdown]
+# No idea how to begin? `hint()` in a cell of its own gives the first of three hints. The next cell takes your
+# function where it has passed, and the lesson's own where it has not, so that all that follows works.
+
+# %%
+shift = or_solution(shift)
+cluster.run(lambda: shift(torch.full((3,), float(md.rank()))))
+
+# %% [markdown]
+# ## A sum, the obvious way
+#
+# Everybody sends to rank 0. It adds, and sends the sum to everybody. This is an **all-reduce**: *reduce* means
+# that tensors are combined to one, *all* that everybody gets it.
+
+
+# %%
+def naive_all_reduce(x):
+    if md.rank() == 0:
+        arrived = torch.empty_like(x)
+        for other in range(1, md.size()):
+            comm.recv(arrived, other)
+            x += arrived
+        for other in range(1, md.size()):
+            comm.send(x, other)
+    else:
+        comm.send(x, 0)
+        comm.recv(x, 0)
+    return x
+
+
+cluster.run(lambda: naive_all_reduce(torch.full((3,), float(md.rank()))))
+
+# %% [markdown]
+# It is right: 0 + 1 + 2 + 3 = 6. But who works? A **ledger** counts what goes through `comm`.
+
+
+# %%
+def bytes_of(all_reduce, size=1_000_000):
+    with comm.ledger() as ledger:
+        all_reduce(torch.zeros(size // 4))  # float32: 4 bytes each
+    return ledger.bytes_sent
+
+
+cluster.run(bytes_of, naive_all_reduce)
+
+# %% [markdown]
+# The tensor has 1 MB. Rank 0 sends 3 MB, and receives 3 MB, while the others wait for it. With 100 ranks it
+# would be 99 MB each way through one process: **the busiest rank decides**, and here it has (n - 1) times the
+# tensor to send.
+#
+# ## A ring
+#
+# Here is a way in which nobody is the busiest. Cut each tensor into n parts. In each step every rank passes
+# *one part* to the next rank, and all ranks do so at the same time. Press Play, or go step by step, and follow
+# one colour around. A block says whose contributions it holds: `3+0` is the sum of rank 3's part and rank 0's.
+
+# %%
+ring_animation()
+
+# %% [markdown]
+# The first three steps are a **reduce-scatter**: afterwards rank r has the sum of part r, and only of that. The
+# last three are an **all-gather**: those parts go around until everybody has all. Both are useful alone (ZeRO,
+# in lesson 13, is made of them), so you write them one after the other.
+#
+# **Exercise 8.2: ring reduce-scatter.** `x` is a tensor of one dimension, the same length on all ranks. Its
+# parts are `x.tensor_split(n)`, whose lengths may differ by one, or be 0. Return part r, summed over all ranks.
+# You may use `x` as scratch paper. Only `comm.send` and `comm.recv`.
+#
+# Par: n - 1 messages from each rank, and in them all of `x` but one part.
+
+
+# %% tags=["exercise"]
+def ring_reduce_scatter(x):
+    """Return part r of x, summed over all ranks."""
+    r, n = md.rank(), md.size()
+    parts = x.tensor_split(n)  # views: what is written to a part is in x
+    ...  # about 8 lines
+
+
+# %%
+check(ring_reduce_scatter)
+
+# %%
+ring_reduce_scatter = or_solution(ring_reduce_scatter)
+cluster.run(lambda: ring_reduce_scatter(torch.arange(8.0)))
+
+# %% [markdown]
+# **Exercise 8.3: ring all-gather.** On rank r only part r of `x` counts, the rest is old stuff. Fill all parts on
+# all ranks, in place, and return `x`.
+#
+# Par: n - 1 messages from each rank, and in them all of `x` but one part.
+
+
+# %% tags=["exercise"]
+def ring_all_gather(x):
+    """Fill x with part 0 of rank 0, part 1 of rank 1, and so on; return x."""
+    r, n = md.rank(), md.size()
+    ...  # about 8 lines
+
+
+# %%
+check(ring_all_gather)
+
+# %%
+ring_all_gather = or_solution(ring_all_gather)
+cluster.run(lambda: ring_all_gather(torch.full((8,), float(md.rank()))))
+
+# %% [markdown]
+# **Exercise 8.4: ring all-reduce.** Sum `x` over all ranks, in place, and return it.
+#
+# Par: 2 (n - 1) messages from each rank, and in them 2 (n - 1) / n times the bytes of `x`.
+
+
+# %% tags=["exercise"]
+def ring_all_reduce(x):
+    """Sum x over all ranks, in place; return x."""
+    ...  # about 2 lines
+
+
+# %%
+check(ring_all_reduce)
+
+# %%
+ring_all_reduce = or_solution(ring_all_reduce)
+print("naive", cluster.run(bytes_of, naive_all_reduce))
+print("ring ", cluster.run(bytes_of, ring_all_reduce))
+
+# %% [markdown]
+# Of 1 MB each rank sends 1.5 MB. With n ranks it is 2 (n - 1) / n MB: never more than 2, be it four ranks or a
+# thousand. Nobody can do with less (Patarasuk and Yuan 2009 prove it): that is why it is called
+# **bandwidth-optimal**.
+#
+# ## What a message costs
+#
+# Two numbers say most of it. A message takes **alpha** seconds however small it is, and **beta** seconds more for
+# each byte: alpha + beta b for b bytes. One step of the ring is a shift, so time `shift`: a tiny one gives
+# alpha, and a large one beta.
+
+
+# %%
+def seconds(call, rounds=7):
+    times = []
+    for _ in range(rounds):
+        comm.barrier()  # all ranks begin together
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def slowest(call):
+    return max(cluster.run(seconds, call))
+
+
+# %%
+small, large = 1_000, 4_000_000  # bytes
+alpha = slowest(lambda: shift(torch.zeros(small // 4)))
+beta = (slowest(lambda: shift(torch.zeros(large // 4))) - alpha) / large
+print(
+    f"alpha {alpha * 1e6:.0f} microseconds; beta {beta * 1e9:.2f} ns a byte, which is {1e-9 / beta:.2f} GB/s"
+)
+
+# %% [markdown]
+# These are *busy* numbers: four ranks talk at once, and on a laptop they share its cores, because a message
+# between processes is work for the processor (it is copied, twice). Ranks on machines of their own do not get
+# into each other's way.
+#
+# **Exercise 8.5: ring_seconds.** Predict the time of your ring all-reduce: `size` bytes on each of `ranks`
+# ranks, whose messages take `alpha` and `beta`. What the additions take is left out.
+
+
+# %% tags=["exercise"]
+def ring_seconds(size, ranks, alpha, beta):
+    """Seconds that a ring all-reduce takes."""
+    ...  # 1 line
+
+
+# %%
+check(ring_seconds)
+
+# %%
+ring_seconds = or_solution(ring_seconds)
+for size in (1_000, 1_000_000, 16_000_000):
+    print(
+        f"{size:>12,} bytes on 4 ranks: {ring_seconds(size, 4, alpha, beta) * 1e3:8.2f} ms"
+    )
+
+# %% [markdown]
+# ## Predict, then measure
+#
+# The naive way sends each of its 2 (n - 1) messages whole, and one after the other through rank 0. With
+# 16 MB on 4 ranks: how many times faster is the ring, on the machine that you sit at? Write down your guess, and
+# only then run on.
+
+# %%
+prediction = None  # your guess, such as 2.5; None draws no guess
+
+# %%
+sizes = [4**k * 1000 for k in range(8)]  # 1 kB to 16 MB
+ways = {"naive": naive_all_reduce, "ring": ring_all_reduce}
+measured = {
+    way: [slowest(lambda f=f, size=size: f(torch.zeros(size // 4))) for size in sizes]
+    for way, f in ways.items()
+}
+for size, *times in zip(sizes, *measured.values()):
+    print(
+        f"{size:>12,} bytes: "
+        + ", ".join(f"{way} {t * 1e3:8.2f} ms" for way, t in zip(ways, times))
+    )
+
+# %%
+model = {
+    "naive": [2 * 3 * (alpha + beta * size) for size in sizes],
+    "ring": [ring_seconds(size, 4, alpha, beta) for size in sizes],
+}
+figure, axes = draw(height=3.6)
+for way, color in (("naive", RED), ("ring", BLUE)):
+    axes.loglog(
+        sizes, [t * 1e3 for t in model[way]], color=color, linestyle="--", linewidth=1.2
+    )
+    axes.loglog(sizes, [t * 1e3 for t in measured[way]], "o", color=color)
+    name(axes, sizes[-1], measured[way][-1] * 1e3, way, color, dx=9)
+if prediction:
+    axes.loglog(
+        sizes[-1],
+        measured["naive"][-1] * 1e3 / prediction,
+        "D",
+        color=MUTED,
+        fillstyle="none",
+    )
+    name(
+        axes,
+        sizes[-1],
+        measured["naive"][-1] * 1e3 / prediction,
+        "your guess",
+        MUTED,
+        dx=9,
+    )
+axes.set(xlabel="bytes of the tensor", ylabel="milliseconds")
+ratio = measured["naive"][-1] / measured["ring"][-1]
+show(
+    figure,
+    f"Dots are measured, dashed lines are the model. The ring is {ratio:.1f} times as fast at 16 MB; "
+    + (f"your guess was {prediction}." if prediction else "no guess was made."),
+    alt="Time of an all-reduce against the size of its tensor, both axes logarithmic: flat for small tensors, "
+    "where only the number of messages counts, then rising in proportion to the bytes.",
+)
+
+# %% [markdown]
+# Read it from the left. Small tensors: the lines are flat, since only the *number* of messages counts, and the
+# ring has no advantage. Large tensors: the lines rise with the bytes.
+#
+# The model knows nothing of cores. On a machine with fewer cores than ranks the naive way is faster than its
+# dashed line: while rank 0 works the others leave it the processor, and its messages are *quiet* ones. The
+# ring keeps everybody busy, and everybody wants the same cores. With a link for each rank the ring is up to
+# 4 times as fast here: it is n / 1 in theory, and on one laptop it is what you measured. **A model is worth its
+# assumptions, and a measurement says which one failed.**
+#
+# ## Machines that you do not have
+#
+# With alpha and beta of a network one can predict what a cluster would do. `minidist.comm.cost` does the same
+# as your `ring_seconds`, with the additions, for several algorithms and for networks whose data sheets are known.
+
+# %%
+from minidist.comm import cost
+
+print(f"{'1 GB among 8 ranks':24}{'naive':>12}{'ring':>12}")
+for network in ("25gbe", "100gbe", "infiniband_ndr", "nvlink4"):
+    times = [
+        cost.predict("all_reduce", way, 1e9, 8, network) for way in ("naive", "ring")
+    ]
+    print(f"{network:24}" + "".join(f"{t * 1e3:9.1f} ms" for t in times))
+
+# %% [markdown]
+# And for tiny tensors on many ranks? A ring of 1000 ranks takes 1998 steps for any tensor; a **tree** takes 20. So
+# libraries switch between algorithms by size.
+
+# %%
+for size in (1e3, 1e6, 1e9):
+    times = {
+        way: cost.predict("all_reduce", way, size, 1000, "100gbe")
+        for way in ("ring", "tree")
+    }
+    print(
+        f"{size:>16,.0f} bytes, 1000 ranks: "
+        + ", ".join(f"{way} {t * 1e3:9.2f} ms" for way, t in times.items())
+    )
+
+# %% [markdown]
+# Ranks of one machine have a better way yet: memory that all of them see. No message is copied through the
+# operating system. This is what `comm.all_reduce` takes by itself where it can.
+
+# %%
+for way in ("naive", "ring", "tree", "shared_memory"):
+    t = slowest(lambda way=way: comm.all_reduce(torch.zeros(4_000_000), algorithm=way))
+    print(f"comm.all_reduce of 16 MB, {way:14} {t * 1e3:8.2f} ms")
+
+# %% [markdown]
+# ## What breaks in practice, and how one sees it
+#
+# - **Deadlock.** One rank takes another branch, and makes one call fewer. All hang, without a word. `md.Cluster`
+#   stops after its `timeout` and says where each rank is; `check=True` says at once which calls do not fit.
+# - **Mismatch.** Ranks pass tensors of different shapes. Plain gloo then hangs, or returns wrong numbers.
+#   `check=True` names both calls and their lines.
+# - **A buffer that changes too early.** After `async_op=True` the tensor is on its way until `wait()`: who writes
+#   to it before sends nonsense, sometimes. In the ring, a part is sent in one step and only overwritten in a
+#   later one. Where? (In the all-gather: never. Look at the order of the parts.)
+# - **A straggler.** A ring is as slow as its slowest link. The ledger's `seconds` are long on all ranks *but* the
+#   slow one, which never waits.
+# - **Sums differ in the last bits.** Each part is added in another order of ranks. In floating point
+#   (a + b) + c is not a + (b + c); all ranks still agree with each other, because each part is summed once.
+
+# %%
+cluster.close()
+
+# %% [markdown]
+# ## Further reading
+#
+# - Patarasuk and Yuan, *Bandwidth optimal all-reduce algorithms for clusters of workstations*, 2009: the ring, and
+#   the proof that nobody can send less. Section 3 is what you wrote.
+# - Thakur, Rabenseifner and Gropp, *Optimization of Collective Communication Operations in MPICH*, 2005: alpha and
+#   beta at work, for trees, rings, and halving and doubling; when to switch.
+# - Sergeev and Del Balso, *Horovod: fast and easy distributed deep learning in TensorFlow*, 2018: how the ring came
+#   to deep learning (after Andrew Gibiansky's post of 2017, *Bringing HPC Techniques to Deep Learning*).
+#
+# Next: lesson 09 puts your all-reduce to work, and trains one model on several ranks.

@@ -1,0 +1,19 @@
+"""The lessons, in order."""
+
+TITLES = (
+    "Your machine",
+    "Matmul on a CPU",
+    "CPU, GPU, TPU",
+    "CUDA from Python",
+    "Shared memory and tiles",
+    "Register tiles",
+    "Tensor cores",
+    "A network on your own matmul",
+    "Ranks that talk",
+    "Data parallel",
+    "Waiting or not",
+    "Cutting the model",
+    "Tensor and sequence parallel",
+    "ZeRO 1, 2, 3",
+    "All together",
+)

@@ -1,0 +1,232 @@
+"""Exercises: `check` an answer, ask for a `hint`, go on with the answer `or_solution`.
+
+    lesson = Lesson(8, "ranks_that_talk")
+    check, hint, or_solution = lesson.check, lesson.hint, lesson.or_solution
+
+    @lesson.exercise("8.1", hints=("...", "...", "..."))
+    def shift(answer, draw):  # the reader's function is called shift, too
+        ...
+        return Right(inputs=12, scores=(Score("Messages of each rank", 1, par=1),))
+
+A checker calls `answer` as the reader's function is called, draws what it needs from `draw`, a NumPy
+generator, and returns `Right` or ends in `wrong(...)`, `compare(...)` or `answer.expect(...)`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib
+import io
+import linecache
+import random
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+
+from checks import progress
+from checks.unanswered import functions_of, is_unanswered
+from checks.verdicts import NotAnswered, Right, Verdict, WrongAnswer, compare, described, wrong
+
+LESSONS = Path(__file__).parent.parent
+LIMIT = 20.0
+"""Seconds that one call of an answer may take in this process."""
+
+if str(LESSONS) not in sys.path:  # ranks find `checks` and `solutions` by it, wherever they run
+    sys.path.append(str(LESSONS))
+
+
+class TimeLimit(Exception):
+    """An answer took too long."""
+
+
+class Answer:
+    """The reader's function: called as it is, it tells of its exceptions in the reader's terms."""
+
+    def __init__(self, name: str, function: Any) -> None:
+        self.name, self.function = name, function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it, with a time limit; what it prints is not shown.
+
+        Raises:
+            WrongAnswer: it raised, or took too long.
+        """
+        given = ", ".join([*map(described, args), *(f"{k}={described(v)}" for k, v in kwargs.items())])
+        call = f"{self.name}({given})"
+        try:
+            with _limit(LIMIT), contextlib.redirect_stdout(io.StringIO()):
+                return self.function(*args, **kwargs)
+        except TimeLimit as late:
+            place = reader_line(late, self.function)
+            wrong(f"{call} had not ended after {LIMIT:.0f} s and was stopped at {place}.")
+        except Verdict:
+            raise
+        except Exception as error:
+            wrong(
+                f"{call} raised {type(error).__name__}: {error}",
+                f"  at {reader_line(error, self.function)}",
+            )
+
+    def expect(self, expected: Any, *args: Any, rtol: float = 1e-5, atol: float = 1e-6, **kwargs: Any) -> Any:
+        """Call it and compare what it returns; returns that."""
+        call = ", ".join([*map(described, args), *(f"{k}={described(v)}" for k, v in kwargs.items())])
+        got = self(*copy.deepcopy(args), **kwargs)
+        compare(got, expected, f"{self.name}({call})", rtol, atol)
+        return got
+
+
+@dataclass
+class Exercise:
+    """One exercise of a lesson."""
+
+    label: str  # "8.2"
+    name: str  # of the reader's function
+    hints: tuple[str, str, str]
+    checker: Callable[[Answer, np.random.Generator], Right]
+    hints_given: int = 0
+    passed: Any = None  # the answer that did
+
+
+class Lesson:
+    """A lesson's exercises.
+
+    Args:
+        number: of the lesson.
+        topic: the rest of its file's name: lessons/08_ranks_that_talk.py has "ranks_that_talk".
+    """
+
+    def __init__(self, number: int, topic: str) -> None:
+        self.number, self.topic = number, topic
+        self.exercises: dict[str, Exercise] = {}
+        self._last: str | None = None
+
+    def exercise(
+        self, label: str, hints: tuple[str, str, str]
+    ) -> Callable[[Callable[[Answer, np.random.Generator], Right]], Callable[..., Right]]:
+        """Register the checker of the exercise whose name it has."""
+
+        def register(checker: Callable[[Answer, np.random.Generator], Right]) -> Callable[..., Right]:
+            name = checker.__name__
+            self.exercises[name] = Exercise(label, name, hints, checker)
+            return checker
+
+        return register
+
+    def check(self, answer: Any, seed: int | None = None) -> None:
+        """Try an answer on fresh random inputs; `seed` repeats those of an earlier check.
+
+        Raises:
+            NotAnswered: it is still the stub.
+            WrongAnswer: says where, what was expected, and what came.
+        """
+        exercise = self._of(answer)
+        self._last = exercise.name
+        print(self.judge(exercise.name, answer, seed))
+        exercise.passed = answer
+        progress.note(self.topic, exercise.name)
+
+    def judge(self, name: str, answer: Any, seed: int | None = None) -> Right:
+        """What `check` says, without keeping it: for tests."""
+        exercise = self.exercises[name]
+        if is_unanswered(answer):
+            raise NotAnswered(
+                f"Exercise {exercise.label}, {name}, has no answer yet: write it in the cell above, run that "
+                "and this again. hint() gives the first of three hints."
+            )
+        if seed is None:
+            seed = random.SystemRandom().randrange(10**6)
+        message = ""
+        try:
+            found = exercise.checker(Answer(name, answer), np.random.default_rng(seed))
+        except WrongAnswer as error:
+            message = str(error)
+        if message:  # outside of the handler, so that no other exception hangs on this one
+            again = f"(These inputs again: check({name}, seed={seed}))"
+            raise WrongAnswer(f"Exercise {exercise.label}, not yet. {message}\n{again}")
+        return found
+
+    def hint(self, name: str | Any = None) -> None:
+        """Print the next of three hints for the exercise that was checked last, or for the one named."""
+        if name is None:
+            open_ones = [each.name for each in self.exercises.values() if each.passed is None]
+            name = self._last or (open_ones or list(self.exercises))[0]
+        exercise = self._of(name) if not isinstance(name, str) else self._named(name)
+        stage = min(exercise.hints_given, 2)
+        exercise.hints_given += 1
+        print(f"Exercise {exercise.label}, {exercise.name}, hint {stage + 1} of 3:\n{exercise.hints[stage]}")
+        if stage == 2:
+            print(f"The whole answer is in lessons/solutions/{self.stem}.py.")
+
+    def or_solution(self, answer: Any) -> Any:
+        """The answer where it has passed its check, else the solution, with a line that says so."""
+        exercise = self._of(answer)
+        if exercise.passed is answer:
+            return answer
+        print(f"{exercise.name}: yours has not passed yet, so the lesson goes on with its own solution.")
+        return self.solution(exercise.name)
+
+    def solution(self, name: str) -> Any:
+        """The lesson's own answer."""
+        return getattr(importlib.import_module(f"solutions.{self.stem}"), name)
+
+    @property
+    def stem(self) -> str:
+        """08_ranks_that_talk."""
+        return f"{self.number:02d}_{self.topic}"
+
+    def _of(self, answer: Any) -> Exercise:
+        names = [getattr(answer, "__name__", ""), *(each.__name__ for each in functions_of(answer))]
+        for name in names:
+            if name in self.exercises:
+                return self.exercises[name]
+        return self._named(names[0] or type(answer).__name__)
+
+    def _named(self, name: str) -> Exercise:
+        if name not in self.exercises:
+            raise WrongAnswer(
+                f"This lesson has no exercise {name}; it has {', '.join(self.exercises)}. "
+                "Give check the function itself, under the name that it had."
+            )
+        return self.exercises[name]
+
+
+def reader_line(error: BaseException, function: Any) -> str:
+    """ "line 4 of your cell: total += x[i + 1]", the deepest line of the reader's in a traceback."""
+    files = {each.__code__.co_filename for each in functions_of(function)}
+    lines = [(f.filename, f.lineno or 0) for f in traceback.extract_tb(error.__traceback__)]
+    mine = [line for line in lines if line[0] in files] or lines[-1:]
+    return line_of_cell(*mine[-1]) if mine else "a place that is not known"
+
+
+def line_of_cell(filename: str, line: int) -> str:
+    """A line as the reader knows it."""
+    text = linecache.getline(filename, line).strip()
+    return f"line {line} of your cell" + (f": {text}" if text else "")
+
+
+@contextlib.contextmanager
+def _limit(seconds: float) -> Iterator[None]:
+    """TimeLimit in what runs longer: in the main thread, where signals arrive; a compiled loop is not cut."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def late(number: int, frame: FrameType | None) -> None:
+        raise TimeLimit
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

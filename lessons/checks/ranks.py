@@ -1,0 +1,163 @@
+"""Run an answer on ranks: many inputs in one go, and what goes wrong told in the reader's terms.
+
+Checks have warm ranks of their own, one small world for each number of ranks, started at first use. They
+compare their calls (`md.Cluster(check=True)`), so that ranks that wait for each other are an error at once,
+which says who waits where. A rank that dies is replaced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import minidist as md
+from checks.exercises import Answer, line_of_cell
+from checks.unanswered import functions_of
+from checks.verdicts import described, wrong
+from minidist import comm
+from minidist.comm.ledgers import Call
+
+LIMIT = 30.0
+"""Seconds that the inputs of one check may take on one number of ranks."""
+
+RULE = "; all ranks of a group have to make the same calls in the same order"
+"""What the door adds where ranks wait for each other; the lesson says it in its own words."""
+
+_worlds: dict[int, md.Cluster] = {}
+
+
+@dataclass
+class Case:
+    """One input: the arguments of each rank."""
+
+    args: Sequence[tuple[Any, ...]]  # one tuple a rank
+    says: str = ""  # "3 ranks, 5 elements"; where it is empty, rank 0's arguments are shown
+
+
+@dataclass
+class Run:
+    """What came of a case."""
+
+    case: Case
+    results: list[Any]  # each rank's
+    args: list[tuple[Any, ...]]  # each rank's, as the answer left them
+    calls: list[list[Call]]  # each rank's calls through the door
+
+    def sent(self, rank: int) -> int:
+        """Bytes that a rank sent."""
+        return sum(call.bytes_sent for call in self.calls[rank])
+
+    def messages(self, rank: int) -> int:
+        """How many messages a rank sent."""
+        return sum(call.name == "send" for call in self.calls[rank])
+
+
+class InCase(Exception):
+    """An exception of the answer's, on its way to the caller: the case, its kind and text, and the lines."""
+
+
+def world(ranks: int) -> md.Cluster:
+    """Warm ranks that checks share."""
+    if ranks not in _worlds or _worlds[ranks].closed:
+        _worlds[ranks] = md.Cluster(ranks, timeout=LIMIT, check=True)
+    return _worlds[ranks]
+
+
+def on_ranks(answer: Answer, cases: Sequence[Case], only: Sequence[str] = ()) -> list[Run]:
+    """Run the answer on each case, in order; all cases have the same number of ranks.
+
+    Args:
+        answer: the reader's function; each rank calls it with its own arguments.
+        cases: the smallest first, so that the first that fails is the one to tell of.
+        only: the calls through the door that the exercise allows: ("send", "recv"); any where it is empty.
+
+    Raises:
+        WrongAnswer: a rank raised, waits for what never comes, or died.
+    """
+    ranks = len(cases[0].args)
+    try:
+        answers = world(ranks).run(_all_cases, answer.function, [case.args for case in cases])
+    except md.RankTimeout as late:
+        wrong(
+            f"On {ranks} ranks it had not ended after {world(ranks).timeout:.0f} s and was stopped.",
+            *_where(late.traceback, answer.function),
+        )
+    except md.RankDied as died:
+        wrong(f"On {ranks} ranks: {died.summary}. The next check has fresh ranks.")
+    except md.RankError as error:
+        wrong(*_told(error, cases, answer.function))
+    runs = []
+    for index, case in enumerate(cases):
+        results, args, calls = zip(*(rank[index] for rank in answers), strict=True)
+        runs.append(Run(case, list(results), list(args), list(calls)))
+    for run in runs:
+        others = {call.name for calls in run.calls for call in calls} - set(only)
+        if only and others:
+            wrong(
+                f"It calls comm.{min(others)}, and the exercise is to do without: "
+                f"comm.{' and comm.'.join(only)} are all it needs."
+            )
+    return runs
+
+
+def says(case: Case) -> str:
+    """A case in words, for messages."""
+    return case.says or f"{len(case.args)} ranks, rank 0's input {', '.join(map(described, case.args[0]))}"
+
+
+def _all_cases(function: Callable[..., Any], cases: Sequence[Sequence[tuple[Any, ...]]]) -> list[Any]:
+    """In a rank: each case's result, arguments as they are afterwards, and calls."""
+    done = []
+    for index, args in enumerate(cases):
+        mine = args[md.rank()]
+        try:
+            with comm.ledger() as ledger, contextlib.redirect_stdout(io.StringIO()):
+                result = function(*mine)
+        except Exception as error:
+            lines = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+            raise InCase(index, md.rank(), type(error).__name__, str(error), lines) from None
+        done.append((result, mine, ledger.calls))
+    return done
+
+
+def _told(error: md.RankError, cases: Sequence[Case], function: Any) -> list[str]:
+    cause = error.__cause__
+    if not isinstance(cause, InCase):
+        return [f"On {len(cases[0].args)} ranks: {_in_cell(error.summary, function)}"]
+    index, rank, kind, text, lines = cause.args
+    files = {each.__code__.co_filename for each in functions_of(function)}
+    mine = [line for line in lines if line[0] in files]
+    where = [f"  at {line_of_cell(*mine[-1])}"] if mine else []
+    if kind == "CollectiveError":
+        return [f"On {says(cases[index])}: {_in_cell(text, function)}"]
+    return [f"On {says(cases[index])}, rank {rank} raised {kind}: {text}", *where]
+
+
+def _in_cell(text: str, function: Any) -> str:
+    """A message with its places as the reader knows them, a rank a line."""
+    files = {each.__code__.co_filename for each in functions_of(function)}
+
+    def place(found: re.Match[str]) -> str:
+        name, line = found[1], int(found[2])
+        return f" at {line_of_cell(name, line)}" if name in files else ""
+
+    text = re.sub(r" at (\S+?):(\d+)", place, text.removesuffix(RULE))
+    return re.sub(r"(?<=[:;]) (?=rank \d+ )", "\n  ", text)
+
+
+def _where(stacks: str, function: Any) -> list[str]:
+    """Where ranks were, from the stacks of a time limit."""
+    files = {each.__code__.co_filename for each in functions_of(function)}
+    places = []
+    for rank, stack in re.findall(r"rank (\d+) was at:\n(.*?)(?=\n?rank \d+ was at:|\Z)", stacks, re.DOTALL):
+        lines = [
+            (name, int(n)) for name, n in re.findall(r'File "(.+?)", line (\d+)', stack) if name in files
+        ]
+        if lines:
+            places.append(f"  rank {rank} was at {line_of_cell(*lines[-1])}")
+    return places or ["  Is there a loop that never ends?"]

@@ -1,0 +1,178 @@
+"""What a check says: a sentence or a few short lines in the reader's terms, and never a traceback.
+
+IPython asks an exception how it wants to be shown (`_render_traceback_`); these show their message alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import numpy as np
+
+SHORT = 8
+"""Elements of an array that are shown; of a longer one, those about the first that is wrong."""
+
+
+class Verdict(Exception):
+    """Shown in a notebook as its message."""
+
+    def _render_traceback_(self) -> list[str]:
+        return [str(self)]
+
+
+class NotAnswered(Verdict):
+    """The stub is still a stub."""
+
+
+class WrongAnswer(Verdict):
+    """The answer is wrong; the message says where, what was expected, and what came."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """What an answer cost, against par."""
+
+    what: str  # "Bytes sent by each rank"
+    cost: float
+    par: float
+    idea: str = ""  # how par is reached, said where the cost is above it: "send parts, not the whole"
+    unit: str = ""
+
+    def __str__(self) -> str:
+        unit = f" {self.unit}" if self.unit else ""
+        return f"{self.what}: {number(self.cost)}{unit} (par {number(self.par)})."
+
+    @property
+    def over(self) -> bool:
+        """Above par, by more than rounding."""
+        return self.cost > self.par * (1 + 1e-9)
+
+
+class Tally:
+    """Costs of many runs; of each kind the largest that is above par is told, or else the largest."""
+
+    def __init__(self) -> None:
+        self._worst: dict[str, Score] = {}
+
+    def add(self, what: str, cost: float, par: float, idea: str = "", unit: str = "") -> None:
+        """Take in one cost, as `Score` has it."""
+        new = Score(what, cost, par, idea, unit)
+        old = self._worst.get(what)
+        if old is None or _excess(new) > _excess(old):
+            self._worst[what] = new
+
+    @property
+    def scores(self) -> tuple[Score, ...]:
+        """One for each kind of cost."""
+        return tuple(self._worst.values())
+
+
+def _excess(score: Score) -> tuple[bool, float]:
+    return score.over, score.par
+
+
+@dataclass(frozen=True)
+class Right:
+    """A check's good news."""
+
+    inputs: int  # how many were tried
+    scores: tuple[Score, ...] = ()
+    remark: str = ""
+
+    def __str__(self) -> str:
+        first = f"Right on {self.inputs} inputs." if self.inputs > 1 else "Right."
+        lines = [" ".join([first, *map(str, self.scores), *([self.remark] if self.remark else [])])]
+        lines += [
+            f"It passes, above par in {score.what[0].lower()}{score.what[1:]}"
+            + (f": {score.idea}." if score.idea else ".")
+            for score in self.scores
+            if score.over
+        ]
+        return "\n".join(lines)
+
+
+def wrong(*lines: str) -> NoReturn:
+    """End a check: the answer is wrong, and these lines say how."""
+    raise WrongAnswer("\n".join(lines))
+
+
+def number(value: float) -> str:
+    """1 200 for 1200, and 0.25 for a quarter."""
+    if float(value).is_integer():
+        return f"{int(value):,}".replace(",", "\u202f")
+    return f"{value:.4g}"
+
+
+def compare(got: Any, expected: Any, what: str, rtol: float = 1e-5, atol: float = 1e-6) -> None:
+    """WrongAnswer where `got` is not `expected`: of another kind, shape or dtype, or with another element.
+
+    Args:
+        got: what the reader's function gave: a number, an array or a tensor.
+        expected: the same, right.
+        what: names it in the message: "rank 1's result", "the product".
+        rtol, atol: as numpy.testing.assert_allclose; NaN equals nothing.
+    """
+    if got is None:
+        wrong(f"{what} is None: does the function end with return?")
+    right = as_array(expected)
+    try:
+        mine = as_array(got)
+    except (TypeError, ValueError):
+        wrong(f"{what} is a {type(got).__name__}, and should be {a_kind_of(expected)}.")
+    if mine.dtype == object or mine.dtype.kind in "US":
+        wrong(f"{what} is a {type(got).__name__}, and should be {a_kind_of(expected)}.")
+    if mine.shape != right.shape:
+        wrong(f"{what} has the shape {mine.shape}, and should have {right.shape}.")
+    if right.dtype.kind == "f" and mine.dtype.kind == "f" and right.dtype != mine.dtype:
+        wrong(f"{what} is {mine.dtype}, and should be {right.dtype}.")
+    good = np.isclose(mine, right, rtol=rtol, atol=atol)
+    if good.all():
+        return
+    if right.ndim == 0:
+        wrong(f"{what} is wrong.", f"  expected {number(right.item())}", f"  got      {number(mine.item())}")
+    first = tuple(int(i) for i in np.argwhere(~good)[0])
+    place = f"element {first[0]}" if right.ndim == 1 else f"element {list(first)}"
+    lines = [f"{what} is wrong from {place} on ({int((~good).sum())} of {right.size} elements)."]
+    if right.ndim == 1:
+        lines += [f"  expected {around(right, first[0])}", f"  got      {around(mine, first[0])}"]
+    else:
+        lines += [f"  expected {right[first]:.5g} there", f"  got      {mine[first]:.5g}"]
+    wrong(*lines)
+
+
+def around(array: np.ndarray, place: int = 0) -> str:
+    """An array of one dimension as text: all of a short one, else what lies about `place`."""
+    start = max(0, min(place - 1, len(array) - SHORT)) if len(array) > SHORT else 0
+    shown = ", ".join(f"{value:.5g}" for value in array[start : start + SHORT])
+    left = "..., " if start else ""
+    return f"[{left}{shown}{', ...' if start + SHORT < len(array) else ''}]"
+
+
+def as_array(value: Any) -> np.ndarray:
+    """A number, array or tensor as an array."""
+    if hasattr(value, "detach"):
+        value = value.detach().cpu()
+        if str(value.dtype) in ("torch.bfloat16",):
+            value = value.float()
+    return np.asarray(value)
+
+
+def a_kind_of(value: Any) -> str:
+    """What a right value is, in words: a tensor, an array, a number."""
+    if hasattr(value, "detach"):
+        return "a tensor"
+    return "an array" if isinstance(value, np.ndarray) else "a number"
+
+
+def described(value: Any) -> str:
+    """An argument as text, short enough for a message."""
+    if callable(value):
+        return getattr(value, "__name__", type(value).__name__)
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        if len(value.shape) == 1 and value.shape[0] <= SHORT:
+            return around(as_array(value))
+        kind = str(value.dtype).removeprefix("torch.")
+        return f"{kind} of shape {tuple(value.shape)}"
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
