@@ -24,8 +24,9 @@ import time
 import torch
 
 import minidist as md
-from checks.figures import BLUE, MUTED, RED, draw, ladder, name, show
+from checks.figures import curves, ladder
 from checks.pictures.ring import ring_animation
+from checks.ranks import in_words
 from checks.ranks_that_talk import check, hint, or_solution
 from minidist import comm
 
@@ -94,7 +95,7 @@ with md.Cluster(ranks=2, check=True) as pair:
     try:
         pair.run(after_you)
     except md.RankError as error:
-        print(str(error.__cause__).replace(": ", ":\n", 1).replace("; ", "\n"))
+        print(in_words(error))
 
 # %% [markdown]
 # A **deadlock**: each waits until the other listens, and neither does. `comm.send` comes back once the message
@@ -252,9 +253,8 @@ print("ring ", cluster.run(bytes_of, ring_all_reduce))
 #
 # ## What a message costs
 #
-# Two numbers say most of it. A message takes **alpha** seconds however small it is, and **beta** seconds more for
-# each byte: alpha + beta b for b bytes. One step of the ring is a shift, so time `shift`: a tiny one gives
-# alpha, and a large one beta.
+# Two numbers say most of it (Hockney 1994). A message takes **alpha** seconds however small it is, and **beta**
+# seconds more for each byte: alpha + beta b for b bytes. To find both, time a tiny message and a large one.
 
 
 # %%
@@ -272,18 +272,39 @@ def slowest(call):
     return max(cluster.run(seconds, call))
 
 
+# %% [markdown]
+# There are two situations to measure. In the naive way one message is under way at a time, and the other ranks
+# are **quiet**. In a ring all ranks send at once: all are **busy**, and a step of it is your `shift`.
+
+
 # %%
-small, large = 1_000, 4_000_000  # bytes
-alpha = slowest(lambda: shift(torch.zeros(small // 4)))
-beta = (slowest(lambda: shift(torch.zeros(large // 4))) - alpha) / large
-print(
-    f"alpha {alpha * 1e6:.0f} microseconds; beta {beta * 1e9:.2f} ns a byte, which is {1e-9 / beta:.2f} GB/s"
-)
+def there_and_back(x):
+    if md.rank() == 0:
+        comm.send(x, 1)
+        comm.recv(x, 1)
+    elif md.rank() == 1:
+        comm.recv(x, 0)
+        comm.send(x, 0)
+
+
+# %%
+def alpha_and_beta(call, messages, small=1_000, large=4_000_000):
+    t_small = slowest(lambda: call(torch.zeros(small // 4))) / messages
+    t_large = slowest(lambda: call(torch.zeros(large // 4))) / messages
+    return t_small, (t_large - t_small) / large
+
+
+quiet = alpha_and_beta(there_and_back, messages=2)
+busy = alpha_and_beta(shift, messages=1)
+for situation, (alpha, beta) in {"quiet": quiet, "busy": busy}.items():
+    print(
+        f"{situation:6} alpha {alpha * 1e6:5.0f} us, beta {beta * 1e9:6.3f} ns a byte"
+    )
 
 # %% [markdown]
-# These are *busy* numbers: four ranks talk at once, and on a laptop they share its cores, because a message
-# between processes is work for the processor (it is copied, twice). Ranks on machines of their own do not get
-# into each other's way.
+# On one machine a busy message takes longer: messages between processes are work for the processor, which
+# copies them, and all ranks share its cores. Ranks that have a machine and a network card each do not get into
+# each other's way, and the two lines would be alike.
 #
 # **Exercise 8.5: ring_seconds.** Predict the time of your ring all-reduce: `size` bytes on each of `ranks`
 # ranks, whose messages take `alpha` and `beta`. What the additions take is left out.
@@ -301,15 +322,14 @@ check(ring_seconds)
 # %%
 ring_seconds = or_solution(ring_seconds)
 for size in (1_000, 1_000_000, 16_000_000):
-    print(
-        f"{size:>12,} bytes on 4 ranks: {ring_seconds(size, 4, alpha, beta) * 1e3:8.2f} ms"
-    )
+    t = ring_seconds(size, 4, *busy)
+    print(f"{size:>12,} bytes on 4 ranks: {t * 1e3:8.2f} ms")
 
 # %% [markdown]
 # ## Predict, then measure
 #
-# The naive way sends each of its 2 (n - 1) messages whole, and one after the other through rank 0. With
-# 16 MB on 4 ranks: how many times faster is the ring, on the machine that you sit at? Write down your guess, and
+# The naive way sends its 2 (n - 1) messages whole, and one after the other through rank 0. With 16 MB on 4
+# ranks: how many times as fast as that is the ring, on the machine that you sit at? Write down your guess, and
 # only then run on.
 
 # %%
@@ -317,69 +337,44 @@ prediction = None  # your guess, such as 2.5; None draws no guess
 
 # %%
 sizes = [4**k * 1000 for k in range(8)]  # 1 kB to 16 MB
-ways = {"naive": naive_all_reduce, "ring": ring_all_reduce}
-measured = {
-    way: [slowest(lambda f=f, size=size: f(torch.zeros(size // 4))) for size in sizes]
-    for way, f in ways.items()
-}
-for size, *times in zip(sizes, *measured.values()):
-    print(
-        f"{size:>12,} bytes: "
-        + ", ".join(f"{way} {t * 1e3:8.2f} ms" for way, t in zip(ways, times))
-    )
+naive, ring = [], []
+for size in sizes:
+    naive.append(slowest(lambda: naive_all_reduce(torch.zeros(size // 4))) * 1e3)
+    ring.append(slowest(lambda: ring_all_reduce(torch.zeros(size // 4))) * 1e3)
+    print(f"{size:>12,} bytes: naive {naive[-1]:8.2f} ms, ring {ring[-1]:8.2f} ms")
 
 # %%
 model = {
-    "naive": [2 * 3 * (alpha + beta * size) for size in sizes],
-    "ring": [ring_seconds(size, 4, alpha, beta) for size in sizes],
+    "naive": [2 * 3 * (quiet[0] + quiet[1] * size) * 1e3 for size in sizes],
+    "ring": [ring_seconds(size, 4, *busy) * 1e3 for size in sizes],
 }
-figure, axes = draw(height=3.6)
-for way, color in (("naive", RED), ("ring", BLUE)):
-    axes.loglog(
-        sizes, [t * 1e3 for t in model[way]], color=color, linestyle="--", linewidth=1.2
-    )
-    axes.loglog(sizes, [t * 1e3 for t in measured[way]], "o", color=color)
-    name(axes, sizes[-1], measured[way][-1] * 1e3, way, color, dx=9)
-if prediction:
-    axes.loglog(
-        sizes[-1],
-        measured["naive"][-1] * 1e3 / prediction,
-        "D",
-        color=MUTED,
-        fillstyle="none",
-    )
-    name(
-        axes,
-        sizes[-1],
-        measured["naive"][-1] * 1e3 / prediction,
-        "your guess",
-        MUTED,
-        dx=9,
-    )
-axes.set(xlabel="bytes of the tensor", ylabel="milliseconds")
-ratio = measured["naive"][-1] / measured["ring"][-1]
-show(
-    figure,
-    f"Dots are measured, dashed lines are the model. The ring is {ratio:.1f} times as fast at 16 MB; "
-    + (f"your guess was {prediction}." if prediction else "no guess was made."),
-    alt="Time of an all-reduce against the size of its tensor, both axes logarithmic: flat for small tensors, "
-    "where only the number of messages counts, then rising in proportion to the bytes.",
+curves(
+    sizes,
+    {"naive": naive, "ring": ring},
+    model,
+    labels=("bytes of the tensor", "milliseconds"),
+    guess=prediction and (sizes[-1], naive[-1] / prediction),
+    caption="Dots are measured, dashed lines are the model. At 16 MB the ring is "
+    f"{naive[-1] / ring[-1]:.1f} times as fast; your guess was {prediction}.",
+    alt="Time of an all-reduce against the size of its tensor: flat for small "
+    "tensors, then rising in proportion to the bytes, for both ways.",
 )
 
 # %% [markdown]
-# Read it from the left. Small tensors: the lines are flat, since only the *number* of messages counts, and the
-# ring has no advantage. Large tensors: the lines rise with the bytes.
+# Read it from the left. **Small tensors:** the lines are flat, because only the number of messages counts. The
+# ring has as many steps as the naive way has messages, and each of its messages is a busy one: it wins nothing.
+# **Large tensors:** the lines rise with the bytes, and each of the ring's messages has a quarter of them.
 #
-# The model knows nothing of cores. On a machine with fewer cores than ranks the naive way is faster than its
-# dashed line: while rank 0 works the others leave it the processor, and its messages are *quiet* ones. The
-# ring keeps everybody busy, and everybody wants the same cores. With a link for each rank the ring is up to
-# 4 times as fast here: it is n / 1 in theory, and on one laptop it is what you measured. **A model is worth its
-# assumptions, and a measurement says which one failed.**
+# By the bytes alone the ring should be 4 times as fast: 1.5 MB for each MB, against 6 through rank 0. With a
+# machine for each rank it is. On one machine both ways copy the same 6 MB in all, with the same cores, and the
+# ring can only win what the naive way leaves idle. That is what the busy beta says, and why the dashed lines
+# lie where the dots do. **A model is as good as what it knows**: with the quiet beta in both lines it would have
+# promised you the 4.
 #
 # ## Machines that you do not have
 #
-# With alpha and beta of a network one can predict what a cluster would do. `minidist.comm.cost` does the same
-# as your `ring_seconds`, with the additions, for several algorithms and for networks whose data sheets are known.
+# With alpha and beta of a network you can predict what a cluster would do. `minidist.comm.cost` does what your
+# `ring_seconds` does, for several algorithms, with the additions counted, and for networks by their data sheets.
 
 # %%
 from minidist.comm import cost

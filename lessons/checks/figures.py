@@ -15,6 +15,7 @@ import html
 import io
 import itertools
 import re
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from checks.catalogue import TITLES
@@ -87,6 +88,41 @@ def framed(svg: str, caption: str, alt: str, below: str = "") -> str:
         f'{svg}{below}<figcaption style="font-size: 90%; opacity: 0.85; margin-top: 0.3em">'
         f"{html.escape(caption)}</figcaption></figure>"
     )
+
+
+def curves(
+    x: Sequence[float],
+    measured: Mapping[str, Sequence[float]],
+    model: Mapping[str, Sequence[float]],
+    labels: tuple[str, str],
+    caption: str,
+    alt: str,
+    guess: tuple[float, float] | None = None,
+) -> None:
+    """Show measurements as dots, their model as dashed lines, and the reader's guess; both axes logarithmic.
+
+    Args:
+        x: what both depend on: the sizes.
+        measured: by name, a value for each x; names are written at the lines' ends.
+        model: the same, predicted; a name may be missing.
+        labels: of the two axes, with units.
+        caption, alt: as for `show`.
+        guess: where the reader's guess lies, (x, y); None for no guess.
+    """
+    figure, axes = draw(height=3.6)
+    for (key, values), color in zip(measured.items(), COLORS, strict=False):
+        axes.plot(x, values, "o", color=color)
+        if key in model:
+            axes.plot(x, model[key], color=color, linestyle="--", linewidth=1.2)
+        name(axes, x[-1], values[-1], key, color, dx=9)
+    if guess is not None:
+        axes.plot(*guess, "D", color=INK, fillstyle="none", markersize=9)
+        name(axes, *guess, "your guess", INK, dx=9)
+    axes.set(xscale="log", yscale="log", xlabel=labels[0], ylabel=labels[1])
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}")
+        axis.set_minor_formatter("")
+    show(figure, caption, alt)
 
 
 def svg(figure: Figure) -> str:

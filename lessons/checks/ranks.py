@@ -138,6 +138,13 @@ def _told(error: md.RankError, cases: Sequence[Case], function: Any) -> list[str
     return [f"On {says(cases[index])}, rank {rank} raised {kind}: {text}", *where]
 
 
+def in_words(error: md.RankError) -> str:
+    """What went wrong on ranks, without a traceback: for a cell that shows an error on purpose."""
+    text = re.sub(r"; all ranks of a group .*", "", str(error.__cause__ or error.summary))
+    text = re.sub(r" at (\S*ipykernel\S+):(\d+)", lambda m: f" at {line_of_cell(m[1], int(m[2]))}", text)
+    return re.sub(r"(?<=[:;]) (?=rank \d+ )", "\n  ", text)
+
+
 def _in_cell(text: str, function: Any) -> str:
     """A message with its places as the reader knows them, a rank a line."""
     files = {each.__code__.co_filename for each in functions_of(function)}
