@@ -25,7 +25,7 @@ import numpy as np
 from numba import njit
 from threadpoolctl import threadpool_limits
 
-from checks.figures import bars, ladder
+from checks.figures import bars, ladder, said
 from checks.matmul_on_a_cpu import check, hint, or_solution
 from checks.pictures.walks import walks_animation
 
@@ -292,14 +292,13 @@ rates["minidist, rung 6"] = gflops(top.matmul, N)
 ways = ("Python loops", "compiled", "rows", "blocks", "tile", "minidist, rung 6")
 shown = {way: rates[way] for way in (*ways, "NumPy, one core")}
 guess = prediction and prediction * rates["Python loops"]
-best = max(rates, key=rates.get)
 bars(
     shown,
     "GFLOP/s, one core",
     guess=guess and ("NumPy, one core", guess),
     caption=f"Rates at n = {N}, each line ten times the last. NumPy is "
     f"{rates['NumPy, one core'] / rates['Python loops']:,.0f} times as fast as "
-    f"the Python loops; your guess was {prediction}.",
+    f"the Python loops; {said(prediction)}.",
     alt="One bar for each way, growing from Python loops over compiled loops, rows, "
     "blocks and the register tile to the tuned kernels.",
 )

@@ -201,6 +201,11 @@ def svg(figure: Figure) -> str:
     return re.sub(r'(url\(#|href="#)', rf"\1{own}-", found)
 
 
+def said(prediction: float | None) -> str:
+    """The reader's guess, for a caption."""
+    return "you made no guess" if prediction is None else f"your guess was {prediction:g}"
+
+
 def ladder(here: int) -> None:
     """The picture of all lessons, as a staircase, with the one that this is."""
     step_x, step_y, left, top = 49, 15, 6, 22

@@ -146,9 +146,9 @@ def ragged(draw: np.random.Generator, largest: int = 12) -> Shape:
 
 
 def matrices(draw: np.random.Generator, shape: Shape) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Two random matrices, and one for the product that is full of something else."""
+    """Two random matrices without a 0, and one for the product that is full of something else."""
     m, k, n = shape
-    a, b = (draw.integers(-9, 10, size).astype(np.float32) for size in ((m, k), (k, n)))
+    a, b = (draw.integers(1, 10, size).astype(np.float32) for size in ((m, k), (k, n)))
     return a, b, np.full((m, n), 777, np.float32)
 
 

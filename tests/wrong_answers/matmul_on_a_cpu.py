@@ -23,8 +23,8 @@ def forgets_to_start_a_new_sum(a, b, c):
             c[i, j] = total
 
 
-@WRONG.to("matmul_loops", "IndexError", "line", "a[i, p] * b[p, j]")
-def takes_m_for_k(a, b, c):
+@WRONG.to("matmul_loops", "The product of 1 x 3 and 3 x 2", "expected", "got")
+def takes_n_for_k(a, b, c):
     m, n = a.shape[0], b.shape[1]
     for i in range(m):
         for j in range(n):
@@ -143,3 +143,33 @@ def uses_one_row_of_a_for_both(a, b, c):
                 for q in range(4):
                     c[i, j] += a[i, p + q] * b[p + q, j]
                     c[i + 1, j] += a[i, p + q] * b[p + q, j]
+
+
+@WRONG.over_par("matmul_loops", "It passes, above par in reads", "above par in writes", "in a variable")
+def adds_up_in_c(a, b, c):
+    c[:] = 0
+    for i in range(a.shape[0]):
+        for j in range(b.shape[1]):
+            for p in range(a.shape[1]):
+                c[i, j] += a[i, p] * b[p, j]
+
+
+@WRONG.over_par("matmul_rows", "It passes, above par in cache lines", "j in the innermost loop")
+@WRONG.over_par("matmul_tile", "It passes, above par in reads", "above par in writes")
+def walks_down_columns(a, b, c):
+    for i in range(a.shape[0]):
+        for j in range(b.shape[1]):
+            total = 0.0
+            c[i, j] = total
+            for p in range(a.shape[1]):
+                total += a[i, p] * b[p, j]
+                c[i, j] = total
+
+
+@WRONG.over_par("matmul_blocks", "It passes, above par in cache lines", "for all rows of a")
+def does_not_use_the_block_again(a, b, c, size):
+    c[:] = 0
+    for i in range(a.shape[0]):
+        for p in range(a.shape[1]):
+            for j in range(b.shape[1]):
+                c[i, j] += a[i, p] * b[p, j]

@@ -37,7 +37,7 @@ def walks_animation(order: str) -> None:
     inner = {"ijp": "p innermost: down a column of b", "ipj": "j innermost: along a row of b"}[order]
     animate(
         frames,
-        f"The order {', '.join(order)}, {inner}. Blue: in the cache of {LINES} lines. Orange: used now.",
+        f"The order {', '.join(order)} ({inner}). Blue: in the cache of {LINES} lines. Orange: used now.",
         alt=f"Three matrices a, b and c of {SIZE} x {SIZE} with the elements that the order {order} uses, "
         f"step by step. After {4 * SIZE} multiply-adds {cache.fetched} cache lines have been fetched.",
         pause=350,
