@@ -35,7 +35,7 @@ pytestmark = [
 ]
 
 STEMS = [source.stem for source in notebooks.sources() if source.stem[:2] in ("01", "08", "13")]
-START, RUN = 60, 150  # seconds for JupyterLab to start, and for a lesson to run
+START, RUN = 90, 300  # seconds for JupyterLab to start, and for a lesson to run
 TOKEN = "lessons"
 SETTINGS = {
     "notebook-extension/tracker": {"windowingMode": "none"},  # cells out of sight are there, too
@@ -111,7 +111,8 @@ def test_a_lesson_runs_in_jupyterlab(lab: tuple[str, Path], browser: Any, stem: 
     try:
         page.goto(f"{address}/lab/tree/{stem}.ipynb?token={TOKEN}&reset", timeout=START * 1000)
         page.locator(".jp-Notebook .jp-CodeCell").first.wait_for(timeout=START * 1000)
-        page.locator(".jp-Notebook-ExecutionIndicator[data-status=idle]").wait_for(timeout=START * 1000)
+        # Before that, Run asks in a dialog for a kernel.
+        page.get_by_text("Python 3 (ipykernel) | Idle").wait_for(timeout=START * 1000)
         page.get_by_role("menuitem", name="Run", exact=True).click()
         page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
         done = """() => [...document.querySelectorAll('.jp-CodeCell .jp-InputPrompt')]
