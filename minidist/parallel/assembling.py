@@ -137,7 +137,7 @@ def _join_tp(parts: list[Tensor], length: int | None) -> Copies:
 def distinct(own: dict[str, Tensor]) -> dict[str, Copies]:
     """The different values that the ranks have of each tensor; all ranks call it, with the same names.
 
-    Sends 64 (n - 1) bytes for each tensor, and those that are not the same everywhere to all ranks.
+    Sends n - 1 times a table of names, each with a hash of 64 letters, and those tensors that differ.
     """
     hashes = {name: hashlib.sha256(_bytes(value)).hexdigest() for name, value in own.items()}
     everyones = [json.loads(text) for text in _exchange(json.dumps(hashes).encode())]

@@ -43,7 +43,6 @@ class Whole:
         self.parameters = [name for name, _ in model.named_parameters()]
         names = names_of(model)
         self.first = {name: names[p] for name, p in model.named_parameters(remove_duplicate=False)}
-        self.elements = sum(parameter.numel() for parameter in model.parameters())
 
 
 class Placement:
