@@ -99,16 +99,19 @@ class LayerByLayer:
     @torch.no_grad()
     def evaluate(self, inputs: Tensor, targets: Tensor, metric: Loss | None = None) -> float:
         """`metric(outputs, targets)` of a batch without training, on all ranks; None for the loss."""
-        training = self.part.training
+        modes = [(module, module.training) for module in self.part.modules()]  # frozen parts may differ
         self.part.eval()
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        outputs = self.part(inputs.to(self.device) if self.rank == 0 else self._receive())
-        if self.rank == self.ranks - 1:
-            total += (metric or self.loss)(outputs, targets.to(self.device)).double()
-        else:
-            for work in send_unknown(outputs, self.rank + 1, self.group):
-                work.wait()
-        self.part.train(training)
+        try:
+            outputs = self.part(inputs.to(self.device) if self.rank == 0 else self._receive())
+            if self.rank == self.ranks - 1:
+                total += (metric or self.loss)(outputs, targets.to(self.device)).double()
+            else:
+                for work in send_unknown(outputs, self.rank + 1, self.group):
+                    work.wait()
+        finally:
+            for module, training in modes:
+                module.training = training
         return float(comm.broadcast(total, source=self.ranks - 1, group=self.group))
 
     def _receive(self) -> Tensor:

@@ -63,7 +63,6 @@ class Layout:
                 f"chunks is {self.chunks} with schedule={self.schedule!r}; the interleaved schedule takes "
                 "chunks of 2 or more, and no other does"
             )
-
         if self.recompute and self.schedule == "zero_bubble":
             raise ValueError(
                 "recompute is True with schedule='zero_bubble', whose two backward passes would both compute "
