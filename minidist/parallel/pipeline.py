@@ -60,7 +60,9 @@ class Pipeline:
         group: the ranks, in the order of the stages; None for all.
         reduction: what `loss` is: "mean" over its rows, or a "sum" over them, which micro-batches add up.
         tied: for each parameter that several ranks hold a copy of, this rank's copy or None, the same number
-            on all ranks. Copies start from the first rank's values, and `step` sums their gradients.
+            on all ranks. Copies start from the first rank's values, and `step` sums their gradients. With
+            data parallelism beside it, call `tied.sum_tied` after that has summed, instead: else copies
+            differ by rounding. `prepare` does.
 
     Raises:
         TypeError, ValueError: an argument is wrong, or the schedule is not for these ranks and chunks.
