@@ -24,9 +24,13 @@ import numpy as np
 from numba import cuda, float32
 
 from checks.cuda_from_python import check, hint, or_solution
-from checks.figures import curves, ladder
+from checks.figures import ladder
 from checks.kernels import gpu_seconds, in_words
-from checks.pictures.threads import blocks_over_an_array, sectors_of_a_load
+from checks.pictures.threads import (
+    blocks_over_an_array,
+    sectors_of_a_load,
+    strides_figure,
+)
 from minidist.kernels.cuda.emulator import Fault, launch, profile
 
 ladder(3)
@@ -85,8 +89,9 @@ except Fault as fault:
     print(in_words(fault))
 
 # %% [markdown]
-# The emulator says which thread did it, and where. A GPU would not: it reads and writes whatever lies behind the
-# array, and goes on. So kernels have a **guard**, an `if` that lets only those threads work that have an element.
+# The emulator says which thread did it, and where. A GPU as a rule does not: it reads and writes whatever lies
+# behind the array, and goes on. So kernels have a **guard**, an `if` that lets only those threads work that have
+# an element.
 #
 # **Exercise 3.1: add.** `z = x + y`, for three arrays of the same length. The kernel is launched with at least as
 # many threads as there are elements, and often with more. `x.size` is the number of elements of `x`.
@@ -110,7 +115,7 @@ check(add)
 
 # %%
 add = or_solution(add)
-x, y, z = np.arange(10.0), np.ones(10), np.zeros(10)
+x, y, z = (np.arange(10, dtype=np.float32) for _ in range(3))
 threads = 4
 blocks = -(-z.size // threads)  # rounded up: as many blocks as cover all elements
 launch(add, blocks, threads, x, y, z)
@@ -196,11 +201,10 @@ check(sectors)
 # %%
 sectors = or_solution(sectors)
 for stride in (4, 8, 12, 64, 0, -4):
-    print(f"stride {stride:3}: {sectors(4096, stride):2} sectors")
+    print(f"stride {stride:3}, sectors: {sectors(4096, stride):2}")
 
 # %% [markdown]
-# A last one to think about: with the first element at address 4096, neighbours touch 4 sectors. Why are it 5 at
-# address 4100?
+# One more to think about: with the first element at address 4096, neighbours touch 4 sectors. Why 5 at 4100?
 
 # %%
 sectors(4096, 4), sectors(4100, 4)
@@ -272,20 +276,8 @@ counted = [
 ]
 
 # %%
-curves(
-    strides,
-    {"counted": counted},
-    {"counted": [sectors(0, 4 * stride) for stride in strides]},
-    labels=(
-        "elements from one thread's to the next one's",
-        "sectors for a warp's load",
-    ),
-    guess=prediction and (256, 4 * prediction),
-    caption="Dots are counted by the emulator, the dashed line is your sectors(). Rows of the matrix are at 1, "
-    f"columns at 256: {moved(columns) / moved(rows):.0f} times the bytes; your guess was {prediction}.",
-    alt="Sectors for a load against the stride: 4 at stride 1, rising in proportion to 32 at stride 8, and flat "
-    "from there on.",
-)
+predicted = [sectors(0, 4 * stride) for stride in strides]
+strides_figure(strides, counted, predicted, prediction)
 
 # %% [markdown]
 # Model and count agree exactly, since both follow the same rule. What neither knows is **caches**. The 32 sectors
@@ -402,8 +394,8 @@ for kernel in (sums, sums_of_pieces):
 #   request, here or in NVIDIA's Nsight Compute. For 4-byte elements 4 is good and 32 is the worst.
 # - **Two threads write the same element.** Who is last? The emulator calls it a race; a GPU says nothing, and the
 #   result changes from run to run. Give each thread an element of its own, as `partial` does.
-# - **float64 by accident.** A literal such as `0.5` or a division of integers makes the whole expression float64.
-#   Results are fine, and it is slow. `float32(0.5)` keeps it where it was.
+# - **float64 by accident.** A literal such as `0.5`, or an integer times a float32, makes the expression float64 in
+#   Numba. Results are fine, and it is slow. `float32(0.5)` and `float32(i)` keep it as it was.
 # - **A launch is not the end.** On a GPU a launch returns at once, and the kernel runs later. Who measures time around
 #   it without waiting (`cuda.synchronize()`) times nothing; and an error turns up at some later call.
 #
