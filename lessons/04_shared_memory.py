@@ -13,10 +13,10 @@
 # %% [markdown]
 # # 4. Shared memory and tiles
 #
-# In lesson 3 each thread fetched from memory whatever it needed, by itself. In a matrix product many threads need
-# the same numbers. Here the threads of a block fetch them together, once, and put them where all of them can read
-# them: on the chip. You will write that kernel, count what it saves, and meet the two things that go wrong with
-# shared memory: threads that do not wait for each other, and threads that all want the same bank.
+# In lesson 3 each thread fetched from memory whatever it needed, by itself. In a matrix product many threads
+# need the same numbers. Here the threads of a block fetch them together, once, and put them where all of them
+# can read them: on the chip. You will write that kernel, count what it saves, and meet the two things that go
+# wrong with shared memory: threads that do not wait for each other, and threads that all want the same bank.
 
 # %%
 import numpy as np
@@ -31,8 +31,8 @@ from minidist.kernels.cuda.emulator import Fault, launch, profile
 ladder(4)
 
 # %% [markdown]
-# **The question.** Multiplying two n x n matrices takes 2 n^3 operations, with only 2 n^2 numbers. How often does
-# each number have to be fetched from memory?
+# **The question.** Multiplying two n x n matrices takes 2 n^3 operations, with only 2 n^2 numbers. How often
+# does each number have to be fetched from memory?
 #
 # ## How often is an element read?
 #
@@ -62,13 +62,13 @@ print(
 )
 
 # %% [markdown]
-# Each element is read n times: `a[i, p]` by the n threads that compute row i of c, `b[p, j]` by the n threads of
-# column j.
+# Each element is read n times: `a[i, p]` by the n threads that compute row i of c, `b[p, j]` by the n threads
+# of column j.
 #
-# What does that mean for speed? Each step of the sum does 2 operations (**FLOP**: floating-point operations, one
-# multiplication and one addition) for 8 bytes that it asks for. 2 / 8 = 0.25 FLOP for each byte is the
-# **arithmetic intensity** of this kernel. A GPU can do far more arithmetic than that in the time in which a byte
-# arrives. NVIDIA's data sheet gives an H100 (SXM) 67 TFLOP/s in float32, and a memory of 3.35 TB/s:
+# What does that mean for speed? Each step of the sum does 2 operations (**FLOP**: floating-point operations,
+# one multiplication and one addition) for 8 bytes that it asks for. 2 / 8 = 0.25 FLOP for each byte is the
+# **arithmetic intensity** of this kernel. A GPU can do far more arithmetic than that in the time in which a
+# byte arrives. NVIDIA's data sheet gives an H100 (SXM) 67 TFLOP/s in float32, and a memory of 3.35 TB/s:
 
 # %%
 print(f"{67e12 / 3.35e12:.0f} FLOP for each byte, to keep the arithmetic units busy")
@@ -79,10 +79,11 @@ print(f"{67e12 / 3.35e12:.0f} FLOP for each byte, to keep the arithmetic units b
 #
 # ## Memory that a block shares
 #
-# Each multiprocessor of a GPU has some fast memory on the chip, in the order of 100 KB, of which each block gets a
-# piece of its own: **shared memory**. All threads of the block can read and write it; other blocks cannot, and
-# when the block ends it is gone. In a kernel, `cuda.shared.array(128, float32)` is *one* array for the whole
-# block, not one for each thread. Its size has to be a constant. What is in it at the beginning is undefined.
+# Each multiprocessor of a GPU has some fast memory on the chip, in the order of 100 KB, of which each block
+# gets a piece of its own: **shared memory**. All threads of the block can read and write it; other blocks
+# cannot, and when the block ends it is gone. In a kernel, `cuda.shared.array(128, float32)` is *one* array for
+# the whole block, not one for each thread. Its size has to be a constant. What is in it at the beginning is
+# undefined.
 #
 # A first example: each thread writes an element to shared memory, and reads the one that another thread wrote.
 
@@ -103,16 +104,17 @@ except Fault as fault:
     print(in_words(fault))
 
 # %% [markdown]
-# A **race**: the 128 threads are four warps, and nothing says that warp 3 has written before warp 0 reads. On a GPU
-# the result would be right on some days and wrong on others, without a word. The emulator keeps account of who
-# wrote what, and of who waited for whom.
+# A **race**: the 128 threads are four warps, and nothing says that warp 3 has written before warp 0 reads. On a
+# GPU the result would be right on some days and wrong on others, without a word. The emulator keeps account of
+# who wrote what, and of who waited for whom.
 #
-# `cuda.syncthreads()` is a **barrier**: a thread waits there until *all* threads of its block have come to it. What
-# any of them wrote before, all can read after.
+# `cuda.syncthreads()` is a **barrier**: a thread waits there until *all* threads of its block have come to it.
+# What any of them wrote before, all can read after.
 #
-# **Exercise 4.1: backwards.** The kernel below turns each piece of 128 elements around: `y[0]` is `x[127]`, `y[127]`
-# is `x[0]`, `y[128]` is `x[255]`, and so on. It is complete, but for its barriers. Put them in. A block takes
-# several pieces, one after the other, and uses the same `tile` for all. (The length of `x` is a multiple of 128.)
+# **Exercise 4.1: backwards.** The kernel below turns each piece of 128 elements around: `y[0]` is `x[127]`,
+# `y[127]` is `x[0]`, `y[128]` is `x[255]`, and so on. It is complete, but for its barriers. Put them in. A
+# block takes several pieces, one after the other, and uses the same `tile` for all. (The length of `x` is a
+# multiple of 128.)
 #
 # Par: 2 barriers for each piece.
 
@@ -142,22 +144,22 @@ launch(backwards, 1, 128, x, y)
 print(y[:3], y[-3:])
 
 # %% [markdown]
-# Two kinds of waiting: *the data is there* (before it is read) and *nobody needs it any more* (before it is written
-# anew). Nearly every kernel with shared memory has this pair in its loop.
+# Two kinds of waiting: *the data is there* (before it is read) and *nobody needs it any more* (before it is
+# written anew). Nearly every kernel with shared memory has this pair in its loop.
 #
 # ## Tiles
 #
-# Now the product. Cut c into square **tiles**; a block of as many threads computes one of them, an element each. For
-# this the block needs some rows of a and some columns of b, which are too long for shared memory. So it takes them
-# a tile at a time. Press Play, or go step by step:
+# Now the product. Cut c into square **tiles**; a block of as many threads computes one of them, an element
+# each. For this the block needs some rows of a and some columns of b, which are too long for shared memory. So
+# it takes them a tile at a time. Press Play, or go step by step:
 
 # %%
 tiles_animation()
 
 # %% [markdown]
-# Each element that the block fetched is used by a whole row of threads, or by a whole column of them: with tiles of
-# T x T, T times. (The idea is older than GPUs: lesson 1 does the same for caches. Lam, Rothberg and Wolf 1991
-# tell when it works.)
+# Each element that the block fetched is used by a whole row of threads, or by a whole column of them: with
+# tiles of T x T, T times. (The idea is older than GPUs: lesson 1 does the same for caches. Lam, Rothberg and
+# Wolf 1991 tell when it works.)
 #
 # **Exercise 4.2: reads.** Predict what it saves. `a` has m x k elements, `b` k x n, and the tiles are `tile` x
 # `tile`. Each block fetches every element that its tile of c depends on once. Where sizes are no multiples of
@@ -180,14 +182,16 @@ for tile in (1, 4, 16, 32):
     print(f"tiles of {tile:2} x {tile:2}: {reads(n, n, n, tile):9,} elements read")
 
 # %% [markdown]
-# **Global memory** is the name of the large memory outside of the chip, where arrays are that you pass to a kernel.
+# **Global memory** is the name of the large memory outside of the chip, where arrays are that you pass to a
+# kernel.
 #
-# **Exercise 4.3: tiled_matmul.** `c = a b` for float32 matrices of any size, k = 0 too. The blocks are `(TILE, TILE)`,
-# and there is one for each tile of c. Thread (x, y) of a block fetches element [y, x] of each tile. At the edges of
-# the matrices, put `float32(0)` into the tiles, which adds nothing. Let no thread leave before the last barrier.
+# **Exercise 4.3: tiled_matmul.** `c = a b` for float32 matrices, `a` m x k and `b` k x n, of any size, k = 0
+# too. The blocks are `(TILE, TILE)`, and there is one for each tile of c. Thread (x, y) of a block fetches
+# element [y, x] of each tile. At the edges of the matrices, put `float32(0)` into the tiles, which adds
+# nothing. Let no thread leave before the last barrier.
 #
-# Par: 2 reads of global memory by each thread for each step from tile to tile, 2 barriers, no bank conflicts. (What
-# those are comes below; who reads along the rows of `tile_b` has none.)
+# Par: 2 reads of global memory by each thread for each step from tile to tile, 2 barriers, no bank conflicts.
+# (What those are comes below; who reads along the rows of `tile_b` has none.)
 
 # %%
 TILE = 16
@@ -218,15 +222,15 @@ print(f"{reads(n, n, n, 16):,} predicted")
 # %% [markdown]
 # ## Predict, then measure
 #
-# The naive kernel does 0.25 FLOP for each byte that its threads ask for. How many does a kernel with tiles of 32 x 32
-# do? Write down your guess, and only then run on.
+# The naive kernel does 0.25 FLOP for each byte that its threads ask for. How many does yours do with tiles of
+# 32 x 32? (`reads` knows, but guess first.) Write down your guess, and only then run on.
 
 # %%
 prediction = None  # your guess, such as 2.5; None draws no guess
 
 # %% [markdown]
-# `with_constants(tiled_matmul, TILE=8)` is your kernel compiled for another `TILE`. The next cell counts two things
-# for each: the bytes that threads *asked* for, and those that *moved*, in whole sectors of 32 bytes.
+# `with_constants(tiled_matmul, TILE=8)` is your kernel compiled for another `TILE`. The next cell counts two
+# things for each: the bytes that threads *asked* for, and those that *moved*, in whole sectors of 32 bytes.
 
 # %%
 sides, flop = [1, 4, 8, 16, 32], 2 * n**3
@@ -247,13 +251,13 @@ model = [flop / (4 * reads(n, n, n, side)) for side in sides]
 intensity(sides, asked, moved, model, prediction)
 
 # %% [markdown]
-# What threads ask for is what the formula says: T / 4 FLOP for each byte. What moves differs at the left end, for
-# reasons that you know from lesson 3. In the naive kernel 32 threads ask for the *same* element of a, and one
-# sector answers all. In a tile of 4 x 4 a row has 16 bytes, and the other half of its sector comes for nothing.
-# From 8 on a row of a tile fills whole sectors, and both agree.
+# What threads ask for is what the formula says: T / 4 FLOP for each byte. What moves differs at the left end,
+# for reasons that you know from lesson 3. In the naive kernel 32 threads ask for the *same* element of a, and
+# one sector answers all. In a tile of 4 x 4 a row has 16 bytes, and the other half of its sector comes for
+# nothing. From 8 on a row of a tile fills whole sectors, and both agree.
 #
-# 8 FLOP for each byte, with the largest tile that a block of 1024 threads can have, is still below the 20 that an
-# H100 asks for. Caches close part of the gap; lesson 5 closes the rest. Where there is a GPU, the next cell
+# 8 FLOP for each byte, with the largest tile that a block of 1024 threads can have, is still below the 20 that
+# an H100 asks for. Caches close part of the gap; lesson 5 closes the rest. Where there is a GPU, the next cell
 # times the kernels.
 
 # %%
@@ -273,13 +277,14 @@ for label, kernel, block in (
 # %% [markdown]
 # ## Banks
 #
-# Shared memory is fast since it can serve all 32 threads of a warp at once. To do that it is built of 32 **banks**.
-# Its words of 4 bytes are dealt out to them like cards: word w lies in bank w % 32. In one **pass** each bank hands
-# out one word. Where the threads of a warp want different words of the *same* bank, they get them one after the
-# other, in as many passes: a **bank conflict**. Threads that want the same word share it, at no cost.
+# Shared memory is fast since it can serve all 32 threads of a warp at once. To do that it is built of 32
+# **banks**. Its words of 4 bytes are dealt out to them like cards: word w lies in bank w % 32. In one **pass**
+# each bank hands out one word. Where the threads of a warp want different words of the *same* bank, they get
+# them one after the other, in as many passes: a **bank conflict**. Threads that want the same word share it, at
+# no cost.
 #
-# **Exercise 4.4: passes.** In a load from shared memory, thread t of a warp (t from 0 to 31) reads word `t * stride`.
-# `stride` is 0 or more. How many passes does it take?
+# **Exercise 4.4: passes.** In a load from shared memory, thread t of a warp (t from 0 to 31) reads word `t *
+# stride`. `stride` is 0 or more. How many passes does it take?
 
 
 # %% tags=["exercise"]
@@ -315,8 +320,8 @@ for stride in (0, 1, 2, 3, 4, 8, 16, 24, 31, 32, 33):
     print(f"stride {stride:2}: {passes(stride):2} predicted, {1 + conflicts:2} counted")
 
 # %% [markdown]
-# A stride of 32 is the worst, and it is the one that comes by itself: it is a *column* of a tile of 32 x 32. A stride
-# of 33 has no conflicts. So give each row one word more than it needs: this is called **padding**.
+# A stride of 32 is the worst, and it is the one that comes by itself: it is a *column* of a tile of 32 x 32. A
+# stride of 33 has no conflicts. So give each row one word more than it needs: this is called **padding**.
 
 # %%
 banks_picture()
@@ -324,12 +329,12 @@ banks_picture()
 # %% [markdown]
 # ## A transpose
 #
-# `out = a.T` is a small kernel that needs all of this. It computes nothing; but whoever reads a along rows has to
-# write out along columns, 32 sectors for each store, or the other way round. Unless the turn happens in shared
-# memory: read a tile of a along its rows, and write it to out along the rows of out.
+# `out = a.T` is a small kernel that needs all of this. It computes nothing; but whoever reads a along rows has
+# to write out along columns, 32 sectors for each store, or the other way round. Unless the turn happens in
+# shared memory: read a tile of a along its rows, and write it to out along the rows of out.
 #
-# **Exercise 4.5: transpose.** `a` is m x n, `out` n x m, both of any size. Blocks are `(32, 32)`; there is one for each
-# tile of a, with `blockIdx.x` counting tiles along the rows of a. `tile` may have another shape.
+# **Exercise 4.5: transpose.** `a` is m x n, `out` n x m, both of any size. Blocks are `(32, 32)`; there is one
+# for each tile of a, with `blockIdx.x` counting tiles along the rows of a. `tile` may have another shape.
 #
 # Par: 4 sectors for each load, 4 for each store, no bank conflicts.
 
@@ -386,8 +391,8 @@ for kernel in (straight, unpadded, transpose):
 # %% [markdown]
 # ## What limits it now?
 #
-# Back to the product. Its multiply-adds have their numbers on the chip now. But how do they get from there into the
-# arithmetic units?
+# Back to the product. Its multiply-adds have their numbers on the chip now. But how do they get from there into
+# the arithmetic units?
 
 # %%
 counts = profile(wide, (n // 32, n // 32), (32, 32), a, b, c)
@@ -396,29 +401,30 @@ print(f"{adds:,} multiply-adds of warps, {loads:,} loads from shared memory")
 
 # %% [markdown]
 # Two numbers for each multiply-add, which `tile_a[y, q] * tile_b[q, x]` says as well. (On its way from PTX to a
-# GPU's own code the assembler may join loads of neighbours, so there may be fewer.) A multiprocessor can do several
-# multiply-adds in the time of one load from shared memory. So now *shared memory* is what limits. The remedy is
-# the same once more, one level up: fetch a number into a register, and use it for several results.
+# GPU's own code the assembler may join loads of neighbours, so there may be fewer.) A multiprocessor can do
+# several multiply-adds in the time of one load from shared memory. So now *shared memory* is what limits. The
+# remedy is the same once more, one level up: fetch a number into a register, and use it for several results.
 #
 # ## What breaks in practice, and how one sees it
 #
 # - **A missing barrier.** Results are wrong, sometimes, and never when you look. The emulator names both lines;
 #   on a GPU it is `compute-sanitizer --tool racecheck`.
-# - **A barrier that not all threads reach.** An early `return`, or a barrier within an `if`: the others wait for ever, or
-#   the hardware does something undefined. Guard what touches memory, never the barrier. The emulator says who
-#   waits where.
-# - **Edges of tiles that nobody wrote.** Shared memory holds what the block before left there. The emulator faults on
-#   reading it; put zeros where there is no element.
-# - **Bank conflicts.** The result is right, and it takes longer. Only counts show it, here or in Nsight Compute. Pad
-#   rows, or turn the loop.
-# - **Too much of it.** A block that takes half of the shared memory of a multiprocessor leaves room for one more, and
-#   while these two wait, nobody works. How many fit is called **occupancy**.
+# - **A barrier that not all threads reach.** An early `return`, or a barrier within an `if`: the others wait
+#   for ever, or the hardware does something undefined. Guard what touches memory, never the barrier. The
+#   emulator says who waits where.
+# - **Edges of tiles that nobody wrote.** Shared memory holds what the block before left there. The emulator
+#   faults on reading it; put zeros where there is no element.
+# - **Bank conflicts.** The result is right, and it takes longer. Only counts show it, here or in Nsight
+#   Compute. Pad rows, or turn the loop.
+# - **Too much of it.** A block that takes half of the shared memory of a multiprocessor leaves room for one
+#   more, and while these two wait, nobody works. How many fit is called **occupancy**.
 #
 # ## Further reading
 #
 # - NVIDIA, *CUDA C++ Programming Guide*, 2007 to today: the section "Shared Memory" has the same product.
-# - Ruetsch and Micikevicius, *Optimizing Matrix Transpose in CUDA*, 2009: sectors, banks and padding, with times.
-# - Boehm, *How to Optimize a CUDA Matmul Kernel for cuBLAS-like Performance: a Worklog*, 2022: the way from lesson 3's
-#   kernel to lesson 6's, step by step, measured.
+# - Ruetsch and Micikevicius, *Optimizing Matrix Transpose in CUDA*, 2009: sectors, banks and padding, with
+#   times.
+# - Boehm, *How to Optimize a CUDA Matmul Kernel for cuBLAS-like Performance: a Worklog*, 2022: the way from
+#   lesson 3's kernel to lesson 6's, step by step, measured.
 #
 # Next: lesson 05 gives each thread a small tile of its own, in registers.

@@ -106,7 +106,8 @@ def matmul(answer: Answer, draw: np.random.Generator) -> Right:
         counts = run(answer, says, (-(-side // 32), -(-side // 8)), (32, 8), a, b, c)
         compare(c, a @ b, f"With {says}, c")
     assert counts is not None
-    reads = counts.total.load_bytes / 4 / (64 * 64)
+    reads, writes = (asked / 4 / 64**2 for asked in (counts.total.load_bytes, counts.total.store_bytes))
+    once = "add up in a variable of your own, and write c[i, j] once"
     scores = (
         Score("Sectors for each load of a warp", counts.sectors_per_load, 2.5, NEIGHBOURS),
         Score(
@@ -115,7 +116,8 @@ def matmul(answer: Answer, draw: np.random.Generator) -> Right:
             4,
             "let neighbouring threads write along a row",
         ),
-        Score("Reads of each thread for k = 16", reads, 32, "add up in a variable, and write c[i, j] once"),
+        Score("Reads of each thread for k = 16", reads, 32, once),
+        Score("Writes", writes, 1, once),
     )
     return Right(len(sizes), scores)
 
