@@ -140,7 +140,7 @@ print(counts)
 # %% [markdown]
 # 32 loads and 32 stores, one each for a warp. (What "sectors" are comes in a minute. "Copied into shared
 # memory" and "matrix instructions" are for later lessons.) The other instructions reckon `i` and the address of
-# `x[i]`.
+# `x[i]`. The last rows say the same for each line of the kernel.
 #
 # And where threads of one warp take different ways at an `if`? There is only one instruction at a time for all
 # of them. So the warp goes *both* ways, one after the other, and the threads that do not belong there wait.
@@ -249,7 +249,7 @@ def moved(counts):
     return 32 * (counts.total.load_sectors + counts.total.store_sectors)
 
 
-matrix = np.ones((256, 256), np.float32)
+matrix = np.ones((256, 256), np.float32)  # 8 x 32 blocks of 32 x 8 threads
 rows = profile(by_rows, (8, 32), (32, 8), matrix)
 columns = profile(by_columns, (8, 32), (32, 8), matrix)
 for counts in (rows, columns):
@@ -259,9 +259,9 @@ for counts in (rows, columns):
     )
 
 # %% [markdown]
-# As many instructions, and 8 times the bytes. Your `sectors` could have told: elements of a column are a row
-# apart, 1024 bytes, and `sectors(0, 1024)` over `sectors(0, 4)` is 32 / 4. The next cell has the emulator count
-# other strides, and draws them beside your function.
+# The same number of instructions, and 8 times the bytes. Your `sectors` could have told you: elements of a
+# column are a row apart, 1024 bytes, and `sectors(0, 1024)` over `sectors(0, 4)` is 32 / 4. The next cell has
+# the emulator count other strides, and draws them beside your function.
 
 
 # %%
@@ -283,11 +283,11 @@ predicted = [sectors(0, 4 * stride) for stride in strides]
 strides_figure(strides, counted, predicted, prediction)
 
 # %% [markdown]
-# Model and count agree exactly, since both follow the same rule. What neither knows is **caches**. The 32
-# sectors of a column hold the next seven columns too, and if another warp asks for those soon enough, a cache
-# still has them, and memory is not asked again. So the time on a GPU grows with the sectors, but by another
-# factor than 8, and by which depends on the GPU and the matrix. The next cell times both kernels where there is
-# a GPU.
+# Model and count agree exactly, since both follow the same rule (the emulator applies it to the addresses that
+# your threads really ask for). What neither knows is **caches**. The 32 sectors of a column hold the next seven
+# columns too, and if another warp asks for those soon enough, a cache still has them, and memory is not asked
+# again. So the time on a GPU grows with the sectors, but by another factor than 8, and by which depends on the
+# GPU and the matrix. The next cell times both kernels where there is a GPU.
 
 # %%
 large = np.zeros((8192, 8192), np.float32)  # takes no memory before it is used

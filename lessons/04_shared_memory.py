@@ -257,8 +257,8 @@ intensity(sides, asked, moved, model, prediction)
 # nothing. From 8 on a row of a tile fills whole sectors, and both agree.
 #
 # 8 FLOP for each byte, with the largest tile that a block of 1024 threads can have, is still below the 20 that
-# an H100 asks for. Caches close part of the gap; lesson 5 closes the rest. Where there is a GPU, the next cell
-# times the kernels.
+# an H100 asks for. Caches close part of the gap. Lesson 5 gets past it with larger tiles, in which each thread
+# has several elements. Where there is a GPU, the next cell times the kernels.
 
 # %%
 large = np.zeros((2048, 2048), np.float32)

@@ -61,7 +61,7 @@ def sectors_of_a_load() -> None:
         used = {thread * stride for thread in range(THREADS)}
         touched = {element // SECTOR for element in used}
         useful = min(1.0, 4 * THREADS / (32 * len(touched)))
-        told = f"{useful:.0%} of the bytes that come are used" if stride else "all threads get the same"
+        told = f"{100 * useful:g}% of the bytes that come are used" if stride else "all threads get the same"
         reads = f"{stride} t" if stride > 1 else "t" if stride else "0"
         plural = "s" * (len(touched) > 1)
         note = f"Thread t reads element {reads}: {len(touched)} sector{plural}; {told}."
@@ -84,7 +84,7 @@ def strides_figure(
     figure, axes = draw(height=3.2)
     axes.plot(strides, predicted, "--", color=BLUE, linewidth=1.2)
     axes.plot(strides, counted, "o", color=BLUE)
-    name(axes, strides[0], counted[0], "a row of the matrix", dx=10)
+    name(axes, strides[0], counted[0], "a row of the matrix", dx=10, dy=-9)
     name(axes, strides[-1], counted[-1], "a column of the matrix", dx=-105, dy=-14)
     if guess is not None:
         axes.plot(strides[-1], 4 * guess, "D", color=INK, fillstyle="none", markersize=9)

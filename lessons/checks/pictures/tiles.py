@@ -12,7 +12,7 @@ TILE = 40  # pixels of a tile
 PITCH = TILE + 3
 A, B, C = (16, 196), (190, 30), (190, 196)  # where the matrices lie
 ROW, COLUMN = 1, 2  # of the tile of c that the block computes
-SLOTS = ((412, 218), (504, 218))  # in shared memory, for a tile of a and one of b
+SLOTS = ((440, 218), (536, 218))  # in shared memory, for a tile of a and one of b
 
 
 def tiles_animation() -> None:
@@ -64,7 +64,7 @@ def _play(scene: Scene) -> None:
     frame("A tile of c (green) needs a row of tiles of a and a column of tiles of b.", None, 0)
     for p in range(3):
         which = ("first", "second", "third")[p]
-        frame(f"All threads fetch the {which} two tiles, an element of each per thread. Barrier.", p, p)
+        frame(f"All threads fetch the {which} pair of tiles, an element of each per thread. Barrier.", p, p)
         frame("Each thread adds up its row of one times its column of the other. Barrier.", p, p + 1, True)
     frame("The sums are complete: each thread writes its element of c.", None, 3, True)
 
