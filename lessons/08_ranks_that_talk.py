@@ -24,7 +24,7 @@ import time
 import torch
 
 import minidist as md
-from checks.figures import curves, ladder
+from checks.figures import curves, ladder, said
 from checks.pictures.ring import ring_animation
 from checks.ranks import in_words
 from checks.ranks_that_talk import check, hint, or_solution
@@ -355,7 +355,7 @@ curves(
     labels=("bytes of the tensor", "milliseconds"),
     guess=prediction and (sizes[-1], naive[-1] / prediction),
     caption="Dots are measured, dashed lines are the model. At 16 MB the ring is "
-    f"{naive[-1] / ring[-1]:.1f} times as fast; your guess was {prediction}.",
+    f"{naive[-1] / ring[-1]:.1f} times as fast; {said(prediction)}.",
     alt="Time of an all-reduce against the size of its tensor: flat for small "
     "tensors, then rising in proportion to the bytes, for both ways.",
 )
