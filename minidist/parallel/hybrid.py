@@ -86,6 +86,7 @@ class HybridEngine(Engine):
         expected, scale = self._rows, self.precision.scale
         self.passes.train(inputs, targets, lambda count: scale * count * share / expected, share)
         all_rows, all_loss = strategy.synchronize()
+        self.passes.summed()
         if all_rows != expected:
             strategy.rescale(expected / all_rows)
             self._rows = all_rows
@@ -103,6 +104,7 @@ class HybridEngine(Engine):
         if factor != 1:
             strategy.multiply(factor)
         strategy.update()
+        self.passes.updated()
         return loss
 
     def _on_all_stages(self, value: float) -> float:

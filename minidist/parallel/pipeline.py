@@ -22,6 +22,7 @@ from minidist.comm.work import Group, rank_in, ranks_of
 from minidist.model.loss import cross_entropy
 from minidist.parallel import schedules
 from minidist.parallel.engine import Loss, check_rows
+from minidist.parallel.evaluating import evaluating, require_gradients
 from minidist.parallel.instructions import Schedule, sizes
 from minidist.parallel.receipts import Plan, receipts
 from minidist.parallel.simulation import Event
@@ -110,9 +111,11 @@ class Pipeline:
 
         Raises:
             ValueError: no rows, or fewer than your own schedule needs, or inputs and targets do not fit.
+            RuntimeError: gradients are off, as in `torch.no_grad()`.
             CollectiveError: a peer is gone or late.
         """
         rows = check_rows(inputs, targets)
+        require_gradients()  # before anything is posted
         coming = self._expect(inputs, targets)
         before = [None if p is None or p.grad is None else p.grad.clone() for p, _ in self.tied]
         for parameter, _ in self.tied:
@@ -178,6 +181,8 @@ class Pipeline:
             the pipeline's own is a sum), a float64 scalar; on the others 0.
         """
         parts = self._parts(inputs, targets)
+        if train:
+            require_gradients()
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         if not parts:
             return total
@@ -193,7 +198,7 @@ class Pipeline:
             weight,
             by_rows=loss is not None or self.reduction == "mean",
         )
-        with nullcontext() if train else self._evaluating():
+        with nullcontext() if train else evaluating(self.stages):
             self._execute(
                 passes, self._plan(parts, train), [(x.shape, x.dtype, train) for x in passes.inputs]
             )
@@ -256,18 +261,6 @@ class Pipeline:
             yield events
         finally:
             self._events = None
-
-    @contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        modes = [(module, module.training) for stage in self.stages for module in stage.modules()]
-        for module, _ in modes:
-            module.training = False
-        try:
-            with torch.no_grad():
-                yield
-        finally:
-            for module, training in modes:
-                module.training = training
 
     @cached_property
     def device(self) -> torch.device:
