@@ -379,6 +379,77 @@ def test_distances_are_of_equal_shapes_and_see_nan() -> None:
     assert distance([torch.empty(0)], [torch.empty(0)]) == 0
 
 
+# What it leaves behind.
+
+OPTIMIZERS: dict[str, Any] = {
+    "dampened": partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5),
+    "NAdam": partial(torch.optim.NAdam, lr=1e-2),
+    "Rprop": partial(torch.optim.Rprop, lr=1e-2),
+    "ASGD": partial(torch.optim.ASGD, lr=1e-2),
+}
+"""Whose state does not begin with zeros."""
+
+
+def left_by(layout: str, steps: int) -> list[str]:
+    """The optimizers with which an engine trains otherwise after it was compared; `steps` come before."""
+    _, batches = mlp(torch.float32)
+    changed = []
+    for name, optimizer in OPTIMIZERS.items():
+        plain, seen = (md.prepare(mlp(torch.float32)[0], optimizer, md.Layout.parse(layout)) for _ in "ab")
+        rows = [
+            tuple(x.tensor_split(plain.data_ranks)[plain.data_rank] for x in batch) for batch in batches * 2
+        ]
+        for engine in (plain, seen):
+            for inputs, targets in rows[:steps]:
+                engine.step(inputs, targets)
+        record(seen, batches, repeats=1)
+        losses = [[engine.step(*each) for each in rows] for engine in (plain, seen)]
+        pairs = zip(plain.full_state_dict().values(), seen.full_state_dict().values(), strict=True)
+        if losses[0] != losses[1] or not all(torch.equal(a, b) for a, b in pairs):
+            changed.append(name)
+    return changed
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize(
+    "layout", ["dp=1", "dp=2,zero=1", "dp=2,zero=1,precision=bf16", "dp=2,zero=3", "pp=2", "tp=2,zero=2"]
+)
+def test_an_engine_is_left_as_it_was(cluster_of: Clusters, layout: str, steps: int) -> None:
+    assert not any(cluster_of(2).run(left_by, layout, steps) if layout != "dp=1" else left_by(layout, steps))
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0] * ctx.factor, None
+
+
+class ScaledBias(nn.Module):
+    """Whose second bias has a gradient that is multiplied by a factor."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.layers, self.factor = mlp(torch.float32)[0].layers, factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second, third = self.layers
+        bias = second.linear.bias
+        return third(second(first(x)) + Scaled.apply(bias, self.factor) - bias.detach())
+
+
+@pytest.mark.parametrize("name", ["dampened", "ASGD"])  # others divide a gradient by its size
+def test_no_optimizer_hides_a_gradient(name: str) -> None:
+    engines = [md.prepare(ScaledBias(factor), OPTIMIZERS[name]) for factor in (1.0, 1.2)]
+    first = md.compare(*engines, mlp(torch.float32)[1]).first
+    assert first is not None
+    assert (first.step, first.what) == (1, "the update of layers.1.linear.bias")
+
+
 # Mistakes, and the command.
 
 

@@ -14,7 +14,8 @@ import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from minidist.parallel.assembling import Copies, assemble, distance, distinct
 from minidist.parallel.engine import Engine
 from minidist.parallel.hybrid import HybridEngine
+from minidist.parallel.strategy import Chunk
 
 REPEATS = 2
 """Times that the steps are taken again with moved results."""
@@ -183,20 +185,43 @@ def _moved(model: nn.Module, repeat: int | None) -> Iterator[None]:
 
 
 class _Kept:
-    """An engine's state, to be put back: what a checkpoint has of it, copied."""
+    """An engine's state, to be put back: what a checkpoint has of it, copied, and the random numbers."""
 
     def __init__(self, engine: HybridEngine) -> None:
-        self.engine, self.settings = engine, engine.settings()
-        self.values = {
-            (chunk.name, chunk.offsets): chunk.tensor.clone() for chunk in engine.strategy.chunks()
-        }
+        self.engine, self.settings, self.norm = engine, engine.settings(), engine.grad_norm
+        self.of_strategy = engine.strategy.settings()
+        self.boxes: dict[str, list[Chunk]] = defaultdict(list)
+        self.state: dict[str, dict[str, Any]] = defaultdict(dict)
+        for chunk in engine.strategy.chunks():
+            self.boxes[chunk.name].append(replace(chunk, tensor=chunk.tensor.clone()))
+            kind, _, rest = chunk.name.partition(".")
+            if kind == "optimizer":
+                name, _, key = rest.rpartition(".")
+                self.state[name][key] = chunk.shape, chunk.tensor.dtype
+        self.random = torch.get_rng_state()
 
     def restore(self) -> None:
-        for chunk in self.engine.strategy.chunks():
-            value = self.values.get((chunk.name, chunk.offsets))
-            if value is None:  # an optimizer's, which it made in its first step
-                chunk.tensor.zero_()
-            else:
-                chunk.tensor.copy_(value)
-        self.engine.strategy.loaded()
+        """Put it back. A collective where `Strategy.loaded` is one."""
+        strategy = self.engine.strategy
+        # State that the optimizer made since then goes: what it would begin with is its own affair.
+        strategy.load_settings(deepcopy(self.of_strategy), self.state)
+        strategy.drop()
+        for chunk in strategy.chunks():
+            for kept in self.boxes[chunk.name]:
+                _copy_common(kept, chunk)
+        strategy.loaded()
         self.engine.load_settings(self.settings)
+        self.engine.grad_norm = self.norm
+        torch.set_rng_state(self.random)
+
+
+def _copy_common(kept: Chunk, chunk: Chunk) -> None:
+    """Write to a chunk what another box of the same tensor has of it: ranks may deal it anew meanwhile."""
+    here, there = [], []
+    for a, n, b, m in zip(chunk.offsets, chunk.tensor.shape, kept.offsets, kept.tensor.shape, strict=True):
+        first, last = max(a, b), min(a + n, b + m)
+        if first >= last:
+            return
+        here.append(slice(first - a, last - a))
+        there.append(slice(first - b, last - b))
+    chunk.tensor[tuple(here)] = kept.tensor[tuple(there)]
