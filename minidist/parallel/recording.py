@@ -59,14 +59,16 @@ def record(engine: Engine, batches: Iterable[tuple[Tensor, Tensor]], repeats: in
         repeats: how often to measure what rounding moves.
 
     Raises:
-        TypeError: the engine is not one of `prepare`.
-        ValueError: no batches, or a model with dropout, whose masks depend on the layout.
+        TypeError: the engine is not one of `prepare`, or batches are no pairs of tensors.
+        ValueError: no batches, repeats below 0, or a model with dropout, whose masks depend on the layout.
     """
     if not isinstance(engine, HybridEngine):
         raise TypeError(f"engine is a {type(engine).__name__}; give one that md.prepare returned")
-    given = [*batches]
-    if not given:
-        raise ValueError("batches are none; give at least one pair of inputs and targets")
+    given = pairs_of(batches)
+    if isinstance(repeats, bool) or not isinstance(repeats, int):
+        raise TypeError(f"repeats is {repeats!r}; give a whole number")
+    if repeats < 0:
+        raise ValueError(f"repeats is {repeats}; give how often to take the steps again, or 0 for not at all")
     for name, module in engine.model.named_modules():
         dropout = getattr(module, "dropout", getattr(module, "p", 0.0))
         if isinstance(dropout, float) and dropout > 0:
@@ -87,6 +89,24 @@ def record(engine: Engine, batches: Iterable[tuple[Tensor, Tensor]], repeats: in
                 most[name] = max(most[name], distance(plain[name], other[name]))
     layers = [name for name, _ in layers_of(engine.model)]
     return Recording(str(engine.layout), layers, start, losses, steps, [dict(most) for most in rounding])
+
+
+def pairs_of(batches: Iterable[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    """The batches as a list, or an error that says what is wrong with them."""
+    remedy = "give a list of pairs, [(inputs, targets), ...], of tensors"
+    if isinstance(batches, Tensor) or not isinstance(batches, Iterable):
+        raise TypeError(f"batches is a {type(batches).__name__}; {remedy}")
+    given = [*batches]
+    if not given:
+        raise ValueError("batches are none; give at least one pair of inputs and targets")
+    for place, pair in enumerate(given):
+        if (
+            not isinstance(pair, tuple | list)
+            or len(pair) != 2
+            or not all(isinstance(x, Tensor) for x in pair)
+        ):
+            raise TypeError(f"batch {place} is a {type(pair).__name__} that is no pair of tensors; {remedy}")
+    return given
 
 
 def layers_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
