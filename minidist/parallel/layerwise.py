@@ -29,6 +29,7 @@ from minidist.model.loss import cross_entropy
 from minidist.parallel.engine import Loss, check_rows
 from minidist.parallel.evaluating import evaluating, require_gradients
 from minidist.parallel.stage_messages import receive_unknown, send_unknown
+from minidist.parallel.stage_passes import changeable
 
 
 class LayerByLayer:
@@ -82,7 +83,7 @@ class LayerByLayer:
 
         # Forward: wait for the part before, compute, send to the next.
         x = inputs.to(self.device) if first else self._receive().requires_grad_()
-        outputs = self.part(x)
+        outputs = self.part(changeable(x, self.part))
         if last:
             outputs = self.loss(outputs, targets.to(self.device))
             total += outputs.detach().double()

@@ -66,8 +66,9 @@ class Layout:
 
         if self.recompute and self.schedule == "zero_bubble":
             raise ValueError(
-                "recompute is True with schedule='zero_bubble', whose two backward passes would both compute "
-                "the activations again; give another schedule, or recompute=False"
+                "recompute is True with schedule='zero_bubble': activations that are computed again are kept "
+                "for one backward pass, so that none is left to fill the bubble; give another schedule, or "
+                "recompute=False"
             )
 
     @property

@@ -57,8 +57,8 @@ class Strategy(ABC):
     In a step the engine calls `zero_grad`, then `forward` and a backward pass for each micro-batch, all but
     the last inside `no_sync`, with `announce` before the last backward; then `synchronize`, perhaps
     `rescale`; then perhaps `multiply`, and `update`, or `drop` where the step is skipped. Where it is not
-    `forward` that computes, but a pipeline with parts of the model, `ready` comes first, all backward passes
-    are inside `no_sync`, and `announce` comes after them.
+    `forward` that computes, but a pipeline with parts of the model, `ready` comes first, and `announce`
+    before the last backward pass, or after it where all were inside `no_sync`.
 
     Attributes:
         group: the ranks that train it together; None for all of the world.
@@ -90,10 +90,10 @@ class Strategy(ABC):
         """Inside, backward passes add up gradients and need not send anything."""
 
     @abstractmethod
-    def announce(self, rows: float, loss_sum: Tensor) -> None:
+    def announce(self, rows: float, loss_sum: Tensor, waits: bool = True) -> None:
         """The backward pass that follows completes the gradients: they become sums over the ranks.
 
-        rows, loss_sum: this rank's, to be summed as well.
+        rows, loss_sum: this rank's, to be summed as well. waits: whether its end may wait for the sums.
         """
 
     @abstractmethod

@@ -101,10 +101,10 @@ class ShardedState(Strategy):
         """In stage 1 nothing is sent before `announce`; stage 2 sends in every backward pass."""
         return nullcontext()
 
-    def announce(self, rows: float, loss_sum: Tensor) -> None:
+    def announce(self, rows: float, loss_sum: Tensor, waits: bool = True) -> None:
         """See `Strategy.announce`."""
         reducer = self.optimizer.reducer
-        reducer.syncing, reducer.totals = True, (rows, loss_sum, 1.0)
+        reducer.syncing, reducer.waits, reducer.totals = True, waits, (rows, loss_sum, 1.0)
 
     def synchronize(self) -> tuple[float, float]:
         """See `Strategy.synchronize`. A rank takes part in what others have left of micro-batches."""
