@@ -60,10 +60,9 @@ class Layout:
             )
         if (self.chunks > 1) != (self.schedule == "interleaved"):
             raise ValueError(
-                f"chunks is {self.chunks} with schedule={self.schedule!r}; the interleaved schedule takes "
-                "chunks of 2 or more, and no other does"
+                f"chunks is {self.chunks} with schedule={self.schedule!r}; a layout has chunks of 2 or "
+                "more with the interleaved schedule, and 1 with any other"
             )
-
         if self.recompute and self.schedule == "zero_bubble":
             raise ValueError(
                 "recompute is True with schedule='zero_bubble': activations that are computed again are kept "

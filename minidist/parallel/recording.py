@@ -10,11 +10,11 @@ Source: Parker 1997, "Monte Carlo Arithmetic: exploiting randomness in floating-
 
 from __future__ import annotations
 
+import copy
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from minidist.parallel.assembling import Copies, assemble, distance, distinct
 from minidist.parallel.engine import Engine
+from minidist.parallel.flat_ranges import narrowed
 from minidist.parallel.hybrid import HybridEngine
 from minidist.parallel.strategy import Chunk
 
@@ -134,7 +135,7 @@ def _run(
         found = assemble(own, engine.layout, inputs.shape[1] if inputs.dim() > 1 else 1)
         for name, copies in found.items():
             if name.startswith("gradient"):
-                found[name] = [copy / scale for copy in copies]
+                found[name] = [each / scale for each in copies]
         after = _parameters(engine)
         found.update(distinct({f"update {name}": after[name] - before[name] for name in after}))
         steps.append(found)
@@ -209,25 +210,25 @@ class _Kept:
 
     def __init__(self, engine: HybridEngine) -> None:
         self.engine, self.settings, self.norm = engine, engine.settings(), engine.grad_norm
-        self.of_strategy = engine.strategy.settings()
-        self.boxes: dict[str, list[Chunk]] = defaultdict(list)
-        self.state: dict[str, dict[str, Any]] = defaultdict(dict)
-        for chunk in engine.strategy.chunks():
-            self.boxes[chunk.name].append(replace(chunk, tensor=chunk.tensor.clone()))
-            kind, _, rest = chunk.name.partition(".")
-            if kind == "optimizer":
-                name, _, key = rest.rpartition(".")
-                self.state[name][key] = chunk.shape, chunk.tensor.dtype
         self.random = torch.get_rng_state()
+        self.of_strategy = copy.deepcopy(engine.strategy.settings())
+        self.chunks: dict[str, list[Chunk]] = defaultdict(list)
+        for chunk in engine.strategy.chunks():
+            self.chunks[chunk.name].append(replace(chunk, tensor=chunk.tensor.clone()))
 
     def restore(self) -> None:
-        """Put it back. A collective where `Strategy.loaded` is one."""
+        """As a checkpoint is loaded: the optimizer has the state that it had, none before its first step."""
         strategy = self.engine.strategy
-        # State that the optimizer made since then goes: what it would begin with is its own affair.
-        strategy.load_settings(deepcopy(self.of_strategy), self.state)
-        strategy.drop()
+        state: dict[str, dict[str, Any]] = defaultdict(dict)
+        for full, (chunk, *_) in self.chunks.items():
+            kind, _, name = full.partition(".")
+            if kind == "optimizer":
+                name, _, key = name.rpartition(".")
+                state[name][key] = chunk.shape, chunk.tensor.dtype
+        strategy.load_settings(copy.deepcopy(self.of_strategy), state)
+        strategy.drop()  # gradients, and what compression kept back of them
         for chunk in strategy.chunks():
-            for kept in self.boxes[chunk.name]:
+            for kept in self.chunks[chunk.name]:
                 _copy_common(kept, chunk)
         strategy.loaded()
         self.engine.load_settings(self.settings)
@@ -235,13 +236,14 @@ class _Kept:
         torch.set_rng_state(self.random)
 
 
-def _copy_common(kept: Chunk, chunk: Chunk) -> None:
-    """Write to a chunk what another box of the same tensor has of it: ranks may deal it anew meanwhile."""
-    here, there = [], []
-    for a, n, b, m in zip(chunk.offsets, chunk.tensor.shape, kept.offsets, kept.tensor.shape, strict=True):
-        first, last = max(a, b), min(a + n, b + m)
-        if first >= last:
-            return
-        here.append(slice(first - a, last - a))
-        there.append(slice(first - b, last - b))
-    chunk.tensor[tuple(here)] = kept.tensor[tuple(there)]
+def _copy_common(source: Chunk, target: Chunk) -> None:
+    """Copy what is in both boxes of a tensor: a first step may have dealt it out in others."""
+    first = [max(each) for each in zip(source.offsets, target.offsets, strict=True)]
+    ends = ((o + n for o, n in zip(c.offsets, c.tensor.shape, strict=True)) for c in (source, target))
+    sizes = [min(each) - start for start, *each in zip(first, *ends, strict=True)]
+    if all(size > 0 for size in sizes):
+        there, here = (
+            narrowed(chunk.tensor, [a - b for a, b in zip(first, chunk.offsets, strict=True)], sizes)
+            for chunk in (target, source)
+        )
+        there.copy_(here)

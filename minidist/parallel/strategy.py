@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from minidist.comm.work import Group
-from minidist.parallel.flat_ranges import boxes
+from minidist.parallel.flat_ranges import boxes, narrowed
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,8 +169,7 @@ class Strategy(ABC):
         for chunk in self.chunks():
             value = exact.get(chunk.name.removeprefix("model.")) if chunk.name.startswith("model.") else None
             if value is not None and chunk.tensor.dtype == value.dtype:
-                box = zip(chunk.offsets, chunk.tensor.shape, strict=True)
-                chunk.tensor.copy_(value[tuple(slice(start, start + size) for start, size in box)])
+                chunk.tensor.copy_(narrowed(value, chunk.offsets, chunk.tensor.shape))
 
     def loaded(self) -> None:  # noqa: B027 (most strategies have nothing to do)
         """The tensors of `chunks` have been written: have what follows from them be made again.
