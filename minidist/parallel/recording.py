@@ -52,7 +52,8 @@ def record(engine: Engine, batches: Iterable[tuple[Tensor, Tensor]], repeats: in
     """Train `engine` on global batches and record its layers; then put it back as it was.
 
     All ranks call it, with the same batches. It takes the steps `repeats` + 1 times, and gathers every output
-    and gradient of a layer on every rank: for small models and a few steps.
+    and gradient of a layer on every rank: for small models and a few steps. Not put back is what compression
+    of gradients keeps: what it left out is dropped, and PowerSGD's factors stay.
 
     Args:
         engine: of `prepare`; its model has a chain of layers, `model.layers`, or its children are taken.
