@@ -92,9 +92,9 @@ def compare(
 ) -> Comparison:
     """Take both engines, on the same ranks, through the same batches, and compare; all ranks call it.
 
-    Both are left as they were, see `record`. For layouts with other numbers of ranks: `record` in a launch each, then
-    `differences`; or the command `minidist compare`. An optimizer that divides a gradient by its size, such
-    as Adam, hides a gradient that is scaled from the updates: `torch.optim.SGD` shows it.
+    Both are left as they were, see `record`. For layouts with other numbers of ranks: `record` in a launch
+    each, then `differences`; or the command `minidist compare`. An optimizer that divides a gradient by its
+    size, such as Adam, hides a gradient that is scaled from the updates: `torch.optim.SGD` shows it.
 
     Args:
         engine_a, engine_b: of `prepare`, with equal weights.
