@@ -283,8 +283,8 @@ for label, kernel, block in (
 # them one after the other, in as many passes: a **bank conflict**. Threads that want the same word share it, at
 # no cost.
 #
-# **Exercise 4.4: passes.** In a load from shared memory, thread t of a warp (t from 0 to 31) reads word `t *
-# stride`. `stride` is 0 or more. How many passes does it take?
+# **Exercise 4.4: passes.** A warp loads from shared memory: thread t, from 0 to 31, reads word `t * stride`. How
+# many passes does it take? `stride` is 0 or more.
 
 
 # %% tags=["exercise"]
