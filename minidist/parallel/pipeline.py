@@ -21,10 +21,13 @@ from minidist import comm
 from minidist.comm.work import Group, rank_in, ranks_of
 from minidist.model.loss import cross_entropy
 from minidist.parallel import schedules
+from minidist.parallel.agreeing import require_alike
 from minidist.parallel.engine import Loss, check_rows
 from minidist.parallel.evaluating import evaluating, require_gradients
 from minidist.parallel.instructions import Schedule, sizes
+from minidist.parallel.pipeline_checks import check_arguments, check_stages, fingerprint
 from minidist.parallel.receipts import Plan, receipts
+from minidist.parallel.refusals import require_batch, require_metric
 from minidist.parallel.simulation import Event
 from minidist.parallel.stage_messages import StageMessages
 from minidist.parallel.stage_passes import StagePasses
@@ -32,7 +35,7 @@ from minidist.parallel.tied import start_equal, sum_tied
 
 MICRO_BATCHES = 8
 LOSS = 2**30
-"""The tag of the loss's message, above those of the stages'."""
+"""The first tag of the loss's message, above those of the stages'; each step has the next."""
 
 
 class Pipeline:
@@ -45,8 +48,9 @@ class Pipeline:
     >>> optimizer.step()
 
     Stage s is chunk s // p of rank s % p. One floating-point tensor goes from stage to stage; its shape is
-    found by running once. The gradients equal those of one process on the whole batch. Nothing is sent
-    when it is made, but for tied copies: the ranks' stages have to be parts of one model.
+    found by running once. The gradients equal those of one process on the whole batch, where the stages one
+    after the other are the model: what its `forward` does beside them is in no stage (`chain.require_chain`
+    tells). All ranks make it together: each sends 16 (p - 1) bytes, to see that they agree, and tied copies.
 
     Args:
         stages: this rank's modules in the order of the chunks, or one module.
@@ -61,7 +65,8 @@ class Pipeline:
             on all ranks. Copies start from the first rank's values, and `step` sums their gradients.
 
     Raises:
-        TypeError, ValueError: an argument is wrong, or the schedule is not for these ranks and chunks.
+        TypeError, ValueError: an argument is wrong, or the schedule is not for these ranks and chunks, or
+            the ranks were given different ones.
     """
 
     def __init__(
@@ -74,15 +79,24 @@ class Pipeline:
         reduction: str = "mean",
         tied: Sequence[nn.Parameter | None] = (),
     ) -> None:
-        self.stages = [stages] if isinstance(stages, nn.Module) else [*stages]
-        if not self.stages or not all(isinstance(stage, nn.Module) for stage in self.stages):
-            raise TypeError(f"stages is {stages!r}; give this rank's module, or one for each chunk")
-        if reduction not in ("mean", "sum"):
-            raise ValueError(f"reduction is {reduction!r}; give 'mean' or 'sum', whichever the loss is")
+        self.stages = [stages] if isinstance(stages, nn.Module) else check_stages(stages)
+        check_arguments(schedule, loss, reduction, tied)
         self.loss, self.group, self.reduction = loss, group, reduction
         self.rank, self.ranks = rank_in(group), len(ranks_of(group))
         self._named = schedule if isinstance(schedule, str) else None
         self._given = None if isinstance(schedule, str) else schedule
+        # Ranks that follow other schedules would wait for messages that nobody sends.
+        require_alike(
+            "Pipeline",
+            {
+                "schedule": repr(schedule) if self._named else f"of your own, {fingerprint(schedule)},",
+                "micro_batches": micro_batches,
+                "chunks": len(self.stages),
+                "reduction": reduction,
+                "tied copies": len(tied),
+            },
+            group,
+        )
         if self._given is not None:
             schedules.check(self._given, micro_batches, len(self.stages))
             if len(self._given) != self.ranks:
@@ -94,6 +108,7 @@ class Pipeline:
         self._plans: dict[tuple[int, bool], Plan] = {}
         self._plan(self.micro_batches, True)  # refuses sizes that the schedule does not take
         self._events: list[Event] | None = None
+        self._steps = 0
         self.tied = [(parameter, start_equal(parameter, group)) for parameter in tied]
 
     def step(self, inputs: Tensor, targets: Tensor) -> float:
@@ -116,17 +131,17 @@ class Pipeline:
         """
         rows = check_rows(inputs, targets)
         require_gradients()  # before anything is posted
-        coming = self._expect(inputs, targets)
         before = [None if p is None or p.grad is None else p.grad.clone() for p, _ in self.tied]
         for parameter, _ in self.tied:
             if parameter is not None:
                 parameter.grad = None
-        total = self.run(inputs, targets, lambda own: own / rows if self.reduction == "mean" else 1.0)
-        for (parameter, ranks), grad in zip(self.tied, before, strict=True):
-            sum_tied(parameter, self.group, ranks)
-            if parameter is not None and grad is not None:
-                parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
-        return self._everywhere(total, coming) / (rows if self.reduction == "mean" else 1)
+        with self._last_rank(inputs, targets) as tell:
+            total = self.run(inputs, targets, lambda own: own / rows if self.reduction == "mean" else 1.0)
+            for (parameter, ranks), grad in zip(self.tied, before, strict=True):
+                sum_tied(parameter, self.group, ranks)
+                if parameter is not None and grad is not None:
+                    parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
+            return tell(total) / (rows if self.reduction == "mean" else 1)
 
     def evaluate(self, inputs: Tensor, targets: Tensor, metric: Loss | None = None) -> float:
         """The mean of `metric(outputs, targets)` over a batch's rows, without training, on all ranks.
@@ -135,29 +150,43 @@ class Pipeline:
             inputs, targets: see `step`; there may be no rows, and the mean is then NaN.
             metric: a mean over rows; None for the loss.
         """
+        require_batch(inputs, targets)
+        require_metric(metric)
         rows = len(inputs)
-        coming = self._expect(inputs, targets)
-        total = self._everywhere(self.run(inputs, targets, train=False, loss=metric), coming)
+        with self._last_rank(inputs, targets) as tell:
+            total = tell(self.run(inputs, targets, train=False, loss=metric))
         if metric is None and self.reduction == "sum":
             return total
         return total / rows if rows else float("nan")
 
-    def _expect(self, inputs: Tensor, targets: Tensor) -> comm.Work | None:
-        """On all ranks but the last: post the receive of the loss, for which that one then need not wait."""
-        self._parts(inputs, targets)  # what is posted before an error would be taken for the next step's
-        if self.rank == self.ranks - 1:
-            return None
-        coming = torch.empty((), dtype=torch.float64, device=self.device)
-        return comm.recv(coming, self.ranks - 1, LOSS, self.group, async_op=True)
+    @contextmanager
+    def _last_rank(self, inputs: Tensor, targets: Tensor) -> Iterator[Callable[[Tensor], float]]:
+        """Inside, a function that tells all ranks the last one's total.
 
-    def _everywhere(self, total: Tensor, coming: comm.Work | None) -> float:
-        """The last rank's total, on all ranks."""
-        if coming is not None:
-            return float(coming.wait())
-        others = range(self.ranks - 1)
-        for work in [comm.send(total, rank, LOSS, self.group, async_op=True) for rank in others]:
-            work.wait()
-        return float(total)
+        The others' receive is posted here: the last rank then need not wait for them. Each step has a tag of
+        its own, so that what a failed one has left is never taken for another's.
+        """
+        self._parts(inputs, targets)  # no error is left that would come before any rank runs
+        self._steps = (self._steps + 1) % 2**14
+        tag, last = LOSS + self._steps, self.ranks - 1
+        coming: comm.Work | None = None
+        if self.rank < last:
+            room = torch.empty((), dtype=torch.float64, device=self.device)
+            coming = comm.recv(room, last, tag, self.group, async_op=True)
+
+        def tell(total: Tensor) -> float:
+            if coming is not None:
+                return float(coming.wait())
+            for work in [comm.send(total, rank, tag, self.group, async_op=True) for rank in range(last)]:
+                work.wait()
+            return float(total)
+
+        try:
+            yield tell
+        except BaseException:
+            if coming is not None:
+                coming.forget()
+            raise
 
     def run(
         self,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,29 @@ from minidist.parallel.instructions import Instruction, stage_of
 from minidist.parallel.recompute import recomputes
 from minidist.parallel.split_backward import SplitBackward
 from minidist.parallel.stage_messages import StageMessages
+
+
+class _Writable(torch.autograd.Function):
+    """The same values, in the same memory."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """Not as a view, which could not be written to either."""
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        """The gradient as it is."""
+        return gradients[0]
+
+
+def writable(x: Tensor) -> Tensor:
+    """A leaf as a tensor that a first layer may change in place, such as `nn.ReLU(inplace=True)` does.
+
+    Nobody else needs what a stage has received, so that it need not be copied.
+    """
+    result: Tensor = _Writable.apply(x)  # type: ignore[no-untyped-call]
+    return result
 
 
 @dataclass
@@ -76,7 +100,7 @@ class StagePasses:
         train = torch.is_grad_enabled()
         if train and stage:
             x.requires_grad_()
-        outputs = self.stages[chunk](x)
+        outputs = self.stages[chunk](writable(x) if train and stage else x)
         if stage == self.ranks * len(self.stages) - 1:
             rows = len(self.inputs[micro_batch])
             loss = self.loss(outputs, self.targets[micro_batch].to(self.device))
