@@ -45,6 +45,6 @@ def require_alike(what: str, values: Mapping[str, object], group: Group) -> None
     most = told.index(Counter(told).most_common(1)[0][0])
     other = next(place for place, value in enumerate(told) if value != told[most])
     raise ValueError(
-        f"{what} got {name} {told[other]} on rank {ranks[other]} and {told[most]} on rank {ranks[most]}; give "
-        "all ranks the same"
+        f"{what} got {name} {told[other]} on rank {ranks[other]} and {told[most]} on rank {ranks[most]}; "
+        "give all ranks the same"
     )

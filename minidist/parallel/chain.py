@@ -73,8 +73,9 @@ def _problem(model: nn.Module, layers: Sequence[nn.Module]) -> str:
         if args[0] is not chain[-1]:
             what = args[0].what if isinstance(args[0], _Passed) else f"a {type(args[0]).__name__}"
             raise _Broken(f"{name} is called with {what} and should get {chain[-1].what}")
-        chain.append(_Passed(f"what layers.{place} gave"))
-        return chain[-1]
+        given = _Passed(f"what layers.{place} gave")
+        chain.append(given)
+        return given
 
     before = [(part, dict(part.__dict__)) for part in model.modules()]
     own = {id(layer) for layer in layers}

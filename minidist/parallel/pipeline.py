@@ -29,7 +29,7 @@ from minidist.parallel.pipeline_checks import check_arguments, check_stages, fin
 from minidist.parallel.receipts import Plan, receipts
 from minidist.parallel.refusals import require_batch, require_metric
 from minidist.parallel.simulation import Event
-from minidist.parallel.stage_messages import StageMessages
+from minidist.parallel.stage_messages import StageMessages, agree_on_runs, next_run
 from minidist.parallel.stage_passes import StagePasses
 from minidist.parallel.tied import start_equal, sum_tied
 
@@ -50,7 +50,12 @@ class Pipeline:
     Stage s is chunk s // p of rank s % p. One floating-point tensor goes from stage to stage; its shape is
     found by running once. The gradients equal those of one process on the whole batch, where the stages one
     after the other are the model: what its `forward` does beside them is in no stage (`chain.require_chain`
-    tells). All ranks make it together: each sends 16 (p - 1) bytes, to see that they agree, and tied copies.
+    tells). All ranks make it together: each sends 16 (p - 1) + 16 (p - 1) / p bytes, to see that they agree,
+    and tied copies.
+
+    A step that fails on one rank fails on those of its host that wait for it, too, and all may go on with
+    another batch. Ranks that wait for messages of more than 4 MiB, over sockets or NCCL or of other pipelines
+    are not told: they fail at their time limit, and the run ends.
 
     Args:
         stages: this rank's modules in the order of the chunks, or one module.
@@ -108,7 +113,7 @@ class Pipeline:
         self._plans: dict[tuple[int, bool], Plan] = {}
         self._plan(self.micro_batches, True)  # refuses sizes that the schedule does not take
         self._events: list[Event] | None = None
-        self._steps = 0
+        agree_on_runs(group)
         self.tied = [(parameter, start_equal(parameter, group)) for parameter in tied]
 
     def step(self, inputs: Tensor, targets: Tensor) -> float:
@@ -167,8 +172,7 @@ class Pipeline:
         its own, so that what a failed one has left is never taken for another's.
         """
         self._parts(inputs, targets)  # no error is left that would come before any rank runs
-        self._steps = (self._steps + 1) % 2**14
-        tag, last = LOSS + self._steps, self.ranks - 1
+        tag, last = LOSS + next_run(self.group), self.ranks - 1
         coming: comm.Work | None = None
         if self.rank < last:
             room = torch.empty((), dtype=torch.float64, device=self.device)

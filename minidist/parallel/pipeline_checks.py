@@ -46,4 +46,3 @@ def check_arguments(schedule: object, loss: object, reduction: object, tied: obj
 def fingerprint(schedule: object) -> str:
     """A short text by which ranks tell two schedules apart."""
     return hashlib.sha256(repr(schedule).encode()).hexdigest()[:8]
-

@@ -71,7 +71,9 @@ def plot(
         for chunk in range(chunks)
     ]
     if ax is None:
-        ax = Figure(figsize=(10, max(0.6 + 0.5 * ranks, 0.4 + 0.22 * len(shades))), layout="constrained").add_subplot()
+        ax = Figure(
+            figsize=(10, max(0.6 + 0.5 * ranks, 0.4 + 0.22 * len(shades))), layout="constrained"
+        ).add_subplot()
     figure = ax.get_figure(root=True)
     assert figure is not None
     for rank, events in enumerate(simulation.timeline):

@@ -149,7 +149,7 @@ def with_messages(compute: Schedule) -> list[list[Instruction]]:
         message = next((each for each in own if not each.computes), None)
         if message is not None:
             raise ValueError(
-                f"the schedule has {message} for rank {rank} already; give what ranks compute, without messages"
+                f"the schedule has {message} for rank {rank} already; give what they compute alone"
             )
     ranks, _, chunks = sizes(compute)
     last = ranks * chunks - 1

@@ -75,7 +75,9 @@ def simulate(schedule: Schedule, times: Times | None = None) -> Simulation:
     """
     check(schedule)
     if times is not None and not isinstance(times, Mapping):
-        raise TypeError(f"times is {times!r}; give a dict of seconds, such as {{'forward': 1, 'backward': 2}}")
+        raise TypeError(
+            f"times is {times!r}; give a dict of seconds, such as {{'forward': 1, 'backward': 2}}"
+        )
     ranks, _, chunks = sizes(schedule)
     seconds = _by_stage(times or {}, ranks * chunks)
     timeline: list[list[Event]] = [[] for _ in schedule]
