@@ -123,6 +123,38 @@ def test_layouts_that_train_alike_agree(cluster_of: Clusters, layout: str, dtype
     assert "they agree" in str(found)
 
 
+def without_scores(dtype: torch.dtype) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
+    """A GPT whose head begins with zeros, and gives its layers no gradient in the first step."""
+    model = GPT(replace(TINY, tied=False, vocabulary=14), dtype=dtype)
+    nn.init.zeros_(model.get_parameter("layers.3.output.weight"))
+    return model, gpt(dtype)[1]
+
+
+@pytest.mark.parametrize("layout", ["tp=2", "tp=2,sequence_parallel=true"])
+def test_equal_parts_of_a_tensor_are_no_copies_of_it(cluster_of: Clusters, layout: str) -> None:
+    found = compared(cluster_of, "dp=1", layout, make=without_scores)
+    assert found.agree, str(found)
+
+
+def trained_on(optimizer: Any, layout: str, looks: bool) -> dict[str, Tensor]:
+    """Two steps, before which the engine is recorded or not."""
+    model, batches = gpt(torch.float64)
+    engine = md.prepare(model, optimizer, md.Layout.parse(layout))
+    if looks:
+        record(engine, batches, repeats=1)
+    for inputs, targets in batches:
+        rows = slice(*(len(inputs) * (engine.data_rank + i) // engine.data_ranks for i in (0, 1)))
+        engine.step(inputs[rows], targets[rows])
+    return engine.full_state_dict()
+
+
+@pytest.mark.parametrize("layout", ["dp=2", "dp=2,zero=1", "dp=2,zero=3", "tp=2"])
+def test_a_recorded_engine_trains_on_as_if_it_had_not_been(cluster_of: Clusters, layout: str) -> None:
+    nadam = partial(torch.optim.NAdam, lr=1e-2)  # part of whose state begins with ones
+    plain, recorded = (cluster_of(2).run(trained_on, nadam, layout, looks)[0] for looks in (False, True))
+    torch.testing.assert_close(recorded, plain, rtol=1e-12, atol=1e-12)
+
+
 def uneven_gpt(dtype: torch.dtype) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
     """Heads, vocabulary, tokens and layers that the ranks do not divide; untied."""
     generator = torch.Generator().manual_seed(3)
@@ -339,6 +371,7 @@ def assembled(kind: str) -> dict[str, list[Tensor]]:
     sizes = {"dp": 2, "cp": 2, "tp": 1} if kind == "cp" else {"dp": 2, "cp": 1, "tp": 2}
     for name, value in {**sizes, "pp": 1}.items():
         object.__setattr__(layout, name, value)
+    object.__setattr__(layout, "sequence_parallel", kind == "positions")
     rows = whole.tensor_split(2)[major]
     piece = {
         "cp": lambda: pieces_of({"dp": major, "cp": minor}, whole),
@@ -377,6 +410,13 @@ def test_distances_are_of_equal_shapes_and_see_nan() -> None:
     assert distance([x], [nan]) == distance([x], [x[:1]]) == torch.inf
     assert distance([x, x + 1], [x]) == 1
     assert distance([torch.empty(0)], [torch.empty(0)]) == 0
+    # Equal parts of a last dimension are one copy; whole ones are not made of them.
+    parts = torch.zeros(2, 3)
+    assert distance([torch.zeros(2, 6)], [parts]) == distance([parts], [torch.zeros(2, 6)]) == 0
+    assert distance([torch.ones(2, 6)], [parts]) == 1
+    assert distance([parts], [torch.zeros(3, 6)]) == distance([parts], [torch.zeros(2, 5)]) == torch.inf
+    halves, quarters = torch.arange(16.0).view(2, 8).chunk(2, -1), torch.arange(16.0).view(2, 8).chunk(4, -1)
+    assert distance([*halves], [*quarters]) == 0
 
 
 # Mistakes, and the command.

@@ -66,6 +66,16 @@ def test_gradients_are_those_of_one_process(cluster_of: Clusters, ranks: int) ->
         torch.testing.assert_close(gradients, [p.grad for p in whole.parameters()], **EXACT)
 
 
+def test_evaluation_leaves_every_module_in_its_mode() -> None:
+    part = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
+    part[0].eval()
+    LayerByLayer(part).evaluate(*batch(4))
+    assert [module.training for module in part.modules()] == [True, False, True]
+    with pytest.raises(RuntimeError):
+        LayerByLayer(part).evaluate(torch.ones(4, 7, dtype=torch.float64), batch(4)[1])
+    assert [module.training for module in part.modules()] == [True, False, True]
+
+
 def test_a_step_sends_outputs_and_gradients(cluster_of: Clusters) -> None:
     (_, first), (_, last) = cluster_of(2).run(train)
     (cut_at,) = [part.stop for part in cut(model().layers, 2)[:1]]

@@ -110,14 +110,14 @@ def without_the_first_copy(patch: pytest.MonkeyPatch) -> None:
 
 def with_the_tied_sum_first(patch: pytest.MonkeyPatch) -> None:
     """Before gradients are summed over the data-parallel ranks, each stage in an order of its own."""
-    announce, act = replicated.Replicated.announce, passes.StagedPasses._with_tied
+    announce, train = replicated.Replicated.announce, passes.StagedPasses.train
     engines: list[passes.StagedPasses] = []
-    train = passes.StagedPasses.train
 
     def first(self: Any, *arguments: Any) -> None:
-        act(engines[-1], passes.sum_tied)
+        engines[-1]._with_tied(passes.sum_tied)
         announce(self, *arguments)
 
+    patch.setattr(passes.StagedPasses, "overlaps", False)
     patch.setattr(passes.StagedPasses, "train", lambda self, *a: (engines.append(self), train(self, *a))[1])
     patch.setattr(replicated.Replicated, "announce", first)
     patch.setattr(passes.StagedPasses, "summed", lambda _: None)

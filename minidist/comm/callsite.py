@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 
 from minidist.comm.calltext import Choice, passed
 
@@ -99,17 +99,17 @@ def _parameter(tensor: object, callers: list[FrameType]) -> str:
     """The name of the parameter that a tensor is, or is the gradient of, in a module that a caller holds."""
     if not isinstance(tensor, torch.Tensor) or not tensor.numel():
         return ""
-    seen: dict[int, nn.Module] = {}
+    seen: dict[int, Any] = {}
     for frame in callers[:_DEEPEST]:
         if frame.f_code.co_filename.startswith((_COMM, _TORCH)):
             continue
         # A function's globals are many: only those that it names.
         named = [frame.f_globals.get(name) for name in frame.f_code.co_names]
         for value in [*frame.f_locals.values(), *named]:
-            for module in (value, _fields(value).get("model")):  # the second: an engine's
+            for each in (value, _fields(value).get("model")):  # the second: an engine's
                 # Its type, and not isinstance: a proxy's __class__ is its owner's code, and may raise.
-                if issubclass(type(module), nn.Module):
-                    seen[id(module)] = module
+                if issubclass(type(each), nn.Module):
+                    seen[id(each)] = each
     tables = [dict(_parameters(module, "", set())) for module in seen.values()]
     # The largest module first: the same on all ranks, whichever of its parts a function holds as well.
     for table in sorted(tables, key=len, reverse=True):
@@ -147,7 +147,7 @@ def _same(held: Tensor | None, tensor: Tensor) -> bool:
     """Whether a parameter, or its gradient, is the tensor, or shares all of its memory."""
     if held is None or held is tensor:
         return held is tensor
-    if isinstance(held, UninitializedTensorMixin) or held.layout != torch.strided:
+    if is_lazy(held) or held.layout != torch.strided:
         return False
     alike = held.numel() == tensor.numel() and held.dtype == tensor.dtype
     return alike and held.data_ptr() == tensor.data_ptr() != 0

@@ -20,8 +20,7 @@ import torch.distributed as dist
 from minidist.comm import mailbox, semaphores
 from minidist.comm.errors import FOLLOWS
 from minidist.comm.hosts import Process, this_process
-from minidist.comm.routes import limit_of
-from minidist.comm.work import Group, ranks_of
+from minidist.comm.work import Group, limit_of, ranks_of
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

@@ -30,7 +30,7 @@ from minidist.parallel.engine import Loss, check_rows
 from minidist.parallel.evaluating import evaluating, require_gradients
 from minidist.parallel.refusals import require_batch, require_metric
 from minidist.parallel.stage_messages import receive_unknown, send_unknown
-from minidist.parallel.stage_passes import writable
+from minidist.parallel.stage_passes import changeable
 
 
 class LayerByLayer:
@@ -88,7 +88,7 @@ class LayerByLayer:
 
         # Forward: wait for the part before, compute, send to the next.
         x = inputs.to(self.device) if first else self._receive().requires_grad_()
-        outputs = self.part(x if first else writable(x))
+        outputs = self.part(changeable(x))
         if last:
             outputs = self.loss(outputs, targets.to(self.device))
             total += outputs.detach().double()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -89,7 +89,11 @@ class WholePasses(Passes):
 
 
 class StagedPasses(Passes):
-    """A pipeline's schedule of passes through this rank's stages; gradients are sent when it is done.
+    """A pipeline's schedule of passes through this rank's stages.
+
+    Gradients are sent in the last of the backward passes, and summed when the schedule is done: a stage's
+    last message to the one before it waits for no sum. With several chunks a rank, each with a last pass of
+    its own, and where gradients are sharded and have to be summed over stages first, they are sent after all.
 
     Tied parameters have a gradient on each stage that uses them. The sum over these stages is formed last, so
     that all copies take the same step to the last bit. Where gradients are sharded, no rank has a whole one
@@ -108,12 +112,27 @@ class StagedPasses(Passes):
 
     def train(self, inputs: Tensor, targets: Tensor, weight: Weight, share: float) -> None:
         """See `Passes.train`."""
-        self.strategy.ready()
-        with self.strategy.no_sync():
-            loss_sum = self.pipeline.run(self.precision.inputs(inputs), targets, weight=weight)
-        if self.strategy.sharded:
-            self._with_tied(sum_tied)
-        self.strategy.announce(len(inputs) * share, loss_sum * share)
+        strategy, rows = self.strategy, len(inputs) * share
+        strategy.ready()
+        with ExitStack() as accumulating:
+            accumulating.enter_context(strategy.no_sync())
+
+            def last(loss_sum: Tensor) -> None:
+                accumulating.close()
+                strategy.announce(rows, loss_sum * share, waits=False)
+
+            inputs = self.precision.inputs(inputs)
+            overlaps = len(inputs) and self.overlaps
+            loss_sum = self.pipeline.run(inputs, targets, weight, before_last=last if overlaps else None)
+        if not overlaps:
+            if strategy.sharded:
+                self._with_tied(sum_tied)
+            strategy.announce(rows, loss_sum * share)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether gradients are sent in the last backward pass."""
+        return self.layout.chunks == 1 and not (self.strategy.sharded and self.part.tied)
 
     def summed(self) -> None:
         """See `Passes.summed`."""

@@ -67,8 +67,10 @@ def put_back_on_error(model: nn.Module, converts: bool) -> Iterator[None]:
             for name in REPLACED:
                 attributes.pop(name, None)
             attributes.update(had)
-        for now, before in [*buffers, *meta]:
+        for now, before in buffers:
             now.update(before)
+        for parameters, before_memory in meta:
+            parameters.update(before_memory)
         for parts_now, parts_before in children:
             parts_now.update(parts_before)
         for parameter, data, grad in values:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Container
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,9 +65,10 @@ class SplitBackward:
             if own:
                 later.append((own, [GradientEdge(node, i) for i in range(len(node._input_metadata))]))
         edges = [edge for _, each in later for edge in each]
+        wanted: Any = [self._x, *at_once.values(), *edges]  # torch takes both kinds in one list
         found, *others = torch.autograd.grad(
             [self._root],
-            [self._x, *at_once.values(), *edges],
+            wanted,
             [gradient],
             retain_graph=True,
             allow_unused=True,
@@ -87,7 +89,7 @@ class SplitBackward:
             torch.autograd.backward([self._root], [*self._whole])
         for weights, pairs in self._notes:
             if pairs:
-                torch.autograd.backward(*map(list, zip(*pairs, strict=True)), inputs=weights)
+                torch.autograd.backward([e for e, _ in pairs], [g for _, g in pairs], inputs=weights)
         for weight, gradient in self._ready:
             torch.autograd.backward([weight], [gradient])
         self._notes, self._ready, self._whole = [], [], None

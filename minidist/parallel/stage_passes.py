@@ -20,7 +20,7 @@ from minidist.parallel.split_backward import SplitBackward
 from minidist.parallel.stage_messages import StageMessages
 
 
-class _Writable(torch.autograd.Function):
+class _Changeable(torch.autograd.Function):
     """The same values, in the same memory."""
 
     @staticmethod
@@ -34,12 +34,15 @@ class _Writable(torch.autograd.Function):
         return gradients[0]
 
 
-def writable(x: Tensor) -> Tensor:
-    """A leaf as a tensor that a first layer may change in place, such as `nn.ReLU(inplace=True)` does.
+def changeable(x: Tensor) -> Tensor:
+    """A stage's input as a tensor that a layer may change in place, such as `nn.ReLU(inplace=True)` does.
 
-    Nobody else needs what a stage has received, so that it need not be copied.
+    In one process it may, on what the layer before gives; but not on a leaf whose gradient is asked for. What
+    a stage has received nobody else needs, so that it is not copied.
     """
-    result: Tensor = _Writable.apply(x)  # type: ignore[no-untyped-call]
+    if not x.requires_grad:
+        return x
+    result: Tensor = _Changeable.apply(x)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -100,7 +103,7 @@ class StagePasses:
         train = torch.is_grad_enabled()
         if train and stage:
             x.requires_grad_()
-        outputs = self.stages[chunk](writable(x) if train and stage else x)
+        outputs = self.stages[chunk](changeable(x))
         if stage == self.ranks * len(self.stages) - 1:
             rows = len(self.inputs[micro_batch])
             loss = self.loss(outputs, self.targets[micro_batch].to(self.device))
