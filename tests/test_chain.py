@@ -91,6 +91,9 @@ def test_chains_are_taken() -> None:
     require_chain(Net(lambda n, x: n(x), nn.Sequential(nn.Linear(4, 4), nn.ReLU())))
     require_chain(Net(lambda n, x: n(x), nn.Sequential(OrderedDict(a=nn.Linear(4, 4), b=nn.ReLU()))))
     require_chain(Net(lambda n, x: nn.Sequential(*n)(x)))
+    bare = nn.Module()
+    bare.layers = nn.ModuleList([nn.Linear(4, 4)])  # without a forward: there is nothing else that it does
+    require_chain(bare)
     shared = nn.Linear(4, 4)
     require_chain(Net(in_order, nn.ModuleList([shared, nn.ReLU(), shared])))
     with pytest.raises(ValueError, match="a Linear has no `layers`"):

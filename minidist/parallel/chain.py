@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from minidist.parallel.layout import Layout
+
 CALL = "_compiled_call_impl"
 """What a module's call looks for first, before hooks."""
 
@@ -28,10 +30,27 @@ class _Passed:
         self.what = what
 
 
-def layers_of_chain(model: nn.Module) -> list[nn.Module] | None:
-    """The modules of `model.layers`, in order; None where it has none."""
+def check_layers(model: nn.Module, layout: Layout) -> None:
+    """ValueError where a pipeline cannot have the model's layers, or they are not all of it."""
     layers = getattr(model, "layers", None)
-    return [*layers] if isinstance(layers, nn.ModuleList | nn.Sequential) else None
+    if not isinstance(layers, nn.ModuleList | nn.Sequential):
+        raise ValueError(
+            f"pp is {layout.pp}, and a {type(model).__name__} has no `layers`, an nn.ModuleList of functions "
+            "from tensor to tensor, that a pipeline could cut; give it one, or use dp or tp"
+        )
+    outside = [name for name in model.state_dict(keep_vars=True) if not name.startswith("layers.")]
+    if outside:
+        raise ValueError(
+            f"pp is {layout.pp}, and the model's {outside[0]} is in none of its `layers`; a pipeline's "
+            "stages have layers alone: move it into one, or use dp or tp"
+        )
+    parts = layout.pp * layout.chunks
+    if parts > len(layers):
+        raise ValueError(
+            f"pp is {layout.pp} with chunks={layout.chunks}, {parts} parts, and the model has {len(layers)} "
+            f"layers; give each part at least one"
+        )
+    require_chain(model)
 
 
 def require_chain(model: nn.Module) -> None:
@@ -42,12 +61,14 @@ def require_chain(model: nn.Module) -> None:
     Raises:
         ValueError: it is not, or the model has no `layers`; with what it does instead.
     """
-    layers = layers_of_chain(model)
-    if layers is None:
+    layers = getattr(model, "layers", None)
+    if not isinstance(layers, nn.ModuleList | nn.Sequential):
         raise ValueError(
             f"a {type(model).__name__} has no `layers`, an nn.ModuleList of functions from tensor to tensor"
         )
-    problem = _problem(model, layers)
+    if getattr(model.forward, "__func__", None) is nn.Module.forward:
+        return  # it has none of its own, that would do anything else
+    problem = _problem(model, [*layers])
     if problem:
         raise ValueError(
             f"a {type(model).__name__}'s forward is not the chain of its `layers`, which is all that a "

@@ -25,19 +25,18 @@ from minidist.parallel.agreeing import require_alike
 from minidist.parallel.engine import Loss, check_rows
 from minidist.parallel.evaluating import evaluating, require_gradients
 from minidist.parallel.instructions import Instruction, Schedule, sizes
+from minidist.parallel.last_total import last_total
 from minidist.parallel.pipeline_checks import check_arguments, check_stages, fingerprint
 from minidist.parallel.receipts import Plan, receipts
 from minidist.parallel.refusals import require_batch, require_metric
 from minidist.parallel.simulation import Event
-from minidist.parallel.stage_messages import StageMessages, agree_on_runs, next_run
+from minidist.parallel.stage_messages import StageMessages, agree_on_runs
 from minidist.parallel.stage_passes import StagePasses
 from minidist.parallel.tied import start_equal, sum_tied
 
 MICRO_BATCHES = 8
 COMPLETE = ("backward", "backward_weight")
 """Instructions after which a micro-batch's gradients of the weights are there."""
-LOSS = 2**30
-"""The first tag of the loss's message, above those of the stages'; each step has the next."""
 
 
 class Pipeline:
@@ -144,7 +143,10 @@ class Pipeline:
         for parameter, _ in self.tied:
             if parameter is not None:
                 parameter.grad = None
-        with self._last_rank(inputs, targets) as tell:
+        self._parts(
+            inputs, targets
+        )  # no error of the batch is left that would come after a receive is posted
+        with last_total(self.group, self.device) as tell:
             total = self.run(inputs, targets, lambda own: own / rows if self.reduction == "mean" else 1.0)
             for (parameter, ranks), grad in zip(self.tied, before, strict=True):
                 sum_tied(parameter, self.group, ranks)
@@ -162,39 +164,12 @@ class Pipeline:
         require_batch(inputs, targets)
         require_metric(metric)
         rows = len(inputs)
-        with self._last_rank(inputs, targets) as tell:
+        self._parts(inputs, targets)
+        with last_total(self.group, self.device) as tell:
             total = tell(self.run(inputs, targets, train=False, loss=metric))
         if metric is None and self.reduction == "sum":
             return total
         return total / rows if rows else float("nan")
-
-    @contextmanager
-    def _last_rank(self, inputs: Tensor, targets: Tensor) -> Iterator[Callable[[Tensor], float]]:
-        """Inside, a function that tells all ranks the last one's total.
-
-        The others' receive is posted here: the last rank then need not wait for them. Each step has a tag of
-        its own, so that what a failed one has left is never taken for another's.
-        """
-        self._parts(inputs, targets)  # no error is left that would come before any rank runs
-        tag, last = LOSS + next_run(self.group), self.ranks - 1
-        coming: comm.Work | None = None
-        if self.rank < last:
-            room = torch.empty((), dtype=torch.float64, device=self.device)
-            coming = comm.recv(room, last, tag, self.group, async_op=True)
-
-        def tell(total: Tensor) -> float:
-            if coming is not None:
-                return float(coming.wait())
-            for work in [comm.send(total, rank, tag, self.group, async_op=True) for rank in range(last)]:
-                work.wait()
-            return float(total)
-
-        try:
-            yield tell
-        except BaseException:
-            if coming is not None:
-                coming.forget()
-            raise
 
     def run(
         self,

@@ -22,7 +22,7 @@ from minidist.comm.mesh import Mesh
 from minidist.model.loss import cross_entropy
 from minidist.parallel import sequence_share
 from minidist.parallel.buckets import broadcast_together, require_same
-from minidist.parallel.chain import require_chain
+from minidist.parallel.chain import check_layers
 from minidist.parallel.elementwise import is_elementwise
 from minidist.parallel.engine import Loss, MakeOptimizer
 from minidist.parallel.layerwise import cut
@@ -142,7 +142,7 @@ def divide(
     if plan is not None and layout.tp == 1:
         raise ValueError("plan is given and the layout has tp=1, which cuts nothing; leave one of them out")
     if layout.pp > 1:
-        _check_layers(model, layout)
+        check_layers(model, layout)
     if layout.tp * layout.pp > 1:
         _agree(model, layout, mesh)
     tensors = [*model.parameters(), *model.buffers()]
@@ -180,29 +180,6 @@ def _agree(model: nn.Module, layout: Layout, mesh: Mesh) -> None:
     require_same("parameters and buffers", state, None)
     if layout.pp > 1:
         broadcast_together([tensor for _, tensor in state if not tensor.is_meta], mesh.group("pp"))
-
-
-def _check_layers(model: nn.Module, layout: Layout) -> None:
-    """ValueError where a pipeline cannot have the model's layers, or they are not all of it."""
-    layers = getattr(model, "layers", None)
-    if not isinstance(layers, nn.ModuleList | nn.Sequential):
-        raise ValueError(
-            f"pp is {layout.pp}, and a {type(model).__name__} has no `layers`, an nn.ModuleList of functions "
-            "from tensor to tensor, that a pipeline could cut; give it one, or use dp or tp"
-        )
-    outside = [name for name in model.state_dict(keep_vars=True) if not name.startswith("layers.")]
-    if outside:
-        raise ValueError(
-            f"pp is {layout.pp}, and the model's {outside[0]} is in none of its `layers`; a pipeline's "
-            "stages have layers alone: move it into one, or use dp or tp"
-        )
-    parts = layout.pp * layout.chunks
-    if parts > len(layers):
-        raise ValueError(
-            f"pp is {layout.pp} with chunks={layout.chunks}, {parts} parts, and the model has {len(layers)} "
-            f"layers; give each part at least one"
-        )
-    require_chain(model)
 
 
 def _take_layers(
