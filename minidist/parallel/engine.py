@@ -67,9 +67,9 @@ class Engine(ABC):
             TypeError: inputs or targets are no tensor.
             ValueError: no rows, or inputs and targets of different lengths.
             RuntimeError: gradients are off, as in `torch.no_grad()`.
-            CollectiveError: a peer is gone or late, or has failed in this step. Only where the layout has pp
-                alone, and its ranks are of one host, do all hear of that at once and may go on; else those
-                that wait for it fail at their time limit, and the run ends.
+            CollectiveError: a peer is gone or late, or has failed in this step. Of that the pipeline's stages
+                hear at once that wait for its messages, on one host; where all ranks have, they may go on.
+                Those that wait in a collective fail at their time limit, and the run ends.
             FloatingPointError: a gradient is not finite with the smallest loss scale, in "fp16".
         """
 
