@@ -55,8 +55,8 @@ class Pipeline:
     and tied copies.
 
     A step that fails on one rank fails on those of its host that wait for it, too, and all may go on with
-    another batch. Ranks that wait for messages of more than 4 MiB, over sockets or NCCL, or for tied copies are
-    not told: they fail at their time limit, and the run ends.
+    another batch. Ranks that wait for messages of more than 4 MiB, over sockets or NCCL, or for tied copies
+    are not told: they fail at their time limit, and the run ends.
 
     Args:
         stages: this rank's modules in the order of the chunks, or one module.
