@@ -73,7 +73,6 @@ WRONG: dict[str, tuple[Callable[..., Any], str]] = {
     "plot": (partial(schedules.plot, None), "schedule is None; give a list of instructions for each rank"),
     "axes": (partial(schedules.plot, ONE, ax=3), "ax is 3; give matplotlib's Axes, or None"),
     "path": (partial(schedules.plot, ONE, path=3), "path is 3; give the name of a file to write"),
-    "by_name": (partial(schedules.by_name, None, 2, 2), "name is None; give one of 'gpipe', '1f1b'"),
     "micro-batch": (
         partial(Instruction, "forward", "0"),
         "micro_batch is '0' and chunk 0; give whole numbers",
