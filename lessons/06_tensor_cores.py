@@ -1,0 +1,518 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 6. Tensor cores
+#
+# Lesson 5 fed the arithmetic units as well as they can be fed. Since 2017 NVIDIA's GPUs have units of another
+# kind beside them, which do nothing but multiply small matrices: **tensor cores**. In this lesson you lay the
+# matrices out in a warp's registers by hand, have them multiplied by one instruction, and find out what it
+# costs that their numbers are small.
+
+# %%
+import numpy as np
+import torch
+from numba import cuda, float32, uint16, uint32
+
+from checks.figures import curves, ladder, said
+from checks.kernels import with_constants
+from checks.pictures.fragments import formats, fragments, quarters
+from checks.rungs import counted, on_gpu, speed
+from checks.tensor_cores import check, hint, or_solution
+from minidist.kernels import tensor_core as units
+from minidist.kernels.cuda.emulator import launch, profile
+from minidist.kernels.cuda.warp import ldmatrix_x4, mma_m16n8k16_f16
+
+ladder(6)
+
+# %% [markdown]
+# **The question.** A multiply-add instruction of a warp does 32 multiply-adds, one in each thread. Another
+# instruction does 2048. Where do its numbers come from, and how exact is what it computes?
+#
+# ## One instruction
+#
+# It computes **D = A x B + C**, where A has 16 x 16 elements, B has 16 x 8, and C and D have 16 x 8. Its name
+# says so: `mma.m16n8k16`, for *matrix multiply-add*. That is 16 * 8 * 16 = 2048 multiply-adds. The elements of
+# A and B are **float16**: floating-point numbers of 16 bits, of which more below. C and D are float32.
+#
+# All operands are in registers. But of whom? A, B and C would fill 320 registers, more than a thread has. It is
+# an instruction of the *whole warp*: each of its 32 threads, which are called **lanes** here, holds a few
+# elements of A, a few of B and a few of C, and gets a few of D. Such a share is called a **fragment**. A
+# register has 32 bits and holds two float16: elements 2 r and 2 r + 1 are in register r. So a lane has 8
+# elements of A in 4 registers, 4 of B in 2 registers, and 4 of C in 4.
+#
+# Which ones? There is no freedom: the hardware lays it down. Press Play, or go step by step. NVIDIA's manual
+# writes g for `lane // 4`, and t for `lane % 4`.
+
+# %%
+fragments()
+
+# %% [markdown]
+# For B and C the rule looks like this:
+
+
+# %%
+def element_of_b(lane, i):
+    """Row and column in B (16 x 8) of element i, 0 to 3, of this lane."""
+    g, t = lane // 4, lane % 4
+    return 2 * t + i % 2 + 8 * (i // 2), g
+
+
+def element_of_c(lane, i):
+    """Row and column in C and D (16 x 8) of element i, 0 to 3, of this lane."""
+    g, t = lane // 4, lane % 4
+    return g + 8 * (i // 2), 2 * t + i % 2
+
+
+[element_of_b(5, i) for i in range(4)], [element_of_c(5, i) for i in range(4)]
+
+# %% [markdown]
+# **Exercise 6.1: element_of_a.** The same for A: in which row and column is element `i`, from 0 to 7, of lane
+# `lane`? The picture has all that you need.
+
+
+# %% tags=["exercise"]
+def element_of_a(lane, i):
+    """Row and column in A (16 x 16) of element i, 0 to 7, of this lane."""
+    g, t = lane // 4, lane % 4
+    ...  # 1 line
+
+
+# %%
+check(element_of_a)
+
+# %% [markdown]
+# No idea how to begin? `hint()` in a cell of its own gives the first of three hints. The next cell takes your
+# function where it has passed, and the lesson's own where it has not, so that all that follows works.
+
+# %%
+element_of_a = or_solution(element_of_a)
+[element_of_a(5, i) for i in range(8)]
+
+# %% [markdown]
+# ## By hand
+#
+# With the three maps you can use a tensor core. The kernel below does not know what a matrix is. It is run by
+# one warp, and each lane gets a row of `a`, of `b` and of `c`: its fragments.
+# `mma_m16n8k16_f16(c, ci, a, ai, b, bi)` is the instruction, as a function of this project's: it takes 4 words
+# of the local array `a`, from `ai` on, 2 of `b`, and adds to 4 of `c`.
+
+
+# %%
+@cuda.jit
+def one_mma(a, b, c):
+    lane = cuda.threadIdx.x
+    fragment_a = cuda.local.array(4, uint32)
+    fragment_b = cuda.local.array(2, uint32)
+    sums = cuda.local.array(4, float32)
+    for r in range(4):
+        fragment_a[r], sums[r] = a[lane, r], c[lane, r]
+    for r in range(2):
+        fragment_b[r] = b[lane, r]
+    mma_m16n8k16_f16(sums, 0, fragment_a, 0, fragment_b, 0)
+    for r in range(4):
+        c[lane, r] = sums[r]
+
+
+# %% [markdown]
+# The rest is Python: deal out, multiply, collect. `view(np.uint32)` takes two neighbours of float16 as one
+# word.
+
+# %%
+rng = np.random.default_rng(0)
+A, B, C = (
+    rng.integers(-9, 10, shape).astype(np.float16)
+    for shape in ((16, 16), (16, 8), (16, 8))
+)
+lanes = range(32)
+held_a = np.array([[A[element_of_a(lane, i)] for i in range(8)] for lane in lanes])
+held_b = np.array([[B[element_of_b(lane, i)] for i in range(4)] for lane in lanes])
+held_c = np.array([[C[element_of_c(lane, i)] for i in range(4)] for lane in lanes])
+sums = held_c.astype(np.float32)
+launch(one_mma, 1, 32, held_a.view(np.uint32), held_b.view(np.uint32), sums)
+
+D = np.zeros((16, 8), np.float32)
+for lane in lanes:
+    for i in range(4):
+        D[element_of_c(lane, i)] = sums[lane, i]
+np.array_equal(D, A.astype(np.float32) @ B + C)
+
+# %% [markdown]
+# ## A product
+#
+# Larger matrices are a matter of loops. One warp computes 16 x 8 elements of c, in 4 registers of each lane; in
+# each round it takes the next 16 columns of a, and the next 16 rows of b.
+#
+# **Exercise 6.2: tensor_matmul.** c has m x n elements of float32, and there is a block of *one warp* for each
+# 16 x 8 of them. a and b come as words of two float16 each, which lie side by side in a row: `a[i, w]` holds
+# columns 2 w and 2 w + 1 of row i. b comes **transposed**, so that the two elements of a lane that are one
+# below the other in B lie side by side: `b[j, w]` holds rows 2 w and 2 w + 1 of column j. m and k are multiples
+# of 16, n of 8; k may be 0.
+#
+# Par: 1 matrix instruction for each 16 x 8 x 16 multiply-adds, and 6 loads of the warp for it.
+
+
+# %% tags=["exercise"]
+@cuda.jit
+def tensor_matmul(a, b, c):
+    """c = a b: a warp computes 16 x 8 elements; a and b^T come as words of two float16."""
+    fragment_a = cuda.local.array(4, uint32)
+    fragment_b = cuda.local.array(2, uint32)
+    sums = cuda.local.array(4, float32)
+    g, t = cuda.threadIdx.x // 4, cuda.threadIdx.x % 4
+    i0, j0 = 16 * cuda.blockIdx.y, 8 * cuda.blockIdx.x  # where the tile of c begins
+    for r in range(4):
+        sums[r] = float32(0)
+    ...  # about 10 lines
+
+
+# %%
+check(tensor_matmul)
+
+# %%
+tensor_matmul = or_solution(tensor_matmul)
+n = 64
+a, b = (rng.random((n, n)).astype(np.float16) for _ in range(2))
+a_words, b_words = a.view(np.uint32), np.ascontiguousarray(b.T).view(np.uint32)
+c = np.zeros((n, n), np.float32)
+counts = profile(tensor_matmul, (n // 8, n // 16), 32, a_words, b_words, c)
+print(np.allclose(c, a.astype(np.float32) @ b.astype(np.float32)))
+print(
+    f"{counts.total.matrix} matrix instructions with {counts.counts.matrix_flops:,} FLOP"
+)
+
+# %% [markdown]
+# (**FLOP** are multiplications and additions: 4096 in each of these instructions, 64 in a warp's multiply-add.)
+# This counts work for an instruction. How long the unit takes for it is another matter; NVIDIA's data sheet
+# promises 989 TFLOP/s in float16 for an H100 (SXM), and 67 in float32 without tensor cores.
+#
+# ## Loading a fragment
+#
+# A unit that does so much in an instruction is hard to feed. Our kernel has 6 loads for each, straight from
+# global memory, 4 bytes a lane. Real kernels bring tiles to shared memory first, as in lessons 4 and 5, and
+# load fragments from there by an instruction that knows the layout: **ldmatrix**.
+#
+# It loads four matrices of 8 x 8 float16 at once: in our case the quarters of A, one for each register. A row
+# of such a matrix has 8 elements, 16 bytes. The 32 lanes give the addresses of the 32 rows: lanes 0 to 7 give
+# those of the first matrix, from which all lanes get register 0; lanes 8 to 15 those of the second matrix, for
+# register 1, and so on. So what a lane *gives* has nothing to do with what it *gets*.
+
+# %%
+quarters()
+
+# %% [markdown]
+# **Exercise 6.3: row_for_ldmatrix.** Lane `lane` gives the address of 8 elements of A that lie side by side. In
+# which row and column of A do they begin?
+
+
+# %% tags=["exercise"]
+def row_for_ldmatrix(lane):
+    """Row and column in A (16 x 16) where the row of 8 elements begins that this lane gives."""
+    ...  # 1 line
+
+
+# %%
+check(row_for_ldmatrix)
+
+# %% [markdown]
+# In the next kernel rows of the tile begin `PITCH` elements apart, for a reason that comes below.
+
+# %%
+row_for_ldmatrix = or_solution(row_for_ldmatrix)
+PITCH, ROOM = 16, 16 * 64
+
+
+@cuda.jit
+def load_fragment(a, starts, words):
+    tile = cuda.shared.array(ROOM, uint16, alignment=16)
+    fragment = cuda.local.array(4, uint32)
+    lane = cuda.threadIdx.x
+    for s in range(lane, 256, 32):
+        tile[s // 16 * PITCH + s % 16] = a[s // 16, s % 16]
+    cuda.syncthreads()
+    ldmatrix_x4(fragment, 0, tile, starts[lane, 0] * PITCH + starts[lane, 1])
+    for r in range(4):
+        words[lane, r] = fragment[r]
+
+
+# %%
+starts = np.array([row_for_ldmatrix(lane) for lane in lanes])
+words = np.zeros((32, 4), np.uint32)
+launch(load_fragment, 1, 32, A.view(np.uint16), starts, words)
+np.array_equal(words.view(np.float16), held_a)
+
+# %% [markdown]
+# One instruction in place of four, and it brings whole rows. In one pass shared memory delivers the 8 rows of a
+# matrix, 128 bytes, if they lie in different banks. Do they? You know the question from lesson 4.
+
+# %%
+for pitch in (16, 24, 32, 40):
+    kernel = with_constants(load_fragment, PITCH=pitch)
+    counts = profile(kernel, 1, 32, A.view(np.uint16), starts, words)
+    print(f"rows {2 * pitch:2} bytes apart: {counts.shared_conflicts:2} bank conflicts")
+
+# %% [markdown]
+# With rows 32 bytes apart, every fourth row begins in the same bank: two passes for each of the four matrices,
+# where one would do. Padding helps, as it did then. (Rung 9 of the ladder has no padding; it exchanges pieces
+# of 16 bytes within a row, by an XOR with the row's number, so that no memory is lost.)
+#
+# Put all together, the ring of lesson 5, ldmatrix and mma, and you have `s9_tensor_core` of the project's
+# ladder. Here it is beside rung 7, which has plain multiply-adds, for 128 x 128 x 128.
+
+# %%
+x, y = (rng.random((128, 128), dtype=np.float32) for _ in range(2))
+for number, dtype in ((7, "float32"), (9, "float16")):
+    counts = counted(number, x.astype(dtype), y.astype(dtype))
+    print(
+        f"{counts.kernel:16} {dtype}: {counts.total.instructions:6,} instructions, of which "
+        f"{counts.instructions.get('multiply-add', 0):6,} multiply-adds, {counts.total.matrix:5,} matrix"
+    )
+
+# %% [markdown]
+# ## Small numbers
+#
+# Why float16? A multiplier's area grows with the square of the number of bits, and a number of 16 bits needs
+# half of the memory, and of the time to fetch it. Tensor cores take several formats:
+
+# %%
+formats()
+
+# %% [markdown]
+# The **exponent** decides how large and how small numbers may be, the **fraction** how fine. A number is
+# **rounded** to the nearest one that the format has. With b significant bits it moves by a factor between 1 -
+# 2^-b and 1 + 2^-b, no more, as long as it is within range. **bfloat16** (of Google Brain) has the range of
+# float32 and only 8 significant bits; float16 has 11 of them, and a small range. **TF32** is how tensor cores
+# take float32: they ignore its last 13 bits, and so it should be rounded to 11 bits before.
+
+# %%
+for value in (1 / 3, 1000.25, 70_000.0, 1e-8):
+    x = torch.tensor(value)
+    print(
+        f"{value:<8.6g} float16 {x.half().item():<12.8g} bfloat16 {x.bfloat16().item():.8g}"
+    )
+
+# %% [markdown]
+# 70,000 is beyond float16, and becomes infinite; 1e-8 becomes 0. (In training, small gradients are lost that
+# way. Lesson 13 has the remedy.)
+#
+# **Exercise 6.4: rounded.** Round an array of float32 to `bits` significant bits, from 1 to 24: to the nearest
+# number that has no more, and halfway between two of them to the **even** one, whose last bit is 0. The result
+# is float32 again, as if it had come from a smaller format. (The range of exponents is left as it is.)
+# `np.frexp` and `np.ldexp` take numbers apart and put them together.
+
+
+# %% tags=["exercise"]
+def rounded(x, bits):
+    """Round float32 x to `bits` significant bits, to nearest, ties to even."""
+    ...  # about 2 lines
+
+
+# %%
+check(rounded)
+
+# %%
+rounded = or_solution(rounded)
+x = rng.standard_normal(1000, dtype=np.float32)
+print(np.array_equal(rounded(x, 8), torch.tensor(x).bfloat16().float().numpy()))
+print(rounded(np.array([1 / 3, 1000.25], np.float32), 11))
+
+# %% [markdown]
+# ## What a tensor core computes
+#
+# The product of two numbers of 11 bits has 22 at most, and float32 has room for 24: so **products are exact**.
+# They are added in float32. All that is lost is lost when the factors are rounded, and in the sums:
+
+
+# %%
+def tensor_core(a, b, c, bits):
+    """D = A x B + C, with factors of `bits` significant bits and sums in float32."""
+    return rounded(a, bits) @ rounded(b, bits) + c
+
+
+# %%
+a, b = (rng.random((n, n), dtype=np.float32) for _ in range(2))
+a_words = a.astype(np.float16).view(np.uint32)
+b_words = np.ascontiguousarray(b.T).astype(np.float16).view(np.uint32)
+launch(tensor_matmul, (n // 8, n // 16), 32, a_words, b_words, c)
+exact = a.astype(np.float64) @ b
+mine = tensor_core(a, b, np.float32(0), 11)
+print(f"your kernel and your model differ by  {np.max(np.abs(c - mine) / exact):.1e}")
+print(
+    f"your model and the exact product by   {np.max(np.abs(mine - exact) / exact):.1e}"
+)
+
+# %% [markdown]
+# Your kernel's result is your model's, but for the order in which float32 sums were added. Both are off from
+# the exact product by hundreds of times more: that comes from rounding a and b.
+#
+# Why are the *sums* float32, when the factors are not? Add up ones:
+
+# %%
+for dtype in (torch.float16, torch.bfloat16, torch.float32):
+    total, one = torch.zeros((), dtype=dtype), torch.ones((), dtype=dtype)
+    for _ in range(5000):
+        total += one
+    print(f"5000 ones in {dtype!s:15} {total.item():g}")
+
+# %% [markdown]
+# At 2048 float16 has no more bits for the ones: 2049 would take 12 bits, is rounded to even, and that is 2048
+# again. The sum is stuck. (bfloat16, with 8 bits, is stuck at 256.) A *product* of two numbers suffers from its
+# small format once, a *sum* with every term. That is why D = A x B + C has two kinds of numbers in it.
+#
+# ## How large can the error be?
+#
+# One can say that before measuring. Follow one product through its life: each time it is rounded, alone or
+# within a sum, to b bits, it moves by a factor of at most 1 + 2^-b. (Higham 2002 is the book on this.)
+#
+# **Exercise 6.5: error_bound.** All elements of a and b are positive. They are rounded to `bits` bits; products
+# are exact; beginning with 0, the k products are added one after the other, and after each addition the sum is
+# rounded to the 24 bits of float32. If all of these factors are as large as they can be and go the same way, by
+# what fraction of itself is the result too large? With `bits` = 11 and k = 1 it is about 0.001.
+
+
+# %% tags=["exercise"]
+def error_bound(bits, k):
+    """The largest relative error of a sum of k products of positive numbers."""
+    ...  # 1 line
+
+
+# %%
+check(error_bound)
+
+# %%
+error_bound = or_solution(error_bound)
+for name, bits in (("float16", 11), ("TF32", 11), ("bfloat16", 8)):
+    print(
+        f"{name:9} k = 16: {error_bound(bits, 16):.5f}   k = 4096: {error_bound(bits, 4096):.5f}"
+    )
+
+# %% [markdown]
+# The length of the sum changes little: float32's part is small. What counts are the bits of the factors.
+#
+# ## Predict, then measure
+#
+# The same random matrices, with factors in bfloat16 and in float16. How many times as large are the errors with
+# bfloat16? Write down your guess, and only then run on.
+
+# %%
+prediction = None  # your guess, such as 2.5; None draws no guess
+
+
+# %% [markdown]
+# For comparison there is a third way: sums in float16, too. Its bound is that of `error_bound`, with 2^-11 in
+# place of 2^-24, and one rounding more, of the product.
+
+
+# %%
+def half_sums(a, b):
+    total = np.zeros((len(a), b.shape[1]), np.float16)
+    a, b = a.astype(np.float16), b.astype(np.float16)
+    for p in range(a.shape[1]):
+        total += a[:, p, None] * b[p]
+    return total
+
+
+def worst(result, exact):
+    return np.max(np.abs(result - exact) / exact)
+
+
+# %%
+depths = [16, 64, 256, 1024, 4096]
+errors = {"bfloat16": [], "float16": [], "float16 sums": []}
+for k in depths:
+    a, b = rng.random((32, k), dtype=np.float32), rng.random((k, 32), dtype=np.float32)
+    exact = a.astype(np.float64) @ b
+    errors["bfloat16"].append(worst(tensor_core(a, b, np.float32(0), 8), exact))
+    errors["float16"].append(worst(tensor_core(a, b, np.float32(0), 11), exact))
+    errors["float16 sums"].append(worst(half_sums(a, b), exact))
+
+# %%
+bounds = {
+    "bfloat16": [error_bound(8, k) for k in depths],
+    "float16": [error_bound(11, k) for k in depths],
+    "float16 sums": [(1 + 2**-11) ** (k + 3) - 1 for k in depths],
+}
+ratio = errors["bfloat16"][-1] / errors["float16"][-1]
+curves(
+    depths,
+    errors,
+    bounds,
+    labels=("k, terms of a sum", "largest relative error"),
+    guess=prediction and (depths[-1], prediction * errors["float16"][-1]),
+    caption=f"Dots are measured, dashed lines are the bounds. At k = {depths[-1]} bfloat16's error is "
+    f"{ratio:.1f} times float16's; {said(prediction)}.",
+    alt="Relative error against the length of the sums. Bounds for factors in bfloat16 and float16 are flat, "
+    "eight times apart; measured errors lie below them and fall. With sums in float16 bound and error rise.",
+)
+
+# %% [markdown]
+# No dot is above its line: a bound holds. And the ratio of the two is about 8, since bfloat16 has three bits
+# less: 2^3.
+#
+# But the dots *fall* where the lines are flat. A bound supposes that all roundings go the same way. They do
+# not: about as many go up as down, and in a long sum they nearly cancel. With k terms the error relative to the
+# sum falls about as 1 / sqrt(k). Sums in float16 are another matter. As soon as a sum is so large that a term
+# is less than half of its last bit, this term is lost, and so is the next. That is the sum of ones once more.
+#
+# ## What real units do
+#
+# Your model, and the emulator, round each float32 sum to the nearest. Real tensor cores are a little coarser:
+# they shift a block of products to the largest exponent, *cut off* what lies below, and add them all at once.
+# NVIDIA does not document it; Fasi and others found it out by experiments. `minidist.kernels.tensor_core` has
+# models of three GPUs after them:
+
+# %%
+a, b = (
+    rng.random((16, 16 * 64)).astype(np.float16),
+    rng.random((16 * 64, 8)).astype(np.float16),
+)
+exact, zero = a.astype(np.float64) @ b, np.zeros((16, 8), np.float32)
+for unit in ("float32", "V100", "A100", "H100"):
+    error = worst(units.tensor_core_mma(a, b, zero, unit=unit), exact)
+    print(f"{unit:8} error of the sums {error:.1e}")
+
+# %% [markdown]
+# These are errors of the *sums* alone, since the factors are float16 here to begin with. Cutting always goes
+# down, so such errors do not cancel. They are still far below the 0.001 that rounding two factors may cost. But
+# no two kinds of GPU agree to the last bit, and no program may count on it. The next cell times rung 9 where
+# there is a GPU.
+
+# %%
+for number, dtype in ((7, "float32"), (9, "float32"), (9, "bfloat16"), (9, "float16")):
+    way = "TF32" if (number, dtype) == (9, "float32") else dtype
+    print(f"rung {number}, {way:9}", speed(on_gpu(number, 4096, dtype)))
+
+# %% [markdown]
+# ## What breaks in practice, and how one sees it
+#
+# - **A wrong map.** Elements in wrong lanes give a result that has the right size and wrong numbers. Multiply
+#   by an identity matrix: what comes out of place shows which register is wrong. With random matrices one sees
+#   nothing.
+# - **Not all lanes there.** mma and ldmatrix are instructions of the whole warp. In an `if` that only some
+#   lanes take, the result is undefined; the emulator names the lanes.
+# - **Infinities.** float16 ends at 65504, and a single larger element makes NaN of all that it touches. Look
+#   for them (`torch.isfinite`); use bfloat16, or scale.
+# - **Float32 that is not.** PyTorch has TF32 for products of float32 on request
+#   (`torch.set_float32_matmul_precision("high")`). Results then agree to three digits, not to seven.
+# - **A test that asks for too much.** Another GPU, another order of sums, other last bits. Compare within the
+#   error bound, not for equality, and not within a number that just happens to pass.
+#
+# ## Further reading
+#
+# - NVIDIA, *Parallel Thread Execution ISA*, 2007 to today: the section "Warp Level Matrix Multiply-Accumulate
+#   Instructions" draws each fragment.
+# - Fasi, Higham, Mikaitis and Pranesh, *Numerical behavior of NVIDIA tensor cores*, 2021: how one finds out
+#   what a unit does that nobody documents.
+# - Markidis, Chien, Laure, Peng and Vetter, *NVIDIA Tensor Core Programmability, Performance & Precision*,
+#   2018: what the first of them could do, and how lost bits are won back.
+#
+# Next: lesson 07 trains a network on products of your own.

@@ -1,0 +1,192 @@
+"""Checks of lesson 6: where a fragment's elements lie, mma.sync, ldmatrix, rounding, an error bound."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from checks.cuda_from_python import unwritten
+from checks.exercises import Answer, Lesson
+from checks.kernels import run
+from checks.verdicts import Right, Score, compare, wrong
+from minidist.kernels.cuda.emulator.fragments import MMA
+
+lesson = Lesson(6, "tensor_cores")
+check, hint, or_solution = lesson.check, lesson.hint, lesson.or_solution
+
+LAYOUT = MMA["m16n8k16", 16]  # the emulator's own, by which it executes the instruction
+LANES = 32
+
+
+def places(operand: str) -> np.ndarray:
+    """(lanes, elements, 2): row and column of each lane's elements of "a", "b" or "c", by the emulator."""
+    fragment = getattr(LAYOUT, operand)
+    rows, columns = fragment.shape
+    numbers = np.arange(rows * columns).reshape(1, rows, columns)
+    return np.stack(np.divmod(fragment.spread(numbers).T, columns), axis=-1)
+
+
+@lesson.exercise(
+    "6.1",
+    hints=(
+        "Go through lane 0's elements 0 to 7 in the picture and write down the rows, then the columns. Which "
+        "of them change with i % 2, which with i // 2 % 2, which with i // 4? Then look at lane 5.",
+        "Elements come in pairs, side by side: i % 2. The second pair of each four is 8 rows further down: "
+        "i // 2 % 2. And the last four are 8 columns further right: i // 4. Lane 0 begins at [0, 0], and any "
+        "lane at [g, 2 t].",
+        "g, t = lane // 4, lane % 4; return g + 8 * (i // 2 % 2), 2 * t + i % 2 + 8 * (i // 4)",
+    ),
+)
+def element_of_a(answer: Answer, draw: np.random.Generator) -> Right:
+    """The map of A's fragment."""
+    expected = places("a")
+    order = [(0, i) for i in range(8)] + [(lane, 0) for lane in range(LANES)]
+    order += [(lane, i) for lane in draw.permutation(LANES).tolist() for i in range(8)]
+    for lane, i in order:
+        _pair(answer, expected[lane, i], lane, i)
+    return Right(8 * LANES)
+
+
+def _pair(answer: Answer, expected: np.ndarray, *args: int) -> None:
+    """A row and a column, compared."""
+    got = answer(*args)
+    call = f"{answer.name}({', '.join(map(str, args))})"
+    try:
+        row, column = got
+        found = int(row), int(column)
+    except (TypeError, ValueError):
+        wrong(f"{call} should be two whole numbers, (row, column).", f"  got      {got!r}")
+    right = tuple(expected.tolist())
+    if (row, column) != right:
+        wrong(
+            f"{call} is wrong.", f"  expected row {right[0]}, column {right[1]}", f"  got      {_said(found)}"
+        )
+
+
+def _said(place: tuple[int, int]) -> str:
+    return f"row {place[0]}, column {place[1]}"
+
+
+@lesson.exercise(
+    "6.2",
+    hints=(
+        "One round of the loop takes 16 elements of each row, which are 8 words. Register r of a lane holds "
+        "elements 2 r and 2 r + 1, side by side: one word. So ask your element_of_a(lane, 2 r) where it is.",
+        "Register 0 of A is the word of row g and columns 2 t, 2 t + 1: a[i0 + g, w + t], where w is the "
+        "first word of this round. Register 1 is 8 rows down, 2 is 4 words (8 columns) on, 3 is both. "
+        "A row of b is a *column* of B: register 0 is b[j0 + g, w + t], register 1 is 4 words on.",
+        "for w in range(0, a.shape[1], 8): fragment_a[0] = a[i0 + g, w + t]; [1]: a[i0 + g + 8, w + t]; [2]: "
+        "a[i0 + g, w + t + 4]; [3]: a[i0 + g + 8, w + t + 4]; fragment_b[0] = b[j0 + g, w + t]; [1]: "
+        "b[j0 + g, w + t + 4]; mma_m16n8k16_f16(sums, 0, fragment_a, 0, fragment_b, 0). At the end, for r in "
+        "range(4): c[i0 + g + 8 * (r // 2), j0 + 2 * t + r % 2] = sums[r]",
+    ),
+)
+def tensor_matmul(answer: Answer, draw: np.random.Generator) -> Right:
+    """A product by mma.sync, from words of two float16."""
+    sizes = [(1, 1, 1), (1, 1, 2), (1, 2, 1), (2, 1, 1), (1, 1, 0)]
+    sizes += [tuple(int(s) for s in draw.integers(2, 5, 3)), (2, 3, 4)]
+    for down, across, deep in sizes:
+        m, n, k = 16 * down, 8 * across, 16 * deep
+        a, b = _halves(draw, m, k), _halves(draw, n, k)  # b transposed
+        c = unwritten(m, n)
+        says = f"a of {m} x {k} and b of {k} x {n}"
+        counts = run(answer, says, (across, down), LANES, a.view(np.uint32), b.view(np.uint32), c)
+        compare(c, (a.astype(np.float32) @ b.astype(np.float32).T), f"With {says}, c")
+    products = down * across * deep
+    scores = (
+        Score(
+            "Matrix instructions for each 16 x 8 x 16", counts.total.matrix / products, 1, "one does it all"
+        ),
+        Score(
+            "Loads of a warp for each of them",
+            counts.total.loads / products,
+            6,
+            "a word holds two elements that belong side by side: 4 loads of a, and 2 of b",
+        ),
+    )
+    return Right(len(sizes), scores)
+
+
+def _halves(draw: np.random.Generator, *shape: int) -> np.ndarray:
+    """Whole numbers from 1 to 9 in float16: their products and sums are exact."""
+    return draw.integers(1, 10, shape).astype(np.float16)
+
+
+@lesson.exercise(
+    "6.3",
+    hints=(
+        "Lanes 0 to 7 give rows 0 to 7 of the first matrix, which is A's upper left quarter. Lanes 8 to 15 "
+        "give the rows of the second one, which register 1 gets. Which quarter is that?",
+        "The quarters come in the order of the registers: upper left, lower left, upper right, lower right. "
+        "So lanes 0 to 15 give rows 0 to 15 at column 0. And lanes 16 to 31?",
+        "return lane % 16, lane // 16 * 8",
+    ),
+)
+def row_for_ldmatrix(answer: Answer, draw: np.random.Generator) -> Right:
+    """The addresses that ldmatrix takes."""
+    for lane in range(LANES):
+        matrix, row = divmod(lane, 8)
+        corner = places("a")[0, 2 * matrix]  # lane 0's first element in this register
+        _pair(answer, corner + np.array([row, 0]), lane)
+    return Right(LANES)
+
+
+@lesson.exercise(
+    "6.4",
+    hints=(
+        "How would you round 0.0123456 to three significant *decimal* digits? Move the point until three "
+        "digits stand before it, round to a whole number, and move it back. Now with powers of two.",
+        "np.frexp(x) gives fraction and exponent with x = fraction * 2**exponent, fraction from 1/2 to 1. "
+        "fraction * 2**bits then has `bits` bits before the point. np.round rounds ties to even.",
+        "fraction, exponent = np.frexp(x); return np.ldexp(np.round(np.ldexp(fraction, bits)), "
+        "exponent - bits)",
+    ),
+)
+def rounded(answer: Answer, draw: np.random.Generator) -> Right:
+    """Round to so many significant bits."""
+    cases = [([1.0, 2.0, -3.0, 0.0], 8), ([1 / 3, 2 / 3], 8), ([2049.0, 0.00123], 11), ([-1 / 3], 11)]
+    # Half way between two neighbours: to the even one. And close below 2: carries.
+    cases += [([1 + 2.0**-8, 1 + 3 * 2.0**-8, -1 - 2.0**-8], 8), ([1.9999, 255.9], 8), ([1e30, 1e-30], 8)]
+    cases += [([1 / 3, 1e5], 24), ([0.3, 7.0], 1)]
+    for _ in range(12):
+        x = draw.standard_normal(6) * 10.0 ** draw.integers(-6, 7)
+        cases.append((x.tolist(), int(draw.integers(2, 25))))
+    for values, bits in cases:
+        x = np.array(values, np.float32)
+        answer.expect(_to_bits(x, bits), x, bits, rtol=0, atol=0)
+    matrix = draw.standard_normal((3, 5)).astype(np.float32)
+    answer.expect(_to_bits(matrix, 11), matrix, 11, rtol=0, atol=0)
+    return Right(len(cases) + 1)
+
+
+def _to_bits(x: np.ndarray, bits: int) -> np.ndarray:
+    """The same by the bits of a float32: add half of what is kept last, less one where that is even; cut."""
+    drop = 24 - bits
+    if drop == 0:
+        return x.copy()
+    words = x.view(np.uint32).astype(np.uint64)
+    words += (1 << (drop - 1)) - 1 + (words >> drop & 1)
+    return (words >> drop << drop).astype(np.uint32).view(np.float32)
+
+
+@lesson.exercise(
+    "6.5",
+    hints=(
+        "Follow one product a[i, p] * b[p, j] from the beginning. How often is it rounded, alone or within a "
+        "sum, before it is part of the result? And by which factor at most each time?",
+        "a[i, p] and b[p, j] are rounded once each: a factor of 1 + 2**-bits for each of the two. Then come "
+        "k additions, each of which rounds to 24 bits: 1 + 2**-24, k times. All terms are positive, so the "
+        "sum is off by no larger factor than its terms.",
+        "return (1 + 2.0**-bits) ** 2 * (1 + 2.0**-24) ** k - 1",
+    ),
+)
+def error_bound(answer: Answer, draw: np.random.Generator) -> Right:
+    """A bound on the relative error."""
+    cases = [(8, 1), (11, 1), (11, 16), (8, 4096), (24, 1), (24, 100), (11, 0)]
+    cases += [
+        (int(bits), int(k))
+        for bits, k in zip(draw.integers(2, 25, 8), draw.integers(1, 10**6, 8), strict=True)
+    ]
+    for bits, k in cases:
+        right = np.expm1(2 * np.log1p(2.0**-bits) + k * np.log1p(2.0**-24))
+        answer.expect(float(right), bits, k, rtol=1e-4, atol=1e-13)
+    return Right(len(cases))
