@@ -323,7 +323,7 @@ check(rounded)
 rounded = or_solution(rounded)
 x = rng.standard_normal(1000, dtype=np.float32)
 print(np.array_equal(rounded(x, 8), torch.tensor(x).bfloat16().float().numpy()))
-print(rounded(np.array([1 / 3, 1000.25], np.float32), 11))
+print(rounded(np.array([1 / 3, 1000.25], np.float32), 11).tolist())
 
 # %% [markdown]
 # ## What a tensor core computes

@@ -79,6 +79,15 @@ def not_compiled(error: Exception, kernel: Any) -> list[str]:
     text = re.sub(r"^Failed in .*\n", "", str(error)).strip()
     if "void return type" in text:
         return ["A kernel returns nothing: it writes its results into arrays. Leave out what follows return."]
+    if literal := re.search(r"(\w+): (\w+) has to be known when compiling", text):
+        return [
+            f"{literal[1]} has to know `{literal[2]}` when it is compiled: give it a number, or the name of "
+            "a constant, and nothing that is computed there."
+        ]
+    if called := re.search(r"Function\(<intrinsic (\w+)>\)", text):
+        return [f"Numba can't compile your call of {called[1]}: are its arguments those that it takes?"]
+    if text.startswith("zip() argument"):
+        return ["A function that stands for an instruction is called with too few arguments, or too many."]
     lines = [f"Numba can't compile it for a GPU: {text.splitlines()[0].strip()}"]
     numbers = re.findall(r"\bline (\d+)", text) or re.findall(r"\.py:(\d+)\)", text)
     if numbers:

@@ -225,6 +225,16 @@ def begins_at_its_own_number(alpha, x, y):
             y[e] += alpha * x[e]
 
 
+@WRONG.to("axpy", "called with too few arguments, or too many")
+@cuda.jit
+def leaves_out_an_index(alpha, x, y):
+    four_x = cuda.local.array(4, float32)
+    i = 4 * cuda.grid(1)
+    load_128(four_x, x, i)
+    for e in range(4):
+        y[i + e] += alpha * four_x[e]
+
+
 @WRONG.to("axpy", "With 4 elements", "y is wrong", "expected", "got")
 @cuda.jit
 def forgets_to_store(alpha, x, y):
@@ -305,6 +315,21 @@ def commits_only_what_there_is(x, y):
             cp_async_commit()
         for i in range(t, PIECE, 128):
             y[piece * PIECE + i] = ring[piece % SLOTS * PIECE + PIECE - 1 - i]
+
+
+@WRONG.to(
+    "ring_backwards", "cp_async_wait has to know `groups` when it is compiled", "the name of a constant"
+)
+@cuda.jit
+def computes_what_it_waits_for(x, y):
+    ring = cuda.shared.array(RING, float32, alignment=16)
+    t = cuda.threadIdx.x
+    cp_async_16(ring, 4 * t, x, 4 * t)
+    cp_async_commit()
+    cp_async_wait(SLOTS - 3)
+    cuda.syncthreads()
+    for i in range(t, PIECE, 128):
+        y[i] = ring[PIECE - 1 - i]
 
 
 @WRONG.to("ring_backwards", "4 pieces of 512 elements and SLOTS = 3", "Race", "copies to shared memory")

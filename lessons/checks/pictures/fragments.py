@@ -65,7 +65,7 @@ def quarters() -> None:
             )
             if quarter == 0:
                 parts.append(write(x - 8, y + row * side + 12, f"lane {row} gives", 11, at="end"))
-        parts.append(write(x + 4 * side, y + 4 * side + 5, f"register {quarter}", 14, "white"))
+        parts.append(write(x + 4 * side, y + 3 * side + 12, f"register {quarter}", 12, "white"))
     parts.append(write(left + 4 * side, 18, "columns 0 to 7", 12))
     parts.append(write(left + 12 * side + 6, 18, "columns 8 to 15", 12))
     show(

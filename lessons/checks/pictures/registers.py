@@ -82,9 +82,8 @@ def ring_of_slots() -> None:
     _play(scene)
     animate(
         scene,
-        "The pipelined loop with three slots: two copies are under way, or one and a piece in use, at any "
-        "time. A barrier a round says that a piece is there for all, and that all have done with the one "
-        "before.",
+        "The pipelined loop with three slots: while a piece is used, the next two are being copied. The one "
+        "barrier of a round says that a piece is there for all, and that all have done with the one before.",
         alt="Five pieces in global memory, and three slots in shared memory. Pieces 0 and 1 are copied to "
         "slots 0 and 1. Then in each round the block waits for the next piece, begins to copy the piece two "
         "further on into the slot that has become free, and uses the piece that is there.",
@@ -153,6 +152,7 @@ def levels(
     if guess is not None:
         right.plot(owns[-1], guess, "D", color=INK, fillstyle="none", markersize=9)
         name(right, owns[-1], guess, "your guess", INK, dx=-70, dy=10)
+    right.set_ylim(0.16, 2.6)
     for axes in (left, right):
         axes.set_xscale("log", base=2)
         axes.set_yscale("log", base=2)
