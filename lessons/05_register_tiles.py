@@ -213,7 +213,8 @@ levels(
 #
 # On the right the dots lie a little above the formula. It counts loads only, but each tile has to be *stored*
 # in shared memory before: `SIDE` x `DEPTH` numbers each of a and of b, for `SIDE` x `SIDE` x `DEPTH`
-# multiply-adds. That is 2 / `SIDE` more, 1/64 with 8 x 8 sums, and with it formula and count agree.
+# multiply-adds. That is 2 / `SIDE` more, 1/64 with 8 x 8 sums, and with it formula and count agree. So shared
+# memory lets the units be busy in 16 cycles of 17.
 #
 # What neither picture shows are the other instructions. For each multiply-add there are a few more, to reckon
 # addresses above all, and they take their turns, too. The ladder's kernels, further down, do it with fewer.

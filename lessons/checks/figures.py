@@ -117,7 +117,8 @@ def curves(
             axes.plot(x, model[key], color=color, linestyle="--", linewidth=1.2)
     if guess is not None:
         axes.plot(*guess, "D", color=INK, fillstyle="none", markersize=9)
-        name(axes, *guess, "your guess", INK, dx=9)
+        # Left of it at the right edge, where the lines have their names.
+        name(axes, *guess, "your guess", INK, dx=9 if guess[0] < x[-1] else -70)
     axes.set(xscale="log", yscale="log", xlabel=labels[0], ylabel=labels[1])
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}")

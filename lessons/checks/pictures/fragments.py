@@ -96,7 +96,7 @@ def formats() -> None:
     parts.append(write(88 + 5 * cell, 17, "exponent", 11))
     parts.append(write(88 + 20 * cell, 17, "fraction", 11))
     show(
-        picture(640, 166, parts),
+        picture(680, 166, parts),
         "The bits of four formats. The first bit of a number's value, always 1, is not stored: a fraction of "
         "10 bits makes 11 significant bits.",
         alt="Bars of bits: float32 has a sign, 8 bits of exponent and 23 of fraction; TF32 has 8 and 10; "

@@ -35,7 +35,10 @@ def register_tiles() -> None:
 
 
 def _tile(rows: int, columns: int) -> str:
-    parts = [write(LEFT - 44, TOP + 4 * CELL, "tile_a", 13), write(LEFT + 4 * CELL, 18, "tile_b", 13)]
+    parts = [
+        write(LEFT - CELL - 16, TOP + 4 * CELL, "tile_a", 13, at="end"),
+        write(LEFT + 4 * CELL, 18, "tile_b", 13),
+    ]
 
     def cell(x: float, y: float, fill: str, strength: float, text: str = "") -> None:
         parts.append(
