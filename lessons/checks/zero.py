@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -16,7 +15,8 @@ from torch.utils._pytree import tree_iter
 
 import minidist as md
 from checks.exercises import Answer, Lesson
-from checks.ranks import Case, Run, on_ranks, says
+from checks.ranks import Case, Run, says
+from checks.settings import driven
 from checks.verdicts import Right, Tally, compare, described, number, wrong
 
 lesson = Lesson(13, "zero")
@@ -78,23 +78,6 @@ def _renew_copies_of_variables() -> None:
     while frame is not None:
         frame.f_locals  # noqa: B018
         frame = frame.f_back
-
-
-@dataclass
-class Driver:
-    """In a rank: sets an exercise up, calls the reader's `function`, and gives back what there is to see."""
-
-    function: Callable[..., Any]
-    setting: Callable[..., Any]
-
-    def __call__(self, *args: Any) -> Any:
-        """What the setting makes of it."""
-        return self.setting(self.function, *args)
-
-
-def driven(answer: Answer, setting: Callable[..., Any], cases: list[Case]) -> list[Run]:
-    """Run cases in a setting, each rank in its own process."""
-    return on_ranks(Answer(answer.name, Driver(answer.function, setting)), cases)
 
 
 def whole_numbers(draw: np.random.Generator, *shape: int) -> torch.Tensor:

@@ -49,7 +49,7 @@ def memory_bars(
         axes.plot(guess / scale, len(bars) - 1, "D", color=INK, fillstyle="none", markersize=9)
         name(axes, guess / scale, len(bars) - 1, "your guess", INK, dx=8, dy=-14)
     if limit:
-        axes.axvline(limit[0] / scale, color=INK, linestyle=":", linewidth=1.3)
+        axes.plot([limit[0] / scale] * 2, [-0.4, len(bars) - 0.5], color=INK, linestyle=":", linewidth=1.3)
         name(axes, limit[0] / scale, len(bars) - 1, limit[1], INK)
     axes.set(xlabel=f"{unit} on each rank", yticks=range(len(bars)), yticklabels=list(bars))
     axes.set_ylim(len(bars) - 0.5, -0.85)

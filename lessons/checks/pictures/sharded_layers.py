@@ -53,10 +53,11 @@ def _play(scene: Scene) -> None:
     blocks: Blocks = {}
 
     def weights(layer: int, rank: int, part: int, at: int) -> None:
-        blocks[f"w{layer}{rank}{part}"] = (_x(at, part), _y(layer), str(part), rank != part)
+        blocks[f"w{layer}{rank}{part}"] = (_x(at, part), _y(layer), str(part), at != part)
 
-    def gradient(layer: int, rank: int, part: int, at: int, down: int) -> None:
-        blocks[f"g{layer}{rank}{part}"] = (_x(at, part), _y(layer) + down, str(part), at != part)
+    def gradient(layer: int, rank: int, part: int, at: int) -> None:
+        place = _x(at, part), _y(layer) + HEIGHT + 4
+        blocks[f"g{layer}{rank}{part}"] = (*place, str(part), at != part)
 
     def frame(note: str, whole: int | None = None, computed: bool = False, start: bool = False) -> None:
         blocks.clear()
@@ -68,11 +69,11 @@ def _play(scene: Scene) -> None:
                     elif start:  # below its owner's, from where it goes out
                         weights(layer, rank, part, at=part)
                     if start:
-                        gradient(layer, rank, part, at=rank, down=0)
+                        blocks[f"g{layer}{rank}{part}"] = (_x(rank, rank), _y(layer), "", False)
                     elif layer == whole and computed:
-                        gradient(layer, rank, part, at=rank, down=HEIGHT + 4)
+                        gradient(layer, rank, part, at=rank)
                     elif layer in done:  # all ranks' have come together at the owner's
-                        gradient(layer, rank, part, at=part, down=HEIGHT + 4)
+                        gradient(layer, rank, part, at=part)
         scene.frame(note, dict(blocks))
 
     frame("Each rank keeps a quarter of each layer's weights: rank 0 part 0, rank 1 part 1.", start=True)
