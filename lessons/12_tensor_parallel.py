@@ -55,7 +55,8 @@ torch.allclose(by_columns, x @ w), torch.allclose(by_rows, x @ w, atol=1e-5)
 # - **By rows:** a rank needs only *its columns* of x, and gets a **summand** of y. The sum is an all-reduce.
 #
 # The first leaves what the second needs. So of two layers in a row cut the first by columns and the second by rows,
-# and there is one message in all. What lies between may only look at each element alone: a GELU or a ReLU does.
+# and there is one message in all. What lies between may only look at each element alone: a ReLU does, and so does a
+# GELU, its smooth relative.
 
 # %%
 shared_mlp()
@@ -231,10 +232,10 @@ print("two all-reduces:", 2 * 2 * 3 * tokens.nbytes // 4)
 # columns, and each rank has the scores (**logits**) of its part of the vocabulary. To gather them would send the largest
 # tensor of all. But the loss of a row is
 #
-# $$ -\log \mathrm{softmax}(z)_t = \log \sum_j e^{z_j} - z_t $$
+#     loss = -log softmax(z)[t] = log(sum of exp(z[j]) over all j) - z[t]
 #
-# A sum over the vocabulary, which ranks can do in parts, and the one logit of the target, which one of them
-# has. To keep the exponentials finite, the largest logit of the row is subtracted from all first: that needs the
+# with z the row's logits and t its target: a sum over the vocabulary, which ranks can do in parts, and one logit, which
+# one of them has. To keep the exponentials finite, the largest logit of the row is subtracted from all first: that needs the
 # largest over *all* ranks. Three numbers a row: `comm.all_reduce(t, "max")` gives the first, one all-reduce both
 # sums.
 #
@@ -279,9 +280,10 @@ print(f"sent {sent:,} bytes; to gather the logits takes {gathering:,}")
 # %% [markdown]
 # ## Sequence parallel
 #
-# What lies *between* the shared parts? Norms, dropout, and the sums of the residual stream. They are cheap to compute, but
-# not to keep: each rank keeps whole activations there, the same as all others. They look at each token alone, though. So
-# let each rank have 1/n of the *tokens* there (Korthikanti et al. 2022, section 4.2).
+# What lies *between* the shared parts? Norms, dropout, and the sums x + attention(x) and x + mlp(x). They are cheap to
+# compute, but not to keep: backward needs what forward computed, the **activations**, and of these each rank keeps all
+# there, the same as all others. But norms, dropout and sums look at each token alone. So let each rank have 1/n of the
+# *tokens* there (Korthikanti et al. 2022, section 4.2).
 
 # %%
 stream()
@@ -388,9 +390,12 @@ def draws():
 cluster.run(draws)
 
 # %% [markdown]
+# The first and the last number are the same on all ranks, the one between is each rank's own: the common stream goes on
+# where it was.
+#
 # ## Does it pay? Predict, then measure
 #
-# Two ranks, one block of width D, 128 tokens. The arithmetic is 24 D² operations a token forward, and twice that
+# One block of width D, 128 tokens, on one rank or on two. The arithmetic is 24 D² operations a token forward, and twice that
 # backward. The four messages carry 4 D bytes a token each. **Arithmetic grows with D², messages with D**: so
 # there is a width from which on two ranks are faster than one. Which is it on your machine?
 
@@ -433,7 +438,7 @@ def seconds(call, rounds=9):
     return statistics.median(times)
 
 
-def time_block(width, shared):
+def time_block(width, shared):  # not shared: each of both ranks has a block of its own
     block = block_of(width)
     if shared:
         parallelize(block, PLAN)
@@ -466,7 +471,10 @@ for width in widths:
 # %%
 start = alone[0]
 model = [start + (t - start) / 2 + m for t, m in zip(alone, messages)]
-pays = next((w for w, one, two in zip(widths, alone, shared) if two < one), None)
+pays, promised = (
+    next((w for w, one, two in zip(widths, alone, times) if two < one), None)
+    for times in (shared, model)
+)
 at = prediction and (prediction, float(np.interp(prediction, widths, alone)))
 curves(
     widths,
@@ -476,7 +484,7 @@ curves(
     guess=at,
     caption="Dots are measured, the dashed line is the model for two ranks. Two ranks were "
     + (f"first faster at D = {pays}" if pays else "at no width faster here")
-    + f"; your guess was {prediction}.",
+    + f", and by the model at {promised or 'none'}; your guess was {prediction}.",
     alt="Time of a block against its width on one rank and on two: alike or worse on two for narrow "
     "blocks, and towards a half of the time for wide ones.",
 )

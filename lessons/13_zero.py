@@ -43,7 +43,8 @@ ladder(13)
 # ## Where the memory goes
 #
 # A parameter does not come alone. Backward leaves a **gradient** for it. And Adam, the optimizer that nearly all
-# large models are trained with, keeps two numbers more: running means of the gradient and of its square. They
+# large models are trained with, keeps two numbers more: running means of the gradient and of its square (AdamW is Adam
+# with another form of weight decay). They
 # are the **optimizer state**. Count the bytes.
 
 # %%
@@ -430,7 +431,8 @@ memory_bars(
 )
 
 # %% [markdown]
-# Stages 0 and 1 are what the formula says, but for some padding. Stages 2 and 3 take a little more: the formula
+# The bytes sent are as predicted. (Not quite 1.5 times: the table of tokens serves the first layer and the last, and is
+# gathered once for both.) And the bytes kept? Stages 0 and 1 are what the formula says, but for some padding. Stages 2 and 3 take a little more: the formula
 # forgets what is only passing through. Gradients travel in buckets, and two of them have memory at a time; in stage 3
 # a layer is a bucket. That is a fixed number of bytes, whatever the model's size: for billions of parameters it is nothing,
 # for your small GPT you see it. Give stage 2 its usual buckets of 25 MB, larger than this model, and it saves nothing:

@@ -218,8 +218,8 @@ def _attention(function: Callable[..., Any], x: torch.Tensor, *others: Any) -> t
         "largest = comm.all_reduce(logits.amax(1), 'max'); e = (logits - largest[:, None]).exp(); local = "
         "local.clamp(0, columns - 1); score = (logits.gather(1, local[:, None])[:, 0] - largest) * mine; "
         "total, score = comm.all_reduce(torch.stack([e.sum(1), score])); loss = (total.log() - "
-        "score).mean(); the gradient is e / total[:, None], less 1 at [row, local] where mine, over the number "
-        "of rows.",
+        "score).mean(); the gradient is e / total[:, None], less 1 at [row, local] where mine, over the "
+        "number of rows.",
     ),
 )
 def vocabulary_loss(answer: Answer, draw: np.random.Generator) -> Right:
