@@ -13,9 +13,9 @@
 # %% [markdown]
 # # 12. Tensor and sequence parallel
 #
-# Lesson 11 gave whole layers to ranks, one after the other. Here all ranks work on *the same layer at the same time*:
-# each has a part of its matrices. In this lesson you cut an MLP and an attention layer so that two messages each are
-# enough, backward included, and find out how wide a layer has to be for that to pay.
+# Lesson 11 gave whole layers to ranks, one after the other. Here all ranks work on *the same layer at the same
+# time*: each has a part of its matrices. In this lesson you cut an MLP and an attention layer so that two
+# messages each are enough, backward included, and find out how wide a layer has to be for that to pay.
 
 # %%
 import statistics
@@ -39,7 +39,8 @@ ladder(12)
 #
 # ## Two ways to cut a product
 #
-# Take y = x @ w, with x a row of features for each token, and w a matrix. w can be cut by its columns or by its rows.
+# Take y = x @ w, with x a row of features for each token, and w a matrix. w can be cut by its columns or by its
+# rows.
 
 # %%
 x, w = torch.randn(3, 8), torch.randn(8, 6)
@@ -54,16 +55,17 @@ torch.allclose(by_columns, x @ w), torch.allclose(by_rows, x @ w, atol=1e-5)
 # - **By columns:** a rank needs all of x, and gets *its columns* of y. Nothing has to be sent.
 # - **By rows:** a rank needs only *its columns* of x, and gets a **summand** of y. The sum is an all-reduce.
 #
-# The first leaves what the second needs. So of two layers in a row cut the first by columns and the second by rows,
-# and there is one message in all. What lies between may only look at each element alone: a ReLU does, and so does a
-# GELU, its smooth relative.
+# The first leaves what the second needs. So of two layers in a row cut the first by columns and the second by
+# rows, and there is one message in all. What lies between may only look at each element alone: a ReLU does, and
+# so does a GELU, its smooth relative.
 
 # %%
 shared_mlp()
 
 # %% [markdown]
-# **Exercise 12.1: shared_mlp_forward.** y = gelu(x @ a) @ b, where all ranks have `x`, and each has its columns of a
-# and its rows of b. All ranks return y. `x` stays as it is. `comm.all_reduce(t)` sums `t` over the ranks, in place.
+# **Exercise 12.1: shared_mlp_forward.** y = gelu(x @ a) @ b, where all ranks have `x`, and each has its columns
+# of a and its rows of b. All ranks return y. `x` stays as it is. `comm.all_reduce(t)` sums `t` over the ranks,
+# in place.
 #
 # Par: 2 (n - 1) / n times the bytes of y.
 
@@ -92,14 +94,17 @@ shared = cluster.run(lambda: shared_mlp_forward(x, my_part(a, 1), my_part(b, 0))
 [f"{(y - whole).abs().max():.0e}" for y in shared]
 
 # %% [markdown]
+# The same, but for rounding: the sums are taken in another order.
+#
 # ## Backward
 #
-# Going back, the picture turns around. The gradient of y is the same on all ranks, and each computes with it the
-# gradients of its own columns and rows: right, and nothing to send. But the gradient of x is wrong: each rank knows only
-# what came through *its* columns. The whole is the sum over the ranks.
+# Going back, the picture turns around. The gradient of y is the same on all ranks, and each computes with it
+# the gradients of its own columns and rows: right, and nothing to send. But the gradient of x is wrong: each
+# rank knows only what came through *its* columns. The whole is the sum over the ranks.
 #
-# So there are two places where ranks talk, at the end of the shared part going forward, and at its beginning going
-# backward. Shoeybi et al. (2019, section 3) call the operators at these places g and f. Here they are called
+# So there are two places where ranks talk, at the end of the shared part going forward, and at its beginning
+# going backward. Shoeybi et al. (2019, section 3) call the operators at these places g and f. Here they are
+# called
 #
 # | | forward | backward |
 # |---|---|---|
@@ -128,8 +133,8 @@ def leave(x):
 # %% [markdown]
 # It sums a copy: x is not its own, and somebody else may need it. The same holds for a gradient.
 #
-# **Exercise 12.2: enter.** Forward: x, sending nothing. Backward: the sum of all ranks' gradients. Neither `x` nor
-# `gradient` is changed.
+# **Exercise 12.2: enter.** Forward: x, sending nothing. Backward: the sum of all ranks' gradients. Neither `x`
+# nor `gradient` is changed.
 #
 # Par: nothing forward, 2 (n - 1) / n times the bytes of x backward.
 
@@ -140,12 +145,14 @@ def enter(x):
 
     class Enter(torch.autograd.Function):
         @staticmethod
-        def forward(
-            ctx, x
-        ): ...  # 1 line; x.view_as(x) is a new tensor on the same memory
+        def forward(ctx, x):
+            """x itself; x.view_as(x) is a new tensor on the same memory."""
+            ...  # 1 line
 
         @staticmethod
-        def backward(ctx, gradient): ...  # 1 line
+        def backward(ctx, gradient):
+            """The gradient of x."""
+            ...  # 1 line
 
     return Enter.apply(x)
 
@@ -154,7 +161,8 @@ def enter(x):
 check(enter)
 
 # %% [markdown]
-# With both, autograd does all the rest. Is the gradient of x that of one process? And what if somebody forgets `enter`?
+# With both, autograd does all the rest. Is the gradient of x that of one process? And what if somebody forgets
+# `enter`?
 
 # %%
 enter = or_solution(enter)
@@ -177,21 +185,21 @@ for forgotten in (False, True):
 # %% [markdown]
 # ## Attention, by heads
 #
-# Attention in three sentences. Each token makes a **query**, a **key** and a **value**: three products of x with three
-# matrices. It compares its query with the keys of the tokens up to it, and takes the mean of their values, weighted by
-# how well they fit. That is done by several **heads** at once, each with its own columns of the three matrices,
-# and a last matrix mixes what the heads found.
+# Attention in three sentences. Each token makes a **query**, a **key** and a **value**: three products of x
+# with three matrices. It compares its query with the keys of the tokens up to it, and takes the mean of their
+# values, weighted by how well they fit. That is done by several **heads** at once, each with its own columns of
+# the three matrices, and a last matrix mixes what the heads found.
 #
-# Heads know nothing of each other until that last matrix. So: query, key and value by columns, cut *between heads*; the
-# output matrix by rows. It is the MLP's pattern again.
+# Heads know nothing of each other until that last matrix. So: query, key and value by columns, cut *between
+# heads*; the output matrix by rows. It is the MLP's pattern again.
 #
-# **Exercise 12.3: shared_attention.** `x` (tokens, D) is the same on all ranks; `query`, `key` and `value` are this rank's
-# columns, (D, D / n), which are whole heads of `head_size` columns each; `output` is this rank's rows, (D / n, D).
-# Return the layer's y, (tokens, D), on all ranks, such that backward is right, too.
+# **Exercise 12.3: shared_attention.** `x` (tokens, D) is the same on all ranks; `query`, `key` and `value` are
+# this rank's columns, (D, D / n), which are whole heads of `head_size` columns each; `output` is this rank's
+# rows, (D / n, D). Return the layer's y, (tokens, D), on all ranks, such that backward is right, too.
 #
-# `functional.scaled_dot_product_attention(q, k, v, is_causal=True)` takes (heads, tokens, head_size) and returns the same
-# shape. From (tokens, columns) to that: `t.unflatten(1, (-1, head_size)).transpose(0, 1)`; back again:
-# `t.transpose(0, 1).flatten(1)`.
+# `functional.scaled_dot_product_attention(q, k, v, is_causal=True)` takes (heads, tokens, head_size) and
+# returns the same shape. From (tokens, columns) to that: `t.unflatten(1, (-1, head_size)).transpose(0, 1)`;
+# back again: `t.transpose(0, 1).flatten(1)`.
 #
 # Par: one all-reduce of x's size forward, one backward.
 
@@ -223,28 +231,28 @@ print("sent", cluster.run(bytes_of_attention), "bytes")
 print("two all-reduces:", 2 * 2 * 3 * tokens.nbytes // 4)
 
 # %% [markdown]
-# A block of a transformer is attention and an MLP, so a pass through it takes **four all-reduces**: two forward, two
-# backward. Each is of the size of x: tokens times D.
+# A block of a transformer is attention and an MLP, so a pass through it takes **four all-reduces**: two
+# forward, two backward. Each is of the size of x: tokens times D.
 #
 # ## The last layer
 #
-# The last matrix of a GPT is the largest: a column for each token of the vocabulary, often 50,000 or more. Cut it by
-# columns, and each rank has the scores (**logits**) of its part of the vocabulary. To gather them would send the largest
-# tensor of all. But the loss of a row is
+# The last matrix of a GPT is the largest: a column for each token of the vocabulary, often 50,000 or more. Cut
+# it by columns, and each rank has the scores (**logits**) of its part of the vocabulary. To gather them would
+# send the largest tensor of all. But the loss of a row is
 #
 #     loss = -log softmax(z)[t] = log(sum of exp(z[j]) over all j) - z[t]
 #
-# with z the row's logits and t its target: a sum over the vocabulary, which ranks can do in parts, and one logit, which
-# one of them has. To keep the exponentials finite, the largest logit of the row is subtracted from all first: that needs the
-# largest over *all* ranks. Three numbers a row: `comm.all_reduce(t, "max")` gives the first, one all-reduce both
-# sums.
+# with z the row's logits and t its target: a sum over the vocabulary, which ranks can do in parts, and one
+# logit, which one of them has. To keep the exponentials finite, the largest logit of the row is subtracted from
+# all first: that needs the largest over *all* ranks. Three numbers a row: `comm.all_reduce(t, "max")` gives the
+# first, one all-reduce both sums.
 #
-# The gradient for the logits is softmax(z), less 1 at the target, over the number of rows. Each rank has all that
-# it needs for its part.
+# The gradient for the logits is softmax(z), less 1 at the target, over the number of rows. Each rank has all
+# that it needs for its part.
 #
 # **Exercise 12.4: vocabulary_loss.** `logits` (rows, V / n) are this rank's: rank r has columns r V / n and on.
-# `targets` (rows,) are the right tokens, 0 to V - 1, the same on all ranks. Return the mean loss, the same on all ranks,
-# and its gradient for these logits.
+# `targets` (rows,) are the right tokens, 0 to V - 1, the same on all ranks. Return the mean loss, the same on
+# all ranks, and its gradient for these logits.
 #
 # Par: all-reduces of three numbers a row.
 
@@ -280,25 +288,25 @@ print(f"sent {sent:,} bytes; to gather the logits takes {gathering:,}")
 # %% [markdown]
 # ## Sequence parallel
 #
-# What lies *between* the shared parts? Norms, dropout, and the sums x + attention(x) and x + mlp(x). They are cheap to
-# compute, but not to keep: backward needs what forward computed, the **activations**, and of these each rank keeps all
-# there, the same as all others. But norms, dropout and sums look at each token alone. So let each rank have 1/n of the
-# *tokens* there (Korthikanti et al. 2022, section 4.2).
+# What lies *between* the shared parts? Norms, dropout, and the sums x + attention(x) and x + mlp(x). They are
+# cheap to compute, but not to keep: backward needs what forward computed, the **activations**, and of these
+# each rank keeps all there, the same as all others. But norms, dropout and sums look at each token alone. So
+# let each rank have 1/n of the *tokens* there (Korthikanti et al. 2022, section 4.2).
 
 # %%
 stream()
 
 # %% [markdown]
-# At the end of a shared part each rank then needs the sum for its own tokens: a reduce-scatter. At the beginning it needs
-# all tokens: an all-gather. And these two are what an all-reduce is made of (lesson 08): **as many bytes as before**,
-# and 1/n of the activations.
+# At the end of a shared part each rank then needs the sum for its own tokens: a reduce-scatter. At the
+# beginning it needs all tokens: an all-gather. And these two are what an all-reduce is made of (lesson 08):
+# **as many bytes as before**, and 1/n of the activations.
 #
-# Backward, the two change places again. What does the gradient of an all-gather do? A rank's token went to all ranks,
-# so the gradients of all ranks come back to it and add up.
+# Backward, the two change places again. What does the gradient of an all-gather do? A rank's token went to all
+# ranks, so the gradients of all ranks come back to it and add up.
 #
-# **Exercise 12.5: gather_tokens.** `x` is (tokens / n, D), this rank's tokens. Forward: all tokens, (tokens, D), rank 0's
-# first. Backward: the sum over the ranks of the gradients of this rank's tokens. (`comm.all_gather(t)` and
-# `comm.reduce_scatter(t)` take and return parts of the first dimension.)
+# **Exercise 12.5: gather_tokens.** `x` is (tokens / n, D), this rank's tokens. Forward: all tokens, (tokens,
+# D), rank 0's first. Backward: the sum over the ranks of the gradients of this rank's tokens.
+# (`comm.all_gather(t)` and `comm.reduce_scatter(t)` take and return parts of the first dimension.)
 #
 # Par: n - 1 times the bytes of `x` in each direction.
 
@@ -309,10 +317,14 @@ def gather_tokens(x):
 
     class Gather(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, x): ...  # 1 line
+        def forward(ctx, x):
+            """All tokens."""
+            ...  # 1 line
 
         @staticmethod
-        def backward(ctx, gradient): ...  # 1 line
+        def backward(ctx, gradient):
+            """The gradient of this rank's tokens."""
+            ...  # 1 line
 
     return Gather.apply(x)
 
@@ -364,15 +376,16 @@ for by_tokens in (False, True):
     print(f"by tokens: {by_tokens!s:5}  kept {kept:,} bytes, sent {sent:,}")
 
 # %% [markdown]
-# The same bytes sent, fewer kept. (What stays is the input of the first product, gathered. `minidist` keeps a rank's own
-# tokens of it only and gathers them once more in backward, as the paper does: half as many bytes again, which it
-# sends while it computes.)
+# The same bytes sent, fewer kept. (What stays is the input of the first product, gathered. `minidist` keeps a
+# rank's own tokens of it only and gathers them once more in backward, as the paper does: half as many bytes
+# again, which it sends while it computes.)
 #
 # ## Dropout, and whose random numbers
 #
-# Dropout zeroes random elements. Where all ranks have the same activations, they all have to zero the *same* ones: else
-# their copies part, and no message ever tells. Where each has its own heads or its own tokens, they have to draw
-# *different* ones: else all heads lose the same places. So a rank needs two streams of random numbers.
+# Dropout zeroes random elements. Where all ranks have the same activations, they all have to zero the *same*
+# ones: else their copies part, and no message ever tells. Where each has its own heads or its own tokens, they
+# have to draw *different* ones: else all heads lose the same places. So a rank needs two streams of random
+# numbers.
 
 # %%
 from minidist.parallel.random_state import own_random_state
@@ -390,14 +403,14 @@ def draws():
 cluster.run(draws)
 
 # %% [markdown]
-# The first and the last number are the same on all ranks, the one between is each rank's own: the common stream goes on
-# where it was.
+# The first and the last number are the same on all ranks, the one between is each rank's own: the common stream
+# goes on where it was.
 #
 # ## Does it pay? Predict, then measure
 #
-# One block of width D, 128 tokens, on one rank or on two. The arithmetic is 24 D² operations a token forward, and twice that
-# backward. The four messages carry 4 D bytes a token each. **Arithmetic grows with D², messages with D**: so
-# there is a width from which on two ranks are faster than one. Which is it on your machine?
+# One block of width D, 128 tokens, on one rank or on two. The arithmetic is 24 D² operations a token forward,
+# and twice that backward. The four messages carry 4 D bytes a token each. **Arithmetic grows with D², messages
+# with D**: so there is a width from which on two ranks are faster than one. Which is it on your machine?
 
 # %%
 prediction = None  # your guess, such as 300; None draws no guess
@@ -465,8 +478,9 @@ for width in widths:
     )
 
 # %% [markdown]
-# The model: of a block's time on one rank, what the narrowest block takes is no arithmetic to speak of: Python and torch
-# begin each operation, however small, and no cut makes that less. The rest is halved. The messages come on top.
+# The model: of a block's time on one rank, what the narrowest block takes is no arithmetic to speak of: Python
+# and torch begin each operation, however small, and no cut makes that less. The rest is halved. The messages
+# come on top.
 
 # %%
 start = alone[0]
@@ -490,16 +504,16 @@ curves(
 )
 
 # %% [markdown]
-# Read it from the left. **Narrow:** the cut halves next to nothing and adds four messages, and the calls of the operators
-# at the ends of the shared parts; the model knows nothing of those calls, and promises too much. **Wide:** the
-# arithmetic is nearly all, and it is halved, if the machine has two cores that are free. Two ranks share more than they
-# seem to, memory and a power limit among it, and so a half is the best case.
+# Read it from the left. **Narrow:** the cut halves next to nothing and adds four messages, and the calls of the
+# operators at the ends of the shared parts; the model knows nothing of those calls, and promises too much.
+# **Wide:** the arithmetic is nearly all, and it is halved, if the machine has two cores that are free. Two
+# ranks share more than they seem to, memory and a power limit among it, and so a half is the best case.
 #
 # ## A whole model
 #
-# `md.Layout(tp=2)` does this to a whole GPT: all blocks, the table of tokens, the last layer and the loss. Blocks take four
-# all-reduces each; the table takes one forward, the last layer one backward. Count them: with L blocks it is 4 L + 2, and
-# three numbers a token for the loss, which each rank sends to the other.
+# `md.Layout(tp=2)` does this to a whole GPT: all blocks, the table of tokens, the last layer and the loss.
+# Blocks take four all-reduces each; the table takes one forward, the last layer one backward. Count them: with
+# L blocks it is 4 L + 2, and three numbers a token for the loss, which each rank sends to the other.
 
 # %%
 from functools import partial
@@ -532,12 +546,14 @@ print(f"  tensor parallel        {memory.activations:,} bytes")
 print(f"  and sequence parallel  {by_tokens.activations:,} bytes")
 
 # %% [markdown]
-# To the byte. Data parallelism sends the gradients once a step, whatever the batch. Tensor parallelism sends activations, in every layer, *while everybody waits*: the next
-# product needs the sum. That is why it lives inside a machine.
+# To the byte. Data parallelism sends the gradients once a step, whatever the batch. Tensor parallelism sends
+# activations, in every layer, *while everybody waits*: the next product needs the sum. That is why it lives
+# inside a machine.
 #
 # ## Machines that you do not have
 #
-# One block of GPT-3 with 2048 tokens on 8 GPUs. Suppose each does 300 TFLOP/s, and the activations have 2 bytes:
+# One block of GPT-3 with 2048 tokens on 8 GPUs. Suppose each does 300 TFLOP/s, and the activations have 2
+# bytes:
 
 # %%
 from minidist.comm import cost
@@ -552,23 +568,26 @@ for network in ("nvlink4", "infiniband_ndr", "100gbe", "25gbe"):
     print(f"  {network:16}{t * 1e3:8.1f} ms")
 
 # %% [markdown]
-# Between GPUs of one machine the messages are a small part. Over a network between machines they take as long as the
-# arithmetic, or many times as long. So cut the layers (lesson 11) or the batch (lesson 09) between machines, and the matrices
-# within one.
+# Between GPUs of one machine the messages are a small part. Over a network between machines they take as long
+# as the arithmetic, or many times as long. So cut the layers (lesson 11) or the batch (lesson 09) between
+# machines, and the matrices within one.
 #
 # ## What breaks in practice, and how one sees it
 #
-# - **A forgotten f.** The last layers train, those before them get parts of their gradients, and the loss falls, only
-#   more slowly. Compare gradients with one process: `md.compare` names the first layer that differs.
-# - **A bias added n times.** A layer cut by rows adds its bias before the all-reduce, on each rank. Add it after.
-# - **Copies that part.** Norms and residual stream are kept on all ranks, and nothing ever sends them. Another seed, another
-#   dropout mask, and they drift. `md.assert_in_sync` looks.
-# - **Sequence parallel and norms.** A norm's weights are on all ranks, but each has seen its own tokens only: their gradients
-#   have to be summed, or the copies part after one step.
-# - **Heads that ranks do not divide**, such as GPT-2 XL's 25: a cut through a head gives wrong attention without any error,
-#   where the shapes happen to fit.
-# - **Clipping.** The norm of all gradients counts cut parameters once from each rank, and copies once in all. Summed naively
-#   the copies count n times.
+# - **A forgotten f.** The last layers train, those before them get parts of their gradients, and the loss
+#   falls, only more slowly. Compare gradients with one process: `md.compare` names the first layer that
+#   differs.
+# - **A bias added n times.** A layer cut by rows adds its bias before the all-reduce, on each rank. Add it
+#   after.
+# - **Copies that part.** Norms and residual stream are kept on all ranks, and nothing ever sends them. Another
+#   seed, another dropout mask, and they drift. `md.assert_in_sync` looks.
+# - **Sequence parallel and norms.** A norm's weights are on all ranks, but each has seen its own tokens only:
+#   their gradients have to be summed, or the copies part after one step.
+# - **Heads that ranks do not divide**, such as GPT-2 XL's 25: a cut through a head gives wrong attention
+#   without any error, where the shapes happen to fit.
+# - **Clipping.** For the norm of all gradients the squares of cut parameters are summed over the ranks, and
+#   those of copies count once. Who sums all of them counts copies n times, and clips too much
+#   (`md.prepare(..., clip_norm=1.0)` does not).
 
 # %%
 pair.close()
@@ -577,11 +596,11 @@ cluster.close()
 # %% [markdown]
 # ## Further reading
 #
-# - Shoeybi and others, *Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism*, 2019:
-#   section 3 is what you wrote, f and g included.
-# - Korthikanti and others, *Reducing Activation Recomputation in Large Transformer Models*, 2022: sequence parallelism, and
-#   what of the activations is worth keeping.
-# - Narayanan and others, *Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM*, 2021: tensor,
-#   pipeline and data parallel together, and which belongs where.
+# - Shoeybi and others, *Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism*,
+#   2019: section 3 is what you wrote, f and g included.
+# - Korthikanti and others, *Reducing Activation Recomputation in Large Transformer Models*, 2022: sequence
+#   parallelism, and what of the activations is worth keeping.
+# - Narayanan and others, *Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM*,
+#   2021: tensor, pipeline and data parallel together, and which belongs where.
 #
 # Next: lesson 13 takes the copies out of data parallelism.

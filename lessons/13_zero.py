@@ -13,9 +13,9 @@
 # %% [markdown]
 # # 13. ZeRO 1, 2, 3
 #
-# Data parallel ranks (lesson 09) share the rows of a batch, and nothing else: each has the whole model, the whole
-# gradient, and the whole state of the optimizer. In this lesson you count what that takes, share it out piece by
-# piece, and find out what each piece costs in messages. This is ZeRO, the *zero redundancy optimizer*.
+# Data parallel ranks (lesson 09) share the rows of a batch, and nothing else: each has the whole model, the
+# whole gradient, and the whole state of the optimizer. In this lesson you count what that takes, share it out
+# piece by piece, and find out what each piece costs in messages. This is ZeRO, the *zero redundancy optimizer*.
 
 # %%
 import statistics
@@ -42,10 +42,9 @@ ladder(13)
 #
 # ## Where the memory goes
 #
-# A parameter does not come alone. Backward leaves a **gradient** for it. And Adam, the optimizer that nearly all
-# large models are trained with, keeps two numbers more: running means of the gradient and of its square (AdamW is Adam
-# with another form of weight decay). They
-# are the **optimizer state**. Count the bytes.
+# A parameter does not come alone. Backward leaves a **gradient** for it. And Adam, the optimizer that nearly
+# all large models are trained with, keeps two numbers more: running means of the gradient and of its square
+# (AdamW is Adam with another form of weight decay). They are the **optimizer state**. Count the bytes.
 
 # %%
 weight = nn.Parameter(torch.zeros(1_000_000))
@@ -56,7 +55,8 @@ adam.step()  # the state is made in the first step
 {name: value.nbytes for name, value in adam.state[weight].items()}
 
 # %% [markdown]
-# In float32 that is 4 bytes for the parameter, 4 for its gradient, and 8 for the state: **16 bytes a parameter**.
+# In float32 that is 4 bytes for the parameter, 4 for its gradient, and 8 for the state: **16 bytes a
+# parameter**.
 #
 # Does half precision halve it? In **mixed precision** the model computes with 16-bit parameters and gradients,
 # 2 bytes each. But the optimizer then needs a copy of the parameters in float32, the **master weights**, for a
@@ -101,8 +101,8 @@ memory_bars(
 )
 
 # %% [markdown]
-# These are the numbers of the paper's first figure. Most of the bytes are the optimizer's, so stage 1
-# wins most, and the order of the stages is no accident.
+# These are the numbers of the paper's first figure. Most of the bytes are the optimizer's, so stage 1 wins
+# most, and the order of the stages is no accident.
 #
 # ## Why master weights
 #
@@ -117,9 +117,9 @@ for dtype in (torch.float32, torch.float16, torch.bfloat16):
 # In both 16-bit kinds the sum is 1: the neighbours of 1 are too far away. A thousand such steps change nothing
 # at all. So updates are added to the master weights, and the model gets their rounded values.
 #
-# **float16** has a second weakness, its range. What is below 6e-8 becomes 0, and gradients often are that small.
-# The remedy (Micikevicius et al. 2018) is **loss scaling**: multiply the loss by a large number, so that all
-# gradients are multiplied by it too, and divide it out in float32.
+# **float16** has a second weakness, its range. What is below 3e-8 becomes 0, and gradients often are that
+# small. The remedy (Micikevicius et al. 2018) is **loss scaling**: multiply the loss by a large number, so that
+# all gradients are multiplied by it too, and divide it out in float32.
 
 # %%
 true_gradient = 1e-8
@@ -134,9 +134,10 @@ print("too much of it:         ", float(torch.tensor(3.0 * 65536).half()))
 # with even fewer digits.)
 #
 # **Exercise 13.2: scaled_step.** One step of plain gradient descent in mixed precision. `weight` is float16,
-# `master` its float32 copy, and `gradient` (float16) was computed for `scale` times the loss. Where all elements
-# of `gradient` are finite: move `master` by -`lr` times the true gradient, give `weight` its rounded values, and
-# return `scale`. Otherwise change neither, and return half of `scale`. Both tensors are changed in place.
+# `master` its float32 copy, and `gradient` (float16) was computed for `scale` times the loss. Where all
+# elements of `gradient` are finite: move `master` by -`lr` times the true gradient, give `weight` its rounded
+# values, and return `scale`. Otherwise change neither, and return half of `scale`. Both tensors are changed in
+# place.
 
 
 # %% tags=["exercise"]
@@ -153,22 +154,20 @@ scaled_step = or_solution(scaled_step)
 weight, scale = torch.ones(1).half(), 2.0**20
 master = weight.float()
 for _ in range(1000):
-    gradient = (
-        torch.full((1,), 0.5) * scale
-    ).half()  # it should fall by 0.5 each second
+    gradient = torch.full((1,), 0.5 * scale).half()  # the true one is 0.5
     scale = scaled_step(weight, master, gradient, scale, lr=1e-4)
 print(f"scale {scale:.0f}, master {master.item():.4f}, weight {weight.item():.4f}")
 
 # %% [markdown]
-# The scale was too large at first, fell in a few skipped steps, and stayed. The weight arrives near 0.95, though
-# not one of the steps could have changed it alone.
+# The scale was too large at first, fell in a few skipped steps, and stayed. The weight arrives near 0.95,
+# though not one of the steps could have changed it alone.
 #
 # ## Stage 1: share the optimizer
 #
 # All ranks have the same gradient after an all-reduce, and each does the same update with it. Let rank r update
 # part r of the parameters only, and then hand it round. It then needs the state of its part, and the gradient
-# of its part. You know both halves from lesson 08: a **reduce-scatter** leaves each rank with its part of
-# the sum, and an **all-gather** brings everybody's parts to all. Together they *are* an all-reduce.
+# of its part. You know both halves from lesson 08: a **reduce-scatter** leaves each rank with its part of the
+# sum, and an **all-gather** brings everybody's parts to all. Together they *are* an all-reduce.
 #
 # To cut a model into parts of equal length, lay its parameters one after the other in one flat tensor.
 
@@ -192,13 +191,13 @@ def flatten(model, ranks):
 # Backward now writes into `gradient`, and who writes to `flat` changes the model. Part r of it is
 # `flat.view(n, -1)[r]`, a view as well.
 #
-# In the two calls that you need, `comm.reduce_scatter(x, "mean")` returns this rank's part of the mean of all
+# Two calls are all that you need: `comm.reduce_scatter(x, "mean")` returns this rank's part of the mean of all
 # ranks' `x`, and `comm.all_gather(part, out=x)` fills `x` with all ranks' parts.
 #
-# **Exercise 13.3: zero_1_step.** `flat` has the parameters, the same on all ranks. `own` is this rank's part of it,
-# a view, and `optimizer` a torch optimizer that was made for `[own]`. `gradient` is the gradient of this rank's
-# rows. Make a step with the mean of all ranks' gradients, so that all ranks have all new parameters in `flat`.
-# (An optimizer takes the gradient from `own.grad`.)
+# **Exercise 13.3: zero_1_step.** `flat` has the parameters, the same on all ranks. `own` is this rank's part of
+# it, a view, and `optimizer` a torch optimizer that was made for `[own]`. `gradient` is the gradient of this
+# rank's rows. Make a step with the mean of all ranks' gradients, so that all ranks have all new parameters in
+# `flat`. (An optimizer takes the gradient from `own.grad`.)
 #
 # Par: 2 (n - 1) / n times the bytes of `flat`, as much as an all-reduce.
 
@@ -255,17 +254,17 @@ print(f"bytes sent in a step  {sent:,}; an all-reduce sends {2 * 3 * size * 8 //
 #
 # A rank needs the sum of its own part of the gradients; the rest is only passing through. Backward computes
 # gradients from the last layer to the first. As soon as some are there they can be reduced to their owners and
-# freed, while backward goes on. One message for each small gradient would be all alpha (lesson 08), so
-# they are collected in **buckets**.
+# freed, while backward goes on. One message for each small gradient would be all alpha (lesson 08), so they are
+# collected in **buckets**.
 #
 # **Exercise 13.4: reduce_in_buckets.** `gradients` is an iterator that computes them one by one, tensors of one
-# dimension, as backward does. Collect them in order. As soon as a bucket has at least `bucket` elements, lay its
-# gradients one after the other, pad with zeros so that n divides the length, reduce-scatter the mean, keep this
-# rank's part, and let go of all else. What is left at the end is a last bucket, if it is not empty. Return the list
-# of parts.
+# dimension, as backward does. Collect them in order. As soon as a bucket has at least `bucket` elements, lay
+# its gradients one after the other, pad with zeros so that n divides the length, reduce-scatter the mean, keep
+# this rank's part, and let go of all else. What is left at the end is a last bucket, if it is not empty. Return
+# the list of parts.
 #
-# Par: (n - 1) / n times the bytes of the padded buckets; in memory at the most the parts, and one bucket twice: as it
-# came, and flat.
+# Par: (n - 1) / n times the bytes of the padded buckets; in memory at the most the parts, and one bucket twice:
+# as it came, and flat.
 
 
 # %% tags=["exercise"]
@@ -278,8 +277,8 @@ def reduce_in_buckets(gradients, bucket):
 check(reduce_in_buckets)
 
 # %% [markdown]
-# `Live` counts the bytes of all tensors that exist at a time. Twenty gradients of 40 kB, with small buckets and with
-# one bucket for all:
+# `Live` counts the bytes of the tensors that are made inside its `with`, as long as they live. Twenty gradients
+# of 40 kB, with small buckets and with one bucket for all:
 
 # %%
 reduce_in_buckets = or_solution(reduce_in_buckets)
@@ -296,22 +295,22 @@ for bucket in (20_000, 200_000):
     print(f"buckets of {bucket:7,} elements: at most {peak:,} bytes")
 
 # %% [markdown]
-# The whole gradient has 800,000 bytes, and a quarter of it, 200,000, has to stay. With one bucket for all nothing is
-# won: it is there twice, as it came and flat. (`minidist` has backward write into the flat bucket, which saves one of
-# the two.)
+# The whole gradient has 800,000 bytes, and a quarter of it, 200,000, has to stay. With one bucket for all
+# nothing is won: it is there twice, as it came and flat. (`minidist` has backward write into the flat bucket,
+# which saves one of the two.)
 #
 # ## Stage 3: let go of parameters
 #
-# The parameters are left. Each rank keeps a part of each layer. Just before a layer computes, all ranks gather its
-# parts; as soon as it has computed, they free all but their own. Backward needs the layer once more: so it is
-# gathered once more. Step through it.
+# The parameters are left. Each rank keeps a part of each layer. Just before a layer computes, all ranks gather
+# its parts; as soon as it has computed, they free all but their own. Backward needs the layer once more: so it
+# is gathered once more. Step through it.
 
 # %%
 sharded_layers()
 
 # %% [markdown]
-# Now in code. So that nothing happens behind your back, here is a layer with its backward written out; its weights
-# come as a flat tensor whenever it computes.
+# Now in code. So that nothing happens behind your back, here is a layer with its backward written out; its
+# weights come as a flat tensor whenever it computes.
 
 
 # %%
@@ -335,12 +334,13 @@ class Layer:
 
 # %% [markdown]
 # **Exercise 13.5: zero_3_pass.** `layers` are such layers, and `parts` this rank's part of the weights of each:
-# `comm.all_gather(part)` returns all of them. Go forward through the layers from this rank's rows `x`, and keep each
-# layer's input. Then go backward, from the gradient `x - target` of the last output. Return a list with this rank's
-# part of the mean gradient for each layer, in the order of `layers`.
+# `comm.all_gather(part)` returns all of them. Go forward through the layers from this rank's rows `x`, and keep
+# each layer's input. Then go backward, from the gradient `x - target` of the last output. Return a list with
+# this rank's part of the mean gradient for each layer, in the order of `layers`.
 #
-# Par: three times (n - 1) / n of the bytes of all weights; and of whole layers two tensors at a time: the weights
-# of one, and their gradient. Mind that a name in Python keeps its tensor until it gets another value: `del weights`.
+# Par: three times (n - 1) / n of the bytes of all weights; and of whole layers two tensors at a time: the
+# weights of one, and their gradient. Mind that a name in Python keeps its tensor until it gets another value:
+# `del weights`.
 
 
 # %% tags=["exercise"]
@@ -377,14 +377,15 @@ print(f"live beside the parts {peak:,} bytes at the most")
 print(f"sent {sent:,} bytes, {sent / whole:.2f} times the weights")
 
 # %% [markdown]
-# Data parallelism sends the weights' bytes 2 (n - 1) / n times, stage 3 sends them 3 (n - 1) / n times: **half as much
-# again**. For it a rank needs 1/n of everything, and room for a layer or two.
+# Data parallelism sends the weights' bytes 2 (n - 1) / n times, stage 3 sends them 3 (n - 1) / n times: **half
+# as much again**. For it a rank needs 1/n of everything, and room for a layer or two.
 #
 # ## Predict, then measure
 #
-# Now the real thing: a GPT with Adam on 4 ranks. `md.prepare` takes the stage in its layout, and `engine.memory()` counts
-# a rank's bytes from its tensors. By the formula stage 3 leaves a quarter of what stage 0 takes. How many times smaller
-# will it really be, parameters, gradients and optimizer together? Write down your guess.
+# Now the real thing: a GPT with Adam on 4 ranks. `md.prepare` takes the stage in its layout, and
+# `engine.memory()` counts a rank's bytes from its tensors. By the formula stage 3 leaves a quarter of what
+# stage 0 takes. How many times smaller will it really be, parameters, gradients and optimizer together? Write
+# down your guess.
 
 # %%
 prediction = None  # your guess, such as 3.5; None draws no guess
@@ -431,11 +432,12 @@ memory_bars(
 )
 
 # %% [markdown]
-# The bytes sent are as predicted. (Not quite 1.5 times: the table of tokens serves the first layer and the last, and is
-# gathered once for both.) And the bytes kept? Stages 0 and 1 are what the formula says, but for some padding. Stages 2 and 3 take a little more: the formula
-# forgets what is only passing through. Gradients travel in buckets, and two of them have memory at a time; in stage 3
-# a layer is a bucket. That is a fixed number of bytes, whatever the model's size: for billions of parameters it is nothing,
-# for your small GPT you see it. Give stage 2 its usual buckets of 25 MB, larger than this model, and it saves nothing:
+# The bytes sent are as predicted. (Not quite 1.5 times: the table of tokens serves the first layer and the
+# last, and is gathered once for both.) And the bytes kept? Stages 0 and 1 are what the formula says, but for
+# some padding. Stages 2 and 3 take a little more: the formula forgets what is only passing through. Gradients
+# travel in buckets, and two of them have memory at a time; in stage 3 a layer is a bucket. That is a fixed
+# number of bytes, whatever the model's size: for billions of parameters it is nothing, for your small GPT you
+# see it. Give stage 2 its usual buckets of 25 MB, larger than this model, and it saves nothing:
 
 # %%
 memory, _, _ = cluster.run(measure, md.Layout(dp=4, zero=2))[0]
@@ -447,10 +449,10 @@ print(memory)
 # That table has a line which no stage of ZeRO makes smaller. Backward needs what forward computed: the
 # **activations**. They grow with the rows and the tokens, and soon they are the largest part.
 #
-# The remedy is **recomputation** (Chen et al. 2016; also called checkpointing): forget most of them, and compute them
-# again when backward arrives. Cut a chain of L layers into segments of k. Forward keeps the input of each segment, L / k
-# tensors. Backward computes one segment again, which takes k tensors at a time. So at the most L / k + k tensors are kept,
-# where L were before, for one more forward pass.
+# The remedy is **recomputation** (Chen et al. 2016; also called checkpointing): forget most of them, and
+# compute them again when backward arrives. Cut a chain of L layers into segments of k. Forward keeps the input
+# of each segment, L / k tensors. Backward computes one segment again, which takes k tensors at a time. So at
+# the most L / k + k tensors are kept, where L were before, for one more forward pass.
 #
 # Of 36 layers, how long should a segment be, and how many tensors are then kept?
 
@@ -486,12 +488,12 @@ segment_curve(
 )
 
 # %% [markdown]
-# L / k + k is smallest where both are alike: at k = sqrt(L), and it is 2 sqrt(L) there. 10,000 layers would keep 200 tensors.
-# The price is the same at every k: all layers are computed once more. Backward takes about twice the time of
-# forward, so a step of 3 units becomes one of 4, a third more.
+# L / k + k is smallest where both are alike: at k = sqrt(L), and it is 2 sqrt(L) there. 10,000 layers would
+# keep 200 tensors. The price is the same at every k: all layers are computed once more. Backward takes about
+# twice the time of forward, so a step of 3 units becomes one of 4, a third more.
 #
-# A block of a transformer keeps many tensors, not one, and its input is a small part of them. So segments of one
-# block each are what is mostly used: `Layout(recompute=True)`.
+# A block of a transformer keeps many tensors, not one, and its input is a small part of them. So segments of
+# one block each are what is mostly used: `Layout(recompute=True)`.
 
 # %%
 for recompute_too in (False, True):
@@ -501,15 +503,16 @@ for recompute_too in (False, True):
     print(memory, "\n")
 
 # %% [markdown]
-# The activations are a few times fewer, and the step is longer. Is it more than a third longer? Then the model is so
-# small that an operation's own start takes more time than its arithmetic, and recomputation repeats the starts.
-
-# %% [markdown]
+# The activations are a few times fewer, and the step is longer. Is it more than a third longer? Then the model
+# is so small that an operation's own start takes more time than its arithmetic, and recomputation repeats the
+# starts.
+#
 # ## When is it worth it?
 #
-# Look back at the times of a step that were printed for the four stages. Ranks of one machine share their memory, and the
-# messages cost little; over a network, stage 3's half as many bytes again may be what all wait for. `comm.cost` (lesson
-# 08) says how long the bytes of a step take, here for 7.5 billion parameters in 16 bits on 64 ranks:
+# Look back at the times of a step that were printed for the four stages. Ranks of one machine share their
+# memory, and the messages cost little; over a network, stage 3's half as many bytes again may be what all wait
+# for. `comm.cost` (lesson 08) says how long the bytes of a step take, here for 7.5 billion parameters in 16
+# bits on 64 ranks:
 
 # %%
 from minidist.comm import cost
@@ -520,26 +523,29 @@ for network in ("25gbe", "100gbe", "infiniband_ndr", "nvlink4"):
     print(f"{network:18}{t:14.2f} s{1.5 * t:8.2f} s")
 
 # %% [markdown]
-# Compute takes time too, and hides the messages where it takes longer: the more rows a rank has, the more there is to
-# hide behind. So: stage 1 always; stage 2 where gradients do not fit; stage 3 where parameters do not; and a model
-# that fits is faster without stage 3.
+# Compute takes time too, and hides the messages where it takes longer: the more rows a rank has, the more there
+# is to hide behind. So: stage 1 always; stage 2 where gradients do not fit; stage 3 where parameters do not;
+# and a model that fits is faster without stage 3.
 #
 # ## What breaks in practice, and how one sees it
 #
-# - **Out of memory in the second step.** The optimizer's state is made in the first `step()`. What fits until then need not
-#   fit afterwards: count all 16 bytes before you start (`python -m minidist.scale.memory --budget 16GB`).
-# - **Overflow.** In float16 the loss scale falls and falls, and steps are skipped (`engine.loss_scale`, `engine.skipped`).
-#   A few are normal. Many mean that the gradients themselves explode: look at `engine.grad_norm`, or take bfloat16.
-# - **Fragmentation.** A GPU reports that it is out of memory, and says in the same line that gigabytes are reserved and free.
-#   They lie in pieces that are too small, which tensors of many sizes that come and go leave behind. Compare
-#   `torch.cuda.memory_reserved()` with `memory_allocated()`; buffers of one size, made once, prevent it.
-# - **Offload.** Master weights and state may lie in the memory of the CPU, or on disk (Ren et al. 2021). It fits, and then
-#   every step waits for a link that is many times slower than the GPU's memory. Bytes moved over the link's rate
-#   is the time that it adds; only large batches hide it.
-# - **Small models.** Where a layer is small, its gathering is all alpha: hundreds of tiny messages a step. The ledger
-#   shows many calls with few bytes each. Take stage 1.
-# - **Rank 0 saves the model**, and the others go on: with stage 3 it has a quarter of it, and gathering the rest takes
-#   all ranks. `engine.full_state_dict()` called by one rank alone hangs.
+# - **Out of memory in the second step.** The optimizer's state is made in the first `step()`. What fits until
+#   then need not fit afterwards: count all 16 bytes before you start
+#   (`python -m minidist.scale.memory --budget 16GB`).
+# - **Overflow.** In float16 the loss scale falls and falls, and steps are skipped (`engine.loss_scale`,
+#   `engine.skipped`). A few are normal. Many mean that the gradients themselves explode: look at
+#   `engine.grad_norm`, or take bfloat16.
+# - **Fragmentation.** A GPU reports that it is out of memory, and says in the same line that gigabytes are
+#   reserved and free. They lie in pieces that are too small, which tensors of many sizes that come and go leave
+#   behind. Compare `torch.cuda.memory_reserved()` with `memory_allocated()`; buffers of one size, made once,
+#   prevent it.
+# - **Offload.** Master weights and state may lie in the memory of the CPU, or on disk (ZeRO-Offload, Ren et al.
+#   2021). It fits, and then every step waits for a link that is many times slower than the GPU's memory. Bytes
+#   moved over the link's rate is the time that it adds; only large batches hide it.
+# - **Small models.** Where a layer is small, its gathering is all alpha: hundreds of tiny messages a step. The
+#   ledger shows many calls with few bytes each. Take stage 1.
+# - **Rank 0 saves the model**, and the others go on: with stage 3 it has a quarter of it, and gathering the
+#   rest takes all ranks. `engine.full_state_dict()` called by one rank alone hangs.
 
 # %%
 cluster.close()
@@ -547,10 +553,11 @@ cluster.close()
 # %% [markdown]
 # ## Further reading
 #
-# - Rajbhandari, Rasley, Ruwase and He, *ZeRO: Memory Optimizations Toward Training Trillion Parameter Models*, 2020: the
-#   three stages, with the bytes counted in section 3 and the messages in section 7.
-# - Micikevicius and others, *Mixed Precision Training*, 2018: master weights and loss scaling, and what happens without.
-# - Chen, Xu, Zhang and Guestrin, *Training Deep Nets with Sublinear Memory Cost*, 2016: recomputation and the square root;
-#   its section 4.3 does better yet with more forward passes.
+# - Rajbhandari, Rasley, Ruwase and He, *ZeRO: Memory Optimizations Toward Training Trillion Parameter Models*,
+#   2020: the three stages, with the bytes counted in section 3 and the messages in section 7.
+# - Micikevicius and others, *Mixed Precision Training*, 2018: master weights and loss scaling, and what happens
+#   without.
+# - Chen, Xu, Zhang and Guestrin, *Training Deep Nets with Sublinear Memory Cost*, 2016: recomputation and the
+#   square root; its section 4.3 does better yet with more forward passes.
 #
 # Next: lesson 14 puts all of this together, and chooses.
