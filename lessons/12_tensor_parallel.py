@@ -442,6 +442,7 @@ def block_of(width):
 
 # %%
 def seconds(call, rounds=9):
+    call()  # the first time takes longer
     times = []
     for _ in range(rounds):
         comm.barrier()
@@ -504,10 +505,11 @@ curves(
 )
 
 # %% [markdown]
-# Read it from the left. **Narrow:** the cut halves next to nothing and adds four messages, and the calls of the
-# operators at the ends of the shared parts; the model knows nothing of those calls, and promises too much.
-# **Wide:** the arithmetic is nearly all, and it is halved, if the machine has two cores that are free. Two
-# ranks share more than they seem to, memory and a power limit among it, and so a half is the best case.
+# Read it from the left. **Narrow:** the cut halves next to nothing and adds four messages. The model promises
+# too much there: it knows nothing of the calls of the operators at the ends of the shared parts, nor that at
+# each message both ranks wait for the slower one. **Wide:** the arithmetic is nearly all, and it is halved, if
+# the machine has two cores that are free. Two ranks share more than they seem to, memory and a power limit
+# among it, and so a half is the best case.
 #
 # ## A whole model
 #
@@ -579,8 +581,8 @@ for network in ("nvlink4", "infiniband_ndr", "100gbe", "25gbe"):
 #   differs.
 # - **A bias added n times.** A layer cut by rows adds its bias before the all-reduce, on each rank. Add it
 #   after.
-# - **Copies that part.** Norms and residual stream are kept on all ranks, and nothing ever sends them. Another
-#   seed, another dropout mask, and they drift. `md.assert_in_sync` looks.
+# - **Copies that part.** Norms are kept on all ranks, and nothing ever sends them. Another seed, another
+#   dropout mask, and they drift. `md.assert_in_sync(block.mlp_norm)` looks at one.
 # - **Sequence parallel and norms.** A norm's weights are on all ranks, but each has seen its own tokens only:
 #   their gradients have to be summed, or the copies part after one step.
 # - **Heads that ranks do not divide**, such as GPT-2 XL's 25: a cut through a head gives wrong attention
