@@ -536,8 +536,9 @@ def bytes_of_a_step(layout):
 
 
 sent, memory = pair.run(bytes_of_a_step, md.Layout(tp=2))[0]
-tokens, numbers = 8 * 64, 4 * 8 * 64  # float32
-print(f"predicted {(4 * 4 + 2) * numbers * 64 + 3 * numbers:,} bytes a step")
+number = 4 * 8 * 64  # bytes of one number for each token, in float32
+# Two ranks send 2 (n - 1) / n = 1 times the bytes in an all-reduce.
+print(f"predicted {(4 * 4 + 2) * number * 64 + 3 * number:,} bytes a step")
 print(f"measured  {sent:,}")
 
 # %%
@@ -554,8 +555,8 @@ print(f"  and sequence parallel  {by_tokens.activations:,} bytes")
 #
 # ## Machines that you do not have
 #
-# One block of GPT-3 with 2048 tokens on 8 GPUs. Suppose each does 300 TFLOP/s, and the activations have 2
-# bytes:
+# One block of GPT-3 with 2048 tokens on 8 GPUs. Suppose each does 300 TFLOP/s, and activations take 2 bytes
+# each:
 
 # %%
 from minidist.comm import cost
