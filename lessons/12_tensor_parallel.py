@@ -376,9 +376,9 @@ for by_tokens in (False, True):
     print(f"by tokens: {by_tokens!s:5}  kept {kept:,} bytes, sent {sent:,}")
 
 # %% [markdown]
-# The same bytes sent, fewer kept. (What stays is the input of the first product, gathered. `minidist` keeps a
-# rank's own tokens of it only and gathers them once more in backward, as the paper does: half as many bytes
-# again, which it sends while it computes.)
+# The same bytes sent, fewer kept. (What stays whole is the input of the first product, gathered. `minidist`
+# keeps a rank's own tokens of it only and gathers them once more in backward, as the paper does: five exchanges
+# in place of four, and the fifth goes on while it computes.)
 #
 # ## Dropout, and whose random numbers
 #

@@ -129,9 +129,9 @@ print("scaled, and divided out:", float(scaled.float() / 65536))
 print("too much of it:         ", float(torch.tensor(3.0 * 65536).half()))
 
 # %% [markdown]
-# The last line shows the limit: above 65504 a float16 is infinite. Where that happens, the step is left out,
-# and the next one takes half the scale. (**bfloat16** has the range of float32 and needs no scaling; it pays
-# with even fewer digits.)
+# The last line shows the limit: the largest float16 is 65504, and what is larger becomes infinite. Where that
+# happens, the step is left out, and the next one takes half the scale. (**bfloat16** has the range of float32
+# and needs no scaling; it pays with even fewer digits.)
 #
 # **Exercise 13.2: scaled_step.** One step of plain gradient descent in mixed precision. `weight` is float16,
 # `master` its float32 copy, and `gradient` (float16) was computed for `scale` times the loss. Where all
@@ -464,7 +464,9 @@ from minidist.parallel.activations import ActivationCounter
 from minidist.parallel.recompute import recompute
 
 layers = [nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(36)]
-x = torch.ones(100, 64)
+x, computed = torch.ones(100, 64), []
+for layer in layers:  # notes each time that a layer computes
+    layer.register_forward_pre_hook(lambda *_: computed.append(1))
 
 
 def kept(length):
@@ -475,6 +477,10 @@ def kept(length):
     with ActivationCounter(model) as counter:
         recompute(model)(x).sum().backward()  # recomputes each part of the chain
     return counter.peak / x.nbytes
+
+
+kept(6)
+print(f"a step with segments of 6 computes {len(computed)} layers forward")
 
 
 # %%
@@ -544,8 +550,8 @@ for network in ("25gbe", "100gbe", "infiniband_ndr", "nvlink4"):
 #   moved over the link's rate is the time that it adds; only large batches hide it.
 # - **Small models.** Where a layer is small, its gathering is all alpha: hundreds of tiny messages a step. The
 #   ledger shows many calls with few bytes each. Take stage 1.
-# - **Rank 0 saves the model**, and the others go on: with stage 3 it has a quarter of it, and gathering the
-#   rest takes all ranks. `engine.full_state_dict()` called by one rank alone hangs.
+# - **Rank 0 saves the model**, and the others go on: with stage 3 it has an n-th of it, and gathering the rest
+#   takes all ranks. `engine.full_state_dict()` called by one rank alone hangs.
 
 # %%
 cluster.close()
@@ -558,6 +564,6 @@ cluster.close()
 # - Micikevicius and others, *Mixed Precision Training*, 2018: master weights and loss scaling, and what happens
 #   without.
 # - Chen, Xu, Zhang and Guestrin, *Training Deep Nets with Sublinear Memory Cost*, 2016: recomputation and the
-#   square root; its section 4.3 does better yet with more forward passes.
+#   square root, and how more forward passes bring it down to a logarithm.
 #
 # Next: lesson 14 puts all of this together, and chooses.
