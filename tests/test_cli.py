@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+import minidist as md
 from minidist import cli
 from minidist.benchmarks import results
 from minidist.comm.errors import RankError
@@ -41,11 +42,11 @@ def test_help_imports_nothing_heavy():
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     seconds = time.perf_counter() - started
     assert done.returncode == 0, done.stderr
-    assert all(name in done.stdout for name in ("train", "compare", "bench", "report", "doctor"))
+    assert all(name in done.stdout for name in ("train", "compare", "bench", "report", "lessons", "doctor"))
     assert seconds < 2.0  # 0.2 on an idle machine
 
 
-@pytest.mark.parametrize("command", ["train", "compare", "bench", "report", "doctor"])
+@pytest.mark.parametrize("command", ["train", "compare", "bench", "report", "lessons", "doctor"])
 def test_help_of_a_command_has_an_example(capfd, command):
     code, out, _ = run(capfd, command, "--help")
     assert code == 0
@@ -161,7 +162,7 @@ def test_train_says_where_it_went_on(capfd, monkeypatch, before, told):
     words = ("train", "--steps", "3", "--save", "some/folder")
     assert run(capfd, *words)[:2] == (
         0,
-        f"mlp on digits, 10 parameters, layout {minidist.train.Layout()}: {told}"  # not broken in a pipe
+        f"mlp on digits, 10 parameters, layout {md.Layout()}: {told}"  # not broken in a pipe
         "loss 1.0000 -> 0.2500; held out: loss 0.3000, accuracy 90.0%; sent by a rank: 0 bytes\n",
     )
     assert json.loads(run(capfd, *words, "--json")[1])["resumed_at"] == before
@@ -341,7 +342,7 @@ def test_bench_reads_old_results_before_it_spends_minutes(suite):
 
 
 def test_a_missing_extra_names_the_command(capfd, monkeypatch):
-    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     code, _, err = run(capfd, "bench")
     assert code == 2
     assert (

@@ -40,7 +40,7 @@ def lesson_of(stem: str) -> Lesson:
     return importlib.import_module(f"checks.{stem[3:]}").lesson
 
 
-def wrong_answers_of(stem: str) -> list[Any]:
+def wrong_answers_of(stem: str) -> Any:
     return importlib.import_module(f"wrong_answers.{stem[3:]}").WRONG
 
 
@@ -68,6 +68,9 @@ def solved(notebook: Any, stem: str) -> Any:
 
 EXERCISES = [(stem, name) for stem in STEMS for name in lesson_of(stem).exercises]
 WRONG = [(stem, wrong) for stem in STEMS for wrong in wrong_answers_of(stem)]
+
+
+DEAR = [(stem, dear) for stem in STEMS for dear in wrong_answers_of(stem).dear]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -140,6 +143,13 @@ def test_a_check_finds_what_is_wrong(stem: str, wrong: Any) -> None:
     assert not [words for words in wrong.says if words not in message], message
     assert "Traceback" not in message
     assert str(LESSONS) not in message, "the reader has no such file"
+
+
+@pytest.mark.parametrize(("stem", "dear"), DEAR, ids=[f"{s[:2]}-{d.exercise}" for s, d in DEAR])
+def test_an_answer_above_par_passes_and_is_told(stem: str, dear: Any) -> None:
+    said = str(lesson_of(stem).judge(dear.exercise, dear.answer))
+    assert said.startswith("Right")
+    assert not [words for words in dear.says if words not in said], said
 
 
 @pytest.mark.parametrize("stem", STEMS)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import html
 import io
 import itertools
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -114,7 +115,6 @@ def curves(
         axes.plot(x, values, "o", color=color)
         if key in model:
             axes.plot(x, model[key], color=color, linestyle="--", linewidth=1.2)
-        name(axes, x[-1], values[-1], key, color, dx=9)
     if guess is not None:
         axes.plot(*guess, "D", color=INK, fillstyle="none", markersize=9)
         name(axes, *guess, "your guess", INK, dx=9)
@@ -122,6 +122,57 @@ def curves(
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}")
         axis.set_minor_formatter("")
+    # Names stand at the ends of their lines, moved apart where those are close.
+    ends = sorted(
+        (values[-1], key, color) for (key, values), color in zip(measured.items(), COLORS, strict=False)
+    )
+    bottom, top = axes.get_ylim()
+    low = -math.inf
+    for value, key, color in ends:
+        points = (
+            200 * math.log(value / bottom) / math.log(top / bottom)
+        )  # of about 200 that the axes are high
+        low = max(points, low + 13)
+        name(axes, x[-1], value, key, color, dx=9, dy=low - points)
+    show(figure, caption, alt)
+
+
+def bars(
+    values: Mapping[str, float],
+    label: str,
+    caption: str,
+    alt: str,
+    guess: tuple[str, float] | None = None,
+    logarithmic: bool = True,
+) -> None:
+    """Show a bar for each value, from top to bottom, with its number at its end.
+
+    Args:
+        values: by name.
+        label: of the axis, with its unit.
+        caption, alt: as for `show`.
+        guess: the name that the reader's guess is about, and the guess; None for no guess.
+        logarithmic: whether each line is ten times the one before.
+    """
+    figure, axes = draw(height=0.9 + 0.34 * len(values))
+    for row, (key, value) in enumerate(values.items()):
+        axes.barh(row, value, height=0.62, color=BLUE)
+        name(axes, value, row, f"{value:,.3g}")
+        if guess is not None and guess[0] == key:
+            axes.plot(guess[1], row, "D", color=ORANGE, markersize=8, clip_on=False)
+            name(axes, guess[1], row, "your guess", INK, dx=0, dy=-16)
+    if logarithmic:
+        axes.set_xscale("log")
+        axes.set_xlim(min(values.values()) / 3, max(values.values()) * 4)
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}")
+    else:
+        axes.set_xlim(0, max(values.values()) * 1.15)
+    axes.set_yticks(range(len(values)), list(values))
+    axes.set_ylim(len(values) - 0.4, -0.6)
+    axes.spines["left"].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(visible=False, axis="y")
+    axes.set_xlabel(label)
     show(figure, caption, alt)
 
 
@@ -148,6 +199,11 @@ def svg(figure: Figure) -> str:
     used = set(re.findall(r'(?:url\(#|href="#)([\w.-]+)', found))
     found = re.sub(r' id="([^"]+)"', lambda m: f' id="{own}-{m[1]}"' if m[1] in used else "", found)
     return re.sub(r'(url\(#|href="#)', rf"\1{own}-", found)
+
+
+def said(prediction: float | None) -> str:
+    """The reader's guess, for a caption."""
+    return "you made no guess" if prediction is None else f"your guess was {prediction:g}"
 
 
 def ladder(here: int) -> None:

@@ -19,8 +19,7 @@ import torch.distributed as dist
 
 from minidist.comm import mailbox, semaphores
 from minidist.comm.hosts import Process, this_process
-from minidist.comm.routes import limit_of
-from minidist.comm.work import Group
+from minidist.comm.work import Group, limit_of
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from minidist.comm import mailboxes, ways
-from minidist.comm.routes import choose, limit_of, preferred
+from minidist.comm.routes import choose, preferred
 from minidist.comm.work import (
     Group,
     Way,
@@ -22,6 +22,7 @@ from minidist.comm.work import (
     call_of,
     check_member,
     check_tensor,
+    limit_of,
     rank_in,
     ranks_of,
     run,

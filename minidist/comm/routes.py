@@ -13,7 +13,7 @@ from minidist._names import unknown
 from minidist.comm import checking, ledgers, mesh
 from minidist.comm.background import Background
 from minidist.comm.shared_memory import Failed, SharedMemory
-from minidist.comm.work import Group, described, failed, forget_groups, ranks_of
+from minidist.comm.work import Group, described, failed, forget_groups, limit_of, ranks_of
 
 _MESSAGES = ("ring", "tree")
 ALGORITHMS = {
@@ -192,12 +192,3 @@ def forget() -> None:
     _backgrounds.clear()
     mesh.forget()
     forget_groups()
-
-
-def limit_of(group: Group) -> float:
-    """Seconds that a call waits: the least of the group's and the world's; a new group's is 30 minutes."""
-    cpu, world = torch.device("cpu"), dist.group.WORLD
-    assert world is not None
-    return float(
-        min(one._get_backend(cpu).options._timeout.total_seconds() for one in (group or world, world))
-    )

@@ -60,14 +60,14 @@ class Layout:
             )
         if (self.chunks > 1) != (self.schedule == "interleaved"):
             raise ValueError(
-                f"chunks is {self.chunks} with schedule={self.schedule!r}; the interleaved schedule takes "
-                "chunks of 2 or more, and no other does"
+                f"chunks is {self.chunks} with schedule={self.schedule!r}; a layout has chunks of 2 or "
+                "more with the interleaved schedule, and 1 with any other"
             )
-
         if self.recompute and self.schedule == "zero_bubble":
             raise ValueError(
-                "recompute is True with schedule='zero_bubble', whose two backward passes would both compute "
-                "the activations again; give another schedule, or recompute=False"
+                "recompute is True with schedule='zero_bubble': activations that are computed again are kept "
+                "for one backward pass, so that none is left to fill the bubble; give another schedule, or "
+                "recompute=False"
             )
 
     @property
@@ -80,8 +80,11 @@ class Layout:
         """A layout from text such as "dp=2,tp=2" or "dp=4,precision=bf16".
 
         Raises:
+            TypeError: no text.
             ValueError: an unknown field, with the nearest known one, or a value that does not fit it.
         """
+        if not isinstance(text, str):
+            raise TypeError(f"the layout is {text!r}; give text such as 'dp=2,tp=2', or a Layout itself")
         kinds = {field.name: type(field.default) for field in fields(cls)}
         values: dict[str, int | str | bool] = {}
         for part in filter(None, (part.strip() for part in text.split(","))):
@@ -109,6 +112,6 @@ def _read(name: str, value: str, kind: type) -> int | str | bool:
         return value
     if kind is bool and value.lower() in ("true", "false"):
         return value.lower() == "true"
-    if kind is int and value.lstrip("-").isdigit():
+    if kind is int and value.isascii() and value.removeprefix("-").isdigit():
         return int(value)
     raise ValueError(f"{name} is {value!r}; give {_KINDS[kind]}")

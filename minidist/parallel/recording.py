@@ -10,11 +10,12 @@ Source: Parker 1997, "Monte Carlo Arithmetic: exploiting randomness in floating-
 
 from __future__ import annotations
 
+import copy
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -23,7 +24,9 @@ from torch import Tensor, nn
 
 from minidist.parallel.assembling import Copies, assemble, distance, distinct
 from minidist.parallel.engine import Engine
+from minidist.parallel.flat_ranges import narrowed
 from minidist.parallel.hybrid import HybridEngine
+from minidist.parallel.strategy import Chunk
 
 REPEATS = 2
 """Times that the steps are taken again with moved results."""
@@ -49,7 +52,8 @@ def record(engine: Engine, batches: Iterable[tuple[Tensor, Tensor]], repeats: in
     """Train `engine` on global batches and record its layers; then put it back as it was.
 
     All ranks call it, with the same batches. It takes the steps `repeats` + 1 times, and gathers every output
-    and gradient of a layer on every rank: for small models and a few steps.
+    and gradient of a layer on every rank: for small models and a few steps. Not put back is what compression
+    of gradients keeps: what it left out is dropped, and PowerSGD's factors stay.
 
     Args:
         engine: of `prepare`; its model has a chain of layers, `model.layers`, or its children are taken.
@@ -57,14 +61,16 @@ def record(engine: Engine, batches: Iterable[tuple[Tensor, Tensor]], repeats: in
         repeats: how often to measure what rounding moves.
 
     Raises:
-        TypeError: the engine is not one of `prepare`.
-        ValueError: no batches, or a model with dropout, whose masks depend on the layout.
+        TypeError: the engine is not one of `prepare`, or batches are no pairs of tensors.
+        ValueError: no batches, repeats below 0, or a model with dropout, whose masks depend on the layout.
     """
     if not isinstance(engine, HybridEngine):
         raise TypeError(f"engine is a {type(engine).__name__}; give one that md.prepare returned")
-    given = [*batches]
-    if not given:
-        raise ValueError("batches are none; give at least one pair of inputs and targets")
+    given = pairs_of(batches)
+    if isinstance(repeats, bool) or not isinstance(repeats, int):
+        raise TypeError(f"repeats is {repeats!r}; give a whole number")
+    if repeats < 0:
+        raise ValueError(f"repeats is {repeats}; give how often to take the steps again, or 0 for not at all")
     for name, module in engine.model.named_modules():
         dropout = getattr(module, "dropout", getattr(module, "p", 0.0))
         if isinstance(dropout, float) and dropout > 0:
@@ -85,6 +91,24 @@ def record(engine: Engine, batches: Iterable[tuple[Tensor, Tensor]], repeats: in
                 most[name] = max(most[name], distance(plain[name], other[name]))
     layers = [name for name, _ in layers_of(engine.model)]
     return Recording(str(engine.layout), layers, start, losses, steps, [dict(most) for most in rounding])
+
+
+def pairs_of(batches: Iterable[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    """The batches as a list, or an error that says what is wrong with them."""
+    remedy = "give a list of pairs, [(inputs, targets), ...], of tensors"
+    if isinstance(batches, Tensor) or not isinstance(batches, Iterable):
+        raise TypeError(f"batches is a {type(batches).__name__}; {remedy}")
+    given = [*batches]
+    if not given:
+        raise ValueError("batches are none; give at least one pair of inputs and targets")
+    for place, pair in enumerate(given):
+        if (
+            not isinstance(pair, tuple | list)
+            or len(pair) != 2
+            or not all(isinstance(x, Tensor) for x in pair)
+        ):
+            raise TypeError(f"batch {place} is a {type(pair).__name__} that is no pair of tensors; {remedy}")
+    return given
 
 
 def layers_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -112,7 +136,7 @@ def _run(
         found = assemble(own, engine.layout, inputs.shape[1] if inputs.dim() > 1 else 1)
         for name, copies in found.items():
             if name.startswith("gradient"):
-                found[name] = [copy / scale for copy in copies]
+                found[name] = [each / scale for each in copies]
         after = _parameters(engine)
         found.update(distinct({f"update {name}": after[name] - before[name] for name in after}))
         steps.append(found)
@@ -183,20 +207,44 @@ def _moved(model: nn.Module, repeat: int | None) -> Iterator[None]:
 
 
 class _Kept:
-    """An engine's state, to be put back: what a checkpoint has of it, copied."""
+    """An engine's state, to be put back: what a checkpoint has of it, copied, and the random numbers."""
 
     def __init__(self, engine: HybridEngine) -> None:
-        self.engine, self.settings = engine, engine.settings()
-        self.values = {
-            (chunk.name, chunk.offsets): chunk.tensor.clone() for chunk in engine.strategy.chunks()
-        }
+        self.engine, self.settings, self.norm = engine, engine.settings(), engine.grad_norm
+        self.random = torch.get_rng_state()
+        self.of_strategy = copy.deepcopy(engine.strategy.settings())
+        self.chunks: dict[str, list[Chunk]] = defaultdict(list)
+        for chunk in engine.strategy.chunks():
+            self.chunks[chunk.name].append(replace(chunk, tensor=chunk.tensor.clone()))
 
     def restore(self) -> None:
-        for chunk in self.engine.strategy.chunks():
-            value = self.values.get((chunk.name, chunk.offsets))
-            if value is None:  # an optimizer's, which it made in its first step
-                chunk.tensor.zero_()
-            else:
-                chunk.tensor.copy_(value)
-        self.engine.strategy.loaded()
+        """As a checkpoint is loaded: the optimizer has the state that it had, none before its first step."""
+        strategy = self.engine.strategy
+        state: dict[str, dict[str, Any]] = defaultdict(dict)
+        for full, (chunk, *_) in self.chunks.items():
+            kind, _, name = full.partition(".")
+            if kind == "optimizer":
+                name, _, key = name.rpartition(".")
+                state[name][key] = chunk.shape, chunk.tensor.dtype
+        strategy.load_settings(copy.deepcopy(self.of_strategy), state)
+        strategy.drop()  # gradients, and what compression kept back of them
+        for chunk in strategy.chunks():
+            for kept in self.chunks[chunk.name]:
+                _copy_common(kept, chunk)
+        strategy.loaded()
         self.engine.load_settings(self.settings)
+        self.engine.grad_norm = self.norm
+        torch.set_rng_state(self.random)
+
+
+def _copy_common(source: Chunk, target: Chunk) -> None:
+    """Copy what is in both boxes of a tensor: a first step may have dealt it out in others."""
+    first = [max(each) for each in zip(source.offsets, target.offsets, strict=True)]
+    ends = ((o + n for o, n in zip(c.offsets, c.tensor.shape, strict=True)) for c in (source, target))
+    sizes = [min(each) - start for start, *each in zip(first, *ends, strict=True)]
+    if all(size > 0 for size in sizes):
+        there, here = (
+            narrowed(chunk.tensor, [a - b for a, b in zip(first, chunk.offsets, strict=True)], sizes)
+            for chunk in (target, source)
+        )
+        there.copy_(here)

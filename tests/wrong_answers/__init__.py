@@ -22,13 +22,26 @@ class Wrong:
 
 
 class WrongAnswers(list[Wrong]):
-    """Wrong answers of one lesson."""
+    """Wrong answers of one lesson, and right ones that cost more than par."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dear: list[Wrong] = []
 
     def to(self, exercise: str, *says: str) -> Callable[[Any], Any]:
         """Register a wrong answer to an exercise, and what its check has to say."""
 
         def register(answer: Any) -> Any:
             self.append(Wrong(exercise, says, answer))
+            return answer
+
+        return register
+
+    def over_par(self, exercise: str, *says: str) -> Callable[[Any], Any]:
+        """Register a right answer that costs too much, and what its check has to say."""
+
+        def register(answer: Any) -> Any:
+            self.dear.append(Wrong(exercise, says, answer))
             return answer
 
         return register

@@ -156,6 +156,11 @@ def sums_in_a_new_tensor(x):
     return comm_free_sum(x)
 
 
+@WRONG.over_par("ring_all_reduce", "It passes, above par in bytes sent by a rank", "never the whole tensor")
+def passes_whole_tensors_around(x):
+    return x.copy_(comm_free_sum(x))
+
+
 @WRONG.to("ring_seconds", "ring_seconds(", "expected", "got")
 def sends_it_whole(size, ranks, alpha, beta):
     return 2 * (ranks - 1) * (alpha + beta * size)

@@ -1,0 +1,336 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 1. Matmul on a CPU
+#
+# Nearly all of a neural network's work is one operation: the product of two matrices. You will write it six
+# times. The first version is the definition, and takes its time. The last does the same additions and
+# multiplications, and is thousands of times as fast. What changes in between is only the *order*, and where the
+# numbers lie when they are needed.
+
+# %%
+import time
+
+import numpy as np
+from numba import njit
+from threadpoolctl import threadpool_limits
+
+from checks.figures import bars, ladder, said
+from checks.matmul_on_a_cpu import check, hint, or_solution
+from checks.pictures.walks import walks_animation
+
+threadpool_limits(1)  # one core for all, NumPy's library too
+ladder(1)
+
+# %% [markdown]
+# **The question.** A core can do billions of multiply-adds in a second. Three loops in Python do a few million.
+# Where do all the others go, and how do you get them back?
+#
+# ## The definition
+#
+# `a` has m rows and k columns, `b` has k rows and n columns, and `c`, their product, has m rows and n columns.
+# Element (i, j) of `c` is the sum over p of `a[i, p] * b[p, j]`: row i of `a` with column j of `b`.
+#
+# **Exercise 1.1: matmul_loops.** Fill `c` with the product, with three loops. Read and write single elements, as
+# in `a[i, p]`. What `c` holds before is rubbish. Sizes may be 0: the sum of nothing is 0.
+#
+# Par: 2 reads for each multiply-add, and 1 write for each element of `c`.
+
+
+# %% tags=["exercise"]
+def matmul_loops(a, b, c):
+    """Fill c with a times b, one sum for each element."""
+    m, k = a.shape
+    n = b.shape[1]
+    ...  # about 6 lines
+
+
+# %%
+check(matmul_loops)
+
+# %% [markdown]
+# No idea how to begin? `hint()` in a cell of its own gives the first of three hints. The next cell takes your
+# function where it has passed, and the lesson's own where it has not, so that all that follows works.
+
+# %%
+matmul_loops = or_solution(matmul_loops)
+
+
+def matrices(n, seed=0):
+    rng = np.random.default_rng(seed)
+    a, b = (rng.standard_normal((n, n)).astype(np.float32) for _ in range(2))
+    return a, b, np.empty((n, n), np.float32)
+
+
+a, b, c = matrices(40)
+matmul_loops(a, b, c)
+np.abs(c - a @ b).max()
+
+# %% [markdown]
+# That is as right as float32 is. How fast is it? An n x n product has n³ multiply-adds, which are 2 n³
+# floating-point operations, **FLOPs**. A billion of them in a second is one GFLOP/s.
+
+
+# %%
+def gflops(matmul, n, *more, rounds=3):
+    a, b, c = matrices(n)
+    best = np.inf
+    for _ in range(rounds):
+        start = time.perf_counter()
+        matmul(a, b, c, *more)
+        best = min(best, time.perf_counter() - start)
+    return 2 * n**3 / best / 1e9
+
+
+# %% [markdown]
+# The rates of all versions go into one table. At the other end of it stands NumPy, which calls a library that
+# people have tuned for decades (BLAS). On one core, at n = 512: how many times as fast as your Python loops will
+# it be? Write down your guess before you run the next cell.
+
+# %%
+prediction = None  # your guess, such as 100; None draws no guess
+
+# %%
+N = 512
+rates = {
+    "Python loops": gflops(matmul_loops, 64, rounds=1),
+    "NumPy, one core": gflops(np.matmul, N),
+}
+for way, rate in rates.items():
+    print(f"{way:18}{rate:10.4f} GFLOP/s")
+print(f"NumPy is {rates['NumPy, one core'] / rates['Python loops']:,.0f} times as fast")
+
+# %% [markdown]
+# ## 1. Compile it
+#
+# For each multiply-add Python fetches two boxed numbers, finds out what `*` and `+` mean for them, makes new
+# boxes, and throws the old ones away. **Numba** compiles the very same loops to machine code: it sees that
+# every value is a machine number, and nothing is boxed any more. You change nothing.
+
+# %%
+compiled_loops = njit(matmul_loops)
+compiled_loops(*matrices(4))  # the first call compiles
+rates["compiled"] = gflops(compiled_loops, N)
+print(f"{rates['compiled']:.2f} GFLOP/s")
+
+# %% [markdown]
+# Much better, and still far from NumPy. The processor now waits for something else: for numbers.
+#
+# ## 2. How many bytes for how much work?
+#
+# **Arithmetic intensity** is work per byte: FLOPs, divided by the bytes that have to come from memory or go to
+# it. A matrix product is special. It has m k n multiply-adds, but only m k + k n + m n elements: each element
+# that comes could be used many times.
+#
+# **Exercise 1.2: intensity.** FLOPs per byte of an m x k times k x n product, if `a` and `b` are read once and `c`
+# is written once. An element has `itemsize` bytes.
+
+
+# %% tags=["exercise"]
+def intensity(m, k, n, itemsize):
+    """FLOPs for each byte that has to be moved."""
+    ...  # 1 line
+
+
+# %%
+check(intensity)
+
+# %%
+intensity = or_solution(intensity)
+for n in (1, 16, 64, 512, 4096):
+    print(f"n = {n:5}: {intensity(n, n, n, 4):8.2f} FLOPs per byte")
+
+# %% [markdown]
+# It grows with n. So a large product *need* not wait for memory: if only each number that comes is used often
+# before it is pushed out again. The loops above do not do that. See why.
+#
+# ## 3. Walk along the rows
+#
+# Memory does not come by the element. It comes in **cache lines** of 64 bytes: 16 float32 that lie side by side.
+# A cache keeps the lines that were used last. NumPy lays a matrix down row by row, so a line is a piece of a
+# *row*. Below is a tiny model: matrices of 8 x 8, lines of 4 elements, a cache of 8 lines. Press Play and watch `b`.
+
+# %%
+walks_animation("ijp")
+
+# %% [markdown]
+# Your loops walk *down a column* of `b`. Each step lands in another line, fetches all of it, uses one element, and
+# the line is gone before its neighbours are wanted. Swap the two inner loops, and the same products are
+# done in another order:
+
+# %%
+walks_animation("ipj")
+
+# %% [markdown]
+# Now each line is used to its end. There is a second gift: the inner loop now adds to n *separate* sums side by
+# side, so that the compiler may do 8 or 16 of them at once with one **SIMD** instruction. (With one long sum it
+# must not: that would add in another order, and rounding would differ.)
+#
+# **Exercise 1.3: matmul_rows.** The product again, with j in the innermost loop. No sum is complete until the
+# loop over p is, so the sums grow in `c`. To set all of it, `c[:] = 0` is fine.
+#
+# Par: the cache lines that the right order fetches, counted with a cache of 24 lines.
+
+
+# %% tags=["exercise"]
+def matmul_rows(a, b, c):
+    """Fill c with a times b; the inner loop walks along rows of b and c."""
+    m, k = a.shape
+    n = b.shape[1]
+    ...  # about 6 lines
+
+
+# %%
+check(matmul_rows)
+
+# %%
+matmul_rows = or_solution(matmul_rows)
+compiled_rows = njit(matmul_rows)
+compiled_rows(*matrices(4))
+rates["rows"] = gflops(compiled_rows, N)
+print(f"{rates['rows']:.2f} GFLOP/s")
+
+# %% [markdown]
+# ## 4. Stay in the cache
+#
+# For each row of `c` the loops go through *all* of `b`. While `b` fits into a cache that is fine. Beyond that,
+# every row of `c` fetches all of `b` anew. The remedy is to take a **block** of `b` that fits (a few of its rows), to
+# use it for all rows of `a`, and to go on to the next block only then.
+#
+# **Exercise 1.4: matmul_blocks.** As `matmul_rows`, but `size` rows of `b` at a time, for all rows of `a`. The last
+# block may have fewer.
+#
+# Par: again cache lines, for a product whose `b` does not fit into the cache, but one block does.
+
+
+# %% tags=["exercise"]
+def matmul_blocks(a, b, c, size):
+    """Fill c with a times b, one block of `size` rows of b after the other."""
+    m, k = a.shape
+    n = b.shape[1]
+    ...  # about 7 lines
+
+
+# %%
+check(matmul_blocks)
+
+# %%
+matmul_blocks = or_solution(matmul_blocks)
+compiled_blocks = njit(matmul_blocks)
+compiled_blocks(*matrices(4), 2)
+for size in (16, 64, 128, 256, 512):
+    rate = gflops(compiled_blocks, N, size)
+    rates["blocks"] = max(rate, rates.get("blocks", 0))
+    print(f"blocks of {size:3} rows of b: {rate:6.2f} GFLOP/s")
+
+# %% [markdown]
+# Which size is best depends on the caches of your machine: a row of `b` has 2 kB here, so 16 rows fit into a first
+# cache of 32 kB, and all 512 are 1 MB. How much blocks win depends on how slow the next cache is; it may be little
+# at this size, and much where `b` fits into no cache at all. And small blocks lose something: each goes through
+# all of `c` once more.
+#
+# ## 5. Stay in the registers
+#
+# Count what the inner loop does for each multiply-add: it reads `b[p, j]`, reads `c[i, j]`, and writes
+# `c[i, j]`. Three trips to the cache, for one bit of work! Even the fastest cache delivers only two or three
+# vectors in a cycle, and a core could do two multiply-adds in it.
+#
+# The fastest memory is a **register**: a few dozen numbers (or SIMD vectors) inside the core. Take 2 rows of `a`
+# and 4 of its columns: 8 numbers that stay in registers for a whole walk along j. Then 4 elements of `b` serve
+# *two* rows of `c`, and *four* products are added to an element of `c` at a time. That is 6 reads and 2 writes for 8
+# multiply-adds.
+#
+# **Exercise 1.5: matmul_tile.** Fill `c` with the product, 2 rows of `a` and 4 columns of it at a time. m is a
+# multiple of 2 and k of 4, so that nothing is left over.
+#
+# Par: the reads and writes above, with those of the 8 elements of `a`, and of the zeros.
+
+
+# %% tags=["exercise"]
+def matmul_tile(a, b, c):
+    """Fill c with a times b, with 2 x 4 elements of a in variables."""
+    m, k = a.shape
+    n = b.shape[1]
+    ...  # about 10 lines
+
+
+# %%
+check(matmul_tile)
+
+# %%
+matmul_tile = or_solution(matmul_tile)
+compiled_tile = njit(matmul_tile)
+compiled_tile(*matrices(4))
+rates["tile"] = gflops(compiled_tile, N)
+print(f"{rates['tile']:.2f} GFLOP/s")
+
+# %% [markdown]
+# ## Where you are, and where the top is
+#
+# `minidist.kernels` has the same ladder, rung by rung, as files to read. Its sixth rung goes to the end of this
+# road: its tile is of `c`, as large as the registers allow, it is written in the processor's vector instructions, and
+# blocks of `a` and `b` are first copied (*packed*) into the order in which the tile reads them.
+
+# %%
+from minidist.kernels import rung
+
+top = rung("s6_register_tile")
+top.matmul(*matrices(64))  # the first call compiles
+rates["minidist, rung 6"] = gflops(top.matmul, N)
+
+# %%
+ways = ("Python loops", "compiled", "rows", "blocks", "tile", "minidist, rung 6")
+shown = {way: rates[way] for way in (*ways, "NumPy, one core")}
+guess = prediction and prediction * rates["Python loops"]
+bars(
+    shown,
+    "GFLOP/s, one core",
+    guess=guess and ("NumPy, one core", guess),
+    caption=f"Rates at n = {N}, each line ten times the last. NumPy is "
+    f"{rates['NumPy, one core'] / rates['Python loops']:,.0f} times as fast as "
+    f"the Python loops; {said(prediction)}.",
+    alt="One bar for each way, growing from Python loops over compiled loops, rows, "
+    "blocks and the register tile to the tuned kernels.",
+)
+
+# %% [markdown]
+# The scale is logarithmic: each line to the right is ten times the one before. The story that it tells is the
+# story of the counts. The number of multiply-adds is the same in every bar. What shrinks is all the rest:
+# the interpreter's work for each, the cache lines fetched for each, the reads and writes for each.
+#
+# ## What breaks in practice, and how one sees it
+#
+# - **Compiled loops check no index.** In Python `a[i, p]` past the end is an `IndexError`; compiled it reads what lies
+#   there, or crashes. Run new loops in Python first, as the checks here do, or with `njit(boundscheck=True)`.
+# - **An index that may be negative.** `c[i, j0 + j]` makes Numba ask for each element whether it counts from the end, as
+#   Python's negative indices do, and SIMD is gone: the same loop is then many times slower. Loops over
+#   `range(n)`, or a slice taken before the loop, keep it simple. One sees it only by measuring.
+# - **The first call compiles.** Who times it measures the compiler. Call once, then measure, and take the best or
+#   the median of several rounds.
+# - **Sizes that are powers of two** can be slow with columns: the elements of a column then fall into the same
+#   few places of a cache and push each other out. Compare n = 512 with n = 520 in `compiled_loops`.
+# - **Other orders give other bits.** `rows` adds one product after the other, `tile` four at a time: results differ
+#   in the last digits, and both are right. Compare with a tolerance, never with `==`.
+# - **All cores at once.** NumPy takes all cores unless told otherwise; a comparison with one-core code is then no
+#   comparison. `threadpool_limits` (above) or `OMP_NUM_THREADS=1` makes it one.
+#
+# ## Further reading
+#
+# - Goto and van de Geijn, *Anatomy of High-Performance Matrix Multiplication*, 2008: blocks for each cache, packing,
+#   and the register tile; how BLAS libraries are built to this day.
+# - Drepper, *What Every Programmer Should Know About Memory*, 2007: lines, caches, and how to see them. Section 6
+#   has this very product.
+# - Boehm, *Fast Multidimensional Matrix Multiplication on CPU from Scratch*, 2022: the same road in C++, with the
+#   assembly that the compiler makes of it.
+#
+# Next: lesson 02 looks at the machines that were built for this one operation.
