@@ -70,9 +70,14 @@ def simulate(schedule: Schedule, times: Times | None = None) -> Simulation:
             two parts.
 
     Raises:
+        TypeError: times are no dict.
         ValueError: the schedule fails `check`; or times are negative, unknown or not one for each stage.
     """
     check(schedule)
+    if times is not None and not isinstance(times, Mapping):
+        raise TypeError(
+            f"times is {times!r}; give a dict of seconds, such as {{'forward': 1, 'backward': 2}}"
+        )
     ranks, _, chunks = sizes(schedule)
     seconds = _by_stage(times or {}, ranks * chunks)
     timeline: list[list[Event]] = [[] for _ in schedule]
@@ -118,7 +123,10 @@ def _by_stage(times: Times, stages: int) -> dict[str, list[float]]:
     for name, value in {**DEFAULTS, **times}.items():
         if name not in known:
             raise unknown("time", name, known)
-        each = [float(value)] * stages if isinstance(value, int | float) else [*map(float, value)]
+        try:
+            each = [float(value)] * stages if isinstance(value, int | float) else [*map(float, value)]
+        except (TypeError, ValueError):
+            each = []
         if len(each) != stages or not all(0 <= second < float("inf") for second in each):
             raise ValueError(
                 f"the times of {name} are {value!r}; give seconds of 0 or more, a number or {stages} of "
