@@ -420,7 +420,7 @@ prediction = None  # your guess, such as 300; None draws no guess
 
 # %%
 from minidist.model.configs import GPTConfig
-from minidist.model.models import Block
+from minidist.model.gpt import Block
 from minidist.parallel.tensor_parallel import parallelize
 
 PLAN = {

@@ -188,8 +188,8 @@ def flatten(model, ranks):
 
 
 # %% [markdown]
-# Backward now writes into `gradient`, and who writes to `flat` changes the model. Part r of it is
-# `flat.view(n, -1)[r]`, a view as well.
+# Backward now writes into `gradient`, and who writes to `flat` changes the model. Part r of it is `flat.view(n,
+# -1)[r]`, a view as well.
 #
 # Two calls are all that you need: `comm.reduce_scatter(x, "mean")` returns this rank's part of the mean of all
 # ranks' `x`, and `comm.all_gather(part, out=x)` fills `x` with all ranks' parts.
@@ -435,9 +435,9 @@ memory_bars(
 # The bytes sent are as predicted. (Not quite 1.5 times: the table of tokens serves the first layer and the
 # last, and is gathered once for both.) And the bytes kept? Stages 0 and 1 are what the formula says, but for
 # some padding. Stages 2 and 3 take a little more: the formula forgets what is only passing through. Gradients
-# travel in buckets, and two of them have memory at a time; in stage 3 a layer is a bucket. That is a fixed
-# number of bytes, whatever the model's size: for billions of parameters it is nothing, for your small GPT you
-# see it. Give stage 2 its usual buckets of 25 MB, larger than this model, and it saves nothing:
+# travel in buckets, and two of them have memory at a time; in stage 3 a layer is a bucket. That does not grow
+# with the number of layers: among billions of parameters it is little, in your small GPT you see it. Give stage
+# 2 its usual buckets of 25 MB, larger than this model, and it saves nothing:
 
 # %%
 memory, _, _ = cluster.run(measure, md.Layout(dp=4, zero=2))[0]
@@ -495,8 +495,8 @@ segment_curve(
 
 # %% [markdown]
 # L / k + k is smallest where both are alike: at k = sqrt(L), and it is 2 sqrt(L) there. 10,000 layers would
-# keep 200 tensors. The price is the same at every k: all layers are computed once more. Backward takes about
-# twice the time of forward, so a step of 3 units becomes one of 4, a third more.
+# keep 200 tensors. The price is the same at every k: each of the 36 layers is computed twice, 72 in all.
+# Backward takes about twice the time of forward, so a step of 3 units becomes one of 4, a third more.
 #
 # A block of a transformer keeps many tensors, not one, and its input is a small part of them. So segments of
 # one block each are what is mostly used: `Layout(recompute=True)`.
@@ -536,8 +536,8 @@ for network in ("25gbe", "100gbe", "infiniband_ndr", "nvlink4"):
 # ## What breaks in practice, and how one sees it
 #
 # - **Out of memory in the second step.** The optimizer's state is made in the first `step()`. What fits until
-#   then need not fit afterwards: count all 16 bytes before you start
-#   (`python -m minidist.scale.memory --budget 16GB`).
+#   then need not fit afterwards: count all 16 bytes before you start (`python -m minidist.scale.memory --budget
+#   16GB`).
 # - **Overflow.** In float16 the loss scale falls and falls, and steps are skipped (`engine.loss_scale`,
 #   `engine.skipped`). A few are normal. Many mean that the gradients themselves explode: look at
 #   `engine.grad_norm`, or take bfloat16.
