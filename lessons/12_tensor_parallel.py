@@ -486,10 +486,14 @@ for width in widths:
 # %%
 start = alone[0]
 model = [start + (t - start) / 2 + m for t, m in zip(alone, messages)]
-pays, promised = (
-    next((w for w, one, two in zip(widths, alone, times) if two < one), None)
-    for times in (shared, model)
-)
+
+
+def pays_from(times):  # the width from which on all are faster than on one rank
+    wins = [two < one for one, two in zip(alone, times)]
+    return next((w for i, w in enumerate(widths) if all(wins[i:])), "no width")
+
+
+# %%
 at = prediction and (prediction, float(np.interp(prediction, widths, alone)))
 curves(
     widths,
@@ -497,9 +501,9 @@ curves(
     {"two ranks": model},
     labels=("width D", "milliseconds, forward and backward"),
     guess=at,
-    caption="Dots are measured, the dashed line is the model for two ranks. Two ranks were "
-    + (f"first faster at D = {pays}" if pays else "at no width faster here")
-    + f", and by the model at {promised or 'none'}; your guess was {prediction}.",
+    caption="Dots are measured, the dashed line is the model for two ranks. Two are faster from "
+    f"D = {pays_from(shared)} on, and by the model from {pays_from(model)}; "
+    f"your guess was {prediction}.",
     alt="Time of a block against its width on one rank and on two: alike or worse on two for narrow "
     "blocks, and towards a half of the time for wide ones.",
 )
