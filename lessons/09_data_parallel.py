@@ -618,24 +618,7 @@ for n in ranks:
     )
 
 # %%
-figure, axes = draw(height=3.4)
-axes.plot(ranks, ranks, color=MUTED, linewidth=1, linestyle=":")
-name(axes, 4, 4, "perfect", MUTED)
-axes.plot(ranks, [model[1] / model[n] for n in ranks], "--", color=ORANGE)
-name(axes, 4, model[1] / model[4], "model", ORANGE, dy=7)
-axes.plot(ranks, [measured[1] / measured[n] for n in ranks], "o", color=BLUE)
-name(axes, 4, measured[1] / measured[4], "measured", BLUE, dy=-7)
-if prediction is not None:
-    axes.plot(4, prediction, "D", color=INK, fillstyle="none", markersize=9)
-    name(axes, 4, prediction, "your guess", INK, dx=-70)
-axes.set(xlabel="ranks", ylabel="times as fast as one", xticks=ranks)
-show(
-    figure,
-    f"The same batch on more ranks, with {cores} cores. Four ranks are "
-    f"{measured[1] / measured[4]:.1f} times as fast as one; {said(prediction)}.",
-    alt="Speed against ranks: a dotted line for perfect scaling, a dashed model below "
-    "it, and measured dots.",
-)
+scaling_picture(measured, model, cores, prediction)
 
 # %% [markdown]
 # How to read it. **Up to as many ranks as cores** the dots rise, less than perfectly: messages take their time, and cores
