@@ -473,7 +473,7 @@ for label in ("s3_compiled", "s6_register_tile", "NumPy's BLAS"):
     again = new_network()
     losses = train(again, multiplies[label])
     right = accuracy(again, test_x, test_y)
-    print(f"{label:20} last loss {losses[-1]:.6f}, {right:.1%} right")
+    print(f"{label:20} last loss {losses[-1]:.9f}, {right:.1%} right")
 
 # %% [markdown]
 # ## Break it

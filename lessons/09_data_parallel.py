@@ -27,18 +27,8 @@ from torch.nn import functional
 
 import minidist as md
 from checks.data_parallel import check, hint, or_solution
-from checks.figures import (
-    BLUE,
-    GREEN,
-    INK,
-    MUTED,
-    ORANGE,
-    draw,
-    ladder,
-    name,
-    said,
-    show,
-)
+from checks.figures import ladder
+from checks.pictures.scaling import scaling_picture
 from checks.pictures.steps_in_time import steps_in_time
 from minidist import comm
 from minidist.comm import cost

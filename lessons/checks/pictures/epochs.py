@@ -45,6 +45,6 @@ def epochs_picture(
         "parameter "
         f"and row. An epoch on rung 6 is {measured[SLOW] / measured[FAST]:.1f} times as fast as on rung 3; "
         f"{said(prediction)}.",
-        alt="A bar for each matmul. For slow ones it is as long as the products take; for fast ones it ends near "
-        "the dashed line of all that is no product.",
+        alt="A bar for each matmul. For slow ones it is as long as the products take; for fast ones it ends "
+        "near the dashed line of all that is no product.",
     )

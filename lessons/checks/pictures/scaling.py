@@ -36,5 +36,6 @@ def scaling_picture(
         figure,
         f"The same batch on more ranks, with {cores} core{'s' * (cores != 1)}. {most} ranks are "
         f"{found[-1]:.1f} times as fast as one; {said(prediction)}.",
-        alt="Speed against ranks: a dotted line for perfect scaling, a dashed one for the model, and measured dots.",
+        alt="Speed against ranks: a dotted line for perfect scaling, a dashed one for the model, and "
+        "measured dots.",
     )
