@@ -77,6 +77,8 @@ def compare_gradients(run: Run, got: Sequence[Any], right: Sequence[Any], rank: 
         what = f"On {says(run.case)}, rank {rank}'s gradient of {name}{more}"
         if expected is None and mine is None:
             continue
+        if expected is None:
+            wrong(f"{what} should stay None: the parameter is frozen.")
         if mine is None:
             wrong(f"{what} is None: was there a backward pass?")
         compare(mine, expected, what, **CLOSE)
