@@ -28,6 +28,7 @@ from torch.nn import functional
 import minidist as md
 from checks.data_parallel import check, hint, or_solution
 from checks.figures import ladder
+from checks.pictures.data_parallel_step import data_parallel_step
 from checks.pictures.scaling import scaling_picture
 from checks.pictures.steps_in_time import steps_in_time
 from minidist import comm
@@ -46,8 +47,12 @@ ladder(9)
 #
 # The loss of a batch is a mean over its rows: a sum, divided by their number. The gradient of a sum is the sum
 # of the gradients. So each rank can take some of the rows, its **shard**, compute the gradient of *their* sum,
-# and one all-reduce of the gradients gives everybody that of the whole batch.
-#
+# and one all-reduce of the gradients gives everybody that of the whole batch. Press Play, or go step by step:
+
+# %%
+data_parallel_step()
+
+# %% [markdown]
 # The data are 1437 small pictures of handwritten digits, the model has two layers. Everything is in float64,
 # with 16 digits: so small differences will mean something. On rank r of n, the rows of a batch are
 # `rows.tensor_split(n)[r]`.
