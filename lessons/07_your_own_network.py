@@ -29,6 +29,7 @@ from threadpoolctl import threadpool_limits
 from checks.figures import BLUE, GREEN, ORANGE, RED, draw, ladder, name, show
 from checks.pictures.digit_pictures import digit_pictures
 from checks.pictures.epochs import epochs_picture
+from checks.pictures.there_and_back import there_and_back
 from checks.your_own_network import check, hint, or_solution
 from minidist.kernels import rung
 from minidist.kernels.cuda.device import backend
@@ -148,6 +149,12 @@ numerical_gradient(lambda: (numbers**2).sum(), numbers)
 # of that is in `g`. Always the same question: if this input rises a little, how much does the result change,
 # and how much does the loss, then?
 #
+# Press Play, or go step by step, and look at the shapes.
+
+# %%
+there_and_back()
+
+# %% [markdown]
 # **Exercise 7.2: relu_backward.** Forward was `np.maximum(x, 0)`. `g`, of the same shape, is the gradient by
 # its result. Return the gradient by `x`. At exactly 0 take 0.
 

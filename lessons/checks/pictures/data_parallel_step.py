@@ -30,9 +30,9 @@ def data_parallel_step() -> None:
     animate(
         scene,
         "One step of data parallelism. Blue: weights. Light blue: rows. Orange: gradients.",
-        alt="Four ranks. Rank 0's weights are copied to all. The eight rows of a batch are dealt out, two to each "
-        "rank. Each rank computes a gradient from its rows. An all-reduce makes the gradients their mean, "
-        "the same on all ranks, and all ranks make the same step.",
+        alt="Four ranks. Rank 0's weights are copied to all. The eight rows of a batch are dealt out, two to "
+        "each rank. Each rank computes a gradient from its rows. An all-reduce makes the gradients their "
+        "mean, the same on all ranks, and all ranks make the same step.",
         pause=2200,
     )
 
