@@ -626,9 +626,9 @@ scaling_picture(measured, predicted, cores, prediction)
 #
 # Where your dots are not on the model's line, ask what it does not know. *Below:* other programs that run, a
 # processor that slows down when all its cores work, ranks that wait for the one that was interrupted. *Above:*
-# smaller shards fit into a cache; and on a busy machine four processes get more of the cores than two do. None
-# of this is data parallelism's doing. With a processor or a GPU for each rank, what remains is the all-reduce,
-# and the break-even above.
+# smaller shards fit into a cache; and on a busy machine more processes get more of the cores. None of this is
+# data parallelism's doing. With a processor or a GPU for each rank, what remains is the all-reduce, and the
+# break-even above.
 #
 # ## And with minidist's engine
 #
