@@ -475,7 +475,8 @@ epochs_picture(epoch, model, rest, prediction)
 #
 # In a large network the products grow with the square of its width, what is done element by element only with
 # the width, and Python's calls not at all. There the products are nearly everything again, and their rate
-# decides. Change `sizes` in `new_network` to (64, 1024, 10), and see how the bars move.
+# decides. Change `sizes` in `new_network` to (64, 1024, 10), and see how the bars move. (If you have a GPU, its
+# bar is long here: for products as small as these the way there and back takes longer than the product.)
 #
 # What did *not* change from rung to rung is the result, but for rounding: each adds in another order.
 

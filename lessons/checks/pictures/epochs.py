@@ -25,11 +25,11 @@ def epochs_picture(
         mine, right = 1e3 * measured[label], 1e3 * model[label]
         axes.barh(row, mine, height=0.55, color=BLUE)
         axes.plot([right, right], [row - 0.36, row + 0.36], color=ORANGE, linewidth=2.5)
-        name(axes, max(mine, right), row, f"{mine:,.1f}")
+        guessed = "     (diamond: your guess)" if prediction and label == FAST else ""
+        name(axes, max(mine, right), row, f"{mine:,.1f}{guessed}")
     if prediction:
         guess, row = 1e3 * measured[SLOW] / prediction, list(measured).index(FAST)
         axes.plot(guess, row, "D", color=INK, fillstyle="none", markersize=9)
-        name(axes, guess, row, "your guess", INK, dx=-24, dy=-14)
     axes.axvline(1e3 * rest, color=GREEN, linestyle="--", linewidth=1.2)
     name(axes, 1e3 * rest, -0.8, "all but the products", GREEN)
     axes.set(xscale="log", xlabel="milliseconds an epoch", ylim=(len(measured) - 0.4, -1.2))
