@@ -336,12 +336,18 @@ arrays = [
     SystolicArray(128, 128, f"{kind}_stationary") for kind in ("output", "weight")
 ]
 comparison = compare(512, 512, 512, *arrays, lanes=16)
-print(comparison)
+print(" " * 34 + "ticks  busy  multiply-adds an access")
+for each in comparison.rows:
+    print(
+        f"{each.machine:27}{each.cycles:12,}{each.utilisation:6.0%}"
+        f"{each.multiply_adds_per_access:25.2f}"
+    )
 
 # %% [markdown]
 # The last column is the answer to the question of this lesson: the multiply-adds that an element is good for
-# each time that it crosses the edge of the machine. The array does sixteen thousand multiply-adds in a tick,
-# and is fed by a few hundred elements. And it is busy: what filling and emptying cost has become small.
+# each time that it is read or written (`print(comparison)` says which and how often). The array does sixteen
+# thousand multiply-adds in a tick, and is fed by a few hundred elements. And it is busy: what filling and
+# emptying cost has become small.
 #
 # Your own array, beside that of `minidist`:
 
@@ -402,14 +408,14 @@ bars(
 #
 # How fast are they? The roofline of lesson 00 says: at most the lower one of peak, and bandwidth times
 # intensity. Jouppi and others (2017, table 2) published both numbers for the first TPU, and for the CPU and the
-# GPU that Google had in its data centres then. The TPU's are operations on int8, those of the others on
-# float32.
+# GPU that Google had in its data centres then. The CPU is a Haswell of 18 cores, the GPU one of the two chips
+# of a K80. The TPU's are operations on int8, those of the others on float32.
 
 # %%
 published = {
-    "CPU (Haswell, 18 cores)": (1.3e12, 51e9),
-    "GPU (K80, one of two chips)": (2.8e12, 160e9),
-    "TPU (the first)": (92e12, 34e9),
+    "CPU (Haswell)": (1.3e12, 51e9),
+    "GPU (K80)": (2.8e12, 160e9),
+    "TPU": (92e12, 34e9),
 }
 roofline_figure(
     published,

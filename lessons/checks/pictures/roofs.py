@@ -49,7 +49,9 @@ def roofline_figure(
     for (label, (peak, bandwidth)), color in zip(roofs.items(), COLORS, strict=False):
         xs = [left, peak / bandwidth, right]
         axes.plot(xs, [min(peak, bandwidth * x) / 1e9 for x in xs], color=color, linewidth=1.8)
-        names.append((peak / 1e9, f"{label}, ridge at {peak / bandwidth:.3g}", color))
+        ridge = peak / bandwidth
+        shown = f"{ridge:,.0f}" if ridge >= 100 else f"{ridge:.3g}"
+        names.append((peak / 1e9, f"{label}, ridge at {shown}", color))
     _names_of_roofs(axes, names, right, math.log(top / bottom))
     first_peak, first_bandwidth = next(iter(roofs.values()))
     _points(axes, points, lambda x: min(first_peak, first_bandwidth * x) / 1e9)
@@ -73,7 +75,7 @@ def _names_of_roofs(
     low = -math.inf
     for peak, text, color in sorted(names):
         place = HEIGHT * math.log(peak) / decades
-        low = max(place + 8, low + 13)
+        low = max(place + 11, low + 13)
         axes.annotate(
             text,
             (right, peak),
