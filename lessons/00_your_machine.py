@@ -135,7 +135,7 @@ def walk(x, y, times):
             y[i] = x[i] + y[i]
 
 
-def gigabytes_per_second(size, rounds=5):
+def gigabytes_per_second(size, rounds=7):
     x, y = (np.ones(size // 8, np.float32) for _ in range(2))  # together `size` bytes
     times = max(1, 30_000_000 // size)
     _, moved = add_cost(x.size, 4)
@@ -157,9 +157,10 @@ prediction = None  # your guess, such as 3; None draws no guess
 
 # %%
 walk(np.ones(8, np.float32), np.ones(8, np.float32), 1)  # the first call compiles
-sizes = [2**k for k in range(12, 28)]  # 4 kB to 134 MB
+sizes = [2**k for k in range(13, 28)]  # 8 kB to 134 MB
 speeds = [gigabytes_per_second(size) for size in sizes]
-ratio = speeds[0] / speeds[-1]
+fastest = max(speeds[:2])
+ratio = fastest / speeds[-1]
 stairs_figure(
     sizes,
     speeds,
@@ -349,7 +350,7 @@ for kernel in kernels:
 # %%
 intensities = {kernel: flop / moved for kernel, (flop, moved) in costs.items()}
 points = {kernel: (intensities[kernel], rates[kernel]) for kernel in kernels}
-points["in L1"] = (1 / 12, speeds[0] * 1e9 / 12)
+points["in L1"] = (1 / 12, fastest * 1e9 / 12)
 ratio = times["matrix @ matrix"] / times["matrix @ vector"]
 guessed = prediction and costs["matrix @ matrix"][0] / (
     prediction * times["matrix @ vector"]
@@ -368,9 +369,10 @@ roofline_figure(
 # %% [markdown]
 # Look at how far each dot is from its ring.
 #
-# - **On the slope** dots lie near the line. A dot a little above it is no miracle: the memory's speed changes
-#   with what else the machine does, the peaks were taken at another moment, and with a very large cache a part
-#   of these arrays stays in it.
+# - **On the slope** dots lie near the line, or somewhat below it: a loop has to ask for its bytes early enough
+#   to keep the memory busy, and not every loop does. A dot a little above it is no miracle: the memory's speed
+#   changes with what else the machine does, the peaks were taken at another moment, and with a very large cache
+#   a part of these arrays stays in it.
 # - **Under the flat part** the product stays below the peak. Its library reaches much of it, and the rest goes
 #   into fetching: an instruction that loads a number is one that does not compute. In lesson 01 you write such
 #   products yourself, and begin far lower. (On Apple's processors it may lie *above* the peak: the library

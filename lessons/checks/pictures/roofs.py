@@ -71,11 +71,11 @@ def roofline_figure(
 def _names_of_roofs(
     axes: Axes, names: Sequence[tuple[float, str, str]], right: float, decades: float
 ) -> None:
-    """Above the flat part of each, moved up where the one below is close."""
+    """Above the flat part of each, moved up where the one below is close; the lowest of several below it."""
     low = -math.inf
-    for peak, text, color in sorted(names):
+    for number, (peak, text, color) in enumerate(sorted(names)):
         place = HEIGHT * math.log(peak) / decades
-        low = max(place + 11, low + 13)
+        low = max(place + (-9 if number == 0 and len(names) > 1 else 11), low + 13)
         axes.annotate(
             text,
             (right, peak),
@@ -94,7 +94,10 @@ def _points(axes: Axes, points: Mapping[str, Place], predicted: Callable[[float]
         axes.plot([x, x], [predicted(x), rate / 1e9], color=color, linewidth=1)
         axes.plot(x, predicted(x), "o", color=color, fillstyle="none", markersize=9)
         axes.plot(x, rate / 1e9, "o", color=color, markersize=6)
-        _beside(axes, x, rate / 1e9, label, color, -7 if rate / 1e9 <= predicted(x) else 2)
+        if rate / 1e9 > 2 * predicted(x):
+            _beside(axes, x, rate / 1e9, label, color, 2)
+        else:  # below the roof, also where the dot is a little above it
+            _beside(axes, x, min(rate / 1e9, predicted(x)), label, color, -9)
 
 
 def _beside(axes: Axes, x: float, y: float, text: str, color: str, down: float) -> None:
