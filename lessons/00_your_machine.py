@@ -109,8 +109,9 @@ for part, value in about.items():
 #
 # Numbers live in **memory**, which is large, and far away: a core could do hundreds of additions while it waits
 # for one number from there. So between the two there are **caches**, small memories that keep what was used
-# last. Each level is larger, farther away and slower than the one before it. (Sizes: 1 KiB is 1024 bytes, 1 MiB
-# is 1024 KiB, 1 GiB is 1024 MiB. Speeds: 1 GB/s is a billion bytes in a second.)
+# last. Each level is larger, farther away and slower than the one before it; the last is shared by cores, and
+# on some machines a few cores share the one before, too. (Sizes: 1 KiB is 1024 bytes, 1 MiB is 1024 KiB, 1 GiB
+# is 1024 MiB. Speeds: 1 GB/s is a billion bytes in a second.)
 
 # %%
 unit = vector_unit()
@@ -185,7 +186,8 @@ stairs_figure(
 # `x * y + z` in every lane at once, which counts as two FLOPs in each. `roofline.measure` has a core do nothing
 # but that, on numbers that never leave it. That is its **peak**, in FLOP/s: operations in a second (a GFLOP/s
 # is a billion of them). It measures the **bandwidth** of the memory, too: bytes in a second, by a loop like
-# yours. (Five seconds at the first time; then the result is kept in a file.)
+# yours. (That takes some seconds at the first time; then the result is kept in a file. If it says that other
+# programs ran meanwhile, close them, and measure again: `roofline.measure(fresh=True)`.)
 
 # %%
 peaks = roofline.measure()

@@ -157,7 +157,7 @@ def utilisation_figure(
     axes.axhline(90, color=INK, linestyle=":", linewidth=1)
     if guess is not None:
         axes.plot(guess[0], 100 * guess[1], "D", color=INK, fillstyle="none", markersize=9)
-        name(axes, guess[0], 100 * guess[1], "your guess", INK, dx=9, dy=-12)
+        name(axes, guess[0], 100 * guess[1], "your guess", INK, dx=9, dy=9)
     axes.set_xscale("log", base=2)
     axes.set_ylim(0, 105)
     axes.set_xticks(lengths, [str(length) for length in lengths])
