@@ -37,6 +37,7 @@ from minidist.benchmarks import machine
 from minidist.kernels import roofline
 from minidist.kernels.cpu.caches import caches
 from minidist.kernels.cpu.simd import vector_unit
+from minidist.kernels.rung import empty
 
 ladder(0)
 
@@ -125,7 +126,8 @@ machine_picture(about["cores"], caches(), about["memory_bytes"], unit.name, lane
 # called L1, from the second round on; larger ones only fit into a larger cache, and the largest into none.
 # (`@njit` compiles the function with Numba, so that Python's own slowness is not what we measure. And
 # `process_time` counts the seconds in which this program had a core: if others run meanwhile, their turns do
-# not count. Of several rounds the best is taken, since a limit is what we are after.)
+# not count. Of several rounds the best is taken, since a limit is what we are after.) `empty` is like NumPy's,
+# but the memory that it gives begins where a piece of a cache begins, as the end of this lesson explains.
 
 
 # %%
@@ -136,8 +138,17 @@ def walk(x, y, times):
             y[i] = x[i] + y[i]
 
 
-def gigabytes_per_second(size, rounds=7):
-    x, y = (np.ones(size // 8, np.float32) for _ in range(2))  # together `size` bytes
+def two_arrays(size):
+    """x and y, together `size` bytes; 512 elements lie between them."""
+    n = size // 8
+    memory = empty(1, 2 * n + 512, "float32")[0]
+    memory[:] = 1
+    return memory[:n], memory[n + 512 :]
+
+
+# %%
+def gigabytes_per_second(size, rounds=25):
+    x, y = two_arrays(size)
     times = max(1, 30_000_000 // size)
     _, moved = add_cost(x.size, 4)
     best = np.inf
@@ -157,7 +168,7 @@ def gigabytes_per_second(size, rounds=7):
 prediction = None  # your guess, such as 3; None draws no guess
 
 # %%
-walk(np.ones(8, np.float32), np.ones(8, np.float32), 1)  # the first call compiles
+walk(*two_arrays(64), 1)  # the first call compiles
 sizes = [2**k for k in range(13, 28)]  # 8 kB to 134 MB
 speeds = [gigabytes_per_second(size) for size in sizes]
 fastest = max(speeds[:2])
@@ -173,10 +184,10 @@ stairs_figure(
 
 # %% [markdown]
 # Read it from left to right: it goes down like stairs, and a step ends about where a cache does (dotted lines).
-# The edges are not sharp. A cache is full a little earlier than its size says, because other things live in it
-# too. And where other programs or other cores share a cache or the memory with you, the right part moves from
-# one minute to the next. Run the cell again, and see how much. (With a cache of more than 134 MB the last step
-# is not there.)
+# The edges are not always sharp. A cache is full a little earlier than its size says, because other things live
+# in it too. And where other programs or other cores share a cache or the memory with you, the right part moves
+# from one minute to the next. Run the cell again, and see how much. (With a cache of more than 134 MB the last
+# step is not there.)
 #
 # So one question decides more about speed than any other: **where do the numbers come from?**
 #
@@ -419,6 +430,10 @@ for roof in peaks.roofs:
 # - **Bytes that nobody counted.** To write to an array that is not in a cache, most processors first *read*
 #   what was there. `z = x + y` then moves 16 bytes for each element and not 12. (`y += x` has read `y` anyway,
 #   which is why this lesson uses it.)
+# - **Where an array begins.** Caches hold pieces of 64 bytes. A vector that straddles two of them takes two
+#   accesses in place of one, and NumPy does not promise where an array begins: the same loop may take half as
+#   long again in the next run. Two arrays a multiple of 4096 bytes apart may slow each other down, too. Put
+#   `np.ones` into `two_arrays`, and see whether the stairs suffer.
 # - **Cores that are none.** Two hardware threads of one core share its arithmetic, and a container may allow
 #   fewer cores than the machine has. Then twice the workers are not twice as fast. `minidist doctor` says what
 #   is allowed.
