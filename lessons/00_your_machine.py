@@ -1,0 +1,451 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 0. Your machine
+#
+# Welcome. Fifteen lessons lead from three loops that multiply two matrices to the training of a model that is
+# cut over many machines. You write each step yourself, predict what it costs, and then measure it. This lesson
+# is about the machine that you sit at: how fast it can compute, how fast it can move numbers, and how to tell
+# in a minute, with a pencil, which of the two will keep a program waiting.
+#
+# This page is a **notebook**: text, and **cells** of Python with what they gave below them. Click on the next
+# cell and press Shift+Enter. It runs, and the cell after it is next. Cells share their variables, so run them
+# from top to bottom. (To begin anew: *Restart Kernel* in the menu above. What you wrote stays.)
+
+# %%
+from time import process_time
+
+import numpy as np
+from numba import njit
+from threadpoolctl import threadpool_limits
+
+from checks.figures import ladder, said
+from checks.pictures.machine import machine_picture, stairs_figure
+from checks.pictures.roofs import roofline_figure
+from checks.your_machine import check, hint, or_solution
+from minidist.benchmarks import machine
+from minidist.kernels import roofline
+from minidist.kernels.cpu.caches import caches
+from minidist.kernels.cpu.simd import vector_unit
+from minidist.kernels.rung import empty
+
+ladder(0)
+
+# %% [markdown]
+# **The question.** How fast could this machine run a program, if the program were perfect? And how can you know
+# that before you have written a line of it?
+#
+# ## Your first exercise
+#
+# Programs of this course do two things: they compute, and they move numbers between memory and processor. So a
+# program's work is counted twice:
+#
+# - in **FLOPs**, floating-point operations: each addition and each multiplication is one;
+# - in **bytes** that are read from memory or written to it. A number of the kind float32 has 4 bytes, one of
+#   the kind float64 has 8.
+#
+# **Exercise 0.1: add_cost.** In NumPy, `y += x` adds each element of `x` to the element of `y` at the same
+# place. For arrays of `n` elements, with `itemsize` bytes each, return two numbers: its FLOPs, and the bytes
+# that have to be moved. To be moved are: all of `x` and all of `y` to the processor, and the new `y` back to
+# memory.
+#
+# Replace the three dots by your answer, run the cell, and then the one below it, which checks it.
+
+
+# %% tags=["exercise"]
+def add_cost(n, itemsize):
+    """FLOPs and bytes of y += x."""
+    ...  # 1 line: return flop, moved
+
+
+# %%
+check(add_cost)
+
+# %% [markdown]
+# That is how all exercises work. The check tries your function on fresh random inputs. If something is wrong,
+# it says for which input, what was expected, and what your function gave.
+#
+# - **Run All**, in the menu, goes as far as the first exercise without an answer, and stops there.
+# - **Stuck?** `hint()`, in a cell of its own (the + in the bar above makes one), gives the first of three
+#   hints; call it again for the next.
+# - **No exercise blocks the way.** A cell such as the next takes your function if it has passed, and else the
+#   lesson's own, and says so. All that follows works with either.
+# - **What has passed is kept** in a small file, `lessons/.progress.json`; `minidist lessons --progress`, in a
+#   terminal, shows it as a table. Delete the file to begin anew.
+
+# %%
+add_cost = or_solution(add_cost)
+flop, moved = add_cost(1_000_000, 4)
+print(f"y += x with a million float32: {flop:,} FLOPs, {moved:,} bytes")
+print(f"{flop / moved:.3f} FLOPs for each byte")
+
+# %% [markdown]
+# Keep that last number in mind. A single addition, for twelve bytes that have to travel.
+#
+# ## What is inside
+#
+# Let the operating system tell. (`minidist doctor`, in a terminal, says more, and what might be missing.)
+
+# %%
+about = machine.describe()
+for part, value in about.items():
+    print(f"{part:18}{value}")
+
+# %% [markdown]
+# A **core** executes a program: a stream of instructions, several in each tick of its clock, a few billion
+# ticks a second. Two cores execute two programs at once, or two parts of one, if somebody has cut it in two.
+#
+# Modern cores have **vector instructions**, too: one instruction adds or multiplies a whole row of numbers side
+# by side. Each place in that row is a **lane**. (The field calls it SIMD: single instruction, multiple data.)
+#
+# Numbers live in **memory**, which is large, and far away: a core could do hundreds of additions while it waits
+# for one number from there. So between the two there are **caches**, small memories that keep what was used
+# last. Each level is larger, farther away and slower than the one before it; the last is shared by cores, and
+# on some machines a few cores share the one before, too. (Sizes: 1 KiB is 1024 bytes, 1 MiB is 1024 KiB, 1 GiB
+# is 1024 MiB. Speeds: 1 GB/s is a billion bytes in a second.)
+
+# %%
+unit = vector_unit()
+lanes = unit.lanes("float32")
+machine_picture(about["cores"], caches(), about["memory_bytes"], unit.name, lanes)
+
+# %% [markdown]
+# ## How fast do bytes come?
+#
+# The loop below is `y += x`, over the same two arrays again and again. Small arrays stay in the smallest cache,
+# called L1, from the second round on; larger ones only fit into a larger cache, and the largest into none.
+# (`@njit` compiles the function with Numba, so that Python's own slowness is not what we measure. And
+# `process_time` counts the seconds in which this program had a core: if others run meanwhile, their turns do
+# not count. Of several rounds the best is taken, since a limit is what we are after.) `empty` is like NumPy's,
+# but the memory that it gives begins where a piece of a cache begins, as the end of this lesson explains.
+
+
+# %%
+@njit
+def walk(x, y, times):
+    for _ in range(times):
+        for i in range(x.size):
+            y[i] = x[i] + y[i]
+
+
+def two_arrays(size):
+    """x and y, together `size` bytes; 512 elements lie between them."""
+    n = size // 8
+    memory = empty(1, 2 * n + 512, "float32")[0]
+    memory[:] = 1
+    return memory[:n], memory[n + 512 :]
+
+
+# %%
+def gigabytes_per_second(size, rounds=25):
+    x, y = two_arrays(size)
+    times = max(1, 30_000_000 // size)
+    _, moved = add_cost(x.size, 4)
+    best = np.inf
+    for _ in range(rounds):
+        start = process_time()
+        walk(x, y, times)
+        best = min(best, process_time() - start)
+    return times * moved / best / 1e9
+
+
+# %% [markdown]
+# How many times as fast as from memory do bytes come from the smallest cache? Write your guess below in place
+# of `None`, *before* you run on. There is nothing to win, but who has guessed looks at the answer with other
+# eyes.
+
+# %%
+prediction = None  # your guess, such as 3; None draws no guess
+
+# %%
+walk(*two_arrays(64), 1)  # the first call compiles
+sizes = [2**k for k in range(13, 28)]  # 8 kB to 134 MB
+speeds = [gigabytes_per_second(size) for size in sizes]
+fastest = max(speeds[:2])
+ratio = fastest / speeds[-1]
+stairs_figure(
+    sizes,
+    speeds,
+    caches(),
+    prediction,
+    f"Bytes come {ratio:.1f} times as fast from the smallest cache as from memory; "
+    f"{said(prediction)}.",
+)
+
+# %% [markdown]
+# Read it from left to right: it goes down like stairs, and a step ends about where a cache does (dotted lines).
+# The edges are not always sharp. A cache is full a little earlier than its size says, because other things live
+# in it too. And where other programs or other cores share a cache or the memory with you, the right part moves
+# from one minute to the next. Run the cell again, and see how much. (With a cache of more than 134 MB the last
+# step is not there.)
+#
+# So one question decides more about speed than any other: **where do the numbers come from?**
+#
+# ## How fast can it compute?
+#
+# The other limit is arithmetic. The fastest instruction of a core is a vector of **fused multiply-adds**:
+# `x * y + z` in every lane at once, which counts as two FLOPs in each. `roofline.measure` has a core do nothing
+# but that, on numbers that never leave it. That is its **peak**, in FLOP/s: operations in a second (a GFLOP/s
+# is a billion of them). It measures the **bandwidth** of the memory, too: bytes in a second, by a loop like
+# yours. (That takes some seconds at the first time; then the result is kept in a file. If it says that other
+# programs ran meanwhile, close them, and measure again: `roofline.measure(fresh=True)`.)
+
+# %%
+peaks = roofline.measure()
+print(peaks)
+
+# %%
+peak, bandwidth = peaks.one.peak("float32"), peaks.one.bandwidth
+print(f"one core: {peak / (2 * lanes) / 1e9:.2f} vector multiply-adds in a nanosecond")
+print(f"{bandwidth / 4 / 1e9:.2f} float32 from or to memory in a nanosecond")
+print(f"{peak / bandwidth:.1f} FLOPs in the time of one byte")
+
+# %% [markdown]
+# A clock of 3 GHz ticks three times in a nanosecond, and most cores start one to four vector multiply-adds at
+# each tick: that is where the first number comes from. The last number is the one to remember. A program that
+# does less than so much work for each byte cannot keep the core busy, however well it is written.
+#
+# ## Work per byte
+#
+# FLOPs, divided by the bytes that have to be moved for them, are a program's **arithmetic intensity**. For
+# `y += x` you found 1/12 in float32: nobody can do better, each number is used once. The product of two
+# matrices is different.
+#
+# `a` has m rows and k columns, `b` has k rows and n columns. Element (i, j) of `c = a @ b` is a sum of k
+# products: `a[i, 0] * b[0, j] + a[i, 1] * b[1, j] + ...`, row i of `a` with column j of `b`.
+#
+# **Exercise 0.2: matmul_cost.** Return the FLOPs and the bytes of `c = a @ b`. As the whole field does, count
+# each of the k products of a sum as one multiplication and one addition. For the bytes, take the best case:
+# each element of `a` and of `b` is read from memory once, and each element of `c` is written once.
+
+
+# %% tags=["exercise"]
+def matmul_cost(m, k, n, itemsize):
+    """FLOPs and bytes of an (m, k) matrix times a (k, n) matrix."""
+    ...  # about 3 lines
+
+
+# %%
+check(matmul_cost)
+
+# %%
+matmul_cost = or_solution(matmul_cost)
+N = 4096
+costs = {
+    "y += x": add_cost(N * N, 4),
+    "dot": matmul_cost(1, N * N, 1, 4),  # a row times a column: one number
+    "matrix @ vector": matmul_cost(N, N, 1, 4),
+    "matrix @ matrix": matmul_cost(N, N, N, 4),
+}
+for kernel, (flop, moved) in costs.items():
+    print(f"{kernel:16}{flop:>17,} FLOPs{moved:>15,} bytes{flop / moved:10.3f} a byte")
+
+# %% [markdown]
+# All four work on arrays of 16 million elements, which are 64 MiB. A matrix times a vector uses each element of
+# the matrix once, and gets half a FLOP out of each byte. A matrix times a matrix *could* use each element n
+# times. (A piece of a program like one of these is often called a **kernel**.)
+#
+# ## The roofline
+#
+# Two limits, then. A core does not compute faster than its peak. And with `intensity` FLOPs for each byte, and
+# `bandwidth` bytes in a second, it cannot do more than their product in a second. The lower of the two is the
+# limit (Williams, Waterman and Patterson 2009).
+#
+# **Exercise 0.3: attainable.** The FLOP/s that these two limits leave. `intensity` is a number, or a NumPy
+# array of several: then the result is an array, too.
+
+
+# %% tags=["exercise"]
+def attainable(peak, bandwidth, intensity):
+    """FLOP/s that a program of this intensity can reach at most."""
+    ...  # 1 line
+
+
+# %%
+check(attainable)
+
+# %%
+attainable = or_solution(attainable)
+for intensity in (1 / 12, 1 / 2, 4, 32, 256):
+    rate = attainable(peak, bandwidth, intensity)
+    print(
+        f"{intensity:8.3f} FLOP/byte: {rate / 1e9:8.2f} GFLOP/s, {rate / peak:4.0%} of peak"
+    )
+
+# %% [markdown]
+# Drawn against the intensity it looks like a roof, which gave it its name: a **roofline**. Its slope is the
+# memory, its flat part is the arithmetic, and the place where they meet is the **ridge point**, peak /
+# bandwidth. Left of it a program is **memory-bound**: a faster core would not help it at all. Right of it it is
+# **arithmetic-bound** (or compute-bound), and faster memory would not help.
+
+# %%
+roofline_figure(
+    {"one core": (peak, bandwidth)},
+    caption=f"The roofline of one of your cores, in float32. Its ridge is at "
+    f"{peak / bandwidth:.1f} FLOP/byte.",
+    alt="GFLOP/s against FLOP/byte, both logarithmic: a slope that rises up to the "
+    "ridge point, and a flat line from there on.",
+)
+
+# %% [markdown]
+# **Exercise 0.4: predict.** How long does a program take that does `flop` FLOPs and moves `moved` bytes, if it
+# computes and moves at the same time? Return two things: the seconds, and the string `"memory"` or
+# `"arithmetic"`, whichever takes longer. If both take equally long (it sits on the ridge), say `"arithmetic"`.
+# There are programs with 0 FLOPs (a copy), and programs that move 0 bytes.
+
+
+# %% tags=["exercise"]
+def predict(flop, moved, peak, bandwidth):
+    """Seconds at the least, and what limits: "memory" or "arithmetic"."""
+    ...  # about 4 lines
+
+
+# %%
+check(predict)
+
+# %%
+predict = or_solution(predict)
+kernels = ("y += x", "matrix @ vector", "matrix @ matrix")
+for kernel in kernels:
+    seconds, limit = predict(*costs[kernel], peak, bandwidth)
+    print(f"{kernel:16}{seconds * 1e3:10.2f} ms, bound by {limit}")
+
+# %% [markdown]
+# ## Predict, then measure
+#
+# `matrix @ matrix` does 4096 times the FLOPs of `matrix @ vector`, with the same matrix. How many times as long
+# will it take? Compare the two predictions above if you like, and write down a number.
+
+# %%
+prediction = None  # your guess, such as 4096; None draws no guess
+
+
+# %%
+def best_seconds(call, rounds):
+    call()  # once without a clock: memory is fetched, libraries wake up
+    best = np.inf
+    for _ in range(rounds):
+        start = process_time()
+        call()
+        best = min(best, process_time() - start)
+    return best
+
+
+rng = np.random.default_rng(0)
+a, b = (rng.random((N, N), np.float32) for _ in range(2))
+v, x, y = b[0].copy(), a.ravel(), b.ravel().copy()
+c = np.empty_like(a)
+
+# %%
+with threadpool_limits(1):  # one core, as in the model
+    times = {
+        "y += x": best_seconds(lambda: np.add(x, y, out=y), 9),
+        "matrix @ vector": best_seconds(lambda: a @ v, 9),
+        "matrix @ matrix": best_seconds(lambda: np.matmul(a, b, out=c), 2),
+    }
+rates = {kernel: costs[kernel][0] / times[kernel] for kernel in kernels}
+for kernel in kernels:
+    expected, _ = predict(*costs[kernel], peak, bandwidth)
+    print(
+        f"{kernel:16}{times[kernel] * 1e3:10.2f} ms, predicted {expected * 1e3:10.2f} ms"
+    )
+
+# %%
+intensities = {kernel: flop / moved for kernel, (flop, moved) in costs.items()}
+points = {kernel: (intensities[kernel], rates[kernel]) for kernel in kernels}
+points["in L1"] = (1 / 12, fastest * 1e9 / 12)
+ratio = times["matrix @ matrix"] / times["matrix @ vector"]
+guessed = prediction and costs["matrix @ matrix"][0] / (
+    prediction * times["matrix @ vector"]
+)
+roofline_figure(
+    {"one core": (peak, bandwidth)},
+    points,
+    guess=prediction and (intensities["matrix @ matrix"], guessed),
+    caption=f"Rings are predicted, dots are measured. The product of matrices takes "
+    f"{ratio:,.0f} times as long as that with a vector; {said(prediction)}.",
+    alt="The roofline of one core with three measured kernels near it: y += x and "
+    "matrix @ vector on the slope, matrix @ matrix below the flat part; a fourth, "
+    "y += x in the L1 cache, far above the slope.",
+)
+
+# %% [markdown]
+# Look at how far each dot is from its ring.
+#
+# - **On the slope** dots lie near the line, or somewhat below it: a loop has to ask for its bytes early enough
+#   to keep the memory busy, and not every loop does. A dot a little above it is no miracle: the memory's speed
+#   changes with what else the machine does, the peaks were taken at another moment, and with a very large cache
+#   a part of these arrays stays in it.
+# - **Under the flat part** the product stays below the peak. Its library reaches much of it, and the rest goes
+#   into fetching: an instruction that loads a number is one that does not compute. In lesson 01 you write such
+#   products yourself, and begin far lower. (On Apple's processors it may lie *above* the peak: the library
+#   there uses a unit for matrices, which this peak does not include.)
+# - **Far above the slope** is the small `y += x`. Is the model wrong? It was asked the wrong question. Its
+#   bytes come from the L1 cache, and the slope is that of the memory. A cache has a roof of its own, with a
+#   steeper slope. **A roofline says what limits you only if you count the bytes where they really come from.**
+#
+# ## All cores
+#
+# So far it was one core. Two cores have twice the arithmetic. Do they have twice the memory?
+
+# %%
+roofline_figure(
+    {roof.name: (roof.peak("float32"), roof.bandwidth) for roof in peaks.roofs},
+    caption="The rooflines of this machine, in float32: one core, all of its cores, "
+    "and the GPU where there is one.",
+    alt="The rooflines of one core and of all cores, and of the GPU if there is one.",
+)
+for roof in peaks.roofs:
+    times_peak = roof.peak("float32") / peak
+    times_bandwidth = roof.bandwidth / bandwidth
+    print(f"{roof.name}: ridge at {roof.ridge('float32'):.1f} FLOP/byte,")
+    print(f"  {times_peak:.1f} times the arithmetic of one core,")
+    print(f"  {times_bandwidth:.1f} times its bandwidth")
+
+# %% [markdown]
+# Each core brings its own arithmetic along, and the memory is shared. On machines with many cores a few of them
+# use up all of its bandwidth, and the ridge moves to the right with every core beyond: **the more arithmetic a
+# machine has, the more work per byte it wants.** That sentence is the reason for half of this course. It holds
+# for a GPU more than for a CPU, and for many machines in a network more than for one.
+#
+# ## What breaks in practice, and how one sees it
+#
+# - **Somebody else is working.** Peaks that were measured while other programs ran are too low, and then dots
+#   lie above the roof. `peaks.busy` says so; `roofline.measure(fresh=True)` measures again.
+# - **A laptop gets hot**, and lowers its clock after some seconds; on battery it may never raise it. Measure
+#   twice, some minutes apart. If all numbers fell by the same factor, it is the clock.
+# - **The first time is slow.** The first call compiles, and the first write to new memory makes the operating
+#   system find that memory. Call once without a clock, then several times: the best for a limit, the median for
+#   what one usually gets.
+# - **Bytes that nobody counted.** To write to an array that is not in a cache, most processors first *read*
+#   what was there. `z = x + y` then moves 16 bytes for each element and not 12. (`y += x` has read `y` anyway,
+#   which is why this lesson uses it.)
+# - **Where an array begins.** Caches hold pieces of 64 bytes. A vector that straddles two of them takes two
+#   accesses in place of one, and NumPy does not promise where an array begins: the same loop may take half as
+#   long again in the next run. Two arrays a multiple of 4096 bytes apart may slow each other down, too. Put
+#   `np.ones` into `two_arrays`, and see whether the stairs suffer.
+# - **Cores that are none.** Two hardware threads of one core share its arithmetic, and a container may allow
+#   fewer cores than the machine has. Then twice the workers are not twice as fast. `minidist doctor` says what
+#   is allowed.
+#
+# ## Further reading
+#
+# - Williams, Waterman and Patterson, *Roofline: An Insightful Visual Performance Model for Multicore
+#   Architectures*, 2009: where the picture comes from, and what to do about a program left or right of the
+#   ridge.
+# - McCalpin, *Memory Bandwidth and Machine Balance in Current High Performance Computers*, 1995: how bandwidth
+#   is measured (STREAM), and that arithmetic grows faster than it.
+# - Drepper, *What Every Programmer Should Know About Memory*, 2007: caches, and why the stairs look as they do.
+#
+# Next: lesson 01 takes one of these kernels, the product of two matrices, from the bottom of the picture to its
+# roof.

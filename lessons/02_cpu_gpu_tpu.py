@@ -1,0 +1,481 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 2. CPU, GPU, TPU
+#
+# In lesson 01 you taught one core to multiply matrices. Now look at the machines. Each of them does the same
+# multiply-adds; they differ in how many at a time, and above all in how the numbers get to where they are
+# multiplied. At the end of this lesson you have built, in a few lines of NumPy, the heart of a TPU, and know
+# why it looks so strange.
+
+# %%
+import numpy as np
+
+from checks.cpu_gpu_tpu import check, hint, or_solution
+from checks.figures import bars, ladder, said
+from checks.pictures.roofs import roofline_figure
+from checks.pictures.systolic import systolic_animation, utilisation_figure
+from minidist.kernels import roofline
+from minidist.kernels.cpu.simd import vector_unit
+from minidist.kernels.systolic import SystolicArray, compare
+
+ladder(2)
+
+# %% [markdown]
+# **The question.** A chip has room for tens of thousands of multipliers. Each wants two new numbers in every
+# tick of the clock. No memory in the world delivers that many. So how are they fed?
+#
+# ## One at a time
+#
+# The simplest processor is **scalar**: one instruction, one multiply-add. It fetches an element of `a` and an
+# element of `b`, multiplies them, and adds the product to a sum that it keeps. The product of an (m, k) matrix
+# and a (k, n) matrix has m n k multiply-adds, so that makes m n k instructions, and 2 m n k reads. (A read is
+# an element that comes from outside of the arithmetic unit: from a cache, or from memory.)
+#
+# ## A row at a time: SIMD
+#
+# A **vector unit** does the same for several neighbours at once. Its register has a number of **lanes**, which
+# hold neighbouring elements of a row of `c`. One instruction takes one element of `a`, gives it to all lanes,
+# takes an element of `b` for each lane (a piece of a row), and does a multiply-add in every lane. (SIMD: single
+# instruction, multiple data.)
+#
+# How much does that save? Count it.
+#
+# **Exercise 2.1: vector_cost.** Return two numbers for an (m, k) matrix times a (k, n) matrix on such a unit:
+# the instructions, and the reads of both matrices together. The last piece of a row may fill only some of the
+# lanes: it is an instruction like any other, but reads only those elements of `b` that there are. (In Python
+# `-(-n // lanes)` is n / lanes, rounded up.)
+
+
+# %% tags=["exercise"]
+def vector_cost(m, n, k, lanes):
+    """Instructions and reads of a product on a vector unit."""
+    ...  # about 2 lines
+
+
+# %%
+check(vector_cost)
+
+# %% [markdown]
+# No idea how to begin? `hint()` in a cell of its own gives the first of three hints. The next cell takes your
+# function where it has passed, and the lesson's own where it has not, so that all that follows works.
+
+# %%
+vector_cost = or_solution(vector_cost)
+work = 512**3
+for lanes in (1, 4, 16, 64, 512):
+    instructions, reads = vector_cost(512, 512, 512, lanes)
+    print(
+        f"{lanes:4} lanes: {work / instructions:5.0f} multiply-adds an instruction, "
+        f"{reads / work:.3f} reads a multiply-add"
+    )
+
+# %% [markdown]
+# Look at the last column. From 2 it falls to 1, and there it stays, however wide the vector is. Only the
+# element of `a` is shared. Every lane still needs an element of `b` of its own, each time. With sixteen times
+# the arithmetic, more than eight times as many elements have to come in a tick. A vector saves *instructions*;
+# it hardly saves *reads*. (Your register tile of lesson 01 saved reads of both, by software: it kept several
+# rows at a time. Remember that thought.)
+#
+# How wide is yours? The width is fixed in bytes, so smaller numbers mean more lanes, and more speed. Peaks are
+# measured, as in lesson 00 (which takes some seconds if they are not kept yet):
+
+# %%
+unit, peaks = vector_unit(), roofline.measure()
+for dtype in ("float64", "float32"):
+    rate = peaks.one.peak(dtype) / 1e9
+    print(
+        f"{unit.name}, {dtype}: {unit.lanes(dtype):2} lanes, {rate:6.1f} GFLOP/s a core"
+    )
+
+# %% [markdown]
+# Half the bytes, twice the lanes, twice the arithmetic: one reason for which networks are trained in smaller
+# and smaller numbers. (Lesson 06 goes down to 16 bits, and the first TPU multiplied 8.)
+#
+# ## A warp at a time: SIMT
+#
+# A **GPU** has vector units, too, and very many of them, but they are programmed differently. You write a
+# program for *one* lane, called a **thread**; the hardware takes 32 threads, a **warp**, and has all of them do
+# the same instruction at a time. (SIMT: single instruction, multiple threads; Lindholm and others 2008.) It
+# looks as if each thread went its own way. Does it? Here is what a warp does with an `if`:
+
+
+# %%
+def steps_of(condition, steps_if=10, steps_else=10, warp=32):
+    total = 0
+    for taken in condition.reshape(-1, warp):
+        total += steps_if * bool(taken.any())  # somebody is in it: all go along
+        total += steps_else * bool((~taken).any())
+    return total
+
+
+threads = np.arange(1024)
+print("first half takes the if: ", steps_of(threads < 512), "steps of warps")
+print("every second thread does:", steps_of(threads % 2 == 0), "steps of warps")
+
+# %% [markdown]
+# Threads of one warp that disagree go *both* ways, one after the other, and those whose way it is not wait.
+# That is called **divergence**, and is the price. What a GPU buys with it is company: it keeps dozens of warps
+# ready on each unit, and while one waits for memory, it works on another. A CPU spends its chip on caches and
+# on guessing what comes next, so that *one* program seldom waits. A GPU spends it on lanes and registers, so
+# that waiting does not matter. Lessons 03 to 06 are about it.
+#
+# But the lanes of a warp read as much as those of any vector. The question is still open.
+#
+# ## A matrix at a time: the systolic array
+#
+# Count again, for a *grid* of multipliers, r rows and c columns. If an element of `a` served a whole row of the
+# grid, and an element of `b` a whole column, then r + c elements would do for r c multiply-adds. A vector is a
+# grid with one row. A square grid of 128 x 128 needs 256 new elements for 16384 multiply-adds, and the larger,
+# the better.
+#
+# To send a number to 128 places at once takes long wires, and long wires are slow. Kung and Leiserson had a
+# better idea in 1978: let each multiplier hand it on *to its neighbour*. Numbers then pulse through the grid,
+# tick by tick, as blood does through a body, and so they called it a **systolic array**. Its multipliers, with
+# their adders and a few registers, are called **processing elements**, PEs.
+#
+# Below is one that multiplies two matrices of 3 x 3. Elements of `a` come from the left and go right, those of
+# `b` come from above and go down. Where they meet they are multiplied, and the PE adds the product to its sum.
+# Step through it, and follow one sum.
+
+# %%
+systolic_animation("output")
+
+# %% [markdown]
+# Nobody sent an address. No PE knows who it is. Each does the same dull thing in every tick: take what the left
+# and the upper neighbour held, multiply, add. The product comes out right only because of *when* numbers enter:
+# row 1 one tick after row 0, row 2 one later. Then `a[i, p]` and `b[p, j]`, and only those with the same p,
+# meet in PE (i, j). That delay is called **skewing**.
+#
+# **Exercise 2.2: skew.** `x` has m rows of k elements. Return an array with m rows and m + k - 1 columns: what
+# enters row i of the grid in each tick. Row i has i zeros first, then row i of `x`, then zeros again. `x` has
+# at least one row and one column.
+
+
+# %% tags=["exercise"]
+def skew(x):
+    """What enters each row of the grid, tick by tick (m, m + k - 1)."""
+    m, k = x.shape
+    ...  # about 4 lines
+
+
+# %%
+check(skew)
+
+# %%
+skew = or_solution(skew)
+skew(np.array([[1, 2, 3], [4, 5, 6], [7, 8, 9]]))
+
+# %% [markdown]
+# Read it column by column: in tick 0 only a 1 enters, in row 0. In tick 1 a 2 enters there, and a 4 in row 1.
+# (A zero does no harm: what is multiplied by it adds nothing.) For `b`, whose *columns* are delayed, it is
+# `skew(b.T).T`.
+#
+# **Exercise 2.3: systolic_step.** One tick of the grid. `a`, `b` and `sums` have its shape (rows, columns) and
+# say what each PE holds. `left` has an element for each row, `top` has one for each column.
+#
+# First everything moves: `a` one place to the right (what was in the last column is gone, `left` is the new
+# first column), `b` one place down (`top` is the new first row). Then every PE multiplies the two numbers that
+# it holds *now*, and adds the product to its sum. Return the new `a`, `b` and `sums`. You may change the arrays
+# that you were given.
+
+
+# %% tags=["exercise"]
+def systolic_step(a, b, sums, left, top):
+    """One tick: move, multiply, add; return a, b, sums."""
+    ...  # about 6 lines
+
+
+# %%
+check(systolic_step)
+
+# %%
+systolic_step = or_solution(systolic_step)
+a, b, sums = (np.zeros((2, 3), int) for _ in range(3))
+a, b, sums = systolic_step(a, b, sums, np.array([5, 0]), np.array([7, 0, 0]))
+print(sums)  # in the corner the first two have met
+
+# %% [markdown]
+# The grid is there, and so is what enters it. Now run it.
+#
+# **Exercise 2.4: systolic_matmul.** Multiply `x` (m, k) by `y` (k, n) on a grid of m rows and n columns, and
+# return the product. All PEs begin with zeros. `step` is a function like your `systolic_step`, to be called
+# once for each tick; use that, so that the ticks can be counted. When all elements are in, nothing but zeros
+# enters, and `step` wants those, too: `np.pad(z, ((0, 0), (0, 5)))` is `z` with five columns of zeros behind
+# it.
+#
+# Par: no tick after the last multiply-add.
+
+
+# %% tags=["exercise"]
+def systolic_matmul(x, y, step):
+    """x times y, tick by tick."""
+    (m, k), n = x.shape, y.shape[1]
+    ...  # about 6 lines
+
+
+# %%
+check(systolic_matmul)
+
+# %% [markdown]
+# How busy is it? A PE **works** in a tick if it holds an element of `a` and one of `b`. Here elements are never
+# 0, so that one can tell.
+
+# %%
+systolic_matmul = or_solution(systolic_matmul)
+
+
+def working(x, y):
+    """How many PEs work in each tick of x times y."""
+    counts = []
+
+    def step(a, b, sums, left, top):
+        a, b, sums = systolic_step(a, b, sums, left, top)
+        counts.append(np.count_nonzero(a * b))
+        return a, b, sums
+
+    assert np.array_equal(systolic_matmul(x, y, step), x @ y)
+    return np.array(counts)
+
+
+# %%
+rng = np.random.default_rng(0)
+x, y = rng.integers(1, 9, (4, 6)), rng.integers(1, 9, (6, 5))
+worked = working(x, y)
+print("PEs that work in each tick, of 20:", *worked)
+
+# %% [markdown]
+# It fills, it works, it runs empty. How long does that take for any sizes, and what share of the PEs works?
+#
+# **Exercise 2.5: systolic_cost.** For an (m, k) matrix times a (k, n) matrix on a grid of m rows and n columns,
+# return three numbers: the **ticks** until the last PE has done its last multiply-add; the **reads**, elements
+# that enter the grid from outside (zeros are nobody's element); and the **utilisation**, the multiply-adds of
+# the product over those that all PEs could have done in these ticks, between 0 and 1. All sizes are at least 1.
+
+
+# %% tags=["exercise"]
+def systolic_cost(m, n, k):
+    """Ticks, reads and utilisation of a product on m x n PEs."""
+    ...  # about 4 lines
+
+
+# %%
+check(systolic_cost)
+
+# %%
+systolic_cost = or_solution(systolic_cost)
+ticks, reads, utilisation = systolic_cost(4, 5, 6)
+print(f"predicted: {ticks} ticks, {utilisation:.1%} busy")
+print(f"counted:   {len(worked)} ticks, {worked.sum() / (20 * len(worked)):.1%} busy")
+
+# %% [markdown]
+# ## Predict, then count
+#
+# A grid of 16 x 16 PEs multiplies a (16, k) matrix by a (k, 16) matrix. For small k it does little but fill and
+# run empty. How large must k be, for its PEs to be busy for 90% of the time? Guess first, or work it out.
+
+# %%
+prediction = None  # your guess, such as 16; None draws no guess
+
+# %%
+lengths = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
+counted = []
+for k in lengths:
+    x, y = rng.integers(1, 9, (16, k)), rng.integers(1, 9, (k, 16))
+    worked = working(x, y)
+    counted.append(worked.sum() / (16 * 16 * len(worked)))
+needed = next(k for k in range(1, 10_000) if systolic_cost(16, 16, k)[2] >= 0.9)
+
+# %%
+utilisation_figure(
+    lengths,
+    counted,
+    [systolic_cost(16, 16, k)[2] for k in lengths],
+    guess=prediction and (prediction, 0.9),
+    caption=f"Dots are counted, the line is the formula. 90% takes k = {needed}; "
+    f"{said(prediction)}.",
+    alt="Share of the PEs that work against k, from a few per cent at k = 1 to nearly "
+    "all of them at k = 1024; the counts lie on the line of the formula.",
+)
+
+# %% [markdown]
+# Here the prediction is exact: nothing in such an array depends on luck. No cache hits or misses, nobody
+# guesses branches. A compiler knows the tick in which each number arrives, and that is a good part of why the
+# machine around it can be simple.
+#
+# ## The TPU does it the other way round
+#
+# In your array the sums stay, and both matrices move: that is called **output-stationary**. When the sums are
+# complete they still have to get out, which takes m ticks more. The matrix unit of Google's TPU is
+# **weight-stationary** (Jouppi and others 2017): the elements of `b`, which are the weights of a network, are
+# loaded first and stay. `a` goes right as before, and now the *sums* go down, and grow on their way. They leave
+# at the bottom, complete.
+
+# %%
+systolic_animation("weight")
+
+# %% [markdown]
+# Which is better? A network's weights are used for every example. If they stay, the rows of `a` can stream by
+# for as long as there are examples, and nothing has to be filled or emptied in between.
+# `minidist.kernels.systolic` has both, for products that are larger than the array (cut into tiles), with what
+# drains or loads counted in. Beside them stand the scalar processor and the vector unit of this lesson's
+# beginning:
+
+# %%
+arrays = [
+    SystolicArray(128, 128, f"{kind}_stationary") for kind in ("output", "weight")
+]
+comparison = compare(512, 512, 512, *arrays, lanes=16)
+print(" " * 34 + "ticks  busy  multiply-adds an access")
+for each in comparison.rows:
+    print(
+        f"{each.machine:27}{each.cycles:12,}{each.utilisation:6.0%}"
+        f"{each.multiply_adds_per_access:25.2f}"
+    )
+
+# %% [markdown]
+# The last column is the answer to the question of this lesson: the multiply-adds that an element is good for
+# each time that it is read or written (`print(comparison)` says which and how often). The array does sixteen
+# thousand multiply-adds in a tick, and is fed by a few hundred elements. And it is busy: what filling and
+# emptying cost has become small.
+#
+# Your own array, beside that of `minidist`:
+
+# %%
+x, y = rng.integers(-9, 9, (20, 30)), rng.integers(-9, 9, (30, 12))
+ran = SystolicArray(20, 12, "output_stationary").matmul(x, y)
+ticks, reads, _ = systolic_cost(20, 12, 30)
+print(f"yours: {ticks} ticks and {reads} reads; + 20 to get the sums out: {ticks + 20}")
+print(
+    f"minidist: {ran.cycles} ticks and {ran.counts.a_reads + ran.counts.b_reads} reads"
+)
+
+# %% [markdown]
+# ## Why it matters: energy
+#
+# Reads are not only slow, they are what heats a chip. Horowitz gave rough numbers for one technology (45 nm,
+# 2014), in picojoules: 4.6 for a multiplication and an addition of float32; 10 for a float32 from a cache of 32
+# kB; 70 for all that an instruction takes beside its arithmetic (to fetch it, decode it, and keep track of it).
+# From main memory a float32 takes 650 or more. The same counts, now in energy (an array gets one instruction a
+# tick, for all its PEs):
+
+
+# %%
+def picojoules(counts):
+    """Of one multiply-add: its arithmetic, its share of instructions, of accesses."""
+    work = counts.multiply_adds
+    return 4.6, 70 * counts.cycles / work, 10 * counts.accesses / work
+
+
+energy = {}
+print(" " * 29 + "arithmetic  instructions  accesses")
+for counts in comparison.rows:
+    parts = picojoules(counts)
+    energy[counts.machine] = sum(parts)
+    print(f"{counts.machine:29}" + "{:10.3f}{:14.3f}{:10.3f}".format(*parts))
+
+# %%
+bars(
+    energy,
+    "picojoules for one multiply-add",
+    logarithmic=False,
+    caption="Energy of a multiply-add in a product of 512 x 512 matrices: arithmetic, "
+    "instructions and reads from a cache. A model, with Horowitz's numbers of 2014.",
+    alt="Bars for a scalar processor, a vector unit of 16 lanes, and two systolic "
+    "arrays of 128 x 128: each far shorter than the one before, the arrays alike.",
+)
+
+# %% [markdown]
+# The scalar processor spends a twentieth of its energy on arithmetic. The vector shares the instruction, and
+# now reads dominate. The array shares both, and little is left *but* arithmetic. Do not take the numbers
+# further than they go: registers, the hops between neighbours and the clock are left out, and smaller
+# transistors have made arithmetic cheaper faster than wires. Which means that reads weigh *more* today.
+#
+# A GPU's tensor cores (lesson 06) are the same thought in a small format: one instruction of a warp multiplies
+# whole tiles, so that each element that is fetched is used many times.
+#
+# ## Three machines under their roofs
+#
+# How fast are they? The roofline of lesson 00 says: at most the lower one of peak, and bandwidth times
+# intensity. Jouppi and others (2017, table 2) published both numbers for the first TPU, and for the CPU and the
+# GPU that Google had in its data centres then. The CPU is a Haswell of 18 cores, the GPU one of the two chips
+# of a K80. The TPU's are operations on int8, those of the others on float32.
+
+# %%
+published = {
+    "CPU (Haswell)": (1.3e12, 51e9),
+    "GPU (K80)": (2.8e12, 160e9),
+    "TPU": (92e12, 34e9),
+}
+roofline_figure(
+    published,
+    marks={"an int8 weight, used once": 2, "used 100 times": 200},
+    words=("operations per byte", "billions of operations in a second"),
+    caption="Rooflines of 2015's machines, from Jouppi and others 2017, table 2.",
+    alt="Three rooflines. The TPU's slope lies lowest, for its memory is the slowest, "
+    "and its flat part lies far above the others, from a far higher ridge on.",
+)
+
+# %% [markdown]
+# The TPU has by far the most arithmetic, *and* the slowest memory. Left of their ridges it is the slowest of
+# the three! An array that needs few reads earns its keep only if each number that comes from memory is used
+# very often. For a layer of a network, with as many multiplications for each weight as there are examples in
+# the batch, the ridge says **how large the batch has to be**:
+
+# %%
+today = {
+    "CPU (Haswell), float32": (1.3e12, 51e9, 4),
+    "GPU (K80), float32": (2.8e12, 160e9, 4),
+    "TPU v1, int8": (92e12, 34e9, 1),
+    "H100 SXM, float32": (67e12, 3.35e12, 4),
+    "H100 SXM, tensor cores, bfloat16": (989e12, 3.35e12, 2),
+    "TPU v4, bfloat16": (275e12, 1.2e12, 2),
+}
+for roof in peaks.roofs:
+    today[f"yours ({roof.name}), float32"] = roof.peak("float32"), roof.bandwidth, 4
+for machine, (peak, bandwidth, itemsize) in today.items():
+    ridge = peak / bandwidth  # operations per byte; a weight has two per example
+    print(f"{machine:34} ridge {ridge:6.0f}, batch of {ridge * itemsize / 2:6.0f}")
+
+# %% [markdown]
+# (H100: NVIDIA's data sheet, without the sparsity that doubles its figure. TPU v4: Jouppi and others 2023.
+# Yours is measured, as in lesson 00.)
+#
+# This table is the reason for much that follows. A chip that wants hundreds of examples at a time, in each
+# layer, is fed with large batches (lesson 09 spreads them over ranks) and large matrices, and whoever generates
+# text for one reader, one word after the other, leaves nearly all of its arithmetic idle.
+#
+# ## What breaks in practice, and how one sees it
+#
+# - **One column too many.** An array of 128 columns takes two passes for 129, the second with one column busy.
+#   See for yourself: `SystolicArray(128, 128).counts(512, 129, 512).utilisation`. Hence the habit of sizes that
+#   are multiples of 128 (of 8 or 16 for tensor cores): a vocabulary of 50257 is padded to 50304.
+# - **A batch that is too small.** The chip is at 100% "in use" and at 2% of its peak. A tool that shows only
+#   how long it was busy does not tell. Compute FLOP/s, and divide by the peak.
+# - **A data sheet's peak.** It may assume matrices that are half zeros (sparsity), the highest clock, and
+#   another number format than yours. Compare in the same format, dense.
+# - **All that is no product.** Normalising, softmax, adding: each reads and writes everything for few FLOPs,
+#   and an array of multipliers does not help. If it takes a third of the time, a ten times faster array makes
+#   the whole at most 2.5 times as fast (Amdahl's law).
+# - **Fewer bits, other results.** int8 and bfloat16 round more. Products are summed in 32 bits for that reason;
+#   what it does to training is in lessons 06 and 13.
+#
+# ## Further reading
+#
+# - Kung, *Why Systolic Architectures?*, 1982: ten pages, by one of the inventors. The argument of this lesson,
+#   with convolution as its example.
+# - Jouppi and others, *In-Datacenter Performance Analysis of a Tensor Processing Unit*, 2017: the first TPU,
+#   with rooflines of real workloads. Most of those are memory-bound.
+# - Horowitz, *Computing's Energy Problem (and what we can do about it)*, 2014: where the picojoules are from.
+#
+# Next: lesson 03 programs a GPU, from Python.
