@@ -49,7 +49,7 @@ ladder(14)
 
 # %% [markdown]
 # **The question.** Somebody gives you 64 GPUs in 8 machines, for a month, and a model to train. How do you
-# share it among them? And what of the month is left when a machine dies every few hours?
+# share it among them? And what is left of the work when one of them dies?
 #
 # ## Who is where
 #
@@ -149,15 +149,14 @@ for text in ("dp=64", "dp=64,zero=1", "dp=64,zero=3", "dp=8,tp=8"):
     layout = md.Layout.parse(text + ",precision=bf16,recompute=True")
     yours = memory(shape.parameters(), layout) / 1e9
     found = estimate(shape, layout, batch=(64, 2048))
-    print(
-        f"{text:12} yours {yours:6.1f} GB, estimate {found.states / 1e9:6.1f} GB, ",
-        end="",
-    )
-    print(f"with activations of 64 rows {found.peak / 1e9:6.1f} GB")
+    states, peak = found.states / 1e9, found.peak / 1e9
+    print(f"{text:13} yours {yours:5.1f}, estimate {states:5.1f}, peak {peak:5.1f} GB")
 
 # %% [markdown]
 # The two agree but for stage 3, where minidist sums gradients in float32 and keeps two buffers for those that
-# are on their way: papers count what a method needs, programs need a little more.
+# are on their way: papers count what a method needs, programs need a little more. And the peak of plain data
+# parallelism, with a row on each rank, is not in the backward pass: the optimizer's step makes temporary tensors
+# for all parameters at once.
 #
 # ## What does it send?
 #
@@ -242,10 +241,9 @@ bytes_figure(
 )
 
 # %% [markdown]
-# The formulas hold, and where they miss one sees what they leave out. With **dp** a few numbers travel with the
+# The formulas hold, and where one misses it shows what it leaves out. With **dp** a few numbers travel with the
 # gradients, such as the loss. With **tp** the two ends of the model have an all-reduce each, and the loss some
-# numbers more: a seventh here, little in a model of 40 blocks. With **ZeRO 3** the embeddings at the ends are
-# gathered once and not twice.
+# numbers more: an eighth on top here, where there are 4 blocks, and little with 40.
 #
 # Read the order with care: what dp sends grows with the **model**, and what tp and pp send grows with the
 # **rows**. Twice the rows:
@@ -382,6 +380,24 @@ for name in ("gpt2-xl", "gpt3-6.7b", "gpt3-13b", "gpt3-175b"):
 # one they do not hide any more, and it pays to cut the model inside of each host, because the fewer parameters
 # a rank has, the fewer gradients it sends. The largest has to be cut in every way that there is.
 #
+# The rule has its price. Look again at the small model and the slow network, with 256 rows and with more:
+
+# %%
+for rows in (256, 1024, 4096, 16384):
+    settings = {"shape": config("gpt2-xl"), "rows": rows, "network": "25gbe"}
+    seconds = partial(step_seconds, **settings)
+    plain, *others = candidates(64, rows)
+    best = min(others, key=seconds)
+    sizes = f"dp={best.dp}, tp={best.tp}, pp={best.pp}, zero={best.zero}"
+    times = f"plain {seconds(plain):5.2f} s, {sizes} {seconds(best):5.2f} s"
+    print(f"{rows:6} rows: {times}")
+
+# %% [markdown]
+# The gradients take as long for few rows as for many. With few, plain data parallelism mostly waits for the
+# network, and a layout that cuts the model, so that fewer gradients go from host to host, is far faster. With
+# many rows the messages hide, and nothing beats the plain one. So take it first, **measure how long ranks wait**,
+# and go on only if that is long.
+#
 # Do not believe the seconds; believe the order, and where two are close, measure both. What the model leaves
 # out: alpha, kernels that are slower for smaller matrices (which speaks against much tp), and stragglers.
 #
@@ -390,7 +406,8 @@ for name in ("gpt2-xl", "gpt3-6.7b", "gpt3-13b", "gpt3-175b"):
 # With 16 384 GPUs the training of Llama 3 was interrupted 419 times in 54 days, without anybody's plan
 # (Grattafiori et al. 2024, section 3.3.4): every three hours. One rank's death is the death of all, since the
 # others wait for its messages. What saves the day is a **checkpoint**: a copy on disk of all that the next
-# steps depend on. All? Here is a training in one process:
+# steps depend on. All? Here is a training in one process (with 48 rows, batches of 8, and a learning rate that
+# rises in the first 20 steps):
 
 # %%
 print(inspect.getsource(Training))
@@ -484,7 +501,7 @@ for text in ("dp=2", "tp=2", "pp=2,micro_batches=4"):
         (theirs[name] - value).abs().max().item() for name, value in weights.items()
     )
     print(
-        f"{text:24} loss {again[-1]:.7f}, from step {first}, weights differ by {apart:.0e}"
+        f"{text:24} loss {again[-1]:.7f}, from step {first}, weights differ by {apart:.1g}"
     )
 
 # %% [markdown]
@@ -496,11 +513,11 @@ for text in ("dp=2", "tp=2", "pp=2,micro_batches=4"):
 #
 # ## How often to save
 #
-# A save takes time, and so does what is trained twice. Say a save takes `save` seconds, there is one every
-# `interval`, and a rank dies every `between` on average. Lost is the share save / interval, and at each death
-# half an interval: interval / (2 between). The sum is smallest at **interval = sqrt(2 save between)** (Young
-# 1974). Below, 60 seconds a save, and a death every 3 hours. The dots are a simulation of a year, in which
-# deaths come at random.
+# A save takes time, and so does what is trained twice. Say a save takes `save` seconds and one begins every
+# `interval` seconds, and a rank dies every `between` on average. Lost is the share save / interval, and at each
+# death half an interval: interval / (2 between). The sum is smallest at **interval = sqrt(2 save between)**
+# (Young 1974). Below, 60 seconds a save, and a death every 3 hours. The dots are a simulation of a year, in
+# which deaths come at random.
 
 
 # %%
@@ -512,7 +529,7 @@ def simulated(interval, save, between, horizon=365 * 86400):
     chance, clock, useful = random.Random(14), 0.0, 0.0
     while clock < horizon:
         lives = chance.expovariate(1 / between)
-        useful += lives // (interval + save) * interval  # whole intervals are kept
+        useful += lives // interval * (interval - save)  # what was saved
         clock += lives
     return 1 - useful / clock
 
@@ -531,9 +548,10 @@ lost_figure(
 )
 
 # %% [markdown]
-# Around its lowest point the curve is flat: a factor of two hardly matters. Far to the right the model is too
-# dark, since it charges half an interval for each death even where several fall into one. To lose less, make the
-# save shorter: `md.save(..., asynchronous=True)` copies the state, and writes while training goes on.
+# Around its lowest point the curve is flat: a factor of two hardly matters. Far to the right the model is a
+# little too dark: deaths at random hit the first half of a long interval more often than the second, which many
+# runs do not live to see. To lose less, make the save shorter: `md.save(..., asynchronous=True)` copies the
+# state, and writes while training goes on.
 #
 # ## Beyond one machine
 #
