@@ -395,8 +395,8 @@ for rows in (256, 1024, 4096, 16384):
 # %% [markdown]
 # The gradients take as long for few rows as for many. With few, plain data parallelism mostly waits for the
 # network, and a layout that cuts the model, so that fewer gradients go from host to host, is far faster. With
-# many rows the messages hide, and nothing beats the plain one. So take it first, **measure how long ranks wait**,
-# and go on only if that is long.
+# many rows the messages hide, and nothing beats the plain one. So take it first, **measure how long ranks
+# wait**, and go on only if that is long.
 #
 # Do not believe the seconds; believe the order, and where two are close, measure both. What the model leaves
 # out: alpha, kernels that are slower for smaller matrices (which speaks against much tp), and stragglers.
@@ -572,8 +572,7 @@ lost_figure(
 # nothing, and runs the function as the rank that these name. So one script serves both. Here it is, in full:
 
 # %%
-script = scratch / "train.py"
-script.write_text("""
+program = """
 import os
 from functools import partial
 import torch
@@ -593,7 +592,7 @@ def train():
 results = md.launch(train, ranks=int(os.environ.get("WORLD_SIZE", 2)))
 if os.environ.get("RANK", "0") == "0":  # one rank prints
     print("started by", "torchrun" if "RANK" in os.environ else "md.launch", results[0])
-""")
+"""
 
 
 # %% [markdown]
@@ -615,6 +614,8 @@ def run(*command, limit=120):
             print(f"stopped after {limit} s:", *process.communicate())
 
 
+script = scratch / "train.py"
+script.write_text(program)
 torchrun = ("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1")
 run(script)
 run(*torchrun, "--nproc-per-node", 2, script)
@@ -627,8 +628,8 @@ run(*torchrun, "--nproc-per-node", 2, script)
 #
 # ### torchrun on several hosts
 #
-# **By hand.** The same command on both, but for the number of the host. `node0` is a name or address of
-# the first one, as the second one sees it:
+# **By hand.** The same command on both, but for the number of the host. `node0` is a name or address of the
+# first one, as the second one sees it:
 #
 # ```bash
 # # on the first host                          # on the second: --node-rank 1
@@ -641,7 +642,7 @@ run(*torchrun, "--nproc-per-node", 2, script)
 # again, up to `--max-restarts` times. What they do then is your affair: go on from a checkpoint.
 #
 # ```bash
-# export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # each start gets a fresh store, without what the dead left
+# export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # a fresh store at each start
 # torchrun --nnodes 2 --nproc-per-node 8 --max-restarts 20 \
 #     --rdzv-id run7 --rdzv-backend c10d --rdzv-endpoint node0:29500 \
 #     -m minidist train --data bytes --layout dp=16 --save /shared/runs/7
@@ -650,10 +651,10 @@ run(*torchrun, "--nproc-per-node", 2, script)
 # %% [markdown]
 # ### SLURM
 #
-# SLURM gives out the hosts of a cluster to jobs that wait in a queue. One task a host, which is a torchrun:
+# SLURM gives out the hosts of a cluster to jobs that wait in a queue. One task a host, which is a torchrun. In
+# `job.sh`, after `#!/bin/bash` in its first line:
 #
 # ```bash
-# #!/bin/bash
 # #SBATCH --job-name=minidist
 # #SBATCH --nodes=4
 # #SBATCH --ntasks-per-node=1        # torchrun, which starts the ranks
@@ -677,8 +678,8 @@ run(*torchrun, "--nproc-per-node", 2, script)
 # %% [markdown]
 # ### The same script under Hugging Face Accelerate
 #
-# Accelerate is two things. The first is a launcher. This file says what torchrun's options say;
-# with `distributed_type: MULTI_GPU` it starts torchrun's ranks, so `train.py` runs under it unchanged:
+# Accelerate is two things. The first is a launcher. This file says what torchrun's options say; with
+# `distributed_type: MULTI_GPU` it starts torchrun's ranks, so `train.py` runs under it unchanged:
 #
 # ```yaml
 # # four.yaml; then on each host: accelerate launch --config_file four.yaml --machine_rank 0 train.py
@@ -737,6 +738,7 @@ run(*torchrun, "--nproc-per-node", 2, script)
 # trainer.train()
 # ```
 #
+# minidist itself has to lie in `src`, and what it needs stand in requirements.txt: the container has neither.
 # The job's command is `torchrun --nnodes=4 --nproc_per_node=8 ... train.py`, as above. What the script writes
 # to `/opt/ml/checkpoints` is copied to the bucket, and is there again when the job is started anew: that is the
 # folder to save in. In version 2 of the SDK the same is `sagemaker.pytorch.PyTorch(entry_point="train.py", ...,
