@@ -738,7 +738,7 @@ run(*torchrun, "--nproc-per-node", 2, script)
 # trainer.train()
 # ```
 #
-# minidist itself has to lie in `src`, and what it needs stand in requirements.txt: the container has neither.
+# minidist itself has to lie in `src`, and what it needs beside torch to stand in requirements.txt.
 # The job's command is `torchrun --nnodes=4 --nproc_per_node=8 ... train.py`, as above. What the script writes
 # to `/opt/ml/checkpoints` is copied to the bucket, and is there again when the job is started anew: that is the
 # folder to save in. In version 2 of the SDK the same is `sagemaker.pytorch.PyTorch(entry_point="train.py", ...,
