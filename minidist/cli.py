@@ -45,6 +45,13 @@ Seed = Annotated[int, typer.Option(help="Of the weights and of the order of rows
 Debug = Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")]
 
 
+def _trains() -> None:
+    """Have ranks start with what each optimizer needs, which they would otherwise import one by one."""
+    from minidist.comm.supervisor import PRELOAD
+
+    os.environ.setdefault(PRELOAD, "torch._dynamo")
+
+
 @app.command(epilog="Example: minidist train --data bytes --model byte-tiny --ranks 2 --steps 100")
 def train(
     data: Annotated[str, typer.Option(help="What to learn: digits or bytes.")] = "digits",
@@ -89,6 +96,7 @@ def train(
         from minidist.parallel.layout import Layout
         from minidist.train import TrainConfig, run
 
+        _trains()
         # Under torchrun there are as many ranks as it has started.
         started = int(os.environ.get("WORLD_SIZE", "1")) if "TORCHELASTIC_RUN_ID" in os.environ else 1
         chosen = (
@@ -174,6 +182,7 @@ def compare(
     from minidist.comparing import compare_layouts
     from minidist.parallel.layout import Layout
 
+    _trains()
     with contextlib.nullcontext() if as_json else console().status(f"{a} and {b} take {steps} steps"):
         found = compare_layouts(
             Layout.parse(a),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
 from collections.abc import Callable, Iterator
 
@@ -13,6 +14,9 @@ from minidist.comm.cluster import Cluster
 
 # A shell that runs tests in the background has them ignore Ctrl-C, and what they start would too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Every rank that makes an optimizer would import it, for a second: so those who start ranks do it once.
+os.environ.setdefault("MINIDIST_PRELOAD", "torch._dynamo")
 
 # A collection looks at all that torch, Numba and thousands of tests consist of, for half a second each time.
 # There is none while these are made, and later ones look at what tests make.

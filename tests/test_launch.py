@@ -231,6 +231,25 @@ def test_a_script_that_hides_a_module_is_named(tmp_path: Path) -> None:
     assert "rename it" in done.stderr
 
 
+def test_modules_may_be_there_from_the_start(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, minidist as md\n"
+        "print(md.launch(lambda: 'wave' in sys.modules, ranks=2), 'wave' in sys.modules)\n"
+    )
+    environment = {**os.environ, "MINIDIST_PRELOAD": "wave, no_such_module"}
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env=environment,
+    )
+    assert done.stdout == "[True, True] False\n"
+    assert done.stderr.count("MINIDIST_PRELOAD names 'no_such_module', which cannot be imported") == 1
+
+
 def test_a_function_may_put_its_own_streams_in_place(cluster_of: Clusters) -> None:
     def replace() -> int:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115

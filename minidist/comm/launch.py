@@ -25,6 +25,9 @@ def launch(
     Needs no `if __name__ == "__main__":` in a script. Under torchrun it starts nothing: `fn` runs in this
     process, as the rank that torchrun gave it, so that one program serves both.
 
+    Modules that the environment variable MINIDIST_PRELOAD names are imported once for all ranks that this
+    process starts: with "torch._dynamo" none of them needs a second for its first optimizer.
+
     Args:
         fn: any function: of a module, a script, a notebook cell, or a closure.
         ranks: number of processes, at least 1.

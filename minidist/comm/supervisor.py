@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import importlib
 import json
 import os
 import select
@@ -38,8 +39,22 @@ HEADER = struct.Struct("!I")
 """Each request is a header with the length of a JSON text, then the text; descriptors ride on the header."""
 MAX_DESCRIPTORS = 4
 
+PRELOAD = "MINIDIST_PRELOAD"
+"""Modules, with commas between them, that ranks have from their first instruction, imported once for all.
+
+They must start no thread. `torch._dynamo` is what torch imports at a rank's first optimizer, for a second.
+"""
+
 _PR_SET_PDEATHSIG = 1
 _starting = False
+
+
+def _preload(names: str) -> None:
+    for name in filter(None, map(str.strip, names.split(","))):
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            print(f"{PRELOAD} names {name!r}, which cannot be imported: {error}", file=sys.stderr)
 
 
 def starting(now: bool) -> None:
@@ -81,6 +96,7 @@ class Supervise:
             # Loaded here so that each rank has it from its first instruction.
             from minidist.comm import collectives, messages, worker, world  # noqa: F401
 
+            _preload(os.environ.get(PRELOAD, ""))
             gc.freeze()  # a collection in a rank need not look at torch's objects, nor copy their pages
 
     def serve(self) -> None:

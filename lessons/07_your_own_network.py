@@ -1,0 +1,595 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 7. A network on your own matmul
+#
+# You have built fast matrix products. Here they learn to read: a network of two layers, forward and backward,
+# with every product on the rung of the ladder that you choose. No autograd, no ready-made layers: when it is
+# done you have written everything between the pixels and the answer.
+
+# %%
+import time
+from functools import partial
+from itertools import pairwise
+
+import numpy as np
+import torch
+from threadpoolctl import threadpool_limits
+
+from checks.figures import BLUE, GREEN, ORANGE, RED, draw, ladder, name, show
+from checks.pictures.digit_pictures import digit_pictures
+from checks.pictures.epochs import epochs_picture
+from checks.pictures.there_and_back import there_and_back
+from checks.your_own_network import check, hint, or_solution
+from minidist.kernels import rung
+from minidist.kernels.cuda.device import backend
+from minidist.model import MLP, digits
+from minidist.model.matmul import Linear
+
+threadpool_limits(1)  # one core, NumPy's library too
+ladder(7)
+
+# %% [markdown]
+# **The question.** What has a network to do besides multiplying matrices, and how much does it gain when you
+# make the products ten times as fast?
+#
+# ## What is to be learned
+#
+# 1797 handwritten digits, 8 x 8 pixels each, as rows of 64 numbers from 0 (paper) to 1 (ink). One in five is
+# held out: the network never learns from these, so they show what it has understood.
+
+# %%
+data = digits()
+x, y = data.train.inputs.numpy(), data.train.targets.numpy()
+test_x, test_y = data.test.inputs.numpy(), data.test.targets.numpy()
+digit_pictures(x[:9], [str(digit) for digit in y[:9]], "What is to be read.")
+print(f"{len(x)} to learn from, {len(test_x)} held out")
+
+# %% [markdown]
+# ## Choose your matmul
+#
+# Any function from two matrices to their product will do: a rung of minidist's ladder, by its name (from
+# `s1_python_loops` to `s7_threads`), or one of your own. From lesson 1, that is a function which makes an empty
+# `c`, has `compiled_rows(a, b, c)` fill it, and returns it. Change it here, and run everything again.
+
+# %%
+matmul = rung("s6_register_tile").matmul
+matmul(np.eye(2), np.array([[1.0, 2.0], [3.0, 4.0]]))  # the first call compiles
+
+# %% [markdown]
+# ## Forward
+#
+# A **linear layer** multiplies its rows by a matrix of **weights** and adds a **bias**: `y = x w + b`. With m
+# rows of k numbers, `w` is k x n, `b` has n numbers, and `y` is m x n. Between two such layers stands a
+# **ReLU**: max(0, y), element by element. (Without it, two linear layers would be no more than one: `(x w1) w2
+# = x (w1 w2)`.) The second layer gives ten numbers a row, the **logits**: the larger the one at place d, the
+# more the network holds the digit for a d. The 128 columns in the middle are called **units**.
+
+
+# %%
+def new_network(sizes=(64, 128, 10), scale=1.0, seed=0, dtype=np.float32):
+    rng = np.random.default_rng(seed)
+    parameters = []
+    for k, n in pairwise(sizes):
+        w = rng.standard_normal((k, n)) * np.sqrt(2 / k) * scale
+        parameters += [w.astype(dtype), np.zeros(n, dtype)]
+    return parameters
+
+
+def forward(parameters, x, matmul):
+    w1, b1, w2, b2 = parameters
+    hidden = matmul(x, w1) + b1  # (rows, 128)
+    return hidden, matmul(np.maximum(hidden, 0), w2) + b2  # (rows, 10): logits
+
+
+def accuracy(parameters, x, y):
+    _, logits = forward(parameters, x, matmul)
+    return (logits.argmax(axis=1) == y).mean()
+
+
+f"{accuracy(new_network(), test_x, test_y):.0%} right before anything is learned"
+
+# %% [markdown]
+# ## Which way is down?
+#
+# Learning needs one number that says how bad the answers are: the **loss**. Its **gradient** says for every
+# weight how much the loss changes when that weight changes a little. Against the gradient, the loss falls. The
+# honest way to find it is to *try*: a little up, a little down, and look. For a loss f of one number x, that is
+# (f(x + h) - f(x - h)) / 2h. With *both* sides the error shrinks with h², with one side only with h.
+#
+# **Exercise 7.1: numerical_gradient.** `loss()` takes no argument: it computes with what is in the array `x`
+# now. Change one element of `x` at a time, by h up and down, and return an array like `x` of the slopes.
+# Afterwards `x` is as it was, to the last bit. (`np.ndindex(x.shape)` goes through all places; `x[i]` is the
+# element at one.)
+#
+# Par: two calls of `loss` for each element.
+
+
+# %% tags=["exercise"]
+def numerical_gradient(loss, x, h=1e-5):
+    """How much loss() changes with each element of x."""
+    gradient = np.zeros_like(x)
+    for i in np.ndindex(x.shape):
+        before = x[i]
+        ...  # about 6 lines
+    return gradient
+
+
+# %%
+check(numerical_gradient)
+
+# %% [markdown]
+# No idea how to begin? `hint()` in a cell of its own gives the first of three hints. The next cell takes your
+# function where it has passed, and the lesson's own where it has not, so that all that follows works.
+
+# %%
+numerical_gradient = or_solution(numerical_gradient)
+numbers = np.array([1.0, 2.0, 3.0])
+numerical_gradient(lambda: (numbers**2).sum(), numbers)
+
+# %% [markdown]
+# That is 2x, as it should be. Trying needs no mathematics, and is hopeless to train with: this network has 9610
+# parameters, so one gradient takes 19 220 forward passes. We keep it as the *judge* of what comes now.
+#
+# ## Backward
+#
+# **Backpropagation** finds all slopes in one walk back (Rumelhart, Hinton and Williams 1986). Each operation
+# gets `g`, the gradient of the loss by its *result* (one says *with respect to*: how the loss changes with each
+# element of it), and returns the gradient by its *inputs*. No operation needs to know what comes after it: all
+# of that is in `g`. Always the same question: if this input rises a little, how much does the result change,
+# and how much does the loss, then?
+#
+# Press Play, or go step by step, and look at the shapes.
+
+# %%
+there_and_back()
+
+# %% [markdown]
+# **Exercise 7.2: relu_backward.** Forward was `np.maximum(x, 0)`. `g`, of the same shape, is the gradient by
+# its result. Return the gradient by `x`. At exactly 0 take 0.
+
+
+# %% tags=["exercise"]
+def relu_backward(x, g):
+    """Gradient by x of max(x, 0), from the gradient g by its result."""
+    ...  # 1 line
+
+
+# %%
+check(relu_backward)
+
+# %%
+relu_backward = or_solution(relu_backward)
+relu_backward(np.array([-2.0, -1.0, 1.0, 2.0]), np.array([0.1, 0.2, 0.3, 0.4]))
+
+# %% [markdown]
+# Now the linear layer. Element (i, j) of y is the sum over p of `x[i, p] * w[p, j]`, plus `b[j]`. How much does
+# the loss change with `w[p, j]`? That weight is used in *every row* i, each time times `x[i, p]`. So its
+# gradient is the sum over the rows i of `x[i, p] * g[i, j]`. Look at that sum again: it is an element of a
+# matrix product. Which one? The same walk leads to the gradient by x.
+#
+# | | shape |
+# |---|---|
+# | `x`, and the gradient by it | m x k |
+# | `w`, and the gradient by it | k x n |
+# | `y`, and `g` | m x n |
+# | `b`, and the gradient by it | n |
+#
+# **Exercise 7.3: linear_backward.** Return three gradients: by `x`, by `w` and by `b`. Both products go through
+# `matmul(a, b)`, which takes transposed views such as `w.T` as they are. Rows may be 0.
+#
+# Par: 2 products, and in each as many FLOPs as forward has.
+
+
+# %% tags=["exercise"]
+def linear_backward(x, w, g, matmul):
+    """Gradients by x, w and b of y = x w + b, from the gradient g by y."""
+    ...  # about 4 lines
+
+
+# %%
+check(linear_backward)
+
+# %%
+linear_backward = or_solution(linear_backward)
+a, b, g = np.ones((4, 3)), np.ones((3, 2)), np.ones((4, 2))
+[gradient.shape for gradient in linear_backward(a, b, g, matmul)]
+
+# %% [markdown]
+# So a layer is three products of one size: one forward, two backward. Nearly all the work of training is in
+# them, which is why this course began where it began.
+#
+# ## The loss
+#
+# From ten logits to ten probabilities: exp makes all of them positive, division by their sum makes them add up
+# to 1. This is the **softmax**. The loss of a row is -log of the probability that the right digit got, the
+# **cross-entropy**: 0 for a network that is sure and right, large for one that is sure and wrong. Who guesses
+# among ten has log 10 = 2.3.
+#
+# Written down just so, it breaks:
+
+# %%
+with np.errstate(all="ignore"):
+    logits = np.array([100.0, 0.0], np.float32)
+    print(np.exp(logits), np.exp(logits) / np.exp(logits).sum())
+
+# %% [markdown]
+# exp(100) is more than any float32 holds: infinity, and infinity by infinity is **NaN**, not a number. One NaN
+# in the loss is NaN in every gradient, and after one step in every weight. The remedy is exact, not
+# approximate: softmax does not change when the same number is taken from all logits of a row. Take the row's
+# largest from all. Then the largest exp is 1, the sum is at least 1, and neither it nor its log can go wrong:
+#
+# -log softmax(z)[t] = log(sum of exp(z - max z)) - (z[t] - max z)
+#
+# The gradient by the logits is simple and worth remembering: **the probabilities, minus 1 at the right digit**.
+# With the mean over m rows, all of it divided by m.
+#
+# **Exercise 7.4: softmax_cross_entropy.** `logits` is m x c, `targets` has the right class of each row. Return
+# the mean loss over the rows, one number, and its gradient by the logits, in their dtype. Both are finite for
+# any finite logits. (`logits[np.arange(m), targets]` picks one element of each row.)
+
+
+# %% tags=["exercise"]
+def softmax_cross_entropy(logits, targets):
+    """The mean loss over the rows, and its gradient by the logits."""
+    rows = np.arange(len(logits))
+    ...  # about 7 lines
+
+
+# %%
+check(softmax_cross_entropy)
+
+# %%
+softmax_cross_entropy = or_solution(softmax_cross_entropy)
+softmax_cross_entropy(
+    np.array([[100.0, 0.0], [0.0, 0.0]], np.float32), np.array([0, 1])
+)
+
+# %% [markdown]
+# ## All of it, and the judge
+#
+# Forward once, then backward through the same operations in reverse order. What forward computed on the way
+# (`hidden`) is needed again: that is why training takes more memory than using a network.
+
+
+# %%
+def loss_and_gradients(parameters, x, y, matmul):
+    w1, b1, w2, b2 = parameters
+    hidden, logits = forward(parameters, x, matmul)
+    loss, g = softmax_cross_entropy(logits, y)
+    g, w2_g, b2_g = linear_backward(np.maximum(hidden, 0), w2, g, matmul)
+    g = relu_backward(hidden, g)
+    _, w1_g, b1_g = linear_backward(x, w1, g, matmul)
+    return loss, [w1_g, b1_g, w2_g, b2_g]
+
+
+# %% [markdown]
+# Does it agree with trying? In float64, and on a small network (12 units in the middle), so that the judge is
+# done in a moment. This is called a **gradient check**.
+
+# %%
+small = new_network((64, 12, 10), dtype=np.float64)
+rows_x, rows_y = x[:20].astype(np.float64), y[:20]
+_, gradients = loss_and_gradients(small, rows_x, rows_y, matmul)
+
+
+def its_loss():
+    return softmax_cross_entropy(forward(small, rows_x, matmul)[1], rows_y)[0]
+
+
+for label, parameter, gradient in zip(("w1", "b1", "w2", "b2"), small, gradients):
+    tried = numerical_gradient(its_loss, parameter)
+    print(f"{label}: largest difference {np.abs(tried - gradient).max():.0e}")
+
+# %% [markdown]
+# Ten digits agree, and that is all that trying can give: it divides a tiny difference, which has lost most of
+# its digits, by a tiny h. **Why float64?** In float32 the difference has hardly any digits left:
+
+# %%
+small32 = [parameter.astype(np.float32) for parameter in small]
+x32 = rows_x.astype(np.float32)
+tried = numerical_gradient(
+    lambda: softmax_cross_entropy(forward(small32, x32, matmul)[1], rows_y)[0],
+    small32[3],
+)
+print(f"b2 in float32: largest difference {np.abs(tried - gradients[3]).max():.0e}")
+print(f"the gradient's own largest element   {np.abs(gradients[3]).max():.0e}")
+
+# %% [markdown]
+# ## A step
+#
+# **Stochastic gradient descent**, SGD: take some rows (a **batch**), compute the gradients of their loss, move
+# every parameter a little against its gradient, and take the next rows. How far is the **learning rate**.
+#
+# **Exercise 7.5: sgd_step.** Change each array of `parameters` *in place*: subtract `rate` times its gradient.
+# Nothing is returned.
+
+
+# %% tags=["exercise"]
+def sgd_step(parameters, gradients, rate):
+    """Move each parameter against its gradient, in place."""
+    ...  # about 2 lines
+
+
+# %%
+check(sgd_step)
+
+# %%
+sgd_step = or_solution(sgd_step)
+
+
+def train(parameters, matmul, epochs=20, batch=64, rate=0.2, seed=0):
+    rng, losses = np.random.default_rng(seed), []
+    for _ in range(epochs):
+        order = rng.permutation(len(x))
+        for start in range(0, len(x), batch):
+            rows = order[start : start + batch]
+            loss, gradients = loss_and_gradients(parameters, x[rows], y[rows], matmul)
+            sgd_step(parameters, gradients, rate)
+            losses.append(loss)
+    return losses
+
+
+# %% [markdown]
+# Every row once is an **epoch**. Twenty of them:
+
+# %%
+network = new_network()
+start = time.perf_counter()
+losses = train(network, matmul)
+print(f"{time.perf_counter() - start:.2f} s, loss {losses[0]:.2f} to {losses[-1]:.3f}")
+print(f"{accuracy(network, test_x, test_y):.1%} of the held-out digits are read right")
+
+# %%
+figure, axes = draw(height=2.8)
+axes.plot(losses, color=BLUE, linewidth=1)
+axes.axhline(np.log(10), color=ORANGE, linestyle="--", linewidth=1)
+name(axes, len(losses), np.log(10), "guessing", ORANGE)
+axes.set(xlabel="step", ylabel="loss of the batch", ylim=0, xlim=(0, len(losses)))
+show(
+    figure,
+    "The loss falls from guessing, and jumps: every batch has other rows.",
+    alt="The loss against the steps: it starts near 2.3, falls fast in the first "
+    "twenty steps, and then slowly, with small jumps.",
+)
+
+# %% [markdown]
+# You have written a network that reads. These are some that it did not:
+
+# %%
+said_digits = forward(network, test_x, matmul)[1].argmax(axis=1)
+missed = np.flatnonzero(said_digits != test_y)[:7]
+digit_pictures(
+    test_x[missed],
+    [f"{test_y[i]} as {said_digits[i]}" for i in missed],
+    "Held-out digits that it got wrong: what they are, and as what they were read.",
+)
+
+# %% [markdown]
+# ## How long should that take?
+#
+# Count. A product of m x k and k x n has m k n multiply-adds, which are 2 m k n FLOPs. A weight matrix has k n
+# parameters, so forward takes 2 FLOPs for each parameter and row, backward twice that: **6 x parameters x
+# rows**. You will meet this rule again wherever somebody estimates what training costs, up to the largest
+# models. (Biases cost next to nothing. And the gradient by the pixels, which your `linear_backward` computes in
+# the first layer, is needed by nobody: libraries leave it out.)
+
+# %%
+parameters = sum(each.size for each in network)
+flops = 6 * parameters * len(x)  # of an epoch
+print(f"{parameters:,} parameters, {len(x):,} rows")
+print(f"{flops / 1e6:,.0f} million FLOPs an epoch")
+
+# %% [markdown]
+# And each rung's rate, for products as large as the first layer's. (The slowest two have to multiply 8 rows
+# only.)
+
+
+# %%
+def best_seconds(call, rounds):
+    times = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def rate_of(multiply, rows=64, rounds=20):
+    a, b = x[:rows], network[0]
+    multiply(a, b)  # the first call compiles
+    return 2 * rows * b.size / best_seconds(lambda: multiply(a, b), rounds)
+
+
+# %%
+rungs = ["s2_vectors", "s3_compiled", "s4_loop_order", "s6_register_tile"]
+if backend() == "gpu":
+    rungs.append("s5_thread_tile_2d")  # matrices are copied to the GPU and back
+multiplies = {each: rung(each).matmul for each in ("s1_python_loops", *rungs)}
+multiplies["NumPy's BLAS"] = np.matmul
+rates = {}
+for label, multiply in multiplies.items():
+    slow = label in ("s1_python_loops", "s2_vectors")
+    rates[label] = rate_of(multiply, *((8, 1) if slow else ()))
+    rate, t = rates[label] / 1e9, flops / rates[label]
+    print(f"{label:20}{rate:9.4f} GFLOP/s: {t:10.4f} s an epoch")
+
+# %% [markdown]
+# ## Predict, then measure
+#
+# The right column is what an epoch takes *if products were everything*, and you ran twenty. With the Python
+# loops you would wait for minutes: these are not run. Now a guess: by which factor is an **epoch** faster on
+# rung 6 than on rung 3? (The table has how much faster the products are.)
+
+# %%
+prediction = None  # your guess, such as 10; None draws no guess
+
+# %%
+epoch = {}
+for label in [each for each in multiplies if each != "s1_python_loops"]:
+    rounds = 1 if label == "s2_vectors" else 5
+    run = partial(train, new_network(), multiplies[label], epochs=1)
+    epoch[label] = best_seconds(run, rounds)
+    print(f"{label:20}{epoch[label] * 1e3:9.1f} ms an epoch")
+gain = epoch["s3_compiled"] / epoch["s6_register_tile"]
+of_products = rates["s6_register_tile"] / rates["s3_compiled"]
+print(f"rung 6 against rung 3: products {of_products:.1f} x, an epoch {gain:.1f} x")
+
+# %% [markdown]
+# Where did the rest go? An epoch also picks rows, takes maxima, exponentials and sums, and Python calls all of
+# this. How long that takes can be measured: train with a `matmul` that returns zeros at once. (It learns
+# nothing, of course.)
+
+
+# %%
+def no_matmul(a, b):
+    return np.zeros((len(a), b.shape[1]), a.dtype)
+
+
+rest = best_seconds(partial(train, new_network(), no_matmul, epochs=1), 5)
+model = {label: rest + flops / rates[label] for label in epoch}
+print(f"all but the products: {rest * 1e3:.1f} ms an epoch")
+gain = model["s3_compiled"] / model["s6_register_tile"]
+print(f"by the model an epoch on rung 6 is {gain:.1f} x as fast as on rung 3")
+
+# %%
+epochs_picture(epoch, model, rest, prediction)
+
+# %% [markdown]
+# For slow rungs an epoch takes what the products take. For fast ones it hardly changes any more: it comes close
+# to the dashed line, and a product that took no time at all would only bring it *to* that line. This is
+# **Amdahl's law** (1967): who makes one part faster is left with the others. Where a bar goes beyond its orange
+# mark, the model's rate was too good: it was measured on the large first layer, forward. The second layer, with
+# 10 columns, fills no tile, and in backward one factor of each product is transposed, and not read along its
+# rows.
+#
+# In a large network the products grow with the square of its width, what is done element by element only with
+# the width, and Python's calls not at all. There the products are nearly everything again, and their rate
+# decides. Change `sizes` in `new_network` to (64, 1024, 10), and see how the bars move. (If you have a GPU, its
+# bar is long here: for products as small as these the way there and back takes longer than the product.)
+#
+# What did *not* change from rung to rung is the result, but for rounding: each adds in another order.
+
+# %%
+for label in ("s3_compiled", "s6_register_tile", "NumPy's BLAS"):
+    again = new_network()
+    losses = train(again, multiplies[label])
+    right = accuracy(again, test_x, test_y)
+    print(f"{label:20} last loss {losses[-1]:.9f}, {right:.1%} right")
+
+# %% [markdown]
+# ## Break it
+#
+# Six ways to begin, ten epochs each: learning rates, and factors on the first weights. Which of them will
+# learn? (A unit in the middle is *dead* if its input is negative or 0 for every held-out digit: ReLU then
+# passes nothing, forward or backward.)
+
+
+# %%
+def broken(rate, scale):
+    network = new_network(scale=scale)
+    with np.errstate(all="ignore"):
+        losses = train(network, matmul, epochs=10, rate=rate)
+    hidden, _ = forward(network, test_x, matmul)
+    dead = (hidden <= 0).all(axis=0).sum()
+    right = accuracy(network, test_x, test_y)
+    print(f"{rate:6}{scale:11}{np.mean(losses[-20:]):13.3g}{right:8.0%}{dead:13}")
+
+
+print("  rate    weights    last loss   right   dead units")
+for rate, scale in ((0.2, 1), (0.002, 1), (20, 1), (0.2, 0.001), (0.2, 0), (0.2, 100)):
+    broken(rate, scale)
+
+# %% [markdown]
+# **Too small a rate** learns, slowly. **Too large a one** jumps across the valley, so far that nearly all units
+# are dead: no row gives them a gradient any more, and no further training wakes them. **Zeros** never learn:
+# the middle is 0, so w2 gets no gradient, and w2 is 0, so w1 gets none. Only the last bias moves, and the loss
+# stays at log 10. **Tiny weights** are nearly that: small numbers times small numbers, and it takes long to get
+# going. **Huge weights** begin with a huge loss, which only a stable softmax survives. They may end up right
+# for many digits; but where the network is wrong it is *very* sure, and the loss says so.
+#
+# In *deep* networks this is worse, since each layer multiplies. Below are ten layers with a ReLU after each,
+# and the typical size of the numbers after each layer, for three scales of the first weights. He et al. (2015)
+# derived the one that neither vanishes nor explodes: sqrt(2 / inputs), which `new_network` takes.
+
+
+# %%
+def sizes_through(scale, layers=10, width=256):
+    rng = np.random.default_rng(0)
+    signal, found = rng.standard_normal((32, width)), []
+    for _ in range(layers):
+        w = rng.standard_normal((width, width)) * np.sqrt(2 / width) * scale
+        signal = np.maximum(matmul(signal, w), 0)
+        found.append(np.sqrt((signal**2).mean()))
+    return found
+
+
+# %%
+figure, axes = draw(height=3.0)
+for scale, color in ((2, RED), (1, GREEN), (0.5, BLUE)):
+    found = sizes_through(scale)
+    axes.plot(range(1, 11), found, "o-", color=color, markersize=4)
+    name(axes, 10, found[-1], f"{scale} x He's", color, dx=9)
+axes.set(yscale="log", xlabel="layer", ylabel="typical size of its outputs")
+show(
+    figure,
+    "Twice He's weights, and after ten layers the numbers are a thousand times as "
+    "large; half, and they are a thousandth. Gradients go the same way back.",
+    alt="Three lines over ten layers on a logarithmic scale: one rises steadily, one "
+    "stays level, one falls steadily.",
+)
+
+# %% [markdown]
+# ## The same with autograd
+#
+# PyTorch's autograd records what forward does and calls each operation's backward, in reverse: what you did by
+# hand. `minidist.model.matmul` plugs a rung into it (one class, with your two products in it), so that from
+# here on every network of this course can run on any rung. Same weights, same rows: the same gradients?
+
+# %%
+rows_x, rows_y = data.train[torch.arange(64)]
+linear = partial(Linear, rung=rung("s6_register_tile"))
+model = MLP((64, 128, 10), linear=linear)
+torch.nn.functional.cross_entropy(model(rows_x), rows_y).backward()
+copied = [parameter.detach().numpy().T.copy() for parameter in model.parameters()]
+_, gradients = loss_and_gradients(copied, rows_x.numpy(), rows_y.numpy(), matmul)
+pairs = zip(model.parameters(), gradients)
+max(np.abs(each.grad.numpy().T - mine).max() for each, mine in pairs)
+
+# %% [markdown]
+# ## What breaks in practice, and how one sees it
+#
+# - **A gradient that is nearly right** (a forgotten mean, a transposed square matrix) still makes the loss
+#   fall. Only the gradient check tells. Run it in float64, with sizes that are all different, so that a wrong
+#   shape cannot fit.
+# - **A check at a kink.** ReLU has no slope at 0; where trying crosses it, the two differ. A single bad element
+#   among thousands is that, a whole row is a bug.
+# - **NaN.** It spreads, and the first loss that is NaN is too late to look. Check `np.isfinite` of the loss in
+#   every step, and look at the step before: a large rate, a large logit, a log of 0.
+# - **A loss that stays at log of the number of classes** (2.3 here): nothing is learned. Zeros or tiny weights,
+#   a rate of almost 0, or `parameter = parameter - ...`, which changes nobody's array.
+# - **Good on what it learned, bad on what it did not**: it remembers. Only held-out rows show it; never choose
+#   a rate or stop by looking at them, or they are held out no longer.
+# - **A product is fast and training is not**: measure all the rest, as above, before you tune the product
+#   again.
+#
+# ## Further reading
+#
+# - Rumelhart, Hinton and Williams, *Learning representations by back-propagating errors*, 1986: the walk back,
+#   in four pages.
+# - He, Zhang, Ren and Sun, *Delving Deep into Rectifiers*, 2015: why the first weights are drawn with sqrt(2 /
+#   inputs); section 2.2.
+# - Bottou, Curtis and Nocedal, *Optimization Methods for Large-Scale Machine Learning*, 2018: what SGD does and
+#   when it converges; sections 3 and 4.
+#
+# Next: lesson 08 leaves the single process: several of them, that have only messages.

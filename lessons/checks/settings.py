@@ -1,0 +1,31 @@
+"""Settings: what a rank sets up around the reader's function, so that a check sees more than its result.
+
+A setting is a function of a checks' module that is called as setting(function, *args) in each rank: it may
+make views, call backward, or count memory, and returns what the check compares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from checks.exercises import Answer
+from checks.ranks import Case, Run, on_ranks
+
+
+@dataclass
+class Driver:
+    """In a rank: calls the setting with the reader's `function`."""
+
+    function: Callable[..., Any]
+    setting: Callable[..., Any]
+
+    def __call__(self, *args: Any) -> Any:
+        """What the setting makes of it."""
+        return self.setting(self.function, *args)
+
+
+def driven(answer: Answer, setting: Callable[..., Any], cases: list[Case]) -> list[Run]:
+    """Run cases in a setting, each rank in its own process; all cases have the same number of ranks."""
+    return on_ranks(Answer(answer.name, Driver(answer.function, setting)), cases)

@@ -1,0 +1,307 @@
+"""Checks of lesson 12: products that ranks share, the operators at both ends, a loss, and shared tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+import minidist as md
+from checks.exercises import Answer, Lesson
+from checks.ranks import Case, Run, says
+from checks.settings import driven
+from checks.verdicts import Right, Tally, compare, wrong
+from minidist import comm
+
+lesson = Lesson(12, "tensor_parallel")
+check, hint, or_solution = lesson.check, lesson.hint, lesson.or_solution
+
+RANKS = (2, 3, 4, 1)
+
+
+def normal(draw: np.random.Generator, *shape: int) -> torch.Tensor:
+    """Normal numbers in float64, so that the order of a sum makes no difference to speak of."""
+    return torch.from_numpy(draw.normal(size=shape))
+
+
+def parts(whole: torch.Tensor, ranks: int, dim: int) -> list[torch.Tensor]:
+    """Each rank's, contiguous."""
+    return [part.contiguous() for part in whole.tensor_split(ranks, dim)]
+
+
+def on(ranks: int) -> str:
+    """The number of ranks in words."""
+    return f"{ranks} rank{'s' * (ranks > 1)}"
+
+
+def all_reduce_bytes(size: int, ranks: int) -> int:
+    """What a rank sends in an all-reduce."""
+    return 2 * (ranks - 1) * size // ranks
+
+
+def same(got: Any, right: torch.Tensor, what: str) -> None:
+    """`compare`, as closely as float64 allows."""
+    compare(got, right, what, rtol=1e-9, atol=1e-11)
+
+
+@lesson.exercise(
+    "12.1",
+    hints=(
+        "Forget the other ranks at first: with your columns of a, which columns of gelu(x @ a) do you have? "
+        "And which rows of b do they meet?",
+        "hidden = functional.gelu(x @ a) are your columns of the middle, and hidden @ b is one summand of y.",
+        "return comm.all_reduce(functional.gelu(x @ a) @ b)",
+    ),
+)
+def shared_mlp_forward(answer: Answer, draw: np.random.Generator) -> Right:
+    """Two products with one message."""
+    tally, tried = Tally(), 0
+    for ranks in RANKS:
+        cases, rights = [], []
+        for tokens, width, middle in ((1, 1, ranks), (2, 3, 2 * ranks), (5, 4, 3 * ranks), (0, 2, ranks)):
+            x, a, b = normal(draw, tokens, width), normal(draw, width, middle), normal(draw, middle, width)
+            args = list(zip([x] * ranks, parts(a, ranks, 1), parts(b, ranks, 0), strict=True))
+            text = f"{on(ranks)} with x {(tokens, width)}, a {(width, middle)} and b {(middle, width)}"
+            cases.append(Case(args, text))
+            rights.append(functional.gelu(x @ a) @ b)
+        for run, right in zip(driven(answer, _plain, cases), rights, strict=True):
+            for rank in range(ranks):
+                y, x_after = run.results[rank]
+                same(y, right, f"On {says(run.case)}, rank {rank}'s y")
+                own = run.case.args[rank][0]
+                same(x_after, own, f"On {says(run.case)}, rank {rank}'s x, which should stay as it was,")
+                _bytes(tally, run, rank, all_reduce_bytes(right.nbytes, ranks))
+            tried += 1
+    return Right(tried, tally.scores)
+
+
+def _plain(function: Callable[..., Any], x: torch.Tensor, *others: torch.Tensor) -> tuple[Any, torch.Tensor]:
+    return function(x, *others), x
+
+
+def _bytes(
+    tally: Tally,
+    run: Run,
+    rank: int,
+    par: int,
+    idea: str = "one all-reduce of y is all that has to be said",
+) -> None:
+    tally.add("Bytes sent by a rank", run.sent(rank), par, idea)
+
+
+@lesson.exercise(
+    "12.2",
+    hints=(
+        "Both methods are a line. Look at leave, and let forward and backward change places.",
+        "forward returns x.view_as(x). backward returns a sum over the ranks, of a copy: the gradient may be "
+        "another operator's, too.",
+        "forward: return x.view_as(x). backward: return comm.all_reduce(gradient.clone()).",
+    ),
+)
+def enter(answer: Answer, draw: np.random.Generator) -> Right:
+    """The identity whose gradient is an all-reduce."""
+    tally, tried = Tally(), 0
+    for ranks in RANKS:
+        cases = []
+        for shape in ((1,), (3,), (4, 2), (0,)):
+            x, w = normal(draw, *shape), normal(draw, *shape)
+            args = [(x, w, normal(draw, *shape)) for _ in range(ranks)]
+            cases.append(Case(args, f"{on(ranks)} with x of shape {shape}"))
+        for run in driven(answer, _there_and_back, cases):
+            total = sum(args[2] for args in run.case.args)
+            for rank, (x, _, c) in enumerate(run.case.args):
+                y, gradient, beside, forward, after = run.results[rank]
+                where = f"On {says(run.case)}, rank {rank}'s"
+                same(y, x, f"{where} result")
+                same(gradient, total, f"{where} gradient of x")
+                same(beside, 2 * c, f"{where} gradient of another tensor, which got the same one, and which")
+                same(after, x, f"{where} x, which should stay as it was,")
+                tally.add("Bytes sent forward", forward, 0, "forward has nothing to say")
+                tally.add("Bytes sent backward", run.sent(rank) - forward, all_reduce_bytes(x.nbytes, ranks))
+            tried += 1
+    return Right(tried, tally.scores)
+
+
+def _there_and_back(
+    function: Callable[..., Any], x: torch.Tensor, w: torch.Tensor, c: torch.Tensor
+) -> tuple[Any, ...]:
+    """The gradient that arrives is c, and another tensor gets the same one, later."""
+    x, w = x.clone().requires_grad_(), w.clone().requires_grad_()
+    other = 2 * w
+    with comm.ledger() as ledger:
+        y = function(x)
+    if not isinstance(y, torch.Tensor) or y.shape != c.shape:
+        return y, None, None, 0, x.detach()
+    forward = ledger.bytes_sent
+    seen = y.detach().clone()
+    ((y + other) * c).sum().backward()
+    gradient = torch.zeros_like(x) if x.grad is None else x.grad
+    return seen, gradient, w.grad, forward, x.detach()
+
+
+@lesson.exercise(
+    "12.3",
+    hints=(
+        "The MLP again: enter, products with your columns, something in the middle that looks at your part "
+        "alone, the product with your rows, leave.",
+        "inside = enter(x), once, and inside @ query, inside @ key, inside @ value, each as (heads, tokens, "
+        "head_size). What attention returns goes back to (tokens, columns), and through output.",
+        "q, k, v = ((inside @ w).unflatten(1, (-1, head_size)).transpose(0, 1) for w in (query, key, "
+        "value)); mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True); return "
+        "leave(mixed.transpose(0, 1).flatten(1) @ output).",
+    ),
+)
+def shared_attention(answer: Answer, draw: np.random.Generator) -> Right:
+    """Attention whose heads are shared by ranks, forward and backward."""
+    tally, tried = Tally(), 0
+    for ranks in RANKS:
+        cases, rights = [], []
+        for tokens, heads, head_size in ((1, 1, 1), (3, 1, 2), (4, 2, 3), (int(draw.integers(5, 9)), 3, 2)):
+            width = ranks * heads * head_size
+            x, c = normal(draw, tokens, width), normal(draw, tokens, width)
+            matrices = [normal(draw, width, width) / width**0.5 for _ in range(4)]
+            cut = [parts(w, ranks, 1) for w in matrices[:3]] + [parts(matrices[3], ranks, 0)]
+            args = [(x, *own, head_size, c) for own in zip(*cut, strict=True)]
+            text = (
+                f"{on(ranks)} with {tokens} token{'s' * (tokens > 1)} and {ranks * heads} heads "
+                f"of size {head_size}"
+            )
+            cases.append(Case(args, text))
+            rights.append(_whole_attention(x, matrices, head_size, c))
+        for run, (y, of_x, of_query) in zip(driven(answer, _attention, cases), rights, strict=True):
+            for rank in range(ranks):
+                where = f"On {says(run.case)}, rank {rank}'s"
+                same(run.results[rank][0], y, f"{where} y")
+                same(run.results[rank][1], of_x, f"{where} gradient of x")
+                own = parts(of_query, ranks, 1)[rank]
+                same(run.results[rank][2], own, f"{where} gradient of query")
+                par = 2 * all_reduce_bytes(y.nbytes, ranks)
+                _bytes(tally, run, rank, par, "enter x once, and use it three times")
+            tried += 1
+    return Right(tried, tally.scores)
+
+
+def _whole_attention(
+    x: torch.Tensor, matrices: list[torch.Tensor], head_size: int, c: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """In one process: y, and the gradients of x and of the queries' matrix where that of y is c."""
+    x, query = x.clone().requires_grad_(), matrices[0].clone().requires_grad_()
+    heads = [(x @ w).unflatten(1, (-1, head_size)).transpose(0, 1) for w in (query, matrices[1], matrices[2])]
+    mixed = functional.scaled_dot_product_attention(*heads, is_causal=True)
+    y = mixed.transpose(0, 1).flatten(1) @ matrices[3]
+    of_x, of_query = torch.autograd.grad((y * c).sum(), (x, query))
+    return y.detach(), of_x, of_query
+
+
+def _attention(function: Callable[..., Any], x: torch.Tensor, *others: Any) -> tuple[Any, ...]:
+    *matrices, head_size, c = others
+    x, query = x.clone().requires_grad_(), matrices[0].clone().requires_grad_()
+    y = function(x, query, *matrices[1:], head_size)
+    if not isinstance(y, torch.Tensor) or y.shape != c.shape or not y.requires_grad:
+        return (y.detach() if isinstance(y, torch.Tensor) else y), None, None
+    (y * c).sum().backward()
+    return y.detach(), x.grad, query.grad
+
+
+@lesson.exercise(
+    "12.4",
+    hints=(
+        "Do it in this order: the row's largest logit over all ranks; exponentials of the logits less that; "
+        "their sum over this rank's part, and over all ranks; the target's logit, which one rank has and the "
+        "others count as 0.",
+        "local = targets - md.rank() * columns is the target's column here, and mine = (local >= 0) & (local "
+        "< columns) says whether it is one at all. For rows that are not mine use any column and multiply by "
+        "0. One all-reduce of torch.stack([sums, scores]) does for both.",
+        "largest = comm.all_reduce(logits.amax(1), 'max'); e = (logits - largest[:, None]).exp(); local = "
+        "local.clamp(0, columns - 1); score = (logits.gather(1, local[:, None])[:, 0] - largest) * mine; "
+        "total, score = comm.all_reduce(torch.stack([e.sum(1), score])); loss = (total.log() - "
+        "score).mean(); the gradient is e / total[:, None], less 1 at [row, local] where mine, over the "
+        "number of rows.",
+    ),
+)
+def vocabulary_loss(answer: Answer, draw: np.random.Generator) -> Right:
+    """Cross-entropy of logits that ranks have in parts."""
+    tally, tried = Tally(), 0
+    for ranks in RANKS:
+        cases, rights = [], []
+        for rows, columns, shift in ((1, 1, 0), (1, 2, 0), (4, 3, 0), (int(draw.integers(5, 20)), 5, 1000)):
+            vocabulary = ranks * columns
+            # Far from 0 the exponentials of the bare logits are infinite, or all 0.
+            logits = 3 * normal(draw, rows, vocabulary) + shift * normal(draw, rows, 1)
+            targets = torch.from_numpy(draw.integers(0, vocabulary, rows))
+            args = [(own, targets) for own in parts(logits, ranks, 1)]
+            text = f"{on(ranks)} with {rows} row{'s' * (rows > 1)} and a vocabulary of {vocabulary}"
+            cases.append(Case(args, text + (", logits far from 0" if shift else "")))
+            whole = logits.clone().requires_grad_()
+            loss = functional.cross_entropy(whole, targets)
+            loss.backward()
+            rights.append((loss.detach(), whole.grad))
+        for run, (loss, gradient) in zip(driven(answer, _loss, cases), rights, strict=True):
+            for rank in range(ranks):
+                got, where = run.results[rank], f"On {says(run.case)}, rank {rank}'s"
+                if not isinstance(got, tuple | list) or len(got) != 2:
+                    wrong(f"{where} result should be two: the loss, and the gradient of its logits.")
+                compare(got[0], loss, f"{where} loss", rtol=1e-6, atol=1e-9)
+                own = parts(gradient, ranks, 1)[rank]
+                compare(got[1], own, f"{where} gradient", rtol=1e-6, atol=1e-9)
+                rows = len(run.case.args[0][1])
+                par = 3 * 2 * (ranks - 1) * 8 * rows / ranks
+                _bytes(tally, run, rank, round(par), "three numbers a row: the largest, the sum, the score")
+            tried += 1
+    return Right(tried, tally.scores)
+
+
+def _loss(function: Callable[..., Any], logits: torch.Tensor, targets: torch.Tensor) -> Any:
+    return function(logits.clone(), targets.clone())
+
+
+@lesson.exercise(
+    "12.5",
+    hints=(
+        "Forward is one call of comm's. Backward: rank 1's gradient for token 0 belongs to rank 0, and so "
+        "does rank 2's. What sums over ranks and leaves each its own part?",
+        "The mirror image of an all-gather is a reduce-scatter.",
+        "forward: return comm.all_gather(x). backward: return comm.reduce_scatter(gradient).",
+    ),
+)
+def gather_tokens(answer: Answer, draw: np.random.Generator) -> Right:
+    """An all-gather whose gradient is a reduce-scatter."""
+    tally, tried = Tally(), 0
+    for ranks in RANKS:
+        cases = []
+        for tokens, width in ((1, 1), (2, 3), (3, 2), (int(draw.integers(4, 8)), 5)):
+            args = [(normal(draw, tokens, width), normal(draw, tokens * ranks, width)) for _ in range(ranks)]
+            cases.append(
+                Case(args, f"{on(ranks)} with {tokens} of {tokens * ranks} tokens each, {width} wide")
+            )
+        for run in driven(answer, _gathered, cases):
+            whole = torch.cat([args[0] for args in run.case.args])
+            total = sum(args[1] for args in run.case.args)
+            for rank, (x, _) in enumerate(run.case.args):
+                y, gradient, forward = run.results[rank]
+                where = f"On {says(run.case)}, rank {rank}'s"
+                same(y, whole, f"{where} result")
+                same(gradient, parts(total, ranks, 0)[rank], f"{where} gradient of x")
+                par = (ranks - 1) * x.nbytes
+                tally.add("Bytes sent forward", forward, par)
+                tally.add(
+                    "Bytes sent backward",
+                    run.sent(rank) - forward,
+                    par,
+                    "each rank needs the sum for its own tokens only, which is a reduce-scatter",
+                )
+            tried += 1
+    return Right(tried, tally.scores)
+
+
+def _gathered(function: Callable[..., Any], x: torch.Tensor, c: torch.Tensor) -> tuple[Any, Any, int]:
+    x = x.clone().requires_grad_()
+    with comm.ledger() as ledger:
+        y = function(x)
+    if not isinstance(y, torch.Tensor) or y.shape != (len(x) * md.size(), x.shape[1]):
+        return y, None, 0
+    (y * c).sum().backward()
+    return y.detach(), torch.zeros_like(x) if x.grad is None else x.grad, ledger.bytes_sent
