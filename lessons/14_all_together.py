@@ -296,7 +296,7 @@ print(cluster.run(same, "dp=2", "tp=2")[0])
 # ## Choose
 #
 # Most advice on layouts is one sentence: **if plain data parallelism fits, take it.** It has the fewest parts,
-# and its messages hide behind the backward pass (lesson 09). Only when it does not fit compare what does.
+# and its messages hide behind the backward pass (lesson 09). Only when it does not fit, compare what does.
 #
 # **Exercise 14.5: choose.** `layouts` is a list. `need(layout)` gives the bytes that a rank needs, and
 # `seconds(layout)` a prediction of a step's time. Return a plain data-parallel layout (tp, pp and cp of 1, zero
@@ -316,11 +316,12 @@ def choose(layouts, budget, need, seconds):
 check(choose)
 
 # %% [markdown]
-# Now for the 64 GPUs: 8 hosts of 8, NVLink between the GPUs of a host, and a network card for each GPU. A model
-# of the time in a few lines: the arithmetic is 6 operations for each parameter and token, and 8 with
-# activations that are computed again; a pipeline stands still for (pp - 1) / micro-batches of it (lesson 11);
-# dp hides behind the backward pass, which is two thirds; and a group's bytes take the time of the links that it
-# spans. 400 TFLOP/s a GPU is an assumption, and a good day.
+# Now for the 64 GPUs: 8 hosts of 8, NVLink (a fast link) between the GPUs of a host, and a network card for
+# each GPU. A model of the time in a few lines. The arithmetic is 6 operations for each parameter and token, and
+# 8 with activations that are computed again; a pipeline stands still for (pp - 1) / micro-batches of it (lesson
+# 11). A group's bytes go over NVLink where it fits into a host, else over the network. What dp sends hides
+# behind the backward pass, at least two thirds of the arithmetic. 400 TFLOP/s a GPU is an assumption, and a
+# good day.
 
 # %%
 choose = or_solution(choose)

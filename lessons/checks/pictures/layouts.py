@@ -37,7 +37,7 @@ def mesh_animation() -> None:
         group = {rank: rank // (2 * stride) * stride + rank % stride for rank in RANKS}
         scene.frame(
             note,
-            {f"{r} {group[r]}": (*at[r], f"rank {r}: {axis} group {LETTERS[group[r]]}") for r in RANKS},
+            {f"{r} {group[r]}": (*at[r], f"rank {r}: group {LETTERS[group[r]]}") for r in RANKS},
         )
     animate(
         scene,
