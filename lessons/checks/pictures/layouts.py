@@ -29,10 +29,10 @@ def mesh_animation() -> None:
         "The place of each rank: tp counts fastest, then dp, then pp. cp is 1 here, and left out.",
         {f"{rank} 0": (*at[rank], f"{rank}: {places[rank]}") for rank in RANKS},
     )
-    for axis, stride, note in (
-        ("tp", 1, "tp: four groups of neighbours. They talk in each block of the model, and share a host."),
-        ("dp", 2, "dp: each rank and the one two further on. They sum gradients, once in a step."),
-        ("pp", 4, "pp: each rank and the one four further on. Only these messages leave the host."),
+    for stride, note in (
+        (1, "tp: four groups of neighbours. They talk in each block of the model, and share a host."),
+        (2, "dp: each rank and the one two further on. They sum gradients, once in a step."),
+        (4, "pp: each rank and the one four further on. Only these messages leave the host."),
     ):
         group = {rank: rank // (2 * stride) * stride + rank % stride for rank in RANKS}
         scene.frame(
