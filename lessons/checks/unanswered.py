@@ -26,7 +26,7 @@ def functions_of(answer: Any) -> Iterator[FunctionType]:
     elif inspect.isclass(answer):
         for value in vars(answer).values():
             value = getattr(value, "__func__", value)
-            if isinstance(value, FunctionType) and value.__module__ == answer.__module__:
+            if isinstance(value, FunctionType) and value.__module__ in (answer.__module__, None):
                 yield value
 
 
