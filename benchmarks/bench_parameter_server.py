@@ -23,7 +23,7 @@ from minidist import comm
 from minidist.benchmarks.turns import Benchmark, compared, measure_turns, record
 from minidist.model.data import dataset
 from minidist.model.loss import accuracy, cross_entropy
-from minidist.model.models import MLP
+from minidist.model.mlp import MLP
 from minidist.model.sampler import Sampler
 
 GROUP = "Parameter server: to 95% on the digits, 3 workers of 32 rows a step"

@@ -23,7 +23,7 @@ from minidist.benchmarks.steps import SEED
 from minidist.kernels.harness import time_in_turns
 from minidist.model.configs import GPTConfig, config
 from minidist.model.data import dataset
-from minidist.model.models import GPT
+from minidist.model.gpt import GPT
 from minidist.parallel.instructions import Instruction
 from minidist.parallel.layerwise import cut, measure
 

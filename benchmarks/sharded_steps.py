@@ -19,7 +19,7 @@ from minidist import comm
 from minidist.benchmarks.steps import SEED, Case, Timed, plain_loop
 from minidist.kernels.harness import time_in_turns
 from minidist.model.configs import config
-from minidist.model.models import GPT, Block
+from minidist.model.gpt import GPT, Block
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-3)
 Step = Callable[[Tensor, Tensor], float]

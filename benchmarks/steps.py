@@ -20,7 +20,8 @@ from minidist import comm
 from minidist.kernels.harness import time_in_turns
 from minidist.model.configs import config
 from minidist.model.data import dataset
-from minidist.model.models import GPT, MLP
+from minidist.model.gpt import GPT
+from minidist.model.mlp import MLP
 from minidist.model.sampler import Sampler
 
 SEED = 0

@@ -22,7 +22,7 @@ from minidist.benchmarks.steps import SEED
 from minidist.kernels.harness import time_in_turns
 from minidist.model.configs import config
 from minidist.model.data import dataset
-from minidist.model.models import GPT, Block
+from minidist.model.gpt import GPT, Block
 from minidist.model.sampler import Sampler
 from minidist.parallel.tensor_parallel import parallelize
 from minidist.parallel.tensor_plans import plan_for

@@ -13,18 +13,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.util
-import json
 import math
 import os
 import sys
 import traceback
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
+
+from minidist.cli_output import console, explain, print_json, require, say, short, show
+
+if TYPE_CHECKING:
+    from minidist.train import TrainConfig, TrainResult
 
 app = typer.Typer(
     name="minidist",
@@ -36,6 +38,9 @@ app = typer.Typer(
 )
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else, on stdout.")]
+Batch = Annotated[int, typer.Option(help="Rows of a global batch, over all ranks.")]
+Dtype = Annotated[str, typer.Option(help="float32 or float64.")]
+Seed = Annotated[int, typer.Option(help="Of the weights and of the order of rows.")]
 # Read by `main` alone, which sees the errors.
 Debug = Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")]
 
@@ -52,12 +57,12 @@ def train(
         typer.Option(help="Such as dp=2,tp=2,pp=2,micro_batches=4: the fields of md.Layout."),
     ] = None,
     steps: Annotated[int, typer.Option(help="Global batches to train on.")] = 230,
-    batch: Annotated[int, typer.Option(help="Rows of a global batch, over all ranks.")] = 64,
+    batch: Batch = 64,
     lr: Annotated[float, typer.Option(help="Learning rate.")] = 3e-3,
     optimizer: Annotated[str, typer.Option(help="adamw or sgd.")] = "adamw",
     rung: Annotated[str | None, typer.Option(help="Matmul rung for the mlp: s4_loop_order.")] = None,
-    dtype: Annotated[str, typer.Option(help="float32 or float64.")] = "float32",
-    seed: Annotated[int, typer.Option(help="Of the weights and of the order of rows.")] = 0,
+    dtype: Dtype = "float32",
+    seed: Seed = 0,
     clip_norm: Annotated[float | None, typer.Option(help="Largest norm of the gradients: 1.0.")] = None,
     save: Annotated[
         Path | None, typer.Option(help="A folder for checkpoints; the same command goes on from them.")
@@ -116,35 +121,35 @@ def train(
         raise typer.Exit(leave)  # under torchrun, where rank 0 speaks for all
     last = result.losses[-1]
     if as_json:
-        _print_json({"config": dataclasses.asdict(config), **dataclasses.asdict(result)})
+        print_json({"config": dataclasses.asdict(config), **dataclasses.asdict(result)})
     elif result.stopped:
-        _say(
-            f"stopped by SIGTERM after {len(result.losses)} steps, saved in {save}; the same command goes on"
-        )
+        say(f"stopped by SIGTERM after {len(result.losses)} steps, saved in {save}; the same command goes on")
     elif math.isfinite(last):
-        done = len(result.losses) - result.resumed_at
-        went = (
-            f"{done} steps in {result.seconds:.1f} s, {result.rows_per_second:,.0f} rows/s"
-            if done
-            else f"the run in {save} has {result.resumed_at} steps already, and nothing was left to do"
-        )
-        if done and result.resumed_at:
-            went += f", from step {result.resumed_at} on, where the run in {save} was saved"
-        _console().print(
-            f"{config.model_name} on {data}, {result.parameters:,} parameters, layout {chosen}: {went}\n"
-            f"loss {result.losses[0]:.4f} -> {last:.4f}; held out: loss {result.test_loss:.4f}, "
-            f"accuracy {result.test_accuracy:.1%}; sent by a rank: {result.bytes_sent:,} bytes",
-            highlight=False,
-            markup=False,
-            soft_wrap=True,
-        )
+        show(_trained(config, result))
     if not math.isfinite(last):
-        _say(
+        say(
             f"the training diverged: its loss is {last} after {len(result.losses)} steps; "
             f"give a smaller --lr than {lr:g}"
         )
         raise typer.Exit(1)
     raise typer.Exit(leave)
+
+
+def _trained(config: TrainConfig, result: TrainResult) -> str:
+    """How a training went, in two lines."""
+    done = len(result.losses) - result.resumed_at
+    if done:
+        went = f"{done} steps in {result.seconds:.1f} s, {result.rows_per_second:,.0f} rows/s"
+        if result.resumed_at:
+            went += f", from step {result.resumed_at} on, where the run in {config.save} was saved"
+    else:
+        went = f"the run in {config.save} has {result.resumed_at} steps already, and nothing was left to do"
+    return (
+        f"{config.model_name} on {config.data}, {result.parameters:,} parameters, layout {config.layout}: "
+        f"{went}\nloss {result.losses[0]:.4f} -> {result.losses[-1]:.4f}; held out: loss "
+        f"{result.test_loss:.4f}, accuracy {result.test_accuracy:.1%}; sent by a rank: "
+        f"{result.bytes_sent:,} bytes"
+    )
 
 
 @app.command(epilog="Example: minidist compare --model gpt --a dp=1 --b tp=2,pp=2")
@@ -153,10 +158,10 @@ def compare(
     b: Annotated[str, typer.Option("--b", help="The one in question: tp=2,pp=2.")],
     model: Annotated[str, typer.Option(help="gpt (byte-tiny), byte-small, ..., or mlp.")] = "gpt",
     steps: Annotated[int, typer.Option(help="Global batches to take both through.")] = 2,
-    batch: Annotated[int, typer.Option(help="Rows of a global batch, over all ranks.")] = 8,
+    batch: Batch = 8,
     lr: Annotated[float, typer.Option(help="Learning rate of plain SGD.")] = 0.1,
-    dtype: Annotated[str, typer.Option(help="float32 or float64.")] = "float32",
-    seed: Annotated[int, typer.Option(help="Of the weights and of the order of rows.")] = 0,
+    dtype: Dtype = "float32",
+    seed: Seed = 0,
     timeout: Annotated[float | None, typer.Option(help="Seconds that each layout may take.")] = None,
     as_json: Json = False,
     debug: Debug = False,
@@ -169,7 +174,7 @@ def compare(
     from minidist.comparing import compare_layouts
     from minidist.parallel.layout import Layout
 
-    with nullcontext() if as_json else _console().status(f"{a} and {b} take {steps} steps"):
+    with contextlib.nullcontext() if as_json else console().status(f"{a} and {b} take {steps} steps"):
         found = compare_layouts(
             Layout.parse(a),
             Layout.parse(b),
@@ -182,9 +187,9 @@ def compare(
             timeout=timeout,
         )
     if as_json:
-        _print_json({**dataclasses.asdict(found), "agree": found.agree})
+        print_json({**dataclasses.asdict(found), "agree": found.agree})
     else:
-        _console().print(str(found), highlight=False, markup=False, soft_wrap=True)
+        show(str(found))
     raise typer.Exit(0 if found.agree else 1)
 
 
@@ -203,32 +208,27 @@ def bench(
     debug: Debug = False,
 ) -> None:
     """Measure this machine, and keep the results."""
-    _require("bench", "pytest", "pytest_benchmark")
+    require("bench", "pytest", "pytest_benchmark")
     from minidist.benchmarks.run import run
 
     done = run(suites or (), full=full, keyword=keyword, out=out)
     if as_json:
-        _print_json(dataclasses.asdict(done) | {"path": str(done.path)})
+        print_json(dataclasses.asdict(done) | {"path": str(done.path)})
     else:
-        console = _console()
         for line in done.skipped:
-            console.print(f"skipped {line}", style="yellow", highlight=False, markup=False)
+            show(f"skipped {line}", style="yellow")
         many = "benchmark" if done.measured == 1 else "benchmarks"
         kept = "so nothing is kept."
         if done.measured:
-            where = "" if out is None else f" --results {_short(out.parent)}"
-            kept = f"kept in {_short(done.path)}. To read them: minidist report{where}"
-        console.print(
-            f"{done.measured} {many} in {done.seconds:.0f} s, {kept}",
-            highlight=False,
-            soft_wrap=True,
-        )
+            where = "" if out is None else f" --results {short(out.parent)}"
+            kept = f"kept in {short(done.path)}. To read them: minidist report{where}"
+        show(f"{done.measured} {many} in {done.seconds:.0f} s, {kept}")
         if "bench_cuda" in done.suites:
             from minidist.benchmarks import ladder
 
-            ladder.show(console, ladder.pick({done.path.stem: done.results}))
+            ladder.show(console(), ladder.pick({done.path.stem: done.results}))
     if done.failed:
-        _say(f"{len(done.failed)} failed: {'; '.join(done.failed)}")
+        say(f"{len(done.failed)} failed: {'; '.join(done.failed)}")
         raise typer.Exit(1)
 
 
@@ -248,26 +248,26 @@ def report(
     first, found = kept.in_order(results or kept.folder(), machine)
     if as_json:
         climbed = ladder.as_json(ladder.pick(found))
-        _print_json(
+        print_json(
             {"machines": {slug: tables.as_json(each) for slug, each in found.items()}, "cuda_ladder": climbed}
         )
     else:
-        console = _console()
-        tables.show(console, found[next(iter(found))])
-        ladder.show(console, ladder.pick(found))
+        terminal = console()
+        tables.show(terminal, found[next(iter(found))])
+        ladder.show(terminal, ladder.pick(found))
         if first is None:
-            console.print("This machine has no results yet: run minidist bench", style="yellow")
+            show("This machine has no results yet: run minidist bench", style="yellow")
         others = list(found)[1:]
         if others:
-            console.print(f"Also there, with --machine: {', '.join(others)}", highlight=False)
+            show(f"Also there, with --machine: {', '.join(others)}")
         out = out or Path("report.html")
     if out is not None:
-        _require("report", "matplotlib")
+        require("report", "matplotlib")
         from minidist.benchmarks.page import page
 
         out.write_text(page(found), encoding="utf-8")
         if not as_json:
-            _console().print(f"Page with plots: {_short(out)}", highlight=False, soft_wrap=True)
+            show(f"Page with plots: {short(out)}")
 
 
 @app.command(epilog="Example: minidist lessons --progress")
@@ -313,9 +313,9 @@ def doctor(as_json: Json = False, debug: Debug = False) -> None:
 
     parts = examination.examine()
     if as_json:
-        _print_json({"parts": [dataclasses.asdict(part) for part in parts]})
+        print_json({"parts": [dataclasses.asdict(part) for part in parts]})
     else:
-        examination.show(_console(), parts)
+        examination.show(console(), parts)
     if any(part.required and not part.ok for part in parts):
         raise typer.Exit(1)
 
@@ -333,68 +333,11 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except Stopped as stopped:
         code = STOPPED
         if not int(os.environ.get("RANK", "0")):
-            _say(stopped.message)
+            say(stopped.message)
     except Exception as error:
         if "--debug" in words:
             traceback.print_exc()
-        code = _explain(error)
+        code = explain(error)
     if code == 130:
-        _say("stopped")
+        say("stopped")
     sys.exit(code if isinstance(code, int) else 0)
-
-
-def _explain(error: Exception) -> int:
-    """Say an error in one line; return the exit code."""
-    from minidist.comm.errors import RankError
-
-    # typer either imports click or brings it along, so its usage error is reached through what typer itself
-    # exports.
-    usage_error = typer.BadParameter.__mro__[1]
-    if isinstance(error, usage_error):
-        _say(f"{error.format_message()} (minidist --help)")  # type: ignore[attr-defined]
-        return 2
-    if isinstance(error, RankError):
-        _say(error.summary)
-        return 1
-    if isinstance(error, (ValueError, TypeError, ModuleNotFoundError)):
-        _say(str(error))
-        return 2
-    if isinstance(error, OSError) and error.strerror:
-        _say(f"{error.filename}: {error.strerror}" if error.filename else error.strerror)
-        return 1
-    _say(f"{type(error).__name__}: {error} (--debug shows where)")
-    return 1
-
-
-def _require(command: str, *modules: str) -> None:
-    missing = [name.replace("_", "-") for name in modules if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ValueError(f"minidist {command} needs {' and '.join(missing)}: pip install 'minidist[bench]'")
-
-
-def _say(message: str) -> None:
-    print(f"minidist: {' '.join(message.split())}", file=sys.stderr)
-
-
-def _print_json(value: Any) -> None:
-    print(json.dumps(_finite(value), indent=1, ensure_ascii=False, allow_nan=False))
-
-
-def _finite(value: Any) -> Any:
-    """The value with null for NaN and infinity, which JSON does not have."""
-    if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _console() -> Any:
-    from rich.console import Console
-
-    return Console()
-
-
-def _short(path: Path) -> str:
-    """A path as seen from here, where that is shorter."""
-    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)

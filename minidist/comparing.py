@@ -16,7 +16,7 @@ from minidist.parallel.compare import Comparison, differences
 from minidist.parallel.layout import Layout
 from minidist.parallel.prepare import prepare
 from minidist.parallel.recording import Recording, record
-from minidist.train import DEFAULT_MODEL, DTYPES, TrainConfig, build
+from minidist.train_config import DEFAULT_MODEL, TrainConfig, build
 
 
 def compare_layouts(
@@ -71,7 +71,6 @@ def _record(config: TrainConfig) -> Recording | None:
     batches = []
     for step in range(config.steps):
         inputs, targets = data.train[sampler.batch(step)]
-        floating = inputs.is_floating_point()
-        batches.append((inputs.to(DTYPES[config.dtype]) if floating else inputs, targets))
+        batches.append((config.converted(inputs), targets))
     recording = record(engine, batches)
     return recording if comm.rank() == 0 else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 from collections.abc import Callable, Iterator
 
@@ -12,6 +13,10 @@ from minidist.comm.cluster import Cluster
 
 # A shell that runs tests in the background has them ignore Ctrl-C, and what they start would too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# A collection looks at all that torch, Numba and thousands of tests consist of, for half a second each time.
+# There is none while these are made, and later ones look at what tests make.
+gc.disable()
 
 
 @pytest.fixture(scope="session")
@@ -33,3 +38,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Send test functions to ranks by value: no rank then has to import a test module, and pytest with it."""
     for module in {item.module for item in items if isinstance(item, pytest.Function)}:
         cloudpickle.register_pickle_by_value(module)
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000)  # compiling makes millions of objects that stay
+    gc.enable()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()

@@ -23,6 +23,7 @@ import minidist as md
 from minidist import comm
 from minidist.comm.ledgers import Call
 from minidist.comm.records import Order, Record
+from minidist.model import GPT, GPTConfig
 
 Checked = Callable[[int], md.Cluster]
 
@@ -225,10 +226,64 @@ def training() -> None:
     md.assert_in_sync(nn.ModuleList([model[0]]))
 
 
+def sharded_training() -> None:
+    """The first call is made while the module that shards is half made."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    sharded = md.FullyShard(model, torch.optim.SGD, lr=0.1)
+    for _ in range(2):
+        sharded(torch.rand(3, 4)).sum().backward()
+        sharded.step()
+
+
+def model_parallel_training() -> None:
+    for axis in ("tp", "pp", "cp"):
+        tiny = GPTConfig(vocabulary=13, context=8, layers=3, heads=3, width=6)
+        layout = md.Layout.parse(f"{axis}={md.size()},micro_batches=2")
+        engine = md.prepare(GPT(tiny), lambda p: torch.optim.SGD(p, lr=0.1), layout)
+        tokens = torch.randint(13, (2, 4, 8), generator=torch.Generator().manual_seed(0))
+        for _ in range(2):
+            engine.step(*tokens)
+        engine.evaluate(*tokens)
+        engine.full_state_dict()
+
+
+class Silent(nn.Module):
+    """A module that answers nothing yet; nor does an object that raises whatever it is asked."""
+
+    def __init__(self) -> None:
+        comm.all_reduce(torch.ones(2))  # before nn.Module has made anything of it
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.lazy = nn.LazyLinear(3)
+        comm.all_reduce(torch.ones(2))
+
+    def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        raise RuntimeError("named_parameters")
+
+    def __eq__(self, other: object) -> bool:
+        raise RuntimeError("==")
+
+
+class Unbound:
+    """A proxy of nothing."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+
+def modules_that_answer_nothing() -> None:
+    model, proxy = Silent(), Unbound()
+    comm.all_reduce(torch.ones(2))
+    del model, proxy
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize(
     "program",
     [
+        sharded_training,
+        model_parallel_training,
+        modules_that_answer_nothing,
         every_call,
         uneven_parts,
         branches_with_other_names,

@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+import minidist as md
 from minidist import cli
 from minidist.benchmarks import results
 from minidist.comm.errors import RankError
@@ -161,7 +162,7 @@ def test_train_says_where_it_went_on(capfd, monkeypatch, before, told):
     words = ("train", "--steps", "3", "--save", "some/folder")
     assert run(capfd, *words)[:2] == (
         0,
-        f"mlp on digits, 10 parameters, layout {minidist.train.Layout()}: {told}"  # not broken in a pipe
+        f"mlp on digits, 10 parameters, layout {md.Layout()}: {told}"  # not broken in a pipe
         "loss 1.0000 -> 0.2500; held out: loss 0.3000, accuracy 90.0%; sent by a rank: 0 bytes\n",
     )
     assert json.loads(run(capfd, *words, "--json")[1])["resumed_at"] == before
@@ -341,7 +342,7 @@ def test_bench_reads_old_results_before_it_spends_minutes(suite):
 
 
 def test_a_missing_extra_names_the_command(capfd, monkeypatch):
-    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     code, _, err = run(capfd, "bench")
     assert code == 2
     assert (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,6 +24,9 @@ Clusters = Callable[[int], md.Cluster]
 TINY = GPTConfig(vocabulary=13, context=8, layers=2, heads=2, width=8)
 SGD = partial(torch.optim.SGD, lr=0.1)
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
+UP = "the update of layers.2.mlp.up.weight"
+NORM = "the update of layers.2.mlp_norm.weight"
+TABLE = "the update of layers.0.token.weight"
 Plant = Callable[[nn.Module], object]
 """Puts a fault into a model."""
 
@@ -88,13 +92,81 @@ RIGHT: dict[Any, Recording] = {}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("layout", ["dp=2,micro_batches=2", "dp=3,zero=1", "dp=2,zero=2", "dp=2,zero=3"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "dp=2,micro_batches=2",
+        "dp=3,zero=1",
+        "dp=2,zero=2",
+        "dp=2,zero=3",
+        "tp=2",
+        "tp=2,sequence_parallel=true,micro_batches=2",
+        "pp=2,micro_batches=3",
+        "pp=3,micro_batches=2,schedule=gpipe",
+        "pp=2,micro_batches=2,schedule=interleaved,chunks=2",
+        "pp=2,micro_batches=3,schedule=zero_bubble",
+        "pp=2,recompute=true",
+        "cp=2",
+        "cp=3,micro_batches=2",
+        "dp=2,tp=2,zero=2",
+        "dp=2,pp=2,micro_batches=2,zero=1",
+        "tp=2,pp=2,sequence_parallel=true,micro_batches=2",
+        "tp=2,cp=2,sequence_parallel=true,zero=3",
+        "pp=2,cp=2,micro_batches=2",
+    ],
+)
 def test_layouts_that_train_alike_agree(cluster_of: Clusters, layout: str, dtype: torch.dtype) -> None:
     found = compared(cluster_of, "dp=1", layout, dtype)
     assert found.agree, str(found)
     assert 0 < found.closest < 0.5  # not the same to the last bit, and far from the margin
     assert found.tensors > 2 * len(GPT(TINY).layers)
     assert "they agree" in str(found)
+
+
+def without_scores(dtype: torch.dtype) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
+    """A GPT whose head begins with zeros, and gives its layers no gradient in the first step."""
+    model = GPT(replace(TINY, tied=False, vocabulary=14), dtype=dtype)
+    nn.init.zeros_(model.get_parameter("layers.3.output.weight"))
+    return model, gpt(dtype)[1]
+
+
+@pytest.mark.parametrize("layout", ["tp=2", "tp=2,sequence_parallel=true"])
+def test_equal_parts_of_a_tensor_are_no_copies_of_it(cluster_of: Clusters, layout: str) -> None:
+    found = compared(cluster_of, "dp=1", layout, make=without_scores)
+    assert found.agree, str(found)
+
+
+def trained_on(optimizer: Any, layout: str, looks: bool) -> dict[str, Tensor]:
+    """Two steps, before which the engine is recorded or not."""
+    model, batches = gpt(torch.float64)
+    engine = md.prepare(model, optimizer, md.Layout.parse(layout))
+    if looks:
+        record(engine, batches, repeats=1)
+    for inputs, targets in batches:
+        rows = slice(*(len(inputs) * (engine.data_rank + i) // engine.data_ranks for i in (0, 1)))
+        engine.step(inputs[rows], targets[rows])
+    return engine.full_state_dict()
+
+
+@pytest.mark.parametrize("layout", ["dp=2", "dp=2,zero=1", "dp=2,zero=3", "tp=2"])
+def test_a_recorded_engine_trains_on_as_if_it_had_not_been(cluster_of: Clusters, layout: str) -> None:
+    nadam = partial(torch.optim.NAdam, lr=1e-2)  # part of whose state begins with ones
+    plain, recorded = (cluster_of(2).run(trained_on, nadam, layout, looks)[0] for looks in (False, True))
+    torch.testing.assert_close(recorded, plain, rtol=1e-12, atol=1e-12)
+
+
+def uneven_gpt(dtype: torch.dtype) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
+    """Heads, vocabulary, tokens and layers that the ranks do not divide; untied."""
+    generator = torch.Generator().manual_seed(3)
+    tokens = [torch.randint(17, (2, rows, 7), generator=generator) for rows in (3, 2)]
+    model = GPT(GPTConfig(vocabulary=17, context=7, layers=3, heads=5, width=10, tied=False), dtype=dtype)
+    return model, [(each[0], each[1]) for each in tokens]
+
+
+@pytest.mark.parametrize("layout", ["tp=3", "tp=2,cp=2", "pp=2,tp=2", "cp=3", "dp=2,pp=2,zero=1"])
+def test_uneven_parts_agree(cluster_of: Clusters, layout: str) -> None:
+    found = compared(cluster_of, "dp=1", layout, torch.float64, make=uneven_gpt)
+    assert found.agree, str(found)
 
 
 @pytest.mark.parametrize("options", [{"make": mlp}, {"optimizer": ADAMW}, {"make": mlp, "optimizer": ADAMW}])
@@ -159,6 +231,40 @@ def test_a_fault_is_named_exactly(
     assert (found.first.step, found.first.layer, found.first.what) == (1, layer, what)
     assert found.first.difference > 5 * found.first.explained
     assert f"First {layer}: {what} differs in step 1" in str(found)
+
+
+def elsewhere(plant: Plant, model: nn.Module) -> None:
+    """On the stage that has the layer."""
+    with suppress(AttributeError):
+        plant(model)
+
+
+def negate_on_one_rank(name: str, model: nn.Module) -> None:
+    if md.rank() == 1:
+        model.get_parameter(name).register_hook(torch.neg)
+
+
+@pytest.mark.parametrize(
+    ("layout", "plant", "layer", "what"),
+    [
+        ("pp=2,micro_batches=2", partial(elsewhere, negate_weight_gradient), "layers.2", UP),
+        ("pp=2,micro_batches=2", partial(elsewhere, scale_output), "layers.1", "its output"),
+        ("pp=2", partial(elsewhere, negate_input_gradient), "layers.2", "the gradient of its input"),
+        ("tp=2,pp=2", partial(elsewhere, negate_input_gradient), "layers.2", "the gradient of its input"),
+        # A part of a matrix, a copy that all have, and one of two copies of a tied table.
+        ("tp=2", partial(negate_on_one_rank, "layers.2.mlp.up.weight"), "layers.2", UP),
+        ("tp=2", partial(negate_on_one_rank, "layers.2.mlp_norm.weight"), "layers.2", NORM),
+        ("pp=2", partial(negate_on_one_rank, "layers.3.output.weight"), "layers.0", TABLE),
+        ("cp=2", partial(negate_on_one_rank, "layers.2.mlp.up.weight"), "layers.2", UP),
+        ("tp=2,sequence_parallel=true", scale_output, "layers.1", "its output"),
+    ],
+)
+def test_a_fault_is_named_where_a_model_is_divided(
+    cluster_of: Clusters, layout: str, plant: Plant, layer: str, what: str
+) -> None:
+    found = compared(cluster_of, "dp=1", layout, plant=plant)
+    assert found.first is not None
+    assert (found.first.step, found.first.layer, found.first.what) == (1, layer, what)
 
 
 @pytest.mark.parametrize("layout", ["dp=2,zero=1", "dp=2,zero=2"])
@@ -265,6 +371,7 @@ def assembled(kind: str) -> dict[str, list[Tensor]]:
     sizes = {"dp": 2, "cp": 2, "tp": 1} if kind == "cp" else {"dp": 2, "cp": 1, "tp": 2}
     for name, value in {**sizes, "pp": 1}.items():
         object.__setattr__(layout, name, value)
+    object.__setattr__(layout, "sequence_parallel", kind == "positions")
     rows = whole.tensor_split(2)[major]
     piece = {
         "cp": lambda: pieces_of({"dp": major, "cp": minor}, whole),
@@ -303,6 +410,13 @@ def test_distances_are_of_equal_shapes_and_see_nan() -> None:
     assert distance([x], [nan]) == distance([x], [x[:1]]) == torch.inf
     assert distance([x, x + 1], [x]) == 1
     assert distance([torch.empty(0)], [torch.empty(0)]) == 0
+    # Equal parts of a last dimension are one copy; whole ones are not made of them.
+    parts = torch.zeros(2, 3)
+    assert distance([torch.zeros(2, 6)], [parts]) == distance([parts], [torch.zeros(2, 6)]) == 0
+    assert distance([torch.ones(2, 6)], [parts]) == 1
+    assert distance([parts], [torch.zeros(3, 6)]) == distance([parts], [torch.zeros(2, 5)]) == torch.inf
+    halves, quarters = torch.arange(16.0).view(2, 8).chunk(2, -1), torch.arange(16.0).view(2, 8).chunk(4, -1)
+    assert distance([*halves], [*quarters]) == 0
 
 
 # Mistakes, and the command.

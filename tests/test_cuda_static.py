@@ -66,12 +66,33 @@ EXPECTED["s10_hopper", "bfloat16"] = EXPECTED["s10_hopper", "float16"]
 DYNAMIC = {"s9_tensor_core": 3 * 128 * (128 + 256), "s10_hopper": 225 * 1024 - 1024}  # bytes, at most
 
 
+def architectures(step, dtype):
+    """For which a rung is assembled with this dtype: a rung with several has half of them with each.
+
+    So each rung and each dtype is assembled for all four, the two of 16 bits, whose code differs in the name
+    of one instruction, together.
+    """
+    if step.architecture == "sm_90a":
+        return ("sm_90a",)
+    apart = min(len(step.dtypes), 2)
+    return ARCHITECTURES[(step.dtypes.index(dtype) + step.number) % apart :: apart]
+
+
 CASES = [
     (step, dtype, architecture)
     for step in CUDA_LADDER
     for dtype in step.dtypes
-    for architecture in (("sm_90a",) if step.architecture == "sm_90a" else ARCHITECTURES)
+    for architecture in architectures(step, dtype)
 ]
+
+
+@pytest.mark.parametrize(
+    "of", [lambda step, dtype: step.name, lambda step, dtype: dtype.replace("bfloat", "float")]
+)
+def test_each_rung_and_each_dtype_is_assembled_for_each_architecture(of):
+    found = {(of(step, dtype), architecture) for step, dtype, architecture in CASES}
+    wanted = {of(step, dtype) for step, dtype, _ in CASES if step.number < 10}
+    assert {(each, architecture) for each in wanted for architecture in ARCHITECTURES} <= found
 
 
 def test_every_rung_and_dtype_is_expected():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 import torch
@@ -65,6 +66,16 @@ def test_gradients_are_those_of_one_process(cluster_of: Clusters, ranks: int) ->
         torch.testing.assert_close(gradients, [p.grad for p in whole.parameters()], **EXACT)
 
 
+def test_evaluation_leaves_every_module_in_its_mode() -> None:
+    part = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
+    part[0].eval()
+    LayerByLayer(part).evaluate(*batch(4))
+    assert [module.training for module in part.modules()] == [True, False, True]
+    with pytest.raises(RuntimeError):
+        LayerByLayer(part).evaluate(torch.ones(4, 7, dtype=torch.float64), batch(4)[1])
+    assert [module.training for module in part.modules()] == [True, False, True]
+
+
 def test_a_step_sends_outputs_and_gradients(cluster_of: Clusters) -> None:
     (_, first), (_, last) = cluster_of(2).run(train)
     (cut_at,) = [part.stop for part in cut(model().layers, 2)[:1]]
@@ -122,6 +133,69 @@ def test_measured_seconds_weigh_layers() -> None:
     assert min(seconds) > 0
     assert Counting.calls == 2
     assert all(p.grad is None for layer in layers for p in layer.parameters())
+
+
+class Part(nn.Module):
+    """Gives its input with two dimensions exchanged, or whatever `wrong` makes of it."""
+
+    def __init__(self, wrong: Callable[[Tensor], object] | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(md.rank())
+        self.linear, self.wrong = nn.Linear(4, 4, dtype=torch.float64), wrong
+
+    def forward(self, x: Tensor) -> object:
+        return self.wrong(x) if self.wrong else self.linear(x).transpose(1, 2)
+
+
+def test_outputs_may_lie_in_memory_in_any_order(cluster_of: Clusters) -> None:
+    def step() -> list[Tensor | None]:
+        part = Part()
+        x = torch.arange(32.0, dtype=torch.float64).view(2, 4, 4)
+        LayerByLayer(part, lambda y, t: (y.sin() * t).sum()).step(x, x)
+        return [*(p.detach() for p in part.parameters()), *(p.grad for p in part.parameters())]
+
+    results = cluster_of(2).run(step)
+    weights = [value.requires_grad_() for found in results for value in found[:2]]
+    x = torch.arange(32.0, dtype=torch.float64).view(2, 4, 4)
+    y = x
+    for weight, bias in (weights[:2], weights[2:]):
+        y = nn.functional.linear(y, weight, bias).transpose(1, 2)
+    expected = torch.autograd.grad((y.sin() * x).sum(), weights)
+    torch.testing.assert_close([g for found in results for g in found[2:]], [*expected], **EXACT)
+
+
+def test_evaluation_leaves_modes_as_they_were(cluster_of: Clusters) -> None:
+    def evaluate() -> list[bool]:
+        def bad(x: Tensor) -> Tensor:
+            raise ArithmeticError
+
+        frozen = nn.Dropout().eval()
+        part = nn.Sequential(nn.Linear(6, 6, dtype=torch.float64), frozen)
+        LayerByLayer(part).evaluate(*batch(5))
+        modes = [part.training, frozen.training]
+        if md.rank() == 0:
+            with suppress(ArithmeticError):
+                LayerByLayer(nn.Sequential(part, Part(bad))).evaluate(*batch(5))
+        return [*modes, part.training, frozen.training]
+
+    assert cluster_of(2).run(evaluate) == [[True, False, True, False]] * 2
+
+
+def test_what_cannot_go_to_the_next_part_is_told(cluster_of: Clusters) -> None:
+    def step(wrong: Callable[[Tensor], object]) -> None:
+        LayerByLayer(Part(wrong)).step(torch.zeros(2, 4, 4, dtype=torch.float64), torch.zeros(2))
+
+    with pytest.raises(md.RankError, match="part 0 gave a tuple; between parts goes one floating-point"):
+        cluster_of(2).run(step, lambda x: (x, x))
+    with pytest.raises(md.RankError, match="a stage gave int64"):
+        cluster_of(2).run(step, lambda x: x.long())
+
+
+def test_a_step_without_gradients_is_told_before_anything_is_sent() -> None:
+    with torch.no_grad(), pytest.raises(RuntimeError, match="gradients are off here"):
+        LayerByLayer(nn.Linear(6, 3)).step(*batch(2))
+    with torch.no_grad(), pytest.raises(RuntimeError, match="gradients are off here"):
+        md.Pipeline(nn.Linear(6, 3)).step(*batch(2))
 
 
 def test_wrong_arguments_are_told() -> None:

@@ -44,9 +44,9 @@ def test_spaces_and_trailing_commas_do_not_matter() -> None:
         ("cp=0", "cp is 0; give at least 1"),
         ("pp=2,schedule=gpip", "unknown schedule 'gpip'.*'gpipe'"),
         ("schedule=gpipe", "schedule is 'gpipe' and chunks 1 with pp=1"),
-        ("pp=2,chunks=2", "chunks is 2 with schedule='1f1b'; the interleaved schedule takes"),
+        ("pp=2,chunks=2", "chunks is 2 with schedule='1f1b'; a layout has chunks of 2 or more with"),
         ("pp=2,schedule=interleaved", "chunks is 1 with schedule='interleaved'"),
-        ("pp=2,schedule=zero_bubble,recompute=true", "whose two backward passes would both"),
+        ("pp=2,schedule=zero_bubble,recompute=true", "so that none is left to fill the bubble"),
         ("sequence_parallel=true", "sequence_parallel is True with tp=1"),
     ],
 )

@@ -73,7 +73,9 @@ def test_every_axis_sends_what_its_formula_says(cluster_of: Clusters, text: str)
             if layout.sequence_parallel:
                 stream //= layout.tp
             table = len(share_of(VOCABULARY, rank % layout.tp, layout.tp))
-            assert sent["pp"] == stream + all_reduce(F64, layout.pp) + table * WIDTH * F64
+            # Its gradient from both; and where ranks have parts of the sum alone, the first one's values.
+            times = 2 if layout.zero and rank < per_stage else 1
+            assert sent["pp"] == stream + all_reduce(F64, layout.pp) + times * table * WIDTH * F64
 
         # Attention goes round the ring, in each block of this stage.
         if layout.cp > 1:
@@ -92,3 +94,29 @@ def test_every_axis_sends_what_its_formula_says(cluster_of: Clusters, text: str)
         one = bytes_per_pass(shape, rows, LENGTH // layout.cp, layout.tp, layout.sequence_parallel, F64)
         for first in range(per_stage):
             assert sum(sent["tp"] for sent, *_ in found[first::per_stage]) == passes * one
+
+
+def order(layout: md.Layout) -> list[str]:
+    """The axes along which a step sends, in order: with a message for each gradient."""
+    engine = md.prepare(gpt(md.rank(), BLOCKS), SGD, layout, data_parallel={"bucket_mb": 0})
+    inputs, targets = tokens(torch.Generator().manual_seed(engine.data_rank), ROWS, LENGTH)
+    for _ in range(2):
+        engine.step(inputs, targets)
+    with comm.ledger() as ledger:
+        engine.step(inputs, targets)
+    names = {engine.mesh.ranks(axis): axis for axis in ("pp", "dp_cp")}
+    return [names[call.group] for call in ledger.calls if call.name in ("all_reduce", "send")]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero_bubble"])
+def test_gradients_are_on_their_way_before_the_last_message_to_the_stage_before(
+    cluster_of: Clusters, schedule: str
+) -> None:
+    found = cluster_of(4).run(order, md.Layout(dp=2, pp=2, micro_batches=2, schedule=schedule))
+    for axes in found[2:]:  # the last stage's ranks
+        first_sum, messages = axes.index("dp_cp"), [i for i, axis in enumerate(axes) if axis == "pp"]
+        # After two gradients of activations come the tied table and the loss.
+        if schedule == "zero_bubble":
+            assert first_sum > messages[1]  # inputs' gradients go first of all
+        else:
+            assert messages[0] < first_sum < messages[1]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -19,8 +20,9 @@ import torch
 from torch import Tensor
 
 import minidist as md
+from minidist import comm
 from minidist.model import GPT, config
-from minidist.parallel import column_function, hybrid, passes, placement, rank_model
+from minidist.parallel import column_function, hybrid, passes, placement, rank_model, replicated
 
 Clusters = Callable[[int], md.Cluster]
 SGD = partial(torch.optim.SGD, lr=0.3, momentum=0.9, weight_decay=0.1)
@@ -102,6 +104,25 @@ def without_the_tied_sum(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(passes, "sum_tied", lambda *_: None)
 
 
+def without_the_first_copy(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(passes, "take_first", lambda *_: None)
+
+
+def with_the_tied_sum_first(patch: pytest.MonkeyPatch) -> None:
+    """Before gradients are summed over the data-parallel ranks, each stage in an order of its own."""
+    announce, train = replicated.Replicated.announce, passes.StagedPasses.train
+    engines: list[passes.StagedPasses] = []
+
+    def first(self: Any, *arguments: Any) -> None:
+        engines[-1]._with_tied(passes.sum_tied)
+        announce(self, *arguments)
+
+    patch.setattr(passes.StagedPasses, "overlaps", False)
+    patch.setattr(passes.StagedPasses, "train", lambda self, *a: (engines.append(self), train(self, *a))[1])
+    patch.setattr(replicated.Replicated, "announce", first)
+    patch.setattr(passes.StagedPasses, "summed", lambda _: None)
+
+
 def without_a_tensor_parallel_sum(patch: pytest.MonkeyPatch) -> None:
     """The gradient of a cut layer's input stays this rank's part of it."""
     patch.setattr(column_function, "start_all_reduce", lambda x, *_: lambda: x)
@@ -148,3 +169,49 @@ def test_a_planted_fault_is_caught(cluster_of: Clusters, fault: Callable[[pytest
     trained, _ = cluster_of(2).run(train)
     with pytest.raises(AssertionError, match=r"not close|not equal"):
         contract.compare(trained, expected(CASE))
+
+
+# Copies of one parameter on two stages.
+
+
+def tables(layout: md.Layout, fault: Callable[[pytest.MonkeyPatch], None] | None = None) -> list[Tensor]:
+    """This rank's copies of the token table after a few steps, in float32, by rings."""
+    torch.manual_seed(md.rank())
+    model = GPT(config("byte-tiny", vocabulary=53, context=16, layers=2, heads=2, width=16))
+    with comm.using("ring"), pytest.MonkeyPatch.context() as patch:
+        if fault is not None:
+            fault(patch)
+        engine = md.prepare(model, partial(torch.optim.AdamW, lr=1e-2), layout, clip_norm=0.5)
+        generator = torch.Generator().manual_seed(engine.data_rank)
+        for _ in range(4):
+            text = torch.randint(0, 53, (4, 17), generator=generator)
+            engine.step(text[:, :-1], text[:, 1:])
+    names = {name for name, _ in model.named_parameters()}
+    return [model.get_parameter(n).detach() for n in ("layers.0.token.weight", LAST) if n in names]
+
+
+LAST = "layers.3.output.weight"
+DP_PP = md.Layout(dp=3, pp=2, micro_batches=2)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [DP_PP, replace(DP_PP, zero=1), replace(DP_PP, schedule="zero_bubble"), replace(DP_PP, precision="bf16")],
+    ids=str,
+)
+def test_tied_copies_stay_equal_to_the_last_bit(cluster_of: Clusters, layout: md.Layout) -> None:
+    found = [table for each in cluster_of(6).run(tables, layout) for table in each]
+    assert len(found) == 6
+    for table in found:
+        assert torch.equal(table, found[0])
+
+
+@pytest.mark.parametrize(
+    ("layout", "fault"),
+    [(DP_PP, with_the_tied_sum_first), (replace(DP_PP, zero=1), without_the_first_copy)],
+)
+def test_copies_whose_sums_round_otherwise_drift_apart(
+    cluster_of: Clusters, layout: md.Layout, fault: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    found = [table for each in cluster_of(6).run(tables, layout, fault) for table in each]
+    assert not all(torch.equal(table, found[0]) for table in found)

@@ -10,8 +10,9 @@ from torch import nn
 
 from minidist.model.configs import CONFIGS, BERTConfig, GPTConfig, config
 from minidist.model.data import dataset
+from minidist.model.gpt import GPT, gpt_layers
 from minidist.model.loss import accuracy, cross_entropy
-from minidist.model.models import GPT, MLP, gpt_layers
+from minidist.model.mlp import MLP
 from minidist.model.sampler import Sampler
 
 TINY = GPTConfig(vocabulary=11, context=8, layers=4, heads=2, width=12)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -20,12 +20,10 @@ SGD = partial(torch.optim.SGD, lr=0.1)
 
 
 @pytest.fixture(autouse=True)
-def _few_objects() -> Iterator[None]:
+def _few_objects() -> None:
     """Collections look at what a test makes, not at all that other files have left in this process."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def net() -> nn.Sequential:

@@ -416,6 +416,29 @@ def test_frozen_stages_and_stages_that_ignore_their_input(cluster_of: Clusters) 
         assert cluster_of(3).run(train, schedule) == [[None, None], [2.0], []]
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble", "layer by layer"])
+def test_a_stage_may_begin_in_place(cluster_of: Clusters, schedule: str) -> None:
+    def train() -> bool:
+        torch.manual_seed(0)
+        layers = [nn.Linear(3, 4), nn.ReLU(inplace=True), nn.Linear(4, 4), nn.ReLU(inplace=True)]
+        whole = nn.Sequential(*layers).double()
+        x = torch.randn(5, 3, dtype=torch.float64, requires_grad=False)
+        t = torch.tensor([0, 1, 2, 3, 0])
+        expected = torch.autograd.grad(cross_entropy(whole(x), t), [*whole.parameters()])
+        stage = (whole[:1], whole[1:3], whole[3:])[md.rank()]
+        if schedule == "layer by layer":
+            md.LayerByLayer(stage).step(x, t)
+        else:
+            Pipeline(stage, schedule, 3).step(x, t)
+        wanted = dict(zip(whole.parameters(), expected, strict=True))
+        torch.testing.assert_close(
+            [p.grad for p in stage.parameters()], [wanted[p] for p in stage.parameters()]
+        )
+        return True
+
+    assert cluster_of(3).run(train) == [True] * 3
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
 def test_a_stage_may_do_nothing(cluster_of: Clusters, schedule: str) -> None:
     def train() -> list[Tensor]:

@@ -142,12 +142,6 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], str, dict[str, Any], str]] = {
     "beside": (beside, "pp=2", {}, "pp is 2, and the model's scale is in none of its `layers`"),
     "no attention": (partial(chain, 0), "cp=2", {}, "cp is for models with modules that have an attribute"),
     "no plan": (partial(chain, 0), "tp=2", {}, "no plan is known for a Module; give one"),
-    "meta": (
-        lambda: GPT(config("byte-tiny"), device="meta"),
-        "tp=2,zero=3",
-        {},
-        "is on the meta device and the layout",
-    ),
     "stages": (partial(gpt, 0, 2), "pp=2,zero=3", {}, "zero=3 with pp=2 in the layout would send parameters"),
     "plan": (partial(gpt, 0, 2), "dp=2", {"plan": {}}, "plan is given and the layout has tp=1"),
     "matrices": (

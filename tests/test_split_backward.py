@@ -72,7 +72,27 @@ class Recomputed(nn.Module):
         return out
 
 
-MODULES = {"blocks": block, "shared": Shared, "python's": Own, "recomputed": Recomputed}
+class Hooked(nn.Module):
+    """With hooks that change the gradients of activations, of one that has two uses and of a module's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.norm = nn.Linear(8, 8), nn.Linear(4, 8), nn.LayerNorm(8)
+        self.second.register_full_backward_hook(lambda _, of, __: tuple(2 * each for each in of))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        x.register_hook(lambda gradient: 3 * gradient)
+        normed = self.norm(x)
+        normed.register_hook(lambda gradient: gradient - 5)
+        one, two = normed.chunk(2, -1)
+        two.register_hook(torch.neg)
+        out: Tensor = self.second(one * two) + x
+        out.register_hook(lambda gradient: gradient + 1)
+        return out
+
+
+MODULES = {"hooked": Hooked, "blocks": block, "shared": Shared, "python's": Own, "recomputed": Recomputed}
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -189,7 +189,7 @@ def without_gathering_the_last_bucket(patch: pytest.MonkeyPatch) -> None:
         return [work for work in start(buckets, exchange) if work is not None]
 
     patch.setattr(zero_buckets.ShardBucket, "gather", wrong)
-    patch.setattr("minidist.parallel.zero.start_gathering", launched)
+    patch.setattr("minidist.parallel.zero_partition.start_gathering", launched)
 
 
 def another_ranks_share(patch: pytest.MonkeyPatch) -> None:
@@ -264,7 +264,7 @@ def test_a_step_sends_what_data_parallelism_sends(cluster_of: Clusters, ranks: i
         with comm.ledger() as ledger:
             engine.step(inputs, targets)
         elements, parameters = sizes_of(model)
-        buckets = len(engine.optimizer.buckets)
+        buckets = len(engine.optimizer.partition.buckets)
         return ledger.bytes_sent, engine.optimizer.bytes_per_step(), elements, parameters, buckets
 
     for stage in (1, 2):
@@ -290,7 +290,7 @@ def test_stage_2_sends_more_for_each_micro_batch(cluster_of: Clusters) -> None:
         with comm.ledger() as ledger:
             engine.step(inputs, targets)
         zero = engine.optimizer
-        return ledger.bytes_sent, zero.bytes_per_step(), zero.reducer.plan.bytes_sent()
+        return ledger.bytes_sent, zero.bytes_per_step(), zero.partition.reducer.plan.bytes_sent()
 
     for sent, once, _ in cluster_of(2).run(count, 1):
         assert sent == once
@@ -319,7 +319,7 @@ def test_a_rank_keeps_its_share_and_no_more(cluster_of: Clusters, ranks: int) ->
                 parameter.grad = torch.zeros_like(parameter)
         alone.step()
         whole = storage_bytes(v for s in alone.state.values() for v in s.values())
-        buckets = engine.optimizer.buckets
+        buckets = engine.optimizer.partition.buckets
         largest = max(bucket.length for bucket in buckets) * 8
         grads = storage_bytes(held.gradients)
         assert all(parameter.grad is None for parameter in model.parameters())
@@ -362,10 +362,10 @@ def test_gradients_are_freed_as_backward_goes(cluster_of: Clusters) -> None:
                 x.register_hook(lambda _: held.append(sum(p.grad is not None for p in model.parameters())))
             x.sum().backward()
             zero.step()
-        plan = zero.reducer.plan
+        plan = zero.partition.reducer.plan
         assert plan is not None
-        assert len(zero.buckets) == 12
-        private = [b for b in zero.buckets if b.gradients is not None]
+        assert len(zero.partition.buckets) == 12
+        private = [b for b in zero.partition.buckets if b.gradients is not None]
         assert not private
         return [*held, storage_bytes(plan.tensors())]
 
@@ -518,7 +518,9 @@ def test_a_loaded_state_does_not_settle_the_order_of_gradients() -> None:
 
     one = train(None)
     other = train(one.state_dict())
-    assert [bucket.places for bucket in other.buckets] == [bucket.places for bucket in one.buckets]
+    assert [bucket.places for bucket in other.partition.buckets] == [
+        bucket.places for bucket in one.partition.buckets
+    ]
     assert float(other.state_dict()["state"][0]["step"]) == 2
 
 
@@ -548,7 +550,7 @@ def test_parameters_that_are_added_thawed_and_scheduled(cluster_of: Clusters, st
             each[0].bias.requires_grad_(True)
             each[2].weight.requires_grad_(False)
         train_both(model, zero, peer_model, plain, 2)
-        assert zero._before is None  # nor the memory of its buckets
+        assert zero.partition._before is None  # nor the memory of its buckets
         with pytest.raises(ValueError, match="more than one parameter group"):
             zero.add_param_group({"params": last.parameters()})
         zero.consolidate_state_dict()
@@ -682,7 +684,7 @@ def test_a_backward_pass_that_failed_leaves_nothing(cluster_of: Clusters) -> Non
         ({"bucket_mb": -1}, ValueError, "bucket_mb is -1"),
         ({"params": [torch.zeros(2, 3).to_sparse()]}, ValueError, "one of layout torch.sparse_coo"),
         ({"master": "float32"}, TypeError, "master is 'float32'; give a floating-point dtype"),
-        ({"optimizer_class": "AdamW"}, TypeError, "optimizer_class is a str; give a class"),
+        ({"optimizer_class": "AdamW"}, TypeError, "optimizer_class is 'AdamW'; give a class"),
         ({"optimizer_class": list}, TypeError, "optimizer_class made a list"),
         (
             {"optimizer_class": OPTIM.LBFGS},
@@ -733,7 +735,7 @@ def test_masters_keep_what_bfloat16_would_round_away(cluster_of: Clusters, stage
         for _ in range(8):
             weight.grad = torch.ones_like(weight)
             zero.step()
-        masters = [piece.tensor for piece in zero.pieces.all]
+        masters = [piece.tensor for piece in zero.partition.pieces.all]
         assert all(m.dtype == torch.float32 for m in masters)
         return [weight.float().tolist(), torch.cat([*masters, torch.zeros(0)]).tolist()]
 

@@ -17,6 +17,13 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from minidist import comm
 from minidist.checkpoint import folders
 from minidist.checkpoint.errors import CheckpointError, DamagedCheckpoint, agree, explained, peers
+from minidist.checkpoint.fitting import (
+    check_classes,
+    check_model,
+    check_optimizer,
+    check_sampler,
+    model_shapes,
+)
 from minidist.checkpoint.index import Index, read_index, verify
 from minidist.checkpoint.planners import Load
 from minidist.checkpoint.random_state import set_random_state
@@ -28,24 +35,13 @@ from minidist.checkpoint.state import (
     optimizer_state,
     own_name,
     random_name,
-    sampler_settings,
 )
-from minidist.checkpoint.storage import Reader, stored_names
+from minidist.checkpoint.storage import Reader
 from minidist.checkpoint.values import decode
 from minidist.model.sampler import Sampler
 from minidist.parallel.engine import Engine
 from minidist.parallel.hybrid import HybridEngine
 from minidist.parallel.strategy import Chunk
-
-_OF_SCHEDULERS = {
-    "initial_lr",
-    "max_lr",
-    "min_lr",
-    "max_momentum",
-    "base_momentum",
-    "swa_lr",
-}
-"""What schedulers add to an optimizer's groups."""
 
 
 @dataclass(frozen=True)
@@ -152,14 +148,14 @@ def _load(engine: HybridEngine, index: Index, scheduler: Scheduler | None, sampl
     facts: dict[str, Any] = {}
     agree(lambda: facts.update(_decoded(index)), doing)
     here: dict[str, tuple[int, ...]] = {}
-    for each in agree(lambda: _model_shapes(engine), doing):
+    for each in agree(lambda: model_shapes(engine), doing):
         here |= each
 
     def fits() -> None:
-        _check_model(index, here)
-        _check_classes(index.path, classes(engine, scheduler), facts.get("classes"))
-        _check_optimizer(index.path, engine.state_settings(), facts["settings"])
-        _check_sampler(index.path, sampler, facts["sampler"])
+        check_model(index, here)
+        check_classes(index.path, classes(engine, scheduler), facts.get("classes"))
+        check_optimizer(index.path, engine.state_settings(), facts["settings"])
+        check_sampler(index.path, sampler, facts["sampler"])
         if scheduler is not None and facts["scheduler"] is None:
             raise ValueError(
                 f"{index.path} was saved without a scheduler; load it without, or save one with it"
@@ -236,63 +232,3 @@ class _Planner(Load):
         self.chunks = self._ask()
         self.targets = {(chunk.name, chunk.offsets): chunk.tensor for chunk in self.chunks}
         return super().create_local_plan()
-
-
-def _model_shapes(engine: HybridEngine) -> dict[str, tuple[int, ...]]:
-    return {
-        chunk.name.partition(".")[2]: chunk.shape
-        for chunk in engine.chunks()
-        if chunk.name.startswith("model.")
-    }
-
-
-def _check_model(index: Index, here: dict[str, tuple[int, ...]]) -> None:
-    """CheckpointError that names the first difference between the saved model and this one."""
-    saved = {name: stored.shape for name, stored in stored_names(index.tensors, "model").items()}
-    for name in [*saved, *here]:
-        mine, theirs = here.get(name), saved.get(name)
-        if mine == theirs or 0 in (mine or theirs or ()):
-            continue
-        described = "no such tensor" if mine is None else f"shape {mine}"
-        there = "no such tensor" if theirs is None else f"shape {theirs}"
-        raise CheckpointError(
-            f"{index.path} is of another model: of {name} it has {there}, and the engine's model has "
-            f"{described}; prepare the model that was saved"
-        )
-
-
-def _check_classes(path: Path, here: dict[str, str | None], saved: dict[str, str | None] | None) -> None:
-    """CheckpointError for another optimizer or scheduler; older checkpoints do not say which they were of."""
-    for what, theirs in (saved or {}).items():
-        mine = here[what]
-        if None not in (mine, theirs) and mine != theirs:
-            raise CheckpointError(
-                f"{path} is of another {what}: it was saved with {theirs}, and is loaded with {mine}; give "
-                f"the {what} that was saved"
-            )
-
-
-def _check_optimizer(path: Path, here: dict[str, Any], saved: dict[str, Any]) -> None:
-    """CheckpointError where the groups have settings of other names, as those of another optimizer do."""
-    for number, (mine, theirs) in enumerate(zip(here["groups"], saved["groups"], strict=False)):
-        different = ({*mine} ^ {*theirs}) - _OF_SCHEDULERS
-        if different:
-            name = min(different)
-            has, lacks = ("it", "the engine's") if name in theirs else ("the engine's", "it")
-            raise CheckpointError(
-                f"{path} is of another optimizer: {has} has {name!r} in its group {number}, and {lacks} "
-                "has none; prepare the optimizer that was saved"
-            )
-
-
-def _check_sampler(path: Path, sampler: Sampler | None, saved: dict[str, Any] | None) -> None:
-    if sampler is None:
-        return
-    if saved is None:
-        raise ValueError(f"{path} was saved without a sampler; load it without, or save one with it")
-    for name, mine in sampler_settings(sampler).items():
-        if mine != saved[name]:
-            raise ValueError(
-                f"the sampler has {name}={mine} and that of {path} had {saved[name]}; rows would come in "
-                "another order: give a sampler as when it was saved"
-            )

@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from minidist.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from minidist.checkpoint.index import Index, check_boxes
 from minidist.checkpoint.state import State, own_name
+from minidist.parallel.flat_ranges import narrowed
 from minidist.parallel.strategy import Chunk
 
 Place = tuple[str, tuple[int, ...]]
@@ -202,14 +203,7 @@ class Load(LoadPlanner):
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         """The part of this rank's tensor that an item fills."""
         target = self.targets[read_item.dest_index.fqn, tuple(read_item.dest_index.offset or ())]
-        return part(target, read_item.dest_offsets, read_item.lengths)
+        return narrowed(target, read_item.dest_offsets, read_item.lengths)
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
         """Nothing: `resolve_tensor` gave a view."""
-
-
-def part(tensor: Tensor, offsets: Iterable[int], sizes: Iterable[int]) -> Tensor:
-    """A box of a tensor, as a view."""
-    for dimension, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
-        tensor = tensor.narrow(dimension, offset, size)
-    return tensor

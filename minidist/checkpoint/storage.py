@@ -29,8 +29,8 @@ from torch.futures import Future
 from minidist.checkpoint import folders
 from minidist.checkpoint.errors import CheckpointError
 from minidist.checkpoint.index import Box, Index, Stored, write_index
-from minidist.checkpoint.planners import part
 from minidist.checkpoint.state import as_bytes
+from minidist.parallel.flat_ranges import narrowed
 
 ALIGNMENT = 64
 """Bytes: a box begins at a multiple of it, so that it may be mapped as any dtype."""
@@ -192,7 +192,7 @@ class Reader(StorageReader):
             if name not in boxes:
                 boxes[name] = {box.offsets: box for box in stored.boxes if math.prod(box.sizes)}
             box = boxes[name][tuple(item.storage_index.offset or ())]
-            source = part(_view(self.index.path, stored, box, mapped), item.storage_offsets, item.lengths)
+            source = narrowed(_view(self.index.path, stored, box, mapped), item.storage_offsets, item.lengths)
             target = planner.resolve_tensor(item)
             target.copy_(source)
             planner.commit_tensor(item, target)
@@ -212,7 +212,7 @@ def read_whole(index: Index, name: str) -> torch.Tensor:
     whole = torch.empty(stored.shape, dtype=stored.dtype)
     for box in stored.boxes:
         if math.prod(box.sizes):
-            part(whole, box.offsets, box.sizes).copy_(_view(index.path, stored, box, mapped))
+            narrowed(whole, box.offsets, box.sizes).copy_(_view(index.path, stored, box, mapped))
     return whole
 
 

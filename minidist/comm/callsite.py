@@ -15,10 +15,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from minidist.comm.calltext import Choice, passed
 
@@ -95,44 +95,62 @@ def _is_library(path: str) -> bool:
     return path.startswith(_STANDARD) and "-packages" not in path
 
 
-_tables: WeakKeyDictionary[nn.Module, dict[str, nn.Parameter]] = WeakKeyDictionary()
-
-
 def _parameter(tensor: object, callers: list[FrameType]) -> str:
     """The name of the parameter that a tensor is, or is the gradient of, in a module that a caller holds."""
     if not isinstance(tensor, torch.Tensor) or not tensor.numel():
         return ""
-    seen: dict[int, nn.Module] = {}
+    seen: dict[int, Any] = {}
     for frame in callers[:_DEEPEST]:
         if frame.f_code.co_filename.startswith((_COMM, _TORCH)):
             continue
         # A function's globals are many: only those that it names.
         named = [frame.f_globals.get(name) for name in frame.f_code.co_names]
         for value in [*frame.f_locals.values(), *named]:
-            fields = getattr(value, "__dict__", None)
-            held = fields.get("model") if isinstance(fields, dict) else None  # an engine's
-            for module in (value, held):
-                if isinstance(module, nn.Module):
-                    seen[id(module)] = module
-    tables = []
-    for module in seen.values():
-        if module not in _tables:
-            _tables[module] = dict(module.named_parameters())
-        tables.append(_tables[module])
-    address, dtype = tensor.data_ptr(), tensor.dtype
+            for each in (value, _fields(value).get("model")):  # the second: an engine's
+                # Its type, and not isinstance: a proxy's __class__ is its owner's code, and may raise.
+                if issubclass(type(each), nn.Module):
+                    seen[id(each)] = each
+    tables = [dict(_parameters(module, "", set())) for module in seen.values()]
     # The largest module first: the same on all ranks, whichever of its parts a function holds as well.
     for table in sorted(tables, key=len, reverse=True):
         for name, parameter in table.items():
             for held, suffix in ((parameter, ""), (parameter.grad, ".grad")):
-                if held is tensor or (
-                    held is not None
-                    and held.numel() == tensor.numel()
-                    and held.dtype == dtype
-                    and held.layout == torch.strided
-                    and held.data_ptr() == address != 0
-                ):
+                if _same(held, tensor):
                     return name + suffix
     return ""
+
+
+def _fields(value: object) -> dict[str, Any]:
+    """An object's attributes, without any code of its class; none where it keeps them elsewhere."""
+    try:
+        fields = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return {}
+    return fields if isinstance(fields, dict) else {}
+
+
+def _parameters(module: nn.Module, prefix: str, seen: set[int]) -> Iterator[tuple[str, nn.Parameter]]:
+    """As `named_parameters` of a plain module, which a class may have replaced, and which a module that is
+    being made cannot answer yet."""
+    seen.add(id(module))
+    fields = _fields(module)
+    for name, parameter in fields.get("_parameters", {}).items():
+        if parameter is not None and id(parameter) not in seen:
+            seen.add(id(parameter))
+            yield prefix + name, parameter
+    for name, child in fields.get("_modules", {}).items():
+        if child is not None and id(child) not in seen:
+            yield from _parameters(child, f"{prefix}{name}.", seen)
+
+
+def _same(held: Tensor | None, tensor: Tensor) -> bool:
+    """Whether a parameter, or its gradient, is the tensor, or shares all of its memory."""
+    if held is None or held is tensor:
+        return held is tensor
+    if is_lazy(held) or held.layout != torch.strided:
+        return False
+    alike = held.numel() == tensor.numel() and held.dtype == tensor.dtype
+    return alike and held.data_ptr() == tensor.data_ptr() != 0
 
 
 def _variable(tensor: object, frame: FrameType) -> str:

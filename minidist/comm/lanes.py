@@ -11,8 +11,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from minidist.comm.routes import limit_of
-from minidist.comm.work import Group, ranks_of
+from minidist.comm.work import Group, limit_of, ranks_of
 
 
 def twin(group: Group) -> Group:

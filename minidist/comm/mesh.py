@@ -12,6 +12,7 @@ Megatron-LM", section 3.
 from __future__ import annotations
 
 import math
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from minidist._names import unknown
 from minidist.comm import world
-from minidist.comm.work import Group
+from minidist.comm.work import Group, limit_of
 
 AXES = ("pp", "dp", "cp", "tp")
 """Outermost first: neighbouring ranks differ in the last."""
@@ -109,7 +110,7 @@ class Mesh:
         made = _groups.setdefault(everyone, {})
         if members not in made:
             # A new group's limit is 30 minutes unless it is told; each waits as long as the world does.
-            limit = everyone._get_backend(torch.device("cpu")).options._timeout
+            limit = timedelta(seconds=limit_of(None))
             # torch numbers groups: each rank makes those of the others, too, which takes it no message.
             dims = [AXES.index(each) for each in _parts(axis)]
             others = [dim for dim in range(len(AXES)) if dim not in dims]

@@ -11,16 +11,18 @@ from typing import Any, Literal, overload
 import torch
 import torch.distributed as dist
 
-from minidist.comm import ways
-from minidist.comm.routes import choose
+from minidist.comm import mailboxes, ways
+from minidist.comm.routes import choose, preferred
 from minidist.comm.work import (
     Group,
+    Way,
     Work,
     by_torch,
     bytes_of,
     call_of,
     check_member,
     check_tensor,
+    limit_of,
     rank_in,
     ranks_of,
     run,
@@ -38,6 +40,8 @@ def send(
 def send(x: torch.Tensor, destination: int, tag: int = 0, group: Group = None, async_op: bool = False) -> Any:
     """Send `x` to one rank, which has to `recv` the same shape and dtype with the same tag. Sends S.
 
+    To a rank of the same host up to 4 MiB go through shared memory, and need not wait for the receiver.
+
     Returns:
         `x`, or the `Work` whose `wait()` returns it; `x` must not change before.
 
@@ -47,8 +51,20 @@ def send(x: torch.Tensor, destination: int, tag: int = 0, group: Group = None, a
     """
     data = check_tensor("send", x).contiguous()
     _check_peer("destination", destination, group)
-    way = by_torch(partial(dist.isend, data, group=group, tag=tag, group_dst=destination), bytes_of(x))
-    return run(call_of("send", x, group, "torch", way), way.start, lambda: x, async_op)
+    send = partial(dist.isend, data, group=group, group_dst=destination)
+    box = mailboxes.outgoing(ranks_of(group)[destination], data) if _may_share() else None
+    if box is None:
+        way = by_torch(partial(send, tag=tag), bytes_of(x))
+        return run(call_of("send", x, group, "torch", way), way.start, lambda: x, async_op)
+
+    def start(at_once: bool) -> Any:
+        if box.put((mailboxes.number_of(group), tag), data, partial(limit_of, group)):
+            return None
+        call.bytes_on_wire = bytes_of(x)
+        return send(tag=mailboxes.tag_elsewhere(tag))
+
+    call = call_of("send", x, group, "shared_memory", Way(start, bytes_of(x), 0))
+    return run(call, start, lambda: x, async_op)
 
 
 @overload
@@ -78,8 +94,14 @@ def recv(x: torch.Tensor, source: int, tag: int = 0, group: Group = None, async_
             data.copy_(buffer)
         return x
 
-    way = by_torch(partial(dist.irecv, buffer, group=group, tag=tag, group_src=source), 0)
-    return run(call_of("recv", x, group, "torch", way), way.start, result, async_op)
+    box = mailboxes.incoming(ranks_of(group)[source], buffer) if _may_share() else None
+    if box is None:
+        way = by_torch(partial(dist.irecv, buffer, group=group, tag=tag, group_src=source), 0)
+    else:
+        way = by_torch(partial(mailboxes.Arrival, box, buffer, group, source, tag), 0)
+    return run(
+        call_of("recv", x, group, "shared_memory" if box else "torch", way), way.start, result, async_op
+    )
 
 
 @overload
@@ -209,6 +231,10 @@ def barrier(group: Group = None, async_op: bool = False) -> Any:
     else:
         way = ways.barrier(group)
     return run(call_of("barrier", nothing, group, how, way), way.start, lambda: None, async_op)
+
+
+def _may_share() -> bool:
+    return preferred("send") == "shared_memory"
 
 
 def _check_peer(what: str, peer: int, group: Group) -> None:

@@ -13,7 +13,7 @@ from minidist._names import unknown
 from minidist.comm import checking, ledgers, mesh
 from minidist.comm.background import Background
 from minidist.comm.shared_memory import Failed, SharedMemory
-from minidist.comm.work import Group, described, failed, forget_groups, ranks_of
+from minidist.comm.work import Group, described, failed, forget_groups, limit_of, ranks_of
 
 _MESSAGES = ("ring", "tree")
 ALGORITHMS = {
@@ -23,6 +23,7 @@ ALGORITHMS = {
     "broadcast": ("torch", "shared_memory", *_MESSAGES),
     "all_to_all": ("torch", "shared_memory", "pairwise"),
     "barrier": ("torch", "shared_memory"),
+    "send": ("torch", "shared_memory"),
 }
 """Names that each operation's `algorithm` takes beside "auto"."""
 
@@ -87,7 +88,7 @@ def choose(operation: str, algorithm: str, group: Group, x: torch.Tensor, async_
         return "torch"
     asked = algorithm != "auto"
     if not asked:
-        algorithm = next((name for name in reversed(_preferred) if name in known), "shared_memory")
+        algorithm = preferred(operation)
     if algorithm != "shared_memory":
         return algorithm
     reason = f"its tensor is on {x.device}"
@@ -108,6 +109,12 @@ def choose(operation: str, algorithm: str, group: Group, x: torch.Tensor, async_
     if not asked:
         return "torch"
     raise ValueError(f"{operation} cannot go through shared memory: {reason}; give algorithm='auto'")
+
+
+def preferred(operation: str) -> str:
+    """Return the algorithm that "auto" tries first."""
+    known = ALGORITHMS[operation]
+    return next((name for name in reversed(_preferred) if name in known), "shared_memory")
 
 
 def route(group: Group, what: str = "a collective") -> Route:
@@ -185,10 +192,3 @@ def forget() -> None:
     _backgrounds.clear()
     mesh.forget()
     forget_groups()
-
-
-def limit_of(group: dist.ProcessGroup) -> float:
-    """Seconds that a call waits: the least of the group's and the world's; a new group's is 30 minutes."""
-    cpu, world = torch.device("cpu"), dist.group.WORLD
-    assert world is not None
-    return float(min(one._get_backend(cpu).options._timeout.total_seconds() for one in (group, world)))

@@ -47,7 +47,7 @@ class Meeting:
 
     def __init__(self, memory: memoryview, own: int, ranks: int, patient: bool) -> None:
         library = _library()
-        self._post, self._look, self._sleep = library.sem_post, library.sem_trywait, library.sem_timedwait
+        self._library, self._post, self._look = library, library.sem_post, library.sem_trywait
         address = address_of(memory)
         places = [[address + LINE * (2 * rank + parity) for rank in range(ranks)] for parity in (0, 1)]
         self._semaphore = [row[own] for row in places]
@@ -91,7 +91,7 @@ class Meeting:
             elif looks > 0:
                 looks -= 1
                 os.sched_yield()
-            elif self._asleep(own):
+            elif _asleep(self._library, own):
                 missing -= 1
             else:
                 check(lambda: self._late(count))
@@ -103,11 +103,40 @@ class Meeting:
         """The places of those who have not come to a meeting."""
         return [rank for rank, came in enumerate(self._counts) if came < count]
 
-    def _asleep(self, semaphore: int) -> bool:
-        """Sleep for a token; False where none came in a while."""
-        until = time.time() + SLICE
-        when = _Timespec(int(until), int(until % 1 * 1e9))
-        return bool(self._sleep(semaphore, ctypes.byref(when)) == 0)
+
+class Tokens:
+    """One semaphore, by which a process tells another how often something has happened.
+
+    Args:
+        memory: shared memory that begins with a semaphore, on which `prepare` has been called once.
+    """
+
+    def __init__(self, memory: memoryview) -> None:
+        self._library, self._address = _library(), address_of(memory)
+
+    @staticmethod
+    def prepare(memory: memoryview) -> None:
+        """Make the semaphore, without a token, in memory that is all zeros."""
+        _library().sem_init(address_of(memory), 1, 0)
+
+    def post(self) -> None:
+        """Add a token."""
+        self._library.sem_post(self._address)
+
+    def look(self) -> bool:
+        """Take a token where there is one."""
+        return bool(self._library.sem_trywait(self._address) == 0)
+
+    def sleep(self) -> bool:
+        """Take a token, and sleep for one in a short while if need be; False where none came."""
+        return _asleep(self._library, self._address)
+
+
+def _asleep(library: ctypes.CDLL, semaphore: int) -> bool:
+    """Sleep for a token; False where none came in a while."""
+    until = time.time() + SLICE
+    when = _Timespec(int(until), int(until % 1 * 1e9))
+    return bool(library.sem_timedwait(semaphore, ctypes.byref(when)) == 0)
 
 
 def address_of(memory: memoryview) -> int:

@@ -215,6 +215,15 @@ def _membership(group: Group) -> tuple[tuple[int, ...], int]:
     return found
 
 
+def limit_of(group: Group) -> float:
+    """Seconds that a call waits: the least of the group's and the world's; a new group's is 30 minutes."""
+    world = dist.group.WORLD
+    assert world is not None
+    whole = {group or world, world}
+    limits = [one._get_backend(device).options._timeout for one in whole for device in one._device_types]
+    return float(min(limits).total_seconds())
+
+
 def forget_groups() -> None:
     """Forget what is known of groups, since their world has ended."""
     _memberships.clear()

@@ -96,6 +96,9 @@ def join(store: Store, own: int, ranks: int, limit: timedelta, check: bool = Fal
     import torch
     import torch.distributed as dist
 
+    from minidist.comm import mailboxes
+
+    mailboxes.start(store, own, ranks)
     gpus = torch.cuda.device_count() if dist.is_nccl_available() else 0
     local_ranks = _number("LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in os.environ else ranks
     backend = "cpu:gloo,cuda:nccl" if gpus >= local_ranks else "gloo"
@@ -147,11 +150,12 @@ def shutdown() -> None:
     if _joined_here:
         import torch.distributed as dist
 
-        from minidist.comm import checking, routes
+        from minidist.comm import checking, mailboxes, routes
 
         _joined_here = False
         checking.stop()
         routes.forget()
+        mailboxes.stop()
         dist.destroy_process_group()
 
 

@@ -5,7 +5,7 @@
 | data.py | handwritten digits, and the standard library's source as bytes; fixed splits |
 | sampler.py | the same global batches for any number of ranks |
 | configs.py | the shapes of GPT and BERT by name, with their parameter counts |
-| models.py | an MLP and a GPT, each a chain of layers |
+| mlp.py, gpt.py | an MLP and a GPT, each a chain of layers |
 | seeding.py | first weights that depend on nothing but a seed and a name |
 | loss.py | cross-entropy and accuracy |
 | matmul.py | a linear layer that runs on any rung of the matmul ladders |
@@ -15,8 +15,9 @@
 
 from minidist.model.configs import CONFIGS, BERTConfig, GPTConfig, TransformerConfig, config
 from minidist.model.data import DATASETS, Corpus, Dataset, Rows, dataset, digits, stdlib_bytes, windows
+from minidist.model.gpt import GPT, gpt_layers
 from minidist.model.loss import accuracy, cross_entropy
-from minidist.model.models import GPT, MLP, gpt_layers
+from minidist.model.mlp import MLP
 from minidist.model.sampler import Sampler
 
 __all__ = [

@@ -9,10 +9,10 @@ float32 and a float64 model, or one on a GPU, start from the same numbers.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def stable_hash(*parts: object) -> int:
@@ -49,3 +49,10 @@ def fill(
         drawn = torch.empty(parameter.shape, dtype=torch.float64, device="cpu")
         drawn.normal_(0.0, deviation(name, parameter), generator=generator(seed, name))
         parameter.copy_(drawn)
+
+
+def own_parameters(model: nn.Module, part: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The parameters of a submodule, not those below it, with their names in the whole model."""
+    name = next(name for name, each in model.named_modules() if each is part)
+    for attribute, parameter in part.named_parameters(recurse=False):
+        yield f"{name}.{attribute}" if name else attribute, parameter

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import product
 from typing import Any
 
 import torch
@@ -45,7 +46,8 @@ def assemble(own: dict[str, Tensor], layout: Layout, length: int) -> dict[str, C
             found[name], at = _tensor(data[at:end], kind, shape), end
     names = dict.fromkeys(name for found in tensors for name in found)
     sizes = [getattr(layout, axis, 1) for axis in ("pp", "dp", "cp", "tp")]
-    found_whole = {name: _whole(name, tensors, sizes, length) for name in names}
+    shares = layout.sequence_parallel
+    found_whole = {name: _whole(name, tensors, sizes, length, shares) for name in names}
     return {name: copies for name, copies in found_whole.items() if copies}
 
 
@@ -54,18 +56,31 @@ def distance(a: Copies, b: Copies) -> float:
 
     NaNs are equal to each other; it is infinite where there is one against a number, and for other shapes.
     """
-    if len(a) != len(b):
-        return max(_distance(x, y) for x in _fitting(a, b) for y in _fitting(b, a))
-    return max(_distance(x, y) for x, y in zip(a, b, strict=True))
+    a, b = _alike(a, b)
+    pairs = zip(a, b, strict=True) if len(a) == len(b) else product(a, b)
+    return max(_distance(x, y) for x, y in pairs)
 
 
-def _fitting(copies: Copies, other: Copies) -> Copies:
-    """The parts of a last dimension that tensor parallelism cut, joined, where that fits the other."""
-    if len(other) == 1 and len(copies) > 1 and copies[0].shape != other[0].shape:
-        joined = torch.cat(copies, -1)[..., : other[0].shape[-1]]  # without what pads the last part
-        if joined.shape == other[0].shape:
-            return [joined]
-    return copies
+def _alike(a: Copies, b: Copies) -> tuple[Copies, Copies]:
+    """Both, with parts of a last dimension that tensor parallelism cut joined, where that makes them fit."""
+    for x in _forms(a, b):
+        for y in _forms(b, a):
+            if x[0].shape == y[0].shape:
+                return x, y
+    return a, b
+
+
+def _forms(copies: Copies, other: Copies) -> Iterator[Copies]:
+    """What the copies may stand for: themselves, or parts; one for all where all parts are equal."""
+    yield copies
+    shapes = {x.shape[:-1] for x in (*copies, *other)}
+    if copies[0].dim() < 2 or len(shapes) > 1:
+        return
+    own, width = (sum(x.shape[-1] for x in each) for each in (copies, other))
+    if len(copies) > 1:
+        yield [torch.cat(copies, -1)[..., :width]]  # without what pads the last part
+    elif 0 < own < width:
+        yield [torch.cat([*copies] * (width // own), -1)]
 
 
 def _distance(x: Tensor, y: Tensor) -> float:
@@ -76,7 +91,9 @@ def _distance(x: Tensor, y: Tensor) -> float:
     return float(apart.nan_to_num_(torch.inf).max()) if apart.numel() else 0.0
 
 
-def _whole(name: str, tensors: list[dict[str, Tensor]], sizes: list[int], length: int) -> Copies:
+def _whole(
+    name: str, tensors: list[dict[str, Tensor]], sizes: list[int], length: int, shares: bool
+) -> Copies:
     """One tensor: rows over dp, positions over cp, and over tp copies, or parts where they are cut."""
     pp, dp, cp, tp = sizes
     by_place = [tensors[rank : rank + tp] for rank in range(0, len(tensors), tp)]  # (pp, dp, cp) flat
@@ -86,7 +103,7 @@ def _whole(name: str, tensors: list[dict[str, Tensor]], sizes: list[int], length
         if not all(name in part for place in places for part in place):
             continue
         joined: list[Copies] = [
-            _join_tp([part[name] for part in place], zigzag.size(length, cp, index % cp))
+            _join_tp([part[name] for part in place], zigzag.size(length, cp, index % cp) if shares else None)
             for index, place in enumerate(places)
         ]
         for copy in range(max(map(len, joined))):
@@ -105,19 +122,22 @@ def _join_cp(parts: list[Tensor]) -> Tensor:
     return torch.cat(parts, 1)[:, order.argsort()]
 
 
-def _join_tp(parts: list[Tensor], length: int) -> Copies:
-    """The one tensor that all have; or parts of a sequence of `length`, or of the last dimension."""
+def _join_tp(parts: list[Tensor], length: int | None) -> Copies:
+    """The one tensor that all have; or parts of the last dimension; or, joined, of a sequence of `length`.
+
+    length: None where no sequence is shared. It comes first: shares may be equal, as zeros are.
+    """
+    if length is not None and parts[0].dim() > 2 and sum(part.shape[1] for part in parts) == length:
+        return [torch.cat(parts, 1)]
     if all(torch.equal(part, parts[0]) for part in parts[1:]):
         return parts[:1]
-    if parts[0].dim() > 2 and sum(part.shape[1] for part in parts) == length:
-        return [torch.cat(parts, 1)]
     return parts
 
 
 def distinct(own: dict[str, Tensor]) -> dict[str, Copies]:
     """The different values that the ranks have of each tensor; all ranks call it, with the same names.
 
-    Sends 64 (n - 1) bytes for each tensor, and those that are not the same everywhere to all ranks.
+    Sends n - 1 times a table of names, each with a hash of 64 letters, and those tensors that differ.
     """
     hashes = {name: hashlib.sha256(_bytes(value)).hexdigest() for name, value in own.items()}
     everyones = [json.loads(text) for text in _exchange(json.dumps(hashes).encode())]

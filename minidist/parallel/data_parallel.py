@@ -104,7 +104,7 @@ class DataParallel(nn.Module):
         state = [*module.named_parameters(), *module.named_buffers()]
         if self._exchange.ranks > 1:
             require_same("parameters and buffers", state, group)
-        broadcast_together([tensor for _, tensor in state], group)
+            broadcast_together([tensor for _, tensor in state], group)
         self._attach()
 
     @property

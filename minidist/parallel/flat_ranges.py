@@ -7,7 +7,9 @@ checkpoint can cut anew are boxes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+
+from torch import Tensor
 
 
 def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -41,3 +43,10 @@ def _in_row(
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     for offsets, sizes in boxes(shape[1:], start, stop):
         yield (row, *offsets), (1, *sizes)
+
+
+def narrowed(tensor: Tensor, offsets: Iterable[int], sizes: Iterable[int]) -> Tensor:
+    """A box of a tensor, as a view."""
+    for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+        tensor = tensor.narrow(dim, offset, size)
+    return tensor

@@ -60,7 +60,7 @@ class FullySharded(Strategy):
         """See `FullyShard.no_sync`: every micro-batch is reduced."""
         return self.parallel.no_sync()
 
-    def announce(self, rows: float, loss_sum: Tensor) -> None:
+    def announce(self, rows: float, loss_sum: Tensor, waits: bool = True) -> None:
         """See `Strategy.announce`."""
         self._own = rows, loss_sum
 

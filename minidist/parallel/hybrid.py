@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from minidist.parallel.layout import Layout
 from minidist.parallel.memory import ActivationPeaks, Memory, count
 from minidist.parallel.passes import Passes, StagedPasses, WholePasses
 from minidist.parallel.precision import Precision
+from minidist.parallel.random_state import random_state_of
 from minidist.parallel.rank_model import RankModel, whole_model
 from minidist.parallel.refusals import require_batch
 from minidist.parallel.strategy import Chunk, Strategy
@@ -84,8 +86,10 @@ class HybridEngine(Engine):
         # taken to be that of the last step, which all ranks know: to hear this step's would cost a message.
         # (Not 1, and the gradients divided later: that would cost a pass over them.)
         expected, scale = self._rows, self.precision.scale
-        self.passes.train(inputs, targets, lambda count: scale * count * share / expected, share)
+        with self._random_state():
+            self.passes.train(inputs, targets, lambda count: scale * count * share / expected, share)
         all_rows, all_loss = strategy.synchronize()
+        self.passes.summed()
         if all_rows != expected:
             strategy.rescale(expected / all_rows)
             self._rows = all_rows
@@ -103,7 +107,15 @@ class HybridEngine(Engine):
         if factor != 1:
             strategy.multiply(factor)
         strategy.update()
+        self.passes.updated()
         return loss
+
+    def _random_state(self) -> AbstractContextManager[None]:
+        """Dropout is the same on the ranks that tensors are cut over, and independent of it on others."""
+        mesh, shares = self.mesh, self.mesh.size("dp_cp")
+        if mesh.size("pp") * shares == 1:
+            return nullcontext()
+        return random_state_of(mesh.rank("pp") * shares + mesh.rank("dp_cp"))
 
     def _on_all_stages(self, value: float) -> float:
         """What the last stage knows, and the others have as 0."""

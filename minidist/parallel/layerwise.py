@@ -27,7 +27,9 @@ from minidist import comm
 from minidist.comm.work import Group, rank_in, ranks_of
 from minidist.model.loss import cross_entropy
 from minidist.parallel.engine import Loss, check_rows
+from minidist.parallel.evaluating import evaluating, require_gradients
 from minidist.parallel.stage_messages import receive_unknown, send_unknown
+from minidist.parallel.stage_passes import changeable
 
 
 class LayerByLayer:
@@ -69,21 +71,24 @@ class LayerByLayer:
 
         Raises:
             ValueError: no rows, or inputs and targets do not fit.
+            TypeError: the part gives no floating-point tensor.
+            RuntimeError: gradients are off, as in `torch.no_grad()`.
             CollectiveError: a peer is gone or late.
         """
         check_rows(inputs, targets)
+        require_gradients()
         first, last = self.rank == 0, self.rank == self.ranks - 1
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         works: list[comm.Work] = []
 
         # Forward: wait for the part before, compute, send to the next.
         x = inputs.to(self.device) if first else self._receive().requires_grad_()
-        outputs = self.part(x)
+        outputs = self.part(changeable(x, self.part))
         if last:
             outputs = self.loss(outputs, targets.to(self.device))
             total += outputs.detach().double()
         else:
-            works += send_unknown(outputs.detach(), self.rank + 1, self.group)
+            works += self._send(outputs)
 
         # Backward: the other way round.
         gradient = None if last else comm.recv(torch.empty_like(outputs), self.rank + 1, group=self.group)
@@ -96,20 +101,25 @@ class LayerByLayer:
             work.wait()
         return float(comm.broadcast(total, source=self.ranks - 1, group=self.group))
 
-    @torch.no_grad()
     def evaluate(self, inputs: Tensor, targets: Tensor, metric: Loss | None = None) -> float:
         """`metric(outputs, targets)` of a batch without training, on all ranks; None for the loss."""
-        training = self.part.training
-        self.part.eval()
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        outputs = self.part(inputs.to(self.device) if self.rank == 0 else self._receive())
-        if self.rank == self.ranks - 1:
-            total += (metric or self.loss)(outputs, targets.to(self.device)).double()
-        else:
-            for work in send_unknown(outputs, self.rank + 1, self.group):
-                work.wait()
-        self.part.train(training)
+        with evaluating([self.part]):
+            outputs = self.part(inputs.to(self.device) if self.rank == 0 else self._receive())
+            if self.rank == self.ranks - 1:
+                total += (metric or self.loss)(outputs, targets.to(self.device)).double()
+            else:
+                for work in self._send(outputs):
+                    work.wait()
         return float(comm.broadcast(total, source=self.ranks - 1, group=self.group))
+
+    def _send(self, outputs: object) -> list[comm.Work]:
+        if not isinstance(outputs, Tensor):
+            raise TypeError(
+                f"part {self.rank} gave a {type(outputs).__name__}; between parts goes one floating-point "
+                "tensor"
+            )
+        return send_unknown(outputs.detach(), self.rank + 1, self.group)
 
     def _receive(self) -> Tensor:
         return receive_unknown(self.rank - 1, self.group, self.device)

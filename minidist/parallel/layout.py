@@ -60,14 +60,14 @@ class Layout:
             )
         if (self.chunks > 1) != (self.schedule == "interleaved"):
             raise ValueError(
-                f"chunks is {self.chunks} with schedule={self.schedule!r}; the interleaved schedule takes "
-                "chunks of 2 or more, and no other does"
+                f"chunks is {self.chunks} with schedule={self.schedule!r}; a layout has chunks of 2 or "
+                "more with the interleaved schedule, and 1 with any other"
             )
-
         if self.recompute and self.schedule == "zero_bubble":
             raise ValueError(
-                "recompute is True with schedule='zero_bubble', whose two backward passes would both compute "
-                "the activations again; give another schedule, or recompute=False"
+                "recompute is True with schedule='zero_bubble': activations that are computed again are kept "
+                "for one backward pass, so that none is left to fill the bubble; give another schedule, or "
+                "recompute=False"
             )
 
     @property

@@ -7,19 +7,20 @@ up; what differs is who says when a backward pass is the last, and where the los
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from minidist.comm.work import Group
 from minidist.parallel.engine import Loss
 from minidist.parallel.layout import Layout
 from minidist.parallel.pipeline import Pipeline
 from minidist.parallel.precision import Precision
 from minidist.parallel.rank_model import RankModel
 from minidist.parallel.strategy import Strategy
-from minidist.parallel.tied import sum_tied
+from minidist.parallel.tied import sum_tied, take_first
 
 Weight = Callable[[int], float]
 """From a micro-batch's rows to what its loss is multiplied by."""
@@ -37,6 +38,12 @@ class Passes(ABC):
     @abstractmethod
     def train(self, inputs: Tensor, targets: Tensor, weight: Weight, share: float) -> None:
         """Forward and backward; announces this rank's rows and loss, both times `share`."""
+
+    def summed(self) -> None:  # noqa: B027 (only a pipeline has copies)
+        """The strategy has summed the gradients over its ranks: let copies of parameters have the same."""
+
+    def updated(self) -> None:  # noqa: B027 (likewise)
+        """The strategy has updated the parameters: let their copies be the same."""
 
     @abstractmethod
     def evaluate(self, inputs: Tensor, targets: Tensor, metric: Loss) -> Tensor:
@@ -82,10 +89,16 @@ class WholePasses(Passes):
 
 
 class StagedPasses(Passes):
-    """A pipeline's schedule of passes through this rank's stages; gradients are sent when it is done.
+    """A pipeline's schedule of passes through this rank's stages.
 
-    Tied parameters have a gradient on each stage that uses them; the sum over these stages is formed first,
-    so that all copies take the same step.
+    Gradients are sent in the last of the backward passes, and summed when the schedule is done: a stage's
+    last message to the one before it waits for no sum. With several chunks a rank, each with a last pass of
+    its own, and where gradients are sharded and have to be summed over stages first, they are sent after all.
+
+    Tied parameters have a gradient on each stage that uses them. The sum over these stages is formed last, so
+    that all copies take the same step to the last bit. Where gradients are sharded, no rank has a whole one
+    then: the sum is formed first, the copies take the same step but for rounding, and the first stage's
+    values go to the others.
     """
 
     def __init__(
@@ -99,13 +112,42 @@ class StagedPasses(Passes):
 
     def train(self, inputs: Tensor, targets: Tensor, weight: Weight, share: float) -> None:
         """See `Passes.train`."""
-        self.strategy.ready()
-        with self.strategy.no_sync():
-            loss_sum = self.pipeline.run(self.precision.inputs(inputs), targets, weight=weight)
+        strategy, rows = self.strategy, len(inputs) * share
+        strategy.ready()
+        with ExitStack() as accumulating:
+            accumulating.enter_context(strategy.no_sync())
+
+            def last(loss_sum: Tensor) -> None:
+                accumulating.close()
+                strategy.announce(rows, loss_sum * share, waits=False)
+
+            inputs = self.precision.inputs(inputs)
+            overlaps = len(inputs) and self.overlaps
+            loss_sum = self.pipeline.run(inputs, targets, weight, before_last=last if overlaps else None)
+        if not overlaps:
+            if strategy.sharded:
+                self._with_tied(sum_tied)
+            strategy.announce(rows, loss_sum * share)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether gradients are sent in the last backward pass."""
+        return self.layout.chunks == 1 and not (self.strategy.sharded and self.part.tied)
+
+    def summed(self) -> None:
+        """See `Passes.summed`."""
+        if not self.strategy.sharded:
+            self._with_tied(sum_tied)
+
+    def updated(self) -> None:
+        """See `Passes.updated`."""
+        if self.strategy.sharded:
+            self._with_tied(take_first)
+
+    def _with_tied(self, act: Callable[[nn.Parameter | None, Group, Sequence[int]], None]) -> None:
         for tied in self.part.tied:
             parameter = None if tied.name is None else self.part.model.get_parameter(tied.name)
-            sum_tied(parameter, self.group, tied.stages)
-        self.strategy.announce(len(inputs) * share, loss_sum * share)
+            act(parameter, self.group, tied.stages)
 
     def evaluate(self, inputs: Tensor, targets: Tensor, metric: Loss) -> Tensor:
         """See `Passes.evaluate`."""

@@ -10,9 +10,9 @@ Source: Huang et al. 2019, "GPipe"; Narayanan et al. 2019, "PipeDream", and 2021
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,8 @@ from minidist.comm.work import Group, rank_in, ranks_of
 from minidist.model.loss import cross_entropy
 from minidist.parallel import schedules
 from minidist.parallel.engine import Loss, check_rows
-from minidist.parallel.instructions import Schedule, sizes
+from minidist.parallel.evaluating import evaluating, require_gradients
+from minidist.parallel.instructions import Instruction, Schedule, sizes
 from minidist.parallel.receipts import Plan, receipts
 from minidist.parallel.simulation import Event
 from minidist.parallel.stage_messages import StageMessages
@@ -30,6 +31,8 @@ from minidist.parallel.stage_passes import StagePasses
 from minidist.parallel.tied import start_equal, sum_tied
 
 MICRO_BATCHES = 8
+COMPLETE = ("backward", "backward_weight")
+"""Instructions after which a micro-batch's gradients of the weights are there."""
 LOSS = 2**30
 """The tag of the loss's message, above those of the stages'."""
 
@@ -57,7 +60,9 @@ class Pipeline:
         group: the ranks, in the order of the stages; None for all.
         reduction: what `loss` is: "mean" over its rows, or a "sum" over them, which micro-batches add up.
         tied: for each parameter that several ranks hold a copy of, this rank's copy or None, the same number
-            on all ranks. Copies start from the first rank's values, and `step` sums their gradients.
+            on all ranks. Copies start from the first rank's values, and `step` sums their gradients. With
+            data parallelism beside it, call `tied.sum_tied` after that has summed, instead: else copies
+            differ by rounding. `prepare` does.
 
     Raises:
         TypeError, ValueError: an argument is wrong, or the schedule is not for these ranks and chunks.
@@ -110,9 +115,11 @@ class Pipeline:
 
         Raises:
             ValueError: no rows, or fewer than your own schedule needs, or inputs and targets do not fit.
+            RuntimeError: gradients are off, as in `torch.no_grad()`.
             CollectiveError: a peer is gone or late.
         """
         rows = check_rows(inputs, targets)
+        require_gradients()  # before anything is posted
         coming = self._expect(inputs, targets)
         before = [None if p is None or p.grad is None else p.grad.clone() for p, _ in self.tied]
         for parameter, _ in self.tied:
@@ -163,6 +170,7 @@ class Pipeline:
         weight: Callable[[int], float] | None = None,
         train: bool = True,
         loss: Loss | None = None,
+        before_last: Callable[[Tensor], None] | None = None,
     ) -> Tensor:
         """Execute the schedule once over a batch; what `step` and `evaluate` are made of.
 
@@ -172,12 +180,16 @@ class Pipeline:
                 for 1.
             train: whether to run backward passes; else the stages are in evaluation mode meanwhile.
             loss: in place of the pipeline's own.
+            before_last: called with what is returned before the last backward pass of this rank, where it
+                has one chunk: after it the gradients are complete.
 
         Returns:
             On the last stage's rank the sum of loss times rows over the micro-batches (of losses alone where
             the pipeline's own is a sum), a float64 scalar; on the others 0.
         """
         parts = self._parts(inputs, targets)
+        if train:
+            require_gradients()
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         if not parts:
             return total
@@ -193,10 +205,10 @@ class Pipeline:
             weight,
             by_rows=loss is not None or self.reduction == "mean",
         )
-        with nullcontext() if train else self._evaluating():
-            self._execute(
-                passes, self._plan(parts, train), [(x.shape, x.dtype, train) for x in passes.inputs]
-            )
+        with nullcontext() if train else evaluating(self.stages):
+            plan, kinds = self._plan(parts, train), [(x.shape, x.dtype, train) for x in passes.inputs]
+            last = next((e for e in reversed(plan.instructions) if e.kind in COMPLETE), None)
+            self._execute(passes, plan, kinds, {last: partial(before_last, total)} if before_last else {})
         return total
 
     def _parts(self, inputs: Tensor, targets: Tensor) -> int:
@@ -227,11 +239,19 @@ class Pipeline:
             self._plans[micro_batches, train] = found
         return found
 
-    def _execute(self, passes: StagePasses, plan: Plan, kinds: Sequence[Hashable]) -> None:
+    def _execute(
+        self,
+        passes: StagePasses,
+        plan: Plan,
+        kinds: Sequence[Hashable],
+        before: Mapping[Instruction | None, Callable[[], None]],
+    ) -> None:
         messages = self._messages
         messages.begin(plan, kinds)
         try:
             for each in plan.instructions:
+                if each in before:
+                    before[each]()
                 if self._events is None:
                     passes.execute(each, messages)
                     continue
@@ -256,18 +276,6 @@ class Pipeline:
             yield events
         finally:
             self._events = None
-
-    @contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        modes = [(module, module.training) for stage in self.stages for module in stage.modules()]
-        for module, _ in modes:
-            module.training = False
-        try:
-            with torch.no_grad():
-                yield
-        finally:
-            for module, training in modes:
-                module.training = training
 
     @cached_property
     def device(self) -> torch.device:

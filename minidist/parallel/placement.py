@@ -19,6 +19,7 @@ from minidist import comm
 from minidist.comm.mesh import Mesh
 from minidist.parallel.buckets import broadcast_together, together
 from minidist.parallel.clipping import global_norm
+from minidist.parallel.flat_ranges import narrowed
 from minidist.parallel.strategy import Chunk, Strategy
 from minidist.parallel.tensor_cuts import Cut
 from minidist.parallel.training_state import names_of
@@ -42,7 +43,6 @@ class Whole:
         self.parameters = [name for name, _ in model.named_parameters()]
         names = names_of(model)
         self.first = {name: names[p] for name, p in model.named_parameters(remove_duplicate=False)}
-        self.elements = sum(parameter.numel() for parameter in model.parameters())
 
 
 class Placement:
@@ -159,12 +159,14 @@ class Placement:
             ]
             if 0 not in inside:
                 offsets = tuple(o + p for o, p in zip(cut.offsets, chunk.offsets, strict=True))
-                yield Chunk(full, tuple(cut.shape), offsets, _box(chunk.tensor, _start(chunk.tensor), inside))
+                yield Chunk(
+                    full, tuple(cut.shape), offsets, narrowed(chunk.tensor, _start(chunk.tensor), inside)
+                )
 
     def own(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """This rank's parts of whole parameters."""
         return {
-            name: _box(value, self.cuts[name].offsets, self.cuts[name].sizes).contiguous()
+            name: narrowed(value, self.cuts[name].offsets, self.cuts[name].sizes).contiguous()
             if name in self.cuts
             else value
             for name, value in whole.items()
@@ -209,7 +211,7 @@ class Placement:
             return own
         box = self.cuts[name]
         room = torch.zeros(entry.shape, dtype=own.dtype, device=own.device)
-        _box(room, box.offsets, box.sizes).copy_(_box(own, _start(own), box.sizes))
+        narrowed(room, box.offsets, box.sizes).copy_(narrowed(own, _start(own), box.sizes))
         return room
 
     # The norm: over all ranks each element of the whole model's gradient counts once.
@@ -231,13 +233,6 @@ class Placement:
     def _counts(self, name: str) -> bool:
         """Whether this rank's copy of a parameter is the one that counts."""
         return name not in self._elsewhere and (name in self.cuts or self.mesh.rank("tp") == 0)
-
-
-def _box(tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-    """A box of a tensor, as a view."""
-    for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
-        tensor = tensor.narrow(dim, offset, size)
-    return tensor
 
 
 def _start(tensor: Tensor) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -42,6 +42,7 @@ def prepare(
     loss_scale: LossScale | None = None,
     fully_shard: Mapping[str, Any] | None = None,
     plan: Mapping[str, str] | None = None,
+    initialize: Callable[[nn.Module], object] | None = None,
 ) -> Engine:
     """An engine that trains `model` on the ranks of `layout`. Every rank of the world calls it.
 
@@ -64,6 +65,10 @@ def prepare(
     all of them; 2 and 3 with dp, tp and cp: with pp they would send gradients, or parameters, once for each
     micro-batch.
 
+    A model that fits on no rank whole is made on the meta device, for a layout with tp, pp or zero=3: ranks
+    get memory for their parts alone, and for one module at a time. Rank 0 gives modules the values that one
+    process would, and sends them.
+
     Where this raises an error, the model is as it was before, but for values that rank 0 has sent.
 
     Args:
@@ -77,6 +82,9 @@ def prepare(
         loss_scale: for precision "fp16", how the factor on the loss starts and grows.
         fully_shard: options of `FullyShard` for zero=3, such as {"offload": "/scratch"}.
         plan: for tp, names of modules and how each is cut, see `parallelize`; None for the model's own.
+        initialize: gives a submodule's own parameters and buffers, which were on the meta device, their
+            values, such as those of a file; None for the model's method `initialize_part`, else each
+            submodule's `reset_parameters`.
 
     Raises:
         TypeError: an argument is of the wrong type.
@@ -95,7 +103,7 @@ def prepare(
         )
     check_available(layout)
     check_types(loss, data_parallel, fully_shard, loss_scale)
-    check_model(model, layout.zero)
+    check_model(model, layout)
     require_free(model.named_parameters())
     if layout.ranks > 1 or layout.zero == 3 or layout.precision != "fp32":
         refuse_renormed(model)
@@ -111,13 +119,17 @@ def prepare(
             f"data_parallel is {dict(data_parallel)} and the layout has zero=3, which has none of its "
             "options; leave it out"
         )
+    if initialize is None:
+        initialize = (fully_shard or {}).get("initialize")
+    elif layout.zero == 3:
+        fully_shard = {**(fully_shard or {}), "initialize": initialize}
     if clip_norm is not None:
         check_max_norm("clip_norm", clip_norm)
     mesh = Mesh(pp=layout.pp, dp=layout.dp, cp=layout.cp, tp=layout.tp)
     precision = Precision(layout.precision, loss_scale)
     with put_back_on_error(model, precision.dtype is not None):
         exact = precision.convert(model)
-        part = divide(model, layout, mesh, plan)
+        part = divide(model, layout, mesh, plan, initialize)
         if layout.recompute:
             recompute(model)
         strategy = _strategy(part, optimizer, layout, data_parallel, precision, fully_shard)

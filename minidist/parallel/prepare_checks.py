@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
+from minidist.parallel.layout import Layout
 from minidist.parallel.ownership import release
 from minidist.parallel.precision import LossScale
 from minidist.parallel.refusals import refuse_meta, require_trained
@@ -31,10 +32,10 @@ def check_types(loss: object, data_parallel: object, fully_shard: object, loss_s
         )
 
 
-def check_model(model: nn.Module, zero: int) -> None:
-    """ValueError where there is nothing to train, or nothing that a stage below 3 could train."""
+def check_model(model: nn.Module, layout: Layout) -> None:
+    """ValueError where there is nothing to train, or ranks would need what has no memory whole."""
     require_trained("model", model.parameters())
-    if zero < 3:
+    if layout.zero < 3 and layout.tp * layout.pp == 1:
         refuse_meta("model", [*model.named_parameters(), *model.named_buffers()])
 
 
@@ -54,6 +55,10 @@ def put_back_on_error(model: nn.Module, converts: bool) -> Iterator[None]:
     own = [(part.__dict__, {n: part.__dict__[n] for n in REPLACED if n in part.__dict__}) for part in parts]
     children = [(part._modules, dict(part._modules)) for part in parts]
     buffers = [(part._buffers, dict(part._buffers)) for part in parts]
+    meta = [
+        (p._parameters, {n: v for n, v in p._parameters.items() if v is not None and v.is_meta})
+        for p in parts
+    ]
     values = [(p, p.data, p.grad) for p in model.parameters()] if converts else []
     try:
         yield
@@ -64,6 +69,8 @@ def put_back_on_error(model: nn.Module, converts: bool) -> Iterator[None]:
             attributes.update(had)
         for now, before in buffers:
             now.update(before)
+        for parameters, before_memory in meta:
+            parameters.update(before_memory)
         for parts_now, parts_before in children:
             parts_now.update(parts_before)
         for parameter, data, grad in values:

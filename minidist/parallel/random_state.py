@@ -40,7 +40,18 @@ def own_random_state(group: Group = None) -> Iterator[None]:
 
     Afterwards the state is as if one number had been drawn, on every rank. Sends nothing.
     """
-    seed = stable_hash(int(torch.randint(2**62, ())), rank_in(group))
+    with random_state_of(rank_in(group)):
+        yield
+
+
+@contextmanager
+def random_state_of(place: int) -> Iterator[None]:
+    """Inside, torch's random numbers follow from the state and a place; afterwards one has been drawn.
+
+    The engine gives each pipeline stage and each share of the batch and of the sequence a place of its own:
+    ranks start alike unless a program seeds them otherwise, and would drop the same units everywhere.
+    """
+    seed = stable_hash(int(torch.randint(2**62, ())), place)
     on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     with torch.random.fork_rng(devices=[torch.cuda.current_device()] if on_gpu else []):
         torch.default_generator.manual_seed(seed)

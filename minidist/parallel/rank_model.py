@@ -1,8 +1,8 @@
 """From a model to this rank's part of it: its tokens, its parts of matrices, its layers.
 
-Every rank builds the whole model, and rank 0's weights go to all. Then context parallelism has attention and
-positions work on the rank's tokens, tensor parallelism cuts matrices, and a pipeline takes away the layers
-that other stages have. Names stay those of the whole model.
+Every rank builds the whole model, or its shape on the meta device, and rank 0's weights go to all. Then
+context parallelism has attention and positions work on the rank's tokens, tensor parallelism cuts matrices,
+and a pipeline takes away the layers that other stages have. Names stay those of the whole model.
 
 Source: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using
 Megatron-LM", section 3, for how the three go together.
@@ -26,6 +26,7 @@ from minidist.parallel.engine import Loss, MakeOptimizer
 from minidist.parallel.layerwise import cut
 from minidist.parallel.layout import Layout
 from minidist.parallel.placement import Placement, Whole
+from minidist.parallel.rank_meta import Initialize, Skeleton
 from minidist.parallel.sequence_share import SequenceShare
 from minidist.parallel.tensor_cuts import cuts
 from minidist.parallel.tensor_parallel import parallelize
@@ -113,17 +114,25 @@ class RankModel:
         return self.share.cut(inputs), self.share.cut(targets), self.share.part
 
 
-def divide(model: nn.Module, layout: Layout, mesh: Mesh, plan: Mapping[str, str] | None = None) -> RankModel:
+def divide(
+    model: nn.Module,
+    layout: Layout,
+    mesh: Mesh,
+    plan: Mapping[str, str] | None = None,
+    initialize: Initialize | None = None,
+) -> RankModel:
     """This rank's part of `model`, which is changed; a collective.
 
     Where layers are cut, sends what `comm.broadcast` of the model does, over pp; where matrices are, over tp:
-    with what the strategies do over dp and cp, rank 0's weights reach all ranks.
+    with what the strategies do over dp and cp, rank 0's weights reach all ranks. What is on the meta device
+    gets memory and values once it is divided, see rank_meta.py.
 
     Args:
         model: the same architecture on all ranks.
         layout: how it is divided.
         mesh: of the layout's ranks.
         plan: which module is cut in which way by tp; None for `plan_for(model)`.
+        initialize: see `prepare`.
 
     Raises:
         ValueError: the model cannot be divided so; names the axis.
@@ -132,6 +141,9 @@ def divide(model: nn.Module, layout: Layout, mesh: Mesh, plan: Mapping[str, str]
         raise ValueError("plan is given and the layout has tp=1, which cuts nothing; leave one of them out")
     if layout.tp * layout.pp > 1:
         _agree(model, layout, mesh)
+    tensors = [*model.parameters(), *model.buffers()]
+    unfilled = layout.tp * layout.pp > 1 and any(tensor.is_meta for tensor in tensors)
+    skeleton = Skeleton(model, initialize) if unfilled else None
     whole = Whole(model)
     share = None
     if layout.cp > 1:
@@ -144,6 +156,9 @@ def divide(model: nn.Module, layout: Layout, mesh: Mesh, plan: Mapping[str, str]
     vocabulary = vocabulary_of(model)
     stages, stage_of = _take_layers(model, layout, mesh.rank("pp"), whole) if layout.pp > 1 else ((), {})
     placement = Placement(mesh, whole, model, cuts(model), stage_of)
+    if skeleton is not None:
+        skeleton.fill(model, placement.cuts)
+        placement.device = skeleton.device
     return RankModel(
         model, mesh, placement, share, stages, _tied(model, whole, stage_of, mesh.rank("pp")), vocabulary
     )
@@ -158,15 +173,9 @@ def whole_model(model: nn.Module) -> RankModel:
 def _agree(model: nn.Module, layout: Layout, mesh: Mesh) -> None:
     """See that all ranks have the same model, and give the stages the first one's weights."""
     state = [*model.named_parameters(), *model.named_buffers()]
-    meta = [name for name, tensor in state if tensor.is_meta]
-    if meta:
-        raise ValueError(
-            f"{meta[0]} is on the meta device and the layout is {layout}; tp and pp cut a model that has its "
-            "weights: build it on a device, or use dp with zero=3"
-        )
     require_same("parameters and buffers", state, None)
     if layout.pp > 1:
-        broadcast_together([tensor for _, tensor in state], mesh.group("pp"))
+        broadcast_together([tensor for _, tensor in state if not tensor.is_meta], mesh.group("pp"))
 
 
 def _take_layers(

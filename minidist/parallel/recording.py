@@ -10,11 +10,12 @@ Source: Parker 1997, "Monte Carlo Arithmetic: exploiting randomness in floating-
 
 from __future__ import annotations
 
+import copy
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -23,7 +24,9 @@ from torch import Tensor, nn
 
 from minidist.parallel.assembling import Copies, assemble, distance, distinct
 from minidist.parallel.engine import Engine
+from minidist.parallel.flat_ranges import narrowed
 from minidist.parallel.hybrid import HybridEngine
+from minidist.parallel.strategy import Chunk
 
 REPEATS = 2
 """Times that the steps are taken again with moved results."""
@@ -112,7 +115,7 @@ def _run(
         found = assemble(own, engine.layout, inputs.shape[1] if inputs.dim() > 1 else 1)
         for name, copies in found.items():
             if name.startswith("gradient"):
-                found[name] = [copy / scale for copy in copies]
+                found[name] = [each / scale for each in copies]
         after = _parameters(engine)
         found.update(distinct({f"update {name}": after[name] - before[name] for name in after}))
         steps.append(found)
@@ -187,16 +190,36 @@ class _Kept:
 
     def __init__(self, engine: HybridEngine) -> None:
         self.engine, self.settings = engine, engine.settings()
-        self.values = {
-            (chunk.name, chunk.offsets): chunk.tensor.clone() for chunk in engine.strategy.chunks()
-        }
+        self.of_strategy = copy.deepcopy(engine.strategy.settings())
+        self.chunks: dict[str, list[Chunk]] = defaultdict(list)
+        for chunk in engine.strategy.chunks():
+            self.chunks[chunk.name].append(replace(chunk, tensor=chunk.tensor.clone()))
 
     def restore(self) -> None:
-        for chunk in self.engine.strategy.chunks():
-            value = self.values.get((chunk.name, chunk.offsets))
-            if value is None:  # an optimizer's, which it made in its first step
-                chunk.tensor.zero_()
-            else:
-                chunk.tensor.copy_(value)
-        self.engine.strategy.loaded()
+        """As a checkpoint is loaded: the optimizer has the state that it had, none before its first step."""
+        strategy = self.engine.strategy
+        state: dict[str, dict[str, Any]] = defaultdict(dict)
+        for full, (chunk, *_) in self.chunks.items():
+            kind, _, name = full.partition(".")
+            if kind == "optimizer":
+                name, _, key = name.rpartition(".")
+                state[name][key] = chunk.shape, chunk.tensor.dtype
+        strategy.load_settings(self.of_strategy, state)
+        for chunk in strategy.chunks():
+            for kept in self.chunks[chunk.name]:
+                _copy_common(kept, chunk)
+        strategy.loaded()
         self.engine.load_settings(self.settings)
+
+
+def _copy_common(source: Chunk, target: Chunk) -> None:
+    """Copy what is in both boxes of a tensor: a first step may have dealt it out in others."""
+    first = [max(each) for each in zip(source.offsets, target.offsets, strict=True)]
+    ends = ((o + n for o, n in zip(c.offsets, c.tensor.shape, strict=True)) for c in (source, target))
+    sizes = [min(each) - start for start, *each in zip(first, *ends, strict=True)]
+    if all(size > 0 for size in sizes):
+        there, here = (
+            narrowed(chunk.tensor, [a - b for a, b in zip(first, chunk.offsets, strict=True)], sizes)
+            for chunk in (target, source)
+        )
+        there.copy_(here)

@@ -39,6 +39,7 @@ class Reducer(Generic[AnyPlan]):
 
     Attributes:
         syncing: False while gradients only accumulate on this rank.
+        waits: whether a backward pass completes its round at its end; else `synchronize` does.
         scale: what this rank's gradients are multiplied by before they are summed.
         totals: numbers of this rank, to be summed with the next round; as many as the plan has room for.
         sums: the last round's.
@@ -54,7 +55,7 @@ class Reducer(Generic[AnyPlan]):
         self.named, self.parameters = named, [parameter for _, parameter in named]
         self.exchange, self.overlap = exchange, overlap
         self._make_plan = make_plan
-        self.syncing, self.scale = True, 1 / exchange.ranks
+        self.syncing, self.waits, self.scale = True, True, 1 / exchange.ranks
         self.totals: Sequence[float | Tensor] = ()
         self.sums = torch.zeros(2)
         self.plan: AnyPlan | None = None
@@ -95,8 +96,9 @@ class Reducer(Generic[AnyPlan]):
                 self._reminder = register_optimizer_step_pre_hook(_reminder(weakref.ref(self)))
         elif not self._open:
             self._open = True
-            engine = torch.autograd.Variable._execution_engine
-            engine.queue_callback(self._backward_ended)
+            if self.waits:
+                engine = torch.autograd.Variable._execution_engine
+                engine.queue_callback(self._backward_ended)
         plan = self.plan
         if plan is None:
             self._order.setdefault(place)
@@ -234,6 +236,7 @@ class Reducer(Generic[AnyPlan]):
 
     def _reset(self, plan: AnyPlan) -> None:
         """Before the next round."""
+        self.waits = True
         self._open, self._completing, self._next = False, False, 0
         self._ready = bytearray(len(self.parameters))
         self._waiting, self._unused = plan.waiting(), []

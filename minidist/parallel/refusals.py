@@ -29,7 +29,7 @@ def refuse_meta(what: str, named: Any) -> None:
         if tensor.is_meta:
             raise ValueError(
                 f"{what} has {name} on the meta device, without values; build it on a real device, or train "
-                "with FullyShard, or zero=3, which builds it unit by unit"
+                "with FullyShard, which builds it unit by unit, or in a layout with zero=3, tp or pp"
             )
 
 

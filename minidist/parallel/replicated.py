@@ -70,13 +70,13 @@ class Replicated(Strategy):
         """See `DataParallel.no_sync`."""
         return self.parallel.no_sync()
 
-    def announce(self, rows: float, loss_sum: Tensor) -> None:
+    def announce(self, rows: float, loss_sum: Tensor, waits: bool = True) -> None:
         """See `Strategy.announce`."""
         reducer = self.parallel.reducer
         if reducer is None:
             self._own = (rows, float(loss_sum))
         else:
-            reducer.scale, reducer.totals = 1.0, (rows, loss_sum)
+            reducer.scale, reducer.totals, reducer.waits = 1.0, (rows, loss_sum), waits
 
     def synchronize(self) -> tuple[float, float]:
         """See `Strategy.synchronize`."""

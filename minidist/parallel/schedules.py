@@ -142,14 +142,15 @@ def with_messages(compute: Schedule) -> list[list[Instruction]]:
         schedule.append([])
         for each in own:
             stage, place = stage_of(rank, each.chunk, ranks), (each.micro_batch, each.chunk)
-            forward, sends = each.kind == "forward", each.kind != "backward_weight"
-            before, after = ("forward", "forward") if forward else ("backward", "backward")
-            first_end, last_end = (0, last) if forward else (last, 0)
-            if ranks > 1 and sends and stage != first_end:
-                schedule[-1].append(Instruction(f"recv_{before}", *place))
+            kind, first_end, last_end = (
+                ("forward", 0, last) if each.kind == "forward" else ("backward", last, 0)
+            )
+            sends = ranks > 1 and each.kind != "backward_weight"
+            if sends and stage != first_end:
+                schedule[-1].append(Instruction(f"recv_{kind}", *place))
             schedule[-1].append(each)
-            if ranks > 1 and sends and stage != last_end:
-                schedule[-1].append(Instruction(f"send_{after}", *place))
+            if sends and stage != last_end:
+                schedule[-1].append(Instruction(f"send_{kind}", *place))
     return schedule
 
 

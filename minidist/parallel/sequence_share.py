@@ -119,7 +119,7 @@ class _Gather(torch.autograd.Function):
         padded[: len(first)] = first
         gathered = comm.all_gather(padded, group=share.group)
         parts = [gathered[rank * max(sizes) :][:size] for rank, size in enumerate(sizes)]
-        return share.restore(parts, dim=0).movedim(0, dim)
+        return share.restore(parts, dim=0).movedim(0, dim).contiguous()
 
     @staticmethod
     @once_differentiable

@@ -10,7 +10,7 @@ from torch import nn
 
 from minidist.comm.work import Group
 from minidist.parallel.shard_flat import Flat
-from minidist.parallel.shard_meta import Beginning
+from minidist.parallel.shard_meta import Beginning, device_for
 from minidist.parallel.shard_offload import Place
 from minidist.parallel.shard_store import Store
 from minidist.parallel.shard_units import Unit, Units, divide, modules_of
@@ -35,13 +35,7 @@ def build(
     """
     found = [Unit(name, part, i) for i, (name, part) in enumerate(modules_of(module, units))]
     numbers = {name: number for number, name in enumerate(name for name, _ in module.named_parameters())}
-    devices = {p.device for p in module.parameters() if not p.is_meta}
-    if len(devices) > 1:
-        raise ValueError(
-            f"module has parameters on {', '.join(sorted(map(str, devices)))}; move all to one device first"
-        )
-    device = next(iter(devices), torch.get_default_device())
-    device = torch.device("cpu") if device.type == "meta" else device
+    device = device_for("module", module)
     initialize = initialize or getattr(module, "initialize_part", None)
 
     # Where each shard will lie follows from the shapes alone; the values come unit by unit.

@@ -21,6 +21,7 @@ class Beginning:
         parameters: for each its name and every module and attribute that hold it, in the model's order.
         device: of the memory.
         initialize: fills a module's own parameters; None for its `reset_parameters`.
+        draws: whether to; False gives memory alone, for values that another rank sends.
     """
 
     def __init__(
@@ -28,8 +29,9 @@ class Beginning:
         parameters: Iterable[tuple[str, nn.Parameter, Sequence[Place]]],
         device: torch.device,
         initialize: Callable[[nn.Module], object] | None,
+        draws: bool = True,
     ) -> None:
-        self._device, self._initialize = device, initialize
+        self._device, self._initialize, self._draws = device, initialize, draws
         self._entries = {id(p): (name, p, places) for name, p, places in parameters if p.is_meta}
         self._filled: set[int] = set()  # modules
 
@@ -79,12 +81,30 @@ class Beginning:
 
     @torch.no_grad()
     def _reset(self, name: str, part: nn.Module) -> None:
-        if self._initialize is not None:
-            self._initialize(part)
-        elif callable(reset := getattr(part, "reset_parameters", None)):
-            reset()
-        else:
+        reset = getattr(part, "reset_parameters", None)
+        if self._initialize is None and not callable(reset):
             raise ValueError(
                 f"module is on the meta device, and {name or 'the model'}, a {type(part).__name__}, has no "
                 "reset_parameters; give initialize=, a function that fills a module's parameters and buffers"
             )
+        if not self._draws:
+            return
+        if self._initialize is not None:
+            self._initialize(part)
+        else:
+            reset()  # type: ignore[misc]
+
+
+def device_for(what: str, module: nn.Module) -> torch.device:
+    """Where parameters get memory that have none: where the others are, or else torch's default.
+
+    Raises:
+        ValueError: the others are on several devices.
+    """
+    devices = {p.device for p in module.parameters() if not p.is_meta}
+    if len(devices) > 1:
+        raise ValueError(
+            f"{what} has parameters on {', '.join(sorted(map(str, devices)))}; move all to one device first"
+        )
+    device = next(iter(devices), torch.get_default_device())
+    return torch.device("cpu") if device.type == "meta" else device

@@ -3,7 +3,8 @@
 A layer's two gradients depend on the gradient of its output, not on each other; only the input's is waited
 for, by the stage before. In autograd's graph the operations between a stage's output and its input are the
 trunk; where the trunk leaves towards a weight, the first part notes what arrives there, and the second part
-goes on from the notes, one engine call for each such operation. Nothing is computed twice.
+goes on from the notes, one engine call for each such operation. Nothing is computed twice; but a hook on an
+activation runs in both parts, on the same gradient.
 
 Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2.
 """
@@ -37,7 +38,7 @@ class SplitBackward:
     def __init__(self, root: GradientEdge, x: Tensor | None, at_once: bool = False) -> None:
         self._root, self._x, self._at_once = root, x, at_once
         self._whole: tuple[Tensor | None] | None = None
-        self._notes: list[tuple[Node, list[Tensor], dict[str, Any]]] = []
+        self._notes: list[tuple[list[Tensor], list[tuple[GradientEdge, Tensor]]]] = []
         self._ready: list[tuple[Tensor, Tensor]] = []
 
     def input_gradient(self, gradient: Tensor | None) -> Tensor | None:
@@ -55,29 +56,30 @@ class SplitBackward:
         branches = {node: _weights(node, trunk, leaves) for node in trunk}
         uses = Counter(id(weight) for weights in branches.values() for weight in weights)
         at_once: dict[int, Tensor] = {}
-        hooks = []
+        later: list[tuple[list[Tensor], list[GradientEdge]]] = []
         for node, weights in branches.items():
             own = [weight for weight in weights if uses[id(weight)] == 1]
             if self._at_once or isinstance(node, BackwardCFunction):
                 own = []
             at_once.update({id(weight): weight for weight in weights if all(weight is not w for w in own)})
             if own:
-                note: dict[str, Any] = {}
-                self._notes.append((node, own, note))
-                hooks.append(node.register_prehook(lambda arrived, note=note: note.update(arrived=arrived)))
-        try:
-            found, *others = torch.autograd.grad(
-                [self._root],
-                [self._x, *at_once.values()],
-                [gradient],
-                retain_graph=True,
-                allow_unused=True,
-            )
-        finally:
-            for hook in hooks:
-                hook.remove()
-        pairs = zip(at_once.values(), others, strict=True)
-        self._ready = [(weight, other) for weight, other in pairs if other is not None]
+                later.append((own, [GradientEdge(node, i) for i in range(len(node._input_metadata))]))
+        edges = [edge for _, each in later for edge in each]
+        wanted: Any = [self._x, *at_once.values(), *edges]  # torch takes both kinds in one list
+        found, *others = torch.autograd.grad(
+            [self._root],
+            wanted,
+            [gradient],
+            retain_graph=True,
+            allow_unused=True,
+        )
+        # What arrives at an edge is noted before hooks on activations change it: they run again.
+        arrived = iter(others[len(at_once) :])
+        for own, each in later:
+            pairs = [(edge, note) for edge, note in zip(each, arrived, strict=False) if note is not None]
+            self._notes.append((own, pairs))
+        ready = zip(at_once.values(), others, strict=False)
+        self._ready = [(weight, other) for weight, other in ready if other is not None]
         result: Tensor | None = found
         return result
 
@@ -85,12 +87,9 @@ class SplitBackward:
         """The second part: add the gradients of the weights to their `.grad`, as a whole backward would."""
         if self._whole is not None:
             torch.autograd.backward([self._root], [*self._whole])
-        for node, weights, note in self._notes:
-            arrived = [(i, g) for i, g in enumerate(note.get("arrived", ())) if g is not None]
-            if arrived:
-                torch.autograd.backward(
-                    [GradientEdge(node, i) for i, _ in arrived], [g for _, g in arrived], inputs=weights
-                )
+        for weights, pairs in self._notes:
+            if pairs:
+                torch.autograd.backward([e for e, _ in pairs], [g for _, g in pairs], inputs=weights)
         for weight, gradient in self._ready:
             torch.autograd.backward([weight], [gradient])
         self._notes, self._ready, self._whole = [], [], None

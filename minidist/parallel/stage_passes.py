@@ -76,7 +76,7 @@ class StagePasses:
         train = torch.is_grad_enabled()
         if train and stage:
             x.requires_grad_()
-        outputs = self.stages[chunk](x)
+        outputs = self.stages[chunk](changeable(x, self.stages[chunk]))
         if stage == self.ranks * len(self.stages) - 1:
             rows = len(self.inputs[micro_batch])
             loss = self.loss(outputs, self.targets[micro_batch].to(self.device))
@@ -123,3 +123,12 @@ class StagePasses:
             self.arrived[kind, micro_batch, chunk + (1 if kind == "forward" else -1)] = x
         else:
             self.leaving[kind, micro_batch, chunk] = x
+
+
+def changeable(x: Tensor, stage: nn.Module) -> Tensor:
+    """A stage's input, or a copy where a layer works in place, such as ReLU(inplace=True).
+
+    In one process it may, on what the layer before gives; but not on a tensor whose gradient is asked for.
+    """
+    in_place = x.requires_grad and any(getattr(part, "inplace", False) is True for part in stage.modules())
+    return x.clone() if in_place else x

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from minidist.comm.work import Group
-from minidist.parallel.flat_ranges import boxes
+from minidist.parallel.flat_ranges import boxes, narrowed
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,8 +57,8 @@ class Strategy(ABC):
     In a step the engine calls `zero_grad`, then `forward` and a backward pass for each micro-batch, all but
     the last inside `no_sync`, with `announce` before the last backward; then `synchronize`, perhaps
     `rescale`; then perhaps `multiply`, and `update`, or `drop` where the step is skipped. Where it is not
-    `forward` that computes, but a pipeline with parts of the model, `ready` comes first, all backward passes
-    are inside `no_sync`, and `announce` comes after them.
+    `forward` that computes, but a pipeline with parts of the model, `ready` comes first, and `announce`
+    before the last backward pass, or after it where all were inside `no_sync`.
 
     Attributes:
         group: the ranks that train it together; None for all of the world.
@@ -90,10 +90,10 @@ class Strategy(ABC):
         """Inside, backward passes add up gradients and need not send anything."""
 
     @abstractmethod
-    def announce(self, rows: float, loss_sum: Tensor) -> None:
+    def announce(self, rows: float, loss_sum: Tensor, waits: bool = True) -> None:
         """The backward pass that follows completes the gradients: they become sums over the ranks.
 
-        rows, loss_sum: this rank's, to be summed as well.
+        rows, loss_sum: this rank's, to be summed as well. waits: whether its end may wait for the sums.
         """
 
     @abstractmethod
@@ -169,8 +169,7 @@ class Strategy(ABC):
         for chunk in self.chunks():
             value = exact.get(chunk.name.removeprefix("model.")) if chunk.name.startswith("model.") else None
             if value is not None and chunk.tensor.dtype == value.dtype:
-                box = zip(chunk.offsets, chunk.tensor.shape, strict=True)
-                chunk.tensor.copy_(value[tuple(slice(start, start + size) for start, size in box)])
+                chunk.tensor.copy_(narrowed(value, chunk.offsets, chunk.tensor.shape))
 
     def loaded(self) -> None:  # noqa: B027 (most strategies have nothing to do)
         """The tensors of `chunks` have been written: have what follows from them be made again.

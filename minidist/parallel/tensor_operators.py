@@ -17,7 +17,8 @@ The first two are Megatron's f and g: Shoeybi et al. 2019, "Megatron-LM", sectio
 its g and g-bar of sequence parallelism: Korthikanti et al. 2022, section 4.2. They send as many bytes as the
 first two, since an all-reduce is a reduce-scatter and an all-gather.
 
-In the docstrings n is the number of ranks and S the bytes of the tensor passed.
+In the docstrings n is the number of ranks and S the bytes of the tensor passed. Results are contiguous, like
+those of the layers that stand in one process where these do.
 """
 
 from __future__ import annotations
@@ -166,7 +167,7 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, dim: int, size: int, group: Group) -> Tensor:
         ranks = len(ranks_of(group))
         ctx.dim, ctx.own = dim, share_of(size, rank_in(group), ranks)
-        return start_all_gather(x, dim, group, sizes_of(size, ranks))()
+        return start_all_gather(x, dim, group, sizes_of(size, ranks))().contiguous()
 
     @staticmethod
     @once_differentiable
@@ -178,7 +179,7 @@ class _GatherSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: Group) -> Tensor:
         ctx.dim, ctx.group = dim, group
-        return start_all_gather(x, dim, group)()
+        return start_all_gather(x, dim, group)().contiguous()
 
     @staticmethod
     @once_differentiable
@@ -190,7 +191,7 @@ class _ScatterSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: Group) -> Tensor:
         ctx.dim, ctx.group = dim, group
-        return start_reduce_scatter(x, dim, group)()
+        return start_reduce_scatter(x, dim, group)().contiguous()
 
     @staticmethod
     @once_differentiable

@@ -20,7 +20,10 @@ named together with "|", as "layers.*.attention.query|key|value": they then send
 
 What random numbers the other parts draw has to be the same on all ranks: they get the same state to start
 with, and everything else that draws has to draw alike. A part with a `head_size` (or `head_dim`) is cut
-between its heads; where keys and values have fewer, between these, with the queries that share them.
+between its heads; where keys and values have fewer, between these, with the queries that share them. Its
+`forward` has to find the number of heads and the length in what its layers return, as in
+`self.query(x).unflatten(-1, (-1, self.head_size))`: each rank has some of the heads, and under sequence
+parallelism x is a share of the sequence, while what the layers return is of all of it.
 
 Sources: Shoeybi et al. 2019, "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model
 Parallelism", section 3; Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer

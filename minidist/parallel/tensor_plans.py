@@ -12,7 +12,8 @@ from __future__ import annotations
 from torch import nn
 
 from minidist.model.configs import TransformerConfig
-from minidist.model.models import GPT, MLP
+from minidist.model.gpt import GPT
+from minidist.model.mlp import MLP
 
 
 def plan_for(model: nn.Module) -> dict[str, str]:

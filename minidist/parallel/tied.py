@@ -1,7 +1,9 @@
 """A parameter that two or more ranks of a pipeline hold, such as the token table of a tied GPT.
 
 Each rank's copy gets the gradient of its own use; the gradient of the one parameter is their sum. With equal
-gradients and equal optimizer steps copies that start equal stay so.
+gradients and equal optimizer steps copies that start equal stay so. With data parallelism the sum over the
+stages therefore comes last: sums over three or more ranks are added up in an order that depends on where in a
+bucket a gradient lies, which differs from stage to stage.
 
 Source: Shoeybi et al. 2019, "Megatron-LM"; Press and Wolf 2017 on tying the two.
 """
@@ -60,12 +62,21 @@ def start_equal(parameter: nn.Parameter | None, group: Group) -> list[int]:
     """Give all copies of a parameter the first holder's values; the holders' places. All ranks call it."""
     held = comm.all_gather(torch.tensor([parameter is not None]), group=group)
     ranks = [rank for rank, holds in enumerate(held.tolist()) if holds]
-    if parameter is not None and len(ranks) > 1:
-        with torch.no_grad():
-            if rank_in(group) == ranks[0]:
-                for rank in ranks[1:]:
-                    comm.send(parameter.detach(), rank, group=group)
-            else:
-                came = torch.empty_like(parameter, memory_format=torch.contiguous_format)
-                parameter.copy_(comm.recv(came, ranks[0], group=group))
+    take_first(parameter, group, ranks)
     return ranks
+
+
+def take_first(parameter: nn.Parameter | None, group: Group, ranks: Sequence[int]) -> None:
+    """Give all copies of a parameter the values of the first of `ranks`, which hold one.
+
+    That one sends (h - 1) S bytes for h holders. Other ranks do nothing.
+    """
+    if parameter is None or len(ranks) < 2:
+        return
+    with torch.no_grad():
+        if rank_in(group) == ranks[0]:
+            for rank in ranks[1:]:
+                comm.send(parameter.detach(), rank, group=group)
+        else:
+            came = torch.empty_like(parameter, memory_format=torch.contiguous_format)
+            parameter.copy_(comm.recv(came, ranks[0], group=group))

@@ -18,30 +18,19 @@ sections 5.1, 5.2 and 7.1.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Mapping
-from math import inf
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from minidist.comm.work import Group
-from minidist.parallel.buckets import MB, Exchange, broadcast_together, require_same
-from minidist.parallel.clipping import check_max_norm, check_norm_type, clip_factor, global_norm, guard
-from minidist.parallel.ownership import DATA_PARALLEL, ZERO, claim, owners, require_free
-from minidist.parallel.plan import agree_on_order
-from minidist.parallel.reducer import Reducer
-from minidist.parallel.refusals import refuse_meta
-from minidist.parallel.zero_buckets import ShardBucket, buckets_for, start_gathering
-from minidist.parallel.zero_pieces import Pieces
+from minidist.parallel.buckets import Exchange
+from minidist.parallel.clipping import check_max_norm, check_norm_type, clip_factor, global_norm
+from minidist.parallel.shard_arguments import check_zero_arguments, refuse_unshareable
+from minidist.parallel.zero_partition import Partition
 from minidist.parallel.zero_plan import ShardPlan
 from minidist.parallel.zero_state import consolidated, load
-
-REFUSED = {
-    torch.optim.LBFGS: "its steps look at all parameters at once",
-    torch.optim.SparseAdam: "its gradients are sparse",
-}
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -100,157 +89,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
         **defaults: Any,
     ) -> None:
         self._made = False
-        if stage not in (1, 2) or isinstance(stage, bool):
-            raise ValueError(f"stage is {stage!r}; give 1 or 2, or use FullyShard for stage 3")
-        if isinstance(optimizer_class, torch.optim.Optimizer) or not callable(optimizer_class):
-            raise TypeError(
-                f"optimizer_class is a {type(optimizer_class).__name__}; give a class, such as "
-                "torch.optim.AdamW"
-            )
-        if isinstance(bucket_mb, bool) or not (isinstance(bucket_mb, int | float) and 0 <= bucket_mb < inf):
-            raise ValueError(f"bucket_mb is {bucket_mb!r}; give megabytes, or 0 for one message a parameter")
-        if master is not None and not (isinstance(master, torch.dtype) and master.is_floating_point):
-            raise TypeError(f"master is {master!r}; give a floating-point dtype, such as torch.float32")
+        check_zero_arguments(stage, optimizer_class, bucket_mb, master)
         self.inner = optimizer_class(params, **defaults)
-        if not isinstance(self.inner, torch.optim.Optimizer):
-            raise TypeError(
-                f"optimizer_class made a {type(self.inner).__name__}; it has to make a torch.optim.Optimizer"
-            )
-        for refused, reason in REFUSED.items():
-            if isinstance(self.inner, refused):
-                raise ValueError(
-                    f"optimizer_class is {refused.__name__}, which cannot be shared by parts, since "
-                    f"{reason}; use it with DataParallel"
-                )
-        self.stage, self.group, self.bucket_mb = stage, group, bucket_mb
-        self.exchange = Exchange(group)
-        self.keep: Literal["own", "buckets", "shares"] = "own" if stage == 1 else "shares"
-        self.average, self.overlap = True, True
-        self.buckets: list[ShardBucket] = []
-        self.orders: list[list[int]] = []  # of places: each time that parameters were dealt to buckets
-        self.masters: dict[nn.Parameter, Tensor] = {}  # loaded, whole, of parameters in no bucket yet
-        self.pieces = Pieces(self.inner, master)
-        self.trained: list[nn.Parameter] = []
-        self._consolidated: dict[str, Any] | None = None
+        refuse_unshareable(self.inner)
+        self.stage, self.group = stage, group
         super().__init__([{**group} for group in self.inner.param_groups], self.inner.defaults)
-        self._made, self._replaced = True, False
-        self._join([parameter for group in self.param_groups for parameter in group["params"]])
-        self._take_over([parameter for group in self.param_groups for parameter in group["params"]])
-        self._before: ShardPlan | None = None
+        self.partition = Partition(self.inner, self.param_groups, Exchange(group), stage, bucket_mb, master)
+        self._made = True
+        self._consolidated: dict[str, Any] | None = None
         self._clipped = False  # this step's gradients are summed, and shortened
-        self._attach()
-
-    def _take_over(self, parameters: list[nn.Parameter]) -> None:
-        """Have these parameters be this optimizer's: who replaces one by another has the old one still."""
-        for other in owners(parameters, ZERO):
-            if other is not self:
-                other.reducer.detach()
-                other._replaced = True
-        claim(self, ZERO, parameters)
-
-    def _join(self, parameters: list[nn.Parameter]) -> None:
-        """Give new parameters rank 0's values."""
-        for parameter in parameters:
-            if parameter.layout is not torch.strided:
-                raise ValueError(
-                    f"params has one of layout {parameter.layout}, which cannot be dealt out; "
-                    "give dense parameters (their gradients may be sparse)"
-                )
-        named = [(str(i), p) for i, p in enumerate(parameters)]
-        require_free(named, beside=[DATA_PARALLEL, ZERO])
-        refuse_meta("params", named)
-        if self.exchange.ranks > 1:
-            require_same("parameters", named, self.group)
-            broadcast_together(parameters, self.group)
-
-    def _attach(self) -> None:
-        """Put hooks on the parameters that get gradients now; a backward pass shows how to deal them."""
-        itself = weakref.ref(self)  # no cycle: who replaces an optimizer has its hooks gone at once
-        refused = "parameters has some of a ZeroOptimizer, whose gradients here are not the sums it will use"
-        known = set(map(id, self.trained))
-        for group in self.param_groups:
-            guard(group["params"], lambda _: refused if itself() is not None else None)
-            self.trained += [p for p in group["params"] if p.requires_grad and id(p) not in known]
-        named = [(str(place), parameter) for place, parameter in enumerate(self.trained)]
-
-        def make_plan(seen: Iterable[int]) -> ShardPlan:
-            optimizer = itself()
-            assert optimizer is not None  # it owns the reducer that asks
-            return optimizer._place(named, [*seen])
-
-        self.reducer: Reducer[ShardPlan] = Reducer(named, self.exchange, self.overlap, make_plan)
-        self.reducer.syncing, self.reducer.scale = self.keep == "shares", 1.0
-
-    def _place(self, named: list[tuple[str, nn.Parameter]], seen: list[int]) -> ShardPlan:
-        """Buckets for the parameters that have none, and the plan of all. A collective."""
-        exchange = self.exchange
-        device = self.trained[0].device if self.trained else torch.device("cpu")
-        if exchange.ranks > 1:
-            require_same("parameters", named, exchange.group)
-            seen = agree_on_order(seen, len(named), exchange, device)
-        else:
-            seen += [place for place in reversed(range(len(named))) if place not in set(seen)]
-        self._deal(seen)
-        op, before = "mean" if self.average else "sum", self._before
-        self._before = None  # its buckets' memory goes with it
-        return ShardPlan(self.trained, self.buckets, exchange, self.keep, op, before)
-
-    def _deal(self, seen: Iterable[int]) -> None:
-        """Buckets for those of the places that are in none, with what is kept of them. A collective."""
-        waiting = set(self.waiting)
-        order, limit = [place for place in seen if place in waiting], int(self.bucket_mb * MB)
-        new = buckets_for(self.trained, order, limit, self.exchange, self.pieces.cut_anywhere)
-        group_of = {id(p): number for number, group in enumerate(self.param_groups) for p in group["params"]}
-        states = {
-            place: self.inner.state.pop(self.trained[place])
-            for place in order
-            if self.trained[place] in self.inner.state
-        }
-        for bucket in new:
-            self.pieces.add(bucket, [group_of[id(parameter)] for parameter in self.trained])
-        for _, fragment, tensor, _ in self.pieces.parts():
-            master = self.masters.get(self.trained[fragment.place])
-            if master is not None:
-                tensor.copy_(master.reshape(-1)[fragment.start : fragment.stop])
-        for place in order:
-            self.masters.pop(self.trained[place], None)
-        self.buckets += new
-        if order:
-            self.orders.append(order)
-        if states:
-            self.pieces.take(states)
-
-    @property
-    def waiting(self) -> list[int]:
-        """The places of parameters that are in no bucket yet."""
-        dealt = {place for order in self.orders for place in order}
-        return [place for place in range(len(self.trained)) if place not in dealt]
-
-    def arrange(self, orders: Iterable[Iterable[int]]) -> None:
-        """Make the buckets that another run had, whose `orders` these are. A collective.
-
-        Does nothing where there are buckets. What is in none of the orders waits for a backward pass.
-        """
-        if self.buckets:
-            return
-        for order in orders:
-            self._deal(order)
-        if self.buckets and not self.waiting:
-            self.reducer.settled()
-
-    def follow_changes(self) -> None:
-        """Hooks and buckets for parameters that get gradients since now; values that were put elsewhere."""
-        self.take_reassigned()
-        known = set(map(id, self.trained))
-        if any(
-            p.requires_grad and id(p) not in known for group in self.param_groups for p in group["params"]
-        ):
-            self._reattach()
-
-    def _reattach(self) -> None:
-        self._before = self.reducer.plan or self._before
-        self.reducer.detach()
-        self._attach()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, with options of their own, that get rank 0's values. A collective.
@@ -262,16 +109,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if self._made:
             added = self.param_groups[-1]
             self.inner.add_param_group({**added})
-            self._join(added["params"])
-            self._take_over(added["params"])
-            self._reattach()
+            self.partition.add(added["params"])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, the sums of stage 2 too."""
-        self._clipped, self.pieces.factor = False, 1.0
-        self.reducer.recover()
-        if self.reducer.plan is not None:
-            self.reducer.plan.begin()
+        self._clipped, self.partition.pieces.factor = False, 1.0
+        self.partition.reducer.recover()
+        if self.partition.reducer.plan is not None:
+            self.partition.reducer.plan.begin()
         super().zero_grad(set_to_none)
 
     @torch.no_grad()
@@ -294,7 +139,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 loss = closure()
         if not self._clipped:
             self.synchronize()
-        elif self.reducer.pending:
+        elif self.partition.reducer.pending:
             raise RuntimeError("gradients came after clip_grad_norm; call it after the last backward()")
         self._clipped = False
         self.update(**options)
@@ -319,8 +164,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if not self._clipped:
             self.synchronize()
             self._clipped = True
-        norm = global_norm(self.gradients(), True, self.group, norm_type) * self.pieces.factor
-        self.pieces.factor *= clip_factor(norm, max_norm)
+        norm = global_norm(self.gradients(), True, self.group, norm_type) * self.partition.pieces.factor
+        self.partition.pieces.factor *= clip_factor(norm, max_norm)
         return norm
 
     def synchronize(self) -> ShardPlan:
@@ -329,50 +174,28 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Raises:
             RuntimeError: another ZeroOptimizer has been made of the same parameters since.
         """
-        if self._replaced:
+        if self.partition.replaced:
             raise RuntimeError(
                 "this ZeroOptimizer's parameters have been given to another since, which trains them; step "
                 "with that one"
             )
-        self.follow_changes()
-        self.reducer.synchronize()
-        return self.reducer.settled()
+        self.partition.follow_changes()
+        self.partition.reducer.synchronize()
+        return self.partition.reducer.settled()
 
     @torch.no_grad()
     def update(self, **options: Any) -> None:
         """The step that follows `synchronize`; `options` are for the optimizer's own."""
-        plan = self.reducer.settled()
+        plan = self.partition.reducer.settled()
         self._consolidated = None
 
         # Compute: this rank's share.
         self._pass_options(self.param_groups, self.inner.param_groups)
-        self.pieces.step(plan.used.tolist(), **options)
+        self.partition.pieces.step(plan.used.tolist(), **options)
         self._pass_options(self.inner.param_groups, self.param_groups)
 
-        self._gather()
+        self.partition.gather()
         plan.begin()
-
-    @torch.no_grad()
-    def take_reassigned(self) -> None:
-        """Take over what `parameter.data = tensor` gave parameters on all ranks; see reassigned.py."""
-        found = {place: (v, new) for bucket in self.buckets for place, v, new in bucket.reassigned()}
-        if found:
-            self.pieces.take_values(found)
-            for view, value in found.values():
-                view.copy_(value)
-
-    def _gather(self) -> None:
-        """Bring everyone's share of the parameters to all: launch, wait."""
-        for work in start_gathering(self.buckets, self.exchange):
-            work.wait()
-
-    @torch.no_grad()
-    def reload(self) -> None:
-        """After masters and state were written to: take them into the parameters. A collective."""
-        if self.pieces.reload():
-            self._gather()
-        for parameter, master in self.masters.items():
-            parameter.copy_(master)
 
     @staticmethod
     def _pass_options(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
@@ -386,10 +209,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         what an all-reduce sends; and 2 (n - 1) / n of 8 (P + 3) for P parameters: on how many ranks each was
         used, and totals. In stage 2 each further backward pass sends all but the all-gather.
         """
-        plan, ranks = self.reducer.plan, self.exchange.ranks
+        plan, ranks = self.partition.reducer.plan, self.partition.exchange.ranks
         if plan is None:
             raise RuntimeError("the buckets follow from the first backward pass; train a step first")
-        return plan.bytes_sent() + sum(bucket.bytes_sent(ranks) for bucket in self.buckets)
+        return plan.bytes_sent() + sum(bucket.bytes_sent(ranks) for bucket in self.partition.buckets)
 
     # The state of a plain optimizer of the same parameters, to save and to load.
 
@@ -410,7 +233,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         if self._consolidated is None:
             raise RuntimeError(
-                f"the state is spread over {self.exchange.ranks} ranks; let every rank call "
+                f"the state is spread over {self.partition.exchange.ranks} ranks; let every rank call "
                 "consolidate_state_dict(to) first, and rank `to` state_dict()"
             )
         return self._consolidated
@@ -436,4 +259,4 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def gradients(self) -> list[Tensor]:
         """This rank's share of the gradients, after `synchronize`."""
-        return [bucket.reduced for bucket in self.buckets if bucket.reduced is not None]
+        return [bucket.reduced for bucket in self.partition.buckets if bucket.reduced is not None]

@@ -101,7 +101,8 @@ def _receive(source: int, group: Group) -> list[Entry]:
 
 def consolidated(optimizer: ZeroOptimizer, to: int) -> dict[str, Any] | None:
     """The state dict of a plain optimizer at rank `to`; None on the others. A collective."""
-    states = collect(optimizer.pieces, to, optimizer.group)
+    partition = optimizer.partition
+    states = collect(partition.pieces, to, optimizer.group)
     if states is None:
         return None
     number_of: dict[Tensor, int] = {
@@ -113,9 +114,9 @@ def consolidated(optimizer: ZeroOptimizer, to: int) -> dict[str, Any] | None:
         if parameter in number_of
     }
     for place, state in states.items():
-        parameter = optimizer.trained[place]
+        parameter = partition.trained[place]
         whole[number_of[parameter]] = {
-            key: value.view(parameter.shape) if optimizer.pieces.is_part(key, value) else value
+            key: value.view(parameter.shape) if partition.pieces.is_part(key, value) else value
             for key, value in state.items()
         }
     groups = [
@@ -127,6 +128,7 @@ def consolidated(optimizer: ZeroOptimizer, to: int) -> dict[str, Any] | None:
 
 def load(optimizer: ZeroOptimizer, state_dict: Mapping[str, Any]) -> None:
     """See `ZeroOptimizer.load_state_dict`."""
+    partition = optimizer.partition
     saved = state_dict["param_groups"]
     have, given = ([len(group["params"]) for group in groups] for groups in (optimizer.param_groups, saved))
     if have != given:
@@ -136,16 +138,16 @@ def load(optimizer: ZeroOptimizer, state_dict: Mapping[str, Any]) -> None:
         )
     for group, values in zip(optimizer.param_groups, saved, strict=True):
         group.update({key: value for key, value in values.items() if key != "params"})
-    optimizer.follow_changes()
-    place_of = {parameter: place for place, parameter in enumerate(optimizer.trained)}
+    partition.follow_changes()
+    place_of = {parameter: place for place, parameter in enumerate(partition.trained)}
     numbers = [number for group in saved for number in group["params"]]
     parameter_of = dict(zip(numbers, _parameters(optimizer), strict=True))
     states = {parameter_of[number]: state for number, state in state_dict["state"].items()}
-    optimizer.inner.state.clear()
-    optimizer.masters.clear()
-    waiting = {optimizer.trained[place] for place in optimizer.waiting}  # for a backward pass, as states do
-    optimizer.inner.state.update({p: dict(state) for p, state in states.items() if p in waiting})
-    optimizer.pieces.take(
+    partition.inner.state.clear()
+    partition.masters.clear()
+    waiting = {partition.trained[place] for place in partition.waiting}  # for a backward pass, as states do
+    partition.inner.state.update({p: dict(state) for p, state in states.items() if p in waiting})
+    partition.pieces.take(
         {place_of[p]: state for p, state in states.items() if p in place_of and p not in waiting}
     )
 

@@ -66,17 +66,18 @@ class ShardedState(Strategy):
         self.optimizer: ZeroOptimizer = ZeroOptimizer(
             model.parameters(), optimizer, stage, group, bucket_mb=options.get("bucket_mb", 25), master=master
         )
-        exchange = self.optimizer.exchange
+        self.partition = self.optimizer.partition
+        exchange = self.partition.exchange
         exchange.algorithm = options.get("algorithm", "auto")
         if exchange.ranks > 1:
             require_same("buffers", buffers.items(), exchange.group)
             broadcast_together([*buffers.values()], exchange.group)
         self._broadcast_buffers = options.get("broadcast_buffers", False)
         # The engine says which backward pass is the last, and sums with weights of its own.
-        self.optimizer.average = False
+        self.partition.average = False
         if stage == 1:
-            self.optimizer.keep = "buckets"
-        self.optimizer.overlap = self.optimizer.reducer.overlap = options.get("overlap", True)
+            self.partition.keep = "buckets"
+        self.partition.overlap = self.partition.reducer.overlap = options.get("overlap", True)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """What the module returns for this rank's rows."""
@@ -87,29 +88,29 @@ class ShardedState(Strategy):
     def ready(self) -> None:
         """See `Strategy.ready`."""
         if torch.is_grad_enabled():
-            self.optimizer.reducer.recover()
-            self.optimizer.follow_changes()
+            self.partition.reducer.recover()
+            self.partition.follow_changes()
             if self._broadcast_buffers and self.model.training:
-                broadcast_together([*self.model.buffers()], self.optimizer.group)
+                broadcast_together([*self.model.buffers()], self.group)
 
     def zero_grad(self) -> None:
         """Forget the gradients of the step before."""
         self.optimizer.zero_grad()
-        self.optimizer.reducer.syncing = self.optimizer.stage == 2
+        self.partition.reducer.syncing = self.optimizer.stage == 2
 
     def no_sync(self) -> AbstractContextManager[None]:
         """In stage 1 nothing is sent before `announce`; stage 2 sends in every backward pass."""
         return nullcontext()
 
-    def announce(self, rows: float, loss_sum: Tensor) -> None:
+    def announce(self, rows: float, loss_sum: Tensor, waits: bool = True) -> None:
         """See `Strategy.announce`."""
-        reducer = self.optimizer.reducer
-        reducer.syncing, reducer.totals = True, (rows, loss_sum, 1.0)
+        reducer = self.partition.reducer
+        reducer.syncing, reducer.waits, reducer.totals = True, waits, (rows, loss_sum, 1.0)
 
     def synchronize(self) -> tuple[float, float]:
         """See `Strategy.synchronize`. A rank takes part in what others have left of micro-batches."""
-        plan, reducer = self.optimizer.synchronize(), self.optimizer.reducer
-        while float(reducer.sums[2]) < self.optimizer.exchange.ranks:
+        plan, reducer = self.optimizer.synchronize(), self.partition.reducer
+        while float(reducer.sums[2]) < self.partition.exchange.ranks:
             reducer.totals = (0.0, 0.0, 1.0)
             reducer.reduce()
         rows, loss = plan.totals.tolist()
@@ -117,7 +118,7 @@ class ShardedState(Strategy):
 
     def rescale(self, factor: float) -> None:
         """Multiply this rank's share of the gradients."""
-        self.optimizer.reducer.settled().rescale(factor)
+        self.partition.reducer.settled().rescale(factor)
 
     def gradients(self) -> list[Tensor]:
         """This rank's share of the gradients, in flat tensors."""
@@ -125,29 +126,29 @@ class ShardedState(Strategy):
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """See `Strategy.named_gradients`: of each parameter the part that is in this rank's share."""
-        zero = self.optimizer
-        for bucket in zero.buckets:
+        partition = self.partition
+        for bucket in partition.buckets:
             if bucket.reduced is not None:
                 for start, fragment in bucket.fragments():
-                    name = self.names[zero.trained[fragment.place]]
+                    name = self.names[partition.trained[fragment.place]]
                     yield name, bucket.reduced[start : start + len(fragment)]
 
     def multiply(self, factor: float) -> None:
         """Multiply this rank's share once it is cast to the dtype of the update; see `Strategy.multiply`."""
-        self.optimizer.pieces.factor *= factor
+        self.partition.pieces.factor *= factor
 
     def update(self) -> None:
         """Update this rank's share, and gather everyone's."""
         self.optimizer.update()
-        for parameter in self.optimizer.trained:
+        for parameter in self.partition.trained:
             parameter.grad = None  # which has sums in a part of it, and this rank's own in the others
 
     def held(self) -> Held:
         """See `Strategy.held`. Copies in the master dtype count as the optimizer's."""
-        zero, plan = self.optimizer, self.optimizer.reducer.plan
-        state = [v for each in zero.inner.state.values() for v in each.values() if isinstance(v, Tensor)]
-        masters = [piece.tensor for piece in zero.pieces.all if piece.tensor is not piece.value]
-        masters += zero.masters.values()
+        partition, plan = self.partition, self.partition.reducer.plan
+        state = [v for each in partition.inner.state.values() for v in each.values() if isinstance(v, Tensor)]
+        masters = [piece.tensor for piece in partition.pieces.all if piece.tensor is not piece.value]
+        masters += partition.masters.values()
         own = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         return Held(
             [*self.model.parameters()],
@@ -158,10 +159,10 @@ class ShardedState(Strategy):
 
     def begin_masters(self, exact: Mapping[str, Tensor]) -> None:
         """See `Strategy.begin_masters`. They are whole until the first backward pass deals the parameters."""
-        zero = self.optimizer
-        for parameter in [zero.trained[place] for place in zero.waiting]:
+        partition = self.partition
+        for parameter in [partition.trained[place] for place in partition.waiting]:
             if self.names[parameter] in exact:
-                zero.masters[parameter] = exact[self.names[parameter]]
+                partition.masters[parameter] = exact[self.names[parameter]]
 
     # The state by names.
 
@@ -170,31 +171,33 @@ class ShardedState(Strategy):
 
         All of what the first backward pass has not dealt yet.
         """
-        zero = self.optimizer
-        zero.take_reassigned()
-        waiting = [zero.trained[place] for place in zero.waiting]
-        shapes = {p: tuple(p.shape) for p in zero.trained}
-        in_masters = {p for p in zero.trained if zero.pieces.master not in (None, p.dtype)} - {*waiting}
+        partition = self.partition
+        partition.take_reassigned()
+        waiting = [partition.trained[place] for place in partition.waiting]
+        shapes = {p: tuple(p.shape) for p in partition.trained}
+        in_masters = {p for p in partition.trained if partition.pieces.master not in (None, p.dtype)} - {
+            *waiting
+        }
         aliases: dict[Tensor, list[str]] = {}  # of masters; tied parameters have several
         for name, value in self.model.state_dict(keep_vars=True).items():
             if value in in_masters:
                 aliases.setdefault(value, []).append("model." + name)
             else:
-                whole = zero.masters.get(value, value).detach()
+                whole = partition.masters.get(value, value).detach()
                 yield Chunk("model." + name, tuple(whole.shape), (0,) * whole.dim(), whole)
         for parameter in waiting:
-            for key, value in zero.inner.state.get(parameter, {}).items():
+            for key, value in partition.inner.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
                     full = f"optimizer.{self.names[parameter]}.{key}"
                     yield Chunk(full, tuple(value.shape), (0,) * value.dim(), value)
         given = set()  # scalars of parameters of which this rank has several pieces
-        for _, fragment, tensor, state in zero.pieces.parts():
-            parameter = zero.trained[fragment.place]
+        for _, fragment, tensor, state in partition.pieces.parts():
+            parameter = partition.trained[fragment.place]
             name, shape = self.names[parameter], shapes[parameter]
             for alias in aliases.get(parameter, []):
                 yield from cut_chunks(alias, shape, fragment.start, tensor)
             for key, value in state.items():
-                if zero.pieces.is_part(key, value):
+                if partition.pieces.is_part(key, value):
                     yield from cut_chunks(f"optimizer.{name}.{key}", shape, fragment.start, value)
                 elif isinstance(value, Tensor) and (name, key) not in given:
                     given.add((name, key))
@@ -202,16 +205,20 @@ class ShardedState(Strategy):
 
     def settings(self) -> dict[str, Any]:
         """See `Strategy.settings`; numbers of the optimizer's state are those of this rank's share."""
-        zero = self.optimizer
-        states = [(fragment.place, state) for _, fragment, _, state in zero.pieces.parts()]
-        states += [(place, zero.inner.state.get(zero.trained[place], {})) for place in zero.waiting]
+        partition = self.partition
+        states = [(fragment.place, state) for _, fragment, _, state in partition.pieces.parts()]
+        states += [
+            (place, partition.inner.state.get(partition.trained[place], {})) for place in partition.waiting
+        ]
         numbers = {
-            self.names[zero.trained[place]]: {k: v for k, v in state.items() if not isinstance(v, Tensor)}
+            self.names[partition.trained[place]]: {
+                k: v for k, v in state.items() if not isinstance(v, Tensor)
+            }
             for place, state in states
         }
         state = {name: values for name, values in numbers.items() if values}
-        order = [[self.names[zero.trained[place]] for place in each] for each in zero.orders]
-        return {**optimizer_settings(zero, self.names), "state": state, "order": order}
+        order = [[self.names[partition.trained[place]] for place in each] for each in partition.orders]
+        return {**optimizer_settings(self.optimizer, self.names), "state": state, "order": order}
 
     def load_settings(self, settings: Mapping[str, Any], state: Mapping[str, Mapping[str, Any]]) -> None:
         """See `Strategy.load_settings`.
@@ -220,44 +227,44 @@ class ShardedState(Strategy):
         another order. Where that was saved before a first backward pass, all of the state, mostly none, waits
         here for one. Of strategies that do not tell, the order in which parameters are registered is a guess.
         """
-        zero = self.optimizer
-        load_optimizer(zero, self.names, {**settings, "state": {}}, {})
-        zero.follow_changes()
-        zero.inner.state.clear()
-        zero.masters.clear()
-        place_of = {self.names[parameter]: place for place, parameter in enumerate(zero.trained)}
+        partition = self.partition
+        load_optimizer(self.optimizer, self.names, {**settings, "state": {}}, {})
+        partition.follow_changes()
+        partition.inner.state.clear()
+        partition.masters.clear()
+        place_of = {self.names[parameter]: place for place, parameter in enumerate(partition.trained)}
         order = settings.get("order")
         if order is None:
             order = [[*reversed(place_of)]]
-        zero.arrange([place_of[name] for name in each if name in place_of] for each in order)
-        for parameter in [zero.trained[place] for place in zero.waiting]:
+        partition.arrange([place_of[name] for name in each if name in place_of] for each in order)
+        for parameter in [partition.trained[place] for place in partition.waiting]:
             name, device = self.names[parameter], parameter.device
             whole = {
                 key: torch.zeros(shape, dtype=dtype, device=device if shape else "cpu")
                 for key, (shape, dtype) in state.get(name, {}).items()
             }
             if whole := {**settings["state"].get(name, {}), **whole}:
-                zero.inner.state[parameter] = whole
-            if zero.pieces.master not in (None, parameter.dtype):
-                zero.masters[parameter] = parameter.detach().to(zero.pieces.master)
-        zero.pieces.apart()
+                partition.inner.state[parameter] = whole
+            if partition.pieces.master not in (None, parameter.dtype):
+                partition.masters[parameter] = parameter.detach().to(partition.pieces.master)
+        partition.pieces.apart()
         scalars: dict[tuple[str, str], Tensor] = {}  # one for all pieces of a parameter, until `loaded`
-        for piece in zero.pieces.all:
+        for piece in partition.pieces.all:
             (fragment,) = piece.fragments
-            name = self.names[zero.trained[fragment.place]]
+            name = self.names[partition.trained[fragment.place]]
             values: dict[str, Any] = dict(settings["state"].get(name, {}))
             for key, (shape, dtype) in state.get(name, {}).items():
-                part = zero.pieces.cut_anywhere and key not in SCALARS
+                part = partition.pieces.cut_anywhere and key not in SCALARS
                 size = (len(fragment),) if part else shape
                 device = piece.tensor.device if size else torch.device("cpu")
                 empty = torch.zeros(size, dtype=dtype, device=device)
                 values[key] = empty if part else scalars.setdefault((name, key), empty)
             if values:
-                zero.inner.state[piece.tensor] = values
+                partition.inner.state[piece.tensor] = values
 
     def loaded(self) -> None:
         """Take loaded masters into the model of every rank, and join pieces whose state agrees.
 
         A collective where there are masters; it sends what the all-gather of a step does.
         """
-        self.optimizer.reload()
+        self.partition.reload()

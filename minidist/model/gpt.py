@@ -1,12 +1,10 @@
-"""The models that are trained here: a multi-layer perceptron, and a GPT on bytes.
+"""A GPT on bytes, with GPT-2's shape: a chain of layers, `model.layers`, which a pipeline cuts anywhere.
 
-Both are a chain of layers, `model.layers`, each a function from tensor to tensor: a pipeline cuts the chain
-anywhere. Both are seeded by layer (see seeding.py): `gpt_layers(config, 3, 4)` builds the third block alone,
-with the weights that it has in the whole model.
+It is seeded by layer (see seeding.py): `gpt_layers(config, 3, 4)` builds the third block alone, with the
+weights that it has in the whole model.
 
-GPT-2's shape: Radford et al. 2019, section 2.3 (norms before each part and one at the end, residual
-projections scaled by 1/sqrt(2 layers)); the tied output matrix: Press and Wolf 2017; the MLP's first weights:
-He et al. 2015, section 2.2.
+Sources: Radford et al. 2019, section 2.3 (norms before each part and one at the end, residual projections
+scaled by 1/sqrt(2 layers)); the tied output matrix: Press and Wolf 2017.
 
 Shapes: B batch, T tokens in a row, D width, H heads, V vocabulary.
 """
@@ -14,80 +12,16 @@ Shapes: B batch, T tokens in a row, D width, H heads, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from minidist.model.configs import GPTConfig, TransformerConfig
-from minidist.model.seeding import fill
+from minidist.model.seeding import fill, own_parameters
 
 Device = torch.device | str | None
-
-
-def _he(_: str, weight: Tensor) -> float:
-    return math.sqrt(2 / weight.shape[1])
-
-
-class Dense(nn.Module):
-    """One layer of an MLP: a linear map, and a ReLU where it is not the last."""
-
-    def __init__(self, linear: nn.Module, relu: bool) -> None:
-        super().__init__()
-        self.linear = linear
-        self.relu = relu
-
-    def forward(self, x: Tensor) -> Tensor:  # (..., in) -> (..., out)
-        """The linear map, then the ReLU."""
-        x = self.linear(x)
-        return functional.relu(x) if self.relu else x
-
-
-class MLP(nn.Module):
-    """A multi-layer perceptron with ReLU between its layers: (..., sizes[0]) -> (..., sizes[-1]).
-
-    linear: what makes a layer, called `linear(inputs, outputs)`;
-    `functools.partial(minidist.model.matmul.Linear, rung=...)` runs the network on a rung. Its weights are
-    the same whatever makes the layers. dtype, device: torch's defaults unless given. Raises ValueError for
-    fewer than two sizes or a size below 1, and for inputs of another width.
-    """
-
-    def __init__(
-        self,
-        sizes: Sequence[int] = (64, 128, 10),
-        *,
-        seed: int = 0,
-        dtype: torch.dtype | None = None,
-        device: Device = None,
-        linear: Callable[[int, int], nn.Module] = nn.Linear,
-    ) -> None:
-        super().__init__()
-        if len(sizes) < 2 or min(sizes) < 1:
-            raise ValueError(f"sizes are {tuple(sizes)}: give two or more, each at least 1")
-        self.sizes = tuple(sizes)
-        pairs = list(zip(self.sizes, self.sizes[1:], strict=False))
-        # What a linear draws for itself it draws in here: the global state is then put back.
-        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-            made = [Dense(linear(*pair), relu=pair is not pairs[-1]) for pair in pairs]
-        self.layers = nn.ModuleList(made)
-        self.to(device=device or torch.get_default_device(), dtype=dtype or torch.get_default_dtype())
-        self.seed = seed
-        fill(self.named_parameters(), _he, seed=seed)
-
-    def initialize_part(self, part: nn.Module) -> None:
-        """Fill a submodule's own parameters, for a model made on "meta" that gets memory part by part."""
-        fill(_own(self, part), _he, seed=self.seed)
-
-    def forward(self, x: Tensor) -> Tensor:  # (..., sizes[0]) -> (..., sizes[-1])
-        """The layers in order."""
-        if x.dim() == 0 or x.shape[-1] != self.sizes[0]:
-            raise ValueError(
-                f"inputs are {tuple(x.shape)}: give (..., {self.sizes[0]}), the MLP's first size"
-            )
-        for layer in self.layers:
-            x = layer(x)
-        return x
 
 
 class Linear(nn.Linear):
@@ -257,13 +191,6 @@ def _fill_gpt(parameters: Iterable[tuple[str, Tensor]], config: GPTConfig, seed:
     fill(((full(name), parameter) for name, parameter in parameters), deviation, seed=seed)
 
 
-def _own(model: nn.Module, part: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The parameters of a submodule, not those below it, with their names in the whole model."""
-    name = next(name for name, each in model.named_modules() if each is part)
-    for attribute, parameter in part.named_parameters(recurse=False):
-        yield f"{name}.{attribute}" if name else attribute, parameter
-
-
 def _layer(config: GPTConfig, index: int) -> nn.Module:
     if index == 0:
         return Embedding(config)
@@ -293,7 +220,7 @@ class GPT(nn.Module):
     def initialize_part(self, part: nn.Module) -> None:
         """Fill a submodule's own parameters, for a model made on "meta" that gets memory part by part."""
         assert isinstance(self.config, GPTConfig)
-        _fill_gpt(_own(self, part), self.config, self.seed)
+        _fill_gpt(own_parameters(self, part), self.config, self.seed)
 
     def forward(self, tokens: Tensor) -> Tensor:  # (B, T) integers -> (B, T, V)
         """The layers in order."""

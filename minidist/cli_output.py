@@ -1,0 +1,79 @@
+"""What commands write, and how an error ends them: results on stdout, all else in a line on stderr."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import typer
+
+
+def explain(error: Exception) -> int:
+    """Say an error in one line; return the exit code."""
+    from minidist.comm.errors import RankError
+
+    # typer either imports click or brings it along, so its usage error is reached through what typer itself
+    # exports.
+    usage_error = typer.BadParameter.__mro__[1]
+    if isinstance(error, usage_error):
+        say(f"{error.format_message()} (minidist --help)")  # type: ignore[attr-defined]
+        return 2
+    if isinstance(error, RankError):
+        say(error.summary)
+        return 1
+    if isinstance(error, (ValueError, TypeError, ModuleNotFoundError)):
+        say(str(error))
+        return 2
+    if isinstance(error, OSError) and error.strerror:
+        say(f"{error.filename}: {error.strerror}" if error.filename else error.strerror)
+        return 1
+    say(f"{type(error).__name__}: {error} (--debug shows where)")
+    return 1
+
+
+def require(command: str, *modules: str) -> None:
+    """ValueError where a command lacks optional packages."""
+    missing = [name.replace("_", "-") for name in modules if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ValueError(f"minidist {command} needs {' and '.join(missing)}: pip install 'minidist[bench]'")
+
+
+def say(message: str) -> None:
+    """One line on stderr."""
+    print(f"minidist: {' '.join(message.split())}", file=sys.stderr)
+
+
+def print_json(value: Any) -> None:
+    """One object on stdout; NaN and infinity as null."""
+    print(json.dumps(_finite(value), indent=1, ensure_ascii=False, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    """The value with null for NaN and infinity, which JSON does not have."""
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def show(text: str, **style: Any) -> None:
+    """Text on stdout, as it is: a pipe gets whole lines, and brackets are no markup."""
+    console().print(text, highlight=False, markup=False, soft_wrap=True, **style)
+
+
+def console() -> Any:
+    """rich's, for tables and colours."""
+    from rich.console import Console
+
+    return Console()
+
+
+def short(path: Path) -> str:
+    """A path as seen from here, where that is shorter."""
+    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
