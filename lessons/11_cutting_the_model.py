@@ -19,14 +19,13 @@
 
 # %%
 import statistics
-import time
 
 import torch
 from torch import nn
 
 import minidist as md
 from checks.cutting_the_model import check, hint, or_solution
-from checks.figures import curves, ladder, said
+from checks.figures import BLUE, GREEN, INK, ORANGE, draw, ladder, name, said, show
 from checks.pictures.schedules import fill_animation, gantt, measured
 from checks.slow_layer import SlowLayer
 from minidist import comm
@@ -102,6 +101,7 @@ def cut(weights, parts):
 
 print("by parameters", cut(parameters, 4))
 print("by time      ", cut(seconds, 4))
+print("layerwise.cut", layerwise.cut(model.layers, 4))
 
 # %% [markdown]
 # `layerwise.cut` of minidist does the same, and chooses the most even one of all cuts whose heaviest part is as
@@ -261,13 +261,12 @@ prediction = None  # your guess, such as 5; None draws no guess
 
 
 # %%
-def events_of(schedule, rows=32, seconds=0.001):
+def events_of(schedule, rows=32, seconds=0.002):
     """In a rank: run a batch by the schedule; who did what when."""
-    pipeline = md.Pipeline(
-        SlowLayer(seconds), with_messages(schedule), loss=nn.MSELoss()
-    )
-    x = torch.ones(rows, 1)
+    layer, x = SlowLayer(seconds=0), torch.ones(rows, 1)
+    pipeline = md.Pipeline(layer, with_messages(schedule), loss=nn.MSELoss())
     pipeline.step(x, x)  # the first time ranks tell each other shapes
+    layer.seconds = seconds  # that a row takes forward; backward it takes twice that
     comm.barrier()
     with pipeline.timed() as events:
         pipeline.step(x, x)
@@ -279,34 +278,53 @@ def lasts(timeline):
     return max(ends) - min(event.start for events in timeline for event in events)
 
 
-# %%
-counts, times = [1, 2, 4, 8, 16, 32], []
-for m in counts:
-    runs = [measured(cluster.run(events_of, gpipe(4, m))) for _ in range(3)]
-    times.append(statistics.median(map(lasts, runs)))
-    print(f"{m:2} micro-batches: {times[-1]:6.1f} ms")
+def median_ms(schedule, seconds=0.002, rounds=3):
+    runs = [cluster.run(events_of, schedule, 32, seconds) for _ in range(rounds)]
+    return statistics.median(lasts(measured(events)) for events in runs)
+
 
 # %%
-work = 32 * 3  # ms that each rank works: 32 rows, 1 ms forward and 2 ms backward
-model_times = [work / (1 - bubble(4, m)) for m in counts]
-curves(
-    counts,
-    {"GPipe": times},
-    {"GPipe": model_times},
-    labels=("micro-batches", "milliseconds"),
-    guess=prediction and (8, times[0] / prediction),
-    caption="Dots are measured, the dashed line is the bubble's formula. In 8 micro-batches it "
-    f"is {times[0] / times[3]:.1f} times as fast (formula {4 * 8 / 11:.1f}); {said(prediction)}.",
-    alt="Time of a batch against its number of micro-batches: it falls from one to eight "
-    "micro-batches as the formula says, and then less than the formula.",
+counts = [1, 2, 4, 8, 16, 32]
+times = [median_ms(gpipe(4, m)) for m in counts]
+formula = [32 * 3 * 2 / (1 - bubble(4, m)) for m in counts]  # each rank works 192 ms
+for m, ms, model_ms in zip(counts, times, formula, strict=True):
+    print(f"{m:2} micro-batches: {ms:4.0f} ms, by the formula {model_ms:4.0f} ms")
+
+# %% [markdown]
+# The formula says what waiting costs, and nothing of what a pass itself costs: its messages, Python, waking up. Measure
+# that, too, with a layer that takes almost no time: what is left is a fixed time for each of the m + p - 1 steps.
+
+# %%
+fixed = median_ms(gpipe(4, 32), seconds=1e-6) / (32 + 4 - 1)
+print(f"a forward and a backward pass cost {fixed:.2f} ms besides their work")
+with_fixed = [ms + fixed * (m + 3) for m, ms in zip(counts, formula, strict=True)]
+
+figure, axes = draw(height=3.4)
+axes.plot(counts, formula, "--", color=BLUE, linewidth=1.2)
+axes.plot(counts, with_fixed, "--", color=GREEN, linewidth=1.2)
+axes.plot(counts, times, "o", color=ORANGE)
+name(axes, 32, formula[-1], "bubble alone", BLUE, dx=9, dy=-6)
+name(axes, 32, with_fixed[-1], "and a fixed cost", GREEN, dx=9, dy=6)
+name(axes, 1, times[0], "measured", ORANGE, dx=9)
+if prediction is not None:
+    axes.plot(8, times[0] / prediction, "D", color=INK, fillstyle="none", markersize=9)
+    name(axes, 8, times[0] / prediction, "your guess", INK, dx=9)
+axes.set_xscale("log", base=2)
+axes.set(xticks=counts, xticklabels=counts, ylim=(0, None))
+axes.set(xlabel="micro-batches", ylabel="milliseconds")
+show(
+    figure,
+    f"In 8 micro-batches the batch is {times[0] / times[3]:.1f} times as fast as whole; "
+    f"the bubble alone says {formula[0] / formula[3]:.1f}; {said(prediction)}.",
+    alt="Time of a batch against its number of micro-batches: it falls steeply at first and "
+    "then hardly, and lies above the bubble's formula the more micro-batches there are.",
 )
 
 # %% [markdown]
-# On the left dots and line agree. On the right the dots stay above: the formula takes passes for free of
-# charge, but each pass also costs a fixed time, for its messages, for Python, and for waking up. Passes of 32
-# micro-batches are 32 times as many, and each is short. On a GPU there is a second reason to stop: a
-# micro-batch of a few rows does not keep it busy (lesson 00: a small product has few operations for each byte).
-# So m is made just large enough.
+# The first few micro-batches win nearly all. After that the bubble has little left to give, while the fixed cost
+# grows with every pass; where it is large, on a busy machine, the curve turns up again. On a GPU there is a second
+# reason to stop: a micro-batch of a few rows does not keep it busy (lesson 00: a small product has few operations for
+# each byte). So m is made just large enough.
 #
 # ## 1F1B: start backward passes early
 #
@@ -359,7 +377,7 @@ fill_animation({"GPipe": gpipe(4, 6), "1F1B": one_f_one_b(4, 6)})
 # - that of the stage's **input** (I): the rank before waits for it;
 # - that of the stage's **weights** (W): nobody waits for it until the optimizer's step.
 #
-# Written as one instruction, the rank before waits for both. Qi et al. 2023 split it, and send the input's
+# Written as one instruction, the rank before waits for both. Qi et al. 2024 split it, and send the input's
 # gradient as soon as it is there; W goes where the rank would wait. As instructions:
 # `Instruction("backward_input", i)` and `Instruction("backward_weight", i)`, printed I and W.
 #
@@ -385,7 +403,7 @@ check(my_schedule)
 my_schedule = or_solution(my_schedule)
 drawn = {"1F1B": one_f_one_b(4, 8), "mine": my_schedule(4, 8)}
 gantt(
-    {name: simulate(with_messages(each)).timeline for name, each in drawn.items()},
+    {key: simulate(with_messages(each)).timeline for key, each in drawn.items()},
     "Green are gradients of weights: nobody waits for them, so they fill the bubble.",
     alt="Two charts one above the other. In the lower one backward passes are in two parts, "
     "the parts for weights fill the places where ranks waited, and it ends earlier.",
@@ -427,13 +445,13 @@ for schedule in (gpipe(4, 8), one_f_one_b(4, 8), my_schedule(4, 8)):
 # Nothing but rounding: 20 rows in 8 micro-batches (some of 3 rows, some of 2) add up in another order.
 #
 # And the time? `timed()` notes when each rank began and ended each instruction; all processes of a machine read
-# the same clock. Beside it is the simulation of the same schedule, with 4 ms for each pass.
+# the same clock. Beside it is the simulation of the same schedule, with 8 ms for each pass.
 
 # %%
 schedule = my_schedule(4, 8)
 events = measured(cluster.run(events_of, schedule))
-model_ms = dict.fromkeys(("forward", "backward_input", "backward_weight"), 4)
-expected = simulate(with_messages(schedule), model_ms)
+passes = ("forward", "backward_input", "backward_weight")
+expected = simulate(with_messages(schedule), dict.fromkeys(passes, 8))
 gantt(
     {"simulated": expected.timeline, "measured": events},
     f"Simulated {expected.seconds:.0f} ms, measured {lasts(events):.0f} ms.",
@@ -452,20 +470,18 @@ gantt(
 table = {"one batch": gpipe(4, 1), "GPipe": gpipe(4, 8), "1F1B": one_f_one_b(4, 8)}
 table["mine"] = schedule
 print(f"{'':10} simulated   measured   a rank holds at most")
-for name, each in table.items():
+for key, each in table.items():
     m = sum(instruction.kind == "forward" for instruction in each[0])
-    found = simulate(with_messages(each), dict.fromkeys(model_ms, 32 / m))
-    runs = [lasts(measured(cluster.run(events_of, each))) for _ in range(3)]
+    found = simulate(with_messages(each), dict.fromkeys(passes, 64 / m))
     held = f"{max(found.peak_activations)} of {m} micro-batches"
-    print(
-        f"{name:10} {found.seconds:6.0f} ms {statistics.median(runs):7.0f} ms   {held}"
-    )
+    print(f"{key:10} {found.seconds:6.0f} ms {median_ms(each):7.0f} ms   {held}")
 
 # %% [markdown]
-# 1F1B gains nothing on GPipe in time, and holds half; and `mine` is the shortest. With layers that compute in
-# place of sleeping, on ranks that share the cores of one machine, you would see less of it: there a rank that
-# waits leaves its core to the others, so that a bubble costs hardly anything, and a pipeline wins hardly
-# anything. Pipelines pay where each rank has a device of its own.
+# 1F1B gains nothing on GPipe in time, and holds half; and `mine` is the shortest.
+#
+# With layers that compute in place of sleeping you would see less of this, where ranks outnumber the cores that they
+# share: a rank that waits leaves its core to another, so that a bubble costs hardly anything, and four ranks on two
+# cores are never four times as fast. Pipelines pay where each rank has a device of its own.
 #
 # ## What breaks in practice, and how one sees it
 #
