@@ -25,12 +25,12 @@ from torch import nn
 
 import minidist as md
 from checks.cutting_the_model import check, hint, or_solution
-from checks.figures import BLUE, GREEN, INK, ORANGE, draw, ladder, name, said, show
-from checks.pictures.schedules import fill_animation, gantt, measured
+from checks.figures import ladder, said
+from checks.pictures.schedules import beside_formula, fill_animation, gantt, measured
 from checks.slow_layer import SlowLayer
 from minidist import comm
 from minidist.model import GPT, GPTConfig
-from minidist.parallel import layerwise, schedules
+from minidist.parallel import layerwise
 from minidist.parallel.schedules import Instruction, simulate, with_messages
 
 ladder(11)
@@ -273,6 +273,7 @@ def events_of(schedule, rows=32, seconds=0.002):
     return events
 
 
+# %%
 def lasts(timeline):
     ends = [event.end for events in timeline for event in events]
     return max(ends) - min(event.start for events in timeline for event in events)
@@ -299,25 +300,14 @@ fixed = median_ms(gpipe(4, 32), seconds=1e-6) / (32 + 4 - 1)
 print(f"a forward and a backward pass cost {fixed:.2f} ms besides their work")
 with_fixed = [ms + fixed * (m + 3) for m, ms in zip(counts, formula, strict=True)]
 
-figure, axes = draw(height=3.4)
-axes.plot(counts, formula, "--", color=BLUE, linewidth=1.2)
-axes.plot(counts, with_fixed, "--", color=GREEN, linewidth=1.2)
-axes.plot(counts, times, "o", color=ORANGE)
-name(axes, 32, formula[-1], "bubble alone", BLUE, dx=9, dy=-6)
-name(axes, 32, with_fixed[-1], "and a fixed cost", GREEN, dx=9, dy=6)
-name(axes, 1, times[0], "measured", ORANGE, dx=9)
-if prediction is not None:
-    axes.plot(8, times[0] / prediction, "D", color=INK, fillstyle="none", markersize=9)
-    name(axes, 8, times[0] / prediction, "your guess", INK, dx=9)
-axes.set_xscale("log", base=2)
-axes.set(xticks=counts, xticklabels=counts, ylim=(0, None))
-axes.set(xlabel="micro-batches", ylabel="milliseconds")
-show(
-    figure,
-    f"In 8 micro-batches the batch is {times[0] / times[3]:.1f} times as fast as whole; "
+# %%
+beside_formula(
+    counts,
+    times,
+    {"bubble alone": formula, "and a fixed cost": with_fixed},
+    guess=prediction,
+    caption=f"In 8 micro-batches it is {times[0] / times[3]:.1f} times as fast as whole; "
     f"the bubble alone says {formula[0] / formula[3]:.1f}; {said(prediction)}.",
-    alt="Time of a batch against its number of micro-batches: it falls steeply at first and "
-    "then hardly, and lies above the bubble's formula the more micro-batches there are.",
 )
 
 # %% [markdown]

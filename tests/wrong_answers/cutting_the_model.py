@@ -211,7 +211,7 @@ def all_forward_first(ranks, micro_batches):
     return [forwards(range(micro_batches)) + backwards(range(micro_batches)) for _ in range(ranks)]
 
 
-@WRONG.to("one_f_one_b", "holds", "micro-batches at a time")
+@WRONG.to("one_f_one_b", "one_f_one_b(2, 2)", "the schedule never ends", "rank 0 waits at recv B0")
 def the_ranks_the_wrong_way_round(ranks, micro_batches):
     return alternating(ranks, micro_batches, lambda rank: rank)
 
@@ -244,7 +244,7 @@ def split(numbers):
     return [Instruction(kind, i) for i in numbers for kind in ("backward_input", "backward_weight")]
 
 
-@WRONG.to("my_schedule", "my_schedule(2, 1) takes 6 units of time. 1F1B takes 6: be shorter")
+@WRONG.to("my_schedule", "my_schedule(2, 1) takes 6 units of time. 1F1B takes 6: yours is to be shorter")
 def as_it_was(ranks, micro_batches):
     return alternating(ranks, micro_batches, lambda rank: ranks - 1 - rank)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from checks.animations import Scene, animate
-from checks.figures import BLUE, GREEN, MUTED, PINK, RED, draw, name, show
+from checks.figures import BLUE, GREEN, INK, MUTED, ORANGE, PINK, RED, draw, name, show
 from minidist.parallel.schedules import Event, Instruction, Schedule, simulate, with_messages
 
 COLORS = {"forward": BLUE, "backward": RED, "backward_input": RED, "backward_weight": GREEN}
@@ -79,6 +79,41 @@ def measured(events: Sequence[Sequence[Event]], scale: float = 1e3) -> list[list
         [Event(each, start * scale, end * scale) for each, start, end in rank if each.computes]
         for rank in events
     ]
+
+
+def beside_formula(
+    counts: Sequence[int],
+    times: Sequence[float],
+    models: Mapping[str, Sequence[float]],
+    guess: float | None,
+    caption: str,
+) -> None:
+    """Show milliseconds against micro-batches: measured as dots, and two models as dashed lines.
+
+    Args:
+        counts: of micro-batches; the first is 1, and 8 is among them.
+        times: measured.
+        models: by name.
+        guess: how many times as fast as the first the reader takes 8 micro-batches to be, or None.
+        caption: as for `show`.
+    """
+    figure, axes = draw(height=3.4)
+    for (key, values), color, dy in zip(models.items(), (BLUE, GREEN), (-6, 6), strict=True):
+        axes.plot(counts, values, "--", color=color, linewidth=1.2)
+        name(axes, counts[-1], values[-1], key, color, dx=9, dy=dy)
+    axes.plot(counts, times, "o", color=ORANGE)
+    name(axes, counts[0], times[0], "measured", ORANGE, dx=9)
+    if guess:
+        axes.plot(8, times[0] / guess, "D", color=INK, fillstyle="none", markersize=9)
+        name(axes, 8, times[0] / guess, "your guess", INK, dx=9)
+    axes.set_xscale("log", base=2)
+    axes.set(xticks=counts, xticklabels=counts, ylim=(0, None), xlabel="micro-batches", ylabel="milliseconds")
+    show(
+        figure,
+        caption,
+        alt="Time of a batch against its number of micro-batches: it falls steeply at first and then hardly, "
+        "and the more micro-batches there are, the more it lies above the bubble's formula.",
+    )
 
 
 def _from_zero(timeline: Timeline) -> list[list[Event]]:
