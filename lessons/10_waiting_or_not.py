@@ -122,7 +122,7 @@ workers_chart(
 server_animation(free)
 
 # %% [markdown]
-# Number 1 to 3 is a loop, and you write it first.
+# That is a loop, and you write it first.
 #
 # **Exercise 10.2: work.** Rank 0 is the server. Take `steps` steps: receive the parameters from rank 0 into
 # `x`, and send `gradient(x)` to rank 0, a tensor like `x`. Nothing is returned.
@@ -312,7 +312,8 @@ def worker_loop(server, model, rows, until):
 # %% [markdown]
 # `ParameterServer` has what yours has, and three things more: workers that die do not stop the others,
 # parameters can be spread over several servers, and `max_staleness` bounds the staleness. With bound 0 it is
-# synchronous: an update takes one push of every worker.
+# synchronous: an update takes one push of every worker. Beside its work the server notes the loss, on 256 rows,
+# after each update.
 
 
 # %%

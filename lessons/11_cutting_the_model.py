@@ -104,8 +104,8 @@ print("by time      ", cut(seconds, 4))
 print("layerwise.cut", layerwise.cut(model.layers, 4))
 
 # %% [markdown]
-# `layerwise.cut` of minidist does the same, and chooses the most even one of all cuts whose heaviest part is as
-# light.
+# The last line is minidist's own, by parameters: of all cuts whose heaviest part is as light it takes the most
+# even one.
 #
 # ## One batch, layer by layer
 #
@@ -292,8 +292,9 @@ for m, ms, model_ms in zip(counts, times, formula, strict=True):
     print(f"{m:2} micro-batches: {ms:4.0f} ms, by the formula {model_ms:4.0f} ms")
 
 # %% [markdown]
-# The formula says what waiting costs, and nothing of what a pass itself costs: its messages, Python, waking up. Measure
-# that, too, with a layer that takes almost no time: what is left is a fixed time for each of the m + p - 1 steps.
+# The formula says what waiting costs, and nothing of what a pass itself costs: its messages, Python, waking up.
+# Measure that, too, with a layer that takes almost no time: what is left is a fixed time for each of the m + p
+# - 1 steps.
 
 # %%
 fixed = median_ms(gpipe(4, 32), seconds=1e-6) / (32 + 4 - 1)
@@ -311,10 +312,10 @@ beside_formula(
 )
 
 # %% [markdown]
-# The first few micro-batches win nearly all. After that the bubble has little left to give, while the fixed cost
-# grows with every pass; where it is large, on a busy machine, the curve turns up again. On a GPU there is a second
-# reason to stop: a micro-batch of a few rows does not keep it busy (lesson 00: a small product has few operations for
-# each byte). So m is made just large enough.
+# The first few micro-batches win nearly all. After that the bubble has little left to give, while the fixed
+# cost grows with every pass; where it is large, on a busy machine, the curve turns up again. On a GPU there is
+# a second reason to stop: a micro-batch of a few rows does not keep it busy (lesson 00: a small product has few
+# operations for each byte). So m is made just large enough.
 #
 # ## 1F1B: start backward passes early
 #
@@ -358,7 +359,8 @@ fill_animation({"GPipe": gpipe(4, 6), "1F1B": one_f_one_b(4, 6)})
 
 # %% [markdown]
 # The bubble is the same, to the unit: the pipeline fills and drains as before. What is won is memory. Rank r
-# holds p - r micro-batches at most, however many there are; so m can grow, and the bubble shrink, for free.
+# holds p - r micro-batches at most, however many there are: m can grow, and the bubble shrink, and no rank
+# holds more for it.
 #
 # ## Zero bubble: a backward pass has two halves
 #
@@ -469,9 +471,9 @@ for key, each in table.items():
 # %% [markdown]
 # 1F1B gains nothing on GPipe in time, and holds half; and `mine` is the shortest.
 #
-# With layers that compute in place of sleeping you would see less of this, where ranks outnumber the cores that they
-# share: a rank that waits leaves its core to another, so that a bubble costs hardly anything, and four ranks on two
-# cores are never four times as fast. Pipelines pay where each rank has a device of its own.
+# With layers that compute in place of sleeping you would see less of this, where ranks outnumber the cores that
+# they share: a rank that waits leaves its core to another, so that a bubble costs hardly anything, and four
+# ranks on two cores are never four times as fast. Pipelines pay where each rank has a device of its own.
 #
 # ## What breaks in practice, and how one sees it
 #
