@@ -158,8 +158,7 @@ def serve(x, lr, steps):
     """Serve all workers at once, `steps` times each; return x."""
     lock = threading.Lock()
 
-    def serve_one(worker):
-        ...  # about 7 lines, with a lock where x is read or changed
+    def serve_one(worker): ...  # about 7 lines, with a lock where x is read or changed
 
     with ThreadPoolExecutor(md.size()) as pool:  # a thread for each worker
         list(pool.map(serve_one, range(1, md.size())))
@@ -431,7 +430,9 @@ for situation, seconds in situations.items():
         "local SGD": [speed(seconds, local_sgd, s + 1) for s in slack],
         "not waiting": [speed(seconds, may_begin, math.inf)],
     }
-slack_chart(slack, panels, "Simulated: what a little slack buys depends on why one waits.")
+slack_chart(
+    slack, panels, "Simulated: what a little slack buys depends on why one waits."
+)
 
 # %% [markdown]
 # **Hiccups** even out: who is late today is early tomorrow, and a slack of a few steps wins most of what there

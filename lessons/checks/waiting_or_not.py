@@ -170,7 +170,9 @@ def serve(answer: Answer, draw: np.random.Generator) -> Right:
     with tempfile.TemporaryDirectory() as folder:
         for ranks in (2, 3, 4):
             cases = []
-            for number, (kind, steps) in enumerate((("towards 4", 1), ("towards 4", 3), ("own", 3), ("slow", 3))):
+            for number, (kind, steps) in enumerate(
+                (("towards 4", 1), ("towards 4", 3), ("own", 3), ("slow", 3))
+            ):
                 if (kind == "towards 4") != (ranks == 2):
                     continue
                 start = torch.from_numpy(draw.integers(5, 30, 3).astype(np.float64))
@@ -195,7 +197,9 @@ def _check_server(run: Any) -> None:
             for worker in range(1, ranks):
                 got = run.results[worker][0][step][worker - 1]
                 own = start[worker - 1] - lr * 2 * step
-                what = f"On {where}: what rank {worker} pulled for step {step}, after {step} pushes of its own,"
+                what = (
+                    f"On {where}: what rank {worker} pulled for step {step}, after {step} pushes of its own,"
+                )
                 compare(got, own, f"{what} in the element that it alone changes")
             right[: ranks - 1] -= lr * 2
     if kind == "slow" and run.results[1][1]:

@@ -57,7 +57,9 @@ def gradients_a_second(steps: Sequence[Sequence[Step]], until: float) -> float:
     return sum(map(len, steps)) / until
 
 
-def workers_chart(races: Mapping[str, Sequence[Sequence[Step]]], until: float, caption: str, alt: str) -> None:
+def workers_chart(
+    races: Mapping[str, Sequence[Sequence[Step]]], until: float, caption: str, alt: str
+) -> None:
     """Show races one above the other: a row a worker, a box a step; the last worker is the straggler.
 
     In the boxes of a race whose name begins with "not" is how stale each step's gradient is.
@@ -89,7 +91,9 @@ def workers_chart(races: Mapping[str, Sequence[Sequence[Step]]], until: float, c
     show(figure, caption, alt)
 
 
-def slack_chart(slack: Sequence[int], panels: Mapping[str, Mapping[str, Sequence[float]]], caption: str) -> None:
+def slack_chart(
+    slack: Sequence[int], panels: Mapping[str, Mapping[str, Sequence[float]]], caption: str
+) -> None:
     """Show gradients a second against how far apart workers may be, a panel a situation.
 
     Args:
