@@ -60,18 +60,19 @@ def learning(curves: Mapping[str, Sequence[tuple[int, float, float]]], caption: 
     """
     figure, (left, right) = draw(height=3.4, columns=2, sharey=True)
     shortest = min(curve[-1][0] for curve in curves.values())
-    for (key, curve), color in zip(curves.items(), COLORS, strict=False):
+    for row, ((key, curve), color) in enumerate(zip(curves.items(), COLORS, strict=False)):
         updates, seconds, losses = zip(*curve, strict=True)
-        left.plot(seconds, losses, color=color)
-        name(left, seconds[-1], losses[-1], key, color, dx=-44, dy=9)
+        left.plot(seconds, losses, color=color, linewidth=1.2)
         shown = [i for i, made in enumerate(updates) if made <= shortest]
-        right.plot([updates[i] for i in shown], [losses[i] for i in shown], color=color)
-        name(right, updates[shown[-1]], losses[shown[-1]], key, color)
+        right.plot([updates[i] for i in shown], [losses[i] for i in shown], color=color, linewidth=1.2)
+        for axes in (left, right):
+            place = {"xycoords": "axes fraction", "ha": "right", "fontsize": 9.5, "color": color}
+            axes.annotate(key, (0.98, 0.95 - 0.075 * row), **place)
     left.set(xlabel="seconds", ylabel="loss", ylim=(0, None))
     right.set(xlabel="updates")
     show(
         figure,
         caption,
-        alt="Left, against seconds: the asynchronous curve falls fastest, the synchronous one slowest. Right, "
-        "against updates: the curves are close, with the synchronous one lowest.",
+        alt="Left, against seconds: the asynchronous curve falls fastest, the synchronous one slowest. "
+        "Right, against updates: the curves are close, with the synchronous one lowest.",
     )

@@ -43,7 +43,7 @@ def race(seconds: Sequence[Callable[[], float]], may_begin: MayBegin, until: flo
                 begun[worker] = now, made
                 heapq.heappush(ends, (now + seconds[worker](), worker))
         now, worker = heapq.heappop(ends)
-        if now > until:
+        if now > until + 1e-9:
             return steps
         begin, pulled = begun[worker]
         steps[worker].append(Step(begin, now, pulled, made - pulled))
@@ -110,15 +110,17 @@ def slack_chart(
                 name(axes, slack[0], values[0], key, color, dx=2, dy=7)
             else:
                 axes.plot(slack, values, "o-", color=color, markersize=4)
-                lower = key == min(lines, key=lambda each: lines[each][len(lines[each]) // 2])
-                name(axes, slack[-1], values[-1], key, color, dx=-60, dy=-11 if lower else 9)
-        axes.set(xlabel="steps apart", ylim=(0, None))
-    all_axes[0].set_ylabel("gradients a second")
+                others = [other[-3] for other in lines.values() if len(other) > 1 and other is not values]
+                above = any(0 <= values[-3] - other < 0.5 for other in others)
+                name(axes, slack[-3], values[-3], key, color, dx=2, dy=10 if above else -12)
+        axes.set(xlabel="steps apart")
+    most = max(value for lines in panels.values() for values in lines.values() for value in values)
+    all_axes[0].set(ylabel="gradients a second", ylim=(0, 1.12 * most))
     show(
         figure,
         caption,
-        alt="With hiccups that hit any worker both curves climb towards the level of not waiting as the slack "
-        "grows. With one worker that is always slow both stay flat, far below that level.",
+        alt="With hiccups that hit any worker both curves climb towards the level of not waiting, as the "
+        "slack grows. With one worker that is always slow both stay flat, far below that level.",
     )
 
 
