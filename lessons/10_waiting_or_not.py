@@ -360,10 +360,10 @@ print("measured steps:", ", ".join(f"{each * 1e3:.0f} ms" for each in steps))
 print(f"expected from these, not waiting: {rates(steps)[1]:.0f} a second")
 
 # %% [markdown]
-# Waiting costs what it should: the straggler sets the pace, and all else is lost in its 200 ms. Without waiting
-# it is less than expected, by as much as messages and arithmetic take: the pauses know nothing of them, and in
-# a step of 20 ms they show. With the steps as they were measured the sum is right. The staleness is as the
-# chart said: n - 1 on average, and up to 10 times that for the straggler.
+# Waiting costs what it should: the straggler sets the pace, and all else hides behind its 200 ms. Without
+# waiting it is less than expected, by as much as messages and arithmetic take: the pauses know nothing of them,
+# and in a step of 20 ms they show. With the steps as they were measured the sum is right. The staleness is as
+# the chart said: n - 1 on average, and up to 10 times that for the straggler.
 #
 # More gradients are not yet better learning. What matters is the loss.
 
@@ -419,7 +419,7 @@ def hiccup(draw):
     return lambda: 5.0 if draw.random() < 0.1 else 1.0
 
 
-def speed(seconds, rule, slack, until=600):
+def speed(seconds, rule, slack, until=1500):
     steps = race(seconds, lambda clocks, worker: rule(clocks, worker, slack), until)
     return gradients_a_second(steps, until)
 
