@@ -98,8 +98,9 @@ with md.Cluster(ranks=2, check=True) as pair:
         print(in_words(error))
 
 # %% [markdown]
-# A **deadlock**: each waits until the other listens, and neither does. `comm.send` comes back once the message
-# is on its way, which takes a receiver. The remedy is to *begin* a send and not wait for it:
+# A **deadlock**: each waits until the other listens, and neither does. `comm.send` may come back only once a
+# receiver is there. Whether it has to wait for one depends on how the message travels and how large it is: a
+# program that relies on it runs here, and hangs elsewhere. The remedy is to *begin* a send and not wait for it:
 # `work = comm.send(x, other, async_op=True)` comes back at once, and `work.wait()` waits later.
 #
 # **Exercise 8.1: shift.** All ranks sit in a ring. Each gives its tensor to the next one and gets the tensor
@@ -255,16 +256,20 @@ print("ring ", cluster.run(bytes_of, ring_all_reduce))
 #
 # Two numbers say most of it (Hockney 1994). A message takes **alpha** seconds however small it is, and **beta**
 # seconds more for each byte: alpha + beta b for b bytes. To find both, time a tiny message and a large one.
+#
+# Ranks of one machine may hand messages over in memory. To learn what ranks of different machines meet, have
+# them travel through **sockets**, as they do in a network: that is what `comm.using("torch")` is for here.
 
 
 # %%
 def seconds(call, rounds=7):
     times = []
-    for _ in range(rounds):
-        comm.barrier()  # all ranks begin together
-        start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
+    with comm.using("torch"):
+        for _ in range(rounds):
+            comm.barrier()  # all ranks begin together
+            start = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - start)
     return statistics.median(times)
 
 

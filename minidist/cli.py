@@ -282,28 +282,13 @@ def lessons(
     place = folder_of.folder()
     found = folder_of.lessons(place)
     if as_json:
-        _print_json({"folder": str(place), "lessons": [dataclasses.asdict(each) for each in found]})
+        print_json({"folder": str(place), "lessons": [dataclasses.asdict(each) for each in found]})
         return
-    _show_lessons(found)
+    folder_of.show(console(), found)
     if not progress:
         code = folder_of.open_lab(place)
         if code:
             raise typer.Exit(1)
-
-
-def _show_lessons(found: Sequence[Any]) -> None:
-    from rich import box
-    from rich.table import Table
-
-    table = Table("", "lesson", box=box.SIMPLE_HEAD, title="The lessons", title_justify="left")
-    table.add_column("exercises passed", justify="right")
-    table.add_column("runs in", justify="right")
-    for each in found:
-        done, all_of_them = len(each.passed), len(each.exercises)
-        style = "green" if all_of_them and done == all_of_them else ""
-        minutes = "" if each.seconds is None else f"{max(0.1, each.seconds / 60):.1f} min"
-        table.add_row(f"{each.number:02d}", each.title, f"{done} of {all_of_them}", minutes, style=style)
-    _console().print(table)
 
 
 @app.command(epilog="Example: minidist doctor --json")

@@ -12,9 +12,13 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 STOP_TIMEOUT = 10.0
 """Seconds that JupyterLab gets to end after Ctrl-C."""
@@ -104,3 +108,19 @@ def _read(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def show(console: Console, found: Sequence[Lesson]) -> None:
+    """Print the table of lessons."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table("", "lesson", box=box.SIMPLE_HEAD, title="The lessons", title_justify="left")
+    table.add_column("exercises passed", justify="right")
+    table.add_column("runs in", justify="right")
+    for each in found:
+        done, all_of_them = len(each.passed), len(each.exercises)
+        style = "green" if all_of_them and done == all_of_them else ""
+        minutes = "" if each.seconds is None else f"{max(0.1, each.seconds / 60):.1f} min"
+        table.add_row(f"{each.number:02d}", each.title, f"{done} of {all_of_them}", minutes, style=style)
+    console.print(table)

@@ -136,25 +136,6 @@ def test_equal_parts_of_a_tensor_are_no_copies_of_it(cluster_of: Clusters, layou
     assert found.agree, str(found)
 
 
-def trained_on(optimizer: Any, layout: str, looks: bool) -> dict[str, Tensor]:
-    """Two steps, before which the engine is recorded or not."""
-    model, batches = gpt(torch.float64)
-    engine = md.prepare(model, optimizer, md.Layout.parse(layout))
-    if looks:
-        record(engine, batches, repeats=1)
-    for inputs, targets in batches:
-        rows = slice(*(len(inputs) * (engine.data_rank + i) // engine.data_ranks for i in (0, 1)))
-        engine.step(inputs[rows], targets[rows])
-    return engine.full_state_dict()
-
-
-@pytest.mark.parametrize("layout", ["dp=2", "dp=2,zero=1", "dp=2,zero=3", "tp=2"])
-def test_a_recorded_engine_trains_on_as_if_it_had_not_been(cluster_of: Clusters, layout: str) -> None:
-    nadam = partial(torch.optim.NAdam, lr=1e-2)  # part of whose state begins with ones
-    plain, recorded = (cluster_of(2).run(trained_on, nadam, layout, looks)[0] for looks in (False, True))
-    torch.testing.assert_close(recorded, plain, rtol=1e-12, atol=1e-12)
-
-
 def uneven_gpt(dtype: torch.dtype) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
     """Heads, vocabulary, tokens and layers that the ranks do not divide; untied."""
     generator = torch.Generator().manual_seed(3)
@@ -417,6 +398,78 @@ def test_distances_are_of_equal_shapes_and_see_nan() -> None:
     assert distance([parts], [torch.zeros(3, 6)]) == distance([parts], [torch.zeros(2, 5)]) == torch.inf
     halves, quarters = torch.arange(16.0).view(2, 8).chunk(2, -1), torch.arange(16.0).view(2, 8).chunk(4, -1)
     assert distance([*halves], [*quarters]) == 0
+
+
+# What it leaves behind.
+
+OPTIMIZERS: dict[str, Any] = {
+    "dampened": partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5),
+    "NAdam": partial(torch.optim.NAdam, lr=1e-2),
+    "Rprop": partial(torch.optim.Rprop, lr=1e-2),
+    "ASGD": partial(torch.optim.ASGD, lr=1e-2),
+}
+"""Whose state does not begin with zeros."""
+
+
+def left_by(layout: str, steps: int) -> list[str]:
+    """The optimizers with which an engine trains otherwise after it was compared; `steps` come before."""
+    _, batches = mlp(torch.float32)
+    changed = []
+    for name, optimizer in OPTIMIZERS.items():
+        plain, seen = (md.prepare(mlp(torch.float32)[0], optimizer, md.Layout.parse(layout)) for _ in "ab")
+        rows = [
+            tuple(x.tensor_split(plain.data_ranks)[plain.data_rank] for x in batch) for batch in batches * 2
+        ]
+        for engine in (plain, seen):
+            for inputs, targets in rows[:steps]:
+                engine.step(inputs, targets)
+        record(seen, batches, repeats=1)
+        losses = [[engine.step(*each) for each in rows] for engine in (plain, seen)]
+        pairs = zip(plain.full_state_dict().values(), seen.full_state_dict().values(), strict=True)
+        if losses[0] != losses[1] or not all(torch.equal(a, b) for a, b in pairs):
+            changed.append(name)
+    return changed
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize(
+    "layout",
+    ["dp=1", "dp=2", "dp=2,zero=1", "dp=2,zero=1,precision=bf16", "dp=2,zero=3", "pp=2", "tp=2,zero=2"],
+)
+def test_an_engine_is_left_as_it_was(cluster_of: Clusters, layout: str, steps: int) -> None:
+    assert not any(cluster_of(2).run(left_by, layout, steps) if layout != "dp=1" else left_by(layout, steps))
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0] * ctx.factor, None
+
+
+class ScaledBias(nn.Module):
+    """Whose second bias has a gradient that is multiplied by a factor."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.layers, self.factor = mlp(torch.float32)[0].layers, factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second, third = self.layers
+        bias = second.linear.bias
+        return third(second(first(x)) + Scaled.apply(bias, self.factor) - bias.detach())
+
+
+@pytest.mark.parametrize("name", ["dampened", "ASGD"])  # others divide a gradient by its size
+def test_no_optimizer_hides_a_gradient(name: str) -> None:
+    engines = [md.prepare(ScaledBias(factor), OPTIMIZERS[name]) for factor in (1.0, 1.2)]
+    first = md.compare(*engines, mlp(torch.float32)[1]).first
+    assert first is not None
+    assert (first.step, first.what) == (1, "the update of layers.1.linear.bias")
 
 
 # Mistakes, and the command.

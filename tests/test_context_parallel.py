@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import minidist as md
 from minidist import comm
+from minidist.comm.shared_memory import STAGE
 from minidist.parallel import blockwise, context_parallel, zigzag
 from minidist.parallel.activations import ActivationCounter
 from minidist.parallel.context_parallel import ring_attention, ring_bytes
@@ -222,9 +223,9 @@ def test_it_sends_what_the_formula_says(cluster_of: Clusters, ranks: int) -> Non
         given: dict[str, Any] = {"batch": 2, "key_heads": 2, "head_size": 5, "dtype": dtype}
         for rank, each in enumerate(found):
             forward, backward = (ring_bytes(length, ranks, rank, **given, backward=b) for b in (False, True))
-            assert each == (forward, backward, 8 * (ranks - 1))
+            assert each == (forward, backward, 0)
         keys = 2 * 2 * length * 5 * dtype.itemsize
-        assert sum(forward for forward, _, _ in found) == 2 * (ranks - 1) * keys
+        assert sum(forward for forward, _, _ in found) == (ranks - 1) * (2 * keys + 64 * ranks)
 
 
 def flops(causal: bool) -> tuple[int, int]:
@@ -263,6 +264,8 @@ class Live(TorchDispatchMode):
             if isinstance(each, Tensor):
                 self.largest = max(self.largest, each.numel())
                 storage = each.untyped_storage()
+                if STAGE <= storage.nbytes() < STAGE + 4096:
+                    continue  # through which the ranks of a host talk; made once
                 place, size = storage.data_ptr(), storage.nbytes()
                 self.hold(place, size, 1)
                 weakref.finalize(each, self.hold, place, size, -1)
@@ -366,7 +369,39 @@ def test_other_mistakes_are_refused(cluster_of: Clusters) -> None:
         ring_attention(x.long(), x.long(), x.long())
     with pytest.raises(ValueError, match="tile is 0"):
         ring_attention(x, x, x, tile=0)
-    with pytest.raises(ValueError, match="rank 0 of 1 has 3 positions of a sequence of 4"):
+    with pytest.raises(
+        ValueError, match=r"the ranks have \[3\] positions, and a sequence of 4 is dealt in \[4\]"
+    ):
         ring_attention(x, x, x, length=4)
     with pytest.raises(md.RankError, match=r"the ranks have \[3, 6\] positions.* dealt in \[5, 4\]"):
         cluster_of(2).run(lambda: ring_attention(*[torch.zeros(1, 1, 3 * (1 + md.rank()), 2)] * 3))
+
+
+def other(what: str) -> str:
+    """What is told where the last rank gives something else."""
+    last = md.rank() == md.size() - 1
+    q = torch.zeros(2, 2, 4, 8)
+    k, options = q, {"length": 4 * md.size(), "causal": True}
+    if what == "heads" and last:
+        k = q[:, :1]
+    elif what == "batch" and last:
+        q = k = q[:1]
+    elif what == "dtype" and last:
+        q = k = q.double()
+    elif what == "width":  # as many bytes
+        q = k = q.view(2, 1, 4, 16) if last else q
+    elif last:
+        options[what] = {"length": 99, "causal": False}[what]
+    with pytest.raises(ValueError, match="the ranks give ring_attention other arguments") as caught:
+        ring_attention(q, k, k, **options)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("what", ["heads", "batch", "dtype", "width", "length", "causal"])
+def test_ranks_that_give_other_arguments_are_named_on_all(cluster_of: Clusters, what: str) -> None:
+    (told,) = {*cluster_of(3).run(other, what)}
+    assert "rank 0 has q (2, 2, 4, 8)" in told
+    assert "and rank 2 has q" in told
+    shown = {"heads": "k (2, 1, 4, 8)", "batch": "q (1, 2, 4, 8)", "dtype": "torch.float64"}
+    shown |= {"width": "q (2, 1, 4, 16)", "length": "length=99", "causal": "causal=False"}
+    assert shown[what] in told.partition("rank 2")[2]

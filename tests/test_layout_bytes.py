@@ -85,7 +85,8 @@ def test_every_axis_sends_what_its_formula_says(cluster_of: Clusters, text: str)
                 ring_bytes(LENGTH, layout.cp, place, dtype=torch.float64, backward=back, **sizes)
                 for back in (False, True)
             ]
-            assert sent["cp"] == BLOCKS // layout.pp * sum(both)
+            shapes = 64 * (layout.cp - 1) * (layout.micro_batches - 1)  # told for each micro-batch
+            assert sent["cp"] == BLOCKS // layout.pp * (sum(both) + shapes)
 
     # Tensor parallelism: over the stages together that of the whole model.
     if layout.tp > 1:

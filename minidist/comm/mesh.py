@@ -121,7 +121,7 @@ class Mesh:
         return made[members]
 
     def _check(self, axis: str) -> None:
-        if axis not in AXES and axis not in TOGETHER:
+        if axis not in (*AXES, *TOGETHER):
             raise unknown("axis", axis, (*AXES, *TOGETHER))
 
 

@@ -181,6 +181,7 @@ def ranks_of(group: Group) -> tuple[int, ...]:
     """The members of a group, as ranks of the world; (0,) where there is no world.
 
     Raises:
+        TypeError: it is no group.
         ValueError: this rank is not one of them.
     """
     return _membership(group)[0]
@@ -201,9 +202,14 @@ _memberships: dict[dist.ProcessGroup, tuple[tuple[int, ...], int]] = {}
 
 def _membership(group: Group) -> tuple[tuple[int, ...], int]:
     """A group's members, and this rank's place among them."""
-    group = group or dist.group.WORLD
-    if group is None:  # there is no world
-        return (0,), 0
+    if group is None:
+        group = dist.group.WORLD
+        if group is None:  # there is no world
+            return (0,), 0
+    if not isinstance(group, dist.ProcessGroup) and group != dist.GroupMember.NON_GROUP_MEMBER:
+        raise TypeError(
+            f"group is {group!r}; give a process group, such as a Mesh's group('dp'), or None for all ranks"
+        )
     found = _memberships.get(group)
     if found is None:
         place = dist.get_rank(group)

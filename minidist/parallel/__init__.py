@@ -14,6 +14,7 @@
 | clipping.py | `clip_grad_norm`: gradients shortened by their norm over all ranks |
 | recompute.py, activations.py | activations computed again in backward; a count of those that are kept |
 | context_parallel.py, sequence_share.py | `ring_attention`, a sequence cut across ranks; a model on a share |
+| ring_arguments.py | what ring attention takes, on one rank and on all together |
 | zigzag.py, blockwise.py | the order that balances causal work; softmax block by block, and its gradient |
 | buckets.py, plan.py, reducer.py | many gradients in one message; which; sent while backward still runs |
 | local_sgd.py | `LocalSGD`: ranks train alone, and average their parameters every few steps |

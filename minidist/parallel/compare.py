@@ -20,7 +20,7 @@ from torch import Tensor
 
 from minidist.parallel.assembling import Copies, distance
 from minidist.parallel.engine import Engine
-from minidist.parallel.recording import REPEATS, Recording, record
+from minidist.parallel.recording import REPEATS, Recording, pairs_of, record
 
 MARGIN = 16
 """What rounding explains is so many times what the last bits' moving changed. Layouts that train alike differ
@@ -92,9 +92,9 @@ def compare(
 ) -> Comparison:
     """Take both engines, on the same ranks, through the same batches, and compare; all ranks call it.
 
-    Both are left as they were. For layouts with other numbers of ranks: `record` in a launch each, then
-    `differences`; or the command `minidist compare`. An optimizer that divides a gradient by its size, such
-    as Adam, hides a gradient that is scaled from the updates: `torch.optim.SGD` shows it.
+    Both are left as they were, see `record`. For layouts with other numbers of ranks: `record` in a launch
+    each, then `differences`; or the command `minidist compare`. An optimizer that divides a gradient by its
+    size, such as Adam, hides a gradient that is scaled from the updates: `torch.optim.SGD` shows it.
 
     Args:
         engine_a, engine_b: of `prepare`, with equal weights.
@@ -104,7 +104,7 @@ def compare(
     Raises:
         TypeError, ValueError: as `record` does; or the models have other layers or parameters.
     """
-    given = [*batches]
+    given = pairs_of(batches)
     return differences(record(engine_a, given, repeats), record(engine_b, given, repeats))
 
 
@@ -112,8 +112,12 @@ def differences(a: Recording, b: Recording) -> Comparison:
     """Compare what `record` saw of two layouts on the same batches.
 
     Raises:
+        TypeError: one is no recording.
         ValueError: they took other numbers of steps, or their models have other layers or parameters.
     """
+    for name, recording in (("a", a), ("b", b)):
+        if not isinstance(recording, Recording):
+            raise TypeError(f"{name} is a {type(recording).__name__}; give what `record` returned")
     if len(a.steps) != len(b.steps):
         raise ValueError(
             f"{a.layout} took {len(a.steps)} steps and {b.layout} {len(b.steps)}; give both one number"

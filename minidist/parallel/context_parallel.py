@@ -28,6 +28,7 @@ from minidist import comm
 from minidist.comm.work import Group, Work, rank_in, ranks_of
 from minidist.parallel import zigzag
 from minidist.parallel.blockwise import Softmax, SoftmaxGradient
+from minidist.parallel.ring_arguments import TOLD, agreed_length, check_arguments
 
 TILE = 512
 """Keys that are computed with at once: the largest matrix is a rank's queries by these."""
@@ -52,14 +53,15 @@ def ring_attention(
 
     Forward: keys and values go n - 1 hops round the ring. Backward: they go again, with their gradients n - 1
     hops behind. What a rank sends is `ring_bytes`. Kept for the backward pass are q, k, v, the result, and a
-    number for each query and head.
+    number for each query and head. First the ranks tell each other their shapes, which block by block would
+    be found too late, or not at all.
 
     Args:
         q: (B, H, T, D), floating; the queries at this rank's positions, in zigzag order.
         k, v: (B, K, T, D), of q's dtype; K divides H, and query head h attends to key head h K // H.
         causal: a position sees itself and those before it; else all.
         group: the ranks that share the sequence; None for all.
-        length: of the whole sequence. None asks the ranks, which sends 8 (n - 1) bytes more.
+        length: of the whole sequence; None for the sum of the ranks' positions.
         scale: of the scores; None for 1 / sqrt(D).
         tile: keys that are computed with at once.
 
@@ -67,18 +69,14 @@ def ring_attention(
         (B, H, T, D), of q's dtype. Sums are kept in float32, or float64 where q is.
 
     Raises:
-        TypeError: q, k and v are not floating tensors of one dtype.
-        ValueError: shapes do not fit, or T is not this rank's share of the length.
+        TypeError: q, k and v are not floating tensors of one dtype, or another argument is of a wrong type.
+        ValueError: shapes do not fit, on this rank or to those of another, or T is not its share of the
+            length.
         CollectiveError: a peer is gone or late.
     """
-    _check(q, k, v, tile)
+    check_arguments(q, k, v, tile, length, scale)
     rank, ranks = rank_in(group), len(ranks_of(group))
-    length = _asked(q, group) if length is None else length
-    if q.shape[2] != zigzag.size(length, ranks, rank):
-        raise ValueError(
-            f"rank {rank} of {ranks} has {q.shape[2]} positions of a sequence of {length}, and its share in "
-            f"zigzag order is {zigzag.size(length, ranks, rank)}; cut the sequence with SequenceShare"
-        )
+    length = agreed_length(q, k, length, causal, group)
     ring = _Ring(group, rank, ranks, length, causal, tile)
     factor = q.shape[3] ** -0.5 if scale is None else scale
     mixed: Tensor = _RingAttention.apply(q, k, v, ring, factor)  # type: ignore[no-untyped-call]
@@ -98,13 +96,21 @@ def ring_bytes(
 ) -> int:
     """Bytes that a rank sends in `ring_attention`'s forward pass, or in its backward pass.
 
-    With S_j bytes of the keys of rank j, forward: 2 S_j of every rank but its successor. Backward: as many,
-    and 2 S_j of every rank but itself in the dtype of the sums. Summed over the ranks 2 (n - 1) S, S the
-    bytes of all keys; backward twice that where the dtype is that of the sums.
+    With S_j bytes of the keys of rank j, forward: 2 S_j of every rank but its successor, and 64 (n - 1) for
+    the shapes. Backward: 2 S_j of these, and of every rank but itself in the dtype of the sums. But for the
+    shapes that is, over all ranks, 2 (n - 1) S for all keys' bytes S; backward twice that where the dtype is
+    that of the sums.
+
+    Raises:
+        ValueError: no ranks, or a rank that is none of them.
     """
+    if ranks < 1 or not 0 <= rank < ranks:
+        raise ValueError(f"rank is {rank} of {ranks}; give at least 1 rank, and one from 0 to ranks - 1")
     sizes = [2 * batch * key_heads * head_size * zigzag.size(length, ranks, owner) for owner in range(ranks)]
     keys = (sum(sizes) - sizes[(rank + 1) % ranks]) * dtype.itemsize
-    return keys + (sum(sizes) - sizes[rank]) * _wide(dtype).itemsize if backward else keys
+    if backward:
+        return keys + (sum(sizes) - sizes[rank]) * _wide(dtype).itemsize
+    return keys + 8 * TOLD * (ranks - 1)
 
 
 @dataclass(frozen=True)
@@ -216,19 +222,6 @@ class _RingAttention(torch.autograd.Function):
         )
 
 
-def _asked(q: Tensor, group: Group) -> int:
-    """The length of the whole sequence, from all ranks' shares of it."""
-    own, ranks = torch.tensor([q.shape[2]], device=q.device), len(ranks_of(group))
-    found: list[int] = (comm.all_gather(own, group=group) if ranks > 1 else own).tolist()
-    wanted = [zigzag.size(sum(found), ranks, rank) for rank in range(ranks)]
-    if found != wanted:
-        raise ValueError(
-            f"the ranks have {found} positions, and a sequence of {sum(found)} is dealt in {wanted} in "
-            "zigzag order; cut the sequence with SequenceShare"
-        )
-    return sum(found)
-
-
 def _grouped(x: Tensor, key_heads: int) -> Tensor:  # (B, H, T, D) -> (N, G, T, D)
     """By key head, in the dtype of the sums."""
     batch, heads, size, width = x.shape
@@ -242,17 +235,3 @@ def _empty(like: Tensor, size: int) -> Tensor:  # (2, N, _, D) -> (2, N, size, D
 def _wide(dtype: torch.dtype) -> torch.dtype:
     """The dtype of sums."""
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _check(q: Tensor, k: Tensor, v: Tensor, tile: int) -> None:
-    if not q.is_floating_point() or not q.dtype == k.dtype == v.dtype:
-        raise TypeError(f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}; give one floating dtype")
-    shapes = f"q is {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)}"
-    if q.dim() != 4 or k.dim() != 4 or k.shape != v.shape or q.shape[::2] != k.shape[::2]:
-        raise ValueError(f"{shapes}; give q (B, H, T, D), and k and v (B, K, T, D)")
-    if q.shape[3] != k.shape[3] or not q.shape[3]:
-        raise ValueError(f"{shapes}; give the heads of all three one width of at least 1")
-    if not k.shape[1] or q.shape[1] % k.shape[1]:
-        raise ValueError(f"{shapes}; the number of key heads has to divide that of query heads")
-    if tile < 1:
-        raise ValueError(f"tile is {tile}; give at least 1 key")

@@ -60,6 +60,13 @@ class HybridEngine(Engine):
         self._activations = ActivationPeaks(self.model)
         self.placement.join(strategy)
 
+    def __deepcopy__(self, memo: Any) -> HybridEngine:
+        """Refuse: groups of ranks, hooks and shared memory have no copies."""
+        raise TypeError(
+            "an engine cannot be copied, since its ranks talk to each other through it; prepare another one, "
+            "and give its model these weights, engine.full_state_dict(), or load a checkpoint into it"
+        )
+
     def step(self, inputs: Tensor, targets: Tensor) -> float:
         """Train on one global batch; see `Engine.step`.
 

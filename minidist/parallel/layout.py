@@ -80,8 +80,11 @@ class Layout:
         """A layout from text such as "dp=2,tp=2" or "dp=4,precision=bf16".
 
         Raises:
+            TypeError: no text.
             ValueError: an unknown field, with the nearest known one, or a value that does not fit it.
         """
+        if not isinstance(text, str):
+            raise TypeError(f"the layout is {text!r}; give text such as 'dp=2,tp=2', or a Layout itself")
         kinds = {field.name: type(field.default) for field in fields(cls)}
         values: dict[str, int | str | bool] = {}
         for part in filter(None, (part.strip() for part in text.split(","))):
@@ -109,6 +112,6 @@ def _read(name: str, value: str, kind: type) -> int | str | bool:
         return value
     if kind is bool and value.lower() in ("true", "false"):
         return value.lower() == "true"
-    if kind is int and value.lstrip("-").isdigit():
+    if kind is int and value.isascii() and value.removeprefix("-").isdigit():
         return int(value)
     raise ValueError(f"{name} is {value!r}; give {_KINDS[kind]}")

@@ -52,7 +52,8 @@ def record(engine: Engine, batches: Iterable[tuple[Tensor, Tensor]], repeats: in
     """Train `engine` on global batches and record its layers; then put it back as it was.
 
     All ranks call it, with the same batches. It takes the steps `repeats` + 1 times, and gathers every output
-    and gradient of a layer on every rank: for small models and a few steps.
+    and gradient of a layer on every rank: for small models and a few steps. Not put back is what compression
+    of gradients keeps: what it left out is dropped, and PowerSGD's factors stay.
 
     Args:
         engine: of `prepare`; its model has a chain of layers, `model.layers`, or its children are taken.
@@ -60,14 +61,16 @@ def record(engine: Engine, batches: Iterable[tuple[Tensor, Tensor]], repeats: in
         repeats: how often to measure what rounding moves.
 
     Raises:
-        TypeError: the engine is not one of `prepare`.
-        ValueError: no batches, or a model with dropout, whose masks depend on the layout.
+        TypeError: the engine is not one of `prepare`, or batches are no pairs of tensors.
+        ValueError: no batches, repeats below 0, or a model with dropout, whose masks depend on the layout.
     """
     if not isinstance(engine, HybridEngine):
         raise TypeError(f"engine is a {type(engine).__name__}; give one that md.prepare returned")
-    given = [*batches]
-    if not given:
-        raise ValueError("batches are none; give at least one pair of inputs and targets")
+    given = pairs_of(batches)
+    if isinstance(repeats, bool) or not isinstance(repeats, int):
+        raise TypeError(f"repeats is {repeats!r}; give a whole number")
+    if repeats < 0:
+        raise ValueError(f"repeats is {repeats}; give how often to take the steps again, or 0 for not at all")
     for name, module in engine.model.named_modules():
         dropout = getattr(module, "dropout", getattr(module, "p", 0.0))
         if isinstance(dropout, float) and dropout > 0:
@@ -88,6 +91,24 @@ def record(engine: Engine, batches: Iterable[tuple[Tensor, Tensor]], repeats: in
                 most[name] = max(most[name], distance(plain[name], other[name]))
     layers = [name for name, _ in layers_of(engine.model)]
     return Recording(str(engine.layout), layers, start, losses, steps, [dict(most) for most in rounding])
+
+
+def pairs_of(batches: Iterable[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    """The batches as a list, or an error that says what is wrong with them."""
+    remedy = "give a list of pairs, [(inputs, targets), ...], of tensors"
+    if isinstance(batches, Tensor) or not isinstance(batches, Iterable):
+        raise TypeError(f"batches is a {type(batches).__name__}; {remedy}")
+    given = [*batches]
+    if not given:
+        raise ValueError("batches are none; give at least one pair of inputs and targets")
+    for place, pair in enumerate(given):
+        if (
+            not isinstance(pair, tuple | list)
+            or len(pair) != 2
+            or not all(isinstance(x, Tensor) for x in pair)
+        ):
+            raise TypeError(f"batch {place} is a {type(pair).__name__} that is no pair of tensors; {remedy}")
+    return given
 
 
 def layers_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -186,10 +207,11 @@ def _moved(model: nn.Module, repeat: int | None) -> Iterator[None]:
 
 
 class _Kept:
-    """An engine's state, to be put back: what a checkpoint has of it, copied."""
+    """An engine's state, to be put back: what a checkpoint has of it, copied, and the random numbers."""
 
     def __init__(self, engine: HybridEngine) -> None:
-        self.engine, self.settings = engine, engine.settings()
+        self.engine, self.settings, self.norm = engine, engine.settings(), engine.grad_norm
+        self.random = torch.get_rng_state()
         self.of_strategy = copy.deepcopy(engine.strategy.settings())
         self.chunks: dict[str, list[Chunk]] = defaultdict(list)
         for chunk in engine.strategy.chunks():
@@ -204,12 +226,15 @@ class _Kept:
             if kind == "optimizer":
                 name, _, key = name.rpartition(".")
                 state[name][key] = chunk.shape, chunk.tensor.dtype
-        strategy.load_settings(self.of_strategy, state)
+        strategy.load_settings(copy.deepcopy(self.of_strategy), state)
+        strategy.drop()  # gradients, and what compression kept back of them
         for chunk in strategy.chunks():
             for kept in self.chunks[chunk.name]:
                 _copy_common(kept, chunk)
         strategy.loaded()
         self.engine.load_settings(self.settings)
+        self.engine.grad_norm = self.norm
+        torch.set_rng_state(self.random)
 
 
 def _copy_common(source: Chunk, target: Chunk) -> None:

@@ -160,7 +160,7 @@ def by_name(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> list[
     Raises:
         ValueError: an unknown name, or sizes that it does not take.
     """
-    if name not in SCHEDULES:
+    if name not in [*SCHEDULES]:  # a list, since a name may be of any type
         raise unknown("schedule", name, SCHEDULES)
     return SCHEDULES[name](ranks, micro_batches, chunks)
 

@@ -51,10 +51,16 @@ class Part:
 
 def resolve(module: nn.Module, plan: Mapping[str, str]) -> tuple[dict[str, Part], list[list[str]]]:
     """The parts that a plan names, and those that read one input."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module is {module!r}; give a torch.nn.Module, whole, on every rank")
+    if not isinstance(plan, Mapping):
+        raise TypeError(f'plan is {plan!r}; give a dictionary such as {{"layers.*.fc1": "column"}}')
     modules = {name: part for name, part in module.named_modules() if name}
     parts: dict[str, Part] = {}
     together: list[list[str]] = []
     for pattern, style in plan.items():
+        if not isinstance(pattern, str):
+            raise TypeError(f"the plan names {pattern!r}; give names of the module's parts, as text")
         if style not in STYLES:
             raise unknown("style", style, STYLES)
         above, dot, last = pattern.rpartition(".")

@@ -1,0 +1,133 @@
+"""CUDA kernels of readers: run in the emulator, counted; their faults told as the reader knows the lines.
+
+counts = run(answer, "10 elements", 3, 4, x, y)      # a Profile; WrongAnswer where the kernel is at fault
+print(in_words(fault))                               # for a cell that shows a fault on purpose
+seconds = gpu_seconds(kernel, 3, 4, x, y)            # None where there is no GPU
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+import types
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numba import cuda
+
+from checks.exercises import Answer, TimeLimit, line_of_cell
+from checks.unanswered import functions_of
+from checks.verdicts import wrong
+from minidist.kernels.cuda.device import backend
+from minidist.kernels.cuda.emulator import EmulatorError, Fault, Profile, profile
+
+Size = int | Sequence[int]
+
+
+def run(answer: Answer, says: str, grid: Size, block: Size, *args: Any) -> Profile:
+    """Run a reader's kernel in the emulator on the arguments' own memory; return what it did.
+
+    Args:
+        answer: a function with @cuda.jit.
+        says: names the input in messages: "10 elements in 3 blocks of 4 threads".
+        grid, block: as the emulator's `launch`.
+        args: NumPy arrays and numbers.
+
+    Raises:
+        WrongAnswer: it does not compile, does what a GPU would not forgive, or goes on for too long.
+    """
+    kernel = answer.function
+    if not hasattr(kernel, "py_func"):
+        wrong(
+            f"{answer.name} is a plain Python function, which no GPU can run: write @cuda.jit above its def."
+        )
+
+    def in_emulator() -> Profile:
+        try:
+            return profile(kernel, grid, block, *args)
+        except Fault as fault:
+            wrong(f"With {says}, the kernel does what no GPU forgives.", *_indented(in_words(fault)))
+        except TimeLimit:
+            wrong(f"With {says}, the kernel had not ended after 20 s. Is there a loop that goes on too long?")
+        except EmulatorError as error:
+            wrong(f"With {says}, the emulator can't run it: {error}")
+        except Exception as error:  # Numba has many kinds
+            if isinstance(error, TypeError) and " takes " in str(error):
+                wrong(f"{error}.")
+            wrong(*not_compiled(error, kernel))
+
+    counts: Profile = Answer(answer.name, in_emulator)()
+    return counts
+
+
+def in_words(fault: Fault) -> str:
+    """A fault of the emulator with its lines as the reader knows them."""
+
+    def place(found: re.Match[str]) -> str:
+        return f" at {line_of_cell(found[1], int(found[2]))}"
+
+    message = re.sub(r" at ((?:/|<)\S*?):(\d+)", place, fault.message)
+    text = f"{fault.kind[0].upper()}{fault.kind[1:]}: {message}"
+    file, _, line = fault.where.rpartition(":")
+    return f"{text}\n  at {line_of_cell(file, int(line))}" if line.isdigit() else text
+
+
+def not_compiled(error: Exception, kernel: Any) -> list[str]:
+    """Why Numba can't compile a kernel, in two lines of the many that it has."""
+    text = re.sub(r"^Failed in .*\n", "", str(error)).strip()
+    if "void return type" in text:
+        return ["A kernel returns nothing: it writes its results into arrays. Leave out what follows return."]
+    lines = [f"Numba can't compile it for a GPU: {text.splitlines()[0].strip()}"]
+    numbers = re.findall(r"\bline (\d+)", text) or re.findall(r"\.py:(\d+)\)", text)
+    if numbers:
+        (function,) = functions_of(kernel)
+        lines.append(f"  at {line_of_cell(function.__code__.co_filename, int(numbers[0]))}")
+    return lines
+
+
+def _indented(text: str) -> list[str]:
+    return [f"  {line}" for line in text.splitlines()]
+
+
+def with_constants(kernel: Any, **constants: int) -> Any:
+    """The same kernel with other values for constants that its text names: with_constants(tiled, TILE=8).
+
+    Numba compiles a constant into the kernel, so each value makes a kernel of its own.
+    """
+    function = kernel.py_func
+    known = {**function.__globals__, **constants}
+    return cuda.jit(
+        types.FunctionType(function.__code__, known, function.__name__, None, function.__closure__)
+    )
+
+
+def gpu_seconds(kernel: Any, grid: Size, block: Size, *args: Any, rounds: int = 5) -> float | None:
+    """Median of the seconds that a launch takes on the GPU, by its own clock; None where there is none.
+
+    Arrays of random numbers, as large as `args`, take their place (zeros switch fewer transistors). Launch
+    what takes a millisecond or more: the time of something shorter is that of Python.
+    """
+    try:
+        if backend() != "gpu":
+            return None
+    except RuntimeError:  # a driver that is too old: `minidist doctor` has the remedy
+        return None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Numba's, of grids that fill no GPU
+        random = np.random.default_rng(0).random
+        there = [
+            cuda.to_device(random(x.shape).astype(x.dtype)) if isinstance(x, np.ndarray) else x for x in args
+        ]
+        ready = kernel[grid, block]
+        ready(*there)  # compiles
+        times = []
+        for _ in range(rounds):
+            start, end = cuda.event(), cuda.event()
+            start.record()
+            ready(*there)
+            end.record()
+            end.synchronize()
+            times.append(cuda.event_elapsed_time(start, end) / 1e3)  # from milliseconds
+    return statistics.median(times)

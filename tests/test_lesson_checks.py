@@ -1,0 +1,305 @@
+"""What all lessons share: stubs are seen, verdicts are readable, hints come in order, progress is kept."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+LESSONS = Path(__file__).parent.parent / "lessons"
+sys.path.insert(0, str(LESSONS))
+
+import minidist as md  # noqa: E402
+from checks import exercises, figures, progress, ranks  # noqa: E402
+from checks.animations import Scene  # noqa: E402
+from checks.counted import Cache, Counted  # noqa: E402
+from checks.exercises import Answer, Lesson  # noqa: E402
+from checks.ranks import Case, on_ranks  # noqa: E402
+from checks.unanswered import is_unanswered  # noqa: E402
+from checks.verdicts import NotAnswered, Right, Score, Tally, WrongAnswer, compare, number  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def _own_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINIDIST_LESSONS_PROGRESS", str(tmp_path / "progress.json"))
+
+
+def a_lesson() -> Lesson:
+    lesson = Lesson(8, "ranks_that_talk")
+
+    @lesson.exercise("8.9", hints=("first", "second", "third"))
+    def double(answer: Answer, draw: np.random.Generator) -> Right:
+        x = float(draw.integers(1, 1000))
+        answer.expect(2 * x, x)
+        return Right(1, (Score("Steps", 3, 2, "do less"),))
+
+    return lesson
+
+
+def double(x):
+    return 2 * x
+
+
+def test_stubs_are_seen_without_a_call() -> None:
+    def dots(x):
+        """Say something."""
+        ...  # about 2 lines
+
+    def half_done(x):
+        y = x + 1
+        for _ in range(3):
+            ...
+        return y
+
+    def no_text(x):
+        """Nothing but words."""
+
+    class Model:
+        def forward(self, x): ...
+
+    assert [is_unanswered(each) for each in (dots, half_done, no_text, Model)] == [True] * 4
+
+    def index(x):
+        return x[..., 0]
+
+    def on_purpose(x):
+        pass
+
+    class Whole:
+        def forward(self, x):
+            return x
+
+    assert [is_unanswered(each) for each in (index, on_purpose, Whole, double)] == [False] * 4
+
+
+def test_a_stub_that_a_compiler_wraps_is_seen() -> None:
+    class Compiled:
+        def __init__(self, function):
+            self.py_func = function
+
+    def stub(x): ...
+
+    assert is_unanswered(Compiled(stub))
+    assert not is_unanswered(Compiled(double))
+
+
+def test_a_check_passes_scores_and_keeps(capsys: pytest.CaptureFixture[str]) -> None:
+    lesson = a_lesson()
+    lesson.check(double)
+    assert capsys.readouterr().out == "Right. Steps: 3 (par 2).\nIt passes, above par in steps: do less.\n"
+    assert list(progress.read()["ranks_that_talk"]) == ["double"]
+    assert lesson.or_solution(double) is double
+    assert capsys.readouterr().out == ""
+
+
+def test_wrong_answers_are_told_in_a_few_lines() -> None:
+    lesson = a_lesson()
+
+    def double(x):
+        return x
+
+    with pytest.raises(WrongAnswer) as found:
+        lesson.check(double, seed=5)
+    shown = found.value._render_traceback_()
+    assert shown == [str(found.value)]
+    assert found.value.__context__ is None  # nothing else is shown above it
+    assert str(found.value).startswith("Exercise 8.9, not yet. double(")
+    assert "  expected " in shown[0]
+    assert "  got      " in shown[0]
+    assert shown[0].endswith("(These inputs again: check(double, seed=5))")
+    assert progress.read() == {}
+
+
+def test_an_exception_is_told_with_the_readers_line() -> None:
+    lesson = a_lesson()
+
+    def double(x):
+        numbers = [x]
+        return numbers[3]
+
+    with pytest.raises(
+        WrongAnswer, match=r"raised IndexError: list index out of range\n  at line \d+ of your cell"
+    ) as e:
+        lesson.check(double)
+    assert "return numbers[3]" in str(e.value)
+
+
+def test_an_endless_loop_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exercises, "LIMIT", 0.2)
+    lesson = a_lesson()
+
+    def double(x):
+        while True:
+            x += 1
+
+    with pytest.raises(
+        WrongAnswer, match=r"had not ended after 0 s and was stopped at line \d+ of your cell"
+    ):
+        lesson.check(double)
+
+
+def test_a_function_of_another_name_is_no_exercise() -> None:
+    def triple(x):
+        return 3 * x
+
+    with pytest.raises(WrongAnswer, match="no exercise triple; it has double"):
+        a_lesson().check(triple)
+
+
+def test_hints_come_one_after_the_other(capsys: pytest.CaptureFixture[str]) -> None:
+    lesson = a_lesson()
+
+    def double(x): ...
+
+    with pytest.raises(NotAnswered, match=r"has no answer yet: write it in the cell above.*hint\(\) gives"):
+        lesson.check(double)
+    for _ in range(4):
+        lesson.hint()
+    out = capsys.readouterr().out
+    assert (
+        out.index("hint 1 of 3:\nfirst")
+        < out.index("hint 2 of 3:\nsecond")
+        < out.index("hint 3 of 3:\nthird")
+    )
+    assert out.count("hint 3 of 3") == 2
+    assert "solutions/08_ranks_that_talk.py" in out
+
+
+def test_progress_that_is_damaged_is_set_aside(capsys: pytest.CaptureFixture[str]) -> None:
+    path = progress.file()
+    path.write_text("{")
+    assert progress.read() == {}
+    assert "progress.json could not be read, is now progress.json.damaged" in capsys.readouterr().out
+    assert path.with_name("progress.json.damaged").read_text() == "{"
+    progress.note("topic", "exercise")
+    assert list(json.loads(path.read_text())["passed"]["topic"]) == ["exercise"]
+
+
+@pytest.mark.parametrize(
+    ("got", "says"),
+    [
+        (None, r"x is None: does the function end with return\?"),
+        ("words", "x is a str, and should be an array"),
+        (np.zeros(2, np.float32), r"x has the shape \(2,\), and should have \(3,\)"),
+        (np.array([1, np.nan, 3], np.float32), r"x is wrong from element 1 on \(1 of 3 elements\)"),
+        (np.array([1.0, 2.0, 3.0]), "x is float64, and should be float32"),
+        (torch.tensor([1.0, 2.0, 4.0]), r"element 2 on.*\n  expected \[1, 2, 3\]\n  got      \[1, 2, 4\]"),
+    ],
+)
+def test_what_differs_is_named(got: object, says: str) -> None:
+    expected = np.array([1, 2, 3], np.float32)
+    compare(torch.tensor([1.0, 2.0, 3.0]), expected, "x")
+    with pytest.raises(WrongAnswer, match=says):
+        compare(got, expected, "x")
+
+
+def test_nothing_is_right_about_nan_even_where_nan_is_expected() -> None:
+    with pytest.raises(WrongAnswer):
+        compare(np.array([np.nan]), np.array([np.nan]), "x")
+
+
+def test_a_tally_tells_what_is_above_par() -> None:
+    tally = Tally()
+    for cost, par in ((1, 1), (100, 100), (30, 20)):
+        tally.add("Bytes", cost, par)
+    assert [(each.cost, each.par) for each in tally.scores] == [(30, 20)]
+    assert [number(x) for x in (1200, 0.25, 3.0)] == ["1\u202f200", "0.25", "3"]
+
+
+def test_counted_matrices_count() -> None:
+    cache = Cache(lines=2, line=4)
+    a = Counted(np.zeros((3, 4), np.float32), cache)
+    a[0, 0], a[0, 3], a[1, 0], a[2, 0], a[0, 0]
+    a[:] = 1
+    assert (a.reads, a.writes) == (5, 12)
+    assert cache.fetched == 4 + 3 - 1  # the line of row 0 is held when `a[:] = 1` begins
+    with pytest.raises(WrongAnswer, match="one element at a time"):
+        a[0]
+    with pytest.raises(IndexError):
+        a[3, 0]
+
+
+def test_a_ladder_has_all_steps_and_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[str] = []
+    monkeypatch.setattr(
+        figures, "show", lambda svg, caption, alt: shown.append(figures.framed(svg, caption, alt))
+    )
+    for lesson in range(15):
+        figures.ladder(lesson)
+    assert len(shown) == 15
+    assert all(text.count("<rect") == 15 and "You are here: " in text for text in shown)
+    assert 'role="img" aria-label="A staircase of 15 steps' in shown[8]
+
+
+def test_figures_are_right_on_light_and_dark() -> None:
+    figure, axes = figures.draw()
+    axes.plot([1, 2], [3, 4], color=figures.BLUE)
+    figures.name(axes, 2, 4, "a line", figures.BLUE)
+    text = figures.svg(figure)
+    assert "currentColor" in text
+    assert "a line</text>" in text  # letters, not outlines
+    for stand_in in (figures.INK, figures.MUTED, figures.GRID):
+        assert stand_in not in text.lower()
+    assert "#000000" not in text
+    assert "#ffffff" not in text.lower()
+
+
+def test_an_animation_needs_nothing_from_elsewhere() -> None:
+    scene = Scene(100, 50)
+    scene.block("a", 10, 10, figures.BLUE)
+    scene.frame("here </script>", {"a": (0, 0, "1")})
+    scene.frame("there", {"a": (50, 0, "2", True)})
+    text = scene.html("moves", "a block moves", 500)
+    assert "http" not in text
+    assert text.count("</script>") == 1
+    assert 'aria-label="Play or pause"' in text
+
+
+@pytest.fixture
+def worlds() -> Iterator[None]:
+    yield
+    for world in ranks._worlds.values():
+        world.close()
+
+
+@pytest.mark.usefixtures("worlds")
+def test_what_goes_wrong_on_ranks_is_told_and_the_next_check_works() -> None:
+    cases = [Case([(1,), (2,)], "2 ranks with one number")]
+
+    def dies(x):
+        import os
+
+        os._exit(3)
+
+    with pytest.raises(WrongAnswer, match=r"On 2 ranks: rank . ended.*The next check has fresh ranks"):
+        on_ranks(Answer("dies", dies), cases)
+
+    def raises(x):
+        return [][md.rank()]
+
+    with pytest.raises(
+        WrongAnswer, match=r"On 2 ranks with one number, rank . raised IndexError.*\n  at line"
+    ) as e:
+        on_ranks(Answer("raises", raises), cases)
+    assert "return [][md.rank()]" in str(e.value)
+
+    def spins(x):
+        while md.rank() == 1:
+            pass
+
+    ranks.world(2).timeout = 1.0
+    with pytest.raises(
+        WrongAnswer, match=r"had not ended after 1 s and was stopped.\n  rank 1 was at line \d+"
+    ):
+        on_ranks(Answer("spins", spins), cases)
+    ranks.world(2).timeout = ranks.LIMIT
+
+    def own(x):
+        return x
+
+    assert on_ranks(Answer("own", own), cases)[0].results == [1, 2]
