@@ -170,10 +170,23 @@ def message_seconds(case: Case, rounds: int = 40) -> float:
     return median(seconds[10:])
 
 
-def mean_times(ranks: Sequence[Sequence[Pass]]) -> dict[str, list[float]]:
-    """For each kind of pass the mean seconds on each rank, as `schedules.simulate` takes them."""
+def times(ranks: Sequence[Sequence[Pass]]) -> dict[str, list[list[float]]]:
+    """For each kind of pass and rank the seconds of each micro-batch, as `schedules.simulate` takes them."""
     kinds = {each.instruction.kind for own in ranks for each in own}
     return {
-        kind: [fmean(e.end - e.start for e in own if e.instruction.kind == kind) for own in ranks]
+        kind: [
+            [e.end - e.start for e in sorted(own, key=micro_batch) if e.instruction.kind == kind]
+            for own in ranks
+        ]
         for kind in kinds
     }
+
+
+def micro_batch(each: Pass) -> int:
+    """That of a pass."""
+    return each.instruction.micro_batch
+
+
+def mean_times(ranks: Sequence[Sequence[Pass]]) -> dict[str, list[float]]:
+    """For each kind of pass the mean seconds on each rank: what a plan can know."""
+    return {kind: [fmean(own) for own in each] for kind, each in times(ranks).items()}

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import minidist as md
 from minidist import comm
-from minidist.comm import mailbox, mailboxes
+from minidist.comm import mailbox, mailboxes, messages
 from minidist.comm.hosts import HOST_VARIABLE, this_process
 
 Clusters = Callable[[int], md.Cluster]
@@ -286,3 +286,37 @@ def test_too_many_messages_that_nobody_takes_are_refused() -> None:
     with pytest.raises(RuntimeError, match=r"timed out after 0\.1 s waiting for a message"):
         receiver.wait((0, 1), receiver.expect((0, 1), torch.tensor([0])), lambda: 0.1)
     sender.close()
+
+
+def test_a_failure_comes_after_what_was_sent_and_only_to_its_key(cluster_of: Clusters) -> None:
+    def exchange() -> list[str]:
+        other, told = 1 - md.rank(), []
+        ahead = [comm.recv(torch.empty(1), other, 5, async_op=True) for _ in range(2)]
+        comm.send(torch.ones(1), other, 5)
+        for tag in (5, 6):
+            messages.tell_failure(other, tag)
+        comm.send(torch.full((1,), 7.0), other, 7)
+        assert ahead[0].wait().item() == 1
+        for wait in (ahead[1].wait, lambda: comm.recv(torch.empty(3, 2), other, 6)):
+            with pytest.raises(md.CollectiveError) as caught:
+                wait()
+            told.append(str(caught.value))
+        assert comm.recv(torch.empty(1), other, 7).item() == 7
+        comm.send(torch.full((1,), 8.0), other, 5)  # a failure ends one receive
+        assert comm.recv(torch.empty(1), other, 5).item() == 8
+        return told
+
+    for rank, told in enumerate(on_each(cluster_of, exchange)):
+        for text in told:
+            assert text.startswith("recv of float32[")
+            assert f"rank {1 - rank} failed, and this belongs to what it did; its own error says why" in text
+
+
+def test_who_gives_up_takes_nothing(cluster_of: Clusters) -> None:
+    def exchange() -> float:
+        other = 1 - md.rank()
+        comm.recv(torch.empty(1), other, async_op=True).forget()
+        comm.send(torch.full((1,), 3.0), other)
+        return float(comm.recv(torch.empty(1), other))
+
+    assert on_each(cluster_of, exchange) == [3.0, 3.0]

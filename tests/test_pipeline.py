@@ -416,11 +416,18 @@ def test_frozen_stages_and_stages_that_ignore_their_input(cluster_of: Clusters) 
         assert cluster_of(3).run(train, schedule) == [[None, None], [2.0], []]
 
 
+class Doubling(nn.Module):
+    """Works in place without saying so."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(2)
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble", "layer by layer"])
 def test_a_stage_may_begin_in_place(cluster_of: Clusters, schedule: str) -> None:
     def train() -> bool:
         torch.manual_seed(0)
-        layers = [nn.Linear(3, 4), nn.ReLU(inplace=True), nn.Linear(4, 4), nn.ReLU(inplace=True)]
+        layers = [nn.Linear(3, 4), nn.ReLU(inplace=True), nn.Linear(4, 4), Doubling()]
         whole = nn.Sequential(*layers).double()
         x = torch.randn(5, 3, dtype=torch.float64, requires_grad=False)
         t = torch.tensor([0, 1, 2, 3, 0])

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import contract
 import pytest
 import torch
+from test_checkpoint import check_other_layout
 from test_data_parallel import CASES
 from test_layouts import CASE, gpt
 from torch import Tensor, nn
@@ -42,6 +45,51 @@ MLPS = replace(CASES["mlp"], model=lambda seed: MLP((6, 9, 5, 3), seed=seed, dty
 @pytest.mark.parametrize("layout", ["pp=2", "pp=2,zero=1", "pp=4,schedule=gpipe"])
 def test_a_chain_with_buffers(cluster_of: Clusters, layout: str) -> None:
     contract.check(cluster_of(PARSE(layout).ranks), CHAIN, PARSE(layout))
+
+
+def named(seed: int) -> nn.Module:
+    """Layers with names, of which some have no parameters, and one writes to its input."""
+    torch.manual_seed(seed)
+    layers = {"up": nn.Linear(6, 9), "bend": nn.ReLU(inplace=True), "down": nn.Linear(9, 3)}
+    model = nn.Module()
+    model.layers = nn.Sequential(OrderedDict(layers))
+    model.forward = model.layers.forward  # type: ignore[method-assign,assignment]
+    return model.double()
+
+
+NAMED = replace(CASES["mlp"], model=named, clip_norm=0.1)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "pp=2",
+        "pp=3,micro_batches=2",
+        "pp=3,zero=1,schedule=zero_bubble,micro_batches=3",
+        "pp=3,precision=fp16",
+    ],
+)
+def test_named_layers_and_a_stage_without_parameters(cluster_of: Clusters, layout: str) -> None:
+    if "fp16" not in layout:
+        contract.check(cluster_of(PARSE(layout).ranks), NAMED, PARSE(layout))
+        return
+
+    def train() -> list[float]:
+        engine = md.prepare(named(0).float(), NAMED.optimizer, PARSE(layout))
+        return [engine.step(x.float(), y) for x, y in NAMED.global_batches()]
+
+    expected = contract.train_in_one_process(NAMED).losses
+    for losses in cluster_of(3).run(train):
+        torch.testing.assert_close(losses, expected, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize(("before", "after"), [("pp=3", "dp=1"), ("dp=1", "pp=3,zero=1"), ("pp=3", "dp=2")])
+def test_checkpoints_of_a_stage_without_parameters(
+    cluster_of: Clusters, tmp_path: Path, before: str, after: str
+) -> None:
+    check_other_layout(
+        cluster_of, tmp_path, replace(NAMED, batches=(9, 8, 7, 9)), PARSE(before), PARSE(after)
+    )
 
 
 @pytest.mark.parametrize("layout", ["tp=2", "dp=2,tp=2,zero=1", "tp=2,pp=2,micro_batches=2"])

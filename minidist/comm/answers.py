@@ -15,7 +15,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from minidist.comm.errors import RankDied, RankError, RankTimeout
+from minidist.comm.errors import FOLLOWS, RankDied, RankError, RankTimeout
 from minidist.comm.processes import RankProcess, signal_name
 from minidist.comm.worker import Raised
 
@@ -121,9 +121,15 @@ def _print_labelled(rank: int, stream: str, text: str) -> None:
 def _first_cause(failures: list[Failure]) -> RankError:
     """The error to raise: of the failures seen together, the one that the others follow from.
 
-    A death comes first: a peer's exception cannot cause it, while it causes exceptions in the peers.
+    A death comes first: a peer's exception cannot cause it, while it causes exceptions in the peers. An
+    exception that was caused by what a peer told of its own comes last, whenever it was raised.
     """
-    failures.sort(key=lambda failure: (failure.raised is not None, failure.when))
+
+    def order(failure: Failure) -> tuple[bool, bool, float]:
+        raised = failure.raised
+        return raised is not None, raised is not None and raised.summary.endswith(FOLLOWS), failure.when
+
+    failures.sort(key=order)
     first, others = failures[0], failures[1:]
     rank = first.process.rank
     also = f" (then rank {_ranks(others)} failed too)" if others else ""

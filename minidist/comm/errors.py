@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+FOLLOWS = "; its own error says why"
+"""How a sentence ends that tells of another rank's failure: whose error has it is not the first cause."""
+
 
 def _restored(kind: type[RankError], args: tuple[Any, ...], attributes: dict[str, Any]) -> RankError:
     """An error that has travelled to another process."""

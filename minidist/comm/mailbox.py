@@ -5,7 +5,8 @@ on; the receiver copies it out where it asks for it. So a message costs two copi
 on it, as one of gloo's would, on a core on which a rank computes. Two semaphores order all of it: one has a
 token for each record that has come, the other for each that is gone.
 
-A message that finds no room goes another way, as its record says. Messages of one key arrive in order.
+A message that finds no room goes another way, as its record says. Messages of one key arrive in order. A
+record may also say that no more will come, since the sender has failed; who waits is then told at once.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ CONTROL = mmap.ALLOCATIONGRANULARITY + RECORDS * 32
 PITCH = -(-(CONTROL + CAPACITY) // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
 """Bytes from one mailbox to the next."""
 
-_RECORD = struct.Struct("<qqqq")  # bytes, the first one's place or _ELSEWHERE, and the key
+_RECORD = struct.Struct("<qqqq")  # bytes, the first one's place or one of those below, and the key
 _RECORDS = mmap.ALLOCATIONGRANULARITY  # where they begin
-_ELSEWHERE = -1
+_ELSEWHERE, _FAILED = -1, -2
 _AT_ONCE = 2**18  # bytes of memory asked for at a time
 
 Key = tuple[int, int]
@@ -94,12 +95,22 @@ class Outgoing:
             place = self._room(size)
             if place >= 0:
                 ctypes.memmove(self._address + place, x.data_ptr(), size)
-            at = _RECORDS + self._sent % RECORDS * _RECORD.size
-            _RECORD.pack_into(self._memory, at, size, place, *key)
-            self._sent += 1
-            self._ends.append(self._next)
-            self._come.post()
+            self._record(size, place, key)
         return place >= 0
+
+    def fail(self, key: Key, limit: Callable[[], float]) -> None:
+        """Say that this rank has failed and sends no more messages of a key; see `put`."""
+        with self._lock:
+            self._wait_for_record(limit)
+            self._record(0, _FAILED, key)
+
+    def _record(self, size: int, place: int, key: Key) -> None:
+        """Write the next record, and tell of it."""
+        at = _RECORDS + self._sent % RECORDS * _RECORD.size
+        _RECORD.pack_into(self._memory, at, size, place, *key)
+        self._sent += 1
+        self._ends.append(self._next)
+        self._come.post()
 
     def close(self) -> None:
         """Let go of the file. Memory that is mapped stays until this object goes."""
@@ -148,6 +159,9 @@ class Closed(Outgoing):
         """Send nothing: False."""
         return False
 
+    def fail(self, key: Key, limit: Callable[[], float]) -> None:
+        """Nobody can be told."""
+
     def close(self) -> None:
         """There is nothing to let go of."""
 
@@ -160,6 +174,7 @@ class Expected:
     size: int  # of that, bytes
     came: int = -1  # bytes that the sender sent; -1 before that
     elsewhere: bool = False  # it comes another way
+    failed: bool = False  # it does not come: the sender has failed
 
 
 class Incoming:
@@ -180,7 +195,7 @@ class Incoming:
         self._looks = 0 if patient else LOOKS
         self._taken = 0
         self._expected: dict[Key, deque[Expected]] = {}
-        self._early: dict[Key, deque[bytes | int]] = {}  # came before they were asked for; or their sizes
+        self._early: dict[Key, deque[bytes | int | None]] = {}  # came before they were asked for; see `_give`
         self._lock = threading.Lock()
 
     def expect(self, key: Key, x: torch.Tensor) -> Expected:
@@ -195,6 +210,13 @@ class Incoming:
             else:
                 self._expected.setdefault(key, deque()).append(expected)
         return expected
+
+    def cancel(self, key: Key, expected: Expected) -> None:
+        """Ask no longer: the next message is for who asks next."""
+        with self._lock:
+            asking = self._expected.get(key)
+            if expected.came < 0 and asking is not None:
+                asking.remove(expected)
 
     def look(self) -> None:
         """Take what has come, without waiting."""
@@ -215,9 +237,7 @@ class Incoming:
         try:
             self._wait(expected, limit)
         except BaseException:
-            with self._lock:  # the next message is for who asks next
-                if expected.came < 0:
-                    self._expected[key].remove(expected)
+            self.cancel(key, expected)
             raise
         if expected.came != expected.size:
             raise RuntimeError(
@@ -249,19 +269,27 @@ class Incoming:
         with self._lock:
             at = _RECORDS + self._taken % RECORDS * _RECORD.size
             size, place, *key = _RECORD.unpack_from(self._memory, at)
-            message = size if place == _ELSEWHERE else self._memory[CONTROL + place :][:size]
+            message: memoryview | int | None = None
+            if place != _FAILED:
+                message = size if place == _ELSEWHERE else self._memory[CONTROL + place :][:size]
             asking = self._expected.get((key[0], key[1]))
             if asking:
                 _give(message, asking.popleft())
             else:
-                kept = message if isinstance(message, int) else bytes(message)
+                kept = bytes(message) if isinstance(message, memoryview) else message
                 self._early.setdefault((key[0], key[1]), deque()).append(kept)
             self._taken += 1
             self._gone.post()
 
 
-def _give(message: memoryview | bytes | int, expected: Expected) -> None:
-    """Copy a message to where it is expected, unless it has another size. One elsewhere is but a size."""
+def _give(message: memoryview | bytes | int | None, expected: Expected) -> None:
+    """Copy a message to where it is expected, unless it has another size.
+
+    One that comes another way is but a size; None says that the sender has failed.
+    """
+    if message is None:
+        expected.failed, expected.came = True, expected.size
+        return
     if isinstance(message, int):
         expected.elsewhere, expected.came = True, message
         return

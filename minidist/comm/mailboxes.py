@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 
 from minidist.comm import mailbox, semaphores
+from minidist.comm.errors import FOLLOWS
 from minidist.comm.hosts import Process, this_process
-from minidist.comm.work import Group, limit_of
+from minidist.comm.work import Group, limit_of, ranks_of
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -95,12 +96,19 @@ class Arrival:
         """Wait until it is there.
 
         Raises:
-            RuntimeError: the sender has ended, is late, or has sent another size.
+            RuntimeError: the sender has ended, is late, has failed, or has sent another size.
         """
         self._box.wait(self._key, self._expected, partial(limit_of, self._group))
+        if self._expected.failed:
+            rank = ranks_of(self._group)[self._source]
+            raise RuntimeError(f"rank {rank} failed, and this belongs to what it did{FOLLOWS}")
         if self._expected.elsewhere:
             tag = tag_elsewhere(self._tag)
             dist.recv(self._x, group=self._group, tag=tag, group_src=self._source)
+
+    def cancel(self) -> None:
+        """Ask no longer."""
+        self._box.cancel(self._key, self._expected)
 
     def is_completed(self) -> bool:
         """True where `wait` would not block."""

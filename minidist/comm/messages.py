@@ -104,6 +104,21 @@ def recv(x: torch.Tensor, source: int, tag: int = 0, group: Group = None, async_
     )
 
 
+def tell_failure(destination: int, tag: int = 0, group: Group = None) -> None:
+    """Have one rank's next `recv` with this tag raise CollectiveError: this rank has failed and sends none.
+
+    What was sent before arrives first. Goes through the shared memory of a host: a rank that is elsewhere, or
+    waits for a larger message than goes there, is not told, and waits for its time limit.
+
+    Raises:
+        ValueError: `destination` is no other rank of the group.
+    """
+    _check_peer("destination", destination, group)
+    box = mailboxes.outgoing(ranks_of(group)[destination], torch.empty(0)) if _may_share() else None
+    if box is not None:
+        box.fail((mailboxes.number_of(group), tag), partial(limit_of, group))
+
+
 @overload
 def gather(
     x: torch.Tensor, destination: int = ..., group: Group = ..., async_op: Literal[False] = ...

@@ -100,6 +100,9 @@ class Work:
     def forget(self) -> None:
         """Give up on a call whose peer is dead: a send that was under way then may never complete."""
         _under_way.discard(self)
+        cancel = getattr(self._handle, "cancel", None)
+        if cancel is not None:
+            cancel()
 
     def _failed(self, error: RuntimeError) -> CollectiveError:
         call = self._call

@@ -28,9 +28,12 @@ class Dense(nn.Module):
         super().__init__()
         self.linear = linear
         self.relu = relu
+        self.width: int | None = None  # of inputs, where they are checked
 
     def forward(self, x: Tensor) -> Tensor:  # (..., in) -> (..., out)
         """The linear map, then the ReLU."""
+        if self.width is not None and (x.dim() == 0 or x.shape[-1] != self.width):
+            raise ValueError(f"inputs are {tuple(x.shape)}: give (..., {self.width}), the MLP's first size")
         x = self.linear(x)
         return functional.relu(x) if self.relu else x
 
@@ -61,6 +64,7 @@ class MLP(nn.Module):
         # What a linear draws for itself it draws in here: the global state is then put back.
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             made = [Dense(linear(*pair), relu=pair is not pairs[-1]) for pair in pairs]
+        made[0].width = self.sizes[0]  # a batch of another is the caller's mistake
         self.layers = nn.ModuleList(made)
         self.to(device=device or torch.get_default_device(), dtype=dtype or torch.get_default_dtype())
         self.seed = seed
@@ -72,10 +76,6 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:  # (..., sizes[0]) -> (..., sizes[-1])
         """The layers in order."""
-        if x.dim() == 0 or x.shape[-1] != self.sizes[0]:
-            raise ValueError(
-                f"inputs are {tuple(x.shape)}: give (..., {self.sizes[0]}), the MLP's first size"
-            )
         for layer in self.layers:
             x = layer(x)
         return x

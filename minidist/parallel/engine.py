@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from minidist import comm
 from minidist.parallel.memory import Memory
+from minidist.parallel.refusals import require_batch
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """From outputs and targets to a scalar: the mean over their rows."""
@@ -65,7 +66,10 @@ class Engine(ABC):
         Raises:
             TypeError: inputs or targets are no tensor.
             ValueError: no rows, or inputs and targets of different lengths.
-            CollectiveError: a peer is gone or late.
+            RuntimeError: gradients are off, as in `torch.no_grad()`.
+            CollectiveError: a peer is gone or late, or has failed in this step. Of that the pipeline's stages
+                hear at once that wait for its messages, on one host; where all ranks have, they may go on.
+                Those that wait in a collective fail at their time limit, and the run ends.
             FloatingPointError: a gradient is not finite with the smallest loss scale, in "fp16".
         """
 
@@ -108,19 +112,25 @@ class Engine(ABC):
         """
 
 
-def check_rows(inputs: Tensor, targets: Tensor) -> int:
+def check_rows(inputs: Tensor, targets: Tensor, data_ranks: int = 1) -> int:
     """The number of rows, at least 1.
 
+    data_ranks: over how many ranks a batch's rows are shared out.
+
     Raises:
+        TypeError: inputs or targets are no tensor with rows.
         ValueError: there is none, or inputs and targets differ in length.
     """
+    require_batch(inputs, targets)
     if len(inputs) != len(targets):
         raise ValueError(
             f"inputs have {len(inputs)} rows and targets {len(targets)}; give one target for each row"
         )
     if not len(inputs):
+        if data_ranks == 1:
+            raise ValueError("inputs have no rows; give a batch of at least one")
         raise ValueError(
             f"rank {comm.rank()} of {comm.size()} was given no rows; use a global batch of at least as many "
-            "rows as there are data-parallel ranks, or fewer ranks"
+            f"rows as there are data-parallel ranks, {data_ranks}, or fewer ranks"
         )
     return len(inputs)

@@ -25,7 +25,8 @@ def evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 def require_gradients() -> None:
     """RuntimeError where a backward pass would find no graph."""
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         raise RuntimeError(
-            "gradients are off here, as in torch.no_grad(), and a step trains; call it outside, or evaluate"
+            "gradients are off here, as in torch.no_grad() or torch.inference_mode(), and a step trains; "
+            "call it outside, or evaluate"
         )

@@ -19,13 +19,14 @@ from torch import Tensor, nn
 from minidist import comm
 from minidist.parallel.clipping import clip_factor
 from minidist.parallel.engine import Engine, Loss, check_rows
+from minidist.parallel.evaluating import require_gradients
 from minidist.parallel.layout import Layout
 from minidist.parallel.memory import ActivationPeaks, Memory, count
 from minidist.parallel.passes import Passes, StagedPasses, WholePasses
 from minidist.parallel.precision import Precision
 from minidist.parallel.random_state import random_state_of
 from minidist.parallel.rank_model import RankModel, whole_model
-from minidist.parallel.refusals import require_batch
+from minidist.parallel.refusals import require_batch, require_metric
 from minidist.parallel.strategy import Chunk, Strategy
 
 
@@ -75,8 +76,8 @@ class HybridEngine(Engine):
         over the stages for the loss; and where gradients are sharded or parts of the model are, and the step
         clips or has precision "fp16", as many for the norm, over all that share them.
         """
-        require_batch(inputs, targets)
-        rows = check_rows(inputs, targets)
+        rows = check_rows(inputs, targets, self.data_ranks)
+        require_gradients()
         x, y, share = self.part.cut(inputs.to(self.device), targets.to(self.device))
         with self._activations.during(x, y):
             return self._train(x, y, rows * share, share)
@@ -148,6 +149,7 @@ class HybridEngine(Engine):
         metric other than `cross_entropy` has the logits gathered.
         """
         require_batch(inputs, targets)
+        require_metric(metric)
         total = torch.zeros(2, dtype=torch.float64, device=self.device)
         training = {module: module.training for module in self.model.modules()}  # frozen parts may not be
         self.model.eval()

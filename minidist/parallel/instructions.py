@@ -31,7 +31,7 @@ class Instruction:
     """One thing that one rank does. Printed short: F3 is the forward pass of micro-batch 3.
 
     Raises:
-        ValueError: an unknown kind, or a negative number.
+        TypeError, ValueError: an unknown kind, or no whole number of 0 or more.
     """
 
     kind: str  # one of KINDS
@@ -41,6 +41,10 @@ class Instruction:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise unknown("kind of instruction", self.kind, KINDS)
+        if type(self.micro_batch) is not int or type(self.chunk) is not int:
+            raise TypeError(
+                f"micro_batch is {self.micro_batch!r} and chunk {self.chunk!r}; give whole numbers from 0 on"
+            )
         if self.micro_batch < 0 or self.chunk < 0:
             raise ValueError(
                 f"micro_batch is {self.micro_batch} and chunk {self.chunk}; both count from 0 upwards"
@@ -78,6 +82,24 @@ class Message(NamedTuple):
 def stage_of(rank: int, chunk: int, ranks: int) -> int:
     """The stage that is a rank's chunk."""
     return chunk * ranks + rank
+
+
+def require_schedule(schedule: object) -> None:
+    """TypeError where it is no list of instructions for each rank."""
+    if isinstance(schedule, str) or not isinstance(schedule, Sequence):
+        raise TypeError(
+            f"schedule is {schedule!r}; give a list of instructions for each rank, as "
+            "schedules.gpipe(ranks, micro_batches) makes one"
+        )
+    for rank, own in enumerate(schedule):
+        if isinstance(own, str) or not isinstance(own, Sequence):
+            raise TypeError(f"the schedule has {own!r} for rank {rank}; give a list of instructions")
+        other = next((each for each in own if not isinstance(each, Instruction)), None)
+        if other is not None:
+            raise TypeError(
+                f"the schedule has {other!r} for rank {rank}; give instructions, such as "
+                "schedules.Instruction('forward', 0)"
+            )
 
 
 def sizes(schedule: Schedule) -> tuple[int, int, int]:

@@ -28,6 +28,7 @@ from minidist.comm.work import Group, rank_in, ranks_of
 from minidist.model.loss import cross_entropy
 from minidist.parallel.engine import Loss, check_rows
 from minidist.parallel.evaluating import evaluating, require_gradients
+from minidist.parallel.refusals import require_batch, require_metric
 from minidist.parallel.stage_messages import receive_unknown, send_unknown
 from minidist.parallel.stage_passes import changeable
 
@@ -42,7 +43,9 @@ class LayerByLayer:
     >>> optimizer.step()
 
     Args:
-        part: this rank's layers. One floating-point tensor goes from part to part.
+        part: this rank's layers. One floating-point tensor goes from part to part. The parts one after the
+            other are what is trained: what a model's `forward` does beside its layers is in none of them, see
+            `chain.require_chain`.
         loss: from outputs and targets to a scalar, on the last rank.
         group: the ranks, in the order of the parts; None for all.
     """
@@ -52,6 +55,8 @@ class LayerByLayer:
             raise TypeError(
                 f"part is a {type(part).__name__}; give a torch.nn.Module with this rank's layers"
             )
+        if not callable(loss):
+            raise TypeError(f"loss is {loss!r}; give a function from outputs and targets to a scalar")
         self.part, self.loss, self.group = part, loss, group
         self.rank, self.ranks = rank_in(group), len(ranks_of(group))
         self.device = next((p.device for p in part.parameters()), comm.device())
@@ -83,7 +88,7 @@ class LayerByLayer:
 
         # Forward: wait for the part before, compute, send to the next.
         x = inputs.to(self.device) if first else self._receive().requires_grad_()
-        outputs = self.part(changeable(x, self.part))
+        outputs = self.part(changeable(x))
         if last:
             outputs = self.loss(outputs, targets.to(self.device))
             total += outputs.detach().double()
@@ -103,6 +108,8 @@ class LayerByLayer:
 
     def evaluate(self, inputs: Tensor, targets: Tensor, metric: Loss | None = None) -> float:
         """`metric(outputs, targets)` of a batch without training, on all ranks; None for the loss."""
+        require_batch(inputs, targets)
+        require_metric(metric)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         with evaluating([self.part]):
             outputs = self.part(inputs.to(self.device) if self.rank == 0 else self._receive())

@@ -53,7 +53,7 @@ class MasterWeights(torch.optim.Optimizer):
         self.factor = 1.0
         self.inner = make(self.masters)
         require_optimizer(self.inner)
-        super().__init__(self.masters, {})
+        super().__init__(self.masters or [{"params": []}], {})
         self._follow()
         known = set(map(id, self.masters))
         if any(id(p) not in known for group in self.param_groups for p in group["params"]):

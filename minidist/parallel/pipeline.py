@@ -21,20 +21,22 @@ from minidist import comm
 from minidist.comm.work import Group, rank_in, ranks_of
 from minidist.model.loss import cross_entropy
 from minidist.parallel import schedules
+from minidist.parallel.agreeing import require_alike
 from minidist.parallel.engine import Loss, check_rows
 from minidist.parallel.evaluating import evaluating, require_gradients
 from minidist.parallel.instructions import Instruction, Schedule, sizes
+from minidist.parallel.last_total import last_total
+from minidist.parallel.pipeline_checks import check_arguments, check_stages, fingerprint
 from minidist.parallel.receipts import Plan, receipts
+from minidist.parallel.refusals import require_batch, require_metric
 from minidist.parallel.simulation import Event
-from minidist.parallel.stage_messages import StageMessages
+from minidist.parallel.stage_messages import StageMessages, agree_on_runs
 from minidist.parallel.stage_passes import StagePasses
 from minidist.parallel.tied import start_equal, sum_tied
 
 MICRO_BATCHES = 8
 COMPLETE = ("backward", "backward_weight")
 """Instructions after which a micro-batch's gradients of the weights are there."""
-LOSS = 2**30
-"""The tag of the loss's message, above those of the stages'."""
 
 
 class Pipeline:
@@ -47,8 +49,14 @@ class Pipeline:
     >>> optimizer.step()
 
     Stage s is chunk s // p of rank s % p. One floating-point tensor goes from stage to stage; its shape is
-    found by running once. The gradients equal those of one process on the whole batch. Nothing is sent
-    when it is made, but for tied copies: the ranks' stages have to be parts of one model.
+    found by running once. The gradients equal those of one process on the whole batch, where the stages one
+    after the other are the model: what its `forward` does beside them is in no stage (`chain.require_chain`
+    tells). All ranks make it together: each sends 16 (p - 1) + 16 (p - 1) / p bytes, to see that they agree,
+    and tied copies.
+
+    A step that fails on one rank fails on those of its host that wait for it, too, and all may go on with
+    another batch. Ranks that wait for messages of more than 4 MiB, over sockets or NCCL, or for tied copies
+    are not told: they fail at their time limit, and the run ends.
 
     Args:
         stages: this rank's modules in the order of the chunks, or one module.
@@ -65,7 +73,8 @@ class Pipeline:
             differ by rounding. `prepare` does.
 
     Raises:
-        TypeError, ValueError: an argument is wrong, or the schedule is not for these ranks and chunks.
+        TypeError, ValueError: an argument is wrong, or the schedule is not for these ranks and chunks, or
+            the ranks were given different ones.
     """
 
     def __init__(
@@ -78,15 +87,24 @@ class Pipeline:
         reduction: str = "mean",
         tied: Sequence[nn.Parameter | None] = (),
     ) -> None:
-        self.stages = [stages] if isinstance(stages, nn.Module) else [*stages]
-        if not self.stages or not all(isinstance(stage, nn.Module) for stage in self.stages):
-            raise TypeError(f"stages is {stages!r}; give this rank's module, or one for each chunk")
-        if reduction not in ("mean", "sum"):
-            raise ValueError(f"reduction is {reduction!r}; give 'mean' or 'sum', whichever the loss is")
+        self.stages = [stages] if isinstance(stages, nn.Module) else check_stages(stages)
+        check_arguments(schedule, loss, reduction, tied)
         self.loss, self.group, self.reduction = loss, group, reduction
         self.rank, self.ranks = rank_in(group), len(ranks_of(group))
         self._named = schedule if isinstance(schedule, str) else None
         self._given = None if isinstance(schedule, str) else schedule
+        # Ranks that follow other schedules would wait for messages that nobody sends.
+        require_alike(
+            "Pipeline",
+            {
+                "schedule": repr(schedule) if self._named else f"of your own, {fingerprint(schedule)},",
+                "micro_batches": micro_batches,
+                "chunks": len(self.stages),
+                "reduction": reduction,
+                "tied copies": len(tied),
+            },
+            group,
+        )
         if self._given is not None:
             schedules.check(self._given, micro_batches, len(self.stages))
             if len(self._given) != self.ranks:
@@ -98,6 +116,7 @@ class Pipeline:
         self._plans: dict[tuple[int, bool], Plan] = {}
         self._plan(self.micro_batches, True)  # refuses sizes that the schedule does not take
         self._events: list[Event] | None = None
+        agree_on_runs(group)
         self.tied = [(parameter, start_equal(parameter, group)) for parameter in tied]
 
     def step(self, inputs: Tensor, targets: Tensor) -> float:
@@ -120,17 +139,20 @@ class Pipeline:
         """
         rows = check_rows(inputs, targets)
         require_gradients()  # before anything is posted
-        coming = self._expect(inputs, targets)
         before = [None if p is None or p.grad is None else p.grad.clone() for p, _ in self.tied]
         for parameter, _ in self.tied:
             if parameter is not None:
                 parameter.grad = None
-        total = self.run(inputs, targets, lambda own: own / rows if self.reduction == "mean" else 1.0)
-        for (parameter, ranks), grad in zip(self.tied, before, strict=True):
-            sum_tied(parameter, self.group, ranks)
-            if parameter is not None and grad is not None:
-                parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
-        return self._everywhere(total, coming) / (rows if self.reduction == "mean" else 1)
+        self._parts(
+            inputs, targets
+        )  # no error of the batch is left that would come after a receive is posted
+        with last_total(self.group, self.device) as tell:
+            total = self.run(inputs, targets, lambda own: own / rows if self.reduction == "mean" else 1.0)
+            for (parameter, ranks), grad in zip(self.tied, before, strict=True):
+                sum_tied(parameter, self.group, ranks)
+                if parameter is not None and grad is not None:
+                    parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
+            return tell(total) / (rows if self.reduction == "mean" else 1)
 
     def evaluate(self, inputs: Tensor, targets: Tensor, metric: Loss | None = None) -> float:
         """The mean of `metric(outputs, targets)` over a batch's rows, without training, on all ranks.
@@ -139,29 +161,15 @@ class Pipeline:
             inputs, targets: see `step`; there may be no rows, and the mean is then NaN.
             metric: a mean over rows; None for the loss.
         """
+        require_batch(inputs, targets)
+        require_metric(metric)
         rows = len(inputs)
-        coming = self._expect(inputs, targets)
-        total = self._everywhere(self.run(inputs, targets, train=False, loss=metric), coming)
+        self._parts(inputs, targets)
+        with last_total(self.group, self.device) as tell:
+            total = tell(self.run(inputs, targets, train=False, loss=metric))
         if metric is None and self.reduction == "sum":
             return total
         return total / rows if rows else float("nan")
-
-    def _expect(self, inputs: Tensor, targets: Tensor) -> comm.Work | None:
-        """On all ranks but the last: post the receive of the loss, for which that one then need not wait."""
-        self._parts(inputs, targets)  # what is posted before an error would be taken for the next step's
-        if self.rank == self.ranks - 1:
-            return None
-        coming = torch.empty((), dtype=torch.float64, device=self.device)
-        return comm.recv(coming, self.ranks - 1, LOSS, self.group, async_op=True)
-
-    def _everywhere(self, total: Tensor, coming: comm.Work | None) -> float:
-        """The last rank's total, on all ranks."""
-        if coming is not None:
-            return float(coming.wait())
-        others = range(self.ranks - 1)
-        for work in [comm.send(total, rank, LOSS, self.group, async_op=True) for rank in others]:
-            work.wait()
-        return float(total)
 
     def run(
         self,

@@ -11,6 +11,7 @@ from torch import nn
 from minidist._names import unknown
 from minidist.comm.mesh import Mesh
 from minidist.model.loss import cross_entropy
+from minidist.parallel.agreeing import require_alike
 from minidist.parallel.clipping import check_max_norm
 from minidist.parallel.engine import Engine, Loss, MakeOptimizer
 from minidist.parallel.fully_sharded import FullySharded
@@ -58,7 +59,7 @@ def prepare(
     |---|---|
     | dp | anything; each rank has its own rows |
     | tp | a plan of matrices to cut; GPT and MLP have one |
-    | pp | a chain `model.layers`, each from a tensor to a tensor, and no parameters beside it |
+    | pp | a chain `model.layers`, each from a tensor to a tensor, and nothing beside it: see chain.py |
     | cp | attention with an attribute `attend`, as GPT's; inputs and targets are (B, T) |
 
     Ranks that differ in tp, pp or cp alone pass the same rows. All axes go together. ZeRO's stage 1 goes with
@@ -88,8 +89,9 @@ def prepare(
 
     Raises:
         TypeError: an argument is of the wrong type.
-        ValueError: the layout's ranks are not the world's; the model, the optimizer or an option does not go
-            with one of its axes, which is named; or another object trains the model.
+        ValueError: the layout's ranks are not the world's, or layouts differ between ranks; the model, the
+            optimizer or an option does not go with one of its axes, which is named; or another object trains
+            the model.
     """
     layout = Layout() if layout is None else layout
     if not isinstance(model, nn.Module):
@@ -125,6 +127,8 @@ def prepare(
         fully_shard = {**(fully_shard or {}), "initialize": initialize}
     if clip_norm is not None:
         check_max_norm("clip_norm", clip_norm)
+    # Before anything that takes all ranks: those of other layouts would wait for others.
+    require_alike("md.prepare", {**vars(layout), "clip_norm": clip_norm}, None)
     mesh = Mesh(pp=layout.pp, dp=layout.dp, cp=layout.cp, tp=layout.tp)
     precision = Precision(layout.precision, loss_scale)
     with put_back_on_error(model, precision.dtype is not None):

@@ -10,8 +10,9 @@ Megatron-LM", section 3, for how the three go together.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from minidist.comm.mesh import Mesh
 from minidist.model.loss import cross_entropy
 from minidist.parallel import sequence_share
 from minidist.parallel.buckets import broadcast_together, require_same
+from minidist.parallel.chain import check_layers
 from minidist.parallel.elementwise import is_elementwise
 from minidist.parallel.engine import Loss, MakeOptimizer
 from minidist.parallel.layerwise import cut
@@ -139,6 +141,8 @@ def divide(
     """
     if plan is not None and layout.tp == 1:
         raise ValueError("plan is given and the layout has tp=1, which cuts nothing; leave one of them out")
+    if layout.pp > 1:
+        check_layers(model, layout)
     if layout.tp * layout.pp > 1:
         _agree(model, layout, mesh)
     tensors = [*model.parameters(), *model.buffers()]
@@ -182,28 +186,13 @@ def _take_layers(
     model: nn.Module, layout: Layout, own: int, whole: Whole
 ) -> tuple[tuple[nn.Module, ...], dict[str, int]]:
     """Keep this stage's layers alone; they, chunk by chunk, and for each tensor's name its stage."""
-    layers = getattr(model, "layers", None)
-    if not isinstance(layers, nn.ModuleList | nn.Sequential):
-        raise ValueError(
-            f"pp is {layout.pp}, and a {type(model).__name__} has no `layers`, an nn.ModuleList of functions "
-            "from tensor to tensor, that a pipeline could cut; give it one, or use dp or tp"
-        )
-    outside = [name for name in whole.tensors if not name.startswith("layers.")]
-    if outside:
-        raise ValueError(
-            f"pp is {layout.pp}, and the model's {outside[0]} is in none of its `layers`; a pipeline's "
-            "stages have layers alone: move it into one, or use dp or tp"
-        )
+    layers: Any = model.layers
     parts = layout.pp * layout.chunks
-    if parts > len(layers):
-        raise ValueError(
-            f"pp is {layout.pp} with chunks={layout.chunks}, {parts} parts, and the model has {len(layers)} "
-            f"layers; give each part at least one"
-        )
+    number_of = {name: number for number, name in enumerate(layers._modules)}
     # Sizes of the whole layers: the cut is the same on all ranks that share them.
     sizes = [0] * len(layers)
     for name in whole.first:
-        sizes[int(name.split(".")[1])] += whole.tensors[name].numel()
+        sizes[number_of[name.split(".")[1]]] += whole.tensors[name].numel()
     found = cut([*layers], parts, weights=sizes)
     stage_of_layer = {i: part % layout.pp for part, layers_of in enumerate(found) for i in layers_of}
     mine = [layers_of for part, layers_of in enumerate(found) if part % layout.pp == own]
@@ -211,7 +200,7 @@ def _take_layers(
     for i, stage in stage_of_layer.items():
         if stage != own:
             layers[i] = Elsewhere(stage)
-    return stages, {name: stage_of_layer[int(name.split(".")[1])] for name in whole.tensors}
+    return stages, {name: stage_of_layer[number_of[name.split(".")[1]]] for name in whole.tensors}
 
 
 def _tied(model: nn.Module, whole: Whole, stage_of: Mapping[str, int], own: int) -> tuple[Tied, ...]:
@@ -229,8 +218,16 @@ def _tied(model: nn.Module, whole: Whole, stage_of: Mapping[str, int], own: int)
 def checked(optimizer: MakeOptimizer, layout: Layout) -> MakeOptimizer:
     """An optimizer's function that refuses, when it makes one, what cannot train a part of a model."""
 
-    def make(parameters: object) -> torch.optim.Optimizer:
-        made = optimizer(parameters)  # type: ignore[arg-type]
+    def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        given = [*parameters]
+        try:
+            made = optimizer(given)
+        except ValueError:
+            if given:
+                raise
+            # torch refuses no parameters, and takes a group of none: a stage may have no weights.
+            nothing: Any = [{"params": []}]
+            made = optimizer(nothing)
         name = type(made).__name__
         if layout.tp > 1 and isinstance(made, torch.optim.Optimizer) and not is_elementwise(type(made)):
             raise ValueError(

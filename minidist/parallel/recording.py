@@ -57,6 +57,8 @@ def record(engine: Engine, batches: Iterable[tuple[Tensor, Tensor]], repeats: in
 
     Args:
         engine: of `prepare`; its model has a chain of layers, `model.layers`, or its children are taken.
+            Where they run in another order, or its `forward` does more than call them, which
+            `chain.require_chain` tells, a difference is found all the same, but a later layer may be named.
         batches: inputs and targets of whole global batches.
         repeats: how often to measure what rounding moves.
 

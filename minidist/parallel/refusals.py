@@ -56,3 +56,12 @@ def require_batch(inputs: object, targets: object) -> None:
         if not isinstance(value, Tensor) or not value.dim():
             given = "tensor without dimensions" if isinstance(value, Tensor) else type(value).__name__
             raise TypeError(f"the {name} are a {given}; give a tensor whose first dimension is the rows")
+
+
+def require_metric(metric: object) -> None:
+    """TypeError where it is no function, nor None for the loss."""
+    if metric is not None and not callable(metric):
+        raise TypeError(
+            f"metric is {metric!r}; give a function from outputs and targets to the mean over their rows, or "
+            "None for the loss"
+        )

@@ -20,6 +20,7 @@ from minidist.parallel.instructions import (
     Message,
     Schedule,
     message_of,
+    require_schedule,
     sizes,
     stage_of,
 )
@@ -37,8 +38,10 @@ def check(schedule: Schedule, micro_batches: int | None = None, chunks: int | No
         micro_batches, chunks: how many there have to be; None for as many as the schedule names.
 
     Raises:
+        TypeError: it is no list of instructions for each rank.
         ValueError: which rank breaks which rule, and where.
     """
+    require_schedule(schedule)
     ranks, found_micro_batches, found_chunks = sizes(schedule)
     if not ranks or not found_micro_batches:
         raise ValueError("the schedule is empty; give a list of instructions for each rank")

@@ -34,7 +34,7 @@ def plot(
 ) -> Axes:
     """Draw who does what when, with the number of the micro-batch in each box.
 
-    The first of several chunks is pale, the last is strong.
+    The first of several chunks is pale, the last is strong; the legend says which is which.
 
     Args:
         schedule: for each rank its instructions.
@@ -44,32 +44,45 @@ def plot(
 
     Raises:
         ImportError: matplotlib is missing.
+        TypeError: an argument is of the wrong type.
         ValueError: the schedule fails `check`, or the times do not fit it.
     """
     try:
+        from matplotlib.axes import Axes
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch
     except ImportError as error:
         raise ImportError("matplotlib is missing, which draws: pip install 'minidist[bench]'") from error
+    if ax is not None and not isinstance(ax, Axes):
+        raise TypeError(f"ax is {ax!r}; give matplotlib's Axes, or None for a figure of its own")
+    if path is not None and not isinstance(path, str | PathLike):
+        raise TypeError(f"path is {path!r}; give the name of a file to write, such as 'schedule.png'")
     simulation = simulate(schedule, times)
     ranks, _, chunks = sizes(schedule)
+    drawn = {event.instruction.kind for events in simulation.timeline for event in events}
+    shades = [
+        Patch(
+            color=COLORS[kind],
+            alpha=_strength(chunk, chunks),
+            label=LABELS[kind] + (f", chunk {chunk}" if chunks > 1 else ""),
+        )
+        for kind in LABELS
+        if kind in drawn
+        for chunk in range(chunks)
+    ]
     if ax is None:
-        ax = Figure(figsize=(10, 0.6 + 0.5 * ranks), layout="constrained").add_subplot()
+        ax = Figure(
+            figsize=(10, max(0.6 + 0.5 * ranks, 0.4 + 0.22 * len(shades))), layout="constrained"
+        ).add_subplot()
     figure = ax.get_figure(root=True)
     assert figure is not None
     for rank, events in enumerate(simulation.timeline):
         for each, start, end in events:
-            strength = 1.0 if chunks == 1 else 0.45 + 0.55 * each.chunk / (chunks - 1)
-            ax.barh(rank, end - start, left=start, color=COLORS[each.kind], alpha=strength, edgecolor="white")
+            alpha = _strength(each.chunk, chunks)
+            ax.barh(rank, end - start, left=start, color=COLORS[each.kind], alpha=alpha, edgecolor="white")
             middle = (start + end) / 2
             ax.text(middle, rank, str(each.micro_batch), ha="center", va="center", fontsize=7)
-    drawn = {event.instruction.kind for events in simulation.timeline for event in events}
-    ax.legend(
-        handles=[Patch(color=COLORS[kind], label=LABELS[kind]) for kind in LABELS if kind in drawn],
-        loc="upper left",
-        bbox_to_anchor=(1, 1),
-        frameon=False,
-    )
+    ax.legend(handles=shades, loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
     ax.set(
         yticks=range(ranks),
         yticklabels=[f"rank {rank}" for rank in range(ranks)],
@@ -80,3 +93,8 @@ def plot(
     if path is not None:
         figure.savefig(path, dpi=150)
     return ax
+
+
+def _strength(chunk: int, chunks: int) -> float:
+    """How strong a chunk's colour is."""
+    return 1.0 if chunks == 1 else 0.45 + 0.55 * chunk / (chunks - 1)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from minidist._names import unknown
-from minidist.parallel.instructions import Instruction, Schedule, sizes, stage_of
+from minidist.parallel.instructions import Instruction, Schedule, require_schedule, sizes, stage_of
 from minidist.parallel.schedule_checks import check, stuck
 from minidist.parallel.simulation import Event, Simulation, simulate
 
@@ -124,7 +124,12 @@ def zero_bubble(ranks: int, micro_batches: int, chunks: int = 1) -> list[list[In
 
 
 def forward_only(schedule: Schedule) -> list[list[Instruction]]:
-    """The forward passes of a schedule and their messages, for evaluation."""
+    """The forward passes of a schedule and their messages, for evaluation.
+
+    Raises:
+        TypeError: it is no list of instructions for each rank.
+    """
+    require_schedule(schedule)
     kept = ("forward", "send_forward", "recv_forward")
     return [[each for each in rank if each.kind in kept] for rank in schedule]
 
@@ -134,7 +139,18 @@ def with_messages(compute: Schedule) -> list[list[Instruction]]:
 
     Args:
         compute: for each rank its instructions, without messages.
+
+    Raises:
+        TypeError: it is no list of instructions for each rank.
+        ValueError: it has messages.
     """
+    require_schedule(compute)
+    for rank, own in enumerate(compute):
+        message = next((each for each in own if not each.computes), None)
+        if message is not None:
+            raise ValueError(
+                f"the schedule has {message} for rank {rank} already; give what they compute alone"
+            )
     ranks, _, chunks = sizes(compute)
     last = ranks * chunks - 1
     schedule: list[list[Instruction]] = []

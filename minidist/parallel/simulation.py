@@ -22,9 +22,9 @@ from minidist.parallel.instructions import (
 )
 from minidist.parallel.schedule_checks import check
 
-Times = Mapping[str, float | Sequence[float]]
+Times = Mapping[str, float | Sequence[float | Sequence[float]]]
 """Seconds of "forward", "backward", "backward_input", "backward_weight" and "message": a number, or one for
-each stage (of a message: for each stage that sends it)."""
+each stage (of a message: for each stage that sends it), or for each stage one for each micro-batch."""
 
 DEFAULTS = {"forward": 1.0, "backward_input": 1.0, "backward_weight": 1.0, "message": 0.0}
 """A backward pass takes twice a forward pass's time: it has two products where that has one."""
@@ -70,11 +70,16 @@ def simulate(schedule: Schedule, times: Times | None = None) -> Simulation:
             two parts.
 
     Raises:
-        ValueError: the schedule fails `check`; or times are negative, unknown or not one for each stage.
+        TypeError: times are no dict.
+        ValueError: the schedule fails `check`; or times are negative, unknown, or too few or too many.
     """
     check(schedule)
-    ranks, _, chunks = sizes(schedule)
-    seconds = _by_stage(times or {}, ranks * chunks)
+    if times is not None and not isinstance(times, Mapping):
+        raise TypeError(
+            f"times is {times!r}; give a dict of seconds, such as {{'forward': 1, 'backward': 2}}"
+        )
+    ranks, micro_batches, chunks = sizes(schedule)
+    seconds = _by_pass(times or {}, ranks * chunks, micro_batches)
     timeline: list[list[Event]] = [[] for _ in schedule]
     clocks, places = [0.0] * ranks, [0] * ranks
     arrivals: dict[Message, float] = {}
@@ -84,13 +89,14 @@ def simulate(schedule: Schedule, times: Times | None = None) -> Simulation:
                 each = own[places[rank]]
                 if each.computes:
                     start = clocks[rank]
-                    clocks[rank] += seconds[each.kind][stage_of(rank, each.chunk, ranks)]
+                    stage = stage_of(rank, each.chunk, ranks)
+                    clocks[rank] += seconds[each.kind][stage][each.micro_batch]
                     timeline[rank].append(Event(each, start, clocks[rank]))
                 else:
                     _, message = message_of(each, rank, ranks)
                     if each.kind.startswith("send"):
                         sender = stage_of(rank, each.chunk, ranks)
-                        arrivals[message] = clocks[rank] + seconds["message"][sender]
+                        arrivals[message] = clocks[rank] + seconds["message"][sender][each.micro_batch]
                     elif message in arrivals:
                         clocks[rank] = max(clocks[rank], arrivals[message])
                     else:
@@ -112,19 +118,29 @@ def peak_live(instructions: Sequence[Instruction]) -> int:
     return peak
 
 
-def _by_stage(times: Times, stages: int) -> dict[str, list[float]]:
+def _by_pass(times: Times, stages: int, micro_batches: int) -> dict[str, list[list[float]]]:
+    """For each kind and stage the seconds of each micro-batch."""
     known = (*COMPUTE, "message")
-    found: dict[str, list[float]] = {}
+    found: dict[str, list[list[float]]] = {}
     for name, value in {**DEFAULTS, **times}.items():
         if name not in known:
             raise unknown("time", name, known)
-        each = [float(value)] * stages if isinstance(value, int | float) else [*map(float, value)]
-        if len(each) != stages or not all(0 <= second < float("inf") for second in each):
+        try:
+            rows = [value] * stages if isinstance(value, int | float) else [*value]
+            each = [
+                [float(row)] * micro_batches if isinstance(row, int | float) else [*map(float, row)]
+                for row in rows
+            ]
+        except (TypeError, ValueError):
+            each = []
+        fits = len(each) == stages and all(len(row) == micro_batches for row in each)
+        if not fits or not all(0 <= second < float("inf") for row in each for second in row):
             raise ValueError(
                 f"the times of {name} are {value!r}; give seconds of 0 or more, a number or {stages} of "
-                "them, one for each stage"
+                f"them, one for each stage, each of which may be {micro_batches}, one for each micro-batch"
             )
         found[name] = each
-    parts = zip(found["backward_input"], found["backward_weight"], strict=True)
-    found.setdefault("backward", [sum(pair) for pair in parts])
+    if "backward" not in found:
+        parts = zip(found["backward_input"], found["backward_weight"], strict=True)
+        found["backward"] = [[*map(sum, zip(*pair, strict=True))] for pair in parts]
     return found

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from minidist import comm
 from minidist.comm.lanes import twin
+from minidist.comm.messages import tell_failure
 from minidist.comm.work import Group, described, ranks_of
 from minidist.parallel.instructions import Channel, Instruction, Message, message_of
 from minidist.parallel.receipts import Plan, Receipts
@@ -47,7 +48,8 @@ class StageMessages:
         self._sent: dict[Instruction, list[comm.Work]] = {}
         self._receipts: Receipts = {}
         self._kinds: Sequence[Hashable] = ()
-        self._runs = self._tag = 0
+        self._tag = 0
+        self._channels: list[Channel] = []  # along which this rank sends
         self._lanes: dict[tuple[str, bool], Group] = {}
         if needs_lanes(device):
             for kind in ("forward", "backward"):
@@ -64,8 +66,9 @@ class StageMessages:
         self._kinds, self._receipts = kinds, plan.receipts
         # What a failed run has left behind is never taken for this one's; nor are messages of another size,
         # which would end the process, where ranks are given different batches.
-        self._runs = (self._runs + 1) % 2**14
-        self._tag = self._runs * 2**14 + zlib.crc32(repr(kinds).encode()) % 2**14
+        self._tag = next_run(self.group) * 2**14 + zlib.crc32(repr(kinds).encode()) % 2**14
+        sends = (each for each in plan.instructions if each.kind.startswith("send"))
+        self._channels = [*dict.fromkeys(message_of(each, self.rank, self.ranks)[0] for each in sends)]
         self._waiting.extend(each for each in plan.instructions if each.kind.startswith("recv"))
         self._post()
 
@@ -129,13 +132,18 @@ class StageMessages:
             work.wait()
 
     def drop(self) -> None:
-        """Give up on what is under way, after a failure."""
+        """Give up on what is under way, after a failure, and tell the neighbours that wait for this rank.
+
+        Each of them fails, too, and tells its own, so that no stage of this host waits in vain.
+        """
         sent = [work for works in self._sent.values() for work in works]
         for work in [*sent, *(work for _, work in self._posted)]:
             work.forget()
         self._sent.clear()
         self._posted.clear()
         self._waiting.clear()
+        for channel in self._channels:
+            tell_failure(channel.destination, self._tag_of(channel), self._lane(channel))
 
     def _key(self, message: Message) -> Hashable:
         return message.stage, self._kinds[message.micro_batch]
@@ -156,6 +164,22 @@ class StageMessages:
 
     def _tag_of(self, channel: Channel) -> int:
         return 2 * self._tag + (channel.kind == "backward")
+
+
+_runs: dict[Group, int] = {}
+"""How often pipelines over a group have run, so that each run has tags of its own."""
+
+
+def agree_on_runs(group: Group) -> None:
+    """Have all ranks of a group count on from the same number; a collective, of 2 (n - 1) / n 8 bytes."""
+    last = torch.tensor([_runs.get(group, 0)], device=comm.device())
+    _runs[group] = int(comm.all_reduce(last, "max", group=group))
+
+
+def next_run(group: Group) -> int:
+    """A number below 2^14, the same on all ranks."""
+    _runs[group] = _runs.get(group, 0) + 1
+    return _runs[group] % 2**14
 
 
 def needs_lanes(device: torch.device) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,32 @@ from minidist.parallel.instructions import Instruction, stage_of
 from minidist.parallel.recompute import recomputes
 from minidist.parallel.split_backward import SplitBackward
 from minidist.parallel.stage_messages import StageMessages
+
+
+class _Changeable(torch.autograd.Function):
+    """The same values, in the same memory."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """Not as a view, which could not be written to either."""
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        """The gradient as it is."""
+        return gradients[0]
+
+
+def changeable(x: Tensor) -> Tensor:
+    """A stage's input as a tensor that a layer may change in place, such as `nn.ReLU(inplace=True)` does.
+
+    In one process it may, on what the layer before gives; but not on a leaf whose gradient is asked for. What
+    a stage has received nobody else needs, so that it is not copied.
+    """
+    if not x.requires_grad:
+        return x
+    result: Tensor = _Changeable.apply(x)  # type: ignore[no-untyped-call]
+    return result
 
 
 @dataclass
@@ -76,7 +103,7 @@ class StagePasses:
         train = torch.is_grad_enabled()
         if train and stage:
             x.requires_grad_()
-        outputs = self.stages[chunk](changeable(x, self.stages[chunk]))
+        outputs = self.stages[chunk](changeable(x))
         if stage == self.ranks * len(self.stages) - 1:
             rows = len(self.inputs[micro_batch])
             loss = self.loss(outputs, self.targets[micro_batch].to(self.device))
@@ -123,12 +150,3 @@ class StagePasses:
             self.arrived[kind, micro_batch, chunk + (1 if kind == "forward" else -1)] = x
         else:
             self.leaving[kind, micro_batch, chunk] = x
-
-
-def changeable(x: Tensor, stage: nn.Module) -> Tensor:
-    """A stage's input, or a copy where a layer works in place, such as ReLU(inplace=True).
-
-    In one process it may, on what the layer before gives; but not on a tensor whose gradient is asked for.
-    """
-    in_place = x.requires_grad and any(getattr(part, "inplace", False) is True for part in stage.modules())
-    return x.clone() if in_place else x
