@@ -150,7 +150,8 @@ work = or_solution(work)
 # free.
 #
 # **Exercise 10.3: serve.** Write what one thread does: `steps` times, send the parameters `x` to its worker,
-# receive a gradient, and subtract `lr` times it from `x`, in place. No worker may have to wait for another one.
+# receive a gradient, and subtract `lr` times it from `x`, in place. (Take `x.sub_(...)`: with `x -= ...` Python
+# would take x for a name of `serve_one`'s own.) No worker may have to wait for another one.
 
 
 # %% tags=["exercise"]

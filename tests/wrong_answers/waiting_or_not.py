@@ -140,6 +140,17 @@ def serves_one_step_too_few(x, lr, steps):
     return x
 
 
+@WRONG.to("serve", "On 2 ranks, 1 step each, rank 0 raised UnboundLocalError", "comm.send(x.clone()")
+def makes_x_a_name_of_its_own(x, lr, steps):
+    def serve_one(worker):
+        for _ in range(steps):
+            comm.send(x.clone(), worker)  # noqa: F823
+            x -= lr * comm.recv(torch.empty_like(x), worker)  # noqa: F841
+
+    threads(serve_one)
+    return x
+
+
 def descent(curvature, lr, delay, steps, old):
     x = [1.0]
     for t in range(steps):
