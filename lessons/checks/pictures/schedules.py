@@ -35,7 +35,7 @@ def gantt(timelines: Mapping[str, Timeline], caption: str, alt: str, unit: str =
     figure, axes = draw(height=0.75 + len(charts) * (0.3 + 0.27 * ranks))
     base, ticks = 0.0, {}
     for key, chart in charts.items():
-        axes.text(0, base - 0.62, key, fontsize=9.5, fontweight="bold")
+        axes.text(0, base - 0.62, key, fontsize=9.5, fontweight="bold", color=INK)
         for rank, events in enumerate(chart):
             ticks[base + rank] = f"rank {rank}"
             axes.hlines(base + rank, 0, end, color=MUTED, linewidth=0.6, zorder=1)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from checks.animations import Scene, animate
-from checks.figures import BLUE, COLORS, GREEN, MUTED, ORANGE, RED, draw, name, show
+from checks.figures import BLUE, COLORS, GREEN, INK, MUTED, ORANGE, RED, draw, name, show
 
 MayBegin = Callable[[list[int], int], bool]
 """From the steps that each worker has finished, and a worker: whether it may begin its next."""
@@ -70,7 +70,7 @@ def workers_chart(
     figure, axes = draw(height=0.6 + len(races) * (0.3 + 0.27 * workers))
     base, ticks = 0.0, {}
     for key, steps in races.items():
-        axes.text(0, base - 0.62, key, fontsize=9.5, fontweight="bold")
+        axes.text(0, base - 0.62, key, fontsize=9.5, fontweight="bold", color=INK)
         for worker, own in enumerate(steps):
             row, color = base + worker, RED if worker == workers - 1 else BLUE
             ticks[row] = f"worker {worker + 1}"
