@@ -157,7 +157,7 @@ cluster.run(one_step)
 # %% [markdown]
 # ## Only one at a time
 #
-# Who worked when? Draw it: one row for each rank, blue for a forward pass and red for a backward pass. A
+# Who worked when? Draw it: one row for each rank, blue for a forward pass and orange for a backward pass. A
 # backward pass is drawn twice as long, which is about right: where a forward pass multiplies by a weight matrix
 # once, a backward pass has two products, one for the gradient of the input, one for the gradient of the
 # weights.

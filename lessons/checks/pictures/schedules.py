@@ -169,7 +169,7 @@ def fill_animation(schedules: Mapping[str, Schedule]) -> None:
         scene.frame(_note(now, found, live, ranks), places)
     animate(
         scene,
-        "Blue is forward, red backward, with the micro-batch's number; an outline marks what runs now. "
+        "Blue is forward, orange backward, with the micro-batch's number; an outline marks what runs now. "
         "A rank holds the activations of a micro-batch from its forward to the end of its backward pass.",
         alt="Two charts that fill from left to right. In both the first micro-batch reaches the last rank "
         "after three steps. GPipe then goes on with forward passes, and rank 0 comes to hold all "
