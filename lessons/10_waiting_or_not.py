@@ -1,0 +1,501 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 10. Waiting or not
+#
+# In data parallelism all ranks wait for each other in every step: nobody goes on before the slowest has come.
+# In this lesson you build training in which nobody waits, find out what that costs, and what lies between the
+# two.
+
+# %%
+import math
+import random
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import torch
+
+import minidist as md
+from checks.figures import ladder, said
+from checks.pictures.delays import bounds_chart, learning, trajectories
+from checks.pictures.workers import (
+    gradients_a_second,
+    race,
+    server_animation,
+    slack_chart,
+    workers_chart,
+)
+from checks.waiting_or_not import check, hint, or_solution
+from minidist import comm
+from minidist.model import MLP, Sampler, cross_entropy, digits
+
+ladder(10)
+
+# %% [markdown]
+# **The question.** One of your ranks is slow. If all wait for it, all are slow. If nobody waits, its gradients
+# come late, and are about parameters that have changed since. Which is better?
+#
+# ## What a straggler costs
+#
+# A rank that is slower than the others is called a **straggler**. Another program may run on its machine, its
+# processor may be hot, its disk may be slow; with a thousand machines there is always one. Training is
+# **synchronous** where all ranks finish a step before any begins the next, as with an all-reduce. It is
+# **asynchronous** where each goes on as soon as it can.
+#
+# **Exercise 10.1: rates.** Worker i needs `seconds[i]` for a step, in which it computes one gradient. Messages
+# take no time. Return two numbers: how many gradients all workers together compute in a second if they wait for
+# each other in each step, and how many if nobody waits.
+
+
+# %% tags=["exercise"]
+def rates(seconds):
+    """Return gradients a second: waiting, not waiting."""
+    ...  # about 3 lines
+
+
+# %%
+check(rates)
+
+# %% [markdown]
+# No idea how to begin? `hint()` in a cell of its own gives the first of three hints. The next cell takes your
+# function where it has passed, and the lesson's own where it has not.
+
+# %%
+rates = or_solution(rates)
+for times_slower in (1, 2, 10, 100):
+    waiting, not_waiting = rates([1, 1, 1, times_slower])
+    print(
+        f"one of four is {times_slower:3} times slower: "
+        f"waiting {waiting:4.2f} gradients a second, not waiting {not_waiting:4.2f}"
+    )
+
+# %% [markdown]
+# Who waits goes at the pace of the slowest: the *maximum* decides. Who does not wait loses, at worst, the
+# straggler's own share. Drawn over time, with three workers of whom the last takes four times as long:
+
+
+# %%
+def together(clocks, worker):
+    return clocks[worker] == min(clocks)  # steps that each has finished
+
+
+def whenever(clocks, worker):
+    return True
+
+
+seconds = [lambda: 1.0, lambda: 1.2, lambda: 4.0]
+free = race(seconds, whenever, until=12)
+workers_chart(
+    {"waiting": race(seconds, together, until=12), "not waiting": free},
+    until=12,
+    caption="A box is a step. The numbers say how many updates by others were made "
+    "between the beginning of a step and its end.",
+    alt="Above, two workers wait most of the time for the third. Below nobody waits; the "
+    "slow worker's steps have numbers about four times as large as the others'.",
+)
+
+# %% [markdown]
+# ## A server for parameters
+#
+# An all-reduce cannot work without waiting, as all take part in it. What can is a **parameter server** (Dean et
+# al. 2012, Li et al. 2014): one rank, the server, holds the parameters. A **worker** in each step
+#
+# 1. **pulls**: it gets the newest parameters from the server,
+# 2. computes a gradient with them, on its own rows,
+# 3. **pushes**: it sends the gradient to the server, which makes an update at once.
+#
+# Follow a few pushes, and watch the versions.
+
+# %%
+server_animation(free)
+
+# %% [markdown]
+# That is a loop, and you write it first.
+#
+# **Exercise 10.2: work.** Rank 0 is the server. Take `steps` steps: receive the parameters from rank 0 into
+# `x`, and send `gradient(x)` to rank 0, a tensor like `x`. Nothing is returned.
+#
+# Par: one gradient for each step.
+
+
+# %% tags=["exercise"]
+def work(gradient, x, steps):
+    """Pull, compute and push, `steps` times."""
+    ...  # about 3 lines
+
+
+# %%
+check(work)
+
+# %%
+work = or_solution(work)
+
+# %% [markdown]
+# The server has to wait for all workers *at the same time*. A receive waits for one rank; so the server gets a
+# **thread** for each worker: a part of the program that runs beside the others, in the same memory. While one
+# thread waits for its worker, the others go on. As all threads change the same `x`, a **lock** sees to it that
+# they do so one at a time: only one thread can be inside `with lock:`, and the others wait there until it is
+# free.
+#
+# **Exercise 10.3: serve.** Write what one thread does: `steps` times, send the parameters `x` to its worker,
+# receive a gradient, and subtract `lr` times it from `x`, in place. (Take `x.sub_(...)`: with `x -= ...` Python
+# would take x for a name of `serve_one`'s own.) No worker may have to wait for another one.
+
+
+# %% tags=["exercise"]
+def serve(x, lr, steps):
+    """Serve all workers at once, `steps` times each; return x."""
+    lock = threading.Lock()
+
+    def serve_one(worker): ...  # about 7 lines, with a lock where x is read or changed
+
+    with ThreadPoolExecutor(md.size()) as pool:  # a thread for each worker
+        list(pool.map(serve_one, range(1, md.size())))
+    return x
+
+
+# %%
+check(serve)
+
+# %% [markdown]
+# Try it: three workers, who all look for the x at which (x - 3)² is smallest. Worker 3 sleeps ten times as
+# long.
+
+# %%
+serve = or_solution(serve)
+cluster = md.Cluster(ranks=4)
+
+
+def late_gradient(x):
+    time.sleep(0.05 if md.rank() == 3 else 0.005)
+    return 2 * (x - 3)
+
+
+def all_ranks(steps=20):
+    x = torch.zeros(2)
+    if md.rank() == 0:
+        return serve(x, 0.05, steps)
+    begin = time.perf_counter()
+    work(late_gradient, x, steps)
+    return f"{time.perf_counter() - begin:.2f} seconds"
+
+
+cluster.run(all_ranks)
+
+# %% [markdown]
+# The two fast workers were done long before the slow one. (Is the lock needed at all? Recht et al. 2011 leave
+# it out: where updates touch few of many parameters, an update lost now and then does no harm. They call it
+# Hogwild.)
+#
+# ## What staleness does
+#
+# The price is in the boxes of the chart. The **staleness** of a gradient is the number of updates that were
+# made since its worker pulled. While one of n workers of the same speed makes a step, each of the others makes
+# one, so the staleness is n - 1. A straggler that takes k times as long misses about k (n - 1) updates. The
+# average over all gradients stays about n - 1 whatever the speeds are: what the straggler's have more, those of
+# the others have less.
+#
+# What harm does an old gradient do? Look at the simplest loss there is, (curvature / 2) x²: its gradient is
+# curvature times x, and its minimum 0.
+#
+# **Exercise 10.4: delayed_descent.** Start at x = 1, and make `steps` updates. Update t subtracts lr times the
+# gradient, not at the newest x, but at that of `delay` updates before; where there is none so old, at the
+# first. Return the list of all x, from the first to the last.
+
+
+# %% tags=["exercise"]
+def delayed_descent(curvature, lr, delay, steps):
+    """Return [x_0, x_1, ..., x_steps]."""
+    x = [1.0]
+    ...  # about 4 lines
+
+
+# %%
+check(delayed_descent)
+
+# %%
+delayed_descent = or_solution(delayed_descent)
+trajectories(
+    {f"delay {delay}": delayed_descent(1.0, 0.4, delay, 40) for delay in (0, 2, 5)},
+    "The same learning rate 0.4, with gradients that are 0, 2 and 5 updates late.",
+)
+
+# %% [markdown]
+# An old gradient says "go on" although the minimum has been passed: x swings to the other side, and comes back
+# late again. With enough delay each swing is wider than the one before. A smaller learning rate helps: then
+# less happens while a gradient is under way.
+#
+# ## Predict: how much smaller?
+#
+# With curvature 1 and no delay, any learning rate below 2 works. What is the largest one that works with a
+# delay of 3? Write down your guess.
+
+# %%
+largest_with_delay_3 = None  # your guess, such as 1.5; None draws no guess
+
+
+# %%
+def largest_lr(delay):
+    """By halving: the largest lr with which x stays bounded."""
+    low, high = 0.0, 4.0
+    for _ in range(20):
+        middle = (low + high) / 2
+        x = delayed_descent(1.0, middle, delay, 1500)
+        works = all(abs(each) < 2 for each in x[-4 * delay - 4 :])
+        low, high = (middle, high) if works else (low, middle)
+    return low
+
+
+# %%
+delays = list(range(9))
+found = [largest_lr(delay) for delay in delays]
+formula = [2 * math.sin(math.pi / (2 * (2 * delay + 1))) for delay in delays]
+bounds_chart(
+    delays,
+    found,
+    formula,
+    guess=largest_with_delay_3,
+    caption=f"With a delay of 3 it is {found[3]:.3f}; {said(largest_with_delay_3)}.",
+)
+
+# %% [markdown]
+# The dashed line is exact (Levin and May 1976): descent is stable as long as
+#
+# `lr * curvature < 2 * sin(pi / (2 * (2 * delay + 1)))`.
+#
+# At the border x swings for ever, and in 2 delay + 1 updates makes half a swing. For a long delay the right
+# side is about pi / (2 delay + 1): **twice as late, half the learning rate**. A loss of many parameters has
+# many curvatures, and the steepest decides. Real staleness is not always the same, and a real loss is no
+# parabola; but the rule holds well enough to be used: with more workers, lower the learning rate.
+#
+# ## Predict, then measure
+#
+# Now a real network: the handwritten digits, `md.ParameterServer` with one server and three workers. A step
+# takes 20 ms on two of the workers, and 200 ms on the third. (They sleep most of that, so that it is the same
+# on your machine.) How many times as many gradients a second does not waiting give? Your `rates` knows; write
+# down your guess before you ask it.
+
+# %%
+prediction = None  # your guess, such as 2.5; None prints no guess
+
+# %%
+pauses = [0.02, 0.02, 0.2]
+
+
+def worker_loop(server, model, rows, until):
+    deal = Sampler(
+        len(rows), 96, rank=server.worker, ranks=server.workers, drop_last=True
+    )
+    step, begin = 0, time.perf_counter()
+    while time.perf_counter() < until:
+        server.pull()
+        inputs, targets = rows[deal.share(step)]  # 32 rows of its own
+        cross_entropy(model(inputs), targets).backward()
+        time.sleep(pauses[server.worker])
+        server.push(rows=len(inputs))
+        step += 1
+    lasts = (time.perf_counter() - begin) / step
+    server.done()
+    return lasts  # seconds a step
+
+
+# %% [markdown]
+# `ParameterServer` has what yours has, and three things more: workers that die do not stop the others,
+# parameters can be spread over several servers, and `max_staleness` bounds the staleness. With bound 0 it is
+# synchronous: an update takes one push of every worker. Beside its work the server notes the loss, on 256 rows,
+# after each update.
+
+
+# %%
+def train(max_staleness, seconds=4.0):
+    model, rows = MLP((64, 32, 10), seed=1), digits().train
+    make = partial(torch.optim.SGD, lr=0.3)
+    server = md.ParameterServer(model, make, max_staleness=max_staleness)
+    comm.barrier()
+    begin = time.perf_counter()
+    if not server.is_server:
+        return worker_loop(server, model, rows, begin + seconds)
+    curve, (inputs, targets) = [], rows[:256]
+
+    def note(updates):
+        with torch.no_grad():
+            loss = float(cross_entropy(model(inputs), targets))
+        curve.append((updates, time.perf_counter() - begin, loss))
+
+    return curve, server.serve(note)
+
+
+# %%
+runs = {
+    "synchronous": cluster.run(train, 0),
+    "bound 4": cluster.run(train, 4),
+    "asynchronous": cluster.run(train, None),
+}
+for key, ((curve, report), *_) in runs.items():
+    pushes, stale = sum(report.pushes.values()), report.staleness
+    mean = sum(s * count for s, count in stale.items()) / pushes
+    print(
+        f"{key:13} {pushes / curve[-1][1]:5.1f} gradients a second, {report.updates:3} "
+        f"updates, staleness {mean:.1f} on average, {max(stale)} at most"
+    )
+
+# %%
+waiting, not_waiting = rates(pauses)
+print(f"expected: waiting {waiting:.0f}, not waiting {not_waiting:.0f} a second")
+print(f"that is {not_waiting / waiting:.1f} times as many; {said(prediction)}")
+
+steps = runs["asynchronous"][1:]
+print("measured steps:", ", ".join(f"{each * 1e3:.0f} ms" for each in steps))
+print(f"expected from these, not waiting: {rates(steps)[1]:.0f} a second")
+
+# %% [markdown]
+# Waiting costs what it should: the straggler sets the pace, and all else hides behind its 200 ms. Without
+# waiting it is less than expected, by as much as messages and arithmetic take: the pauses know nothing of them,
+# and in a step of 20 ms they show. With the steps as they were measured the sum is right. The staleness is as
+# the chart said: n - 1 on average, and up to 10 times that for the straggler.
+#
+# More gradients are not yet better learning. What matters is the loss.
+
+# %%
+learning(
+    {key: curve for key, ((curve, _), *_) in runs.items()},
+    "The same training against time, and against updates.",
+)
+
+# %% [markdown]
+# Two pictures of one thing, and both are true. **Against time** who does not wait wins by far. **Against
+# updates** the synchronous one is ahead: each of its updates is the mean of three fresh gradients. Papers that
+# show one of the two have chosen. What you pay for is time; but what you can reproduce are updates, since in an
+# asynchronous run the order of pushes is different every time.
+#
+# ## Between the two
+#
+# Ho et al. 2013 bound how far workers may be apart, **stale synchronous parallel**: a worker that is more than
+# `bound` steps ahead of the slowest waits. (`max_staleness` bounds updates in place of steps; the idea is the
+# same.)
+#
+# **Exercise 10.5: may_begin.** `clocks[i]` is how many steps worker i has finished. May `worker` begin its next
+# step? It may if it is at most `bound` steps ahead of the slowest. Return True or False.
+
+
+# %% tags=["exercise"]
+def may_begin(clocks, worker, bound):
+    """Return whether the worker may begin its next step."""
+    ...  # 1 line
+
+
+# %%
+check(may_begin)
+
+# %% [markdown]
+# With bound 0 it is `together`, with an infinite one `whenever`. What does a bound between buy? Eight workers,
+# in two situations: every worker has a **hiccup** now and then, one step in ten that takes five times as long;
+# or one worker is **always** five times slower.
+#
+# Beside it another way to wait less often, **local SGD** (Stich 2019): each rank trains a model of its own, and
+# every k steps they take the mean of their parameters. All wait there, and nowhere else. It needs no server,
+# and sends k times less.
+
+# %%
+may_begin = or_solution(may_begin)
+
+
+def local_sgd(clocks, worker, every):
+    return clocks[worker] // every <= min(clocks) // every
+
+
+def hiccup(draw):
+    return lambda: 5.0 if draw.random() < 0.1 else 1.0
+
+
+def speed(seconds, rule, slack, until=1500):
+    steps = race(seconds, lambda clocks, worker: rule(clocks, worker, slack), until)
+    return gradients_a_second(steps, until)
+
+
+# %%
+slack, panels = [0, 1, 2, 4, 8, 16, 24], {}
+draw = random.Random(10)
+situations = {
+    "hiccups on all": [hiccup(draw) for _ in range(8)],
+    "one is always slow": [lambda: 1.0] * 7 + [lambda: 5.0],
+}
+for situation, seconds in situations.items():
+    panels[situation] = {
+        "bounded": [speed(seconds, may_begin, s) for s in slack],
+        "local SGD": [speed(seconds, local_sgd, s + 1) for s in slack],
+        "not waiting": [speed(seconds, may_begin, math.inf)],
+    }
+slack_chart(
+    slack, panels, "Simulated: what a little slack buys depends on why one waits."
+)
+
+# %% [markdown]
+# **Hiccups** even out: who is late today is early tomorrow, and a slack of a few steps wins most of what there
+# is to win. Against a worker that is **always** slow no bound helps, as sooner or later all stand at the bound,
+# and go at its pace. There one has to give it less to do, leave it out (Chen et al. 2016 start a few workers
+# more than they wait for), or not wait at all.
+#
+# Most large models today are trained synchronously: their devices are equal, their networks fast, and runs that
+# can be repeated are worth more than the last bit of speed. Local SGD comes back where the network is slow, as
+# between data centres (Douillard et al. 2023). Count what it sends:
+
+
+# %%
+def bytes_per_step(every, steps=8):
+    model = md.LocalSGD(MLP((64, 32, 10)), every=every)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with comm.ledger() as ledger:
+        for _ in range(steps):
+            cross_entropy(model(torch.randn(4, 64)), torch.arange(4)).backward()
+            optimizer.step()
+            model.synchronize()
+    return ledger.bytes_sent / steps
+
+
+for every in (1, 2, 8):
+    sent = max(cluster.run(bytes_per_step, every))
+    print(f"average every {every} steps: {sent:8,.0f} bytes a step")
+
+# %% [markdown]
+# ## What breaks in practice, and how one sees it
+#
+# - **It diverges with more workers.** The learning rate that was right for four is too large for forty:
+#   staleness has grown tenfold. The loss swings before it explodes. Lower the learning rate, or bound the
+#   staleness.
+# - **The server is the bottleneck.** All gradients go through it: n workers send n times the parameters each
+#   way in each step. Its network is full while the workers' are idle. Spread the parameters over several
+#   servers: `servers=4`.
+# - **Two runs differ.** The order of pushes is another one each time, so that no bug can be repeated exactly.
+#   Repeat it with bound 0.
+# - **Momentum hides staleness.** Late gradients act like momentum that nobody asked for (Mitliagkas et al.
+#   2016). With momentum 0.9 on top it may be too much; asynchronous training often wants less.
+# - **A slow rank in an all-reduce.** All ranks are slow, and no error is shown. In the ledger the straggler is
+#   the one rank that spends no time waiting.
+
+# %%
+cluster.close()
+
+# %% [markdown]
+# ## Further reading
+#
+# - Dean et al., *Large Scale Distributed Deep Networks*, 2012: DistBelief, with asynchronous parameter servers
+#   (Downpour SGD) on thousands of cores.
+# - Ho et al., *More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server*, 2013: the
+#   bound, and a proof that training converges with it.
+# - Recht et al., *Hogwild!: A Lock-Free Approach to Parallelizing Stochastic Gradient Descent*, 2011: why
+#   threads may write over each other's updates, and when.
+#
+# Next: lesson 11 cuts the model itself over ranks.
