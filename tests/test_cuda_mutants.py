@@ -58,13 +58,13 @@ MUTANTS = cuda_mistakes.MUTANTS | cuda_mistakes_tensor.MUTANTS
 
 
 def cases():
-    """Of each rung and each check one mistake; the others take minutes to compile, and run when asked for."""
+    """For each check and each rung a mistake; the others take minutes to compile, and run when asked for."""
     seen = set()
     for rung, mutants in MUTANTS.items():
         for mutant in mutants:
             name = f"{rung.partition('_')[0]}-{mutant.mistake}"
-            marks = [pytest.mark.faults] if (rung, mutant.caught) in seen else []
-            seen.add((rung, mutant.caught))
+            marks = [pytest.mark.faults] if {rung, mutant.caught} <= seen else []
+            seen |= {rung, mutant.caught}
             yield pytest.param(rung, mutant, id=name, marks=marks)
 
 
