@@ -119,7 +119,7 @@ class Outgoing:
     def _wait_for_record(self, limit: Callable[[], float]) -> None:
         """Let go of what is gone, and wait where everything is full."""
         begun = time.monotonic()
-        while self._ends and (self._gone.look() or (len(self._ends) == RECORDS and self._gone.sleep())):
+        while self._gone.look():
             self._oldest = self._ends.popleft()
         while len(self._ends) == RECORDS:
             if self._gone.sleep():

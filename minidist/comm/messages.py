@@ -51,17 +51,17 @@ def send(x: torch.Tensor, destination: int, tag: int = 0, group: Group = None, a
     """
     data = check_tensor("send", x).contiguous()
     _check_peer("destination", destination, group)
-    send = partial(dist.isend, data, group=group, group_dst=destination)
+    by_library = partial(dist.isend, data, group=group, group_dst=destination)
     box = mailboxes.outgoing(ranks_of(group)[destination], data) if _may_share() else None
     if box is None:
-        way = by_torch(partial(send, tag=tag), bytes_of(x))
+        way = by_torch(partial(by_library, tag=tag), bytes_of(x))
         return run(call_of("send", x, group, "torch", way), way.start, lambda: x, async_op)
 
     def start(at_once: bool) -> Any:
         if box.put((mailboxes.number_of(group), tag), data, partial(limit_of, group)):
             return None
         call.bytes_on_wire = bytes_of(x)
-        return send(tag=mailboxes.tag_elsewhere(tag))
+        return by_library(tag=mailboxes.tag_elsewhere(tag))
 
     call = call_of("send", x, group, "shared_memory", Way(start, bytes_of(x), 0))
     return run(call, start, lambda: x, async_op)

@@ -25,7 +25,7 @@ ALGORITHMS = {
     "barrier": ("torch", "shared_memory"),
     "send": ("torch", "shared_memory"),
 }
-"""Names that each operation's `algorithm` takes beside "auto"."""
+"""Names that each operation's `algorithm` takes beside "auto"; `send` and `recv` follow `using` alone."""
 
 _preferred: list[str] = []
 """What `using` names, the innermost last. Not a context variable: a backward pass runs in other threads."""
