@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from checks.exercises import Answer, Lesson
-from checks.ranks import Case, Run, on_ranks, says
+from checks.ranks import Case, Run, says
+from checks.settings import driven
 from checks.verdicts import Right, Tally, compare, wrong
 from minidist import comm
 from minidist.model import MLP
@@ -57,17 +57,6 @@ def right_gradients(sizes: Sequence[int], rows: Sequence[Rows]) -> list[Tensor |
     inputs, targets = (torch.cat([pair[i] for pair in rows]) for i in (0, 1))
     functional.cross_entropy(model(inputs), targets).backward()
     return gradients(model)
-
-
-def driven(answer: Answer, driver: Callable[..., Any]) -> Answer:
-    """`driver(the reader's function, *arguments)` as an answer, whose errors are told as the reader's."""
-    function = answer.function
-
-    @functools.wraps(function)
-    def run(*args: Any) -> Any:
-        return driver(function, *args)
-
-    return Answer(answer.name, run)
 
 
 def compare_gradients(run: Run, got: Sequence[Any], right: Sequence[Any], rank: int, more: str = "") -> None:
@@ -132,7 +121,7 @@ def average_gradients(answer: Answer, draw: np.random.Generator) -> Right:
             text = f"{ranks} rank{'s' * (ranks > 1)} with layers of sizes {sizes}"
             text += f", of whose parameters number {frozen} is frozen" if frozen is not None else ""
             cases.append(Case(args, text))
-        for run in on_ranks(driven(answer, _average), cases):
+        for run in driven(answer, _average, cases):
             own = [result[0] for result in run.results]
             right = [None if g[0] is None else sum(g) / ranks for g in zip(*own, strict=True)]
             for rank, (_, got) in enumerate(run.results):
@@ -178,7 +167,7 @@ def batch_gradients(answer: Answer, draw: np.random.Generator) -> Right:
             args = [(sizes, draw_rows(draw, sizes, each)) for each in rows]
             text = f"{ranks} rank{'s' * (ranks > 1)} with {', '.join(map(str, rows))} rows"
             cases.append(Case(args, text))
-        for run in on_ranks(driven(answer, _of_batch), cases):
+        for run in driven(answer, _of_batch, cases):
             sizes = run.case.args[0][0]
             right = right_gradients(sizes, [args[1] for args in run.case.args])
             for rank, got in enumerate(run.results):
@@ -228,7 +217,7 @@ def all_reduce_in_buckets(answer: Answer, draw: np.random.Generator) -> Right:
             text = f"{ranks} rank{'s' * (ranks > 1)}, tensors of shapes {', '.join(map(str, shapes))}"
             text += f", limit {limit}"
             cases.append(Case(args, text))
-        for run in on_ranks(driven(answer, _in_buckets), cases, only=("all_reduce",)):
+        for run in driven(answer, _in_buckets, cases, only=("all_reduce",)):
             _check_buckets(run, tally)
             tried += 1
     return Right(tried, tally.scores)
@@ -325,7 +314,7 @@ def reduce_in_backward(answer: Answer, draw: np.random.Generator) -> Right:
             args = [(sizes, [draw_rows(draw, sizes, 3) for _ in range(case + 1)]) for _ in range(ranks)]
             text = f"{ranks} rank{'s' * (ranks > 1)} with layers of sizes {sizes}"
             cases.append(Case(args, text))
-        for run in on_ranks(driven(answer, _hooked), cases):
+        for run in driven(answer, _hooked, cases):
             _check_hooks(run, tally)
             tried += 1
     return Right(tried, tally.scores)
@@ -398,7 +387,7 @@ def accumulate_gradients(answer: Answer, draw: np.random.Generator) -> Right:
             )
             cases.append(Case([(sizes, own) for own in batches], text + " rows"))
         for part in (cases[:3], cases[3:]):  # the second has ranks with more micro-batches than others
-            for run in on_ranks(driven(answer, _of_micro_batches), part):
+            for run in driven(answer, _of_micro_batches, part):
                 rows = [pair for args in run.case.args for pair in args[1]]
                 right = right_gradients(run.case.args[0][0], rows)
                 for rank, got in enumerate(run.results):

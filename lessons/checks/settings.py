@@ -6,7 +6,7 @@ make views, call backward, or count memory, and returns what the check compares.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,8 @@ class Driver:
         return self.setting(self.function, *args)
 
 
-def driven(answer: Answer, setting: Callable[..., Any], cases: list[Case]) -> list[Run]:
-    """Run cases in a setting, each rank in its own process; all cases have the same number of ranks."""
-    return on_ranks(Answer(answer.name, Driver(answer.function, setting)), cases)
+def driven(
+    answer: Answer, setting: Callable[..., Any], cases: Sequence[Case], only: Sequence[str] = ()
+) -> list[Run]:
+    """Run cases in a setting, each rank in its own process; see `on_ranks`."""
+    return on_ranks(Answer(answer.name, Driver(answer.function, setting)), cases, only)
