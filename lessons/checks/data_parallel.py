@@ -158,12 +158,12 @@ def batch_gradients(answer: Answer, draw: np.random.Generator) -> Right:
         cases = []
         for case in range(5):
             sizes = draw_sizes(draw) if case else (2, 3)
-            rows = (
-                [4 + 2 * rank for rank in range(ranks)] if case < 2 else draw.integers(0, 9, ranks).tolist()
-            )
+            last = case == 4  # with ranks without rows: who leaves them out meets no further case
+            drawn = draw.integers(0 if last else 1, 9, ranks).tolist()
+            rows = [4 + 2 * rank for rank in range(ranks)] if case < 2 else drawn
             rows[0] += 1  # so that there is one at all
-            if case == 4:
-                rows[-1] = 0 if ranks > 1 else rows[-1]
+            if last and ranks > 1:
+                rows[-1] = 0
             args = [(sizes, draw_rows(draw, sizes, each)) for each in rows]
             text = f"{ranks} rank{'s' * (ranks > 1)} with {', '.join(map(str, rows))} rows"
             cases.append(Case(args, text))
