@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 
 WIDTH = 4.6  # inches; 10 pt letters are then 11 px high on a screen of 390 px
 SERIES = 8  # colours of series that the page defines, --series-0 to --series-7
-INK, MUTED, GRID, PEER, GOOD, BAD = (f"#0000f{index}" for index in range(6))
+INK, MUTED, GRID, PEER, GOOD, BAD, CARD = (f"#0000f{index}" for index in range(7))
 STAND_INS = {INK: "--ink", MUTED: "--muted", GRID: "--grid", PEER: "--peer", GOOD: "--good", BAD: "--bad"}
+STAND_INS |= {CARD: "--card"}
 STAND_INS |= {f"#0001f{index}": f"--series-{index}" for index in range(SERIES)}
 
 
@@ -29,19 +30,26 @@ def color(index: int) -> str:
 
 def figure(height: float) -> tuple[Figure, Axes]:
     """An empty figure, on a transparent ground, in stand-in colours."""
+    drawn, (axes,) = stacked(height, 1)
+    return drawn, axes
+
+
+def stacked(height: float, rows: int) -> tuple[Figure, list[Axes]]:
+    """The same with several axes above each other, on one scale from left to right."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
     with mpl.rc_context({"font.size": 10, "axes.edgecolor": MUTED, "axes.labelcolor": MUTED}):
         figure = Figure(figsize=(WIDTH, height), layout="constrained")
-        axes = figure.subplots()
+        several = list(figure.subplots(rows, sharex=True, squeeze=False)[:, 0])
     figure.patch.set_alpha(0)
-    axes.patch.set_alpha(0)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.tick_params(colors=MUTED, labelsize=9, length=0)
-    axes.grid(color=GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
-    return figure, axes
+    for axes in several:
+        axes.patch.set_alpha(0)
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        axes.tick_params(colors=MUTED, labelsize=9, length=0)
+        axes.grid(color=GRID, linewidth=0.8)
+        axes.set_axisbelow(True)
+    return figure, several
 
 
 def svg(figure: Figure, name: str) -> str:
@@ -68,9 +76,35 @@ def svg(figure: Figure, name: str) -> str:
 
 
 def after(axes: Axes, x: float, y: float, text: str) -> None:
-    """Write what a bar stands for after its end."""
+    """Write what a bar stands for after its end, over any line that is there."""
+    ground = {"facecolor": CARD, "edgecolor": "none", "pad": 0.8}
     axes.annotate(
-        text, (x, y), xytext=(4, 0), textcoords="offset points", va="center", fontsize=9, color=MUTED
+        text,
+        (x, y),
+        xytext=(4, 0),
+        textcoords="offset points",
+        va="center",
+        fontsize=9,
+        color=MUTED,
+        bbox=ground,
+        zorder=3,
+    )
+
+
+def legend(figure: Figure, names: dict[str, str], columns: int = 3) -> None:
+    """What each colour stands for, below the figure: names by colour."""
+    from matplotlib.patches import Patch
+
+    keys = [Patch(color=shade, label=name) for shade, name in names.items()]
+    figure.legend(
+        handles=keys,
+        loc="outside lower left",
+        ncols=columns,
+        frameon=False,
+        fontsize=9,
+        labelcolor=MUTED,
+        handlelength=1.0,
+        columnspacing=1.2,
     )
 
 

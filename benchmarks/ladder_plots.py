@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from typing import TYPE_CHECKING
-
-from minidist.benchmarks import columns
-from minidist.benchmarks.drawing import GRID, MUTED, apart, color, figure, shares, svg
+from minidist.benchmarks import columns, roofline_figure
+from minidist.benchmarks.drawing import MUTED, shares, svg
 from minidist.benchmarks.ladder import NOTHING, Ladder, Row
 from minidist.benchmarks.plots import Plot
+from minidist.benchmarks.roofline_figure import color_of
 from minidist.kernels.points import intensity
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-KINDS = ("float32", "tf32", "float16", "bfloat16", "float64")  # each has a colour
 
 
 def bars(ladder: Ladder, page_name: str) -> Plot:
@@ -39,45 +32,18 @@ def roofline(ladder: Ladder, page_name: str) -> Plot | None:
     rows = [row for row in ladder.rows if row.largest("peak_gflops")]
     if not rows:
         return None
-    peaks = {str(row.dtype): row.largest("peak_gflops") or 0.0 for row in rows}
-    slope = max(row.largest("peak_gb_per_s") or 0.0 for row in rows)
-    points = {row.name: _points(row) for row in rows}
-    right = 1.3 * max(x for line in points.values() for x, _ in line)
-    left = min(peaks.values()) / slope / 4
-    drawn, axes = figure(1.6 + 0.24 * (len(rows) + len(peaks)))
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    ends: list[tuple[float, float, str, str]] = []
-    for kind, peak in peaks.items():
-        axes.plot([peak / slope, right], [peak, peak], color=color(KINDS.index(kind)), linewidth=1.5)
-        ends.append((right, peak, f"{columns.kind_name(kind)} peak {columns.number(peak)}", _color_of(kind)))
-    highest = max(peaks.values())
-    axes.plot([left, highest / slope], [left * slope, highest], color=MUTED, linewidth=1.5)
-    axes.text(
-        0.7 * highest / slope, highest, f"{columns.number(slope)} GB/s", ha="right", fontsize=9, color=MUTED
-    )
-    for row in rows:
-        xs, ys = zip(*points[row.name], strict=True)
-        axes.plot(xs, ys, marker="o", markersize=3.5, linewidth=1, color=_color(row))
-        ends.append((xs[-1], ys[-1], row.name, _color(row)))
-    lowest = min(y for line in points.values() for _, y in line)
-    axes.set_ylim(min(lowest, left * slope) / 1.5, 1.6 * highest)
-    axes.set_xlim(left, right * (right / left) ** 0.75)  # room for names
-    axes.set_xticks([tick for tick in (1, 10, 100, 1000, 10_000, 100_000) if left < tick < right])
-    axes.set_xlabel("arithmetic intensity, FLOP/byte")
-    axes.set_ylabel("GFLOP/s")
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}")
-    axes.minorticks_off()
-    _name_beside(axes, ends, right)
     told = "; ".join(
         f"{row.name} {columns.number(row.largest('gflops') or 0.0)} of "
         f"{columns.number(row.largest('peak_gflops') or 0.0)}"
         for row in rows
     )
-    return Plot(
-        svg(drawn, page_name),
-        f"A roofline of {ladder.device}: GFLOP/s over arithmetic intensity. At the largest n {told} GFLOP/s.",
+    return roofline_figure.roofline(
+        ladder.device,
+        [roofline_figure.Line(row.name, _points(row), _color(row)) for row in rows],
+        {str(row.dtype): row.largest("peak_gflops") or 0.0 for row in rows},
+        max(row.largest("peak_gb_per_s") or 0.0 for row in rows),
+        page_name,
+        told,
         "The roofline: its slope is the rate of a copy within the GPU's memory, a peak that of the vendor's "
         "own product at its best. A point for each n.",
     )
@@ -91,21 +57,5 @@ def _points(row: Row) -> list[tuple[float, float]]:
     ]
 
 
-def _name_beside(axes: Axes, ends: list[tuple[float, float, str, str]], right: float) -> None:
-    """Write names in a column beside what they name, each joined to it by a thin line."""
-    ends = sorted(ends, key=lambda end: end[1])
-    low, high = (math.log(limit) for limit in axes.get_ylim())
-    heights = apart([math.log(y) for _, y, _, _ in ends], 0.95 * (high - low) / (len(ends) + 3), high)
-    for (x, y, name, shade), height in zip(ends, heights, strict=True):
-        axes.plot(
-            [x, right * 1.05, right * 1.5], [y, y, math.exp(height)], color=GRID, linewidth=0.8, zorder=1
-        )
-        axes.annotate(name, (right * 1.6, math.exp(height)), va="center", color=shade, fontsize=9)
-
-
 def _color(row: Row) -> str:
-    return MUTED if row.dtype is None else _color_of(row.dtype)
-
-
-def _color_of(kind: str) -> str:
-    return color(KINDS.index(kind))
+    return MUTED if row.dtype is None else color_of(row.dtype)

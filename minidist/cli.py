@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from minidist.cli_output import console, explain, print_json, require, say, short, show
+from minidist.cli_report import report
 
 if TYPE_CHECKING:
     from minidist.train import TrainConfig, TrainResult
@@ -241,42 +242,7 @@ def bench(
         raise typer.Exit(1)
 
 
-@app.command(epilog="Example: minidist report --out report.html")
-def report(
-    machine: Annotated[str | None, typer.Option(help="The machine to show first.")] = None,
-    results: Annotated[Path | None, typer.Option(help="The folder of results.")] = None,
-    out: Annotated[Path | None, typer.Option(help="The page; report.html unless given.")] = None,
-    as_json: Json = False,
-    debug: Debug = False,
-) -> None:
-    """Show what was measured: tables, and a page with plots."""
-    from minidist.benchmarks import ladder
-    from minidist.benchmarks import report as tables
-    from minidist.benchmarks import results as kept
-
-    first, found = kept.in_order(results or kept.folder(), machine)
-    if as_json:
-        climbed = ladder.as_json(ladder.pick(found))
-        print_json(
-            {"machines": {slug: tables.as_json(each) for slug, each in found.items()}, "cuda_ladder": climbed}
-        )
-    else:
-        terminal = console()
-        tables.show(terminal, found[next(iter(found))])
-        ladder.show(terminal, ladder.pick(found))
-        if first is None:
-            show("This machine has no results yet: run minidist bench", style="yellow")
-        others = list(found)[1:]
-        if others:
-            show(f"Also there, with --machine: {', '.join(others)}")
-        out = out or Path("report.html")
-    if out is not None:
-        require("report", "matplotlib")
-        from minidist.benchmarks.page import page
-
-        out.write_text(page(found), encoding="utf-8")
-        if not as_json:
-            show(f"Page with plots: {short(out)}")
+app.command(epilog="Example: minidist report --out report.html. For a README: --markdown")(report)
 
 
 @app.command(epilog="Example: minidist lessons --progress")

@@ -1,0 +1,66 @@
+"""The command `minidist report`: what was measured, as tables, as a page, as Markdown or as JSON."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from minidist.cli_output import console, print_json, require, short, show
+
+
+def report(
+    machine: Annotated[str | None, typer.Option(help="The machine to show first.")] = None,
+    results: Annotated[Path | None, typer.Option(help="The folder of results.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The file to write; report.html unless given.")] = None,
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="Write Markdown for a README instead, to stdout or --out.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object, and nothing else, on stdout.")
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
+) -> None:
+    """Show what was measured: tables and findings here, and a page with figures."""
+    from minidist.benchmarks import ladder, short_form
+    from minidist.benchmarks import report as tables
+    from minidist.benchmarks import results as kept
+
+    if markdown and as_json:
+        raise ValueError("--markdown and --json are two forms of the report: give one of them")
+    first, found = kept.in_order(results or kept.folder(), machine)
+    if markdown:
+        text = short_form.markdown(found)
+        if out is None:
+            print(text, end="")
+        else:
+            out.write_text(text, encoding="utf-8")
+            show(f"Markdown: {short(out)}")
+        return
+    if as_json:
+        print_json(
+            {
+                "machines": {slug: tables.as_json(each) for slug, each in found.items()},
+                "cuda_ladder": ladder.as_json(ladder.pick(found)),
+                **short_form.as_json(found),
+            }
+        )
+    else:
+        terminal = console()
+        tables.show(terminal, found[next(iter(found))])
+        ladder.show(terminal, ladder.pick(found))
+        short_form.show(terminal, found)
+        if first is None:
+            show("This machine has no results yet: run minidist bench", style="yellow")
+        others = list(found)[1:]
+        if others:
+            show(f"Also there, with --machine: {', '.join(others)}")
+        out = out or Path("report.html")
+    if out is not None:
+        require("report", "matplotlib")
+        from minidist.benchmarks.page import page
+
+        out.write_text(page(found), encoding="utf-8")
+        if not as_json:
+            show(f"Page with figures: {short(out)}")
