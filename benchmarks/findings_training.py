@@ -30,7 +30,7 @@ def strategies(entries: list[Entry], found: Results) -> Finding | None:
             " and " if index else "; the extremes are " if len(ends) > 1 else "; the farthest is ",
             f"{verdicts.name(entry)} at ",
             Number(columns.times(verdicts.ratio(entry)), entry),
-            f" of {entry['extra_info']['peer']}'s time",
+            f" of the time of {entry['extra_info']['peer']}",
         ]
     return finding("strategies", *words, ".", rests_on=counted.entries)
 
@@ -68,7 +68,7 @@ def zero_stages(entries: list[Entry]) -> dict[tuple[str, int], dict[int, Entry]]
     found: dict[tuple[str, int], dict[int, Entry]] = {}
     for entry in sorted(entries, key=lambda entry: _frills(entry["extra_info"])):
         extra = entry["extra_info"]
-        if {"memory", "layout", "model", "ranks"} <= extra.keys():
+        if {"strategy", "memory", "layout", "model", "ranks"} <= extra.keys():
             stage = _zero_stage(extra["layout"])
             if stage is not None:
                 found.setdefault((extra["model"], extra["ranks"]), {}).setdefault(stage, entry)

@@ -48,7 +48,7 @@ def chart(entry: Entry, page_name: str) -> Plot:
     name = schedule_name(entry)
     return Plot(
         svg(drawn, page_name),
-        f"A Gantt chart of {ranks} ranks under {name}. {'; '.join(told).capitalize()}.",
+        f"A Gantt chart of {ranks} ranks under {name}, {'; '.join(told)}.",
         "A box is a pass of the micro-batch whose number it has; where there is none, the rank waits.",
     )
 

@@ -16,16 +16,16 @@ from minidist.benchmarks.results import Results
 
 MOST_ROWS = 12  # that stand open; more are folded
 KINDS = {"faster": "good", "slower": "bad", "undecided": "undecided"}
-# What the table of strategies begins with: what people ask of one. The rest follows.
+# What the table of strategies begins with: what people ask of one. How it is called stands at the end.
 FIRST = (
-    "layout",
-    "model",
-    "ranks",
     "time",
     "sent a step",
     "memory of the fullest rank",
     "ratio of times",
-    "verdict",
+    "beside",
+    "its time",
+    "its memory",
+    "over one process",
 )
 
 
@@ -45,7 +45,7 @@ def _waits(which: str) -> Column:
     return Column(f"waits, {which}", cell)
 
 
-STRATEGY = (_text("layout"), _text("model"), _text("ranks"))
+STRATEGY = (_text("ranks"), _text("layout"), _text("model"))
 PIPELINE = (_waits("simulated"), _waits("measured"))
 
 
@@ -66,7 +66,7 @@ def of_section(section: Section, shown: Shown, labelled_by: str) -> str:
 
 def of_strategies(entries: Sequence[Entry], shown: Shown, labelled_by: str) -> str:
     """The table of strategies."""
-    several = [*STRATEGY, *columns.shown(entries)]
+    several = [*columns.shown(entries), *STRATEGY]
     place = {heading: index for index, heading in enumerate(FIRST)}
     several.sort(key=lambda column: place.get(column.heading, len(FIRST)))
     filled = [column for column in several if any(column.cell(entry) for entry in entries)]
@@ -83,9 +83,7 @@ def _results(
 ) -> str:
     rows = [
         Row(
-            str(entry["extra_info"].get("strategy") or columns.label(entry))
-            if first
-            else columns.label(entry),
+            columns.label(entry),
             [Cell(column.cell(entry) or "", _kind(column, entry)) for column in several],
             shown.notes.anchor(shown.slug, entry),
             shown.notes.name(shown.slug, entry),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from minidist.benchmarks import columns, verdicts
 from minidist.benchmarks.columns import Entry
-from minidist.benchmarks.drawing import BAD, GOOD, INK, MUTED, figure, svg
+from minidist.benchmarks.drawing import BAD, CARD, GOOD, INK, MUTED, figure, svg
 from minidist.benchmarks.plots import Plot
 
 SHADES = {"faster": GOOD, "slower": BAD, "undecided": MUTED}
@@ -19,6 +19,8 @@ def ratios(entries: Sequence[Entry], page_name: str) -> Plot | None:
     paired.sort(key=verdicts.ratio)
     if not paired:
         return None
+    alone = len({entry["group"] for entry in paired}) == 1
+    name = columns.label if alone else verdicts.name
     drawn, axes = figure(0.7 + 0.42 * len(paired))
     told = []
     for row, entry in enumerate(paired):
@@ -27,15 +29,17 @@ def ratios(entries: Sequence[Entry], page_name: str) -> Plot | None:
         shade = SHADES[came_to]
         axes.plot([q1, q3], [row + 0.15] * 2, color=shade, linewidth=5, alpha=0.35, solid_capstyle="butt")
         axes.plot([ratio], [row + 0.15], marker=MARKS[came_to], markersize=5, color=shade)
-        axes.annotate(
-            f"{verdicts.name(entry)}, beside {extra['peer']}",
+        words = axes.annotate(
+            f"{name(entry)} – {extra['peer']}",
             (0, row - 0.27),
             xycoords=("axes fraction", "data"),
             va="center",
-            fontsize=9,
+            fontsize=8.5,
             color=INK,
+            bbox={"facecolor": CARD, "edgecolor": "none", "pad": 0.6},
         )
-        told.append(f"{verdicts.name(entry)} {verdicts.told(entry)}")
+        words.set_in_layout(False)  # a long name may go past the axes
+        told.append(f"{name(entry)} {verdicts.told(entry)}")
     axes.axvline(1.0, color=INK, linewidth=1.2, linestyle="--")
     axes.set_xlim(left=0)
     axes.set_ylim(len(paired) - 0.4, -0.6)
@@ -44,6 +48,6 @@ def ratios(entries: Sequence[Entry], page_name: str) -> Plot | None:
     return Plot(
         svg(drawn, page_name),
         f"Ratios of times beside a line at 1: {'; '.join(told)}.",
-        "Left of the line is faster. A bar is the middle half of the ratios of single pairs: grey where it "
-        "crosses the line, which leaves no difference that can be told from the spread.",
+        "Ours – the other. Left of the line is faster. A bar is the middle half of the ratios of single "
+        "pairs: grey where it crosses the line, which leaves no difference that can be told from the spread.",
     )

@@ -284,7 +284,7 @@ def test_page_has_unique_ids_and_all_that_are_referred_to(html):
 
 def test_page_figures_are_described_and_take_the_pages_colours(html):
     figures = [attributes for tag, attributes in Elements(html).all if tag == "svg"]
-    assert len(figures) == 1 + 2 * 2  # the answer; of each machine products and goals: a single row needs none
+    assert len(figures) == 1 + 2 * 2  # the answer; of each machine products and goals, as one row needs none
     for attributes in figures:
         assert attributes["role"] == "img"
         assert len(attributes["aria-label"]) > 40
