@@ -172,6 +172,7 @@ def _rates(benchmark: Benchmark, shape: tuple[int, int, int], dtype: str, cores:
     extra["peer_gflops"] = work / extra["peer_median"]
     extra["percent_of_peer"] = 100 / extra["ratio"]
     extra["percent_of_peak"] = 100 * 1e9 * extra["gflops"] / _peaks().roof(cores).peak(dtype)
+    extra["peak_gb_per_s"] = _peaks().roof(cores).bandwidth / 1e9
 
 
 @functools.cache

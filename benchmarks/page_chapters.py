@@ -14,6 +14,7 @@ from minidist.benchmarks import (
     gantt,
     ladder,
     ladder_plots,
+    lesson_plots,
     machine,
     memory_bars,
     page_tables,
@@ -33,6 +34,7 @@ from minidist.benchmarks.report import Section
 
 MOST_RATIOS = 30  # comparisons that stand open in a figure
 A_BYTE = ("beta", "gamma", "put", "take", "combine")  # what a fit has in seconds a byte; the rest is a call's
+DRAWN = {"scaling", "timeline", "par"}  # keys of results that a chapter's own figures show
 
 
 class Machine:
@@ -86,7 +88,9 @@ class Machine:
         about = f'<p class="quiet">{prose(section.about)}</p>\n' if section.about else ""
         small, large = len(section.entries) < 2, len(section.entries) > MOST_RATIOS
         predicts = any("predicted" in entry["extra_info"] for entry in section.entries)
-        drawn = plot(section, name) if predicts or not (small or large) else None
+        # A chapter whose figures show these results already needs no more of them.
+        led = any(DRAWN & entry["extra_info"].keys() for entry in section.entries)
+        drawn = plot(section, name) if predicts or not (small or large or led) else None
         shown = figures([figure(drawn, name)]) if drawn else ""
         made = page_tables.of_section(section, self._shown, name)
         return f'<h4 id="{name}">{escape(section.title)}</h4>\n{about}{shown}{self._fits(section)}{made}'
@@ -170,7 +174,7 @@ class Machine:
 
     def _lead_lessons(self, name: str) -> str:
         rows = [entry for entry in self._entries if {"cost", "par"} <= entry["extra_info"].keys()]
-        drawn = lesson_bars(rows, f"{name}-par")
+        drawn = lesson_plots.bars(rows, f"{name}-par")
         return figures([figure(drawn, f"{name}-par", "Solutions against par")]) if drawn else ""
 
 
@@ -186,27 +190,6 @@ def cuda_ladder(climbed: ladder.Ladder, name: str, shown: Shown | None) -> str:
     return (
         f'<h4 id="{name}">{escape(climbed.title)}</h4>\n<p class="quiet">{prose(climbed.about)}</p>\n'
         f"{figures(drawn)}{page_tables.of_ladder(climbed, name, shown)}"
-    )
-
-
-def lesson_bars(entries: Sequence[Entry], page_name: str) -> Plot | None:
-    """Each exercise's cost as a share of its par."""
-    from minidist.benchmarks.drawing import BAD, GOOD, shares, svg
-
-    rows = []
-    for entry in entries:
-        extra = entry["extra_info"]
-        if extra["par"]:
-            percent = 100 * extra["cost"] / extra["par"]
-            text = f"{columns.number(percent)}%"
-            rows.append((columns.label(entry), percent, text, GOOD if percent <= 100 else BAD))
-    if not rows:
-        return None
-    drawn, told = shares(rows, "cost as a share of par, percent")
-    return Plot(
-        svg(drawn, page_name),
-        f"Bars beside a line at 100 percent of par: {told}.",
-        "What a solution costs as a share of par; left of the line it is met.",
     )
 
 

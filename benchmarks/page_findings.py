@@ -94,7 +94,12 @@ def what_to_use(question: Question) -> str:
         + folded(
             "How this is computed",
             f"<p>With <code>from minidist.scale.memory import estimate</code>, in bytes:</p><ul>{how}</ul>"
-            "<p>The largest batches are those of <code>minidist.scale.memory.fits</code>.</p>",
+            "<p>The largest batches are those of <code>minidist.scale.memory.fits</code>. Bytes are the "
+            "formulas that the tests hold the strategies to: with n GPUs and 2 bytes a parameter, "
+            "2 (n - 1) / n of the parameters for data parallelism and ZeRO-1 and 2, 3 (n - 1) / n for "
+            "ZeRO-3; <code>tensor_plans.bytes_per_pass</code> for tensor parallelism; a stage's output and its "
+            "gradient for a pipeline. A pipeline of p stages is idle for (p - 1) / (m + p - 1) of a step of "
+            f"m micro-batches, here m = {4 * question.gpus}.</p>",
         )
         + "</section>\n"
     )

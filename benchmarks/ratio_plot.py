@@ -30,7 +30,7 @@ def ratios(entries: Sequence[Entry], page_name: str) -> Plot | None:
         axes.plot([q1, q3], [row + 0.15] * 2, color=shade, linewidth=5, alpha=0.35, solid_capstyle="butt")
         axes.plot([ratio], [row + 0.15], marker=MARKS[came_to], markersize=5, color=shade)
         words = axes.annotate(
-            f"{name(entry)} – {extra['peer']}",
+            label if "beside" in (label := name(entry)) else f"{label} – {extra['peer']}",
             (0, row - 0.27),
             xycoords=("axes fraction", "data"),
             va="center",

@@ -8,6 +8,7 @@ import measured
 import pytest
 from test_report import Elements
 
+from minidist import cli
 from minidist.benchmarks import (
     chapters,
     columns,
