@@ -61,7 +61,7 @@ CHAPTERS = (
         "Collectives",
         "Operations in which all ranks take part. Dots are measured; lines are what the model of cost says, "
         "whose two or three numbers were fitted to other sizes before.",
-        ("bench_collectives",),
+        ("bench_collectives", "bench_nccl"),
     ),
     Chapter(
         "ladders",

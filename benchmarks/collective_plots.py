@@ -27,7 +27,7 @@ def curves(entries: Sequence[Entry], page_name: str) -> dict[int, Plot]:
 
 
 def _curves(ways: dict[str, list[tuple[int, float, float, float]]], ranks: int, page_name: str) -> Plot:
-    drawn, axes = figure(3.9)
+    drawn, axes = figure(3.2 + 0.2 * len(ways))
     told = []
     for index, (way, points) in enumerate(ways.items()):
         sizes, ratios, lows, highs = zip(*sorted(points), strict=True)

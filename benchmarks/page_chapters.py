@@ -33,7 +33,15 @@ from minidist.benchmarks.plots import Plot, plot
 from minidist.benchmarks.report import Section
 
 MOST_RATIOS = 30  # comparisons that stand open in a figure
-A_BYTE = ("beta", "gamma", "put", "take", "combine")  # what a fit has in seconds a byte; the rest is a call's
+MOST_BARS = 16  # of a figure of one group
+A_BYTE = (
+    "beta",
+    "busy_beta",
+    "gamma",
+    "put",
+    "take",
+    "combine",
+)  # what a fit has in seconds a byte; the rest is a call's
 DRAWN = {"scaling", "timeline", "par"}  # keys of results that a chapter's own figures show
 
 
@@ -86,7 +94,7 @@ class Machine:
 
     def _section(self, section: Section, name: str) -> str:
         about = f'<p class="quiet">{prose(section.about)}</p>\n' if section.about else ""
-        small, large = len(section.entries) < 2, len(section.entries) > MOST_RATIOS
+        small, large = len(section.entries) < 2, len(section.entries) > MOST_BARS
         predicts = any("predicted" in entry["extra_info"] for entry in section.entries)
         # A chapter whose figures show these results already needs no more of them.
         led = any(DRAWN & entry["extra_info"].keys() for entry in section.entries)
@@ -102,8 +110,10 @@ class Machine:
             for entry in section.entries
             if {"fit", "series"} <= entry["extra_info"].keys()
         }
+        if not fitted:
+            return ""
         lines = "".join(f"<li>{escape(name)}: {escape(_fit(each))}</li>" for name, each in fitted.items())
-        return f'<ul class="quiet">{lines}</ul>\n' if lines else ""
+        return folded("What the lines were fitted to", f'<ul class="quiet">{lines}</ul>\n')
 
     def _lead_strategies(self, name: str) -> str:
         groups: dict[str, list[Entry]] = {}
@@ -174,8 +184,11 @@ class Machine:
 
     def _lead_lessons(self, name: str) -> str:
         rows = [entry for entry in self._entries if {"cost", "par"} <= entry["extra_info"].keys()]
+        if not rows:
+            return ""
         drawn = lesson_plots.bars(rows, f"{name}-par")
-        return figures([figure(drawn, f"{name}-par", "Solutions against par")]) if drawn else ""
+        shown = figures([figure(drawn, f"{name}-par", "Solutions against par")] if drawn else [])
+        return f"<p>{escape(lesson_plots.sentence(rows))}</p>\n{shown}"
 
 
 def cuda_ladder(climbed: ladder.Ladder, name: str, shown: Shown | None) -> str:

@@ -26,6 +26,14 @@ from minidist.model.configs import config
 from minidist.parallel.memory import PARTS
 from minidist.scale.fitting import count
 
+HOW = (
+    "<p>The largest batches are those of <code>minidist.scale.memory.fits</code>. Bytes are the formulas "
+    "that the tests hold the strategies to: with n GPUs and 2 bytes a parameter, 2 (n - 1) / n of the "
+    "parameters for data parallelism and ZeRO-1 and 2, 3 (n - 1) / n for ZeRO-3; "
+    "<code>tensor_plans.bytes_per_pass</code> for tensor parallelism; a stage's output and its gradient "
+    "for a pipeline. A pipeline of p stages is idle for (p - 1) / (m + p - 1) of a step of m micro-"
+    "batches, here m = {micro_batches}.</p>"
+)
 TITLES = {chapter.name: chapter.title for chapter in CHAPTERS}
 
 
@@ -94,12 +102,7 @@ def what_to_use(question: Question) -> str:
         + folded(
             "How this is computed",
             f"<p>With <code>from minidist.scale.memory import estimate</code>, in bytes:</p><ul>{how}</ul>"
-            "<p>The largest batches are those of <code>minidist.scale.memory.fits</code>. Bytes are the "
-            "formulas that the tests hold the strategies to: with n GPUs and 2 bytes a parameter, "
-            "2 (n - 1) / n of the parameters for data parallelism and ZeRO-1 and 2, 3 (n - 1) / n for "
-            "ZeRO-3; <code>tensor_plans.bytes_per_pass</code> for tensor parallelism; a stage's output and its "
-            "gradient for a pipeline. A pipeline of p stages is idle for (p - 1) / (m + p - 1) of a step of "
-            f"m micro-batches, here m = {4 * question.gpus}.</p>",
+            + HOW.format(micro_batches=4 * question.gpus),
         )
         + "</section>\n"
     )

@@ -13,6 +13,7 @@ from minidist.benchmarks import (
     chapters,
     columns,
     gantt,
+    lesson_plots,
     page,
     page_html,
     page_notes,
@@ -174,6 +175,12 @@ def test_a_chart_without_a_measurement_is_the_simulation_alone():
     drawn = gantt.chart(entry, "x")
     assert "measured" not in drawn.alt
     assert drawn.svg.count(">rank 1<") == 1
+
+
+def test_lessons_count_their_pars_and_draw_what_differs(html):
+    assert "<p>1 of 2 solutions cost no more than par.</p>" in html
+    assert lesson_plots.bars(measured.lessons()[:1], "x") is None
+    assert "ring" not in lesson_plots.bars(measured.lessons(), "x").alt
 
 
 def test_markdown_is_for_a_readme():
