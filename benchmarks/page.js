@@ -48,6 +48,8 @@
   let opener = null;
   const NUMBERS = "tr[data-note] > td[data-value], td[data-note]";
   const note = (name) => document.getElementById(name);
+  // Where a cell's column stands in a result of the JSON.
+  const keyOf = (cell) => cell.closest("table")?.tHead.rows[0].cells[cell.cellIndex]?.dataset.key ?? "";
   const noteOf = (at) => at.dataset.note ?? at.closest("tr").dataset.note;
   const hide = (back) => {
     if (card.hidden) return;
@@ -58,7 +60,8 @@
     const close = element("button", { className: "close", textContent: "✕", type: "button" });
     close.setAttribute("aria-label", "Close");
     close.addEventListener("click", () => hide(true));
-    card.replaceChildren(...[...note(name).childNodes].map((each) => each.cloneNode(true)), close);
+    const key = at.matches("td") && keyOf(at) ? [element("code", { textContent: keyOf(at) }), " of "] : [];
+    card.replaceChildren(...key, ...[...note(name).childNodes].map((each) => each.cloneNode(true)), close);
     all("[id]", card).forEach((each) => each.removeAttribute("id"));
     opener = at.closest("tr")?.querySelector("a.note") ?? at;
     card.hidden = false;
@@ -81,8 +84,7 @@
   document.addEventListener("mouseover", (event) => {
     const at = event.target.closest(`${NUMBERS}, a[data-note]`);
     if (!at || at.title) return;
-    const heading = at.closest("table")?.tHead.rows[0].cells[at.cellIndex];
-    const source = heading?.dataset.key ? `${heading.dataset.key}; ` : "";
+    const source = keyOf(at) && `${keyOf(at)}; `;
     at.title = source + note(noteOf(at)).textContent.replace(/\s+/g, " ").trim();
   });
 

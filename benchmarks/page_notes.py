@@ -109,6 +109,8 @@ def how(entry: Entry, found: Results, slug: str, index: int) -> str:
     parts = [_spread(stats)]
     if "peer" in extra:
         parts.append(_peer(entry))
+    if "memory_source" in extra:
+        parts.append(f"Memory: {extra['memory_source']}.")
     commit = run["commit"] or ""
     changed = " with changes" if commit.endswith("+") else ""
     at = f", commit {commit.rstrip('+')}{changed}" if commit else ""

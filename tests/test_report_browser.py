@@ -97,7 +97,8 @@ def test_a_number_says_how_it_was_measured(page: Any) -> None:
     number.scroll_into_view_if_needed()
     number.click()
     card = page.locator("#card")
-    assert "Median 100 ms of 20 rounds" in card.inner_text()
+    assert card.inner_text().startswith("stats.median of data parallel, overlap: Median 100 ms of 20 rounds")
+    assert "Memory: counted by engine.memory()." in card.inner_text()
     assert "benchmarks[0]" in card.inner_text()
     box = card.bounding_box()
     assert box["x"] >= 0
@@ -165,6 +166,8 @@ def test_paper_has_all_notes(page: Any) -> None:
     page.evaluate("dispatchEvent(new Event('beforeprint'))")
     assert page.locator("#note-1").is_visible()
     assert not page.locator("nav").is_visible()
+    page.set_viewport_size({"width": 1030, "height": 700})  # of A4 on its side, less its margins
+    assert page.evaluate("document.documentElement.scrollWidth") == 1030
     page.evaluate("dispatchEvent(new Event('afterprint'))")
     page.emulate_media(media="screen")
     assert not page.locator("#note-1").is_visible()
