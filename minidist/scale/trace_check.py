@@ -1,0 +1,145 @@
+"""Is a file a trace that can be believed? The rules of the format, and those that time itself imposes.
+
+>>> problems(json.loads(Path("trace.json").read_text()))
+[]
+
+Slices of a lane lie in one another or apart; an arrow begins in a slice and ends in one, not before it began;
+every message that was received was sent, and every one that was sent was received.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from typing import Any
+
+REQUIRED: dict[str, dict[str, type | tuple[type, ...]]] = {
+    "X": {"name": str, "cat": str, "ts": (int, float), "dur": (int, float), "pid": int, "tid": int},
+    "M": {"name": str, "pid": int, "tid": int, "args": dict},
+    "s": {"name": str, "cat": str, "id": int, "ts": (int, float), "pid": int, "tid": int},
+    "f": {"name": str, "cat": str, "id": int, "ts": (int, float), "pid": int, "tid": int},
+}
+"""What an event of each phase must have."""
+NAMES = ("process_name", "process_sort_index", "thread_name", "thread_sort_index")
+"""Of metadata events."""
+Event = dict[str, Any]
+Lane = tuple[int, int]
+
+
+def check(document: object) -> None:
+    """See that there are no problems.
+
+    Raises:
+        ValueError: there are; says the first, and how many.
+    """
+    found = problems(document)
+    if found:
+        more = f"; and {len(found) - 1} more" if len(found) > 1 else ""
+        raise ValueError(f"the trace is not right: {found[0]}{more}")
+
+
+def problems(document: object) -> list[str]:
+    """What is wrong with a trace that was read from a file, a sentence each; none where it is right."""
+    if not isinstance(document, dict) or not isinstance(document.get("traceEvents"), list):
+        return ["it is no object with a list of traceEvents"]
+    found: list[str] = []
+    events = []
+    for place, event in enumerate(document["traceEvents"]):
+        wrong = _malformed(event)
+        if wrong:
+            found.append(f"event {place} {wrong}")
+        else:
+            events.append(event)
+    slices: dict[Lane, list[Event]] = defaultdict(list)
+    for event in events:
+        if event["ph"] == "X":
+            slices[event["pid"], event["tid"]].append(event)
+    for (pid, tid), own in slices.items():
+        found += _crossing(pid, tid, own)
+    errors = document.get("otherData", {}).get("clock_error_us", [])
+    return found + _unmatched(events, slices, errors)
+
+
+def _malformed(event: object) -> str:
+    """What is wrong with an event on its own; "" where nothing is."""
+    if not isinstance(event, dict):
+        return "is no object"
+    required = REQUIRED.get(event.get("ph", ""))
+    if required is None:
+        return f"has phase {event.get('ph')!r}; known are {', '.join(REQUIRED)}"
+    for name, kind in required.items():
+        value = event.get(name)
+        if not isinstance(value, kind) or isinstance(value, bool):
+            return f"({event.get('name')}) has {name} {value!r}"
+        if name in ("ts", "dur") and not 0 <= value < math.inf:
+            return f"({event.get('name')}) has {name} {value}, which is no time"
+    if event["ph"] == "M" and event["name"] not in NAMES:
+        return f"names {event['name']!r}; known are {', '.join(NAMES)}"
+    return ""
+
+
+def _crossing(pid: int, tid: int, slices: list[Event]) -> list[str]:
+    """Slices of a lane that begin in another one and end after it."""
+    found = []
+    open_: list[tuple[int, str]] = []
+    for event in sorted(slices, key=lambda event: (event["ts"], -event["dur"])):
+        start, end = _span(event)
+        while open_ and open_[-1][0] <= start:
+            open_.pop()
+        if open_ and end > open_[-1][0]:
+            found.append(
+                f"on lane {tid} of rank {pid}, {event['name']} ends after {open_[-1][1]}, in which it began"
+            )
+        open_.append((end, event["name"]))
+    return found
+
+
+def _unmatched(events: list[Event], slices: dict[Lane, list[Event]], errors: list[float]) -> list[str]:
+    """Arrows with one end, backwards or into nothing, and messages without an arrow."""
+    found = []
+    arrows: dict[int, dict[str, Event]] = defaultdict(dict)
+    for event in events:
+        if event["ph"] in "sf" and event["ph"] in arrows[event["id"]]:
+            found.append(f"two arrows have the id {event['id']}")
+        elif event["ph"] in "sf":
+            arrows[event["id"]][event["ph"]] = event
+    ends: dict[str, set[int]] = {"send": set(), "recv": set()}  # slices that arrows end in
+    for number, both in arrows.items():
+        for phase, kind in (("s", "send"), ("f", "recv")):
+            if phase not in both:
+                found.append(f"arrow {number} has no {'beginning' if phase == 's' else 'end'}")
+                continue
+            event = both[phase]
+            at = round(event["ts"] * 1e3)
+            for each in slices[event["pid"], event["tid"]]:
+                if (
+                    each["cat"] == kind
+                    and _span(each)[0] <= at <= _span(each)[1]
+                    and id(each) not in ends[kind]
+                ):
+                    ends[kind].add(id(each))
+                    break
+            else:
+                found.append(f"arrow {number} has its {'beginning' if phase == 's' else 'end'} in no {kind}")
+        if len(both) == 2:
+            apart = sum(errors[both[phase]["pid"]] for phase in "sf") if errors else 0.0
+            early = both["s"]["ts"] - both["f"]["ts"]
+            if early > apart:
+                found.append(
+                    f"arrow {number} from rank {both['s']['pid']} to rank {both['f']['pid']} ends {early:.3f} us "
+                    "before it begins; their clocks are not aligned"
+                )
+    for own in slices.values():
+        for each in own:
+            if each["cat"] in ends and id(each) not in ends[each["cat"]]:
+                other = "received" if each["cat"] == "send" else "sent"
+                found.append(
+                    f"rank {each['pid']} has a {each['cat']} at {each['ts']:.3f} us that no rank has {other}"
+                )
+    return found
+
+
+def _span(event: Event) -> tuple[int, int]:
+    """From when to when, in nanoseconds."""
+    start = round(event["ts"] * 1e3)
+    return start, start + round(event["dur"] * 1e3)

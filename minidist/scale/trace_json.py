@@ -1,0 +1,121 @@
+"""A trace as a file: the JSON object form of Chrome's trace events, which Perfetto opens.
+
+A process is a rank, a thread is a lane. Slices are complete events (X), messages flow events from the sender's
+slice (s) to the receiver's (f). Times are microseconds from the beginning, in whole nanoseconds.
+
+Source: "Trace Event Format", Google 2016, docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from minidist.scale.trace_slices import AUTOGRAD, MAIN, Slice
+from minidist.scale.traced import RankTrace, Trace
+
+MESSAGE = "message"
+"""Name and category of the arrows."""
+
+
+def save(trace: Trace, path: str | PathLike[str]) -> None:
+    """Write a trace to a file, which takes its place at once or not at all.
+
+    Raises:
+        TypeError: the path is no name of a file.
+        OSError: it cannot be written.
+    """
+    if not isinstance(path, str | PathLike):
+        raise TypeError(f"path is {path!r}; give the name of a file to write, such as 'trace.json'")
+    beside = Path(f"{os.fspath(path)}.part")
+    beside.write_text(json.dumps(document(trace), allow_nan=False), encoding="utf-8")
+    beside.replace(path)
+
+
+def document(trace: Trace) -> dict[str, Any]:
+    """The file's one object."""
+    start = trace.start
+    events: list[dict[str, Any]] = []
+    for rank in trace.ranks:
+        events += _of_rank(rank, start)
+    for number, arrow in enumerate(trace.arrows, 1):
+        common = {"name": MESSAGE, "cat": MESSAGE, "id": number}
+        lanes = [_lanes(trace.ranks[rank]) for rank in (arrow.source, arrow.destination)]
+        sent, received = arrow.sent, arrow.received
+        # An arrow ends in a slice, and at its very end that is over.
+        end = max(_nanoseconds(received.start - start), _nanoseconds(received.end - start) - 1)
+        events += [
+            common
+            | {"ph": "s", "ts": _nanoseconds(sent.start - start) / 1e3}
+            | {"pid": arrow.source, "tid": lanes[0][sent.lane]},
+            common
+            | {"ph": "f", "bp": "e", "ts": end / 1e3}
+            | {"pid": arrow.destination, "tid": lanes[1][received.lane]},
+        ]
+    about = {
+        "made_by": "minidist trace",
+        "layout": trace.layout,
+        "ranks": len(trace.ranks),
+        "bytes_moved_to_gather": trace.bytes_moved,
+        "clock_offset_us": [each.offset * 1e6 for each in trace.ranks],
+        "clock_error_us": [each.error * 1e6 for each in trace.ranks],
+    }
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
+
+
+def _of_rank(rank: RankTrace, start: float) -> Iterator[dict[str, Any]]:
+    """A rank's names and slices."""
+    place = ", ".join(f"{axis} {at}" for axis, at in rank.place.items())
+    name = f"rank {rank.rank}" + (f" ({place})" if place else "")
+    yield _named("process_name", rank.rank, 0, name=name)
+    yield _named("process_sort_index", rank.rank, 0, sort_index=rank.rank)
+    lanes = _lanes(rank)
+    for lane, number in lanes.items():
+        yield _named("thread_name", rank.rank, number, name=lane)
+        yield _named("thread_sort_index", rank.rank, number, sort_index=number)
+    for each in sorted(rank.slices, key=lambda each: (each.start, -each.end)):
+        begun, ended = _nanoseconds(each.start - start), _nanoseconds(each.end - start)
+        yield {
+            "name": _title(each),
+            "cat": each.kind,
+            "ph": "X",
+            "ts": begun / 1e3,
+            "dur": (ended - begun) / 1e3,
+            "pid": rank.rank,
+            "tid": lanes[each.lane],
+            "args": {name: value for name, value in each.args.items() if name != "called"}
+            | (
+                {"called_us": _nanoseconds(each.args["called"] - start) / 1e3}
+                if "called" in each.args
+                else {}
+            ),
+        }
+
+
+def _title(each: Slice) -> str:
+    """What stands on a slice."""
+    if each.kind in ("backward", "recompute"):
+        return f"{each.name} {each.kind}"
+    return each.name
+
+
+def _lanes(rank: RankTrace) -> dict[str, int]:
+    """A number for each lane: threads first, then what runs beside them."""
+    order = (MAIN, AUTOGRAD, "thread", "background", "messages")
+
+    def place(lane: str) -> tuple[int, int, str]:
+        return next((i for i, name in enumerate(order) if lane.startswith(name)), len(order)), len(lane), lane
+
+    return {lane: number for number, lane in enumerate(sorted({e.lane for e in rank.slices}, key=place), 1)}
+
+
+def _named(what: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:
+    return {"name": what, "ph": "M", "pid": pid, "tid": tid, "args": args}
+
+
+def _nanoseconds(seconds: float) -> int:
+    return round(seconds * 1e9)
