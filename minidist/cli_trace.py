@@ -1,4 +1,4 @@
-"""The command `minidist trace`: one step of a layout on a time line, as a file for Perfetto and as a picture."""
+"""The command `minidist trace`: one step of a layout on a time line, for Perfetto and as a picture."""
 
 from __future__ import annotations
 
@@ -70,9 +70,8 @@ def trace(
     show(found.table())
     drawn = "" if plot is None else f"; as a picture: {short(plot)}"
     arrows = "1 message" if len(found.arrows) == 1 else f"{len(found.arrows)} messages"
-    show(
-        f"A step of {seconds * 1e3:.1f} ms with {arrows}, in {short(out)}: open it in ui.perfetto.dev{drawn}"
-    )
+    where = f"{short(out)}, which ui.perfetto.dev opens{drawn}"
+    show(f"A step of {seconds * 1e3:.1f} ms with {arrows}: {where}")
 
 
 def _check(out: Path, plot: Path | None) -> None:

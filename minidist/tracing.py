@@ -58,7 +58,7 @@ def trace_layout(
         dtype=dtype,
         seed=seed,
     )
-    found = launch(traced, layout.ranks, (config,), timeout)[0]
+    found: Trace | None = launch(traced, layout.ranks, (config,), timeout)[0]
     assert found is not None  # rank 0 has it
     return found
 

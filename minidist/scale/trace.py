@@ -34,7 +34,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from threading import get_ident
 from types import TracebackType
-from typing import Any
 
 import torch
 from torch import nn
@@ -55,7 +54,7 @@ _open: list[trace] = []
 """The one that is open in this process."""
 
 
-class trace:  # noqa: N801 (it is called as a function is)
+class trace:
     """Trace what this rank does inside a `with`; every rank of the world opens one, at the same place.
 
     Sends the 8 bytes of `trace_clock.read` 16 times to and from each rank, before and after, and an empty
@@ -152,7 +151,7 @@ class trace:  # noqa: N801 (it is called as a function is)
         """
         if len(self._readings) < 2:
             raise RuntimeError(
-                "there is no whole trace to gather: leave its `with` first, and without an error, on all ranks"
+                "there is no whole trace to gather: leave its `with` first, without an error, on all ranks"
             )
         own = json.dumps([self._place, [vars(each) for each in self._slices()], *map(asdict, self._readings)])
         texts, moved = _to_first(own.encode())

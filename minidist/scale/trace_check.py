@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
-REQUIRED: dict[str, dict[str, type | tuple[type, ...]]] = {
-    "X": {"name": str, "cat": str, "ts": (int, float), "dur": (int, float), "pid": int, "tid": int},
+REQUIRED: dict[str, dict[str, Any]] = {
+    "X": {"name": str, "cat": str, "ts": int | float, "dur": int | float, "pid": int, "tid": int},
     "M": {"name": str, "pid": int, "tid": int, "args": dict},
-    "s": {"name": str, "cat": str, "id": int, "ts": (int, float), "pid": int, "tid": int},
-    "f": {"name": str, "cat": str, "id": int, "ts": (int, float), "pid": int, "tid": int},
+    "s": {"name": str, "cat": str, "id": int, "ts": int | float, "pid": int, "tid": int},
+    "f": {"name": str, "cat": str, "id": int, "ts": int | float, "pid": int, "tid": int},
 }
 """What an event of each phase must have."""
 NAMES = ("process_name", "process_sort_index", "thread_name", "thread_sort_index")
@@ -68,7 +69,7 @@ def _malformed(event: object) -> str:
     if required is None:
         return f"has phase {event.get('ph')!r}; known are {', '.join(REQUIRED)}"
     for name, kind in required.items():
-        value = event.get(name)
+        value: Any = event.get(name)
         if not isinstance(value, kind) or isinstance(value, bool):
             return f"({event.get('name')}) has {name} {value!r}"
         if name in ("ts", "dur") and not 0 <= value < math.inf:
@@ -87,56 +88,61 @@ def _crossing(pid: int, tid: int, slices: list[Event]) -> list[str]:
         while open_ and open_[-1][0] <= start:
             open_.pop()
         if open_ and end > open_[-1][0]:
-            found.append(
-                f"on lane {tid} of rank {pid}, {event['name']} ends after {open_[-1][1]}, in which it began"
-            )
+            where = f"lane {tid} of rank {pid}"
+            found.append(f"on {where} {event['name']} ends after {open_[-1][1]}, in which it began")
         open_.append((end, event["name"]))
     return found
 
 
-def _unmatched(events: list[Event], slices: dict[Lane, list[Event]], errors: list[float]) -> list[str]:
+def _unmatched(events: list[Event], slices: dict[Lane, list[Event]], errors: Sequence[float]) -> list[str]:
     """Arrows with one end, backwards or into nothing, and messages without an arrow."""
     found = []
     arrows: dict[int, dict[str, Event]] = defaultdict(dict)
     for event in events:
-        if event["ph"] in "sf" and event["ph"] in arrows[event["id"]]:
-            found.append(f"two arrows have the id {event['id']}")
-        elif event["ph"] in "sf":
+        if event["ph"] in "sf":
+            if event["ph"] in arrows[event["id"]]:
+                found.append(f"two arrows have the id {event['id']}")
             arrows[event["id"]][event["ph"]] = event
-    ends: dict[str, set[int]] = {"send": set(), "recv": set()}  # slices that arrows end in
+    ends: set[int] = set()  # slices that arrows begin or end in
     for number, both in arrows.items():
-        for phase, kind in (("s", "send"), ("f", "recv")):
+        for phase, kind, end in (("s", "send", "beginning"), ("f", "recv", "end")):
             if phase not in both:
-                found.append(f"arrow {number} has no {'beginning' if phase == 's' else 'end'}")
+                found.append(f"arrow {number} has no {end}")
                 continue
-            event = both[phase]
-            at = round(event["ts"] * 1e3)
-            for each in slices[event["pid"], event["tid"]]:
-                if (
-                    each["cat"] == kind
-                    and _span(each)[0] <= at <= _span(each)[1]
-                    and id(each) not in ends[kind]
-                ):
-                    ends[kind].add(id(each))
-                    break
+            message = _message_at(both[phase], kind, slices, ends)
+            if message is None:
+                found.append(f"arrow {number} has its {end} in no {kind}")
             else:
-                found.append(f"arrow {number} has its {'beginning' if phase == 's' else 'end'} in no {kind}")
-        if len(both) == 2:
-            apart = sum(errors[both[phase]["pid"]] for phase in "sf") if errors else 0.0
-            early = both["s"]["ts"] - both["f"]["ts"]
-            if early > apart:
-                found.append(
-                    f"arrow {number} from rank {both['s']['pid']} to rank {both['f']['pid']} ends {early:.3f} us "
-                    "before it begins; their clocks are not aligned"
-                )
-    for own in slices.values():
-        for each in own:
-            if each["cat"] in ends and id(each) not in ends[each["cat"]]:
-                other = "received" if each["cat"] == "send" else "sent"
-                found.append(
-                    f"rank {each['pid']} has a {each['cat']} at {each['ts']:.3f} us that no rank has {other}"
-                )
+                ends.add(id(message))
+        found += _backwards(number, both, errors)
+    for each in (each for own in slices.values() for each in own if each["cat"] in ("send", "recv")):
+        if id(each) not in ends:
+            other = "received" if each["cat"] == "send" else "sent"
+            found.append(f"rank {each['pid']} has a {each['cat']} at {each['ts']} us that nobody has {other}")
     return found
+
+
+def _message_at(event: Event, kind: str, slices: dict[Lane, list[Event]], taken: set[int]) -> Event | None:
+    """The send or the receive in which an arrow ends, which no other one does."""
+    at = round(event["ts"] * 1e3)
+    for each in slices[event["pid"], event["tid"]]:
+        start, end = _span(each)
+        if each["cat"] == kind and start <= at <= end and id(each) not in taken:
+            return each
+    return None
+
+
+def _backwards(number: int, both: dict[str, Event], errors: Sequence[float]) -> list[str]:
+    """An arrow that ends before it begins, by more than the clocks may be wrong."""
+    if len(both) < 2:
+        return []
+    ranks = [both[phase]["pid"] for phase in "sf"]
+    apart = sum(errors[rank] for rank in ranks if rank < len(errors))
+    early = both["s"]["ts"] - both["f"]["ts"]
+    if early <= apart:
+        return []
+    way = f"from rank {ranks[0]} to rank {ranks[1]}"
+    return [f"arrow {number} {way} ends {early:.3f} us before it begins; the clocks are not aligned"]
 
 
 def _span(event: Event) -> tuple[int, int]:

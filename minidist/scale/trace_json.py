@@ -1,9 +1,9 @@
 """A trace as a file: the JSON object form of Chrome's trace events, which Perfetto opens.
 
-A process is a rank, a thread is a lane. Slices are complete events (X), messages flow events from the sender's
-slice (s) to the receiver's (f). Times are microseconds from the beginning, in whole nanoseconds.
+A process is a rank, a thread is a lane. Slices are complete events (X), messages are flow events from the
+sender's slice (s) to the receiver's (f). Times are microseconds from the beginning, in whole nanoseconds.
 
-Source: "Trace Event Format", Google 2016, docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
+Source: "Trace Event Format", Google 2016, a document that perfetto.dev/docs links under "JSON trace format".
 """
 
 from __future__ import annotations
@@ -87,13 +87,16 @@ def _of_rank(rank: RankTrace, start: float) -> Iterator[dict[str, Any]]:
             "dur": (ended - begun) / 1e3,
             "pid": rank.rank,
             "tid": lanes[each.lane],
-            "args": {name: value for name, value in each.args.items() if name != "called"}
-            | (
-                {"called_us": _nanoseconds(each.args["called"] - start) / 1e3}
-                if "called" in each.args
-                else {}
-            ),
+            "args": _arguments(each, start),
         }
+
+
+def _arguments(each: Slice, start: float) -> dict[str, Any]:
+    """What is told of a slice, in the file's time."""
+    found = {name: value for name, value in each.args.items() if name != "called"}
+    if "called" in each.args:
+        found["called_us"] = _nanoseconds(each.args["called"] - start) / 1e3
+    return found
 
 
 def _title(each: Slice) -> str:

@@ -93,9 +93,12 @@ class Modules:
         stack: list[Node | None] = [x.grad_fn for x in tensors_in(outputs)]
         while stack:
             node = stack.pop()
-            if node is None or node.metadata.get(KEY) is self._mark or node._sequence_nr() < first:
+            if node is None or node._sequence_nr() < first:
                 continue
-            node.metadata[KEY] = self._mark
+            notes: dict[str, object] = node.metadata  # type: ignore[assignment] (no method, as torch has it)
+            if notes.get(KEY) is self._mark:
+                continue
+            notes[KEY] = self._mark
             self._time(node, path)
             stack += [below for below, _ in node.next_functions]
 
@@ -109,7 +112,7 @@ class Modules:
         def after(gradients: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> None:
             ended, thread = time.perf_counter(), get_ident()
             self._inside[thread] -= 1
-            number = torch._C._current_graph_task_id()  # type: ignore[attr-defined]
+            number = torch._C._current_graph_task_id()
             self.atoms[thread].append(Atom(begun.pop(), ended, path, number))
 
         self._handles += [node.register_prehook(before), node.register_hook(after)]

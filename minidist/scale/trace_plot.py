@@ -1,4 +1,4 @@
-"""A trace as a Gantt chart, for those who open no tool: a row for each rank, and white where it waits for others.
+"""A trace as a Gantt chart, for those who open no tool: a row for each rank, white where it waits for others.
 
 The wide bar says what the rank was at; the numbers in it are a pipeline's micro-batches. The narrow bars
 below are calls that ran beside it, and thin lines are messages from the rank that sends to the one that
@@ -76,7 +76,7 @@ def plot(trace: Trace, path: str | PathLike[str] | None = None) -> Axes:
         for state in STATES
         if state in drawn
     ]
-    if any(not each.on_thread for rank in trace.ranks for each in rank.slices):
+    if any(_collectives_beside(rank) for rank in trace.ranks):
         handles.append(Patch(color=BESIDE, label="calls in the background"))
     figure.legend(handles=handles, loc="outside upper center", ncols=5, frameon=False, fontsize=8)
     axes.set(
@@ -116,10 +116,8 @@ def _states(axes: Axes, trace: Trace, rank: RankTrace) -> None:
         ]
         if state != "idle":
             axes.broken_barh(spans, (rank.rank - 0.32, 0.64), facecolors=COLORS[state], linewidth=0)
-    whole = (0, (trace.end - trace.start) * 1e3)
-    axes.broken_barh(
-        [whole], (rank.rank - 0.32, 0.64), facecolors="none", edgecolors="#CCCCCC", linewidth=0.5
-    )
+    box = [(0, (trace.end - trace.start) * 1e3)], (rank.rank - 0.32, 0.64)
+    axes.broken_barh(*box, facecolors="none", edgecolors="#CCCCCC", linewidth=0.5)
 
 
 def _instructions(axes: Axes, trace: Trace, rank: RankTrace) -> None:
@@ -138,13 +136,17 @@ def _instructions(axes: Axes, trace: Trace, rank: RankTrace) -> None:
 
 def _beside(axes: Axes, trace: Trace, rank: RankTrace) -> None:
     """The narrow bars, one for each lane of collectives."""
-    own = [each for each in rank.slices if not each.on_thread and each.kind == "collective"]
+    own = _collectives_beside(rank)
     lanes = sorted({each.lane for each in own}, key=lambda lane: (len(lane), lane))
     height = 0.14 / max(len(lanes), 1)
     for place, lane in enumerate(lanes):
         spans = [_span(trace, each) for each in own if each.lane == lane]
         bottom = rank.rank + 0.35 + place * height
         axes.broken_barh(spans, (bottom, 0.9 * height), facecolors=BESIDE, edgecolors="white", linewidth=0.3)
+
+
+def _collectives_beside(rank: RankTrace) -> list[Slice]:
+    return [each for each in rank.slices if not each.on_thread and each.kind == "collective"]
 
 
 def _span(trace: Trace, each: Slice) -> tuple[float, float]:

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 STATES = (*COMPUTE[:3], "backward_weight", "optimizer", "other", "communication", "idle")
-"""What a rank may be at, at any time: computing, in four kinds; other work, such as the loss, filling buckets,
-and Python's own; held up by a call that is under way; or by one for which another rank has not come."""
+"""What a rank may be at, at any time: computing, of several kinds; other work, such as the loss, filling
+buckets, and Python's own; held up by a call that is under way; or by one that another rank has not come to."""
 
 
 class Stretch(NamedTuple):
