@@ -95,7 +95,7 @@ class Modules:
             node = stack.pop()
             if node is None or node._sequence_nr() < first:
                 continue
-            notes: dict[str, object] = node.metadata  # type: ignore[assignment] (no method, as torch has it)
+            notes: Any = node.metadata
             if notes.get(KEY) is self._mark:
                 continue
             notes[KEY] = self._mark

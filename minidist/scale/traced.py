@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 STATES = (*COMPUTE[:3], "backward_weight", "optimizer", "other", "communication", "idle")
 """What a rank may be at, at any time: computing, of several kinds; other work, such as the loss, filling
-buckets, and Python's own; held up by a call that is under way; or by one that another rank has not come to."""
+buckets, and Python's own; held up by a call under way; or by one that another rank has not come to yet."""
 
 
 class Stretch(NamedTuple):
