@@ -1,4 +1,4 @@
-"""The command `minidist`: train, compare, bench, report, lessons, doctor.
+"""The command `minidist`: train, compare, trace, bench, report, lessons, doctor.
 
     minidist train --data digits --ranks 2
     minidist bench && minidist report

@@ -426,7 +426,7 @@ def test_the_picture_has_every_micro_batch(trace_of: Any, tmp_path: Path) -> Non
     assert (tmp_path / "trace.svg").read_text().startswith("<?xml")
     assert [label.get_text() for label in axes.get_yticklabels()] == ["rank 0\npp0", "rank 1\npp1"]
     texts = {text.get_text() for text in axes.texts if text.get_text()}
-    assert texts <= {f"{micro_batch}\nc{chunk}" for micro_batch in range(4) for chunk in range(2)}
+    assert texts <= {f"{kind}{number}\nc{chunk}" for kind in "FB" for number in range(4) for chunk in (0, 1)}
     assert sum(not text.get_text() for text in axes.texts) == len(found.arrows)
 
 

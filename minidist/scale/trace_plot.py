@@ -1,8 +1,8 @@
 """A trace as a Gantt chart, for those who open no tool: a row for each rank, white where it waits for others.
 
-The wide bar says what the rank was at; the numbers in it are a pipeline's micro-batches. The narrow bars
-below are calls that ran beside it, and thin lines are messages from the rank that sends to the one that
-receives.
+The wide bar says what the rank was at. Letters and numbers in it are a pipeline's passes and micro-batches: F0
+is the forward pass of the first, B0 its backward pass, which may be in two parts, I0 for the inputs and W0 for
+the weights. Narrow bars are collectives that ran beside it, and arrows are messages.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ COLORS = {
     "backward_weight": "#009E73",
     "optimizer": "#CC79A7",
     "other": "#BBBBBB",
-    "communication": "#D55E00",
+    "communication": "#0072B2",
     "idle": "#FFFFFF",
 }
 """Those of Okabe and Ito, which people with any colour vision tell apart; as in schedule_plot.py."""
@@ -32,15 +32,13 @@ LABELS = {
     "recompute": "forward, again",
     "backward_weight": "backward, weights",
     "other": "other work: loss, buckets, Python",
-    "communication": "communication, waited for",
+    "communication": "communication; narrow bars: in the background",
     "idle": "idle: another rank has not come",
 }
-BESIDE = "#0072B2"
-"""Of calls in the background."""
 ARROWS = 400
 """More are not drawn: they would hide the rest."""
-NARROW = 0.011
-"""Of the whole width, below which no number fits into a box."""
+NARROW = 0.016
+"""Of the whole width, below which no letters fit into a box."""
 
 
 def plot(trace: Trace, path: str | PathLike[str] | None = None) -> Axes:
@@ -71,14 +69,15 @@ def plot(trace: Trace, path: str | PathLike[str] | None = None) -> Axes:
     if len(trace.arrows) <= ARROWS:
         _arrows(axes, trace)
     drawn = {stretch.state for timeline in trace.timelines for stretch in timeline}
+    if any(_collectives_beside(rank) for rank in trace.ranks):
+        drawn.add("communication")
     handles = [
         Patch(facecolor=COLORS[state], edgecolor="#888888", linewidth=0.5, label=LABELS.get(state, state))
         for state in STATES
         if state in drawn
     ]
-    if any(_collectives_beside(rank) for rank in trace.ranks):
-        handles.append(Patch(color=BESIDE, label="calls in the background"))
-    figure.legend(handles=handles, loc="outside upper center", ncols=5, frameon=False, fontsize=8)
+    columns = -(-len(handles) // 2)
+    figure.legend(handles=handles, loc="outside upper center", ncols=columns, frameon=False, fontsize=8)
     axes.set(
         yticks=range(len(trace.ranks)),
         yticklabels=[_name(rank) for rank in trace.ranks],
@@ -129,7 +128,7 @@ def _instructions(axes: Axes, trace: Trace, rank: RankTrace) -> None:
         start, width = (each.start - trace.start) * 1e3, (each.end - each.start) * 1e3
         box = [(start, width)], (rank.rank - 0.32, 0.64)
         axes.broken_barh(*box, facecolors="none", edgecolors="black", linewidth=0.6)
-        text = str(each.args["micro_batch"]) + (f"\nc{each.args['chunk']}" if chunks else "")
+        text = each.name.partition(" ")[0] + (f"\nc{each.args['chunk']}" if chunks else "")
         if width > NARROW * (trace.end - trace.start) * 1e3:
             axes.text(start + width / 2, rank.rank, text, ha="center", va="center", fontsize=7, clip_on=True)
 
@@ -142,7 +141,7 @@ def _beside(axes: Axes, trace: Trace, rank: RankTrace) -> None:
     for place, lane in enumerate(lanes):
         spans = [_span(trace, each) for each in own if each.lane == lane]
         bottom = rank.rank + 0.35 + place * height
-        axes.broken_barh(spans, (bottom, 0.9 * height), facecolors=BESIDE, edgecolors="white", linewidth=0.3)
+        axes.broken_barh(spans, (bottom, 0.9 * height), facecolors=COLORS["communication"], linewidth=0)
 
 
 def _collectives_beside(rank: RankTrace) -> list[Slice]:
