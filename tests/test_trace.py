@@ -439,9 +439,15 @@ def run(*words: str) -> int:
 def test_the_command_writes_a_trace_and_says_what_is_in_it(
     cluster_of: Clusters, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(tracing, "launch", lambda fn, ranks, args, timeout: cluster_of(ranks).run(fn, *args))
+    runs: dict[int, list[Trace | None]] = {}  # one for both
+
+    def launch(fn: Any, ranks: int, args: Any, timeout: float | None) -> list[Trace | None]:
+        runs[ranks] = runs.get(ranks) or cluster_of(ranks).run(fn, *args)
+        return runs[ranks]
+
+    monkeypatch.setattr(tracing, "launch", launch)
     out, plot = tmp_path / "t.json", tmp_path / "t.png"
-    small = ("--model", "mlp", "--layout", "dp=2", "--steps", "1", "--out", str(out))
+    small = ("--model", "gpt", "--layout", "dp=2", "--steps", "1", "--out", str(out))
     assert run(*small, "--plot", str(plot)) == 0
     check(json.loads(out.read_text()))
     assert plot.read_bytes().startswith(b"\x89PNG")

@@ -1,8 +1,8 @@
 """A trace as a Gantt chart, for those who open no tool: a row for each rank, white where it waits for others.
 
-The wide bar says what the rank was at. Letters and numbers in it are a pipeline's passes and micro-batches: F0
-is the forward pass of the first, B0 its backward pass, which may be in two parts, I0 for the inputs and W0 for
-the weights. Narrow bars are collectives that ran beside it, and arrows are messages.
+The wide bar says what the rank was at. Letters and numbers in it are a pipeline's passes and micro-batches:
+F0 is the forward pass of the first, B0 its backward pass, which may be in two parts, I0 for the inputs and W0
+for the weights. Narrow bars are collectives that ran beside it, and arrows are messages.
 """
 
 from __future__ import annotations
