@@ -14,6 +14,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
+from minidist.scale.trace_json import PROCESS
+
 REQUIRED: dict[str, dict[str, Any]] = {
     "X": {"name": str, "cat": str, "ts": int | float, "dur": int | float, "pid": int, "tid": int},
     "M": {"name": str, "pid": int, "tid": int, "args": dict},
@@ -88,8 +90,8 @@ def _crossing(pid: int, tid: int, slices: list[Event]) -> list[str]:
         while open_ and open_[-1][0] <= start:
             open_.pop()
         if open_ and end > open_[-1][0]:
-            where = f"lane {tid} of rank {pid}"
-            found.append(f"on {where} {event['name']} ends after {open_[-1][1]}, in which it began")
+            where = f"on thread {tid} of rank {pid - PROCESS}"
+            found.append(f"{where} {event['name']} ends after {open_[-1][1]}, in which it began")
         open_.append((end, event["name"]))
     return found
 
@@ -118,7 +120,8 @@ def _unmatched(events: list[Event], slices: dict[Lane, list[Event]], errors: Seq
     for each in (each for own in slices.values() for each in own if each["cat"] in ("send", "recv")):
         if id(each) not in ends:
             other = "received" if each["cat"] == "send" else "sent"
-            found.append(f"rank {each['pid']} has a {each['cat']} at {each['ts']} us that nobody has {other}")
+            who = f"rank {each['pid'] - PROCESS}"
+            found.append(f"{who} has a {each['cat']} at {each['ts']} us that nobody has {other}")
     return found
 
 
@@ -136,8 +139,8 @@ def _backwards(number: int, both: dict[str, Event], errors: Sequence[float]) -> 
     """An arrow that ends before it begins, by more than the clocks may be wrong."""
     if len(both) < 2:
         return []
-    ranks = [both[phase]["pid"] for phase in "sf"]
-    apart = sum(errors[rank] for rank in ranks if rank < len(errors))
+    ranks = [both[phase]["pid"] - PROCESS for phase in "sf"]
+    apart = sum(errors[rank] for rank in ranks if 0 <= rank < len(errors))
     early = both["s"]["ts"] - both["f"]["ts"]
     if early <= apart:
         return []

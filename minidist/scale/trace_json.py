@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import defaultdict
 from collections.abc import Iterator
 from os import PathLike
 from pathlib import Path
@@ -20,6 +21,8 @@ from minidist.scale.traced import RankTrace, Trace
 
 MESSAGE = "message"
 """Name and category of the arrows."""
+PROCESS = 1000
+"""What a rank's number is added to, to be a process's: Perfetto takes number 0 for the kernel's own."""
 
 
 def save(trace: Trace, path: str | PathLike[str]) -> None:
@@ -40,21 +43,24 @@ def document(trace: Trace) -> dict[str, Any]:
     """The file's one object."""
     start = trace.start
     events: list[dict[str, Any]] = []
+    arrivals: dict[int, list[Slice]] = defaultdict(list)
+    for arrow in trace.arrows:
+        arrivals[arrow.destination].append(arrow.arrival)
     for rank in trace.ranks:
-        events += _of_rank(rank, start)
+        events += _of_rank(rank, arrivals[rank.rank], start)
     for number, arrow in enumerate(trace.arrows, 1):
         common = {"name": MESSAGE, "cat": MESSAGE, "id": number}
         lanes = [_lanes(trace.ranks[rank]) for rank in (arrow.source, arrow.destination)]
-        sent, received = arrow.sent, arrow.received
+        sent, received = arrow.sent, arrow.arrival
         # An arrow ends in a slice, and at its very end that is over.
         end = max(_nanoseconds(received.start - start), _nanoseconds(received.end - start) - 1)
         events += [
             common
             | {"ph": "s", "ts": _nanoseconds(sent.start - start) / 1e3}
-            | {"pid": arrow.source, "tid": lanes[0][sent.lane]},
+            | {"pid": PROCESS + arrow.source, "tid": lanes[0][sent.lane]},
             common
             | {"ph": "f", "bp": "e", "ts": end / 1e3}
-            | {"pid": arrow.destination, "tid": lanes[1][received.lane]},
+            | {"pid": PROCESS + arrow.destination, "tid": lanes[1][received.lane]},
         ]
     about = {
         "made_by": "minidist trace",
@@ -67,17 +73,17 @@ def document(trace: Trace) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
 
 
-def _of_rank(rank: RankTrace, start: float) -> Iterator[dict[str, Any]]:
+def _of_rank(rank: RankTrace, arrivals: list[Slice], start: float) -> Iterator[dict[str, Any]]:
     """A rank's names and slices."""
     place = ", ".join(f"{axis} {at}" for axis, at in rank.place.items())
     name = f"rank {rank.rank}" + (f" ({place})" if place else "")
-    yield _named("process_name", rank.rank, 0, name=name)
-    yield _named("process_sort_index", rank.rank, 0, sort_index=rank.rank)
-    lanes = _lanes(rank)
-    for lane, number in lanes.items():
-        yield _named("thread_name", rank.rank, number, name=lane)
-        yield _named("thread_sort_index", rank.rank, number, sort_index=number)
-    for each in sorted(rank.slices, key=lambda each: (each.start, -each.end)):
+    pid, lanes = PROCESS + rank.rank, _lanes(rank)
+    yield _named("process_name", pid, pid, name=name)
+    yield _named("process_sort_index", pid, pid, sort_index=rank.rank + 1)
+    for place, (lane, tid) in enumerate(lanes.items(), 1):
+        yield _named("thread_name", pid, tid, name=lane)
+        yield _named("thread_sort_index", pid, tid, sort_index=place)
+    for each in sorted([*rank.slices, *arrivals], key=lambda each: (each.start, -each.end)):
         begun, ended = _nanoseconds(each.start - start), _nanoseconds(each.end - start)
         yield {
             "name": _title(each),
@@ -85,7 +91,7 @@ def _of_rank(rank: RankTrace, start: float) -> Iterator[dict[str, Any]]:
             "ph": "X",
             "ts": begun / 1e3,
             "dur": (ended - begun) / 1e3,
-            "pid": rank.rank,
+            "pid": pid,
             "tid": lanes[each.lane],
             "args": _arguments(each, start),
         }
@@ -107,13 +113,15 @@ def _title(each: Slice) -> str:
 
 
 def _lanes(rank: RankTrace) -> dict[str, int]:
-    """A number for each lane: threads first, then what runs beside them."""
+    """A number for each lane: threads first, then what runs beside them. The first has the process's own."""
     order = (MAIN, AUTOGRAD, "thread", "background", "messages")
 
     def place(lane: str) -> tuple[int, int, str]:
         return next((i for i, name in enumerate(order) if lane.startswith(name)), len(order)), len(lane), lane
 
-    return {lane: number for number, lane in enumerate(sorted({e.lane for e in rank.slices}, key=place), 1)}
+    pid = PROCESS + rank.rank
+    ordered = sorted({each.lane for each in rank.slices} - {MAIN}, key=place)
+    return {MAIN: pid} | {lane: 100 * pid + number for number, lane in enumerate(ordered, 1)}
 
 
 def _named(what: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 COMPUTE = ("forward", "recompute", "backward", "optimizer")
 CALLS = ("collective", "send", "recv")
-KINDS = (*COMPUTE, *CALLS, "wait", "instruction", "span")
+KINDS = (*COMPUTE, *CALLS, "wait", "message", "instruction", "span")
 """
 | Kind | What the rank does |
 |---|---|
@@ -16,6 +16,7 @@ KINDS = (*COMPUTE, *CALLS, "wait", "instruction", "span")
 | `optimizer` | an optimizer's step |
 | `collective`, `send`, `recv` | a call through the door, one slice for each call in the ledger |
 | `wait` | waits for a call that was begun before |
+| `message` | the part of a `recv` in which the message is under way: it has been sent |
 | `instruction` | one of a pipeline's schedule |
 | `span` | what the user named; "step" is all that was traced |
 """

@@ -35,6 +35,15 @@ class Arrow(NamedTuple):
     destination: int
     received: Slice
 
+    @property
+    def arrival(self) -> Slice:
+        """The part of the receiving slice since it was sent, which the file has, too: arrows end there."""
+        # A viewer takes an arrow to lead from the slice that begins first, and receives are posted ahead.
+        start = min(max(self.received.start, self.sent.start + 1e-9), self.received.end)
+        name = f"message from rank {self.source}"
+        args = {"bytes": self.sent.args["bytes_sent"]}
+        return Slice(self.received.lane, "message", name, start, self.received.end, args)
+
 
 @dataclass
 class RankTrace:
