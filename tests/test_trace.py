@@ -7,7 +7,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -235,12 +235,18 @@ def test_a_module_that_is_called_in_others_is_in_their_slices(cluster_of: Cluste
     check(document(found))
 
 
-def own_loop(kind: str) -> tuple[Trace | None, list[Any]]:
+def own_loop(kind: str, algorithm: str) -> tuple[Trace | None, list[Any]]:
     torch.manual_seed(0)
     x, y = torch.randn(4, 6), torch.tensor([0, 1, 2, 0])
     if kind == "pipeline":
         module: Any = md.Pipeline([nn.Linear(6, 5), nn.Linear(5, 3)][md.rank()], micro_batches=2)
-        parts, step = [module], lambda: module.step(x, y)
+        parts = [module]
+
+        def step() -> None:
+            with module.timed() as events:
+                module.step(x, y)
+            assert len(events) == len(t._events[0])
+
     else:
         module = md.DataParallel(MLP((6, 5, 3)), overlap=False)
         parts = [module] if kind == "module" else []
@@ -249,17 +255,20 @@ def own_loop(kind: str) -> tuple[Trace | None, list[Any]]:
             nn.functional.cross_entropy(module(x), y).backward()
             module.synchronize()
 
-    with trace(*parts) as t, comm.ledger() as ledger:
+    way = comm.using(algorithm) if algorithm else nullcontext()
+    with way, trace(*parts) as t, comm.ledger() as ledger:
         step()
     return t.gather(), [*map(plain, ledger.calls)]
 
 
+@pytest.mark.parametrize("algorithm", ["", "torch", "ring"])
 @pytest.mark.parametrize("kind", ["module", "pipeline", "nothing"])
-def test_a_loop_of_ones_own_is_traced(cluster_of: Clusters, kind: str) -> None:
-    ranks = cluster_of(2).run(own_loop, kind)
+def test_a_loop_of_ones_own_is_traced(cluster_of: Clusters, kind: str, algorithm: str) -> None:
+    ranks = cluster_of(2).run(own_loop, kind, algorithm)
     found = ranks[0][0]
     for rank, (_, calls) in zip(found.ranks, ranks, strict=True):
         assert [told(each) for each in rank.calls] == calls
+        assert algorithm in {"", *(call[1] for call in calls)} or (kind, algorithm) == ("pipeline", "ring")
         kinds = {each.kind for each in rank.slices}
         assert ("forward" in kinds, "instruction" in kinds) == (kind != "nothing", kind == "pipeline")
     check(document(found))

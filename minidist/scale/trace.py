@@ -50,15 +50,15 @@ from minidist.scale.trace_modules import Modules
 from minidist.scale.trace_slices import AUTOGRAD, MAIN, Slice, lanes, passes
 from minidist.scale.traced import RankTrace, Trace, matched
 
-_open: list[trace] = []
+_open: list[Tracer] = []
 """The one that is open in this process."""
 
 
-class trace:
+def trace(*what: Engine | Pipeline | nn.Module) -> Tracer:
     """Trace what this rank does inside a `with`; every rank of the world opens one, at the same place.
 
-    Sends the 8 bytes of `trace_clock.read` 16 times to and from each rank, before and after, and an empty
-    barrier: none of them is in the trace.
+    Each rank but the first sends 128 bytes, and gets as many, before and after, to compare clocks, and there
+    is a barrier: they are not in the trace.
 
     Args:
         what: whose modules to watch: an engine of `md.prepare`; a `md.Pipeline`; or any module, such as the
@@ -67,6 +67,11 @@ class trace:
     Raises:
         TypeError: it is something else.
     """
+    return Tracer(*what)
+
+
+class Tracer:
+    """This rank's part of a trace, see `trace`: a `with`, then `gather`."""
 
     def __init__(self, *what: Engine | Pipeline | nn.Module) -> None:
         self._named: list[tuple[str, nn.Module]] = []
@@ -106,28 +111,30 @@ class trace:
                 "torch.nn.Module"
             )
 
-    def __enter__(self) -> trace:
+    def __enter__(self) -> Tracer:
         if _open:
             raise RuntimeError("a trace is open in this process already; leave its `with` first")
         if self._readings:
             raise RuntimeError("this trace has been taken; make another one: with trace(...) as t")
-        self._readings.append(trace_clock.read())
-        comm.barrier()
-        _open.append(self)
+        with ExitStack() as stack:
+            stack.callback(self._modules.close)
+            self._modules.open()
+            self._events = [stack.enter_context(each.timed()) for each in self._pipelines]
+            self._readings.append(trace_clock.read())
+            comm.barrier()
+            self._calls.open()
+            stack.callback(self._calls.close)
+            _open.append(self)
+            stack.callback(_open.remove, self)
+            self._stack = stack.pop_all()
         self._thread, self._begun = get_ident(), time.perf_counter()
-        self._calls.open()
-        self._modules.open()
-        self._events = [self._stack.enter_context(each.timed()) for each in self._pipelines]
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._stack.close()
-        self._modules.close()
-        self._calls.close()
         self._ended = time.perf_counter()
-        _open.remove(self)
+        self._stack.close()
         if kind is None:  # else others may be gone
             self._readings.append(trace_clock.read())
 

@@ -80,9 +80,9 @@ def _of_rank(rank: RankTrace, arrivals: list[Slice], start: float) -> Iterator[d
     pid, lanes = PROCESS + rank.rank, _lanes(rank)
     yield _named("process_name", pid, pid, name=name)
     yield _named("process_sort_index", pid, pid, sort_index=rank.rank + 1)
-    for place, (lane, tid) in enumerate(lanes.items(), 1):
+    for number, (lane, tid) in enumerate(lanes.items(), 1):
         yield _named("thread_name", pid, tid, name=lane)
-        yield _named("thread_sort_index", pid, tid, sort_index=place)
+        yield _named("thread_sort_index", pid, tid, sort_index=number)
     for each in sorted([*rank.slices, *arrivals], key=lambda each: (each.start, -each.end)):
         begun, ended = _nanoseconds(each.start - start), _nanoseconds(each.end - start)
         yield {
