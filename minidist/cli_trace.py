@@ -36,9 +36,11 @@ def trace(
     by communication under way, and idle until another rank comes.
     """
     _check(out, plot)
+    from minidist.comm.supervisor import PRELOAD
     from minidist.parallel.layout import Layout
     from minidist.tracing import trace_layout
 
+    os.environ.setdefault(PRELOAD, "torch._dynamo")  # which each rank would import for its optimizer
     chosen = Layout.parse(layout)
     waiting = console().status(f"{chosen} takes {steps + 1} steps on {chosen.ranks} ranks")
     with contextlib.nullcontext() if as_json else waiting:
@@ -69,9 +71,8 @@ def trace(
         return
     show(found.table())
     drawn = "" if plot is None else f"; as a picture: {short(plot)}"
-    arrows = "1 message" if len(found.arrows) == 1 else f"{len(found.arrows)} messages"
     where = f"{short(out)}, which ui.perfetto.dev opens{drawn}"
-    show(f"A step of {seconds * 1e3:.1f} ms with {arrows}: {where}")
+    show(f"A step of {seconds * 1e3:.1f} ms, {len(found.arrows)} messages from rank to rank: {where}")
 
 
 def _check(out: Path, plot: Path | None) -> None:
