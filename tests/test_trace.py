@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -136,6 +137,7 @@ def test_a_trace_tells_what_the_ledger_and_the_schedule_do(trace_of: Any, layout
     kinds = Counter(each.kind for rank in found.ranks for each in rank.slices)
     assert len(found.arrows) == kinds["send"] == kinds["recv"]
     assert all(arrow.sent.start < arrow.received.end for arrow in found.arrows)
+    assert all(arrow.sent.start <= arrow.arrival.start <= arrow.received.end for arrow in found.arrows)
     file = json.loads(json.dumps(document(found)))
     check(file)
     in_file = sum(event["ph"] == "X" for event in file["traceEvents"])
@@ -341,7 +343,15 @@ def test_waiting_for_a_rank_is_told_from_waiting_for_its_message() -> None:
 # Planted faults.
 
 
-def test_a_trace_that_lacks_a_send_is_found_out() -> None:
+def test_a_trace_that_lacks_a_send_is_found_out(trace_of: Any) -> None:
+    whole, _ = trace_of(MICRO)
+    for place, each in enumerate(whole.ranks[0].slices):
+        if each.kind == "send":
+            ranks = [replace(rank, slices=[*rank.slices]) for rank in whole.ranks]
+            del ranks[0].slices[place]
+            # Those that follow with its tag are taken for it, and the last is nobody's.
+            found = problems(document(Trace(ranks, "", 0, *matched(ranks))))
+            assert sum("rank 1 has a recv at" in each and "nobody has sent" in each for each in found) == 1
     check(document(hand_made()))
     with pytest.raises(ValueError, match=r"rank 1 has a recv at 1000000\.0 us that nobody has sent"):
         check(document(hand_made(send=False)))

@@ -105,19 +105,23 @@ def _unmatched(events: list[Event], slices: dict[Lane, list[Event]], errors: Seq
             if event["ph"] in arrows[event["id"]]:
                 found.append(f"two arrows have the id {event['id']}")
             arrows[event["id"]][event["ph"]] = event
+    messages = {
+        kind: {lane: [each for each in own if each["cat"] == kind] for lane, own in slices.items()}
+        for kind in ("send", "recv")
+    }
     ends: set[int] = set()  # slices that arrows begin or end in
     for number, both in arrows.items():
         for phase, kind, end in (("s", "send", "beginning"), ("f", "recv", "end")):
             if phase not in both:
                 found.append(f"arrow {number} has no {end}")
                 continue
-            message = _message_at(both[phase], kind, slices, ends)
+            message = _message_at(both[phase], messages[kind], ends)
             if message is None:
                 found.append(f"arrow {number} has its {end} in no {kind}")
             else:
                 ends.add(id(message))
         found += _backwards(number, both, errors)
-    for each in (each for own in slices.values() for each in own if each["cat"] in ("send", "recv")):
+    for each in (each for of_kind in messages.values() for own in of_kind.values() for each in own):
         if id(each) not in ends:
             other = "received" if each["cat"] == "send" else "sent"
             who = f"rank {each['pid'] - PROCESS}"
@@ -125,12 +129,12 @@ def _unmatched(events: list[Event], slices: dict[Lane, list[Event]], errors: Seq
     return found
 
 
-def _message_at(event: Event, kind: str, slices: dict[Lane, list[Event]], taken: set[int]) -> Event | None:
-    """The send or the receive in which an arrow ends, which no other one does."""
+def _message_at(event: Event, messages: dict[Lane, list[Event]], taken: set[int]) -> Event | None:
+    """The send or the receive in which an arrow ends, and no other one does."""
     at = round(event["ts"] * 1e3)
-    for each in slices[event["pid"], event["tid"]]:
+    for each in messages.get((event["pid"], event["tid"]), ()):
         start, end = _span(each)
-        if each["cat"] == kind and start <= at <= end and id(each) not in taken:
+        if start <= at <= end and id(each) not in taken:
             return each
     return None
 

@@ -46,21 +46,21 @@ def document(trace: Trace) -> dict[str, Any]:
     arrivals: dict[int, list[Slice]] = defaultdict(list)
     for arrow in trace.arrows:
         arrivals[arrow.destination].append(arrow.arrival)
+    lanes = [_lanes(rank) for rank in trace.ranks]
     for rank in trace.ranks:
-        events += _of_rank(rank, arrivals[rank.rank], start)
+        events += _of_rank(rank, lanes[rank.rank], arrivals[rank.rank], start)
     for number, arrow in enumerate(trace.arrows, 1):
         common = {"name": MESSAGE, "cat": MESSAGE, "id": number}
-        lanes = [_lanes(trace.ranks[rank]) for rank in (arrow.source, arrow.destination)]
         sent, received = arrow.sent, arrow.arrival
         # An arrow ends in a slice, and at its very end that is over.
         end = max(_nanoseconds(received.start - start), _nanoseconds(received.end - start) - 1)
         events += [
             common
             | {"ph": "s", "ts": _nanoseconds(sent.start - start) / 1e3}
-            | {"pid": PROCESS + arrow.source, "tid": lanes[0][sent.lane]},
+            | {"pid": PROCESS + arrow.source, "tid": lanes[arrow.source][sent.lane]},
             common
             | {"ph": "f", "bp": "e", "ts": end / 1e3}
-            | {"pid": PROCESS + arrow.destination, "tid": lanes[1][received.lane]},
+            | {"pid": PROCESS + arrow.destination, "tid": lanes[arrow.destination][received.lane]},
         ]
     about = {
         "made_by": "minidist trace",
@@ -73,11 +73,13 @@ def document(trace: Trace) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
 
 
-def _of_rank(rank: RankTrace, arrivals: list[Slice], start: float) -> Iterator[dict[str, Any]]:
+def _of_rank(
+    rank: RankTrace, lanes: dict[str, int], arrivals: list[Slice], start: float
+) -> Iterator[dict[str, Any]]:
     """A rank's names and slices."""
     place = ", ".join(f"{axis} {at}" for axis, at in rank.place.items())
     name = f"rank {rank.rank}" + (f" ({place})" if place else "")
-    pid, lanes = PROCESS + rank.rank, _lanes(rank)
+    pid = PROCESS + rank.rank
     yield _named("process_name", pid, pid, name=name)
     yield _named("process_sort_index", pid, pid, sort_index=rank.rank + 1)
     for number, (lane, tid) in enumerate(lanes.items(), 1):
