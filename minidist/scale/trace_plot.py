@@ -37,8 +37,8 @@ LABELS = {
 }
 ARROWS = 400
 """More are not drawn: they would hide the rest."""
-NARROW = 0.016
-"""Of the whole width, below which no letters fit into a box."""
+LETTER = 0.0075
+"""The width of one in a box, as a part of the whole; what does not fit is left out."""
 
 
 def plot(trace: Trace, path: str | PathLike[str] | None = None) -> Axes:
@@ -129,7 +129,8 @@ def _instructions(axes: Axes, trace: Trace, rank: RankTrace) -> None:
         box = [(start, width)], (rank.rank - 0.32, 0.64)
         axes.broken_barh(*box, facecolors="none", edgecolors="black", linewidth=0.6)
         text = each.name.partition(" ")[0] + (f"\nc{each.args['chunk']}" if chunks else "")
-        if width > NARROW * (trace.end - trace.start) * 1e3:
+        longest = max(map(len, text.split("\n")))
+        if width > longest * LETTER * (trace.end - trace.start) * 1e3:
             axes.text(start + width / 2, rank.rank, text, ha="center", va="center", fontsize=7, clip_on=True)
 
 
