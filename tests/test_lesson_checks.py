@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from checks.ranks import Case, on_ranks  # noqa: E402
 from checks.unanswered import is_unanswered  # noqa: E402
 from checks.verdicts import (  # noqa: E402
     Interrupted,
+    NeedsMore,
     NotAnswered,
     Right,
     Score,
@@ -228,6 +230,21 @@ def test_an_answer_leaves_its_arguments_to_the_caller() -> None:
 
     with pytest.raises(WrongAnswer, match="changes many"):
         Answer("first", first).expect(1.0, [np.array([1.0])])
+
+
+def test_a_lesson_with_kernels_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    from minidist.kernels.cuda import device
+
+    def missing() -> None:
+        raise ImportError("numba-cuda is not installed: pip install 'minidist[cuda]'")
+
+    monkeypatch.setattr(device, "require_toolkit", missing)
+    again = importlib.util.spec_from_file_location("kernels_again", LESSONS / "checks" / "kernels.py")
+    with pytest.raises(
+        NeedsMore, match=r"takes no GPU: numba-cuda is not installed: pip install .*restart"
+    ) as found:
+        again.loader.exec_module(importlib.util.module_from_spec(again))
+    assert found.value._render_traceback_() == [str(found.value)]
 
 
 def test_a_lambda_has_no_name() -> None:

@@ -7,6 +7,7 @@ seconds = gpu_seconds(kernel, 3, 4, x, y)            # None where there is no GP
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import re
 import statistics
@@ -17,17 +18,24 @@ from typing import Any
 
 import numpy as np
 from numba import cuda
-from numba.cuda.typing.typeof import typeof
 
 from checks.exercises import Answer, TimeLimit, as_python, line_of_cell
 from checks.unanswered import functions_of
-from checks.verdicts import wrong
+from checks.verdicts import NeedsMore, wrong
 from minidist.kernels.cuda.compiler import compile_ptx
-from minidist.kernels.cuda.device import backend
+from minidist.kernels.cuda.device import backend, require_toolkit
 from minidist.kernels.cuda.emulator import EmulatorError, Fault, Profile, profile
 from minidist.kernels.cuda.emulator.user import ARCHITECTURE
 
 Size = int | Sequence[int]
+
+try:  # at import, and so in a lesson's first cell
+    require_toolkit()
+except ImportError as missing:
+    raise NeedsMore(
+        f"This lesson compiles kernels, which takes no GPU: {missing}. Then restart the notebook's kernel. "
+        "(numba-cuda is built for Linux and Windows: on a Mac use a Linux container.)"
+    ) from None
 
 
 def run(answer: Answer, says: str, grid: Size, block: Size, *args: Any) -> Profile:
@@ -131,6 +139,9 @@ def _indented(text: str) -> list[str]:
 
 def in_float64(kernel: Any, *args: Any) -> str:
     """A remark where a kernel computes in float64 with these arguments, and else nothing."""
+    typeof = importlib.import_module(
+        "numba.cuda.typing.typeof"
+    ).typeof  # what numba-cuda has, and Numba has not
     types = tuple(typeof(each) for each in args)
     ptx = compile_ptx(kernel.py_func, types, ARCHITECTURE, 256)
     if not re.search(r"(add|fma|mul)\.\S*f64", ptx):

@@ -29,6 +29,10 @@ class WrongAnswer(Verdict):
     """The answer is wrong; the message says where, what was expected, and what came."""
 
 
+class NeedsMore(Verdict, ImportError):
+    """A package is missing that a lesson needs."""
+
+
 class Interrupted(Verdict):
     """The reader stopped a check: Kernel, Interrupt."""
 
