@@ -42,7 +42,8 @@ ladder(1)
 # Element (i, j) of `c` is the sum over p of `a[i, p] * b[p, j]`: row i of `a` with column j of `b`.
 #
 # **Exercise 1.1: matmul_loops.** Fill `c` with the product, with three loops. Read and write single elements, as
-# in `a[i, p]`. What `c` holds before is rubbish. Sizes may be 0: the sum of nothing is 0.
+# in `a[i, p]`. What `c` holds before is rubbish. Sizes may be 0: the sum of nothing is 0. Use plain loops and
+# numbers, here and in the next exercises: a compiler has to understand them later.
 #
 # Par: 2 reads for each multiply-add, and 1 write for each element of `c`.
 
@@ -94,8 +95,9 @@ def gflops(matmul, n, *more, rounds=3):
 
 # %% [markdown]
 # The rates of all versions go into one table. At the other end of it stands NumPy, which calls a library that
-# people have tuned for decades (BLAS). On one core, at n = 512: how many times as fast as your Python loops will
-# it be? Write down your guess before you run the next cell.
+# people have tuned for decades (BLAS). On one core: how many times the rate of your Python loops will it have?
+# Write down your guess before you run the next cell. (It times NumPy and all later versions at n = 512, and the
+# loops at n = 64, where their rate is about the same: at 512 you would wait for a minute.)
 
 # %%
 prediction = None  # your guess, such as 100; None draws no guess

@@ -371,7 +371,8 @@ for dtype in (torch.float16, torch.bfloat16, torch.float32):
 # ## How large can the error be?
 #
 # One can say that before measuring. Follow one product through its life: each time it is rounded, alone or
-# within a sum, to b bits, it moves by a factor of at most 1 + 2^-b. (Higham 2002 is the book on this.)
+# within a sum, to b bits, it moves by a factor of at most 1 + 2^-b. (The book on this is Higham's *Accuracy and
+# Stability of Numerical Algorithms*, 2002.)
 #
 # **Exercise 6.5: error_bound.** All elements of a and b are positive. They are rounded to `bits` bits; products
 # are exact; beginning with 0, the k products are added one after the other, and after each addition the sum is

@@ -109,8 +109,8 @@ f"{accuracy(new_network(), test_x, test_y):.0%} right before anything is learned
 #
 # **Exercise 7.1: numerical_gradient.** `loss()` takes no argument: it computes with what is in the array `x`
 # now. Change one element of `x` at a time, by h up and down, and return an array like `x` of the slopes.
-# Afterwards `x` is as it was, to the last bit. (`np.ndindex(x.shape)` goes through all places; `x[i]` is the
-# element at one.)
+# Afterwards `x` is as it was, to the last bit. (`np.ndindex(x.shape)` goes through all places, none where `x` is
+# empty; `x[i]` is the element at one.)
 #
 # Par: two calls of `loss` for each element.
 
