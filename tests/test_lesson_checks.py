@@ -260,6 +260,21 @@ def test_a_function_of_another_name_is_no_exercise() -> None:
         a_lesson().check(triple)
 
 
+def test_the_lessons_own_solution_is_nobodys_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    from checks.your_machine import lesson
+
+    def add_cost(n, itemsize):
+        return n, n
+
+    own = lesson.or_solution(add_cost)
+    assert "the lesson goes on with its own solution" in capsys.readouterr().out
+    with pytest.raises(
+        NotAnswered, match="add_cost is the lesson's own solution now.*run the cell with your answer"
+    ):
+        lesson.check(own)
+    assert progress.read() == {}
+
+
 def test_hints_come_one_after_the_other(capsys: pytest.CaptureFixture[str]) -> None:
     lesson = a_lesson()
 

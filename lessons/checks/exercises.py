@@ -176,6 +176,12 @@ class Lesson:
         """
         exercise = self._of(answer)
         self._last = exercise.name
+        own = sys.modules.get(f"solutions.{self.stem}")
+        if own is not None and getattr(own, exercise.name, None) is answer:
+            raise NotAnswered(
+                f"{exercise.name} is the lesson's own solution now, since or_solution put it there: run the "
+                "cell with your answer again, and then this one."
+            )
         print(self.judge(exercise.name, answer, seed))
         exercise.passed = answer
         progress.note(self.topic, exercise.name)
