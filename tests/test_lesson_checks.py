@@ -269,7 +269,7 @@ def test_the_lessons_own_solution_is_nobodys_answer(capsys: pytest.CaptureFixtur
     own = lesson.or_solution(add_cost)
     assert "the lesson goes on with its own solution" in capsys.readouterr().out
     with pytest.raises(
-        NotAnswered, match="add_cost is the lesson's own solution now.*run the cell with your answer"
+        NotAnswered, match=r"add_cost is the lesson's own solution now.*run the cell with your answer"
     ):
         lesson.check(own)
     assert progress.read() == {}
