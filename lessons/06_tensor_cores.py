@@ -500,8 +500,8 @@ for number, dtype in ((7, "float32"), (9, "float32"), (9, "bfloat16"), (9, "floa
 #   nothing.
 # - **Not all lanes there.** mma and ldmatrix are instructions of the whole warp. In an `if` that only some
 #   lanes take, the result is undefined; the emulator names the lanes.
-# - **Infinities.** float16 ends at 65504, and a single larger element makes NaN of all that it touches. Look
-#   for them (`torch.isfinite`); use bfloat16, or scale.
+# - **Infinities.** float16 ends at 65504, and a single larger element makes infinity or NaN of all that it
+#   touches. Look for them (`torch.isfinite`); use bfloat16, or scale.
 # - **Float32 that is not.** PyTorch has TF32 for products of float32 on request
 #   (`torch.set_float32_matmul_precision("high")`). Results then agree to three digits, not to seven.
 # - **A test that asks for too much.** Another GPU, another order of sums, other last bits. Compare within the
