@@ -18,6 +18,7 @@ import contextlib
 import copy
 import importlib
 import inspect
+import io
 import linecache
 import random
 import signal
@@ -59,20 +60,16 @@ class TimeLimit(Exception):
     """An answer took too long."""
 
 
-class Printed:
+class Printed(io.TextIOBase):
     """What a call prints: its beginning is kept, for a message."""
 
-    def __init__(self) -> None:
-        self.text = ""
+    text = ""
 
     def write(self, text: str) -> int:
         """As a file does."""
         if len(self.text) < 1000:
             self.text += text[:1000]
         return len(text)
-
-    def flush(self) -> None:
-        """Nothing to do."""
 
 
 class Answer:
@@ -95,7 +92,7 @@ class Answer:
         given = ", ".join([*map(described, args), *(f"{k}={described(v)}" for k, v in kwargs.items())])
         call = f"{self.name}({given})"
         try:
-            with _limit(LIMIT), contextlib.redirect_stdout(self.printed):  # type: ignore[type-var]
+            with _limit(LIMIT), contextlib.redirect_stdout(self.printed):
                 return as_python(self.function)(*args, **kwargs)
         except TimeLimit as late:
             place = reader_line(late, self.function)

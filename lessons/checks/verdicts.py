@@ -164,11 +164,13 @@ def compare(got: Any, expected: Any, what: str, rtol: float = 1e-5, atol: float 
 
 
 def same(one: Any, other: Any) -> bool:
-    """Equal to the bit where they are arrays, tensors, or lists of such; anything else counts as equal."""
+    """Equal to the bit: numbers, words, arrays, tensors, lists of such; anything else counts as equal."""
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
         return len(one) == len(other) and all(map(same, one, other))
     if hasattr(one, "dtype") and hasattr(other, "dtype"):
         return np.array_equal(as_array(one), as_array(other), equal_nan=as_array(one).dtype.kind == "f")
+    if isinstance(one, (int, float, str)):
+        return bool(one == other or one != one)
     return True
 
 
