@@ -78,6 +78,10 @@ def what_to_use(question: Question) -> str:
     chosen = answer.best(found)
     title = f"{question.text[0].upper()}{question.text[1:]}: {chosen.name if chosen else 'none of these'}"
     layout = f"<p><code>{escape(answer.code(chosen))}</code></p>" if chosen else ""
+    further = (
+        f"<p>All layouts, by predicted time: <code>minidist plan --model {question.model} --memory "
+        f"{question.memory // answer.GB}GB --ranks {question.gpus}</code></p>"
+    )
     shape = config(question.model)
     about = (
         f"Computed by minidist's own memory model for {question.model}, {count(shape.parameters())} "
@@ -92,7 +96,7 @@ def what_to_use(question: Question) -> str:
     return (
         '<section id="answer">\n<h2>What should I use?</h2>\n'
         f'<div class="answer"><p><strong>{escape(title)}</strong></p>'
-        f"<p>{prose(answer.sentence(question, found))}</p>{layout}</div>\n"
+        f"<p>{prose(answer.sentence(question, found))}</p>{layout}{further}</div>\n"
         f'<h3 id="choices">Each strategy for {escape(question.text)}</h3>\n'
         f'<p class="quiet">{prose(about)}</p>\n'
         f"{_choices(question, found, chosen)}{figures([_bars(question, found)])}"
