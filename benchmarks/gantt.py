@@ -71,7 +71,8 @@ def _draw(axes: Axes, timeline: Timeline, end: float, scale: float) -> None:
             )
             if kind in KINDS and stop - start > 0.022 * end:
                 middle = (start + stop) / 2 * scale
-                axes.text(middle, rank, str(micro_batch), ha="center", va="center", fontsize=7.5, color=CARD)
+                ink = CARD if strength > 0.75 else INK  # on a pale box
+                axes.text(middle, rank, str(micro_batch), ha="center", va="center", fontsize=7.5, color=ink)
     axes.set_xlim(0, end * scale)
     axes.set_ylim(len(timeline) - 0.5, -0.5)
     axes.set_yticks(range(len(timeline)), [f"rank {rank}" for rank in range(len(timeline))])
