@@ -1,4 +1,4 @@
-"""Collectives: ours beside torch.distributed's over gloo, in turns, and what the cost model predicts.
+"""Collectives: ours beside torch.distributed's over gloo and NCCL, in turns, and what the cost model predicts.
 
 Limits: an all-reduce through shared memory takes at most 0.25 of gloo's time where the tensor lies there, and
 0.70 where it is copied in and out; a ring of our messages 1.10 from 16 MB on; a reduce-scatter 0.75.
@@ -7,16 +7,18 @@ Limits: an all-reduce through shared memory takes at most 0.25 of gloo's time wh
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 
 import minidist as md
-from minidist.benchmarks.collective_timing import median_error, sweep, time_against_gloo
+from minidist.benchmarks.collective_timing import SENT, Found, median_error, sweep, time_against_torch
 from minidist.benchmarks.columns import binary_size
 from minidist.benchmarks.turns import Benchmark, compared, record
 
 GLOO = "Collectives of CPU ranks beside torch.distributed over gloo"
+NCCL = "Collectives of GPUs beside torch.distributed over NCCL"
 MODEL = "All-reduce on {} ranks: measured, and predicted from alpha, beta and gamma"
 
 LIMITS = {
@@ -32,12 +34,30 @@ LABELS = {
     "ring": "all-reduce by our ring",
     "reduce-scatter": "reduce-scatter through shared memory",
     "reduce-scatter, sockets": "reduce-scatter over sockets",
+    "all-gather": "all-gather through shared memory",
+    "broadcast": "broadcast through shared memory",
+    "all-to-all": "all-to-all through shared memory",
+}
+ON_GPUS = {
+    "all-reduce": "all-reduce",
+    "ring": "all-reduce by our ring",
+    "reduce-scatter": "reduce-scatter",
+    "all-gather": "all-gather",
+    "broadcast": "broadcast",
+    "all-to-all": "all-to-all",
 }
 QUICK = (2**16, 2**20, 2**24)
 ALL = (2**16, 2**18, 2**20, 2**22, 2**24, 2**26)
+
+
+def _quick(variant: str) -> tuple[int, ...]:
+    """Sizes of a quick run: of what has no limit one."""
+    return QUICK if variant in LIMITS else (2**20,)
+
+
 CASES = [
-    pytest.param(variant, size, marks=() if size in QUICK else pytest.mark.full_only)
-    for variant in LIMITS
+    pytest.param(variant, size, marks=() if size in _quick(variant) else pytest.mark.full_only)
+    for variant in LABELS
     for size in ALL
     if variant != "ring" or size >= 2**24
 ]
@@ -45,9 +65,7 @@ ALGORITHMS = ("torch", "shared_memory", "ring", "tree", "naive")
 SWEEP = (2**10, 2**13, 2**16, 2**18, 2**20, 2**22, 2**24)
 
 Clusters = Callable[[int], md.Cluster]
-Found = dict[tuple[str, int], tuple[list[float], float]]
-"""By algorithm and bytes: the seconds measured, and those predicted."""
-Swept = Callable[[int], Found]
+Swept = Callable[[int], tuple[Found, dict[str, dict[str, float]]]]
 
 
 @pytest.fixture(scope="module")
@@ -72,27 +90,47 @@ def test_against_gloo(
     benchmark: Benchmark, full: bool, clusters: Clusters, ranks: int, variant: str, size: int
 ) -> None:
     """The same tensor, written anew before each call."""
-    timed = clusters(ranks).run(time_against_gloo, variant, size, rounds=15 if full else 7)
+    timed = clusters(ranks).run(time_against_torch, variant, size, rounds=15 if full else 7)
+    _enter(benchmark, timed, variant, size, LABELS[variant], "gloo")
+    if variant in LIMITS:
+        benchmark.extra_info["goal"] = {"of": "ratio", "below": LIMITS[variant]}
+
+
+@compared(NCCL)
+@pytest.mark.parametrize("size", [2**16, 2**20, 2**24, 2**28])
+@pytest.mark.parametrize("variant", ON_GPUS)
+def test_against_nccl(benchmark: Benchmark, full: bool, clusters: Clusters, variant: str, size: int) -> None:
+    """The same between GPUs, one a rank."""
+    import torch
+
+    gpus = torch.cuda.device_count()
+    if gpus < 2 or not torch.distributed.is_nccl_available():
+        pytest.skip(f"NCCL joins ranks with a GPU each: it takes two, and here {gpus or 'none'} can be used")
+    timed = clusters(gpus).run(time_against_torch, variant, size, 15 if full else 7, "cuda")
+    _enter(benchmark, timed, variant, size, ON_GPUS[variant], "NCCL")
+
+
+def _enter(
+    benchmark: Benchmark, timed: list[Any], variant: str, size: int, label: str, peer_name: str
+) -> None:
     # A collective has ended when it has on the slowest rank.
     ours, peer = ([max(turn) for turn in zip(*times, strict=True)] for times in zip(*timed, strict=True))
-    record(benchmark, ours, peer, "gloo")
-    extra = benchmark.extra_info
-    extra |= {
-        "label": f"{LABELS[variant]}, {binary_size(size)}, {ranks} ranks",
+    record(benchmark, ours, peer, peer_name)
+    ranks = len(timed)
+    benchmark.extra_info |= {
+        "label": f"{label}, {binary_size(size)}, {ranks} ranks",
         "ranks": ranks,
         "bytes": size,
+        "bus_gb_per_s": SENT[variant](ranks) * size / float(np.median(ours)) / 1e9,
     }
-    extra["goal"] = {"of": "ratio", "below": LIMITS[variant]}
-    sent = (2 if "reduce-scatter" not in variant else 1) * (ranks - 1) / ranks * size
-    extra["bus_gb_per_s"] = sent / float(np.median(ours)) / 1e9
 
 
 @pytest.fixture(scope="module")
-def swept(full: bool, clusters: Clusters) -> Callable[[int], Found]:
+def swept(full: bool, clusters: Clusters) -> Swept:
     """The whole sweep for a number of ranks, measured once."""
-    found: dict[int, Found] = {}
+    found: dict[int, Any] = {}
 
-    def get(ranks: int) -> Found:
+    def get(ranks: int) -> Any:
         if ranks not in found:
             found[ranks] = clusters(ranks).run(sweep, ALGORITHMS, SWEEP, rounds=9 if full else 5)[0]
         return found[ranks]
@@ -116,7 +154,8 @@ def test_prediction_4(benchmark: Benchmark, swept: Swept, algorithm: str, size: 
     _point(benchmark, swept(4), algorithm, size)
 
 
-def _point(benchmark: Benchmark, found: Found, algorithm: str, size: int) -> None:
+def _point(benchmark: Benchmark, swept: Any, algorithm: str, size: int) -> None:
+    found, fits = swept
     seconds, predicted = found[algorithm, size]
     record(benchmark, seconds)
     benchmark.extra_info |= {
@@ -125,4 +164,5 @@ def _point(benchmark: Benchmark, found: Found, algorithm: str, size: int) -> Non
         "bytes": size,
         "predicted": predicted,
         "median_error": median_error(found),
+        "fit": fits[algorithm],
     }

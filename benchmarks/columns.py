@@ -131,7 +131,8 @@ def _ratio(entry: Entry) -> str | None:
         return None
     if extra["ratio"] >= 100:  # the peer is no longer a yardstick
         return times(extra["ratio"])
-    return f"{times(extra['ratio'])} ({extra['pair_ratio_q1']:.2f}–{extra['pair_ratio_q3']:.2f})"
+    middle = f"{times(extra['ratio'])} ({extra['pair_ratio_q1']:.2f}–{extra['pair_ratio_q3']:.2f})"
+    return f"{middle} undecided" if undecided(entry) else middle
 
 
 def undecided(entry: Entry) -> bool:
@@ -179,7 +180,7 @@ def _yardstick(entry: Entry) -> str | None:
     extra = entry["extra_info"]
     if "over_yardstick" not in extra:
         return None
-    told = " ≈" if undecided_over_yardstick(entry) else ""
+    told = " undecided" if undecided_over_yardstick(entry) else ""
     return f"{times(extra['over_yardstick'])}{told}"
 
 
@@ -218,7 +219,6 @@ PEER = Column("beside", _extra("peer", str), right=False)
 PEER_TIME = Column("its time", _extra("peer_median", seconds))
 SHARE = Column("of its speed", _extra("percent_of_peer", lambda value: f"{number(value)}%"))
 RATIO = Column("ratio of times", _ratio)
-VERDICT = Column("verdict", verdict, right=False)
 BEYOND = Column("beyond its time", _extra("beyond_peer", difference))
 GOAL = Column("goal", _goal, right=False)
 COLUMNS = (
@@ -231,7 +231,6 @@ COLUMNS = (
     Column("of the GPU's peak", _extra("percent_of_gpu_peak", lambda value: f"{number(value)}%")),
     Column("over one process", _yardstick),
     RATIO,
-    VERDICT,
     BEYOND,
     GOAL,
     PEER,

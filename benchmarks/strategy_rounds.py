@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -74,6 +74,15 @@ Measured = dict[str, Timed]
 """By the name of a program: a row's `key`, a peer with its ranks, the yardstick."""
 
 
+class Job(NamedTuple):
+    """A program to be measured: a row's, or a peer's."""
+
+    ranks: int
+    work: Work
+    row: Row | None = None
+    peer: str = ""
+
+
 def key(row: Row) -> str:
     """The name of a row's program."""
     return f"{row.strategy} {row.layout}"
@@ -86,24 +95,28 @@ def beside(pair: Pair) -> str:
 
 def measure(worlds: Worlds, work: Work, family: Sequence[Pair], rounds: int) -> Measured:
     """All programs of a family, in turn; peers that can't be measured here are left out."""
-    programs: dict[str, tuple[int, Row | None, str]] = {YARDSTICK: (1, None, YARDSTICK)}
+    jobs = {YARDSTICK: Job(1, work, peer=YARDSTICK)}
     for pair in family:
-        programs[key(pair.row)] = (pair.row.ranks, pair.row, "")
+        jobs[key(pair.row)] = Job(pair.row.ranks, work, pair.row)
         if pair.peer and missing(pair.peer) is None:
-            programs.setdefault(beside(pair), (pair.row.ranks, None, pair.peer))
+            jobs.setdefault(beside(pair), Job(pair.row.ranks, work, peer=pair.peer))
+    return measure_jobs(worlds, jobs, rounds)
+
+
+def measure_jobs(worlds: Worlds, jobs: Mapping[str, Job], rounds: int) -> Measured:
+    """Programs by name, in turn: each once in a round."""
     measured: Measured = {}
     try:
-        for name, (ranks, row, peer) in programs.items():
+        for name, (ranks, work, row, peer) in jobs.items():
             measured[name] = Timed(worlds(ranks).run(hold, name, work, row, peer))
         for _ in range(rounds):
-            for name, (ranks, row, _) in programs.items():
+            for name, (ranks, _, row, _) in jobs.items():
                 steps = _steps(measured[name], 1 if row is None else row.period)
                 seconds = worlds(ranks).run(turn, name, steps)
                 measured[name].seconds.append(max(seconds))  # a step has ended when the slowest rank has
     finally:
-        for ranks in {ranks for ranks, _, _ in programs.values()}:
-            if not worlds(ranks).closed:
-                worlds(ranks).run(drop)
+        for ranks in {job.ranks for job in jobs.values()}:
+            worlds(ranks).run(drop)
     return measured
 
 
