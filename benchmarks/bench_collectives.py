@@ -1,4 +1,4 @@
-"""Collectives: ours beside torch.distributed's over gloo and NCCL, in turns, and what the cost model predicts.
+"""Collectives: ours beside torch.distributed's over gloo, in turns, and what the cost model predicts.
 
 Limits: an all-reduce through shared memory takes at most 0.25 of gloo's time where the tensor lies there, and
 0.70 where it is copied in and out; a ring of our messages 1.10 from 16 MB on; a reduce-scatter 0.75.
@@ -9,16 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 
 import minidist as md
-from minidist.benchmarks.collective_timing import SENT, Found, median_error, sweep, time_against_torch
+from minidist.benchmarks.collective_timing import Found, enter, median_error, sweep, time_against_torch
 from minidist.benchmarks.columns import binary_size
 from minidist.benchmarks.turns import Benchmark, compared, record
 
 GLOO = "Collectives of CPU ranks beside torch.distributed over gloo"
-NCCL = "Collectives of GPUs beside torch.distributed over NCCL"
 MODEL = "All-reduce on {} ranks: measured, and predicted from alpha, beta and gamma"
 
 LIMITS = {
@@ -37,14 +35,6 @@ LABELS = {
     "all-gather": "all-gather through shared memory",
     "broadcast": "broadcast through shared memory",
     "all-to-all": "all-to-all through shared memory",
-}
-ON_GPUS = {
-    "all-reduce": "all-reduce",
-    "ring": "all-reduce by our ring",
-    "reduce-scatter": "reduce-scatter",
-    "all-gather": "all-gather",
-    "broadcast": "broadcast",
-    "all-to-all": "all-to-all",
 }
 QUICK = (2**16, 2**20, 2**24)
 ALL = (2**16, 2**18, 2**20, 2**22, 2**24, 2**26)
@@ -91,38 +81,9 @@ def test_against_gloo(
 ) -> None:
     """The same tensor, written anew before each call."""
     timed = clusters(ranks).run(time_against_torch, variant, size, rounds=15 if full else 7)
-    _enter(benchmark, timed, variant, size, LABELS[variant], "gloo")
+    enter(benchmark, timed, variant, size, LABELS[variant], "gloo")
     if variant in LIMITS:
         benchmark.extra_info["goal"] = {"of": "ratio", "below": LIMITS[variant]}
-
-
-@compared(NCCL)
-@pytest.mark.parametrize("size", [2**16, 2**20, 2**24, 2**28])
-@pytest.mark.parametrize("variant", ON_GPUS)
-def test_against_nccl(benchmark: Benchmark, full: bool, clusters: Clusters, variant: str, size: int) -> None:
-    """The same between GPUs, one a rank."""
-    import torch
-
-    gpus = torch.cuda.device_count()
-    if gpus < 2 or not torch.distributed.is_nccl_available():
-        pytest.skip(f"NCCL joins ranks with a GPU each: it takes two, and here {gpus or 'none'} can be used")
-    timed = clusters(gpus).run(time_against_torch, variant, size, 15 if full else 7, "cuda")
-    _enter(benchmark, timed, variant, size, ON_GPUS[variant], "NCCL")
-
-
-def _enter(
-    benchmark: Benchmark, timed: list[Any], variant: str, size: int, label: str, peer_name: str
-) -> None:
-    # A collective has ended when it has on the slowest rank.
-    ours, peer = ([max(turn) for turn in zip(*times, strict=True)] for times in zip(*timed, strict=True))
-    record(benchmark, ours, peer, peer_name)
-    ranks = len(timed)
-    benchmark.extra_info |= {
-        "label": f"{label}, {binary_size(size)}, {ranks} ranks",
-        "ranks": ranks,
-        "bytes": size,
-        "bus_gb_per_s": SENT[variant](ranks) * size / float(np.median(ours)) / 1e9,
-    }
 
 
 @pytest.fixture(scope="module")

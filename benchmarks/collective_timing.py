@@ -18,6 +18,8 @@ import torch.distributed as dist
 
 import minidist as md
 from minidist import comm
+from minidist.benchmarks.columns import binary_size
+from minidist.benchmarks.turns import Benchmark, record
 from minidist.comm import cost
 
 TURN = 20e-3
@@ -52,7 +54,7 @@ def time_against_torch(
         "reduce-scatter, sockets": lambda: comm.reduce_scatter(x, out=share, algorithm="torch"),
         "all-gather": lambda: comm.all_gather(part, out=other),
         "broadcast": lambda: comm.broadcast(x),
-        "all-to-all": lambda: comm.all_to_all(x, out=other),
+        "all-to-all": lambda: comm.all_to_all(x),
     }
     peers: dict[str, Callable[[], object]] = {
         "reduce-scatter": lambda: scatter(share, other),
@@ -144,3 +146,17 @@ def sweep(
 def median_error(found: Found) -> float:
     """The median of the predictions' relative errors."""
     return statistics.median(abs(p / statistics.median(seconds) - 1) for seconds, p in found.values())
+
+
+def enter(benchmark: Benchmark, timed: list[Any], variant: str, size: int, label: str, peer: str) -> None:
+    """Enter what the ranks' `time_against_torch` returned."""
+    # A collective has ended when it has on the slowest rank.
+    ours, theirs = ([max(turn) for turn in zip(*times, strict=True)] for times in zip(*timed, strict=True))
+    record(benchmark, ours, theirs, peer)
+    ranks = len(timed)
+    benchmark.extra_info |= {
+        "label": f"{label}, {binary_size(size)}, {ranks} ranks",
+        "ranks": ranks,
+        "bytes": size,
+        "bus_gb_per_s": SENT[variant](ranks) * size / statistics.median(ours) / 1e9,
+    }

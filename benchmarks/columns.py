@@ -189,10 +189,11 @@ def _cost(entry: Entry) -> str | None:
     if "cost" not in extra:
         return None
     unit = f" {extra['unit']}" if extra.get("unit") else ""
-    return f"{_count(extra['cost'])}{unit}, par {_count(extra['par'])}"
+    return f"{count(extra['cost'])}{unit}, par {count(extra['par'])}"
 
 
-def _count(value: float) -> str:
+def count(value: float) -> str:
+    """A count: all its digits, thousands apart, or four of a fraction."""
     return f"{value:,.0f}" if float(value).is_integer() else f"{value:.4g}"
 
 

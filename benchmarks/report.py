@@ -134,6 +134,7 @@ def as_json(found: Results) -> dict[str, Any]:
                         "run": entry["run"],
                         **entry["stats"],
                         **{key: value for key, value in entry["extra_info"].items() if key != "label"},
+                        **({"undecided": columns.undecided(entry)} if "ratio" in entry["extra_info"] else {}),
                     }
                     for entry in section.entries
                 ],
