@@ -43,16 +43,24 @@ def plain(work: Work, checkpointed: bool = False) -> Program:
     return Program(plain_loop(model, optimizer), module=None if checkpointed else model, optimizer=optimizer)
 
 
-def ddp(
-    work: Work, register: Callable[[DistributedDataParallel], None] | None = None, checkpointed: bool = False
-) -> Program:
-    """DistributedDataParallel, perhaps with a hook that compresses, or with checkpointed layers."""
+def ddp(work: Work, hook: str = "", checkpointed: bool = False) -> Program:
+    """DistributedDataParallel, perhaps with a hook that compresses, or with checkpointed layers.
+
+    hook: "float16" or "PowerSGD"; torch's own for bfloat16 works on a GPU alone.
+    """
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
     model = work.build()
     if checkpointed:
         _checkpoint(model)
-    parallel = DistributedDataParallel(model)
-    if register is not None:
-        register(parallel)
+    # PowerSGD's second message of a bucket leaves when the first has come. Over gloo that is another order on
+    # each rank where there are several buckets, and the run ends: so all is in one.
+    parallel = DistributedDataParallel(model, bucket_cap_mb=1000 if hook == "PowerSGD" else None)
+    if hook == "float16":
+        parallel.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    elif hook == "PowerSGD":
+        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
+        parallel.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     optimizer = adamw(parallel.parameters())
     counted = None if checkpointed else parallel
     return Program(plain_loop(parallel, optimizer), (md.rank(), md.size()), counted, optimizer)
@@ -65,21 +73,6 @@ def _checkpoint(model: nn.Module) -> None:
     layers: Any = model.layers
     for layer in layers:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
-
-
-def _register(name: str) -> Callable[[DistributedDataParallel], None]:
-    """Have DDP compress by one of torch's hooks; that for bfloat16 works on a GPU alone."""
-
-    def register(parallel: DistributedDataParallel) -> None:
-        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-
-        if name == "PowerSGD":
-            state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
-            parallel.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-        else:
-            parallel.register_comm_hook(None, default_hooks.fp16_compress_hook)
-
-    return register
 
 
 def post_local_sgd(work: Work) -> Program:
@@ -120,8 +113,8 @@ PEERS: dict[str, Make] = {
     "torch checkpoint": partial(plain, checkpointed=True),
     "torch DDP": ddp,
     "torch DDP, checkpoint": partial(ddp, checkpointed=True),
-    "torch DDP, float16 hook": partial(ddp, register=_register("float16")),
-    "torch DDP, PowerSGD hook": partial(ddp, register=_register("PowerSGD")),
+    "torch DDP, float16 hook": partial(ddp, hook="float16"),
+    "torch DDP, PowerSGD hook": partial(ddp, hook="PowerSGD"),
     "torch PostLocalSGD": post_local_sgd,
     "torch ZeroRedundancyOptimizer": zero_redundancy,
     "torch fully_shard": fully_sharded,

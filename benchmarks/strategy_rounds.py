@@ -40,7 +40,7 @@ def warm_worlds(threads: int | None = None) -> Iterator[Worlds]:
 
     def get(ranks: int) -> md.Cluster:
         if ranks not in made:
-            made[ranks] = md.Cluster(ranks, timeout=600, threads=threads)
+            made[ranks] = md.Cluster(ranks, timeout=120, threads=threads)
         return made[ranks]
 
     try:
