@@ -6,14 +6,14 @@ Limits: an all-reduce through shared memory takes at most 0.25 of gloo's time wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-import minidist as md
 from minidist.benchmarks.collective_timing import Found, enter, median_error, sweep, time_against_torch
 from minidist.benchmarks.columns import binary_size
+from minidist.benchmarks.strategy_rounds import Worlds
 from minidist.benchmarks.turns import Benchmark, compared, record
 
 GLOO = "Collectives of CPU ranks beside torch.distributed over gloo"
@@ -54,46 +54,30 @@ CASES = [
 ALGORITHMS = ("torch", "shared_memory", "ring", "tree", "naive")
 SWEEP = (2**10, 2**13, 2**16, 2**18, 2**20, 2**22, 2**24)
 
-Clusters = Callable[[int], md.Cluster]
 Swept = Callable[[int], tuple[Found, dict[str, dict[str, float]]]]
-
-
-@pytest.fixture(scope="module")
-def clusters() -> Iterator[Clusters]:
-    """Warm ranks for all of this file."""
-    made: dict[int, md.Cluster] = {}
-
-    def get(ranks: int) -> md.Cluster:
-        if ranks not in made:
-            made[ranks] = md.Cluster(ranks, timeout=300)
-        return made[ranks]
-
-    yield get
-    for cluster in made.values():
-        cluster.close()
 
 
 @compared(GLOO)
 @pytest.mark.parametrize(("variant", "size"), CASES)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_against_gloo(
-    benchmark: Benchmark, full: bool, clusters: Clusters, ranks: int, variant: str, size: int
+    benchmark: Benchmark, full: bool, worlds: Worlds, ranks: int, variant: str, size: int
 ) -> None:
     """The same tensor, written anew before each call."""
-    timed = clusters(ranks).run(time_against_torch, variant, size, rounds=15 if full else 7)
+    timed = worlds(ranks).run(time_against_torch, variant, size, rounds=15 if full else 7)
     enter(benchmark, timed, variant, size, LABELS[variant], "gloo")
     if variant in LIMITS:
         benchmark.extra_info["goal"] = {"of": "ratio", "below": LIMITS[variant]}
 
 
 @pytest.fixture(scope="module")
-def swept(full: bool, clusters: Clusters) -> Swept:
+def swept(full: bool, worlds: Worlds) -> Swept:
     """The whole sweep for a number of ranks, measured once."""
     found: dict[int, Any] = {}
 
     def get(ranks: int) -> Any:
         if ranks not in found:
-            found[ranks] = clusters(ranks).run(sweep, ALGORITHMS, SWEEP, rounds=9 if full else 5)[0]
+            found[ranks] = worlds(ranks).run(sweep, ALGORITHMS, SWEEP, rounds=9 if full else 5)[0]
         return found[ranks]
 
     return get

@@ -25,7 +25,7 @@ TITLES = {
     GPT: "Strategies: a byte GPT of 3 M parameters, 8 rows of 128",
     MLP: "Strategies: an MLP of 0.6 M parameters on handwritten digits, 256 rows",
 }
-ROUNDS = {GPT: (5, 20), MLP: (10, 40)}
+ROUNDS = {GPT: (5, 20), MLP: (9, 40)}
 """Of a quick run and of a full one."""
 Families = Callable[[Work, str], Measured]
 
@@ -37,7 +37,11 @@ def families(full: bool, worlds: Worlds) -> Families:
 
     def get(work: Work, family: str) -> Measured:
         if (work, family) not in found:
-            members = [pair for pair in pairs(work.model) if pair.row.family == family]
+            members = [
+                pair
+                for pair in pairs(work.model)
+                if pair.row.family == family and (full or not pair.row.full_only)
+            ]
             try:
                 # Other packages change what torch does in their processes: they get ranks of their own.
                 with warm_worlds() if family in OUTSIDE else nullcontext(worlds) as ranks:

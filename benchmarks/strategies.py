@@ -90,8 +90,18 @@ class Row:
 
 
 def _data_parallel(form: str, peer: str = "torch DDP", exact: bool = True, **options: Any) -> Row:
+    """A form of data parallelism; all of them are in each quick run's `bench_training`."""
     given = {"data_parallel": options} if options else {}
-    return Row(f"data parallel, {form}", "dp=2", "data parallel", (peer,), options=given, exact=exact)
+    quick = form in ("an all-reduce a parameter", "overlap", "PowerSGD")
+    return Row(
+        f"data parallel, {form}",
+        "dp=2",
+        "data parallel",
+        (peer,),
+        options=given,
+        exact=exact,
+        full_only=not quick,
+    )
 
 
 def _pipeline(name: str, peer: str, **fields: Any) -> Row:
@@ -152,19 +162,27 @@ ROWS = (
     Row("ZeRO-2", "dp=2,zero=2", "ZeRO", ("torch fully_shard, parameters kept",)),
     Row("ZeRO-3", "dp=2,zero=3", "ZeRO", ("torch fully_shard",)),
     Row("ZeRO-3, offload", "dp=2,zero=3", "ZeRO", options=OFFLOAD),
-    Row("data parallel, recompute", "dp=2,recompute=True", "ZeRO", ("torch DDP, checkpoint",)),
+    Row(
+        "data parallel, recompute", "dp=2,recompute=True", "ZeRO", ("torch DDP, checkpoint",), full_only=True
+    ),
     *(
         Row(f"ZeRO-{stage}", f"dp=2,zero={stage}", "DeepSpeed", (f"DeepSpeed ZeRO-{stage}",), full_only=True)
         for stage in (1, 2, 3)
     ),
     Row("data parallel, overlap", "dp=4", "hybrid", ("torch DDP",)),
-    Row("ZeRO-2", "dp=4,zero=2", "hybrid", ("torch fully_shard, parameters kept",)),
+    Row("ZeRO-2", "dp=4,zero=2", "hybrid", ("torch fully_shard, parameters kept",), full_only=True),
     Row("data and tensor parallel", "dp=2,tp=2", "hybrid"),
-    Row("data and tensor parallel, ZeRO-1", "dp=2,tp=2,zero=1", "hybrid"),
-    Row("data and tensor parallel, ZeRO-3", "dp=2,tp=2,zero=3", "hybrid", ("torch fully_shard and tensor",)),
+    Row("data and tensor parallel, ZeRO-1", "dp=2,tp=2,zero=1", "hybrid", full_only=True),
+    Row(
+        "data and tensor parallel, ZeRO-3",
+        "dp=2,tp=2,zero=3",
+        "hybrid",
+        ("torch fully_shard and tensor",),
+        full_only=True,
+    ),
     Row("data parallel and pipeline", "dp=2,pp=2,micro_batches=2", "hybrid"),
-    Row("tensor parallel and pipeline", "tp=2,pp=2,micro_batches=4", "hybrid"),
-    Row("data and context parallel", "dp=2,cp=2", "hybrid", gpt_only=True),
+    Row("tensor parallel and pipeline", "tp=2,pp=2,micro_batches=4", "hybrid", full_only=True),
+    Row("data and context parallel", "dp=2,cp=2", "hybrid", gpt_only=True, full_only=True),
     Row(
         "data and tensor parallel and pipeline, ZeRO-1",
         "dp=2,tp=2,pp=2,zero=1,micro_batches=2",

@@ -29,6 +29,8 @@ from minidist.benchmarks.turns import Benchmark, compare, record
 TURN = 20e-3
 """Seconds that a turn takes at least: as many steps as fill it."""
 MOST_STEPS = 50
+TIMEOUT = 300
+"""Seconds of a call: a suite's whole measurement may be one."""
 Worlds = Callable[[int], md.Cluster]
 """From a number of ranks to warm ones."""
 
@@ -40,7 +42,7 @@ def warm_worlds(threads: int | None = None) -> Iterator[Worlds]:
 
     def get(ranks: int) -> md.Cluster:
         if ranks not in made:
-            made[ranks] = md.Cluster(ranks, timeout=120, threads=threads)
+            made[ranks] = md.Cluster(ranks, timeout=TIMEOUT, threads=threads)
         return made[ranks]
 
     try:
