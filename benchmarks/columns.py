@@ -223,6 +223,7 @@ RATIO = Column("ratio of times", _ratio)
 BEYOND = Column("beyond its time", _extra("beyond_peer", difference))
 GOAL = Column("goal", _goal, right=False)
 COLUMNS = (
+    Column("cost", _cost),
     Column("time", lambda entry: seconds(entry["stats"]["median"])),
     Column("spread", _spread),
     Column("rounds", lambda entry: str(entry["stats"]["rounds"])),
@@ -231,19 +232,18 @@ COLUMNS = (
     Column("of the FMA peak", _extra("percent_of_peak", lambda value: f"{number(value)}%")),
     Column("of the GPU's peak", _extra("percent_of_gpu_peak", lambda value: f"{number(value)}%")),
     Column("over one process", _yardstick),
+    Column("efficiency", _extra("efficiency", lambda share: f"{100 * share:.0f}%")),
     RATIO,
     BEYOND,
     GOAL,
-    PEER,
-    PEER_TIME,
-    Column("predicted", _extra("predicted", seconds)),
-    Column("GB/s", _extra("bus_gb_per_s", number)),
-    Column("efficiency", _extra("efficiency", lambda share: f"{100 * share:.0f}%")),
-    Column("cost", _cost),
-    Column("rows/s", _extra("rows_per_s", number)),
     Column("sent a step", _extra("bytes_per_step", size)),
     Column("memory of the fullest rank", _memory),
+    PEER,
+    PEER_TIME,
     Column("its memory", _extra("peer_memory", size)),
+    Column("predicted", _extra("predicted", seconds)),
+    Column("GB/s", _extra("bus_gb_per_s", number)),
+    Column("rows/s", _extra("rows_per_s", number)),
     Column("of it hidden", _extra("comm_overlap", lambda share: f"{number(100 * share)}%")),
     Column("note", _extra("note", str), right=False),
 )

@@ -16,7 +16,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import minidist as md
-from minidist.benchmarks.peers_cut import fully_sharded_and_cut, parallelized, pipelined
+from minidist.benchmarks.peers_cut import (
+    fully_sharded_and_cut,
+    parallelized,
+    pipelined,
+    sequence_parallelized,
+)
 from minidist.benchmarks.peers_outside import accelerated, deep_speed
 from minidist.benchmarks.programs import Program
 from minidist.benchmarks.steps import plain_loop
@@ -120,6 +125,7 @@ PEERS: dict[str, Make] = {
     "torch fully_shard": fully_sharded,
     "torch fully_shard, parameters kept": partial(fully_sharded, keep=True),
     "torch parallelize_module": parallelized,
+    "torch parallelize_module, SequenceParallel": sequence_parallelized,
     "torch fully_shard and tensor": fully_sharded_and_cut,
     "torch ScheduleGPipe": partial(pipelined, "ScheduleGPipe"),
     "torch Schedule1F1B": partial(pipelined, "Schedule1F1B"),

@@ -25,6 +25,44 @@ def parallelized(work: Work) -> Program:
     return _loop(model)
 
 
+def sequence_parallelized(work: Work) -> Program:
+    """The same of a GPT, with norms and residual sums on each rank's share of the tokens."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        PrepareModuleOutput,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+
+    model, mesh = work.build(), init_device_mesh("cpu", (md.size(),))
+    tokens, whole = Shard(1), Replicate()
+    gathered = PrepareModuleInput(input_layouts=tokens, desired_input_layouts=whole)
+    block = {
+        "attention_norm": SequenceParallel(),
+        "attention": gathered,
+        **{f"attention.{name}": ColwiseParallel() for name in ("query", "key", "value")},
+        "attention.output": RowwiseParallel(output_layouts=tokens),
+        "mlp_norm": SequenceParallel(),
+        "mlp": gathered,
+        "mlp.up": ColwiseParallel(),
+        "mlp.down": RowwiseParallel(output_layouts=tokens),
+    }
+    layers: Any = model.layers
+    last = len(layers) - 1
+    styles: dict[str, Any] = {
+        "layers.0": PrepareModuleOutput(output_layouts=whole, desired_output_layouts=tokens),
+        **{f"layers.{i}.{name}": style for i in range(1, last) for name, style in block.items()},
+        f"layers.{last}.norm": SequenceParallel(),
+        f"layers.{last}.output": ColwiseParallel(input_layouts=tokens, output_layouts=whole),
+    }
+    parallelize_module(model, mesh, styles)
+    return _loop(model)
+
+
 def fully_sharded_and_cut(work: Work) -> Program:
     """Two ranks share the matrices, and FSDP2 shards what each has over the others."""
     from torch.distributed.device_mesh import init_device_mesh

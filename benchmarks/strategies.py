@@ -154,7 +154,7 @@ ROWS = (
         "tensor and sequence parallel",
         "tp=2,sequence_parallel=True",
         "tensor",
-        ("torch parallelize_module",),
+        ("torch parallelize_module, SequenceParallel",),
         gpt_only=True,
     ),
     Row("context parallel", "cp=2", "tensor", ("torch DDP",), gpt_only=True),
