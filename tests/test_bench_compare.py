@@ -152,3 +152,9 @@ def test_the_floor_is_a_share_of_the_earlier_figure():
     inside, beyond = (1 + share * comparing.FLOOR for share in (0.9, 1.1))
     assert judge(entry(iqr=0.0), entry(median=inside, iqr=0.0)).verdict == "same"
     assert judge(entry(iqr=0.0), entry(median=beyond, iqr=0.0)).verdict == "slower"
+
+
+def test_few_rounds_decide_less():
+    """The same figures of five rounds and of fifty."""
+    assert judge(entry(rounds=5, **ratio(0.9)), entry(rounds=50, **ratio(1.02))).verdict == "same"
+    assert judge(entry(rounds=50, **ratio(0.9)), entry(rounds=50, **ratio(1.02))).verdict == "slower"
