@@ -55,7 +55,7 @@ def test_a_spread_that_exceeds_the_difference_says_so(value, half, rounds, undec
     assert columns.verdict(found) == verdict
     assert ("undecided" in columns.RATIO.cell(found)) is undecided
     rows = report.as_json(file_of(found))["sections"][0]["rows"]
-    assert rows[0]["undecided"] is undecided
+    assert (rows[0]["undecided"], rows[0]["verdict"]) == (undecided, verdict)
 
 
 def test_nothing_compared_is_not_undecided():

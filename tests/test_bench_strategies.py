@@ -37,7 +37,7 @@ def row(strategy, peers=True):
 @pytest.fixture(scope="module")
 def measured(cluster_of):
     family = [pair for name in RUN for pair in pairs("byte-tiny") if pair.row is row(name)]
-    return measure(lambda ranks: cluster_of(2), TINY, family, 2)  # a server then has one worker
+    return measure(lambda ranks: cluster_of(2), TINY, family, 1)  # a server then has one worker
 
 
 def test_every_strategy_has_a_row_and_every_peer_is_known():
