@@ -26,6 +26,12 @@ FEW = 5
 So two runs of five rounds of one program, whose rounds scatter by 5%, differ by more in 3 of 1000 cases.
 """
 VERDICTS = ("slower", "faster", "same", "undecided", "new", "gone")
+KINDS = {
+    "ratio": "by the ratio to a program that ran in turn, which holds where the machine drifts",
+    "time": "by time, which drifts with the machine",
+    "cost": "by what is counted",
+}
+"""By the first word of `Change.of`, how sure that is."""
 
 
 @dataclass(frozen=True)
@@ -69,11 +75,12 @@ class Comparison:
         """What changed, the worst first, and a summary."""
         told = [str(change) for name in ("slower", "faster", "new", "gone") for change in self.having(name)]
         counts = ", ".join(f"{len(self.having(name))} {name}" for name in VERDICTS if self.having(name))
-        by_ratio = sum("ratio" in change.of for change in self.changes)
-        how = f"{by_ratio} by their ratio to a peer, which holds where the machine drifts"
+        kinds = [change.of.partition(" ")[0] for change in self.changes]
+        how = [f"{kinds.count(kind)} {words}" for kind, words in KINDS.items() if kind in kinds]
         if not self.same_machine:
-            how += "; times are not compared, as the other file is another machine's"
-        return [*told, f"{counts or 'nothing to compare'} ({how})"]
+            how.append("times are not compared, as the other file is another machine's")
+        summary = counts or "nothing to compare"
+        return [*told, f"{summary} ({'; '.join(how)})" if how else summary]
 
     def as_json(self) -> dict[str, Any]:
         """For a program."""

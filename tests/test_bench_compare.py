@@ -117,7 +117,7 @@ def test_a_planted_slowdown_is_the_one_that_is_told():
     measured = [each["fullname"] for each in new["benchmarks"]]
     quiet = compare(old, new, measured, True)
     assert not quiet.slower
-    assert quiet.lines()[-1].startswith("3 same, 1 new, 1 gone (3 by their ratio")
+    assert quiet.lines()[-1].startswith("3 same, 1 new, 1 gone (3 by the ratio to a program")
     assert not compare(old, new, measured, False).having("gone")  # where some were selected
 
     planted = copy.deepcopy(new)
