@@ -26,6 +26,8 @@ CONDA_NAMES = {"torch": "pytorch", "ml-dtypes": "ml_dtypes"}
 # What conda adds: an extra of a package that is a package there, and what installs the project itself.
 CONDA_EXTRAS = {"numba-cuda[cu13]": {"cuda-version": "=13"}}
 CONDA_ONLY = {"python", "pip"}
+# Libraries that benchmarks train beside: whoever wants them takes them from pip, and DeepSpeed unbuilt.
+PIP_ONLY = ("accelerate", "deepspeed")
 
 
 def project() -> dict:
@@ -78,7 +80,8 @@ def disagreements(pyproject: dict, conda: dict) -> list[str]:
             wanted |= CONDA_EXTRAS[f"{requirement.name}[{extra}]"]
     wanted["python"] = pyproject["project"]["requires-python"]
     wanted["pip"] = ""
-    found = [f"{name}{bound} is missing" for name, bound in wanted.items() if name not in there]
+    missing = {name: bound for name, bound in wanted.items() if name not in there and name not in PIP_ONLY}
+    found = [f"{name}{bound} is missing" for name, bound in missing.items()]
     found += [f"{name} is not in pyproject.toml" for name in there if name not in wanted]
     found += [
         f"{name} is {there[name] or 'unbounded'}, and {bound or 'unbounded'} in pyproject.toml"
