@@ -1,11 +1,11 @@
 """Two hosts on one machine, joined by a wire that is as slow as one asks: `host0` and `host1`.
 
-A host is a set of the kernel's namespaces, with a network, process numbers and a name of its own: what runs in
-one reaches the other through the wire alone, and shares no memory with it. They have names for each other in
-/etc/hosts, and all files in common, as machines of a cluster that mount the same disk.
+A host is a set of the kernel's namespaces, with a network, process numbers and a name of its own: what runs
+in one reaches the other through the wire alone, and shares no memory with it. They have names for each other
+in /etc/hosts, and all files in common, as machines of a cluster that mount the same disk.
 
-Nothing of it outlasts this process, however it ends: each host lives as long as its first process, which waits
-for the end of a pipe from here, and the kernel then ends all the others in it, and removes its network.
+Nothing of it outlasts this process, however it ends: each host lives as long as its first process, which
+waits for the end of a pipe from here, and the kernel then ends all the others in it, and removes its network.
 
     with TwoHosts() as hosts:
         hosts.wire(rate=1e9, delay=5e-3)
@@ -62,12 +62,17 @@ def why_not() -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
     if done.returncode:
         said = done.stderr.strip().splitlines()[-1:] or ["unshare failed"]
-        return f"no rights to make namespaces ({said[0]}): be root, or run under unshare --user --map-root-user"
+        return (
+            f"no rights to make namespaces ({said[0]}): be root, or run under unshare --user --map-root-user"
+        )
     return ""
 
 
 class TwoHosts:
     """Two hosts and their wire, from `with` to its end.
+
+    Args:
+        names: of the hosts.
 
     Attributes:
         firsts: the first process of each host.
@@ -77,14 +82,19 @@ class TwoHosts:
         OSError: the kernel refuses; `why_not` says so before.
     """
 
+    def __init__(self, names: tuple[str, str] = NAMES) -> None:
+        self.names = names
+
     def __enter__(self) -> TwoHosts:
         self._kept = contextlib.ExitStack()
         with contextlib.ExitStack() as stack:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hosts-", ignore_cleanup_errors=True)))
-            names = "".join(f"{a} {name}\n" for a, name in zip(ADDRESSES, NAMES, strict=True))
-            (folder / "hosts").write_text(f"127.0.0.1 localhost\n{names}")
+            folder = Path(
+                stack.enter_context(tempfile.TemporaryDirectory(prefix="hosts-", ignore_cleanup_errors=True))
+            )
+            known = "".join(f"{a} {name}\n" for a, name in zip(ADDRESSES, self.names, strict=True))
+            (folder / "hosts").write_text(f"127.0.0.1 localhost\n{known}")
             self.socket = str(folder / "wire")
-            self.firsts = [self._host(stack, name, folder / "hosts") for name in NAMES]
+            self.firsts = [self._host(stack, name, folder / "hosts") for name in self.names]
             program = [sys.executable, "-E", "-S", wire.__file__, *map(str, self.firsts), self.socket]
             self._wait_for(self._held(stack, program), "the wire")
             for host, address in enumerate(ADDRESSES):
@@ -112,7 +122,7 @@ class TwoHosts:
         wire.ask(self.socket, rate=rate, delay=delay, cut=cut)
 
     def sent(self) -> tuple[int, int]:
-        """Bytes that each host has sent to the other so far, headers included: the counters of their cards."""
+        """Bytes, headers included, that each host has sent to the other so far: their cards' counters."""
         a, b = (counter(first) for first in self.firsts)
         return a, b
 
@@ -128,7 +138,7 @@ class TwoHosts:
         """
         done = subprocess.run(self.command(host, words), capture_output=True, text=True, timeout=LIMIT)
         if done.returncode:
-            raise OSError(f"{' '.join(words)} failed on {NAMES[host]}: {done.stderr.strip()}")
+            raise OSError(f"{' '.join(words)} failed on {self.names[host]}: {done.stderr.strip()}")
         return done.stdout
 
     def start(
@@ -150,11 +160,11 @@ class TwoHosts:
     ) -> list[subprocess.Popen[str]]:
         """Start torchrun on both, as one would by hand on two machines, with so many ranks on each."""
         shared = ("--nnodes", "2", "--nproc-per-node", str(ranks))
-        meeting = ("--master-addr", NAMES[0], "--master-port", str(PORT))
+        meeting = ("--master-addr", self.names[0], "--master-port", str(PORT))
         program = [sys.executable, "-m", "torch.distributed.run", *shared, *meeting]
         return [
             self.start(host, [*program, "--node-rank", str(host), *words], environment)
-            for host in range(len(NAMES))
+            for host in range(len(self.names))
         ]
 
     def _host(self, stack: contextlib.ExitStack, name: str, hosts: Path) -> int:
@@ -180,7 +190,8 @@ class TwoHosts:
 
 def _ended(process: subprocess.Popen[str]) -> None:
     """Close the pipe that a process lives by, and see it go."""
-    assert process.stdin is not None and process.stdout is not None
+    assert process.stdin is not None
+    assert process.stdout is not None
     process.stdin.close()
     process.stdout.close()
     try:

@@ -1,9 +1,10 @@
 """The wire between two hosts of `two_hosts.py`, as slow as it is told to be: a program of its own.
 
 Each side is a network card of the kernel's that hands its packets to this program (a TUN device), which hands
-them to the other side later: a packet of B bits keeps the wire busy for B / rate seconds, and is there `delay`
-seconds after that. Packets that wait for the wire wait in the card. A wire that is cut swallows them, as a
-switch does that has lost its power: nobody is told.
+them to the other side later: a packet of B bits keeps the wire busy for B / rate seconds, and is there
+`delay` seconds after that. Packets that wait for the wire wait in the card. A wire that is cut swallows them,
+as a switch does that has lost its power: nobody is told. (The kernel's own way to delay, netem, is missing in
+many kernels.)
 
     python wire.py PROCESS PROCESS SOCKET
 

@@ -15,7 +15,7 @@ set -euo pipefail
 
 # A fresh store each time that the ranks are started anew.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
 ranks=${RANKS_PER_HOST:-${SLURM_GPUS_ON_NODE:-1}}
 
 srun torchrun --nnodes "$SLURM_NNODES" --nproc-per-node "$ranks" --max-restarts 20 \

@@ -1,8 +1,8 @@
-"""Ranks on the hosts of `two_hosts.py`, forked from one interpreter that has imported torch: a program, no test.
+"""Ranks on the hosts of `two_hosts.py`, forked from one interpreter that has torch: a program, and no test.
 
-Each gets the variables that torchrun sets, joins the world with `md.init`, and runs one function; its result, or
-its error in words, goes into a file. torchrun itself costs seconds of every rank and of every host to import
-torch; what it adds is tested apart.
+Each gets the variables that torchrun sets, joins the world with `md.init`, and runs one function; its result,
+or its error in words, goes into a file. torchrun itself costs each rank and each host the seconds that an
+import of torch takes; what it adds is tested apart.
 
     python ranks_on_hosts.py FOLDER TIMEOUT RANKS_OF_A_HOST FIRST_PROCESS FIRST_PROCESS
 """
@@ -26,7 +26,13 @@ _SPACES = 0x00020000 | 0x04000000 | 0x08000000 | 0x20000000 | 0x40000000  # moun
 
 
 def run(
-    hosts: TwoHosts, ranks: int, fn: Callable[..., Any], *args: Any, folder: Path, timeout: float, limit: float = 240.0
+    hosts: TwoHosts,
+    ranks: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    folder: Path,
+    timeout: float,
+    limit: float = 240.0,
 ) -> list[tuple[Any, str, float]]:
     """Run fn(*args) on so many ranks of each host.
 
@@ -37,10 +43,12 @@ def run(
 
     (folder / "call").write_bytes(cloudpickle.dumps((fn, args)))
     given = [folder, timeout, ranks, *hosts.firsts]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
-    subprocess.run(
-        [sys.executable, __file__, *map(str, given)], env=environment, timeout=limit, check=True
-    )
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "OMP_NUM_THREADS": "1",
+    }
+    subprocess.run([sys.executable, __file__, *map(str, given)], env=environment, timeout=limit, check=True)
     return [cloudpickle.loads((folder / str(rank)).read_bytes()) for rank in range(len(NAMES) * ranks)]
 
 
@@ -94,7 +102,6 @@ def one_host(host: int, first: int, ranks: int, folder: Path, timeout: float) ->
 
 def main() -> None:
     """Fork a process for each host."""
-    import torch._dynamo  # what a rank's first optimizer would import
 
     from minidist.comm import collectives, messages, world  # noqa: F401
 

@@ -34,6 +34,7 @@ from minidist.benchmarks.two_hosts import NAMES, TwoHosts, counter, why_not
 from minidist.comm.algorithms.formulas import formula
 from minidist.comm.hosts import by_host, processes
 from minidist.model import GPT, config
+from minidist.train import TrainConfig, train
 
 REASON = why_not()
 pytestmark = pytest.mark.skipif(bool(REASON), reason=f"no two hosts here: {REASON}")
@@ -74,7 +75,9 @@ class Found:
 
     hosts: list[tuple[int, ...]] = field(default_factory=list)
     trained: dict[str, contract.Trained] = field(default_factory=dict)
-    on_wire: dict[str, list[tuple[tuple[int, ...], int]]] = field(default_factory=dict)  # a layout's last step
+    on_wire: dict[str, list[tuple[tuple[int, ...], int]]] = field(
+        default_factory=dict
+    )  # a layout's last step
     across: dict[str, int] = field(default_factory=dict)  # bytes that this rank's host sent to the other
     saved: dict[str, Tensor] = field(default_factory=dict)
     error: str = ""
@@ -98,13 +101,14 @@ def all_of_it(socket: str, folder: Path) -> Found:
         engine = md.prepare(gpt(0), SGD, layout)
         inputs, targets = tokens(torch.Generator().manual_seed(1), rows)
         share = slice(*(rows * (engine.data_rank + i) // engine.data_ranks for i in (0, 1)))
-        engine.step(inputs[share], targets[share])
+        step = partial(engine.step, inputs[share], targets[share])
+        step()
         with comm.ledger() as ledger:
-            found.across[text] = across(lambda: engine.step(inputs[share], targets[share]))
+            found.across[text] = across(step)
         found.on_wire[text] = [(call.group, call.bytes_on_wire) for call in ledger.calls]
     for algorithm in ("hierarchical", "ring", "torch"):
         x = torch.full((SIZE // 4,), float(md.rank()))
-        found.across[algorithm] = across(lambda: comm.all_reduce(x, algorithm=algorithm))
+        found.across[algorithm] = across(partial(comm.all_reduce, x, algorithm=algorithm))
         assert x.unique().tolist() == [6.0]
 
     engine = md.prepare(gpt(md.rank()), SGD, md.Layout.parse("dp=2,tp=2,zero=1"))
@@ -203,13 +207,17 @@ def test_a_checkpoint_of_two_hosts_loads_on_one(found: list[Found], saved: Path)
 
 
 def test_a_cut_wire_is_an_error_in_time_on_both_sides(found: list[Found]) -> None:
-    late = r"the other ranks did not all make this call within the time limit; .* hosts may no longer reach .*"
+    late = (
+        r"the other ranks did not all make this call within the time limit; .* hosts may no longer reach .*"
+    )
     for host in ((0, 1), (2, 3)):
         for rank in host:
             begins = rf"all_reduce of float64\[7062\] on rank {rank} with ranks 0, 1, 2, 3: "
             # Who waits a moment longer sees that its neighbour has given up.
             assert re.fullmatch(rf"{begins}({late}|another rank's process has ended; .*)", found[rank].error)
-            assert found[rank].seconds < LIMIT + 20  # the machine may be busy; the world's limit is far longer
+            assert (
+                found[rank].seconds < LIMIT + 20
+            )  # the machine may be busy; the world's limit is far longer
         assert any(re.search(late, found[rank].error) for rank in host)
 
 
@@ -222,7 +230,9 @@ def test_hosts_are_gone_with_who_made_them(number: signal.Signals) -> None:
         "    print(hosts.socket, *hosts.firsts, sleeper.pid, flush=True)\n"
         "    time.sleep(100)"
     )
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as maker:
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as maker:
         assert maker.stdout is not None
         socket, *numbers = maker.stdout.readline().split()
         started = [int(each) for each in numbers]
@@ -304,29 +314,21 @@ def test_torchrun_ends_on_both_hosts_when_the_wire_is_cut(hosts: TwoHosts, tmp_p
 @pytest.mark.parametrize("layout", ["dp=4", "dp=2,tp=2", "dp=2,pp=2,micro_batches=2"])
 def test_minidist_train_by_torchrun_on_both_hosts(hosts: TwoHosts, tmp_path: Path, layout: str) -> None:
     """The losses of one process, through a slow wire; a checkpoint that one host goes on from."""
-    words = ["train", "--data", "bytes", "--batch", "8", "--dtype", "float64", "--json"]
-    save = ["--save", str(tmp_path / "run")]
+    alone = train(TrainConfig(**TRAINED, steps=5))
+    save = str(tmp_path / "run")
+    words = [word for name, value in TRAINED.items() for word in (f"--{name}", str(value))]
+    more = ["--steps", "3", "--layout", layout, "--save", save, "--json"]
     hosts.wire(rate=1e9, delay=5e-3)
-    runs = hosts.torchrun(
-        RANKS, ["-m", "minidist", *words, *save, "--steps", "5", "--layout", layout], ENVIRONMENT
-    )
+    runs = hosts.torchrun(RANKS, ["-m", "minidist", "train", *words, *more], ENVIRONMENT)
     said = [run.communicate(timeout=300)[0] for run in runs]
     hosts.wire()
     assert [run.returncode for run in runs] == [0, 0], said
     result = json.loads(said[0][said[0].index("{") :])
-
-    def alone(*more: str) -> Any:
-        done = subprocess.run(
-            [sys.executable, "-m", "minidist", *words, *more], capture_output=True, text=True, timeout=300
-        )
-        assert not done.returncode, done.stderr
-        return json.loads(done.stdout)
-
-    whole = alone("--steps", "7")["losses"]
-    assert result["losses"] == pytest.approx(whole[:5], rel=1e-10)
-    resumed = alone(*save, "--steps", "7", "--layout", "dp=1")
-    assert resumed["resumed_at"] == 5
-    assert resumed["losses"] == pytest.approx(whole, rel=1e-10)
+    assert result["losses"] == pytest.approx(alone.losses[:3], rel=1e-10)
+    resumed = train(TrainConfig(**TRAINED, steps=5, save=save))
+    assert resumed.resumed_at == 3
+    assert resumed.losses == pytest.approx(alone.losses, rel=1e-10)
 
 
+TRAINED: dict[str, Any] = {"data": "bytes", "batch": 64, "dtype": "float64"}
 ENVIRONMENT = {"PYTHONPATH": str(Path(md.__file__).parent.parent), "OMP_NUM_THREADS": "1"}
