@@ -3,8 +3,8 @@
     torchrun ... slow_link_steps.py SOCKET RESULTS ROUNDS
 
 Every form takes a step over the wire as fast as it goes, then over a slow one, and so on in turns; rank 0
-sets the wire. It writes the seconds of the slowest rank, the bytes that crossed the wire, and what the model of cost
-predicts for the calls in the ledger, one after the other: little can be hidden where the wire is slow.
+sets the wire. It writes the seconds of the slowest rank, the bytes that crossed the wire, and what the model
+of cost predicts for the calls in the ledger, one after the other: little hides where the wire is slow.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The launch files in deploy/: valid for the service that reads them, with the ranks that their layout needs.
 
 Kubernetes' and SageMaker's are held to the services' own descriptions of a request, which Python packages
-carry; SLURM's and Accelerate's to torchrun's and Accelerate's own parsers. test_deploy_runs.py starts them all.
+carry; SLURM's and Accelerate's to torchrun's and Accelerate's own parsers. test_deploy_runs.py runs them all.
 """
 
 from __future__ import annotations

@@ -31,6 +31,7 @@ import minidist as md
 from minidist import comm
 from minidist.benchmarks import wire
 from minidist.benchmarks.two_hosts import NAMES, TwoHosts, counter, why_not
+from minidist.checkpoint import CheckpointError
 from minidist.comm.algorithms.formulas import formula
 from minidist.comm.hosts import by_host, processes
 from minidist.model import GPT, config
@@ -80,6 +81,7 @@ class Found:
     )  # a layout's last step
     across: dict[str, int] = field(default_factory=dict)  # bytes that this rank's host sent to the other
     saved: dict[str, Tensor] = field(default_factory=dict)
+    apart: str = ""  # why nothing can be saved where each host has a disk of its own
     error: str = ""
     seconds: float = 0.0
 
@@ -93,7 +95,7 @@ def across(work: Callable[[], object]) -> int:
     return counter() - before
 
 
-def all_of_it(socket: str, folder: Path) -> Found:
+def all_of_it(socket: str, folder: Path, apart: Path) -> Found:
     found = Found(hosts=by_host(processes(torch.distributed.group.WORLD)))
     for text, rows in LAYOUTS.items():
         layout = md.Layout.parse(text)
@@ -115,6 +117,10 @@ def all_of_it(socket: str, folder: Path) -> Found:
     engine.step(*tokens(torch.Generator().manual_seed(md.rank() // 2), 3))
     md.save(engine, folder, step=1)
     found.saved = engine.full_state_dict()
+    try:
+        md.save(engine, apart, step=1)
+    except CheckpointError as error:
+        found.apart = str(error)
 
     # A group of its own, whose ranks do not wait as long.
     group = torch.distributed.new_group(timeout=timedelta(seconds=LIMIT))
@@ -150,8 +156,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def found(hosts: TwoHosts, saved: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
     """All of it, in one start of the ranks; it ends with a cut wire."""
-    folder = tmp_path_factory.mktemp("ranks")
-    results = ranks_on_hosts.run(hosts, RANKS, all_of_it, hosts.socket, saved, folder=folder, timeout=120.0)
+    folder, apart = tmp_path_factory.mktemp("ranks"), tmp_path_factory.mktemp("apart")
+    hosts.run(1, ["mount", "-t", "tmpfs", "none", str(apart)])
+    given = hosts.socket, saved, apart
+    results = ranks_on_hosts.run(hosts, RANKS, all_of_it, *given, folder=folder, timeout=120.0)
     hosts.wire()
     assert not [error for _, error, _ in results if error]
     return [value for value, _, _ in results]
@@ -204,6 +212,14 @@ def test_a_checkpoint_of_two_hosts_loads_on_one(found: list[Found], saved: Path)
     for name, value in engine.full_state_dict().items():
         for rank in found:
             torch.testing.assert_close(rank.saved[name], value, rtol=0, atol=0)
+
+
+def test_hosts_without_a_disk_in_common_are_told(found: list[Found]) -> None:
+    for rank in found:
+        assert re.fullmatch(
+            r"rank [23] could not write .*: No such file or directory; .* all hosts have to see it: .*",
+            rank.apart,
+        )
 
 
 def test_a_cut_wire_is_an_error_in_time_on_both_sides(found: list[Found]) -> None:
