@@ -24,6 +24,7 @@ from minidist.benchmarks.two_hosts import TwoHosts, why_not
 GROUP = "A slow link: a byte GPT of 3 M parameters on 2 hosts of 2 ranks, 1 row of 128 a rank; {}"
 RANKS = 2
 """Of each host."""
+ROUNDS = 7
 LIMIT = 540.0
 """Seconds that all of it may take."""
 LAYOUTS = {"ZeRO-1": "dp=4,zero=1", "ZeRO-3": "dp=4,zero=3", INSIDE: "dp=2,tp=2"}
@@ -34,12 +35,12 @@ if REASON := why_not():
 
 
 @pytest.fixture(scope="module")
-def measured(full: bool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Every form on both links in turns, in one run."""
     results = tmp_path_factory.mktemp("slow_link") / "results.json"
     environment = {"PYTHONPATH": str(Path(minidist.__file__).parent.parent), "OMP_NUM_THREADS": "1"}
     with TwoHosts() as hosts:
-        program = [str(steps.__file__), hosts.socket, str(results), "10" if full else "3"]
+        program = [str(steps.__file__), hosts.socket, str(results), str(ROUNDS)]
         runs = hosts.torchrun(RANKS, program, environment)
         end = time.monotonic() + LIMIT
         for run in runs:
