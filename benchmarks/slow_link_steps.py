@@ -105,7 +105,8 @@ def predicted(call: Call, profile: Profile) -> float:
     ranks, each = len(call.group), md.size() // HOSTS
     if len({rank // each for rank in call.group}) < HOSTS or call.name not in cost.FORMULAS:
         return 0.0
-    size = math.prod(call.shape) * getattr(torch, call.dtype).itemsize
+    dtype: torch.dtype = getattr(torch, call.dtype)
+    size = math.prod(call.shape) * dtype.itemsize
     if call.algorithm == "hierarchical":  # a ring of hosts: their ranks' parts share the wire
         return cost.predict(call.name, "ring", size, HOSTS, profile)
     if call.name in ("reduce_scatter", "all_to_all"):  # every rank sends each of the other host's its part

@@ -185,7 +185,7 @@ class TwoHosts:
     def _wait_for(self, process: subprocess.Popen[str], what: str) -> None:
         assert process.stdout is not None
         if process.stdout.readline() != "ready\n":
-            raise OSError(f"{what} could not be made: {' '.join(map(str, process.args))[:200]} failed")
+            raise OSError(f"{what} could not be made: {str(process.args)[:300]} failed")
 
 
 def _ended(process: subprocess.Popen[str]) -> None:
