@@ -56,8 +56,10 @@ def why_not() -> str:
     lacking = [name for name in ("unshare", "nsenter", "ip", "mount") if shutil.which(name) is None]
     if lacking:
         return f"{', '.join(lacking)} not there: install iproute2 and util-linux"
-    if not os.access("/dev/net/tun", os.R_OK | os.W_OK):
-        return "/dev/net/tun is not there, or may not be opened: load the kernel's module tun"
+    try:
+        os.close(os.open("/dev/net/tun", os.O_RDWR))
+    except OSError as error:
+        return f"/dev/net/tun cannot be opened ({error.strerror}): load the kernel's module tun"
     command = ["unshare", "--fork", *_NAMESPACES, "--mount-proc", "true"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
     if done.returncode:

@@ -7,12 +7,18 @@ that SageMaker writes. The smallest training takes the place of the file's own.
 from __future__ import annotations
 
 import json
+import os
+import re
 import shlex
+import signal
+import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
+from processes import descendants
 from test_deploy import DEPLOY, EXTRA, ROOT, container_words, document, slurm, worker
 
 from minidist.benchmarks.two_hosts import TwoHosts, why_not
@@ -28,9 +34,13 @@ STEPS = 6
 
 
 def check(
-    hosts: TwoHosts, commands: Sequence[Sequence[str]], environments: Sequence[Mapping[str, str]]
-) -> None:
-    """Run a host's command with its variables; both train as one process does."""
+    hosts: TwoHosts,
+    commands: Sequence[Sequence[str]],
+    environments: Sequence[Mapping[str, str]],
+    steps: int = STEPS,
+    meanwhile: Callable[[list[subprocess.Popen[str]]], object] | None = None,
+) -> str:
+    """Run a host's command with its variables; both train as one process does. Returns what they print."""
     common = {
         "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin:/usr/sbin:/sbin",
         "PYTHONPATH": str(ROOT),
@@ -40,17 +50,26 @@ def check(
         hosts.start(host, ["env", "--chdir", str(ROOT), *command], {**common, **environment})
         for host, (command, environment) in enumerate(zip(commands, environments, strict=True))
     ]
+    if meanwhile is not None:
+        meanwhile(runs)
     said = [run.communicate(timeout=240)[0] for run in runs]
     assert [run.returncode for run in runs] == [0, 0], said
-    assert "{" not in said[1]  # rank 0 speaks for all
-    result = json.loads(said[0][said[0].index("{") :])
+    assert not RESULT.search(said[1])  # rank 0 speaks for all
+    found = RESULT.search(said[0])
+    assert found, said
+    result, _ = json.JSONDecoder().raw_decode(said[0][found.start() :])
     assert result["config"]["layout"]["dp"] == 2
-    alone = train(TrainConfig(steps=STEPS, dtype="float64"))
+    alone = train(TrainConfig(steps=steps, dtype="float64"))
     assert result["losses"] == pytest.approx(alone.losses, rel=1e-10)
+    return "".join(said)
 
 
-def words(save: Path | str) -> list[str]:
-    given = {"data": "digits", "dtype": "float64", "steps": STEPS, "layout": "dp=2", "save": save}
+RESULT = re.compile(r'^{\s*"config"', re.MULTILINE)
+
+
+def words(save: Path | str, steps: int = STEPS, every: int = 50) -> list[str]:
+    given = {"data": "digits", "dtype": "float64", "steps": steps, "layout": "dp=2", "save": save}
+    given["save-every"] = every
     return [*(str(word) for name, value in given.items() for word in (f"--{name}", value)), "--json"]
 
 
@@ -60,6 +79,25 @@ def test_slurm(tmp_path: Path) -> None:
     with TwoHosts() as hosts:
         environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         check(hosts, [asked, asked], [environment, environment])
+
+
+def test_a_rank_that_dies_is_started_anew_with_the_others(tmp_path: Path) -> None:
+    """On the second host, once there is a checkpoint, under what srun was given."""
+    steps, runs = 1000, tmp_path / "runs"
+    asked = slurm(tmp_path, words(runs, steps, every=100), RANKS_PER_HOST="1")
+
+    def kill(started: list[subprocess.Popen[str]]) -> None:
+        while not [*runs.glob("step-*00")]:
+            assert all(each.poll() is None for each in started)
+            time.sleep(0.05)
+        # Below nsenter and torchrun.
+        (rank,) = (each for each in descendants(started[1].pid) if not descendants(each))
+        os.kill(rank, signal.SIGKILL)
+
+    with TwoHosts() as hosts:
+        environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        said = check(hosts, [asked, asked], [environment, environment], steps, kill)
+    assert "(exitcode: -9)" in said
 
 
 def test_kubernetes(tmp_path: Path) -> None:
