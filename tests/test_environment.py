@@ -26,6 +26,8 @@ CONDA_NAMES = {"torch": "pytorch", "ml-dtypes": "ml_dtypes"}
 # What conda adds: an extra of a package that is a package there, and what installs the project itself.
 CONDA_EXTRAS = {"numba-cuda[cu13]": {"cuda-version": "=13"}}
 CONDA_ONLY = {"python", "pip"}
+PIP_ONLY = {"deploy"}
+"""Extras that a conda environment takes from pip: some of their packages may not be on its channel."""
 
 
 def project() -> dict:
@@ -43,7 +45,7 @@ def pins() -> list[str]:
 
 def requirements(pyproject: dict) -> list[Requirement]:
     parts = pyproject["project"]
-    extras = parts["optional-dependencies"].values()
+    extras = [group for name, group in parts["optional-dependencies"].items() if name not in PIP_ONLY]
     return [Requirement(text) for group in (parts["dependencies"], *extras) for text in group]
 
 
