@@ -14,6 +14,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -100,20 +101,22 @@ def steps_of(name: str) -> int:
     return EVERY if name == LOCAL else 1
 
 
-def predicted(call: Call, profile: Profile) -> float:
-    """Seconds of a call whose ranks are on both hosts; 0 for one inside a host, where memory carries it."""
-    ranks, each = len(call.group), md.size() // HOSTS
+def predicted(call: Call, profile: Profile, world: int) -> float:
+    """Seconds of a call in a world of so many ranks; 0 for one inside a host, where memory carries it."""
+    ranks, each = len(call.group), world // HOSTS
     if len({rank // each for rank in call.group}) < HOSTS or call.name not in cost.FORMULAS:
         return 0.0
     dtype: torch.dtype = getattr(torch, call.dtype)
     size = math.prod(call.shape) * dtype.itemsize
+    link = profile.links["messages"]
     if call.algorithm == "hierarchical":  # a ring of hosts: their ranks' parts share the wire
         return cost.predict(call.name, "ring", size, HOSTS, profile)
     if call.name in ("reduce_scatter", "all_to_all"):  # every rank sends each of the other host's its part
-        return profile.links["messages"].alpha + size * ranks / HOSTS**2 * profile.links["messages"].beta
+        return link.alpha + size * ranks / HOSTS**2 * link.beta
     # Of a ring through all ranks one on each host sends through the wire; of groups with one on each, all do.
-    sharing = 1 if ranks == md.size() else each
-    return cost.predict(call.name, call.algorithm, size * sharing, ranks, profile)
+    sharing = 1 if ranks == world else each
+    shared = replace(profile, links={"messages": replace(link, beta=sharing * link.beta)})
+    return cost.predict(call.name, call.algorithm, size, ranks, shared)
 
 
 def main(socket: str, results: str, rounds: int) -> None:
@@ -157,7 +160,7 @@ def main(socket: str, results: str, rounds: int) -> None:
             step(name)
         comm.barrier()
         across = (counter() - before) / steps_of(name)
-        calls = sum(predicted(call, SLOW_PROFILE) for call in ledger.calls) / steps_of(name)
+        calls = sum(predicted(call, SLOW_PROFILE, md.size()) for call in ledger.calls) / steps_of(name)
         found[name] = {"across": across, "sent": ledger.bytes_sent / steps_of(name), "predicted": calls}
     if md.rank() == 0:
         Path(results).write_text(json.dumps({"seconds": seconds, "found": found}))
