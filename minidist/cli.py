@@ -1,4 +1,4 @@
-"""The command `minidist`: train, compare, bench, report, lessons, doctor.
+"""The command `minidist`: train, compare, trace, bench, report, lessons, doctor.
 
     minidist train --data digits --ranks 2
     minidist bench && minidist report
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from minidist import cli_trace
 from minidist.cli_output import console, explain, print_json, require, say, short, show
 
 if TYPE_CHECKING:
@@ -200,6 +201,9 @@ def compare(
     else:
         show(str(found))
     raise typer.Exit(0 if found.agree else 1)
+
+
+cli_trace.register(app)
 
 
 @app.command(epilog="Example: minidist bench launch --full. On a GPU: minidist bench cuda")

@@ -1,4 +1,4 @@
-"""What training costs at a scale, reckoned before anything is built.
+"""What training costs at a scale, reckoned before anything is built; and where the time of a step goes.
 
 | File | Holds |
 |---|---|
@@ -9,4 +9,5 @@
 | saved.py | what the forward pass saves for the backward pass |
 | fitting.py | the largest batch that fits, and what makes it fit |
 | memory_plot.py | the bar chart |
+| trace.py | `trace`: what every rank does in a step, as a file for Perfetto and as a picture |
 """
