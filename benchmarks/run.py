@@ -88,6 +88,8 @@ def run(
         raise ValueError(f"the benchmarks could not be collected: {watcher.broken[0]}")
     if not watcher.collected and watcher.left_out:
         raise ValueError("; ".join(watcher.left_out.values()))
+    if not watcher.collected and not keyword and not full:
+        raise ValueError(f"{', '.join(names)} takes long: run it with --full")
     if not watcher.collected:
         raise ValueError(f"no benchmark matches -k {keyword!r}: run without -k, or with a part of a name")
     # A benchmark that failed after it was timed did not do what it is known for.
