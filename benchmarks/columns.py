@@ -8,6 +8,7 @@ any row has its figure. To show a new figure, add a line to `COLUMNS`.
     series, size         a point of a curve: the curve's name and the x of its point (see `plots.py`)
     gflops               10^9 floating-point operations a second
     percent_of_peak      our rate as a share of the FMA peak of the cores that it uses (`roofline.measure`)
+    peak_gb_per_s        10^9 bytes a second that those cores, or the GPU, read from memory
     percent_of_gpu_peak  our rate as a share of the GPU's measured peak in that arithmetic (`gpu_peaks`)
     percent_of_peer      our rate as a share of the peer's, in percent
     beyond_peer          our median less the peer's, in seconds: below 0 we are faster

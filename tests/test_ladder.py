@@ -208,8 +208,8 @@ def test_a_finding_names_the_best_rung_in_each_arithmetic():
     (found,) = findings.findings({"other": NONE, "gpu": SOME})
     assert found.text == (
         "The CUDA ladder, written in Python, comes to 103% (8 warp tile, float32, n = 4,096), to 66.0% (9 "
-        "tensor core, bfloat16, n = 2,048), to 64.0% (9 tensor core, TF32, n = 2,048) of torch.matmul's speed "
-        "in the same arithmetic."
+        "tensor core, bfloat16, n = 2,048), to 64.0% (9 tensor core, TF32, n = 2,048) of torch.matmul's "
+        "speed in the same arithmetic."
     )
     assert (found.slug, len(found.rests_on)) == ("gpu", 3)
 
