@@ -95,10 +95,11 @@ class Machine:
     def _section(self, section: Section, name: str) -> str:
         about = f'<p class="quiet">{prose(section.about)}</p>\n' if section.about else ""
         small, large = len(section.entries) < 2, len(section.entries) > MOST_BARS
-        predicts = any("predicted" in entry["extra_info"] for entry in section.entries)
+        extras = [entry["extra_info"].keys() for entry in section.entries]
+        curved = any("predicted" in extra or {"series", "size", "gflops"} <= extra for extra in extras)
         # A chapter whose figures show these results already needs no more of them.
-        led = any(DRAWN & entry["extra_info"].keys() for entry in section.entries)
-        drawn = plot(section, name) if predicts or not (small or large or led) else None
+        led = any(DRAWN & extra for extra in extras)
+        drawn = plot(section, name) if curved or not (small or large or led) else None
         shown = figures([figure(drawn, name)]) if drawn else ""
         made = page_tables.of_section(section, self._shown, name)
         return f'<h4 id="{name}">{escape(section.title)}</h4>\n{about}{shown}{self._fits(section)}{made}'
