@@ -44,8 +44,8 @@ if str(LESSONS) not in sys.path:  # ranks find `checks` and `solutions` by it, w
     sys.path.append(str(LESSONS))
 
 
-class TimeLimit(Exception):
-    """An answer took too long."""
+class TimeLimit(BaseException):
+    """An answer took too long. No `except Exception` of the reader's takes it for an error of his own."""
 
 
 class Answer:
@@ -67,14 +67,12 @@ class Answer:
                 return self.function(*args, **kwargs)
         except TimeLimit as late:
             place = reader_line(late, self.function)
-            wrong(f"{call} had not ended after {LIMIT:.0f} s and was stopped at {place}.")
+            wrong(f"{call} had not ended after {LIMIT:.0f} s and was stopped{' at ' * bool(place)}{place}.")
         except Verdict:
             raise
-        except Exception as error:
-            wrong(
-                f"{call} raised {type(error).__name__}: {error}",
-                f"  at {reader_line(error, self.function)}",
-            )
+        except (Exception, SystemExit) as error:  # exit() in an answer ends the answer, and no notebook
+            place = reader_line(error, self.function)
+            wrong(f"{call} raised {type(error).__name__}: {error}", *([f"  at {place}"] if place else []))
 
     def expect(self, expected: Any, *args: Any, rtol: float = 1e-5, atol: float = 1e-6, **kwargs: Any) -> Any:
         """Call it and compare what it returns; returns that."""
@@ -200,11 +198,11 @@ class Lesson:
 
 
 def reader_line(error: BaseException, function: Any) -> str:
-    """ "line 4 of your cell: total += x[i + 1]", the deepest line of the reader's in a traceback."""
+    """ "line 4 of your cell: total += x[i + 1]", the deepest of the reader's lines, or nothing."""
     files = {each.__code__.co_filename for each in functions_of(function)}
     lines = [(f.filename, f.lineno or 0) for f in traceback.extract_tb(error.__traceback__)]
-    mine = [line for line in lines if line[0] in files] or lines[-1:]
-    return line_of_cell(*mine[-1]) if mine else "a place that is not known"
+    mine = [line for line in lines if line[0] in files]
+    return line_of_cell(*mine[-1]) if mine else ""
 
 
 def line_of_cell(filename: str, line: int) -> str:

@@ -99,6 +99,8 @@ def wrong(*lines: str) -> NoReturn:
 
 def number(value: float) -> str:
     """1 200 for 1200, and 0.25 for a quarter."""
+    if isinstance(value, complex):
+        return str(value)
     if float(value).is_integer():
         return f"{int(value):,}".replace(",", "\u202f")
     return f"{value:.4g}"
@@ -118,7 +120,7 @@ def compare(got: Any, expected: Any, what: str, rtol: float = 1e-5, atol: float 
     right = as_array(expected)
     try:
         mine = as_array(got)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RuntimeError):  # as of a list of tensors that have a gradient
         wrong(f"{what} is a {type(got).__name__}, and should be {a_kind_of(expected)}.")
     if mine.dtype == object or mine.dtype.kind in "US":
         wrong(f"{what} is a {type(got).__name__}, and should be {a_kind_of(expected)}.")
@@ -130,21 +132,40 @@ def compare(got: Any, expected: Any, what: str, rtol: float = 1e-5, atol: float 
     if good.all():
         return
     if right.ndim == 0:
-        wrong(f"{what} is wrong.", f"  expected {number(right.item())}", f"  got      {number(mine.item())}")
+        texts = number(right.item()), number(mine.item())
+        if texts[0] == texts[1]:
+            texts = apart(right.item(), mine.item())
+        wrong(f"{what} is wrong.", f"  expected {texts[0]}", f"  got      {texts[1]}")
     first = tuple(int(i) for i in np.argwhere(~good)[0])
     place = f"element {first[0]}" if right.ndim == 1 else f"element {list(first)}"
     lines = [f"{what} is wrong from {place} on ({int((~good).sum())} of {right.size} elements)."]
+    digits = digits_for(right[first], mine[first])
     if right.ndim == 1:
-        lines += [f"  expected {around(right, first[0])}", f"  got      {around(mine, first[0])}"]
+        lines += [
+            f"  expected {around(right, first[0], digits)}",
+            f"  got      {around(mine, first[0], digits)}",
+        ]
     else:
-        lines += [f"  expected {right[first]:.5g} there", f"  got      {mine[first]:.5g}"]
+        texts = apart(right[first], mine[first])
+        lines += [f"  expected {texts[0]} there", f"  got      {texts[1]}"]
     wrong(*lines)
 
 
-def around(array: np.ndarray, place: int = 0) -> str:
+def digits_for(one: Any, other: Any) -> int:
+    """As many digits as it takes to see that two numbers differ, and at least 5."""
+    return next((digits for digits in range(5, 17) if f"{one:.{digits}g}" != f"{other:.{digits}g}"), 17)
+
+
+def apart(one: Any, other: Any) -> tuple[str, str]:
+    """Two numbers as text, with enough digits to tell one from the other."""
+    digits = digits_for(one, other)
+    return f"{one:.{digits}g}", f"{other:.{digits}g}"
+
+
+def around(array: np.ndarray, place: int = 0, digits: int = 5) -> str:
     """An array of one dimension as text: all of a short one, else what lies about `place`."""
     start = max(0, min(place - 1, len(array) - SHORT)) if len(array) > SHORT else 0
-    shown = ", ".join(f"{value:.5g}" for value in array[start : start + SHORT])
+    shown = ", ".join(f"{value:.{digits}g}" for value in array[start : start + SHORT])
     left = "..., " if start else ""
     return f"[{left}{shown}{', ...' if start + SHORT < len(array) else ''}]"
 
