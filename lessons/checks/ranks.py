@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
 import traceback
 from collections.abc import Callable, Sequence
@@ -75,6 +76,8 @@ class InCase(Exception):
 
 def world(ranks: int) -> md.Cluster:
     """Warm ranks that checks share."""
+    # A rank that dies is told in a sentence; what torch's C++ warns of beside it would fill the notebook.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if ranks not in _worlds or _worlds[ranks].closed:
         _worlds[ranks] = md.Cluster(ranks, timeout=LIMIT, check=True)
     return _worlds[ranks]
