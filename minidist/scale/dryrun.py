@@ -1,0 +1,189 @@
+"""A dry run: the code of a training, run as one rank of a layout of any size, with nobody else and no data.
+
+>>> found = dryrun("gpt2-xl", Layout(dp=64, tp=4, pp=4, zero=1))
+>>> found.bytes_sent, found.memory
+
+The engine is prepared and makes two steps. Tensors hold no data (dry_tensors.py), the other ranks are not
+there (dry_world.py), and the ledgers count each call with its axis and phase (dry_calls.py). What a step
+sends is therefore exact, and memory what `engine.memory()` says on that rank; nothing of it is a formula.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from minidist._names import unknown
+from minidist.model.configs import TransformerConfig
+from minidist.model.configs import config as config_of
+from minidist.parallel import zigzag
+from minidist.parallel.engine import MakeOptimizer
+from minidist.parallel.hybrid import HybridEngine
+from minidist.parallel.layout import Layout
+from minidist.parallel.memory import Memory
+from minidist.parallel.precision import DTYPES
+from minidist.parallel.prepare import prepare
+from minidist.scale.dry_arguments import check, split_rank
+from minidist.scale.dry_calls import DryCall, Line, axis_names, lines, phases_of, recorded
+from minidist.scale.dry_models import build, loss_of, plan_of
+from minidist.scale.dry_peers import LayoutPeers
+from minidist.scale.dry_tensors import DryTensors, NoData
+from minidist.scale.dry_world import dry_world
+
+OPTIMIZERS: dict[str, MakeOptimizer] = {
+    "adamw": partial(torch.optim.AdamW, lr=1e-3),
+    "adam": partial(torch.optim.Adam, lr=1e-3),
+    "momentum": partial(torch.optim.SGD, lr=1e-3, momentum=0.9),
+    "sgd": partial(torch.optim.SGD, lr=1e-3),
+}
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What one rank of a layout would send and hold."""
+
+    model: str  # its name, or its shape
+    config: TransformerConfig
+    layout: Layout
+    batch: tuple[int, int]  # rows of the global batch, tokens in a row
+    rank: int
+    place: dict[str, int]  # along each axis
+    parameters: int  # elements on this rank, as it computes with them; of a whole model where zero is 3
+    memory: Memory  # bytes on this rank after a step
+    calls: tuple[DryCall, ...]  # of a step, but the first
+    first_step: tuple[DryCall, ...]  # of the first, in which ranks agree on buckets, forms and orders
+    prepare: tuple[DryCall, ...]  # before it: the model is sent to all
+    seconds: float  # that this dry run took
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that the other ranks get from this one in a step."""
+        return sum(call.bytes_sent for call in self.calls)
+
+    @property
+    def by_axis(self) -> dict[str, int]:
+        """Bytes sent in a step along each axis that there is."""
+        return self._sums(lambda call: call.axis)
+
+    @property
+    def by_phase(self) -> dict[str, int]:
+        """Bytes sent in each phase of a step."""
+        return self._sums(lambda call: call.phase)
+
+    @property
+    def lines(self) -> list[Line]:
+        """A step's calls, those of one axis, phase, name and dtype together."""
+        return lines(self.calls)
+
+    def _sums(self, key: Callable[[DryCall], str]) -> dict[str, int]:
+        found: Counter[str] = Counter()
+        for call in self.calls:
+            if call.axis:
+                found[key(call)] += call.bytes_sent
+        return dict(found)
+
+
+def dryrun(
+    model: str | TransformerConfig,
+    layout: Layout,
+    batch: int | tuple[int, int] | None = None,
+    rank: int = 0,
+    optimizer: str | MakeOptimizer = "adamw",
+    *,
+    clip_norm: float | None = None,
+    data_parallel: Mapping[str, Any] | None = None,
+    fully_shard: Mapping[str, Any] | None = None,
+    way: str = "torch",
+) -> DryRun:
+    """Run a rank of a layout dry: two steps of the engine that `prepare` makes.
+
+    Args:
+        model: a shape, or the name of one.
+        layout: of all ranks.
+        batch: rows of the global batch and tokens in each; rows alone have the model's context; None for a
+            row a micro-batch on each data-parallel rank.
+        rank: which of them; ranks lie as in `comm.mesh`.
+        optimizer: "adamw", "adam", "momentum" (SGD with it), "sgd", or a function from parameters to one.
+        clip_norm, data_parallel, fully_shard: see `prepare`.
+        way: how ranks talk: "torch", as over a network and between GPUs, or "shared_memory", as those of one
+            host without GPUs; it decides who sends in a broadcast.
+
+    Raises:
+        TypeError: an argument is of a wrong type.
+        ValueError: an unknown name, a number out of range, or a layout or an option that cannot be run dry;
+            or this process is in a world already.
+    """
+    shape = config_of(model) if isinstance(model, str) else model
+    rows, tokens = check(shape, layout, batch, rank, way)
+    make = optimizer
+    if isinstance(make, str):
+        if make not in OPTIMIZERS:
+            raise unknown("optimizer", make, OPTIMIZERS)
+        make = OPTIMIZERS[make]
+    began = time.perf_counter()
+    place = split_rank(layout, rank)
+    own_rows = len(range(place["dp"], rows, layout.dp))
+    own_tokens = zigzag.size(tokens, layout.cp, place["cp"]) if layout.cp > 1 else tokens
+    outside = own_tokens // layout.tp if layout.sequence_parallel else own_tokens
+    dtype = DTYPES.get(layout.precision, torch.float32)
+    peers = LayoutPeers(layout, place["pp"], (outside, shape.width), dtype)
+    tensors = DryTensors()
+    try:
+        with tensors, dry_world(rank, layout.ranks, tensors, peers, way):
+            with recorded("prepare") as prepared:
+                engine = prepare(
+                    build(shape, tensors),
+                    make,
+                    layout,
+                    loss_of(shape),
+                    data_parallel,
+                    clip_norm,
+                    fully_shard=fully_shard,
+                    plan=plan_of(shape, layout.tp),
+                )
+            assert isinstance(engine, HybridEngine)
+            names = axis_names(engine.mesh)
+            for call in prepared:
+                call.axis = names(call) if len(call.group) > 1 else ""
+            first, calls = (_step(engine, tensors, peers, (own_rows, tokens), names) for _ in range(2))
+            memory = engine.memory()
+            parameters = sum(p.numel() for p in engine.model.parameters())
+            del engine
+    except NoData as error:
+        raise ValueError(str(error)) from error
+    return DryRun(
+        model if isinstance(model, str) else f"{shape.layers} layers of {shape.width}",
+        shape,
+        layout,
+        (rows, tokens),
+        rank,
+        place,
+        parameters,
+        memory,
+        calls,
+        first,
+        tuple(prepared),
+        time.perf_counter() - began,
+    )
+
+
+def _step(
+    engine: HybridEngine,
+    tensors: DryTensors,
+    peers: LayoutPeers,
+    batch: tuple[int, int],
+    names: Any,
+) -> tuple[DryCall, ...]:
+    """The calls of one step."""
+    peers.begin(batch[0])
+    inputs, targets = (tensors.empty(batch, torch.int64) for _ in range(2))
+    with recorded("forward", names) as calls, phases_of(engine, calls):
+        engine.step(inputs, targets)
+    return tuple(calls)
+
