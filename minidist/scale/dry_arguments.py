@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from minidist._names import unknown
 from minidist.model.configs import GPTConfig, TransformerConfig
 from minidist.parallel import zigzag
@@ -25,9 +27,11 @@ def check(
     """
     if not isinstance(shape, TransformerConfig):
         raise TypeError(f"model is {shape!r}; give a GPTConfig, a BERTConfig, or the name of one")
-    check_types(layout, 0 if batch is None else batch, rank)
     if not isinstance(layout, Layout):
         raise TypeError(f"layout is {layout!r}; give a Layout, such as Layout(dp=2)")
+    if rank is None:
+        raise TypeError("rank is None; give one rank, such as 0: each has its own dry run")
+    check_types(layout, 0 if batch is None else batch, rank)
     if way not in WAYS:
         raise unknown("way", way, WAYS)
     check_available(layout)
@@ -40,7 +44,7 @@ def check(
         )
     if not 1 <= tokens <= shape.context:
         raise ValueError(f"batch has rows of {tokens} tokens; give 1 to {shape.context}, the model's context")
-    if rank is None or not 0 <= rank < layout.ranks:
+    if not 0 <= rank < layout.ranks:
         raise ValueError(f"rank is {rank}; give 0 to {layout.ranks - 1}, a rank of the layout")
     if not isinstance(shape, GPTConfig) and (layout.cp > 1 or layout.sequence_parallel):
         axis = "cp" if layout.cp > 1 else "sequence_parallel"
@@ -54,6 +58,27 @@ def check(
             f"zero=2 they would make other numbers of micro-batches; give a multiple of {layout.dp} rows"
         )
     return rows, tokens
+
+
+def check_options(data_parallel: object, fully_shard: object) -> None:
+    """ValueError where an option of `prepare` needs values, or memory, that a dry run has not."""
+    options = data_parallel if isinstance(data_parallel, Mapping) else {}
+    algorithm, compression = options.get("algorithm", "auto"), options.get("compression")
+    if algorithm not in ("auto", *WAYS):
+        raise ValueError(
+            f"algorithm is {algorithm!r} in data_parallel, whose messages a dry run does not make; leave it out"
+        )
+    if compression == "topk":
+        raise ValueError(
+            "compression is 'topk' in data_parallel, which looks for large gradients, and a dry run computes "
+            "none; give another, or None"
+        )
+    offload = fully_shard.get("offload", False) if isinstance(fully_shard, Mapping) else False
+    if offload not in (False, "cpu"):
+        raise ValueError(
+            f"offload is {str(offload)!r} in fully_shard, and a dry run writes no files; give 'cpu', or leave "
+            "it out"
+        )
 
 
 def split_rank(layout: Layout, rank: int) -> dict[str, int]:

@@ -18,6 +18,7 @@ import mmap
 import weakref
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -303,8 +304,12 @@ def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
+@cache
 def _reserve() -> mmap.mmap:
-    """Addresses without memory: a page has some once it is written to, and none ever is."""
+    """Addresses without memory: a page has some once it is written to, and none ever is.
+
+    Every dry run of a process begins with the first again; what is left of earlier ones holds no data either.
+    """
     size, flags = RESERVED, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
     while True:
         try:

@@ -236,6 +236,7 @@ def dry_world(rank: int, ranks: int, tensors: DryTensors, peers: Peers, way: str
     if NAME.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(NAME, _group, extended_api=True, devices=["cpu", "cuda"])
     _now.append(_World(tensors, peers, way))
+    hook = sys.excepthook  # torch puts the rank before every error from now on
     try:
         dist.init_process_group(NAME, store=dist.HashStore(), rank=rank, world_size=ranks, timeout=LIMIT)
         try:
@@ -244,4 +245,5 @@ def dry_world(rank: int, ranks: int, tensors: DryTensors, peers: Peers, way: str
             routes.forget()
             dist.destroy_process_group()
     finally:
-        _now.pop()
+        sys.excepthook = hook
+        _now.pop().__dict__.clear()  # groups may outlive their world, and are not to hold what was in it

@@ -29,7 +29,7 @@ from minidist.parallel.layout import Layout
 from minidist.parallel.memory import Memory
 from minidist.parallel.precision import DTYPES
 from minidist.parallel.prepare import prepare
-from minidist.scale.dry_arguments import check, split_rank
+from minidist.scale.dry_arguments import check, check_options, kinds, split_rank
 from minidist.scale.dry_calls import DryCall, Line, axis_names, lines, phases_of, recorded
 from minidist.scale.dry_models import build, loss_of, plan_of
 from minidist.scale.dry_peers import LayoutPeers
@@ -56,6 +56,7 @@ class DryRun:
     place: dict[str, int]  # along each axis
     parameters: int  # elements on this rank, as it computes with them; of a whole model where zero is 3
     memory: Memory  # bytes on this rank after a step
+    optimizer: str  # as `estimate` and `predict_step` name it: "adam", "momentum" or "sgd"
     calls: tuple[DryCall, ...]  # of a step, but the first
     first_step: tuple[DryCall, ...]  # of the first, in which ranks agree on buckets, forms and orders
     prepare: tuple[DryCall, ...]  # before it: the model is sent to all
@@ -80,6 +81,12 @@ class DryRun:
     def lines(self) -> list[Line]:
         """A step's calls, those of one axis, phase, name and dtype together."""
         return lines(self.calls)
+
+    def predict(self, hardware: str | Hardware = "h100") -> StepTime:
+        """The time of a step on a machine, with what that assumes; see `predict_step`."""
+        from minidist.scale.step_time import predict_step
+
+        return predict_step(self.config, self.layout, self.batch, hardware, optimizer=self.optimizer)
 
     def _sums(self, key: Callable[[DryCall], str]) -> dict[str, int]:
         found: Counter[str] = Counter()
@@ -121,6 +128,7 @@ def dryrun(
     """
     shape = config_of(model) if isinstance(model, str) else model
     rows, tokens = check(shape, layout, batch, rank, way)
+    check_options(data_parallel, fully_shard)
     make = optimizer
     if isinstance(make, str):
         if make not in OPTIMIZERS:
@@ -171,6 +179,33 @@ def dryrun(
         tuple(prepared),
         time.perf_counter() - began,
     )
+
+
+def dryrun_kinds(
+    model: str | TransformerConfig,
+    layout: Layout,
+    batch: int | tuple[int, int] | None = None,
+    optimizer: str | MakeOptimizer = "adamw",
+    *,
+    done: Callable[[int, int], object] = lambda done, of: None,
+    **options: Any,
+) -> list[tuple[DryRun, int]]:
+    """One rank of each kind: stages of a pipeline differ, and ranks whose shares are of other sizes.
+
+    Args:
+        model, layout, batch, optimizer, options: see `dryrun`.
+        done: called after each with how many are done, and of how many.
+
+    Returns:
+        The dry runs by rank, each with the number of ranks that are like it; together all of the layout's.
+    """
+    shape = config_of(model) if isinstance(model, str) else model
+    found: list[tuple[DryRun, int]] = []
+    each = kinds(shape, layout, check(shape, layout, batch, 0, options.get("way", "torch")))
+    for rank, count in each:
+        found.append((dryrun(model, layout, batch, rank, optimizer, **options), count))
+        done(len(found), len(each))
+    return found
 
 
 def _step(
