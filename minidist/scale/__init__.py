@@ -9,4 +9,13 @@
 | saved.py | what the forward pass saves for the backward pass |
 | fitting.py | the largest batch that fits, and what makes it fit |
 | memory_plot.py | the bar chart |
+| step_time.py | `predict_step`: seconds of a step, part by part |
+| work.py | what each layer computes and moves |
+| stages.py | passes, stage by stage, and a pipeline's schedule |
+| traffic.py | what tensor, context and pipeline parallelism send, over which links |
+| gradients.py | what data parallelism and ZeRO send, and the update |
+| shared_cores.py | a pipeline whose ranks take turns on a few cores |
+| hardware.py | machines by name, with their sources |
+| rates.py | what a machine is described by |
+| measuring.py | `this_machine`: the same, measured; hardware_file.py keeps it, solving.py finds rates |
 """

@@ -79,7 +79,7 @@ def estimate(
     precision = precision or layout.precision
     if isinstance(config, str):
         config = config_of(config)
-    _check(config, layout, precision, optimizer, attention, rank)
+    check(config, layout, precision, optimizer, attention, rank)
     if isinstance(config, int | float):
         found = by_formula(round(config), layout.dp, layout.zero, precision, optimizer)
         return Estimate(found.parameters, found.gradients, found.optimizer, 0, 0)
@@ -187,7 +187,7 @@ def _kept(saved: Saved, layers: range, again: bool) -> tuple[int, int]:
     return inputs, max(at_the_end, in_the_last_block)
 
 
-def _check(
+def check(
     config: object,
     layout: Layout,
     precision: str,
@@ -195,6 +195,7 @@ def _check(
     attention: str | None,
     rank: int | None,
 ) -> None:
+    """TypeError or ValueError where something is unknown, out of range, or does not go with the rest."""
     for what, value, known in (
         ("precision", precision, BYTES),
         ("optimizer", optimizer, OPTIMIZERS),
