@@ -1,4 +1,4 @@
-"""The command `minidist`: train, compare, bench, report, lessons, doctor.
+"""The command `minidist`: train, compare, bench, report, dryrun, lessons, doctor.
 
     minidist train --data digits --ranks 2
     minidist bench && minidist report
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from minidist import cli_dryrun
 from minidist.cli_output import console, explain, print_json, require, say, short, show
 
 if TYPE_CHECKING:
@@ -277,6 +278,9 @@ def report(
         out.write_text(page(found), encoding="utf-8")
         if not as_json:
             show(f"Page with plots: {short(out)}")
+
+
+cli_dryrun.register(app)
 
 
 @app.command(epilog="Example: minidist lessons --progress")

@@ -66,7 +66,7 @@ def check_options(data_parallel: object, fully_shard: object) -> None:
     algorithm, compression = options.get("algorithm", "auto"), options.get("compression")
     if algorithm not in ("auto", *WAYS):
         raise ValueError(
-            f"algorithm is {algorithm!r} in data_parallel, whose messages a dry run does not make; leave it out"
+            f"algorithm is {algorithm!r} in data_parallel, whose messages no dry run makes; leave it out"
         )
     if compression == "topk":
         raise ValueError(
@@ -76,8 +76,8 @@ def check_options(data_parallel: object, fully_shard: object) -> None:
     offload = fully_shard.get("offload", False) if isinstance(fully_shard, Mapping) else False
     if offload not in (False, "cpu"):
         raise ValueError(
-            f"offload is {str(offload)!r} in fully_shard, and a dry run writes no files; give 'cpu', or leave "
-            "it out"
+            f"offload is {str(offload)!r} in fully_shard, and a dry run writes no files; give 'cpu', or "
+            "leave it out"
         )
 
 
@@ -104,7 +104,7 @@ def kinds(shape: TransformerConfig, layout: Layout, batch: tuple[int, int]) -> l
     Every stage of a pipeline is one; within it, ranks with other numbers of rows, tokens, heads or scores.
     """
     rows, tokens = batch
-    places = {
+    places: dict[str, list[tuple[int, ...]]] = {
         "pp": [(stage,) for stage in range(layout.pp)],
         "dp": [(len(range(place, rows, layout.dp)),) for place in range(layout.dp)],
         "cp": [_tokens(tokens, layout.cp, place) for place in range(layout.cp)],
@@ -121,9 +121,8 @@ def kinds(shape: TransformerConfig, layout: Layout, batch: tuple[int, int]) -> l
         classes: dict[tuple[int, ...], list[int]] = {}
         for place, key in enumerate(places[axis]):
             classes.setdefault(key, []).append(place)
-        found = [
-            ({**at, axis: members[0]}, count * len(members)) for at, count in found for members in classes.values()
-        ]
+        alike = [*classes.values()]
+        found = [({**at, axis: each[0]}, count * len(each)) for at, count in found for each in alike]
     return sorted((join_rank(layout, at), count) for at, count in found)
 
 

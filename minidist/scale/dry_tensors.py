@@ -42,7 +42,7 @@ class NoData(RuntimeError):
     """The program asks for the value of a tensor that holds none."""
 
 
-class DryTensors(TorchDispatchMode):
+class DryTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Inside, tensors made by `empty`, and all that follows from them, hold no data.
 
     >>> with DryTensors() as dry:
@@ -54,7 +54,7 @@ class DryTensors(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._room = _reserve()
         self._first = _address(self._room)
         self._end = self._first + len(self._room)
@@ -82,8 +82,8 @@ class DryTensors(TorchDispatchMode):
         start, self._next = self._next, self._next + -(-size // ALIGNMENT) * ALIGNMENT
         if self._next > len(self._room):
             raise NoData(
-                f"a dry run has {len(self._room):,} bytes of addresses and needs more; take a layout with more "
-                "ranks, or a smaller batch"
+                f"a dry run has {len(self._room):,} bytes of addresses and needs more; take a layout with "
+                "more ranks, or a smaller batch"
             )
         held = torch.frombuffer(self._room, dtype=torch.uint8, count=size, offset=start)
         return torch.empty(0, dtype=dtype).set_(held.untyped_storage(), 0, shape, strides)
@@ -167,8 +167,8 @@ class DryTensors(TorchDispatchMode):
                     found = _described(func(*_fakes(args), **_fakes(kwargs)))
             except (RuntimeError, NotImplementedError) as error:
                 raise NoData(
-                    f"the operation {func} of the model has no shape without values ({_first_line(error)}), so "
-                    "that it cannot be run dry"
+                    f"the operation {func} of the model has no shape without values ({_first_line(error)}), "
+                    "so that it cannot be run dry"
                 ) from error
             if len(self._known) >= DISTINCT_CALLS:
                 self._known.clear()
@@ -259,7 +259,7 @@ class _Spans:
 
 def _extent(x: Tensor) -> tuple[int, int]:
     """First byte in its storage, and the first behind it."""
-    start = x.storage_offset()
+    start = int(x.storage_offset())
     last = start + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
     return start * x.element_size(), (last + 1) * x.element_size()
 

@@ -1,9 +1,9 @@
 """One rank of a world whose other ranks are not there: a process group that answers for them.
 
-The rank joins a world of any size, and makes its groups, meshes and calls as in training; the door counts them
-in its ledgers. Nothing is sent. What comes back is what would if all ranks were alike: a sum over n ranks is n
-times this rank's number, and what the others gather or send is this rank's own. Where ranks are known to
-differ, such as in how many tokens of a sequence they have, `Peers` says what theirs is.
+The rank joins a world of any size, and makes its groups, meshes and calls as in training; the door counts
+them in its ledgers. Nothing is sent. What comes back is what would if all ranks were alike: a sum over n
+ranks is n times this rank's number, and what the others gather or send is this rank's own. Where ranks are
+known to differ, such as in how many tokens of a sequence they have, `Peers` says what theirs is.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ class CountingGroup(dist.ProcessGroup):
     """A process group of which this process is one rank, and whose other ranks are like it."""
 
     def __init__(self, name: str, members: tuple[int, ...], place: int, world: _World) -> None:
-        super().__init__(place, len(members))
+        super().__init__(place, len(members))  # type: ignore[call-arg]
         self._name, self._members, self._place, self._world = name, members, place, world
 
     # What torch and the door ask of a group.
 
-    def getBackendName(self) -> str:  # noqa: N802 (torch's name)
+    def getBackendName(self) -> str:
         """Of the backend."""
         return NAME
 
-    def getGroupName(self) -> str:  # noqa: N802
+    def getGroupName(self) -> str:
         """Of the group."""
         return self._name
 
     @property
-    def group_name(self) -> str:
+    def group_name(self) -> Any:
         """Of the group."""
         return self._name
 
@@ -82,7 +82,7 @@ class CountingGroup(dist.ProcessGroup):
 
     # Collectives, as torch.distributed calls them.
 
-    def allreduce(self, tensors: list[Tensor], options: Any = None) -> dist.Work:
+    def allreduce(self, tensors: list[Tensor], options: Any) -> dist.Work:  # type: ignore[override]
         """A sum of n equal summands; of equal numbers the largest is any."""
         name = next((name for name, each in _OPERATIONS.items() if options.reduceOp == each), "")
         for x in tensors:
@@ -96,7 +96,7 @@ class CountingGroup(dist.ProcessGroup):
         elif operation not in ("mean", "min", "max"):
             raise ValueError("a dry run answers sums, means, minima and maxima alone; use one of them")
 
-    def broadcast(self, tensors: list[Tensor], options: Any = None) -> dist.Work:
+    def broadcast(self, tensors: list[Tensor], options: Any) -> dist.Work:  # type: ignore[override]
         """The source has what this rank has."""
         return _Done()
 
@@ -105,7 +105,9 @@ class CountingGroup(dist.ProcessGroup):
         self._gathered(into, x)
         return _Done()
 
-    all_gather_single = _allgather_base
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
+        """Its name from torch 2.13 on."""
+        return self._allgather_base(output, input, opts)
 
     def _gathered(self, into: Tensor, x: Tensor) -> None:
         if not self._world.tensors.holds_data(x):
@@ -128,7 +130,7 @@ class CountingGroup(dist.ProcessGroup):
             self._world.tensors.write(into)
             return
         sizes = list(goes) or [len(x) // self.size()] * self.size()
-        own = x.split(sizes)[self._place]
+        own = torch.split(x, sizes)[self._place]
         if len(into) == len(own) * self.size():
             into.copy_(torch.cat([own] * self.size()))
 
@@ -238,7 +240,8 @@ def dry_world(rank: int, ranks: int, tensors: DryTensors, peers: Peers, way: str
     _now.append(_World(tensors, peers, way))
     hook = sys.excepthook  # torch puts the rank before every error from now on
     try:
-        dist.init_process_group(NAME, store=dist.HashStore(), rank=rank, world_size=ranks, timeout=LIMIT)
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(NAME, store=store, rank=rank, world_size=ranks, timeout=LIMIT)
         try:
             yield
         finally:

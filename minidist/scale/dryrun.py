@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -35,6 +35,10 @@ from minidist.scale.dry_models import build, loss_of, plan_of
 from minidist.scale.dry_peers import LayoutPeers
 from minidist.scale.dry_tensors import DryTensors, NoData
 from minidist.scale.dry_world import dry_world
+
+if TYPE_CHECKING:
+    from minidist.scale.rates import Hardware
+    from minidist.scale.step_time import StepTime
 
 OPTIMIZERS: dict[str, MakeOptimizer] = {
     "adamw": partial(torch.optim.AdamW, lr=1e-3),
@@ -56,7 +60,7 @@ class DryRun:
     place: dict[str, int]  # along each axis
     parameters: int  # elements on this rank, as it computes with them; of a whole model where zero is 3
     memory: Memory  # bytes on this rank after a step
-    optimizer: str  # as `estimate` and `predict_step` name it: "adam", "momentum" or "sgd"
+    optimizer: str  # as `predict_step` names it: "adam", "momentum" or "sgd"; empty for one of your own
     calls: tuple[DryCall, ...]  # of a step, but the first
     first_step: tuple[DryCall, ...]  # of the first, in which ranks agree on buckets, forms and orders
     prepare: tuple[DryCall, ...]  # before it: the model is sent to all
@@ -86,6 +90,11 @@ class DryRun:
         """The time of a step on a machine, with what that assumes; see `predict_step`."""
         from minidist.scale.step_time import predict_step
 
+        if not self.optimizer:
+            raise ValueError(
+                "the optimizer is a function of your own, whose update has no known time; give 'adamw', "
+                "'adam', 'momentum' or 'sgd'"
+            )
         return predict_step(self.config, self.layout, self.batch, hardware, optimizer=self.optimizer)
 
     def _sums(self, key: Callable[[DryCall], str]) -> dict[str, int]:
@@ -129,11 +138,10 @@ def dryrun(
     shape = config_of(model) if isinstance(model, str) else model
     rows, tokens = check(shape, layout, batch, rank, way)
     check_options(data_parallel, fully_shard)
-    make = optimizer
-    if isinstance(make, str):
-        if make not in OPTIMIZERS:
-            raise unknown("optimizer", make, OPTIMIZERS)
-        make = OPTIMIZERS[make]
+    if isinstance(optimizer, str) and optimizer not in OPTIMIZERS:
+        raise unknown("optimizer", optimizer, OPTIMIZERS)
+    make = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
+    named = optimizer.removesuffix("w") if isinstance(optimizer, str) else ""
     began = time.perf_counter()
     place = split_rank(layout, rank)
     own_rows = len(range(place["dp"], rows, layout.dp))
@@ -174,6 +182,7 @@ def dryrun(
         place,
         parameters,
         memory,
+        named,
         calls,
         first,
         tuple(prepared),
@@ -221,4 +230,3 @@ def _step(
     with recorded("forward", names) as calls, phases_of(engine, calls):
         engine.step(inputs, targets)
     return tuple(calls)
-
