@@ -12,7 +12,7 @@ import torch
 import minidist as md
 from minidist import comm
 from minidist.comm.ledgers import Call
-from minidist.model import GPT, GPTConfig
+from minidist.model import GPT, GPTConfig, TransformerConfig, config
 from minidist.parallel.memory import Memory
 from minidist.scale.dryrun import OPTIMIZERS, DryRun, dryrun
 
@@ -34,10 +34,13 @@ class Case:
     heads: int = 4
     width: int = 32
     tied: bool = True
+    model: str = ""  # a name, in place of a shape of its own
     dropout: float = 0.0
 
     @property
-    def shape(self) -> GPTConfig:
+    def shape(self) -> TransformerConfig:
+        if self.model:
+            return config(self.model)
         return GPTConfig(
             vocabulary=61,
             context=self.tokens,
