@@ -1,4 +1,4 @@
-"""The command `minidist`: train, compare, bench, report, lessons, doctor.
+"""The command `minidist`: train, compare, bench, report, plan, lessons, doctor.
 
     minidist train --data digits --ranks 2
     minidist bench && minidist report
@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from minidist.cli_output import console, explain, print_json, require, say, short, show
+from minidist.cli_plan import plan
 
 if TYPE_CHECKING:
     from minidist.train import TrainConfig, TrainResult
@@ -277,6 +278,9 @@ def report(
         out.write_text(page(found), encoding="utf-8")
         if not as_json:
             show(f"Page with plots: {short(out)}")
+
+
+app.command(epilog="Example: minidist plan --model bert-large --memory 16GB --ranks 8")(plan)
 
 
 @app.command(epilog="Example: minidist lessons --progress")
