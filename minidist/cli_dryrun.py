@@ -5,16 +5,23 @@ minidist dryrun --model gpt2-xl --layout dp=64,tp=4,pp=4,zero=1
 
 from __future__ import annotations
 
-from typing import Annotated
+import contextlib
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from minidist.cli_output import console, print_json
 
+if TYPE_CHECKING:
+    from minidist.scale.rates import Hardware
+
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else, on stdout.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")]
-EXAMPLE = "Example: minidist dryrun --model gpt2-xl --layout dp=64,tp=4,pp=4,zero=1 --profile h100"
-EVERY = "kinds"
+EVERY, HERE = "kinds", "here"
+MOST_HERE = 16
+"""Ranks that are started to measure this machine, at most."""
 
 
 def dryrun(
@@ -29,7 +36,12 @@ def dryrun(
     ] = None,
     rank: Annotated[str, typer.Option(help="A rank's number, or kinds: one of each kind there is.")] = "0",
     optimizer: Annotated[str, typer.Option(help="adamw, adam, momentum or sgd.")] = "adamw",
-    profile: Annotated[str, typer.Option(help="The machine, for the time: a100, v100-16gb, ...")] = "h100",
+    profile: Annotated[
+        str, typer.Option(help="The machine, for the time: a100, v100-16gb, ..., or here: this one.")
+    ] = "h100",
+    figures: Annotated[
+        Path | None, typer.Option(help="With --profile here, a JSON file that keeps its figures.")
+    ] = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -44,16 +56,17 @@ def dryrun(
     from minidist.scale import dry_report
     from minidist.scale.dryrun import dryrun as run
     from minidist.scale.dryrun import dryrun_kinds
-    from minidist.scale.hardware import hardware
 
-    machine, chosen = hardware(profile), Layout.parse(layout)
+    chosen = Layout.parse(layout)
     if rank != EVERY and not rank.removeprefix("-").isdecimal():
         raise ValueError(f"--rank is {rank!r}; give a rank from 0 to {chosen.ranks - 1}, or {EVERY}")
     rows = chosen.dp * chosen.micro_batches if batch is None else batch
+    named = _named(profile, chosen.ranks, figures)
     size = (rows, config(model).context if tokens is None else tokens)
     screen = console()
     if rank != EVERY:
         found = run(model, chosen, size, int(rank), optimizer)
+        machine = named or _measured(chosen.ranks, figures, quiet=as_json)
         time = found.predict(machine)
         if as_json:
             print_json(dry_report.document([(found, None)], machine, time))
@@ -67,6 +80,7 @@ def dryrun(
             bar.update(task, completed=count, total=of)
 
         all_kinds = dryrun_kinds(model, chosen, size, optimizer, done=done)
+    machine = named or _measured(chosen.ranks, figures, quiet=as_json)
     time = all_kinds[0][0].predict(machine)
     if as_json:
         print_json(dry_report.document([*all_kinds], machine, time))
@@ -74,6 +88,30 @@ def dryrun(
         screen.print(dry_report.many(all_kinds, machine, time))
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to the others."""
-    app.command(epilog=EXAMPLE)(dryrun)
+def _named(profile: str, ranks: int, figures: Path | None) -> Hardware | None:
+    """The machine of that name; None for this one, which is measured once nothing else can be wrong."""
+    from minidist.scale.hardware import hardware
+
+    if profile != HERE:
+        if figures is not None:
+            raise ValueError(
+                f"--figures are of this machine and --profile is {profile}; leave one of them out"
+            )
+        return hardware(profile)
+    if ranks > MOST_HERE:
+        raise ValueError(
+            f"--profile {HERE} would start {ranks} ranks to measure this machine; give at most {MOST_HERE}, "
+            "or a machine by name, such as h100"
+        )
+    return None
+
+
+def _measured(ranks: int, figures: Path | None, quiet: bool) -> Hardware:
+    """This machine with so many ranks."""
+    from minidist.comm.supervisor import PRELOAD
+    from minidist.scale.hardware import this_machine
+
+    os.environ.setdefault(PRELOAD, "torch._dynamo")
+    words = f"measuring this machine with {ranks} ranks"
+    with contextlib.nullcontext() if quiet else console().status(words):
+        return this_machine([ranks], figures)

@@ -16,8 +16,6 @@ from __future__ import annotations
 import math
 import mmap
 import weakref
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -25,6 +23,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from minidist.scale.dry_operations import Kind, Shape, described, fakes, signature, tensors_in
+from minidist.scale.dry_spans import Spans, extent
 
 LARGE = 2**20
 """Elements from which on nothing is computed with a tensor, whatever it holds."""
@@ -59,10 +60,10 @@ class DryTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._first = _address(self._room)
         self._end = self._first + len(self._room)
         self._next = 0
-        self._mixed: dict[int, _Spans] = {}  # for storages elsewhere the bytes that hold no data
+        self._mixed: dict[int, Spans] = {}  # for storages elsewhere the bytes that hold no data
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._known: dict[Any, Any] = {}
-        self._kinds: dict[Any, _Kind] = {}
+        self._kinds: dict[Any, Kind] = {}
         self.calls = 0
 
     # Tensors.
@@ -100,7 +101,7 @@ class DryTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not self._mixed:
             return False
         spans = self._mixed.get(x.untyped_storage()._cdata)
-        return spans is not None and spans.overlaps(*_extent(x))
+        return spans is not None and spans.overlaps(*extent(x))
 
     def write(self, x: Tensor) -> None:
         """From now on `x`, or what it is a view of there, holds no data: it was copied from such a tensor."""
@@ -109,16 +110,16 @@ class DryTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         storage = x.untyped_storage()
         spans = self._mixed.get(storage._cdata)
         if spans is None:
-            spans = self._mixed[storage._cdata] = _Spans()
+            spans = self._mixed[storage._cdata] = Spans()
             key, mixed = storage._cdata, self._mixed
             spans.alive = weakref.ref(storage, lambda _: mixed.pop(key, None))
-        spans.add(*_extent(x))
+        spans.add(*extent(x))
 
     def parts_with_data(self, x: Tensor) -> list[Tensor]:
         """The parts of a contiguous tensor that hold data, as flat views; none of a long one."""
         if self._first <= x.data_ptr() < self._end or not x.numel():
             return []
-        spans, (start, stop) = self._mixed.get(x.untyped_storage()._cdata), _extent(x)
+        spans, (start, stop) = self._mixed.get(x.untyped_storage()._cdata), extent(x)
         flat, each = x.view(-1), x.element_size()
         gaps = [(start, stop)] if spans is None else spans.gaps(start, stop)
         found = [flat[(low - start) // each : (high - start) // each] for low, high in gaps]
@@ -131,13 +132,13 @@ class DryTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         kind = self._kinds.get(func)
         if kind is None:
-            kind = self._kinds[func] = _Kind(func)
+            kind = self._kinds[func] = Kind(func)
         if kind.is_view:
             return func(*args, **kwargs)
-        operands = [*_tensors(args), *_tensors(kwargs.values())]
+        operands = [*tensors_in(args), *tensors_in(kwargs.values())]
         if not any(x.numel() > LARGE or self._is_dry(x) for x in operands):
-            size = None if operands or kind.size is None else args[kind.size]
-            if size is not None and math.prod(size) > LARGE:
+            size = () if operands or kind.size is None else args[kind.size]
+            if math.prod(size) > LARGE:
                 options = {key: kwargs.get(key) for key in ("dtype", "device", "layout")}
                 return torch.empty(size, **options)
             return func(*args, **kwargs)
@@ -150,21 +151,21 @@ class DryTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if kind.written:
             if any(self._is_dry(x) for x in operands):
                 for name in kind.written:
-                    for x in _tensors([named.get(name)]):
+                    for x in tensors_in([named.get(name)]):
                         self.write(x)
             if not kind.makes:
                 returned = [named[name] for name in kind.returned]
                 return None if not returned else returned[0] if len(returned) == 1 else tuple(returned)
         return self._made(func, kind, args, kwargs, named)
 
-    def _made(self, func: Any, kind: _Kind, args: Any, kwargs: Any, named: dict[str, Any]) -> Any:
+    def _made(self, func: Any, kind: Kind, args: Any, kwargs: Any, named: dict[str, Any]) -> Any:
         """New tensors, as the operation would make them."""
-        key = func, _signature(args), _signature(tuple(sorted(kwargs.items())))
+        key = func, signature(args), signature(tuple(sorted(kwargs.items())))
         found = self._known.get(key)
         if found is None:
             try:
                 with self._fake:
-                    found = _described(func(*_fakes(args), **_fakes(kwargs)))
+                    found = described(func(*fakes(args), **fakes(kwargs)))
             except (RuntimeError, NotImplementedError) as error:
                 raise NoData(
                     f"the operation {func} of the model has no shape without values ({_first_line(error)}), "
@@ -185,115 +186,13 @@ class DryTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _new(self, described: Any) -> Any:
         if isinstance(described, list):
             return [self._new(each) for each in described]
-        if not isinstance(described, _Shape):
+        if not isinstance(described, Shape):
             return described
         shape, strides, dtype = described.shape, described.strides, described.dtype
         # One number, such as a loss or a norm, may be looked at: all that is known of it is that it is one.
         if shape.numel() == 1:
             return torch.zeros(shape, dtype=dtype)
         return self._empty(shape, strides, dtype)
-
-
-class _Shape:
-    """What is known of a tensor before it is made."""
-
-    __slots__ = ("dtype", "shape", "strides")
-
-    def __init__(self, x: Tensor) -> None:
-        self.shape, self.strides, self.dtype = torch.Size(x.shape), tuple(x.stride()), x.dtype
-
-
-class _Kind:
-    """What an operation does with its arguments, by its schema."""
-
-    def __init__(self, func: Any) -> None:
-        schema = func._schema
-        self.names = [argument.name for argument in schema.arguments]
-        aliases = [each.alias_info for each in schema.returns]
-        viewed = any(alias is not None and not alias.is_write for alias in aliases)
-        self.is_view = viewed or torch.Tag.inplace_view in func.tags
-        writes = [a for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-        self.written = [argument.name for argument in writes]
-        by_set = {next(iter(a.alias_info.before_set)): a.name for a in writes if a.alias_info.before_set}
-        self._outputs = [
-            by_set.get(next(iter(alias.before_set))) if alias is not None and alias.before_set else None
-            for alias in aliases
-        ]
-        self.returned = [name for name in self._outputs if name is not None]
-        self.makes = len(self.returned) < len(self._outputs)
-        self.gives_list = len(schema.returns) == 1 and str(schema.returns[0].type).startswith("List")
-        self.size = self.names.index("size") if "size" in self.names else None
-
-    def outputs(self, count: int) -> list[str | None]:
-        """For each result the argument that it is; None where it is new."""
-        return [None] * count if self.gives_list else self._outputs
-
-
-class _Spans:
-    """Ranges of bytes, joined where they touch, in order."""
-
-    def __init__(self) -> None:
-        self.starts: list[int] = []
-        self.stops: list[int] = []
-        self.alive: Any = None
-
-    def add(self, start: int, stop: int) -> None:
-        low, high = bisect_left(self.stops, start), bisect_right(self.starts, stop)
-        if low < high:
-            start, stop = min(start, self.starts[low]), max(stop, self.stops[high - 1])
-        self.starts[low:high], self.stops[low:high] = [start], [stop]
-
-    def overlaps(self, start: int, stop: int) -> bool:
-        place = bisect_right(self.stops, start)
-        return place < len(self.starts) and self.starts[place] < stop
-
-    def gaps(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """What of a range lies in none of them."""
-        found, at = [], start
-        for low, high in zip(self.starts, self.stops, strict=True):
-            if low > at:
-                found.append((at, min(low, stop)))
-            at = max(at, high)
-        return [(low, high) for low, high in [*found, (at, stop)] if low < min(high, stop)]
-
-
-def _extent(x: Tensor) -> tuple[int, int]:
-    """First byte in its storage, and the first behind it."""
-    start = int(x.storage_offset())
-    last = start + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
-    return start * x.element_size(), (last + 1) * x.element_size()
-
-
-def _tensors(values: Any) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _tensors(value)
-
-
-def _signature(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.shape, value.stride(), value.dtype, value.device
-    if isinstance(value, list | tuple):
-        return tuple(map(_signature, value))
-    return type(value), str(value) if isinstance(value, torch.Generator) else value
-
-
-def _fakes(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-    if isinstance(value, list | tuple):
-        return type(value)(map(_fakes, value))
-    if isinstance(value, dict):
-        return {key: _fakes(each) for key, each in value.items()}
-    return value
-
-
-def _described(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return _Shape(value)
-    return [_described(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def _dense(shape: torch.Size) -> tuple[int, ...]:

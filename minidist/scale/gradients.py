@@ -59,7 +59,8 @@ class Gradients:
         sent, may_hide = self._sent(last_backward, passes)
         hidden = min(may_hide, sent) if self.step.hardware.overlaps else 0.0
         return {
-            "dp": sent - hidden + self._handling + self._tied,
+            "gradients": self._handling,
+            "dp": sent - hidden,
             "dp hidden": hidden,
             "optimizer": self._update,
         }
@@ -111,7 +112,7 @@ class Gradients:
         return moved / self.rates.memory + self.rates.seconds(Work(calls=calls), self.layout.precision)
 
     @cached_property
-    def _tied(self) -> float:
+    def tied(self) -> float:
         """Where the two ends of a pipeline have copies of one matrix, they sum its gradient."""
         if self.layout.pp == 1 or not self.step.shape.shares_matrix:
             return 0.0

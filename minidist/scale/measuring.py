@@ -301,12 +301,13 @@ def main() -> int:
     found = this_machine()
     print(f"{found.source}; {found.peak['fp32'] / 1e9:.0f} GFLOP/s in all")
     for count, crowd in found.crowds.items():
-        rates = crowd.rates
+        rates, micro = crowd.rates, 1e6
         print(
             f"{count} ranks: products {rates.flops['fp32'] / 1e9:.1f} GFLOP/s (attention "
             f"{rates.attention:.2f} of that), {rates.moved / 1e9:.1f} GB/s between them, "
-            f"{1e6 * rates.call:.1f} and {1e6 * rates.backward_call:.1f} us an operator; update {rates.memory / 1e9:.1f} GB/s, "
-            f"{1e6 * rates.tensor:.0f} us a tensor; alone {crowd.alone:.2f}; bfloat16 "
+            f"{micro * rates.call:.1f} and {micro * rates.backward_call:.1f} us an operator; "
+            f"update {rates.memory / 1e9:.1f} GB/s, {micro * rates.tensor:.0f} us a tensor; "
+            f"alone {crowd.alone:.2f}; bfloat16 "
             f"{rates.flops['bf16'] / rates.flops['fp32']:.2f}"
         )
     return 0

@@ -7,26 +7,32 @@ times; what is summed up is then the slowest.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from minidist.model.configs import TransformerConfig
 from minidist.parallel import schedules, zigzag
 from minidist.parallel.layout import Layout
 from minidist.scale import shared_cores, tensors
+from minidist.scale.estimates import schedule_of
 from minidist.scale.gradients import Gradients
 from minidist.scale.rates import Crowd, Hardware
 from minidist.scale.states import BYTES
 from minidist.scale.tensors import Place, parts, share
 from minidist.scale.traffic import Wires
-from minidist.scale.work import LayerWork, Passes, Work
+from minidist.scale.work import LayerWork, Work
 
 OVERLAPPED = 7 / 24
 """Of a block's backward products what an all-reduce can hide behind: the weights' gradients, half of all, of
 queries, keys, values and the MLP's first map, 7 of 12 parts."""
 OPERATOR = 6
 """Calls of operators that a tensor-parallel collective takes beside the message itself."""
+
+
+Simulated = dict[Hashable, float]
+"""Seconds of pipelines that were simulated before, of one model on one machine."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +72,9 @@ class Step:
         tokens: int,
         hardware: Hardware,
         optimizer: str,
+        simulated: Simulated | None = None,
     ) -> None:
+        self.simulated = {} if simulated is None else simulated
         self.shape, self.layout, self.hardware, self.optimizer = shape, layout, hardware, optimizer
         self.length = tokens
         self.own_tokens = max(zigzag.size(tokens, layout.cp, rank) for rank in range(layout.cp))
@@ -97,17 +105,19 @@ class Step:
             "bubble": 0.0,
         }
         if layout.pp > 1:
-            silent, whole = self._pipeline(0.0), self._pipeline(self._message)
-            found["pp"] = whole - silent
+            whole = self._pipeline()
             # Where ranks share cores, passes are faster while others wait: then there is less than no bubble.
-            faster = min(1.0, silent / passes) if passes else 1.0
+            faster = min(1.0, whole / passes)
             for name in ("compute", "recompute", "tp", "cp"):
                 found[name] *= faster
-            found["bubble"] = silent - faster * passes
+            waits = whole - faster * passes
+            found["pp"] = min(waits, 2 * (layout.pp - 1) * self._message)  # to fill and to drain it
+            found["bubble"] = waits - found["pp"]
         last = self._on(stage)[-1] if len(micro) else None
         behind = 0.0 if last is None else last.whole_backward
         gradients = Gradients(self, max(range(layout.pp), key=self._parameters))
         found |= gradients.parts(behind, passes)
+        found["pp"] += gradients.tied
         found["step"] = self.rates.step
         return found
 
@@ -206,10 +216,17 @@ class Step:
         """Seconds from one stage to the next."""
         return self.wires.message(self.work(self.micro_rows[0]).outside, "pp")
 
-    def _pipeline(self, message: float) -> float:
-        """Seconds of the schedule."""
+    def _pipeline(self) -> float:
+        """Seconds of the schedule, which ZeRO's stage is nothing to."""
         layout = self.layout
-        schedule = schedules.by_name(layout.schedule, layout.pp, len(self.micro_rows), layout.chunks)
+        key = replace(layout, zero=0), tuple(self.micro_rows), self.own_tokens
+        if key not in self.simulated:
+            self.simulated[key] = self._simulate()
+        return self.simulated[key]
+
+    def _simulate(self) -> float:
+        layout, message = self.layout, self._message
+        schedule = schedule_of(layout.schedule, layout.pp, len(self.micro_rows), layout.chunks)
         each = [[self.times(chunk, rows) for rows in self.micro_rows] for chunk in range(len(self.chunks))]
         seconds = {
             "forward": [[times.whole_forward for times in stage] for stage in each],
@@ -219,16 +236,9 @@ class Step:
         }
         cores = self.hardware.cores
         if cores is None:
-            return _simulate(schedule, seconds, message)
+            times: dict[str, Any] = {"message": message, **seconds}
+            return schedules.simulate(schedule, times).seconds
         together = layout.ranks // layout.pp  # pipelines side by side, and ranks of a stage
         return shared_cores.simulate(
             schedule, seconds, message, lambda working: self.crowd.pace(working * together, cores)
         )
-
-
-def _simulate(schedule: schedules.Schedule, seconds: dict[str, list[list[float]]], message: float) -> float:
-    times: dict[str, float | Sequence[float | Sequence[float]]] = {"message": message, **seconds}
-    return schedules.simulate(schedule, times).seconds
-
-
-__all__ = ["Passes", "Step", "Times"]

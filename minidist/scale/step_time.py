@@ -23,11 +23,11 @@ from minidist.scale.arguments import check_types
 from minidist.scale.estimates import Shape, check
 from minidist.scale.hardware import hardware as hardware_of
 from minidist.scale.rates import Hardware
-from minidist.scale.stages import Step
+from minidist.scale.stages import Simulated, Step
 from minidist.scale.states import OPTIMIZERS
 from minidist.scale.work import model_flops
 
-PARTS = ("compute", "recompute", "bubble", "tp", "cp", "pp", "dp", "optimizer", "step")
+PARTS = ("compute", "recompute", "bubble", "tp", "cp", "pp", "gradients", "dp", "optimizer", "step")
 HIDDEN = " hidden"
 
 
@@ -81,6 +81,7 @@ def predict_step(
     hardware: str | Hardware = "h100",
     *,
     optimizer: str = "adam",
+    simulated: Simulated | None = None,
 ) -> StepTime:
     """Seconds of a step in which a global batch goes through a layout.
 
@@ -90,6 +91,8 @@ def predict_step(
         batch: rows of the global batch and tokens in each; rows alone have the model's context.
         hardware: the name of one of `HARDWARE`, or what `this_machine` measured.
         optimizer: "adam", "momentum" or "sgd".
+        simulated: a dict to keep simulations of pipelines in, for who asks for many layouts of one model on
+            one machine.
 
     Raises:
         TypeError, ValueError: as `estimate`; an unknown machine, a precision that it has no rate for, fewer
@@ -104,7 +107,7 @@ def predict_step(
     rows, tokens = batch if isinstance(batch, tuple) else (batch, shape.context)
     check_fits(shape, layout, rows, tokens, machine)
     assert optimizer in OPTIMIZERS
-    parts = Step(shape, layout, rows, tokens, machine, optimizer).parts()
+    parts = Step(shape, layout, rows, tokens, machine, optimizer, simulated).parts()
     seconds = sum(value for name, value in parts.items() if not name.endswith(HIDDEN))
     return StepTime(
         seconds,

@@ -21,6 +21,9 @@ from functools import cached_property
 from minidist.model.configs import BERTConfig, GPTConfig, TransformerConfig
 from minidist.scale.tensors import ALONE, Place
 
+RING_CALLS = 25
+"""Operators of a hop of ring attention."""
+
 
 @dataclass(frozen=True)
 class Work:
@@ -116,14 +119,18 @@ class LayerWork:
         middle = self.place.part(4 * config.width)
         heads, inner = self.stream * own / config.width, self.stream * middle / config.width
         attended = Work(attention=4 * self.pairs * own, operands=4 * heads, calls=1)
+        scores = 0.0
+        if self.tokens < self.length:  # ring attention is not fused: it writes the scores of each block
+            scores = 4 * self.pairs * self.place.part(config.heads)
+            attended += Work(calls=RING_CALLS * self.length / self.tokens)
         maps = [self._linear(config.width, own)] * 3 + [self._linear(own, config.width)]
         maps += [self._linear(config.width, middle), self._linear(middle, config.width)]
         forward = sum((f for f, _ in maps), Work()) + attended
         # Norms 4 S, residual sums 6 S; heads put together 2; the GELU reads and writes 2 of the inner width.
-        forward += Work(moved=10 * self.outside + 2 * heads + 2 * inner, calls=18)
+        forward += Work(moved=10 * self.outside + 2 * heads + 2 * inner + 6 * scores, calls=18)
         backward = sum((b for _, b in maps), Work()) + attended * 2.5
         # Norms 8 S, residual gradients 6 S, those of queries, keys and values added up 6 S, biases 2 S.
-        backward += Work(moved=22 * self.outside + 11 * heads + 4 * inner, calls=26)
+        backward += Work(moved=22 * self.outside + 11 * heads + 4 * inner + 8 * scores, calls=26)
         return Passes(forward, backward, forward - maps[-1][0])
 
     @cached_property
