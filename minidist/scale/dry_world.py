@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Work
 
 from minidist.comm import routes
 from minidist.comm.shared_memory import Failed
@@ -82,7 +83,7 @@ class CountingGroup(dist.ProcessGroup):
 
     # Collectives, as torch.distributed calls them.
 
-    def allreduce(self, tensors: list[Tensor], options: Any) -> dist.Work:  # type: ignore[override]
+    def allreduce(self, tensors: list[Tensor], options: Any) -> Work:  # type: ignore[override]
         """A sum of n equal summands; of equal numbers the largest is any."""
         name = next((name for name, each in _OPERATIONS.items() if options.reduceOp == each), "")
         for x in tensors:
@@ -96,16 +97,16 @@ class CountingGroup(dist.ProcessGroup):
         elif operation not in ("mean", "min", "max"):
             raise ValueError("a dry run answers sums, means, minima and maxima alone; use one of them")
 
-    def broadcast(self, tensors: list[Tensor], options: Any) -> dist.Work:  # type: ignore[override]
+    def broadcast(self, tensors: list[Tensor], options: Any) -> Work:  # type: ignore[override]
         """The source has what this rank has."""
         return _Done()
 
-    def _allgather_base(self, into: Tensor, x: Tensor, options: Any = None) -> dist.Work:
+    def _allgather_base(self, into: Tensor, x: Tensor, options: Any = None) -> Work:
         """Each rank's part, as `Peers` says."""
         self._gathered(into, x)
         return _Done()
 
-    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         """Its name from torch 2.13 on."""
         return self._allgather_base(output, input, opts)
 
@@ -120,7 +121,7 @@ class CountingGroup(dist.ProcessGroup):
 
     def alltoall_base(
         self, into: Tensor, x: Tensor, comes: list[int], goes: list[int], options: Any = None
-    ) -> dist.Work:
+    ) -> Work:
         """Every rank sends this one what it keeps of its own."""
         self._exchanged(into, x, goes)
         return _Done()
@@ -134,11 +135,11 @@ class CountingGroup(dist.ProcessGroup):
         if len(into) == len(own) * self.size():
             into.copy_(torch.cat([own] * self.size()))
 
-    def send(self, tensors: list[Tensor], destination: int, tag: int) -> dist.Work:
+    def send(self, tensors: list[Tensor], destination: int, tag: int) -> Work:
         """It is received."""
         return _Done()
 
-    def recv(self, tensors: list[Tensor], source: int, tag: int) -> dist.Work:
+    def recv(self, tensors: list[Tensor], source: int, tag: int) -> Work:
         """What `Peers` says."""
         for x in tensors:
             message = self._world.peers.message(x, self._members[source])
@@ -148,12 +149,12 @@ class CountingGroup(dist.ProcessGroup):
                 x.copy_(message)
         return _Done()
 
-    def barrier(self, options: Any = None) -> dist.Work:
+    def barrier(self, options: Any = None) -> Work:
         """All are there."""
         return _Done()
 
 
-class _Done(dist.Work):
+class _Done(Work):
     """A call that is complete."""
 
     def wait(self, timeout: Any = None) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -61,9 +61,10 @@ class DryRun:
     parameters: int  # elements on this rank, as it computes with them; of a whole model where zero is 3
     memory: Memory  # bytes on this rank after a step
     optimizer: str  # as `predict_step` names it: "adam", "momentum" or "sgd"; empty for one of your own
-    calls: tuple[DryCall, ...]  # of a step, but the first
-    first_step: tuple[DryCall, ...]  # of the first, in which ranks agree on buckets, forms and orders
-    prepare: tuple[DryCall, ...]  # before it: the model is sent to all
+    calls: tuple[DryCall, ...] = field(repr=False)  # of a step, but the first
+    # Of the first, in which ranks agree on buckets, forms and orders.
+    first_step: tuple[DryCall, ...] = field(repr=False)
+    prepare: tuple[DryCall, ...] = field(repr=False)  # before it: the model is sent to all
     seconds: float  # that this dry run took
 
     @property
