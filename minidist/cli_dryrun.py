@@ -94,9 +94,7 @@ def _named(profile: str, ranks: int, figures: Path | None) -> Hardware | None:
 
     if profile != HERE:
         if figures is not None:
-            raise ValueError(
-                f"--figures are this machine's and --profile is {profile}; leave one out"
-            )
+            raise ValueError(f"--figures are this machine's and --profile is {profile}; leave one out")
         return hardware(profile)
     if ranks > MOST_HERE:
         raise ValueError(

@@ -95,10 +95,11 @@ def machine() -> Hardware:
 @pytest.mark.parametrize(("ranks", "text"), [(n, text) for n, texts in TIMED.items() for text in texts])
 def test_a_step_takes_as_long_as_predicted(cluster_of: Clusters, ranks: int, text: str) -> None:
     rows, layout = ROWS * ranks * 2, md.Layout.parse(text)
-    steps = zip(*cluster_of(ranks).run(seconds, text, rows), strict=True)
-    measured = statistics.median(map(max, steps))
+    steps = [max(step) for step in zip(*cluster_of(ranks).run(seconds, text, rows), strict=True)]
+    measured = statistics.median(steps)
     predicted = dryrun(MODEL, layout, rows).predict(machine()).seconds
-    print(f"{text}: {predicted * 1e3:.0f} ms predicted, {measured * 1e3:.0f} ms measured")
+    took = f"{measured * 1e3:.0f} ms measured ({min(steps) * 1e3:.0f} at best)"
+    print(f"{text}: {predicted * 1e3:.0f} ms predicted, {took}")
     assert predicted == pytest.approx(measured, rel=0.3)
 
 
