@@ -40,7 +40,7 @@ def counted(shape: GPTConfig, rows: int, again: bool) -> int:
         recompute(model)
     tokens = torch.randint(0, shape.vocabulary, (rows, shape.context))
     with FlopCounterMode(display=False) as counter:
-        cross_entropy(model(tokens), tokens).backward()
+        cross_entropy(model(tokens), tokens).backward()  # type: ignore[no-untyped-call]
     found = counter.get_flop_counts()["Global"]
     return sum(count for name, count in found.items() if "attention" not in str(name))
 

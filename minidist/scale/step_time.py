@@ -149,7 +149,8 @@ def assumptions(
 ) -> list[str]:
     """What a prediction rests on."""
     precision, rows = layout.precision, -(-batch[0] // layout.dp)
-    rate = hardware.crowd(min(layout.ranks, hardware.ranks_per_host)).rates.flops[precision]
+    rates = hardware.crowd(min(layout.ranks, hardware.ranks_per_host)).rates
+    rate = rates.flops[precision]
     found = [
         f"{hardware.name}: {hardware.source}",
         f"products attain {rate / 1e12:.3g} TFLOP/s a rank in {precision}, "
@@ -173,13 +174,14 @@ def assumptions(
         found.append(f"the pipeline is simulated with the {layout.schedule} schedule, stage by stage")
     if layout.recompute:
         found.append("a layer's forward pass is computed again, up to its last product")
-    found.append(
-        {
-            "adam": "the update is Adam's, operator by operator as torch makes it: 20 passes over them",
-            "momentum": "the update is SGD's with momentum, operator by operator: 5 passes over them",
-            "sgd": "the update is SGD's: 3 passes over its elements",
-        }[optimizer]
-    )
+    updates = {
+        "adam": "Adam's in one fused kernel, which reads four tensors and writes three"
+        if rates.asynchronous
+        else "Adam's, operator by operator as torch makes it: 20 passes over its elements",
+        "momentum": "SGD's with momentum: 5 passes over its elements",
+        "sgd": "SGD's: 3 passes over its elements",
+    }
+    found.append(f"the update is {updates[optimizer]}")
     if not hasattr(shape, "tied"):
         found.append("a BERT's layers are reckoned as the GPT's are, with attention to all tokens")
     return found
