@@ -19,11 +19,12 @@ from minidist.parallel.recompute import recompute
 from minidist.scale import shared_cores
 from minidist.scale.hardware import HARDWARE, hardware, smallest
 from minidist.scale.hardware_file import load, save
-from minidist.scale.measuring import CASES, Measured, solve, this_machine
+from minidist.scale.measuring import solve, this_machine
 from minidist.scale.rates import Crowd, Hardware, Rates
 from minidist.scale.solving import nonnegative
 from minidist.scale.step_time import HIDDEN, PARTS, predict_step
 from minidist.scale.tensors import Place
+from minidist.scale.timing import CASES, Measured
 from minidist.scale.work import LayerWork, Work, model_flops
 
 SHAPE = GPTConfig(vocabulary=61, context=24, layers=3, heads=4, width=32)

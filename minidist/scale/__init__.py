@@ -17,5 +17,7 @@
 | shared_cores.py | a pipeline whose ranks take turns on a few cores |
 | hardware.py | machines by name, with their sources |
 | rates.py | what a machine is described by |
-| measuring.py | `this_machine`: the same, measured; hardware_file.py keeps it, solving.py finds rates |
+| measuring.py | `this_machine` measures it, by timing.py and solving.py; hardware_file.py keeps it |
+| planner.py | `plan`: every layout that fits, by its time; candidates.py lists them, plan_words.py says it |
+| trial.py | layouts tried for real; calibration.py compares many with what was predicted |
 """
