@@ -18,7 +18,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from minidist.comm.cluster import Cluster
 from minidist.comm.cost_profiles import PROFILES, Link, Profile
+from minidist.scale import tensors
+from minidist.scale.gradients import ELEMENT_PASSES
 from minidist.scale.hardware_file import load, save
 from minidist.scale.rates import Crowd, Hardware, Rates
 from minidist.scale.solving import nonnegative
@@ -56,8 +59,6 @@ def this_machine(
 
 def _crowd(ranks: int) -> Crowd:
     """What so many ranks attain."""
-    from minidist.comm.cluster import Cluster
-
     with Cluster(ranks, timeout=180.0) as cluster:
         everyones: list[Measured] = cluster.run(measure)
     rates = solve(everyones)
@@ -66,7 +67,7 @@ def _crowd(ranks: int) -> Crowd:
 
 
 def _machine(crowds: dict[int, Crowd]) -> Hardware:
-    from minidist.kernels import roofline
+    from minidist.kernels import roofline  # which imports a compiler, for this function alone
 
     peaks = roofline.measure()
     links = next((each.links for each in crowds.values() if each.links), None)
@@ -129,9 +130,6 @@ def _work(case: Case) -> Passes:
 
 def _work_of_update(case: Case) -> tuple[float, float]:
     """Bytes that Adam moves, and tensors."""
-    from minidist.scale import tensors
-    from minidist.scale.gradients import ELEMENT_PASSES
-
     sizes = [size for layer in tensors.layers(shape_of(case)) for size in layer]
     return 4.0 * ELEMENT_PASSES["adam"] * sum(sizes), float(len(sizes))
 
