@@ -93,7 +93,7 @@ class Step:
 
     def parts(self) -> dict[str, float]:
         """Seconds by what they are for."""
-        layout, micro = self.layout, self.micro_rows
+        layout = self.layout
         stage = max(range(layout.pp), key=lambda stage: sum(map(self._total, self._on(stage))))
         done = self._on(stage)
         passes = sum(map(self._total, done))
@@ -116,10 +116,8 @@ class Step:
             waits = whole - faster * passes
             found["pp"] = min(waits, 2 * (layout.pp - 1) * self._message)  # to fill and to drain it
             found["bubble"] = waits - found["pp"]
-        last = self._on(stage)[-1] if len(micro) else None
-        behind = 0.0 if last is None else last.whole_backward
         gradients = Gradients(self, max(range(layout.pp), key=self._parameters))
-        found |= gradients.parts(behind, passes)
+        found |= gradients.parts(done[-1].whole_backward, passes)
         found["pp"] += gradients.tied
         found["step"] = self.rates.step
         return found
