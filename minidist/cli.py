@@ -1,4 +1,4 @@
-"""The command `minidist`: train, compare, bench, report, plan, lessons, doctor.
+"""The command `minidist`: train, compare, trace, bench, report, plan, lessons, doctor.
 
     minidist train --data digits --ranks 2
     minidist bench && minidist report
@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from minidist import cli_plan, cli_trace
 from minidist.cli_output import console, explain, print_json, require, say, short, show
-from minidist.cli_plan import plan
 
 if TYPE_CHECKING:
     from minidist.train import TrainConfig, TrainResult
@@ -203,6 +203,9 @@ def compare(
     raise typer.Exit(0 if found.agree else 1)
 
 
+cli_trace.register(app)
+
+
 @app.command(epilog="Example: minidist bench launch --full. On a GPU: minidist bench cuda")
 def bench(
     suites: Annotated[
@@ -280,7 +283,7 @@ def report(
             show(f"Page with plots: {short(out)}")
 
 
-app.command(epilog="Example: minidist plan --model bert-large --memory 16GB --ranks 8")(plan)
+cli_plan.register(app)
 
 
 @app.command(epilog="Example: minidist lessons --progress")

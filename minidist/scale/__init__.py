@@ -1,4 +1,4 @@
-"""What training costs at a scale, reckoned before anything is built.
+"""What training costs at a scale, reckoned before anything is built; and where the time of a step goes.
 
 | File | Holds |
 |---|---|
@@ -20,4 +20,5 @@
 | measuring.py | `this_machine` measures it, by timing.py and solving.py; hardware_file.py keeps it |
 | planner.py | `plan`: every layout that fits, by its time; candidates.py lists them, plan_words.py says it |
 | trial.py | layouts tried for real; calibration.py compares many with what was predicted |
+| trace.py | `trace`: what every rank does in a step, as a file for Perfetto and as a picture |
 """
