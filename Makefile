@@ -7,12 +7,13 @@ STAMP := $(VENV)/.minidist-set-up
 # A cell of a notebook shows 88 columns on a laptop.
 NARROW := --line-length 88 lessons/[0-9]*.py
 
-.PHONY: setup bench test lint format lessons lessons-check notebooks clean help
+.PHONY: setup bench test test-more lint format lessons lessons-check notebooks clean help
 
 help:
 	@echo "make setup    make .venv and install minidist with all its extras"
 	@echo "make bench    measure this machine (under six minutes), then write the report"
-	@echo "make test     run the tests"
+	@echo "make test     run the tests (ten minutes)"
+	@echo "make test-more      and the lessons, more layouts, more variants of kernels (ten more)"
 	@echo "make lint     check lint, format and types"
 	@echo "make format   format the code"
 	@echo "make lessons  show progress, and open JupyterLab in lessons/"
@@ -36,6 +37,11 @@ bench: setup
 # wait for each other would take the other's core.
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist loadfile --durations 25
+
+# What `make test` tries some of, and the lessons from top to bottom. What is asked for by name besides are more
+# planted mistakes and killed ranks, for half an hour (pytest -m faults), and a browser (make lessons-check).
+test-more: setup
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist load -m "deep or (lessons and not faults)" --durations 25
 
 lint: setup
 	$(BIN)/ruff check .

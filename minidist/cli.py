@@ -1,4 +1,4 @@
-"""The command `minidist`: train, compare, bench, report, plan, dryrun, lessons, doctor.
+"""The command `minidist`: train, compare, trace, bench, report, plan, dryrun, lessons, doctor.
 
     minidist train --data digits --ranks 2
     minidist bench && minidist report
@@ -23,9 +23,8 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from minidist.cli_dryrun import dryrun
+from minidist import cli_dryrun, cli_plan, cli_trace
 from minidist.cli_output import console, explain, print_json, require, say, short, show
-from minidist.cli_plan import plan
 
 if TYPE_CHECKING:
     from minidist.train import TrainConfig, TrainResult
@@ -204,6 +203,9 @@ def compare(
     raise typer.Exit(0 if found.agree else 1)
 
 
+cli_trace.register(app)
+
+
 @app.command(epilog="Example: minidist bench launch --full. On a GPU: minidist bench cuda")
 def bench(
     suites: Annotated[
@@ -281,8 +283,8 @@ def report(
             show(f"Page with plots: {short(out)}")
 
 
-app.command(epilog="Example: minidist plan --model bert-large --memory 16GB --ranks 8")(plan)
-app.command(epilog="Example: minidist dryrun --model gpt2-xl --layout dp=64,tp=4,pp=4,zero=1")(dryrun)
+cli_plan.register(app)
+cli_dryrun.register(app)
 
 
 @app.command(epilog="Example: minidist lessons --progress")

@@ -64,6 +64,8 @@ def dryrun(
     named = _named(profile, chosen.ranks, figures)
     size = (rows, config(model).context if tokens is None else tokens)
     screen = console()
+    if not screen.is_terminal:
+        screen.width = 140  # a file or a pipe has no width to keep to
     if rank != EVERY:
         found = run(model, chosen, size, int(rank), optimizer)
         machine = named or _measured(chosen.ranks, figures, quiet=as_json)
@@ -113,3 +115,9 @@ def _measured(ranks: int, figures: Path | None, quiet: bool) -> Hardware:
     words = f"measuring this machine with {ranks} ranks"
     with contextlib.nullcontext() if quiet else console().status(words):
         return this_machine([ranks], figures)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the others."""
+    example = "Example: minidist dryrun --model gpt2-xl --layout dp=64,tp=4,pp=4,zero=1"
+    app.command(epilog=example)(dryrun)

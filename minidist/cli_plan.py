@@ -99,6 +99,11 @@ def plan(
     raise typer.Exit(0 if found.fitting else 1)
 
 
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command(epilog="Example: minidist plan --model bert-large --memory 16GB --ranks 8")(plan)
+
+
 def _print(found: Any, measured: dict[str, float] | None) -> None:
     """The answer, the table, and why others do not fit."""
     from minidist.scale import plan_words

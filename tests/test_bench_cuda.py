@@ -276,6 +276,7 @@ def test_without_a_gpu_the_command_says_so_and_writes_nothing(tmp_path):
     assert not out.exists()
 
 
+@pytest.mark.deep
 def test_the_command_on_the_emulator(tmp_path):
     """From collection to the table, with real rungs; only the clock and the memory are not a GPU's."""
     out = tmp_path / "out.json"

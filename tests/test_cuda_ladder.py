@@ -80,7 +80,9 @@ def test_ragged_sizes(step, dtype, large_tiles):
         harness.check(step, m, n, k, dtype, rng)
 
 
-@pytest.mark.parametrize("step", CUDA_LADDER[7:9], ids=lambda step: step.name)
+@pytest.mark.parametrize(
+    "step", [pytest.param(CUDA_LADDER[7], marks=pytest.mark.deep), CUDA_LADDER[8]], ids=lambda step: step.name
+)
 def test_the_large_tiles(step, multiprocessors):
     """They are chosen where all multiprocessors get one: here there is one."""
     multiprocessors(1)
@@ -99,14 +101,25 @@ LAYOUTS = [
 ]
 
 
-@every_rung
-def test_transposed_operands_and_views(step):
+def check_layouts(step, some):
     dtype, sizes = ("float32", (36, 44, 17)) if step.number < 9 else ("float16", (72, 140, 77))
-    for seed, layouts in enumerate(LAYOUTS):
+    for seed, layouts in some:
         check_laid_out(step, sizes, dtype, layouts, seed, read_only=seed == 1)
 
 
-@pytest.mark.parametrize("across", [True, False])
+@every_rung
+def test_transposed_operands_and_views(step):
+    check_layouts(step, list(enumerate(LAYOUTS))[2 if step in BY_LAYOUT else 0 :])
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("step", BY_LAYOUT, ids=lambda step: step.name)
+def test_one_transposed_operand(step):
+    """For which these rungs are compiled again."""
+    check_layouts(step, enumerate(LAYOUTS[:2]))
+
+
+@pytest.mark.parametrize("across", [True, pytest.param(False, marks=pytest.mark.deep)])
 def test_transposed_operands_of_tf32(across):
     """What ldmatrix can't transpose is read word by word, along m and along n; otherwise along k."""
     rng = np.random.default_rng()
@@ -115,7 +128,9 @@ def test_transposed_operands_of_tf32(across):
     harness.assert_product(CUDA_LADDER[8].matmul(x, y), a, b, sums="float32", tf32=True)
 
 
-@pytest.mark.parametrize("step", TENSOR_CORES, ids=lambda step: step.name)
+@pytest.mark.parametrize(
+    "step", [pytest.param(CUDA_LADDER[8], marks=pytest.mark.deep), CUDA_LADDER[9]], ids=lambda step: step.name
+)
 def test_sums_of_halves_may_stay_float32(step):
     rng = np.random.default_rng()
     for m, n, k in [(1, 1, 1), (37, 61, 130)]:

@@ -39,6 +39,7 @@ for step in CUDA_LADDER:
 """
 
 
+@pytest.mark.deep
 def test_the_first_eight_rungs_run_in_the_simulator_and_the_others_say_what_to_do():
     done = subprocess.run(
         [sys.executable, "-c", CODE],

@@ -86,6 +86,12 @@ CASES = [
 ]
 
 
+def assembled(step, dtype, architecture):
+    """Whether every run does: for the H100, in whose code each rung's idea has to show; others on request."""
+    first = next(each for each in architectures(step, dtype) if each.startswith("sm_90"))
+    return dtype != "bfloat16" and architecture == first
+
+
 @pytest.mark.parametrize(
     "of", [lambda step, dtype: step.name, lambda step, dtype: dtype.replace("bfloat", "float")]
 )
@@ -101,8 +107,14 @@ def test_every_rung_and_dtype_is_expected():
 
 @pytest.mark.parametrize(
     ("step", "dtype", "architecture"),
-    CASES,
-    ids=[f"{step.name}-{more[0]}-{more[1]}" for step, *more in CASES],
+    [
+        pytest.param(
+            *case,
+            id=f"{case[0].name}-{case[1]}-{case[2]}",
+            marks=[] if assembled(*case) else [pytest.mark.deep],
+        )
+        for case in CASES
+    ],
 )
 def test_registers_spills_occupancy_and_instructions(step, dtype, architecture):
     kernel, types, dynamic = launched(step, dtype, LARGE)

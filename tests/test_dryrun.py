@@ -197,12 +197,14 @@ def test_kinds_are_all_ranks() -> None:
     assert sum(count for _, count in found) == 1024
     assert [rank for rank, _ in found] == [0, 3, 256, 259, 512, 515, 768, 771]  # 25 heads: the last has 7
     assert kinds(shape, md.Layout(), (1, 1024)) == [(0, 1)]
-    runs = dryrun_kinds("byte-tiny", md.Layout(dp=3, pp=2), (4, 64))
-    assert [(run.rank, count) for run, count in runs] == [(0, 1), (1, 2), (3, 1), (4, 2)]
+    assert kinds(config("byte-tiny"), md.Layout(dp=3, pp=2), (4, 64)) == [(0, 1), (1, 2), (3, 1), (4, 2)]
+    found = dryrun_kinds("byte-tiny", md.Layout(dp=3), (4, 8))
+    assert [(run.rank, run.batch, count) for run, count in found] == [(0, (4, 8), 1), (1, (4, 8), 2)]
 
 
-@pytest.mark.parametrize("name", ["bert-tiny", "bert-tiny-mlm"])
-@pytest.mark.parametrize("layout", ["dp=2,zero=3", "tp=2,pp=2,micro_batches=2"])
+@pytest.mark.parametrize(
+    ("name", "layout"), [("bert-tiny", "dp=2,zero=3"), ("bert-tiny-mlm", "tp=2,pp=2,micro_batches=2")]
+)
 def test_a_bert_holds_what_is_estimated(name: str, layout: str) -> None:
     chosen = md.Layout.parse(layout)
     found, held = dryrun(name, chosen, (8, 32)), estimate(name, chosen, batch=(8, 32), rank=0)

@@ -69,14 +69,14 @@ TIMED = {
     4: ["dp=4", "dp=4,zero=2", "dp=2,tp=2", "dp=2,pp=2,micro_batches=4"],
     8: ["dp=8", "dp=8,zero=1", "dp=2,tp=2,pp=2,micro_batches=4"],
 }
-MODEL, ROWS, STEPS = "byte-small", 2, 12
+MODEL, ROWS, STEPS = "byte-small", 16, 8
 
 
-def seconds(text: str, rows: int) -> list[float]:
+def seconds(text: str) -> list[float]:
     """Of steps, on each rank of a cluster."""
     shape = config(MODEL)
     engine = md.prepare(GPT(shape), OPTIMIZERS["adamw"], md.Layout.parse(text))
-    own = len(range(engine.data_rank, rows, engine.data_ranks))
+    own = len(range(engine.data_rank, ROWS, engine.data_ranks))
     inputs, targets = torch.randint(0, shape.vocabulary, (2, own, shape.context))
     found = []
     for _ in range(2 + STEPS):
@@ -94,10 +94,9 @@ def machine() -> Hardware:
 
 @pytest.mark.parametrize(("ranks", "text"), [(n, text) for n, texts in TIMED.items() for text in texts])
 def test_a_step_takes_as_long_as_predicted(cluster_of: Clusters, ranks: int, text: str) -> None:
-    rows, layout = ROWS * ranks * 2, md.Layout.parse(text)
-    steps = [max(step) for step in zip(*cluster_of(ranks).run(seconds, text, rows), strict=True)]
+    steps = [max(step) for step in zip(*cluster_of(ranks).run(seconds, text), strict=True)]
     measured = statistics.median(steps)
-    predicted = dryrun(MODEL, layout, rows).predict(machine()).seconds
+    predicted = dryrun(MODEL, md.Layout.parse(text), ROWS).predict(machine()).seconds
     took = f"{measured * 1e3:.0f} ms measured ({min(steps) * 1e3:.0f} at best)"
     print(f"{text}: {predicted * 1e3:.0f} ms predicted, {took}")
     assert predicted == pytest.approx(measured, rel=0.3)

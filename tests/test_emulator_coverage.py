@@ -131,6 +131,7 @@ def sources():
     yield source, (array(from_dtype(xoroshiro128p_dtype)), array("float64")), False
 
 
+@pytest.mark.deep
 def test_every_instruction_that_nvvm_emits_is_known_and_runs():
     emitted = {}
     for source, signature, fastmath in sources():

@@ -199,7 +199,11 @@ def test_wrong_arguments_are_named_with_their_values(x, w, kind, words):
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize("step", CUDA_LADDER, ids=lambda step: step.name)
+@pytest.mark.parametrize(
+    "step",
+    # Those of the middle are compiled for three products, for seconds.
+    [pytest.param(s, id=s.name, marks=[pytest.mark.deep] if 5 < s.number < 10 else []) for s in CUDA_LADDER],
+)
 def test_a_layer_on_the_cuda_ladder_takes_tensors_in_main_memory_too(step):
     name = step.dtypes[0]
     dtype = getattr(torch, name)

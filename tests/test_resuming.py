@@ -253,7 +253,12 @@ def test_two_runs_in_one_folder_are_refused(cluster_of: Clusters, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("number", "everyone"), [(signal.SIGTERM, False), (signal.SIGTERM, True), (signal.SIGKILL, False)]
+    ("number", "everyone"),
+    [
+        pytest.param(signal.SIGTERM, False, marks=pytest.mark.deep),
+        (signal.SIGTERM, True),
+        pytest.param(signal.SIGKILL, False, marks=pytest.mark.deep),
+    ],
 )
 def test_a_stopped_command_goes_on_where_it_was(
     cluster_of: Clusters, tmp_path: Path, number: signal.Signals, everyone: bool
@@ -272,7 +277,7 @@ def test_a_stopped_command_goes_on_where_it_was(
         check_resumed(cluster_of(2), config, int(checkpoints(tmp_path / "stopped")[0].name[5:]))
 
 
-@pytest.mark.parametrize("everyone", [False, True])
+@pytest.mark.parametrize("everyone", [False, pytest.param(True, marks=pytest.mark.deep)])
 def test_a_command_stopped_while_it_starts_says_so(tmp_path: Path, everyone: bool) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "minidist", *words(replace(CONFIG, save=str(tmp_path / "stopped")))],

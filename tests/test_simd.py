@@ -80,6 +80,7 @@ def older_machines(tmp_path_factory):
 @pytest.mark.skipif(
     platform.machine() not in ("x86_64", "AMD64"), reason="AVX2 and SSE are units of x86-64 machines"
 )
+@pytest.mark.deep
 @pytest.mark.parametrize("name", list(OLDER))
 def test_rung_6_is_right_with_other_registers(older_machines, name):
     printed, _ = older_machines[name].communicate(timeout=120)

@@ -19,11 +19,12 @@ from minidist.parallel.recompute import recompute
 from minidist.scale import shared_cores
 from minidist.scale.hardware import HARDWARE, hardware, smallest
 from minidist.scale.hardware_file import load, save
-from minidist.scale.measuring import CASES, Measured, solve, this_machine
+from minidist.scale.measuring import solve, this_machine
 from minidist.scale.rates import Crowd, Hardware, Rates
 from minidist.scale.solving import nonnegative
 from minidist.scale.step_time import HIDDEN, PARTS, predict_step
 from minidist.scale.tensors import Place
+from minidist.scale.timing import CASES, Measured
 from minidist.scale.work import LayerWork, Work, model_flops
 
 SHAPE = GPTConfig(vocabulary=61, context=24, layers=3, heads=4, width=32)
@@ -40,7 +41,7 @@ def counted(shape: GPTConfig, rows: int, again: bool) -> int:
         recompute(model)
     tokens = torch.randint(0, shape.vocabulary, (rows, shape.context))
     with FlopCounterMode(display=False) as counter:
-        cross_entropy(model(tokens), tokens).backward()
+        cross_entropy(model(tokens), tokens).backward()  # type: ignore[no-untyped-call]
     found = counter.get_flop_counts()["Global"]
     return sum(count for name, count in found.items() if "attention" not in str(name))
 

@@ -14,17 +14,19 @@ class Task:
     """A collective that the thread runs, as torch's handles look: `wait` and `is_completed`.
 
     Attributes:
-        completed: `time.perf_counter()` when it was complete; None before.
+        began, completed: `time.perf_counter()` when it was run and when it was complete; None before.
     """
 
     def __init__(self, run: Callable[[], object], event: threading.Event | None = None) -> None:
         self._run = run
         self._error: BaseException | None = None
         self._event = event  # set when it is complete; None where it is run before anybody can wait
+        self.began: float | None = None
         self.completed: float | None = None
 
     def run(self) -> None:
         """Run it, here and now; an error is kept for those who wait."""
+        self.began = time.perf_counter()
         try:
             # Elsewhere no tensor may be written to that was made in this mode; inside it all may be.
             with torch.inference_mode():

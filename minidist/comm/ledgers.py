@@ -11,6 +11,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+
+class Message(NamedTuple):
+    """What both sides of a message know it by. Equal ones arrive in the order in which they are sent."""
+
+    source: int  # ranks of the world
+    destination: int
+    tag: int
+    group: int  # a number that its ranks know it by
 
 
 @dataclass
@@ -26,6 +36,7 @@ class Call:
     bytes_on_wire: int = 0  # of these, through sockets and not through shared memory
     seconds: float = 0.0  # from the call to its completion, as far as this rank saw it
     waited: float = 0.0  # of these, how long this rank was held up
+    message: Message | None = field(default=None, compare=False)  # of a send or a receive alone
 
 
 @dataclass
@@ -80,6 +91,22 @@ class Ledger:
 _open: list[Ledger] = []
 """The ledgers that are open in this process. Not a context variable: hooks of a backward pass run in
 autograd's threads, and their calls count too."""
+
+
+class Watcher(Protocol):
+    """Is told of calls with their times, in seconds of `time.perf_counter`, in the thread that makes them."""
+
+    def called(self, call: Call, begun: float, returned: float, at_once: bool, complete: bool) -> None:
+        """A call has begun; with `at_once` its caller goes on, and else waits for it now."""
+
+    def waited(
+        self, call: Call, begun: float, ended: float, began: float | None, completed: float | None
+    ) -> None:
+        """Its caller has waited for it. In a thread of its own it ran between the last two."""
+
+
+watchers: list[Watcher] = []
+"""Who is told of every call: the traces that are open."""
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from minidist.comm import mailboxes, ways
+from minidist.comm.ledgers import Message
 from minidist.comm.routes import choose, preferred
 from minidist.comm.work import (
     Group,
@@ -52,18 +53,20 @@ def send(x: torch.Tensor, destination: int, tag: int = 0, group: Group = None, a
     data = check_tensor("send", x).contiguous()
     _check_peer("destination", destination, group)
     by_library = partial(dist.isend, data, group=group, group_dst=destination)
-    box = mailboxes.outgoing(ranks_of(group)[destination], data) if _may_share() else None
+    ranks = ranks_of(group)
+    message = Message(ranks[rank_in(group)], ranks[destination], tag, mailboxes.number_of(group))
+    box = mailboxes.outgoing(message.destination, data) if _may_share() else None
     if box is None:
         way = by_torch(partial(by_library, tag=tag), bytes_of(x))
-        return run(call_of("send", x, group, "torch", way), way.start, lambda: x, async_op)
+        return run(call_of("send", x, group, "torch", way, message), way.start, lambda: x, async_op)
 
     def start(at_once: bool) -> Any:
-        if box.put((mailboxes.number_of(group), tag), data, partial(limit_of, group)):
+        if box.put((message.group, tag), data, partial(limit_of, group)):
             return None
         call.bytes_on_wire = bytes_of(x)
         return by_library(tag=mailboxes.tag_elsewhere(tag))
 
-    call = call_of("send", x, group, "shared_memory", Way(start, bytes_of(x), 0))
+    call = call_of("send", x, group, "shared_memory", Way(start, bytes_of(x), 0), message)
     return run(call, start, lambda: x, async_op)
 
 
@@ -94,14 +97,15 @@ def recv(x: torch.Tensor, source: int, tag: int = 0, group: Group = None, async_
             data.copy_(buffer)
         return x
 
-    box = mailboxes.incoming(ranks_of(group)[source], buffer) if _may_share() else None
+    ranks = ranks_of(group)
+    message = Message(ranks[source], ranks[rank_in(group)], tag, mailboxes.number_of(group))
+    box = mailboxes.incoming(message.source, buffer) if _may_share() else None
     if box is None:
         way = by_torch(partial(dist.irecv, buffer, group=group, tag=tag, group_src=source), 0)
     else:
         way = by_torch(partial(mailboxes.Arrival, box, buffer, group, source, tag), 0)
-    return run(
-        call_of("recv", x, group, "shared_memory" if box else "torch", way), way.start, result, async_op
-    )
+    call = call_of("recv", x, group, "shared_memory" if box else "torch", way, message)
+    return run(call, way.start, result, async_op)
 
 
 def tell_failure(destination: int, tag: int = 0, group: Group = None) -> None:

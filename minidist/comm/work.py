@@ -60,7 +60,10 @@ class Work:
             self._handle = start(at_once)
         except RuntimeError as error:
             raise self._failed(error) from error
-        self._call.waited = time.perf_counter() - self._started
+        returned = time.perf_counter()
+        self._call.waited = returned - self._started
+        for watcher in ledgers.watchers:
+            watcher.called(call, self._started, returned, at_once, self._handle is None)
         if len(_under_way) >= MANY:
             # A copy: other threads call, too.
             _under_way.difference_update([work for work in list(_under_way) if work.done()])
@@ -77,19 +80,21 @@ class Work:
             if self._check is not None:
                 self._check()
             begun = time.perf_counter()
-            completed: float | None = None
+            handle, began, completed = self._handle, None, None
             try:
-                if self._handle is not None:
-                    self._handle.wait()
-                    completed = getattr(self._handle, "completed", None)
+                if handle is not None:
+                    handle.wait()
+                    # The background thread knows; of torch's handles nobody asks before the wait.
+                    began, completed = getattr(handle, "began", None), getattr(handle, "completed", None)
             except RuntimeError as error:
                 raise self._failed(error) from error
             self._value = self._result()
             self._waited, self._handle = True, None
             ended = time.perf_counter()
             self._call.waited += ended - begun
-            # The background thread knows when it was done; of torch's handles nobody asks before the wait.
             self._call.seconds = max(self._call.waited, (completed or ended) - self._started)
+            for watcher in ledgers.watchers:
+                watcher.waited(self._call, begun, ended, began, completed)
         return self._value
 
     def done(self) -> bool:
@@ -261,8 +266,15 @@ def check_member(what: str, place: int, ranks: int) -> None:
         raise ValueError(f"{what} is {place}; the group's ranks are 0 to {ranks - 1}")
 
 
-def call_of(name: str, x: torch.Tensor, group: Group, algorithm: str, way: Way) -> ledgers.Call:
+def call_of(
+    name: str,
+    x: torch.Tensor,
+    group: Group,
+    algorithm: str,
+    way: Way,
+    message: ledgers.Message | None = None,
+) -> ledgers.Call:
     """The ledger's entry for a call."""
     dtype = str(x.dtype).removeprefix("torch.")
     sent = way.bytes_sent, way.bytes_on_wire
-    return ledgers.Call(name, algorithm, dtype, tuple(x.shape), ranks_of(group), *sent)
+    return ledgers.Call(name, algorithm, dtype, tuple(x.shape), ranks_of(group), *sent, message=message)

@@ -115,7 +115,7 @@ class Pipeline:
         self.micro_batches = MICRO_BATCHES if micro_batches is None else micro_batches
         self._plans: dict[tuple[int, bool], Plan] = {}
         self._plan(self.micro_batches, True)  # refuses sizes that the schedule does not take
-        self._events: list[Event] | None = None
+        self._timed: list[list[Event]] = []
         agree_on_runs(group)
         self.tied = [(parameter, start_equal(parameter, group)) for parameter in tied]
 
@@ -260,12 +260,14 @@ class Pipeline:
             for each in plan.instructions:
                 if each in before:
                     before[each]()
-                if self._events is None:
+                if not self._timed:
                     passes.execute(each, messages)
                     continue
                 start = time.perf_counter()
                 passes.execute(each, messages)
-                self._events.append(Event(each, start, time.perf_counter()))
+                event = Event(each, start, time.perf_counter())
+                for events in self._timed:
+                    events.append(event)
             messages.finish()
         except BaseException:
             messages.drop()
@@ -276,14 +278,15 @@ class Pipeline:
         """Inside, note when this rank began and ended each instruction, to set beside `schedules.simulate`.
 
         Yields a list of events in seconds of `time.perf_counter`, which the ranks of a host share. On a GPU
-        it is the time in which the work was handed over.
+        it is the time in which the work was handed over. Several may be open at once.
         """
         events: list[Event] = []
-        self._events = events
+        self._timed.append(events)
         try:
             yield events
         finally:
-            self._events = None
+            # By identity: two lists of the same events are equal.
+            del self._timed[next(i for i, each in enumerate(self._timed) if each is events)]
 
     @cached_property
     def device(self) -> torch.device:

@@ -1,4 +1,4 @@
-"""What training costs at a scale, reckoned before anything is built.
+"""What training costs at a scale, reckoned before anything is built; and where the time of a step goes.
 
 | File | Holds |
 |---|---|
@@ -22,5 +22,8 @@
 | shared_cores.py | a pipeline whose ranks take turns on a few cores |
 | hardware.py | machines by name, with their sources |
 | rates.py | what a machine is described by |
-| measuring.py | `this_machine`: the same, measured; hardware_file.py keeps it, solving.py finds rates |
+| measuring.py | `this_machine` measures it, by timing.py and solving.py; hardware_file.py keeps it |
+| planner.py | `plan`: every layout that fits, by its time; candidates.py lists them, plan_words.py says it |
+| trial.py | layouts tried for real; calibration.py compares many with what was predicted |
+| trace.py | `trace`: what every rank does in a step, as a file for Perfetto and as a picture |
 """

@@ -15,38 +15,20 @@ from __future__ import annotations
 import os
 import statistics
 import sys
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from minidist.comm.cluster import Cluster
 from minidist.comm.cost_profiles import PROFILES, Link, Profile
+from minidist.scale import tensors
+from minidist.scale.gradients import ELEMENT_PASSES
 from minidist.scale.hardware_file import load, save
 from minidist.scale.rates import Crowd, Hardware, Rates
 from minidist.scale.solving import nonnegative
-from minidist.scale.work import LayerWork, Passes, Work
+from minidist.scale.timing import CASES, HALVES, Case, Measured, measure, shape_of
+from minidist.scale.work import LayerWork, Passes
 
 RANKS = (1, 2, 4, 8)
-CASES = ((64, 64, 2), (64, 64, 16), (128, 64, 4), (256, 128, 1), (256, 128, 4))
-"""Width, tokens and rows of GPTs with two blocks: some passes are calls mostly, others products."""
-ENOUGH = 0.05
-"""Seconds for which each is repeated."""
-ROUNDS = 3
-PRODUCT = (64, 256, 256)
-HALVES = {"bf16": "bfloat16", "fp16": "float16"}
-
-
-@dataclass(frozen=True)
-class Measured:
-    """On one rank: seconds."""
-
-    passes: list[tuple[float, float]]  # forward and backward, for each of CASES
-    alone: float  # the last of CASES while the other ranks wait
-    halves: dict[str, float]  # of a product in half precision, over one in float32
-    updates: list[float]  # of Adam, for the parameters of the first and of the last of CASES
-    step: float  # of an engine's step, less that of a plain loop
-    links: Profile | None
 
 
 def this_machine(
@@ -77,8 +59,6 @@ def this_machine(
 
 def _crowd(ranks: int) -> Crowd:
     """What so many ranks attain."""
-    from minidist.comm.cluster import Cluster
-
     with Cluster(ranks, timeout=180.0) as cluster:
         everyones: list[Measured] = cluster.run(measure)
     rates = solve(everyones)
@@ -87,7 +67,7 @@ def _crowd(ranks: int) -> Crowd:
 
 
 def _machine(crowds: dict[int, Crowd]) -> Hardware:
-    from minidist.kernels import roofline
+    from minidist.kernels import roofline  # which imports a compiler, for this function alone
 
     peaks = roofline.measure()
     links = next((each.links for each in crowds.values() if each.links), None)
@@ -110,145 +90,6 @@ def _machine(crowds: dict[int, Crowd]) -> Hardware:
         cores=peaks.cores,
         crowds=crowds,
     )
-
-
-# In the ranks.
-
-
-def measure() -> Measured:
-    """On each rank; a collective."""
-    import torch
-
-    from minidist import comm
-    from minidist.comm.cost import fit
-
-    ranks = comm.size()
-    clock = _Clock.of(ranks)
-    comm.barrier()
-    passes = [_passes(case, clock) for case in CASES]
-    comm.barrier()
-    alone = sum(_passes(CASES[-1], clock)) / clock.turns if comm.rank() == 0 else 0.0
-    comm.barrier()
-    m, k, n = PRODUCT
-    seconds = {}
-    for name in ("float32", *HALVES.values()):
-        a, b = (torch.ones(size, dtype=getattr(torch, name)) for size in ((m, k), (k, n)))
-        seconds[name] = _repeated(clock, lambda a=a, b=b: a @ b)  # type: ignore[misc]
-    halves = {name: seconds[dtype] / seconds["float32"] for name, dtype in HALVES.items()}
-    updates = [_update(case, clock) for case in (CASES[0], CASES[-1])]
-    step = _overhead(clock) if ranks == 1 else 0.0
-    return Measured(passes, alone, halves, updates, step, fit(rounds=9) if ranks > 1 else None)
-
-
-def _model(case: tuple[int, int, int]) -> Any:
-    from minidist.model.gpt import GPT
-
-    return GPT(_shape(case))
-
-
-def _shape(case: tuple[int, int, int]) -> Any:
-    from minidist.model.configs import GPTConfig
-
-    return GPTConfig(context=case[1], layers=2, heads=4, width=case[0])
-
-
-def _batch(case: tuple[int, int, int]) -> Any:
-    import torch
-
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(0, 256, (case[2], case[1]), generator=generator)
-
-
-@dataclass(frozen=True)
-class _Clock:
-    """Seconds as a rank sees them."""
-
-    read: Callable[[], float]
-    turns: float  # ranks a core, which take turns
-
-    @classmethod
-    def of(cls, ranks: int) -> _Clock:
-        import torch
-
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        if torch.get_num_threads() > 1:
-            return cls(time.perf_counter, 1.0)  # threads that wait for each other take processor time, too
-        return cls(time.process_time, max(1.0, ranks / cores))
-
-    def least(self, run: Callable[[], tuple[float, ...]]) -> tuple[float, ...]:
-        """Of several parts of a call, the least of ROUNDS means, after a round that warms up."""
-        found = []
-        for number in range(ROUNDS + 1):
-            sums, count, begun = None, 0, self.read()
-            while not count or self.read() - begun < (ENOUGH if number else ENOUGH / 2):
-                parts = run()
-                sums = parts if sums is None else tuple(a + b for a, b in zip(sums, parts, strict=True))
-                count += 1
-            assert sums is not None
-            found.append([self.turns * part / count for part in sums])
-        return tuple(min(part) for part in zip(*found[1:], strict=True))
-
-
-def _passes(case: tuple[int, int, int], clock: _Clock) -> tuple[float, float]:
-    """Seconds of a forward and a backward pass, while all ranks run the same."""
-    from minidist.model.loss import cross_entropy
-
-    model, tokens = _model(case), _batch(case)
-
-    def run() -> tuple[float, float]:
-        for parameter in model.parameters():
-            parameter.grad = None
-        start = clock.read()
-        loss = cross_entropy(model(tokens), tokens)
-        middle = clock.read()
-        loss.backward()  # type: ignore[no-untyped-call]
-        return middle - start, clock.read() - middle
-
-    forward, backward = clock.least(run)
-    return forward, backward
-
-
-def _update(case: tuple[int, int, int], clock: _Clock) -> float:
-    import torch
-
-    model = _model(case)
-    optimizer = torch.optim.AdamW(model.parameters())
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    return _repeated(clock, optimizer.step)
-
-
-def _overhead(clock: _Clock) -> float:
-    """Seconds of an engine's step beside what a plain loop does."""
-    import torch
-
-    from minidist.model.loss import cross_entropy
-    from minidist.parallel.prepare import prepare
-
-    case = CASES[0]
-    tokens, plain = _batch(case), _model(case)
-    optimizer = torch.optim.AdamW(plain.parameters())
-    engine = prepare(_model(case), torch.optim.AdamW)
-
-    def loop() -> None:
-        optimizer.zero_grad()
-        loss = cross_entropy(plain(tokens), tokens)
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        loss.item()
-
-    return max(0.0, _repeated(clock, lambda: engine.step(tokens, tokens)) - _repeated(clock, loop))
-
-
-def _repeated(clock: _Clock, run: Callable[[], object]) -> float:
-    """Seconds of a call."""
-
-    def timed() -> tuple[float]:
-        begun = clock.read()
-        run()
-        return (clock.read() - begun,)
-
-    return clock.least(timed)[0]
 
 
 # From seconds to rates.
@@ -283,16 +124,13 @@ def solve(everyones: Sequence[Measured]) -> Rates:
     )
 
 
-def _work(case: tuple[int, int, int]) -> Passes:
-    return LayerWork(_shape(case), case[2], case[1], case[1]).layers(range(4))
+def _work(case: Case) -> Passes:
+    return LayerWork(shape_of(case), case[2], case[1], case[1]).layers(range(4))
 
 
-def _work_of_update(case: tuple[int, int, int]) -> tuple[float, float]:
+def _work_of_update(case: Case) -> tuple[float, float]:
     """Bytes that Adam moves, and tensors."""
-    from minidist.scale import tensors
-    from minidist.scale.gradients import ELEMENT_PASSES
-
-    sizes = [size for layer in tensors.layers(_shape(case)) for size in layer]
+    sizes = [size for layer in tensors.layers(shape_of(case)) for size in layer]
     return 4.0 * ELEMENT_PASSES["adam"] * sum(sizes), float(len(sizes))
 
 
@@ -312,8 +150,6 @@ def main() -> int:
         )
     return 0
 
-
-__all__ = ["RANKS", "Measured", "Work", "measure", "solve", "this_machine"]
 
 if __name__ == "__main__":
     sys.exit(main())

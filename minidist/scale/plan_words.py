@@ -33,10 +33,11 @@ NAMES = {
 def answer(plan: Plan) -> str:
     """What to use, in one sentence."""
     question, chosen = plan.question, plan.answer
-    where = f"{question.ranks} ranks of {size(question.memory)}"
+    many = "1 rank" if question.ranks == 1 else f"{question.ranks} ranks"
+    where = f"{many} of {size(question.memory)}"
     if chosen is None or chosen.step is None:
         if not plan.too_large:
-            return f"No layout of {question.ranks} ranks can train {question.name} with this batch."
+            return f"No layout of {many} can train {question.name} with this batch."
         least = plan.too_large[0]
         return (
             f"{question.name} does not fit on {where}: the smallest layout, {written(least.layout)}, takes "

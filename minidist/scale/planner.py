@@ -173,5 +173,6 @@ def _question(
             f"{' or '.join(machine.peak)}"
         )
     name = model if isinstance(model, str) else f"{shape.layers} layers of {shape.width}"
-    budget = machine.memory if memory is None else memory
+    sharing = min(ranks, machine.ranks_per_host) if machine.cores else 1  # ranks of a host share its memory
+    budget = machine.memory // sharing if memory is None else memory
     return Question(name, shape, ranks, budget, machine, rows, tokens, precision, optimizer)

@@ -27,6 +27,9 @@ from minidist.scale.work import LayerWork, Work
 OVERLAPPED = 7 / 24
 """Of a block's backward products what an all-reduce can hide behind: the weights' gradients, half of all, of
 queries, keys, values and the MLP's first map, 7 of 12 parts."""
+SPLIT, SPLIT_CALLS = 0.05, 3
+"""What a backward pass in two parts takes longer: a share of it, and calls for each of its operators. On one
+core three blocks of byte-small took 1.26, 1.23 and 1.09 of the time in two parts, with 1, 2 and 8 rows."""
 OPERATOR = 6
 """Calls of operators that a tensor-parallel collective takes beside the message itself."""
 
@@ -90,7 +93,7 @@ class Step:
 
     def parts(self) -> dict[str, float]:
         """Seconds by what they are for."""
-        layout, micro = self.layout, self.micro_rows
+        layout = self.layout
         stage = max(range(layout.pp), key=lambda stage: sum(map(self._total, self._on(stage))))
         done = self._on(stage)
         passes = sum(map(self._total, done))
@@ -113,10 +116,8 @@ class Step:
             waits = whole - faster * passes
             found["pp"] = min(waits, 2 * (layout.pp - 1) * self._message)  # to fill and to drain it
             found["bubble"] = waits - found["pp"]
-        last = self._on(stage)[-1] if len(micro) else None
-        behind = 0.0 if last is None else last.whole_backward
         gradients = Gradients(self, max(range(layout.pp), key=self._parameters))
-        found |= gradients.parts(behind, passes)
+        found |= gradients.parts(done[-1].whole_backward, passes)
         found["pp"] += gradients.tied
         found["step"] = self.rates.step
         return found
@@ -165,6 +166,9 @@ class Step:
         tp_forward, tp_backward = self._tensor_parallel(of, layers, blocks)
         again = rates.seconds(passes.again, precision) if layout.recompute else 0.0
         backward = rates.seconds(passes.backward, precision, backward=True)
+        if layout.schedule == "zero_bubble":
+            backward *= 1 + SPLIT
+            backward += 0.0 if rates.asynchronous else SPLIT_CALLS * passes.backward.calls * rates.call
         hidden = 0.0
         if self.hardware.overlaps:
             products = passes.backward.products / rates.flops[precision]

@@ -42,7 +42,7 @@ class StepTime:
         assumptions: what this rests on, in sentences.
         rows: of the global batch.
         flops: operations that the batch takes, nothing computed twice.
-        ranks, peak: how many, and the operations a second of each one's device.
+        ranks, peak: how many, and the operations a second of each one's device, or share of a host's cores.
     """
 
     seconds: float
@@ -116,7 +116,7 @@ def predict_step(
         rows,
         model_flops(shape, rows, tokens),
         layout.ranks,
-        machine.peak[layout.precision],
+        device_peak(machine, layout),
     )
 
 
@@ -144,21 +144,39 @@ def check_fits(shape: TransformerConfig, layout: Layout, rows: int, tokens: int,
         )
 
 
+def device_peak(hardware: Hardware, layout: Layout) -> float:
+    """Operations a second of a rank's device, or of its share of a host's cores."""
+    sharing = min(layout.ranks, hardware.ranks_per_host) if hardware.cores else 1
+    return hardware.peak[layout.precision] / sharing
+
+
+def _micro_batches(count: int) -> str:
+    return "one micro-batch" if count == 1 else f"{count} micro-batches"
+
+
 def assumptions(
     shape: TransformerConfig, layout: Layout, batch: tuple[int, int], hardware: Hardware, optimizer: str
 ) -> list[str]:
     """What a prediction rests on."""
     precision, rows = layout.precision, -(-batch[0] // layout.dp)
-    rate = hardware.crowd(min(layout.ranks, hardware.ranks_per_host)).rates.flops[precision]
+    rates = hardware.crowd(min(layout.ranks, hardware.ranks_per_host)).rates
+    rate = rates.flops[precision]
+    share = rate / device_peak(hardware, layout)
+    attained = f"{rate / 1e12:.3g} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:.3g} GFLOP/s"
     found = [
         f"{hardware.name}: {hardware.source}",
-        f"products attain {rate / 1e12:.3g} TFLOP/s a rank in {precision}, "
-        f"{rate / hardware.peak[precision]:.0%} of the peak: {hardware.attained_source}",
+        f"products attain {attained} a rank in {precision}, {share:.0%} of the peak: "
+        f"{hardware.attained_source}",
         f"each data-parallel rank has {rows} rows of {batch[1]} tokens, in "
-        f"{min(rows, layout.micro_batches)} micro-batches; data is there when it is needed",
+        f"{_micro_batches(min(rows, layout.micro_batches))}; data is there when it is needed",
     ]
     if layout.ranks > 1:
-        found.append(f"{hardware.ranks_per_host} ranks a host, {hardware.inside.source}")
+        host = (
+            f"ranks share {hardware.cores} cores"
+            if hardware.cores
+            else f"{hardware.ranks_per_host} ranks a host"
+        )
+        found.append(f"{host}; links: {hardware.inside.source}")
     if layout.ranks > hardware.ranks_per_host:
         found.append(f"between hosts {hardware.between.source}")
     if layout.dp * layout.cp > 1:
@@ -173,13 +191,14 @@ def assumptions(
         found.append(f"the pipeline is simulated with the {layout.schedule} schedule, stage by stage")
     if layout.recompute:
         found.append("a layer's forward pass is computed again, up to its last product")
-    found.append(
-        {
-            "adam": "the update is Adam's, operator by operator as torch makes it: 20 passes over them",
-            "momentum": "the update is SGD's with momentum, operator by operator: 5 passes over them",
-            "sgd": "the update is SGD's: 3 passes over its elements",
-        }[optimizer]
-    )
+    updates = {
+        "adam": "Adam's in one fused kernel, which reads four tensors and writes three"
+        if rates.asynchronous
+        else "Adam's, operator by operator as torch makes it: 20 passes over its elements",
+        "momentum": "SGD's with momentum: 5 passes over its elements",
+        "sgd": "SGD's: 3 passes over its elements",
+    }
+    found.append(f"the update is {updates[optimizer]}")
     if not hasattr(shape, "tied"):
         found.append("a BERT's layers are reckoned as the GPT's are, with attention to all tokens")
     return found

@@ -116,7 +116,7 @@ def verdict(candidates: Sequence[Candidate], measured: dict[str, float]) -> str:
     order = (
         "the answer was the fastest of them, too"
         if fastest is first
-        else f"{fastest[0].layout} was the fastest of them, at {fastest[2] / first[2]:.2f} of its time"
+        else f"{fastest[0].layout} was the fastest, at {fastest[2] / first[2]:.2f} of the answer's time"
     )
     return (
         f"Measured: predictions were {min(ratios):.2f} to {max(ratios):.2f} of what the steps took, {inside} "
