@@ -36,6 +36,7 @@ def dryrun(
     ] = None,
     rank: Annotated[str, typer.Option(help="A rank's number, or kinds: one of each kind there is.")] = "0",
     optimizer: Annotated[str, typer.Option(help="adamw, adam, momentum or sgd.")] = "adamw",
+    clip_norm: Annotated[float | None, typer.Option(help="Largest norm of the gradients: 1.0.")] = None,
     profile: Annotated[
         str, typer.Option(help="The machine, for the time: a100, v100-16gb, ..., or here: this one.")
     ] = "h100",
@@ -67,7 +68,7 @@ def dryrun(
     if not screen.is_terminal:
         screen.width = 140  # a file or a pipe has no width to keep to
     if rank != EVERY:
-        found = run(model, chosen, size, int(rank), optimizer)
+        found = run(model, chosen, size, int(rank), optimizer, clip_norm=clip_norm)
         machine = named or _measured(chosen.ranks, figures, quiet=as_json)
         time = found.predict(machine)
         if as_json:
@@ -81,7 +82,7 @@ def dryrun(
         def done(count: int, of: int) -> None:
             bar.update(task, completed=count, total=of)
 
-        all_kinds = dryrun_kinds(model, chosen, size, optimizer, done=done)
+        all_kinds = dryrun_kinds(model, chosen, size, optimizer, done=done, clip_norm=clip_norm)
     machine = named or _measured(chosen.ranks, figures, quiet=as_json)
     time = all_kinds[0][0].predict(machine)
     if as_json:

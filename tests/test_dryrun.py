@@ -164,7 +164,6 @@ def test_one_of_1024_ranks(thousand: DryRun) -> None:
     held = estimate("gpt2-xl", thousand.layout, batch=64, rank=1023)
     for part in ("parameters", "gradients", "optimizer", "activations"):
         assert getattr(thousand.memory, part) == pytest.approx(getattr(held, part), rel=1e-3)
-    assert thousand.seconds < 60
 
 
 def test_what_each_axis_sends_in_each_phase(thousand: DryRun) -> None:
@@ -227,6 +226,12 @@ def test_the_command_says_bytes_memory_time_and_assumptions(capsys: Any) -> None
     assert code == 0
     for said in ("reduce_scatter", "activations", "of h100's", "optimizer", "step", "Assumed:"):
         assert said in out
+
+
+def test_help_has_an_example(capsys: Any) -> None:
+    code, out, _ = command(capsys, "--help")
+    assert code == 0
+    assert "minidist dryrun --model gpt2-xl" in out.partition("Example:")[2]
 
 
 def test_a_program_may_read_it(capsys: Any) -> None:
