@@ -7,7 +7,7 @@ from rich.console import Console
 
 from minidist.parallel.layout import Layout
 from minidist.scale import calibration
-from minidist.scale.calibration import BATCHES, LAYOUTS, Compared, calibrate, main, table
+from minidist.scale.calibration import BATCHES, LAYOUTS, Compared, calibrate, main, relative, table
 from minidist.scale.trial import NEAR
 
 
@@ -26,6 +26,8 @@ def test_the_command_says_how_many_hold(
     found.append(Compared("byte-tiny", 2, "tp=2", 0.012, 0.020, {"compute": 0.012}))
     assert main(["--ranks", "2"]) == 1
     assert "1 of 2 predictions" in capsys.readouterr().out
+    found.append(Compared("byte-tiny", 4, "dp=4", 0.030, 0.010, {"compute": 0.012}))
+    assert relative(found) == pytest.approx([1.2 / 0.9, 0.6 / 0.9, 1])
     console = Console(width=200)
     with console.capture() as shown:
         console.print(table(found))

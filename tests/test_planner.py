@@ -100,7 +100,7 @@ def test_a_planted_fault_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_slow_links_make_tensor_parallelism_wait() -> None:
     machine = HARDWARE["t4"]
-    found = plan("gpt2-small", ranks=4, hardware=machine, batch=32)
+    found = plan("gpt2-small", ranks=2, hardware=machine, batch=16)
     assert found.answer is not None
     assert family_of(found.answer.layout) == "plain"
     tensor = found.best("tensor")
@@ -196,12 +196,10 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     )
     assert "What does not fit:" in lines
     assert any("zero=2 with pp=2" in line for line in lines)
-    code, out, _ = run(capsys, *words, "--json")
-    found = json.loads(out)
-    assert code == 0
-    assert found["answer"] == "dp=4,precision=fp16"
+    found = json.loads(run(capsys, *words[:4], "--ranks", "2", "--batch", "32", "--json")[1])
+    assert found["answer"] == "dp=2,precision=fp16"
     assert found["profile"] == "v100-16gb"
-    assert found["sentence"] == lines[0]
+    assert found["sentence"].startswith("Plain data parallelism is enough: dp=2 trains bert-base on 2 ranks")
     assert [entry["seconds"] for entry in found["fitting"][1:]] == sorted(
         entry["seconds"] for entry in found["fitting"][1:]
     )
