@@ -1,4 +1,4 @@
-"""The command `minidist`: train, compare, trace, bench, report, lessons, doctor.
+"""The command `minidist`: train, compare, trace, bench, report, plan, dryrun, lessons, doctor.
 
     minidist train --data digits --ranks 2
     minidist bench && minidist report
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from minidist import cli_trace
+from minidist import cli_dryrun, cli_plan, cli_trace
 from minidist.cli_output import console, explain, print_json, require, say, short, show
 
 if TYPE_CHECKING:
@@ -291,6 +291,10 @@ def report(
         out.write_text(page(found), encoding="utf-8")
         if not as_json:
             show(f"Page with plots: {short(out)}")
+
+
+cli_plan.register(app)
+cli_dryrun.register(app)
 
 
 @app.command(epilog="Example: minidist lessons --progress")
