@@ -1,4 +1,4 @@
-"""The command `minidist`: train, compare, trace, bench, report, lessons, doctor.
+"""The command `minidist`: train, compare, trace, bench, report, plan, dryrun, lessons, doctor.
 
     minidist train --data digits --ranks 2
     minidist bench && minidist report
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from minidist import cli_trace
+from minidist import cli_dryrun, cli_plan, cli_trace
 from minidist.cli_output import console, explain, print_json, require, say, short, show
 from minidist.cli_report import report
 
@@ -257,6 +257,10 @@ def bench(
 
 
 app.command(epilog="Example: minidist report --out report.html. For a README: --markdown")(report)
+
+
+cli_plan.register(app)
+cli_dryrun.register(app)
 
 
 @app.command(epilog="Example: minidist lessons --progress")

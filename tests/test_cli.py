@@ -42,11 +42,13 @@ def test_help_imports_nothing_heavy():
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     seconds = time.perf_counter() - started
     assert done.returncode == 0, done.stderr
-    assert all(name in done.stdout for name in ("train", "compare", "bench", "report", "lessons", "doctor"))
+    assert all(
+        name in done.stdout for name in ("train", "compare", "bench", "report", "plan", "lessons", "doctor")
+    )
     assert seconds < 2.0  # 0.2 on an idle machine
 
 
-@pytest.mark.parametrize("command", ["train", "compare", "bench", "report", "lessons", "doctor"])
+@pytest.mark.parametrize("command", ["train", "compare", "bench", "report", "plan", "lessons", "doctor"])
 def test_help_of_a_command_has_an_example(capfd, command):
     code, out, _ = run(capfd, command, "--help")
     assert code == 0

@@ -56,8 +56,8 @@ if str(LESSONS) not in sys.path:  # ranks find `checks` and `solutions` by it, w
     sys.path.append(str(LESSONS))
 
 
-class TimeLimit(Exception):
-    """An answer took too long."""
+class TimeLimit(BaseException):
+    """An answer took too long. No `except Exception` of the reader's takes it for an error of his own."""
 
 
 class Printed(io.TextIOBase):
@@ -96,14 +96,13 @@ class Answer:
                 return as_python(self.function)(*args, **kwargs)
         except TimeLimit as late:
             place = reader_line(late, self.function)
-            wrong(f"{call} had not ended after {LIMIT:.0f} s and was stopped at {place}.")
+            wrong(f"{call} had not ended after {LIMIT:.0f} s and was stopped{' at ' * bool(place)}{place}.")
         except Verdict:
             raise
-        except (Exception, SystemExit) as error:
-            wrong(
-                f"{call} raised {type(error).__name__}: {first_lines(error)}",
-                f"  at {reader_line(error, self.function)}",
-            )
+        except (Exception, SystemExit) as error:  # exit() in an answer ends the answer, and no notebook
+            place = reader_line(error, self.function)
+            lines = [f"  at {place}"] if place else []
+            wrong(f"{call} raised {type(error).__name__}: {first_lines(error)}", *lines)
 
     def expect(self, expected: Any, *args: Any, rtol: float = 1e-5, atol: float = 1e-6, **kwargs: Any) -> Any:
         """Call it on copies, which it has to leave as they are; compare what it returns, and return that."""
@@ -193,16 +192,17 @@ class Lesson:
             )
         if seed is None:
             seed = random.SystemRandom().randrange(10**6)
-        message, stopped = "", ""
+        message, interrupted = "", None
         mine = Answer(name, answer)
         try:
             found = exercise.checker(mine, np.random.default_rng(seed))
         except WrongAnswer as error:
             message = str(error) + _and_printed(mine.printed.text)
         except KeyboardInterrupt as error:
-            stopped = reader_line(error, answer)
-        if stopped:
-            raise Interrupted(f"Exercise {exercise.label}: the check was interrupted, at {stopped}.")
+            interrupted = reader_line(error, answer)
+        if interrupted is not None:
+            place = f", at {interrupted}" if interrupted else ""
+            raise Interrupted(f"Exercise {exercise.label}: the check was interrupted{place}.")
         if message:  # outside of the handler, so that no other exception hangs on this one
             again = f"(These inputs again: check({name}, seed={seed}))"
             raise WrongAnswer(f"Exercise {exercise.label}, not yet. {message}\n{again}")
@@ -258,14 +258,15 @@ class Lesson:
 def reader_line(error: BaseException, function: Any) -> str:
     """ "line 4 of your cell: total += x[i + 1]", the deepest line of the reader's in a traceback.
 
-    Where there is none (a call with too many arguments never gets to one) it is the function's first.
+    Where there is none (a call with too many arguments never gets to one) it is the function's first; nothing
+    where that is not known either.
     """
     functions = list(functions_of(function))
     files = {each.__code__.co_filename for each in functions}
     lines = [(f.filename, f.lineno or 0) for f in traceback.extract_tb(error.__traceback__)]
     mine = [line for line in lines if line[0] in files]
     mine = mine or [(each.__code__.co_filename, _line_of_def(each)) for each in functions[:1]]
-    return line_of_cell(*mine[-1]) if mine else "a place that is not known"
+    return line_of_cell(*mine[-1]) if mine else ""
 
 
 def _line_of_def(function: FunctionType) -> int:

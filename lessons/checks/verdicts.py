@@ -126,7 +126,7 @@ def compare(got: Any, expected: Any, what: str, rtol: float = 1e-5, atol: float 
     right = as_array(expected)
     try:
         mine = as_array(got)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RuntimeError):  # as of a list of tensors that have a gradient
         wrong(f"{what} is a {type(got).__name__}, and should be {a_kind_of(expected)}.")
     if mine.dtype.kind in "OUSc":
         wrong(f"{what} is a {type(got).__name__}, and should be {a_kind_of(expected)}.")
@@ -142,15 +142,14 @@ def compare(got: Any, expected: Any, what: str, rtol: float = 1e-5, atol: float 
         return
     first = tuple(int(i) for i in np.argwhere(~good)[0])
     wanted, found = right[first].item(), mine[first].item()
-    digits = next(
-        (n for n in (5, 10, 17) if f"{wanted:.{n}g}" != f"{found:.{n}g}"), 17
-    )  # one sees that they differ
     if right.ndim == 0:
+        digits = digits_for(wanted, found, least=4)
         wrong(
             f"{what} is wrong.",
-            f"  expected {number(wanted, digits - 1)}",
-            f"  got      {number(found, digits - 1)}",
+            f"  expected {number(wanted, digits)}",
+            f"  got      {number(found, digits)}",
         )
+    digits = digits_for(wanted, found)
     place = f"element {first[0]}" if right.ndim == 1 else f"element {list(first)}"
     lines = [f"{what} is wrong from {place} on ({int((~good).sum())} of {right.size} elements)."]
     if right.ndim == 1:
@@ -179,6 +178,11 @@ def parts(value: Any) -> tuple[Any, ...]:
     if isinstance(value, (tuple, list)) or (isinstance(value, np.ndarray) and value.ndim == 1):
         return tuple(value)
     return ()
+
+
+def digits_for(one: Any, other: Any, least: int = 5) -> int:
+    """As many digits as it takes to see that two numbers differ."""
+    return next((digits for digits in range(least, 17) if f"{one:.{digits}g}" != f"{other:.{digits}g}"), 17)
 
 
 def first_lines(error: BaseException, most: int = 300) -> str:

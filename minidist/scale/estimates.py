@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from minidist._names import unknown
 from minidist.model.configs import TransformerConfig
@@ -16,7 +17,7 @@ from minidist.model.configs import config as config_of
 from minidist.parallel import zigzag
 from minidist.parallel.layout import Layout
 from minidist.parallel.memory import Memory
-from minidist.parallel.schedules import by_name
+from minidist.parallel.schedules import Schedule, by_name
 from minidist.scale.arguments import check_types
 from minidist.scale.saved import ATTENTIONS, Saved
 from minidist.scale.states import BYTES, OPTIMIZERS, by_formula, held
@@ -79,7 +80,7 @@ def estimate(
     precision = precision or layout.precision
     if isinstance(config, str):
         config = config_of(config)
-    _check(config, layout, precision, optimizer, attention, rank)
+    check(config, layout, precision, optimizer, attention, rank)
     if isinstance(config, int | float):
         found = by_formula(round(config), layout.dp, layout.zero, precision, optimizer)
         return Estimate(found.parameters, found.gradients, found.optimizer, 0, 0)
@@ -157,20 +158,29 @@ def _one(
 def _activations(saved: Sequence[Saved], layout: Layout, stage: int) -> int:
     """Peak of what is saved on a stage, over the micro-batches of which `saved` says what each takes."""
     chunks = parts(saved[0].config, layout.pp, layout.chunks)[stage :: layout.pp]
+    known: dict[tuple[int, range], tuple[int, int]] = {}  # most micro-batches have as many rows
     if layout.pp == 1:  # each backward pass follows its forward pass
         return max(max(_kept(each, chunks[0], layout.recompute)) for each in saved)
     live = peak = 0
-    for instruction in by_name(layout.schedule, layout.pp, len(saved), layout.chunks)[stage]:
+    for instruction in schedule_of(layout.schedule, layout.pp, len(saved), layout.chunks)[stage]:
         if not instruction.computes:
             continue
         each, layers = saved[instruction.micro_batch], chunks[instruction.chunk]
-        waiting, computing = _kept(each, layers, layout.recompute)
+        if (each.rows, layers) not in known:
+            known[each.rows, layers] = _kept(each, layers, layout.recompute)
+        waiting, computing = known[each.rows, layers]
         if instruction.kind == "forward":
             live += waiting
         peak = max(peak, live, live - waiting + computing)
         if instruction.kind in ("backward", "backward_weight"):
             live -= waiting
     return peak
+
+
+@lru_cache(maxsize=32)
+def schedule_of(name: str, ranks: int, micro_batches: int, chunks: int) -> Schedule:
+    """A schedule that is asked for stage by stage, and not to be changed."""
+    return by_name(name, ranks, micro_batches, chunks)
 
 
 def _kept(saved: Saved, layers: range, again: bool) -> tuple[int, int]:
@@ -187,7 +197,7 @@ def _kept(saved: Saved, layers: range, again: bool) -> tuple[int, int]:
     return inputs, max(at_the_end, in_the_last_block)
 
 
-def _check(
+def check(
     config: object,
     layout: Layout,
     precision: str,
@@ -195,6 +205,7 @@ def _check(
     attention: str | None,
     rank: int | None,
 ) -> None:
+    """TypeError or ValueError where something is unknown, out of range, or does not go with the rest."""
     for what, value, known in (
         ("precision", precision, BYTES),
         ("optimizer", optimizer, OPTIMIZERS),
