@@ -6,14 +6,14 @@ Limits: an all-reduce through shared memory takes at most 0.25 of gloo's time wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from typing import Any
 
-import numpy as np
 import pytest
 
-import minidist as md
-from minidist.benchmarks.collective_timing import median_error, sweep, time_against_gloo
+from minidist.benchmarks.collective_timing import Found, enter, median_error, sweep, time_against_torch
 from minidist.benchmarks.columns import binary_size
+from minidist.benchmarks.strategy_rounds import Worlds
 from minidist.benchmarks.turns import Benchmark, compared, record
 
 GLOO = "Collectives of CPU ranks beside torch.distributed over gloo"
@@ -32,69 +32,52 @@ LABELS = {
     "ring": "all-reduce by our ring",
     "reduce-scatter": "reduce-scatter through shared memory",
     "reduce-scatter, sockets": "reduce-scatter over sockets",
+    "all-gather": "all-gather through shared memory",
+    "broadcast": "broadcast through shared memory",
+    "all-to-all": "all-to-all through shared memory",
 }
 QUICK = (2**16, 2**20, 2**24)
 ALL = (2**16, 2**18, 2**20, 2**22, 2**24, 2**26)
+
+
+def _quick(variant: str) -> tuple[int, ...]:
+    """Sizes of a quick run: of what has no limit one."""
+    return QUICK if variant in LIMITS else (2**20,)
+
+
 CASES = [
-    pytest.param(variant, size, marks=() if size in QUICK else pytest.mark.full_only)
-    for variant in LIMITS
+    pytest.param(variant, size, marks=() if size in _quick(variant) else pytest.mark.full_only)
+    for variant in LABELS
     for size in ALL
     if variant != "ring" or size >= 2**24
 ]
 ALGORITHMS = ("torch", "shared_memory", "ring", "tree", "naive")
 SWEEP = (2**10, 2**13, 2**16, 2**18, 2**20, 2**22, 2**24)
 
-Clusters = Callable[[int], md.Cluster]
-Found = dict[tuple[str, int], tuple[list[float], float]]
-"""By algorithm and bytes: the seconds measured, and those predicted."""
-Swept = Callable[[int], Found]
-
-
-@pytest.fixture(scope="module")
-def clusters() -> Iterator[Clusters]:
-    """Warm ranks for all of this file."""
-    made: dict[int, md.Cluster] = {}
-
-    def get(ranks: int) -> md.Cluster:
-        if ranks not in made:
-            made[ranks] = md.Cluster(ranks, timeout=300)
-        return made[ranks]
-
-    yield get
-    for cluster in made.values():
-        cluster.close()
+Swept = Callable[[int], tuple[Found, dict[str, dict[str, float]]]]
 
 
 @compared(GLOO)
 @pytest.mark.parametrize(("variant", "size"), CASES)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_against_gloo(
-    benchmark: Benchmark, full: bool, clusters: Clusters, ranks: int, variant: str, size: int
+    benchmark: Benchmark, full: bool, worlds: Worlds, ranks: int, variant: str, size: int
 ) -> None:
     """The same tensor, written anew before each call."""
-    timed = clusters(ranks).run(time_against_gloo, variant, size, rounds=15 if full else 7)
-    # A collective has ended when it has on the slowest rank.
-    ours, peer = ([max(turn) for turn in zip(*times, strict=True)] for times in zip(*timed, strict=True))
-    record(benchmark, ours, peer, "gloo")
-    extra = benchmark.extra_info
-    extra |= {
-        "label": f"{LABELS[variant]}, {binary_size(size)}, {ranks} ranks",
-        "ranks": ranks,
-        "bytes": size,
-    }
-    extra["goal"] = {"of": "ratio", "below": LIMITS[variant]}
-    sent = (2 if "reduce-scatter" not in variant else 1) * (ranks - 1) / ranks * size
-    extra["bus_gb_per_s"] = sent / float(np.median(ours)) / 1e9
+    timed = worlds(ranks).run(time_against_torch, variant, size, rounds=15 if full else 7)
+    enter(benchmark, timed, variant, size, LABELS[variant], "gloo")
+    if variant in LIMITS:
+        benchmark.extra_info["goal"] = {"of": "ratio", "below": LIMITS[variant]}
 
 
 @pytest.fixture(scope="module")
-def swept(full: bool, clusters: Clusters) -> Callable[[int], Found]:
+def swept(full: bool, worlds: Worlds) -> Swept:
     """The whole sweep for a number of ranks, measured once."""
-    found: dict[int, Found] = {}
+    found: dict[int, Any] = {}
 
-    def get(ranks: int) -> Found:
+    def get(ranks: int) -> Any:
         if ranks not in found:
-            found[ranks] = clusters(ranks).run(sweep, ALGORITHMS, SWEEP, rounds=9 if full else 5)[0]
+            found[ranks] = worlds(ranks).run(sweep, ALGORITHMS, SWEEP, rounds=9 if full else 5)[0]
         return found[ranks]
 
     return get
@@ -116,7 +99,8 @@ def test_prediction_4(benchmark: Benchmark, swept: Swept, algorithm: str, size: 
     _point(benchmark, swept(4), algorithm, size)
 
 
-def _point(benchmark: Benchmark, found: Found, algorithm: str, size: int) -> None:
+def _point(benchmark: Benchmark, swept: Any, algorithm: str, size: int) -> None:
+    found, fits = swept
     seconds, predicted = found[algorithm, size]
     record(benchmark, seconds)
     benchmark.extra_info |= {
@@ -125,4 +109,5 @@ def _point(benchmark: Benchmark, found: Found, algorithm: str, size: int) -> Non
         "bytes": size,
         "predicted": predicted,
         "median_error": median_error(found),
+        "fit": fits[algorithm],
     }

@@ -21,6 +21,7 @@ import minidist as md
 from minidist import comm
 from minidist.benchmarks.sharded_steps import fully_sharded
 from minidist.benchmarks.steps import Case, Timed, plain_loop
+from minidist.benchmarks.strategy_rounds import Worlds
 from minidist.benchmarks.turns import Benchmark, compared, record
 from minidist.kernels.harness import time_in_turns
 
@@ -65,14 +66,13 @@ def _time(case: Case, batches: list[tuple[Tensor, Tensor]], rounds: int, directo
 
 
 @pytest.fixture(scope="module")
-def sharded_timed(full: bool) -> Callable[[int], list[dict[str, Timed]]]:
+def sharded_timed(full: bool, worlds: Worlds) -> Callable[[int], list[dict[str, Timed]]]:
     """Every form and the peer in turns, once for each number of rows a rank."""
 
     @cache
     def measure(rows: int) -> list[dict[str, Timed]]:
-        with md.Cluster(2, timeout=600) as cluster:
-            rounds = (60 if full else 10) if rows == 1 else 15
-            return cluster.run(time_sharded, Case("byte-small", rows=2 * rows), rounds)
+        rounds = (60 if full else 10) if rows == 1 else 15
+        return worlds(2).run(time_sharded, Case("byte-small", rows=2 * rows), rounds)
 
     return measure
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import minidist as md
+from minidist.benchmarks.strategy_rounds import Worlds
 from minidist.benchmarks.tensor_steps import OURS, PEERS, Timed, time_in_ranks
 from minidist.benchmarks.turns import Benchmark, compared, record
 
@@ -25,14 +25,13 @@ Measure = Callable[[int], list[Timed]]
 
 
 @pytest.fixture(scope="module")
-def timed(full: bool) -> Measure:
+def timed(full: bool, worlds: Worlds) -> Measure:
     """Every form in turns, once for each number of rows."""
 
     @cache
     def measure(rows: int) -> list[Timed]:
         rounds = (40 if full else 10) if rows == 1 else (15 if full else 6)
-        with md.Cluster(2, timeout=600) as cluster:
-            return cluster.run(time_in_ranks, rows, rounds)
+        return worlds(2).run(time_in_ranks, rows, rounds)
 
     return measure
 

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-import minidist as md
 from minidist.benchmarks.steps import Case, Timed, time_forms, time_steps
+from minidist.benchmarks.strategy_rounds import Worlds
 from minidist.benchmarks.turns import Benchmark, compared, record
 
 MLP = "Training step: an MLP on handwritten digits, 256 rows"
@@ -57,21 +57,19 @@ def _enter(benchmark: Benchmark, timed: Sequence[Timed], label: str, rows: int, 
     extra["comm_overlap"] = min(rank.comm_overlap for rank in timed)
 
 
-def _train(benchmark: Benchmark, case: Case, ranks: int, rounds: int) -> None:
-    with md.Cluster(ranks, timeout=300) as cluster:
-        timed = cluster.run(time_steps, case, rounds)
+def _train(benchmark: Benchmark, worlds: Worlds, case: Case, ranks: int, rounds: int) -> None:
+    timed = worlds(ranks).run(time_steps, case, rounds)
     _enter(benchmark, timed, f"{ranks} ranks" if ranks > 1 else "1 rank", case.rows)
 
 
 @pytest.fixture(scope="module")
-def forms_timed(full: bool) -> Callable[[int], list[dict[str, Timed]]]:
+def forms_timed(full: bool, worlds: Worlds) -> Callable[[int], list[dict[str, Timed]]]:
     """Every form and the peer in turns, once for each number of rows a rank."""
 
     @cache
     def measure(rows: int) -> list[dict[str, Timed]]:
-        with md.Cluster(2, timeout=600) as cluster:
-            rounds = (60 if full else 10) if rows == 1 else 15
-            return cluster.run(time_forms, Case("byte-small", rows=2 * rows), FORMS, rounds)
+        rounds = (60 if full else 10) if rows == 1 else 15
+        return worlds(2).run(time_forms, Case("byte-small", rows=2 * rows), FORMS, rounds)
 
     return measure
 
@@ -102,22 +100,22 @@ def test_forms_with_more_arithmetic(benchmark: Benchmark, forms_timed: Any, form
 
 @compared(MLP)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_mlp(benchmark: Benchmark, full: bool, ranks: int) -> None:
+def test_mlp(benchmark: Benchmark, worlds: Worlds, full: bool, ranks: int) -> None:
     """A model whose step is short: what a step costs beside its arithmetic shows here."""
     pytest.importorskip("sklearn", reason="the digits come with scikit-learn: pip install 'minidist[bench]'")
-    _train(benchmark, Case("mlp", rows=256), ranks, rounds=300 if full else 60)
+    _train(benchmark, worlds, Case("mlp", rows=256), ranks, rounds=300 if full else 60)
 
 
 @compared(TINY)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_byte_gpt_tiny(benchmark: Benchmark, full: bool, ranks: int) -> None:
+def test_byte_gpt_tiny(benchmark: Benchmark, worlds: Worlds, full: bool, ranks: int) -> None:
     """Many small parameters: one all-reduce for each is slow."""
-    _train(benchmark, Case("byte-tiny", rows=16), ranks, rounds=100 if full else 30)
+    _train(benchmark, worlds, Case("byte-tiny", rows=16), ranks, rounds=100 if full else 30)
 
 
 @compared(SMALL)
 @pytest.mark.full_only
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_byte_gpt_small(benchmark: Benchmark, ranks: int) -> None:
+def test_byte_gpt_small(benchmark: Benchmark, worlds: Worlds, ranks: int) -> None:
     """Arithmetic and communication of the same order, on two cores."""
-    _train(benchmark, Case("byte-small", rows=16), ranks, rounds=20)
+    _train(benchmark, worlds, Case("byte-small", rows=16), ranks, rounds=20)

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-import minidist as md
 from minidist.benchmarks.sharded_steps import ENTRIES, time_entries
 from minidist.benchmarks.steps import Case, Timed
+from minidist.benchmarks.strategy_rounds import Worlds
 from minidist.benchmarks.turns import Benchmark, compared, record
 
 GROUP = "ZeRO: a byte GPT of 3 M parameters on 2 ranks, {} of 128 a rank"
@@ -25,14 +25,13 @@ Measure = Callable[[int], list[dict[str, Timed]]]
 
 
 @pytest.fixture(scope="module")
-def timed(full: bool) -> Measure:
+def timed(full: bool, worlds: Worlds) -> Measure:
     """Every stage and its peer in turns, once for each number of rows a rank."""
 
     @cache
     def measure(rows: int) -> list[dict[str, Timed]]:
         rounds = (60 if full else 10) if rows == 1 else 15
-        with md.Cluster(2, timeout=600) as cluster:
-            return cluster.run(time_entries, Case("byte-small", rows=2 * rows), [*ENTRIES], rounds)
+        return worlds(2).run(time_entries, Case("byte-small", rows=2 * rows), [*ENTRIES], rounds)
 
     return measure
 

@@ -19,6 +19,15 @@ any row has its figure. To show a new figure, add a line to `COLUMNS`.
     goal                 {"of": "ratio", "median" or "beyond_peer", "below": limit}: this project's own
     note                 a few words on what is measured
     peer, ...            a comparison, see `turns.py`
+    over_yardstick, ...  a second comparison, the same for all rows of a table: see `strategy_rounds.py`
+    strategy, layout, model, ranks   what trained what: a row of the table of strategies, and its `md.Layout`
+    memory               {"parameters", "gradients", "optimizer", "activations", "buffers"}: bytes of the
+                         fullest rank; peer_memory: all of them together for the peer, counted the same way;
+                         memory_source says how
+    scaling, efficiency  "strong" or "weak", with series and size (ranks); the share of ideal speed-up
+    timeline, bubble     of a pipeline, "simulated" and "measured": `pipeline_steps.py`
+    fit                  alpha, beta and what else `comm.cost.fit` found: `collective_timing.py`
+    cost, par, unit      what an exercise's solution costs, and what it should
 
 Of the CUDA ladder, which has a table of its own beside the columns (`ladder.py`): rung, dtype ("tf32" is
 float32 with factors so rounded), order ("nt": b is transposed), peer_gflops, peak_gflops, peak_gb_per_s.
@@ -122,7 +131,70 @@ def _ratio(entry: Entry) -> str | None:
         return None
     if extra["ratio"] >= 100:  # the peer is no longer a yardstick
         return times(extra["ratio"])
-    return f"{times(extra['ratio'])} ({extra['pair_ratio_q1']:.2f}–{extra['pair_ratio_q3']:.2f})"
+    middle = f"{times(extra['ratio'])} ({extra['pair_ratio_q1']:.2f}–{extra['pair_ratio_q3']:.2f})"
+    return f"{middle} undecided" if undecided(entry) else middle
+
+
+def undecided(entry: Entry) -> bool:
+    """Whether a comparison's spread exceeds its difference: no difference can be told from the spread.
+
+    That is so where the middle half of the ratios of single pairs contains 1, and where there is one pair
+    alone. False where nothing is compared.
+    """
+    return _within(entry, "ratio", "pair_ratio_q1", "pair_ratio_q3")
+
+
+def undecided_over_yardstick(entry: Entry) -> bool:
+    """The same for the comparison with the yardstick."""
+    return _within(entry, "over_yardstick", "over_yardstick_q1", "over_yardstick_q3")
+
+
+def _within(entry: Entry, ratio: str, q1: str, q3: str) -> bool:
+    extra = entry["extra_info"]
+    if ratio not in extra:
+        return False
+    return bool(entry["stats"]["rounds"] < 2 or extra[q1] <= 1 <= extra[q3])
+
+
+def verdict(entry: Entry) -> str | None:
+    """What a comparison with a peer came to: "faster", "slower" or "undecided"; None where there is none."""
+    if "ratio" not in entry["extra_info"]:
+        return None
+    if undecided(entry):
+        return "undecided"
+    return "faster" if entry["extra_info"]["pair_ratio_q3"] < 1 else "slower"
+
+
+def memory_of(entry: Entry) -> int | None:
+    """All bytes of the fullest rank, None where they were not counted."""
+    parts = entry["extra_info"].get("memory")
+    return None if parts is None else sum(parts.values())
+
+
+def _memory(entry: Entry) -> str | None:
+    whole = memory_of(entry)
+    return None if whole is None else size(whole)
+
+
+def _yardstick(entry: Entry) -> str | None:
+    extra = entry["extra_info"]
+    if "over_yardstick" not in extra:
+        return None
+    told = " undecided" if undecided_over_yardstick(entry) else ""
+    return f"{times(extra['over_yardstick'])}{told}"
+
+
+def _cost(entry: Entry) -> str | None:
+    extra = entry["extra_info"]
+    if "cost" not in extra:
+        return None
+    unit = f" {extra['unit']}" if extra.get("unit") else ""
+    return f"{count(extra['cost'])}{unit}, par {count(extra['par'])}"
+
+
+def count(value: float) -> str:
+    """A count: all its digits, thousands apart, or four of a fraction."""
+    return f"{value:,.0f}" if float(value).is_integer() else f"{value:.4g}"
 
 
 def goal(entry: Entry) -> tuple[float, float, bool] | None:
@@ -151,22 +223,28 @@ RATIO = Column("ratio of times", _ratio)
 BEYOND = Column("beyond its time", _extra("beyond_peer", difference))
 GOAL = Column("goal", _goal, right=False)
 COLUMNS = (
+    Column("cost", _cost),
     Column("time", lambda entry: seconds(entry["stats"]["median"])),
+    Column("spread", _spread),
+    Column("rounds", lambda entry: str(entry["stats"]["rounds"])),
     Column("GFLOP/s", _extra("gflops", number)),
     SHARE,
     Column("of the FMA peak", _extra("percent_of_peak", lambda value: f"{number(value)}%")),
     Column("of the GPU's peak", _extra("percent_of_gpu_peak", lambda value: f"{number(value)}%")),
+    Column("over one process", _yardstick),
+    Column("efficiency", _extra("efficiency", lambda share: f"{100 * share:.0f}%")),
     RATIO,
     BEYOND,
     GOAL,
+    Column("sent a step", _extra("bytes_per_step", size)),
+    Column("memory of the fullest rank", _memory),
     PEER,
     PEER_TIME,
+    Column("its memory", _extra("peer_memory", size)),
     Column("predicted", _extra("predicted", seconds)),
     Column("GB/s", _extra("bus_gb_per_s", number)),
     Column("rows/s", _extra("rows_per_s", number)),
-    Column("sent a step", _extra("bytes_per_step", size)),
     Column("of it hidden", _extra("comm_overlap", lambda share: f"{number(100 * share)}%")),
-    Column("spread", _spread),
     Column("note", _extra("note", str), right=False),
 )
 

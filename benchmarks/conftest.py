@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
 import pytest
+
+if TYPE_CHECKING:
+    from minidist.benchmarks.strategy_rounds import Worlds
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -31,3 +37,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def full(request: pytest.FixtureRequest) -> bool:
     """Whether all sizes and rounds are wanted."""
     return bool(request.config.getoption("--full"))
+
+
+@pytest.fixture(scope="session")
+def worlds() -> Iterator[Worlds]:
+    """`worlds(n)`: n warm ranks that share the machine's cores, the same for all suites."""
+    from minidist.benchmarks.strategy_rounds import warm_worlds
+
+    with warm_worlds() as get:
+        yield get

@@ -24,11 +24,14 @@ from minidist.kernels.harness import time_in_turns
 from minidist.model.configs import GPTConfig, config
 from minidist.model.data import dataset
 from minidist.model.gpt import GPT
-from minidist.parallel.instructions import Instruction
+from minidist.parallel.instructions import Instruction, stage_of
 from minidist.parallel.layerwise import cut, measure
+from minidist.parallel.simulation import Event
 
 PEERS = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}
 """Of our schedules those that torch's pipelining has too, by the names of its classes."""
+CHUNKS = {"interleaved": 2}
+"""Of the schedules that have several on a rank."""
 ADAMW = partial(torch.optim.AdamW, lr=1e-3)
 
 
@@ -45,16 +48,17 @@ class Case:
         data = dataset("bytes", length=config(self.model).context, limit=self.rows * steps)
         return [data.train[step * self.rows : (step + 1) * self.rows] for step in range(steps)]
 
-    def stage(self) -> nn.Module:
-        """This rank's layers, cut where the slowest part is fastest."""
+    def stages(self, chunks: int = 1) -> list[nn.Module]:
+        """This rank's layers, a module for each of its chunks, cut where the slowest part is fastest."""
         shape = config(self.model)
         assert isinstance(shape, GPTConfig)
         layers = GPT(replace(shape, tied=False), seed=SEED).layers
         inputs, _ = self.batches(1)[0]
         seconds = torch.tensor(measure(layers, inputs[: self.rows // self.micro_batches]))
         comm.broadcast(seconds)  # the ranks have to cut alike
-        own = cut(layers, md.size(), seconds.tolist())[md.rank()]
-        return nn.Sequential(*(layers[i] for i in own))
+        parts = cut(layers, chunks * md.size(), seconds.tolist())
+        own = [parts[stage_of(md.rank(), chunk, md.size())] for chunk in range(chunks)]
+        return [nn.Sequential(*(layers[i] for i in part)) for part in own]
 
 
 @dataclass(frozen=True)
@@ -105,7 +109,7 @@ def _torchs(name: str, stage: nn.Module, micro_batches: int) -> Callable[[Tensor
 def time_schedules(case: Case, names: Sequence[str], rounds: int) -> dict[str, Timed]:
     """Train in turn by our schedules and by torch's, on the same rows from equal weights."""
     batches = case.batches(rounds + 2)  # one more for time_in_turns to warm up, and one for the ledger
-    stage = case.stage()
+    (stage,) = case.stages()
     programs: dict[str, Callable[[], None]] = {}
     losses: dict[str, list[list[float]]] = {}
     steps: dict[str, Callable[[Tensor, Tensor], list[float]]] = {}
@@ -143,8 +147,8 @@ def _ours(name: str, stage: nn.Module, micro_batches: int) -> Callable[[Tensor, 
 
 def passes(case: Case, name: str, rounds: int) -> list[list[Pass]]:
     """For each of several steps when this rank ran which pass."""
-    stage, (batch,) = case.stage(), case.batches(1)
-    pipeline = md.Pipeline(stage, name, case.micro_batches)
+    stages, (batch,) = case.stages(CHUNKS.get(name, 1)), case.batches(1)
+    pipeline = md.Pipeline(stages, name, case.micro_batches)
     steps = []
     for number in range(rounds + 1):
         comm.barrier()
@@ -171,22 +175,41 @@ def message_seconds(case: Case, rounds: int = 40) -> float:
 
 
 def times(ranks: Sequence[Sequence[Pass]]) -> dict[str, list[list[float]]]:
-    """For each kind of pass and rank the seconds of each micro-batch, as `schedules.simulate` takes them."""
-    kinds = {each.instruction.kind for own in ranks for each in own}
+    """For each kind of pass and stage the seconds of each micro-batch, as `schedules.simulate` takes them."""
+    everything = [each.instruction for own in ranks for each in own]
+    chunks = 1 + max(each.chunk for each in everything)
     return {
         kind: [
-            [e.end - e.start for e in sorted(own, key=micro_batch) if e.instruction.kind == kind]
+            [
+                each.end - each.start
+                for each in sorted(own, key=lambda each: each.instruction.micro_batch)
+                if each.instruction.kind == kind and each.instruction.chunk == chunk
+            ]
+            for chunk in range(chunks)
             for own in ranks
         ]
-        for kind in kinds
+        for kind in {each.kind for each in everything}
     }
 
 
-def micro_batch(each: Pass) -> int:
-    """That of a pass."""
-    return each.instruction.micro_batch
-
-
 def mean_times(ranks: Sequence[Sequence[Pass]]) -> dict[str, list[float]]:
-    """For each kind of pass the mean seconds on each rank: what a plan can know."""
+    """For each kind of pass the mean seconds in each stage: what a plan can know."""
     return {kind: [fmean(own) for own in each] for kind, each in times(ranks).items()}
+
+
+def timeline(ranks: Sequence[Sequence[Pass | Event]]) -> list[list[list[Any]]]:
+    """For each rank its passes in order: kind, micro-batch, chunk, and seconds since the step began."""
+    began = min(own[0].start for own in ranks)
+    return [
+        [
+            [
+                each.instruction.kind,
+                each.instruction.micro_batch,
+                each.instruction.chunk,
+                each.start - began,
+                each.end - began,
+            ]
+            for each in own
+        ]
+        for own in ranks
+    ]

@@ -116,6 +116,12 @@ def _styled(entry: Entry, column: Column) -> Text:
     return Text(text)
 
 
+def _judged(entry: Entry) -> dict[str, Any]:
+    """What a row's comparison came to, and whether its spread exceeds its difference."""
+    verdict = columns.verdict(entry)
+    return {} if verdict is None else {"verdict": verdict, "undecided": columns.undecided(entry)}
+
+
 def as_json(found: Results) -> dict[str, Any]:
     """One machine's report for a program: times in seconds, sizes in bytes."""
     met, of = goals(found)
@@ -134,6 +140,7 @@ def as_json(found: Results) -> dict[str, Any]:
                         "run": entry["run"],
                         **entry["stats"],
                         **{key: value for key, value in entry["extra_info"].items() if key != "label"},
+                        **_judged(entry),
                     }
                     for entry in section.entries
                 ],

@@ -4,6 +4,7 @@ minidist bench                     quick: a few minutes on two cores
 minidist bench --full              all sizes, more rounds
 minidist bench launch -k warm      one suite, and of it what pytest's -k selects
 minidist bench cuda                the CUDA ladder, on a GPU
+minidist bench --compare OLD.json  and what got slower since then
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import pytest
 import pytest_benchmark.plugin
 
 from minidist._names import unknown
-from minidist.benchmarks import machine, results
+from minidist.benchmarks import comparing, machine, results
 from minidist.benchmarks.watcher import Watcher
 
 HERE = Path(__file__).parent
@@ -41,6 +42,7 @@ class Outcome:
     failed: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
     suites: list[str] = field(default_factory=list)  # of which something was measured
+    compared: comparing.Comparison | None = None  # with an earlier file
 
 
 def suites() -> dict[str, Path]:
@@ -55,6 +57,7 @@ def run(
     keyword: str = "",
     out: Path | None = None,
     show: bool = True,
+    compare: Path | None = None,
 ) -> Outcome:
     """Run suites (all where `names` is empty), and merge the figures into this machine's results file.
 
@@ -64,6 +67,7 @@ def run(
         keyword: pytest's -k expression: which benchmarks of those suites.
         out: the results file; by default one named after the machine in `results.folder()`.
         show: a progress bar and a line for each benchmark on stderr.
+        compare: an earlier results file to set this run beside; it may be the one that is written.
 
     Raises:
         ValueError: an unknown suite, a selection that is empty, or results that can't be read.
@@ -76,6 +80,7 @@ def run(
     info = machine.describe()
     path = out or results.own_file(results.folder(), info)
     results.check_writable(path)  # before the minutes are spent
+    earlier = None if compare is None else results.load(compare)  # before it may be written over
     watcher = Watcher(show)
     started = time.monotonic()
     measured = _pytest([known[name] for name in names] or list(known.values()), full, keyword, watcher)
@@ -83,6 +88,8 @@ def run(
         raise ValueError(f"the benchmarks could not be collected: {watcher.broken[0]}")
     if not watcher.collected and watcher.left_out:
         raise ValueError("; ".join(watcher.left_out.values()))
+    if not watcher.collected and not keyword and not full:
+        raise ValueError(f"{', '.join(names)} takes long: run it with --full")
     if not watcher.collected:
         raise ValueError(f"no benchmark matches -k {keyword!r}: run without -k, or with a part of a name")
     # A benchmark that failed after it was timed did not do what it is known for.
@@ -96,8 +103,20 @@ def run(
         results.save(merged, path)
     failed = [f"{name.partition('::')[2]}: {reason}" for name, reason in watcher.failed.items()]
     skipped = [f"{suite}: {reason}" for suite, reason in watcher.left_out.items()] + watcher.skipped
-    suites_measured = sorted(new["suites"])
-    return Outcome(path, merged, len(passed), time.monotonic() - started, failed, skipped, suites_measured)
+    compared = None
+    if earlier is not None and passed:
+        names_measured = [entry["fullname"] for entry in new["benchmarks"]]
+        compared = comparing.compare(earlier, merged, names_measured, everything is not None)
+    return Outcome(
+        path,
+        merged,
+        len(passed),
+        time.monotonic() - started,
+        failed,
+        skipped,
+        sorted(new["suites"]),
+        compared,
+    )
 
 
 def _left_out(old: results.Results | None, watcher: Watcher) -> list[str]:

@@ -58,7 +58,7 @@ def ours(options: Mapping[str, Any]) -> Step:
 def blocks_cut_by_torch() -> Step:
     """The blocks cut, the table of tokens and the head whole."""
     model = GPT(config(MODEL), seed=SEED)
-    _cut_blocks(model)
+    cut_blocks(model, _mesh())
     return _loop(model, _cross_entropy)
 
 
@@ -73,7 +73,8 @@ def all_cut_by_torch() -> Step:
     )
 
     model = GPT(config(MODEL), seed=SEED)
-    mesh = _cut_blocks(model)
+    mesh = _mesh()
+    cut_blocks(model, mesh)
     first: Any = model.layers[0]
     last: Any = model.layers[-1]
     whole, part = Replicate(), Shard(-1)
@@ -90,11 +91,16 @@ PEERS: dict[str, Callable[[], Step]] = {
 }
 
 
-def _cut_blocks(model: nn.Module) -> Any:
+def _mesh() -> Any:
     from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", (md.size(),))
+
+
+def cut_blocks(model: nn.Module, mesh: Any) -> None:
+    """Attention by heads and the MLP by its middle, in each block of a GPT, over a mesh of torch's."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    mesh = init_device_mesh("cpu", (md.size(),))
     columns = dict.fromkeys(
         ["attention.query", "attention.key", "attention.value", "mlp.up"], ColwiseParallel
     )
@@ -103,7 +109,6 @@ def _cut_blocks(model: nn.Module) -> Any:
         if isinstance(block, Block):
             styles: dict[str, Any] = {name: style() for name, style in (columns | rows).items()}
             parallelize_module(block, mesh, styles)
-    return mesh
 
 
 def _cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:

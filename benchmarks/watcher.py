@@ -101,6 +101,7 @@ class Watcher:
             self._console.print(f"\n{self._group}", style="bold cyan", highlight=False, markup=False)
         ratio = fixture.extra_info.get("ratio")
         beside = f"{columns.times(ratio)} x {fixture.extra_info['peer']}" if ratio else ""
+        beside += " (undecided)" if columns.undecided(entry) else ""
         line = f"  {columns.label(entry):<28} {columns.seconds(entry['stats']['median']):>9}   {beside}"
         self._console.print(line.rstrip(), highlight=False, markup=False)
 

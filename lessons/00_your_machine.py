@@ -73,11 +73,15 @@ check(add_cost)
 
 # %% [markdown]
 # That is how all exercises work. The check tries your function on fresh random inputs. If something is wrong,
-# it says for which input, what was expected, and what your function gave.
+# it says for which input, what was expected, what your function gave, and what it printed.
 #
+# - **What is given to a function** is its caller's: leave arrays as they are, unless the exercise has you
+#   change them.
 # - **Run All**, in the menu, goes as far as the first exercise without an answer, and stops there.
 # - **Stuck?** `hint()`, in a cell of its own (the + in the bar above makes one), gives the first of three
 #   hints; call it again for the next.
+# - **It takes for ever?** After 20 seconds in your function a check stops it, and says in which line it was.
+#   *Interrupt Kernel* in the menu does so at once.
 # - **No exercise blocks the way.** A cell such as the next takes your function if it has passed, and else the
 #   lesson's own, and says so. All that follows works with either.
 # - **What has passed is kept** in a small file, `lessons/.progress.json`; `minidist lessons --progress`, in a

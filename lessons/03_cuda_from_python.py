@@ -140,7 +140,8 @@ print(counts)
 # %% [markdown]
 # 32 loads and 32 stores, one each for a warp. (What "sectors" are comes in a minute. "Copied into shared
 # memory" and "matrix instructions" are for later lessons.) The other instructions reckon `i` and the address of
-# `x[i]`. The last rows say the same for each line of the kernel.
+# `x[i]`. The last rows say the same for each line of the kernel. (The number with .py is Jupyter's name of the
+# cell.)
 #
 # And where threads of one warp take different ways at an `if`? There is only one instruction at a time for all
 # of them. So the warp goes *both* ways, one after the other, and the threads that do not belong there wait.

@@ -425,6 +425,6 @@ print(f"{adds:,} multiply-adds of warps, {loads:,} loads from shared memory")
 # - Ruetsch and Micikevicius, *Optimizing Matrix Transpose in CUDA*, 2009: sectors, banks and padding, with
 #   times.
 # - Boehm, *How to Optimize a CUDA Matmul Kernel for cuBLAS-like Performance: a Worklog*, 2022: the way from
-#   lesson 3's kernel to lesson 6's, step by step, measured.
+#   lesson 3's kernel to lesson 5's and a little beyond, step by step, measured.
 #
 # Next: lesson 05 gives each thread a small tile of its own, in registers.

@@ -371,7 +371,8 @@ for dtype in (torch.float16, torch.bfloat16, torch.float32):
 # ## How large can the error be?
 #
 # One can say that before measuring. Follow one product through its life: each time it is rounded, alone or
-# within a sum, to b bits, it moves by a factor of at most 1 + 2^-b. (Higham 2002 is the book on this.)
+# within a sum, to b bits, it moves by a factor of at most 1 + 2^-b. (The book on this is Higham's *Accuracy and
+# Stability of Numerical Algorithms*, 2002.)
 #
 # **Exercise 6.5: error_bound.** All elements of a and b are positive. They are rounded to `bits` bits; products
 # are exact; beginning with 0, the k products are added one after the other, and after each addition the sum is
@@ -499,8 +500,8 @@ for number, dtype in ((7, "float32"), (9, "float32"), (9, "bfloat16"), (9, "floa
 #   nothing.
 # - **Not all lanes there.** mma and ldmatrix are instructions of the whole warp. In an `if` that only some
 #   lanes take, the result is undefined; the emulator names the lanes.
-# - **Infinities.** float16 ends at 65504, and a single larger element makes NaN of all that it touches. Look
-#   for them (`torch.isfinite`); use bfloat16, or scale.
+# - **Infinities.** float16 ends at 65504, and a single larger element makes infinity or NaN of all that it
+#   touches. Look for them (`torch.isfinite`); use bfloat16, or scale.
 # - **Float32 that is not.** PyTorch has TF32 for products of float32 on request
 #   (`torch.set_float32_matmul_precision("high")`). Results then agree to three digits, not to seven.
 # - **A test that asks for too much.** Another GPU, another order of sums, other last bits. Compare within the

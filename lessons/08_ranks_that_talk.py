@@ -367,13 +367,13 @@ curves(
 
 # %% [markdown]
 # Read it from the left. **Small tensors:** the lines are flat, because only the number of messages counts. The
-# ring has as many steps as the naive way has messages, and each of its messages is a busy one: it wins nothing.
+# ring has as many steps as the naive way has messages, and each of its messages is a busy one: that wins nothing.
 # **Large tensors:** the lines rise with the bytes, and each of the ring's messages has a quarter of them.
 #
 # By the bytes alone the ring should be 4 times as fast: 1.5 MB for each MB, against 6 through rank 0. With a
 # machine for each rank it is. On one machine both ways copy the same 6 MB in all, with the same cores, and the
-# ring can only win what the naive way leaves idle. That is what the busy beta says, and why the dashed lines
-# lie where the dots do. **A model is as good as what it knows**: with the quiet beta in both lines it would have
+# ring can only win what the naive way leaves idle. That is what the busy beta says, and so the dashed lines
+# come near the dots. **A model is as good as what it knows**: with the quiet beta in both lines it would have
 # promised you the 4.
 #
 # ## Machines that you do not have

@@ -534,8 +534,8 @@ for sizes in ((32,) * 41, (512,) * 4):
 # The bytes are the same whichever way; the messages are not, and for many small layers they are what one pays
 # for. To send *in backward* helps where somebody else does the sending: a network card, or a GPU's copy engine.
 # Here ranks share cores, and a message is work for the same cores that compute. What is hidden behind backward
-# makes backward longer, so that little is won, or nothing. That is this machine's limit, and no fault of the
-# idea.
+# makes backward longer, so that less is won than there, or nothing. That is this machine's limit, and no fault
+# of the idea.
 #
 # ## When do the messages outweigh the work?
 #

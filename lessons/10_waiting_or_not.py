@@ -103,7 +103,7 @@ workers_chart(
     caption="A box is a step. The numbers say how many updates by others were made "
     "between the beginning of a step and its end.",
     alt="Above, two workers wait most of the time for the third. Below nobody waits; the "
-    "slow worker's steps have numbers about four times as large as the others'.",
+    "slow worker's steps have numbers several times as large as the others'.",
 )
 
 # %% [markdown]

@@ -26,7 +26,7 @@ import torch
 from torch.nn import functional
 
 import minidist as md
-from checks.figures import curves, ladder
+from checks.figures import curves, ladder, said
 from checks.pictures.shared_layers import shared_mlp, stream
 from checks.tensor_parallel import check, hint, or_solution
 from minidist import comm
@@ -503,17 +503,17 @@ curves(
     guess=at,
     caption="Dots are measured, the dashed line is the model for two ranks. Two are faster from "
     f"D = {pays_from(shared)} on, and by the model from {pays_from(model)}; "
-    f"your guess was {prediction}.",
+    f"{said(prediction)}.",
     alt="Time of a block against its width on one rank and on two: alike or worse on two for narrow "
     "blocks, and towards a half of the time for wide ones.",
 )
 
 # %% [markdown]
-# Read it from the left. **Narrow:** the cut halves next to nothing and adds four messages. The model promises
-# too much there: it knows nothing of the calls of the operators at the ends of the shared parts, nor that at
-# each message both ranks wait for the slower one. **Wide:** the arithmetic is nearly all, and it is halved, if
-# the machine has two cores that are free. Two ranks share more than they seem to, memory and a power limit
-# among it, and so a half is the best case.
+# Read it from the left. **Narrow:** the cut halves next to nothing and adds four messages. What the model leaves
+# out counts most there: the calls of the operators at the ends of the shared parts, and that at each message
+# both ranks wait for the slower one. **Wide:** the arithmetic is nearly all, and it is halved, if the machine
+# has two cores that are free. Two ranks share more than they seem to, memory and a power limit among it, and so
+# about a half is the best case.
 #
 # ## A whole model
 #

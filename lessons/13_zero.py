@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 import minidist as md
-from checks.figures import ladder
+from checks.figures import ladder, said
 from checks.pictures.memory_bars import memory_bars
 from checks.pictures.segments import segment_curve
 from checks.pictures.sharded_layers import sharded_layers
@@ -426,7 +426,7 @@ memory_bars(
     predicted=predicted,
     guess=prediction and total["stage 0"] / prediction,
     caption="Measured on each of 4 ranks (bars), and by your formula (dashed). Stage 3 takes "
-    f"{total['stage 0'] / total['stage 3']:.1f} times less than stage 0; your guess was {prediction}.",
+    f"{total['stage 0'] / total['stage 3']:.1f} times less than stage 0; {said(prediction)}.",
     alt="Stacked bars of parameters, gradients and optimizer state for four stages, each shorter than "
     "the one before, close to the formula; stages 2 and 3 lie a little above it.",
 )

@@ -742,10 +742,12 @@ run(*torchrun, "--nproc-per-node", 2, script)
 # minidist itself has to lie in `src`, and what it needs beside torch to stand in requirements.txt.
 # The job's command is `torchrun --nnodes=4 --nproc_per_node=8 ... train.py`, as above. What the script writes
 # to `/opt/ml/checkpoints` is copied to the bucket, and is there again when the job is started anew: that is the
-# folder to save in. In version 2 of the SDK the same is `sagemaker.pytorch.PyTorch(entry_point="train.py", ...,
-# distribution={"torch_distributed": {"enabled": True}})`, and `.fit()`. Accelerate can hand in a job, too
-# (`compute_environment: AMAZON_SAGEMAKER` in its file); it uses version 2, and starts one process on each host,
-# or Amazon's own data-parallel library, and no torchrun.
+# folder to save in with one host. Several have one each, and save on a disk in common, such as FSx, which the
+# job names as a channel of its input. In version 2 of the SDK the same is
+# `sagemaker.pytorch.PyTorch(entry_point="train.py", ..., distribution={"torch_distributed": {"enabled": True}})`,
+# and `.fit()`. Accelerate 1.15 fails on its own settings where it is to hand in a job
+# (`compute_environment: AMAZON_SAGEMAKER` in its file); inside of one it starts the ranks as above. The folder
+# `deploy/` of the repository has launch files for that, for SLURM and for Kubernetes, all with one program.
 #
 # ## What breaks in practice, and how one sees it
 #

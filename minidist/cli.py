@@ -1,4 +1,4 @@
-"""The command `minidist`: train, compare, trace, bench, report, plan, lessons, doctor.
+"""The command `minidist`: train, compare, trace, bench, report, plan, dryrun, lessons, doctor.
 
     minidist train --data digits --ranks 2
     minidist bench && minidist report
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from minidist import cli_plan, cli_trace
+from minidist import cli_dryrun, cli_plan, cli_trace
 from minidist.cli_output import console, explain, print_json, require, say, short, show
 
 if TYPE_CHECKING:
@@ -217,16 +217,21 @@ def bench(
         str, typer.Option("-k", metavar="EXPRESSION", help="Only benchmarks that match, as in pytest.")
     ] = "",
     out: Annotated[Path | None, typer.Option(help="The results file.")] = None,
+    compare: Annotated[
+        Path | None, typer.Option(metavar="OLD.json", help="An earlier results file: say what got slower.")
+    ] = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Measure this machine, and keep the results."""
+    """Measure this machine, and keep the results. With --compare, exit code 1 where something got slower."""
     require("bench", "pytest", "pytest_benchmark")
     from minidist.benchmarks.run import run
 
-    done = run(suites or (), full=full, keyword=keyword, out=out)
+    done = run(suites or (), full=full, keyword=keyword, out=out, compare=compare)
+    compared = done.compared
     if as_json:
-        print_json(dataclasses.asdict(done) | {"path": str(done.path)})
+        found = None if compared is None else compared.as_json()
+        print_json(dataclasses.asdict(done) | {"path": str(done.path), "compared": found})
     else:
         for line in done.skipped:
             show(f"skipped {line}", style="yellow")
@@ -240,8 +245,13 @@ def bench(
             from minidist.benchmarks import ladder
 
             ladder.show(console(), ladder.pick({done.path.stem: done.results}))
+        for line in [] if compared is None else compared.lines():
+            show(line, style="yellow" if ": slower, " in line else "")
+    if compared is not None and compare is not None and compared.slower:
+        say(f"{len(compared.having('slower'))} slower than in {short(compare)}")
     if done.failed:
         say(f"{len(done.failed)} failed: {'; '.join(done.failed)}")
+    if done.failed or (compared is not None and compared.slower):
         raise typer.Exit(1)
 
 
@@ -284,6 +294,7 @@ def report(
 
 
 cli_plan.register(app)
+cli_dryrun.register(app)
 
 
 @app.command(epilog="Example: minidist lessons --progress")

@@ -26,6 +26,8 @@ CONDA_NAMES = {"torch": "pytorch", "ml-dtypes": "ml_dtypes"}
 # What conda adds: an extra of a package that is a package there, and what installs the project itself.
 CONDA_EXTRAS = {"numba-cuda[cu13]": {"cuda-version": "=13"}}
 CONDA_ONLY = {"python", "pip"}
+PIP_ONLY = {"deploy", "peers"}
+"""Extras that a conda environment takes from pip: some of their packages may not be on its channel."""
 
 
 def project() -> dict:
@@ -41,9 +43,10 @@ def pins() -> list[str]:
     return [line for line in lines if line.strip() and not line.startswith("#")]
 
 
-def requirements(pyproject: dict) -> list[Requirement]:
+def requirements(pyproject: dict, without: set[str] = PIP_ONLY) -> list[Requirement]:
+    """What the project and its extras ask for, but for the extras in `without`."""
     parts = pyproject["project"]
-    extras = parts["optional-dependencies"].values()
+    extras = [group for name, group in parts["optional-dependencies"].items() if name not in without]
     return [Requirement(text) for group in (parts["dependencies"], *extras) for text in group]
 
 
@@ -78,7 +81,8 @@ def disagreements(pyproject: dict, conda: dict) -> list[str]:
             wanted |= CONDA_EXTRAS[f"{requirement.name}[{extra}]"]
     wanted["python"] = pyproject["project"]["requires-python"]
     wanted["pip"] = ""
-    found = [f"{name}{bound} is missing" for name, bound in wanted.items() if name not in there]
+    missing = {name: bound for name, bound in wanted.items() if name not in there}
+    found = [f"{name}{bound} is missing" for name, bound in missing.items()]
     found += [f"{name} is not in pyproject.toml" for name in there if name not in wanted]
     found += [
         f"{name} is {there[name] or 'unbounded'}, and {bound or 'unbounded'} in pyproject.toml"
@@ -139,7 +143,7 @@ def test_a_new_dependency_has_to_come_to_conda_too():
 def misfits(pyproject: dict, lines: list[str]) -> list[str]:
     """Pins that are out of the project's bounds, or that a Python which the project takes can't install."""
     asked = {}
-    for requirement in requirements(pyproject):
+    for requirement in requirements(pyproject, without=set()):
         name = canonicalize_name(requirement.name)
         asked[name] = asked.get(name, SpecifierSet()) & requirement.specifier
     oldest = re.fullmatch(r">=(3\.\d+)", pyproject["project"]["requires-python"])[1]

@@ -160,6 +160,8 @@ def bytes_per_step(answer: Answer, draw: np.random.Generator) -> Right:
         if not isinstance(got, dict) or set(got) != {"dp", "tp", "pp"}:
             wrong(f'{call} is {got!r}, and should be a dict with the keys "dp", "tp" and "pp".')
         for axis, expected in _sent(layout, parameters, blocks, activations).items():
+            if got[axis] is None:
+                wrong(f'{call}["{axis}"] is None, and should be {number(expected)}.')
             compare(got[axis], expected, f'{call}["{axis}"]', rtol=1e-6)
         tried += 1
     return Right(tried)
@@ -232,6 +234,8 @@ def _choices(draw: np.random.Generator) -> Iterator[tuple[str, Any, float, Any, 
     yield "two are as fast", few, 60, _as(few, 100, 60, 50, 20), _as(few, 9, 3, 3, 4)
     yield "the smallest is slow", few, 60, _as(few, 100, 60, 50, 20), _as(few, 9, 8, 3, 7)
     yield "no layout at all", [], 60, {}, {}
+    long = [md.Layout(dp=2, cp=2), md.Layout(dp=4, zero=1), md.Layout(tp=4)]
+    yield "none of them is plain", long, 60, _as(long, 50, 40, 30), _as(long, 9, 8, 3)
     last = [md.Layout(tp=4), md.Layout(dp=2, zero=3), md.Layout(dp=4)]
     yield "the plain one is the last", last, 60, _as(last, 30, 40, 50), _as(last, 1, 2, 3)
     for _ in range(8):
@@ -309,12 +313,14 @@ def _killed(answer: Answer, kill: int, seed: int) -> Score:
     saved = _method(keeper, "save")(run)
     if not isinstance(saved, dict):
         wrong(f"save(run) is {saved!r:.60}, and should be a dict of what is saved.")
+    if (disturbed := _gone(_state(run), was)) is not None:
+        wrong(f"save(run) changes the run that it saves: {disturbed} is not as it was before.")
     written = _written(saved)
     expected = [run.step() for _ in range(AFTER)]
     _untouched(saved, torch.load(io.BytesIO(written), weights_only=True), "saved")
     new = Training(seed + 1)  # the old one is gone, and with it the process
     torch.manual_seed(seed + 2)
-    _method(keeper, "load")(new, torch.load(io.BytesIO(written), weights_only=True))
+    _method(answer(), "load")(new, torch.load(io.BytesIO(written), weights_only=True))
     now = _state(new)
     losses = [new.step() for _ in range(AFTER)]
     end, right_end = _state(new), _state(run)
@@ -333,18 +339,23 @@ def _tell(
     now: dict[str, Any],
 ) -> NoReturn:
     """WrongAnswer: the first step that differs, and what `load` did not bring back."""
-    gone = [words for piece, words in PIECES.items() if not _same(now[piece], was[piece])]
+    gone = _gone(now, was)
     lines = [f"The run was killed after {kill} steps and resumed from what you saved."]
     if first is not None:
         lines += [
             f"  loss of step {kill + first + 1} in the run that nobody killed: {expected[first]!r}",
             f"  loss of step {kill + first + 1} in the resumed run:            {losses[first]!r}",
         ]
-    lines += [f"Not as it was before: {words}." for words in gone[:1]]
-    lines += ["All was there right after load, and yet the steps differ: what is not loaded in place?"] * (
-        not gone
-    )
+    if gone is None:
+        lines.append("All was there right after load, and yet the steps differ: what is not loaded in place?")
+    else:
+        lines.append(f"Not as it was before: {gone}.")
     wrong(*lines)
+
+
+def _gone(now: dict[str, Any], was: dict[str, Any]) -> str | None:
+    """The first piece that is not as it was, in words."""
+    return next((words for piece, words in PIECES.items() if not _same(now[piece], was[piece])), None)
 
 
 def _state(run: Training) -> dict[str, Any]:

@@ -78,7 +78,7 @@ class Scene:
     def __init__(self, width: int, height: int) -> None:
         self.width, self.height = width, height
         self._stills: list[str] = []
-        self._blocks: dict[str, str] = {}
+        self._blocks: dict[str, tuple[float, float, str]] = {}
         self._frames: list[dict[str, Any]] = []
 
     def still(self, svg: str) -> None:
@@ -94,13 +94,7 @@ class Scene:
 
     def block(self, key: str, width: float, height: float, color: str) -> None:
         """Add a block that moves, in one of the figures' colours."""
-        self._blocks[key] = (
-            f'<g data-block="{html.escape(key)}" '
-            'style="transition: transform 0.7s, opacity 0.3s; opacity: 0">'
-            f'<rect width="{width}" height="{height}" rx="3" fill="{color}" fill-opacity="0.9" '
-            f'stroke="currentColor" stroke-width="0"/><text x="{width / 2}" y="{height / 2}" dy="0.35em" '
-            'font-size="12" text-anchor="middle" fill="white" font-weight="600"></text></g>'
-        )
+        self._blocks[key] = (width, height, color)
 
     def frame(self, note: str, places: Mapping[str, tuple[Any, ...]]) -> None:
         """Add a frame: a note, and for each block that is seen (x, y, its text[, True for an outline])."""
@@ -108,13 +102,28 @@ class Scene:
 
     def html(self, caption: str, alt: str, pause: int) -> str:
         """The whole as HTML."""
-        # What a page without scripts shows: the first frame.
+        # Blocks begin where the first frame has them: that is what a page without scripts shows.
+        first = self._frames[0]["blocks"] if self._frames else {}
+        blocks = "".join(self._drawn(key, first.get(key)) for key in self._blocks)
         picture = (
             f'<svg viewBox="0 0 {self.width} {self.height}" font-family="system-ui, sans-serif" '
             f'style="width: 100%; max-width: {self.width}px">{"".join(self._stills)}'
-            f"{''.join(self._blocks.values())}</svg>"
+            f"{blocks}</svg>"
         )
         return framed(picture, caption, alt, _player(self._frames, MOVE, pause))
+
+    def _drawn(self, key: str, place: Sequence[Any] | None) -> str:
+        """A block as SVG, at its place or hidden."""
+        width, height, color = self._blocks[key]
+        x, y, text, *outline = place or (0, 0, "")
+        return (
+            f'<g data-block="{html.escape(key)}" style="transition: transform 0.7s, opacity 0.3s; '
+            f'opacity: {int(place is not None)}; transform: translate({x}px, {y}px)">'
+            f'<rect width="{width}" height="{height}" rx="3" fill="{color}" fill-opacity="0.9" '
+            f'stroke="currentColor" stroke-width="{2.5 if any(outline) else 0}"/>'
+            f'<text x="{width / 2}" y="{height / 2}" dy="0.35em" font-size="12" text-anchor="middle" '
+            f'fill="white" font-weight="600">{html.escape(str(text))}</text></g>'
+        )
 
 
 def animate(what: Scene | Sequence[tuple[str, Any]], caption: str, alt: str, pause: int = 1400) -> None:

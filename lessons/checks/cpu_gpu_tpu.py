@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from checks.exercises import Answer, Lesson
-from checks.verdicts import Right, Tally, compare, described, wrong
+from checks.verdicts import Right, Tally, compare, described, parts, wrong
 from minidist.kernels.systolic import SystolicArray
 from minidist.kernels.systolic import compare as counts_of
 
@@ -222,7 +222,7 @@ def several(answer: Answer, count: int, what: str, *args: Any) -> tuple[Any, ...
     call = f"{answer.name}({', '.join(map(described, args))})"
     if got is None:
         wrong(f"{call} is None: does the function end with return?")
-    if not isinstance(got, (tuple, list)) or len(got) != count:
+    if len(parts(got)) != count:
         number = {2: "two", 3: "three"}[count]
         wrong(
             f"{answer.name} should return {number} things, {what}, with commas between them; it returned "

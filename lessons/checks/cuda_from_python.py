@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from checks.exercises import Answer, Lesson
-from checks.kernels import run
+from checks.kernels import in_float64, run
 from checks.verdicts import Right, Score, compare, number, wrong
 
 lesson = Lesson(3, "cuda_from_python")
@@ -119,7 +119,7 @@ def matmul(answer: Answer, draw: np.random.Generator) -> Right:
         Score("Reads of each thread for k = 16", reads, 32, once),
         Score("Writes", writes, 1, once),
     )
-    return Right(len(sizes), scores)
+    return Right(len(sizes), scores, in_float64(answer.function, a, b, c))
 
 
 @lesson.exercise(
@@ -153,6 +153,5 @@ def sums(answer: Answer, draw: np.random.Generator) -> Right:
             f"With {says}, the sum of partial",
         )
     assert counts is not None
-    return Right(
-        len(cases), (Score("Sectors for each load of a warp", counts.sectors_per_load, 4, NEIGHBOURS),)
-    )
+    score = Score("Sectors for each load of a warp", counts.sectors_per_load, 4, NEIGHBOURS)
+    return Right(len(cases), (score,), in_float64(answer.function, x, partial))

@@ -19,7 +19,7 @@ from minidist.parallel.schedules import Instruction, Simulation
 lesson = Lesson(11, "cutting_the_model")
 check, hint, or_solution = lesson.check, lesson.hint, lesson.or_solution
 
-SIZES = ((1, 1), (1, 3), (2, 1), (2, 2), (2, 5), (3, 2), (3, 4), (4, 3), (4, 4), (4, 8))
+SIZES = ((1, 1), (1, 3), (2, 1), (2, 2), (2, 5), (3, 1), (3, 2), (3, 4), (4, 2), (4, 3), (4, 4), (4, 8))
 """Ranks and micro-batches of the schedules that are tried."""
 
 

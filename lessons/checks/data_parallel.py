@@ -187,10 +187,18 @@ def greedy(lengths: Sequence[int], limit: int) -> list[int]:
     return buckets
 
 
+def runs_of(lengths: Sequence[int]) -> list[list[int]]:
+    """All ways to join neighbours: the elements of each message, sorted; empty ones are left out."""
+    ways: list[list[int]] = [[]]
+    for length in filter(None, lengths):
+        ways = [[*way, length] for way in ways] + [[*way[:-1], way[-1] + length] for way in ways if way]
+    return [sorted(way) for way in ways]
+
+
 def _in_buckets(function: Callable[..., Any], tensors: Sequence[Tensor], limit: int) -> Any:
     """On a rank: the tensors, as the reader's function leaves them."""
     tensors = [tensor.clone() for tensor in tensors]
-    function(tensors, limit)
+    function(list(tensors), limit)  # who puts other tensors into the list has not changed these
     return tensors
 
 
@@ -231,6 +239,7 @@ def bucket_cases(draw: np.random.Generator) -> list[tuple[list[tuple[int, ...]],
         ([(2, 3), (2,), (5,)], 8),
         ([(4,), (4,), (4,), (4,)], 8),
         ([(2,), (3, 5), (2,)], 8),
+        ([(9,), (2,), (6,), (1,)], 8),
         ([(3,), (0,), (4, 1), ()], 5),
     ]
     for _ in range(2):
@@ -261,6 +270,11 @@ def _check_buckets(run: Run, tally: Tally) -> None:
                     f"On {says(run.case)}: rank {rank} sends a message of {elements} elements, "
                     f"and the limit is {limit}."
                 )
+        if sorted(filter(None, sent)) not in runs_of(lengths):
+            wrong(
+                f"On {says(run.case)}: rank {rank} sends messages of {', '.join(map(str, sent))} elements.",
+                "  Each should have neighbours of the list, whole and in order, and nothing else.",
+            )
         tally.add(
             "Messages by each rank",
             len(sent),

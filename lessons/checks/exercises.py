@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
+import inspect
 import io
 import linecache
 import random
@@ -24,17 +25,28 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any
 
 import numpy as np
 
 from checks import progress
 from checks.unanswered import functions_of, is_unanswered
-from checks.verdicts import NotAnswered, Right, Verdict, WrongAnswer, compare, described, wrong
+from checks.verdicts import (
+    Interrupted,
+    NotAnswered,
+    Right,
+    Verdict,
+    WrongAnswer,
+    compare,
+    described,
+    first_lines,
+    same,
+    wrong,
+)
 
 LESSONS = Path(__file__).parent.parent
 LIMIT = 20.0
@@ -44,44 +56,74 @@ if str(LESSONS) not in sys.path:  # ranks find `checks` and `solutions` by it, w
     sys.path.append(str(LESSONS))
 
 
-class TimeLimit(Exception):
-    """An answer took too long."""
+class TimeLimit(BaseException):
+    """An answer took too long. No `except Exception` of the reader's takes it for an error of his own."""
+
+
+class Printed(io.TextIOBase):
+    """What a call prints: its beginning is kept, for a message."""
+
+    text = ""
+
+    def write(self, text: str) -> int:
+        """As a file does."""
+        if len(self.text) < 1000:
+            self.text += text[:1000]
+        return len(text)
 
 
 class Answer:
-    """The reader's function: called as it is, it tells of its exceptions in the reader's terms."""
+    """The reader's function: called as it is, it tells of its exceptions in the reader's terms.
+
+    A function with Numba's @njit is called as the Python that it is: there an endless loop can be stopped.
+    """
 
     def __init__(self, name: str, function: Any) -> None:
         self.name, self.function = name, function
+        self.printed = Printed()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call it, with a time limit; what it prints is not shown.
+        """Call it, with a time limit; what it prints is kept for the message of a check that fails.
 
         Raises:
             WrongAnswer: it raised, or took too long.
         """
+        self.printed = Printed()
         given = ", ".join([*map(described, args), *(f"{k}={described(v)}" for k, v in kwargs.items())])
         call = f"{self.name}({given})"
         try:
-            with _limit(LIMIT), contextlib.redirect_stdout(io.StringIO()):
-                return self.function(*args, **kwargs)
+            with _limit(LIMIT), contextlib.redirect_stdout(self.printed):
+                return as_python(self.function)(*args, **kwargs)
         except TimeLimit as late:
             place = reader_line(late, self.function)
-            wrong(f"{call} had not ended after {LIMIT:.0f} s and was stopped at {place}.")
+            wrong(f"{call} had not ended after {LIMIT:.0f} s and was stopped{' at ' * bool(place)}{place}.")
         except Verdict:
             raise
-        except Exception as error:
-            wrong(
-                f"{call} raised {type(error).__name__}: {error}",
-                f"  at {reader_line(error, self.function)}",
-            )
+        except (Exception, SystemExit) as error:  # exit() in an answer ends the answer, and no notebook
+            place = reader_line(error, self.function)
+            lines = [f"  at {place}"] if place else []
+            wrong(f"{call} raised {type(error).__name__}: {first_lines(error)}", *lines)
 
     def expect(self, expected: Any, *args: Any, rtol: float = 1e-5, atol: float = 1e-6, **kwargs: Any) -> Any:
-        """Call it and compare what it returns; returns that."""
+        """Call it on copies, which it has to leave as they are; compare what it returns, and return that."""
+        given = copy.deepcopy(args)
         call = ", ".join([*map(described, args), *(f"{k}={described(v)}" for k, v in kwargs.items())])
-        got = self(*copy.deepcopy(args), **kwargs)
+        got = self(*given, **kwargs)
         compare(got, expected, f"{self.name}({call})", rtol, atol)
+        self.unchanged(f"{self.name}({call})", args, given)
         return got
+
+    def unchanged(self, what: str, before: Sequence[Any], after: Sequence[Any]) -> None:
+        """WrongAnswer where a call, named by `what`, has changed an argument."""
+        function = next(functions_of(self.function), None)
+        names = list(inspect.signature(function).parameters) if function else []
+        for place, (was, now) in enumerate(zip(before, after, strict=True)):
+            if not same(was, now):
+                name = names[place] if place < len(names) else f"argument {place}"
+                wrong(
+                    f"{what} returns what it should, but changes {name}, which is the caller's: leave that "
+                    "as it is, and put the result into a new array.",
+                )
 
 
 @dataclass
@@ -130,6 +172,12 @@ class Lesson:
         """
         exercise = self._of(answer)
         self._last = exercise.name
+        own = sys.modules.get(f"solutions.{self.stem}")
+        if own is not None and getattr(own, exercise.name, None) is answer:
+            raise NotAnswered(
+                f"{exercise.name} is the lesson's own solution now, since or_solution put it there: run the "
+                "cell with your answer again, and then this one."
+            )
         print(self.judge(exercise.name, answer, seed))
         exercise.passed = answer
         progress.note(self.topic, exercise.name)
@@ -139,16 +187,22 @@ class Lesson:
         exercise = self.exercises[name]
         if is_unanswered(answer):
             raise NotAnswered(
-                f"Exercise {exercise.label}, {name}, has no answer yet: write it in the cell above, run that "
-                "and this again. hint() gives the first of three hints."
+                f"Exercise {exercise.label}, {name}, has no answer yet: write it in the cell above, in place "
+                "of the three dots, run that and this again. hint() gives the first of three hints."
             )
         if seed is None:
             seed = random.SystemRandom().randrange(10**6)
-        message = ""
+        message, interrupted = "", None
+        mine = Answer(name, answer)
         try:
-            found = exercise.checker(Answer(name, answer), np.random.default_rng(seed))
+            found = exercise.checker(mine, np.random.default_rng(seed))
         except WrongAnswer as error:
-            message = str(error)
+            message = str(error) + _and_printed(mine.printed.text)
+        except KeyboardInterrupt as error:
+            interrupted = reader_line(error, answer)
+        if interrupted is not None:
+            place = f", at {interrupted}" if interrupted else ""
+            raise Interrupted(f"Exercise {exercise.label}: the check was interrupted{place}.")
         if message:  # outside of the handler, so that no other exception hangs on this one
             again = f"(These inputs again: check({name}, seed={seed}))"
             raise WrongAnswer(f"Exercise {exercise.label}, not yet. {message}\n{again}")
@@ -191,6 +245,8 @@ class Lesson:
         return self._named(names[0] or type(answer).__name__)
 
     def _named(self, name: str) -> Exercise:
+        if name == "<lambda>":
+            raise WrongAnswer("A lambda has no name to know it by: write the function with def.")
         if name not in self.exercises:
             raise WrongAnswer(
                 f"This lesson has no exercise {name}; it has {', '.join(self.exercises)}. "
@@ -200,11 +256,40 @@ class Lesson:
 
 
 def reader_line(error: BaseException, function: Any) -> str:
-    """ "line 4 of your cell: total += x[i + 1]", the deepest line of the reader's in a traceback."""
-    files = {each.__code__.co_filename for each in functions_of(function)}
+    """ "line 4 of your cell: total += x[i + 1]", the deepest line of the reader's in a traceback.
+
+    Where there is none (a call with too many arguments never gets to one) it is the function's first; nothing
+    where that is not known either.
+    """
+    functions = list(functions_of(function))
+    files = {each.__code__.co_filename for each in functions}
     lines = [(f.filename, f.lineno or 0) for f in traceback.extract_tb(error.__traceback__)]
-    mine = [line for line in lines if line[0] in files] or lines[-1:]
-    return line_of_cell(*mine[-1]) if mine else "a place that is not known"
+    mine = [line for line in lines if line[0] in files]
+    mine = mine or [(each.__code__.co_filename, _line_of_def(each)) for each in functions[:1]]
+    return line_of_cell(*mine[-1]) if mine else ""
+
+
+def _line_of_def(function: FunctionType) -> int:
+    """Below its decorators."""
+    first, file = function.__code__.co_firstlineno, function.__code__.co_filename
+    while linecache.getline(file, first).lstrip().startswith("@"):
+        first += 1
+    return first
+
+
+def as_python(function: Any) -> Any:
+    """The Python function that Numba's @njit was given; any other as it is."""
+    numba = sys.modules.get("numba")
+    return function.py_func if numba is not None and numba.extending.is_jitted(function) else function
+
+
+def _and_printed(text: str, most: int = 5) -> str:
+    """What the failing call printed, as lines of a message."""
+    lines = text.rstrip().splitlines()
+    if not lines:
+        return ""
+    shown = [line[:100] for line in lines[:most]] + ["..."] * (len(lines) > most)
+    return "\n".join(["\nThat call printed:", *(f"  {line}" for line in shown)])
 
 
 def line_of_cell(filename: str, line: int) -> str:

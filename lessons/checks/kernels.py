@@ -7,6 +7,8 @@ seconds = gpu_seconds(kernel, 3, 4, x, y)            # None where there is no GP
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import re
 import statistics
 import types
@@ -17,13 +19,23 @@ from typing import Any
 import numpy as np
 from numba import cuda
 
-from checks.exercises import Answer, TimeLimit, line_of_cell
+from checks.exercises import Answer, TimeLimit, as_python, line_of_cell
 from checks.unanswered import functions_of
-from checks.verdicts import wrong
-from minidist.kernels.cuda.device import backend
+from checks.verdicts import NeedsMore, wrong
+from minidist.kernels.cuda.compiler import compile_ptx
+from minidist.kernels.cuda.device import backend, require_toolkit
 from minidist.kernels.cuda.emulator import EmulatorError, Fault, Profile, profile
+from minidist.kernels.cuda.emulator.user import ARCHITECTURE
 
 Size = int | Sequence[int]
+
+try:  # at import, and so in a lesson's first cell
+    require_toolkit()
+except ImportError as missing:
+    raise NeedsMore(
+        f"This lesson compiles kernels, which takes no GPU: {missing}. Then restart the notebook's kernel. "
+        "(numba-cuda is built for Linux and Windows: on a Mac use a Linux container.)"
+    ) from None
 
 
 def run(answer: Answer, says: str, grid: Size, block: Size, *args: Any) -> Profile:
@@ -43,6 +55,8 @@ def run(answer: Answer, says: str, grid: Size, block: Size, *args: Any) -> Profi
         wrong(
             f"{answer.name} is a plain Python function, which no GPU can run: write @cuda.jit above its def."
         )
+    if as_python(kernel) is not kernel:
+        wrong(f"{answer.name} has @njit above its def, which compiles it for the CPU: write @cuda.jit.")
 
     def in_emulator() -> Profile:
         try:
@@ -66,9 +80,9 @@ def in_words(fault: Fault) -> str:
     """A fault of the emulator with its lines as the reader knows them."""
 
     def place(found: re.Match[str]) -> str:
-        return f" at {line_of_cell(found[1], int(found[2]))}"
+        return f" {found[1]} {line_of_cell(found[2], int(found[3]))}"
 
-    message = re.sub(r" at ((?:/|<)\S*?):(\d+)", place, fault.message)
+    message = re.sub(r" (at|to) ((?:/|<)\S*?):(\d+)", place, fault.message)
     text = f"{fault.kind[0].upper()}{fault.kind[1:]}: {message}"
     file, _, line = fault.where.rpartition(":")
     return f"{text}\n  at {line_of_cell(file, int(line))}" if line.isdigit() else text
@@ -84,20 +98,55 @@ def not_compiled(error: Exception, kernel: Any) -> list[str]:
             f"{literal[1]} has to know `{literal[2]}` when it is compiled: give it a number, or the name of "
             "a constant, and nothing that is computed there."
         ]
+    if "NRT required" in text or "_ol_array_allocate" in text:
+        return [
+            "A kernel can't make new arrays, as `x + y` of whole arrays does: a thread takes single elements."
+        ]
+    if "exception_match" in text:
+        return ["A kernel can't catch exceptions: leave out try and except."]
+    if "shared.array" in text or "local.array" in text:
+        return [
+            "An array in shared or local memory has to know its shape when it is compiled: give it numbers, "
+            "or names of constants, and nothing that is computed there."
+        ]
+    if "'Optional' object" in text:
+        return [
+            "A name stands for an array in one place, and for something else in another. A function that "
+            "stands for an instruction returns nothing: it changes the array that it is given."
+        ]
     if called := re.search(r"Function\(<intrinsic (\w+)>\)", text):
         return [f"Numba can't compile your call of {called[1]}: are its arguments those that it takes?"]
     if text.startswith("zip() argument"):
         return ["A function that stands for an instruction is called with too few arguments, or too many."]
-    lines = [f"Numba can't compile it for a GPU: {text.splitlines()[0].strip()}"]
-    numbers = re.findall(r"\bline (\d+)", text) or re.findall(r"\.py:(\d+)\)", text)
-    if numbers:
-        (function,) = functions_of(kernel)
-        lines.append(f"  at {line_of_cell(function.__code__.co_filename, int(numbers[0]))}")
+    (function,) = functions_of(kernel)
+    file, first = function.__code__.co_filename, function.__code__.co_firstlineno
+    within = range(first, first + len(inspect.getsourcelines(function)[0]))
+    if operation := re.search(r"No implementation of function Function\(<built-in function (\w+)>\)", text):
+        lines = [
+            f"Numba can't compile `{operation[1]}` for a GPU as it is used there: a kernel computes with "
+            "numbers, and with single elements of arrays."
+        ]
+    else:
+        lines = [f"Numba can't compile it for a GPU: {text.splitlines()[0].strip()}"]
+    numbers = re.findall(r"\bline (\d+)", text) + re.findall(r"\.py:(\d+)\)", text)
+    lines += [f"  at {line_of_cell(file, line)}" for line in map(int, numbers) if line in within][:1]
     return lines
 
 
 def _indented(text: str) -> list[str]:
     return [f"  {line}" for line in text.splitlines()]
+
+
+def in_float64(kernel: Any, *args: Any) -> str:
+    """A remark where a kernel computes in float64 with these arguments, and else nothing."""
+    typeof = importlib.import_module(
+        "numba.cuda.typing.typeof"
+    ).typeof  # what numba-cuda has, and Numba has not
+    types = tuple(typeof(each) for each in args)
+    ptx = compile_ptx(kernel.py_func, types, ARCHITECTURE, 256)
+    if not re.search(r"(add|fma|mul)\.\S*f64", ptx):
+        return ""
+    return "It computes in float64, with which many GPUs are many times slower: begin the sum as float32(0)."
 
 
 def with_constants(kernel: Any, **constants: int) -> Any:

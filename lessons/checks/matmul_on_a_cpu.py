@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from checks.counted import Cache, Counted
-from checks.exercises import Answer, Lesson
+from checks.exercises import Answer, Lesson, as_python
 from checks.verdicts import Right, Tally, compare, wrong
 
 lesson = Lesson(1, "matmul_on_a_cpu")
@@ -160,14 +160,18 @@ def product(
     lines: int | None = None,
 ) -> tuple[Counted, Counted, Counted, Cache]:
     """Run the answer on matrices that count, compare, and return those and their cache."""
+    if as_python(answer.function) is not answer.function:
+        wrong("Write it without @njit: its reads are counted in Python, and the lesson compiles it below.")
     m, k, n = shape
     cache = Cache(LINES)
     values = matrices(draw, shape)
-    right = values[0] @ values[1]
+    kept = [each.copy() for each in values[:2]]
     a, b, c = (Counted(each, cache) for each in values)
     answer(a, b, c, *more)
     sizes = "".join(f", size {each}" for each in more)
-    compare(c.values, right, f"The product of {m} x {k} and {k} x {n}{sizes}, in c,")
+    compare(c.values, kept[0] @ kept[1], f"The product of {m} x {k} and {k} x {n}{sizes}, in c,")
+    for letter, before, after in zip("ab", kept, values[:2], strict=True):
+        compare(after, before, f"{letter}, which should stay as it was,")
     return a, b, c, cache
 
 
@@ -214,4 +218,8 @@ def compiles(answer: Answer, draw: np.random.Generator, shape: Shape, more: Sequ
             "Python runs it, but Numba cannot compile it; use plain loops, numbers, and elements of a, b, c.",
             f"  Numba says: {lines[1] if len(lines) > 1 else lines[0]}",
         )
-    compare(c, a @ b, f"Compiled by Numba, the product of {a.shape} and {b.shape}, in c,")
+    compare(
+        c,
+        a @ b,
+        f"Compiled by Numba, the product of {shape[0]} x {shape[1]} and {shape[1]} x {shape[2]}, in c,",
+    )

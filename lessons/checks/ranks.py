@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
 import traceback
 from collections.abc import Callable, Sequence
@@ -25,8 +26,19 @@ from minidist.comm.ledgers import Call
 LIMIT = 30.0
 """Seconds that the inputs of one check may take on one number of ranks."""
 
-RULE = "; all ranks of a group have to make the same calls in the same order"
+RULE = re.compile(
+    r"; (all ranks of a group have to make the same calls.*|look there, or give a longer timeout=)$"
+)
 """What the door adds where ranks wait for each other; the lesson says it in its own words."""
+_MEETING = r"barrier with ranks [\d, ]+ at \S*checks/ranks\.py:\d+"
+MET = (
+    (re.compile(rf"(rank \d+) waits for rank \d+ in {_MEETING}"), r"\1 has returned from its function"),
+    (re.compile(rf"(rank \d+) {_MEETING}"), r"\1 has returned from its function"),
+    (re.compile(rf"its last call was {_MEETING}"), "it has made no call"),
+    (re.compile(rf"waits for it in {_MEETING}"), "has returned from its function"),
+    (re.compile(rf"(?<= s )in {_MEETING}"), "for the others to return"),
+)
+"""The ranks meet after each case; who has come there has returned from the reader's function."""
 
 _worlds: dict[int, md.Cluster] = {}
 
@@ -47,6 +59,7 @@ class Run:
     results: list[Any]  # each rank's
     args: list[tuple[Any, ...]]  # each rank's, as the answer left them
     calls: list[list[Call]]  # each rank's calls through the door
+    left: list[list[str]]  # the names of those that each rank began and never waited for
 
     def sent(self, rank: int) -> int:
         """Bytes that a rank sent."""
@@ -63,6 +76,8 @@ class InCase(Exception):
 
 def world(ranks: int) -> md.Cluster:
     """Warm ranks that checks share."""
+    # A rank that dies is told in a sentence; what torch's C++ warns of beside it would fill the notebook.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if ranks not in _worlds or _worlds[ranks].closed:
         _worlds[ranks] = md.Cluster(ranks, timeout=LIMIT, check=True)
     return _worlds[ranks]
@@ -93,8 +108,7 @@ def on_ranks(answer: Answer, cases: Sequence[Case], only: Sequence[str] = ()) ->
         wrong(*_told(error, cases, answer.function))
     runs = []
     for index, case in enumerate(cases):
-        results, args, calls = zip(*(rank[index] for rank in answers), strict=True)
-        runs.append(Run(case, list(results), list(args), list(calls)))
+        runs.append(Run(case, *map(list, zip(*(rank[index] for rank in answers), strict=True))))
     for run in runs:
         others = {call.name for calls in run.calls for call in calls} - set(only)
         if only and others:
@@ -102,6 +116,13 @@ def on_ranks(answer: Answer, cases: Sequence[Case], only: Sequence[str] = ()) ->
                 f"It calls comm.{min(others)}, and the exercise is to do without: "
                 f"comm.{' and comm.'.join(only)} are all it needs."
             )
+        for rank, left in enumerate(run.left):
+            if left:
+                wrong(
+                    f"On {says(run.case)}, rank {rank} begins comm.{left[0]} and never waits for it.",
+                    f"  work = comm.{left[0]}(..., async_op=True) is to be followed by work.wait(): until "
+                    "then its tensor is on its way, and must be neither changed nor read.",
+                )
     return runs
 
 
@@ -111,7 +132,7 @@ def says(case: Case) -> str:
 
 
 def _all_cases(function: Callable[..., Any], cases: Sequence[Sequence[tuple[Any, ...]]]) -> list[Any]:
-    """In a rank: each case's result, arguments as they are afterwards, and calls."""
+    """In a rank: each case's result, arguments as they are afterwards, calls, and those not waited for."""
     done = []
     for index, args in enumerate(cases):
         mine = args[md.rank()]
@@ -121,7 +142,12 @@ def _all_cases(function: Callable[..., Any], cases: Sequence[Sequence[tuple[Any,
         except Exception as error:
             lines = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
             raise InCase(index, md.rank(), type(error).__name__, str(error), lines) from None
-        done.append((result, mine, ledger.calls))
+        left = [call.name for call in ledger.calls if call.seconds == 0]  # known once a call was waited for
+        done.append((result, mine, ledger.calls, left))
+        try:
+            comm.barrier()  # so that who makes a call too few or too many is found in the same case
+        except comm.CollectiveError as error:
+            raise InCase(index, md.rank(), type(error).__name__, str(error), []) from None
     return done
 
 
@@ -153,7 +179,16 @@ def _in_cell(text: str, function: Any) -> str:
         name, line = found[1], int(found[2])
         return f" at {line_of_cell(name, line)}" if name in files else ""
 
-    text = re.sub(r" at (\S+?):(\d+)", place, text.removesuffix(RULE))
+    def ours(found: re.Match[str]) -> str:  # the check's own calls: the reader knows none of their names
+        return found[0] if found[3] in files else found[1] + found[2]
+
+    text = RULE.sub("", text).replace(
+        "_all_cases returned a list that cannot be sent back", "what it returned cannot be sent back"
+    )
+    for pattern, words in MET:
+        text = pattern.sub(words, text)
+    text = re.sub(r"(\w+\[[^\]]*\]) \([^;]*?\)( (?:to|from) rank \d+) at (\S+?):\d+", ours, text)
+    text = re.sub(r" at (\S+?):(\d+)", place, text).replace(" is, its last", " is busy, its last")
     return re.sub(r"(?<=[:;]) (?=rank \d+ )", "\n  ", text)
 
 

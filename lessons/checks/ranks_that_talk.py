@@ -162,7 +162,7 @@ def ring_seconds(answer: Answer, draw: np.random.Generator) -> Right:
     tried = 0
     for ranks in (1, 2, 3, 4, 8, int(draw.integers(5, 500))):
         for size in (0, 4, int(draw.integers(1, 10**8))):
-            alpha, beta = float(draw.uniform(1e-6, 1e-4)), float(draw.uniform(1e-11, 1e-9))
+            alpha, beta = float(f"{draw.integers(1, 100)}e-6"), float(f"{draw.integers(1, 100)}e-11")
             for a, b in ((alpha, 0.0), (0.0, beta), (alpha, beta)):
                 answer.expect(
                     2 * (ranks - 1) * (a + b * size / ranks), size, ranks, a, b, rtol=1e-9, atol=1e-15

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import numpy as np
 
 from checks.cuda_from_python import unwritten
@@ -52,7 +54,7 @@ def _pair(answer: Answer, expected: np.ndarray, *args: int) -> None:
     call = f"{answer.name}({', '.join(map(str, args))})"
     try:
         row, column = got
-        found = int(row), int(column)
+        found = operator.index(row), operator.index(column)
     except (TypeError, ValueError):
         wrong(f"{call} should be two whole numbers, (row, column).", f"  got      {got!r}")
     right = tuple(expected.tolist())

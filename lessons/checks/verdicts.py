@@ -29,6 +29,14 @@ class WrongAnswer(Verdict):
     """The answer is wrong; the message says where, what was expected, and what came."""
 
 
+class NeedsMore(Verdict, ImportError):
+    """A package is missing that a lesson needs."""
+
+
+class Interrupted(Verdict):
+    """The reader stopped a check: Kernel, Interrupt."""
+
+
 @dataclass(frozen=True)
 class Score:
     """What an answer cost, against par."""
@@ -97,11 +105,11 @@ def wrong(*lines: str) -> NoReturn:
     raise WrongAnswer("\n".join(lines))
 
 
-def number(value: float) -> str:
+def number(value: float, digits: int = 4) -> str:
     """1 200 for 1200, and 0.25 for a quarter."""
     if float(value).is_integer():
         return f"{int(value):,}".replace(",", "\u202f")
-    return f"{value:.4g}"
+    return f"{value:.{digits}g}"
 
 
 def compare(got: Any, expected: Any, what: str, rtol: float = 1e-5, atol: float = 1e-6) -> None:
@@ -118,33 +126,76 @@ def compare(got: Any, expected: Any, what: str, rtol: float = 1e-5, atol: float 
     right = as_array(expected)
     try:
         mine = as_array(got)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RuntimeError):  # as of a list of tensors that have a gradient
         wrong(f"{what} is a {type(got).__name__}, and should be {a_kind_of(expected)}.")
-    if mine.dtype == object or mine.dtype.kind in "US":
+    if mine.dtype.kind in "OUSc":
         wrong(f"{what} is a {type(got).__name__}, and should be {a_kind_of(expected)}.")
     if mine.shape != right.shape:
-        wrong(f"{what} has the shape {mine.shape}, and should have {right.shape}.")
+        should = f"have {right.shape}" if right.ndim else "be one number"
+        wrong(f"{what} has the shape {mine.shape}, and should {should}.")
     if right.dtype.kind == "f" and mine.dtype.kind == "f" and right.dtype != mine.dtype:
-        wrong(f"{what} is {mine.dtype}, and should be {right.dtype}.")
+        if not isinstance(expected, (int, float)):
+            wrong(f"{what} is {mine.dtype}, and should be {right.dtype}.")
+        rtol = max(rtol, 4 * float(np.finfo(mine.dtype).eps))  # a number is a number, of whatever width
     good = np.isclose(mine, right, rtol=rtol, atol=atol)
     if good.all():
         return
-    if right.ndim == 0:
-        wrong(f"{what} is wrong.", f"  expected {number(right.item())}", f"  got      {number(mine.item())}")
     first = tuple(int(i) for i in np.argwhere(~good)[0])
+    wanted, found = right[first].item(), mine[first].item()
+    if right.ndim == 0:
+        digits = digits_for(wanted, found, least=4)
+        wrong(
+            f"{what} is wrong.",
+            f"  expected {number(wanted, digits)}",
+            f"  got      {number(found, digits)}",
+        )
+    digits = digits_for(wanted, found)
     place = f"element {first[0]}" if right.ndim == 1 else f"element {list(first)}"
     lines = [f"{what} is wrong from {place} on ({int((~good).sum())} of {right.size} elements)."]
     if right.ndim == 1:
-        lines += [f"  expected {around(right, first[0])}", f"  got      {around(mine, first[0])}"]
+        lines += [
+            f"  expected {around(right, first[0], digits)}",
+            f"  got      {around(mine, first[0], digits)}",
+        ]
     else:
-        lines += [f"  expected {right[first]:.5g} there", f"  got      {mine[first]:.5g}"]
+        lines += [f"  expected {wanted:.{digits}g} there", f"  got      {found:.{digits}g}"]
     wrong(*lines)
 
 
-def around(array: np.ndarray, place: int = 0) -> str:
+def same(one: Any, other: Any) -> bool:
+    """Equal to the bit: numbers, words, arrays, tensors, lists of such; anything else counts as equal."""
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    if hasattr(one, "dtype") and hasattr(other, "dtype"):
+        return np.array_equal(as_array(one), as_array(other), equal_nan=as_array(one).dtype.kind == "f")
+    if isinstance(one, (int, float, str)):
+        return bool(one == other or one != one)
+    return True
+
+
+def parts(value: Any) -> tuple[Any, ...]:
+    """What a function returns that should return several things; an empty tuple where it is not several."""
+    if isinstance(value, (tuple, list)) or (isinstance(value, np.ndarray) and value.ndim == 1):
+        return tuple(value)
+    return ()
+
+
+def digits_for(one: Any, other: Any, least: int = 5) -> int:
+    """As many digits as it takes to see that two numbers differ."""
+    return next((digits for digits in range(least, 17) if f"{one:.{digits}g}" != f"{other:.{digits}g}"), 17)
+
+
+def first_lines(error: BaseException, most: int = 300) -> str:
+    """What an exception says, without the pages that some compilers add."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = " ".join(lines[:2])
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def around(array: np.ndarray, place: int = 0, digits: int = 5) -> str:
     """An array of one dimension as text: all of a short one, else what lies about `place`."""
     start = max(0, min(place - 1, len(array) - SHORT)) if len(array) > SHORT else 0
-    shown = ", ".join(f"{value:.5g}" for value in array[start : start + SHORT])
+    shown = ", ".join(f"{value:.{digits}g}" for value in array[start : start + SHORT])
     left = "..., " if start else ""
     return f"[{left}{shown}{', ...' if start + SHORT < len(array) else ''}]"
 

@@ -210,6 +210,7 @@ def _check_server(run: Any) -> None:
             "it waits?",
         )
     compare(run.results[0], right, f"On {where}: x after all pushes")
+    compare(run.args[0][0], right, f"On {where}: the x that serve was given, which is changed in place,")
 
 
 @lesson.exercise(

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from checks.exercises import Answer, Lesson
-from checks.verdicts import Right, compare, described, wrong
+from checks.verdicts import Right, compare, described, parts, wrong
 
 lesson = Lesson(0, "your_machine")
 check, hint, or_solution = lesson.check, lesson.hint, lesson.or_solution
@@ -116,7 +116,7 @@ def pair(answer: Answer, what: str, *args: Any) -> tuple[Any, Any]:
     call = f"{answer.name}({', '.join(map(described, args))})"
     if got is None:
         wrong(f"{call} is None: does the function end with return?")
-    if not isinstance(got, (tuple, list)) or len(got) != 2:
+    if len(parts(got)) != 2:
         wrong(
             f"{call} should return two things, {what}, with a comma between them; it returned "
             f"{described(got)}."

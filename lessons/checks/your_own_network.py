@@ -123,13 +123,15 @@ def linear_backward(answer: Answer, draw: np.random.Generator) -> Right:
         x, w, g = (draw.standard_normal(shape) for shape in ((m, k), (k, n), (m, n)))
         matmul = Counting()
         where = f"With x {m} x {k}, w {k} x {n} and g {m} x {n}"
-        got = answer(x.copy(), w.copy(), g.copy(), matmul)
+        given = x.copy(), w.copy(), g.copy()
+        got = answer(*given, matmul)
         if not isinstance(got, (tuple, list)) or len(got) != 3:
             wrong(
                 f"{where} it returns {type(got).__name__}, and should return three arrays: by x, by w, by b."
             )
         for of, mine, right in zip("xwb", got, (g @ w.T, x.T @ g, g.sum(0)), strict=True):
             compare(mine, right, f"{where}, the gradient by {of}")
+        answer.unchanged(f"{where} it", (x, w, g), given)
         if matmul.calls < 2:
             wrong(
                 f"{where} it calls matmul {matmul.calls} times: both products have to go through it, since "
@@ -179,15 +181,17 @@ def _try_loss(answer: Answer, logits: Array, targets: Array) -> None:
     right = float(np.mean(np.log(np.exp(exact).sum(axis=1)) - exact[np.arange(rows), targets]))
     gradient = (share - np.eye(classes)[targets]) / rows
     where = f"With {rows} x {classes} logits between {logits.min():.3g} and {logits.max():.3g}"
+    given = logits.copy(), targets.copy()
     with np.errstate(all="ignore"):
-        got = answer(logits.copy(), targets.copy())
+        got = answer(*given)
     if not isinstance(got, (tuple, list)) or len(got) != 2:
         wrong(f"{where} it returns {type(got).__name__}, and should return two: the loss, and its gradient.")
     loss = got[0]
     if np.ndim(loss) != 0:
         wrong(f"{where}, the loss has the shape {np.shape(loss)}, and should be one number: the mean.")
-    compare(float(loss), right, f"{where}, the loss", rtol=1e-4, atol=1e-5)
+    compare(loss, right, f"{where}, the loss", rtol=1e-4, atol=1e-5)
     compare(got[1], gradient.astype(logits.dtype), f"{where}, the gradient", rtol=1e-4, atol=1e-6)
+    answer.unchanged(f"{where} it", (logits, targets), given)
 
 
 @lesson.exercise(
@@ -213,5 +217,8 @@ def sgd_step(answer: Answer, draw: np.random.Generator) -> Right:
             for place, (now, before, gradient) in enumerate(zip(parameters, old, kept, strict=True)):
                 where = f"With a rate of {rate:.3g} and arrays of shapes {', '.join(map(str, shapes))}"
                 compare(now, before - np.float32(rate) * gradient, f"{where}, parameter {place} afterwards")
+                compare(
+                    gradients[place], gradient, f"{where}, gradient {place}, which should stay as it was,"
+                )
             tried += 1
     return Right(tried)

@@ -72,4 +72,6 @@ def explained(error: BaseException, rank: int, doing: str) -> Exception:
     why = f"{type(error).__name__}: {error}"
     if isinstance(error, OSError) and error.strerror:
         why = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    if isinstance(error, FileNotFoundError) and rank and doing.startswith("write "):
+        why += "; rank 0 has made it, and all hosts have to see it: give a folder on a disk that they share"
     return CheckpointError(f"rank {rank} could not {doing}: {why}")

@@ -129,7 +129,9 @@ def route(group: Group, what: str = "a collective") -> Route:
     if found is None:
         memory, why_not = None, ""
         try:
-            memory = SharedMemory(group, limit_of(group))
+            # A group that only counts what is sent brings memory of its own, and an end of its background.
+            own = getattr(group, "shared_memory", None)
+            memory = SharedMemory(group, limit_of(group)) if own is None else own()
         except Failed as error:
             why_not = str(error)
         except RuntimeError as error:
@@ -176,7 +178,8 @@ def background(group: Group) -> Background:
     assert group is not None
     found = _backgrounds.get(group)
     if found is None:
-        found = _backgrounds[group] = Background("minidist collectives")
+        own = getattr(group, "background", None)
+        found = _backgrounds[group] = Background("minidist collectives") if own is None else own()
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
@@ -122,6 +123,8 @@ def failed(what: str, ranks: Sequence[int], error: RuntimeError) -> CollectiveEr
             "the other ranks did not all make this call within the time limit; one may have skipped it, "
             "or still be computing: look there, or give a longer timeout="
         )
+        if _several_hosts():
+            reason += "; or their hosts may no longer reach each other: try ping from one to the other"
     elif any(sign in text for sign in ("closed by peer", "reset by peer", "Broken pipe", "refused")):
         reason = "another rank's process has ended; its own error says why"
     elif "scalar type" in text:
@@ -131,6 +134,12 @@ def failed(what: str, ranks: Sequence[int], error: RuntimeError) -> CollectiveEr
     return CollectiveError(
         f"{what} on rank {dist.get_rank()} with ranks {', '.join(map(str, ranks))}: {reason}"
     )
+
+
+def _several_hosts() -> bool:
+    """Whether a launcher said that it started fewer ranks here than there are."""
+    here = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return here.isdigit() and dist.is_initialized() and int(here) < dist.get_world_size()
 
 
 def run(

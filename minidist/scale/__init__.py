@@ -9,6 +9,11 @@
 | saved.py | what the forward pass saves for the backward pass |
 | fitting.py | the largest batch that fits, and what makes it fit |
 | memory_plot.py | the bar chart |
+| dryrun.py | `dryrun`: a training's code, run as one rank of a layout of any size, alone and without data |
+| dry_tensors.py | tensors that hold no data; dry_operations.py, dry_spans.py: what is done to them |
+| dry_world.py | a world whose other ranks are not there; dry_peers.py says what they would tell |
+| dry_calls.py | what the rank would send, by axis and phase; dry_report.py shows it |
+| dry_models.py | models for it by their shapes; dry_arguments.py says what cannot be run dry |
 | step_time.py | `predict_step`: seconds of a step, part by part |
 | work.py | what each layer computes and moves |
 | stages.py | passes, stage by stage, and a pipeline's schedule |

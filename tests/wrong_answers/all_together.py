@@ -171,6 +171,15 @@ def nothing_fits_is_an_error(layouts, budget, need, seconds):
     return min(fitting, key=seconds)
 
 
+@WRONG.to("choose", "none of them is plain", "expected Layout(tp=4)", "got      Layout(dp=2, cp=2)")
+def shared_tokens_are_plain(layouts, budget, need, seconds):
+    fitting = [each for each in layouts if need(each) <= budget]
+    for each in fitting:
+        if each.tp == each.pp == 1 and each.zero == 0:
+            return each
+    return min(fitting, key=seconds, default=None)
+
+
 @WRONG.over_par("choose", "It passes, above par in calls of seconds", "of those alone that fit")
 def times_them_all(layouts, budget, need, seconds):
     times = {each: seconds(each) for each in layouts}
@@ -258,6 +267,22 @@ class TheModelItself(Most):
 class ATypingError(Most):
     def load(self, run, saved):
         run.optimizer.load_state_dict(saved["optimiser"])
+
+
+@WRONG.to("Checkpoint", "Checkpoint().load", "raised AttributeError", "kept")
+class KeepsItInItself(Most):
+    def save(self, run):
+        self.kept = super().save(run)
+        return {"steps": run.steps}
+
+    def load(self, run, saved):
+        super().load(run, self.kept)
+
+
+@WRONG.to("Checkpoint", "save(run) changes the run that it saves: the state of torch's random numbers")
+class DrawsANumber(Most):
+    def save(self, run):
+        return super().save(run) | {"name": str(torch.randint(1000, ()))}
 
 
 @WRONG.over_par("Checkpoint", "It passes, above par in bytes saved", "no more than the next steps read")

@@ -1,6 +1,6 @@
 """Wrong answers to lesson 3."""
 
-from numba import cuda, float32
+from numba import cuda, float32, njit
 
 from wrong_answers import WrongAnswers
 
@@ -182,3 +182,33 @@ def all_into_one_element(x, partial):
     for i in range(cuda.grid(1), x.size, cuda.gridsize(1)):
         total += x[i]
     partial[0] = total
+
+
+@WRONG.to("add", "@njit", "write @cuda.jit")
+@njit
+def for_the_cpu(x, y, z):
+    i = cuda.grid(1)
+    if i < z.size:
+        z[i] = x[i] + y[i]
+
+
+@WRONG.to("add", "A kernel can't make new arrays", "single elements")
+@cuda.jit
+def whole_arrays(x, y, z):
+    z[:] = x + y
+
+
+@WRONG.to("add", "can't catch exceptions", "leave out try and except")
+@cuda.jit
+def catches_the_end(x, y, z):
+    i = cuda.grid(1)
+    try:
+        z[i] = x[i] + y[i]
+    except IndexError:
+        z[0] = x[0]
+
+
+@WRONG.to("matmul", "Numba can't compile `matmul` for a GPU", "single elements")
+@cuda.jit
+def as_in_numpy(a, b, c):
+    c[:] = a @ b

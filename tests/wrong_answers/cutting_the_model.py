@@ -235,6 +235,18 @@ def one_more_at_the_start(ranks, micro_batches):
     return alternating(ranks, micro_batches, lambda rank: ranks - rank)
 
 
+@WRONG.to("one_f_one_b", "one_f_one_b(3, 1): rank 0 has F1; micro-batches are 0 to 0")
+def begins_with_more_than_there_are(ranks, micro_batches):
+    schedule = []
+    for rank in range(ranks):
+        ahead = ranks - 1 - rank
+        own = forwards(range(ahead))
+        for i in range(micro_batches):
+            own += forwards([ahead + i] if ahead + i < micro_batches else []) + backwards([i])
+        schedule.append(own)
+    return schedule
+
+
 @WRONG.over_par("one_f_one_b", "above par in units of time", "p - 1 - r forward passes")
 def one_micro_batch_at_a_time(ranks, micro_batches):
     return alternating(ranks, micro_batches, lambda rank: 0)

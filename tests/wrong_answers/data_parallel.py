@@ -38,6 +38,13 @@ def divides_a_copy(model):
             total /= md.size()
 
 
+@WRONG.to("average_gradients", "begins comm.all_reduce and never waits for it")
+def begins_and_goes_on(model):
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            comm.all_reduce(parameter.grad, "mean", async_op=True)
+
+
 @WRONG.over_par("average_gradients", "It passes, above par in bytes sent by each rank", "no gather")
 def gathers_and_adds(model):
     for parameter in model.parameters():
@@ -69,7 +76,7 @@ def divides_twice(model, inputs, targets):
         comm.all_reduce(parameter.grad, "mean")
 
 
-@WRONG.to("batch_gradients", "0 rows", "returned from its function", "waits for it", "line")
+@WRONG.to("batch_gradients", "0 rows", "rank 1 has returned from its function", "all_reduce", "line")
 def stays_away_without_rows(model, inputs, targets):
     rows = comm.all_reduce(torch.tensor(len(inputs)))
     if len(inputs) == 0:
@@ -131,6 +138,21 @@ def forgets_the_shapes(tensors, limit):
         flat = tensor.reshape(-1).clone()
         comm.all_reduce(flat)
         tensor.copy_(flat)
+
+
+@WRONG.to("all_reduce_in_buckets", "rank 0's tensor 0", "expected", "got")
+def puts_sums_into_the_list(tensors, limit):
+    for place, tensor in enumerate(tensors):
+        tensors[place] = comm.all_reduce(tensor.clone())
+
+
+@WRONG.to("all_reduce_in_buckets", "sends messages of 8, 8, 3 elements", "neighbours of the list, whole")
+def cuts_at_the_limit(tensors, limit):
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    for piece in flat.split(limit):
+        comm.all_reduce(piece)
+    for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+        tensor.copy_(part.view(tensor.shape))
 
 
 @WRONG.over_par("all_reduce_in_buckets", "It passes, above par in messages by each rank")

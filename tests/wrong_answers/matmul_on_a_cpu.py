@@ -1,5 +1,7 @@
 """Wrong answers to lesson 1."""
 
+from numba import njit
+
 from wrong_answers import WrongAnswers
 
 WRONG = WrongAnswers()
@@ -173,3 +175,26 @@ def does_not_use_the_block_again(a, b, c, size):
         for p in range(a.shape[1]):
             for j in range(b.shape[1]):
                 c[i, j] += a[i, p] * b[p, j]
+
+
+@WRONG.to("matmul_loops", "without @njit", "the lesson compiles it below")
+@njit
+def compiles_it_itself(a, b, c):
+    for i in range(a.shape[0]):
+        for j in range(b.shape[1]):
+            total = 0.0
+            for p in range(a.shape[1]):
+                total += a[i, p] * b[p, j]
+            c[i, j] = total
+
+
+@WRONG.to("matmul_loops", "a, which should stay as it was", "expected", "got      0")
+def clears_what_it_has_read(a, b, c):
+    for i in range(a.shape[0]):
+        for j in range(b.shape[1]):
+            total = 0.0
+            for p in range(a.shape[1]):
+                total += a[i, p] * b[p, j]
+                if j == b.shape[1] - 1:
+                    a[i, p] = 0
+            c[i, j] = total

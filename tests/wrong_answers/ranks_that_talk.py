@@ -69,6 +69,31 @@ def talks_to_itself_when_alone(x):
     return arrived
 
 
+@WRONG.to("shift", "rank 0 begins comm.send and never waits for it", "work.wait()")
+def never_waits(x):
+    r, n = md.rank(), md.size()
+    if n == 1:
+        return x.clone()
+    arrived = torch.empty_like(x)
+    comm.send(x, (r + 1) % n, async_op=True)
+    comm.recv(arrived, (r - 1) % n)
+    return arrived
+
+
+@WRONG.to(
+    "shift", "On 2 ranks with tensors of length 0", "rank 1 has returned from its function", "rank 0 waits"
+)
+def the_last_has_nobody_to_give_to(x):
+    r, n = md.rank(), md.size()
+    if r == n - 1:
+        return x.clone()
+    arrived = torch.empty_like(x)
+    work = comm.send(x, r + 1, async_op=True)
+    comm.recv(arrived, (r - 1) % n)
+    work.wait()
+    return arrived
+
+
 @WRONG.to("ring_reduce_scatter", "part of the sum", "expected", "got")
 def one_step_too_few(x):
     r, n = md.rank(), md.size()

@@ -429,3 +429,12 @@ def two_barriers(x, y):
         if ahead < pieces:
             cp_async_16(ring, ahead % SLOTS * PIECE + 4 * t, x, ahead * PIECE + 4 * t)
         cp_async_commit()
+
+
+@WRONG.to("register_tile", "Barrier not reached by all", "only some of them came to line", "syncthreads()")
+@cuda.jit
+def waits_with_half_of_the_threads(a, b, c):
+    if cuda.threadIdx.y < 8:
+        cuda.syncthreads()
+    for _ in range(0, a.shape[1], 16):
+        cuda.syncthreads()

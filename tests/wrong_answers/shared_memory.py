@@ -283,3 +283,10 @@ def turns_the_blocks_only(a, out):
     i, j = cuda.blockIdx.x * 32 + y, cuda.blockIdx.y * 32 + x
     if i < out.shape[0] and j < out.shape[1]:
         out[i, j] = tile[y, x]
+
+
+@WRONG.to("tiled_matmul", "has to know its shape when it is compiled", "names of constants")
+@cuda.jit
+def a_tile_as_long_as_a_row(a, b, c):
+    tile_a = cuda.shared.array((TILE, a.shape[1]), float32)
+    c[0, 0] = tile_a[0, 0]

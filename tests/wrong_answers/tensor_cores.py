@@ -223,3 +223,27 @@ def sums_in_the_small_format(bits, k):
 @WRONG.to("error_bound", "error_bound(11, 16)", "expected", "got")
 def forgets_the_sum(bits, k):
     return (1 + 2.0**-bits) ** 2 - 1
+
+
+@WRONG.to("element_of_a", "element_of_a(0, 0) should be two whole numbers", "got      (0.0, 0)")
+def divides_with_one_slash(lane, i):
+    return lane / 4 + 8 * (i // 2 % 2), 2 * (lane % 4) + i % 2 + 8 * (i // 4)
+
+
+@WRONG.to("rounded", "returns what it should, but changes x", "a new array")
+def rounds_in_place(x, bits):
+    fraction, exponent = np.frexp(x)
+    x[...] = np.ldexp(np.round(np.ldexp(fraction, bits)), exponent - bits)
+    return x
+
+
+@WRONG.to("tensor_matmul", "A name stands for an array in one place", "returns nothing")
+@cuda.jit
+def keeps_what_mma_returns(a, b, c):
+    fragment_a = cuda.local.array(4, uint32)
+    fragment_b = cuda.local.array(2, uint32)
+    sums = cuda.local.array(4, float32)
+    for r in range(4):
+        sums[r] = float32(0)
+    for _ in range(0, a.shape[1], 8):
+        sums = mma_m16n8k16_f16(sums, 0, fragment_a, 0, fragment_b, 0)

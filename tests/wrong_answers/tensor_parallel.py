@@ -176,6 +176,35 @@ def is_seen_by_no_gradient(x):
     return comm.all_gather(x.detach()) + 0 * x.sum()
 
 
+@WRONG.to("gather_tokens", "rank 0's gradient of x", "expected", "got      0")
+def forgets_the_operator(x):
+    return comm.all_gather(x)
+
+
+@WRONG.to("gather_tokens", "rank 0's result is a list, and should be a tensor")
+def a_list_of_tokens(x):
+    return [x] * md.size()
+
+
+@WRONG.to("shared_attention", "gradient of query is None: backward does not come to it")
+def lets_go_of_query(x, query, key, value, output, head_size):
+    return attention(x, query.detach(), key, value, output, head_size, f, g)
+
+
+@WRONG.to("vocabulary_loss", "On 2 ranks with 1 row and a vocabulary of 4, rank 0's loss")
+def counts_from_the_end(logits, targets):
+    rows, columns = logits.shape
+    local, row = targets - md.rank() * columns, torch.arange(rows)
+    mine = (local < columns) & (local >= -columns)  # a negative index counts from the end
+    z = logits - comm.all_reduce(logits.amax(1), "max")[:, None]
+    score = z.new_zeros(rows)
+    score[mine] = z[row[mine], local[mine]]
+    total, score = comm.all_reduce(torch.stack([z.exp().sum(1), score]))
+    gradient = z.exp() / total[:, None]
+    gradient[row[mine], local[mine]] -= 1
+    return (total.log() - score).mean(), gradient / rows
+
+
 @WRONG.to("gather_tokens", "rank 0's result", "shape")
 def scatters(x):
     return operator(x, lambda x: x.view_as(x), lambda g: g)

@@ -129,6 +129,19 @@ def updates_at_the_end(x, lr, steps):
     return x.sub_(lr * total)
 
 
+@WRONG.to("serve", "On 2 ranks, 1 step each: the x that serve was given, which is changed in place")
+def works_on_a_copy(x, lr, steps):
+    x = x.clone()
+
+    def serve_one(worker):
+        for _ in range(steps):
+            comm.send(x.clone(), worker)
+            x.sub_(lr * comm.recv(torch.empty_like(x), worker))
+
+    threads(serve_one)
+    return x
+
+
 @WRONG.to("serve", "On 2 ranks", "rank 1")
 def serves_one_step_too_few(x, lr, steps):
     def serve_one(worker):

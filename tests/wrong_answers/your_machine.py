@@ -1,5 +1,7 @@
 """Wrong answers to lesson 0."""
 
+import sys
+
 import numpy as np
 
 from wrong_answers import WrongAnswers
@@ -27,7 +29,7 @@ def returns_the_flops_only(n, itemsize):
     return n
 
 
-@WRONG.to("add_cost", "add_cost(1, 4) is None", "return")
+@WRONG.to("add_cost", "add_cost(1, 4) is None", "return", "That call printed:\n  1 12")
 def prints_in_place_of_returning(n, itemsize):
     print(n, 3 * n * itemsize)
 
@@ -101,3 +103,28 @@ def forgets_to_say_what_limits(flop, moved, peak, bandwidth):
 def mixes_up_the_two(flop, moved, peak, bandwidth):
     computing, moving = flop / peak, moved / bandwidth
     return max(computing, moving), "arithmetic" if moving >= computing else "memory"
+
+
+@WRONG.to(
+    "add_cost", "raised TypeError", "takes 1 positional argument but 2 were given", "line", "def takes_"
+)
+def takes_one_argument(n):
+    return n, 12 * n
+
+
+@WRONG.to("add_cost", "raised SystemExit", "line", "sys.exit")
+def ends_the_program(n, itemsize):
+    sys.exit(f"{n} FLOPs")
+
+
+@WRONG.to("add_cost", "the bytes, has the shape (2,), and should be one number")
+def nests_its_results(n, itemsize):
+    return n, (2 * n * itemsize, n * itemsize)
+
+
+@WRONG.to("attainable", "returns what it should, but changes intensity", "a new array")
+def changes_what_it_is_given(peak, bandwidth, intensity):
+    if not isinstance(intensity, np.ndarray):
+        return min(peak, bandwidth * intensity)
+    intensity *= bandwidth
+    return np.minimum(peak, intensity)

@@ -189,3 +189,35 @@ def puts_new_arrays_into_the_list(parameters, gradients, rate):
 def forgets_the_rate(parameters, gradients, rate):
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter -= gradient
+
+
+@WRONG.to("relu_backward", "returns what it should, but changes g", "a new array")
+def writes_into_g(x, g):
+    g[x <= 0] = 0
+    return g
+
+
+@WRONG.to("softmax_cross_entropy", "returns what it should, but changes logits")
+def shifts_the_logits_in_place(logits, targets):
+    logits -= logits.max(axis=1, keepdims=True)
+    exp, rows = np.exp(logits), np.arange(len(logits))
+    total = exp.sum(axis=1, keepdims=True)
+    loss = np.mean(np.log(total[:, 0]) - logits[rows, targets])
+    gradient = exp / total
+    gradient[rows, targets] -= 1
+    return loss, gradient / len(logits)
+
+
+@WRONG.to("linear_backward", "returns what it should, but changes g")
+def adds_up_in_g(x, w, g, matmul):
+    by_x, by_w = matmul(g, w.T), matmul(x.T, g)
+    for i in range(1, len(g)):
+        g[0] += g[i]
+    return by_x, by_w, g.sum(axis=0) if len(g) == 0 else g[0].copy()
+
+
+@WRONG.to("sgd_step", "gradient 0, which should stay as it was", "expected", "got")
+def multiplies_the_gradients_in_place(parameters, gradients, rate):
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        gradient *= rate
+        parameter -= gradient

@@ -84,6 +84,22 @@ def forgets_the_scale(weight, master, gradient, scale, lr):
         weight.copy_(master)
 
 
+@WRONG.to("scaled_step", "With a gradient of 1 element and scale 4096, weight is wrong")
+def keeps_the_weight_as_it_was(weight, master, gradient, scale, lr):
+    if not gradient.isfinite().all():
+        return scale / 2
+    master -= lr * gradient.float() / scale
+    weight = master.half()  # noqa: F841
+    return scale
+
+
+@WRONG.to("zero_1_step", "On 2 ranks with 2 parameters and sgd, after step 1, rank 0's flat")
+def takes_the_sum(flat, own, optimizer, gradient):
+    own.grad = comm.reduce_scatter(gradient)
+    optimizer.step()
+    comm.all_gather(own, out=flat)
+
+
 @WRONG.to("zero_1_step", "On 2 ranks", "after step 1", "rank 0's flat", "expected", "got")
 def forgets_the_others(flat, own, optimizer, gradient):
     own.grad = comm.reduce_scatter(gradient, "mean")
@@ -144,6 +160,18 @@ def forgets_the_last_bucket(gradients, bucket):
             parts.append(reduced(waiting))
             waiting = []
     return parts
+
+
+@WRONG.to("reduce_in_buckets", "[1, 3, 2, 1, 1, 2] and bucket=4, rank 0 returns 5 parts, and should return 3")
+def never_counts_anew(gradients, bucket):
+    parts, waiting, count = [], [], 0
+    for gradient in gradients:
+        waiting.append(gradient)
+        count += len(gradient)
+        if count >= bucket:
+            parts.append(reduced(waiting))
+            waiting = []
+    return [*parts, reduced(waiting)] if waiting else parts
 
 
 @WRONG.to("reduce_in_buckets", "raised ValueError", "pad it to", "line")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from checks.figures import BLUE, INK, MUTED, draw, name, show
+from checks.figures import BLUE, INK, MUTED, draw, name, said, show
 
 
 def segment_curve(
@@ -33,7 +33,7 @@ def segment_curve(
     show(
         figure,
         f"Dots are measured, the dashed line is the model. The least is {measured[least]:.0f} tensors, "
-        f"with segments of {lengths[least]} layers; your guess was {guess}.",
+        f"with segments of {lengths[least]} layers; {said(guess)}.",
         alt="Tensors kept against the length of a segment: many with very short and very long segments, "
         "the least between.",
     )

@@ -1,0 +1,120 @@
+"""The same training on the CPU and on a GPU, in turn: where a GPU pays, and where its launches cost more.
+
+One process trains with our engine on all of the CPU's cores, and on the GPU in float32, with TF32 products,
+and in bfloat16. An MLP's step is short, and on a GPU mostly launches; a GPT's products are what it is for.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import minidist as md
+from minidist.benchmarks import machine
+from minidist.benchmarks.strategies import Work, adamw
+from minidist.benchmarks.turns import Benchmark, compared, record
+from minidist.kernels.harness import time_in_turns
+from minidist.parallel.engine import Engine
+
+if not torch.cuda.is_available():
+    pytest.skip("torch finds no GPU to set beside the CPU: run this on one", allow_module_level=True)
+
+GROUP = "CPU and GPU: the same training in one process"
+CPU = f"the CPU's {machine.usable_cores()} cores"
+WORKS = {
+    "MLP": Work("mlp", rows=256),
+    "byte GPT of 0.1 M parameters": Work("byte-tiny", rows=16),
+    "byte GPT of 3 M parameters": Work("byte-small", rows=16),
+}
+
+
+@dataclass(frozen=True)
+class Way:
+    """How the GPU computes."""
+
+    layout: str
+    tf32: bool = False
+
+
+WAYS = {
+    "float32": Way("dp=1"),
+    "TF32": Way("dp=1", tf32=True),
+    "bfloat16": Way("precision=bf16"),
+}
+
+
+class Trained:
+    """A training on a device: its engine, its batches there, and what it saw."""
+
+    def __init__(self, work: Work, device: str, way: Way) -> None:
+        self.way, self.device = way, device
+        self.engine: Engine = md.prepare(work.build().to(device), adamw, md.Layout.parse(way.layout))
+        self.batches: list[tuple[Tensor, Tensor]] = [(x.to(device), y.to(device)) for x, y in work.batches()]
+        self.losses: list[float] = []
+
+    def __call__(self) -> None:
+        """A step; the loss that it returns comes from the GPU, which has then done all."""
+        with _tf32(self.way.tf32):
+            batch = self.batches[len(self.losses) % len(self.batches)]
+            self.losses.append(self.engine.step(*batch))
+            if self.device == "cuda":
+                torch.cuda.synchronize()
+
+
+@contextmanager
+def _tf32(allowed: bool) -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if allowed else "highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+Measure = Callable[[str], tuple[dict[str, list[float]], dict[str, Trained]]]
+
+
+@pytest.fixture(scope="module")
+def trained(full: bool) -> Measure:
+    """Each model on the CPU and in every way on the GPU, in turns, once."""
+
+    @cache
+    def measure(name: str) -> tuple[dict[str, list[float]], dict[str, Trained]]:
+        work = WORKS[name]
+        programs = {CPU: Trained(work, "cpu", WAYS["float32"])}
+        programs |= {label: Trained(work, "cuda", way) for label, way in WAYS.items()}
+        start = time.perf_counter()
+        programs[CPU]()
+        once = time.perf_counter() - start
+        rounds = max(5, min(100, int((20 if full else 4) / once)))
+        return time_in_turns(programs, rounds), programs
+
+    return measure
+
+
+@compared(GROUP)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", WORKS)
+def test_devices(benchmark: Benchmark, trained: Any, name: str, way: str) -> None:
+    """One step: forward, backward, update."""
+    seconds, programs = trained(name)
+    first = programs[way].losses[0], programs[CPU].losses[0]  # the same training, but for its arithmetic
+    assert abs(first[0] - first[1]) <= 0.02 * abs(first[1]), f"the first losses are {first}"
+    record(benchmark, seconds[way], seconds[CPU], CPU)
+    benchmark.extra_info |= {
+        "label": f"{name}, {way}",
+        "program": "the GPU",
+        "model": WORKS[name].model,
+        "ranks": 1,
+        "rows_per_s": WORKS[name].rows / statistics.median(seconds[way]),
+        "memory": vars(programs[way].engine.memory()),
+    }

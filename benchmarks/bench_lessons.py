@@ -1,0 +1,100 @@
+"""What the lessons' own solutions cost, as the lessons' checks count it, beside par.
+
+A check counts what an answer costs: bytes that a rank sends, transactions of a warp, multiplications. Par is
+what a good answer takes, so a solution above it, or a check that counts wrongly, shows here. Where a check
+counts several things, the one that is furthest from par is the row's. The time is that of the whole check.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minidist import lessons
+from minidist.benchmarks.turns import Benchmark, compared, record
+
+GROUP = "Lessons: what the solutions cost against par"
+COUNTING = {"Score", "Tally"}
+"""Names of `checks.verdicts`: a check that uses one counts."""
+SEED = 0
+"""Of a check's inputs: the same in each run, so that costs compare."""
+
+try:
+    FOLDER = lessons.folder()
+except ValueError as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+
+def counted(checks: str, names: tuple[str, ...]) -> list[str]:
+    """Of a lesson's exercises those whose check counts, by the text of the module of its checks."""
+    used: dict[str, set[str]] = {}
+    for node in ast.parse(checks).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            used[node.name] = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+    found = []
+    for name in names:
+        reached, left = set[str](), {name}
+        while left:
+            reached |= left
+            left = {other for each in left for other in used.get(each, ())} - reached
+        if reached & COUNTING:
+            found.append(name)
+    return found
+
+
+def exercises(folder: Path) -> list[tuple[str, str]]:
+    """The stems of all lessons and their exercises that count."""
+    found = []
+    for source, lesson in zip(sorted(folder.glob("[0-9][0-9]_*.py")), lessons.lessons(folder), strict=True):
+        checks = (folder / "checks" / f"{source.stem[3:]}.py").read_text(encoding="utf-8")
+        found += [(source.stem, name) for name in counted(checks, lesson.exercises)]
+    return found
+
+
+@pytest.fixture(scope="module")
+def checks() -> Iterator[None]:
+    """The lessons' folder is where `checks` and `solutions` are found, and their ranks end with the suite."""
+    sys.path.insert(0, str(FOLDER))
+    yield
+    ranks = sys.modules.get("checks.ranks")
+    for world in getattr(ranks, "_worlds", {}).values():
+        world.close()
+    sys.path.remove(str(FOLDER))
+
+
+@compared(GROUP)
+@pytest.mark.parametrize(("stem", "name"), exercises(FOLDER))
+def test_solution(benchmark: Benchmark, checks: None, stem: str, name: str) -> None:
+    """The check's verdict on the lesson's own answer."""
+    lesson: Any = importlib.import_module(f"checks.{stem[3:]}").lesson
+    start = time.perf_counter()
+    verdict = lesson.judge(name, lesson.solution(name), SEED)
+    seconds = time.perf_counter() - start
+    if not verdict.scores:
+        pytest.skip(f"the check of {name} counts nothing on this machine")
+    record(benchmark, [seconds])
+    enter(benchmark.extra_info, f"{lesson.exercises[name].label} {name}", verdict.scores)
+
+
+def enter(extra: dict[str, Any], label: str, scores: Any) -> None:
+    """Enter the score that is furthest from par, and all of them beside it."""
+    worst = max(scores, key=lambda score: score.cost / score.par if score.par else score.cost)
+    extra |= {
+        "label": f"{label}: {worst.what[0].lower()}{worst.what[1:]}",
+        "cost": float(worst.cost),
+        "par": float(worst.par),
+        "unit": worst.unit,
+        "scores": [
+            {"what": each.what, "cost": float(each.cost), "par": float(each.par), "unit": each.unit}
+            for each in scores
+        ],
+    }
+    if worst.over:
+        extra["note"] = f"above par: {worst.idea}" if worst.idea else "above par"

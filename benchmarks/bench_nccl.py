@@ -1,0 +1,47 @@
+"""Collectives between the GPUs of one machine: ours beside torch.distributed's over NCCL, in turns.
+
+One rank for each GPU. What our door adds to NCCL's own collectives shows where the two are alike; the ring is
+our own, of messages that NCCL carries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import minidist as md
+from minidist.benchmarks.collective_timing import enter, time_against_torch
+from minidist.benchmarks.turns import Benchmark, compared
+
+GPUS = torch.cuda.device_count() if torch.distributed.is_nccl_available() else 0
+if GPUS < 2:
+    here = f"there {'is' if GPUS else 'are'} {GPUS or 'none'}"
+    pytest.skip(f"NCCL joins ranks that have a GPU each: it takes two, and {here}", allow_module_level=True)
+
+GROUP = "Collectives of GPUs beside torch.distributed over NCCL"
+LABELS = {
+    "all-reduce": "all-reduce",
+    "ring": "all-reduce by our ring",
+    "reduce-scatter": "reduce-scatter",
+    "all-gather": "all-gather",
+    "broadcast": "broadcast",
+    "all-to-all": "all-to-all",
+}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[md.Cluster]:
+    """A rank for each GPU."""
+    with md.Cluster(GPUS, timeout=300) as cluster:
+        yield cluster
+
+
+@compared(GROUP)
+@pytest.mark.parametrize("size", [2**16, 2**20, 2**24, 2**28])
+@pytest.mark.parametrize("variant", LABELS)
+def test_against_nccl(benchmark: Benchmark, full: bool, cluster: md.Cluster, variant: str, size: int) -> None:
+    """The same tensor, written anew before each call."""
+    timed = cluster.run(time_against_torch, variant, size, 15 if full else 7, "cuda")
+    enter(benchmark, timed, variant, size, LABELS[variant], "NCCL")

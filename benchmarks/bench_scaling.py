@@ -1,0 +1,135 @@
+"""Strong and weak scaling over ranks, with one thread a rank: what a step takes on n ranks beside one.
+
+Strong: the same 8 rows on more ranks; ideal is 1/n of the time. Weak: 4 rows for each rank; ideal is the same
+time. All sizes take turns with one rank, round by round, and the efficiency is the median over rounds of the
+ideal time over the measured one. A byte GPT of 3 M parameters; where ranks outnumber cores, they share them.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from minidist.benchmarks import machine
+from minidist.benchmarks.strategies import Row, Work
+from minidist.benchmarks.strategy_rounds import Job, Measured, measure_jobs, warm_worlds
+from minidist.benchmarks.turns import Benchmark, compared, record
+
+MODEL, ROWS, ROWS_A_RANK = "byte-small", 8, 4
+TITLES = {
+    "strong": f"Strong scaling: a byte GPT of 3 M parameters, {ROWS} rows of 128",
+    "weak": f"Weak scaling: a byte GPT of 3 M parameters, {ROWS_A_RANK} rows of 128 for each rank",
+}
+LAYOUTS = {
+    "data parallel": "dp={}",
+    "ZeRO-2": "dp={},zero=2",
+    "tensor parallel": "tp={}",
+    "pipeline": "pp={},micro_batches=4",
+}
+"""Of the series, by their number of ranks."""
+MOST = {"tensor parallel": 4, "pipeline": 4}
+"""Ranks that the model can be cut over: it has four heads, and six layers."""
+CORES = machine.usable_cores()
+Measure = Callable[[str], Measured]
+
+
+def sizes(series: str) -> list[int]:
+    """Numbers of ranks: to four anywhere, and on to all cores."""
+    found = [1, 2, 4]
+    while 2 * found[-1] <= min(CORES, ROWS):
+        found.append(2 * found[-1])
+    return [size for size in found if size <= MOST.get(series, size)]
+
+
+def rows_of(kind: str, ranks: int) -> int:
+    """Of a global batch."""
+    return ROWS if kind == "strong" else ROWS_A_RANK * ranks
+
+
+def quick(kind: str, ranks: int) -> bool:
+    """Whether a quick run has it: weak scaling over more ranks than cores takes long, and says little."""
+    return kind == "strong" or ranks <= max(2, CORES)
+
+
+def jobs(kind: str, full: bool) -> dict[str, Job]:
+    """One rank, and every series at every size."""
+    made = {"one rank": Job(1, Work(MODEL, rows_of(kind, 1)), Row("one process", "dp=1", "scaling"))}
+    for series, layout in LAYOUTS.items():
+        for ranks in sizes(series)[1:]:
+            if full or quick(kind, ranks):
+                row = Row(series, layout.format(ranks), "scaling")
+                made[f"{series} {ranks}"] = Job(ranks, Work(MODEL, rows_of(kind, ranks)), row)
+    return made
+
+
+def efficiency(kind: str, ranks: int, seconds: Sequence[float], one: Sequence[float]) -> float:
+    """The ideal time over the measured one, the median over rounds; 1 is perfect."""
+    ideal = ranks if kind == "strong" else 1
+    return statistics.median(a / (ideal * b) for a, b in zip(one, seconds, strict=True))
+
+
+@pytest.fixture(scope="module")
+def scaling(full: bool) -> Iterator[Measure]:
+    """All sizes of a kind of scaling in turns, once."""
+    found: dict[str, Measured] = {}
+    with warm_worlds(threads=1) as worlds:
+
+        def get(kind: str) -> Measured:
+            if kind not in found:
+                found[kind] = measure_jobs(worlds, jobs(kind, full), 15 if full else 4)
+            return found[kind]
+
+        yield get
+
+
+def _cases(kind: str) -> list[Any]:
+    return [
+        pytest.param(
+            series,
+            ranks,
+            id=f"{series}, {ranks}",
+            marks=[] if quick(kind, ranks) else [pytest.mark.full_only],
+        )
+        for series in LAYOUTS
+        for ranks in sizes(series)
+    ]
+
+
+def _enter(benchmark: Benchmark, measured: Measured, kind: str, series: str, ranks: int) -> None:
+    one = measured["one rank"].seconds
+    timed = measured["one rank" if ranks == 1 else f"{series} {ranks}"]
+    record(benchmark, timed.seconds, one if ranks > 1 else (), "one rank" if ranks > 1 else "")
+    rows = rows_of(kind, ranks)
+    extra = benchmark.extra_info
+    extra |= {
+        "label": f"{series}, {ranks} rank{'s' if ranks > 1 else ''}",
+        "scaling": kind,
+        "series": series,
+        "size": ranks,
+        "ranks": ranks,
+        "layout": LAYOUTS[series].format(ranks) if ranks > 1 else "dp=1",
+        "model": MODEL,
+        "efficiency": efficiency(kind, ranks, timed.seconds, one),
+        "rows_per_s": rows / statistics.median(timed.seconds),
+        "bytes_per_step": max(facts.bytes_per_step for facts in timed.facts),
+        "memory": vars(timed.fullest),
+    }
+    if ranks > CORES:
+        extra["note"] = f"{ranks} ranks share {CORES} core{'s' if CORES > 1 else ''}"
+
+
+@compared(TITLES["strong"])
+@pytest.mark.parametrize(("series", "ranks"), _cases("strong"))
+def test_strong(benchmark: Benchmark, scaling: Any, series: str, ranks: int) -> None:
+    """The same work on more ranks."""
+    _enter(benchmark, scaling("strong"), "strong", series, ranks)
+
+
+@compared(TITLES["weak"])
+@pytest.mark.parametrize(("series", "ranks"), _cases("weak"))
+def test_weak(benchmark: Benchmark, scaling: Any, series: str, ranks: int) -> None:
+    """As much more work."""
+    _enter(benchmark, scaling("weak"), "weak", series, ranks)

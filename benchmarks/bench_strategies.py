@@ -1,0 +1,87 @@
+"""Every strategy on one model, beside plain training in one process and beside peers: time, bytes, memory.
+
+All train the same model on the same global batches, in turn: our strategy, the loop of another library that
+does the same work, and plain torch in one process with all of the machine's cores, over which all times of a
+table are given too. The losses of the first steps have to agree. A byte GPT of 3 M parameters takes 8 rows of
+128 a step, an MLP 256 digits; memory is that of the fullest rank. Where ranks outnumber cores they share
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+
+from minidist.benchmarks.peers import missing
+from minidist.benchmarks.strategies import OUTSIDE, Pair, Work, pairs
+from minidist.benchmarks.strategy_rounds import Measured, Worlds, enter, measure, warm_worlds
+from minidist.benchmarks.turns import Benchmark, compared
+
+GPT, MLP = Work("byte-small", rows=8), Work("mlp", rows=256)
+TITLES = {
+    GPT: "Strategies: a byte GPT of 3 M parameters, 8 rows of 128",
+    MLP: "Strategies: an MLP of 0.6 M parameters on handwritten digits, 256 rows",
+}
+ROUNDS = {GPT: (5, 20), MLP: (9, 40)}
+"""Of a quick run and of a full one."""
+Families = Callable[[Work, str], Measured]
+
+
+@pytest.fixture(scope="module")
+def families(full: bool, worlds: Worlds) -> Families:
+    """Each family in turns, once for each model; one that failed fails again."""
+    found: dict[tuple[Work, str], Measured | Exception] = {}
+
+    def get(work: Work, family: str) -> Measured:
+        if (work, family) not in found:
+            members = [
+                pair
+                for pair in pairs(work.model)
+                if pair.row.family == family and (full or not pair.row.full_only)
+            ]
+            try:
+                # Other packages change what torch does in their processes: they get ranks of their own.
+                with warm_worlds() if family in OUTSIDE else nullcontext(worlds) as ranks:
+                    found[work, family] = measure(ranks, work, members, ROUNDS[work][full])
+            except Exception as error:
+                found[work, family] = error
+        measured = found[work, family]
+        if isinstance(measured, Exception):
+            raise measured
+        return measured
+
+    return get
+
+
+def _lines(work: Work) -> list[Any]:
+    """One parameter set for each line of a table."""
+    made = []
+    for pair in pairs(work.model):
+        marks = [pytest.mark.full_only] if pair.row.full_only else []
+        made.append(pytest.param(pair, id=f"{pair.label}, {pair.row.layout}", marks=marks))
+    return made
+
+
+def _enter(benchmark: Benchmark, families: Any, work: Work, pair: Pair) -> None:
+    reason = missing(pair.peer)
+    if reason:
+        pytest.skip(reason)
+    enter(benchmark, pair, work, families(work, pair.row.family))
+
+
+@compared(TITLES[GPT])
+@pytest.mark.parametrize("pair", _lines(GPT))
+def test_gpt(benchmark: Benchmark, families: Any, pair: Pair) -> None:
+    """One step: forward, backward, communication, update."""
+    _enter(benchmark, families, GPT, pair)
+
+
+@compared(TITLES[MLP])
+@pytest.mark.parametrize("pair", _lines(MLP))
+def test_mlp(benchmark: Benchmark, families: Any, pair: Pair) -> None:
+    """The same where a step is short, and what surrounds its arithmetic counts."""
+    pytest.importorskip("sklearn", reason="the digits come with scikit-learn: pip install 'minidist[bench]'")
+    _enter(benchmark, families, MLP, pair)
