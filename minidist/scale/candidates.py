@@ -2,7 +2,8 @@
 
 Every way to write the ranks as dp x tp x pp x cp is tried, with every ZeRO stage, sequence parallelism and
 three schedules. Micro-batches are powers of two: as few as fit, since more of them make products smaller; a
-pipeline's up to eight a stage, as they shrink its bubble. Activations are recomputed where they do not fit
+pipeline's one to eight a stage, as they shrink its bubble. Tensor parallelism, which sends most, stays on a
+host (Narayanan et al. 2021, section 3.2, takeaway 1). Activations are recomputed where they do not fit
 otherwise, or where they take so many micro-batches.
 
 What does not go together says `prepare`, by its own checks.
@@ -82,6 +83,8 @@ class Refused:
 def candidates(question: Question) -> Iterator[Candidate | Refused]:
     """All of them; of those that differ in micro-batches alone what the top of this file says."""
     for dp, tp, pp, cp in _grids(question.ranks):
+        if tp > question.hardware.ranks_per_host:
+            continue
         schedules = SCHEDULES if pp > 1 else SCHEDULES[:1]
         stages = range(4) if dp * cp > 1 else range(1)
         sequence = (False, True) if tp > 1 else (False,)
@@ -130,6 +133,8 @@ def _of_one_form(question: Question, fields: dict[str, object]) -> Iterator[Cand
     for form in forms:
         least = 0  # micro-batches with which it fits
         for micro in _powers(most):
+            if micro < min(layout.pp, most):
+                continue
             if least and (layout.pp == 1 or micro > A_STAGE * layout.pp):
                 break
             tried = replace(form, micro_batches=micro)

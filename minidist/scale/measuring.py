@@ -38,7 +38,7 @@ def this_machine(
 
     Args:
         ranks: numbers of ranks on it; other numbers are scaled from the nearest.
-        path: a file in which the figures are kept, and from which they are read where it has them all.
+        path: a file in which the figures are kept; what it has is not measured again.
         fresh: measure though they are kept.
 
     Raises:
@@ -49,9 +49,12 @@ def this_machine(
     if not wanted or wanted[0] < 1:
         raise ValueError(f"ranks are {list(ranks)}; give numbers of at least 1, such as (1, 2, 4)")
     kept = load(path) if path is not None and Path(path).exists() and not fresh else None
-    if kept is not None and set(wanted) <= set(kept.crowds):
+    crowds = {} if kept is None else dict(kept.crowds)
+    missing = [count for count in wanted if count not in crowds]
+    if kept is not None and not missing:
         return kept
-    found = _machine({count: _crowd(count) for count in wanted})
+    crowds |= {count: _crowd(count) for count in missing}
+    found = _machine({count: crowds[count] for count in sorted(crowds)})
     if path is not None:
         save(found, path)
     return found

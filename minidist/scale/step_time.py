@@ -167,7 +167,7 @@ def assumptions(
         f"{hardware.name}: {hardware.source}",
         f"products attain {attained} a rank in {precision}, {share:.0%} of the peak: "
         f"{hardware.attained_source}",
-        f"each data-parallel rank has {rows} rows of {batch[1]} tokens, in "
+        f"each data-parallel rank has {rows} {'row' if rows == 1 else 'rows'} of {batch[1]} tokens, in "
         f"{_micro_batches(min(rows, layout.micro_batches))}; data is there when it is needed",
     ]
     if layout.ranks > 1:

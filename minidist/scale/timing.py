@@ -29,6 +29,8 @@ CASES: tuple[Case, ...] = ((64, 64, 2), (64, 64, 16), (128, 64, 4), (256, 128, 1
 ENOUGH = 0.05
 """Seconds for which each is repeated."""
 ROUNDS = 3
+PATIENCE = 1.0
+"""Seconds after which no further round begins, on a machine where others compute."""
 PRODUCT = (64, 256, 256)
 HALVES = {"bf16": "bfloat16", "fp16": "float16"}
 
@@ -95,7 +97,7 @@ class _Clock:
 
     def least(self, run: Callable[[], tuple[float, ...]]) -> tuple[float, ...]:
         """Of several parts of a call, the least of ROUNDS means, after a round that warms up."""
-        found = []
+        found, started = [], time.perf_counter()
         for number in range(ROUNDS + 1):
             sums, count, begun = None, 0, self.read()
             while not count or self.read() - begun < (ENOUGH if number else ENOUGH / 2):
@@ -104,6 +106,8 @@ class _Clock:
                 count += 1
             assert sums is not None
             found.append([self.turns * part / count for part in sums])
+            if number and time.perf_counter() - started > PATIENCE:
+                break
         return tuple(min(part) for part in zip(*found[1:], strict=True))
 
 
