@@ -625,7 +625,8 @@ run(*torchrun, "--nproc-per-node", 2, script)
 # The same loss and the same accuracy, to the last digit. From here on, cells are text: **what follows is not
 # run in this lesson**, because it needs what you may not have. (It was checked against torch 2.13, Accelerate
 # 1.15 and version 3.27 of SageMaker's SDK. Such things change: where one does not work, look for its newest
-# name.)
+# name.) The folder [deploy/](../deploy/README.md) of the repository has whole launch files, all with one program,
+# and says how they are checked.
 #
 # ### torchrun on several hosts
 #
@@ -692,13 +693,12 @@ run(*torchrun, "--nproc-per-node", 2, script)
 # main_process_ip: 10.0.0.1
 # main_process_port: 29500
 # rdzv_backend: static
-# same_network: true
-# mixed_precision: 'no'
+# mixed_precision: 'no'              # the script's layout has it
 # use_cpu: false
 # ```
 #
-# (With `MULTI_CPU` it starts one process alone, unless MPI is set up: on CPUs let torchrun start the ranks.) The
-# second is a library that does what `md.prepare` does, for data parallelism, FSDP (ZeRO 3) and others:
+# (`MULTI_GPU` starts them where there are no GPUs, too; `MULTI_CPU` starts one process alone, unless MPI is set
+# up.) The second is a library that does what `md.prepare` does, for data parallelism, FSDP (ZeRO 3) and others:
 #
 # ```python
 # from accelerate import Accelerator
@@ -723,10 +723,16 @@ run(*torchrun, "--nproc-per-node", 2, script)
 # SageMaker rents hosts for the time of one job, and starts torchrun on each. With version 3 of Amazon's SDK:
 #
 # ```python
-# from sagemaker.core.training.configs import CheckpointConfig, Compute, SourceCode
+# from sagemaker.core.training.configs import (
+#     Compute, FileSystemDataSource, InputData, Networking, SourceCode
+# )
 # from sagemaker.train import ModelTrainer
 # from sagemaker.train.distributed import Torchrun
 #
+# disk = FileSystemDataSource(  # one that all hosts have in common
+#     file_system_type="FSxLustre", file_system_id="fs-0123456789abcdef0",
+#     directory_path="/fsx/runs", file_system_access_mode="rw",
+# )
 # trainer = ModelTrainer(
 #     training_image="...",  # one of AWS's PyTorch training containers, or yours
 #     source_code=SourceCode(
@@ -734,20 +740,30 @@ run(*torchrun, "--nproc-per-node", 2, script)
 #     ),
 #     compute=Compute(instance_type="ml.p4d.24xlarge", instance_count=4),
 #     distributed=Torchrun(process_count_per_node=8),
-#     checkpoint_config=CheckpointConfig(s3_uri="s3://your-bucket/runs/7"),
+#     input_data_config=[InputData(channel_name="runs", data_source=disk)],
+#     networking=Networking(  # where that disk is
+#         subnets=["subnet-0123456789abcdef0"], security_group_ids=["sg-0123456789abcdef0"]
+#     ),
+#     hyperparameters={  # what stands after train.py: --data bytes ...
+#         "data": "bytes", "layout": "dp=8,tp=4", "save": "/opt/ml/input/data/runs/7"
+#     },
 # )
 # trainer.train()
 # ```
 #
-# minidist itself has to lie in `src`, and what it needs beside torch to stand in requirements.txt.
-# The job's command is `torchrun --nnodes=4 --nproc_per_node=8 ... train.py`, as above. What the script writes
-# to `/opt/ml/checkpoints` is copied to the bucket, and is there again when the job is started anew: that is the
-# folder to save in with one host. Several have one each, and save on a disk in common, such as FSx, which the
-# job names as a channel of its input. In version 2 of the SDK the same is
+# In `src` lie minidist itself and [deploy/train.py](../deploy/train.py), which is `minidist train`; what minidist
+# needs beside torch stands in requirements.txt. The job's command is
+# `torchrun --nnodes=4 --nproc_per_node=8 ... train.py --data bytes ...`, as above. A channel of the job's input
+# is a folder in `/opt/ml/input/data`, and this one is the same disk on all hosts: there several hosts save. What
+# lies elsewhere under `/opt/ml` is each host's own, `/opt/ml/checkpoints` too, which a
+# `checkpoint_config=CheckpointConfig(s3_uri=...)` copies to a bucket and, when the job is started anew, back: a
+# folder to save in **with one host**. `md.save` with several refuses a folder that they do not share.
+#
+# In version 2 of the SDK the same is
 # `sagemaker.pytorch.PyTorch(entry_point="train.py", ..., distribution={"torch_distributed": {"enabled": True}})`,
-# and `.fit()`. Accelerate 1.15 fails on its own settings where it is to hand in a job
-# (`compute_environment: AMAZON_SAGEMAKER` in its file); inside of one it starts the ranks as above. The folder
-# `deploy/` of the repository has launch files for that, for SLURM and for Kubernetes, all with one program.
+# with `FileSystemInput` for the disk, and `.fit()`. Accelerate 1.15 fails on its own settings where it is to hand
+# in a job (`compute_environment: AMAZON_SAGEMAKER` in its file); inside of one it starts the ranks as above.
+# [deploy/sagemaker.yaml](../deploy/sagemaker.yaml) does that: it is the request itself, for AWS's command line.
 #
 # ## What breaks in practice, and how one sees it
 #

@@ -5,7 +5,11 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+import os
+import signal
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -155,6 +159,38 @@ def test_an_endless_loop_ends(monkeypatch: pytest.MonkeyPatch) -> None:
         WrongAnswer, match=r"had not ended after 0 s and was stopped at line \d+ of your cell"
     ):
         lesson.check(double)
+
+
+def test_an_endless_loop_that_swallows_everything_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exercises, "LIMIT", 0.1)
+    monkeypatch.setattr(exercises, "LOOK", 0.02)
+    lesson, before = a_lesson(), sys.gettrace()
+
+    def double(x):
+        while True:
+            try:
+                while True:
+                    x += 1
+            except:  # noqa: E722
+                pass
+
+    with pytest.raises(WrongAnswer, match=r"had not ended after 0 s and was stopped at line \d+"):
+        lesson.check(double)
+    assert sys.gettrace() is before
+    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+
+
+def test_a_list_that_grows_without_end_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    peak = iter(range(0, 10**13, 10**9))
+    monkeypatch.setattr(exercises, "_peak", lambda: next(peak))  # a GB more at each look
+    monkeypatch.setattr(exercises, "LOOK", 0.02)
+
+    def double(x):
+        while True:
+            x += 1
+
+    with pytest.raises(WrongAnswer, match=r"took 2 GB of memory and was stopped at line \d+ of your cell"):
+        a_lesson().check(double)
 
 
 def test_a_compiled_endless_loop_ends_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -489,7 +525,37 @@ def test_what_goes_wrong_on_ranks_is_told_and_the_next_check_works() -> None:
     with pytest.raises(WrongAnswer, match="what it returned cannot be sent back"):
         on_ranks(Answer("a_generator", a_generator), cases)
 
+    if sys.platform.startswith("linux"):
+
+        def grows(x):
+            kept = [bytearray(1 << 31)]
+            return len(kept)
+
+        with pytest.raises(WrongAnswer, match=r"raised MemoryError: it took more memory than a check gives"):
+            on_ranks(Answer("grows", grows), cases)
+
     def own(x):
         return x
 
     assert on_ranks(Answer("own", own), cases)[0].results == [1, 1]
+
+
+def test_an_interrupt_ends_a_check_on_ranks_and_the_next_one_works() -> None:
+    lesson, cases = Lesson(8, "ranks_that_talk"), [Case([(1,), (1,)])]
+
+    @lesson.exercise("8.9", hints=("first", "second", "third"))
+    def slow(answer: Answer, draw: np.random.Generator) -> Right:
+        return Right(len(on_ranks(answer, cases)))
+
+    def runs_on(x):
+        time.sleep(60)
+
+    ranks.world(2).run(md.rank)
+    old = [each.process for each in ranks.world(2)._processes]
+    presses = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+    presses.start()
+    with pytest.raises(Interrupted, match=r"^Exercise 8\.9: the check was interrupted"):
+        lesson.judge("slow", runs_on)
+    presses.join()
+    assert lesson.judge("slow", lambda x: x) == Right(1)
+    assert not set(old) & {each.process for each in ranks.world(2)._processes}

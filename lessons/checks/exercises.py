@@ -21,9 +21,11 @@ import inspect
 import io
 import linecache
 import random
+import resource
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -51,13 +53,25 @@ from checks.verdicts import (
 LESSONS = Path(__file__).parent.parent
 LIMIT = 20.0
 """Seconds that one call of an answer may take in this process."""
+MOST = 2e9
+"""Bytes that this process may grow by meanwhile."""
+LOOK = 0.5
+"""Seconds between two looks at both."""
 
 if str(LESSONS) not in sys.path:  # ranks find `checks` and `solutions` by it, wherever they run
     sys.path.append(str(LESSONS))
 
 
-class TimeLimit(BaseException):
-    """An answer took too long. No `except Exception` of the reader's takes it for an error of his own."""
+class Limit(BaseException):
+    """An answer took too much. No `except Exception` of the reader's takes it for an error of his own."""
+
+
+class TimeLimit(Limit):
+    """Too long."""
+
+
+class MemoryLimit(Limit):
+    """A list that grows without end, say: stopped before the machine has no memory left for the notebook."""
 
 
 class Printed(io.TextIOBase):
@@ -97,6 +111,9 @@ class Answer:
         except TimeLimit as late:
             place = reader_line(late, self.function)
             wrong(f"{call} had not ended after {LIMIT:.0f} s and was stopped{' at ' * bool(place)}{place}.")
+        except MemoryLimit as much:
+            place = reader_line(much, self.function)
+            wrong(f"{call} took {MOST / 1e9:g} GB of memory and was stopped{' at ' * bool(place)}{place}.")
         except Verdict:
             raise
         except (Exception, SystemExit) as error:  # exit() in an answer ends the answer, and no notebook
@@ -199,7 +216,7 @@ class Lesson:
         except WrongAnswer as error:
             message = str(error) + _and_printed(mine.printed.text)
         except KeyboardInterrupt as error:
-            interrupted = reader_line(error, answer)
+            interrupted = reader_line(error, answer, or_def=False)  # none while ranks run it
         if interrupted is not None:
             place = f", at {interrupted}" if interrupted else ""
             raise Interrupted(f"Exercise {exercise.label}: the check was interrupted{place}.")
@@ -255,17 +272,18 @@ class Lesson:
         return self.exercises[name]
 
 
-def reader_line(error: BaseException, function: Any) -> str:
+def reader_line(error: BaseException, function: Any, or_def: bool = True) -> str:
     """ "line 4 of your cell: total += x[i + 1]", the deepest line of the reader's in a traceback.
 
-    Where there is none (a call with too many arguments never gets to one) it is the function's first; nothing
-    where that is not known either.
+    Where there is none (a call with too many arguments never gets to one) it is the function's first, unless
+    `or_def` is False; nothing where that is not known either.
     """
     functions = list(functions_of(function))
     files = {each.__code__.co_filename for each in functions}
     lines = [(f.filename, f.lineno or 0) for f in traceback.extract_tb(error.__traceback__)]
     mine = [line for line in lines if line[0] in files]
-    mine = mine or [(each.__code__.co_filename, _line_of_def(each)) for each in functions[:1]]
+    if or_def:
+        mine = mine or [(each.__code__.co_filename, _line_of_def(each)) for each in functions[:1]]
     return line_of_cell(*mine[-1]) if mine else ""
 
 
@@ -300,18 +318,54 @@ def line_of_cell(filename: str, line: int) -> str:
 
 @contextlib.contextmanager
 def _limit(seconds: float) -> Iterator[None]:
-    """TimeLimit in what runs longer: in the main thread, where signals arrive; a compiled loop is not cut."""
+    """A Limit in what takes more: in the main thread, where signals arrive; a compiled loop is not cut."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    deadline, most = time.monotonic() + seconds, _peak() + MOST
 
-    def late(number: int, frame: FrameType | None) -> None:
-        raise TimeLimit
+    def look(number: int, frame: FrameType | None) -> None:
+        late = time.monotonic() >= deadline
+        rest = LOOK if late else min(LOOK, max(0.001, deadline - time.monotonic()))
+        signal.setitimer(signal.ITIMER_REAL, rest)
+        if frame is None or frame.f_code.co_filename in (__file__, contextlib.__file__):
+            return  # on its way in or out: what is raised here would keep the timer from being taken away
+        if late or _peak() > most:
+            limit = TimeLimit if late else MemoryLimit
+            _raise_again(limit, frame)
+            raise limit
 
-    before = signal.signal(signal.SIGALRM, late)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    before, tracer = signal.signal(signal.SIGALRM, look), sys.gettrace()
+    signal.setitimer(signal.ITIMER_REAL, min(LOOK, seconds))
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+        sys.settrace(tracer)
+
+
+def _raise_again(limit: type[Limit], frame: FrameType | None) -> None:
+    """Raise once more, a few lines on, in the answer that a signal has met.
+
+    A bare `except:` in an endless loop swallows what is raised within its `try:`, but not what is raised in
+    the lines outside of it. Where the first is not swallowed no such line is reached.
+    """
+    lines = random.choice((1, 1, 2, 3, 5))
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal lines
+        lines -= event == "line"
+        if lines <= 0:
+            raise limit
+        return trace
+
+    while frame is not None and frame.f_code.co_filename != __file__:
+        frame.f_trace = trace
+        frame = frame.f_back
+    sys.settrace(lambda frame, event, argument: None)  # functions that are called meanwhile are not traced
+
+
+def _peak() -> float:
+    """Bytes of memory that this process has had at most."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -11,8 +11,10 @@ import contextlib
 import io
 import os
 import re
+import resource
+import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,9 +24,12 @@ from checks.unanswered import functions_of
 from checks.verdicts import described, wrong
 from minidist import comm
 from minidist.comm.ledgers import Call
+from minidist.comm.supervisor import PRELOAD
 
 LIMIT = 30.0
 """Seconds that the inputs of one check may take on one number of ranks."""
+MOST = 1 << 30
+"""Bytes that a rank may take in a check beside what it has; a list that grows without end meets them."""
 
 RULE = re.compile(
     r"; (all ranks of a group have to make the same calls.*|look there, or give a longer timeout=)$"
@@ -39,6 +44,9 @@ MET = (
     (re.compile(rf"(?<= s )in {_MEETING}"), "for the others to return"),
 )
 """The ranks meet after each case; who has come there has returned from the reader's function."""
+
+# What torch imports at a process's first optimizer, for a second or more: once for all ranks.
+os.environ.setdefault(PRELOAD, "torch._dynamo")
 
 _worlds: dict[int, md.Cluster] = {}
 
@@ -137,7 +145,7 @@ def _all_cases(function: Callable[..., Any], cases: Sequence[Sequence[tuple[Any,
     for index, args in enumerate(cases):
         mine = args[md.rank()]
         try:
-            with comm.ledger() as ledger, contextlib.redirect_stdout(io.StringIO()):
+            with comm.ledger() as ledger, contextlib.redirect_stdout(io.StringIO()), _bounded():
                 result = function(*mine)
         except Exception as error:
             lines = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
@@ -151,6 +159,25 @@ def _all_cases(function: Callable[..., Any], cases: Sequence[Sequence[tuple[Any,
     return done
 
 
+@contextlib.contextmanager
+def _bounded() -> Iterator[None]:
+    """In a rank: MOST bytes and no more, on Linux. The process is the check's own: a limit does no harm."""
+    if not sys.platform.startswith("linux"):
+        yield
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    with open("/proc/self/statm") as pages:
+        now = int(pages.read().split()[5]) * resource.getpagesize()
+    most = now + MOST
+    if soft != resource.RLIM_INFINITY:
+        most = min(most, soft)
+    resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
 def _told(error: md.RankError, cases: Sequence[Case], function: Any) -> list[str]:
     cause = error.__cause__
     if not isinstance(cause, InCase):
@@ -161,6 +188,7 @@ def _told(error: md.RankError, cases: Sequence[Case], function: Any) -> list[str
     where = [f"  at {line_of_cell(*mine[-1])}"] if mine else []
     if kind == "CollectiveError":
         return [f"On {says(cases[index])}: {_in_cell(text, function)}"]
+    text = text or "it took more memory than a check gives" * (kind == "MemoryError")
     return [f"On {says(cases[index])}, rank {rank} raised {kind}: {text}", *where]
 
 
