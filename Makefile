@@ -13,7 +13,7 @@ help:
 	@echo "make setup    make .venv and install minidist with all its extras"
 	@echo "make bench    measure this machine (under six minutes), then write the report"
 	@echo "make test     run the tests (ten minutes)"
-	@echo "make test-more      and the lessons, more layouts, more variants of kernels (ten more)"
+	@echo "make test-more      and the lessons, and more layouts, kernels and killed processes (ten more)"
 	@echo "make lint     check lint, format and types"
 	@echo "make format   format the code"
 	@echo "make lessons  show progress, and open JupyterLab in lessons/"

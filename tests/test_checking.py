@@ -743,6 +743,7 @@ def test_torchruns_ranks_check_too(tmp_path: Path) -> None:
     assert texts[0].count(f"{script}:15") == 2
 
 
+@pytest.mark.deep
 def test_a_rank_that_leaves_torchruns_world_is_known(tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(

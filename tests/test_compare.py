@@ -91,7 +91,7 @@ RIGHT: dict[Any, Recording] = {}
 # Layouts that train alike.
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.deep)])
 @pytest.mark.parametrize(
     "layout",
     [

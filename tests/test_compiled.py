@@ -76,6 +76,7 @@ print(len(compilations.buffer) > 0, int(out[0, 0]))
 """
 
 
+@pytest.mark.deep
 def test_machine_code_is_kept_until_a_file_that_it_was_made_of_changes(tmp_path):
     """In a copy of the package, with a kernel that uses a function of another file."""
     folder = tmp_path / "copied"

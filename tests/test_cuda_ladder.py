@@ -128,9 +128,8 @@ def test_transposed_operands_of_tf32(across):
     harness.assert_product(CUDA_LADDER[8].matmul(x, y), a, b, sums="float32", tf32=True)
 
 
-@pytest.mark.parametrize(
-    "step", [pytest.param(CUDA_LADDER[8], marks=pytest.mark.deep), CUDA_LADDER[9]], ids=lambda step: step.name
-)
+@pytest.mark.deep
+@pytest.mark.parametrize("step", TENSOR_CORES, ids=lambda step: step.name)
 def test_sums_of_halves_may_stay_float32(step):
     rng = np.random.default_rng()
     for m, n, k in [(1, 1, 1), (37, 61, 130)]:

@@ -99,6 +99,7 @@ def check_kills(
         assert all(torch.equal(one[key], other[key]) for key in one)
 
 
+@pytest.mark.deep
 def test_killed_ranks_change_nothing(cluster_of: Clusters, tmp_path: Path) -> None:
     configs = [replace(CONFIG, layout=md.Layout(dp=2, zero=zero)) for zero in (0, 1, 3)]
     # The first training makes five checkpoints, and the next one 3 and 6. A command that is killed while it

@@ -36,7 +36,10 @@ from minidist.comm.hosts import by_host, processes
 from minidist.model import GPT, config
 
 REASON = why_not()
-pytestmark = pytest.mark.skipif(bool(REASON), reason=f"no two hosts here: {REASON}")
+pytestmark = [
+    pytest.mark.deep,
+    pytest.mark.skipif(bool(REASON), reason=f"no two hosts here: {REASON}"),
+]
 
 RANKS = 2
 """Of each host."""

@@ -71,6 +71,7 @@ def test_torchrun_starts_the_same_program(tmp_path: Path) -> None:
         assert f"{rank}/2 {rank} torchrun started 2 ranks and the program asks for 3" in done.stdout
 
 
+@pytest.mark.deep
 def test_a_world_that_was_left_leaves_no_threads(tmp_path: Path) -> None:
     done = torchrun(
         tmp_path,
