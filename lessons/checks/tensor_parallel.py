@@ -231,8 +231,9 @@ def vocabulary_loss(answer: Answer, draw: np.random.Generator) -> Right:
         cases, rights = [], []
         for rows, columns, shift in ((1, 1, 0), (1, 2, 0), (4, 3, 0), (int(draw.integers(5, 20)), 5, 1000)):
             vocabulary = ranks * columns
-            # Far from 0 the exponentials of the bare logits are infinite, or all 0.
-            logits = 3 * normal(draw, rows, vocabulary) + shift * normal(draw, rows, 1)
+            # Far from 0 the exponentials of the bare logits are infinite, or all 0: in turns, row by row.
+            sign = 1 - 2 * (torch.arange(rows)[:, None] % 2)
+            logits = 3 * normal(draw, rows, vocabulary) + shift * sign * (1 + normal(draw, rows, 1).abs())
             targets = torch.from_numpy(draw.integers(0, vocabulary, rows))
             if rows == 1:  # the last rank's, then the first's, and likely: no mistake hides behind a 0
                 targets[0] = vocabulary - 1 if columns == 1 else 0
