@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import minidist as md
+from minidist.benchmarks.pipeline_steps import torch_loop
 from minidist.benchmarks.programs import Program
 from minidist.benchmarks.steps import plain_loop
 from minidist.benchmarks.strategies import Work, adamw
@@ -106,36 +106,12 @@ def _loop(model: nn.Module, share: tuple[int, int] = (0, 1)) -> Program:
 
 def pipelined(name: str, work: Work) -> Program:
     """`torch.distributed.pipelining` by one of its schedules, with the stages of our rows."""
-    from torch.distributed import pipelining
-
-    rank, last = md.rank(), md.size() - 1
     chunks = 2 if name == "ScheduleInterleaved1F1B" else 1
     layers: Any = work.build().layers
     parts = cut(layers, chunks * md.size())
-    own = [rank + md.size() * chunk for chunk in range(chunks)]
-    modules = nn.ModuleList(nn.Sequential(*(layers[i] for i in parts[stage])) for stage in own)
-    stages = [
-        pipelining.PipelineStage(module, stage, len(parts), torch.device("cpu"))
-        for stage, module in zip(own, modules, strict=True)
-    ]
-
-    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(outputs.flatten(0, -2), targets.flatten())
-
-    several = name.startswith("ScheduleInterleaved")
-    make: Callable[..., Any] = getattr(pipelining, name)
-    schedule = make(stages if several else stages[0], 4, loss_fn=loss)
+    own = [md.rank() + md.size() * chunk for chunk in range(chunks)]
+    stages = {stage: nn.Sequential(*(layers[i] for i in parts[stage])) for stage in own}
+    modules = nn.ModuleList(stages.values())
     optimizer = adamw(modules.parameters())
-
-    def train(inputs: Tensor, targets: Tensor) -> float | None:
-        optimizer.zero_grad()
-        losses: list[Tensor] = []
-        given = (inputs,) if rank == 0 else ()
-        if rank == last:
-            schedule.step(*given, target=targets, losses=losses)
-        else:
-            schedule.step(*given)
-        optimizer.step()
-        return torch.stack(losses).mean().item() if losses else None
-
+    train = torch_loop(name, {**stages}, len(parts), 4, optimizer)
     return Program(train, module=modules, optimizer=optimizer)

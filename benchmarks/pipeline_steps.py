@@ -81,18 +81,25 @@ class Pass:
     end: float
 
 
-def _torchs(name: str, stage: nn.Module, micro_batches: int) -> Callable[[Tensor, Tensor], list[float]]:
+def torch_loop(
+    name: str, stages: dict[int, nn.Module], of: int, micro_batches: int, optimizer: Any
+) -> Callable[[Tensor, Tensor], float | None]:
+    """A step by a schedule of `torch.distributed.pipelining`; the last rank has its loss.
+
+    `stages` are this rank's by their numbers, out of so many.
+    """
     from torch.distributed import pipelining
 
     rank, last = md.rank(), md.size() - 1
-    own = pipelining.PipelineStage(stage, rank, md.size(), torch.device("cpu"))
+    own = [pipelining.PipelineStage(each, i, of, torch.device("cpu")) for i, each in stages.items()]
     loss = nn.functional.cross_entropy
     schedule: Any = getattr(pipelining, name)(
-        own, micro_batches, loss_fn=lambda outputs, t: loss(outputs.flatten(0, -2), t.flatten())
+        own if name.startswith("ScheduleInterleaved") else own[0],
+        micro_batches,
+        loss_fn=lambda outputs, t: loss(outputs.flatten(0, -2), t.flatten()),
     )
-    optimizer = ADAMW(stage.parameters())
 
-    def step(inputs: Tensor, targets: Tensor) -> list[float]:
+    def step(inputs: Tensor, targets: Tensor) -> float | None:
         optimizer.zero_grad()
         losses: list[Tensor] = []
         given = (inputs,) if rank == 0 else ()
@@ -101,7 +108,7 @@ def _torchs(name: str, stage: nn.Module, micro_batches: int) -> Callable[[Tensor
         else:
             schedule.step(*given)
         optimizer.step()
-        return [torch.stack(losses).mean().item()] if losses else []
+        return torch.stack(losses).mean().item() if losses else None
 
     return step
 
@@ -111,36 +118,41 @@ def time_schedules(case: Case, names: Sequence[str], rounds: int) -> dict[str, T
     batches = case.batches(rounds + 2)  # one more for time_in_turns to warm up, and one for the ledger
     (stage,) = case.stages()
     programs: dict[str, Callable[[], None]] = {}
-    losses: dict[str, list[list[float]]] = {}
-    steps: dict[str, Callable[[Tensor, Tensor], list[float]]] = {}
+    losses: dict[str, list[float | None]] = {}
+    steps: dict[str, Callable[[Tensor, Tensor], float | None]] = {}
 
-    def add(name: str, step: Callable[[Tensor, Tensor], list[float]]) -> None:
+    def add(name: str, step: Callable[[Tensor, Tensor], float | None]) -> None:
         losses[name], steps[name] = [], step
         programs[name] = lambda: losses[name].append(step(*batches[len(losses[name])]))
 
     for name in names:
         add(name, _ours(name, deepcopy(stage), case.micro_batches))
         if name in PEERS:
-            add(PEERS[name], _torchs(PEERS[name], deepcopy(stage), case.micro_batches))
+            copied = deepcopy(stage)
+            adamw = ADAMW(copied.parameters())
+            add(
+                PEERS[name],
+                torch_loop(PEERS[name], {md.rank(): copied}, md.size(), case.micro_batches, adamw),
+            )
     seconds = time_in_turns(programs, rounds)
     timed = {}
     for name in names:
         with comm.ledger() as ledger:
             steps[name](*batches[-1])
         peer = PEERS.get(name, "")
-        own, theirs = ([loss for step in losses.get(of, []) for loss in step] for of in (name, peer))
+        own, theirs = ([loss for loss in losses.get(of, []) if loss is not None] for of in (name, peer))
         timed[name] = Timed(seconds[name], seconds.get(peer, []), own, theirs, ledger.bytes_sent)
     return timed
 
 
-def _ours(name: str, stage: nn.Module, micro_batches: int) -> Callable[[Tensor, Tensor], list[float]]:
+def _ours(name: str, stage: nn.Module, micro_batches: int) -> Callable[[Tensor, Tensor], float]:
     pipeline, optimizer = md.Pipeline(stage, name, micro_batches), ADAMW(stage.parameters())
 
-    def step(inputs: Tensor, targets: Tensor) -> list[float]:
+    def step(inputs: Tensor, targets: Tensor) -> float:
         optimizer.zero_grad()
         loss = pipeline.step(inputs, targets)
         optimizer.step()
-        return [loss]
+        return loss
 
     return step
 

@@ -23,9 +23,8 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from minidist import cli_dryrun, cli_plan, cli_trace
-from minidist.cli_output import console, explain, print_json, require, say, short, show
-from minidist.cli_report import report
+from minidist import cli_dryrun, cli_plan, cli_report, cli_trace
+from minidist.cli_output import Debug, Json, console, explain, print_json, require, say, short, show, waiting
 
 if TYPE_CHECKING:
     from minidist.train import TrainConfig, TrainResult
@@ -39,19 +38,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else, on stdout.")]
 Batch = Annotated[int, typer.Option(help="Rows of a global batch, over all ranks.")]
 Dtype = Annotated[str, typer.Option(help="float32 or float64.")]
 Seed = Annotated[int, typer.Option(help="Of the weights and of the order of rows.")]
-# Read by `main` alone, which sees the errors.
-Debug = Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")]
-
-
-def _trains() -> None:
-    """Have ranks start with what each optimizer needs, which they would otherwise import one by one."""
-    from minidist.comm.supervisor import PRELOAD
-
-    os.environ.setdefault(PRELOAD, "torch._dynamo")
 
 
 @app.command(epilog="Example: minidist train --data bytes --model byte-tiny --ranks 2 --steps 100")
@@ -95,10 +84,11 @@ def train(
 
     # From here on, since loading torch and starting the ranks take seconds.
     with termination(give_up) if save is not None else contextlib.nullcontext():
+        from minidist.comm.supervisor import preload_optimizers
         from minidist.parallel.layout import Layout
         from minidist.train import TrainConfig, run
 
-        _trains()
+        preload_optimizers()
         # Under torchrun there are as many ranks as it has started.
         started = int(os.environ.get("WORLD_SIZE", "1")) if "TORCHELASTIC_RUN_ID" in os.environ else 1
         chosen = (
@@ -181,11 +171,12 @@ def compare(
     Both take the same batches from the same weights, each on as many fresh ranks as it needs. Exit code 1
     where activations, gradients or updates differ by more than rounding explains.
     """
+    from minidist.comm.supervisor import preload_optimizers
     from minidist.comparing import compare_layouts
     from minidist.parallel.layout import Layout
 
-    _trains()
-    with contextlib.nullcontext() if as_json else console().status(f"{a} and {b} take {steps} steps"):
+    preload_optimizers()
+    with waiting(f"{a} and {b} take {steps} steps", as_json):
         found = compare_layouts(
             Layout.parse(a),
             Layout.parse(b),
@@ -256,9 +247,7 @@ def bench(
         raise typer.Exit(1)
 
 
-app.command(epilog="Example: minidist report --out report.html. For a README: --markdown")(report)
-
-
+cli_report.register(app)
 cli_plan.register(app)
 cli_dryrun.register(app)
 

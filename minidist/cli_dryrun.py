@@ -5,20 +5,16 @@ minidist dryrun --model gpt2-xl --layout dp=64,tp=4,pp=4,zero=1
 
 from __future__ import annotations
 
-import contextlib
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from minidist.cli_output import console, print_json
+from minidist.cli_output import Debug, Json, console, measured, print_json
 
 if TYPE_CHECKING:
     from minidist.scale.rates import Hardware
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else, on stdout.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")]
 EVERY, HERE = "kinds", "here"
 MOST_HERE = 16
 """Ranks that are started to measure this machine, at most."""
@@ -69,7 +65,7 @@ def dryrun(
         screen.width = 140  # a file or a pipe has no width to keep to
     if rank != EVERY:
         found = run(model, chosen, size, int(rank), optimizer, clip_norm=clip_norm)
-        machine = named or _measured(chosen.ranks, figures, quiet=as_json)
+        machine = named or measured(chosen.ranks, figures, quiet=as_json)
         time = found.predict(machine)
         if as_json:
             print_json(dry_report.document([(found, None)], machine, time))
@@ -83,7 +79,7 @@ def dryrun(
             bar.update(task, completed=count, total=of)
 
         all_kinds = dryrun_kinds(model, chosen, size, optimizer, done=done, clip_norm=clip_norm)
-    machine = named or _measured(chosen.ranks, figures, quiet=as_json)
+    machine = named or measured(chosen.ranks, figures, quiet=as_json)
     time = all_kinds[0][0].predict(machine)
     if as_json:
         print_json(dry_report.document([*all_kinds], machine, time))
@@ -105,17 +101,6 @@ def _named(profile: str, ranks: int, figures: Path | None) -> Hardware | None:
             "or a machine by name, such as h100"
         )
     return None
-
-
-def _measured(ranks: int, figures: Path | None, quiet: bool) -> Hardware:
-    """This machine with so many ranks."""
-    from minidist.comm.supervisor import PRELOAD
-    from minidist.scale.hardware import this_machine
-
-    os.environ.setdefault(PRELOAD, "torch._dynamo")
-    words = f"measuring this machine with {ranks} ranks"
-    with contextlib.nullcontext() if quiet else console().status(words):
-        return this_machine([ranks], figures)
 
 
 def register(app: typer.Typer) -> None:

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import math
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from minidist.scale.rates import Hardware
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else, on stdout.")]
+# Read by `cli.main` alone, which sees the errors.
+Debug = Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")]
 
 
 def explain(error: Exception) -> int:
@@ -77,3 +87,18 @@ def console() -> Any:
 def short(path: Path) -> str:
     """A path as seen from here, where that is shorter."""
     return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def waiting(words: str, quiet: bool) -> AbstractContextManager[Any]:
+    """Say what is waited for, while it is; nothing where quiet."""
+    return contextlib.nullcontext() if quiet else console().status(words)
+
+
+def measured(ranks: int, figures: Path | None, quiet: bool) -> Hardware:
+    """This machine with so many ranks, as --profile here wants it; `figures` keeps what was measured."""
+    from minidist.comm.supervisor import preload_optimizers
+    from minidist.scale.hardware import this_machine
+
+    preload_optimizers()
+    with waiting(f"measuring this machine with {ranks} ranks", quiet):
+        return this_machine([ranks], figures)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from minidist.cli_output import console, print_json, show
+from minidist.cli_output import Debug, Json, console, measured, print_json, show, waiting
 
 if TYPE_CHECKING:
     from minidist.scale.rates import Hardware
@@ -38,10 +36,8 @@ def plan(
     figures: Annotated[
         Path | None, typer.Option(help="A JSON file that keeps this machine's figures.")
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object, and nothing else, on stdout.")
-    ] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
+    as_json: Json = False,
+    debug: Debug = False,
 ) -> None:
     """Say which layout to train a model with, and why: all that fit, ranked by predicted time.
 
@@ -64,20 +60,14 @@ def plan(
             )
         require_trainable(shape)
         profile = "here"
-    quiet, spinner = contextlib.nullcontext(), console
     machine: Hardware | None = None if profile in (None, "here") else hardware_of(str(profile))
     if profile == "here":
-        from minidist.comm.supervisor import PRELOAD
-        from minidist.scale.measuring import this_machine
-
-        os.environ.setdefault(PRELOAD, "torch._dynamo")
-        with quiet if as_json else spinner().status(f"measuring this machine with {ranks} ranks"):
-            machine = this_machine([ranks], figures)
+        machine = measured(ranks, figures, quiet=as_json)
     rows: int | tuple[int, int] | None = batch
     if tokens is not None:
         per_rank = 8 if profile == "here" else 32
         rows = (batch or per_rank * ranks, tokens)
-    with quiet if as_json else spinner().status(f"looking at layouts of {ranks} ranks"):
+    with waiting(f"looking at layouts of {ranks} ranks", as_json):
         found = find(
             model,
             ranks=ranks,
@@ -87,15 +77,15 @@ def plan(
             precision=precision,
             optimizer=optimizer,
         )
-    measured = None
+    tried = None
     if measure and found.fitting:
         layouts = [each.layout for each in found.fitting[:3]]
-        with quiet if as_json else spinner().status(f"{len(layouts)} layouts take {rounds} steps in turns"):
-            measured = trial(shape, layouts, found.question.batch, rounds=rounds, optimizer=optimizer)
+        with waiting(f"{len(layouts)} layouts take {rounds} steps in turns", as_json):
+            tried = trial(shape, layouts, found.question.batch, rounds=rounds, optimizer=optimizer)
     if as_json:
-        print_json(plan_words.as_json(found, measured))
+        print_json(plan_words.as_json(found, tried))
     else:
-        _print(found, measured)
+        _print(found, tried)
     raise typer.Exit(0 if found.fitting else 1)
 
 
@@ -104,7 +94,7 @@ def register(app: typer.Typer) -> None:
     app.command(epilog="Example: minidist plan --model bert-large --memory 16GB --ranks 8")(plan)
 
 
-def _print(found: Any, measured: dict[str, float] | None) -> None:
+def _print(found: Any, tried: dict[str, float] | None) -> None:
     """The answer, the table, and why others do not fit."""
     from minidist.scale import plan_words
     from minidist.scale.trial import verdict
@@ -116,12 +106,12 @@ def _print(found: Any, measured: dict[str, float] | None) -> None:
     for sentence in plan_words.reasons(found):
         show(sentence)
     if found.fitting:
-        terminal.print(plan_words.table(found, measured))
+        terminal.print(plan_words.table(found, tried))
         left = len(found.fitting) - plan_words.BEST
         if left > 0:
             show(f"{left} more fit (--json has all).")
-    if measured:
-        show(verdict(found.fitting, measured))
+    if tried:
+        show(verdict(found.fitting, tried))
     lines = plan_words.unfit(found)
     if lines:
         show("What does not fit:")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from minidist.cli_output import console, print_json, require, short, show
+from minidist.cli_output import Debug, Json, console, print_json, require, short, show
 
 
 def report(
@@ -17,10 +17,8 @@ def report(
     markdown: Annotated[
         bool, typer.Option("--markdown", help="Write Markdown for a README instead, to stdout or --out.")
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object, and nothing else, on stdout.")
-    ] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
+    as_json: Json = False,
+    debug: Debug = False,
 ) -> None:
     """Show what was measured: tables and findings here, and a page with figures."""
     from minidist.benchmarks import ladder, short_form
@@ -64,3 +62,8 @@ def report(
         out.write_text(page(found), encoding="utf-8")
         if not as_json:
             show(f"Page with figures: {short(out)}")
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command(epilog="Example: minidist report --out report.html. For a README: --markdown")(report)

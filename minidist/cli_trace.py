@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from minidist.cli_output import console, print_json, require, short, show
+from minidist.cli_output import Debug, Json, print_json, require, short, show, waiting
 
 PICTURES = (".svg", ".png", ".pdf")
 
@@ -25,10 +24,8 @@ def trace(
     dtype: Annotated[str, typer.Option(help="float32 or float64.")] = "float32",
     seed: Annotated[int, typer.Option(help="Of the weights and of the order of rows.")] = 0,
     timeout: Annotated[float | None, typer.Option(help="Seconds that the run may take.")] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object, and nothing else, on stdout.")
-    ] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
+    as_json: Json = False,
+    debug: Debug = False,
 ) -> None:
     """Show what every rank does in one step: who computes, who waits for whom, and what is sent.
 
@@ -36,14 +33,13 @@ def trace(
     by communication under way, and idle until another rank comes.
     """
     _check(out, plot)
-    from minidist.comm.supervisor import PRELOAD
+    from minidist.comm.supervisor import preload_optimizers
     from minidist.parallel.layout import Layout
     from minidist.tracing import trace_layout
 
-    os.environ.setdefault(PRELOAD, "torch._dynamo")  # which each rank would import for its optimizer
+    preload_optimizers()
     chosen = Layout.parse(layout)
-    waiting = console().status(f"{chosen} takes {steps + 1} steps on {chosen.ranks} ranks")
-    with contextlib.nullcontext() if as_json else waiting:
+    with waiting(f"{chosen} takes {steps + 1} steps on {chosen.ranks} ranks", as_json):
         found = trace_layout(
             chosen,
             model,

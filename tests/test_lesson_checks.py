@@ -124,7 +124,7 @@ def test_wrong_answers_are_told_in_a_few_lines() -> None:
         lesson.check(double, seed=5)
     shown = found.value._render_traceback_()
     assert shown == [str(found.value)]
-    assert found.value.__context__ is None  # nothing else is shown above it
+    assert found.value.__suppress_context__  # nothing else is shown above it
     assert str(found.value).startswith("Exercise 8.9, not yet. double(")
     assert "  expected " in shown[0]
     assert "  got      " in shown[0]
@@ -248,7 +248,7 @@ def test_a_check_that_is_interrupted_says_where() -> None:
     ) as e:
         lesson.check(double)
     assert e.value._render_traceback_() == [str(e.value)]
-    assert e.value.__context__ is None
+    assert e.value.__suppress_context__
     assert progress.read() == {}
 
 

@@ -5,6 +5,7 @@ import itertools
 import re
 from html.parser import HTMLParser
 
+import measured
 import pytest
 from rich.console import Console
 
@@ -32,14 +33,6 @@ def entry(name, median=0.002, group="Products", suite="bench_x", run="2025-01-01
 
 
 def machine_results(*entries):
-    software = {
-        "os": "Linux 6.1",
-        "python": "3.12.1",
-        "numpy": "2.1",
-        "torch": "2.8",
-        "numba": "0.66",
-        "blas": None,
-    }
     return {
         "schema": results.SCHEMA,
         "machine_info": {
@@ -49,7 +42,9 @@ def machine_results(*entries):
             "caches": {"L2": "1 MiB"},
             "gpus": None,
         },
-        "runs": {"2025-01-01T00:00:00+00:00": {"mode": "quick", "software": software, "commit": "1a2b3c4"}},
+        "runs": {
+            "2025-01-01T00:00:00+00:00": {"mode": "quick", "software": measured.SOFTWARE, "commit": "1a2b3c4"}
+        },
         "suites": {"bench_x": "One `import` after <another>.", "bench_y": "Other things."},
         "benchmarks": list(entries),
     }

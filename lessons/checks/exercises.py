@@ -219,10 +219,11 @@ class Lesson:
             interrupted = reader_line(error, answer, or_def=False)  # none while ranks run it
         if interrupted is not None:
             place = f", at {interrupted}" if interrupted else ""
-            raise Interrupted(f"Exercise {exercise.label}: the check was interrupted{place}.")
-        if message:  # outside of the handler, so that no other exception hangs on this one
+            raise Interrupted(f"Exercise {exercise.label}: the check was interrupted{place}.") from None
+        if message:  # outside of the handler, so that no other exception hangs on this one; a Limit that a
+            # trace raised into an `except:` of the answer's may count as being handled ever after
             again = f"(These inputs again: check({name}, seed={seed}))"
-            raise WrongAnswer(f"Exercise {exercise.label}, not yet. {message}\n{again}")
+            raise WrongAnswer(f"Exercise {exercise.label}, not yet. {message}\n{again}") from None
         return found
 
     def hint(self, name: str | Any = None) -> None:

@@ -24,7 +24,7 @@ from checks.unanswered import functions_of
 from checks.verdicts import described, wrong
 from minidist import comm
 from minidist.comm.ledgers import Call
-from minidist.comm.supervisor import PRELOAD
+from minidist.comm.supervisor import preload_optimizers
 
 LIMIT = 30.0
 """Seconds that the inputs of one check may take on one number of ranks."""
@@ -45,8 +45,7 @@ MET = (
 )
 """The ranks meet after each case; who has come there has returned from the reader's function."""
 
-# What torch imports at a process's first optimizer, for a second or more: once for all ranks.
-os.environ.setdefault(PRELOAD, "torch._dynamo")
+preload_optimizers()
 
 _worlds: dict[int, md.Cluster] = {}
 

@@ -57,6 +57,11 @@ def _preload(names: str) -> None:
             print(f"{PRELOAD} names {name!r}, which cannot be imported: {error}", file=sys.stderr)
 
 
+def preload_optimizers() -> None:
+    """Have ranks from now on start with what an optimizer needs, unless PRELOAD names modules already."""
+    os.environ.setdefault(PRELOAD, "torch._dynamo")
+
+
 def starting(now: bool) -> None:
     """Say whether this process is on its way to being a supervisor or a rank, and must not launch others."""
     global _starting

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
 from collections.abc import Sequence
@@ -26,7 +25,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from minidist.comm.supervisor import PRELOAD
+from minidist.comm.supervisor import preload_optimizers
 from minidist.model.configs import config
 from minidist.parallel.layout import Layout
 from minidist.scale.measuring import RANKS, this_machine
@@ -124,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--figures", help="a file that keeps this machine's figures")
     parser.add_argument("--json", metavar="FILE", help="write the comparison there")
     given = parser.parse_args(arguments)
-    os.environ.setdefault(PRELOAD, "torch._dynamo")
+    preload_optimizers()
     try:
         ranks = [int(word) for word in given.ranks.split(",")]
         wrong = [count for count in ranks if count not in LAYOUTS]
