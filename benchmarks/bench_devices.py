@@ -19,9 +19,11 @@ import torch
 from torch import Tensor
 
 import minidist as md
-from minidist.benchmarks import machine
-from minidist.benchmarks.strategies import Work, adamw
+from minidist.benchmarks.programs import COUNTED
+from minidist.benchmarks.steps import ADAMW
+from minidist.benchmarks.strategies import Work
 from minidist.benchmarks.turns import Benchmark, compared, record
+from minidist.cores import available_cores
 from minidist.kernels.harness import time_in_turns
 from minidist.parallel.engine import Engine
 
@@ -29,7 +31,7 @@ if not torch.cuda.is_available():
     pytest.skip("torch finds no GPU to set beside the CPU: run this on one", allow_module_level=True)
 
 GROUP = "CPU and GPU: the same training in one process"
-CPU = f"the CPU's {machine.usable_cores()} cores"
+CPU = f"the CPU's {available_cores()} cores"
 WORKS = {
     "MLP": Work("mlp", rows=256),
     "byte GPT of 0.1 M parameters": Work("byte-tiny", rows=16),
@@ -57,7 +59,7 @@ class Trained:
 
     def __init__(self, work: Work, device: str, way: Way) -> None:
         self.way, self.device = way, device
-        self.engine: Engine = md.prepare(work.build().to(device), adamw, md.Layout.parse(way.layout))
+        self.engine: Engine = md.prepare(work.build().to(device), ADAMW, md.Layout.parse(way.layout))
         self.batches: list[tuple[Tensor, Tensor]] = [(x.to(device), y.to(device)) for x, y in work.batches()]
         self.losses: list[float] = []
 
@@ -89,6 +91,7 @@ def trained(full: bool) -> Measure:
 
     @cache
     def measure(name: str) -> tuple[dict[str, list[float]], dict[str, Trained]]:
+        torch.set_num_threads(available_cores())  # a container may leave fewer than torch takes
         work = WORKS[name]
         programs = {CPU: Trained(work, "cpu", WAYS["float32"])}
         programs |= {label: Trained(work, "cuda", way) for label, way in WAYS.items()}
@@ -117,4 +120,5 @@ def test_devices(benchmark: Benchmark, trained: Any, name: str, way: str) -> Non
         "ranks": 1,
         "rows_per_s": WORKS[name].rows / statistics.median(seconds[way]),
         "memory": vars(programs[way].engine.memory()),
+        "memory_source": COUNTED,
     }

@@ -14,13 +14,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from torch import Tensor
 
 import minidist as md
 from minidist import comm
 from minidist.benchmarks.sharded_steps import fully_sharded
-from minidist.benchmarks.steps import Case, Timed, plain_loop
+from minidist.benchmarks.steps import ADAMW, Case, Timed, plain_loop
 from minidist.benchmarks.strategy_rounds import Worlds
 from minidist.benchmarks.turns import Benchmark, compared, record
 from minidist.kernels.harness import time_in_turns
@@ -46,7 +45,7 @@ def _time(case: Case, batches: list[tuple[Tensor, Tensor]], rounds: int, directo
     sharded = {}
     for name, options in FORMS.items():
         options = {**options, "offload": directory} if "offload" in options else options
-        sharded[name] = md.FullyShard(case.build(), torch.optim.AdamW, lr=1e-3, **options)
+        sharded[name] = md.FullyShard(case.build(), ADAMW, **options)
     losses: dict[str, list[float]] = {name: [] for name in (*sharded, "")}
 
     def step(name: str, train: Callable[[Tensor, Tensor], float]) -> Callable[[], None]:

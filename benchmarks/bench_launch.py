@@ -99,7 +99,7 @@ def test_cold_launch(benchmark: Benchmark, cold: dict[str, list[float]]) -> None
 def test_import(benchmark: Benchmark, full: bool, names: str) -> None:
     """What `import minidist`, and then the use of each of its names, takes in a process that has torch."""
     program = IMPORT_MINIDIST.format(names=names)
-    runs = [fresh_process(program) for _ in range(1 + (15 if full else 5))][1:]
+    runs = [fresh_process(program) for _ in range(1 + (15 if full else 3))][1:]
     record(benchmark, [inside for _, inside in runs])
     benchmark.extra_info |= {
         "label": "import minidist, all names" if names else "import minidist",

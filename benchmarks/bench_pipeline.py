@@ -45,7 +45,7 @@ def timed(full: bool, worlds: Worlds) -> Measure:
 
     @cache
     def measure() -> list[dict[str, Timed]]:
-        return worlds(RANKS).run(time_schedules, CASE, NAMES, 40 if full else 12)
+        return worlds(RANKS).run(time_schedules, CASE, NAMES, 40 if full else 6)
 
     return measure
 
@@ -73,7 +73,7 @@ def test_pipeline(benchmark: Benchmark, timed: Any, name: str) -> None:
 def test_bubble(benchmark: Benchmark, full: bool, worlds: Worlds, name: str) -> None:
     """How long the ranks wait, all together; and what each rank did when, in the step in the middle."""
     message = max(worlds(RANKS).run(message_seconds, CASE))
-    ranks = worlds(RANKS).run(passes, CASE, name, 30 if full else 10)
+    ranks = worlds(RANKS).run(passes, CASE, name, 30 if full else 8)
     schedule = schedules.by_name(name, RANKS, CASE.micro_batches, CHUNKS.get(name, 1))
     steps, waited, simulated, shares = [*zip(*ranks, strict=True)], [], [], []
     for step in steps:

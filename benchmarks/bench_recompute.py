@@ -7,14 +7,13 @@ spare all activations but the layers' inputs; attention alone costs less and spa
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 
 import numpy as np
 import pytest
-import torch
 
 import minidist as md
-from minidist.benchmarks.steps import Case
+from minidist.benchmarks.steps import ADAMW, Case
 from minidist.benchmarks.turns import Benchmark, compared, record
 from minidist.kernels.harness import time_in_turns
 from minidist.parallel.recompute import recompute
@@ -33,7 +32,7 @@ def measured(rows: int, rounds: int) -> Steps:
         model = case.build()
         if name:
             recompute(model, PARTS[name])
-        engines[name], losses[name] = md.prepare(model, partial(torch.optim.AdamW, lr=1e-3)), list[float]()
+        engines[name], losses[name] = md.prepare(model, ADAMW), list[float]()
 
     def step(name: str) -> Callable[[], None]:
         return lambda: losses[name].append(engines[name].step(*batches[len(losses[name])]))

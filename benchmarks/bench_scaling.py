@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
-from minidist.benchmarks import machine
+from minidist.benchmarks.programs import COUNTED
 from minidist.benchmarks.strategies import Row, Work
 from minidist.benchmarks.strategy_rounds import Job, Measured, measure_jobs, warm_worlds
 from minidist.benchmarks.turns import Benchmark, compared, record
+from minidist.cores import available_cores
 
 MODEL, ROWS, ROWS_A_RANK = "byte-small", 8, 4
 TITLES = {
@@ -32,7 +33,7 @@ LAYOUTS = {
 """Of the series, by their number of ranks."""
 MOST = {"tensor parallel": 4, "pipeline": 4}
 """Ranks that the model can be cut over: it has four heads, and six layers."""
-CORES = machine.usable_cores()
+CORES = available_cores()
 Measure = Callable[[str], Measured]
 
 
@@ -116,6 +117,7 @@ def _enter(benchmark: Benchmark, measured: Measured, kind: str, series: str, ran
         "rows_per_s": rows / statistics.median(timed.seconds),
         "bytes_per_step": max(facts.bytes_per_step for facts in timed.facts),
         "memory": vars(timed.fullest),
+        "memory_source": COUNTED,
     }
     if ranks > CORES:
         extra["note"] = f"{ranks} ranks share {CORES} core{'s' if CORES > 1 else ''}"

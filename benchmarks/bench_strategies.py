@@ -80,6 +80,7 @@ def test_gpt(benchmark: Benchmark, families: Any, pair: Pair) -> None:
 
 
 @compared(TITLES[MLP])
+@pytest.mark.full_only
 @pytest.mark.parametrize("pair", _lines(MLP))
 def test_mlp(benchmark: Benchmark, families: Any, pair: Pair) -> None:
     """The same where a step is short, and what surrounds its arithmetic counts."""

@@ -62,6 +62,7 @@ def test_tensor_parallel(benchmark: Benchmark, timed: Any, name: str) -> None:
 
 
 @compared(GROUP.format("8 rows"))
+@pytest.mark.full_only
 @pytest.mark.parametrize("name", OURS)
 def test_tensor_parallel_with_more_arithmetic(benchmark: Benchmark, timed: Any, name: str) -> None:
     """As many messages, of 1 MB, beside eight times the arithmetic."""

@@ -38,7 +38,7 @@ def time_against_torch(
         device: "cpu", where torch's go over gloo, or "cuda": NCCL, and our algorithms over it.
     """
     device = str(comm.device()) if device == "cuda" else device
-    x = torch.zeros(size // 4, device=device)
+    x = torch.zeros(size // 4 // md.size() * md.size(), device=device)  # as many for each rank
     if variant == "in place":
         x = comm.empty_shared(x.shape)
     other, share = torch.zeros_like(x), torch.zeros(len(x) // md.size(), device=device)

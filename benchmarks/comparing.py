@@ -20,11 +20,6 @@ from minidist.benchmarks.results import Results
 
 FLOOR = 0.05
 """Share of the earlier figure that a difference has to exceed."""
-FEW = 5
-"""The middle half of so many rounds is widened to twice its width: of fewer rounds it is itself a guess.
-
-So two runs of five rounds of one program, whose rounds scatter by 5%, differ by more in 3 of 1000 cases.
-"""
 VERDICTS = ("slower", "faster", "same", "undecided", "new", "gone")
 KINDS = {
     "ratio": "by the ratio to a program that ran in turn, which holds where the machine drifts",
@@ -102,6 +97,7 @@ def compare(old: Results, new: Results, measured: Iterable[str], everything: boo
         everything: whether it was to measure all: what it has no longer is then gone.
     """
     same = machine.slug(old["machine_info"], whole=True) == machine.slug(new["machine_info"], whole=True)
+    new = results.rounded(new)  # as the older one was when it was kept, or a count of 5/7 would have changed
     after = {entry["fullname"]: entry for entry in results.newest(new)}
     mode = new["runs"][max(new["runs"])]["mode"]
     before = {entry["fullname"]: entry for entry in results.newest(old)}
@@ -121,7 +117,7 @@ def judge(old: Entry | None, new: Entry, same_machine: bool = True) -> Change | 
         return _change(new, "new")
     before, after = old["extra_info"], new["extra_info"]
     if "cost" in before and "cost" in after:
-        return _decide(new, "cost", before["cost"], after["cost"], 0.0, True)
+        return _decide(new, "cost", *_costs(before, after), 0.0, True)
     rounds = min(old["stats"]["rounds"], new["stats"]["rounds"])
     if "ratio" in before and "ratio" in after and before["peer"] == after["peer"]:
         widths = [extra["pair_ratio_q3"] - extra["pair_ratio_q1"] for extra in (before, after)]
@@ -134,8 +130,19 @@ def judge(old: Entry | None, new: Entry, same_machine: bool = True) -> Change | 
         of, figures = "time", (old["stats"]["median"], new["stats"]["median"])
     else:
         return None
-    spread = max((1 + FEW / rounds) * sum(widths), FLOOR * figures[0])
+    spread = max((1 + columns.FEW / rounds) * sum(widths), FLOOR * figures[0])
     return _decide(new, of, *figures, spread, rounds > 1)
+
+
+def _costs(before: dict[str, Any], after: dict[str, Any]) -> tuple[float, float]:
+    """Of what a check counts the one that rose most, else the one that fell most: before and after."""
+    known = {each["what"]: each["cost"] for each in before.get("scores", [])}
+    pairs = [(known[s["what"]], s["cost"]) for s in after.get("scores", []) if s["what"] in known]
+    changed = [(old, new) for old, new in pairs if old != new]
+    if not pairs:
+        return before["cost"], after["cost"]
+    rose = [pair for pair in changed if pair[1] > pair[0]]
+    return max(rose or changed or pairs[:1], key=lambda pair: abs(pair[1] - pair[0]))
 
 
 def _decide(entry: Entry, of: str, old: float, new: float, spread: float, known: bool) -> Change:

@@ -82,7 +82,7 @@ def collectives(entries: list[Entry], found: Results) -> Finding | None:
     if not beside:
         return None
     fewest = min(entry["extra_info"]["ranks"] for entry in beside)
-    most = max(entry["extra_info"]["bytes"] for entry in beside)
+    most = max(e["extra_info"]["bytes"] for e in beside if e["extra_info"]["ranks"] == fewest)
     same = [e for e in beside if (e["extra_info"]["ranks"], e["extra_info"]["bytes"]) == (fewest, most)]
     counted = verdicts.tally(beside)
     decided = verdicts.tally(same)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from minidist.benchmarks import columns, verdicts
+from minidist.benchmarks.chapters import chapter_of
 from minidist.benchmarks.columns import Entry
 from minidist.benchmarks.finding import Finding, Number, finding
 from minidist.benchmarks.results import Results
@@ -20,7 +21,7 @@ def strategies(entries: list[Entry], found: Results) -> Finding | None:
     if not many:
         return None
     words: list[str | Number] = [
-        f"Of {many} training steps that ran in turn with the same step by another library, "
+        f"Of {many} training steps that ran in turn with another library's on the same batch, "
         f"{len(counted.faster)} took less time, {len(counted.slower)} took more, and "
         f"{len(counted.undecided)} had {verdicts.UNDECIDED}"
     ]
@@ -195,7 +196,8 @@ def goals(entries: list[Entry], found: Results) -> Finding | None:
         entry, times = max(missed, key=lambda each: each[1])
         words += ["; the farthest from it, at ", Number(f"{columns.times(times)} of its limit", entry)]
         words.append(f", is {columns.label(entry)}")
-    return finding("rest", *words, ".", rests_on=tuple(entry for entry, _ in judged))
+    first = entry if missed else judged[0][0]
+    return finding(chapter_of(first), *words, ".", rests_on=tuple(entry for entry, _ in judged))
 
 
 def _joint(index: int, many: int) -> str:

@@ -8,7 +8,6 @@ a time limit.
 from __future__ import annotations
 
 import importlib.metadata
-import math
 import os
 import platform
 import re
@@ -17,6 +16,8 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+from minidist.cores import available_cores
 
 GPU_QUERY = ("name", "driver_version", "memory.total", "compute_cap")
 GPU_DEVICES = ("/dev/nvidiactl", "/dev/dxg")  # Linux, and Linux inside Windows
@@ -35,7 +36,7 @@ def describe() -> dict[str, Any]:
     """The machine and its software, as a JSON-ready dictionary; sizes in bytes."""
     return {
         "cpu": cpu_model(),
-        "cores": usable_cores(),
+        "cores": available_cores(),
         "cores_of_machine": os.cpu_count() or 1,
         "architecture": platform.machine(),
         "memory_bytes": memory_bytes(),
@@ -117,26 +118,6 @@ def cpu_model(cpuinfo: str = "/proc/cpuinfo") -> str:
         if name:
             return name.strip()
     return platform.processor() or platform.machine() or "unknown CPU"
-
-
-def usable_cores() -> int:
-    """Cores that this process may run on: taskset, a job scheduler or a container may leave it few."""
-    try:
-        allowed = len(os.sched_getaffinity(0))
-    except AttributeError:
-        # macOS and Windows know no affinity.
-        allowed = os.cpu_count() or 1
-    quota = _cpu_quota()
-    return max(1, min(allowed, math.ceil(quota))) if quota else allowed
-
-
-def _cpu_quota(path: str = "/sys/fs/cgroup/cpu.max") -> float | None:
-    """Cores' worth of time that a container's control group (version 2) allows, None for no limit."""
-    try:
-        quota, period = Path(path).read_text().split()
-        return None if quota == "max" else int(quota) / int(period)
-    except (OSError, ValueError):
-        return None
 
 
 def memory_bytes() -> int | None:

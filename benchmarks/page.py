@@ -27,9 +27,9 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inli
 READING = (
     "Programs that are compared ran in turn, A B A B, so that their ratio holds where the machine drifts. "
     "It is our time over the other's: below 1 minidist is faster; in brackets stands the middle half of the "
-    "ratios of single pairs, and where that contains 1 the result is undecided. Times are medians, and the "
-    "spread is half the width of their middle half. Press a number, or the small one beside a name, to see "
-    "how it was measured."
+    "ratios of single pairs, and where that contains 1 the result is undecided; it counts as wider where "
+    "pairs are few. Times are medians, and the spread is half the width of their middle half. Press a "
+    "number, or the small one beside a name, to see how it was measured."
 )
 
 

@@ -109,6 +109,12 @@ def how(entry: Entry, found: Results, slug: str, index: int) -> str:
     parts = [_spread(stats)]
     if "peer" in extra:
         parts.append(_peer(entry))
+    if "over_yardstick" in extra:
+        middle = f"{extra['over_yardstick_q1']:.3g} to {extra['over_yardstick_q3']:.3g}"
+        parts.append(
+            f"In turn with {extra['yardstick']} in one process, too, median "
+            f"{columns.seconds(extra['yardstick_median'])}; middle half of the ratios of rounds {middle}."
+        )
     if "memory_source" in extra:
         parts.append(f"Memory: {extra['memory_source']}.")
     commit = run["commit"] or ""

@@ -24,8 +24,8 @@ from minidist.benchmarks.peers_cut import (
 )
 from minidist.benchmarks.peers_outside import accelerated, deep_speed
 from minidist.benchmarks.programs import Program
-from minidist.benchmarks.steps import plain_loop
-from minidist.benchmarks.strategies import EVERY, OUTSIDE, Work, adamw
+from minidist.benchmarks.steps import ADAMW, plain_loop
+from minidist.benchmarks.strategies import EVERY, OUTSIDE, Work
 
 Make = Callable[[Work], Program]
 
@@ -43,7 +43,7 @@ def plain(work: Work, checkpointed: bool = False) -> Program:
     model = work.build()
     if checkpointed:
         _checkpoint(model)
-    optimizer = adamw(model.parameters())
+    optimizer = ADAMW(model.parameters())
     # What is computed again is not seen from outside, so it is not counted.
     return Program(plain_loop(model, optimizer), module=None if checkpointed else model, optimizer=optimizer)
 
@@ -66,7 +66,7 @@ def ddp(work: Work, hook: str = "", checkpointed: bool = False) -> Program:
     elif hook == "PowerSGD":
         state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
         parallel.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    optimizer = adamw(parallel.parameters())
+    optimizer = ADAMW(parallel.parameters())
     counted = None if checkpointed else parallel
     return Program(plain_loop(parallel, optimizer), (md.rank(), md.size()), counted, optimizer)
 
@@ -86,7 +86,7 @@ def post_local_sgd(work: Work) -> Program:
     from torch.distributed.optim import PostLocalSGDOptimizer
 
     model = work.build()
-    optimizer = PostLocalSGDOptimizer(adamw(model.parameters()), PeriodicModelAverager(EVERY, warmup_steps=0))
+    optimizer = PostLocalSGDOptimizer(ADAMW(model.parameters()), PeriodicModelAverager(EVERY, warmup_steps=0))
     return Program(plain_loop(model, optimizer), (md.rank(), md.size()), model, optimizer)
 
 
@@ -95,7 +95,9 @@ def zero_redundancy(work: Work) -> Program:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     parallel = DistributedDataParallel(work.build())
-    optimizer = ZeroRedundancyOptimizer(parallel.parameters(), optimizer_class=torch.optim.AdamW, lr=1e-3)
+    optimizer = ZeroRedundancyOptimizer(
+        parallel.parameters(), optimizer_class=torch.optim.AdamW, **ADAMW.keywords
+    )
     return Program(plain_loop(parallel, optimizer), (md.rank(), md.size()), parallel, optimizer)
 
 
@@ -109,7 +111,7 @@ def fully_sharded(work: Work, keep: bool = False) -> Program:
     for layer in layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=not keep)
     fully_shard(model, mesh=mesh, reshard_after_forward=not keep)
-    optimizer = adamw(model.parameters())
+    optimizer = ADAMW(model.parameters())
     return Program(plain_loop(model, optimizer), (md.rank(), md.size()), model, optimizer)
 
 

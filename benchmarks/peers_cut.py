@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 
 import minidist as md
 from minidist.benchmarks.pipeline_steps import torch_loop
 from minidist.benchmarks.programs import Program
-from minidist.benchmarks.steps import plain_loop
-from minidist.benchmarks.strategies import Work, adamw
+from minidist.benchmarks.steps import ADAMW, plain_loop
+from minidist.benchmarks.strategies import Work
 from minidist.benchmarks.tensor_steps import cut_blocks
 from minidist.parallel.layerwise import cut
 
@@ -100,7 +99,7 @@ def _loop(model: nn.Module, share: tuple[int, int] = (0, 1)) -> Program:
         kind = type(parameter.data), getattr(parameter, "device_mesh", None)
         kinds.setdefault(kind, []).append(parameter)
     groups = [{"params": parameters} for parameters in kinds.values()]
-    optimizer = torch.optim.AdamW(groups, lr=1e-3, fused=True)
+    optimizer = ADAMW(groups)
     return Program(plain_loop(model, optimizer), share, model, optimizer)
 
 
@@ -112,6 +111,6 @@ def pipelined(name: str, work: Work) -> Program:
     own = [md.rank() + md.size() * chunk for chunk in range(chunks)]
     stages = {stage: nn.Sequential(*(layers[i] for i in parts[stage])) for stage in own}
     modules = nn.ModuleList(stages.values())
-    optimizer = adamw(modules.parameters())
+    optimizer = ADAMW(modules.parameters())
     train = torch_loop(name, {**stages}, len(parts), 4, optimizer)
     return Program(train, module=modules, optimizer=optimizer)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import partial
 from statistics import fmean, median
 from time import perf_counter
 from typing import Any
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 
 import minidist as md
 from minidist import comm
-from minidist.benchmarks.steps import SEED
+from minidist.benchmarks.steps import ADAMW, SEED
 from minidist.kernels.harness import time_in_turns
 from minidist.model.configs import GPTConfig, config
 from minidist.model.data import dataset
@@ -32,7 +31,6 @@ PEERS = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}
 """Of our schedules those that torch's pipelining has too, by the names of its classes."""
 CHUNKS = {"interleaved": 2}
 """Of the schedules that have several on a rank."""
-ADAMW = partial(torch.optim.AdamW, lr=1e-3)
 
 
 @dataclass(frozen=True)

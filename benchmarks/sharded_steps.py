@@ -9,19 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 import minidist as md
 from minidist import comm
-from minidist.benchmarks.steps import SEED, Case, Timed, plain_loop
+from minidist.benchmarks.steps import ADAMW, SEED, Case, Timed, plain_loop
 from minidist.kernels.harness import time_in_turns
 from minidist.model.configs import config
 from minidist.model.gpt import GPT, Block
 
-ADAMW = partial(torch.optim.AdamW, lr=1e-3)
 Step = Callable[[Tensor, Tensor], float]
 
 
@@ -39,7 +37,9 @@ def zero_redundancy(model: nn.Module) -> Step:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     parallel = nn.parallel.DistributedDataParallel(model)
-    optimizer = ZeroRedundancyOptimizer(parallel.parameters(), optimizer_class=torch.optim.AdamW, lr=1e-3)
+    optimizer = ZeroRedundancyOptimizer(
+        parallel.parameters(), optimizer_class=torch.optim.AdamW, **ADAMW.keywords
+    )
     return plain_loop(parallel, optimizer)
 
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 import minidist as md
 from minidist import comm
 from minidist.benchmarks import wire
-from minidist.benchmarks.steps import Case, plain_loop
+from minidist.benchmarks.steps import ADAMW, Case, plain_loop
 from minidist.benchmarks.two_hosts import counter
 from minidist.comm import cost
 from minidist.comm.cost import Profile
@@ -44,7 +44,6 @@ FAST, SLOW = "the wire as fast as it goes", "1 Gbit/s, 5 ms"
 LINKS: dict[str, dict[str, float]] = {FAST: {}, SLOW: {"rate": RATE, "delay": DELAY}}
 PEER, ALONE, INSIDE = "torch DDP", "no communication", "tensor parallel inside a host"
 LOCAL = f"local SGD, every {EVERY} steps"
-ADAMW = partial(torch.optim.AdamW, lr=1e-3)
 Train = Callable[[Tensor, Tensor], float]
 
 

@@ -25,6 +25,8 @@ from minidist.model.mlp import MLP
 from minidist.model.sampler import Sampler
 
 SEED = 0
+ADAMW = partial(torch.optim.AdamW, lr=1e-3, fused=True)
+"""The optimizer of all steps, ours and others': one call for all parameters of a kind, also on DTensors."""
 
 
 @dataclass(frozen=True)
@@ -75,13 +77,12 @@ def time_forms(case: Case, forms: Mapping[str, Mapping[str, Any]], rounds: int) 
     forms: for each name, options of `DataParallel`.
     """
     batches = case.batches(rounds + 2)  # one more for time_in_turns to warm up, and one for the ledger
-    optimizer = partial(torch.optim.AdamW, lr=1e-3)
     engines = {
-        name: md.prepare(case.build(), optimizer, md.Layout(dp=md.size()), data_parallel=options)
+        name: md.prepare(case.build(), ADAMW, md.Layout(dp=md.size()), data_parallel=options)
         for name, options in forms.items()
     }
     losses: dict[str, list[float]] = {name: [] for name in (*engines, "")}
-    peer_step = _plain_torch(case.build(), optimizer)
+    peer_step = _plain_torch(case.build(), ADAMW)
 
     def step(name: str, train: Callable[[Tensor, Tensor], float]) -> Callable[[], None]:
         return lambda: losses[name].append(train(*batches[len(losses[name])]))

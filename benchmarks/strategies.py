@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from minidist.benchmarks.steps import SEED
@@ -211,8 +210,3 @@ def pairs(model: str) -> list[Pair]:
     """The lines of a model's table."""
     rows = [row for row in ROWS if model != "mlp" or not row.gpt_only]
     return [Pair(row, peer) for row in rows for peer in row.peers or ("",)]
-
-
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    """The optimizer of all rows and peers."""
-    return torch.optim.AdamW(parameters, lr=1e-3)

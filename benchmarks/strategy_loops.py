@@ -13,7 +13,8 @@ from torch import Tensor, nn
 import minidist as md
 from minidist import comm
 from minidist.benchmarks.programs import Batch, Program, Ran
-from minidist.benchmarks.strategies import EVERY, Work, adamw
+from minidist.benchmarks.steps import ADAMW
+from minidist.benchmarks.strategies import EVERY, Work
 from minidist.model.loss import cross_entropy
 from minidist.parallel.layerwise import cut
 
@@ -21,7 +22,7 @@ from minidist.parallel.layerwise import cut
 def local_sgd(work: Work) -> Program:
     """Each rank trains on its own rows; every few steps the ranks average their parameters."""
     model = md.LocalSGD(work.build(), every=EVERY)
-    optimizer = adamw(model.parameters())
+    optimizer = ADAMW(model.parameters())
 
     def train(inputs: Tensor, targets: Tensor) -> float:
         optimizer.zero_grad()
@@ -41,7 +42,7 @@ def layer_by_layer(work: Work) -> Program:
     """Each rank has some of the layers, and the whole batch goes through them one after the other."""
     layers: Any = work.build().layers
     part = nn.Sequential(*(layers[i] for i in cut(layers, md.size())[md.rank()]))
-    parallel, optimizer = md.LayerByLayer(part), adamw(part.parameters())
+    parallel, optimizer = md.LayerByLayer(part), ADAMW(part.parameters())
 
     def train(inputs: Tensor, targets: Tensor) -> float:
         optimizer.zero_grad()
@@ -69,7 +70,7 @@ class ServerProgram(Program):
     def run(self, batches: Sequence[Batch]) -> Ran:
         """See `Program.run`."""
         assert self.module is not None
-        server = md.ParameterServer(self.module, adamw, max_staleness=self._max_staleness)
+        server = md.ParameterServer(self.module, ADAMW, max_staleness=self._max_staleness)
         self._server, self.optimizer = server, server.optimizer
         comm.barrier()
         if server.is_server:

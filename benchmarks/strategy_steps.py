@@ -7,15 +7,16 @@ Between two calls a program stays in `HELD`, a process's own.
 from __future__ import annotations
 
 import gc
+import tempfile
 from dataclasses import dataclass
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import minidist as md
 from minidist import comm
 from minidist.benchmarks.peers import PEERS
 from minidist.benchmarks.programs import Batch, EngineProgram, Program, Ran
-from minidist.benchmarks.strategies import BATCHES, OFFLOAD, Row, Work, adamw
+from minidist.benchmarks.steps import ADAMW
+from minidist.benchmarks.strategies import BATCHES, OFFLOAD, Row, Work
 from minidist.benchmarks.strategy_loops import LOOPS
 from minidist.parallel.layout import Layout
 from minidist.parallel.memory import Memory
@@ -38,8 +39,8 @@ class Facts:
 class Kept:
     """A program, its batches, and how far it is."""
 
-    def __init__(self, program: Program, batches: list[Batch], scratch: TemporaryDirectory[str]) -> None:
-        self.program, self.batches, self.scratch = program, batches, scratch
+    def __init__(self, program: Program, batches: list[Batch]) -> None:
+        self.program, self.batches = program, batches
         self.steps = 0
 
     def run(self, steps: int) -> Ran:
@@ -52,13 +53,13 @@ class Kept:
 HELD: dict[str, Kept] = {}
 
 
-def hold(name: str, work: Work, row: Row | None, peer: str = "") -> Facts:
-    """Make a program, of a row or of a peer, and take its first steps."""
-    scratch = TemporaryDirectory(prefix="minidist-bench-")  # goes with what is kept
-    program = PEERS[peer](work) if row is None else _ours(row, work, scratch.name)
-    kept = HELD[name] = Kept(program, work.batches(), scratch)
+def hold(
+    name: str, scratch: str, work: Work, row: Row | None = None, peer: str = "", period: int = 1
+) -> Facts:
+    """Make a program, of a row or of a peer, and take its first steps; scratch: a folder for its files."""
+    program = PEERS[peer](work) if row is None else _ours(row, work, tempfile.mkdtemp(dir=scratch))
+    kept = HELD[name] = Kept(program, work.batches())
     first = kept.run(SEEN)
-    period = 1 if row is None else row.period
     if SEEN % period:
         kept.run(period - SEEN % period)  # to the beginning of the next
     with comm.ledger() as ledger:
@@ -74,7 +75,7 @@ def _ours(row: Row, work: Work, scratch: str) -> Program:
     options: dict[str, Any] = row.options
     if options == OFFLOAD:
         options = {"fully_shard": {"offload": scratch}}
-    return EngineProgram(md.prepare(work.build(), adamw, Layout.parse(row.layout), **options))
+    return EngineProgram(md.prepare(work.build(), ADAMW, Layout.parse(row.layout), **options))
 
 
 def turn(name: str, steps: int) -> float:
@@ -83,9 +84,6 @@ def turn(name: str, steps: int) -> float:
 
 
 def drop() -> None:
-    """Let go of all programs, and of the folders that they offload to."""
-    folders = [kept.scratch for kept in HELD.values()]
+    """Let go of all programs."""
     HELD.clear()
     gc.collect()
-    for folder in folders:
-        folder.cleanup()

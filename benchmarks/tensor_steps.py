@@ -13,12 +13,11 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 import minidist as md
 from minidist import comm
-from minidist.benchmarks.steps import SEED
+from minidist.benchmarks.steps import ADAMW, SEED
 from minidist.kernels.harness import time_in_turns
 from minidist.model.configs import config
 from minidist.model.data import dataset
@@ -124,7 +123,7 @@ def _loop(
     for parameter in model.parameters():
         kinds.setdefault(type(parameter.data), []).append(parameter)
     groups = [{"params": parameters} for parameters in kinds.values()]
-    optimizer = torch.optim.AdamW(groups, lr=1e-3, fused=True)
+    optimizer = ADAMW(groups)
 
     def step(inputs: Tensor, targets: Tensor) -> float:
         optimizer.zero_grad()

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import shutil
 import subprocess
 import sys
@@ -186,7 +187,8 @@ class TwoHosts:
 
     def _wait_for(self, process: subprocess.Popen[str], what: str) -> None:
         assert process.stdout is not None
-        if process.stdout.readline() != "ready\n":
+        told, _, _ = select.select([process.stdout], [], [], LIMIT)
+        if not told or process.stdout.readline() != "ready\n":
             raise OSError(f"{what} could not be made: {str(process.args)[:300]} failed")
 
 

@@ -61,7 +61,7 @@ def tally(entries: Iterable[Entry]) -> Tally:
 def strategies(entries: Iterable[Entry]) -> list[Entry]:
     """Results of the table of strategies; where that was not measured, training beside other libraries."""
     entries = list(entries)
-    table = [entry for entry in entries if "strategy" in entry["extra_info"]]
+    table = [entry for entry in entries if entry["suite"] == "bench_strategies"]
     return table or [entry for entry in entries if entry["suite"] in TRAINING and _library(entry)]
 
 
@@ -74,7 +74,8 @@ def name(entry: Entry) -> str:
     """What a strategy is called where its table is not around it: `ZeRO, stage 2`."""
     extra = entry["extra_info"]
     if "strategy" in extra:
-        return f"{extra['strategy']} ({extra['model']})" if "model" in extra else str(extra["strategy"])
+        label = columns.label(entry)  # with its ranks, where these are not two
+        return f"{label} ({extra['model']})" if "model" in extra else label
     subject = entry["group"].partition(":")[0].partition(" in every form")[0]
     label = columns.label(entry)
     return label if subject.lower() in label.lower() else f"{subject}, {label}"

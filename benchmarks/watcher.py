@@ -129,7 +129,9 @@ def _reason(report: pytest.CollectReport | pytest.TestReport) -> str:
     """The first line of what a test or a suite failed with, such as `AssertionError: ...`."""
     crash = getattr(report.longrepr, "reprcrash", None)
     if crash is not None:
-        return str(crash.message).partition("\n")[0]
+        first, *more = [line.strip() for line in str(crash.message).splitlines() if line.strip()]
+        # numpy's begin with a line feed
+        return f"{first} {more[0]}" if first.endswith(":") and more else first
     # A suite that can't be imported has text alone: its last marked line names the error.
     marked = [line[1:].strip() for line in report.longreprtext.splitlines() if line.startswith("E ")]
     return marked[-1] if marked else "unknown error"

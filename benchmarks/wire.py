@@ -20,7 +20,6 @@ import fcntl
 import json
 import os
 import select
-import shutil
 import socket
 import struct
 import sys
@@ -149,7 +148,8 @@ def main() -> None:
         try:
             carry((first, second), control)
         finally:
-            shutil.rmtree(os.path.dirname(path), ignore_errors=True)
+            with contextlib.suppress(OSError):
+                os.unlink(path)
 
 
 if __name__ == "__main__":

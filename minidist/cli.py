@@ -202,7 +202,7 @@ cli_trace.register(app)
 def bench(
     suites: Annotated[
         list[str] | None,
-        typer.Argument(help="cpu_matmul, cuda, collectives, training, zero, ...; or all."),
+        typer.Argument(help="cpu_matmul, cuda, collectives, training, zero, ...; all unless given."),
     ] = None,
     full: Annotated[bool, typer.Option("--full", help="All sizes and more rounds.")] = False,
     keyword: Annotated[

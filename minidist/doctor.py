@@ -22,6 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from minidist.benchmarks import machine
+from minidist.cores import available_cores
 
 PROBE_TIMEOUT = 60.0  # seconds; importing torch from a cold disk takes a good part of a minute
 SHARED_MEMORY = 2**30  # bytes of /dev/shm that ranks of one host want for large exchanges
@@ -93,7 +94,7 @@ def probe(program: str | None = None, timeout: float = PROBE_TIMEOUT) -> dict[st
 
 def cores() -> Part:
     """Cores that this process may use."""
-    usable, all_of_them = machine.usable_cores(), os.cpu_count() or 1
+    usable, all_of_them = available_cores(), os.cpu_count() or 1
     found = f"{usable} of {all_of_them}, {machine.cpu_model()}"
     if usable > 1:
         return Part("cores", True, found)

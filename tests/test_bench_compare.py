@@ -58,6 +58,13 @@ def test_a_spread_that_exceeds_the_difference_says_so(value, half, rounds, undec
     assert (rows[0]["undecided"], rows[0]["verdict"]) == (undecided, verdict)
 
 
+def test_medians_and_pairs_that_contradict_each_other_decide_nothing():
+    """As where the machine's speed changed between rounds: the middle half is all above 1, or below it."""
+    for medians, q1, q3 in ((0.99, 1.05, 1.09), (1.01, 0.91, 0.95)):
+        found = entry(rounds=50, **ratio(medians) | {"pair_ratio_q1": q1, "pair_ratio_q3": q3})
+        assert columns.verdict(found) == "undecided"
+
+
 def test_nothing_compared_is_not_undecided():
     assert not columns.undecided(entry())
     assert columns.verdict(entry()) is None
@@ -158,3 +165,32 @@ def test_few_rounds_decide_less():
     """The same figures of five rounds and of fifty."""
     assert judge(entry(rounds=5, **ratio(0.9)), entry(rounds=50, **ratio(1.02))).verdict == "same"
     assert judge(entry(rounds=50, **ratio(0.9)), entry(rounds=50, **ratio(1.02))).verdict == "slower"
+
+
+def test_a_count_is_what_the_file_keeps_of_it(tmp_path):
+    """Of 23/28 it keeps six digits, and the same count in a run just measured is no change."""
+    results.save(file_of(entry(cost=23 / 28, par=23 / 28)), tmp_path / "old.json")
+    new = file_of(entry(cost=23 / 28, par=23 / 28), run="2025-01-02")
+    found = compare(results.load(tmp_path / "old.json"), new, [entry()["fullname"]], True)
+    assert [change.verdict for change in found.changes] == ["same"]
+
+
+def test_five_pairs_on_one_side_decide_less_than_fifty():
+    """Of two equal programs four of five pairs fall on one side in every third run."""
+    found = ratio(0.97, half=0.02)
+    assert columns.verdict(entry(rounds=5, **found)) == "undecided"
+    assert columns.verdict(entry(rounds=50, **found)) == "faster"
+
+
+def test_a_count_is_set_beside_the_one_of_the_same_name():
+    """What stands in the row is the count furthest from par, which need not be the same in both runs."""
+
+    def counted(forward, backward):
+        scores = [{"what": "sent forward", "cost": forward}, {"what": "sent backward", "cost": backward}]
+        return entry(cost=max(forward, backward), par=1.0, scores=scores)
+
+    found = judge(counted(0.0, 4096.0), counted(64.0, 4096.0))
+    assert (found.verdict, found.old, found.new) == ("slower", 0.0, 64.0)
+    assert judge(counted(8.0, 9.0), counted(8.0, 9.0)).verdict == "same"
+    assert judge(counted(8.0, 9.0), counted(4.0, 9.0)).verdict == "faster"
+    assert judge(counted(8.0, 9.0), counted(4.0, 9.5)).verdict == "slower"

@@ -3,6 +3,7 @@
 import json
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from test_turns import FakeBenchmark
@@ -146,3 +147,31 @@ def test_a_solution_above_par_is_told(monkeypatch):
     extra = {}
     bench_lessons.enter(extra, "4.3 transpose", (Score("Bank conflicts", 0, 0),))
     assert (extra["cost"], extra["par"]) == (0, 0)
+
+
+def test_a_lesson_whose_packages_are_missing_is_left_out(monkeypatch):
+    def missing(name):
+        raise ModuleNotFoundError("lesson 03 needs numba-cuda: pip install 'minidist[cuda]'")
+
+    monkeypatch.setattr(bench_lessons.importlib, "import_module", missing)
+    with pytest.raises(pytest.skip.Exception, match="needs numba-cuda"):
+        bench_lessons.test_solution(FakeBenchmark(), None, "03_cuda_from_python", "add")
+
+
+def test_an_interrupted_check_ends_the_run(monkeypatch):
+    class Interrupted(Exception):
+        pass
+
+    class Lesson:
+        solution = staticmethod(lambda name: None)
+
+        def judge(self, name, solution, seed):
+            raise Interrupted
+
+    modules = {
+        "checks.a": SimpleNamespace(lesson=Lesson()),
+        "checks.verdicts": SimpleNamespace(Interrupted=Interrupted),
+    }
+    monkeypatch.setattr(bench_lessons.importlib, "import_module", modules.__getitem__)
+    with pytest.raises(KeyboardInterrupt):
+        bench_lessons.test_solution(FakeBenchmark(), None, "01_a", "add")

@@ -106,7 +106,7 @@ def test_nccl_is_missed_only_where_there_is_a_gpu():
 
 
 def test_one_core_is_told(monkeypatch):
-    monkeypatch.setattr(doctor.machine, "usable_cores", lambda: 1)
+    monkeypatch.setattr(doctor, "available_cores", lambda: 1)
     assert not doctor.cores().ok
 
 

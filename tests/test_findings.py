@@ -5,7 +5,7 @@ import copy
 import measured
 import pytest
 
-from minidist.benchmarks import columns, findings, results, verdicts
+from minidist.benchmarks import chapters, columns, findings, results, verdicts
 from minidist.benchmarks.finding import Number
 
 EVERYTHING = measured.everything()
@@ -74,6 +74,16 @@ def test_another_measurement_is_another_sentence():
     assert "1.21" not in whole
 
 
+def test_a_slow_link_is_no_step_of_the_table():
+    """There our local SGD is beside a DDP that sends at each step over an emulated wire."""
+    slow = measured.entry(
+        "slow_link", "2 + 2 ranks", "sgd", 0.1, strategy="local SGD", layout="dp=4", model="byte-small",
+        **measured.beside("torch DDP", 0.1, 0.12),
+    )  # fmt: skip
+    assert found(slow, *measured.strategies())[0].text.startswith("Of 3 training steps")
+    assert found(slow) == []
+
+
 def test_without_the_table_training_beside_libraries_counts():
     one = measured.entry(
         "zero", "ZeRO: a GPT", "zero", 0.1, label="stage 1", **measured.beside("torch FSDP", 0.1, 0.5)
@@ -116,6 +126,12 @@ def test_a_collective_that_cannot_be_told_apart_says_so():
     for each in entries[:4]:
         each["extra_info"] |= measured.beside("gloo", 1e-3, 1.01)
     assert f"there is {verdicts.UNDECIDED} between gloo and ours" in text(*entries)
+    small, large = measured.collectives()[:2]
+    small["extra_info"]["ranks"], large["extra_info"]["ranks"] = (
+        2,
+        4,
+    )  # most bytes, not fewest ranks
+    assert "of 64 KiB on 2 ranks takes 0.20 of gloo's time" in text(small, large)
 
 
 def test_the_ladder_goes_from_the_first_rung_to_the_last():
@@ -136,6 +152,8 @@ def test_goals_name_the_farthest():
     said = text(missed, met)
     assert said.startswith("Of the 2 goals that this project set itself 1 are met; ")
     assert said.endswith("the farthest from it, at 2.50 of its limit, is slow.")
+    told = found(missed, met)[-1]
+    assert told.chapter == chapters.chapter_of(missed)  # where its link leads
 
 
 @pytest.mark.parametrize("left_out", ["strategies", "pipelines", "scaling", "collectives", "ladder"])

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from minidist import cores
 from minidist.benchmarks import machine
 
 
@@ -65,10 +66,10 @@ def test_cpu_model_where_nothing_tells(tmp_path):
 
 def test_cpu_quota_of_a_container(tmp_path):
     limit = tmp_path / "cpu.max"
-    for text, cores in (("150000 100000", 1.5), ("max 100000", None), ("nonsense", None)):
+    for text, expected in (("150000 100000", 1.5), ("max 100000", None), ("nonsense", None)):
         limit.write_text(text)
-        assert machine._cpu_quota(str(limit)) == cores
-    assert machine._cpu_quota(str(tmp_path / "missing")) is None
+        assert cores.cpu_quota(str(limit)) == expected
+    assert cores.cpu_quota(str(tmp_path / "missing")) is None
 
 
 def test_caches(tmp_path):

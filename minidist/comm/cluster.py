@@ -27,6 +27,7 @@ from minidist.comm.errors import RankError
 from minidist.comm.processes import RankProcess, supervisor
 from minidist.comm.sources import WithSource
 from minidist.comm.worker import Setup
+from minidist.cores import available_cores as available_cores
 
 START_TIMEOUT = 120.0
 """Seconds that ranks may take to start: importing torch from a cold disk can take most of a minute."""
@@ -206,13 +207,6 @@ class Cluster:
             except BaseException:
                 _stop(self._processes, os.getpid(), 0.0)
                 raise
-
-
-def available_cores() -> int:
-    """Cores that this process may use: its affinity where the system has one, else all."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _directory() -> str:
