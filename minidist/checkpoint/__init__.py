@@ -13,8 +13,9 @@ Nothing in it is ever executed. Boxes are read in any other cut, so that the ran
 change. A save writes beside its path, has every file and directory synced to the disk, and renames at the
 end: at any moment a path holds a whole checkpoint, or what was there before.
 
-`saving.py` and `loading.py` say what happens in which order; `planners.py` and `storage.py` are what
-torch.distributed.checkpoint calls; `index.py` reads and checks; `folders.py` names and renames.
+`saving.py` and `loading.py` say what happens in which order; `transfer.py` calls
+torch.distributed.checkpoint, which calls `planners.py` and `storage.py`; `index.py` reads and checks;
+`folders.py` names and renames.
 """
 
 from minidist.checkpoint.errors import CheckpointError as CheckpointError

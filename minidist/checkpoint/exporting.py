@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from minidist import comm
+from minidist.checkpoint.boxes import read_whole, stored_names
 from minidist.checkpoint.errors import agree
 from minidist.checkpoint.folders import WRITING, sync_directory
 from minidist.checkpoint.index import read_index, verify
-from minidist.checkpoint.storage import read_whole, stored_names
 from minidist.parallel.engine import Engine
 
 

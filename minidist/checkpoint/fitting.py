@@ -8,10 +8,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from minidist.checkpoint.boxes import stored_names
 from minidist.checkpoint.errors import CheckpointError
 from minidist.checkpoint.index import Index
 from minidist.checkpoint.state import sampler_settings
-from minidist.checkpoint.storage import stored_names
 from minidist.model.sampler import Sampler
 from minidist.parallel.hybrid import HybridEngine
 

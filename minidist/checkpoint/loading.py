@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-
 from minidist import comm
 from minidist.checkpoint import folders
-from minidist.checkpoint.errors import CheckpointError, DamagedCheckpoint, agree, explained, peers
+from minidist.checkpoint.errors import CheckpointError, DamagedCheckpoint, agree
 from minidist.checkpoint.fitting import (
     check_classes,
     check_model,
@@ -25,23 +19,17 @@ from minidist.checkpoint.fitting import (
     model_shapes,
 )
 from minidist.checkpoint.index import Index, read_index, verify
-from minidist.checkpoint.planners import Load
 from minidist.checkpoint.random_state import set_random_state
 from minidist.checkpoint.saving import check_engine
 from minidist.checkpoint.state import (
     Scheduler,
-    buffer_names,
     classes,
     optimizer_state,
-    own_name,
-    random_name,
 )
-from minidist.checkpoint.storage import Reader
 from minidist.checkpoint.values import decode
 from minidist.model.sampler import Sampler
 from minidist.parallel.engine import Engine
 from minidist.parallel.hybrid import HybridEngine
-from minidist.parallel.strategy import Chunk
 
 
 @dataclass(frozen=True)
@@ -164,7 +152,9 @@ def _load(engine: HybridEngine, index: Index, scheduler: Scheduler | None, sampl
     agree(fits, doing)
     state = optimizer_state(index.tensors)
     agree(lambda: engine.load_state_settings(facts["settings"], state), doing)
-    drawn = _read(engine, index)
+    from minidist.checkpoint.transfer import read
+
+    drawn = read(engine, index)
 
     engine.strategy.loaded()
 
@@ -184,51 +174,3 @@ def _decoded(index: Index) -> dict[str, Any]:
         return {name: decode(value) for name, value in index.facts.items()}
     except (ValueError, TypeError, AttributeError, KeyError) as error:
         raise DamagedCheckpoint(f"the settings in {index.path} cannot be read: {error}") from None
-
-
-def _read(engine: HybridEngine, index: Index) -> Tensor | None:
-    """Have torch.distributed.checkpoint fill all chunks; this rank's random states, if there are any."""
-    rank = comm.rank()
-    drawn: Tensor | None = None
-
-    def chunks() -> list[Chunk]:
-        nonlocal drawn
-        wanted, buffers = [*engine.chunks()], buffer_names(engine)
-        if comm.size() == index.facts["ranks"]:
-            wanted = [
-                replace(chunk, name=mine)
-                if chunk.name in buffers and (mine := own_name(rank, chunk.name)) in index.tensors
-                else chunk
-                for chunk in wanted
-            ]
-        stored = index.tensors.get(random_name(rank))
-        if stored is not None:
-            drawn = torch.empty(stored.shape, dtype=stored.dtype)
-            wanted.append(Chunk(random_name(rank), stored.shape, (0,), drawn))
-        return wanted
-
-    planner = _Planner(index, chunks)
-    alone, doing = comm.size() == 1, f"load {index.path}"
-    try:
-        with warnings.catch_warnings(), peers(doing):
-            if alone:  # it warns that one process reads alone
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp_load({}, storage_reader=Reader(index), planner=planner, no_dist=alone)
-    except CheckpointException as failed:
-        first, (error, _) = min(failed.failures.items())
-        raise explained(error, first, doing) from None
-    return drawn
-
-
-class _Planner(Load):
-    """A `Load` that asks for its chunks where an error is told to all ranks."""
-
-    def __init__(self, index: Index, chunks: Callable[[], list[Chunk]]) -> None:
-        super().__init__(index, ())
-        self._ask = chunks
-
-    def create_local_plan(self) -> Any:
-        """The plan for the chunks that there are now."""
-        self.chunks = self._ask()
-        self.targets = {(chunk.name, chunk.offsets): chunk.tensor for chunk in self.chunks}
-        return super().create_local_plan()

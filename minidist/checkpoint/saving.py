@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import os
 import threading
-import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -14,15 +13,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from minidist import comm
 from minidist.checkpoint import folders
-from minidist.checkpoint.errors import explained, peers
-from minidist.checkpoint.planners import Save
 from minidist.checkpoint.state import Scheduler, State, take
-from minidist.checkpoint.storage import Writer
 from minidist.model.sampler import Sampler
 from minidist.parallel.engine import Engine
 from minidist.parallel.hybrid import HybridEngine
@@ -136,14 +130,15 @@ def save(
     if hybrid.saving is not None:
         hybrid.saving.wait()
 
+    from minidist.checkpoint.transfer import write
+
     # First, since it may be a collective, which no rank enters alone: from here on one may fail by itself.
     taking = _attempt(partial(take, hybrid, step or 0, scheduler, sampler, extra, asynchronous))
     group = _own_group() if asynchronous else None
-    rank = comm.rank()
 
     def work() -> None:
         try:
-            _write(Save(taking, rank), Writer(target, rank, keep), group)
+            write(taking, target, keep, group)
         finally:
             if group is not None:
                 dist.destroy_process_group(group)
@@ -182,19 +177,3 @@ def _own_group() -> dist.ProcessGroup | None:
     limit: timedelta = world._get_backend(torch.device("cpu")).options._timeout
     group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=limit)
     return group
-
-
-def _write(planner: Save, writer: Writer, group: dist.ProcessGroup | None) -> None:
-    """Have torch.distributed.checkpoint plan and write; an error of any rank is raised on all."""
-    try:
-        alone, doing = comm.size() == 1, f"write {writer.path}"
-        with warnings.catch_warnings(), peers(doing):
-            if alone:  # it warns that one process writes alone
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp_save({}, storage_writer=writer, planner=planner, process_group=group, no_dist=alone)
-    except CheckpointException as failed:
-        writer.discard()
-        rank, (error, _) = min(failed.failures.items())
-        raise explained(error, rank, doing) from None
-    finally:
-        writer.close()

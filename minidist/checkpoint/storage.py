@@ -10,7 +10,6 @@ import math
 import mmap
 import os
 import zlib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from minidist.checkpoint import folders
+from minidist.checkpoint.boxes import view
 from minidist.checkpoint.errors import CheckpointError
 from minidist.checkpoint.index import Box, Index, Stored, write_index
 from minidist.checkpoint.state import as_bytes
@@ -192,7 +192,7 @@ class Reader(StorageReader):
             if name not in boxes:
                 boxes[name] = {box.offsets: box for box in stored.boxes if math.prod(box.sizes)}
             box = boxes[name][tuple(item.storage_index.offset or ())]
-            source = narrowed(_view(self.index.path, stored, box, mapped), item.storage_offsets, item.lengths)
+            source = narrowed(view(self.index.path, stored, box, mapped), item.storage_offsets, item.lengths)
             target = planner.resolve_tensor(item)
             target.copy_(source)
             planner.commit_tensor(item, target)
@@ -204,28 +204,3 @@ class Reader(StorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
         """Any path will do."""
         return True
-
-
-def read_whole(index: Index, name: str) -> torch.Tensor:
-    """One tensor of a checkpoint, put together from its boxes, in memory."""
-    stored, mapped = index.tensors[name], dict[str, mmap.mmap]()
-    whole = torch.empty(stored.shape, dtype=stored.dtype)
-    for box in stored.boxes:
-        if math.prod(box.sizes):
-            narrowed(whole, box.offsets, box.sizes).copy_(_view(index.path, stored, box, mapped))
-    return whole
-
-
-def _view(path: Path, stored: Stored, box: Box, mapped: dict[str, mmap.mmap]) -> torch.Tensor:
-    """A box of a file as a tensor, mapped. `mapped` keeps the files that are open."""
-    if box.file not in mapped:
-        with open(path / box.file, "rb") as file:
-            mapped[box.file] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    return torch.frombuffer(
-        mapped[box.file], dtype=stored.dtype, count=math.prod(box.sizes), offset=box.start
-    ).view(box.sizes)
-
-
-def stored_names(tensors: Mapping[str, Stored], kind: str) -> dict[str, Stored]:
-    """The tensors of a kind, such as "model", by their names without it."""
-    return {name.partition(".")[2]: each for name, each in tensors.items() if name.partition(".")[0] == kind}
