@@ -64,8 +64,14 @@ def hold(
         kept.run(period - SEEN % period)  # to the beginning of the next
     with comm.ledger() as ledger:
         counted = kept.run(period)
+    with comm.ledger() as longer:  # what is sent before the first step and after the last is no step's
+        kept.run(2 * period)
     return Facts(
-        first.losses, counted.seconds, ledger.bytes_sent // period, ledger.comm_overlap, program.memory()
+        first.losses,
+        counted.seconds,
+        (longer.bytes_sent - ledger.bytes_sent) // period,
+        ledger.comm_overlap,
+        program.memory(),
     )
 
 
