@@ -147,8 +147,7 @@ def undecided(entry: Entry) -> bool:
     """Whether a comparison's spread exceeds its difference: no difference can be told from the spread.
 
     That is so where 1 lies in the middle half of the ratios of single pairs, widened where pairs are few
-    (`FEW`); where the medians say the contrary of it, as the machine's speed changed underway; and where
-    there is one pair alone. False where nothing is compared.
+    (`FEW`), and where there is one pair alone. False where nothing is compared.
     """
     return _within(entry, "ratio", "pair_ratio_q1", "pair_ratio_q3")
 
@@ -164,8 +163,7 @@ def _within(entry: Entry, ratio: str, q1: str, q3: str) -> bool:
         return False
     rounds = entry["stats"]["rounds"]
     more = FEW / rounds * (extra[q3] - extra[q1]) / 2
-    low, high = min(extra[q1] - more, extra[ratio]), max(extra[q3] + more, extra[ratio])
-    return bool(rounds < 2 or low <= 1 <= high)
+    return bool(rounds < 2 or extra[q1] - more <= 1 <= extra[q3] + more)
 
 
 def verdict(entry: Entry) -> str | None:

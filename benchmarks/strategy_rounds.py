@@ -4,7 +4,7 @@ A round runs every program of a family once: plain training in one process, each
 warm ranks, in one world for each number of ranks; the worlds that have no turn wait for a message. So each
 pair of times, also of programs on different numbers of ranks, saw the same machine.
 
-    over_yardstick                    a row's median over that of plain training in one process, by all cores
+    over_yardstick                    a row's time over that of plain training in one process, by all cores
     over_yardstick_q1, .._q3          the middle half of the ratios of single rounds
 """
 

@@ -6,7 +6,7 @@ same machine, so their ratio holds where neither time does. What is compared goe
 `benchmark.extra_info`, and so into the results:
 
     peer, peer_median, peer_iqr    the other program's name, and the median and spread of its times in seconds
-    ratio                          our median over the peer's: below 1 we are faster
+    ratio                          our time over the peer's, the median of the pairs: below 1 we are faster
     pair_ratio_q1, pair_ratio_q3   the middle half of the ratios of single pairs; far apart, it means little
 """
 
@@ -161,13 +161,14 @@ def compare(ours: Sequence[float], peer: Sequence[float], peer_name: str) -> dic
         raise ValueError(
             f"ours has {len(ours)} rounds and peer has {len(peer)}: turns come in pairs, at least one"
         )
-    q1, q3 = quartiles([a / b for a, b in zip(ours, peer, strict=True)])
+    ratios = [a / b for a, b in zip(ours, peer, strict=True)]
+    q1, q3 = quartiles(ratios)
     peer_q1, peer_q3 = quartiles(peer)
     return {
         "peer": peer_name,
         "peer_median": statistics.median(peer),
         "peer_iqr": peer_q3 - peer_q1,
-        "ratio": statistics.median(ours) / statistics.median(peer),
+        "ratio": statistics.median(ratios),
         "pair_ratio_q1": q1,
         "pair_ratio_q3": q3,
     }

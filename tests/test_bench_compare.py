@@ -58,13 +58,6 @@ def test_a_spread_that_exceeds_the_difference_says_so(value, half, rounds, undec
     assert (rows[0]["undecided"], rows[0]["verdict"]) == (undecided, verdict)
 
 
-def test_medians_and_pairs_that_contradict_each_other_decide_nothing():
-    """As where the machine's speed changed between rounds: the middle half is all above 1, or below it."""
-    for medians, q1, q3 in ((0.99, 1.05, 1.09), (1.01, 0.91, 0.95)):
-        found = entry(rounds=50, **ratio(medians) | {"pair_ratio_q1": q1, "pair_ratio_q3": q3})
-        assert columns.verdict(found) == "undecided"
-
-
 def test_nothing_compared_is_not_undecided():
     assert not columns.undecided(entry())
     assert columns.verdict(entry()) is None

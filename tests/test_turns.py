@@ -177,3 +177,10 @@ def test_with_pytest_benchmark_itself(benchmark):
     """Disabled in the tests, enabled by `minidist bench`; here that the real fixture takes our calls."""
     turns.turns(benchmark, lambda: None, lambda: None, peer_name="peer")
     assert benchmark.group == "with the real fixture"
+
+
+def test_a_machine_that_slows_down_underway_leaves_the_ratio_of_pairs():
+    """Medians of each program alone come from different pairs, and their quotient may be no pair's."""
+    found = compare([2.0, 6.0, 2.0], [1.0, 3.0, 6.0], "peer")
+    assert found["ratio"] == 2.0  # of the medians it is 0.67
+    assert found["pair_ratio_q1"] <= found["ratio"] <= found["pair_ratio_q3"]
