@@ -154,7 +154,10 @@ def sentence(question: Question, found: Sequence[Choice]) -> str:
     told += " at the bytes of plain data parallelism." if chosen.sent == plain.sent else "."
     more = [each for each in found if each.sent == chosen.sent and each.recomputed > chosen.recomputed]
     if more:
-        told += f" {more[-1].name} sends as many bytes, too, and has room for {more[-1].recomputed:,}."
+        told += (
+            f" {more[-1].name} sends as many bytes, too: take it for a larger batch, up to "
+            f"{more[-1].recomputed:,} rows."
+        )
     return told
 
 

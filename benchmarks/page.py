@@ -22,6 +22,10 @@ from minidist.benchmarks.page_tables import Shown
 from minidist.benchmarks.results import Results
 
 TITLE = "minidist, measured"
+ABOUT = (
+    "minidist multiplies matrices and trains models on many ranks, by hand, in code small enough to read. "
+    "Here is what that costs beside the libraries that people would take instead."
+)
 # The page asks nothing of a network, and a browser that reads this would refuse it.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:"
 READING = (
@@ -62,7 +66,8 @@ def page(machines: Mapping[str, Results]) -> str:
         f'<title>{TITLE}</title>\n<link rel="icon" href="data:,">\n'
         f"<style>\n{_file('page.css')}</style>\n</head>\n"
         '<body>\n<a class="skip" href="#findings">To the findings</a>\n<div class="page">\n'
-        f'<header><h1>{TITLE}</h1><p class="quiet">{len(notes)} results of {several}.</p></header>\n'
+        f"<header><h1>{TITLE}</h1><p>{ABOUT}</p>"
+        f'<p class="quiet">{len(notes)} results of {several}.</p></header>\n'
         f'<nav aria-label="Contents"><ol>{links}</ol></nav>\n'
         f"<main>\n{first}{body}{_notes(notes)}</main>\n</div>\n"
         f"<script>\n{_file('page.js')}</script>\n</body>\n</html>\n"

@@ -85,9 +85,10 @@ def what_to_use(question: Question) -> str:
     shape = config(question.model)
     about = (
         f"Computed by minidist's own memory model for {question.model}, {count(shape.parameters())} "
-        f"parameters, in rows of {shape.context:,} tokens, with Adam in bf16. Lines are in the order of what "
-        "they ask beyond plain data parallelism: take the first that fits. A GPU's context, about half a GB, "
-        "comes on top."
+        f"parameters, in rows of {shape.context:,} tokens, with Adam in bf16. Activations are recomputed, "
+        "for a third more arithmetic, unless the table says that they are kept. Lines are sorted by how much "
+        "more than plain data parallelism they ask for: take the first that fits. A GPU's context, about "
+        "half a GB, comes on top."
     )
     how = "".join(
         f"<li><code>{escape(answer.estimated(question, choice))}</code> is {choice.memory.peak:,}</li>"
