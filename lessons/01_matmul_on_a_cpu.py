@@ -299,7 +299,7 @@ bars(
     shown,
     "GFLOP/s, one core",
     guess=guess and ("NumPy, one core", guess),
-    caption=f"Rates at n = {N} (Python loops: 64), each line ten times the last. NumPy is "
+    caption=f"Rates at n = {N} (Python loops: 64), a grid line ten times the one before. NumPy is "
     f"{rates['NumPy, one core'] / rates['Python loops']:,.0f} times as fast as "
     f"the Python loops; {said(prediction)}.",
     alt="One bar for each way, growing from Python loops over compiled loops, rows, "
@@ -307,7 +307,7 @@ bars(
 )
 
 # %% [markdown]
-# The scale is logarithmic: each line to the right is ten times the one before. The story that it tells is the
+# The scale is logarithmic: each grid line to the right is ten times the one before. The story that it tells is the
 # story of the counts. The number of multiply-adds is the same in every bar. What shrinks is all the rest:
 # the interpreter's work for each, the cache lines fetched for each, the reads and writes for each.
 #
