@@ -16,8 +16,9 @@ from minidist.cli import main
 from minidist.comm.cluster import Cluster
 from minidist.model import GPT
 from minidist.model.configs import CONFIGS
+from minidist.parallel import simulation
 from minidist.parallel.memory import size
-from minidist.scale import plan_words, trial
+from minidist.scale import estimates, pipelined, plan_words, trial
 from minidist.scale.candidates import Refused, candidates
 from minidist.scale.hardware import HARDWARE
 from minidist.scale.memory import estimate, fits
@@ -96,6 +97,22 @@ def test_a_planted_fault_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any(
         each.memory != estimate("gpt2-xl", each.layout, batch=found.question.batch) for each in found.fitting
     )
+
+
+def test_no_schedule_is_proven_again_for_a_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Proofs took two thirds of the time to plan gpt2-xl on 64 ranks.
+    made: list[Any] = []
+    by_name = estimates.by_name
+    monkeypatch.setattr(simulation, "check", lambda schedule: pytest.fail("a schedule is checked"))
+    monkeypatch.setattr(estimates, "by_name", lambda *form: made.append(form) or by_name(*form))
+    for kept in (estimates.schedule_of, estimates._moments, estimates._activations, pipelined.passes_of):
+        kept.cache_clear()
+    found = plan("gpt2-small", ranks=8, hardware="h100", batch=32)
+    cut = [each.layout for each in found.fitting if each.layout.pp > 1]
+    forms = {(each.schedule, each.pp, each.micro_batches, each.chunks) for each in cut}
+    assert set(made) >= forms
+    assert max(made.count(form) for form in forms) <= 2
+    assert len(cut) > 3 * len(made)
 
 
 def test_slow_links_make_tensor_parallelism_wait() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from minidist.model import GPT, cross_entropy
 from minidist.model.configs import CONFIGS, BERTConfig, GPTConfig
 from minidist.parallel import schedules
 from minidist.parallel.recompute import recompute
-from minidist.scale import shared_cores
+from minidist.scale import pipelined, shared_cores
 from minidist.scale.hardware import HARDWARE, hardware, smallest
 from minidist.scale.hardware_file import load, save
 from minidist.scale.measuring import solve, this_machine
@@ -303,6 +304,24 @@ def test_ranks_that_share_cores() -> None:
         shared.seconds
         >= predict_step("byte-small", md.Layout(pp=4, micro_batches=4), 8, crowded(4, 4)).seconds
     )
+
+
+@pytest.mark.parametrize("name", sorted(schedules.SCHEDULES))
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(1, 1), (2, 1), (3, 5), (4, 9)])
+def test_a_schedule_in_its_order_takes_what_its_simulation_takes(
+    name: str, ranks: int, micro_batches: int
+) -> None:
+    chunks = 2 if name == "interleaved" else 1
+    drawn = random.Random(f"{name} {ranks}")
+    seconds = {
+        kind: [[drawn.random() for _ in range(micro_batches)] for _ in range(ranks * chunks)]
+        for kind in ("forward", "backward", "backward_input", "backward_weight")
+    }
+    schedule = schedules.by_name(name, ranks, micro_batches, chunks)
+    for message in (0.0, 0.3):
+        expected = schedules.simulate(schedule, {**seconds, "message": message}).seconds
+        passes = pipelined.passes_of(name, ranks, micro_batches, chunks)
+        assert pipelined.seconds_of(passes, ranks, seconds, message) == expected
 
 
 @pytest.mark.parametrize("name", sorted(schedules.SCHEDULES))

@@ -11,7 +11,7 @@ What does not go together says `prepare`, by its own checks.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import product
@@ -23,6 +23,7 @@ from minidist.parallel.prepare import check_available
 from minidist.scale import estimates
 from minidist.scale.estimates import Estimate, estimate
 from minidist.scale.rates import Hardware
+from minidist.scale.stages import Simulated
 from minidist.scale.step_time import StepTime, check_fits, predict_step
 from minidist.scale.tensors import share
 
@@ -45,7 +46,7 @@ class Question:
     tokens: int
     precision: str
     optimizer: str = "adam"
-    simulated: dict[Hashable, float] = field(default_factory=dict, compare=False)  # pipelines, see Step
+    simulated: Simulated = field(default_factory=dict, compare=False)
 
     @property
     def batch(self) -> tuple[int, int]:

@@ -13,9 +13,9 @@ from functools import cached_property
 from typing import Any
 
 from minidist.model.configs import TransformerConfig
-from minidist.parallel import schedules, zigzag
+from minidist.parallel import zigzag
 from minidist.parallel.layout import Layout
-from minidist.scale import shared_cores, tensors
+from minidist.scale import pipelined, shared_cores, tensors
 from minidist.scale.estimates import schedule_of
 from minidist.scale.gradients import Gradients
 from minidist.scale.rates import Crowd, Hardware
@@ -34,8 +34,8 @@ OPERATOR = 6
 """Calls of operators that a tensor-parallel collective takes beside the message itself."""
 
 
-Simulated = dict[Hashable, float]
-"""Seconds of pipelines that were simulated before, of one model on one machine."""
+Simulated = dict[Hashable, Any]
+"""Seconds of passes and of pipelines that were reckoned before, of one model on one machine."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,8 @@ class Step:
         self.rates = self.crowd.rates
         self.wires = Wires(hardware, self.crowd, layout)
         self.chunks = parts(shape, layout.pp, layout.chunks)
-        self._times: dict[tuple[int, int], Times] = {}
+        self._form = replace(layout, zero=0), tokens  # ZeRO's stage is nothing to passes and pipelines
+        self._times: dict[tuple[int, int], Times] = self.simulated.setdefault(self._form, {})
 
     def parts(self) -> dict[str, float]:
         """Seconds by what they are for."""
@@ -221,16 +222,15 @@ class Step:
         return self.wires.message(self.work(self.micro_rows[0]).outside, "pp")
 
     def _pipeline(self) -> float:
-        """Seconds of the schedule, which ZeRO's stage is nothing to."""
-        layout = self.layout
-        key = replace(layout, zero=0), tuple(self.micro_rows), self.own_tokens
+        """Seconds of the schedule."""
+        key = *self._form, tuple(self.micro_rows)
         if key not in self.simulated:
             self.simulated[key] = self._simulate()
-        return self.simulated[key]
+        return float(self.simulated[key])
 
     def _simulate(self) -> float:
         layout, message = self.layout, self._message
-        schedule = schedule_of(layout.schedule, layout.pp, len(self.micro_rows), layout.chunks)
+        form = layout.schedule, layout.pp, len(self.micro_rows), layout.chunks
         each = [[self.times(chunk, rows) for rows in self.micro_rows] for chunk in range(len(self.chunks))]
         seconds = {
             "forward": [[times.whole_forward for times in stage] for stage in each],
@@ -240,9 +240,8 @@ class Step:
         }
         cores = self.hardware.cores
         if cores is None:
-            times: dict[str, Any] = {"message": message, **seconds}
-            return schedules.simulate(schedule, times).seconds
+            return pipelined.seconds_of(pipelined.passes_of(*form), layout.pp, seconds, message)
         together = layout.ranks // layout.pp  # pipelines side by side, and ranks of a stage
         return shared_cores.simulate(
-            schedule, seconds, message, lambda working: self.crowd.pace(working * together, cores)
+            schedule_of(*form), seconds, message, lambda working: self.crowd.pace(working * together, cores)
         )
