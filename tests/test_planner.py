@@ -20,6 +20,7 @@ from minidist.parallel import simulation
 from minidist.parallel.memory import size
 from minidist.scale import estimates, pipelined, plan_words, trial
 from minidist.scale.candidates import Refused, candidates
+from minidist.scale.dryrun import dryrun
 from minidist.scale.hardware import HARDWARE
 from minidist.scale.memory import estimate, fits
 from minidist.scale.planner import MEANINGFUL, Plan, family_of, plan, seconds
@@ -113,6 +114,16 @@ def test_no_schedule_is_proven_again_for_a_layout(monkeypatch: pytest.MonkeyPatc
     assert set(made) >= forms
     assert max(made.count(form) for form in forms) <= 2
     assert len(cut) > 3 * len(made)
+
+
+def test_a_bert_is_planned_as_a_dry_run_takes_it(large: Plan) -> None:
+    assert not any(each.layout.cp > 1 or each.layout.sequence_parallel for each in large.fitting)
+    assert not any(each.layout.cp > 1 or each.layout.sequence_parallel for each in large.too_large)
+    for fields in ("cp=8", "dp=4,tp=2,sequence_parallel=True"):
+        with pytest.raises(ValueError, match="a BERT is not cut by tokens here") as error:
+            dryrun("bert-large", md.Layout.parse(fields), 64)
+        assert str(error.value) in [each.reason for each in large.refused]
+    assert any(each.layout.cp > 1 for each in plan("gpt2-small", ranks=2, memory=16 * GB, batch=2).fitting)
 
 
 def test_slow_links_make_tensor_parallelism_wait() -> None:

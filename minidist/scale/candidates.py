@@ -21,6 +21,7 @@ from minidist.model.configs import GPTConfig, TransformerConfig
 from minidist.parallel.layout import Layout
 from minidist.parallel.prepare import check_available
 from minidist.scale import estimates
+from minidist.scale.arguments import refuse_cut_rows
 from minidist.scale.estimates import Estimate, estimate
 from minidist.scale.rates import Hardware
 from minidist.scale.stages import Simulated
@@ -159,6 +160,7 @@ def require_supported(
 ) -> None:
     """ValueError where `prepare` would refuse a layout, or a step the batch: from their own checks."""
     check_available(layout)
+    refuse_cut_rows(shape, layout)
     estimates.check(shape, layout, layout.precision, "adam", None, None)
     check_fits(shape, layout, rows, tokens, hardware)
     if isinstance(shape, GPTConfig) and layout.pp * layout.tp > 1:
