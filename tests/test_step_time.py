@@ -26,6 +26,7 @@ from minidist.scale.solving import nonnegative
 from minidist.scale.step_time import HIDDEN, PARTS, predict_step
 from minidist.scale.tensors import Place
 from minidist.scale.timing import CASES, Measured
+from minidist.scale.traffic import Wires
 from minidist.scale.work import LayerWork, Work, model_flops
 
 SHAPE = GPTConfig(vocabulary=61, context=24, layers=3, heads=4, width=32)
@@ -163,6 +164,24 @@ def test_ranks_beyond_a_host_go_through_the_network() -> None:
     inside = predict_step("gpt2-small", md.Layout(tp=8), 8, machine).parts["tp"]
     across = predict_step("gpt2-small", md.Layout(tp=8), 8, replace(machine, ranks_per_host=4)).parts["tp"]
     assert across > 3 * inside
+
+
+def test_a_ring_pays_the_network_for_the_hops_between_hosts_alone() -> None:
+    machine = HARDWARE["h100"]
+    inside, network = (each.links["messages"].alpha for each in (machine.inside, machine.between))
+    tiny = 1e-6  # bytes: what is left are the hops
+
+    def of(layout: md.Layout, axis: str, operation: str = "reduce_scatter") -> float:
+        return Wires(machine, machine.crowd(8), layout).collective(operation, tiny, axis)
+
+    assert of(md.Layout(dp=8), "dp") == pytest.approx(7 * inside)
+    assert of(md.Layout(dp=16), "dp", "all_gather") == pytest.approx(network + 14 * inside)
+    assert of(md.Layout(dp=1024), "dp") == pytest.approx(127 * network + 896 * inside)
+    assert of(md.Layout(dp=4, tp=8), "dp") == pytest.approx(3 * network)  # a rank of each host
+    assert of(md.Layout(dp=8, tp=4), "dp") == pytest.approx(3 * network + 4 * inside)
+    assert of(md.Layout(dp=16), "dp", "all_reduce") < 2 * of(md.Layout(dp=16), "dp") + 1e-9
+    step = predict_step("gpt2-xl", md.Layout(dp=1024, zero=1, precision="bf16", recompute=True), 8192)
+    assert step.seconds < 1.6  # and not 4.3, as if each of 1023 hops crossed the network
 
 
 PUBLISHED = (

@@ -3,8 +3,9 @@
 Ranks lie as in `comm.mesh`: tp innermost, then cp, dp and pp. A group whose ranks are all on one host talks
 inside it; any other at the rate of the network, over as many cards as it has ranks on a host.
 
-Sources: Shoeybi et al. 2019, section 3 (tp); Korthikanti et al. 2022, section 4 (sequence parallelism);
-Liu et al. 2023 (cp). The bytes are those that minidist's strategies document: see
+Sources: NVIDIA/nccl, src/graph/tuning.cc (a ring's hops between hosts, and the rest); Shoeybi et al. 2019,
+section 3 (tp); Korthikanti et al. 2022, section 4 (sequence parallelism); Liu et al. 2023 (cp). The bytes are
+those that minidist's strategies document: see
 `tensor_plans.bytes_per_pass`, `context_parallel.ring_bytes` and each strategy.
 """
 
@@ -58,18 +59,30 @@ class Wires:
         if ranks == 1 or not bytes_:
             return 0.0
         if key not in self.known:
-            self.known[key] = _cost(operation, bytes_, ranks, self._profile(axis))
+            self.known[key] = min(
+                _cost(operation, name, bytes_, ranks, self._profile(axis, name))
+                for name in ALGORITHMS[operation]
+            )
         return self.known[key]
 
-    def _profile(self, axis: str) -> Profile:
-        """The links of a group: a host's; or the network's, over the cards of all its ranks on a host."""
+    def _profile(self, axis: str, algorithm: str) -> Profile:
+        """The links of a group: a host's; or the network's, over the cards of all its ranks on a host.
+
+        Where a host has several of its ranks, most hops of a ring are inside of one; all those of halving and
+        doubling are reckoned as the network's.
+        """
         stride, here = self.stride(axis), self.hardware.ranks_per_host
         if stride * self.size(axis) <= here:
             return self.crowd.links or self.hardware.inside
-        cards = max(1, min(self.size(axis), here // stride))
+        size = self.size(axis)
+        cards = max(1, min(size, here // stride))
         profile, inside = self.hardware.between, self.hardware.inside.links["messages"]
         link = profile.links["messages"]
-        together = replace(link, beta=max(link.beta / cards, inside.beta))
+        alpha = link.alpha
+        if algorithm == "ring":
+            crossed = -(-size // cards) - 1  # hops from host to host
+            alpha = (crossed * link.alpha + (size - 1 - crossed) * inside.alpha) / (size - 1)
+        together = replace(link, alpha=alpha, beta=max(link.beta / cards, inside.beta))
         return replace(profile, links={"messages": together})
 
     def message(self, bytes_: float, axis: str) -> float:
@@ -124,7 +137,5 @@ class Wires:
         return forward, forward + hops * self.message(2 * keys * max(element, 4) / element, "cp")
 
 
-def _cost(operation: str, bytes_: float, ranks: int, profile: Profile) -> float:
-    if profile.memory is not None:
-        return predict(operation, "shared_memory", bytes_, ranks, profile)
-    return min(predict(operation, name, bytes_, ranks, profile) for name in ALGORITHMS[operation])
+def _cost(operation: str, algorithm: str, bytes_: float, ranks: int, profile: Profile) -> float:
+    return predict(operation, "shared_memory" if profile.memory else algorithm, bytes_, ranks, profile)
