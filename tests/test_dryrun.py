@@ -190,6 +190,16 @@ def test_axes_that_share_a_group_are_told_apart() -> None:
     }
 
 
+def test_a_rings_messages_are_of_the_pass_that_sends_them() -> None:
+    # Three micro-batches on a stage of two layers with attention: keys and values once forward; backward they
+    # go round again, and their gradients behind them.
+    found = dryrun("byte-small", md.Layout(cp=2, pp=2, micro_batches=3), (6, 128))
+    sent = {line.phase: line.calls for line in found.lines if (line.axis, line.name) == ("cp", "send")}
+    assert sent == {"forward": 6, "backward": 12}
+    passed = {(line.phase, line.name): line.calls for line in found.lines if line.axis == "pp"}
+    assert (passed["forward", "send"], passed["backward", "recv"]) == (3, 3 + 1)  # and of the tied matrix
+
+
 def test_kinds_are_all_ranks() -> None:
     shape, layout = config("gpt2-xl"), md.Layout.parse("dp=64,tp=4,pp=4,zero=1")
     found = kinds(shape, layout, (64, 1024))
