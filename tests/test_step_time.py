@@ -184,6 +184,16 @@ def test_a_ring_pays_the_network_for_the_hops_between_hosts_alone() -> None:
     assert step.seconds < 1.6  # and not 4.3, as if each of 1023 hops crossed the network
 
 
+def test_gradients_of_several_chunks_are_sent_behind_the_schedule() -> None:
+    one = md.Layout(dp=2, pp=2, micro_batches=4, precision="bf16")
+    several = replace(one, schedule="interleaved", chunks=2)
+    for zero in (0, 1):
+        parts = predict_step("gpt2-xl", replace(several, zero=zero), 16).parts
+        assert parts["dp hidden"] == 0
+        assert parts["dp"] > 0
+    assert predict_step("gpt2-xl", one, 16).parts["dp hidden"] > 0
+
+
 PUBLISHED = (
     # Narayanan et al. 2021, table 1: layers, width, heads, tp, pp, GPUs, rows, TFLOP/s of each.
     (24, 2304, 24, 1, 1, 32, 512, 137),
