@@ -84,6 +84,11 @@ def console() -> Any:
     return Console()
 
 
+def speaks() -> bool:
+    """Whether this process is the one that prints and writes: under torchrun rank 0 does so for all."""
+    return "TORCHELASTIC_RUN_ID" not in os.environ or not int(os.environ.get("RANK", "0"))
+
+
 def short(path: Path) -> str:
     """A path as seen from here, where that is shorter."""
     return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
