@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import minidist as md
+from minidist import cli_plan
 from minidist.cli import main
 from minidist.comm.cluster import Cluster
 from minidist.model import GPT
@@ -255,11 +256,22 @@ def test_what_fits_nowhere_is_an_exit_code(capsys: pytest.CaptureFixture[str]) -
         (("--model", "gpt2-xl", "--measure"), "give one of at most 50,000,000"),
         (("--model", "byte-tiny", "--measure", "--profile", "h100"), "--measure runs on this machine"),
         (("--model", "bert-large", "--ranks", "0"), "--ranks"),
+        (("--model", "byte-tiny", "--measure", "--ranks", "17"), "17 ranks would be started"),
+        (("--model", "gpt2-xl", "--profile", "here", "--ranks", "64"), "give at most 16, or a machine"),
+        (("--model", "byte-tiny", "--profile", "here", "--precision", "int8"), "this machine has no rate"),
+        (("--model", "byte-tiny", "--measure", "--optimizer", "lion"), "optimizer is 'lion'"),
+        (("--model", "byte-tiny", "--profile", "here", "--tokens", "65"), "of 1 to 64"),
+        (("--model", "byte-tiny", "--profile", "h100", "--figures", "f.json"), "and --profile is h100"),
+        (("--model", "byte-tiny", "--memory", "1GB", "--figures", "f.json"), "and no --profile is given"),
     ],
 )
 def test_bad_input_gets_a_sentence(
-    capsys: pytest.CaptureFixture[str], words: tuple[str, ...], message: str
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    words: tuple[str, ...],
+    message: str,
 ) -> None:
+    monkeypatch.setattr(cli_plan, "measured", lambda *_, **__: pytest.fail("it is measured first"))
     code, out, error = run(capsys, *words)
     assert (code, out) == (2, "")
     assert message in error

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from minidist.model.configs import TransformerConfig
 from minidist.model.configs import config as config_of
@@ -114,6 +114,26 @@ def plan(
         fitting.insert(0, chosen)
     too_large.sort(key=lambda c: c.memory.peak)
     return Plan(question, fitting, too_large, refused)
+
+
+def check(
+    model: str | TransformerConfig,
+    *,
+    ranks: int,
+    memory: int | None = None,
+    batch: int | tuple[int, int] | None = None,
+    precision: str | None = None,
+    optimizer: str = "adam",
+) -> None:
+    """Raise what `plan` would for a machine that is yet to be measured, which takes a while.
+
+    It has rates for the precisions that a GPU has, so one stands in for it.
+
+    Raises:
+        TypeError, ValueError: see `plan`.
+    """
+    machine = replace(hardware_of("h100"), name="this machine")
+    _question(model, ranks, memory, machine, batch, precision, optimizer)
 
 
 def seconds(candidate: Candidate) -> float:
