@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,11 +19,13 @@ from minidist.model.configs import CONFIGS, BERTConfig, GPTConfig
 from minidist.parallel import schedules
 from minidist.parallel.recompute import recompute
 from minidist.scale import pipelined, shared_cores
+from minidist.scale.dryrun import dryrun
 from minidist.scale.hardware import HARDWARE, hardware, smallest
 from minidist.scale.hardware_file import load, save
 from minidist.scale.measuring import solve, this_machine
 from minidist.scale.rates import Crowd, Hardware, Rates
 from minidist.scale.solving import nonnegative
+from minidist.scale.stages import Step
 from minidist.scale.step_time import HIDDEN, PARTS, predict_step
 from minidist.scale.tensors import Place
 from minidist.scale.timing import CASES, Measured
@@ -182,6 +185,38 @@ def test_a_ring_pays_the_network_for_the_hops_between_hosts_alone() -> None:
     assert of(md.Layout(dp=16), "dp", "all_reduce") < 2 * of(md.Layout(dp=16), "dp") + 1e-9
     step = predict_step("gpt2-xl", md.Layout(dp=1024, zero=1, precision="bf16", recompute=True), 8192)
     assert step.seconds < 1.6  # and not 4.3, as if each of 1023 hops crossed the network
+
+
+SENT: dict[str, Callable[[float, int], float]] = {
+    "all_reduce": lambda size, ranks: 2 * (ranks - 1) / ranks * size,
+    "reduce_scatter": lambda size, ranks: (ranks - 1) / ranks * size,
+    "all_gather": lambda size, ranks: (ranks - 1) * size,
+}
+"""Bytes that a rank sends of a tensor that it passes."""
+
+
+@pytest.mark.parametrize("layout", ["tp=2", "tp=2,sequence_parallel=true", "tp=4,sequence_parallel=true"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_tensor_parallel_layers_send_what_a_dry_run_counts(
+    monkeypatch: pytest.MonkeyPatch, layout: str, precision: str
+) -> None:
+    chosen = replace(md.Layout.parse(layout), precision=precision)
+    lines = [each for each in dryrun(SHAPE, chosen, (2, 24)).lines if each.axis == "tp"]
+    step = Step(SHAPE, chosen, 2, 24, HARDWARE["h100"], "adam")
+
+    def told(collective: Callable[[str, float], float]) -> tuple[float, float]:
+        """What is told for each collective of a forward and a backward pass, but for operators' seconds."""
+        monkeypatch.setattr(Wires, "collective", lambda self, name, size, axis: collective(name, size))
+        return step._tensor_parallel(step.work(2), range(SHAPE.layers + 2), SHAPE.layers)
+
+    for phase, calls, bytes_ in zip(
+        ("forward", "backward"),
+        told(lambda name, size: 1.0),
+        told(lambda name, size: SENT[name](size, chosen.tp)),
+        strict=True,
+    ):
+        assert calls == pytest.approx(sum(each.calls for each in lines if each.phase == phase), abs=0.1)
+        assert bytes_ == pytest.approx(sum(each.bytes_sent for each in lines if each.phase == phase), abs=0.1)
 
 
 def test_gradients_of_several_chunks_are_sent_behind_the_schedule() -> None:

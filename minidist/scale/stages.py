@@ -201,16 +201,17 @@ class Step:
     def _tensor_parallel(self, of: LayerWork, layers: range, blocks: int) -> tuple[float, float]:
         if self.layout.tp == 1:
             return 0.0, 0.0
-        forward, backward = (blocks * each for each in self.wires.tensor_parallel(of.stream))
+        vector = float(self.shape.width * self.element)
+        forward, backward = (blocks * each for each in self.wires.tensor_parallel(of.stream, vector))
         collectives = 4 * blocks
         if 0 in layers:
-            first = self.wires.first_layer(of.stream)
+            first = self.wires.first_layer(of.stream, of.tokens * vector)
             forward, backward = forward + first[0], backward + first[1]
             collectives += 1
         if self.shape.layers + 1 in layers and self.shape.generates:
-            last = self.wires.last_layer(of.stream, of.rows * of.tokens)
+            last = self.wires.last_layer(of.stream, vector, of.rows * of.tokens)
             forward, backward = forward + last[0], backward + last[1]
-            collectives += 4
+            collectives += 2
         calls = self.rates.seconds(Work(calls=OPERATOR * collectives), self.layout.precision) / 2
         return forward + calls, backward + calls
 

@@ -95,33 +95,36 @@ class Wires:
 
     # Tensor parallelism: what a layer's passes send, for a stream of activations of so many bytes.
 
-    def tensor_parallel(self, stream: float) -> tuple[float, float]:
-        """Seconds of what a block sends forward, and backward."""
+    def tensor_parallel(self, stream: float, vector: float) -> tuple[float, float]:
+        """Seconds of what a block sends forward, and backward; `vector` are the bytes of a bias."""
         if self.layout.tp == 1:
             return 0.0, 0.0
         if not self.layout.sequence_parallel:
             each = self.collective("all_reduce", stream, "tp")
             return 2 * each, 2 * each
         gather, scatter = self._gather(stream), self.collective("reduce_scatter", stream, "tp")
-        return 2 * (gather + scatter), 2 * (2 * gather + scatter)  # inputs are gathered again
+        # Backward inputs are gathered again; two biases and two norms have a part of the gradient on each.
+        bias, norm = (self.collective("all_reduce", many * vector, "tp") for many in (1, 2))
+        return 2 * (gather + scatter), 2 * (2 * gather + scatter + bias + norm)
 
-    def first_layer(self, stream: float) -> tuple[float, float]:
-        """Of the token table, which is cut by the vocabulary."""
+    def first_layer(self, stream: float, positions: float) -> tuple[float, float]:
+        """Of the token table, which is cut by the vocabulary, and of so many bytes of positions."""
         if self.layout.tp == 1:
             return 0.0, 0.0
         if not self.layout.sequence_parallel:
             return self.collective("all_reduce", stream, "tp"), 0.0
-        return self.collective("reduce_scatter", stream, "tp"), self._gather(stream)
+        gathered = self._gather(stream) + self._gather(positions)
+        return self.collective("reduce_scatter", stream, "tp"), gathered
 
-    def last_layer(self, stream: float, tokens: int) -> tuple[float, float]:
-        """Of the scores and the loss, which needs three numbers a token."""
+    def last_layer(self, stream: float, vector: float, tokens: int) -> tuple[float, float]:
+        """Of the norm, the scores and the loss, which gathers three numbers a token, in float32."""
         if self.layout.tp == 1:
             return 0.0, 0.0
-        loss = 3 * self.collective("all_reduce", 4.0 * tokens, "tp")
+        loss = self.collective("all_gather", 12.0 * tokens, "tp")
         if not self.layout.sequence_parallel:
             return loss, self.collective("all_reduce", stream, "tp")
-        scatter = self.collective("reduce_scatter", stream, "tp")
-        return loss + self._gather(stream), self._gather(stream) + scatter
+        gather, scatter = self._gather(stream), self.collective("reduce_scatter", stream, "tp")
+        return loss + gather, gather + scatter + self.collective("all_reduce", 2 * vector, "tp")
 
     def _gather(self, stream: float) -> float:
         return self.collective("all_gather", stream / self.layout.tp, "tp")
