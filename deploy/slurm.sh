@@ -15,6 +15,8 @@ set -euo pipefail
 
 # A fresh store each time that the ranks are started anew.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+# Seconds from SIGTERM until torchrun kills ranks that still save; without it 30.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=110
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
 ranks=${RANKS_PER_HOST:-${SLURM_GPUS_ON_NODE:-1}}
 
