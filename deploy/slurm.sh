@@ -20,6 +20,8 @@ export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=110
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
 ranks=${RANKS_PER_HOST:-${SLURM_GPUS_ON_NODE:-1}}
 
-srun torchrun --nnodes "$SLURM_NNODES" --nproc-per-node "$ranks" --max-restarts 20 \
+# A step has no more cores than it asks for: from version 22.05 on srun takes none over from #SBATCH.
+srun --cpus-per-task "$SLURM_CPUS_PER_TASK" \
+    torchrun --nnodes "$SLURM_NNODES" --nproc-per-node "$ranks" --max-restarts 20 \
     --rdzv-id "$SLURM_JOB_ID" --rdzv-backend c10d --rdzv-endpoint "$first:29500" \
     deploy/train.py "$@"

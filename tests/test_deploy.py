@@ -88,21 +88,29 @@ SET_FOR_SAGEMAKER = (
 
 
 def slurm(folder: Path, words: Sequence[str], **environment: str) -> list[str]:
-    """Run the batch script where SLURM's programs only write down what they are asked; srun's words."""
+    """Run the batch script where SLURM's programs only write down what they are asked; what srun starts."""
     for name, script in {
         "scontrol": '[ "$*" = "show hostnames host[0-1]" ] && printf "host0\\nhost1\\n"',
         "srun": f'printf "%s\\n" "$@" > {folder}/words; env > {folder}/environment',
     }.items():
         (folder / name).write_text(f"#!/bin/bash\n{script}\n")
         (folder / name).chmod(0o755)
-    given = {"SLURM_JOB_NODELIST": "host[0-1]", "SLURM_NNODES": "2", "SLURM_JOB_ID": "31", **environment}
+    given = {
+        "SLURM_JOB_NODELIST": "host[0-1]",
+        "SLURM_NNODES": "2",
+        "SLURM_JOB_ID": "31",
+        "SLURM_CPUS_PER_TASK": "64",
+        **environment,
+    }
     subprocess.run(
         ["bash", DEPLOY / "slurm.sh", *words],
         env={"PATH": f"{folder}:/usr/bin:/bin", **given},
         check=True,
         timeout=20,
     )
-    return (folder / "words").read_text().splitlines()
+    option, cores, *asked = (folder / "words").read_text().splitlines()
+    assert (option, cores) == ("--cpus-per-task", given["SLURM_CPUS_PER_TASK"])  # srun does not inherit it
+    return asked
 
 
 def test_slurm_starts_one_torchrun_a_host(tmp_path: Path) -> None:
