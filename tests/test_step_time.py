@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from minidist.model import GPT, cross_entropy
 from minidist.model.configs import CONFIGS, BERTConfig, GPTConfig
 from minidist.parallel import schedules
 from minidist.parallel.recompute import recompute
-from minidist.scale import pipelined, shared_cores
+from minidist.scale import measuring, pipelined, shared_cores
 from minidist.scale.dryrun import dryrun
 from minidist.scale.hardware import HARDWARE, hardware, smallest
 from minidist.scale.hardware_file import load, save
@@ -422,6 +423,21 @@ def test_a_machine_is_kept_in_a_file(tmp_path: Any) -> None:
         load(file)
     with pytest.raises(ValueError, match="give numbers of at least 1"):
         this_machine([0])
+
+
+def test_a_half_precisions_peak_is_that_of_all_ranks_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    flops = {"fp32": 40e9, "bf16": 10e9, "fp16": 1e9}
+    crowd = crowded(4, 4).crowd(4)
+    crowd = replace(crowd, rates=replace(crowd.rates, flops=flops))
+    alone = Crowd(1, replace(crowd.rates, flops={name: 1.1 * rate for name, rate in flops.items()}), None)
+    found = SimpleNamespace(peak=lambda dtype: 200e9, bandwidth=1e10)
+    peaks = SimpleNamespace(all=found, machine="a machine", cores=4, date="today")
+    monkeypatch.setattr("minidist.kernels.roofline.measure", lambda: peaks)
+    machine = measuring._machine({1: alone, 4: crowd})
+    assert machine.peak == {"fp32": 200e9, "bf16": 40e9, "fp16": 4e9}
+    step = predict_step("byte-small", md.Layout(dp=4, precision="bf16"), 8, machine)
+    assert 0 < step.used < 1
+    assert "100% of the peak" in step.assumptions[1]
 
 
 def test_a_bert_has_its_own_ends() -> None:
