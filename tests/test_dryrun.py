@@ -298,6 +298,18 @@ def test_what_cannot_be_run_dry_is_refused(options: dict[str, Any], says: str) -
         dryrun("byte-tiny", layout, **options)
 
 
+def test_a_time_says_which_options_it_leaves_out() -> None:
+    def assumed(layout: md.Layout, **options: Any) -> list[str]:
+        return dryrun("byte-tiny", layout, 4, **options).predict().assumptions
+
+    plain, sharded = md.Layout(dp=2), md.Layout(dp=2, zero=3)
+    usual = assumed(plain)
+    *rest, said = assumed(plain, data_parallel={"compression": "float16", "bucket_mb": 1})
+    assert rest == usual == assumed(plain, data_parallel={})
+    assert said.startswith("the time is that without compression='float16' and bucket_mb=1, which")
+    assert "offload='cpu'" in assumed(sharded, fully_shard={"offload": "cpu"})[-1]
+
+
 def in_a_world() -> str:
     try:
         dryrun("byte-tiny", md.Layout(dp=2))
