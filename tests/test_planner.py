@@ -148,6 +148,14 @@ def test_one_rank_and_what_fits_nowhere() -> None:
     assert plan("bert-tiny", ranks=3, memory=GB, batch=2).too_large == []  # two rows for three ranks: refused
 
 
+def test_gpus_train_in_half_precision_and_processors_in_float32_unless_asked() -> None:
+    for name, precision in (("cpu-xeon-8480", "fp32"), ("h100", "bf16"), ("v100-16gb", "fp16")):
+        found = plan("byte-tiny", ranks=1, hardware=name, batch=2)
+        assert {each.layout.precision for each in found.fitting} == {precision}
+    asked = plan("byte-tiny", ranks=1, hardware="cpu-xeon-8480", batch=2, precision="bf16")
+    assert {each.layout.precision for each in asked.fitting} == {"bf16"}
+
+
 def forms(ranks: int) -> tuple[list[md.Layout], list[str]]:
     """Layouts of byte-tiny that fit, without those that differ in micro-batches alone, and those refused."""
     question = plan("byte-tiny", ranks=1, memory=GB, hardware="cpu-xeon-8480", batch=8).question

@@ -185,8 +185,9 @@ def _question(
             f"the batch is {rows} rows of {tokens} tokens; give at least 1 row, of 1 to {shape.context}"
         )
     if precision is None:
-        known = [name for name in ("bf16", "fp16") if name in machine.peak and not measured]
-        precision = known[0] if known and machine.cores is None else "fp32"
+        is_gpu = machine.rates is not None and machine.rates.asynchronous
+        known = [name for name in ("bf16", "fp16") if name in machine.peak and is_gpu]
+        precision = known[0] if known else "fp32"
     if precision not in machine.peak:
         raise ValueError(
             f"precision is {precision!r}, and {machine.name} has no rate for it; give "
