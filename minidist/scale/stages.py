@@ -1,8 +1,8 @@
 """A step of one layout, stage by stage: its passes, its schedule, its gradients and its update, in seconds.
 
-Of ranks that do the same the one with most to do counts: the first of its tensor-parallel group, with the
-most rows. Of a pipeline's stages all are reckoned, since the schedule has to be simulated with each one's
-times; what is summed up is then the slowest.
+Of ranks that do the same the one with most to do counts: the last of its tensor-parallel group, which has the
+most of what does not divide evenly, with the most rows. Of a pipeline's stages all are reckoned, since the
+schedule has to be simulated with each one's times; what is summed up is then the slowest.
 """
 
 from __future__ import annotations
