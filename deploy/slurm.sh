@@ -15,9 +15,13 @@ set -euo pipefail
 
 # A fresh store each time that the ranks are started anew.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+# Seconds from SIGTERM until torchrun kills ranks that still save; without it 30.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=110
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
 ranks=${RANKS_PER_HOST:-${SLURM_GPUS_ON_NODE:-1}}
 
-srun torchrun --nnodes "$SLURM_NNODES" --nproc-per-node "$ranks" --max-restarts 20 \
+# A step has no more cores than it asks for: from version 22.05 on srun takes none over from #SBATCH.
+srun --cpus-per-task "$SLURM_CPUS_PER_TASK" \
+    torchrun --nnodes "$SLURM_NNODES" --nproc-per-node "$ranks" --max-restarts 20 \
     --rdzv-id "$SLURM_JOB_ID" --rdzv-backend c10d --rdzv-endpoint "$first:29500" \
     deploy/train.py "$@"

@@ -29,6 +29,8 @@ def accelerate(job: dict[str, Any], words: list[str]) -> list[str]:
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = (
         "1"  # a fresh store each time that ranks are started anew
     )
+    # Of the two minutes that SageMaker gives after SIGTERM; torchrun's own are 30 s.
+    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = "110"
     return [
         *(sys.executable, "-m", "accelerate.commands.launch"),
         *("--config_file", str(Path(__file__).with_name("accelerate.yaml"))),

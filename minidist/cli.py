@@ -24,7 +24,19 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from minidist import cli_dryrun, cli_plan, cli_report, cli_trace
-from minidist.cli_output import Debug, Json, console, explain, print_json, require, say, short, show, waiting
+from minidist.cli_output import (
+    Debug,
+    Json,
+    console,
+    explain,
+    print_json,
+    require,
+    say,
+    short,
+    show,
+    speaks,
+    waiting,
+)
 
 if TYPE_CHECKING:
     from minidist.train import TrainConfig, TrainResult
@@ -117,8 +129,8 @@ def train(
         )
         result = run(config, timeout=timeout, progress=not as_json)
     leave = STOPPED if result.stopped else 0
-    if int(os.environ.get("RANK", "0")):
-        raise typer.Exit(leave)  # under torchrun, where rank 0 speaks for all
+    if not speaks():
+        raise typer.Exit(leave)
     last = result.losses[-1]
     if as_json:
         print_json({"config": dataclasses.asdict(config), **dataclasses.asdict(result)})
@@ -299,7 +311,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         code = 130
     except Stopped as stopped:
         code = STOPPED
-        if not int(os.environ.get("RANK", "0")):
+        if speaks():
             say(stopped.message)
     except Exception as error:
         if "--debug" in words:

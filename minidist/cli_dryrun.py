@@ -10,14 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from minidist.cli_output import Debug, Json, console, measured, print_json
+from minidist.cli_output import HERE, Debug, Json, check_here, console, measured, print_json
 
 if TYPE_CHECKING:
     from minidist.scale.rates import Hardware
 
-EVERY, HERE = "kinds", "here"
-MOST_HERE = 16
-"""Ranks that are started to measure this machine, at most."""
+EVERY = "kinds"
 
 
 def dryrun(
@@ -91,16 +89,8 @@ def _named(profile: str, ranks: int, figures: Path | None) -> Hardware | None:
     """The machine of that name; None for this one, which is measured once nothing else can be wrong."""
     from minidist.scale.hardware import hardware
 
-    if profile != HERE:
-        if figures is not None:
-            raise ValueError(f"--figures are this machine's and --profile is {profile}; leave one out")
-        return hardware(profile)
-    if ranks > MOST_HERE:
-        raise ValueError(
-            f"--profile {HERE} would start {ranks} ranks to measure this machine; give at most {MOST_HERE}, "
-            "or a machine by name, such as h100"
-        )
-    return None
+    check_here(profile, ranks, figures)
+    return None if profile == HERE else hardware(profile)
 
 
 def register(app: typer.Typer) -> None:

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else, on stdout.")]
 # Read by `cli.main` alone, which sees the errors.
 Debug = Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")]
+HERE = "here"
+"""The --profile that is this machine, measured."""
+MOST_HERE = 16
+"""Ranks that are started to measure it, at most."""
 
 
 def explain(error: Exception) -> int:
@@ -84,6 +88,11 @@ def console() -> Any:
     return Console()
 
 
+def speaks() -> bool:
+    """Whether this process is the one that prints and writes: under torchrun rank 0 does so for all."""
+    return "TORCHELASTIC_RUN_ID" not in os.environ or not int(os.environ.get("RANK", "0"))
+
+
 def short(path: Path) -> str:
     """A path as seen from here, where that is shorter."""
     return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
@@ -92,6 +101,20 @@ def short(path: Path) -> str:
 def waiting(words: str, quiet: bool) -> AbstractContextManager[Any]:
     """Say what is waited for, while it is; nothing where quiet."""
     return contextlib.nullcontext() if quiet else console().status(words)
+
+
+def check_here(profile: str | None, ranks: int, figures: Path | None) -> None:
+    """ValueError where there are figures for no measurement, or too many ranks would be started for one."""
+    if profile != HERE and figures is not None:
+        asked = "no --profile is given" if profile is None else f"--profile is {profile}"
+        raise ValueError(
+            f"--figures are this machine's and {asked}; leave them out, or give --profile {HERE}"
+        )
+    if profile == HERE and ranks > MOST_HERE:
+        raise ValueError(
+            f"{ranks} ranks would be started to measure this machine; give at most {MOST_HERE}, or a machine "
+            "by name, such as --profile h100"
+        )
 
 
 def measured(ranks: int, figures: Path | None, quiet: bool) -> Hardware:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from minidist.cli_output import Debug, Json, console, measured, print_json, show, waiting
+from minidist.cli_output import HERE, Debug, Json, check_here, console, measured, print_json, show, waiting
 
 if TYPE_CHECKING:
     from minidist.scale.rates import Hardware
@@ -34,7 +34,7 @@ def plan(
     ] = False,
     rounds: Annotated[int, typer.Option(min=1, help="Steps of each that --measure times.")] = 9,
     figures: Annotated[
-        Path | None, typer.Option(help="A JSON file that keeps this machine's figures.")
+        Path | None, typer.Option(help="With --profile here or --measure, a JSON file for its figures.")
     ] = None,
     as_json: Json = False,
     debug: Debug = False,
@@ -48,25 +48,28 @@ def plan(
     from minidist.scale import plan_words
     from minidist.scale.fitting import parse_bytes
     from minidist.scale.hardware import hardware as hardware_of
+    from minidist.scale.planner import check
     from minidist.scale.planner import plan as find
     from minidist.scale.trial import require_trainable, trial
 
     shape = config(model)
     budget = None if memory is None else parse_bytes(memory)
     if measure:
-        if profile not in (None, "here"):
+        if profile not in (None, HERE):
             raise ValueError(
                 f"--measure runs on this machine and --profile is {profile}; leave one of them out"
             )
         require_trainable(shape)
-        profile = "here"
-    machine: Hardware | None = None if profile in (None, "here") else hardware_of(str(profile))
-    if profile == "here":
-        machine = measured(ranks, figures, quiet=as_json)
+        profile = HERE
+    check_here(profile, ranks, figures)
+    machine: Hardware | None = None if profile in (None, HERE) else hardware_of(str(profile))
     rows: int | tuple[int, int] | None = batch
     if tokens is not None:
-        per_rank = 8 if profile == "here" else 32
+        per_rank = 8 if profile == HERE else 32
         rows = (batch or per_rank * ranks, tokens)
+    if profile == HERE:
+        check(model, ranks=ranks, memory=budget, batch=rows, precision=precision, optimizer=optimizer)
+        machine = measured(ranks, figures, quiet=as_json)
     with waiting(f"looking at layouts of {ranks} ranks", as_json):
         found = find(
             model,

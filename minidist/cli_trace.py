@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from minidist.cli_output import Debug, Json, print_json, require, short, show, waiting
+from minidist.cli_output import Debug, Json, print_json, require, short, show, speaks, waiting
 
 PICTURES = (".svg", ".png", ".pdf")
 
@@ -50,8 +49,8 @@ def trace(
             seed=seed,
             timeout=timeout,
         )
-    if int(os.environ.get("RANK", "0")):
-        return  # under torchrun, where rank 0 speaks for all
+    if not speaks():
+        return
     found.save(out)
     if plot is not None:
         found.plot(plot)

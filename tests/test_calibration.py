@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 from rich.console import Console
 
@@ -34,6 +37,20 @@ def test_the_command_says_how_many_hold(
     assert "0.60" in shown.get()
     assert main(["--ranks", "3"]) == 2
     assert "give some of 1, 2, 4, 8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--json", "--figures"])
+def test_a_file_that_cannot_be_written_is_said_before_anything_is_measured(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, option: str
+) -> None:
+    monkeypatch.setattr(calibration, "calibrate", lambda *_: pytest.fail("it is measured first"))
+    for path in (tmp_path, tmp_path / "none" / "file.json"):
+        assert main(["--ranks", "2", option, str(path)]) == 2
+        assert f"{option} {path} cannot be written" in capsys.readouterr().err
+    measured = Compared("byte-tiny", 2, "dp=2", 0.010, 0.010, {})
+    monkeypatch.setattr(calibration, "calibrate", lambda *_: [measured])
+    assert main(["--ranks", "2", "--json", str(tmp_path / "file.json")]) == 0
+    assert json.loads((tmp_path / "file.json").read_text())[0]["layout"] == "dp=2"
 
 
 @pytest.mark.scale

@@ -183,9 +183,23 @@ def test_a_batch_larger_than_the_data_is_refused(capfd):
     assert "batch is 1438, and digits has 1437 rows" in one_line(err)
 
 
-def test_under_torchrun_rank_0_speaks_for_all(capfd, monkeypatch):
+def test_under_torchrun_rank_0_speaks_for_all(capfd, monkeypatch, tmp_path):
+    from minidist import tracing, train
+
     monkeypatch.setenv("RANK", "1")
+    code, out, _ = run(capfd, "train", "--steps", "1")  # a variable that was left in a shell
+    assert (code, bool(out)) == (0, True)
+    out_file = tmp_path / "trace.json"
+    traced = ("trace", "--layout", "dp=1", "--steps", "1", "--out", str(out_file))
+    assert run(capfd, *traced)[0] == 0
+    assert out_file.exists()
+
+    found = train.run(train.TrainConfig(steps=1))
+    monkeypatch.setattr(train, "run", lambda *given, **options: found)
+    monkeypatch.setattr(tracing, "trace_layout", lambda *given, **options: None)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "7")
     assert run(capfd, "train", "--steps", "1")[:2] == (0, "")
+    assert run(capfd, *traced)[:2] == (0, "")
 
 
 def test_ctrl_c_ends_a_training_with_one_line():

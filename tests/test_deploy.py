@@ -7,6 +7,7 @@ carry; SLURM's and Accelerate's to torchrun's and Accelerate's own parsers. test
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -77,24 +78,39 @@ SBATCH = {
 }
 """Options of sbatch's manual that the file uses."""
 USED = ["--data", "bytes", "--layout", "dp=4,tp=4", "--save", "/shared/runs/7"]
+SET_FOR_SAGEMAKER = (
+    "GLOO_SOCKET_IFNAME",
+    "NCCL_SOCKET_IFNAME",
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE",
+    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
+)
+"""Variables of the process that train.py sets there."""
 
 
 def slurm(folder: Path, words: Sequence[str], **environment: str) -> list[str]:
-    """Run the batch script where SLURM's programs only write down what they are asked; srun's words."""
+    """Run the batch script where SLURM's programs only write down what they are asked; what srun starts."""
     for name, script in {
         "scontrol": '[ "$*" = "show hostnames host[0-1]" ] && printf "host0\\nhost1\\n"',
-        "srun": f'printf "%s\\n" "$@" > {folder}/words',
+        "srun": f'printf "%s\\n" "$@" > {folder}/words; env > {folder}/environment',
     }.items():
         (folder / name).write_text(f"#!/bin/bash\n{script}\n")
         (folder / name).chmod(0o755)
-    given = {"SLURM_JOB_NODELIST": "host[0-1]", "SLURM_NNODES": "2", "SLURM_JOB_ID": "31", **environment}
+    given = {
+        "SLURM_JOB_NODELIST": "host[0-1]",
+        "SLURM_NNODES": "2",
+        "SLURM_JOB_ID": "31",
+        "SLURM_CPUS_PER_TASK": "64",
+        **environment,
+    }
     subprocess.run(
         ["bash", DEPLOY / "slurm.sh", *words],
         env={"PATH": f"{folder}:/usr/bin:/bin", **given},
         check=True,
         timeout=20,
     )
-    return (folder / "words").read_text().splitlines()
+    option, cores, *asked = (folder / "words").read_text().splitlines()
+    assert (option, cores) == ("--cpus-per-task", given["SLURM_CPUS_PER_TASK"])  # srun does not inherit it
+    return asked
 
 
 def test_slurm_starts_one_torchrun_a_host(tmp_path: Path) -> None:
@@ -112,6 +128,42 @@ def test_slurm_starts_one_torchrun_a_host(tmp_path: Path) -> None:
     assert (taken.rdzv_backend, taken.rdzv_endpoint, taken.rdzv_id) == ("c10d", "host0:29500", "31")
     assert (taken.training_script, taken.training_script_args) == ("deploy/train.py", USED)
     check_words(USED)
+
+
+def check_time_to_save(value: str, granted: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail where torchrun kills ranks long before the service would, or only after it."""
+    from torch.distributed.launcher.api import LaunchConfig
+
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", value)
+    given = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=1).shutdown_timeout
+    assert granted - 30 <= int(value) == given < granted
+
+
+def test_ranks_have_the_time_to_save_that_the_service_grants(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, text = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", (DEPLOY / "slurm.sh").read_text()
+    slurm(tmp_path, USED)
+    told = dict(line.split("=", 1) for line in (tmp_path / "environment").read_text().splitlines())
+    check_time_to_save(told[name], int(re.findall(r"--signal=TERM@(\d+)", text)[0]), monkeypatch)
+    for variable in SET_FOR_SAGEMAKER:
+        monkeypatch.setenv(variable, "")
+    job = {"current_host": "algo-1", "hosts": ["algo-1"], "network_interface_name": "eth7"}
+    sagemaker_program().accelerate(job, USED)
+    check_time_to_save(os.environ[name], 120, monkeypatch)  # as SageMaker's manual says of StopTrainingJob
+    pod = worker(document("kubernetes.yaml"))
+    told = {each["name"]: each["value"] for each in pod["containers"][0]["env"]}
+    check_time_to_save(told[name], pod["terminationGracePeriodSeconds"], monkeypatch)
+
+
+def sagemaker_program() -> ModuleType:
+    """deploy/train.py."""
+    spec = importlib.util.spec_from_file_location("deploy_train", DEPLOY / "train.py")
+    assert spec is not None
+    assert spec.loader is not None
+    program = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(program)
+    return program
 
 
 # Kubernetes
@@ -184,7 +236,8 @@ def test_kubernetes_job_is_what_its_operator_asks_for() -> None:
     assert spec["runPolicy"]["cleanPodPolicy"] in {"All", "Running", "None"}
     elastic = spec["elasticPolicy"]
     assert elastic["rdzvBackend"] in {"c10d", "etcd", "etcd-v2"}
-    assert "nProcPerNode" not in elastic
+    assert "nProcPerNode" not in elastic  # which is all that version 1.7 reads, where there is no master
+    assert "training operator (1.8 or newer)" in (DEPLOY / "kubernetes.yaml").read_text()
     assert (
         elastic["minReplicas"]
         == elastic["maxReplicas"]
@@ -252,13 +305,9 @@ def container_words(request: Mapping[str, Any]) -> list[str]:
 
 def test_sagemakers_hosts_become_one_accelerate_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     launch = module("accelerate.commands.launch")
-    spec = importlib.util.spec_from_file_location("deploy_train", DEPLOY / "train.py")
-    assert spec is not None
-    assert spec.loader is not None
-    program = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(program)
+    program = sagemaker_program()
     monkeypatch.setenv("RANKS_PER_HOST", str(RANKS))
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"):
+    for name in SET_FOR_SAGEMAKER:
         monkeypatch.setenv(name, "")
     for number, host in enumerate(("algo-1", "algo-2")):
         job = {"current_host": host, "hosts": ["algo-2", "algo-1"], "network_interface_name": "eth7"}

@@ -190,6 +190,16 @@ def test_axes_that_share_a_group_are_told_apart() -> None:
     }
 
 
+def test_a_rings_messages_are_of_the_pass_that_sends_them() -> None:
+    # Three micro-batches on a stage of two layers with attention: keys and values once forward; backward they
+    # go round again, and their gradients behind them.
+    found = dryrun("byte-small", md.Layout(cp=2, pp=2, micro_batches=3), (6, 128))
+    sent = {line.phase: line.calls for line in found.lines if (line.axis, line.name) == ("cp", "send")}
+    assert sent == {"forward": 6, "backward": 12}
+    passed = {(line.phase, line.name): line.calls for line in found.lines if line.axis == "pp"}
+    assert (passed["forward", "send"], passed["backward", "recv"]) == (3, 3 + 1)  # and of the tied matrix
+
+
 def test_kinds_are_all_ranks() -> None:
     shape, layout = config("gpt2-xl"), md.Layout.parse("dp=64,tp=4,pp=4,zero=1")
     found = kinds(shape, layout, (64, 1024))
@@ -254,6 +264,8 @@ def test_a_program_may_read_it(capsys: Any) -> None:
         ("--model byte-tiny --layout dp=2 --rank 2", "rank is 2; give 0 to 1"),
         ("--model byte-tiny --layout dp=2 --rank all", "or kinds"),
         ("--model byte-tiny --layout dp=2 --profile b52", "hardware profile"),
+        ("--model byte-tiny --layout dp=2 --figures f.json", "--figures are this machine's"),
+        ("--model byte-tiny --layout dp=17 --profile here", "17 ranks would be started"),
         ("--model byte-tiny --layout dp=4 --batch 3", "batch is 3 rows and dp is 4"),
         ("--model byte-tiny --layout dp=4 --tokens 65", "give 1 to 64"),
         ("--model byte-tiny --layout dp=4 --optimizer lion", "unknown optimizer"),
@@ -284,6 +296,18 @@ def test_what_cannot_be_run_dry_is_refused(options: dict[str, Any], says: str) -
     layout = md.Layout(dp=2, zero=3 if "fully_shard" in options else 0)
     with pytest.raises((ValueError, TypeError), match=says):
         dryrun("byte-tiny", layout, **options)
+
+
+def test_a_time_says_which_options_it_leaves_out() -> None:
+    def assumed(layout: md.Layout, **options: Any) -> list[str]:
+        return dryrun("byte-tiny", layout, 4, **options).predict().assumptions
+
+    plain, sharded = md.Layout(dp=2), md.Layout(dp=2, zero=3)
+    usual = assumed(plain)
+    *rest, said = assumed(plain, data_parallel={"compression": "float16", "bucket_mb": 1})
+    assert rest == usual == assumed(plain, data_parallel={})
+    assert said.startswith("the time is that without compression='float16' and bucket_mb=1, which")
+    assert "offload='cpu'" in assumed(sharded, fully_shard={"offload": "cpu"})[-1]
 
 
 def in_a_world() -> str:

@@ -12,13 +12,16 @@ import pytest
 import torch
 
 import minidist as md
+from minidist import cli_plan
 from minidist.cli import main
 from minidist.comm.cluster import Cluster
 from minidist.model import GPT
 from minidist.model.configs import CONFIGS
+from minidist.parallel import simulation
 from minidist.parallel.memory import size
-from minidist.scale import plan_words, trial
+from minidist.scale import estimates, pipelined, plan_words, trial
 from minidist.scale.candidates import Refused, candidates
+from minidist.scale.dryrun import dryrun
 from minidist.scale.hardware import HARDWARE
 from minidist.scale.memory import estimate, fits
 from minidist.scale.planner import MEANINGFUL, Plan, family_of, plan, seconds
@@ -98,6 +101,32 @@ def test_a_planted_fault_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+def test_no_schedule_is_proven_again_for_a_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Proofs took two thirds of the time to plan gpt2-xl on 64 ranks.
+    made: list[Any] = []
+    by_name = estimates.by_name
+    monkeypatch.setattr(simulation, "check", lambda schedule: pytest.fail("a schedule is checked"))
+    monkeypatch.setattr(estimates, "by_name", lambda *form: made.append(form) or by_name(*form))
+    for kept in (estimates.schedule_of, estimates._moments, estimates._activations, pipelined.passes_of):
+        kept.cache_clear()
+    found = plan("gpt2-small", ranks=8, hardware="h100", batch=32)
+    cut = [each.layout for each in found.fitting if each.layout.pp > 1]
+    forms = {(each.schedule, each.pp, each.micro_batches, each.chunks) for each in cut}
+    assert set(made) >= forms
+    assert max(made.count(form) for form in forms) <= 2
+    assert len(cut) > 3 * len(made)
+
+
+def test_a_bert_is_planned_as_a_dry_run_takes_it(large: Plan) -> None:
+    assert not any(each.layout.cp > 1 or each.layout.sequence_parallel for each in large.fitting)
+    assert not any(each.layout.cp > 1 or each.layout.sequence_parallel for each in large.too_large)
+    for fields in ("cp=8", "dp=4,tp=2,sequence_parallel=True"):
+        with pytest.raises(ValueError, match="a BERT is not cut by tokens here") as error:
+            dryrun("bert-large", md.Layout.parse(fields), 64)
+        assert str(error.value) in [each.reason for each in large.refused]
+    assert any(each.layout.cp > 1 for each in plan("gpt2-small", ranks=2, memory=16 * GB, batch=2).fitting)
+
+
 def test_slow_links_make_tensor_parallelism_wait() -> None:
     machine = HARDWARE["t4"]
     found = plan("gpt2-small", ranks=2, hardware=machine, batch=16)
@@ -117,6 +146,14 @@ def test_one_rank_and_what_fits_nowhere() -> None:
     assert nowhere.answer is None
     assert "gpt3-175b does not fit on 2 ranks of 16.0 GB: the smallest layout" in plan_words.answer(nowhere)
     assert plan("bert-tiny", ranks=3, memory=GB, batch=2).too_large == []  # two rows for three ranks: refused
+
+
+def test_gpus_train_in_half_precision_and_processors_in_float32_unless_asked() -> None:
+    for name, precision in (("cpu-xeon-8480", "fp32"), ("h100", "bf16"), ("v100-16gb", "fp16")):
+        found = plan("byte-tiny", ranks=1, hardware=name, batch=2)
+        assert {each.layout.precision for each in found.fitting} == {precision}
+    asked = plan("byte-tiny", ranks=1, hardware="cpu-xeon-8480", batch=2, precision="bf16")
+    assert {each.layout.precision for each in asked.fitting} == {"bf16"}
 
 
 def forms(ranks: int) -> tuple[list[md.Layout], list[str]]:
@@ -227,11 +264,22 @@ def test_what_fits_nowhere_is_an_exit_code(capsys: pytest.CaptureFixture[str]) -
         (("--model", "gpt2-xl", "--measure"), "give one of at most 50,000,000"),
         (("--model", "byte-tiny", "--measure", "--profile", "h100"), "--measure runs on this machine"),
         (("--model", "bert-large", "--ranks", "0"), "--ranks"),
+        (("--model", "byte-tiny", "--measure", "--ranks", "17"), "17 ranks would be started"),
+        (("--model", "gpt2-xl", "--profile", "here", "--ranks", "64"), "give at most 16, or a machine"),
+        (("--model", "byte-tiny", "--profile", "here", "--precision", "int8"), "this machine has no rate"),
+        (("--model", "byte-tiny", "--measure", "--optimizer", "lion"), "optimizer is 'lion'"),
+        (("--model", "byte-tiny", "--profile", "here", "--tokens", "65"), "of 1 to 64"),
+        (("--model", "byte-tiny", "--profile", "h100", "--figures", "f.json"), "and --profile is h100"),
+        (("--model", "byte-tiny", "--memory", "1GB", "--figures", "f.json"), "and no --profile is given"),
     ],
 )
 def test_bad_input_gets_a_sentence(
-    capsys: pytest.CaptureFixture[str], words: tuple[str, ...], message: str
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    words: tuple[str, ...],
+    message: str,
 ) -> None:
+    monkeypatch.setattr(cli_plan, "measured", lambda *_, **__: pytest.fail("it is measured first"))
     code, out, error = run(capsys, *words)
     assert (code, out) == (2, "")
     assert message in error

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import random
+from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,15 +19,18 @@ from minidist.model import GPT, cross_entropy
 from minidist.model.configs import CONFIGS, BERTConfig, GPTConfig
 from minidist.parallel import schedules
 from minidist.parallel.recompute import recompute
-from minidist.scale import shared_cores
+from minidist.scale import measuring, pipelined, shared_cores
+from minidist.scale.dryrun import dryrun
 from minidist.scale.hardware import HARDWARE, hardware, smallest
 from minidist.scale.hardware_file import load, save
 from minidist.scale.measuring import solve, this_machine
 from minidist.scale.rates import Crowd, Hardware, Rates
 from minidist.scale.solving import nonnegative
+from minidist.scale.stages import Step
 from minidist.scale.step_time import HIDDEN, PARTS, predict_step
 from minidist.scale.tensors import Place
 from minidist.scale.timing import CASES, Measured
+from minidist.scale.traffic import Wires
 from minidist.scale.work import LayerWork, Work, model_flops
 
 SHAPE = GPTConfig(vocabulary=61, context=24, layers=3, heads=4, width=32)
@@ -162,6 +168,66 @@ def test_ranks_beyond_a_host_go_through_the_network() -> None:
     inside = predict_step("gpt2-small", md.Layout(tp=8), 8, machine).parts["tp"]
     across = predict_step("gpt2-small", md.Layout(tp=8), 8, replace(machine, ranks_per_host=4)).parts["tp"]
     assert across > 3 * inside
+
+
+def test_a_ring_pays_the_network_for_the_hops_between_hosts_alone() -> None:
+    machine = HARDWARE["h100"]
+    inside, network = (each.links["messages"].alpha for each in (machine.inside, machine.between))
+    tiny = 1e-6  # bytes: what is left are the hops
+
+    def of(layout: md.Layout, axis: str, operation: str = "reduce_scatter") -> float:
+        return Wires(machine, machine.crowd(8), layout).collective(operation, tiny, axis)
+
+    assert of(md.Layout(dp=8), "dp") == pytest.approx(7 * inside)
+    assert of(md.Layout(dp=16), "dp", "all_gather") == pytest.approx(network + 14 * inside)
+    assert of(md.Layout(dp=1024), "dp") == pytest.approx(127 * network + 896 * inside)
+    assert of(md.Layout(dp=4, tp=8), "dp") == pytest.approx(3 * network)  # a rank of each host
+    assert of(md.Layout(dp=8, tp=4), "dp") == pytest.approx(3 * network + 4 * inside)
+    assert of(md.Layout(dp=16), "dp", "all_reduce") < 2 * of(md.Layout(dp=16), "dp") + 1e-9
+    step = predict_step("gpt2-xl", md.Layout(dp=1024, zero=1, precision="bf16", recompute=True), 8192)
+    assert step.seconds < 1.6  # and not 4.3, as if each of 1023 hops crossed the network
+
+
+SENT: dict[str, Callable[[float, int], float]] = {
+    "all_reduce": lambda size, ranks: 2 * (ranks - 1) / ranks * size,
+    "reduce_scatter": lambda size, ranks: (ranks - 1) / ranks * size,
+    "all_gather": lambda size, ranks: (ranks - 1) * size,
+}
+"""Bytes that a rank sends of a tensor that it passes."""
+
+
+@pytest.mark.parametrize("layout", ["tp=2", "tp=2,sequence_parallel=true", "tp=4,sequence_parallel=true"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_tensor_parallel_layers_send_what_a_dry_run_counts(
+    monkeypatch: pytest.MonkeyPatch, layout: str, precision: str
+) -> None:
+    chosen = replace(md.Layout.parse(layout), precision=precision)
+    lines = [each for each in dryrun(SHAPE, chosen, (2, 24)).lines if each.axis == "tp"]
+    step = Step(SHAPE, chosen, 2, 24, HARDWARE["h100"], "adam")
+
+    def told(collective: Callable[[str, float], float]) -> tuple[float, float]:
+        """What is told for each collective of a forward and a backward pass, but for operators' seconds."""
+        monkeypatch.setattr(Wires, "collective", lambda self, name, size, axis: collective(name, size))
+        return step._tensor_parallel(step.work(2), range(SHAPE.layers + 2), SHAPE.layers)
+
+    for phase, calls, bytes_ in zip(
+        ("forward", "backward"),
+        told(lambda name, size: 1.0),
+        told(lambda name, size: SENT[name](size, chosen.tp)),
+        strict=True,
+    ):
+        assert calls == pytest.approx(sum(each.calls for each in lines if each.phase == phase), abs=0.1)
+        assert bytes_ == pytest.approx(sum(each.bytes_sent for each in lines if each.phase == phase), abs=0.1)
+
+
+def test_gradients_of_several_chunks_are_sent_behind_the_schedule() -> None:
+    one = md.Layout(dp=2, pp=2, micro_batches=4, precision="bf16")
+    several = replace(one, schedule="interleaved", chunks=2)
+    for zero in (0, 1):
+        parts = predict_step("gpt2-xl", replace(several, zero=zero), 16).parts
+        assert parts["dp hidden"] == 0
+        assert parts["dp"] > 0
+    assert predict_step("gpt2-xl", one, 16).parts["dp hidden"] > 0
 
 
 PUBLISHED = (
@@ -306,6 +372,24 @@ def test_ranks_that_share_cores() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(schedules.SCHEDULES))
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(1, 1), (2, 1), (3, 5), (4, 9)])
+def test_a_schedule_in_its_order_takes_what_its_simulation_takes(
+    name: str, ranks: int, micro_batches: int
+) -> None:
+    chunks = 2 if name == "interleaved" else 1
+    drawn = random.Random(f"{name} {ranks}")
+    seconds = {
+        kind: [[drawn.random() for _ in range(micro_batches)] for _ in range(ranks * chunks)]
+        for kind in ("forward", "backward", "backward_input", "backward_weight")
+    }
+    schedule = schedules.by_name(name, ranks, micro_batches, chunks)
+    for message in (0.0, 0.3):
+        expected = schedules.simulate(schedule, {**seconds, "message": message}).seconds
+        passes = pipelined.passes_of(name, ranks, micro_batches, chunks)
+        assert pipelined.seconds_of(passes, ranks, seconds, message) == expected
+
+
+@pytest.mark.parametrize("name", sorted(schedules.SCHEDULES))
 def test_with_a_core_each_shared_cores_are_none(name: str) -> None:
     chunks = 2 if name == "interleaved" else 1
     schedule = schedules.by_name(name, 3, 5, chunks)
@@ -339,6 +423,21 @@ def test_a_machine_is_kept_in_a_file(tmp_path: Any) -> None:
         load(file)
     with pytest.raises(ValueError, match="give numbers of at least 1"):
         this_machine([0])
+
+
+def test_a_half_precisions_peak_is_that_of_all_ranks_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    flops = {"fp32": 40e9, "bf16": 10e9, "fp16": 1e9}
+    crowd = crowded(4, 4).crowd(4)
+    crowd = replace(crowd, rates=replace(crowd.rates, flops=flops))
+    alone = Crowd(1, replace(crowd.rates, flops={name: 1.1 * rate for name, rate in flops.items()}), None)
+    found = SimpleNamespace(peak=lambda dtype: 200e9, bandwidth=1e10)
+    peaks = SimpleNamespace(all=found, machine="a machine", cores=4, date="today")
+    monkeypatch.setattr("minidist.kernels.roofline.measure", lambda: peaks)
+    machine = measuring._machine({1: alone, 4: crowd})
+    assert machine.peak == {"fp32": 200e9, "bf16": 40e9, "fp16": 4e9}
+    step = predict_step("byte-small", md.Layout(dp=4, precision="bf16"), 8, machine)
+    assert 0 < step.used < 1
+    assert "100% of the peak" in step.assumptions[1]
 
 
 def test_a_bert_has_its_own_ends() -> None:

@@ -19,6 +19,7 @@
 | stages.py | passes, stage by stage, and a pipeline's schedule |
 | traffic.py | what tensor, context and pipeline parallelism send, over which links |
 | gradients.py | what data parallelism and ZeRO send, and the update |
+| pipelined.py | how long a pipeline takes, each rank on a device of its own |
 | shared_cores.py | a pipeline whose ranks take turns on a few cores |
 | hardware.py | machines by name, with their sources |
 | rates.py | what a machine is described by |

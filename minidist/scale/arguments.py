@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from minidist.model.configs import GPTConfig, TransformerConfig
 from minidist.parallel.layout import Layout
 
 
@@ -20,3 +21,16 @@ def check_types(layout: object, batch: object, rank: object) -> None:
 
 def _is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def refuse_cut_rows(shape: TransformerConfig, layout: Layout) -> None:
+    """ValueError where a layout cuts the rows of a model that `prepare` does not cut so.
+
+    With cp it has causal attention go round a ring, which a BERT's is not; for sequence_parallel its plan
+    would have to say whose gradients are summed, and no BERT has one here.
+    """
+    if not isinstance(shape, GPTConfig) and (layout.cp > 1 or layout.sequence_parallel):
+        axis = "cp" if layout.cp > 1 else "sequence_parallel"
+        raise ValueError(
+            f"the layout has {axis}, and a BERT is not cut by tokens here; leave it out, or take a GPT"
+        )

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 from collections.abc import Sequence
@@ -133,6 +134,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"ranks are {given.ranks} and models {given.models}; give some of "
                 f"{', '.join(map(str, LAYOUTS))} and of {', '.join(BATCHES)}"
             )
+        for option, name in (("--json", given.json), ("--figures", given.figures)):
+            if name:
+                _check_file(option, Path(name).absolute())
         found = calibrate(ranks, given.rounds, models, given.figures)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -150,6 +154,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.json:
         Path(given.json).write_text(json.dumps([asdict(each) for each in found], indent=1), encoding="utf-8")
     return 0 if len(inside) == len(found) else 1
+
+
+def _check_file(option: str, path: Path) -> None:
+    """Before minutes of measuring: ValueError where no file can be written there."""
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError(f"{option} {path} cannot be written; name a file in a folder that is there")
 
 
 if __name__ == "__main__":

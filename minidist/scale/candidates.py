@@ -11,7 +11,7 @@ What does not go together says `prepare`, by its own checks.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import product
@@ -21,8 +21,10 @@ from minidist.model.configs import GPTConfig, TransformerConfig
 from minidist.parallel.layout import Layout
 from minidist.parallel.prepare import check_available
 from minidist.scale import estimates
+from minidist.scale.arguments import refuse_cut_rows
 from minidist.scale.estimates import Estimate, estimate
 from minidist.scale.rates import Hardware
+from minidist.scale.stages import Simulated
 from minidist.scale.step_time import StepTime, check_fits, predict_step
 from minidist.scale.tensors import share
 
@@ -45,7 +47,7 @@ class Question:
     tokens: int
     precision: str
     optimizer: str = "adam"
-    simulated: dict[Hashable, float] = field(default_factory=dict, compare=False)  # pipelines, see Step
+    simulated: Simulated = field(default_factory=dict, compare=False)
 
     @property
     def batch(self) -> tuple[int, int]:
@@ -158,6 +160,7 @@ def require_supported(
 ) -> None:
     """ValueError where `prepare` would refuse a layout, or a step the batch: from their own checks."""
     check_available(layout)
+    refuse_cut_rows(shape, layout)
     estimates.check(shape, layout, layout.precision, "adam", None, None)
     check_fits(shape, layout, rows, tokens, hardware)
     if isinstance(shape, GPTConfig) and layout.pp * layout.tp > 1:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from minidist._names import unknown
-from minidist.model.configs import GPTConfig, TransformerConfig
+from minidist.model.configs import TransformerConfig
 from minidist.parallel import zigzag
 from minidist.parallel.layout import Layout
 from minidist.parallel.prepare import check_available
 from minidist.parallel.tensor_cuts import share_of
-from minidist.scale.arguments import check_types
+from minidist.scale.arguments import check_types, refuse_cut_rows
 from minidist.scale.dry_world import WAYS
 
 SIZES = ("pp", "dp", "cp", "tp")
@@ -46,11 +46,7 @@ def check(
         raise ValueError(f"batch has rows of {tokens} tokens; give 1 to {shape.context}, the model's context")
     if not 0 <= rank < layout.ranks:
         raise ValueError(f"rank is {rank}; give 0 to {layout.ranks - 1}, a rank of the layout")
-    if not isinstance(shape, GPTConfig) and (layout.cp > 1 or layout.sequence_parallel):
-        axis = "cp" if layout.cp > 1 else "sequence_parallel"
-        raise ValueError(
-            f"the layout has {axis}, and a BERT is not cut by tokens here; leave it out, or take a GPT"
-        )
+    refuse_cut_rows(shape, layout)
     fewest = rows // layout.dp
     if layout.zero == 2 and fewest < layout.micro_batches and rows % layout.dp:
         raise ValueError(

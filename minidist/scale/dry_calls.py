@@ -67,7 +67,7 @@ class Recorder(list[Any]):
 
     Attributes:
         phase: of what comes now, outside of backward passes.
-        message: "forward" or "backward" for messages between a pipeline's stages; None for others.
+        message: "forward" or "backward" of the last message between a pipeline's stages; None before one.
     """
 
     def __init__(self, phase: str = "prepare") -> None:
@@ -77,13 +77,13 @@ class Recorder(list[Any]):
 
     def append(self, call: Call) -> None:
         """Called by the ledger."""
-        phase = self.phase
-        if self.message is not None and call.name in _RING:
+        phase, axis = self.phase, self.names(call) if len(call.group) > 1 else ""
+        if self.message is not None and call.name in _RING and axis == "pp":  # a ring's are cp's
             phase = self.message
         elif phase == "forward" and torch._C._current_graph_task_id() != -1:
             phase = "backward"
         values = {field.name: getattr(call, field.name) for field in fields(Call)}
-        super().append(DryCall(**values, axis=self.names(call) if len(call.group) > 1 else "", phase=phase))
+        super().append(DryCall(**values, axis=axis, phase=phase))
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -66,6 +66,7 @@ class DryRun:
     first_step: tuple[DryCall, ...] = field(repr=False)
     prepare: tuple[DryCall, ...] = field(repr=False)  # before it: the model is sent to all
     seconds: float  # that this dry run took
+    options: tuple[str, ...] = ()  # of data_parallel and fully_shard, as they were given
 
     @property
     def bytes_sent(self) -> int:
@@ -88,7 +89,10 @@ class DryRun:
         return lines(self.calls)
 
     def predict(self, hardware: str | Hardware = "h100") -> StepTime:
-        """The time of a step on a machine, with what that assumes; see `predict_step`."""
+        """The time of a step on a machine, with what that assumes; see `predict_step`.
+
+        It knows no options of `prepare`: where some were given, the assumptions say that they are left out.
+        """
         from minidist.scale.step_time import predict_step
 
         if not self.optimizer:
@@ -96,7 +100,11 @@ class DryRun:
                 "the optimizer is a function of your own, whose update has no known time; give 'adamw', "
                 "'adam', 'momentum' or 'sgd'"
             )
-        return predict_step(self.config, self.layout, self.batch, hardware, optimizer=self.optimizer)
+        found = predict_step(self.config, self.layout, self.batch, hardware, optimizer=self.optimizer)
+        if not self.options:
+            return found
+        left_out = f"the time is that without {' and '.join(self.options)}, which change what is sent or when"
+        return replace(found, assumptions=[*found.assumptions, left_out])
 
     def _sums(self, key: Callable[[DryCall], str]) -> dict[str, int]:
         found: Counter[str] = Counter()
@@ -188,6 +196,12 @@ def dryrun(
         first,
         tuple(prepared),
         time.perf_counter() - began,
+        tuple(
+            f"{name}={value!r}"
+            for options in (data_parallel, fully_shard)
+            for name, value in (options or {}).items()
+            if name != "initialize"  # which no step comes to
+        ),
     )
 
 

@@ -7,7 +7,6 @@ their formulas, so that `engine.memory()` finds the same.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -25,6 +24,9 @@ from minidist.scale.tensors import Place, parts, share
 
 Shape = TransformerConfig | str | int | float
 Batch = int | tuple[int, int]
+Moment = tuple[tuple[int, ...], int]
+"""Micro-batches that are live on a stage, those with a row more first, of each chunk; and which of these
+kinds computes."""
 
 
 @dataclass(frozen=True)
@@ -128,23 +130,10 @@ def _one(
     own = share(rows, layout.dp, data_rank)
     activations = logits = 0
     if own:
-        count = min(layout.micro_batches, own)
-        saved = [
-            Saved(
-                config,
-                share(own, count, part),
-                tokens,
-                BYTES[precision],
-                attention,
-                place,
-                layout.sequence_parallel,
-                layout.cp > 1,
-            )
-            for part in range(count)
-        ]
-        activations = _activations(saved, layout, stage)
-        if stage == layout.pp - 1:
-            logits = saved[0].transient_logits
+        form = layout.schedule, layout.recompute, layout.sequence_parallel, layout.cp > 1
+        activations, logits = _activations(
+            config, place, own, min(layout.micro_batches, own), tokens, BYTES[precision], attention, *form
+        )
     return Estimate(
         states.parameters,
         states.gradients,
@@ -155,26 +144,57 @@ def _one(
     )
 
 
-def _activations(saved: Sequence[Saved], layout: Layout, stage: int) -> int:
-    """Peak of what is saved on a stage, over the micro-batches of which `saved` says what each takes."""
-    chunks = parts(saved[0].config, layout.pp, layout.chunks)[stage :: layout.pp]
-    known: dict[tuple[int, range], tuple[int, int]] = {}  # most micro-batches have as many rows
-    if layout.pp == 1:  # each backward pass follows its forward pass
-        return max(max(_kept(each, chunks[0], layout.recompute)) for each in saved)
-    live = peak = 0
-    for instruction in schedule_of(layout.schedule, layout.pp, len(saved), layout.chunks)[stage]:
-        if not instruction.computes:
-            continue
-        each, layers = saved[instruction.micro_batch], chunks[instruction.chunk]
-        if (each.rows, layers) not in known:
-            known[each.rows, layers] = _kept(each, layers, layout.recompute)
-        waiting, computing = known[each.rows, layers]
-        if instruction.kind == "forward":
-            live += waiting
-        peak = max(peak, live, live - waiting + computing)
-        if instruction.kind in ("backward", "backward_weight"):
-            live -= waiting
-    return peak
+@lru_cache(maxsize=16384)
+def _activations(
+    config: TransformerConfig,
+    place: Place,
+    own: int,
+    count: int,
+    tokens: int,
+    element: int,
+    attention: str | None,
+    schedule: str,
+    recompute: bool,
+    sequence_parallel: bool,
+    ring: bool,
+) -> tuple[int, int]:
+    """Peak of what `count` micro-batches of `own` rows save on a stage, and the transient logits.
+
+    ZeRO's stage has no part in it, so a planner asks for each four times.
+    """
+    longer = own % count  # the first of the micro-batches, which have a row more than the others
+    saved = [
+        Saved(config, share(own, count, part), tokens, element, attention, place, sequence_parallel, ring)
+        for part in sorted({0, longer})
+    ]
+    logits = saved[0].transient_logits if place.stage == place.pp - 1 else 0
+    chunks = parts(config, place.pp, place.chunks)[place.stage :: place.pp]
+    kept = [_kept(each, layers, recompute) for each in saved for layers in chunks]
+    if place.pp == 1:  # each backward pass follows its forward pass
+        return max(map(max, kept)), logits
+    peak = 0
+    for live, computing in _moments(schedule, place.pp, count, place.chunks, longer)[place.stage]:
+        waiting = sum(number * each for number, (each, _) in zip(live, kept, strict=False))
+        between, at_most = kept[computing]
+        peak = max(peak, waiting, waiting - between + at_most)
+    return peak, logits
+
+
+@lru_cache(maxsize=1024)
+def _moments(name: str, ranks: int, micro_batches: int, chunks: int, longer: int) -> list[set[Moment]]:
+    """For each stage of a schedule what there is while it computes; the same moment comes again and again."""
+    found: list[set[Moment]] = []
+    for own in schedule_of(name, ranks, micro_batches, chunks):
+        live = [0] * 2 * chunks
+        found.append(set())
+        for each in own:
+            if not each.computes:
+                continue
+            kind = each.chunk + (chunks if 0 < longer <= each.micro_batch else 0)
+            live[kind] += each.kind == "forward"
+            found[-1].add((tuple(live), kind))
+            live[kind] -= each.kind in ("backward", "backward_weight")
+    return found
 
 
 @lru_cache(maxsize=32)

@@ -75,7 +75,8 @@ class Gradients:
         tail = self._collective("all_reduce", (len(self.sizes) + TAIL) * 8.0)
         if not layout.zero:
             reduced = [self._collective("all_reduce", float(size * self.element)) for size in self.buckets]
-            return sum(reduced) + tail, min(sum(reduced[:-1]), last_backward)
+            late = layout.pp > 1 and layout.chunks > 1  # gradients are sent once the schedule is done
+            return sum(reduced) + tail, 0.0 if late else min(sum(reduced[:-1]), last_backward)
         if layout.zero == 3:
             units = [float(unit * self.element) for unit in tensors.units(self.step.shape, self.place)]
             gathers = [self._collective("all_gather", unit / self.ranks) for unit in units]

@@ -76,8 +76,8 @@ def _machine(crowds: dict[int, Crowd]) -> Hardware:
     links = next((each.links for each in crowds.values() if each.links), None)
     peak = {"fp32": float(peaks.all.peak("float32"))}
     first = next(iter(crowds.values()))
-    for name in HALVES:  # no peak of theirs is measured: what they attain stands for it
-        peak[name] = max(first.rates.flops[name], 1.0)
+    for name in HALVES:  # no peak of theirs is measured: what all ranks attain together stands for it
+        peak[name] = max(1.0, *(each.ranks * each.rates.flops[name] for each in crowds.values()))
     return Hardware(
         "this machine",
         f"measured: {peaks.machine}, {peaks.cores} cores, {peaks.date}",

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from minidist.model.configs import TransformerConfig
 from minidist.model.configs import config as config_of
@@ -116,6 +116,26 @@ def plan(
     return Plan(question, fitting, too_large, refused)
 
 
+def check(
+    model: str | TransformerConfig,
+    *,
+    ranks: int,
+    memory: int | None = None,
+    batch: int | tuple[int, int] | None = None,
+    precision: str | None = None,
+    optimizer: str = "adam",
+) -> None:
+    """Raise what `plan` would for a machine that is yet to be measured, which takes a while.
+
+    It has rates for the precisions that a GPU has, so one stands in for it.
+
+    Raises:
+        TypeError, ValueError: see `plan`.
+    """
+    machine = replace(hardware_of("h100"), name="this machine")
+    _question(model, ranks, memory, machine, batch, precision, optimizer)
+
+
 def seconds(candidate: Candidate) -> float:
     """Of a step; infinite for what does not fit."""
     return math.inf if candidate.step is None else candidate.step.seconds
@@ -165,8 +185,9 @@ def _question(
             f"the batch is {rows} rows of {tokens} tokens; give at least 1 row, of 1 to {shape.context}"
         )
     if precision is None:
-        known = [name for name in ("bf16", "fp16") if name in machine.peak and not measured]
-        precision = known[0] if known and machine.cores is None else "fp32"
+        is_gpu = machine.rates is not None and machine.rates.asynchronous
+        known = [name for name in ("bf16", "fp16") if name in machine.peak and is_gpu]
+        precision = known[0] if known else "fp32"
     if precision not in machine.peak:
         raise ValueError(
             f"precision is {precision!r}, and {machine.name} has no rate for it; give "

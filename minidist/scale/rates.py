@@ -110,7 +110,3 @@ class Hardware:
         slower = max(ranks, cores) / max(nearest, cores)
         links = found.links or next((c.links for c in self.crowds.values() if c.links), None)
         return Crowd(ranks, found.rates.scaled(slower), links, found.alone / slower)
-
-    def precisions(self) -> tuple[str, ...]:
-        """Those that its products have a rate for."""
-        return tuple(self.peak)

@@ -1,8 +1,8 @@
 """A step of one layout, stage by stage: its passes, its schedule, its gradients and its update, in seconds.
 
-Of ranks that do the same the one with most to do counts: the first of its tensor-parallel group, with the
-most rows. Of a pipeline's stages all are reckoned, since the schedule has to be simulated with each one's
-times; what is summed up is then the slowest.
+Of ranks that do the same the one with most to do counts: the last of its tensor-parallel group, which has the
+most of what does not divide evenly, with the most rows. Of a pipeline's stages all are reckoned, since the
+schedule has to be simulated with each one's times; what is summed up is then the slowest.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from functools import cached_property
 from typing import Any
 
 from minidist.model.configs import TransformerConfig
-from minidist.parallel import schedules, zigzag
+from minidist.parallel import zigzag
 from minidist.parallel.layout import Layout
-from minidist.scale import shared_cores, tensors
+from minidist.scale import pipelined, shared_cores, tensors
 from minidist.scale.estimates import schedule_of
 from minidist.scale.gradients import Gradients
 from minidist.scale.rates import Crowd, Hardware
@@ -34,8 +34,8 @@ OPERATOR = 6
 """Calls of operators that a tensor-parallel collective takes beside the message itself."""
 
 
-Simulated = dict[Hashable, float]
-"""Seconds of pipelines that were simulated before, of one model on one machine."""
+Simulated = dict[Hashable, Any]
+"""Seconds of passes and of pipelines that were reckoned before, of one model on one machine."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,8 @@ class Step:
         self.rates = self.crowd.rates
         self.wires = Wires(hardware, self.crowd, layout)
         self.chunks = parts(shape, layout.pp, layout.chunks)
-        self._times: dict[tuple[int, int], Times] = {}
+        self._form = replace(layout, zero=0), tokens  # ZeRO's stage is nothing to passes and pipelines
+        self._times: dict[tuple[int, int], Times] = self.simulated.setdefault(self._form, {})
 
     def parts(self) -> dict[str, float]:
         """Seconds by what they are for."""
@@ -200,16 +201,17 @@ class Step:
     def _tensor_parallel(self, of: LayerWork, layers: range, blocks: int) -> tuple[float, float]:
         if self.layout.tp == 1:
             return 0.0, 0.0
-        forward, backward = (blocks * each for each in self.wires.tensor_parallel(of.stream))
+        vector = float(self.shape.width * self.element)
+        forward, backward = (blocks * each for each in self.wires.tensor_parallel(of.stream, vector))
         collectives = 4 * blocks
         if 0 in layers:
-            first = self.wires.first_layer(of.stream)
+            first = self.wires.first_layer(of.stream, of.tokens * vector)
             forward, backward = forward + first[0], backward + first[1]
             collectives += 1
         if self.shape.layers + 1 in layers and self.shape.generates:
-            last = self.wires.last_layer(of.stream, of.rows * of.tokens)
+            last = self.wires.last_layer(of.stream, vector, of.rows * of.tokens)
             forward, backward = forward + last[0], backward + last[1]
-            collectives += 4
+            collectives += 2
         calls = self.rates.seconds(Work(calls=OPERATOR * collectives), self.layout.precision) / 2
         return forward + calls, backward + calls
 
@@ -221,16 +223,15 @@ class Step:
         return self.wires.message(self.work(self.micro_rows[0]).outside, "pp")
 
     def _pipeline(self) -> float:
-        """Seconds of the schedule, which ZeRO's stage is nothing to."""
-        layout = self.layout
-        key = replace(layout, zero=0), tuple(self.micro_rows), self.own_tokens
+        """Seconds of the schedule."""
+        key = *self._form, tuple(self.micro_rows)
         if key not in self.simulated:
             self.simulated[key] = self._simulate()
-        return self.simulated[key]
+        return float(self.simulated[key])
 
     def _simulate(self) -> float:
         layout, message = self.layout, self._message
-        schedule = schedule_of(layout.schedule, layout.pp, len(self.micro_rows), layout.chunks)
+        form = layout.schedule, layout.pp, len(self.micro_rows), layout.chunks
         each = [[self.times(chunk, rows) for rows in self.micro_rows] for chunk in range(len(self.chunks))]
         seconds = {
             "forward": [[times.whole_forward for times in stage] for stage in each],
@@ -240,9 +241,8 @@ class Step:
         }
         cores = self.hardware.cores
         if cores is None:
-            times: dict[str, Any] = {"message": message, **seconds}
-            return schedules.simulate(schedule, times).seconds
+            return pipelined.seconds_of(pipelined.passes_of(*form), layout.pp, seconds, message)
         together = layout.ranks // layout.pp  # pipelines side by side, and ranks of a stage
         return shared_cores.simulate(
-            schedule, seconds, message, lambda working: self.crowd.pace(working * together, cores)
+            schedule_of(*form), seconds, message, lambda working: self.crowd.pace(working * together, cores)
         )

@@ -91,8 +91,8 @@ def predict_step(
         batch: rows of the global batch and tokens in each; rows alone have the model's context.
         hardware: the name of one of `HARDWARE`, or what `this_machine` measured.
         optimizer: "adam", "momentum" or "sgd".
-        simulated: a dict to keep simulations of pipelines in, for who asks for many layouts of one model on
-            one machine.
+        simulated: a dict to keep seconds of passes and pipelines in, for who asks for many layouts of one
+            model on one machine.
 
     Raises:
         TypeError, ValueError: as `estimate`; an unknown machine, a precision that it has no rate for, fewer

@@ -3,8 +3,9 @@
 Ranks lie as in `comm.mesh`: tp innermost, then cp, dp and pp. A group whose ranks are all on one host talks
 inside it; any other at the rate of the network, over as many cards as it has ranks on a host.
 
-Sources: Shoeybi et al. 2019, section 3 (tp); Korthikanti et al. 2022, section 4 (sequence parallelism);
-Liu et al. 2023 (cp). The bytes are those that minidist's strategies document: see
+Sources: NVIDIA/nccl, src/graph/tuning.cc (a ring's hops between hosts, and the rest); Shoeybi et al. 2019,
+section 3 (tp); Korthikanti et al. 2022, section 4 (sequence parallelism); Liu et al. 2023 (cp). The bytes are
+those that minidist's strategies document: see
 `tensor_plans.bytes_per_pass`, `context_parallel.ring_bytes` and each strategy.
 """
 
@@ -58,18 +59,30 @@ class Wires:
         if ranks == 1 or not bytes_:
             return 0.0
         if key not in self.known:
-            self.known[key] = _cost(operation, bytes_, ranks, self._profile(axis))
+            self.known[key] = min(
+                _cost(operation, name, bytes_, ranks, self._profile(axis, name))
+                for name in ALGORITHMS[operation]
+            )
         return self.known[key]
 
-    def _profile(self, axis: str) -> Profile:
-        """The links of a group: a host's; or the network's, over the cards of all its ranks on a host."""
+    def _profile(self, axis: str, algorithm: str) -> Profile:
+        """The links of a group: a host's; or the network's, over the cards of all its ranks on a host.
+
+        Where a host has several of its ranks, most hops of a ring are inside of one; all those of halving and
+        doubling are reckoned as the network's.
+        """
         stride, here = self.stride(axis), self.hardware.ranks_per_host
         if stride * self.size(axis) <= here:
             return self.crowd.links or self.hardware.inside
-        cards = max(1, min(self.size(axis), here // stride))
+        size = self.size(axis)
+        cards = max(1, min(size, here // stride))
         profile, inside = self.hardware.between, self.hardware.inside.links["messages"]
         link = profile.links["messages"]
-        together = replace(link, beta=max(link.beta / cards, inside.beta))
+        alpha = link.alpha
+        if algorithm == "ring":
+            crossed = -(-size // cards) - 1  # hops from host to host
+            alpha = (crossed * link.alpha + (size - 1 - crossed) * inside.alpha) / (size - 1)
+        together = replace(link, alpha=alpha, beta=max(link.beta / cards, inside.beta))
         return replace(profile, links={"messages": together})
 
     def message(self, bytes_: float, axis: str) -> float:
@@ -82,33 +95,36 @@ class Wires:
 
     # Tensor parallelism: what a layer's passes send, for a stream of activations of so many bytes.
 
-    def tensor_parallel(self, stream: float) -> tuple[float, float]:
-        """Seconds of what a block sends forward, and backward."""
+    def tensor_parallel(self, stream: float, vector: float) -> tuple[float, float]:
+        """Seconds of what a block sends forward, and backward; `vector` are the bytes of a bias."""
         if self.layout.tp == 1:
             return 0.0, 0.0
         if not self.layout.sequence_parallel:
             each = self.collective("all_reduce", stream, "tp")
             return 2 * each, 2 * each
         gather, scatter = self._gather(stream), self.collective("reduce_scatter", stream, "tp")
-        return 2 * (gather + scatter), 2 * (2 * gather + scatter)  # inputs are gathered again
+        # Backward inputs are gathered again; two biases and two norms have a part of the gradient on each.
+        bias, norm = (self.collective("all_reduce", many * vector, "tp") for many in (1, 2))
+        return 2 * (gather + scatter), 2 * (2 * gather + scatter + bias + norm)
 
-    def first_layer(self, stream: float) -> tuple[float, float]:
-        """Of the token table, which is cut by the vocabulary."""
+    def first_layer(self, stream: float, positions: float) -> tuple[float, float]:
+        """Of the token table, which is cut by the vocabulary, and of so many bytes of positions."""
         if self.layout.tp == 1:
             return 0.0, 0.0
         if not self.layout.sequence_parallel:
             return self.collective("all_reduce", stream, "tp"), 0.0
-        return self.collective("reduce_scatter", stream, "tp"), self._gather(stream)
+        gathered = self._gather(stream) + self._gather(positions)
+        return self.collective("reduce_scatter", stream, "tp"), gathered
 
-    def last_layer(self, stream: float, tokens: int) -> tuple[float, float]:
-        """Of the scores and the loss, which needs three numbers a token."""
+    def last_layer(self, stream: float, vector: float, tokens: int) -> tuple[float, float]:
+        """Of the norm, the scores and the loss, which gathers three numbers a token, in float32."""
         if self.layout.tp == 1:
             return 0.0, 0.0
-        loss = 3 * self.collective("all_reduce", 4.0 * tokens, "tp")
+        loss = self.collective("all_gather", 12.0 * tokens, "tp")
         if not self.layout.sequence_parallel:
             return loss, self.collective("all_reduce", stream, "tp")
-        scatter = self.collective("reduce_scatter", stream, "tp")
-        return loss + self._gather(stream), self._gather(stream) + scatter
+        gather, scatter = self._gather(stream), self.collective("reduce_scatter", stream, "tp")
+        return loss + gather, gather + scatter + self.collective("all_reduce", 2 * vector, "tp")
 
     def _gather(self, stream: float) -> float:
         return self.collective("all_gather", stream / self.layout.tp, "tp")
@@ -124,7 +140,5 @@ class Wires:
         return forward, forward + hops * self.message(2 * keys * max(element, 4) / element, "cp")
 
 
-def _cost(operation: str, bytes_: float, ranks: int, profile: Profile) -> float:
-    if profile.memory is not None:
-        return predict(operation, "shared_memory", bytes_, ranks, profile)
-    return min(predict(operation, name, bytes_, ranks, profile) for name in ALGORITHMS[operation])
+def _cost(operation: str, algorithm: str, bytes_: float, ranks: int, profile: Profile) -> float:
+    return predict(operation, "shared_memory" if profile.memory else algorithm, bytes_, ranks, profile)
