@@ -186,6 +186,7 @@ def prepared(layouts: list[str], refused: list[str]) -> list[str]:
 def test_prepare_takes_what_is_planned_and_refuses_what_is_not(cluster_of: Callable[[int], Cluster]) -> None:
     layouts, refused = forms(4)
     assert len(layouts) >= 9
+    assert len(set(refused)) == len(refused)  # each told apart from the others
     found = cluster_of(4).run(prepared, [str(each) for each in layouts[::20]], refused[::3])
     assert found == [[]] * 4
 

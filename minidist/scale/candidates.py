@@ -125,7 +125,8 @@ def _of_one_form(question: Question, fields: dict[str, object]) -> Iterator[Cand
         layout = Layout(**fields)  # type: ignore[arg-type]
         require_supported(question.shape, layout, question.rows, question.tokens, question.hardware)
     except ValueError as error:
-        written = ",".join(f"{name}={value}" for name, value in fields.items() if value not in (1, 0, False))
+        one = Layout()
+        written = ",".join(f"{name}={value}" for name, value in fields.items() if value != getattr(one, name))
         yield Refused(written or "dp=1", str(error))
         return
     forms = [layout]
