@@ -98,6 +98,7 @@ class TwoHosts:
             (folder / "hosts").write_text(f"127.0.0.1 localhost\n{known}")
             self.socket = str(folder / "wire")
             self.firsts = [self._host(stack, name, folder / "hosts") for name in self.names]
+            (folder / "hosts").unlink()  # it stays mounted; the wire removes the folder
             program = [sys.executable, "-E", "-S", wire.__file__, *map(str, self.firsts), self.socket]
             self._wait_for(self._held(stack, program), "the wire")
             for host, address in enumerate(ADDRESSES):

@@ -9,7 +9,8 @@ many kernels.)
     python wire.py PROCESS PROCESS SOCKET
 
 The cards are made in the namespaces of the two processes. It takes settings on the Unix socket, in JSON, and
-ends with its standard input, whose other end the program that started it has.
+ends with its standard input, whose other end the program that started it has. The socket goes with it, and
+the folder of the socket too where nothing else lies in it: who started it may have been killed.
 """
 
 from __future__ import annotations
@@ -150,6 +151,7 @@ def main() -> None:
         finally:
             with contextlib.suppress(OSError):
                 os.unlink(path)
+                os.rmdir(os.path.dirname(path))
 
 
 if __name__ == "__main__":
