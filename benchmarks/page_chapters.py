@@ -123,7 +123,8 @@ class Machine:
         if not groups:
             return self._ratios(verdicts.strategies(self._entries), f"{name}-ratios")
         parts = []
-        for number, (title, rows) in enumerate(groups.items()):
+        fullest_first = sorted(groups.items(), key=lambda group: -len(group[1]))
+        for number, (title, rows) in enumerate(fullest_first):
             place = f"{name}-table-{number}"
             made = page_tables.of_strategies(rows, self._shown, place)
             parts.append(
