@@ -13,7 +13,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from functools import cache
 
 import pytest
 import torch
@@ -23,7 +22,6 @@ import minidist as md
 from minidist.model import GPT, config
 from minidist.scale.dryrun import OPTIMIZERS, dryrun
 from minidist.scale.hardware import this_machine
-from minidist.scale.rates import Hardware
 
 Clusters = Callable[[int], md.Cluster]
 pytestmark = pytest.mark.scale
@@ -69,7 +67,7 @@ TIMED = {
     4: ["dp=4", "dp=4,zero=2", "dp=2,tp=2", "dp=2,pp=2,micro_batches=4"],
     8: ["dp=8", "dp=8,zero=1", "dp=2,tp=2,pp=2,micro_batches=4"],
 }
-MODEL, ROWS, STEPS = "byte-small", 16, 8
+MODEL, ROWS, STEPS, TURNS = "byte-small", 16, 5, 3
 
 
 def seconds(text: str) -> list[float]:
@@ -86,20 +84,34 @@ def seconds(text: str) -> list[float]:
     return found[2:]
 
 
-@cache
-def machine() -> Hardware:
-    """This one, measured once."""
-    return this_machine(tuple(TIMED))
+_pairs: dict[int, dict[str, list[tuple[float, float]]]] = {}
+
+
+def pairs(clusters: Clusters, ranks: int) -> dict[str, list[tuple[float, float]]]:
+    """For each layout on so many ranks, seconds predicted and measured.
+
+    In turns with the machine's own measurement: one that others compute on, too, may be a third slower a
+    minute later.
+    """
+    if ranks not in _pairs:
+        found: dict[str, list[tuple[float, float]]] = {text: [] for text in TIMED[ranks]}
+        for _ in range(TURNS):
+            machine = this_machine((ranks,))
+            for text, several in found.items():
+                steps = [max(step) for step in zip(*clusters(ranks).run(seconds, text), strict=True)]
+                predicted = dryrun(MODEL, md.Layout.parse(text), ROWS).predict(machine).seconds
+                several.append((predicted, statistics.median(steps)))
+        _pairs[ranks] = found
+    return _pairs[ranks]
 
 
 @pytest.mark.parametrize(("ranks", "text"), [(n, text) for n, texts in TIMED.items() for text in texts])
 def test_a_step_takes_as_long_as_predicted(cluster_of: Clusters, ranks: int, text: str) -> None:
-    steps = [max(step) for step in zip(*cluster_of(ranks).run(seconds, text), strict=True)]
-    measured = statistics.median(steps)
-    predicted = dryrun(MODEL, md.Layout.parse(text), ROWS).predict(machine()).seconds
-    took = f"{measured * 1e3:.0f} ms measured ({min(steps) * 1e3:.0f} at best)"
-    print(f"{text}: {predicted * 1e3:.0f} ms predicted, {took}")
-    assert predicted == pytest.approx(measured, rel=0.3)
+    found = pairs(cluster_of, ranks)[text]
+    ratio = statistics.median(predicted / measured for predicted, measured in found)
+    each = ", ".join(f"{predicted * 1e3:.0f} ms for {measured * 1e3:.0f}" for predicted, measured in found)
+    print(f"{text}: predicted {each}, {ratio:.2f} in the median")
+    assert 0.7 < ratio < 1.3
 
 
 # A rank of 1024, in under a minute and 2 GB.

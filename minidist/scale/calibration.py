@@ -3,9 +3,9 @@
     python -m minidist.scale.calibration --rounds 15
     python -m minidist.scale.calibration --ranks 2,4 --json calibration.json
 
-For each number of ranks the machine is measured, then steps of two byte GPTs under data parallelism, ZeRO,
-tensor parallelism, pipelines and several of them together are timed in turns, all in one launch. Run it while
-nothing else runs. Exit code 1 where a prediction is off by more than 30%.
+For each number of ranks the machine is measured, and at once, before it drifts, steps of two byte GPTs under
+data parallelism, ZeRO, tensor parallelism, pipelines and several of them together are timed in turns, all in
+one launch. Run it while nothing else runs. Exit code 1 where a prediction is off by more than 30%.
 
 On a machine that others use, too, all steps of a launch take longer alike. So each ratio is given beside the
 median of its launch, as well: that says whether layouts are told apart rightly.
@@ -72,9 +72,9 @@ def calibrate(
         models: among those of BATCHES.
         figures: a file that keeps the machine's figures; measured anew where None.
     """
-    machine = this_machine(ranks, figures)
     found = []
     for count in ranks:
+        machine = this_machine((count,), figures)  # now: a minute later it may be slower, or faster
         for model in models:
             layouts = [Layout.parse(text) for text in LAYOUTS[count]]
             measured = trial(config(model), layouts, BATCHES[model], rounds=rounds)

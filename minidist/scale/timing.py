@@ -8,9 +8,11 @@ several threads is timed by the wall's.
 from __future__ import annotations
 
 import os
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -27,9 +29,9 @@ Case = tuple[int, int, int]
 CASES: tuple[Case, ...] = ((64, 64, 2), (64, 64, 16), (128, 64, 4), (256, 128, 1), (256, 128, 4))
 """Some passes are calls mostly, others products."""
 ENOUGH = 0.05
-"""Seconds for which each is repeated."""
-ROUNDS = 3
-PATIENCE = 1.0
+"""Seconds for which each is repeated in a round."""
+ROUNDS = 7
+PATIENCE = 12.0
 """Seconds after which no further round begins, on a machine where others compute."""
 PRODUCT = (64, 256, 256)
 HALVES = {"bf16": "bfloat16", "fp16": "float16"}
@@ -39,7 +41,7 @@ HALVES = {"bf16": "bfloat16", "fp16": "float16"}
 class Measured:
     """On one rank: seconds."""
 
-    passes: list[tuple[float, float]]  # forward and backward, for each of CASES
+    passes: list[tuple[float, ...]]  # forward and backward, for each of CASES
     alone: float  # the last of CASES while the other ranks wait
     halves: dict[str, float]  # of a product in half precision, over one in float32
     updates: list[float]  # of Adam, for the parameters of the first and of the last of CASES
@@ -52,17 +54,18 @@ def measure() -> Measured:
     ranks = comm.size()
     clock = _Clock.of(ranks)
     comm.barrier()
-    passes = [_passes(case, clock) for case in CASES]
+    passes = clock.medians([_passes(case, clock) for case in CASES])
     comm.barrier()
-    alone = sum(_passes(CASES[-1], clock)) / clock.turns if comm.rank() == 0 else 0.0
+    alone = 0.0
+    if comm.rank() == 0:
+        alone = sum(clock.medians([_passes(CASES[-1], clock)])[0]) / clock.turns
     comm.barrier()
     m, k, n = PRODUCT
-    seconds = {}
-    for name in ("float32", *HALVES.values()):
-        a, b = (torch.ones(size, dtype=getattr(torch, name)) for size in ((m, k), (k, n)))
-        seconds[name] = _repeated(clock, lambda a=a, b=b: a @ b)  # type: ignore[misc]
-    halves = {name: seconds[dtype] / seconds["float32"] for name, dtype in HALVES.items()}
-    updates = [_update(case, clock) for case in (CASES[0], CASES[-1])]
+    names = ("float32", *HALVES.values())
+    pairs = [[torch.ones(size, dtype=getattr(torch, name)) for size in ((m, k), (k, n))] for name in names]
+    product, *in_half = clock.seconds([partial(torch.mm, *pair) for pair in pairs])
+    halves = {name: half / product for name, half in zip(HALVES, in_half, strict=True)}
+    updates = clock.seconds([_update(case) for case in (CASES[0], CASES[-1])])
     step = _overhead(clock) if ranks == 1 else 0.0
     return Measured(passes, alone, halves, updates, step, fit(rounds=9) if ranks > 1 else None)
 
@@ -95,24 +98,42 @@ class _Clock:
             return cls(time.perf_counter, 1.0)  # threads that wait for each other take processor time, too
         return cls(time.process_time, max(1.0, ranks / cores))
 
-    def least(self, run: Callable[[], tuple[float, ...]]) -> tuple[float, ...]:
-        """Of several parts of a call, the least of ROUNDS means, after a round that warms up."""
-        found, started = [], time.perf_counter()
+    def medians(self, parts_of: Sequence[Callable[[], tuple[float, ...]]]) -> list[tuple[float, ...]]:
+        """Of the parts of several calls, each the median of ROUNDS means, after a round that warms up.
+
+        The calls take turns, so that a second in which another program computes slows one round of each, and
+        not all rounds of one.
+        """
+        means: list[list[list[float]]] = [[] for _ in parts_of]
+        started = time.perf_counter()
         for number in range(ROUNDS + 1):
-            sums, count, begun = None, 0, self.read()
-            while not count or self.read() - begun < (ENOUGH if number else ENOUGH / 2):
-                parts = run()
-                sums = parts if sums is None else tuple(a + b for a, b in zip(sums, parts, strict=True))
-                count += 1
-            assert sums is not None
-            found.append([self.turns * part / count for part in sums])
+            for found, run in zip(means, parts_of, strict=True):
+                each = self._means(run, ENOUGH if number else ENOUGH / 2)
+                if number:
+                    found.append(each)
             if number and time.perf_counter() - started > PATIENCE:
                 break
-        return tuple(min(part) for part in zip(*found[1:], strict=True))
+        return [tuple(map(statistics.median, zip(*found, strict=True))) for found in means]
+
+    def seconds(self, calls: Sequence[Callable[[], object]]) -> list[float]:
+        """Of each call, as `medians`."""
+
+        def timed(call: Callable[[], object]) -> tuple[float]:
+            begun = self.read()
+            call()
+            return (self.read() - begun,)
+
+        return [each for (each,) in self.medians([partial(timed, call) for call in calls])]
+
+    def _means(self, run: Callable[[], tuple[float, ...]], enough: float) -> list[float]:
+        found, begun = [run()], self.read()
+        while self.read() - begun < enough:
+            found.append(run())
+        return [self.turns * statistics.fmean(part) for part in zip(*found, strict=True)]
 
 
-def _passes(case: Case, clock: _Clock) -> tuple[float, float]:
-    """Seconds of a forward and a backward pass, while all ranks run the same."""
+def _passes(case: Case, clock: _Clock) -> Callable[[], tuple[float, float]]:
+    """A forward and a backward pass, which return their seconds."""
     model, tokens = _model(case), _batch(case)
 
     def run() -> tuple[float, float]:
@@ -124,16 +145,15 @@ def _passes(case: Case, clock: _Clock) -> tuple[float, float]:
         loss.backward()  # type: ignore[no-untyped-call]
         return middle - start, clock.read() - middle
 
-    forward, backward = clock.least(run)
-    return forward, backward
+    return run
 
 
-def _update(case: Case, clock: _Clock) -> float:
+def _update(case: Case) -> Callable[[], object]:
     model = _model(case)
     optimizer = torch.optim.AdamW(model.parameters())
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
-    return _repeated(clock, optimizer.step)
+    return optimizer.step
 
 
 def _overhead(clock: _Clock) -> float:
@@ -150,15 +170,5 @@ def _overhead(clock: _Clock) -> float:
         optimizer.step()
         loss.item()
 
-    return max(0.0, _repeated(clock, lambda: engine.step(tokens, tokens)) - _repeated(clock, loop))
-
-
-def _repeated(clock: _Clock, run: Callable[[], object]) -> float:
-    """Seconds of a call."""
-
-    def timed() -> tuple[float]:
-        begun = clock.read()
-        run()
-        return (clock.read() - begun,)
-
-    return clock.least(timed)[0]
+    whole, bare = clock.seconds([partial(engine.step, tokens, tokens), loop])
+    return max(0.0, whole - bare)
