@@ -58,12 +58,19 @@ MUTANTS = cuda_mistakes.MUTANTS | cuda_mistakes_tensor.MUTANTS
 
 
 def cases():
-    """For each check and each rung a mistake; the others take minutes to compile, and run when asked for."""
+    """For each check and each rung a mistake; the others take minutes to compile, and run when asked for.
+
+    Rung 10 has most checks, and each takes seconds: one runs always, the others with `deep`.
+    """
     seen = set()
     for rung, mutants in MUTANTS.items():
         for mutant in mutants:
             name = f"{rung.partition('_')[0]}-{mutant.mistake}"
-            marks = [pytest.mark.faults] if {rung, mutant.caught} <= seen else []
+            marks = []
+            if {rung, mutant.caught} <= seen:
+                marks = [pytest.mark.faults]
+            elif rung == "s10_hopper" and rung in seen:
+                marks = [pytest.mark.deep]
             seen |= {rung, mutant.caught}
             yield pytest.param(rung, mutant, id=name, marks=marks)
 
