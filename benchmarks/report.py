@@ -85,8 +85,9 @@ def show(console: Console, found: Results) -> None:
         table.caption = Text(provenance(found, section.entries))
         table.caption_justify = "left"
         labels = [columns.label(entry) for entry in section.entries]
-        table.add_column("", no_wrap=True)
-        room = console.width - max(map(len, labels))
+        own = min(max(map(len, labels)), console.width // 2)
+        table.add_column("", max_width=own, overflow="fold")
+        room = console.width - own - 2  # the blanks at both ends
         shown = []
         for column in section.columns():
             cells = [column.cell(entry) or "" for entry in section.entries]

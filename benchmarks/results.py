@@ -18,17 +18,25 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import minidist
+from minidist._files import check_file
 from minidist._names import unknown
 from minidist.benchmarks import machine
 
 SCHEMA = 1
 ENTRY = ("suite", "group", "name", "fullname", "run", "stats", "extra_info")
 STATS = ("median", "iqr", "q1", "q3", "min", "max", "mean", "stddev", "rounds", "iterations")
+MACHINE = ("cpu", "cores", "caches", "memory_bytes", "gpus")
+BESIDE = {
+    "ratio": ("peer", "pair_ratio_q1", "pair_ratio_q3"),
+    "over_yardstick": ("yardstick", "over_yardstick_q1", "over_yardstick_q3"),
+}
+"""What has to stand beside a comparison."""
+REMEDY = "name another file, or move it away and run `minidist bench` again"
 DIGITS = 6  # significant digits kept: more than any clock is good for, and a readable diff
 
 Results = dict[str, Any]
@@ -73,23 +81,46 @@ def load(path: Path) -> Results:
             f"{path} can't be read ({error.strerror}): name a results file that `minidist bench` wrote"
         ) from None
     except ValueError:
-        raise ValueError(f"{path} is not JSON: delete it and run `minidist bench` again") from None
+        raise ValueError(f"{path} is not JSON: {REMEDY}") from None
     if not isinstance(results, dict) or results.get("schema") != SCHEMA:
         found = results.get("schema") if isinstance(results, dict) else None
-        raise ValueError(f"{path} has schema {found}, not {SCHEMA}: delete it and run `minidist bench` again")
-    missing = [key for key in ("machine_info", "runs", "suites", "benchmarks") if key not in results]
-    entries = results.get("benchmarks", [])
-    missing += [f"benchmark's {key}" for key in ENTRY for entry in entries if key not in entry]
-    if missing:
-        raise ValueError(f"{path} lacks its {missing[0]}: delete it and run `minidist bench` again")
+        raise ValueError(f"{path} has schema {found}, not {SCHEMA}: {REMEDY}")
+    missing = next(_missing(results), None)
+    if missing is not None:
+        raise ValueError(f"{path} lacks {missing}: {REMEDY}")
     return results
+
+
+def _missing(results: Results) -> Iterator[str]:
+    """What a file of results lacks of what everyone reads."""
+    for key, kind in (("machine_info", dict), ("runs", dict), ("suites", dict), ("benchmarks", list)):
+        if not isinstance(results.get(key), kind):
+            yield f"its {key}"
+            return
+    yield from (f"its machine_info's {key}" for key in MACHINE if key not in results["machine_info"])
+    for name, run in results["runs"].items():
+        if not isinstance(run, dict) or "mode" not in run:
+            yield f"the mode of its run {name}"
+    for number, entry in enumerate(results["benchmarks"]):
+        which = f"its benchmark {number}'s"
+        if not isinstance(entry, dict):
+            yield f"{which} name"
+            return
+        yield from (f"{which} {key}" for key in ENTRY if key not in entry)
+        if entry.get("run") not in results["runs"]:
+            yield f"{which} run"
+        stats, extra = entry.get("stats"), entry.get("extra_info")
+        if not isinstance(stats, dict) or not isinstance(extra, dict):
+            yield f"{which} figures"
+            return
+        yield from (f"{which} {key}" for key in ("median", "iqr", "rounds") if key not in stats)
+        for key, needed in BESIDE.items():
+            yield from (f"{which} {each}" for each in needed if key in extra and each not in extra)
 
 
 def check_writable(path: Path) -> None:
     """ValueError where results cannot be kept at `path`, or where it holds something else."""
-    folder = next(parent for parent in path.absolute().parents if parent.exists())
-    if not os.access(folder, os.W_OK):
-        raise ValueError(f"{folder} can't be written to: name another file with --out")
+    check_file("--out", path, make_folder=True)
     if path.exists():
         load(path)
 
@@ -105,7 +136,11 @@ def in_order(where: Path, first: str | None = None) -> tuple[str | None, dict[st
     Returns the slug of the one that leads for that reason too, None where this machine has no results. Raises
     ValueError for an unknown machine, and where there are no results at all.
     """
+    if where.exists() and not where.is_dir():
+        raise ValueError(f"{where} is a file: name the folder that it lies in")
     found = load_all(where)
+    if not found and not where.exists():
+        raise ValueError(f"there is no folder {where}: name another, or run `minidist bench` first")
     if not found:
         raise ValueError(f"no results in {where}: run `minidist bench` first")
     if first is not None and first not in found:

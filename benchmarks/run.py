@@ -27,6 +27,7 @@ import pytest_benchmark.plugin
 from minidist._names import unknown
 from minidist.benchmarks import comparing, machine, results
 from minidist.benchmarks.watcher import Watcher
+from minidist.stopping import Stopped, termination
 
 HERE = Path(__file__).parent
 
@@ -72,6 +73,7 @@ def run(
     Raises:
         ValueError: an unknown suite, a selection that is empty, or results that can't be read.
         KeyboardInterrupt: the user stopped the run; nothing is written.
+        Stopped: SIGTERM did.
     """
     known = suites()
     for name in names:
@@ -134,6 +136,7 @@ def _pytest(paths: Sequence[Path], full: bool, keyword: str, watcher: Watcher) -
         _quiet_environment(),
         contextlib.redirect_stderr(io.StringIO()),  # pytest-benchmark's word on where it wrote
         contextlib.closing(watcher),
+        termination(_interrupt) as terminated,  # which ends the ranks, and leaves no scratch behind
     ):
         report = Path(scratch) / "report.json"
         code = pytest.main(
@@ -148,6 +151,8 @@ def _pytest(paths: Sequence[Path], full: bool, keyword: str, watcher: Watcher) -
             ],
             plugins=[pytest_benchmark.plugin, watcher],
         )
+        if terminated():
+            raise Stopped("stopped by SIGTERM; results are as they were")
         if code == pytest.ExitCode.INTERRUPTED and not watcher.broken:
             raise KeyboardInterrupt
         if code == pytest.ExitCode.USAGE_ERROR:
@@ -158,6 +163,10 @@ def _pytest(paths: Sequence[Path], full: bool, keyword: str, watcher: Watcher) -
             raise RuntimeError(f"pytest itself failed: {watcher.crash}")
         found: list[dict[str, Any]] = json.loads(report.read_text())["benchmarks"] if report.exists() else []
         return found
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt
 
 
 @contextlib.contextmanager

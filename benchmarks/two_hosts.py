@@ -96,7 +96,7 @@ class TwoHosts:
             )
             known = "".join(f"{a} {name}\n" for a, name in zip(ADDRESSES, self.names, strict=True))
             (folder / "hosts").write_text(f"127.0.0.1 localhost\n{known}")
-            self.socket = str(folder / "wire")
+            self.socket, self._logs = str(folder / "wire"), str(folder / "logs")
             self.firsts = [self._host(stack, name, folder / "hosts") for name in self.names]
             (folder / "hosts").unlink()  # it stays mounted; the wire removes the folder
             program = [sys.executable, "-E", "-S", wire.__file__, *map(str, self.firsts), self.socket]
@@ -163,7 +163,7 @@ class TwoHosts:
         self, ranks: int, words: Sequence[str], environment: Mapping[str, str] | None = None
     ) -> list[subprocess.Popen[str]]:
         """Start torchrun on both, as one would by hand on two machines, with so many ranks on each."""
-        shared = ("--nnodes", "2", "--nproc-per-node", str(ranks))
+        shared = ("--nnodes", "2", "--nproc-per-node", str(ranks), "--log-dir", self._logs)
         meeting = ("--master-addr", self.names[0], "--master-port", str(PORT))
         program = [sys.executable, "-m", "torch.distributed.run", *shared, *meeting]
         return [

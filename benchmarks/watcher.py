@@ -40,6 +40,8 @@ class Watcher:
             auto_refresh=False,
             disable=not self._console.is_terminal,
             expand=True,
+            redirect_stdout=False,  # pytest's own capture does that, and gives them back
+            redirect_stderr=False,
         )
         self._task = self._progress.add_task("starting", total=None)
         self._progress.start()

@@ -17,7 +17,7 @@ set -euo pipefail
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 # Seconds from SIGTERM until torchrun kills ranks that still save; without it 30.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=110
-first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
+first=$(scontrol show hostnames "${SLURM_JOB_NODELIST:?start this with sbatch}" | sed -n 1p)
 ranks=${RANKS_PER_HOST:-${SLURM_GPUS_ON_NODE:-1}}
 
 # A step has no more cores than it asks for: from version 22.05 on srun takes none over from #SBATCH.

@@ -58,9 +58,7 @@ def dryrun(
     rows = chosen.dp * chosen.micro_batches if batch is None else batch
     named = _named(profile, chosen.ranks, figures)
     size = (rows, config(model).context if tokens is None else tokens)
-    screen = console()
-    if not screen.is_terminal:
-        screen.width = 140  # a file or a pipe has no width to keep to
+    screen = console(wide=True)
     if rank != EVERY:
         found = run(model, chosen, size, int(rank), optimizer, clip_norm=clip_norm)
         machine = named or measured(chosen.ranks, figures, quiet=as_json)
@@ -70,7 +68,7 @@ def dryrun(
         else:
             screen.print(dry_report.one(found, machine, time), soft_wrap=False)
         return
-    with Progress(console=screen, disable=as_json, transient=True) as bar:
+    with Progress(console=screen, disable=as_json or not screen.is_terminal, transient=True) as bar:
         task = bar.add_task("dry runs", total=None)
 
         def done(count: int, of: int) -> None:

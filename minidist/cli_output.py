@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from minidist._files import check_file
+
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
@@ -81,11 +83,14 @@ def show(text: str, **style: Any) -> None:
     console().print(text, highlight=False, markup=False, soft_wrap=True, **style)
 
 
-def console() -> Any:
-    """rich's, for tables and colours."""
+def console(wide: bool = False) -> Any:
+    """rich's, for tables and colours. A file or a pipe has no width to keep to: `wide` gives it one."""
     from rich.console import Console
 
-    return Console()
+    found = Console()
+    if wide and not found.is_terminal and "COLUMNS" not in os.environ:
+        found.width = 140
+    return found
 
 
 def speaks() -> bool:
@@ -110,6 +115,8 @@ def check_here(profile: str | None, ranks: int, figures: Path | None) -> None:
         raise ValueError(
             f"--figures are this machine's and {asked}; leave them out, or give --profile {HERE}"
         )
+    if figures is not None:
+        check_file("--figures", figures)
     if profile == HERE and ranks > MOST_HERE:
         raise ValueError(
             f"{ranks} ranks would be started to measure this machine; give at most {MOST_HERE}, or a machine "

@@ -102,9 +102,7 @@ def _print(found: Any, tried: dict[str, float] | None) -> None:
     from minidist.scale import plan_words
     from minidist.scale.trial import verdict
 
-    terminal = console()
-    if not terminal.is_terminal:
-        terminal.width = 140  # a file or a pipe has no width to keep to
+    terminal = console(wide=True)
     show(plan_words.answer(found))
     for sentence in plan_words.reasons(found):
         show(sentence)

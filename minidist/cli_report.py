@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from minidist._files import check_file
 from minidist.cli_output import Debug, Json, console, print_json, require, short, show
 
 
@@ -27,6 +28,10 @@ def report(
 
     if markdown and as_json:
         raise ValueError("--markdown and --json are two forms of the report: give one of them")
+    if out is None and not markdown and not as_json:
+        out = Path("report.html")
+    if out is not None:
+        check_file("--out", out)
     first, found = kept.in_order(results or kept.folder(), machine)
     if markdown:
         text = short_form.markdown(found)
@@ -54,7 +59,6 @@ def report(
         others = list(found)[1:]
         if others:
             show(f"Also there, with --machine: {', '.join(others)}")
-        out = out or Path("report.html")
     if out is not None:
         require("report", "matplotlib")
         from minidist.benchmarks.page import page

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from minidist._files import check_file
 from minidist.cli_output import Debug, Json, print_json, require, short, show, speaks, waiting
 
 PICTURES = (".svg", ".png", ".pdf")
@@ -32,6 +33,8 @@ def trace(
     by communication under way, and idle until another rank comes.
     """
     _check(out, plot)
+    if timeout is not None and not timeout > 0:
+        raise ValueError(f"--timeout is {timeout:g}; give seconds above 0, or leave it out for no limit")
     from minidist.comm.supervisor import preload_optimizers
     from minidist.parallel.layout import Layout
     from minidist.tracing import trace_layout
@@ -73,12 +76,8 @@ def trace(
 def _check(out: Path, plot: Path | None) -> None:
     """Before anything is started, see that the files can be written."""
     for option, path in (("--out", out), ("--plot", plot)):
-        if path is None:
-            continue
-        if path.is_dir():
-            raise ValueError(f"{option} {path} is a folder; give the name of a file")
-        if not path.absolute().parent.is_dir():
-            raise ValueError(f"{option} {path}: there is no folder {path.parent}; make it, or name another")
+        if path is not None:
+            check_file(option, path)
     if plot is not None:
         if plot.suffix not in PICTURES:
             raise ValueError(f"--plot {plot} has to end in {', '.join(PICTURES)}")

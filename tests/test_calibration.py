@@ -44,9 +44,11 @@ def test_a_file_that_cannot_be_written_is_said_before_anything_is_measured(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, option: str
 ) -> None:
     monkeypatch.setattr(calibration, "calibrate", lambda *_: pytest.fail("it is measured first"))
-    for path in (tmp_path, tmp_path / "none" / "file.json"):
+    for path, told in ((tmp_path, "is a folder"), (tmp_path / "none" / "file.json", "there is no folder")):
         assert main(["--ranks", "2", option, str(path)]) == 2
-        assert f"{option} {path} cannot be written" in capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert f"{option} {path}" in said
+        assert told in said
     measured = Compared("byte-tiny", 2, "dp=2", 0.010, 0.010, {})
     monkeypatch.setattr(calibration, "calibrate", lambda *_: [measured])
     assert main(["--ranks", "2", "--json", str(tmp_path / "file.json")]) == 0

@@ -1,5 +1,6 @@
 """The command: help in no time, errors in one line, exit codes, and the four commands doing their work."""
 
+import contextlib
 import json
 import os
 import re
@@ -355,6 +356,50 @@ def test_bench_of_nothing_says_so_and_writes_nothing(suite, words, told):
     done = bench(suite, *words)
     assert done.returncode == 2
     assert told in one_line(done.stderr)
+    assert not (suite / "out.json").exists()
+
+
+def test_bench_in_a_terminal_says_what_was_wrong(suite):
+    """Its bar is gone by then, and has left stderr as it was."""
+    ours, terminal = os.openpty()
+    process = subprocess.Popen(
+        [*BENCH, str(suite), "bench", "-k", "zzz"],
+        stderr=terminal,
+        cwd=suite,
+        env={**os.environ, "TERM": "xterm"},
+    )
+    os.close(terminal)
+    told = b""
+    with contextlib.suppress(OSError):  # the end of a terminal
+        while read := os.read(ours, 4096):
+            told += read
+    os.close(ours)
+    assert process.wait(60) == 2
+    assert b"no benchmark matches -k 'zzz'" in told
+
+
+def test_bench_that_sigterm_stops_leaves_nothing_behind(suite):
+    (suite / "bench_fake.py").write_text(
+        "import time\ndef test_slow(benchmark):\n    open('began', 'w').close()\n    time.sleep(60)\n"
+    )
+    scratch = suite / "scratch"
+    scratch.mkdir()
+    process = subprocess.Popen(
+        [*BENCH, str(suite), "bench", "--out", str(suite / "out.json")],
+        stderr=subprocess.PIPE,
+        cwd=suite,
+        env={**os.environ, "TMPDIR": str(scratch)},
+        text=True,
+    )
+    deadline = time.monotonic() + 60
+    while not (suite / "began").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert any(scratch.iterdir())
+    process.terminate()
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert "minidist: stopped by SIGTERM" in err
+    assert not any(scratch.iterdir())
     assert not (suite / "out.json").exists()
 
 

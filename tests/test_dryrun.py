@@ -273,6 +273,8 @@ def test_a_program_may_read_it(capsys: Any) -> None:
         ("--model byte-tiny --layout tp=8", "4 heads"),
         ("--model byte-tiny --layout dp=4,zero=2,micro_batches=2 --batch 5", "give a multiple of 4"),
         ("--model bert-tiny --layout cp=2", "a BERT is not cut by tokens"),
+        (f"--model byte-tiny --layout dp={10**26}", "a dry run takes 262,144 at most"),
+        ("--model byte-tiny --layout dp=131073,tp=2,zero=3 --rank kinds", "has 262,146 ranks"),
     ],
 )
 def test_bad_input_gets_a_sentence(capsys: Any, words: str, says: str) -> None:

@@ -101,8 +101,43 @@ def test_nan_is_no_result(tmp_path, value):
 def test_a_file_that_holds_no_results_is_named(tmp_path, text):
     path = tmp_path / "machine.json"
     path.write_text(text)
-    with pytest.raises(ValueError, match=r"machine\.json .*delete it"):
+    with pytest.raises(ValueError, match=r"machine\.json .*name another file, or move it away"):
         results.load(path)
+
+
+DAMAGED = {
+    "its benchmarks": ("benchmarks", None),
+    "its machine_info": ("machine_info", None),
+    "its machine_info's cpu": ("machine_info", {}),
+    "its benchmark 0's name": ("benchmarks", [1, 2]),
+    "its benchmark 0's run": ("runs", {}),
+    "the mode of its run 2025-01-01": ("runs", {"2025-01-01": {}}),
+    "its benchmark 0's figures": ("stats", None),
+    "its benchmark 0's median": ("stats", {}),
+    "its benchmark 0's peer": ("extra_info", {"ratio": 0.5}),
+    "its benchmark 0's yardstick": ("extra_info", {"over_yardstick": 0.5}),
+}
+
+
+@pytest.mark.parametrize("told", DAMAGED)
+def test_a_damaged_file_is_named_with_what_it_lacks(tmp_path, told):
+    key, value = DAMAGED[told]
+    found = run("2025-01-01", "quick", {"a": 1.0})
+    (found if key in found else found["benchmarks"][0])[key] = value
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps(found))
+    with pytest.raises(ValueError, match=rf"machine\.json lacks {told}: name another file"):
+        results.load(path)
+
+
+def test_a_folder_of_results_that_is_none_is_named(tmp_path):
+    with pytest.raises(ValueError, match="there is no folder"):
+        results.in_order(tmp_path / "none")
+    with pytest.raises(ValueError, match=r"no results in .*: run `minidist bench` first"):
+        results.in_order(tmp_path)
+    (tmp_path / "file.json").write_text("{}")
+    with pytest.raises(ValueError, match="is a file: name the folder"):
+        results.in_order(tmp_path / "file.json")
 
 
 def test_a_file_that_is_missing_is_named(tmp_path):

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
 from collections.abc import Sequence
@@ -26,6 +25,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from minidist._files import check_file
 from minidist.comm.supervisor import preload_optimizers
 from minidist.model.configs import config
 from minidist.parallel.layout import Layout
@@ -136,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
         for option, name in (("--json", given.json), ("--figures", given.figures)):
             if name:
-                _check_file(option, Path(name).absolute())
+                check_file(option, Path(name))
         found = calibrate(ranks, given.rounds, models, given.figures)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -154,12 +154,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.json:
         Path(given.json).write_text(json.dumps([asdict(each) for each in found], indent=1), encoding="utf-8")
     return 0 if len(inside) == len(found) else 1
-
-
-def _check_file(option: str, path: Path) -> None:
-    """Before minutes of measuring: ValueError where no file can be written there."""
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ValueError(f"{option} {path} cannot be written; name a file in a folder that is there")
 
 
 if __name__ == "__main__":

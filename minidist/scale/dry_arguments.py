@@ -15,6 +15,8 @@ from minidist.scale.dry_world import WAYS
 
 SIZES = ("pp", "dp", "cp", "tp")
 """Of the mesh, the last the innermost."""
+MOST_RANKS = 2**18
+"""What ranks tell each other of themselves is data, and has to stay small (`dry_tensors.LARGE`)."""
 
 
 def check(
@@ -32,6 +34,11 @@ def check(
     if rank is None:
         raise TypeError("rank is None; give one rank, such as 0: each has its own dry run")
     check_types(layout, 0 if batch is None else batch, rank)
+    if layout.ranks > MOST_RANKS:
+        raise ValueError(
+            f"the layout has {layout.ranks:,} ranks, and a dry run takes {MOST_RANKS:,} at most; give fewer, "
+            "such as a smaller dp"
+        )
     if way not in WAYS:
         raise unknown("way", way, WAYS)
     check_available(layout)

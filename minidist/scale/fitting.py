@@ -181,5 +181,7 @@ def parse_bytes(text: str) -> int:
         if not 0 < value < float("inf"):
             raise ValueError
     except (ValueError, KeyError):
-        raise ValueError(f"budget is {text!r}; give bytes such as 16GB, 16GiB or 512MB") from None
+        raise ValueError(f"memory is {text!r}; give bytes such as 16GB, 16GiB or 512MB") from None
+    if unit == "" and value < 1024:
+        raise ValueError(f"memory is {text!r}, which are bytes; give bytes such as 16GB, 16GiB or 512MB")
     return int(value)

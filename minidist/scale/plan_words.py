@@ -56,8 +56,8 @@ def answer(plan: Plan) -> str:
         first = "One rank is enough"
     return (
         f"{first}: {written(chosen.layout)} trains {question.name} on {where} in {duration(step.seconds)} a "
-        f"step of {question.rows} rows ({step.rows_per_second:,.3g} rows/s, {step.used:.0%} of the peak) and "
-        f"takes {size(chosen.memory.peak)} a rank."
+        f"step of {question.rows} rows ({rows_a_second(step.rows_per_second)} rows/s, {step.used:.0%} of the "
+        f"peak) and takes {size(chosen.memory.peak)} a rank."
     )
 
 
@@ -168,12 +168,17 @@ def table(plan: Plan, measured: dict[str, float] | None = None) -> Table:
             written(each.layout),
             duration(each.step.seconds),
             *own,
-            f"{each.step.rows_per_second:,.3g}",
+            rows_a_second(each.step.rows_per_second),
             size(each.memory.peak),
             f"{each.step.used:.0%}",
             shares(each),
         )
     return drawn
+
+
+def rows_a_second(number: float) -> str:
+    """To three digits at least: "0.123", "4.56", "1,230"."""
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def shares(candidate: Candidate) -> str:
