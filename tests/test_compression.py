@@ -243,6 +243,7 @@ def train_on_digits(compression: str | Compression | None) -> tuple[float, float
     return engine.evaluate(*data.test[mine]), engine.evaluate(*data.test[mine], accuracy)
 
 
+@pytest.mark.deep
 def test_all_learn_the_digits(cluster_of: Clusters) -> None:
     pytest.importorskip("sklearn", reason="the digits come with scikit-learn")
     results = {

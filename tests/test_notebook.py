@@ -6,6 +6,7 @@ import warnings
 from pathlib import Path
 
 import nbformat
+import pytest
 from nbclient import NotebookClient
 
 CELLS = [
@@ -39,6 +40,7 @@ cluster.close()
 ]
 
 
+@pytest.mark.deep
 def test_notebook_cells_run_on_ranks(tmp_path: Path) -> None:
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell.strip()) for cell in CELLS])
     with warnings.catch_warnings():
