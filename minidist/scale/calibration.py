@@ -5,7 +5,8 @@
 
 For each number of ranks the machine is measured, and at once, before it drifts, steps of two byte GPTs under
 data parallelism, ZeRO, tensor parallelism, pipelines and several of them together are timed in turns, all in
-one launch. Run it while nothing else runs. Exit code 1 where a prediction is off by more than 30%.
+one launch; and that three times, of which the one with the median ratio counts. Run it while nothing else
+runs. Exit code 1 where a prediction is off by more than 30%.
 
 On a machine that others use, too, all steps of a launch take longer alike. So each ratio is given beside the
 median of its launch, as well: that says whether layouts are told apart rightly.
@@ -17,7 +18,7 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from minidist.comm.supervisor import preload_optimizers
 from minidist.model.configs import config
 from minidist.parallel.layout import Layout
 from minidist.scale.measuring import RANKS, this_machine
+from minidist.scale.rates import Hardware
 from minidist.scale.step_time import StepTime, predict_step
 from minidist.scale.trial import NEAR, trial
 
@@ -42,6 +44,8 @@ LAYOUTS: dict[int, tuple[str, ...]] = {
 """By number of ranks, as `Layout.parse` reads them."""
 BATCHES = {"byte-small": (16, 128), "byte-tiny": (32, 64)}
 """Rows of the global batch, and tokens in each."""
+TURNS = 3
+"""Of measuring the machine and then its steps: an odd number, which has a median."""
 
 
 @dataclass(frozen=True)
@@ -68,21 +72,29 @@ def calibrate(
 
     Args:
         ranks: numbers of ranks, among those of LAYOUTS.
-        rounds: steps of each layout.
+        rounds: steps of each layout, in all turns together.
         models: among those of BATCHES.
-        figures: a file that keeps the machine's figures; measured anew where None.
+        figures: a file that keeps the machine's figures; measured anew in each turn where None.
     """
     found = []
     for count in ranks:
-        machine = this_machine((count,), figures)  # now: a minute later it may be slower, or faster
-        for model in models:
-            layouts = [Layout.parse(text) for text in LAYOUTS[count]]
-            measured = trial(config(model), layouts, BATCHES[model], rounds=rounds)
-            for layout in layouts:
-                step: StepTime = predict_step(model, layout, BATCHES[model], machine)
-                took = measured[str(layout)]
-                found.append(Compared(model, count, str(layout), step.seconds, took, step.parts))
+        turns: dict[tuple[str, str], list[Compared]] = {}
+        for _ in range(TURNS):
+            machine = this_machine((count,), figures)
+            for each in _turn(machine, count, models, -(-rounds // TURNS)):
+                turns.setdefault((each.model, each.layout), []).append(each)
+        found += [sorted(each, key=lambda one: one.ratio)[TURNS // 2] for each in turns.values()]
     return found
+
+
+def _turn(machine: Hardware, count: int, models: Sequence[str], rounds: int) -> Iterator[Compared]:
+    """All layouts of so many ranks, once."""
+    layouts = [Layout.parse(text) for text in LAYOUTS[count]]
+    for model in models:
+        measured = trial(config(model), layouts, BATCHES[model], rounds=rounds)
+        for layout in layouts:
+            step: StepTime = predict_step(model, layout, BATCHES[model], machine)
+            yield Compared(model, count, str(layout), step.seconds, measured[str(layout)], step.parts)
 
 
 def relative(found: Sequence[Compared]) -> list[float]:
