@@ -92,11 +92,13 @@ def load(path: Path) -> Results:
 
 
 def _missing(results: Results) -> Iterator[str]:
-    """What a file of results lacks of what everyone reads."""
+    """What a file of results lacks of what everyone reads.
+
+    Only the first is asked for: each check takes what is before it as there.
+    """
     for key, kind in (("machine_info", dict), ("runs", dict), ("suites", dict), ("benchmarks", list)):
         if not isinstance(results.get(key), kind):
             yield f"its {key}"
-            return
     yield from (f"its machine_info's {key}" for key in MACHINE if key not in results["machine_info"])
     for name, run in results["runs"].items():
         if not isinstance(run, dict) or "mode" not in run:
@@ -105,14 +107,12 @@ def _missing(results: Results) -> Iterator[str]:
         which = f"its benchmark {number}'s"
         if not isinstance(entry, dict):
             yield f"{which} name"
-            return
         yield from (f"{which} {key}" for key in ENTRY if key not in entry)
         if entry.get("run") not in results["runs"]:
             yield f"{which} run"
         stats, extra = entry.get("stats"), entry.get("extra_info")
         if not isinstance(stats, dict) or not isinstance(extra, dict):
             yield f"{which} figures"
-            return
         yield from (f"{which} {key}" for key in ("median", "iqr", "rounds") if key not in stats)
         for key, needed in BESIDE.items():
             yield from (f"{which} {each}" for each in needed if key in extra and each not in extra)
@@ -136,11 +136,11 @@ def in_order(where: Path, first: str | None = None) -> tuple[str | None, dict[st
     Returns the slug of the one that leads for that reason too, None where this machine has no results. Raises
     ValueError for an unknown machine, and where there are no results at all.
     """
-    if where.exists() and not where.is_dir():
+    if where.is_file():
         raise ValueError(f"{where} is a file: name the folder that it lies in")
-    found = load_all(where)
-    if not found and not where.exists():
+    if not where.exists():
         raise ValueError(f"there is no folder {where}: name another, or run `minidist bench` first")
+    found = load_all(where)
     if not found:
         raise ValueError(f"no results in {where}: run `minidist bench` first")
     if first is not None and first not in found:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from pathlib import Path
 
@@ -11,13 +12,17 @@ def check_file(option: str, path: Path, make_folder: bool = False) -> None:
 
     Args:
         option: what the user gave it with, such as "--out".
-        make_folder: whether its folder is made where there is none.
+        make_folder: whether its folder is made where there is none, and a file that is there replaced whole.
 
     Raises:
-        ValueError: it is a folder, or has none, or one that takes no files.
+        ValueError: it is a folder, or has none, or one that takes no files; or it may not be written over.
     """
     if path.is_dir():
         raise ValueError(f"{option} {path} is a folder; give the name of a file")
+    if path.exists() and not make_folder:  # it is written in place, also where its folder takes no other
+        if not os.access(path, os.W_OK):
+            raise ValueError(f"{option} {path} may not be written; name another file")
+        return
     folder = path.absolute().parent
     if make_folder:
         folder = next(parent for parent in path.absolute().parents if parent.exists())

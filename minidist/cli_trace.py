@@ -33,8 +33,6 @@ def trace(
     by communication under way, and idle until another rank comes.
     """
     _check(out, plot)
-    if timeout is not None and not timeout > 0:
-        raise ValueError(f"--timeout is {timeout:g}; give seconds above 0, or leave it out for no limit")
     from minidist.comm.supervisor import preload_optimizers
     from minidist.parallel.layout import Layout
     from minidist.tracing import trace_layout

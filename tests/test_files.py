@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,14 @@ def test_a_file_that_can_be_written_leaves_no_trace(tmp_path: Path) -> None:
     check_file("--out", tmp_path / "a" / "b" / "new", make_folder=True)
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
     assert (tmp_path / "there").read_text() == "kept"
+    check_file("--out", Path("/dev/null"))  # written in place, whatever its folder takes
+
+
+def test_a_file_that_may_not_be_written_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "there").write_text("kept")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # as for root it never is
+    with pytest.raises(ValueError, match=r"--out .*there may not be written; name another file"):
+        check_file("--out", tmp_path / "there")
 
 
 @pytest.mark.parametrize("make_folder", [False, True])

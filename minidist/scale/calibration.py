@@ -98,7 +98,7 @@ def _turn(machine: Hardware, count: int, models: Sequence[str], rounds: int) -> 
 
 
 def relative(found: Sequence[Compared]) -> list[float]:
-    """Each ratio over the median of those of the same launch, a model on as many ranks."""
+    """Each ratio over the median of those of the same model on as many ranks."""
     launches: dict[tuple[str, int], list[float]] = {}
     for each in found:
         launches.setdefault((each.model, each.ranks), []).append(each.ratio)

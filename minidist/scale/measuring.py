@@ -34,7 +34,9 @@ RANKS = (1, 2, 4, 8)
 def this_machine(
     ranks: Sequence[int] = RANKS, path: str | Path | None = None, fresh: bool = False
 ) -> Hardware:
-    """Measure this machine with so many ranks at a time; a few seconds for each number.
+    """Measure this machine with so many ranks at a time.
+
+    It takes some seconds for each number, more where ranks share cores.
 
     Args:
         ranks: numbers of ranks on it; other numbers are scaled from the nearest.
