@@ -63,7 +63,7 @@ notebooks: setup
 # Time and memory of each are kept in lessons/costs.json, which `minidist lessons` shows.
 lessons-check: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[browser]' --constraint constraints.txt
-	MINIDIST_LESSONS_COSTS=1 OMP_NUM_THREADS=1 $(BIN)/pytest tests/test_lessons.py tests/test_lessons_browser.py -m "not faults" --durations 25
+	MINIDIST_LESSONS_COSTS=1 OMP_NUM_THREADS=1 $(BIN)/pytest tests/lessons/test_lessons.py tests/lessons/test_lessons_browser.py -m "not faults" --durations 25
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .benchmarks build *.egg-info

@@ -11,10 +11,16 @@ from typing import Any
 
 import pytest
 
-from minidist.benchmarks.collective_timing import Found, enter, median_error, sweep, time_against_torch
-from minidist.benchmarks.columns import binary_size
-from minidist.benchmarks.strategy_rounds import Worlds
-from minidist.benchmarks.turns import Benchmark, compared, record
+from minidist.benchmarks.harness.collective_timing import (
+    Found,
+    enter,
+    median_error,
+    sweep,
+    time_against_torch,
+)
+from minidist.benchmarks.harness.columns import binary_size
+from minidist.benchmarks.harness.strategy_rounds import Worlds
+from minidist.benchmarks.harness.turns import Benchmark, compared, record
 
 GLOO = "Collectives of CPU ranks beside torch.distributed over gloo"
 MODEL = "All-reduce on {} ranks: measured, and predicted from alpha, beta and gamma"

@@ -14,8 +14,9 @@ import pytest
 import threadpoolctl
 from _pytest.mark import ParameterSet
 
-from minidist.benchmarks.turns import Benchmark, compared, turns
-from minidist.kernels import CPU_LADDER, Rung, harness, roofline
+from minidist.benchmarks.harness.turns import Benchmark, compared, turns
+from minidist.kernels import CPU_LADDER, Rung
+from minidist.kernels.measure import harness, roofline
 from minidist.kernels.rung import Array, empty
 
 # The largest size of a quick run and of a full one: cubes, so eight times the work at each step.

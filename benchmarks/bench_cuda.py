@@ -20,10 +20,10 @@ import pytest
 from _pytest.mark import ParameterSet
 
 from minidist import kernels
-from minidist.benchmarks import columns, cuda_check, cuda_timing
-from minidist.benchmarks.cuda_timing import Gpu, Operands
-from minidist.benchmarks.turns import Benchmark, compared, measure_turns, record
-from minidist.kernels import harness
+from minidist.benchmarks.harness import columns, cuda_check, cuda_timing
+from minidist.benchmarks.harness.cuda_timing import Gpu, Operands
+from minidist.benchmarks.harness.turns import Benchmark, compared, measure_turns, record
+from minidist.kernels.measure import harness
 
 if TYPE_CHECKING:
     from minidist.kernels.cuda.rung import CudaRung

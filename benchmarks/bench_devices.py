@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 import minidist as md
-from minidist.benchmarks.programs import COUNTED
-from minidist.benchmarks.steps import ADAMW
-from minidist.benchmarks.strategies import Work
-from minidist.benchmarks.turns import Benchmark, compared, record
-from minidist.cores import available_cores
-from minidist.kernels.harness import time_in_turns
-from minidist.parallel.engine import Engine
+from minidist.benchmarks.harness.programs import COUNTED
+from minidist.benchmarks.harness.strategies import Work
+from minidist.benchmarks.harness.training_steps import ADAMW
+from minidist.benchmarks.harness.turns import Benchmark, compared, record
+from minidist.comm.launching.cores import available_cores
+from minidist.kernels.measure.harness import time_in_turns
+from minidist.parallel.contract.engine import Engine
 
 if not torch.cuda.is_available():
     pytest.skip("torch finds no GPU to set beside the CPU: run this on one", allow_module_level=True)

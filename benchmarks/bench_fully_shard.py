@@ -18,11 +18,11 @@ from torch import Tensor
 
 import minidist as md
 from minidist import comm
-from minidist.benchmarks.sharded_steps import fully_sharded
-from minidist.benchmarks.steps import ADAMW, Case, Timed, plain_loop
-from minidist.benchmarks.strategy_rounds import Worlds
-from minidist.benchmarks.turns import Benchmark, compared, record
-from minidist.kernels.harness import time_in_turns
+from minidist.benchmarks.harness.sharded_steps import fully_sharded
+from minidist.benchmarks.harness.strategy_rounds import Worlds
+from minidist.benchmarks.harness.training_steps import ADAMW, Case, Timed, plain_loop
+from minidist.benchmarks.harness.turns import Benchmark, compared, record
+from minidist.kernels.measure.harness import time_in_turns
 
 AT = "ZeRO stage 3: a byte GPT of 3 M parameters on 2 ranks, {} of 128 a rank"
 FORMS: dict[str, dict[str, Any]] = {

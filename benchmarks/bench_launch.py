@@ -13,7 +13,7 @@ import time
 import pytest
 
 import minidist as md
-from minidist.benchmarks.turns import Benchmark, compared, measure_turns, record
+from minidist.benchmarks.harness.turns import Benchmark, compared, measure_turns, record
 
 GROUP = "Starting ranks and calling them"
 RANKS = 4

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from minidist import lessons
-from minidist.benchmarks.turns import Benchmark, compared, record
+from minidist.benchmarks.harness.turns import Benchmark, compared, record
+from minidist.cli import lessons
 
 GROUP = "Lessons: what the solutions cost against par"
 COUNTING = {"Score", "Tally"}

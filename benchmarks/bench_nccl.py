@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import minidist as md
-from minidist.benchmarks.collective_timing import enter, time_against_torch
-from minidist.benchmarks.turns import Benchmark, compared
+from minidist.benchmarks.harness.collective_timing import enter, time_against_torch
+from minidist.benchmarks.harness.turns import Benchmark, compared
 
 GPUS = torch.cuda.device_count() if torch.distributed.is_nccl_available() else 0
 if GPUS < 2:

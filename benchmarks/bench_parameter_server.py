@@ -20,7 +20,7 @@ import torch
 
 import minidist as md
 from minidist import comm
-from minidist.benchmarks.turns import Benchmark, compared, measure_turns, record
+from minidist.benchmarks.harness.turns import Benchmark, compared, measure_turns, record
 from minidist.model.data import dataset
 from minidist.model.loss import accuracy, cross_entropy
 from minidist.model.mlp import MLP

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from minidist.benchmarks.pipeline_steps import (
+from minidist.benchmarks.harness.pipeline_steps import (
     CHUNKS,
     PEERS,
     Case,
@@ -27,9 +27,9 @@ from minidist.benchmarks.pipeline_steps import (
     timeline,
     times,
 )
-from minidist.benchmarks.strategy_rounds import Worlds
-from minidist.benchmarks.turns import Benchmark, compared, record
-from minidist.parallel import schedules
+from minidist.benchmarks.harness.strategy_rounds import Worlds
+from minidist.benchmarks.harness.turns import Benchmark, compared, record
+from minidist.parallel.pipeline import schedules
 
 RANKS, CASE = 2, Case("byte-small", rows=16, micro_batches=8)
 STEPS = "Pipelines: a byte GPT of 3 M parameters on 2 ranks, 16 rows of 128 in 8 micro-batches"

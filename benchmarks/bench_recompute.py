@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 import minidist as md
-from minidist.benchmarks.steps import ADAMW, Case
-from minidist.benchmarks.turns import Benchmark, compared, record
-from minidist.kernels.harness import time_in_turns
-from minidist.parallel.recompute import recompute
+from minidist.benchmarks.harness.training_steps import ADAMW, Case
+from minidist.benchmarks.harness.turns import Benchmark, compared, record
+from minidist.kernels.measure.harness import time_in_turns
+from minidist.parallel.training.recompute import recompute
 
 GROUP = "Recomputing activations: a byte GPT of 3 M parameters, {} of 128"
 PARTS: dict[str, list[str] | None] = {"whole layers": None, "attention": ["layers.*.attention"]}

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from minidist.benchmarks.programs import COUNTED
-from minidist.benchmarks.strategies import Row, Work
-from minidist.benchmarks.strategy_rounds import Job, Measured, measure_jobs, warm_worlds
-from minidist.benchmarks.turns import Benchmark, compared, record
-from minidist.cores import available_cores
+from minidist.benchmarks.harness.programs import COUNTED
+from minidist.benchmarks.harness.strategies import Row, Work
+from minidist.benchmarks.harness.strategy_rounds import Job, Measured, measure_jobs, warm_worlds
+from minidist.benchmarks.harness.turns import Benchmark, compared, record
+from minidist.comm.launching.cores import available_cores
 
 MODEL, ROWS, ROWS_A_RANK = "byte-small", 8, 4
 TITLES = {

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from minidist.benchmarks.peers import missing
-from minidist.benchmarks.strategies import OUTSIDE, Pair, Work, pairs
-from minidist.benchmarks.strategy_rounds import Measured, Worlds, enter, measure, warm_worlds
-from minidist.benchmarks.turns import Benchmark, compared
+from minidist.benchmarks.harness.peers import missing
+from minidist.benchmarks.harness.strategies import OUTSIDE, Pair, Work, pairs
+from minidist.benchmarks.harness.strategy_rounds import Measured, Worlds, enter, measure, warm_worlds
+from minidist.benchmarks.harness.turns import Benchmark, compared
 
 GPT, MLP = Work("byte-small", rows=8), Work("mlp", rows=256)
 TITLES = {

@@ -1,8 +1,8 @@
 """A training step whose matrices two ranks share, beside torch's `parallelize_module`.
 
 A byte GPT of 3 M parameters; both ranks have the same rows. At 1 row the messages and what surrounds them
-count, at 8 rows arithmetic does. The peer is the faster of two forms of torch's, see tensor_steps.py. All
-train the same model on the same rows, in the same ranks, in turn.
+count, at 8 rows arithmetic does. The peer is the faster of two forms of torch's, see harness/tensor_steps.py.
+All train the same model on the same rows, in the same ranks, in turn.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from minidist.benchmarks.strategy_rounds import Worlds
-from minidist.benchmarks.tensor_steps import OURS, PEERS, Timed, time_in_ranks
-from minidist.benchmarks.turns import Benchmark, compared, record
+from minidist.benchmarks.harness.strategy_rounds import Worlds
+from minidist.benchmarks.harness.tensor_steps import OURS, PEERS, Timed, time_in_ranks
+from minidist.benchmarks.harness.turns import Benchmark, compared, record
 
 GROUP = "Tensor parallel: a byte GPT of 3 M parameters on 2 ranks, {} of 128"
 GOALS = {1: 0.50, 8: 0.70}

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from minidist.benchmarks.steps import Case, Timed, time_forms, time_steps
-from minidist.benchmarks.strategy_rounds import Worlds
-from minidist.benchmarks.turns import Benchmark, compared, record
+from minidist.benchmarks.harness.strategy_rounds import Worlds
+from minidist.benchmarks.harness.training_steps import Case, Timed, time_forms, time_steps
+from minidist.benchmarks.harness.turns import Benchmark, compared, record
 
 MLP = "Training step: an MLP on handwritten digits, 256 rows"
 TINY = "Training step: a byte GPT of 0.1 M parameters, 16 rows of 64"

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from minidist.benchmarks.sharded_steps import ENTRIES, time_entries
-from minidist.benchmarks.steps import Case, Timed
-from minidist.benchmarks.strategy_rounds import Worlds
-from minidist.benchmarks.turns import Benchmark, compared, record
+from minidist.benchmarks.harness.sharded_steps import ENTRIES, time_entries
+from minidist.benchmarks.harness.strategy_rounds import Worlds
+from minidist.benchmarks.harness.training_steps import Case, Timed
+from minidist.benchmarks.harness.turns import Benchmark, compared, record
 
 GROUP = "ZeRO: a byte GPT of 3 M parameters on 2 ranks, {} of 128 a rank"
 GOALS = {(1, "stage 1"): 0.80, (8, "stage 1"): 1.00, (1, "stage 2"): 0.90, (8, "stage 2"): 0.90}

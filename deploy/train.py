@@ -46,7 +46,7 @@ def main(words: list[str]) -> None:
     if SAGEMAKER.exists() and "TORCHELASTIC_RUN_ID" not in os.environ:
         command = accelerate(json.loads(SAGEMAKER.read_text()), words)
         os.execv(command[0], command)
-    from minidist.cli import main as minidist
+    from minidist.cli.commands import main as minidist
 
     minidist(["train", *words])
 

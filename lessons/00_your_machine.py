@@ -33,10 +33,10 @@ from checks.figures import ladder, said
 from checks.pictures.machine import machine_picture, stairs_figure
 from checks.pictures.roofs import roofline_figure
 from checks.your_machine import check, hint, or_solution
-from minidist.benchmarks import machine
+from minidist.benchmarks.harness import machine
 from minidist.kernels import roofline
-from minidist.kernels.cpu.caches import caches
-from minidist.kernels.cpu.simd import vector_unit
+from minidist.kernels.cpu.support.caches import caches
+from minidist.kernels.cpu.support.vector_unit import vector_unit
 from minidist.kernels.rung import empty
 
 ladder(0)

@@ -26,7 +26,7 @@ from checks.figures import bars, ladder, said
 from checks.pictures.roofs import roofline_figure
 from checks.pictures.systolic import systolic_animation, utilisation_figure
 from minidist.kernels import roofline
-from minidist.kernels.cpu.simd import vector_unit
+from minidist.kernels.cpu.support.vector_unit import vector_unit
 from minidist.kernels.systolic import SystolicArray, compare
 
 ladder(2)

@@ -28,9 +28,9 @@ from checks.kernels import with_constants
 from checks.pictures.fragments import formats, fragments, quarters
 from checks.rungs import counted, on_gpu, speed
 from checks.tensor_cores import check, hint, or_solution
-from minidist.kernels import tensor_core as units
 from minidist.kernels.cuda.emulator import launch, profile
 from minidist.kernels.cuda.warp import ldmatrix_x4, mma_m16n8k16_f16
+from minidist.kernels.tpu import tensor_core as units
 
 ladder(6)
 
@@ -468,7 +468,7 @@ curves(
 #
 # Your model, and the emulator, round each float32 sum to the nearest. Real tensor cores are a little coarser:
 # they shift a block of products to the largest exponent, *cut off* what lies below, and add them all at once.
-# NVIDIA does not document it; Fasi and others found it out by experiments. `minidist.kernels.tensor_core` has
+# NVIDIA does not document it; Fasi and others found it out by experiments. `minidist.kernels.tpu.tensor_core` has
 # models of three GPUs after them:
 
 # %%

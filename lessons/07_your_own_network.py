@@ -32,7 +32,7 @@ from checks.pictures.epochs import epochs_picture
 from checks.pictures.there_and_back import there_and_back
 from checks.your_own_network import check, hint, or_solution
 from minidist.kernels import rung
-from minidist.kernels.cuda.device import backend
+from minidist.kernels.cuda.runtime.device import backend
 from minidist.model import MLP, digits
 from minidist.model.matmul import Linear
 

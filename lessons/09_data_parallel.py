@@ -33,7 +33,7 @@ from checks.pictures.scaling import scaling_picture
 from checks.pictures.steps_in_time import steps_in_time
 from minidist import comm
 from minidist.comm import cost
-from minidist.comm.cluster import available_cores
+from minidist.comm.launching.cluster import available_cores
 from minidist.model import MLP, accuracy, digits
 
 torch.set_num_threads(1)
@@ -297,7 +297,7 @@ for bug, run in runs.items():
 # numbers is the right one? The sum may even look good: it is a learning rate four times as high, until the day
 # that this is too high. **Do the ranks agree?** finds what was not sent or not reduced, and nothing else. **The
 # gap to one process** finds all of them, in a second, with a tiny model. It is how minidist itself is tested,
-# for every strategy (tests/contract.py).
+# for every strategy (tests/helpers/contract.py).
 #
 # ## What it costs
 #

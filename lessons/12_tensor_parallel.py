@@ -337,7 +337,7 @@ check(gather_tokens)
 # sum; `kept` is the bytes that backward has to keep.
 
 # %%
-from minidist.parallel.activations import ActivationCounter
+from minidist.parallel.training.activation_memory import ActivationCounter
 
 gather_tokens = or_solution(gather_tokens)
 
@@ -388,7 +388,7 @@ for by_tokens in (False, True):
 # numbers.
 
 # %%
-from minidist.parallel.random_state import own_random_state
+from minidist.parallel.training.random_state import own_random_state
 
 
 def draws():

@@ -460,8 +460,8 @@ print(memory)
 best_length = None  # your guess, such as 10; None draws no guess
 
 # %%
-from minidist.parallel.activations import ActivationCounter
-from minidist.parallel.recompute import recompute
+from minidist.parallel.training.activation_memory import ActivationCounter
+from minidist.parallel.training.recompute import recompute
 
 layers = [nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(36)]
 x, computed = torch.ones(100, 64), []

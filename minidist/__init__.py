@@ -23,38 +23,40 @@ if TYPE_CHECKING:
     from minidist.checkpoint import export as export
     from minidist.checkpoint import load as load
     from minidist.checkpoint import save as save
-    from minidist.comm.cluster import Cluster as Cluster
     from minidist.comm.errors import CollectiveError as CollectiveError
     from minidist.comm.errors import OutOfSync as OutOfSync
     from minidist.comm.errors import RankDied as RankDied
     from minidist.comm.errors import RankError as RankError
     from minidist.comm.errors import RankTimeout as RankTimeout
-    from minidist.comm.launch import launch as launch
+    from minidist.comm.launching.cluster import Cluster as Cluster
+    from minidist.comm.launching.launch import launch as launch
     from minidist.comm.world import init as init
     from minidist.comm.world import local_rank as local_rank
     from minidist.comm.world import rank as rank
     from minidist.comm.world import shutdown as shutdown
     from minidist.comm.world import size as size
     from minidist.model.loss import cross_entropy as cross_entropy
-    from minidist.parallel.column_parallel import ColumnParallelLinear as ColumnParallelLinear
-    from minidist.parallel.compare import compare as compare
-    from minidist.parallel.compression import Cast as Cast
-    from minidist.parallel.data_parallel import DataParallel as DataParallel
-    from minidist.parallel.engine import Engine as Engine
-    from minidist.parallel.fully_shard import FullyShard as FullyShard
-    from minidist.parallel.in_sync import assert_in_sync as assert_in_sync
-    from minidist.parallel.layerwise import LayerByLayer as LayerByLayer
-    from minidist.parallel.layout import Layout as Layout
-    from minidist.parallel.local_sgd import LocalSGD as LocalSGD
-    from minidist.parallel.parameter_server import ParameterServer as ParameterServer
-    from minidist.parallel.pipeline import Pipeline as Pipeline
-    from minidist.parallel.power_sgd import PowerSGD as PowerSGD
-    from minidist.parallel.prepare import prepare as prepare
-    from minidist.parallel.row_parallel import RowParallelLinear as RowParallelLinear
-    from minidist.parallel.top_k import TopK as TopK
-    from minidist.parallel.vocabulary import VocabParallelEmbedding as VocabParallelEmbedding
-    from minidist.parallel.vocabulary import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
-    from minidist.parallel.zero import ZeroOptimizer as ZeroOptimizer
+    from minidist.parallel.averaging.local_sgd import LocalSGD as LocalSGD
+    from minidist.parallel.averaging.parameter_server import ParameterServer as ParameterServer
+    from minidist.parallel.compression.compressor import Cast as Cast
+    from minidist.parallel.compression.power_sgd import PowerSGD as PowerSGD
+    from minidist.parallel.compression.top_k import TopK as TopK
+    from minidist.parallel.contract.engine import Engine as Engine
+    from minidist.parallel.contract.layout import Layout as Layout
+    from minidist.parallel.debugging.compare import compare as compare
+    from minidist.parallel.debugging.in_sync import assert_in_sync as assert_in_sync
+    from minidist.parallel.engine.prepare import prepare as prepare
+    from minidist.parallel.pipeline.execution import Pipeline as Pipeline
+    from minidist.parallel.pipeline.layer_by_layer import LayerByLayer as LayerByLayer
+    from minidist.parallel.sharding.data_parallel import DataParallel as DataParallel
+    from minidist.parallel.sharding.fully_shard import FullyShard as FullyShard
+    from minidist.parallel.sharding.zero import ZeroOptimizer as ZeroOptimizer
+    from minidist.parallel.tensor.column_parallel import ColumnParallelLinear as ColumnParallelLinear
+    from minidist.parallel.tensor.row_parallel import RowParallelLinear as RowParallelLinear
+    from minidist.parallel.tensor.vocabulary import VocabParallelEmbedding as VocabParallelEmbedding
+    from minidist.parallel.tensor.vocabulary import (
+        vocab_parallel_cross_entropy as vocab_parallel_cross_entropy,
+    )
 
 __getattr__, __dir__, __all__ = lazy(
     __name__,
@@ -62,28 +64,28 @@ __getattr__, __dir__, __all__ = lazy(
         "minidist.comm": (),
         "minidist.kernels": (),
         "minidist.checkpoint": ("CheckpointError", "DamagedCheckpoint", "export", "load", "save"),
-        "minidist.comm.cluster": ("Cluster",),
+        "minidist.comm.launching.cluster": ("Cluster",),
         "minidist.comm.errors": ("CollectiveError", "OutOfSync", "RankDied", "RankError", "RankTimeout"),
-        "minidist.comm.launch": ("launch",),
+        "minidist.comm.launching.launch": ("launch",),
         "minidist.comm.world": ("init", "local_rank", "rank", "shutdown", "size"),
         "minidist.model.loss": ("cross_entropy",),
-        "minidist.parallel.column_parallel": ("ColumnParallelLinear",),
-        "minidist.parallel.compare": ("compare",),
-        "minidist.parallel.compression": ("Cast",),
-        "minidist.parallel.data_parallel": ("DataParallel",),
-        "minidist.parallel.engine": ("Engine",),
-        "minidist.parallel.fully_shard": ("FullyShard",),
-        "minidist.parallel.in_sync": ("assert_in_sync",),
-        "minidist.parallel.layerwise": ("LayerByLayer",),
-        "minidist.parallel.layout": ("Layout",),
-        "minidist.parallel.local_sgd": ("LocalSGD",),
-        "minidist.parallel.parameter_server": ("ParameterServer",),
-        "minidist.parallel.pipeline": ("Pipeline",),
-        "minidist.parallel.power_sgd": ("PowerSGD",),
-        "minidist.parallel.prepare": ("prepare",),
-        "minidist.parallel.row_parallel": ("RowParallelLinear",),
-        "minidist.parallel.top_k": ("TopK",),
-        "minidist.parallel.vocabulary": ("VocabParallelEmbedding", "vocab_parallel_cross_entropy"),
-        "minidist.parallel.zero": ("ZeroOptimizer",),
+        "minidist.parallel.tensor.column_parallel": ("ColumnParallelLinear",),
+        "minidist.parallel.debugging.compare": ("compare",),
+        "minidist.parallel.compression.compressor": ("Cast",),
+        "minidist.parallel.sharding.data_parallel": ("DataParallel",),
+        "minidist.parallel.contract.engine": ("Engine",),
+        "minidist.parallel.sharding.fully_shard": ("FullyShard",),
+        "minidist.parallel.debugging.in_sync": ("assert_in_sync",),
+        "minidist.parallel.pipeline.layer_by_layer": ("LayerByLayer",),
+        "minidist.parallel.contract.layout": ("Layout",),
+        "minidist.parallel.averaging.local_sgd": ("LocalSGD",),
+        "minidist.parallel.averaging.parameter_server": ("ParameterServer",),
+        "minidist.parallel.pipeline.execution": ("Pipeline",),
+        "minidist.parallel.compression.power_sgd": ("PowerSGD",),
+        "minidist.parallel.engine.prepare": ("prepare",),
+        "minidist.parallel.tensor.row_parallel": ("RowParallelLinear",),
+        "minidist.parallel.compression.top_k": ("TopK",),
+        "minidist.parallel.tensor.vocabulary": ("VocabParallelEmbedding", "vocab_parallel_cross_entropy"),
+        "minidist.parallel.sharding.zero": ("ZeroOptimizer",),
     },
 )

@@ -1,5 +1,5 @@
 """`python -m minidist`, and `torchrun --nproc-per-node 2 -m minidist train --ranks 2`."""
 
-from minidist.cli import main
+from minidist.cli.commands import main
 
 main()

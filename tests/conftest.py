@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import cloudpickle
 import pytest
 
-from minidist.comm.cluster import Cluster
+from minidist.comm.launching.cluster import Cluster
 
 # A shell that runs tests in the background has them ignore Ctrl-C, and what they start would too.
 signal.signal(signal.SIGINT, signal.default_int_handler)

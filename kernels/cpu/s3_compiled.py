@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from ..rung import Array, Rung
 from . import s1_python_loops
-from .compiled import compiled
+from .support.compiling import compiled
 
 _loops = compiled("AAA")(s1_python_loops.loops)
 

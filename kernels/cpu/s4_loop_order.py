@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..rung import Array, Rung
-from .compiled import compiled
+from .support.compiling import compiled
 
 
 @compiled("ACC")

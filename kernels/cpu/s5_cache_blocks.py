@@ -14,8 +14,8 @@ from __future__ import annotations
 import numpy as np
 
 from ..rung import Array, Rung
-from .caches import caches
-from .compiled import compiled
+from .support.caches import caches
+from .support.compiling import compiled
 
 DEPTH = 64  # rows of a block
 

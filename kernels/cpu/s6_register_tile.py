@@ -3,11 +3,11 @@
 The idea: rung 5 still loads and stores an element of out for every four multiply-adds. Here 14 x 32 elements
 of out (float32 and AVX-512; the machine decides) stay in registers while the sum runs over p. An element of a
 is used 32 times once it is loaded, one of b 14 times, and arithmetic is the limit. No compiler makes that of
-a loop: `micro.py` builds the tile from vector instructions.
+a loop: `support/register_tile.py` builds the tile from vector instructions.
 
 A tile so fast has to be fed. Blocks of b and a are packed into the order in which it reads them
-(`panels.py`): one of b for the last cache, and then one of a after the other for the second, of the sizes
-that `blocks.py` derives from this machine's caches.
+(`support/packed_product.py`): one of b for the last cache, and then one of a after the other for the second,
+of the sizes that `support/block_sizes.py` derives from this machine's caches.
 
 Measured: rung 5 takes 2.2 times as long (1000 x 1000 x 1000, float32: 40 ms and 19 ms, 108 GFLOP/s, 92% of
 what the core's multiply-adds allow), and OpenBLAS 1.05 times.
@@ -20,30 +20,32 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..rung import Array, Rung
-from .blocks import blocks, memory
-from .compiled import compiled
+from .support.block_sizes import blocks, memory
+from .support.compiling import compiled
 
 if TYPE_CHECKING:
-    from . import micro, panels
+    from .support import packed_product, register_tile
 
 
-@compiled("AAAC", uses=("micro", "panels"), nogil=True, boundscheck=False)
+@compiled("AAAC", uses=("register_tile", "packed_product"), nogil=True, boundscheck=False)
 def _multiply(a: Array, b: Array, out: Array, space: Array, height: int, width: int) -> None:
     m, k = a.shape
     n = b.shape[1]
-    own = micro.pointer(space, 0, 0)
-    packed_b = micro.offset(own, micro.ROWS * (micro.columns(out) + height * micro.PITCH))
-    tiles = -(-m // micro.ROWS)
-    depths = -(-k // micro.DEPTH)
+    own = register_tile.pointer(space, 0, 0)
+    packed_b = register_tile.offset(
+        own, register_tile.ROWS * (register_tile.columns(out) + height * register_tile.PITCH)
+    )
+    tiles = -(-m // register_tile.ROWS)
+    depths = -(-k // register_tile.DEPTH)
     for j0 in range(0, n, width):
         j1 = min(j0 + width, n)
         for d in range(depths):
             p0, p1 = d * k // depths, (d + 1) * k // depths  # equal parts, rather than whole ones and a rest
-            panels.pack_panels(b[p0:p1, j0:j1], packed_b)
+            packed_product.pack_panels(b[p0:p1, j0:j1], packed_b)
             for t0 in range(0, tiles, height):
                 t1 = min(t0 + height, tiles)
                 i0, i1 = t0 * m // tiles, t1 * m // tiles
-                panels.multiply(a[i0:i1, p0:p1], packed_b, out[i0:i1, j0:j1], own, t1 - t0, d)
+                packed_product.multiply(a[i0:i1, p0:p1], packed_b, out[i0:i1, j0:j1], own, t1 - t0, d)
 
 
 def compute(a: Array, b: Array, out: Array) -> None:

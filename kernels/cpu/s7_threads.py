@@ -21,22 +21,24 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..rung import CACHE_LINE, Array, Rung, empty
-from . import pool, s6_register_tile
-from .blocks import blocks, memory
-from .compiled import compiled
+from . import s6_register_tile
+from .support import thread_pool
+from .support.block_sizes import blocks, memory
+from .support.compiling import compiled
 
 if TYPE_CHECKING:
-    from . import atomic, micro, panels
+    from .support import atomic, register_tile
+    from .support import packed_product as panels
 
 LEAST_WORK = 2_000_000  # multiply-adds a thread: with fewer, the product is done before another one wakes up
 SHARED = 2**25  # bytes of b that are packed at a time
 PARTS = 8  # for each thread: one that is late leaves them to the others
 LEAST_TILES = 4  # in a part: the tiles one below the other share what they read of b
-PATIENCE = pool.PATIENCE  # a number where compiled code looks for it
+PATIENCE = thread_pool.PATIENCE  # a number where compiled code looks for it
 LINE = CACHE_LINE // 8  # counters in a cache line: two that are used at the same time lie in different ones
 
 
-@compiled("AAACC", uses=("atomic", "micro", "panels"), nogil=True, boundscheck=False)
+@compiled("AAACC", uses=("atomic", "register_tile", "packed_product"), nogil=True, boundscheck=False)
 def _take_parts(
     a: Array,
     b: Array,
@@ -53,9 +55,9 @@ def _take_parts(
 ) -> None:
     m, k = a.shape
     n = b.shape[1]
-    own, packed_b = micro.pointer(space, 0, 0), micro.pointer(shared, 0, 0)
-    columns = micro.columns(out)
-    tiles, wide, depths = -(-m // micro.ROWS), -(-n // columns), -(-k // micro.DEPTH)
+    own, packed_b = register_tile.pointer(space, 0, 0), register_tile.pointer(shared, 0, 0)
+    columns = register_tile.columns(out)
+    tiles, wide, depths = -(-m // register_tile.ROWS), -(-n // columns), -(-k // register_tile.DEPTH)
     taken, finished = counters, counters + CACHE_LINE
     packing, packed = counters + 2 * CACHE_LINE, counters + 3 * CACHE_LINE
     to_pack, to_multiply = depths * packs, down * across
@@ -80,7 +82,7 @@ def _take_parts(
         j0, j1 = s * wide // across * columns, min(n, (s + 1) * wide // across * columns)
         for d in range(depths):
             p0, p1 = d * k // depths, (d + 1) * k // depths
-            panel = micro.offset(packed_b, p0 * wide * columns + j0 * (p1 - p0))
+            panel = register_tile.offset(packed_b, p0 * wide * columns + j0 * (p1 - p0))
             panels.multiply(a[i0:i1, p0:p1], panel, out[i0:i1, j0:j1], own, t1 - t0, d)
         atomic.fetch_add(finished, 1)
         part = atomic.fetch_add(taken, 1)
@@ -112,7 +114,7 @@ def compute(a: Array, b: Array, out: Array) -> None:
     size = blocks(out.dtype.char)
     panels = SHARED // (a.shape[1] * size.columns * out.itemsize)
     tiles = -(-out.shape[0] // size.rows) * -(-out.shape[1] // size.columns)
-    threads = min(pool.threads(), tiles, out.size * a.shape[1] // LEAST_WORK)
+    threads = min(thread_pool.threads(), tiles, out.size * a.shape[1] // LEAST_WORK)
     if threads < 2 or panels < 1:
         s6_register_tile.compute(a, b, out)
         return
@@ -130,7 +132,7 @@ def _multiply(a: Array, b: Array, out: Array, threads: int) -> None:
     packs = min(wide, PARTS * threads)
     counters = empty(1, 3 * LINE + packs * -(-a.shape[1] // size.depth), np.int64)[0]
     counters[:] = 0
-    caller, (bell, jobs) = threading.get_ident(), pool.bell()
+    caller, (bell, jobs) = threading.get_ident(), thread_pool.bell()
 
     def take_parts() -> None:
         leads = threading.get_ident() == caller
@@ -141,7 +143,7 @@ def _multiply(a: Array, b: Array, out: Array, threads: int) -> None:
         finished, packing = counters[LINE], counters[2 * LINE]
         return bool(finished == down * across and packing == 0)
 
-    pool.run(take_parts, threads, done)
+    thread_pool.run(take_parts, threads, done)
 
 
 RUNG = Rung(

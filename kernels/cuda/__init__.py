@@ -38,7 +38,7 @@ def __getattr__(name: str) -> Any:
 
 def load(name: str) -> CudaRung:
     """Return the rung with this name, as in RUNGS. Raises ImportError where numba-cuda is not installed."""
-    from .device import require_toolkit
+    from .runtime.device import require_toolkit
 
     require_toolkit()
     step: CudaRung = importlib.import_module(f".{name}", __name__).RUNG

@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 
 from ..rung import Array, Rung
-from . import gpu, tensors
-from .device import architecture_on, backend, capability
-from .gpu_memory import DeviceArray, allocate, download, upload
-from .matrix import Matrix, element_strides, host_matrix
+from .runtime import gpu_driver, torch_tensors
+from .runtime.device import architecture_on, backend, capability
+from .runtime.gpu_memory import DeviceArray, allocate, download, upload
+from .tiling.matrix import Matrix, element_strides, host_matrix
 
 PITCH = 16  # bytes: what the rows of an uploaded matrix begin on
-_fits: set[tuple[gpu.Gpu, int, str]] = set()  # GPUs and the architectures that they were found to run
+_fits: set[tuple[gpu_driver.Gpu, int, str]] = set()  # GPUs and the architectures that they were found to run
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class CudaRung(Rung):
         """
         torch: Any = sys.modules.get("torch")  # whoever has a tensor has imported it
         if torch is not None and (isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor)):
-            return tensors.matmul(self, torch, a, b, out)
+            return torch_tensors.matmul(self, torch, a, b, out)
         return super().matmul(a, b, out)
 
     def sums(self, dtype: str) -> str:
@@ -94,7 +94,7 @@ class CudaRung(Rung):
 
     def check_gpu(self) -> None:
         """Raise RuntimeError where the current GPU can't run this rung; it names both."""
-        g = gpu.get()
+        g = gpu_driver.get()
         device = g.current()
         if (g, device, self.architecture) not in _fits:
             found = g.properties(device)

@@ -3,18 +3,20 @@
 In rung 9 all that is multiplied passes through registers, and every warp also computes addresses and copies.
 On Hopper neither has to be:
 
-- one thread, the producer, tells the copy engine (`tma.py`) which boxes of a and b come next, up to four
-  steps ahead. A step is 64 of k. What lies outside of a matrix comes as zeros: no size is a case of its own;
-- two warp groups, the consumers, begin multiplications (`wgmma.py`) of what lies in shared memory. Of the
-  block's tile, 128 x 256, each has 64 rows of sums, 128 registers a thread, for which the producer's warp
+- one thread, the producer, tells the copy engine (`instructions/tma.py`) which boxes of a and b come next, up
+  to four steps ahead. A step is 64 of k. What lies outside of a matrix comes as zeros: no size is a case of
+  its own;
+- two warp groups, the consumers, begin multiplications (`instructions/wgmma.py`) of what lies in shared
+  memory. Of the block's tile, 128 x 256, each has 64 rows of sums, 128 registers a thread, for which the
+  producer's warp
   group gives up its own (setmaxnreg). Both read the same part of b;
-- they wait for each other by mbarriers (`barriers.py`): a slot of the ring is full when its bytes are there,
-  and empty when all that read it have multiplied it;
+- they wait for each other by mbarriers (`instructions/barriers.py`): a slot of the ring is full when its
+  bytes are there, and empty when all that read it have multiplied it;
 - two blocks on neighbouring multiprocessors form a cluster. They have the same columns of b, and each loads
   half of them for both (multicast): 32 KB a step and block from the L2 cache, not 48. The tensor cores of a
   multiprocessor do 2048 multiply-adds a clock, so that a step lasts 1024 clocks: 32 bytes each, not 48;
-- blocks stay, one a multiprocessor, and take tile after tile (`tile_order.py`). While the consumers round
-  and store their sums (`hopper_store.py`), the producer loads the next tile.
+- blocks stay, one a multiprocessor, and take tile after tile (`tiling/tile_order.py`). While the consumers
+  round and store their sums (`tiling/wgmma_store.py`), the producer loads the next tile.
 
 c^T = b^T a^T: with the operands exchanged, a c in columns is a c in rows. What does not lie in rows or
 columns that are a multiple of 16 bytes apart is copied, a and b before (`packed`), c after.
@@ -27,11 +29,11 @@ from __future__ import annotations
 
 import functools
 
-from . import device
-from .kernel import Kernel
-from .matrix import Matrix, copy_back, packed, scratch
 from .rung import CudaRung
-from .tensor_map import TensorMap
+from .runtime import device
+from .runtime.kernel import Kernel
+from .runtime.tensor_map import TensorMap
+from .tiling.matrix import Matrix, copy_back, packed, scratch
 
 ROWS = 128  # of a block's tile: 64 for each consumer
 COLUMNS = (256, 128)  # of a tile: the most that one wgmma takes, and for products with few tiles
@@ -61,10 +63,10 @@ def kernel(dtype: str, result: str, a_across: bool, b_across: bool, columns: int
     """
     from numba import cuda, float32, int32, int64, uint32, uint64
 
-    from . import hopper
-    from .hopper_store import slab_writer
-    from .tile_order import grouped_tile
-    from .warp import uniform
+    from .instructions import hopper
+    from .instructions.warp import uniform
+    from .tiling.tile_order import grouped_tile
+    from .tiling.wgmma_store import slab_writer
 
     kind = "bf16" if dtype == "bfloat16" else "f16"
     multiply, fence, wait = hopper.warp_group_multiply(columns, kind, a_across, b_across)

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 from numba import cuda, int32, uint32
 
-from .kernel import Kernel
-from .matrix import Matrix
 from .rung import CudaRung
+from .runtime.kernel import Kernel
+from .tiling.matrix import Matrix
 
 ROWS = 8  # of c, in a block: one for each warp
 COLUMNS = 32  # of c, in a block: the threads of a warp

@@ -26,9 +26,9 @@ import functools
 import numba
 from numba import cuda, int32, uint32
 
-from .kernel import Kernel
-from .matrix import Matrix
 from .rung import CudaRung
+from .runtime.kernel import Kernel
+from .tiling.matrix import Matrix
 
 SIDE = 32  # of the tiles; a block has a thread for each element, and a warp for each row
 TILE = (SIDE, SIDE)

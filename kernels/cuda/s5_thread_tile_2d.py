@@ -22,9 +22,9 @@ import functools
 import numba
 from numba import cuda, int32, uint32
 
-from .kernel import Kernel
-from .matrix import Matrix
 from .rung import CudaRung
+from .runtime.kernel import Kernel
+from .tiling.matrix import Matrix
 
 SIDE = 128  # of a block's tile of c
 DEPTH = 8  # steps of p in the tiles of a and b

@@ -24,11 +24,11 @@ import functools
 
 from numba import cuda, float32, int32, int64
 
-from .kernel import Kernel
-from .matrix import Matrix, Order, packed
+from .instructions.warp import load_128, store_128
 from .rung import CudaRung
-from .tiles import ALIGNMENT, Function, inlined, store_four, stores_vectors
-from .warp import load_128, store_128
+from .runtime.kernel import Kernel
+from .tiling.matrix import Matrix, Order, packed
+from .tiling.panels import ALIGNMENT, Function, inlined, store_four, stores_vectors
 
 SIDE = 128  # of a block's tile of c
 DEPTH = 8  # steps of p in a panel

@@ -27,11 +27,11 @@ import functools
 
 from numba import cuda, float32, int32, int64
 
-from .kernel import Kernel
-from .matrix import Matrix, Order
+from .instructions.warp import cp_async_commit, cp_async_wait, load_128
 from .rung import CudaRung
-from .tiles import ALIGNMENT, operand, panel, pitch, store_four, stores_vectors
-from .warp import cp_async_commit, cp_async_wait, load_128
+from .runtime.kernel import Kernel
+from .tiling.matrix import Matrix, Order
+from .tiling.panels import ALIGNMENT, operand, panel, pitch, store_four, stores_vectors
 
 SIDE = 128  # of a block's tile of c
 DEPTH = 8  # steps of p in a panel

@@ -14,7 +14,7 @@ any other instruction takes the place of one. Here a step of p is 128 multiply-a
   turns: a multiply-add shares a factor with the one before it, and gets it from there (the reuse cache).
 - The ragged panel, where k is no multiple of 8, comes first: after it no copy asks for k, and where a copy
   is beyond m or n it is so in all panels, a predicate.
-- Blocks take tiles of c in groups of 16 rows of tiles, for the L2 cache (`tile_order.py`).
+- Blocks take tiles of c in groups of 16 rows of tiles, for the L2 cache (`tiling/tile_order.py`).
 
 Counted, float32, in rows (sm_90): 1.09 instructions for each multiply-add, where rung 7 has 1.31: 1117 in
 the loop for 1024, of which 48 load fragments and 6 copy. A warp alone needs 1164 cycles for them, by the
@@ -34,13 +34,13 @@ from dataclasses import dataclass
 
 from numba import cuda, float32, int32, int64
 
-from . import device
-from .kernel import Kernel
-from .matrix import Matrix, Order
+from .instructions.warp import cp_async_commit, cp_async_wait, load_128
 from .rung import CudaRung
-from .tile_order import grouped
-from .tiles import ALIGNMENT, inlined, operand, panel, pitch, store_four, stores_vectors, unrolled
-from .warp import cp_async_commit, cp_async_wait, load_128
+from .runtime import device
+from .runtime.kernel import Kernel
+from .tiling.matrix import Matrix, Order
+from .tiling.panels import ALIGNMENT, inlined, operand, panel, pitch, store_four, stores_vectors, unrolled
+from .tiling.tile_order import grouped
 
 DEPTH = 8  # steps of p in a panel
 DOWN, ACROSS = 8, 4  # threads of a warp on its tile of c

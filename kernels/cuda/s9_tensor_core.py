@@ -1,14 +1,14 @@
 """Rung 9: tensor cores, which multiply small matrices in one instruction of a warp.
 
-`mma.sync` (`warp.py`) multiplies 16 x 16 by 16 x 8 elements of 16 bits, 2048 multiply-adds where a warp's
-plain instruction does 32, and sums in float32. To keep it busy a block, with 128 x 256 of c,
+`mma.sync` (`instructions/warp.py`) multiplies 16 x 16 by 16 x 8 elements of 16 bits, 2048 multiply-adds where
+a warp's plain instruction does 32, and sums in float32. To keep it busy a block, with 128 x 256 of c,
 
 - has eight warps with 64 x 64 sums each, 128 registers a thread: a slice of k, 16 deep, takes 8 loads of
   fragments for 32 multiplications;
 - loads the fragments of the next slice while it multiplies this one: two sets of registers in turns;
-- copies asynchronously into a ring of tiles (`fragment_tiles.py`): the one two steps ahead is under way
-  while this one is multiplied. One barrier a step says that a tile is there, and that another is free;
-- comes in an order that keeps lines of a and b in the L2 cache (`tile_order.py`).
+- copies asynchronously into a ring of tiles (`tiling/fragment_tiles.py`): the one two steps ahead is under
+  way while this one is multiplied. One barrier a step says that a tile is there, and that another is free;
+- comes in an order that keeps lines of a and b in the L2 cache (`tiling/tile_order.py`).
 
 float32 is multiplied as TF32: factors rounded to 11 significant bits, sums still float32.
 
@@ -24,10 +24,10 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from . import device
-from .kernel import Kernel
-from .matrix import Matrix, copy_back, packed, scratch
 from .rung import CudaRung
+from .runtime import device
+from .runtime.kernel import Kernel
+from .tiling.matrix import Matrix, copy_back, packed, scratch
 
 
 @dataclass(frozen=True)
@@ -76,10 +76,10 @@ def kernel(dtype: str, result: str, a_across: bool, b_across: bool, tile: Tile) 
     """
     from numba import cuda, float32, int32, uint32
 
-    from . import warp
-    from .fragment_tiles import LINE, fragment_tile
-    from .tensor_store import sums_writer
-    from .tile_order import grouped_tile
+    from .instructions import warp
+    from .tiling.fragment_tiles import LINE, fragment_tile
+    from .tiling.tile_order import grouped_tile
+    from .tiling.warp_store import sums_writer
 
     rows, columns, warps_down, warp_rows = tile.rows, tile.columns, tile.warps_down, tile.warp_rows
     source_a, advance_a, copy_a, place_a, read_a, a_words = fragment_tile(
@@ -231,9 +231,9 @@ def shared_memory() -> int:
     """Return how many bytes of shared memory a block may have: 163 KB on an A100, 227 on an H100."""
     if device.backend() != "gpu":
         return 227 * 1024
-    from . import gpu
+    from .runtime import gpu_driver
 
-    current = gpu.get()
+    current = gpu_driver.get()
     return current.properties(current.current()).shared_per_block
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..rung import Array
-from .machine import NO_COMMAND, Machine, Masked, Port, masked, shift_down, shift_right
+from .array import NO_COMMAND, Machine, Masked, Port, masked, shift_down, shift_right
 
 
 class OutputStationary(Machine):

@@ -22,10 +22,10 @@ from numba import cuda
 from checks.exercises import Answer, TimeLimit, as_python, line_of_cell
 from checks.unanswered import functions_of
 from checks.verdicts import NeedsMore, wrong
-from minidist.kernels.cuda.compiler import compile_ptx
-from minidist.kernels.cuda.device import backend, require_toolkit
 from minidist.kernels.cuda.emulator import EmulatorError, Fault, Profile, profile
-from minidist.kernels.cuda.emulator.user import ARCHITECTURE
+from minidist.kernels.cuda.runtime.compiler import compile_ptx
+from minidist.kernels.cuda.runtime.device import backend, require_toolkit
+from minidist.kernels.emulator.report.launch import ARCHITECTURE
 
 Size = int | Sequence[int]
 

@@ -23,8 +23,8 @@ from checks.exercises import Answer, line_of_cell
 from checks.unanswered import functions_of
 from checks.verdicts import described, wrong
 from minidist import comm
+from minidist.comm.launching.supervisor import preload_optimizers
 from minidist.comm.ledgers import Call
-from minidist.comm.supervisor import preload_optimizers
 
 LIMIT = 30.0
 """Seconds that the inputs of one check may take on one number of ranks."""

@@ -14,7 +14,7 @@ from checks.exercises import Answer, Lesson
 from checks.kernels import run, with_constants
 from checks.shared_memory import barriers_of_a_warp
 from checks.verdicts import Right, Score, compare, wrong
-from minidist.kernels.cuda.emulator.async_copies import AsyncCopies
+from minidist.kernels.emulator.copies.async_copies import AsyncCopies
 
 lesson = Lesson(5, "register_tiles")
 check, hint, or_solution = lesson.check, lesson.hint, lesson.or_solution

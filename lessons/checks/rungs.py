@@ -12,9 +12,9 @@ from typing import Any
 from unittest import mock
 
 from minidist.kernels.cuda import CUDA_LADDER
-from minidist.kernels.cuda.device import VARIABLE, backend
 from minidist.kernels.cuda.emulator import Profile, profiled
 from minidist.kernels.cuda.rung import CudaRung
+from minidist.kernels.cuda.runtime.device import VARIABLE, backend
 
 
 def rung(number: int) -> CudaRung:

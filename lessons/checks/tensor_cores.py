@@ -10,7 +10,7 @@ from checks.cuda_from_python import unwritten
 from checks.exercises import Answer, Lesson
 from checks.kernels import run
 from checks.verdicts import Right, Score, compare, wrong
-from minidist.kernels.cuda.emulator.fragments import MMA
+from minidist.kernels.emulator.arithmetic.fragments import MMA
 
 lesson = Lesson(6, "tensor_cores")
 check, hint, or_solution = lesson.check, lesson.hint, lesson.or_solution

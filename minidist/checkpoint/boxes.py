@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from minidist.checkpoint.index import Box, Index, Stored
-from minidist.parallel.flat_ranges import narrowed
+from minidist.parallel.flat.ranges import narrowed
 
 
 def read_whole(index: Index, name: str) -> torch.Tensor:

@@ -14,7 +14,7 @@ from minidist.checkpoint.boxes import read_whole, stored_names
 from minidist.checkpoint.errors import agree
 from minidist.checkpoint.folders import WRITING, sync_directory
 from minidist.checkpoint.index import read_index, verify
-from minidist.parallel.engine import Engine
+from minidist.parallel.contract.engine import Engine
 
 
 def export(source: Engine | str | os.PathLike[str], path: str | os.PathLike[str]) -> Path:

@@ -13,7 +13,7 @@ from minidist.checkpoint.errors import CheckpointError
 from minidist.checkpoint.index import Index
 from minidist.checkpoint.state import sampler_settings
 from minidist.model.sampler import Sampler
-from minidist.parallel.hybrid import HybridEngine
+from minidist.parallel.engine.training_step import HybridEngine
 
 _OF_SCHEDULERS = {
     "initial_lr",

@@ -28,8 +28,8 @@ from minidist.checkpoint.state import (
 )
 from minidist.checkpoint.values import decode
 from minidist.model.sampler import Sampler
-from minidist.parallel.engine import Engine
-from minidist.parallel.hybrid import HybridEngine
+from minidist.parallel.contract.engine import Engine
+from minidist.parallel.engine.training_step import HybridEngine
 
 
 @dataclass(frozen=True)

@@ -35,8 +35,8 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from minidist.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from minidist.checkpoint.index import Index, check_boxes
 from minidist.checkpoint.state import State, own_name
-from minidist.parallel.flat_ranges import narrowed
-from minidist.parallel.strategy import Chunk
+from minidist.parallel.contract.strategy import Chunk
+from minidist.parallel.flat.ranges import narrowed
 
 Place = tuple[str, tuple[int, ...]]
 """A box's name and offsets."""

@@ -18,8 +18,8 @@ from minidist import comm
 from minidist.checkpoint import folders
 from minidist.checkpoint.state import Scheduler, State, take
 from minidist.model.sampler import Sampler
-from minidist.parallel.engine import Engine
-from minidist.parallel.hybrid import HybridEngine
+from minidist.parallel.contract.engine import Engine
+from minidist.parallel.engine.training_step import HybridEngine
 
 
 class Saving:

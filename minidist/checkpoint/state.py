@@ -19,8 +19,8 @@ from minidist import comm
 from minidist.checkpoint.random_state import random_state
 from minidist.checkpoint.values import encode
 from minidist.model.sampler import Sampler
-from minidist.parallel.hybrid import HybridEngine
-from minidist.parallel.strategy import Chunk
+from minidist.parallel.contract.strategy import Chunk
+from minidist.parallel.engine.training_step import HybridEngine
 
 Scheduler = Any
 """A learning-rate scheduler of torch's: something with `state_dict` and `load_state_dict`."""

@@ -30,7 +30,7 @@ from minidist.checkpoint.boxes import view
 from minidist.checkpoint.errors import CheckpointError
 from minidist.checkpoint.index import Box, Index, Stored, write_index
 from minidist.checkpoint.state import as_bytes
-from minidist.parallel.flat_ranges import narrowed
+from minidist.parallel.flat.ranges import narrowed
 
 ALIGNMENT = 64
 """Bytes: a box begins at a multiple of it, so that it may be mapped as any dtype."""

@@ -24,8 +24,8 @@ from minidist.checkpoint.index import Index
 from minidist.checkpoint.planners import Load, Save
 from minidist.checkpoint.state import State, buffer_names, own_name, random_name
 from minidist.checkpoint.storage import Reader, Writer
-from minidist.parallel.hybrid import HybridEngine
-from minidist.parallel.strategy import Chunk
+from minidist.parallel.contract.strategy import Chunk
+from minidist.parallel.engine.training_step import HybridEngine
 
 
 def write(take: Callable[[], State], target: Path, keep: int | None, group: dist.ProcessGroup | None) -> None:

@@ -5,11 +5,12 @@
 ...     comm.all_reduce(x)
 >>> ledger.bytes_sent
 
-`launch.py` and `cluster.py` start ranks (`supervisor.py` and `worker.py` run in the processes that they
-start), `world.py` says who is who, `mesh.py` makes the groups of a grid of ranks, `collectives.py` and
-`messages.py` are the door, `ledgers.py` counts what went through it. With `check=True`, `checking.py` has the
-ranks compare their calls; `callsite.py` knows where those were made, `records.py` what contradicts what, and
-`watching.py` why a rank does not come.
+`launching/launch.py` and `launching/cluster.py` start ranks (`launching/supervisor.py` and
+`launching/worker.py` run in the processes that they start), `world.py` says who is who, `mesh.py` makes the
+groups of a grid of ranks, `collectives.py` and `messages.py` are the door, `ledgers.py` counts what went
+through it. With `check=True`, `checking/checking.py` has the ranks compare their calls;
+`checking/callsite.py` knows where those were made, `checking/records.py` what contradicts what, and
+`checking/deadlock_detection.py` why a rank does not come.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from typing import TYPE_CHECKING
 from minidist._lazy import lazy
 
 if TYPE_CHECKING:
-    from minidist.comm.cluster import Cluster as Cluster
     from minidist.comm.collectives import all_gather as all_gather
     from minidist.comm.collectives import all_reduce as all_reduce
     from minidist.comm.collectives import all_to_all as all_to_all
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from minidist.comm.errors import RankDied as RankDied
     from minidist.comm.errors import RankError as RankError
     from minidist.comm.errors import RankTimeout as RankTimeout
+    from minidist.comm.launching.cluster import Cluster as Cluster
     from minidist.comm.ledgers import Ledger as Ledger
     from minidist.comm.ledgers import ledger as ledger
     from minidist.comm.mesh import Mesh as Mesh
@@ -37,8 +38,8 @@ if TYPE_CHECKING:
     from minidist.comm.messages import recv as recv
     from minidist.comm.messages import scatter as scatter
     from minidist.comm.messages import send as send
-    from minidist.comm.routes import empty_shared as empty_shared
-    from minidist.comm.routes import using as using
+    from minidist.comm.transport.algorithm_choice import empty_shared as empty_shared
+    from minidist.comm.transport.algorithm_choice import using as using
     from minidist.comm.work import Work as Work
     from minidist.comm.world import device as device
     from minidist.comm.world import init as init
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = lazy(
     __name__,
     {
-        "minidist.comm.cluster": ("Cluster",),
+        "minidist.comm.launching.cluster": ("Cluster",),
         "minidist.comm.collectives": (
             "all_gather",
             "all_reduce",
@@ -62,7 +63,7 @@ __getattr__, __dir__, __all__ = lazy(
         "minidist.comm.ledgers": ("Ledger", "ledger"),
         "minidist.comm.mesh": ("Mesh",),
         "minidist.comm.messages": ("barrier", "gather", "recv", "scatter", "send"),
-        "minidist.comm.routes": ("empty_shared", "using"),
+        "minidist.comm.transport.algorithm_choice": ("empty_shared", "using"),
         "minidist.comm.work": ("Work",),
         "minidist.comm.world": ("device", "init", "local_rank", "rank", "shutdown", "size"),
     },

@@ -23,8 +23,8 @@ from typing import Any, Literal, overload
 import torch
 import torch.distributed as dist
 
-from minidist.comm import over_gloo, ways
-from minidist.comm.routes import choose
+from minidist.comm.transport import dispatch, gloo_workarounds
+from minidist.comm.transport.algorithm_choice import choose
 from minidist.comm.work import (
     Group,
     Work,
@@ -101,7 +101,7 @@ def all_reduce(
         start = partial(dist.all_reduce, buffer, operation, group=group, async_op=True)
         way = by_torch(start, 2 * (ranks - 1) * bytes_of(x) // ranks)
     else:
-        way = ways.all_reduce(how, buffer.view(-1), op, group)
+        way = dispatch.all_reduce(how, buffer.view(-1), op, group)
     return run(call_of("all_reduce", x, group, how, way), way.start, result, async_op)
 
 
@@ -153,12 +153,12 @@ def reduce_scatter(
     how = choose("reduce_scatter", algorithm, group, x, async_op)
     share = _out("reduce_scatter", out, data, (_share_of("reduce_scatter", x, ranks), *x.shape[1:]))
     if how != "torch":
-        way = ways.reduce_scatter(how, data.view(-1), share.view(-1), op, group)
+        way = dispatch.reduce_scatter(how, data.view(-1), share.view(-1), op, group)
         call = call_of("reduce_scatter", x, group, how, way)
         return run(call, way.start, lambda: share if out is None else out, async_op)
     operation, reduce = OPERATIONS[op]
     by_library = x.is_cuda and ranks > 1  # NCCL's own sends no more than it must
-    by_chunks = not by_library and not async_op and ranks > 1 and bytes_of(x) > over_gloo.CHUNK
+    by_chunks = not by_library and not async_op and ranks > 1 and bytes_of(x) > gloo_workarounds.CHUNK
     # Row r of what arrives is rank r's contribution to this rank's share.
     arrived = share if by_library or by_chunks else torch.empty_like(data)
 
@@ -172,7 +172,9 @@ def reduce_scatter(
     if by_library:
         start = partial(_reduce_scatter_single, share, data, operation, group=group, async_op=True)
     elif by_chunks:
-        start = partial(over_gloo.scatter_by_chunks, data.view(ranks, -1), share.view(-1), reduce, group)
+        start = partial(
+            gloo_workarounds.scatter_by_chunks, data.view(ranks, -1), share.view(-1), reduce, group
+        )
     else:
         start = partial(_exchange, arrived, data, None, None, group)
     way = by_torch(start, (ranks - 1) * bytes_of(x) // ranks)
@@ -228,7 +230,7 @@ def all_gather(
         start = partial(_all_gather_single, gathered, data, group=group, async_op=True)
         way = by_torch(start, (ranks - 1) * bytes_of(x))
     else:
-        way = ways.all_gather(how, data.view(-1), gathered.view(-1), group)
+        way = dispatch.all_gather(how, data.view(-1), gathered.view(-1), group)
     result, call = gathered if out is None else out, call_of("all_gather", x, group, how, way)
     return run(call, way.start, lambda: result, async_op, alone=partial(gathered.copy_, data))
 
@@ -277,9 +279,11 @@ def broadcast(
 
     if how == "torch":
         start = partial(dist.broadcast, buffer, group=group, async_op=True, group_src=source)
-        way = by_torch(start, over_gloo.tree_children((rank_in(group) - source) % ranks, ranks) * bytes_of(x))
+        way = by_torch(
+            start, gloo_workarounds.tree_children((rank_in(group) - source) % ranks, ranks) * bytes_of(x)
+        )
     else:
-        way = ways.broadcast(how, buffer.view(-1), source, group)
+        way = dispatch.broadcast(how, buffer.view(-1), source, group)
     return run(call_of("broadcast", x, group, how, way), way.start, result, async_op)
 
 
@@ -341,7 +345,7 @@ def all_to_all(
         way = by_torch(start, bytes_of(x) - sends[rank_in(group)] * width * x.element_size())
     else:
         gives, takes = ([rows * width for rows in parts] for parts in (sends, comes))
-        way = ways.all_to_all(how, data.view(-1), received.view(-1), gives, takes, group)
+        way = dispatch.all_to_all(how, data.view(-1), received.view(-1), gives, takes, group)
     call = call_of("all_to_all", x, group, how, way)
     return run(call, way.start, lambda: received, async_op, alone=partial(received.copy_, data))
 

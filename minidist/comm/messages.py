@@ -11,9 +11,9 @@ from typing import Any, Literal, overload
 import torch
 import torch.distributed as dist
 
-from minidist.comm import mailboxes, ways
 from minidist.comm.ledgers import Message
-from minidist.comm.routes import choose, preferred
+from minidist.comm.transport import dispatch, mailbox_registry
+from minidist.comm.transport.algorithm_choice import choose, preferred
 from minidist.comm.work import (
     Group,
     Way,
@@ -54,8 +54,8 @@ def send(x: torch.Tensor, destination: int, tag: int = 0, group: Group = None, a
     _check_peer("destination", destination, group)
     by_library = partial(dist.isend, data, group=group, group_dst=destination)
     ranks = ranks_of(group)
-    message = Message(ranks[rank_in(group)], ranks[destination], tag, mailboxes.number_of(group))
-    box = mailboxes.outgoing(message.destination, data) if _may_share() else None
+    message = Message(ranks[rank_in(group)], ranks[destination], tag, mailbox_registry.number_of(group))
+    box = mailbox_registry.outgoing(message.destination, data) if _may_share() else None
     if box is None:
         way = by_torch(partial(by_library, tag=tag), bytes_of(x))
         return run(call_of("send", x, group, "torch", way, message), way.start, lambda: x, async_op)
@@ -64,7 +64,7 @@ def send(x: torch.Tensor, destination: int, tag: int = 0, group: Group = None, a
         if box.put((message.group, tag), data, partial(limit_of, group)):
             return None
         call.bytes_on_wire = bytes_of(x)
-        return by_library(tag=mailboxes.tag_elsewhere(tag))
+        return by_library(tag=mailbox_registry.tag_elsewhere(tag))
 
     call = call_of("send", x, group, "shared_memory", Way(start, bytes_of(x), 0), message)
     return run(call, start, lambda: x, async_op)
@@ -98,12 +98,12 @@ def recv(x: torch.Tensor, source: int, tag: int = 0, group: Group = None, async_
         return x
 
     ranks = ranks_of(group)
-    message = Message(ranks[source], ranks[rank_in(group)], tag, mailboxes.number_of(group))
-    box = mailboxes.incoming(message.source, buffer) if _may_share() else None
+    message = Message(ranks[source], ranks[rank_in(group)], tag, mailbox_registry.number_of(group))
+    box = mailbox_registry.incoming(message.source, buffer) if _may_share() else None
     if box is None:
         way = by_torch(partial(dist.irecv, buffer, group=group, tag=tag, group_src=source), 0)
     else:
-        way = by_torch(partial(mailboxes.Arrival, box, buffer, group, source, tag), 0)
+        way = by_torch(partial(mailbox_registry.Arrival, box, buffer, group, source, tag), 0)
     call = call_of("recv", x, group, "shared_memory" if box else "torch", way, message)
     return run(call, way.start, result, async_op)
 
@@ -118,9 +118,9 @@ def tell_failure(destination: int, tag: int = 0, group: Group = None) -> None:
         ValueError: `destination` is no other rank of the group.
     """
     _check_peer("destination", destination, group)
-    box = mailboxes.outgoing(ranks_of(group)[destination], torch.empty(0)) if _may_share() else None
+    box = mailbox_registry.outgoing(ranks_of(group)[destination], torch.empty(0)) if _may_share() else None
     if box is not None:
-        box.fail((mailboxes.number_of(group), tag), partial(limit_of, group))
+        box.fail((mailbox_registry.number_of(group), tag), partial(limit_of, group))
 
 
 @overload
@@ -248,7 +248,7 @@ def barrier(group: Group = None, async_op: bool = False) -> Any:
     if how == "torch":
         way = by_torch(partial(dist.barrier, group=group, async_op=True), 0)
     else:
-        way = ways.barrier(group)
+        way = dispatch.barrier(group)
     return run(call_of("barrier", nothing, group, how, way), way.start, lambda: None, async_op)
 
 

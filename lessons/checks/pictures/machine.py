@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from checks.figures import BLUE, GREEN, INK, MUTED, ORANGE, SKY, WORDS, draw, name, show
 from checks.pictures.threads import picture, write
-from minidist.kernels.cpu.caches import Caches
+from minidist.kernels.cpu.support.caches import Caches
 
 WIDTH, LEFT, GAP = 640, 10, 12
 SHOWN = 4  # cores that are drawn; the others are told

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from checks.figures import BLUE, GREEN, INK, ORANGE, draw, name, show
-from minidist.parallel.memory import size
+from minidist.parallel.contract.memory_report import size
 
 PARTS = {"parameters": BLUE, "gradients": ORANGE, "optimizer": GREEN}
 

@@ -1,0 +1,1 @@
+"""What benchmarks share: the machine, programs run in turns, the steps that ranks time, the results."""

@@ -1,0 +1,162 @@
+"""What each rank of a collectives benchmark does: calls in turn with torch's own, and the sweep of a model.
+
+Runs inside the ranks. Before each turn all meet and write their tensors, as a backward pass would: a tensor
+that nobody has touched since the last call is faster to reduce than any real one.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import minidist as md
+from minidist import comm
+from minidist.benchmarks.harness.columns import binary_size
+from minidist.benchmarks.harness.turns import Benchmark, record
+from minidist.comm import cost
+
+TURN = 20e-3
+"""Seconds that a turn takes about."""
+
+
+def time_against_torch(
+    variant: str, size: int, rounds: int, device: str = "cpu"
+) -> tuple[list[float], list[float]]:
+    """Seconds of a call of ours and of torch.distributed's, in turns.
+
+    Args:
+        variant: a key of `SENT`.
+        size: bytes of the larger of the two tensors, float32.
+        rounds: pairs of turns.
+        device: "cpu", where torch's go over gloo, or "cuda": NCCL, and our algorithms over it.
+    """
+    device = str(comm.device()) if device == "cuda" else device
+    x = torch.zeros(size // 4 // md.size() * md.size(), device=device)  # as many for each rank
+    if variant == "in place":
+        x = comm.empty_shared(x.shape)
+    other, share = torch.zeros_like(x), torch.zeros(len(x) // md.size(), device=device)
+    part = x[: len(share)]
+    scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    ours: dict[str, Callable[[], object]] = {
+        "in place": lambda: comm.all_reduce(x),
+        "copied": lambda: comm.all_reduce(x),
+        "all-reduce": lambda: comm.all_reduce(x),
+        "ring": lambda: comm.all_reduce(x, algorithm="ring"),
+        "reduce-scatter": lambda: comm.reduce_scatter(x, out=share),
+        "reduce-scatter, sockets": lambda: comm.reduce_scatter(x, out=share, algorithm="torch"),
+        "all-gather": lambda: comm.all_gather(part, out=other),
+        "broadcast": lambda: comm.broadcast(x),
+        "all-to-all": lambda: comm.all_to_all(x),
+    }
+    peers: dict[str, Callable[[], object]] = {
+        "reduce-scatter": lambda: scatter(share, other),
+        "reduce-scatter, sockets": lambda: scatter(share, other),
+        "all-gather": lambda: gather(other, part),
+        "broadcast": lambda: dist.broadcast(x, 0),
+        "all-to-all": lambda: dist.all_to_all_single(other, x),
+    }
+    peer = peers.get(variant, lambda: dist.all_reduce(other))
+    written = other if variant not in ("all-gather", "broadcast", "all-to-all") else x
+    pairs = [(_turn(ours[variant], x), _turn(peer, written)) for _ in range(rounds + 1)][1:]
+    return [a for a, _ in pairs], [b for _, b in pairs]
+
+
+SENT: dict[str, Callable[[int], float]] = {
+    **dict.fromkeys(("in place", "copied", "all-reduce", "ring"), lambda n: 2 * (n - 1) / n),
+    **dict.fromkeys(("reduce-scatter", "reduce-scatter, sockets"), lambda n: (n - 1) / n),
+    **dict.fromkeys(("all-gather", "all-to-all"), lambda n: (n - 1) / n),
+    "broadcast": lambda n: 1.0,
+}
+"""By variant, from a number of ranks: what a rank sends, as a share of the larger tensor's bytes."""
+
+
+def _turn(call: Callable[[], object], x: torch.Tensor) -> float:
+    """Seconds of one call, of as many as fill a turn; the same number on all ranks."""
+    begun = time.perf_counter()
+    call()
+    _wait(x)
+    once = torch.tensor(time.perf_counter() - begun, dtype=torch.float64)
+    calls = max(1, min(100, int(TURN / float(comm.all_reduce(once, "max")))))
+    seconds = 0.0
+    for _ in range(calls):
+        x.fill_(1.0)
+        comm.barrier()
+        _wait(x)
+        begun = time.perf_counter()
+        call()
+        _wait(x)
+        seconds += time.perf_counter() - begun
+    return seconds / calls
+
+
+def _wait(x: torch.Tensor) -> None:
+    """Until a GPU has done what it was told."""
+    if x.is_cuda:
+        torch.cuda.synchronize(x.device)
+
+
+def fitted(profile: cost.Profile, algorithm: str, ranks: int) -> dict[str, float]:
+    """The alpha and beta that a prediction rests on, in seconds and seconds a byte, and the other figures.
+
+    Of shared memory alpha is a meeting, and beta what a byte of an all-reduce takes in and out.
+    """
+    if algorithm == "shared_memory":
+        assert profile.memory is not None
+        own = asdict(profile.memory)
+        beta = own["put"] + own["take"] + (ranks - 1) / ranks * own["combine"]
+        return {"alpha": own["meet"], "beta": beta, **own}
+    link = profile.links.get(algorithm, profile.links["messages"])
+    figures = {**asdict(link), "gamma": profile.gamma}
+    return {name: value for name, value in figures.items() if value is not None}
+
+
+Found = dict[tuple[str, int], tuple[list[float], float]]
+"""By algorithm and bytes: the seconds measured, and those predicted."""
+
+
+def sweep(
+    algorithms: tuple[str, ...], sizes: tuple[int, ...], rounds: int
+) -> tuple[Found, dict[str, dict[str, float]]]:
+    """Seconds of all-reduces by each algorithm at each size, and what `cost` predicts after a fit.
+
+    Returns:
+        Both, and for each algorithm what `fitted` says.
+    """
+    profile = cost.fit()
+    found: Found = {}
+    for size in sizes:
+        x = torch.zeros(size // 4)
+        measured: dict[str, list[float]] = {name: [] for name in algorithms}
+        for _ in range(rounds + 1):
+            for name, seconds in measured.items():
+                seconds.append(_turn(partial(comm.all_reduce, x, algorithm=name), x))
+        for name, seconds in measured.items():
+            found[name, size] = seconds[1:], cost.predict("all_reduce", name, size, md.size(), profile)
+    return found, {name: fitted(profile, name, md.size()) for name in algorithms}
+
+
+def median_error(found: Found) -> float:
+    """The median of the predictions' relative errors."""
+    return statistics.median(abs(p / statistics.median(seconds) - 1) for seconds, p in found.values())
+
+
+def enter(benchmark: Benchmark, timed: list[Any], variant: str, size: int, label: str, peer: str) -> None:
+    """Enter what the ranks' `time_against_torch` returned."""
+    # A collective has ended when it has on the slowest rank.
+    ours, theirs = ([max(turn) for turn in zip(*times, strict=True)] for times in zip(*timed, strict=True))
+    record(benchmark, ours, theirs, peer)
+    ranks = len(timed)
+    benchmark.extra_info |= {
+        "label": f"{label}, {binary_size(size)}, {ranks} ranks",
+        "ranks": ranks,
+        "bytes": size,
+        "bus_gb_per_s": SENT[variant](ranks) * size / statistics.median(ours) / 1e9,
+    }

@@ -1,0 +1,157 @@
+"""`minidist bench --compare OLD.json`: what got slower since an earlier run, and what got faster.
+
+Machines drift between runs, so where both runs have a ratio to the same peer, measured in turn, it is the
+ratios that are compared; else the times, and only on the same machine. A benchmark is slower where its median
+rose by more than the spread of both runs together (the widths of their middle halves, widened where rounds
+are few), and by more than `FLOOR`: runs of the same code differ by some percent on a quiet machine, too. What
+is counted, such as the lessons' costs, is slower where its count rose at all. One round has no spread, and
+decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from minidist.benchmarks.harness import columns, machine, results
+from minidist.benchmarks.harness.columns import Entry
+from minidist.benchmarks.harness.results import Results
+
+FLOOR = 0.05
+"""Share of the earlier figure that a difference has to exceed."""
+VERDICTS = ("slower", "faster", "same", "undecided", "new", "gone")
+KINDS = {
+    "ratio": "by the ratio to a program that ran in turn, which holds where the machine drifts",
+    "time": "by time, which drifts with the machine",
+    "cost": "by what is counted",
+}
+"""By the first word of `Change.of`, how sure that is."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A benchmark in both runs, or in one."""
+
+    fullname: str
+    label: str
+    group: str
+    verdict: str  # one of VERDICTS; "undecided" where one of the runs had a single round
+    of: str = ""  # what is compared: "ratio to torch DDP", "time", "cost"
+    old: float | None = None
+    new: float | None = None
+
+    def __str__(self) -> str:
+        """One line: `overlap (Data parallelism): slower, ratio to torch DDP 0.95 -> 1.31`."""
+        line = f"{self.label} ({self.group}): {self.verdict}"
+        if self.old is None or self.new is None:
+            return line
+        told = {"time": columns.seconds, "cost": columns.count}.get(self.of, columns.times)
+        return f"{line}, {self.of} {told(self.old)} -> {told(self.new)}"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All benchmarks of a run beside those of an earlier one."""
+
+    changes: tuple[Change, ...]
+    same_machine: bool
+
+    def having(self, verdict: str) -> list[Change]:
+        """Those with a verdict."""
+        return [change for change in self.changes if change.verdict == verdict]
+
+    @property
+    def slower(self) -> bool:
+        """Whether anything got slower."""
+        return bool(self.having("slower"))
+
+    def lines(self) -> list[str]:
+        """What changed, the worst first, and a summary."""
+        told = [str(change) for name in ("slower", "faster", "new", "gone") for change in self.having(name)]
+        counts = ", ".join(f"{len(self.having(name))} {name}" for name in VERDICTS if self.having(name))
+        kinds = [change.of.partition(" ")[0] for change in self.changes]
+        how = [f"{kinds.count(kind)} {words}" for kind, words in KINDS.items() if kind in kinds]
+        if not self.same_machine:
+            how.append("times are not compared, as the other file is another machine's")
+        summary = counts or "nothing to compare"
+        return [*told, f"{summary} ({'; '.join(how)})" if how else summary]
+
+    def as_json(self) -> dict[str, Any]:
+        """For a program."""
+        return {
+            "same_machine": self.same_machine,
+            "slower": len(self.having("slower")),
+            "changes": [asdict(change) for change in self.changes],
+        }
+
+
+def compare(old: Results, new: Results, measured: Iterable[str], everything: bool) -> Comparison:
+    """A run beside an earlier one.
+
+    Args:
+        old: an earlier file; of quick and full runs the result that is of this one's mode counts, where
+            there is one.
+        new: the results that hold this run's.
+        measured: the full names of the benchmarks that this run measured.
+        everything: whether it was to measure all: what it has no longer is then gone.
+    """
+    same = machine.slug(old["machine_info"], whole=True) == machine.slug(new["machine_info"], whole=True)
+    new = results.rounded(new)  # as the older one was when it was kept, or a count of 5/7 would have changed
+    after = {entry["fullname"]: entry for entry in results.newest(new)}
+    mode = new["runs"][max(new["runs"])]["mode"]
+    before = {entry["fullname"]: entry for entry in results.newest(old)}
+    before |= {e["fullname"]: e for e in old["benchmarks"] if old["runs"][e["run"]]["mode"] == mode}
+    changes = [
+        judge(before.get(name), after[name], same) for name in dict.fromkeys(measured) if name in after
+    ]
+    if everything:
+        gone = [entry for name, entry in before.items() if name not in after]
+        changes += [_change(entry, "gone") for entry in gone]
+    return Comparison(tuple(change for change in changes if change is not None), same)
+
+
+def judge(old: Entry | None, new: Entry, same_machine: bool = True) -> Change | None:
+    """What became of one benchmark; None where there is nothing that can be compared."""
+    if old is None:
+        return _change(new, "new")
+    before, after = old["extra_info"], new["extra_info"]
+    if "cost" in before and "cost" in after:
+        return _decide(new, "cost", *_costs(before, after), 0.0, True)
+    rounds = min(old["stats"]["rounds"], new["stats"]["rounds"])
+    if "ratio" in before and "ratio" in after and before["peer"] == after["peer"]:
+        widths = [extra["pair_ratio_q3"] - extra["pair_ratio_q1"] for extra in (before, after)]
+        of, figures = f"ratio to {after['peer']}", (before["ratio"], after["ratio"])
+    elif "over_yardstick" in before and "over_yardstick" in after:
+        widths = [extra["over_yardstick_q3"] - extra["over_yardstick_q1"] for extra in (before, after)]
+        of, figures = f"ratio to {after['yardstick']}", (before["over_yardstick"], after["over_yardstick"])
+    elif same_machine:
+        widths = [old["stats"]["iqr"], new["stats"]["iqr"]]
+        of, figures = "time", (old["stats"]["median"], new["stats"]["median"])
+    else:
+        return None
+    spread = max((1 + columns.FEW / rounds) * sum(widths), FLOOR * figures[0])
+    return _decide(new, of, *figures, spread, rounds > 1)
+
+
+def _costs(before: dict[str, Any], after: dict[str, Any]) -> tuple[float, float]:
+    """Of what a check counts the one that rose most, else the one that fell most: before and after."""
+    known = {each["what"]: each["cost"] for each in before.get("scores", [])}
+    pairs = [(known[s["what"]], s["cost"]) for s in after.get("scores", []) if s["what"] in known]
+    changed = [(old, new) for old, new in pairs if old != new]
+    if not pairs:
+        return before["cost"], after["cost"]
+    rose = [pair for pair in changed if pair[1] > pair[0]]
+    return max(rose or changed or pairs[:1], key=lambda pair: abs(pair[1] - pair[0]))
+
+
+def _decide(entry: Entry, of: str, old: float, new: float, spread: float, known: bool) -> Change:
+    """known: whether the spread is."""
+    verdict = "slower" if new - old > spread else "faster" if old - new > spread else "same"
+    return _change(entry, verdict if known else "undecided", of, old, new)
+
+
+def _change(
+    entry: Entry, verdict: str, of: str = "", old: float | None = None, new: float | None = None
+) -> Change:
+    return Change(entry["fullname"], columns.label(entry), entry["group"], verdict, of, old, new)

@@ -1,0 +1,207 @@
+"""What this machine is, in figures that mean something to someone else; never its name, user or paths.
+
+A result without its machine says nothing, so each results file opens with `describe()`, and is called after
+`slug()`. Both read files and environment variables only, but for the GPU, which takes one other process with
+a time limit.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from minidist.comm.launching.cores import available_cores
+
+GPU_QUERY = ("name", "driver_version", "memory.total", "compute_cap")
+GPU_DEVICES = ("/dev/nvidiactl", "/dev/dxg")  # Linux, and Linux inside Windows
+# In a fresh Python, so that a driver which fails or hangs does it there.
+ASK_DRIVER = """
+from minidist.kernels.cuda.runtime import gpu_driver as gpu
+driver = gpu.get()
+for number in range(driver.count):
+    found = driver.properties(number)
+    capability = ".".join(map(str, found.capability))
+    print(f"{found.name}, CUDA {found.driver}, {found.memory >> 20}, {capability}")
+"""
+
+
+def describe() -> dict[str, Any]:
+    """The machine and its software, as a JSON-ready dictionary; sizes in bytes."""
+    return {
+        "cpu": cpu_model(),
+        "cores": available_cores(),
+        "cores_of_machine": os.cpu_count() or 1,
+        "architecture": platform.machine(),
+        "memory_bytes": memory_bytes(),
+        "caches": caches(),
+        "gpus": gpus(),
+    }
+
+
+def software() -> dict[str, Any]:
+    """Versions of what a figure depends on, and the BLAS behind numpy."""
+    return {
+        "os": operating_system(),
+        "python": platform.python_version(),
+        "minidist": version("minidist"),
+        "numpy": version("numpy"),
+        "blas": blas(),
+        "torch": version("torch"),
+        "numba": version("numba"),
+        "numba-cuda": version("numba-cuda"),
+        "cuda-bindings": version("cuda-bindings"),
+        **{
+            name: version(f"nvidia-{name}") or version(f"nvidia-{name}-cu12")
+            for name in ("nvvm", "nvjitlink")
+        },
+    }
+
+
+def slug(machine: dict[str, Any], whole: bool = False) -> str:
+    """A machine's file name: its GPUs, as `2x-nvidia-h200`, or CPU and usable cores, `amd-epyc-8-cores`.
+
+    With `whole` it has both.
+    """
+    words = []
+    found = machine["gpus"] or []
+    if found:
+        words += [f"{len(found)}x"] if len(found) > 1 else []
+        words.append(_plain(found[0]["name"]))
+    if whole or not found:
+        words.append(
+            f"{_plain(machine['cpu'])} {machine['cores']} core{'s' if machine['cores'] != 1 else ''}"
+        )
+    return re.sub(r"[^a-z0-9]+", "-", " ".join(words).lower()).strip("-")
+
+
+def title(machine: dict[str, Any]) -> str:
+    """One line for a person: `AMD EPYC, 2 cores, 24 GiB, no GPU`."""
+    found = machine["gpus"] or []
+    gpu = f"{len(found)} x {found[0]['name']}" if len(found) > 1 else found[0]["name"] if found else "no GPU"
+    memory = f", {machine['memory_bytes'] / 2**30:.0f} GiB" if machine["memory_bytes"] else ""
+    return f"{machine['cpu']}, {machine['cores']} core{'s' if machine['cores'] != 1 else ''}{memory}, {gpu}"
+
+
+def _plain(name: str) -> str:
+    """A marketing name without its marks and its clock rate."""
+    name = re.sub(r"\((R|TM|C)\)|@.*|\b(CPU|Processor|with .*)\b", " ", name, flags=re.IGNORECASE)
+    return re.sub(r"\b\d+-Core\b", " ", name, flags=re.IGNORECASE)
+
+
+def version(distribution: str) -> str | None:
+    """The installed version of a distribution, without importing it; None where it is not installed."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def cpu_model(cpuinfo: str = "/proc/cpuinfo") -> str:
+    """The CPU's marketing name, or its architecture where nothing tells."""
+    try:
+        lines = Path(cpuinfo).read_text(errors="replace").splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        key, _, value = line.partition(":")
+        if key.strip() in ("model name", "Hardware", "cpu model") and value.strip():
+            return " ".join(value.split())
+    if platform.system() == "Darwin":
+        name = output(["sysctl", "-n", "machdep.cpu.brand_string"])
+        if name:
+            return name.strip()
+    return platform.processor() or platform.machine() or "unknown CPU"
+
+
+def memory_bytes() -> int | None:
+    """Main memory, or the container's limit where that is lower, in bytes."""
+    try:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):
+        return None
+    try:
+        return min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    except (OSError, ValueError):
+        return total
+
+
+def caches(folder: str = "/sys/devices/system/cpu/cpu0/cache") -> dict[str, str]:
+    """The first core's caches, as {"L1d": "32 KiB", "L2": "1 MiB"}; empty where the system does not tell."""
+    found = {}
+    for index in sorted(Path(folder).glob("index[0-9]*")):
+        try:
+            level, kind, size = ((index / name).read_text().strip() for name in ("level", "type", "size"))
+            kilobytes = int(size.removesuffix("K"))
+        except (OSError, ValueError):
+            continue
+        text = f"{kilobytes // 1024} MiB" if kilobytes % 1024 == 0 else f"{kilobytes} KiB"
+        found["L" + level + {"Data": "d", "Instruction": "i"}.get(kind, "")] = text
+    return found
+
+
+def operating_system() -> str:
+    """Kernel and release, as `Linux 6.1` (the build string of some systems names the host)."""
+    release = re.match(r"\d+(\.\d+)?", platform.release())
+    return f"{platform.system()} {release.group() if release else ''}".strip()
+
+
+def blas() -> dict[str, Any] | None:
+    """The BLAS that numpy calls: name, version, chosen architecture, threads; None for an unknown one."""
+    import numpy as np
+    import threadpoolctl
+
+    np.matmul(np.ones((2, 2)), np.ones((2, 2)))  # some builds load their BLAS at the first product
+    found = [pool for pool in threadpoolctl.threadpool_info() if pool.get("user_api") == "blas"]
+    if not found:
+        return None
+    # scipy's wheel brings a BLAS of its own: numpy's is the one that np.matmul runs on.
+    own = next((pool for pool in found if "numpy" in pool.get("filepath", "")), found[0])
+    return {
+        "name": own.get("internal_api"),
+        "version": own.get("version"),
+        "architecture": own.get("architecture"),
+        "threads": own.get("num_threads"),
+    }
+
+
+def gpus(timeout: float = 10.0) -> list[dict[str, Any]] | None:
+    """NVIDIA GPUs as {name, driver, memory_bytes, compute_capability}; None where nvidia-smi finds none.
+
+    CUDA_VISIBLE_DEVICES is not applied: this is what the machine has. A container may have a GPU without
+    nvidia-smi: then the driver itself is asked, which gives the CUDA version that it is for.
+    """
+    text = None
+    if shutil.which("nvidia-smi"):
+        text = output(
+            ["nvidia-smi", f"--query-gpu={','.join(GPU_QUERY)}", "--format=csv,noheader,nounits"], timeout
+        )
+    elif any(map(os.path.exists, GPU_DEVICES)):
+        text = output([sys.executable, "-c", ASK_DRIVER], timeout=60.0)
+    found = []
+    for line in (text or "").splitlines():
+        fields = [field.strip() for field in line.split(",")]
+        if len(fields) == len(GPU_QUERY):
+            name, driver, memory, capability = fields
+            size = int(memory) * 2**20 if memory.isdigit() else None
+            found.append(
+                {"name": name, "driver": driver, "memory_bytes": size, "compute_capability": capability}
+            )
+    return found or None
+
+
+def output(command: list[str], timeout: float = 10.0) -> str | None:
+    """What a command prints; None where it is missing, fails or takes longer than `timeout` seconds."""
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None

@@ -1,0 +1,83 @@
+"""Peers that are packages of their own: Accelerate, and DeepSpeed's ZeRO on the CPU over gloo.
+
+Both are imported when a program of theirs is made. They join the world that is there.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any
+
+from torch import Tensor, nn
+
+import minidist as md
+from minidist.benchmarks.harness.programs import Program
+from minidist.benchmarks.harness.strategies import Work
+from minidist.benchmarks.harness.training_steps import ADAMW
+
+
+def accelerated(work: Work) -> Program:
+    """Model and optimizer as Accelerate prepares them; its users call `accelerator.backward`."""
+    _say_who_we_are()
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    model = work.build()
+    prepared, optimizer = accelerator.prepare(model, ADAMW(model.parameters()))
+
+    def train(inputs: Tensor, targets: Tensor) -> float:
+        optimizer.zero_grad()
+        loss = _cross_entropy(prepared(inputs), targets)
+        accelerator.backward(loss)
+        optimizer.step()
+        return loss.item()
+
+    return Program(train, (md.rank(), md.size()), model, optimizer.optimizer)
+
+
+def deep_speed(stage: int, work: Work) -> Program:
+    """A DeepSpeed engine with a stage of ZeRO in float32."""
+    _say_who_we_are()
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    warnings.filterwarnings("ignore", category=FutureWarning)  # it calls what newer versions of torch rename
+    import deepspeed
+
+    # It would compile an operator of its own for messages, for a minute: gloo is what all here talk over.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
+    model = work.build()
+    rows = work.rows // md.size()
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": rows,
+        "train_batch_size": work.rows,
+        "zero_optimization": {"stage": stage},
+        "gradient_clipping": 0.0,  # its default is 1, which nobody else here does
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    engine, *_ = deepspeed.initialize(model=model, optimizer=ADAMW(model.parameters()), config=config)
+
+    def train(inputs: Tensor, targets: Tensor) -> float:
+        loss = _cross_entropy(engine(inputs), targets)
+        engine.backward(loss)
+        engine.step()
+        return loss.item()
+
+    return Program(train, (md.rank(), md.size()))
+
+
+def _cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(outputs.flatten(0, -2), targets.flatten())
+
+
+def _say_who_we_are() -> None:
+    """What launchers put into the environment, and both read."""
+    os.environ.update(
+        RANK=str(md.rank()),
+        WORLD_SIZE=str(md.size()),
+        LOCAL_RANK=str(md.rank()),
+        LOCAL_WORLD_SIZE=str(md.size()),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="29500",
+    )

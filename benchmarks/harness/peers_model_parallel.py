@@ -1,0 +1,116 @@
+"""Peers of torch's that cut the model: tensor parallelism, with sharding beside it, and pipelines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+import minidist as md
+from minidist.benchmarks.harness.pipeline_steps import torch_loop
+from minidist.benchmarks.harness.programs import Program
+from minidist.benchmarks.harness.strategies import Work
+from minidist.benchmarks.harness.tensor_steps import cut_blocks
+from minidist.benchmarks.harness.training_steps import ADAMW, plain_loop
+from minidist.parallel.pipeline.layer_by_layer import cut
+
+
+def parallelized(work: Work) -> Program:
+    """`parallelize_module` of every block; of an MLP, of every second layer by columns, else by rows."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    model = work.build()
+    _cut(model, init_device_mesh("cpu", (md.size(),)))
+    return _loop(model)
+
+
+def sequence_parallelized(work: Work) -> Program:
+    """The same of a GPT, with norms and residual sums on each rank's share of the tokens."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        PrepareModuleOutput,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+
+    model, mesh = work.build(), init_device_mesh("cpu", (md.size(),))
+    tokens, whole = Shard(1), Replicate()
+    gathered = PrepareModuleInput(input_layouts=tokens, desired_input_layouts=whole)
+    block = {
+        "attention_norm": SequenceParallel(),
+        "attention": gathered,
+        **{f"attention.{name}": ColwiseParallel() for name in ("query", "key", "value")},
+        "attention.output": RowwiseParallel(output_layouts=tokens),
+        "mlp_norm": SequenceParallel(),
+        "mlp": gathered,
+        "mlp.up": ColwiseParallel(),
+        "mlp.down": RowwiseParallel(output_layouts=tokens),
+    }
+    layers: Any = model.layers
+    last = len(layers) - 1
+    styles: dict[str, Any] = {
+        "layers.0": PrepareModuleOutput(output_layouts=whole, desired_output_layouts=tokens),
+        **{f"layers.{i}.{name}": style for i in range(1, last) for name, style in block.items()},
+        f"layers.{last}.norm": SequenceParallel(),
+        f"layers.{last}.output": ColwiseParallel(input_layouts=tokens, output_layouts=whole),
+    }
+    parallelize_module(model, mesh, styles)
+    return _loop(model)
+
+
+def fully_sharded_and_cut(work: Work) -> Program:
+    """Two ranks share the matrices, and FSDP2 shards what each has over the others."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (md.size() // 2, 2), mesh_dim_names=("dp", "tp"))
+    model = work.build()
+    _cut(model, mesh["tp"])
+    layers: Any = model.layers
+    for layer in layers:
+        fully_shard(layer, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    return _loop(model, (md.rank() // 2, md.size() // 2))
+
+
+def _cut(model: nn.Module, mesh: Any) -> None:
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    layers: Any = model.layers
+    if hasattr(layers[0], "linear"):
+        styles: dict[str, Any] = {
+            f"layers.{index}.linear": RowwiseParallel() if index % 2 else ColwiseParallel()
+            for index in range(len(layers))
+        }
+        parallelize_module(model, mesh, styles)
+    else:
+        cut_blocks(model, mesh)
+
+
+def _loop(model: nn.Module, share: tuple[int, int] = (0, 1)) -> Program:
+    # One call for all parameters of a kind: one for each, on tensors that are torch's DTensors, takes far
+    # longer, and both kinds at once it does not take.
+    kinds: dict[Any, list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        kind = type(parameter.data), getattr(parameter, "device_mesh", None)
+        kinds.setdefault(kind, []).append(parameter)
+    groups = [{"params": parameters} for parameters in kinds.values()]
+    optimizer = ADAMW(groups)
+    return Program(plain_loop(model, optimizer), share, model, optimizer)
+
+
+def pipelined(name: str, work: Work) -> Program:
+    """`torch.distributed.pipelining` by one of its schedules, with the stages of our rows."""
+    chunks = 2 if name == "ScheduleInterleaved1F1B" else 1
+    layers: Any = work.build().layers
+    parts = cut(layers, chunks * md.size())
+    own = [md.rank() + md.size() * chunk for chunk in range(chunks)]
+    stages = {stage: nn.Sequential(*(layers[i] for i in parts[stage])) for stage in own}
+    modules = nn.ModuleList(stages.values())
+    optimizer = ADAMW(modules.parameters())
+    train = torch_loop(name, {**stages}, len(parts), 4, optimizer)
+    return Program(train, module=modules, optimizer=optimizer)

@@ -1,0 +1,225 @@
+"""What each rank of the pipeline benchmark does: our steps in turn with those of torch's pipelining.
+
+Runs inside the ranks, as training_steps.py does. Both train the same stages of a byte GPT on the same rows;
+the output matrix is not tied to the token table, since torch's pipelining leaves tied weights to its user.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from statistics import fmean, median
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import minidist as md
+from minidist import comm
+from minidist.benchmarks.harness.training_steps import ADAMW, SEED
+from minidist.kernels.measure.harness import time_in_turns
+from minidist.model.configs import GPTConfig, config
+from minidist.model.data import dataset
+from minidist.model.gpt import GPT
+from minidist.parallel.pipeline.instructions import Instruction, stage_of
+from minidist.parallel.pipeline.layer_by_layer import cut, measure
+from minidist.parallel.pipeline.simulation import Event
+
+PEERS = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}
+"""Of our schedules those that torch's pipelining has too, by the names of its classes."""
+CHUNKS = {"interleaved": 2}
+"""Of the schedules that have several on a rank."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained."""
+
+    model: str
+    rows: int
+    micro_batches: int
+
+    def batches(self, steps: int) -> list[tuple[Tensor, Tensor]]:
+        """The first global batches, the same on every rank."""
+        data = dataset("bytes", length=config(self.model).context, limit=self.rows * steps)
+        return [data.train[step * self.rows : (step + 1) * self.rows] for step in range(steps)]
+
+    def stages(self, chunks: int = 1) -> list[nn.Module]:
+        """This rank's layers, a module for each of its chunks, cut where the slowest part is fastest."""
+        shape = config(self.model)
+        assert isinstance(shape, GPTConfig)
+        layers = GPT(replace(shape, tied=False), seed=SEED).layers
+        inputs, _ = self.batches(1)[0]
+        seconds = torch.tensor(measure(layers, inputs[: self.rows // self.micro_batches]))
+        comm.broadcast(seconds)  # the ranks have to cut alike
+        parts = cut(layers, chunks * md.size(), seconds.tolist())
+        own = [parts[stage_of(md.rank(), chunk, md.size())] for chunk in range(chunks)]
+        return [nn.Sequential(*(layers[i] for i in part)) for part in own]
+
+
+@dataclass(frozen=True)
+class Timed:
+    """What one rank measured of a schedule; a list has an item for each round, seconds but for the losses."""
+
+    ours: list[float]
+    peer: list[float]
+    our_losses: list[float]
+    peer_losses: list[float]  # empty but on the last rank
+    bytes_per_step: int
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A forward or backward pass as it was timed, by a clock that the ranks share."""
+
+    instruction: Instruction
+    start: float
+    end: float
+
+
+def torch_loop(
+    name: str, stages: dict[int, nn.Module], of: int, micro_batches: int, optimizer: Any
+) -> Callable[[Tensor, Tensor], float | None]:
+    """A step by a schedule of `torch.distributed.pipelining`; the last rank has its loss.
+
+    `stages` are this rank's by their numbers, out of so many.
+    """
+    from torch.distributed import pipelining
+
+    rank, last = md.rank(), md.size() - 1
+    own = [pipelining.PipelineStage(each, i, of, torch.device("cpu")) for i, each in stages.items()]
+    loss = nn.functional.cross_entropy
+    schedule: Any = getattr(pipelining, name)(
+        own if name.startswith("ScheduleInterleaved") else own[0],
+        micro_batches,
+        loss_fn=lambda outputs, t: loss(outputs.flatten(0, -2), t.flatten()),
+    )
+
+    def step(inputs: Tensor, targets: Tensor) -> float | None:
+        optimizer.zero_grad()
+        losses: list[Tensor] = []
+        given = (inputs,) if rank == 0 else ()
+        if rank == last:
+            schedule.step(*given, target=targets, losses=losses)
+        else:
+            schedule.step(*given)
+        optimizer.step()
+        return torch.stack(losses).mean().item() if losses else None
+
+    return step
+
+
+def time_schedules(case: Case, names: Sequence[str], rounds: int) -> dict[str, Timed]:
+    """Train in turn by our schedules and by torch's, on the same rows from equal weights."""
+    batches = case.batches(rounds + 2)  # one more for time_in_turns to warm up, and one for the ledger
+    (stage,) = case.stages()
+    programs: dict[str, Callable[[], None]] = {}
+    losses: dict[str, list[float | None]] = {}
+    steps: dict[str, Callable[[Tensor, Tensor], float | None]] = {}
+
+    def add(name: str, step: Callable[[Tensor, Tensor], float | None]) -> None:
+        losses[name], steps[name] = [], step
+        programs[name] = lambda: losses[name].append(step(*batches[len(losses[name])]))
+
+    for name in names:
+        add(name, _ours(name, deepcopy(stage), case.micro_batches))
+        if name in PEERS:
+            copied = deepcopy(stage)
+            adamw = ADAMW(copied.parameters())
+            add(
+                PEERS[name],
+                torch_loop(PEERS[name], {md.rank(): copied}, md.size(), case.micro_batches, adamw),
+            )
+    seconds = time_in_turns(programs, rounds)
+    timed = {}
+    for name in names:
+        with comm.ledger() as ledger:
+            steps[name](*batches[-1])
+        peer = PEERS.get(name, "")
+        own, theirs = ([loss for loss in losses.get(of, []) if loss is not None] for of in (name, peer))
+        timed[name] = Timed(seconds[name], seconds.get(peer, []), own, theirs, ledger.bytes_sent)
+    return timed
+
+
+def _ours(name: str, stage: nn.Module, micro_batches: int) -> Callable[[Tensor, Tensor], float]:
+    pipeline, optimizer = md.Pipeline(stage, name, micro_batches), ADAMW(stage.parameters())
+
+    def step(inputs: Tensor, targets: Tensor) -> float:
+        optimizer.zero_grad()
+        loss = pipeline.step(inputs, targets)
+        optimizer.step()
+        return loss
+
+    return step
+
+
+def passes(case: Case, name: str, rounds: int) -> list[list[Pass]]:
+    """For each of several steps when this rank ran which pass."""
+    stages, (batch,) = case.stages(CHUNKS.get(name, 1)), case.batches(1)
+    pipeline = md.Pipeline(stages, name, case.micro_batches)
+    steps = []
+    for number in range(rounds + 1):
+        comm.barrier()
+        with pipeline.timed() as events:
+            pipeline.step(*batch)
+        if number:  # the first one finds the shapes
+            steps.append([Pass(*event) for event in events if event.instruction.computes])
+    return steps
+
+
+def message_seconds(case: Case, rounds: int = 40) -> float:
+    """How long a micro-batch's activations take from one of two ranks to the other: half of a round trip."""
+    shape = config(case.model)
+    activations = torch.zeros(case.rows // case.micro_batches, shape.context, shape.width)
+    other, first = 1 - md.rank(), md.rank() == 0
+    seconds = []
+    for _ in range(rounds + 10):  # the first ones connect
+        comm.barrier()
+        start = perf_counter()
+        for move in (comm.send, comm.recv) if first else (comm.recv, comm.send):
+            move(activations, other)
+        seconds.append((perf_counter() - start) / 2)
+    return median(seconds[10:])
+
+
+def times(ranks: Sequence[Sequence[Pass]]) -> dict[str, list[list[float]]]:
+    """For each kind of pass and stage the seconds of each micro-batch, as `schedules.simulate` takes them."""
+    everything = [each.instruction for own in ranks for each in own]
+    chunks = 1 + max(each.chunk for each in everything)
+    return {
+        kind: [
+            [
+                each.end - each.start
+                for each in sorted(own, key=lambda each: each.instruction.micro_batch)
+                if each.instruction.kind == kind and each.instruction.chunk == chunk
+            ]
+            for chunk in range(chunks)
+            for own in ranks
+        ]
+        for kind in {each.kind for each in everything}
+    }
+
+
+def mean_times(ranks: Sequence[Sequence[Pass]]) -> dict[str, list[float]]:
+    """For each kind of pass the mean seconds in each stage: what a plan can know."""
+    return {kind: [fmean(own) for own in each] for kind, each in times(ranks).items()}
+
+
+def timeline(ranks: Sequence[Sequence[Pass | Event]]) -> list[list[list[Any]]]:
+    """For each rank its passes in order: kind, micro-batch, chunk, and seconds since the step began."""
+    began = min(own[0].start for own in ranks)
+    return [
+        [
+            [
+                each.instruction.kind,
+                each.instruction.micro_batch,
+                each.instruction.chunk,
+                each.start - began,
+                each.end - began,
+            ]
+            for each in own
+        ]
+        for own in ranks
+    ]

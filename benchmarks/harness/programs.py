@@ -1,0 +1,117 @@
+"""A training as the benchmarks of strategies run it: steps on global batches, timed, and its memory counted.
+
+Runs inside the ranks. A program is held between calls (`strategy_steps.py`), so that many can take turns.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from minidist import comm
+from minidist.parallel.contract.engine import Engine
+from minidist.parallel.contract.memory_report import Memory, count
+from minidist.parallel.contract.strategy import Held
+from minidist.parallel.training.activation_memory import ActivationCounter
+
+Batch = tuple[Tensor, Tensor]
+Train = Callable[[Tensor, Tensor], "float | None"]
+"""A step on a rank's share of a batch: its loss there, or None where this rank does not know it."""
+COUNTED = (
+    "storages of tensors, each once: engine.memory(), and for a peer its parameters, gradients, optimizer "
+    "state and saved activations, without buffers that its reducers keep to themselves"
+)
+
+
+class Ran(NamedTuple):
+    """What a rank saw of some steps."""
+
+    seconds: float  # of a step
+    losses: list[float | None]  # a step; None where this rank does not know it
+
+
+class Program:
+    """Steps that one function takes.
+
+    Args:
+        train: see `Train`.
+        share: this rank's place among those that share a batch's rows, and how many these are.
+        module, optimizer: whose memory is counted; None where it can't be.
+        more: tensors beside them, such as buffers of an exchange, which count among the gradients.
+    """
+
+    def __init__(
+        self,
+        train: Train,
+        share: tuple[int, int] = (0, 1),
+        module: nn.Module | None = None,
+        optimizer: Any = None,
+        more: Callable[[], Iterable[Tensor]] = tuple,
+    ) -> None:
+        self.train, self.share = train, share
+        self.module, self.optimizer, self.more = module, optimizer, more
+        self._activations: int | None = None  # None before the first step
+
+    def run(self, batches: Sequence[Batch]) -> Ran:
+        """Train on global batches, when all ranks are ready to."""
+        comm.barrier()
+        return self.timed(batches)
+
+    def timed(self, batches: Sequence[Batch]) -> Ran:
+        """Train on this rank's shares of them."""
+        own, ranks = self.share
+        shares = [(x.tensor_split(ranks)[own], y.tensor_split(ranks)[own]) for x, y in batches]
+        start = time.perf_counter()
+        losses = [self._step(*share) for share in shares]
+        return Ran((time.perf_counter() - start) / len(shares), losses)
+
+    def _step(self, inputs: Tensor, targets: Tensor) -> float | None:
+        if self._activations is not None or self.module is None:
+            return self.train(inputs, targets)
+        with ActivationCounter(self.module, (inputs, targets)) as counter:
+            loss = self.train(inputs, targets)
+        self._activations = counter.peak
+        return loss
+
+    def memory(self) -> Memory | None:
+        """Bytes on this rank after a step, as `engine.memory` counts them; None where they can't be."""
+        if self.module is None:
+            return None
+        return count(held_by(self.module, self.optimizer, self.more()), self._activations or 0)
+
+
+class EngineProgram(Program):
+    """Steps of an engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine.step, (engine.data_rank, engine.data_ranks))
+        self.engine = engine
+
+    def memory(self) -> Memory:
+        """The engine's own."""
+        return self.engine.memory()
+
+
+def held_by(module: nn.Module, optimizer: Any, more: Iterable[Tensor] = ()) -> Held:
+    """What a loop keeps between steps, as far as its tensors can be seen from outside.
+
+    optimizer: or the one inside of it, as `ZeroRedundancyOptimizer` has; None for none on this rank.
+    """
+    inner = getattr(optimizer, "optim", optimizer)
+    parameters = [*module.parameters()]
+    states = () if inner is None else (value for each in inner.state.values() for value in each.values())
+    return Held(
+        parameters=[_local(p) for p in parameters],
+        gradients=[*(_local(p.grad) for p in parameters if p.grad is not None), *more],
+        optimizer=[_local(value) for value in states if isinstance(value, Tensor)],
+        buffers=[*module.buffers()],
+    )
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's part of one of torch's DTensors."""
+    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part.detach()

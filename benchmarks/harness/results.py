@@ -1,0 +1,222 @@
+"""The results of one machine: one JSON file, what it holds, and how a new run goes into it.
+
+    {"schema": 1,
+     "machine_info": {...},                        machine.describe(); no host name
+     "runs": {"2025-01-31T12:00:00+00:00": {"mode": "quick", "software": {...}, "commit": "1a2b3c4",
+                                            "driver": "580.65.06"}},                  where there is a GPU
+     "suites": {"bench_launch": "the first paragraph of the suite's docstring"},
+     "benchmarks": [{"suite", "group", "name", "fullname", "params", "run", "stats", "extra_info"}]}
+
+A quick run and a full run of the same benchmark are two results, and a run replaces those of its own mode
+only: a quick look never costs the figures of a long night. The report shows the newer of the two, and marks
+which it is. Results of benchmarks that no longer exist go when all are run again in that mode.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import minidist
+from minidist._files import check_file
+from minidist._names import unknown
+from minidist.benchmarks.harness import machine
+
+SCHEMA = 1
+ENTRY = ("suite", "group", "name", "fullname", "run", "stats", "extra_info")
+STATS = ("median", "iqr", "q1", "q3", "min", "max", "mean", "stddev", "rounds", "iterations")
+MACHINE = ("cpu", "cores", "caches", "memory_bytes", "gpus")
+BESIDE = {
+    "ratio": ("peer", "pair_ratio_q1", "pair_ratio_q3"),
+    "over_yardstick": ("yardstick", "over_yardstick_q1", "over_yardstick_q3"),
+}
+"""What has to stand beside a comparison."""
+REMEDY = "name another file, or move it away and run `minidist bench` again"
+DIGITS = 6  # significant digits kept: more than any clock is good for, and a readable diff
+
+Results = dict[str, Any]
+Entry = dict[str, Any]
+
+
+def checkout() -> Path | None:
+    """The root of the source tree that this package runs from; None for an installed wheel."""
+    root = Path(minidist.__file__).parent.parent
+    here = (root / "benchmarks" / "results").is_dir() and (root / "pyproject.toml").is_file()
+    return root if here else None
+
+
+def folder() -> Path:
+    """Where results go: into the source tree, or for an installed package into ./minidist-results."""
+    root = checkout()
+    return root / "benchmarks" / "results" if root else Path("minidist-results")
+
+
+def own_file(where: Path, info: dict[str, Any]) -> Path:
+    """Where a machine's results are: named after its GPU, or its CPU.
+
+    A GPU may be in many machines: where the file with its name is another one's, the CPU's name is added.
+    Raises ValueError where that file can't be read.
+    """
+    path = where / f"{machine.slug(info)}.json"
+    if not info["gpus"] or not path.exists() or _same(load(path)["machine_info"], info):
+        return path
+    return where / f"{machine.slug(info, whole=True)}.json"
+
+
+def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return machine.slug(one, whole=True) == machine.slug(other, whole=True)
+
+
+def load(path: Path) -> Results:
+    """One machine's results. Raises ValueError for a file that is none, with its name and the remedy."""
+    try:
+        results = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(
+            f"{path} can't be read ({error.strerror}): name a results file that `minidist bench` wrote"
+        ) from None
+    except ValueError:
+        raise ValueError(f"{path} is not JSON: {REMEDY}") from None
+    if not isinstance(results, dict) or results.get("schema") != SCHEMA:
+        found = results.get("schema") if isinstance(results, dict) else None
+        raise ValueError(f"{path} has schema {found}, not {SCHEMA}: {REMEDY}")
+    missing = next(_missing(results), None)
+    if missing is not None:
+        raise ValueError(f"{path} lacks {missing}: {REMEDY}")
+    return results
+
+
+def _missing(results: Results) -> Iterator[str]:
+    """What a file of results lacks of what everyone reads.
+
+    Only the first is asked for: each check takes what is before it as there.
+    """
+    for key, kind in (("machine_info", dict), ("runs", dict), ("suites", dict), ("benchmarks", list)):
+        if not isinstance(results.get(key), kind):
+            yield f"its {key}"
+    yield from (f"its machine_info's {key}" for key in MACHINE if key not in results["machine_info"])
+    for name, run in results["runs"].items():
+        if not isinstance(run, dict) or "mode" not in run:
+            yield f"the mode of its run {name}"
+    for number, entry in enumerate(results["benchmarks"]):
+        which = f"its benchmark {number}'s"
+        if not isinstance(entry, dict):
+            yield f"{which} name"
+        yield from (f"{which} {key}" for key in ENTRY if key not in entry)
+        if entry.get("run") not in results["runs"]:
+            yield f"{which} run"
+        stats, extra = entry.get("stats"), entry.get("extra_info")
+        if not isinstance(stats, dict) or not isinstance(extra, dict):
+            yield f"{which} figures"
+        yield from (f"{which} {key}" for key in ("median", "iqr", "rounds") if key not in stats)
+        for key, needed in BESIDE.items():
+            yield from (f"{which} {each}" for each in needed if key in extra and each not in extra)
+
+
+def check_writable(path: Path) -> None:
+    """ValueError where results cannot be kept at `path`, or where it holds something else."""
+    check_file("--out", path, make_folder=True)
+    if path.exists():
+        load(path)
+
+
+def load_all(where: Path) -> dict[str, Results]:
+    """All machines' results in a folder, by slug."""
+    return {path.stem: load(path) for path in sorted(where.glob("*.json"))}
+
+
+def in_order(where: Path, first: str | None = None) -> tuple[str | None, dict[str, Results]]:
+    """All machines' results in a folder, by slug; that of machine `first`, or else of this one, leads.
+
+    Returns the slug of the one that leads for that reason too, None where this machine has no results. Raises
+    ValueError for an unknown machine, and where there are no results at all.
+    """
+    if where.is_file():
+        raise ValueError(f"{where} is a file: name the folder that it lies in")
+    if not where.exists():
+        raise ValueError(f"there is no folder {where}: name another, or run `minidist bench` first")
+    found = load_all(where)
+    if not found:
+        raise ValueError(f"no results in {where}: run `minidist bench` first")
+    if first is not None and first not in found:
+        raise unknown("machine", first, found)
+    leader = first or own_file(where, machine.describe()).stem
+    if leader not in found:
+        return None, found
+    return leader, {leader: found.pop(leader), **found}
+
+
+def save(results: Results, path: Path) -> None:
+    """Write a results file whole or not at all: a run that is stopped leaves the old one."""
+    text = json.dumps(rounded(results), indent=1, allow_nan=False, ensure_ascii=False) + "\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}.", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def merge(old: Results | None, new: Results, *, everything: Iterable[str] | None = None) -> Results:
+    """The results of a new run over those that are there, as the top of this file says.
+
+    `new` has one run. `everything` names (by `fullname`) all benchmarks that this mode has, where none were
+    filtered out: results of its mode under other names are dropped.
+    """
+    if old is None:
+        return new
+    ((_, run),) = new["runs"].items()
+    known = None if everything is None else set(everything)
+    replaced = {entry["fullname"] for entry in new["benchmarks"]}
+    kept = [
+        entry
+        for entry in old["benchmarks"]
+        if old["runs"][entry["run"]]["mode"] != run["mode"]
+        or (entry["fullname"] not in replaced and (known is None or entry["fullname"] in known))
+    ]
+    entries = kept + new["benchmarks"]
+    used = {entry["run"] for entry in entries}
+    suites = {**old["suites"], **new["suites"]}
+    named = {entry["suite"] for entry in entries}
+    return {
+        **new,
+        "runs": {
+            name: described for name, described in {**old["runs"], **new["runs"]}.items() if name in used
+        },
+        "suites": {name: about for name, about in suites.items() if name in named},
+        "benchmarks": sorted(
+            entries, key=lambda entry: entry["suite"]
+        ),  # stable: within a suite, the order of the run
+    }
+
+
+def newest(results: Results) -> list[Entry]:
+    """One result for each benchmark, with its "mode": the newer of quick and full, in the file's order."""
+    latest: dict[str, Entry] = {}
+    for entry in results["benchmarks"]:
+        before = latest.get(entry["fullname"])
+        if before is None or entry["run"] > before["run"]:  # ISO times in UTC sort as text
+            latest[entry["fullname"]] = {**entry, "mode": results["runs"][entry["run"]]["mode"]}
+    return list(latest.values())
+
+
+def rounded(value: Any) -> Any:
+    """The same JSON value, floats at `DIGITS` significant digits. Raises ValueError for NaN and infinity."""
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise ValueError(f"a result is {value}, which JSON has no word for: leave it out of extra_info")
+        return float(f"{value:.{DIGITS}g}")
+    if isinstance(value, dict):
+        return {str(key): rounded(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [rounded(item) for item in value]
+    return value

@@ -1,0 +1,183 @@
+"""How rows of the table of strategies are measured: a family at a time, all of its programs in turn.
+
+A round runs every program of a family once: plain training in one process, each row, each peer. They live on
+warm ranks, in one world for each number of ranks; the worlds that have no turn wait for a message. So each
+pair of times, also of programs on different numbers of ranks, saw the same machine.
+
+    over_yardstick                    a row's time over that of plain training in one process, by all cores
+    over_yardstick_q1, .._q3          the middle half of the ratios of single rounds
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import minidist as md
+from minidist.benchmarks.harness.peers import INEXACT, missing
+from minidist.benchmarks.harness.programs import COUNTED
+from minidist.benchmarks.harness.strategies import YARDSTICK, Pair, Row, Work
+from minidist.benchmarks.harness.strategy_steps import SEEN, Facts, drop, hold, turn
+from minidist.benchmarks.harness.turns import Benchmark, compare, record
+
+TURN = 20e-3
+"""Seconds that a turn takes at least: as many steps as fill it."""
+MOST_STEPS = 50
+TIMEOUT = 300
+"""Seconds of a call: a suite's whole measurement may be one."""
+Worlds = Callable[[int], md.Cluster]
+"""From a number of ranks to warm ones."""
+
+
+@contextmanager
+def warm_worlds(threads: int | None = None) -> Iterator[Worlds]:
+    """Ranks that start when they are first asked for; threads: of each, by default they share the cores."""
+    made: dict[int, md.Cluster] = {}
+
+    def get(ranks: int) -> md.Cluster:
+        if ranks not in made:
+            made[ranks] = md.Cluster(ranks, timeout=TIMEOUT, threads=threads)
+        return made[ranks]
+
+    try:
+        yield get
+    finally:
+        for cluster in made.values():
+            cluster.close()
+
+
+@dataclass
+class Timed:
+    """What was measured of a program."""
+
+    facts: list[Facts]  # one a rank
+    seconds: list[float] = field(default_factory=list)  # of a step, a round
+
+    @property
+    def losses(self) -> list[float]:
+        """Of the first steps: the mean over the ranks that know theirs."""
+        steps = zip(*(each.losses for each in self.facts), strict=True)
+        return [statistics.fmean(loss for loss in step if loss is not None) for step in steps]
+
+    @property
+    def fullest(self) -> Any:
+        """The memory of the rank that holds most; None where it was not counted."""
+        counted = [each.memory for each in self.facts if each.memory is not None]
+        return max(counted, key=lambda memory: memory.total) if len(counted) == len(self.facts) else None
+
+
+Measured = dict[str, Timed]
+"""By the name of a program: a row's `key`, a peer with its ranks, the yardstick."""
+
+
+class Job(NamedTuple):
+    """A program to be measured: a row's, or a peer's."""
+
+    ranks: int
+    work: Work
+    row: Row | None = None
+    peer: str = ""
+    period: int = 1  # steps after which it has sent the same again: a turn has whole ones
+
+
+def key(row: Row) -> str:
+    """The name of a row's program."""
+    return f"{row.strategy} {row.layout}"
+
+
+def beside(pair: Pair) -> str:
+    """The name of the program of a pair's peer."""
+    return YARDSTICK if pair.peer == YARDSTICK else f"{pair.peer} {pair.row.ranks}"
+
+
+def measure(worlds: Worlds, work: Work, family: Sequence[Pair], rounds: int) -> Measured:
+    """All programs of a family, in turn; peers that can't be measured here are left out."""
+    jobs = {YARDSTICK: Job(1, work, peer=YARDSTICK)}
+    for pair in family:
+        ranks, period = pair.row.ranks, pair.row.period
+        jobs[key(pair.row)] = Job(ranks, work, pair.row, period=period)
+        if pair.peer and missing(pair.peer) is None:
+            jobs.setdefault(beside(pair), Job(ranks, work, peer=pair.peer, period=period))
+    return measure_jobs(worlds, jobs, rounds)
+
+
+def measure_jobs(worlds: Worlds, jobs: Mapping[str, Job], rounds: int) -> Measured:
+    """Programs by name, in turn: each once in a round."""
+    measured: Measured = {}
+    holding: set[int] = set()
+    # This process removes the files, as ranks that are killed would not.
+    with tempfile.TemporaryDirectory(prefix="minidist-bench-", ignore_cleanup_errors=True) as scratch:
+        try:
+            for name, job in jobs.items():
+                measured[name] = Timed(worlds(job.ranks).run(hold, name, scratch, *job[1:]))
+                holding.add(job.ranks)
+            for _ in range(rounds):
+                for name, job in jobs.items():
+                    seconds = worlds(job.ranks).run(turn, name, _steps(measured[name], job.period))
+                    measured[name].seconds.append(max(seconds))  # it has ended when the slowest rank has
+        finally:
+            for ranks in holding:
+                worlds(ranks).run(drop)
+    return measured
+
+
+def _steps(timed: Timed, period: int) -> int:
+    """How many fill a turn, whole periods."""
+    once = max(facts.seconds for facts in timed.facts)
+    steps = max(1, min(MOST_STEPS, math.ceil(TURN / once))) if once > 0 else 1
+    return math.ceil(steps / period) * period
+
+
+def check(pair: Pair, measured: Measured) -> None:
+    """AssertionError where two programs do not train alike, and the comparison would mean nothing."""
+    expected = measured[YARDSTICK].losses
+    for name, exact in ((key(pair.row), pair.row.exact), (beside(pair), pair.peer not in INEXACT)):
+        if exact and name in measured:
+            losses = measured[name].losses
+            if not np.allclose(losses[:SEEN], expected[:SEEN], rtol=1e-3, atol=0):
+                raise AssertionError(
+                    f"the losses of {name} are {losses[:SEEN]}, and those of {YARDSTICK} {expected[:SEEN]}"
+                )
+
+
+def enter(benchmark: Benchmark, pair: Pair, work: Work, measured: Measured) -> None:
+    """Enter a line of the table."""
+    check(pair, measured)
+    row, ours = pair.row, measured[key(pair.row)]
+    peer = measured.get(beside(pair)) if pair.peer else None
+    record(benchmark, ours.seconds, peer.seconds if peer else (), pair.peer if peer else "")
+    extra = benchmark.extra_info
+    extra |= {
+        "label": pair.label,
+        "strategy": row.strategy,
+        "layout": row.layout,
+        "model": work.model,
+        "ranks": row.ranks,
+        "rows_per_s": work.rows / statistics.median(ours.seconds),
+        "bytes_per_step": max(facts.bytes_per_step for facts in ours.facts),
+        "comm_overlap": min(facts.comm_overlap for facts in ours.facts),
+        "memory": vars(ours.fullest),
+        "memory_source": COUNTED,
+    }
+    if peer and peer.fullest is not None:
+        extra["peer_memory"] = peer.fullest.total
+    extra |= over_yardstick(ours.seconds, measured[YARDSTICK].seconds)
+
+
+def over_yardstick(ours: Sequence[float], yardstick: Sequence[float]) -> dict[str, Any]:
+    """A comparison with the yardstick, under names of its own."""
+    found = compare(ours, yardstick, YARDSTICK)
+    return {
+        "yardstick": YARDSTICK,
+        "yardstick_median": found["peer_median"],
+        "over_yardstick": found["ratio"],
+        "over_yardstick_q1": found["pair_ratio_q1"],
+        "over_yardstick_q3": found["pair_ratio_q3"],
+    }

@@ -1,0 +1,215 @@
+"""Two hosts on one machine, joined by a wire that is as slow as one asks: `host0` and `host1`.
+
+A host is a set of the kernel's namespaces, with a network, process numbers and a name of its own: what runs
+in one reaches the other through the wire alone, and shares no memory with it. They have names for each other
+in /etc/hosts, and all files in common, as machines of a cluster that mount the same disk.
+
+Nothing of it outlasts this process, however it ends: each host lives as long as its first process, which
+waits for the end of a pipe from here, and the kernel then ends all the others in it, and removes its network.
+
+    with TwoHosts() as hosts:
+        hosts.wire(rate=1e9, delay=5e-3)
+        ranks = [hosts.start(host, command) for host in range(2)]
+
+Needs Linux, root (of a user namespace will do: unshare --user --map-root-user), iproute2 and util-linux.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from minidist.benchmarks.harness import slow_wire as wire
+
+NAMES = "host0", "host1"
+ADDRESSES = "10.213.0.1", "10.213.0.2"
+PORT = 29500
+"""For a rendezvous: in a network of its own any port is free."""
+QUEUE = 5000
+"""Packets that wait in a card at most."""
+LIMIT = 20.0
+"""Seconds that a host or the wire may take to be ready, or to be gone."""
+
+_NAMESPACES = ("--pid", "--mount", "--net", "--uts", "--ipc")
+_HOLD = """
+set -e
+echo {name} > /proc/sys/kernel/hostname
+mount --bind {hosts} /etc/hosts
+ip link set lo up
+echo ready
+exec cat
+"""
+
+
+def why_not() -> str:
+    """Why this machine cannot have two hosts, in a sentence; empty where it can."""
+    if not sys.platform.startswith("linux"):
+        return "network namespaces are Linux's"
+    lacking = [name for name in ("unshare", "nsenter", "ip", "mount") if shutil.which(name) is None]
+    if lacking:
+        return f"{', '.join(lacking)} not there: install iproute2 and util-linux"
+    try:
+        os.close(os.open("/dev/net/tun", os.O_RDWR))
+    except OSError as error:
+        return f"/dev/net/tun cannot be opened ({error.strerror}): load the kernel's module tun"
+    command = ["unshare", "--fork", *_NAMESPACES, "--mount-proc", "true"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
+    if done.returncode:
+        said = done.stderr.strip().splitlines()[-1:] or ["unshare failed"]
+        return (
+            f"no rights to make namespaces ({said[0]}): be root, or run under unshare --user --map-root-user"
+        )
+    return ""
+
+
+class TwoHosts:
+    """Two hosts and their wire, from `with` to its end.
+
+    Args:
+        names: of the hosts.
+
+    Attributes:
+        firsts: the first process of each host.
+        socket: where the wire takes settings, from anywhere (`minidist.benchmarks.harness.slow_wire.ask`).
+
+    Raises:
+        OSError: the kernel refuses; `why_not` says so before.
+    """
+
+    def __init__(self, names: tuple[str, str] = NAMES) -> None:
+        self.names = names
+
+    def __enter__(self) -> TwoHosts:
+        self._kept = contextlib.ExitStack()
+        with contextlib.ExitStack() as stack:
+            folder = Path(
+                stack.enter_context(tempfile.TemporaryDirectory(prefix="hosts-", ignore_cleanup_errors=True))
+            )
+            known = "".join(f"{a} {name}\n" for a, name in zip(ADDRESSES, self.names, strict=True))
+            (folder / "hosts").write_text(f"127.0.0.1 localhost\n{known}")
+            self.socket, self._logs = str(folder / "wire"), str(folder / "logs")
+            self.firsts = [self._host(stack, name, folder / "hosts") for name in self.names]
+            (folder / "hosts").unlink()  # it stays mounted; the wire removes the folder
+            program = [sys.executable, "-E", "-S", wire.__file__, *map(str, self.firsts), self.socket]
+            self._wait_for(self._held(stack, program), "the wire")
+            for host, address in enumerate(ADDRESSES):
+                script = (
+                    f"ip address add {address}/24 dev {wire.CARD} && "
+                    f"ip link set {wire.CARD} mtu {wire.MTU} txqueuelen {QUEUE} up"
+                )
+                self.run(host, ["sh", "-c", script])
+            self._kept = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self._kept.close()
+
+    def wire(self, rate: float | None = None, delay: float = 0.0, cut: bool = False) -> None:
+        """Set the wire.
+
+        Args:
+            rate: bits a second in each direction; None for as many as this machine carries.
+            delay: seconds that each packet is under way.
+            cut: let nothing through.
+        """
+        wire.ask(self.socket, rate=rate, delay=delay, cut=cut)
+
+    def sent(self) -> tuple[int, int]:
+        """Bytes, headers included, that each host has sent to the other so far: their cards' counters."""
+        a, b = (counter(first) for first in self.firsts)
+        return a, b
+
+    def command(self, host: int, words: Sequence[str]) -> list[str]:
+        """A command that runs `words` on a host."""
+        return ["nsenter", "--target", str(self.firsts[host]), *_NAMESPACES, *words]
+
+    def run(self, host: int, words: Sequence[str]) -> str:
+        """Run a short command on a host, and return what it prints.
+
+        Raises:
+            OSError: it fails.
+        """
+        done = subprocess.run(self.command(host, words), capture_output=True, text=True, timeout=LIMIT)
+        if done.returncode:
+            raise OSError(f"{' '.join(words)} failed on {self.names[host]}: {done.stderr.strip()}")
+        return done.stdout
+
+    def start(
+        self, host: int, words: Sequence[str], environment: Mapping[str, str] | None = None
+    ) -> subprocess.Popen[str]:
+        """Start a command on a host, which ends with it at the latest. Its output is one pipe."""
+        return subprocess.Popen(
+            self.command(host, words),
+            env={**os.environ, **(environment or {})},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def torchrun(
+        self, ranks: int, words: Sequence[str], environment: Mapping[str, str] | None = None
+    ) -> list[subprocess.Popen[str]]:
+        """Start torchrun on both, as one would by hand on two machines, with so many ranks on each."""
+        shared = ("--nnodes", "2", "--nproc-per-node", str(ranks), "--log-dir", self._logs)
+        meeting = ("--master-addr", self.names[0], "--master-port", str(PORT))
+        program = [sys.executable, "-m", "torch.distributed.run", *shared, *meeting]
+        return [
+            self.start(host, [*program, "--node-rank", str(host), *words], environment)
+            for host in range(len(self.names))
+        ]
+
+    def _host(self, stack: contextlib.ExitStack, name: str, hosts: Path) -> int:
+        """Make a host, and return its first process."""
+        script = _HOLD.format(name=name, hosts=hosts)
+        command = ["unshare", "--fork", "--kill-child", *_NAMESPACES, "--mount-proc", "sh", "-c", script]
+        holder = self._held(stack, command)
+        self._wait_for(holder, name)
+        return int(Path(f"/proc/{holder.pid}/task/{holder.pid}/children").read_text())
+
+    def _held(self, stack: contextlib.ExitStack, command: Sequence[str]) -> subprocess.Popen[str]:
+        """Start a process that ends with the pipe to it. Ctrl-C is for this process alone."""
+        options: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        process = subprocess.Popen(command, start_new_session=True, **options)
+        stack.callback(_ended, process)
+        return process
+
+    def _wait_for(self, process: subprocess.Popen[str], what: str) -> None:
+        assert process.stdout is not None
+        told, _, _ = select.select([process.stdout], [], [], LIMIT)
+        if not told or process.stdout.readline() != "ready\n":
+            raise OSError(f"{what} could not be made: {str(process.args)[:300]} failed")
+
+
+def _ended(process: subprocess.Popen[str]) -> None:
+    """Close the pipe that a process lives by, and see it go."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.close()
+    process.stdout.close()
+    try:
+        process.wait(LIMIT)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def counter(process: int | str = "self") -> int:
+    """Bytes, headers included, that the host on which a process runs has sent through the wire so far."""
+    for line in Path(f"/proc/{process}/net/dev").read_text().splitlines():
+        name, _, figures = line.partition(":")
+        if name.strip() == wire.CARD:
+            return int(figures.split()[8])
+    raise OSError(f"process {process} has no card {wire.CARD}")

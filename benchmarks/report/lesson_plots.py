@@ -1,0 +1,38 @@
+"""What exercises' solutions cost beside the par that each names: in a sentence, and where they differ.
+
+A solution sets the par, so most meet it exactly; bars of 100% would say no more than the sentence does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from minidist.benchmarks.harness import columns
+from minidist.benchmarks.harness.columns import Entry
+from minidist.benchmarks.report.figure_style import BAD, GOOD, shares, svg
+from minidist.benchmarks.report.plots import Plot
+
+
+def sentence(entries: Sequence[Entry]) -> str:
+    """How many cost no more than par."""
+    met = sum(entry["extra_info"]["cost"] <= entry["extra_info"]["par"] for entry in entries)
+    return f"{met} of {len(entries)} solutions cost no more than par."
+
+
+def bars(entries: Sequence[Entry], page_name: str) -> Plot | None:
+    """A bar for each exercise whose solution is not at par; None where all are."""
+    rows = []
+    for entry in entries:
+        cost, par = entry["extra_info"]["cost"], entry["extra_info"]["par"]
+        if par and cost != par:
+            percent = 100 * cost / par
+            name = columns.label(entry).partition(":")[0]
+            rows.append((name, percent, f"{columns.number(percent)}%", GOOD if cost <= par else BAD))
+    if not rows:
+        return None
+    drawn, told = shares(rows, "cost as a share of par, percent")
+    return Plot(
+        svg(drawn, page_name),
+        f"Bars beside a line at 100 percent of par: {told}.",
+        "Solutions that are not at par, by what they cost as a share of it; left of the line is better.",
+    )

@@ -1,0 +1,125 @@
+"""Packing, and the product of what is packed: the loops around the register tile.
+
+A block is copied to where the tile reads it, element after element, and is then read many times. What the
+tile needs next lies next to what it has: in the same cache lines and the same pages of memory, where the
+processor fetches ahead by itself. A block is read in place, whatever its strides: a transposed view costs no
+copy of its own.
+
+Source: Goto and van de Geijn, Anatomy of High-Performance Matrix Multiplication, ACM TOMS 2008, section 4.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba import njit
+
+from . import register_tile
+
+STRIP = 8  # rows that are packed at a time over all panels
+
+
+@njit(boundscheck=False)
+def pack(x: Any, to: Any, pitch: int) -> None:
+    """Copy x (rows, columns), an array of any strides, so that to[r * pitch + c] = x[r, c].
+
+    Where one of the strides is one element, vectors are moved. The last of a row start back from its end:
+    they write some elements twice, and none outside.
+    """
+    rows, columns = x.shape
+    vector = register_tile.vector(x)
+    if x.strides[1] == x.itemsize and columns >= vector:
+        for r in range(rows):
+            source, target = register_tile.pointer(x, r, 0), register_tile.offset(to, r * pitch)
+            for step in range(0, columns, vector):
+                c = min(step, columns - vector)
+                register_tile.move(register_tile.offset(target, c), register_tile.offset(source, c))
+    elif x.strides[0] == x.itemsize and columns >= vector and rows >= vector:
+        stride = x.strides[1] // x.itemsize
+        for r_step in range(0, rows, vector):
+            r = min(r_step, rows - vector)
+            for c_step in range(0, columns, vector):
+                c = min(c_step, columns - vector)
+                register_tile.transpose(
+                    register_tile.offset(to, r * pitch + c), pitch, register_tile.pointer(x, r, c), stride
+                )
+    else:
+        for r in range(rows):
+            for c in range(columns):
+                to[r * pitch + c] = x[r, c]
+
+
+@njit(boundscheck=False)
+def put(tile: Any, pitch: int, out: Any, add: int) -> None:
+    """The way back: out[r, c] = tile[r * pitch + c], or with add +=, for an out of any strides."""
+    rows, columns = out.shape
+    for r in range(rows):
+        for c in range(columns):
+            out[r, c] = out[r, c] + tile[r * pitch + c] if add else tile[r * pitch + c]
+
+
+@njit(boundscheck=False)
+def pack_panels(b: Any, to: Any) -> None:
+    """Copy b (depth, n) as panels, one after another: a tile's columns row by row, then the next columns.
+
+    The last panel is as wide as the others; what it has beyond b is 0.
+    """
+    depth, n = b.shape
+    columns = register_tile.columns(b)
+    # Where rows lie one after another in memory, a strip of them is copied at a time over all panels: a whole
+    # panel at a time would step from page to page, at half the rate.
+    strip = STRIP if b.strides[1] == b.itemsize else depth
+    for p0 in range(0, depth, strip):
+        p1 = min(p0 + strip, depth)
+        for j in range(0, n, columns):
+            panel = register_tile.offset(to, j * depth + p0 * columns)
+            pack(b[p0:p1, j : j + columns], panel, columns)
+            # Only what lies beyond b: rung 7 packs a part again while it may be read already.
+            for p in range(p1 - p0):
+                for c in range(n - j, columns):
+                    panel[p * columns + c] = 0
+
+
+@njit(boundscheck=False)
+def pack_part(b: Any, to: Any, part: int, parts: int) -> None:
+    """Pack a part of b (k, n): of the `parts` side by side in each of its depths, the one of this number.
+
+    When all parts are packed, `to` holds b's depths one after another, each as `pack_panels` leaves it.
+    """
+    k, n = b.shape
+    columns = register_tile.columns(b)
+    wide, depths = -(-n // columns), -(-k // register_tile.DEPTH)
+    d, s = divmod(part, parts)
+    p0, p1 = d * k // depths, (d + 1) * k // depths
+    j0, j1 = s * wide // parts * columns, min(n, (s + 1) * wide // parts * columns)
+    pack_panels(b[p0:p1, j0:j1], register_tile.offset(to, p0 * wide * columns + j0 * (p1 - p0)))
+
+
+@njit(boundscheck=False)
+def multiply(a: Any, packed_b: Any, out: Any, memory: Any, tiles: int, add: int) -> None:
+    """out (m, n) = a (m, depth) b (depth, n), or with add +=, where b is packed as `pack_panels` does it.
+
+    `tiles` is how many tiles lie one below the other. They are of equal height, to within a row: a low one
+    would cost as much around it as a high one. `memory` has place for the packed a and a tile.
+    """
+    m, depth = a.shape
+    n = out.shape[1]
+    columns = register_tile.columns(out)
+    packed_a = register_tile.offset(memory, register_tile.ROWS * columns)
+    in_rows = out.strides[1] == out.itemsize
+    stride = out.strides[0] // out.itemsize
+    pack(a, packed_a, register_tile.PITCH)
+    for j in range(0, n, columns):
+        panel = register_tile.offset(packed_b, j * depth)
+        width = min(columns, n - j)
+        for t in range(tiles):
+            i = t * m // tiles
+            rows = (t + 1) * m // tiles - i
+            a_rows = register_tile.offset(packed_a, i * register_tile.PITCH)
+            if in_rows and width == columns:
+                c = register_tile.pointer(out, i, j)
+                register_tile.multiply(rows, width, depth, a_rows, panel, c, stride, add)
+            else:
+                # A vector would go beyond the edge, or out's rows are no vectors: by way of a tile in memory.
+                register_tile.multiply(rows, width, depth, a_rows, panel, memory, columns, 0)
+                put(memory, columns, out[i : i + rows, j : j + width], add)

@@ -1,0 +1,122 @@
+"""Two loops that do one thing as fast as a core can: multiply and add in registers, and stream from memory.
+
+Both are written in LLVM's language, since a loop in Python would leave to the compiler what is to be
+measured: that the first holds nothing but fused multiply-adds, and that the second can write its result
+without reading it first. Importing this file imports Numba; a loop is compiled at its first call.
+
+Source of the second: McCalpin, Memory Bandwidth and Machine Balance in Current High Performance Computers,
+IEEE TCCA Newsletter, December 1995 (STREAM), the kernel called triad.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+from numpy.typing import DTypeLike
+
+from ...rung import Array, empty
+from .vector_instructions import Vectors
+from .vector_unit import vector_unit
+
+# An FMA takes 3 to 5 cycles until its result can be used, and a core starts 1 to 4 in a cycle, so 8 to 16
+# sums have to be under way at any time. Two of the other registers hold the factor and the addend.
+SUMS = vector_unit().registers * 3 // 4
+
+
+def registers(dtype: DTypeLike) -> Array:
+    """Return what `fma` starts from, (2 + SUMS, lanes): a factor, an addend, and the sums.
+
+    x = x * 0.5 + 1 nears 2 from anywhere: it neither overflows nor decays to denormal numbers, which some
+    cores handle slowly. The sums start differently, or the compiler would keep one of them only.
+    """
+    rows = empty(2 + SUMS, vector_unit().lanes(dtype), dtype)
+    rows[0], rows[1] = 0.5, 1.0
+    rows[2:] = np.arange(rows[2:].size).reshape(rows[2:].shape)
+    return rows
+
+
+def flops_per_turn(dtype: DTypeLike) -> int:
+    """Return the operations in one turn of `fma`: a multiplication and an addition in each lane."""
+    return 2 * SUMS * vector_unit().lanes(dtype)
+
+
+@intrinsic
+def _repeat(_: Any, rows: Any, turns: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        v = Vectors(builder, rows.dtype)
+        start = _data(context, builder, rows, arguments[0])
+        places = [v.offset(start, row * v.lanes) for row in range(2 + SUMS)]
+        factor, addend, *first = (v.load(place) for place in places)
+        # Variables on the stack, which LLVM turns into registers.
+        sums = [cgutils.alloca_once_value(builder, value) for value in first]
+        with cgutils.for_range(builder, arguments[1]):
+            for total in sums:
+                builder.store(v.multiply_add(builder.load(total), factor, addend), total)
+        for place, total in zip(places[2:], sums, strict=True):
+            v.store(builder.load(total), place)
+        return context.get_dummy_value()
+
+    return types.void(rows, types.intp), generate
+
+
+# Without the GIL, so that all cores run it at once, a thread each.
+@numba.njit(nogil=True)
+def fma(rows: Array, turns: int) -> None:
+    """Do sum = sum * factor + addend with each sum, `turns` times; `rows` is what `registers` returns.
+
+    The sums stay in registers until the end. Where the machine has no FMA, a turn is a multiplication and an
+    addition each.
+    """
+    _repeat(rows, turns)
+
+
+@functools.cache
+def triad(streaming: bool) -> Callable[[Array, Array, Array, float], None]:
+    """Return the function triad(a, b, c, scale): a = b + scale * c, float64 arrays of one length.
+
+    With `streaming` the stores are non-temporal: the result goes to memory past the caches. An ordinary store
+    first reads the cache line that it writes, 8 bytes more an element than the 24 that STREAM counts.
+
+    The arrays have to start on a cache line and to fill their last one: nothing checks it here.
+    """
+
+    @intrinsic
+    def stream(_: Any, a: Any, b: Any, c: Any, scale: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            v = Vectors(builder, types.float64)
+            a_, b_, c_ = (_data(context, builder, a, array) for array in arguments[:3])
+            size = context.make_array(a)(context, builder, arguments[0]).nitems
+            factor = v.spread(cgutils.alloca_once_value(builder, arguments[3]))
+            vectors = builder.sdiv(size, ir.Constant(size.type, v.lanes))
+            with cgutils.for_range(builder, vectors) as loop:
+                at = builder.mul(loop.index, ir.Constant(size.type, v.lanes))
+                result = v.multiply_add(v.load(v.offset(c_, at)), factor, v.load(v.offset(b_, at)))
+                place = builder.bitcast(v.offset(a_, at), v.type.as_pointer())
+                store = builder.store(result, place, align=vector_unit().register_bytes)
+                if streaming:
+                    one = builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)])
+                    store.set_metadata("nontemporal", one)
+            builder.fence("seq_cst")  # non-temporal stores wait in buffers: done means that they have left
+            return context.get_dummy_value()
+
+        return types.void(a, b, c, types.float64), generate
+
+    @numba.njit(nogil=True)
+    def loop(a: Array, b: Array, c: Array, scale: float) -> None:
+        stream(a, b, c, scale)
+
+    compiled: Callable[[Array, Array, Array, float], None] = loop
+    return compiled
+
+
+def _data(context: Any, builder: Any, array_type: Any, array: Any) -> Any:
+    """Return the pointer to the first element of a Numba array."""
+    return context.make_array(array_type)(context, builder, array).data

@@ -1,0 +1,177 @@
+"""Measure one core's and all cores' peaks: fused multiply-adds in registers, and a STREAM triad.
+
+A peak is a maximum: each figure is the best of a few short repetitions, so that a neighbour's burst of work,
+or a clock that has yet to rise, costs one of them and not the figure. All cores is the same loop in one
+thread a core, started together; its rate is the work of all over the time from first start to last end. The
+matrix units of some CPUs, which Apple's library uses, are left out: what runs on them may go above the peak.
+On a virtual machine, bandwidth may change with what the host does: two cores of an AMD EPYC (Zen 4), idle
+otherwise, had 82 GB/s, and 43 within the next 20 seconds.
+
+Sources: Williams, Waterman, Patterson, CACM 52(4), 2009 (which peaks make a roofline); McCalpin, STREAM, 1995
+(the triad, its 24 bytes an element, arrays of four times the last caches).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import cycle
+from pathlib import Path
+
+from ...measure.peaks import Roof
+from ...rung import Array, empty
+from .caches import available_cpus, caches
+
+Work = Callable[[], float]  # does a share of work without the GIL, and returns how much: FLOP or bytes
+
+TURNS = 200_000  # of the FMA loop in one call: a millisecond, beside which a call from Python is nothing
+CHUNK = 2**18  # elements of each array that one call of the triad goes over: 6 MiB in all
+UNKNOWN_CACHE = 64 * 2**20  # bytes that the last cache is taken to have where the system names none
+LARGEST = 2**30  # bytes of an array at most, which bounds the time that its pages take to arrive
+
+
+@dataclass(frozen=True)
+class Rate:
+    """What threads did together, and whether they were let."""
+
+    per_second: float
+    granted: float  # of the time that the threads asked for, the share in which they ran
+
+
+def roofs(seconds: float = 0.04, repetitions: int = 8, memory: int | None = None) -> tuple[Roof, Roof]:
+    """Measure and return the roof of one core and that of all cores.
+
+    Each of `repetitions` takes `seconds`, for each dtype and each kind of store, on one core and on all:
+    eight times their product. The triad's arrays take four times the last caches each, or what `memory` in
+    bytes has room for, by default a quarter of what is free. Where that is less than the caches, it is their
+    bandwidth that is measured.
+    """
+    memory = available_memory() // 4 if memory is None else memory
+    cache, cores = caches(), len(available_cpus())
+    one = _roof("one core", 1, cache.l3, seconds, repetitions, memory)
+    if cores == 1:
+        return one, one
+    together = _roof(f"{cores} cores", cores, cache.l3_total, seconds, repetitions, memory)
+    # Who has all cores may use one: where memory is slower for many, or others work, that is the maximum.
+    flops = {dtype: max(rate, one.flops[dtype]) for dtype, rate in together.flops.items()}
+    bandwidth = max(together.bandwidth, one.bandwidth)
+    return one, replace(together, flops=flops, bandwidth=bandwidth)
+
+
+def _roof(name: str, threads: int, cache: int, seconds: float, repetitions: int, memory: int) -> Roof:
+    def best(works: Sequence[Work]) -> Rate:
+        return max((rate(works, seconds) for _ in range(repetitions)), key=lambda run: run.per_second)
+
+    fma = {dtype: best([_fma_work(dtype) for _ in range(threads)]) for dtype in ("float32", "float64")}
+    size = min(4 * (cache or UNKNOWN_CACHE), LARGEST, memory // 3)
+    # Whole chunks, so that each starts on a cache line and fills its last.
+    shares = [_Share(max(1, size // 8 // threads // CHUNK)) for _ in range(threads)]
+    # Which kind of store is faster differs between CPUs; a peak is the better.
+    triads = [best([share.work(streaming) for share in shares]) for streaming in (True, False)]
+    return Roof(
+        name,
+        {dtype: run.per_second for dtype, run in fma.items()},
+        max(run.per_second for run in triads),
+        granted=min(run.granted for run in (*fma.values(), *triads)),
+    )
+
+
+def rate(works: Sequence[Work], seconds: float) -> Rate:
+    """Call each of `works` again and again for `seconds`, a thread each, and count what they did.
+
+    Each is called once before, untimed. What one raises is raised here.
+    """
+    cpus = available_cpus()
+    together = threading.Barrier(len(works))
+
+    def pin(i: int) -> None:
+        # A single thread goes where the system likes, which on some machines is a faster core.
+        if len(works) > 1 and hasattr(os, "sched_setaffinity"):
+            with contextlib.suppress(OSError):
+                os.sched_setaffinity(0, {cpus[i % len(cpus)]})  # 0 is the calling thread
+
+    def warm(i: int) -> None:
+        pin(i)
+        works[i]()
+
+    def timed(i: int) -> tuple[float, float, float, float]:
+        pin(i)
+        together.wait(timeout=30)
+        ran = time.thread_time()
+        start = end = time.perf_counter()
+        done = 0.0
+        while end < start + seconds:
+            done += works[i]()
+            end = time.perf_counter()
+        return start, end, time.thread_time() - ran, done
+
+    with ThreadPoolExecutor(len(works)) as pool:
+        list(pool.map(warm, range(len(works))))
+        starts, ends, ran, done = zip(*pool.map(timed, range(len(works))), strict=True)
+    asked = sum(ends) - sum(starts)
+    return Rate(sum(done) / (max(ends) - min(starts)), min(1.0, sum(ran) / asked))
+
+
+def _fma_work(dtype: str) -> Work:
+    from . import peak_loops  # Numba with it: not before there is something to compile
+
+    registers = peak_loops.registers(dtype)
+    flops = float(TURNS * peak_loops.flops_per_turn(dtype))
+
+    def work() -> float:
+        peak_loops.fma(registers, TURNS)
+        return flops
+
+    return work
+
+
+class _Share:
+    """A thread's own part of a, b and c, which it goes round, a chunk at a call.
+
+    The thread makes it itself, at its first call: a page lies next to the core that first writes to it.
+    """
+
+    def __init__(self, chunks: int) -> None:
+        self.size = chunks
+        self.chunks: Iterator[tuple[Array, ...]] | None = None
+
+    def work(self, streaming: bool) -> Work:
+        from . import peak_loops
+
+        triad = peak_loops.triad(streaming)
+
+        def work() -> float:
+            if self.chunks is None:
+                self.chunks = cycle(self._chunks())
+            a, b, c = next(self.chunks)
+            triad(a, b, c, 3.0)
+            return 24.0 * CHUNK  # two elements read, one written; what the hardware adds is not counted
+
+        return work
+
+    def _chunks(self) -> list[tuple[Array, ...]]:
+        a, b, c = (empty(self.size, CHUNK, "float64") for _ in range(3))
+        for array, value in ((a, 0.0), (b, 1.0), (c, 2.0)):
+            array.fill(value)
+        return list(zip(a, b, c, strict=True))
+
+
+def available_memory(meminfo: str = "/proc/meminfo", cgroup: str = "/sys/fs/cgroup") -> int:
+    """Return the bytes of memory that are free, within a container's limit; 1 GiB where nothing tells."""
+    found = []
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        lines = Path(meminfo).read_text().splitlines()
+        found += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    with contextlib.suppress(OSError, ValueError):  # no container, or one without a limit ("max")
+        limit, used = (int((Path(cgroup) / name).read_text()) for name in ("memory.max", "memory.current"))
+        found += [max(0, limit - used)]
+    if not found:
+        with contextlib.suppress(AttributeError, OSError, ValueError):
+            # macOS says how much there is, not how much is free.
+            found += [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2]
+    return min(found, default=2**30)

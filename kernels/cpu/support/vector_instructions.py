@@ -1,0 +1,83 @@
+"""Vector operations in LLVM's language, where a vector is a type, for `@intrinsic` functions of Numba.
+
+A compiler given a loop over scalars has to prove that it may use vectors, and finds its own arrangement. Here
+the arrangement is ours, and LLVM chooses the instructions and the registers. Pointers are to one element,
+offsets count elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+
+from .vector_unit import vector_unit
+
+INT64, INT32, VOID = ir.IntType(64), ir.IntType(32), ir.VoidType()
+BYTES = ir.IntType(8).as_pointer()
+
+Value = Any  # an LLVM value while code is built: llvmlite has no types
+
+
+def lanes(element: Any) -> int:
+    """Return how many elements of this Numba type a vector holds."""
+    return vector_unit().lanes(np.dtype(element.name))
+
+
+class Vectors:
+    """Writes vector operations for one element type where an IR builder stands."""
+
+    def __init__(self, builder: Any, element: Any) -> None:
+        self.builder = builder
+        self.lanes = lanes(element)
+        self.bytes = element.bitwidth // 8
+        scalar = ir.FloatType() if element is types.float32 else ir.DoubleType()
+        self.pointer = scalar.as_pointer()
+        self.type = ir.VectorType(scalar, self.lanes)
+        self.zero = ir.Constant(self.type, [0.0] * self.lanes)
+        self.undefined = ir.Constant(self.type, ir.Undefined)
+
+    def offset(self, pointer: Value, elements: Value | int) -> Value:
+        """The pointer, so many elements further."""
+        count = ir.Constant(INT64, elements) if isinstance(elements, int) else elements
+        return self.builder.gep(pointer, [count])
+
+    def load(self, pointer: Value) -> Value:
+        """The vector that starts at this element; no alignment is asked for."""
+        return self.builder.load(self.builder.bitcast(pointer, self.type.as_pointer()), align=self.bytes)
+
+    def store(self, vector: Value, pointer: Value) -> None:
+        """Write the vector from this element on."""
+        place = self.builder.bitcast(pointer, self.type.as_pointer())
+        self.builder.store(vector, place, align=self.bytes)
+
+    def spread(self, pointer: Value) -> Value:
+        """One element, in every lane."""
+        element = self.builder.load(pointer)
+        first = self.builder.insert_element(self.undefined, element, ir.Constant(INT32, 0))
+        return self.shuffle(first, self.undefined, [0] * self.lanes)
+
+    def shuffle(self, x: Value, y: Value, order: Sequence[int]) -> Value:
+        """Elements of x and y, numbered through, in this order."""
+        mask = ir.Constant(ir.VectorType(INT32, self.lanes), list(order))
+        return self.builder.shuffle_vector(x, y, mask)
+
+    def multiply_add(self, x: Value, y: Value, total: Value) -> Value:
+        """x * y + total, rounded once where the machine has an instruction for that."""
+        if not vector_unit().fused:  # LLVM would call a function for every element
+            return self.builder.fadd(self.builder.fmul(x, y), total)
+        fma = self._function(f"llvm.fma.v{self.lanes}f{8 * self.bytes}", self.type, [self.type] * 3)
+        return self.builder.call(fma, [x, y, total])
+
+    def prefetch_for_writing(self, pointer: Value) -> None:
+        """Ask for a cache line before it is needed, and go on."""
+        prefetch = self._function("llvm.prefetch.p0", VOID, [BYTES, INT32, INT32, INT32])
+        flags = [ir.Constant(INT32, flag) for flag in (1, 3, 1)]  # to write, keep in the first cache, data
+        self.builder.call(prefetch, [self.builder.bitcast(pointer, BYTES), *flags])
+
+    def _function(self, name: str, result: Any, arguments: list[Any]) -> Value:
+        return cgutils.get_or_insert_function(self.builder.module, ir.FunctionType(result, arguments), name)

@@ -1,0 +1,136 @@
+"""How the parts of a Hopper block wait for each other: mbarriers, named barriers, clusters, fences.
+
+An mbarrier is 8 bytes of shared memory that count arrivals, of threads and of bytes. Its phases follow each
+other: when as many threads as `mbarrier_init` said have arrived, and all bytes that they announced, the
+phase is over and the next begins. One waits for the end of a phase by its parity, which is 0 for the first,
+1 for the second, 0 again for the third; that before the first, of parity 1, counts as over. A ring of tiles
+takes two mbarriers a slot: "full", where the copy engine counts bytes, and "empty", where readers arrive.
+
+Blocks of a cluster run at the same time on neighbouring multiprocessors and reach each other's shared memory.
+
+The copy engine and wgmma access shared memory through another way than ordinary loads and stores, the
+"asynchronous proxy". What a thread has stored is visible there only after `fence_proxy_async`.
+
+Source: PTX ISA, "Parallel Synchronization and Communication Instructions": mbarrier, barrier,
+barrier.cluster, membar/fence. All of this file needs sm_90.
+"""
+
+from __future__ import annotations
+
+from .inline_ptx import Assembler, Operand, Value, instruction
+
+
+@instruction()
+def mbarrier_init(to: Assembler, barriers: Operand, i: Operand, count: Operand) -> None:
+    """mbarrier_init(barriers, i, count): make barriers[i], uint64 in shared memory, one for `count` arrivals.
+
+    One thread does this once; `fence_mbarrier_init` and a barrier show it to the others.
+    PTX: mbarrier.init.shared::cta.b64.
+    """
+    operands = [to.shared_address(barriers, i), to.integer(count)]
+    to.ptx("mbarrier.init.shared::cta.b64 [$0], $1;", "r,r", operands)
+
+
+@instruction()
+def mbarrier_arrive(to: Assembler, barriers: Operand, i: Operand) -> None:
+    """mbarrier_arrive(barriers, i): count this thread; what it did before is done for those who wait.
+
+    PTX: mbarrier.arrive.shared::cta.b64.
+    """
+    to.ptx("mbarrier.arrive.shared::cta.b64 _, [$0];", "r", [to.shared_address(barriers, i)])
+
+
+@instruction()
+def mbarrier_arrive_at(to: Assembler, barriers: Operand, i: Operand, rank: Operand) -> None:
+    """mbarrier_arrive_at(barriers, i, rank): arrive at the same mbarrier of block `rank` of the cluster.
+
+    What this thread stored before is not shown to that block: it says that multiplications have read shared
+    memory, for which they were waited. To show it too (.release.cluster) costs a fence of all memory.
+    PTX: mapa.shared::cluster.u32, mbarrier.arrive.shared::cluster.b64.
+    """
+    text = """{
+    .reg .b32 there;
+    mapa.shared::cluster.u32 there, $0, $1;
+    mbarrier.arrive.shared::cluster.b64 _, [there];
+    }"""
+    to.ptx(text, "r,r", [to.shared_address(barriers, i), to.integer(rank)])
+
+
+@instruction()
+def mbarrier_expect(to: Assembler, barriers: Operand, i: Operand, count: Operand) -> None:
+    """mbarrier_expect(barriers, i, count): arrive, and announce `count` bytes of copies to this phase.
+
+    PTX: mbarrier.arrive.expect_tx.shared::cta.b64.
+    """
+    operands = [to.shared_address(barriers, i), to.integer(count)]
+    to.ptx("mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", "r,r", operands)
+
+
+@instruction()
+def mbarrier_wait(to: Assembler, barriers: Operand, i: Operand, parity: Operand) -> None:
+    """mbarrier_wait(barriers, i, parity): wait until the phase of this parity is over.
+
+    The hardware suspends the thread for a while at every try. PTX: mbarrier.try_wait.parity, in a loop (its
+    labels are local to the braces, so that the compiler may copy it).
+    """
+    text = """{
+    .reg .pred over;
+    again:
+    mbarrier.try_wait.parity.shared::cta.b64 over, [$0], $1;
+    @over bra done;
+    bra again;
+    done:
+    }"""
+    to.ptx(text, "r,r", [to.shared_address(barriers, i), to.integer(parity)])
+
+
+@instruction(literals=("threads",))
+def barrier_sync(to: Assembler, name: Operand, threads: Operand) -> None:
+    """barrier_sync(name, threads): wait until so many threads of the block are at the barrier of this number.
+
+    `threads` is a multiple of 32, known when compiling. Numbers are 0 to 15, and 0 is the one of
+    `cuda.syncthreads()`. PTX: bar.sync. Any architecture.
+    """
+    to.ptx(f"bar.sync $0, {threads.literal};", "r", [to.integer(name)])
+
+
+@instruction(returns="int32")
+def cluster_rank(to: Assembler) -> Value:
+    """cluster_rank(): this block's number in its cluster. PTX: %cluster_ctarank."""
+    return to.ptx("mov.u32 $0, %cluster_ctarank;", "=r", results=1, pure=True)[0]
+
+
+@instruction()
+def cluster_arrive(to: Assembler) -> None:
+    """cluster_arrive(): tell the cluster's other threads that this one is here.
+
+    PTX: barrier.cluster.arrive.release.
+    """
+    to.ptx("barrier.cluster.arrive.release;", "")
+
+
+@instruction()
+def cluster_wait(to: Assembler) -> None:
+    """cluster_wait(): wait until all threads of the cluster have arrived.
+
+    PTX: barrier.cluster.wait.acquire.
+    """
+    to.ptx("barrier.cluster.wait.acquire;", "")
+
+
+@instruction()
+def fence_mbarrier_init(to: Assembler) -> None:
+    """fence_mbarrier_init(): show mbarriers that this thread made to the cluster and to the copy engine.
+
+    PTX: fence.mbarrier_init.release.cluster.
+    """
+    to.ptx("fence.mbarrier_init.release.cluster;", "")
+
+
+@instruction()
+def fence_proxy_async(to: Assembler) -> None:
+    """fence_proxy_async(): show this thread's stores to shared memory to the copy engine and to wgmma.
+
+    PTX: fence.proxy.async.shared::cta.
+    """
+    to.ptx("fence.proxy.async.shared::cta;", "")

@@ -1,0 +1,146 @@
+"""Vector moves, and copies from global to shared memory that go on by themselves.
+
+One instruction that moves 16 bytes takes one slot of the load/store units, where four of 4 bytes take four.
+The compiler does not join them by itself: it can't know that the address is aligned.
+
+An asynchronous copy does not pass through registers, and the thread does not wait for it. A thread groups its
+copies (commit), and later waits until at most so many of its groups are under way: the loads of one tile run
+while another is multiplied. It waits for its own copies only; a barrier of the block makes them visible to
+the other threads.
+
+Source: PTX ISA, "Data Movement and Conversion Instructions": ld, st, cp.async.
+"""
+
+from __future__ import annotations
+
+from llvmlite import ir
+
+from ..runtime import simulator_twins
+from .inline_ptx import INT32, Assembler, Operand, Value, instruction
+
+
+def _move_in(to: Assembler, size: int, into: Operand, i: Operand, source: Operand, j: Operand) -> None:
+    loaded = to.builder.load(_vector_pointer(to, size, source, j), align=size)
+    count = size // into.element_bytes
+    elements = to.builder.bitcast(loaded, ir.VectorType(to.start(into).type.pointee, count))
+    to.store(into, i, [to.builder.extract_element(elements, ir.Constant(INT32, e)) for e in range(count)])
+
+
+def _move_out(to: Assembler, size: int, into: Operand, i: Operand, source: Operand, j: Operand) -> None:
+    values = to.load(source, j, size // source.element_bytes)
+    elements = ir.Constant(ir.VectorType(values[0].type, len(values)), ir.Undefined)
+    for e, value in enumerate(values):
+        elements = to.builder.insert_element(elements, value, ir.Constant(INT32, e))
+    pointer = _vector_pointer(to, size, into, i)
+    to.builder.store(to.builder.bitcast(elements, pointer.type.pointee), pointer, align=size)
+
+
+def _vector_pointer(to: Assembler, size: int, array: Operand, index: Operand) -> Value:
+    element = to.pointer(array, index)
+    # Of 8 elements of 16 bits LLVM makes two moves.
+    word = element.type.pointee if array.element_bytes >= 4 else INT32
+    vector = ir.VectorType(word, size // max(array.element_bytes, 4))
+    return to.builder.bitcast(element, vector.as_pointer())
+
+
+@instruction(twin=simulator_twins.copy_128)
+def load_128(to: Assembler, into: Operand, i: Operand, source: Operand, j: Operand) -> None:
+    """load_128(into, i, source, j): into[i : i + n] = source[j : j + n], by one load of 16 bytes.
+
+    `source` is global or shared memory, and the address of element j is a multiple of 16 bytes; `into` is a
+    local array. Elements of different sizes keep their bits. PTX: ld.v4.b32 (v2.b64). Any architecture.
+    """
+    _move_in(to, 16, into, i, source, j)
+
+
+@instruction(twin=simulator_twins.copy_64)
+def load_64(to: Assembler, into: Operand, i: Operand, source: Operand, j: Operand) -> None:
+    """load_64(into, i, source, j): as `load_128`, 8 bytes. PTX: ld.v2.b32."""
+    _move_in(to, 8, into, i, source, j)
+
+
+@instruction(twin=simulator_twins.copy_128)
+def store_128(to: Assembler, into: Operand, i: Operand, source: Operand, j: Operand) -> None:
+    """store_128(into, i, source, j): into[i : i + n] = source[j : j + n], by one store of 16 bytes.
+
+    `into` is global or shared memory, and the address of element i is a multiple of 16 bytes; `source` is a
+    local array. Elements of different sizes keep their bits. PTX: st.v4.b32 (v2.b64). Any architecture.
+    """
+    _move_out(to, 16, into, i, source, j)
+
+
+@instruction(twin=simulator_twins.copy_64)
+def store_64(to: Assembler, into: Operand, i: Operand, source: Operand, j: Operand) -> None:
+    """store_64(into, i, source, j): as `store_128`, 8 bytes. PTX: st.v2.b32."""
+    _move_out(to, 8, into, i, source, j)
+
+
+@instruction(twin=simulator_twins.copy_128)
+def cp_async_16(to: Assembler, shared: Operand, i: Operand, source: Operand, j: Operand) -> None:
+    """cp_async_16(shared, i, source, j): begin to copy 16 bytes from global source[j] to shared[i].
+
+    Both addresses are multiples of 16 bytes. The data go past the first-level cache (.cg), and the second
+    level is asked for the whole 128-byte line. PTX: cp.async.cg.shared.global.L2::128B. sm_80.
+    """
+    operands = [to.shared_address(shared, i), to.global_address(source, j)]
+    to.ptx("cp.async.cg.shared.global.L2::128B [$0], [$1], 16;", "r,l", operands)
+
+
+@instruction(twin=simulator_twins.copy_16_and_fill)
+def cp_async_16_zfill(
+    to: Assembler, shared: Operand, i: Operand, source: Operand, j: Operand, valid: Operand
+) -> None:
+    """cp_async_16_zfill(shared, i, source, j, valid): as `cp_async_16`, of which only `valid` bytes are read.
+
+    The rest of the 16 becomes zeros: what lies beyond the edge of a matrix adds nothing to a product. With
+    valid = 0 nothing is read; the address must still be aligned. PTX: cp.async with src-size. sm_80.
+    """
+    operands = [to.shared_address(shared, i), to.global_address(source, j), to.integer(valid)]
+    to.ptx("cp.async.cg.shared.global.L2::128B [$0], [$1], 16, $2;", "r,l,r", operands)
+
+
+@instruction(twin=simulator_twins.copy_16_or_fill)
+def cp_async_16_or_zeros(
+    to: Assembler, shared: Operand, i: Operand, source: Operand, j: Operand, inside: Operand
+) -> None:
+    """cp_async_16_or_zeros(shared, i, source, j, inside): as `cp_async_16` where `inside` holds, else zeros.
+
+    One predicate, where a number of bytes takes four instructions more; nothing is read where it does not
+    hold. PTX: cp.async with ignore-src. sm_80.
+    """
+    text = """{
+    .reg .pred outside;
+    setp.eq.b32 outside, $2, 0;
+    cp.async.cg.shared.global.L2::128B [$0], [$1], 16, outside;
+    }"""
+    to.ptx(text, "r,l,r", [to.shared_address(shared, i), to.global_address(source, j), to.integer(inside)])
+
+
+@instruction(twin=simulator_twins.copy_4_and_fill)
+def cp_async_4_zfill(
+    to: Assembler, shared: Operand, i: Operand, source: Operand, j: Operand, valid: Operand
+) -> None:
+    """cp_async_4_zfill(shared, i, source, j, valid): as `cp_async_16_zfill`, 4 bytes, through all caches.
+
+    For what is not aligned to 16 bytes, or is turned while it is copied. PTX: cp.async.ca. sm_80.
+    """
+    operands = [to.shared_address(shared, i), to.global_address(source, j), to.integer(valid)]
+    to.ptx("cp.async.ca.shared.global [$0], [$1], 4, $2;", "r,l,r", operands)
+
+
+@instruction(twin=simulator_twins.commit)
+def cp_async_commit(to: Assembler) -> None:
+    """cp_async_commit(): make a group of this thread's copies since the last one.
+
+    PTX: cp.async.commit_group. sm_80.
+    """
+    to.ptx("cp.async.commit_group;", "")
+
+
+@instruction(twin=simulator_twins.wait, literals=("groups",))
+def cp_async_wait(to: Assembler, groups: Operand) -> None:
+    """cp_async_wait(groups): wait until at most so many of this thread's groups are under way, the youngest.
+
+    `groups` is known when compiling. PTX: cp.async.wait_group. sm_80.
+    """
+    to.ptx(f"cp.async.wait_group {groups.literal};", "")

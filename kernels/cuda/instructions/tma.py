@@ -1,0 +1,133 @@
+"""Hopper's copy engine, the tensor memory accelerator (TMA): one thread moves a box of a matrix.
+
+The engine knows the matrix from a tensor map (`runtime/tensor_map.py`), so that a copy names only the corner
+of the
+box: column x, row y. It computes the addresses, swizzles, and writes zeros for what lies outside of the
+matrix; a store leaves that out. With the 128-byte swizzle the box begins at a multiple of 1024 bytes, its
+rows are 128 bytes, and 16 bytes numbered c in row r lie at c ^ (r % 8): eight rows of a column lie in
+different banks.
+
+Source: PTX ISA, "Data Movement and Conversion Instructions: Tensor copy", cp.async.bulk.tensor, and "Tensors:
+Swizzling modes". sm_90.
+"""
+
+from __future__ import annotations
+
+from llvmlite import ir
+
+from .inline_ptx import INT16, Assembler, Operand, Value, instruction
+
+_LOAD = "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+_STORE = "cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group"
+
+
+@instruction()
+def tma_load_2d(
+    to: Assembler,
+    shared: Operand,
+    i: Operand,
+    tensor: Operand,
+    x: Operand,
+    y: Operand,
+    barriers: Operand,
+    j: Operand,
+) -> None:
+    """tma_load_2d(shared, i, tensor, x, y, barriers, j): begin to load a box of `tensor` to shared[i].
+
+    When it is there, its bytes (all of the box's) are counted at the mbarrier barriers[j].
+    PTX: cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.
+    """
+    to.ptx(
+        f"{_LOAD} [$0], [$1, {{$2, $3}}], [$4];", "r,l,r,r,r", _load(to, shared, i, tensor, x, y, barriers, j)
+    )
+
+
+@instruction()
+def tma_load_2d_multicast(
+    to: Assembler,
+    shared: Operand,
+    i: Operand,
+    tensor: Operand,
+    x: Operand,
+    y: Operand,
+    barriers: Operand,
+    j: Operand,
+    ranks: Operand,
+) -> None:
+    """tma_load_2d_multicast(shared, i, tensor, x, y, barriers, j, ranks): to several blocks.
+
+    The box is read once, and written to shared[i] of every block of the cluster whose bit is set in `ranks`;
+    each counts it at its own barriers[j]. PTX: as `tma_load_2d`, with .multicast::cluster.
+    """
+    operands = _load(to, shared, i, tensor, x, y, barriers, j)
+    mask = to.builder.trunc(to.integer(ranks), INT16)
+    text = f"{_LOAD}.multicast::cluster [$0], [$1, {{$2, $3}}], [$4], $5;"
+    to.ptx(text, "r,l,r,r,r,h", [*operands, mask])
+
+
+def _load(
+    to: Assembler,
+    shared: Operand,
+    i: Operand,
+    tensor: Operand,
+    x: Operand,
+    y: Operand,
+    barriers: Operand,
+    j: Operand,
+) -> list[Value]:
+    return [
+        to.shared_address(shared, i),
+        _address(to, tensor),
+        to.integer(x),
+        to.integer(y),
+        to.shared_address(barriers, j),
+    ]
+
+
+@instruction()
+def tma_store_2d(to: Assembler, tensor: Operand, x: Operand, y: Operand, shared: Operand, i: Operand) -> None:
+    """tma_store_2d(tensor, x, y, shared, i): begin to store the box at shared[i] to `tensor`.
+
+    Stores are grouped and waited for as the copies of `copies.py`, by the thread that began them.
+    PTX: cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group.
+    """
+    operands = [_address(to, tensor), to.integer(x), to.integer(y), to.shared_address(shared, i)]
+    to.ptx(f"{_STORE} [$0, {{$1, $2}}], [$3];", "l,r,r,r", operands)
+
+
+@instruction()
+def tma_store_commit(to: Assembler) -> None:
+    """tma_store_commit(): make a group of this thread's stores. PTX: cp.async.bulk.commit_group."""
+    to.ptx("cp.async.bulk.commit_group;", "")
+
+
+@instruction(literals=("groups",))
+def tma_store_wait(to: Assembler, groups: Operand) -> None:
+    """tma_store_wait(groups): wait until at most so many groups are not written yet; known when compiling.
+
+    PTX: cp.async.bulk.wait_group.
+    """
+    to.ptx(f"cp.async.bulk.wait_group {groups.literal};", "")
+
+
+@instruction(literals=("groups",))
+def tma_store_wait_read(to: Assembler, groups: Operand) -> None:
+    """tma_store_wait_read(groups): as `tma_store_wait`, until shared memory is read and may be written again.
+
+    PTX: cp.async.bulk.wait_group.read.
+    """
+    to.ptx(f"cp.async.bulk.wait_group.read {groups.literal};", "")
+
+
+@instruction()
+def tensor_map_acquire(to: Assembler, tensor: Operand) -> None:
+    """tensor_map_acquire(tensor): see the tensor map in global memory as the host wrote it.
+
+    Once by each thread that begins copies. PTX: fence.proxy.tensormap::generic.acquire.sys.
+    """
+    to.ptx("fence.proxy.tensormap::generic.acquire.sys [$0], 128;", "l", [_address(to, tensor)])
+
+
+def _address(to: Assembler, tensor: Operand) -> Value:
+    """The generic address of a tensor map, 128 bytes in global memory."""
+    return to.builder.ptrtoint(to.start(tensor), ir.IntType(64))

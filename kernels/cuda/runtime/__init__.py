@@ -1,0 +1,1 @@
+"""How a kernel gets to run: device or emulator, compiler, cache, driver, memory, launch."""

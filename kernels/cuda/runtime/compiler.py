@@ -1,0 +1,167 @@
+"""Compile a kernel to PTX or to machine code, for any architecture, with no GPU and no driver.
+
+The path: Numba types and lowers the function, NVVM makes PTX of it, or LTO-IR, from which nvJitLink makes a
+cubin for one architecture. All of these are wheels. PTX is what the emulator executes; the cubin is what a
+GPU loads, already machine code: a driver older than the toolkit could not assemble its PTX. Link-time
+optimisation also is the only path on which `setmaxnreg` has an effect (otherwise ignored, warning C7504).
+
+Results are kept on disk (`kernel_cache.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.metadata
+import os
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+from . import kernel_cache
+from .assembler_report import Report, parse
+from .device import capability, require_compiler
+
+PACKAGES = ("numba-cuda", "llvmlite", "cuda-core", "nvidia-nvvm", "nvidia-cuda-nvrtc", "nvidia-nvjitlink")
+PACKAGES_OF_12 = ("nvidia-cuda-nvcc-cu12", "nvidia-cuda-nvrtc-cu12", "nvidia-nvjitlink-cu12")
+
+
+def compile_ptx(
+    function: Callable[..., None],
+    types: tuple[Any, ...],
+    architecture: str,
+    threads: int,
+    blocks: int = 1,
+    fastmath: bool = False,
+    lineinfo: bool = True,
+) -> str:
+    """Return the PTX of a kernel whose arguments have these Numba types, for "sm_80", "sm_90a", ...
+
+    `threads` a block and at least `blocks` of them on a multiprocessor are the launch bounds, from which the
+    assembler derives how many registers a thread may have. With `lineinfo` each instruction names its line of
+    Python. Raises ImportError where the compiler is not installed, ValueError for what is no architecture,
+    and Numba's own errors for what it can't compile.
+    """
+    require_compiler()
+    bounds = (threads, blocks)
+    key = kernel_cache.key(
+        function, "ptx", *map(str, types), architecture, bounds, fastmath, lineinfo, _versions()
+    )
+    kept = kernel_cache.load(key)
+    if kept is not None:
+        return kept.decode()
+    ptx: str = _compile(function, types, architecture, bounds, fastmath, lineinfo, "ptx")
+    kernel_cache.save(key, ptx.encode())
+    return ptx
+
+
+def compile_cubin(
+    function: Callable[..., None],
+    types: tuple[Any, ...],
+    architecture: str,
+    threads: int,
+    blocks: int = 1,
+    fastmath: bool = False,
+    lineinfo: bool = True,
+) -> tuple[bytes, Report]:
+    """Return the machine code of a kernel, and what the assembler says of it; arguments as `compile_ptx`.
+
+    Raises RuntimeError, with the log of nvJitLink, where it can't assemble the kernel.
+    """
+    require_compiler()
+    bounds = (threads, blocks)
+    key = kernel_cache.key(
+        function, "cubin", *map(str, types), architecture, bounds, fastmath, lineinfo, _versions()
+    )
+    kept = kernel_cache.load(key)
+    if kept is None:
+        code = _compile(function, types, architecture, bounds, fastmath, lineinfo, "ltoir")
+        cubin, log = link(code, architecture, function.__name__)
+        kernel_cache.save(key, b"%d\n%b%b" % (len(cubin), cubin, log.encode()))
+    else:
+        size, _, rest = kept.partition(b"\n")
+        cubin, log = rest[: int(size)], rest[int(size) :].decode()
+    return cubin, parse(log, architecture)
+
+
+def link(code: bytes, architecture: str, name: str = "kernel") -> tuple[bytes, str]:
+    """Return the cubin that nvJitLink makes of LTO-IR, and the assembler's log.
+
+    Raises RuntimeError, with what it says, where it can't.
+    """
+    core: Any = importlib.import_module("cuda.core")
+    options = core.LinkerOptions(
+        name=name, arch=architecture, link_time_optimization=True, ptxas_options=["-v"]
+    )
+    linker = None
+    try:
+        linker = core.Linker(core.ObjectCode.from_ltoir(code, name=name), options=options)
+        cubin: bytes = linker.link("cubin").code
+        log: str = linker.get_info_log()
+    except Exception as error:  # a class of its own for each kind of failure, and of each release
+        said = str((linker.get_error_log() if linker is not None else "") or error)
+        if "OUTDATED_LIBRARY" in said or "newer version of nvJitLink" in said:
+            raise RuntimeError(
+                f"nvJitLink is older than NVVM, which compiled {name}: install nvidia-nvjitlink and "
+                "nvidia-nvvm of the same version"
+            ) from error
+        raise RuntimeError(f"nvJitLink can't assemble {name} for {architecture}: {said}") from error
+    return cubin, log
+
+
+def _compile(
+    function: Callable[..., None],
+    types: tuple[Any, ...],
+    architecture: str,
+    bounds: tuple[int, int],
+    fastmath: bool,
+    lineinfo: bool,
+    output: str,
+) -> Any:
+    from numba import cuda
+
+    major, minor, features = capability(architecture)
+    cc = (major, minor, features) if features else (major, minor)
+    with _assumed_device((major, minor)):
+        code, _ = cuda.compile(
+            function,
+            types,
+            device=False,
+            abi="numba",
+            cc=cc,
+            output=output,
+            launch_bounds=bounds,
+            fastmath=fastmath,
+            lineinfo=lineinfo,
+        )
+    return code
+
+
+@contextlib.contextmanager
+def _assumed_device(cc: tuple[int, int]) -> Iterator[None]:
+    """Let Numba think that the current device has compute capability `cc`.
+
+    A function that a kernel calls (also Numba's own: `array.view`) is compiled for the current device, which
+    takes a driver, and on a machine with one is not the device that was asked for. `cuda.compile` has no
+    option for it (numba-cuda 0.30), so its look-up is replaced, under the lock that every compilation takes.
+    """
+    dispatcher: Any = importlib.import_module("numba.cuda.dispatcher")
+    lock: Any = importlib.import_module("numba.cuda.core.compiler_lock").global_compiler_lock
+    with lock:
+        asked = dispatcher.get_current_device
+        dispatcher.get_current_device = lambda: SimpleNamespace(compute_capability=cc)
+        try:
+            yield
+        finally:
+            dispatcher.get_current_device = asked
+
+
+@functools.cache
+def _versions() -> tuple[str, ...]:
+    """Return the versions and settings of all that makes the code: with others, what was kept is not used."""
+    found = []
+    for package in PACKAGES + PACKAGES_OF_12:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found.append(f"{package} {importlib.metadata.version(package)}")
+    return (*found, *sorted(f"{name}={os.environ[name]}" for name in os.environ if name.startswith("NUMBA_")))

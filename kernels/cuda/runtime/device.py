@@ -1,0 +1,177 @@
+"""Where the CUDA ladder runs: on a GPU, in the emulator of its instructions, or in Numba's simulator.
+
+One source serves all three. With a usable GPU kernels run on it; without, their PTX is executed in NumPy
+(`emulator/`), so that tests and lessons need no hardware. Numba's own simulator, which runs the Python source
+thread by thread, is chosen by NUMBA_ENABLE_CUDASIM=1. MINIDIST_CUDA_BACKEND overrides this choice.
+
+What is missing or does not fit is said in one sentence with its remedy, before a CUDA error code could be.
+Source for versions: NVIDIA, CUDA Compatibility (a driver of the toolkit's major version runs what it built).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import re
+from typing import Any, Literal
+
+Backend = Literal["gpu", "emulator", "simulator"]
+BACKENDS = ("gpu", "emulator", "simulator")
+VARIABLE = "MINIDIST_CUDA_BACKEND"
+INSTALL = "pip install 'minidist[cuda]'"
+# The oldest driver for Linux of a toolkit's major version (CUDA Toolkit Release Notes, table 3).
+DRIVERS = {12: 525, 13: 580}
+
+
+def backend() -> Backend:
+    """Return "gpu", "emulator" or "simulator": where kernels run now.
+
+    $MINIDIST_CUDA_BACKEND if it is set, else "simulator" under NUMBA_ENABLE_CUDASIM=1, else "gpu" where there
+    is one and its driver fits, else "emulator". Raises ValueError for another word in the variable, and
+    RuntimeError where "simulator" is asked for in a process that did not start as one, where "gpu" is asked
+    for and there is none, and where the driver is too old.
+    """
+    named = os.environ.get(VARIABLE)
+    simulated = os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("", "0")
+    if named:
+        if named not in BACKENDS:
+            raise ValueError(f"{VARIABLE} is {named!r}: set it to {', '.join(BACKENDS)}, or unset it")
+        if named == "simulator" and not simulated:
+            raise RuntimeError(
+                f"{VARIABLE} is 'simulator', which Numba turns on as it is imported: "
+                "start Python with NUMBA_ENABLE_CUDASIM=1"
+            )
+        if named != "simulator" and simulated:
+            raise RuntimeError(
+                f"{VARIABLE} is {named!r} and NUMBA_ENABLE_CUDASIM is set, with which nothing is compiled: "
+                "unset one of them"
+            )
+        if named == "gpu" and not has_gpu():
+            raise RuntimeError(f"{VARIABLE} is 'gpu', and no NVIDIA GPU was found: unset it for the emulator")
+        return named  # type: ignore[return-value]
+    if simulated:
+        return "simulator"
+    return "gpu" if has_gpu() else "emulator"
+
+
+@functools.cache
+def has_gpu() -> bool:
+    """Return whether there is an NVIDIA GPU that this process may use.
+
+    Raises RuntimeError where there is one whose driver is older than the installed toolkit.
+    """
+    try:
+        driver: Any = importlib.import_module("cuda.bindings.driver")
+    except ImportError:
+        return False
+    try:
+        (error,) = driver.cuInit(0)
+        if int(error):
+            return False
+        error, count = driver.cuDeviceGetCount()
+        if int(error) or count < 1:
+            return False
+        error, version = driver.cuDriverGetVersion()
+    except (RuntimeError, OSError):  # no driver library on this machine
+        return False
+    check_driver(version, toolkit_major())
+    return True
+
+
+def toolkit_major() -> int:
+    """Return the major version of the CUDA toolkit that the installed wheels are of."""
+    version: str = importlib.import_module("cuda.bindings").__version__
+    return int(version.partition(".")[0])
+
+
+def check_driver(version: int, toolkit: int) -> None:
+    """Raise RuntimeError where a driver for CUDA `version` (12080 is 12.8) is older than `toolkit` (13)."""
+    if version // 1000 >= toolkit:
+        return
+    raise RuntimeError(
+        f"the driver of this GPU is for CUDA {version // 1000}.{version % 1000 // 10}, and the installed "
+        f"toolkit is CUDA {toolkit}: update the driver to {DRIVERS.get(toolkit, 'a newer one')} or newer, "
+        f"pip install 'numba-cuda[cu{version // 1000}]', or set {VARIABLE}=emulator"
+    )
+
+
+def multiprocessors() -> int:
+    """Return how many multiprocessors the current GPU has; in the emulator 132, an H100's.
+
+    A kernel whose blocks take tile after tile is launched with as many blocks as run at a time.
+    """
+    if backend() != "gpu":
+        return 132
+    gpu = _gpu().get()
+    count: int = gpu.properties(gpu.current()).multiprocessors
+    return count
+
+
+@functools.cache
+def _gpu() -> Any:
+    """The module, which imports this one; to import it takes longer than a rung has for its choices."""
+    return importlib.import_module(".gpu_driver", __package__)
+
+
+def require_toolkit() -> None:
+    """Raise ImportError, with the command that helps, where what compiles kernels is missing or broken."""
+    if importlib.util.find_spec("numba_cuda") is None:
+        raise ImportError(f"the CUDA ladder needs numba-cuda, which is not installed: {INSTALL}")
+    if version("numba-cuda") < (0, 31) and version("numpy") >= (2, 5):  # which has no `row_stack` any more
+        compiler, arrays = map(importlib.metadata.version, ("numba-cuda", "numpy"))
+        raise ImportError(f"numba-cuda {compiler} does not work with NumPy {arrays}: pip install 'numpy<2.5'")
+
+
+def version(package: str) -> tuple[int, int]:
+    """Return the first two numbers of an installed package's version."""
+    major, minor, *_ = importlib.metadata.version(package).split(".")
+    return int(major), int(minor)
+
+
+@functools.cache
+def require_compiler() -> None:
+    """Raise ImportError where NVVM, NVRTC or nvJitLink are missing: wheels, which need no GPU."""
+    require_toolkit()
+    pathfinder: Any = importlib.import_module("cuda.pathfinder")
+    for name in ("nvvm", "nvrtc", "nvJitLink"):
+        try:
+            pathfinder.load_nvidia_dynamic_lib(name)
+        except pathfinder.DynamicLibNotFoundError as error:
+            raise ImportError(f"kernels are compiled with {name}, which was not found: {INSTALL}") from error
+
+
+def capability(architecture: str) -> tuple[int, int, str]:
+    """Return (9, 0, "a") for "sm_90a", (7, 5, "") for "sm_75": major, minor and specific features.
+
+    Raises ValueError for what is no architecture.
+    """
+    match = re.fullmatch(r"sm_(\d+)(\d)([af]?)", architecture)
+    if not match:
+        raise ValueError(f"architecture is {architecture!r}: pass one as in 'sm_80', 'sm_90a' or 'sm_100'")
+    return int(match[1]), int(match[2]), match[3]
+
+
+def architecture_on(needed: str, device: tuple[int, int], kernel: str, gpu: str) -> str:
+    """Return the architecture to compile `kernel` for on a GPU of compute capability `device`.
+
+    `needed` is the oldest on which the kernel runs. "sm_90a" has instructions of Hopper alone: such a kernel
+    runs on 9.0, and on nothing newer. Raises RuntimeError where this GPU does not run it; `gpu` is its name.
+    """
+    major, minor, features = capability(needed)
+    has = f"{gpu} has compute capability {device[0]}.{device[1]}"
+    if features:
+        if device != (major, minor):
+            raise RuntimeError(
+                f"{kernel} uses instructions that only compute capability {major}.{minor} has, and {has}: "
+                f"take an earlier rung, or set {VARIABLE}=emulator"
+            )
+        return needed
+    if device < (major, minor):
+        raise RuntimeError(
+            f"{kernel} needs compute capability {major}.{minor}, and {has}: "
+            f"take an earlier rung, or set {VARIABLE}=emulator"
+        )
+    return f"sm_{device[0]}{device[1]}"

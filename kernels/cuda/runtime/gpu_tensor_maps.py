@@ -1,0 +1,107 @@
+"""Tensor maps on a GPU: encoded by the driver, put into its memory once, and found again by what they say.
+
+A product that is repeated finds its maps here: encoding takes the driver microseconds, and the map has to be
+in global memory before the kernel runs. Its 128 bytes are written by memsets in the order of the stream, so
+that nothing waits and no host memory has to outlive the call.
+
+Source: CUDA Driver API, cuTensorMapEncodeTiled; CUDA C++ Programming Guide, "Using TMA".
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+import struct
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from .gpu_memory import DeviceArray, allocate
+from .tensor_map import BYTES, SIZE, TensorMap
+
+if TYPE_CHECKING:
+    from .gpu_driver import Gpu
+
+# Maps, 512 bytes each: the one whose last use is longest ago goes first. A step of training has three for
+# every product; were they too few, each product would encode and write its own again.
+KEPT = 4096
+_maps: OrderedDict[tuple[Any, ...], DeviceArray] = OrderedDict()
+_lock = threading.Lock()
+
+
+def on_gpu(g: Gpu, x: TensorMap, device: int, stream: int) -> DeviceArray:
+    """Return an array of 128 bytes on the GPU that holds the map, for a launch on `stream`.
+
+    Whoever launches keeps it until then. While torch captures a graph, work of the stream is not done but
+    recorded, and memory is the graph's, which lives as long: a graph gets maps of its own.
+    """
+    captured = stream != 0 and _capturing()  # never on the default stream, which saves asking
+    # Memory is given back in the order of the stream that it was taken on: each stream has its own.
+    what = (x.array.address, x.rows, x.columns, x.pitch, x.box_rows, x.box_columns, x.dtype, x.swizzle)
+    key = (what, device, stream)
+    with _lock:
+        found = _maps.get(key)
+        if found is not None and not captured:
+            _maps.move_to_end(key)
+            return found
+        there = allocate(SIZE, "uint8")
+        address = there.address
+        for word, run in itertools.groupby(encode(g, x)):  # many are 0
+            count = len(list(run))
+            target = g.driver.CUdeviceptr(address)
+            g.call("cuMemsetD32Async", target, word, count, g.driver.CUstream(stream))
+            address += 4 * count
+        if not captured:
+            _maps[key] = there
+            if len(_maps) > KEPT:
+                _maps.popitem(last=False)
+        return there
+
+
+def _capturing() -> bool:
+    torch: Any = sys.modules.get("torch")
+    return bool(torch and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+
+
+def encode(g: Gpu, x: TensorMap) -> list[int]:
+    """Return the 32 words of the driver's CUtensorMap: sizes, strides and boxes with the columns first."""
+    d = g.driver
+    size = BYTES[x.dtype]
+    swizzle = f"CU_TENSOR_MAP_SWIZZLE_{f'{x.swizzle}B' if x.swizzle else 'NONE'}"
+    memory = ctypes.create_string_buffer(2 * SIZE)
+    start = -ctypes.addressof(memory) % SIZE
+    error = _encoder(g)(
+        ctypes.addressof(memory) + start,
+        getattr(d.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{x.dtype.upper()}"),
+        2,
+        x.array.address,
+        (ctypes.c_uint64 * 2)(x.columns, x.rows),
+        (ctypes.c_uint64 * 1)(x.pitch * size),
+        (ctypes.c_uint32 * 2)(x.box_columns, x.box_rows),
+        (ctypes.c_uint32 * 2)(1, 1),
+        d.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        getattr(d.CUtensorMapSwizzle, swizzle),
+        d.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        d.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,  # zeros
+    )
+    if error:
+        raise g.error(f"cuTensorMapEncodeTiled for {x}", d.CUresult(error))
+    return list(struct.unpack_from(f"{SIZE // 4}I", memory, start))
+
+
+@functools.lru_cache(maxsize=8)
+def _encoder(g: Gpu) -> Callable[..., int]:
+    """Return cuTensorMapEncodeTiled as the driver has it.
+
+    It wants the map's memory on 64 bytes (cuda.h declares 128), and that of a CUtensorMap in cuda.bindings,
+    as of version 13.5, is on 16: what the driver does with it depends on where Python put the object.
+    """
+    address, _ = g.call("cuGetProcAddress", b"cuTensorMapEncodeTiled", 12000, 0)
+    pointer, number = ctypes.c_void_p, ctypes.c_int
+    # map, type, rank; address, sizes, strides, box, steps; interleave, swizzle, promotion, fill
+    arguments = (pointer, number, number, *[pointer] * 5, *[number] * 4)
+    function: Callable[..., int] = ctypes.CFUNCTYPE(ctypes.c_int, *arguments)(int(address))
+    return function

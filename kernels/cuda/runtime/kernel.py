@@ -1,0 +1,190 @@
+"""A kernel: a function in Numba's Python with what its launch needs, compiled at the first launch.
+
+    SCALE = Kernel(scale, threads=256)
+    SCALE.launch((blocks,), x, factor, n)
+
+Where it runs is seen from its arguments and `device.backend`: arrays in a GPU's memory run its machine code
+there; NumPy arrays run its PTX in the emulator, or its source in Numba's simulator. The types that a kernel
+is compiled for are those of its arguments: int32 for an int, `dtype[::1]` for a 1-D array, a 2-D array with
+any strides, uint8[::1] for a tensor map. float16 and bfloat16 travel as uint16, since Numba has no bfloat16
+in shared memory; what they mean is the business of the instructions.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from . import compiler, gpu_launch
+from .assembler_report import Report
+from .device import backend, capability
+from .gpu_memory import DeviceArray
+from .tensor_map import TensorMap
+
+HALVES = ("float16", "bfloat16")
+LARGEST_INT = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A kernel for one tuple of types and one architecture. Each part is made when it is asked for."""
+
+    kernel: Kernel
+    types: tuple[Any, ...]  # Numba's
+    architecture: str
+
+    @functools.cached_property
+    def ptx(self) -> str:
+        """The PTX: what the emulator executes."""
+        return compiler.compile_ptx(*self._arguments())
+
+    @property
+    def cubin(self) -> bytes:
+        """The machine code, linked from LTO-IR: what a GPU runs."""
+        return self._linked[0]
+
+    @property
+    def report(self) -> Report:
+        """What the assembler says of it."""
+        return self._linked[1]
+
+    @functools.cached_property
+    def _linked(self) -> tuple[bytes, Report]:
+        return compiler.compile_cubin(*self._arguments())
+
+    def _arguments(self) -> tuple[Any, ...]:
+        k = self.kernel
+        return k.function, self.types, self.architecture, k.threads, k.blocks, k.fastmath
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel and its launch bounds. Cheap to make: nothing is compiled before it is needed."""
+
+    function: Callable[..., None]  # what its closure and globals hold is constant when it is compiled
+    threads: int  # in a block, which has one dimension
+    blocks: int = 1  # at least this many blocks fit a multiprocessor: fewer registers for each thread
+    architecture: str = "sm_75"  # the oldest on which it runs
+    fastmath: bool = False
+    # What launches find again: compiled code, or what a launch on a GPU needs, by the arguments' types.
+    _ready: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        capability(self.architecture)
+        if not 1 <= self.threads <= 1024 or self.blocks < 1:
+            raise ValueError(
+                f"threads is {self.threads} and blocks is {self.blocks}: pass 1 to 1024, and 1 or more"
+            )
+
+    @property
+    def name(self) -> str:
+        """The function's name."""
+        return self.function.__name__
+
+    def launch(
+        self,
+        grid: tuple[int, ...],
+        *args: Any,
+        shared: int = 0,
+        cluster: int = 1,
+        stream: int | None = None,
+    ) -> None:
+        """Run the kernel on a grid (x, y, z) of blocks; y and z are 1 unless given.
+
+        `args` are ints (as int32), 1-D or 2-D arrays, and tensor maps. `shared` is dynamic shared memory in
+        bytes, also above 48 KB. `cluster` blocks along x form a cluster. On a GPU this returns before the
+        kernel has run; it runs on `stream` (a CUstream's address), or on torch's current one.
+
+        Raises TypeError for another argument, ValueError for an int that int32 can't hold, RuntimeError where
+        this GPU can't run the kernel.
+        """
+        for x in args:  # the first array tells, in less time than `backend` takes
+            if type(x) is TensorMap:
+                x = x.array
+            if type(x) is DeviceArray:
+                gpu_launch.launch(self, grid, args, shared, cluster, stream)
+                return
+        where = backend()
+        if where == "gpu":
+            gpu_launch.launch(self, grid, args, shared, cluster, stream)
+            return
+        gpu_launch.check_grid(self.name, grid)
+        arrays = tuple(_host_argument(self.name, i, x) for i, x in enumerate(args))
+        if where == "simulator":
+            # As arrays of its own, used in place. Others it copies, but not views, and back, but not to what
+            # can't be written.
+            there: Any = importlib.import_module("numba.cuda.simulator.cudadrv.devicearray").FakeCUDAArray
+            own = (there(x) if isinstance(x, np.ndarray) else x for x in arrays)
+            self._simulated()[tuple(grid), self.threads, 0, shared](*own)
+            return
+        from ...emulator.execution.run import run_kernel
+
+        ptx = self.compile(self.types(arrays), self.architecture).ptx
+        run_kernel(ptx, grid, (self.threads,), arrays, shared, cluster, names=self._names)
+
+    def compile(self, types: tuple[Any, ...], architecture: str) -> Compiled:
+        """Return the kernel for arguments of these Numba types on `architecture`, as in "sm_90a"."""
+        key = (types, architecture)
+        if key not in self._ready:
+            self._ready[key] = Compiled(self, types, architecture)
+        compiled: Compiled = self._ready[key]
+        return compiled
+
+    def types(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the Numba types of these arguments."""
+        return tuple(_numba_type(x) for x in args)
+
+    @functools.cached_property
+    def _names(self) -> list[str]:
+        """The arguments' names, by which the emulator calls them in its errors."""
+        return list(inspect.signature(self.function).parameters)
+
+    def _simulated(self) -> Any:
+        if "simulated" not in self._ready:
+            from numba import cuda
+
+            self._ready["simulated"] = cuda.jit(self.function)
+        return self._ready["simulated"]
+
+
+def numba_type(dtype: str, dimensions: int) -> Any:
+    """Return Numba's type of an array: contiguous with one dimension, any strides with two."""
+    types: Any = importlib.import_module("numba.cuda.types")
+    element = getattr(types, "uint16" if dtype in HALVES else dtype)
+    return types.Array(element, dimensions, "C" if dimensions == 1 else "A")
+
+
+def _numba_type(x: Any) -> Any:
+    if isinstance(x, TensorMap):
+        return numba_type("uint8", 1)
+    if isinstance(x, int):
+        return importlib.import_module("numba.cuda.types").int32
+    return numba_type(str(x.dtype), x.ndim)
+
+
+def _host_argument(kernel: str, position: int, x: Any) -> Any:
+    """Return the argument as the emulator and the simulator take it, or say what it should have been."""
+    if isinstance(x, np.ndarray):
+        if x.ndim == 1 and not x.flags.c_contiguous:
+            raise TypeError(
+                f"argument {position} of {kernel} is a 1-D array with gaps: "
+                "pass numpy.ascontiguousarray of it, or a 2-D view"
+            )
+        if x.ndim not in (1, 2):
+            raise TypeError(f"argument {position} of {kernel} has {x.ndim} dimensions: pass 1 or 2")
+        return x.view(np.uint16) if x.dtype.name in HALVES else x
+    if isinstance(x, TensorMap):
+        return x
+    if isinstance(x, (int, np.integer)):
+        if not -LARGEST_INT - 1 <= x <= LARGEST_INT:
+            raise ValueError(f"argument {position} of {kernel} is {x}: a kernel takes what int32 can hold")
+        return int(x)
+    raise TypeError(
+        f"argument {position} of {kernel} is a {type(x).__name__}: pass an int, a NumPy array or a tensor map"
+    )

@@ -1,0 +1,55 @@
+"""Twins of the instructions in `instructions/copies.py`, in Python, for Numba's CUDA simulator.
+
+In the simulator a thread of the GPU is a thread of Python and an array is NumPy's. A copy is done at once, so
+there is nothing to commit or to wait for. That hides a wait which is missing: the emulator shows it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+Array = Any  # NumPy's, or the simulator's wrapper around one
+
+
+def _copy(size: int, into: Array, i: int, source: Array, j: int) -> None:
+    for e in range(size // into.dtype.itemsize):
+        into[i + e] = source[j + e]
+
+
+def copy_128(into: Array, i: int, source: Array, j: int) -> None:
+    """Copy the elements of 16 bytes."""
+    _copy(16, into, i, source, j)
+
+
+def copy_64(into: Array, i: int, source: Array, j: int) -> None:
+    """Copy the elements of 8 bytes."""
+    _copy(8, into, i, source, j)
+
+
+def _copy_and_fill(size: int, into: Array, i: int, source: Array, j: int, valid: int) -> None:
+    count = valid // into.dtype.itemsize
+    for e in range(size // into.dtype.itemsize):
+        into[i + e] = source[j + e] if e < count else 0
+
+
+def copy_16_and_fill(shared: Array, i: int, source: Array, j: int, valid: int) -> None:
+    """Copy the elements of the first `valid` bytes, and write zeros in the rest of 16."""
+    _copy_and_fill(16, shared, i, source, j, valid)
+
+
+def copy_16_or_fill(shared: Array, i: int, source: Array, j: int, inside: bool) -> None:
+    """Copy the elements of 16 bytes where `inside` holds, else write zeros."""
+    _copy_and_fill(16, shared, i, source, j, 16 if inside else 0)
+
+
+def copy_4_and_fill(shared: Array, i: int, source: Array, j: int, valid: int) -> None:
+    """Copy the elements of the first `valid` bytes, and write zeros in the rest of 4."""
+    _copy_and_fill(4, shared, i, source, j, valid)
+
+
+def commit() -> None:
+    """Nothing: the copies are done."""
+
+
+def wait(groups: int) -> None:
+    """Nothing: the copies are done."""

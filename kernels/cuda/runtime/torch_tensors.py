@@ -1,0 +1,181 @@
+"""A rung's product of torch tensors: on a GPU in place, in main memory as the NumPy arrays that they are.
+
+Torch allocates the result and keeps the order of work: kernels go to its current stream, and nothing here
+waits for them. What a CUDA tensor meets on its way is kept short: while Python checks, the GPU may be idle.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...rung import check_sizes, shared_memory
+from ..tiling.matrix import Matrix, element_strides
+from .device import backend
+from .gpu_memory import ITEMSIZE, DeviceArray
+
+if TYPE_CHECKING:
+    from ..rung import CudaRung
+
+
+def matmul(rung: CudaRung, torch: Any, a: Any, b: Any, out: Any) -> Any:
+    """Return a (m, k) times b (k, n) on `rung`; see `CudaRung.matmul`."""
+    a, b = _checked(rung, torch, "a", a), _checked(rung, torch, "b", b)
+    if a.dtype is not b.dtype:
+        raise TypeError(
+            f"a is {a.dtype} and b is {b.dtype}: convert one with .to(), so that both are the same"
+        )
+    if a.device != b.device:
+        raise TypeError(
+            f"a is on {a.device} and b is on {b.device}: move one with .to(), so that both are on one"
+        )
+    check_sizes(a.shape, b.shape)
+    if out is None:
+        out = torch.empty((a.shape[0], b.shape[1]), dtype=a.dtype, device=a.device)
+    else:
+        _check_out(rung, torch, a, b, out)
+    if 0 in (a.shape[1], *out.shape):
+        out.zero_()  # an empty sum, or nothing
+        return out
+    if a.device.type == "cpu":
+        names = _name(torch, a.dtype), _name(torch, out.dtype)
+        rung.fill(as_array(torch, a), as_array(torch, b), as_array(torch, out), *names)
+    elif a.device.type != "cuda":
+        raise ValueError(f"a is on {a.device}, and rung {rung.name} runs on cuda: move it with .to('cuda')")
+    elif backend() == "gpu":
+        with _on_device(torch, a.device.index):
+            _fill_there(rung, torch, a, b, out)
+    else:  # asked for, on a machine with a GPU: main memory is where the emulator works
+        out.copy_(matmul(rung, torch, a.cpu(), b.cpu(), torch.empty_like(out, device="cpu")))
+    return out
+
+
+def _fill_there(rung: CudaRung, torch: Any, a: Any, b: Any, out: Any) -> None:
+    rung.check_gpu()
+    c = device_matrix(torch, out)
+    if c is None:  # strides that kernels don't take
+        fresh = torch.empty(out.shape, dtype=out.dtype, device=out.device)
+        _fill_there(rung, torch, a, b, fresh)
+        out.copy_(fresh)
+        return
+    rung.compute(
+        device_matrix(torch, a) or device_matrix(torch, a.contiguous()),
+        device_matrix(torch, b) or device_matrix(torch, b.contiguous()),
+        c,
+    )
+
+
+def device_matrix(torch: Any, x: Any) -> Matrix | None:
+    """Return the matrix of a CUDA tensor, in its own memory; None where one element stands for several."""
+    rows, columns = x.shape
+    row_stride, column_stride = x.stride()
+    if rows == 1 or columns == 1 or not row_stride or not column_stride:
+        if (row_stride == 0 and rows > 1) or (column_stride == 0 and columns > 1):
+            return None
+        row_stride, column_stride = element_strides(rows, columns, row_stride, column_stride)
+    dtype = _name(torch, x.dtype)
+    size = ITEMSIZE[dtype]
+    length = 1 + (rows - 1) * row_stride + (columns - 1) * column_stride
+    data = DeviceArray(x.data_ptr(), "uint16" if size == 2 else dtype, (length,), (size,), x)
+    return Matrix(data, rows, columns, row_stride, column_stride, dtype)
+
+
+def as_array(torch: Any, x: Any) -> Any:
+    """Return a tensor in main memory as the NumPy array that shares it; elements of 2 bytes as uint16."""
+    x = x.detach()
+    if x.dtype.itemsize == 2:
+        return x.view(torch.int16).numpy().view(np.uint16)
+    return x.numpy()
+
+
+def _checked(rung: CudaRung, torch: Any, name: str, x: Any) -> Any:
+    """Return x as a plain strided 2-D tensor, or say what it should have been."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(
+            f"{name} is a {type(x).__name__} and the other a torch tensor: pass torch.as_tensor({name})"
+        )
+    if x.layout is not torch.strided:
+        raise TypeError(f"{name} has layout {x.layout}: pass tensor.to_dense()")
+    if x.ndim != 2:
+        raise ValueError(
+            f"{name} has {x.ndim} dimensions, shape {tuple(x.shape)}: reshape it to two, (rows, columns)"
+        )
+    if _name(torch, x.dtype) not in rung.dtypes:
+        raise TypeError(
+            f"{name} has dtype {_name(torch, x.dtype)}, and rung {rung.name} takes "
+            f"{' or '.join(rung.dtypes)}: convert it with .to(torch.{rung.dtypes[-1]})"
+        )
+    if x.requires_grad and torch.is_grad_enabled():
+        raise TypeError(
+            f"{name} requires a gradient, which a rung does not record: "
+            "use minidist.model.matmul.matmul, or pass tensor.detach()"
+        )
+    return x.resolve_neg() if x.is_neg() else x
+
+
+def _check_out(rung: CudaRung, torch: Any, a: Any, b: Any, out: Any) -> None:
+    if not isinstance(out, torch.Tensor):
+        raise TypeError(f"out is a {type(out).__name__}, and a and b are torch tensors: pass a tensor")
+    shape = (a.shape[0], b.shape[1])
+    if tuple(out.shape) != shape:
+        raise ValueError(
+            f"out has shape {tuple(out.shape)}, but {tuple(a.shape)} times {tuple(b.shape)} gives {shape}: "
+            "pass that shape"
+        )
+    if out.dtype is not a.dtype and not rung._takes_out(_name(torch, a.dtype), _name(torch, out.dtype)):
+        raise TypeError(f"out is {out.dtype}, and a and b are {a.dtype}: pass an out of that dtype")
+    if out.device != a.device or out.layout is not torch.strided:
+        raise TypeError(
+            f"out is {out.layout} on {out.device}, and a is on {a.device}: pass a strided out on that device"
+        )
+    if out.requires_grad and torch.is_grad_enabled():
+        raise TypeError("out requires a gradient, which a rung does not record: pass tensor.detach()")
+    strides = [(n, s) for n, s in zip(out.shape, out.stride(), strict=True) if n > 1]
+    if out.is_neg() or any(s == 0 for _, s in strides):
+        raise ValueError("out is a view in which one element stands for several: pass a tensor of its own")
+    for name, x in (("a", a), ("b", b)):
+        if _overlap(out, x):
+            raise shared_memory(name)
+
+
+def _overlap(x: Any, y: Any) -> bool:
+    """Return whether two tensors have a byte in common."""
+    if x.untyped_storage().data_ptr() != y.untyped_storage().data_ptr():
+        return False
+    # NumPy solves this exactly from addresses and strides, and reads nothing at them.
+    return bool(np.shares_memory(_addresses(x), _addresses(y)))
+
+
+def _addresses(x: Any) -> Any:
+    """Return an array of bytes that covers the tensor's elements, at its address, wherever that is."""
+    size = x.dtype.itemsize
+
+    class Interface:
+        __array_interface__ = {  # noqa: RUF012
+            "version": 3,
+            "typestr": f"|V{size}",
+            "data": (x.data_ptr(), True),
+            "shape": tuple(x.shape),
+            "strides": tuple(stride * size for stride in x.stride()),
+        }
+
+    return np.asarray(Interface())
+
+
+def _name(torch: Any, dtype: Any) -> str:
+    name = _NAMES.get(dtype)
+    if name is None:
+        name = _NAMES[dtype] = str(dtype).removeprefix("torch.")
+    return name
+
+
+_NAMES: dict[Any, str] = {}  # by torch's dtype: making its name takes a microsecond
+
+
+def _on_device(torch: Any, index: int) -> contextlib.AbstractContextManager[Any]:
+    if index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    device: contextlib.AbstractContextManager[Any] = torch.cuda.device(index)
+    return device

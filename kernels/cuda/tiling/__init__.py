@@ -1,0 +1,1 @@
+"""Tiles of matrices in shared memory and registers: how they are loaded, ordered and stored."""

@@ -1,0 +1,180 @@
+"""A tile of a or b in shared memory, for mma.sync: copied from global memory, and read as fragments.
+
+A tile is `extent` rows of a, or columns of b, by one step of k: 128 bytes, which are 64 elements of 16 bits
+or 32 of 32 bits, and four slices of which each is the depth of one mma. It lies in shared memory as it does
+in global memory, so that a copy moves 16 bytes at both ends. There are two layouts:
+
+    along k    a line is one row of a, 128 bytes of k
+    across k   a line is one of k, `extent` elements long
+
+The 8 rows of a matrix that ldmatrix reads at once lie a line apart, and all would begin in the same bank.
+So the 16-byte chunks of a line change places: chunk c of line r lies at c ^ (r % 8). Within 128 bytes,
+which are the 32 banks, eight lines after each other then have it in eight different places. TF32 across k
+can't be transposed by ldmatrix, which moves pairs of 16 bits: lanes read single words, two chunks of four
+lines at once, and c ^ 2 (r % 4) keeps those apart.
+
+All indices into shared memory count words of 32 bits. What they have in common is computed once, as a lane's
+`place`; from there each fragment is a constant away: added, or by XOR where it is among the chunks that
+change places.
+
+Sources: PTX ISA, ldmatrix (the fragments are in `instructions/warp.py`); Kerr, Developing CUDA Kernels to
+Push Tensor Cores to the Absolute Limit on NVIDIA A100 (GTC 2020), for the places of the chunks.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+from numba import cuda, int32, int64
+
+from ..instructions.warp import cp_async_16_or_zeros, cvt_tf32, ldmatrix_x4, ldmatrix_x4_trans, load_shared
+
+LINE = 128  # bytes of k in a step
+CHUNK = 16  # bytes
+CHUNK_WORDS = CHUNK // 4
+LINE_WORDS = LINE // 4
+
+
+class FragmentTile(NamedTuple):
+    """The device functions for one operand's tiles."""
+
+    # source(stride, first, thread): the index of the first element that a thread copies for p = 0, int64,
+    # of an operand with this other stride than 1, and a tile that begins with its row (b: column) `first`.
+    source: Any
+    # advance(stride): by how much `source` grows from step to step.
+    advance: Any
+    # copy(shared, start, x, source, stride, first, count, p, k, thread): begin to copy the step p of the
+    # tile to shared[start]; zeros for what is not before `count` rows and k.
+    copy: Any
+    # place(first, lane): where in a tile a lane begins to read its warp's fragments, of rows `first` on, a
+    # multiple of what the warp reads.
+    place: Any
+    # read(fragments, at, shared, place, x, part): fragments[at : at + 4] of rows 16x to 16x + 15 and slice
+    # `part` of k: a fragment of a, or two of b for 8 columns each. x and part are constants.
+    read: Any
+    words: int  # of shared memory
+
+
+@functools.cache
+def fragment_tile(dtype: str, operand: str, extent: int, across: bool, threads: int) -> FragmentTile:
+    """Return the functions for tiles of operand "a" or "b", which `threads` threads copy together.
+
+    `dtype` is "float16", "bfloat16" or "float32", read as TF32; `across` says that k is not the side with
+    unit stride. That side is a multiple of 16 bytes long, and every line of it begins on one.
+    """
+    size = 4 if dtype == "float32" else 2
+    # Lanes 8q to 8q + 7 name the rows of matrix q of four: of a the second one has 8 rows more, the third
+    # the other half of the depth; of b it is the other way round.
+    more_rows, more_depth = (3, 4) if operand == "a" else (4, 3)
+    copies = _copies_across(size, extent, threads) if across else _copies_along(size, extent, threads)
+    if not across:
+        reads = _reads_along(dtype == "float32", more_rows, more_depth)
+    elif size == 2:
+        reads = _reads_across(extent, more_rows, more_depth)
+    else:
+        reads = _reads_words_across(extent, more_rows, more_depth)
+    return FragmentTile(*copies, *reads, extent * LINE_WORDS)
+
+
+def _device(function: Any) -> Any:
+    return cuda.jit(device=True, forceinline=True)(function)
+
+
+def _copies_along(size: int, extent: int, threads: int) -> tuple[Any, Any, Any]:
+    chunks = LINE // CHUNK
+    lines = threads // chunks  # copied at once
+    elements = CHUNK // size
+    depth = LINE // size
+
+    def source(stride, first, thread):  # type: ignore[no-untyped-def]
+        return int64(first + thread // chunks) * stride + thread % chunks * elements
+
+    def advance(stride):  # type: ignore[no-untyped-def]
+        return int64(depth)
+
+    def copy(shared, start, x, source, stride, first, count, p, k, thread):  # type: ignore[no-untyped-def]
+        chunk = int32(thread % chunks)
+        line = int32(thread // chunks)
+        deep = p + chunk * elements < k
+        into = int32(start + line * LINE_WORDS + (chunk ^ line % 8) * CHUNK_WORDS)
+        for turn in range(extent // lines):
+            inside = deep and first + line + turn * lines < count
+            cp_async_16_or_zeros(shared, into + turn * lines * LINE_WORDS, x, source, inside)
+            source += int64(stride) * lines
+
+    return _device(source), _device(advance), _device(copy)
+
+
+def _copies_across(size: int, extent: int, threads: int) -> tuple[Any, Any, Any]:
+    chunks = extent * size // CHUNK
+    lines = threads // chunks
+    elements = CHUNK // size
+    depth = LINE // size
+    words = extent * size // 4  # of a line
+    single = size == 4
+
+    def source(stride, first, thread):  # type: ignore[no-untyped-def]
+        return int64(thread // chunks) * stride + (first + thread % chunks * elements)
+
+    def advance(stride):  # type: ignore[no-untyped-def]
+        return int64(stride) * depth
+
+    def copy(shared, start, x, source, stride, first, count, p, k, thread):  # type: ignore[no-untyped-def]
+        chunk = int32(thread % chunks)
+        wide = first + chunk * elements < count
+        for turn in range(depth // lines):
+            line = int32(thread // chunks + turn * lines)
+            there = int32(chunk ^ (line % 4 * 2 if single else line % 8))
+            inside = wide and p + line < k
+            cp_async_16_or_zeros(shared, start + line * words + there * CHUNK_WORDS, x, source, inside)
+            source += int64(stride) * lines
+
+    return _device(source), _device(advance), _device(copy)
+
+
+def _reads_along(rounds: bool, more_rows: int, more_depth: int) -> tuple[Any, Any]:
+    def place(first, lane):  # type: ignore[no-untyped-def]
+        line = int32(first + lane % 8 + (lane >> more_rows) % 2 * 8)
+        return int32(line * LINE_WORDS + ((lane >> more_depth) % 2 ^ lane % 8) * CHUNK_WORDS)
+
+    def read(fragments, at, shared, place, x, part):  # type: ignore[no-untyped-def]
+        ldmatrix_x4(fragments, at, shared, (place ^ part * (2 * CHUNK_WORDS)) + x * (16 * LINE_WORDS))
+        if rounds:
+            for e in range(4):
+                fragments[at + e] = cvt_tf32(fragments[at + e])
+
+    return _device(place), _device(read)
+
+
+def _reads_across(extent: int, more_rows: int, more_depth: int) -> tuple[Any, Any]:
+    words = extent // 2
+
+    def place(first, lane):  # type: ignore[no-untyped-def]
+        line = int32(lane % 8 + (lane >> more_depth) % 2 * 8)
+        chunk = int32(first // 8 + (lane >> more_rows) % 2)
+        return int32(line * words + (chunk ^ line % 8) * CHUNK_WORDS)
+
+    def read(fragments, at, shared, place, x, part):  # type: ignore[no-untyped-def]
+        ldmatrix_x4_trans(fragments, at, shared, (place ^ x * (2 * CHUNK_WORDS)) + part * (16 * words))
+
+    return _device(place), _device(read)
+
+
+def _reads_words_across(extent: int, more_rows: int, more_depth: int) -> tuple[Any, Any]:
+    second, third = more_rows - 3, more_depth - 3  # bits of a register's number
+
+    def place(first, lane):  # type: ignore[no-untyped-def]
+        line = int32(lane % 4)
+        row = int32(first + lane // 4)
+        return int32(line * extent + (row // 4 ^ line * 2) * CHUNK_WORDS + row % 4)
+
+    def read(fragments, at, shared, place, x, part):  # type: ignore[no-untyped-def]
+        for e in range(4):
+            chunk = x % 2 * 4 + (e >> second) % 2 * 2
+            line = part * 8 + (e >> third) % 2 * 4
+            word = (place ^ chunk * CHUNK_WORDS) + x // 2 * LINE_WORDS + line * extent
+            load_shared(fragments, at + e, shared, word)
+            fragments[at + e] = cvt_tf32(fragments[at + e])
+
+    return _device(place), _device(read)

@@ -1,0 +1,135 @@
+"""What rungs 6 to 8 share: panels of a and b in shared memory, stores of four elements of c, unrolled loops.
+
+A panel is what a block needs of one operand for some steps of p: (depth, side) elements in shared memory, a
+step in a row, so that four neighbours of it are one load of 16 bytes. An operand is seen as (side, depth),
+which is a itself, or b transposed; of order "rows" it has unit stride along p.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from numba import cuda, int32, int64
+from numba.core import config
+
+from ..instructions.warp import cp_async_4_zfill, cp_async_16_or_zeros, store_128
+from .matrix import Matrix, Order, packed
+
+Function = Callable[..., Any]
+
+# Of shared arrays, in bytes, for accesses of 16 bytes. Numba's simulator takes no alignment, and needs none.
+ALIGNMENT = None if config.ENABLE_CUDASIM else 16
+
+
+def inlined(function: Function) -> Function:
+    """Make a function for kernels; its code goes to where it is called, and its local arrays to registers."""
+    options = {} if config.ENABLE_CUDASIM else {"forceinline": True}
+    made: Function = cuda.jit(device=True, **options)(function)
+    return made
+
+
+def unrolled(step: Function, count: int) -> Function:
+    """Return a function that calls step(p, *its arguments) for p from 0 to count - 1, without a loop.
+
+    p is a constant in each call, by which registers can be chosen. LLVM unrolls loops only if they are short.
+    """
+    last = count - 1
+    if last == 0:
+
+        def run(*arguments):  # type: ignore[no-untyped-def]
+            step(0, *arguments)
+
+    else:
+        before = unrolled(step, last)
+
+        def run(*arguments):  # type: ignore[no-untyped-def]
+            before(*arguments)
+            step(last, *arguments)
+
+    return inlined(run)
+
+
+def operand(x: Matrix) -> Matrix:
+    """Return x (side, depth) as `panel` copies it: x itself, or packed, which reads and writes it once more.
+
+    It is packed where neither side has unit stride, and where side has it but what lies along it does not
+    begin and end on 16 bytes.
+    """
+    return x if x.order == "rows" else packed(x, 4, padded=True)
+
+
+def pitch(x: Matrix) -> int:
+    """Return the stride of an operand that is not 1."""
+    return x.row_stride if x.order == "rows" else x.column_stride
+
+
+def panel(order: Order, side: int, depth: int, row: int, threads: int) -> tuple[Function, Function, Function]:
+    """Return functions by which `threads` threads copy a panel of float32, of an operand of this order.
+
+    place(t) is (p, i): where in the panel the first copy of thread t lies. index(p, i, pitch) is the index of
+    an element of the operand. copy(shared, to, source, at, pitch, deep, wide) begins all copies of a thread,
+    the first from source[at] to shared[to]: zeros for what lies `deep` steps or more behind that, or `wide`
+    elements or more beside it. Steps are `row` elements apart in shared memory.
+
+    With unit stride along side, a copy moves 16 bytes. Along p it moves 4, and so turns the operand: `depth`
+    threads read as many steps of one row, a whole sector of 32 bytes if depth is 8. If then row is 4 more
+    than a multiple of 32, a warp writes its four rows of 8 steps into 32 banks.
+    """
+    if order == "rows":
+        apart = threads // depth
+        copies = side // apart
+
+        def place(t):  # type: ignore[no-untyped-def]
+            return int32(t % depth), int32(t // depth)
+
+        def index(p, i, pitch):  # type: ignore[no-untyped-def]
+            return int64(i) * pitch + p
+
+        def copy(shared, to, source, at, pitch, deep, wide):  # type: ignore[no-untyped-def]
+            reach = wide if deep > 0 else int32(0)
+            for e in range(copies):
+                valid = 4 if e * apart < reach else 0
+                cp_async_4_zfill(shared, to + e * apart, source, at + e * (int64(pitch) * apart), valid)
+
+    else:
+        groups = side // 4
+        apart = threads // groups
+        copies = depth // apart
+
+        def place(t):  # type: ignore[no-untyped-def]
+            return int32(t // groups), int32(t % groups * 4)
+
+        def index(p, i, pitch):  # type: ignore[no-untyped-def]
+            return int64(p) * pitch + i
+
+        def copy(shared, to, source, at, pitch, deep, wide):  # type: ignore[no-untyped-def]
+            for e in range(copies):
+                inside = e * apart < deep and wide > 0
+                from_there = at + e * (int64(pitch) * apart)
+                cp_async_16_or_zeros(shared, to + e * apart * row, source, from_there, inside)
+
+    return inlined(place), inlined(index), inlined(copy)
+
+
+def stores_vectors(c: Matrix) -> bool:
+    """Return whether four neighbours in a row of c can be stored at once."""
+    return c.order == "rows" and c.row_stride % 4 == 0 and c.address % 16 == 0
+
+
+def store_four(vectors: bool) -> Function:
+    """Return store(c, at, stride, sums, e, left): c[at], c[at + stride], ... = sums[e], sums[e + 1], ...
+
+    Four of them, or fewer where only `left` are before the edge. With `vectors` they are stored at once:
+    stride is 1 then, and c[at] begins on 16 bytes.
+    """
+
+    def store(c, at, stride, sums, e, left):  # type: ignore[no-untyped-def]
+        if vectors and left >= 4:
+            store_128(c, at, sums, e)
+        else:
+            for further in range(4):
+                if further < left:
+                    c[at + int64(further) * stride] = sums[e + further]
+
+    return inlined(store)

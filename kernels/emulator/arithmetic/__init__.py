@@ -1,0 +1,1 @@
+"""Instructions that compute in registers, as NumPy operations."""

@@ -1,0 +1,123 @@
+"""Where the elements of a matrix tile lie in the registers of a warp.
+
+A tensor-core instruction takes its tiles from the registers of 32 lanes. The PTX manual gives each layout as
+formulas in g = lane >> 2 ("groupID"), t = lane & 3 ("threadID_in_group") and the element's number in the lane
+(PTX ISA, section "Matrix Fragments for mma.m16n8k16" and its neighbours). All of them only deal out binary
+digits: the lane is the digits g t, the element a few more, and row and column are those digits in another
+order. So a layout is written here as four words, one letter a digit, most significant first, and a tile is
+read by a transposition of axes, without an index array. As in the machine, registers come first and lanes
+last: (registers, ..., lanes), the lanes of all warps.
+
+The letters: g of 8 and t of 4 make the lane; w of 4 is the warp in its group; n counts groups of 8 columns;
+k, r, e are digits of the element: the half of the depth, of the rows, of a register.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..base.instruction_registry import Array
+
+_SIZES = {"g": 8, "t": 4, "w": 4, "k": 2, "r": 2, "e": 2}
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """How a tile lies in registers: the digits of the lane and the element, of the row and the column."""
+
+    elements: str  # the digits of an element's number in its lane
+    rows: str
+    columns: str
+    lanes: str = "gt"
+    n: int = 1  # the size of digit n
+
+    def tile(self, values: Array) -> Array:
+        """Return the tiles (..., warps, rows, columns) of what lanes hold, (elements, ..., lanes)."""
+        _, *lead, lanes = values.shape
+        warps = lanes // self.size
+        digits = values.reshape(*self._shape(self.elements), *lead, warps, *self._shape(self.lanes))
+        tiles: Array = digits.transpose(self._order(len(lead))).reshape(*lead, warps, *self.shape)
+        return tiles
+
+    def spread(self, tiles: Array) -> Array:
+        """Return what lanes hold, (elements, ..., lanes), of tiles (..., warps, rows, columns)."""
+        *lead, warps = tiles.shape[:-2]
+        digits = tiles.reshape(*lead, warps, *self._shape(self.rows + self.columns))
+        back = np.argsort(self._order(len(lead)))
+        held: Array = digits.transpose(back)
+        return held.reshape(math.prod(self._shape(self.elements)), *lead, warps * self.size)
+
+    @functools.cached_property
+    def shape(self) -> tuple[int, int]:
+        """The rows and columns of the tile."""
+        return math.prod(self._shape(self.rows)), math.prod(self._shape(self.columns))
+
+    @functools.cached_property
+    def size(self) -> int:
+        """The lanes that hold a tile: those of a warp, or of a warp group."""
+        return math.prod(self._shape(self.lanes))
+
+    def _shape(self, digits: str) -> tuple[int, ...]:
+        return tuple(self.n if digit == "n" else _SIZES[digit] for digit in digits)
+
+    def _order(self, leading: int) -> tuple[int, ...]:
+        """The axes of what lanes hold (elements, leading, warps, lanes) in the order of tiles."""
+        first = len(self.elements)
+        after = first + leading + 1
+        places = {digit: i for i, digit in enumerate(self.elements)}
+        places |= {digit: after + i for i, digit in enumerate(self.lanes)}
+        return (*range(first, after), *(places[digit] for digit in self.rows + self.columns))
+
+
+@dataclass(frozen=True)
+class Fragments:
+    """The layouts of one shape of mma.sync: a (m, k), b (k, n), c and d (m, n)."""
+
+    a: Fragment
+    b: Fragment
+    c: Fragment
+
+
+_SUMS = Fragment("re", "rg", "te")  # c and d of every m16n8 shape
+
+# mma.sync by shape and by the bits of an element of a and b.
+MMA = {
+    ("m16n8k16", 16): Fragments(Fragment("kre", "rg", "kte"), Fragment("ke", "kte", "g"), _SUMS),
+    ("m16n8k8", 16): Fragments(Fragment("re", "rg", "te"), Fragment("e", "te", "g"), _SUMS),
+    ("m16n8k8", 32): Fragments(Fragment("kr", "rg", "kt"), Fragment("k", "kt", "g"), _SUMS),
+    ("m16n8k4", 32): Fragments(Fragment("r", "rg", "t"), Fragment("", "t", "g"), _SUMS),
+    ("m8n8k4", 64): Fragments(Fragment("", "g", "t"), Fragment("", "t", "g"), Fragment("e", "g", "te")),
+}
+
+# An 8 x 8 matrix of 16-bit elements as ldmatrix and stmatrix hold it, and its transpose (.trans).
+MATRIX, MATRIX_TRANSPOSED = Fragment("e", "g", "te"), Fragment("e", "te", "g")
+
+# wgmma's a (64, k) in the registers of a warp group's 128 lanes, by the bits of an element.
+WGMMA_A = {16: Fragment("kre", "wrg", "kte", "wgt"), 32: Fragment("kr", "wrg", "kt", "wgt")}
+
+
+@functools.cache
+def wgmma_sums(n: int) -> Fragment:
+    """Return the layout of wgmma's accumulators, (64, n), in 128 lanes of n / 2 elements."""
+    return Fragment("nre", "wrg", "nte", "wgt", n // 8)
+
+
+def load_matrices(rows: Array, transposed: bool) -> Array:
+    """Return registers (count, ..., lanes) uint32 as ldmatrix loads rows (..., warps, count, 8, 8) uint16.
+
+    rows[..., i, j, :] are the 16 bytes at the address that lane 8 i + j gives. A register holds two elements,
+    the first in its low half (PTX ISA, ldmatrix).
+    """
+    pairs = (MATRIX_TRANSPOSED if transposed else MATRIX).spread(np.moveaxis(rows, -3, 0)).astype(np.uint32)
+    words: Array = pairs[0] | pairs[1] << np.uint32(16)
+    return words
+
+
+def store_matrices(registers: Array, transposed: bool) -> Array:
+    """Return rows (..., warps, count, 8, 8) uint16 as stmatrix stores them: `load_matrices`, inverted."""
+    pairs = np.stack([registers & np.uint32(0xFFFF), registers >> np.uint32(16)]).astype(np.uint16)
+    return np.moveaxis((MATRIX_TRANSPOSED if transposed else MATRIX).tile(pairs), 0, -3)

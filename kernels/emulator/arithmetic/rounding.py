@@ -1,0 +1,158 @@
+"""Rounding: to nearest once, towards zero, down or up, and what `.ftz` and `.sat` do to a result.
+
+A directed rounding starts from the nearest number r and moves it one step where the exact result lies on the
+other side. So all it takes is the sign of (exact result - r), the residual. For float32 that sign comes out
+right in float64: products of two are exact there, and the error of a sum is itself a float64 (Knuth, The Art
+of Computer Programming, volume 2, section 4.2.2, theorem B). For float64, where directed rounding is rare,
+it comes from Python's fractions, one element after another.
+
+Source: PTX ISA manual, "Floating-Point Instructions"; IEEE 754-2019, sections 4.3 and 6.3.
+"""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import numpy as np
+
+from ..base.ptx_types import Array, Function
+from . import ufuncs
+
+MODES = ("rn", "rz", "rm", "rp")  # to nearest (ties to even), towards zero, down (minus), up (plus)
+SMALLEST_NORMAL = np.finfo(np.float32).smallest_normal
+
+
+def flush(x: Array) -> Array:
+    """Return x (float32) with subnormal numbers replaced by zeros of their sign."""
+    flushed: Array = ufuncs.flush()(x)
+    return flushed
+
+
+def flushing(function: Function) -> Function:
+    """Return `function` with `.ftz`: subnormal float32 operands and results count as zeros."""
+    flush = ufuncs.flush()
+    return lambda *xs: flush(function(*map(flush, xs)))
+
+
+def saturate(x: Array) -> Array:
+    """Return x clamped to [0, 1]; NaN and -0 become +0."""
+    zero, one = x.dtype.type(0), x.dtype.type(1)
+    clamped: Array = np.where(x > zero, np.minimum(x, one), zero)
+    return clamped
+
+
+def two_sum(a: Array, b: Array) -> tuple[Array, Array]:
+    """Return (s, e): the rounded sum and its error, s + e = a + b exactly."""
+    s = a + b
+    t = s - a
+    return s, (a - (s - t)) + (b - t)
+
+
+def step(nearest: Array, residual: Array, mode: str) -> Array:
+    """Return `nearest` rounded in `mode`; `residual` has the sign of exact - nearest, or is NaN for none."""
+    if mode == "rn":
+        return nearest
+    towards = {"rz": 0.0, "rm": -np.inf, "rp": np.inf}[mode]
+    wrong = {"rz": residual * np.sign(nearest) < 0, "rm": residual < 0, "rp": residual > 0}[mode]
+    return np.where(wrong, np.nextafter(nearest, nearest.dtype.type(towards)), nearest)
+
+
+def nearest(name: str, kind: str) -> Function:
+    """Return the function of this name ("add", "fma", ...) on operands of `kind`, rounded to nearest."""
+    if name in ("fma", "mad"):
+        fused: Function = ufuncs.fused_multiply_add(kind)
+        return fused
+    functions: dict[str, Function] = {
+        "add": np.add,
+        "sub": np.subtract,
+        "mul": np.multiply,
+        "div": np.divide,
+        "sqrt": np.sqrt,
+        "rcp": lambda x: x.dtype.type(1) / x,
+    }
+    return functions[name]
+
+
+def rounded(name: str, kind: str, mode: str) -> Function:
+    """Return the function of this name on operands of `kind` ("f32", "f64"), rounded in `mode`."""
+    function = nearest(name, kind)
+    if mode == "rn":
+        return function
+    residual = _RESIDUALS_32[name] if kind == "f32" else _exactly(name)
+
+    def directed(*xs: Array) -> Array:
+        r = function(*xs)
+        error = residual(r, *xs)
+        result = step(r, error, mode)
+        if mode == "rm" and name in ("add", "sub", "fma", "mad"):
+            # x - x is +0 in all modes but this one.
+            x, y = _terms(name, xs)
+            cancelled = (r == 0) & (error == 0) & (np.signbit(x) | np.signbit(y))
+            result = np.where(cancelled, -np.absolute(r), result)
+        return result
+
+    return directed
+
+
+def _terms(name: str, xs: tuple[Array, ...]) -> tuple[Array, Array]:
+    """Return the two terms of a sum, of which only the signs are used."""
+    if name == "add":
+        return xs[0], xs[1]
+    return (xs[0], -xs[1]) if name == "sub" else (xs[0] * xs[1], xs[2])
+
+
+def _wide(x: Array) -> Array:
+    return x.astype(np.float64)
+
+
+def _sum_32(r: Array, a: Array, b: Array) -> Array:
+    """The residual of a + b, of terms in float64."""
+    s, e = two_sum(a, b)
+    error: Array = (s - _wide(r)) + e
+    return error
+
+
+# Each takes the rounded result and the operands. Only their signs matter, so quotients and roots are compared
+# after multiplication by the divisor, or squared.
+_RESIDUALS_32: dict[str, Function] = {
+    "add": lambda r, a, b: _sum_32(r, _wide(a), _wide(b)),
+    "sub": lambda r, a, b: _sum_32(r, _wide(a), -_wide(b)),
+    "mul": lambda r, a, b: _wide(a) * _wide(b) - r,
+    "fma": lambda r, a, b, c: _sum_32(r, _wide(a) * _wide(b), _wide(c)),
+    "mad": lambda r, a, b, c: _sum_32(r, _wide(a) * _wide(b), _wide(c)),
+    "div": lambda r, a, b: (_wide(a) - _wide(r) * _wide(b)) * np.sign(b),
+    "rcp": lambda r, a: (1 - _wide(r) * _wide(a)) * np.sign(a),
+    "sqrt": lambda r, a: _wide(a) - _wide(r) * _wide(r),
+}
+_RESIDUALS: dict[str, Function] = {
+    "add": lambda r, a, b: a + b - r,
+    "sub": lambda r, a, b: a - b - r,
+    "mul": lambda r, a, b: a * b - r,
+    "fma": lambda r, a, b, c: a * b + c - r,
+    "mad": lambda r, a, b, c: a * b + c - r,
+    "div": lambda r, a, b: a / b - r,
+    "rcp": lambda r, a: 1 / a - r,
+    "sqrt": lambda r, a: a - r * r,
+}
+
+
+def _exactly(name: str) -> Function:
+    """Return the residual by fractions: -1, 0 or 1."""
+    residual = _RESIDUALS[name]
+
+    def sign(*xs: float) -> float:
+        r, *operands = xs
+        if (
+            math.isnan(r)
+            or not all(map(math.isfinite, operands))
+            or (name in ("div", "rcp") and not operands[-1])
+        ):
+            return 0.0  # no rounding took place
+        if math.isinf(r):
+            return -r  # the exact result was too large, and is finite
+        error = residual(*map(Fraction, xs))
+        return float((error > 0) - (error < 0))
+
+    signs = np.frompyfunc(sign, residual.__code__.co_argcount, 1)
+    return lambda *xs: np.asarray(signs(*xs), np.float64)

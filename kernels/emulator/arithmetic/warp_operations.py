@@ -1,0 +1,156 @@
+"""What the lanes of a warp do together: shuffles, votes, matches and reductions.
+
+Arrays are (..., 32): a lane on the last axis, warps on those before. `active` says which lanes execute the
+instruction, and `members` (its operand membermask, a bit for each lane) which of them take part, as each lane
+itself says: two halves of a warp may vote at once, each for itself. What a lane reads is undefined where it
+does not name itself, or reads a lane that does not take part; the functions say for which lanes that is so,
+and give them whatever value comes to hand.
+
+Source: PTX ISA manual, "Data Movement and Conversion Instructions: shfl.sync" and "Parallel Synchronization
+and Communication Instructions: vote.sync, match.sync, redux.sync".
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+
+from ..base.ptx_types import Array, Function
+
+LANES = np.arange(32, dtype=np.uint32)
+FIVE_BITS = np.uint32(31)
+
+# (result, predicate or None, lanes that read what is undefined)
+Exchange: TypeAlias = tuple[Array, "Array | None", Array]
+
+
+@dataclass(frozen=True, slots=True)
+class WarpOperation:
+    """What an instruction computes from the operands of all lanes of a warp."""
+
+    result: str  # kind of the destination; that of the second, `d|p`, is "pred"
+    operands: tuple[str, ...]  # kinds of the source operands, the mask of members last
+    function: Callable[..., Exchange]  # takes `active` (..., 32) and an array (..., 32) for each operand
+
+
+def word(flags: Array) -> Array:
+    """Return (..., 1): a uint32 for each warp, with a bit for each lane of flags (..., 32) that is True."""
+    packed = np.packbits(flags, axis=-1, bitorder="little")
+    return packed.view(np.dtype("<u4"))
+
+
+def awaited(members: Array, active: Array) -> Array:
+    """Return (..., 32): a bit for each lane that an active lane names as a member and that is not active.
+
+    An instruction `.sync` waits until those lanes that have not ended have come to it.
+    """
+    missing: Array = np.where(active, members & ~word(active), np.uint32(0))
+    return missing
+
+
+def takes_part(lanes: Array, members: Array, active: Array) -> Array:
+    """Return (..., 32): whether the lane of this number is active and among the members."""
+    chosen: Array = (((members & word(active)) >> lanes) & np.uint32(1)).astype(np.bool_)
+    return chosen
+
+
+def shuffle(mode: str, active: Array, value: Array, b: Array, c: Array, members: Array) -> Exchange:
+    """Return `value` of another lane: `shfl.sync.mode.b32 d|p, value, b, c, members`.
+
+    `b` is that lane, or how far off it is. `c` holds the last lane that may be read (the first, going up)
+    and, from bit 8 on, the bits of a lane's number that name its segment. The predicate says whether the lane
+    lies in that range; where it does not, a lane gets its own value.
+    """
+    offset, segment = b & FIVE_BITS, (c >> np.uint32(8)) & FIVE_BITS
+    first = LANES & segment
+    limit = first | (c & FIVE_BITS & ~segment)
+    if mode == "up":
+        source = LANES - offset  # below 0 it wraps, so that it is compared as a signed number
+        in_range = source.astype(np.int32) >= limit.astype(np.int32)
+    else:
+        source = {"down": LANES + offset, "bfly": LANES ^ offset, "idx": first | (offset & ~segment)}[mode]
+        in_range = source <= limit
+    shape = np.broadcast_shapes(active.shape, value.shape, in_range.shape)
+    source = np.broadcast_to(np.where(in_range, source, LANES), shape)
+    result = np.take_along_axis(np.broadcast_to(value, shape), source.astype(np.intp), axis=-1)
+    undefined = active & ~(takes_part(source, members, active) & takes_part(LANES, members, active))
+    return result, np.broadcast_to(in_range, shape), undefined
+
+
+def vote(mode: str, active: Array, flag: Array, members: Array) -> Exchange:
+    """Return what the members' flags say together: all, any, uni (all or none), or ballot, a bit for each."""
+    present = members & word(active)
+    true = word(np.broadcast_to(flag, active.shape)) & present
+    results: dict[str, Callable[[], Array]] = {
+        "all": lambda: true == present,
+        "any": lambda: true != 0,
+        "uni": lambda: (true == 0) | (true == present),
+        "ballot": lambda: true,
+    }
+    return results[mode](), None, active & ~takes_part(LANES, members, active)
+
+
+def match(mode: str, active: Array, value: Array, members: Array) -> Exchange:
+    """Return a bit for each member whose value equals this lane's.
+
+    With "all", that is all or none of them, and the predicate says which.
+    """
+    present = members & word(active)
+    value = np.broadcast_to(value, active.shape)
+    same = word(value[..., :, None] == value[..., None, :])[..., 0] & present
+    undefined = active & ~takes_part(LANES, members, active)
+    if mode == "any":
+        return same, None, undefined
+    agree = same == present
+    return np.where(agree, present, np.uint32(0)), agree, undefined
+
+
+def reduce(combine: np.ufunc, active: Array, value: Array, members: Array) -> Exchange:
+    """Return the members' values, combined."""
+    present = np.broadcast_to(members & word(active), active.shape)
+    taken = ((present[..., :, None] >> LANES) & np.uint32(1)) != 0
+    limits = np.iinfo(value.dtype)
+    neutral = {"minimum": limits.max, "maximum": limits.min, "bitwise_and": limits.max}.get(
+        combine.__name__, 0
+    )
+    others = np.broadcast_to(value, active.shape)[..., None, :]
+    terms = np.where(taken, others, value.dtype.type(neutral))
+    result = combine.reduce(terms, axis=-1, dtype=value.dtype)
+    return result, None, active & ~takes_part(LANES, members, active)
+
+
+REDUCTIONS: dict[str, np.ufunc] = {
+    "add": np.add,
+    "min": np.minimum,
+    "max": np.maximum,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+}
+
+
+@functools.cache
+def warp_operation(opcode: tuple[str, ...]) -> WarpOperation | None:
+    """Return what the instruction computes, or None where it is none of a warp that is known here.
+
+    Forms without `.sync` are unknown: they ended with sm_70.
+    """
+    partial: Function = functools.partial
+    match opcode:
+        case ("shfl", "sync", "up" | "down" | "bfly" | "idx" as mode, "b32"):
+            return WarpOperation("b32", ("b32", "u32", "u32", "u32"), partial(shuffle, mode))
+        case ("vote", "sync", "all" | "any" | "uni" as mode, "pred"):
+            return WarpOperation("pred", ("pred", "u32"), partial(vote, mode))
+        case ("vote", "sync", "ballot", "b32"):
+            return WarpOperation("b32", ("pred", "u32"), partial(vote, "ballot"))
+        case ("match", "any" | "all" as mode, "sync", "b32" | "b64" as kind):
+            return WarpOperation("b32", (kind, "u32"), partial(match, mode))
+        case ("redux", "sync", "add" | "min" | "max" as name, "u32" | "s32" as kind):
+            return WarpOperation(kind, (kind, "u32"), partial(reduce, REDUCTIONS[name]))
+        case ("redux", "sync", "and" | "or" | "xor" as name, "b32"):
+            return WarpOperation("b32", ("b32", "u32"), partial(reduce, REDUCTIONS[name]))
+    return None

@@ -1,0 +1,1 @@
+"""What every instruction builds on: the registry, batches of lanes, PTX's types."""

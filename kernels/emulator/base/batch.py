@@ -1,0 +1,263 @@
+"""A batch: like instructions that run as one NumPy operation, and access to their operands.
+
+Registers of one width are rows of one array (registers, lanes). Where the rows of a batch's operand follow
+one another, the operand is a slice of it, with no copy; the layout of registers sees to it that results do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from ..ptx.fault import EmulatorError
+from ..ptx.operands import Address, Immediate, Label, Operand, Pair, Register, Special, Symbol, Vector
+from ..ptx.program import SIZES, Instruction, Program
+from ..ptx.special_registers import special
+from .instruction_registry import Array, Mask
+
+if TYPE_CHECKING:
+    from ..execution.machine import Machine
+
+Source: TypeAlias = "Callable[[Machine], Array]"
+Target: TypeAlias = "Callable[[Machine, Any, Mask], None]"
+Rows: TypeAlias = "slice | Array"
+Layout: TypeAlias = dict[tuple[str, int], int]  # (file, row in the program) -> row in the machine
+
+# NumPy's dtype for each kind of PTX. bfloat16 and packed pairs travel as bits.
+DTYPES: dict[str, np.dtype[Any]] = {
+    kind: np.dtype(name)
+    for kind, name in {
+        **{f"b{n}": f"u{n // 8}" for n in (8, 16, 32, 64)},
+        **{f"u{n}": f"u{n // 8}" for n in (8, 16, 32, 64)},
+        **{f"s{n}": f"i{n // 8}" for n in (8, 16, 32, 64)},
+        **{f"f{n}": f"f{n // 8}" for n in (16, 32, 64)},
+        **{"bf16": "u2", "f16x2": "u4", "bf16x2": "u4", "tf32": "u4", "pred": "?"},
+    }.items()
+}
+SHARED_WINDOW = 1 << 60  # where shared memory begins among generic addresses
+LOCAL_WINDOW = 1 << 61
+SPACES = {"shared": SHARED_WINDOW, "local": LOCAL_WINDOW}
+
+
+class Batch:
+    """Like instructions (same opcode, guard and kinds of operands) that do not depend on each other."""
+
+    def __init__(self, instructions: Sequence[Instruction], program: Program, layout: Layout) -> None:
+        self.instructions = instructions
+        self.program = program
+        self.layout = layout
+
+    @property
+    def first(self) -> Instruction:
+        """The first instruction, which says what all have in common."""
+        return self.instructions[0]
+
+    def __len__(self) -> int:
+        return len(self.instructions)
+
+    def has(self, index: int) -> bool:
+        """Whether the instructions have an operand `index` (negative counts from the end)."""
+        count = len(self.first.operands)
+        return -count <= index < count
+
+    def operands(self, index: int) -> list[Operand]:
+        """Operand `index` of each instruction."""
+        return [instruction.operands[index] for instruction in self.instructions]
+
+    def source(self, index: int, kind: str) -> Source:
+        """How to read operand `index` as `kind`: a function of the machine; (instructions, lanes), or 1."""
+        return self.reader(self.operands(index), kind)
+
+    def sources(self, index: int, kind: str) -> Source:
+        """How to read the vector operand `index`: (items, instructions, lanes)."""
+        items = [
+            operand.items if isinstance(operand, Vector) else (operand,) for operand in self.operands(index)
+        ]
+        count = len(items)
+        flat = [operand for column in zip(*items, strict=True) for operand in column]
+        read = self.reader(flat, kind, collapse=False)
+
+        def values(machine: Machine) -> Array:
+            return read(machine).reshape(len(items[0]), count, -1)
+
+        return values
+
+    def target(self, index: int, kind: str) -> Target:
+        """How to write operand `index`: a function of (machine, values (instructions, lanes) or 1, mask)."""
+        return self.writer(self.operands(index), kind)
+
+    def targets(self, index: int, kind: str) -> Target:
+        """How to write the vector operand `index`, from values (items, instructions, lanes)."""
+        items = [
+            operand.items if isinstance(operand, Vector) else (operand,) for operand in self.operands(index)
+        ]
+        flat = [operand for column in zip(*items, strict=True) for operand in column]
+        write = self.writer(flat, kind)
+
+        def values(machine: Machine, value: Array, mask: Mask) -> None:
+            write(machine, value.reshape(len(flat), -1), mask)
+
+        return values
+
+    def address(self, index: int) -> Source:
+        """How to read the address operand `index`: int64 (instructions or 1, lanes or 1), offset added."""
+        operands = [operand for operand in self.operands(index) if isinstance(operand, Address)]
+        if len(operands) != len(self.instructions):
+            raise EmulatorError(f"operand {index} is no address: {self.first.text}")
+        bases = [operand.base for operand in operands]
+        kind = "u32" if isinstance(bases[0], Register) and bases[0].file == "b32" else "s64"
+        base = self.reader(bases, kind)
+        offsets = np.array([operand.offset for operand in operands], np.int64)[:, None]
+        if (offsets == offsets[0]).all():
+            offsets = offsets[:1]
+        if kind == "s64":
+            if not offsets.any():
+                return base
+            return lambda machine: base(machine) + offsets
+        return lambda machine: base(machine).astype(np.int64) + offsets
+
+    def rows(self, registers: Sequence[Register], collapse: bool = True) -> tuple[str, Rows]:
+        """The file of the registers and their rows in it: a slice where they follow one another."""
+        file = registers[0].file
+        rows = [self.layout[register.file, register.row] for register in registers]
+        if collapse and len(set(rows)) == 1:
+            return file, slice(rows[0], rows[0] + 1)
+        if rows == list(range(rows[0], rows[0] + len(rows))):
+            return file, slice(rows[0], rows[0] + len(rows))
+        return file, np.array(rows)
+
+    def reader(self, operands: Sequence[Operand], kind: str, collapse: bool = True) -> Source:
+        """How to read these operands as `kind`, one a row (one row, where all are the same)."""
+        kinds = {type(operand) for operand in operands}
+        if kinds == {Register}:
+            registers = [operand for operand in operands if isinstance(operand, Register)]
+            if len({(register.file, register.negated) for register in registers}) == 1:
+                return self._registers(registers, kind, collapse)
+        if kinds <= {Immediate, Symbol}:
+            values = np.array([self._constant(operand, kind) for operand in operands]).reshape(-1, 1)
+            if collapse and (values == values[0]).all():
+                values = values[:1]
+            return lambda machine: values
+        if kinds == {Special} and len(set(operands)) == 1 and collapse:
+            return self._special(operands[0], kind)
+        single = [self.reader([operand], kind) for operand in operands]
+
+        def stacked(machine: Machine) -> Array:
+            return np.concatenate(
+                [np.broadcast_to(one(machine), (1, machine.lanes)) for one in single], axis=0
+            )
+
+        return stacked
+
+    def _registers(self, registers: Sequence[Register], kind: str, collapse: bool) -> Source:
+        file, rows = self.rows(registers, collapse)
+        dtype = DTYPES[kind]
+        if file == "pred":
+            if registers[0].negated:
+                return lambda machine: ~machine.files["pred"][rows]
+            if kind == "pred":
+                return lambda machine: machine.files["pred"][rows]
+            return lambda machine: machine.files["pred"][rows].astype(dtype)
+        if int(file[1:]) == 8 * dtype.itemsize:
+            view = (file, dtype.str)
+            return lambda machine: machine.views[view][rows]
+        # Wider or narrower than the register: its low bits, or extended as the kind's sign says.
+        through = np.dtype(f"{'i' if kind[0] == 's' else 'u'}{min(int(file[1:]) // 8, dtype.itemsize)}")
+        return lambda machine: (
+            machine.files[file][rows].astype(through).astype(f"u{dtype.itemsize}").view(dtype)
+        )
+
+    def _constant(self, operand: Operand, kind: str) -> Any:
+        dtype = DTYPES[kind]
+        if isinstance(operand, Symbol):
+            if operand.space in ("global", "const"):
+                # Its place among global addresses: the program is loaded there before it runs.
+                return dtype.type(self.program.variables[operand.name].offset)
+            return dtype.type(operand.offset)
+        assert isinstance(operand, Immediate)
+        if operand.kind:
+            bits = np.dtype("u4" if operand.kind == "f32" else "u8").type(operand.value)
+            number = bits.view(np.float32 if operand.kind == "f32" else np.float64)
+            if dtype.kind == "f":
+                return dtype.type(number)
+            return bits.astype(f"u{dtype.itemsize}").view(dtype)
+        if kind == "pred":
+            return np.bool_(operand.value)
+        if dtype.kind == "f":
+            return dtype.type(operand.value)
+        low = operand.value % (1 << 8 * dtype.itemsize)
+        return np.array(low, f"u{dtype.itemsize}").view(dtype)[()]
+
+    def _special(self, operand: Operand, kind: str) -> Source:
+        assert isinstance(operand, Special)
+        name, dtype = operand.name, DTYPES[kind]
+
+        def value(machine: Machine) -> Array:
+            found = machine.specials.get((name, kind))
+            if found is None:
+                found = np.atleast_2d(np.asarray(special(machine, name)).astype(dtype))
+                machine.specials[name, kind] = found
+            return found
+
+        return value
+
+    def writer(self, operands: Sequence[Operand], kind: str) -> Target:
+        """How to write these registers, one a row; where an operand is `_`, its row is dropped."""
+        if isinstance(operands[0], Pair):
+            first = self.writer([operand.first for operand in operands if isinstance(operand, Pair)], kind)
+            return first
+        kept = [i for i, operand in enumerate(operands) if isinstance(operand, Register)]
+        if len(kept) != len(operands):
+            if not kept:
+                return lambda machine, value, mask: None
+            write = self.writer([operands[i] for i in kept], kind)
+            return lambda machine, value, mask: write(
+                machine, np.broadcast_to(value, (len(operands), machine.lanes))[kept], mask
+            )
+        file, rows = self.rows(
+            [operand for operand in operands if isinstance(operand, Register)], collapse=False
+        )
+        dtype = DTYPES[kind]
+        view = (file, "|b1" if file == "pred" else dtype.str)
+        if file != "pred" and int(file[1:]) != 8 * dtype.itemsize:
+            wide = np.dtype(f"{'i' if kind[0] == 's' else 'u'}{int(file[1:]) // 8}")
+            narrow = np.dtype(f"{'i' if kind[0] == 's' else 'u'}{dtype.itemsize}")
+            direct = self._write((file, wide.str), rows)
+            return lambda machine, value, mask: direct(
+                machine, np.ascontiguousarray(value).view(narrow).astype(wide), mask
+            )
+        return self._write(view, rows)
+
+    @staticmethod
+    def _write(view: tuple[str, str], rows: Rows) -> Target:
+        if isinstance(rows, slice):
+
+            def to_slice(machine: Machine, value: Any, mask: Mask) -> None:
+                if mask is None:
+                    machine.views[view][rows] = value
+                else:
+                    np.copyto(machine.views[view][rows], value, where=mask)
+
+            return to_slice
+
+        def to_rows(machine: Machine, value: Any, mask: Mask) -> None:
+            registers = machine.views[view]
+            registers[rows] = value if mask is None else np.where(mask, value, registers[rows])
+
+        return to_rows
+
+    def label(self, index: int) -> int:
+        """The instruction that the label operand `index` stands for."""
+        operand = self.first.operands[index]
+        if isinstance(operand, Label):
+            for scope in (*reversed(operand.scopes), ""):
+                if (found := self.program.labels.get(scope + operand.name)) is not None:
+                    return found
+        raise EmulatorError(f"no such label: {self.first.text}")
+
+
+def size(kind: str) -> int:
+    """Return the bytes of one item of `kind`."""
+    return SIZES.get(kind) or DTYPES[kind].itemsize

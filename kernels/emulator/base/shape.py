@@ -1,0 +1,43 @@
+"""The lanes and registers of a machine: the same for all machines of a launch that have as many blocks."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .batch import DTYPES
+from .instruction_registry import Array
+
+WARP = 32
+
+
+class Shape:
+    """So many blocks of (x, y, z) threads, their last warps filled up with lanes that never run."""
+
+    def __init__(self, blocks: int, block: tuple[int, int, int]) -> None:
+        self.blocks, self.block = blocks, block
+        self.threads = block[0] * block[1] * block[2]  # of a block
+        self.warps_per_block = -(-self.threads // WARP)
+        self.lanes_per_block = self.warps_per_block * WARP
+        self.warps = blocks * self.warps_per_block
+        self.lanes = blocks * self.lanes_per_block
+        lane = np.arange(self.lanes)
+        self.block_of_lane = lane // self.lanes_per_block
+        self.warp_of_lane = lane // WARP
+        self.thread_of_lane = lane % self.lanes_per_block  # within its block
+        self.is_thread = self.thread_of_lane < self.threads
+
+
+class Registers:
+    """The registers of all lanes: a file for each width, (registers, lanes), and views as other kinds."""
+
+    def __init__(self, rows: dict[str, int], lanes: int) -> None:
+        self.rows, self.lanes = rows, lanes
+        self.files: dict[str, Array] = {
+            file: np.zeros((count, lanes), np.bool_ if file == "pred" else f"u{int(file[1:]) // 8}")
+            for file, count in rows.items()
+        }
+        self.views: dict[tuple[str, str], Array] = {}
+        for file, registers in self.files.items():
+            for dtype in {registers.dtype, *DTYPES.values()}:
+                if dtype.itemsize == registers.dtype.itemsize and (dtype.kind == "b") == (file == "pred"):
+                    self.views[file, dtype.str] = registers.view(dtype)

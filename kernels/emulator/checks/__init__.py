@@ -1,0 +1,1 @@
+"""Checks of asynchronous accesses, and of kernels compiled with debug=True."""

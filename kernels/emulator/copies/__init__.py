@@ -1,0 +1,1 @@
+"""Asynchronous copies: cp.async, the copy engine, clusters."""

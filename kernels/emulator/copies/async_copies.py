@@ -1,0 +1,235 @@
+"""cp.async: copies of 4, 8 or 16 bytes from global to shared memory that a thread begins and waits for later.
+
+PTX ISA, "Data Movement and Conversion Instructions: Non-bulk copy". A copy is carried out when its thread
+waits for its group, and reads global memory only then; where it goes is marked as pending in between. Its
+addresses are checked when it begins, so that one that is never waited for is checked too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..base.batch import Batch
+from ..base.instruction_registry import Array, Mask, Run, unit
+from ..memory.address_checks import CLUSTER_SHIFT, any_granule, blame, lanes_of
+from ..memory.async_groups import Groups, begin, in_shared_window
+from ..memory.loads_and_stores import fetch
+from ..ptx.fault import EmulatorError
+from ..ptx.operands import Immediate, Register
+
+if TYPE_CHECKING:
+    from ..execution.machine import Machine
+
+
+@dataclass
+class Copies:
+    """The copies of one step: n instructions by some lanes, (n, lanes) each."""
+
+    batch: Batch
+    lanes: Array  # (lanes,)
+    size: int  # bytes of each
+    places: Array  # in the shared memory of all blocks
+    source: Array  # global addresses
+    taken: Array | None  # bytes that are read; the rest is zeros. None: all
+    granules: Array  # (n, lanes, granules of a copy)
+    agents: Array  # those that wait: the warp of each lane
+    clocks: Array  # (lanes, agents of a block): what a lane's warp will know then
+
+
+class AsyncCopies:
+    """The copies under way, by lane."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.groups: Groups[Copies] = Groups(machine.lanes)
+        self._claims = np.zeros(machine.clocks.written.size, np.int32)
+
+    def twice(self, granules: Array) -> NDArray[np.bool_]:
+        """Return which copies (n, lanes) go to granules that another of them goes to as well."""
+        numbers = np.arange(granules.size, dtype=np.int32).reshape(granules.shape)
+        self._claims[granules] = numbers
+        return any_granule(self._claims[granules] != numbers)
+
+    def wait(self, lanes: Array, allowed: int) -> None:
+        """Complete what these lanes wait for, so that at most `allowed` groups of each are under way."""
+        for copies, due in self.groups.wait(lanes, allowed):
+            self._complete(copies, slice(None) if due.all() else due)
+
+    def _complete(self, copies: Copies, some: slice | NDArray[np.bool_]) -> None:
+        machine = self.machine
+        lanes, places, source = copies.lanes[some], copies.places[:, some], copies.source[:, some]
+        taken = None if copies.taken is None else copies.taken[:, some]
+        data = self._read(copies, lanes, source, taken)
+        rows = machine.shared.reshape(-1).view(f"V{copies.size}")
+        rows[places // copies.size] = data.view(f"V{copies.size}")[..., 0]
+        clocks = machine.clocks
+        clocks.pending[copies.granules[:, some]] = False
+        # One lane of each warp is enough: all of a warp know the same.
+        agents, first = np.unique(copies.agents[some], return_index=True)
+        clocks.join(agents, copies.clocks[some][first])
+        if machine.counts is not None:
+            machine.counts.copied_bytes += data.size
+
+    def _read(self, copies: Copies, lanes: Array, source: Array, taken: Array | None) -> Array:
+        """The bytes that arrive, (n, lanes, size): those of global memory, then zeros."""
+        if taken is None:
+            return fetch(self.machine, copies.batch, "global", source, copies.size, lanes)
+        data = np.zeros((*source.shape, copies.size), np.uint8)
+        for row, instruction in enumerate(copies.batch.instructions):
+            one = Batch([instruction], copies.batch.program, copies.batch.layout)
+            for count in np.unique(taken[row][taken[row] > 0]):
+                some = taken[row] == count
+                for width, offset in _pieces(int(count)):
+                    place = (source[row, some] + offset)[None]
+                    read = fetch(self.machine, one, "global", place, width, lanes[some])
+                    data[row, some, offset : offset + width] = read[0]
+        return data
+
+
+def _pieces(count: int) -> list[tuple[int, int]]:
+    """Cut `count` bytes, at most 16, into (width, offset) with widths that are powers of 2, largest first."""
+    pieces, offset = [], 0
+    for width in (16, 8, 4, 2, 1):
+        if count & width:
+            pieces.append((width, offset))
+            offset += width
+    return pieces
+
+
+@unit("cp.async.ca", "cp.async.cg", order="store", results=0)
+def cp_async(batch: Batch) -> Run:
+    """cp.async.cg.shared.global [dst], [src], size{, src-size or ignore-src}."""
+    size = batch.first.operands[2]
+    if (
+        not isinstance(size, Immediate)
+        or size.value not in (4, 8, 16)
+        or any("cache_hint" in w for w in batch.first.opcode)
+    ):
+        raise EmulatorError(f"this form of cp.async is not emulated: {batch.first.text}")
+    to, source, width = batch.address(0), batch.address(1), size.value
+    ignored = isinstance(batch.first.operands[-1], Register) and batch.first.operands[-1].file == "pred"
+    taken = batch.source(3, "pred" if ignored else "u32") if batch.has(3) else None
+
+    def run(machine: Machine, mask: Mask) -> None:
+        lanes = lanes_of(machine, mask)
+        shape = (len(batch), machine.lanes)
+        places, sources = (np.broadcast_to(read(machine), shape)[:, lanes] for read in (to, source))
+        counts = None
+        if taken is not None:
+            given = np.broadcast_to(taken(machine), shape)[:, lanes]
+            counts = np.where(given, 0, width) if ignored else given.astype(np.int64)
+            if (counts == width).all():
+                counts = None
+        _begin(machine, batch, lanes, in_shared_window(machine, places, lanes), sources, counts, width)
+
+    return run
+
+
+def _begin(
+    machine: Machine,
+    batch: Batch,
+    lanes: Array,
+    places: Array,
+    sources: Array,
+    taken: Array | None,
+    width: int,
+) -> None:
+    _check(machine, batch, lanes, places, sources, taken, width)
+    if machine.counts is not None:
+        machine.counts.shared_access(machine, batch.instructions, places, width, lanes)
+    clocks = machine.clocks
+    block = machine.block_of_lane[lanes]
+    granules = clocks.granules(block, places, width)
+    of_lanes = clocks.agents_of_lanes()[lanes]
+    warps, lane_of = np.unique(of_lanes, return_inverse=True)
+    agents, known = begin(clocks, warps)
+    copies = machine.state(AsyncCopies)
+    if (bad := copies.twice(granules) | any_granule(clocks.pending[granules])).any():
+        blame(
+            machine,
+            batch,
+            bad,
+            lanes,
+            "overwrites a pending copy",
+            "copies to where another copy is under way",
+        )
+    copiers = np.broadcast_to(agents[lane_of], places.shape)
+    races = clocks.write(granules, copiers, batch.instructions)
+    if races.any():
+        first = int(np.argmax(races))
+        agent = int(copiers.reshape(-1)[first // races.shape[-1]])
+        text = clocks.explain(int(granules.reshape(-1)[first]), agent)
+        text = f"copies to shared memory {text}, with no barrier between them"
+        blame(machine, batch, any_granule(races), lanes, "race", text)
+    clocks.pending[granules] = True
+    clocks.any_pending = True
+    clocks.tick(agents)
+    flat = block * machine.shared_pitch + places
+    begun = Copies(batch, lanes, width, flat, sources, taken, granules, of_lanes, known[lane_of])
+    copies.groups.begin(begun, lanes)
+
+
+def _check(
+    machine: Machine,
+    batch: Batch,
+    lanes: Array,
+    places: Array,
+    sources: Array,
+    taken: Array | None,
+    width: int,
+) -> None:
+    for name, addresses in (("to", places), ("from", sources)):
+        if (bad := np.asarray(addresses % width != 0)).any():
+            text = f"copies {width} bytes {name} an address that is not a multiple of {width}"
+            blame(machine, batch, bad, lanes, "misaligned", text)
+    if (there := np.asarray(places >> CLUSTER_SHIFT)).any():
+        blame(
+            machine, batch, there != 0, lanes, "wrong memory", "copies to the shared memory of another block"
+        )
+    if (bad := np.asarray((places < 0) | (places + width > machine.shared_size))).any():
+        at = int(places.reshape(-1)[np.argmax(bad)])
+        have = f"of which the block has {machine.shared_size}"
+        text = f"copies {width} bytes to byte {at} of shared memory, {have}"
+        blame(machine, batch, bad, lanes, "out of bounds", text)
+    if taken is not None and (bad := np.asarray(taken > width)).any():
+        text = f"reads {int(taken[bad][0])} bytes for a copy of {width}: src-size is at most that"
+        blame(machine, batch, bad, lanes, "out of bounds", text)
+    for count in (width,) if taken is None else np.unique(taken[taken > 0]):
+        some = np.ones(sources.shape, np.bool_) if taken is None else taken == count
+        for buffer, where in machine.memory.find(sources[some], int(count)):
+            if buffer is None:
+                bad = some.copy()
+                bad[some] = True if where is None else where
+                near = machine.memory.near(int(sources[bad][0]))
+                blame(machine, batch, bad, lanes, "out of bounds", f"copies {int(count)} bytes from {near}")
+
+
+@unit("cp.async.commit_group", order="fence", results=0)
+def commit_group(batch: Batch) -> Run:
+    """cp.async.commit_group: make a group of the copies that each thread has begun since the last."""
+    return lambda machine, mask: machine.state(AsyncCopies).groups.commit(lanes_of(machine, mask))
+
+
+@unit("cp.async.wait_group", order="fence", results=0)
+def wait_group(batch: Batch) -> Run:
+    """cp.async.wait_group n: wait until at most the last n groups of the thread are under way."""
+    allowed = batch.first.operands[0]
+    if not isinstance(allowed, Immediate):
+        raise EmulatorError(f"the number of groups is no constant: {batch.first.text}")
+    return lambda machine, mask: machine.state(AsyncCopies).wait(lanes_of(machine, mask), allowed.value)
+
+
+@unit("cp.async.wait_all", order="fence", results=0)
+def wait_all(batch: Batch) -> Run:
+    """cp.async.wait_all: wait for all copies of the thread, grouped or not."""
+
+    def run(machine: Machine, mask: Mask) -> None:
+        copies, lanes = machine.state(AsyncCopies), lanes_of(machine, mask)
+        copies.groups.commit(lanes)
+        copies.wait(lanes, 0)
+
+    return run

@@ -1,0 +1,167 @@
+"""Clusters: blocks that run together, reach each other's shared memory, and wait for each other.
+
+PTX ISA, "mapa", "getctarank", "barrier.cluster". An address of another block's shared memory holds 1 + the
+block's rank in the cluster above its offset (`places.CLUSTER_SHIFT`); 0 there means the thread's own block.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..base.batch import SHARED_WINDOW, Batch
+from ..base.instruction_registry import Array, Mask, Run, unit
+from ..memory.address_checks import CLUSTER_SHIFT, lanes_of
+from ..memory.async_groups import fault_at, snapshot
+from ..ptx.operands import Address
+
+if TYPE_CHECKING:
+    from ..execution.machine import Machine
+    from ..ptx.program import Instruction
+
+OFFSETS = (1 << CLUSTER_SHIFT) - 1
+
+
+@unit("mapa", order="pure")
+def mapa(batch: Batch) -> Run:
+    """mapa{.shared::cluster}.type d, a, b: the place of the own block's address a in the block of rank b."""
+    kind = batch.first.opcode[-1]
+    rank, write = batch.source(2, "u32"), batch.target(0, kind)
+    # A variable of shared memory may stand there as such, or in brackets.
+    at = batch.address(1) if isinstance(batch.first.operands[1], Address) else batch.source(1, kind)
+
+    def run(machine: Machine, mask: Mask) -> None:
+        lanes = lanes_of(machine, mask)
+        ranks = np.broadcast_to(rank(machine), (len(batch), machine.lanes)).astype(np.int64)
+        if (bad := ranks[:, lanes] >= machine.cluster).any():
+            lane = int(lanes[np.argmax(bad.any(axis=0))])
+            text = f"maps an address to rank {int(ranks[:, lanes][bad][0])} of a cluster of {machine.cluster}"
+            fault_at(machine, "out of bounds", text, lane)
+        places = np.broadcast_to(at(machine), ranks.shape).astype(np.int64)
+        window = places & ~(SHARED_WINDOW - 1)
+        mapped = window | (ranks + 1) << CLUSTER_SHIFT | places & OFFSETS
+        write(machine, mapped.astype(f"u{8 if kind.endswith('64') else 4}"), mask)
+
+    return run
+
+
+@unit("getctarank", order="pure")
+def getctarank(batch: Batch) -> Run:
+    """getctarank{.shared::cluster}.type d, a: the rank of the block whose shared memory a is in."""
+    kind = batch.first.opcode[-1]
+    at = batch.address(1) if isinstance(batch.first.operands[1], Address) else batch.source(1, kind)
+    write = batch.target(0, "u32")
+
+    def run(machine: Machine, mask: Mask) -> None:
+        places = np.broadcast_to(at(machine), (len(batch), machine.lanes)).astype(np.int64)
+        rank = (places & SHARED_WINDOW - 1) >> CLUSTER_SHIFT
+        own = (machine.first + machine.block_of_lane) % machine.cluster
+        write(machine, np.where(rank > 0, rank - 1, own).astype(np.uint32), mask)
+
+    return run
+
+
+class RemoteAccesses:
+    """What agents do in other blocks' shared memory; no block may end before it knows that it is done."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.times: dict[tuple[int, int], tuple[int, Instruction | None]] = {}  # by (block, agent): the last
+
+    def note(self, block: int, agents: Array) -> None:
+        """Note that agents use the memory of `block` now; those of the block itself are left out."""
+        clocks, machine = self.machine.clocks, self.machine
+        for agent in np.unique(agents):
+            if machine.cluster > 1 and agent // (clocks.warps + clocks.asynchronous) != block:
+                self.times[block, int(agent)] = (int(clocks.own(agent[None])[0]), machine.instruction)
+
+    def finish(self) -> None:
+        """At the end of the kernel: Fault for what a block's threads did not know of when they ended."""
+        machine, clocks = self.machine, self.machine.clocks
+        for (block, agent), (time, instruction) in self.times.items():
+            lanes = block * machine.lanes_per_block + np.arange(clocks.warps) * 32
+            warps = clocks.agents_of_lanes()[lanes]
+            known = clocks.knows(warps, np.array([agent % clocks.agents]))
+            if int(known.max()) < time:
+                machine.instruction = instruction
+                machine.fault(
+                    "block ended",
+                    f"{machine.block_name(block)} may have ended when another block of its cluster uses "
+                    "its shared memory: let both come to barrier.cluster at the end",
+                )
+
+
+class ClusterBarriers:
+    """The barrier of each cluster: how often each thread has come, and has waited."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.arrived = np.zeros(machine.lanes, np.int64)
+        self.waited = np.zeros(machine.lanes, np.int64)
+        self.released: dict[tuple[int, int], Array] = {}  # (cluster, phase): what those who came knew
+
+    def clusters(self, lanes: Array) -> Array:
+        """The cluster of each lane, numbered over the machine."""
+        found: Array = self.machine.block_of_lane[lanes] // self.machine.cluster
+        return found
+
+    def arrive(self, lanes: Array, releases: bool) -> None:
+        """Let lanes come, and release what they did."""
+        machine, clocks = self.machine, self.machine.clocks
+        if (bad := self.arrived[lanes] != self.waited[lanes]).any():
+            text = "comes to the cluster's barrier again before it has waited there"
+            fault_at(machine, "barrier", text, int(lanes[np.argmax(bad)]))
+        self.arrived[lanes] += 1
+        machine.events += 1
+        agents = clocks.agents_of_lanes()[lanes]
+        if releases:
+            place = self.clusters(lanes) << 32 | self.arrived[lanes]
+            for one in np.unique(place):
+                key = (int(one) >> 32, int(one) & 0xFFFFFFFF)
+                clock = snapshot(clocks, np.unique(agents[place == one])).max(axis=0)
+                self.released[key] = np.maximum(self.released.get(key, clock), clock)
+        clocks.tick(np.unique(agents))
+
+    def wait(self, lanes: Array, acquires: bool) -> NDArray[np.bool_]:
+        """Which lanes may go on: all threads of their cluster that have not ended have come."""
+        machine, clocks = self.machine, self.machine.clocks
+        if (bad := self.arrived[lanes] == self.waited[lanes]).any():
+            text = "waits at the cluster's barrier to which it did not come (barrier.cluster.arrive)"
+            fault_at(machine, "barrier", text, int(lanes[np.argmax(bad)]))
+        come = np.where(machine.alive, self.arrived, np.iinfo(np.int64).max)
+        fewest = come.reshape(-1, machine.cluster * machine.lanes_per_block).min(axis=1)
+        clusters = self.clusters(lanes)
+        passed: NDArray[np.bool_] = fewest[clusters] >= self.arrived[lanes]
+        self.waited[lanes[passed]] += 1
+        if acquires:
+            agents = clocks.agents_of_lanes()[lanes]
+            place = clusters << 32 | self.arrived[lanes]
+            for one in np.unique(place[passed]):
+                clock = self.released.get((int(one) >> 32, int(one) & 0xFFFFFFFF))
+                if clock is not None:
+                    clocks.join(np.unique(agents[passed & (place == one)]), clock)
+        return passed
+
+
+@unit("barrier.cluster.arrive", order="barrier", results=0)
+def arrive(batch: Batch) -> Run:
+    """barrier.cluster.arrive{.release|.relaxed}{.aligned}: come, and go on."""
+    releases = "relaxed" not in batch.first.opcode
+    return lambda machine, mask: machine.state(ClusterBarriers).arrive(lanes_of(machine, mask), releases)
+
+
+@unit("barrier.cluster.wait", order="sync", results=0)
+def wait(batch: Batch) -> Run:
+    """barrier.cluster.wait{.acquire}{.aligned}: until all threads of the cluster have come."""
+    acquires = "relaxed" not in batch.first.opcode
+
+    def run(machine: Machine, mask: Mask) -> NDArray[np.bool_]:
+        lanes = lanes_of(machine, mask)
+        passed = np.ones(machine.lanes, np.bool_)
+        if lanes.size:
+            passed[lanes] = machine.state(ClusterBarriers).wait(lanes, acquires)
+        return passed
+
+    return run

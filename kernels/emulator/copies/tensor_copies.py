@@ -1,0 +1,148 @@
+"""Tensor copies: what the tensor memory accelerator (TMA) moves between a matrix and a tile in shared memory.
+
+One thread names a tensor map and the corner of a box; the copy engine computes all addresses, swizzles, and
+fills what lies outside of the matrix with zeros, or does not write it (PTX ISA, "cp.async.bulk.tensor", and
+"Tensors"). The rules of a tensor map are those of cuTensorMapEncodeTiled (CUDA driver API).
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from ..base.instruction_registry import Array
+from ..memory.swizzles import CHUNK, SPANS, swizzle
+from ..ptx.fault import EmulatorError, Fault
+
+BOX = 256  # the most rows, and the most columns, of a box
+ALIGNMENT = 128  # bytes, of a box in shared memory
+_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+
+
+class TensorMap(Protocol):
+    """What the emulator reads of `minidist.kernels.cuda.runtime.tensor_map.TensorMap`."""
+
+    @property
+    def array(self) -> Array: ...  # noqa: D102
+    @property
+    def rows(self) -> int: ...  # noqa: D102
+    @property
+    def columns(self) -> int: ...  # noqa: D102
+    @property
+    def pitch(self) -> int: ...  # noqa: D102
+    @property
+    def box_rows(self) -> int: ...  # noqa: D102
+    @property
+    def box_columns(self) -> int: ...  # noqa: D102
+    @property
+    def dtype(self) -> str: ...  # noqa: D102
+    @property
+    def swizzle(self) -> int: ...  # noqa: D102
+
+
+def check(tensor: TensorMap) -> None:
+    """Raise Fault where a GPU's driver would refuse the tensor map, EmulatorError where the emulator does."""
+    size = _BYTES.get(tensor.dtype)
+    if size is None:
+        raise EmulatorError(f"a tensor map of {tensor.dtype} is not emulated: use one of {list(_BYTES)}")
+    if tensor.swizzle not in SPANS:
+        raise Fault("tensor map", f"the swizzle is {tensor.swizzle} bytes: it is one of {SPANS}")
+    if not (1 <= tensor.box_rows <= BOX and 1 <= tensor.box_columns <= BOX):
+        raise Fault(
+            "tensor map", f"the box is {tensor.box_rows} x {tensor.box_columns}: each side is 1 to {BOX}"
+        )
+    if tensor.pitch < tensor.columns or tensor.pitch * size % CHUNK:
+        raise Fault(
+            "tensor map",
+            f"rows of {tensor.columns} elements lie {tensor.pitch * size} bytes apart: "
+            f"the pitch must be a multiple of {CHUNK} bytes, and no less than a row",
+        )
+    inner = tensor.box_columns * size
+    if inner % CHUNK:
+        raise Fault("tensor map", f"a row of the box is {inner} bytes: make it a multiple of {CHUNK}")
+    if tensor.swizzle and inner > tensor.swizzle:
+        raise Fault(
+            "tensor map",
+            f"a row of the box is {inner} bytes: a {tensor.swizzle}-byte swizzle takes no more than that",
+        )
+    if tensor.swizzle and inner < tensor.swizzle:
+        raise EmulatorError(
+            f"a row of the box is {inner} bytes: a {tensor.swizzle}-byte swizzle of less is not emulated"
+        )
+
+
+def box_bytes(tensor: TensorMap) -> int:
+    """Return the bytes that one load writes, and counts on its mbarrier: all of the box, zeros included."""
+    return tensor.box_rows * tensor.box_columns * _BYTES[tensor.dtype]
+
+
+def box_addresses(tensor: TensorMap, address: int, size: int) -> Array:
+    """Return where in shared memory the box's 16-byte chunks lie, (box rows, chunks), for a box at `address`.
+
+    The swizzle's pattern lies at fixed addresses, wherever the box begins. Raises Fault where the box is not
+    aligned to 128 bytes, or leaves the `size` bytes of the block's shared memory.
+    """
+    if address % ALIGNMENT:
+        raise Fault(
+            "misaligned", f"the box at {address:#x} of shared memory is not aligned to {ALIGNMENT} bytes"
+        )
+    if address + box_bytes(tensor) > size:
+        raise Fault(
+            "out of bounds",
+            f"the box at {address:#x} takes {box_bytes(tensor)} bytes, and shared memory has {size}",
+        )
+    chunks = np.arange(box_bytes(tensor) // CHUNK).reshape(tensor.box_rows, -1)
+    return swizzle(address + CHUNK * chunks, tensor.swizzle)
+
+
+def load_box(tensor: TensorMap, x: int, y: int) -> Array:
+    """Return the box from column x and row y on, (box rows, chunks) of 16 bytes; 0 outside of the matrix."""
+    bits = _bits(tensor)
+    box = np.zeros((tensor.box_rows, tensor.box_columns), bits.dtype)
+    inside, outer = _overlap(tensor, x, y)
+    box[inside] = bits[outer]
+    return box.view("V16")
+
+
+def store_box(tensor: TensorMap, x: int, y: int, box: Array) -> None:
+    """Write what is inside of a box, (box rows, chunks) of 16 bytes, to the matrix at column x and row y."""
+    bits = _bits(tensor)
+    if not bits.flags.writeable:
+        raise Fault("read-only memory", "a tensor copy writes to a matrix that is read-only")
+    inside, outer = _overlap(tensor, x, y)
+    bits[outer] = np.ascontiguousarray(box).view(bits.dtype)[inside]
+
+
+def _bits(tensor: TensorMap) -> Array:
+    """The matrix (rows, columns) in memory, as unsigned integers of its elements' size."""
+    memory = np.asarray(tensor.array)
+    if not memory.flags.c_contiguous:
+        raise EmulatorError("a tensor map's array is not contiguous: pass the matrix's plain memory")
+    flat = memory.reshape(-1).view(f"u{_BYTES[tensor.dtype]}")
+    if flat.size < (tensor.rows - 1) * tensor.pitch + tensor.columns:
+        raise Fault(
+            "out of bounds",
+            f"the tensor map has {tensor.rows} rows at a pitch of {tensor.pitch}, "
+            f"and the array {flat.size} elements",
+        )
+    if flat.ctypes.data % CHUNK:
+        raise Fault(
+            "tensor map",
+            f"the matrix does not start at a multiple of {CHUNK} bytes: copy it to one that does",
+        )
+    step = flat.itemsize
+    return np.lib.stride_tricks.as_strided(
+        flat, (tensor.rows, tensor.columns), (tensor.pitch * step, step), writeable=flat.flags.writeable
+    )
+
+
+def _overlap(tensor: TensorMap, x: int, y: int) -> tuple[tuple[slice, slice], tuple[slice, slice]]:
+    """Where the box at (x, y) and the matrix meet: in the box, and in the matrix."""
+    inside, outer = [], []
+    for start, box, extent in ((y, tensor.box_rows, tensor.rows), (x, tensor.box_columns, tensor.columns)):
+        first, end = max(start, 0), max(min(start + box, extent), 0)
+        end = max(first, end)
+        inside.append(slice(first - start, end - start) if end > first else slice(0, 0))
+        outer.append(slice(first, end) if end > first else slice(0, 0))
+    return (inside[0], inside[1]), (outer[0], outer[1])

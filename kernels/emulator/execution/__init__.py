@@ -1,0 +1,1 @@
+"""A launch: the grid, its machines, the schedule of their lanes, and the counts."""

@@ -1,0 +1,147 @@
+"""Run a kernel's PTX: check the launch, load its variables, and run the grid in parts."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import numpy as np
+
+from ..checks.debug_exceptions import ERROR
+from ..instructions import all_instructions  # noqa: F401  (registers them)
+from ..memory.global_memory import Buffer, GlobalMemory
+from ..ptx.program import Program
+from ..ptx.reader import parse
+from .counts import Counts
+from .grid import Launch, run_grid
+from .kernel_arguments import parameters
+from .machine import Machine
+from .schedule import Code, compile_steps
+
+COUNTING: ContextVar[Counts | None] = ContextVar("COUNTING", default=None)  # of `profiled`
+LANES = 8192  # of one machine, at most, but for one cluster of blocks: more would fall out of the caches
+MEMORY = 1 << 28  # bytes of registers and shared memory of one machine, at most
+# What every GPU takes at most (CUDA C++ Programming Guide, "Technical Specifications").
+THREADS = 1024  # of a block
+CLUSTER = 16  # blocks of a cluster
+BLOCK, GRID = (1024, 1024, 64), (2**31 - 1, 65535, 65535)
+SHARED = 227 * 1024  # bytes of a block, at most, on any GPU so far
+VARIABLES = 1 << 33  # where the global and constant variables of a program lie
+
+
+def run_kernel(
+    ptx: str,
+    grid: Sequence[int],
+    block: Sequence[int],
+    args: Sequence[Any],
+    shared: int = 0,
+    cluster: int = 1,
+    counts: Counts | None = None,
+    names: Sequence[str] = (),
+) -> None:
+    """Run the kernel in `ptx` over a grid of blocks, on the arguments' own memory.
+
+    Args:
+        ptx: the PTX of one kernel, compiled with Numba's calling convention (abi="numba").
+        grid: blocks along x, y and z; missing ones are 1. A size of 0 runs nothing.
+        block: threads along x, y and z.
+        args: NumPy arrays, tensor maps, and numbers, as the kernel takes them; an array as its plain memory.
+        shared: bytes of dynamic shared memory.
+        cluster: blocks along x that form a cluster.
+        counts: filled with what the kernel did, where given.
+        names: of the arguments, for faults.
+
+    Raises Fault for what the kernel does wrong, ValueError and EmulatorError for what cannot be run.
+    """
+    counts = counts or COUNTING.get()
+    whole_grid, whole_block = sizes("grid", grid), sizes("block", block)
+    threads = whole_block[0] * whole_block[1] * whole_block[2]
+    if not 1 <= threads <= THREADS:
+        raise ValueError(
+            f"a block of {whole_block} has {threads} threads: a GPU runs blocks of 1 to {THREADS}"
+        )
+    for name, given, most in (("grid", whole_grid, GRID), ("block", whole_block, BLOCK)):
+        if any(n > limit for n, limit in zip(given, most, strict=True)):
+            raise ValueError(f"{name} is {given}: a GPU takes at most {most} along x, y and z")
+    if not isinstance(shared, int | np.integer) or shared < 0:
+        raise ValueError(f"shared is {shared!r}: pass the bytes of dynamic shared memory, 0 or more")
+    if not isinstance(cluster, int | np.integer) or not 1 <= cluster <= CLUSTER:
+        raise ValueError(f"cluster is {cluster!r}: pass 1 to {CLUSTER} blocks")
+    if whole_grid[0] % cluster:
+        raise ValueError(
+            f"a grid of {whole_grid} has no whole clusters of {cluster} blocks: round it up to a multiple"
+        )
+    program = load(ptx)
+    if program.shared + shared > SHARED:
+        raise ValueError(
+            f"a block takes {program.shared + shared} bytes of shared memory, and GPUs give it {SHARED} "
+            "at most: use smaller tiles or fewer stages"
+        )
+    memory = GlobalMemory()
+    memory.watch_blocks = not program.flow.learns_of_blocks
+    flat = parameters(program, args, memory, names)
+    stored = program.flow.stored
+    memory.watch(None if stored is None else [int.from_bytes(flat[name], "little") for name in stored])
+    _load_variables(program, memory)
+    launch = Launch(program, whole_grid, whole_block, flat, memory, shared, cluster, counts)
+    size = _blocks_at_once(program, threads, shared, cluster)
+    with np.errstate(all="ignore"):
+        run_grid(launch, (_machine(ptx, launch, first, size) for first in range(0, launch.blocks, size)))
+
+
+def _machine(ptx: str, launch: Launch, first: int, size: int) -> Machine:
+    """Return the machine of the blocks from `first` on, `size` at most."""
+    blocks = min(size, launch.blocks - first)
+    return Machine(_code(ptx, blocks * -(-launch.threads // 32) * 32), launch, first, blocks)
+
+
+@functools.lru_cache(maxsize=128)
+def load(ptx: str) -> Program:
+    """Return the program of a PTX text; its variables have their addresses."""
+    program = parse(ptx)
+    place = VARIABLES
+    for variable in program.variables.values():
+        if variable.space in ("global", "const"):
+            variable.offset = place
+            place += -(-max(variable.size, 1) // 256) * 256
+    return program
+
+
+@functools.lru_cache(maxsize=128)
+def _code(ptx: str, lanes: int) -> Code:
+    return compile_steps(load(ptx), lanes)
+
+
+def sizes(name: str, given: Sequence[int] | int) -> tuple[int, int, int]:
+    """Return the sizes of a grid or a block along x, y and z; ValueError for what is none."""
+    found = (given,) if isinstance(given, int | np.integer) else given
+    if (
+        not isinstance(found, Sequence | np.ndarray)
+        or not 1 <= len(found) <= 3
+        or any(not isinstance(n, int | np.integer) or isinstance(n, bool) or n < 0 for n in found)
+    ):
+        raise ValueError(f"{name} is {given!r}: pass one to three sizes, whole and not negative")
+    whole = (*(int(n) for n in found), 1, 1)
+    return whole[0], whole[1], whole[2]
+
+
+def _blocks_at_once(program: Program, threads: int, shared: int, cluster: int) -> int:
+    """How many blocks a machine gets, a multiple of the cluster."""
+    lanes = -(-threads // 32) * 32
+    registers = sum(
+        rows * (1 if file == "pred" else int(file[1:]) // 8) for file, rows in program.registers.items()
+    )
+    block = lanes * (registers + program.local) + program.shared + shared
+    count = max(1, min(LANES // lanes, MEMORY // max(block, 1)))
+    return max(count // cluster, 1) * cluster
+
+
+def _load_variables(program: Program, memory: GlobalMemory) -> None:
+    for name, variable in program.variables.items():
+        if variable.space in ("global", "const"):
+            contents = np.frombuffer(bytearray(variable.contents), np.uint8)
+            named, writable = f"the variable {name}", variable.space == "global"
+            raises = name.endswith(ERROR)
+            memory.buffers.append(Buffer(variable.offset, contents, named, writable, raises=raises))

@@ -1,0 +1,300 @@
+"""Turn a program into steps: each a batch of like, independent instructions that run as one NumPy operation.
+
+NumPy's cost is per call, so the fewer calls the better. Within a basic block each instruction gets a level:
+one more than the highest level of what it depends on (registers written before they are read, reads before
+they are overwritten, the order of memory accesses). Instructions of one level and one kind make a batch. The
+64 multiply-adds of an 8 x 8 thread tile become one step, and the accesses to memory keep their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ..base.batch import Batch, Layout, Source
+from ..base.instruction_registry import Order, Run, Unit, find
+from ..instructions import arithmetic
+from ..ptx.fault import EmulatorError
+from ..ptx.operands import Address, Immediate, Label, Operand, Pair, Register, Special, Symbol, Vector
+from ..ptx.program import Instruction, Program
+
+BATCH_LANES = 1 << 15  # lanes times instructions of a step: its operands then fit the second-level cache
+CONTROL = ("bra", "ret", "exit", "trap")
+SPACES = ("global", "shared", "local")
+LOOKS = {"atom", "volatile", "relaxed", "acquire", "test_wait", "nanosleep"}
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A batch that is ready to run."""
+
+    run: Run
+    guard: Source | None  # the lanes that it is for, beside the front's own
+    batch: Batch
+
+    @property
+    def instructions(self) -> Sequence[Instruction]:
+        """The instructions of the batch."""
+        return self.batch.instructions
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A basic block: steps, then a branch, an exit or a fall into the next block."""
+
+    start: int  # the index of its first instruction
+    steps: tuple[Step, ...]
+    control: Instruction | None
+    batch: Batch | None  # of the branch or exit
+    guard: Source | None  # of it
+    target: int  # where a branch goes
+    next: int  # the instruction after the block
+    looks: bool  # it reads what other lanes may write meanwhile: a loop around it may wait for them
+
+
+@dataclass(frozen=True)
+class Code:
+    """A program in steps, for machines of up to a number of lanes."""
+
+    program: Program
+    blocks: dict[int, Block]  # by the index of their first instruction
+    registers: dict[str, int]
+
+
+def compile_steps(program: Program, lanes: int) -> Code:
+    """Return the steps of `program` for a machine of `lanes` lanes.
+
+    Raises EmulatorError that names the instruction, for one that the emulator does not know.
+    """
+    largest = max(1, BATCH_LANES // lanes)
+    planned = []
+    for start, end in _basic_blocks(program):
+        body = list(program.instructions[start:end])
+        control = body.pop() if body and body[-1].opcode[0] in CONTROL else None
+        planned.append((start, end, _batches(body, largest), control))
+    layout: Layout = {}
+    counts: dict[str, int] = {}
+    for _, _, batches, control in planned:
+        for unit, batch in batches:
+            # Column by column, as vectors are written: first the first items of all instructions.
+            columns = [list(_written(unit, instruction)) for instruction in batch]
+            for column in zip(*columns, strict=True):
+                _place(column, layout, counts)
+        for _, batch in batches:
+            for instruction in batch:
+                _place(list(_registers(instruction)), layout, counts)
+        if control is not None:
+            _place(list(_registers(control)), layout, counts)
+    blocks = {
+        start: _block(program, layout, start, end, batches, control)
+        for start, end, batches, control in planned
+    }
+    return Code(program, blocks, counts)
+
+
+def _place(registers: Sequence[Register], layout: Layout, counts: dict[str, int]) -> None:
+    for register in registers:
+        if (register.file, register.row) not in layout:
+            layout[register.file, register.row] = counts.get(register.file, 0)
+            counts[register.file] = counts.get(register.file, 0) + 1
+
+
+def _block(
+    program: Program,
+    layout: Layout,
+    start: int,
+    end: int,
+    batches: list[tuple[Unit, list[Instruction]]],
+    control: Instruction | None,
+) -> Block:
+    steps = []
+    for unit, instructions in batches:
+        batch = Batch(instructions, program, layout)
+        steps.append(Step(unit.prepare(batch), _guard(batch), batch))
+    looks = any(LOOKS & {*one.opcode} for step in steps for one in step.instructions)
+    if control is None:
+        return Block(start, tuple(steps), None, None, None, -1, end, looks)
+    batch = Batch([control], program, layout)
+    target = batch.label(0) if control.opcode[0] == "bra" else -1
+    return Block(start, tuple(steps), control, batch, _guard(batch), target, end, looks)
+
+
+def _guard(batch: Batch) -> Source | None:
+    guard = batch.first.guard
+    if guard is None:
+        return None
+    read = batch.reader([Register(guard.file, guard.row, guard.name, batch.first.negated)], "pred")
+    return lambda machine: read(machine)[0]
+
+
+def _unit(instruction: Instruction) -> Unit:
+    two = instruction.opcode[0] == "setp" and isinstance(instruction.operands[0], Pair)
+    found = find(instruction.opcode) or arithmetic.unit_of(instruction.opcode, 2 if two else 1)
+    if found is None:
+        where = f"{instruction.location}: " if instruction.location else ""
+        raise EmulatorError(
+            f"{where}the emulator does not know the instruction {instruction.name} [{instruction.text}]"
+        )
+    return found
+
+
+def _basic_blocks(program: Program) -> Iterator[tuple[int, int]]:
+    """Yield (start, end) of each run of instructions that is entered at its start only."""
+    count = len(program.instructions)
+    starts = {0, *program.labels.values()}
+    for i, instruction in enumerate(program.instructions):
+        if instruction.opcode[0] in CONTROL:
+            starts.add(i + 1)
+    bounds = sorted(start for start in starts if start < count)
+    yield from zip(bounds, [*bounds[1:], count], strict=True)
+
+
+def _batches(body: list[Instruction], largest: int) -> list[tuple[Unit, list[Instruction]]]:
+    """Group the instructions of a basic block into batches, in an order that keeps what depends on what."""
+    levels = _Levels()
+    groups: dict[tuple[int, object], list[tuple[Unit, list[Instruction]]]] = {}
+    for instruction in body:
+        unit = _unit(instruction)
+        level = levels.add(instruction, unit)
+        alone = unit.order in ("fence", "barrier", "sync")
+        key = (level, instruction if alone else _likeness(instruction))
+        batches = groups.setdefault(key, [])
+        if not batches or len(batches[-1][1]) == largest:
+            batches.append((unit, []))
+        batches[-1][1].append(instruction)
+    return [batch for key in sorted(groups, key=lambda key: key[0]) for batch in groups[key]]
+
+
+class _Levels:
+    """The level of each instruction of a basic block, one after another."""
+
+    def __init__(self) -> None:
+        self.written: dict[tuple[str, int], int] = {}  # level of the last write of a register
+        self.read: dict[tuple[str, int], int] = {}  # highest level that reads it since
+        # The level of the last store, and its likeness.
+        self.stores: dict[str, tuple[int, object]] = dict.fromkeys(SPACES, (-1, None))
+        self.loads = dict.fromkeys(SPACES, -1)  # highest level of a load since
+        self.floor = 0  # the level after the last barrier
+        self.highest = -1
+
+    def add(self, instruction: Instruction, unit: Unit) -> int:
+        """Return the level of the next instruction."""
+        written = {(register.file, register.row) for register in _written(unit, instruction)}
+        read = {(register.file, register.row) for register in _registers(instruction)}
+        if instruction.guard is None:
+            # A result is no input; where a guard may leave it as it was, it is one.
+            read -= written - _inputs(unit, instruction)
+        level = self.floor
+        for register in read:
+            level = max(level, self.written.get(register, -1) + 1)
+        for register in written:
+            level = max(level, self.written.get(register, -1) + 1, self.read.get(register, -1) + 1)
+        level = max(level, self._memory(instruction, unit.order))
+        for register in read:
+            self.read[register] = max(self.read.get(register, -1), level)
+        for register in written:
+            self.written[register] = level
+            self.read.pop(register, None)
+        self._remember(instruction, unit.order, level)
+        self.highest = max(self.highest, level)
+        if unit.order in ("barrier", "sync"):
+            self.floor = level + 1
+        return level
+
+    def _memory(self, instruction: Instruction, order: Order) -> int:
+        if order == "pure":
+            return 0
+        if order in ("barrier", "sync"):
+            return self.highest + 1
+        like = _likeness(instruction)
+        level = 0
+        for space in _spaces(instruction) if order != "fence" else SPACES:
+            stored, name = self.stores[space]
+            alike = order == "store" and name == like
+            level = max(level, stored + (0 if alike else 1))
+            if order != "load":
+                level = max(level, self.loads[space] + 1)
+        return level
+
+    def _remember(self, instruction: Instruction, order: Order, level: int) -> None:
+        if order == "pure":
+            return
+        for space in _spaces(instruction) if order in ("load", "store") else SPACES:
+            if order == "load":
+                self.loads[space] = max(self.loads[space], level)
+            else:
+                self.stores[space] = (level, _likeness(instruction) if order == "store" else None)
+                self.loads[space] = -1
+
+
+def _spaces(instruction: Instruction) -> tuple[str, ...]:
+    words = " ".join(instruction.opcode)
+    named = tuple(space for space in SPACES if space in words)
+    if instruction.opcode[0] == "ld" and instruction.opcode[1] in ("param", "const"):
+        return ("local",)
+    return named or SPACES  # a generic address may be anywhere
+
+
+def _flat(operand: Operand) -> Iterator[Operand]:
+    if isinstance(operand, Vector):
+        for item in operand.items:
+            yield from _flat(item)
+    elif isinstance(operand, Pair):
+        yield from _flat(operand.first)
+        yield from _flat(operand.second)
+    elif isinstance(operand, Address):
+        yield from _flat(operand.base)
+        for item in operand.more:
+            yield from _flat(item)
+    else:
+        yield operand
+
+
+def _registers(instruction: Instruction) -> Iterator[Register]:
+    for operand in instruction.operands:
+        for item in _flat(operand):
+            if isinstance(item, Register):
+                yield item
+    if instruction.guard is not None:
+        yield instruction.guard
+
+
+def _written(unit: Unit, instruction: Instruction) -> Iterator[Register]:
+    for operand in instruction.operands[: unit.results]:
+        if not isinstance(operand, Address):
+            for item in _flat(operand):
+                if isinstance(item, Register):
+                    yield item
+
+
+def _inputs(unit: Unit, instruction: Instruction) -> set[tuple[str, int]]:
+    rest = instruction.operands[unit.results :]
+    found = {
+        (item.file, item.row) for operand in rest for item in _flat(operand) if isinstance(item, Register)
+    }
+    return found
+
+
+def _likeness(instruction: Instruction) -> tuple[object, ...]:
+    """What instructions of one batch have in common."""
+    guard = instruction.guard
+    return (
+        instruction.opcode,
+        (guard.row, instruction.negated) if guard else None,
+        tuple(_shape(operand) for operand in instruction.operands),
+    )
+
+
+def _shape(operand: Operand) -> object:
+    if isinstance(operand, Register):
+        return (operand.file, operand.negated)
+    if isinstance(operand, Vector):
+        return tuple(_shape(item) for item in operand.items)
+    if isinstance(operand, Pair):
+        return ("pair", _shape(operand.first), _shape(operand.second))
+    if isinstance(operand, Address):
+        return ("address", _shape(operand.base), tuple(_shape(item) for item in operand.more))
+    if isinstance(operand, Special | Label):
+        return operand.name
+    assert isinstance(operand, Immediate | Symbol)
+    return type(operand)

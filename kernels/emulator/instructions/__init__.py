@@ -1,0 +1,1 @@
+"""Instructions wired to registers and memory."""

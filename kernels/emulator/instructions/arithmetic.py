@@ -1,0 +1,184 @@
+"""Instructions that read and write registers only: arithmetic, moves, conversions of addresses."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..arithmetic.bits import count_ones
+from ..arithmetic.operations import Operation, operation
+from ..base.batch import DTYPES, LOCAL_WINDOW, SHARED_WINDOW, SPACES, Batch, size
+from ..base.instruction_registry import Mask, Run, Unit, unit
+from ..ptx.operands import Pair, Vector
+
+if TYPE_CHECKING:
+    from ..execution.machine import Machine
+
+
+@cache
+def unit_of(opcode: tuple[str, ...], results: int = 1) -> Unit | None:
+    """Return the unit of an arithmetic instruction with one or two results, None where none has that name."""
+    found = operation(opcode, results)
+    if found is None:
+        return None
+    if found.reads_carry or found.writes_carry:
+        return Unit(opcode, "fence", lambda batch: _with_carry(batch, found))
+    return Unit(opcode, "pure", lambda batch: _arithmetic(batch, found))
+
+
+def _arithmetic(batch: Batch, found: Operation) -> Run:
+    reads = [batch.source(1 + i, kind) for i, kind in enumerate(found.operands)]
+    function = found.function
+    if found.results == 2:
+        return _two_results(batch, found)
+    write = batch.target(0, found.result)
+    if len(reads) == 1:
+        (only,) = reads
+        return lambda machine, mask: write(machine, function(only(machine)), mask)
+    if len(reads) == 2:
+        one, two = reads
+        return lambda machine, mask: write(machine, function(one(machine), two(machine)), mask)
+    return lambda machine, mask: write(machine, function(*[read(machine) for read in reads]), mask)
+
+
+def _two_results(batch: Batch, found: Operation) -> Run:
+    """`setp p|q, a, b` and its like."""
+    pairs = [operand for operand in batch.operands(0) if isinstance(operand, Pair)]
+    first = batch.writer([pair.first for pair in pairs], found.result)
+    second = batch.writer([pair.second for pair in pairs], "pred")
+    reads = [batch.source(1 + i, kind) for i, kind in enumerate(found.operands)]
+
+    def run(machine: Machine, mask: Mask) -> None:
+        one, two = found.function(*[read(machine) for read in reads])
+        first(machine, one, mask)
+        second(machine, two, mask)
+
+    return run
+
+
+class Carry:
+    """The carry flag of each lane (CC.CF), which add.cc sets and addc reads."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.flag = np.zeros((1, machine.lanes), np.bool_)
+
+
+def _with_carry(batch: Batch, found: Operation) -> Run:
+    reads = [
+        batch.source(1 + i, kind)
+        for i, kind in enumerate(found.operands[: -1 if found.reads_carry else None])
+    ]
+    write = batch.target(0, found.result)
+
+    def run(machine: Machine, mask: Mask) -> None:
+        carry = machine.state(Carry)
+        operands = [read(machine) for read in reads]
+        result = found.function(*operands, *([carry.flag] if found.reads_carry else []))
+        if found.writes_carry:
+            result, flag = result
+            np.copyto(carry.flag, flag, where=True if mask is None else mask)
+        write(machine, result, mask)
+
+    return run
+
+
+@unit("mov", order="pure")
+def move(batch: Batch) -> Run:
+    """mov d, a; with a vector on one side, its items are the parts of the other, the lowest first."""
+    kind = batch.first.opcode[-1]
+    to, source = batch.first.operands
+    if isinstance(source, Vector):
+        return _pack(batch, kind, len(source.items))
+    if isinstance(to, Vector):
+        return _unpack(batch, kind, len(to.items))
+    read, write = batch.source(1, kind), batch.target(0, kind)
+    return lambda machine, mask: write(machine, read(machine), mask)
+
+
+def _pack(batch: Batch, kind: str, parts: int) -> Run:
+    part = f"b{8 * size(kind) // parts}"
+    read, write = batch.sources(1, part), batch.target(0, kind)
+
+    def run(machine: Machine, mask: Mask) -> None:
+        items = np.moveaxis(np.broadcast_to(read(machine), (parts, len(batch), machine.lanes)), 0, -1)
+        write(machine, np.ascontiguousarray(items).view(DTYPES[kind])[..., 0], mask)
+
+    return run
+
+
+def _unpack(batch: Batch, kind: str, parts: int) -> Run:
+    part = f"b{8 * size(kind) // parts}"
+    read, write = batch.source(1, kind), batch.targets(0, part)
+
+    def run(machine: Machine, mask: Mask) -> None:
+        whole = np.ascontiguousarray(np.broadcast_to(read(machine), (len(batch), machine.lanes)))
+        write(machine, np.moveaxis(whole[..., None].view(DTYPES[part]), -1, 0), mask)
+
+    return run
+
+
+@unit("cvta", order="pure")
+def convert_address(batch: Batch) -> Run:
+    """cvta.space generic, offset and cvta.to.space offset, generic: windows of the generic addresses."""
+    opcode = batch.first.opcode
+    kind = opcode[-1]
+    window = next(
+        (SPACES[word.partition("::")[0]] for word in opcode if word.partition("::")[0] in SPACES), 0
+    )
+    offset = DTYPES["u64"].type(window)
+    read, write = batch.source(1, kind), batch.target(0, kind)
+    if "to" in opcode:
+        return lambda machine, mask: write(machine, read(machine) - offset, mask)
+    return lambda machine, mask: write(machine, read(machine) + offset, mask)
+
+
+@unit("isspacep", order="pure")
+def is_in_space(batch: Batch) -> Run:
+    """isspacep.space p, a: whether a generic address lies in a state space."""
+    space = batch.first.opcode[1].partition("::")[0]
+    low, high = {
+        "shared": (SHARED_WINDOW, LOCAL_WINDOW),
+        "local": (LOCAL_WINDOW, 1 << 62),
+        "global": (0, SHARED_WINDOW),
+        "const": (0, 0),
+        "param": (0, 0),
+    }[space]
+    read, write = batch.source(1, "s64"), batch.target(0, "pred")
+
+    def run(machine: Machine, mask: Mask) -> None:
+        address = read(machine)
+        write(machine, (address >= low) & (address < high), mask)
+
+    return run
+
+
+@unit("activemask", order="pure")
+def active_mask(batch: Batch) -> Run:
+    """activemask.b32 d: a bit for each lane of the warp that runs this with it."""
+    write = batch.target(0, "u32")
+
+    def run(machine: Machine, mask: Mask) -> None:
+        active = np.ones(machine.lanes, np.bool_) if mask is None else mask
+        bits = active.reshape(-1, 32) @ (np.uint64(1) << np.arange(32, dtype=np.uint64))
+        write(machine, np.repeat(bits.astype(np.uint32), 32)[None], mask)
+
+    return run
+
+
+@unit("elect", order="pure")
+def elect(batch: Batch) -> Run:
+    """elect.sync d|p, membermask: the lowest of the lanes named is elected; p is true there."""
+    pairs = [operand for operand in batch.operands(0) if isinstance(operand, Pair)]
+    lane = batch.writer([pair.first for pair in pairs], "u32")
+    chosen = batch.writer([pair.second for pair in pairs], "pred")
+    members = batch.source(1, "u32")
+
+    def run(machine: Machine, mask: Mask) -> None:
+        bits = np.broadcast_to(members(machine), (len(batch), machine.lanes))
+        leader = count_ones((bits & ~(bits - np.uint32(1))) - np.uint32(1))  # the bits below the lowest
+        lane(machine, leader.astype(np.uint32), mask)
+        chosen(machine, leader == machine.thread_of_lane % 32, mask)
+
+    return run

@@ -1,0 +1,187 @@
+"""The instructions mbarrier.*: PTX ISA, "Parallel Synchronization and Communication Instructions: mbarrier".
+
+A wait parks its lanes until the phase is over, so the loop around mbarrier.try_wait runs once; a GPU holds
+the thread back likewise, and lets it try again after a time.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..base.batch import Batch
+from ..base.instruction_registry import Array, Mask, Run, unit
+from ..copies.bulk_copies import BulkCopies
+from ..copies.clusters import RemoteAccesses
+from ..memory.address_checks import lanes_of
+from ..memory.async_groups import located, of_lanes, snapshot
+from ..ptx.fault import EmulatorError
+from ..ptx.operands import Address
+from ..synchronization.mbarriers import Mbarriers
+
+if TYPE_CHECKING:
+    from ..execution.machine import Machine
+
+# Copies complete when nobody can run but those who wait. Who looks again and again instead waits too.
+PATIENCE = 64
+
+
+@unit("mbarrier.init", order="fence", results=0)
+def init(batch: Batch) -> Run:
+    """mbarrier.init{.shared}.b64 [addr], count."""
+    address, count = batch.address(0), batch.source(1, "u32")
+
+    def run(machine: Machine, mask: Mask) -> None:
+        lanes, mbarriers = lanes_of(machine, mask), machine.state(Mbarriers)
+        counts = of_lanes(count(machine), machine, lanes)
+        block, offset = mbarriers.keys(of_lanes(address(machine), machine, lanes), lanes)
+        for i, lane in enumerate(lanes):
+            mbarriers.make((int(block[i]), int(offset[i])), int(counts[i]), int(lane))
+
+    return run
+
+
+@unit("mbarrier.inval", order="fence", results=0)
+def inval(batch: Batch) -> Run:
+    """mbarrier.inval{.shared}.b64 [addr]."""
+    address = batch.address(0)
+
+    def run(machine: Machine, mask: Mask) -> None:
+        lanes, mbarriers = lanes_of(machine, mask), machine.state(Mbarriers)
+        block, offset = mbarriers.keys(of_lanes(address(machine), machine, lanes), lanes)
+        for key, which in mbarriers.by_key(block, offset):
+            mbarriers.unmake(key, lanes[which])
+
+    return run
+
+
+@unit("mbarrier.arrive", "mbarrier.arrive.expect_tx", order="fence")
+def arrive(batch: Batch) -> Run:
+    """mbarrier.arrive{.sem.scope}{.space}.b64 {state or _,} [addr]{, count}, and .expect_tx with its bytes.
+
+    Each thread counts once, or `count` times; expect_tx announces bytes first, and arrives then.
+    """
+    opcode, operands = batch.first.opcode, batch.first.operands
+    if "noComplete" in opcode:
+        raise EmulatorError(f"this form of mbarrier.arrive is not emulated: {batch.first.text}")
+    at = next(i for i, operand in enumerate(operands) if isinstance(operand, Address))
+    address, write = batch.address(at), batch.target(0, "b64") if at else None
+    amount = batch.source(at + 1, "u32") if batch.has(at + 1) else None
+    announces, relaxed = "expect_tx" in opcode, "relaxed" in opcode
+
+    def run(machine: Machine, mask: Mask) -> None:
+        lanes, mbarriers, clocks = lanes_of(machine, mask), machine.state(Mbarriers), machine.clocks
+        block, offset = mbarriers.keys(of_lanes(address(machine), machine, lanes), lanes)
+        amounts = (
+            np.ones(lanes.size, np.int64) if amount is None else of_lanes(amount(machine), machine, lanes)
+        )
+        agents = clocks.agents_of_lanes()[lanes]
+        states = np.zeros((1, machine.lanes), np.uint64)
+        for key, which in mbarriers.by_key(block, offset):
+            first = int(lanes[which[0]])
+            mbarrier = mbarriers.at(key, lanes[which])
+            states[0, lanes[which]] = mbarrier.phase
+            machine.state(RemoteAccesses).note(key[0], agents[which])
+            # What all of them know, and only after the bytes are announced: the last arrival ends the phase.
+            clock = None if relaxed else snapshot(clocks, np.unique(agents[which])).max(axis=0)
+            count = which.size if announces else int(amounts[which].sum())
+            with located(machine, first):
+                if announces:
+                    mbarrier.expect(int(amounts[which].sum()))
+                mbarriers.changed(mbarrier.arrive(count, clock))
+        clocks.tick(np.unique(agents))
+        if write is not None:
+            write(machine, states, mask)
+
+    return run
+
+
+@unit("mbarrier.expect_tx", "mbarrier.complete_tx", order="fence", results=0)
+def count_bytes(batch: Batch) -> Run:
+    """mbarrier.expect_tx and complete_tx{.sem.scope}{.space}.b64 [addr], bytes: without an arrival."""
+    address, amount, announces = (
+        batch.address(0),
+        batch.source(1, "u32"),
+        batch.first.opcode[1] == "expect_tx",
+    )
+
+    def run(machine: Machine, mask: Mask) -> None:
+        lanes, mbarriers = lanes_of(machine, mask), machine.state(Mbarriers)
+        block, offset = mbarriers.keys(of_lanes(address(machine), machine, lanes), lanes)
+        amounts = of_lanes(amount(machine), machine, lanes)
+        nothing = np.zeros(machine.clocks.agents, np.int32)
+        for key, which in mbarriers.by_key(block, offset):
+            first, total = int(lanes[which[0]]), int(amounts[which].sum())
+            mbarrier = mbarriers.at(key, lanes[which])
+            with located(machine, first):
+                over = mbarrier.expect(total) if announces else mbarrier.complete(total, nothing)
+            mbarriers.changed(over)
+
+    return run
+
+
+def _look(
+    machine: Machine, address: Array, parity: Array, by_state: bool, lanes: Array, waits: bool
+) -> NDArray[np.bool_]:
+    """Which lanes find their phase over; those learn what was released there. Others wait, or look again."""
+    mbarriers, clocks = machine.state(Mbarriers), machine.clocks
+    block, offset = mbarriers.keys(of_lanes(address, machine, lanes), lanes)
+    wanted = of_lanes(parity, machine, lanes)
+    passed = np.zeros(lanes.size, np.bool_)
+    agents = clocks.agents_of_lanes()[lanes]
+    for key, which in mbarriers.by_key(block, offset):
+        mbarrier = mbarriers.at(key, lanes[which])
+        for one in np.unique(wanted[which]):
+            those = which[wanted[which] == one]
+            waiting = mbarriers.awaited.setdefault(key, set())
+            if mbarrier.phase > int(one) if by_state else mbarrier.over(int(one) & 1):
+                passed[those] = True
+                clocks.join(np.unique(agents[those]), mbarrier.completed)
+                waiting.difference_update(lanes[those].tolist())
+            elif waits:
+                waiting.update(lanes[those].tolist())
+                mbarriers.waits[key] = machine.instruction
+            else:
+                mbarriers.looks[key] = mbarriers.looks.get(key, 0) + 1
+                if mbarriers.looks[key] % PATIENCE == 0:
+                    machine.state(BulkCopies).load([key])
+    return passed
+
+
+@unit("mbarrier.try_wait", order="sync")
+def try_wait(batch: Batch) -> Run:
+    """mbarrier.try_wait{.parity}{.sem.scope}{.space}.b64 p, [addr], state or parity{, time}."""
+    by_state = "parity" not in batch.first.opcode
+    write, address = batch.target(0, "pred"), batch.address(1)
+    wanted = batch.source(2, "b64" if by_state else "u32")
+
+    def run(machine: Machine, mask: Mask) -> NDArray[np.bool_]:
+        lanes = lanes_of(machine, mask)
+        back = np.ones(machine.lanes, np.bool_)
+        if lanes.size:
+            back[lanes] = _look(machine, address(machine), wanted(machine), by_state, lanes, waits=True)
+        # Lanes that the guard leaves out pass, and get no result.
+        passed = back if mask is None else back & mask
+        if passed.any():
+            write(machine, np.ones((1, 1), np.bool_), passed)
+        return back
+
+    return run
+
+
+@unit("mbarrier.test_wait", order="fence")
+def test_wait(batch: Batch) -> Run:
+    """mbarrier.test_wait{.parity}{.sem.scope}{.space}.b64 p, [addr], state or parity: does not wait."""
+    by_state = "parity" not in batch.first.opcode
+    write, address = batch.target(0, "pred"), batch.address(1)
+    wanted = batch.source(2, "b64" if by_state else "u32")
+
+    def run(machine: Machine, mask: Mask) -> None:
+        lanes = lanes_of(machine, mask)
+        result = np.zeros((1, machine.lanes), np.bool_)
+        result[0, lanes] = _look(machine, address(machine), wanted(machine), by_state, lanes, waits=False)
+        write(machine, result, mask)
+
+    return run

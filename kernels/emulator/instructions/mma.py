@@ -1,0 +1,164 @@
+"""The tensor core of mma.sync, for many warps at once: decode registers, one batched product, add c.
+
+Products of two float16, bfloat16 or TF32 numbers are exact in float32. Sums here are float32, in the order
+that NumPy's product takes, rounded to nearest after each; a real tensor core adds blocks of products at once
+and cuts off low bits (see kernels/tpu/tensor_core.py, which models that to the last bit). Both stay inside
+the error bound of a float32 sum in any order, if twice as large, and no kernel may count on more.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+
+from ..arithmetic.fragments import MMA
+from ..base.batch import Batch, Source
+from ..base.instruction_registry import Array, Mask, Run, unit
+from ..memory.async_groups import whole_warps
+from ..ptx.fault import EmulatorError
+from ..ptx.operands import Operand
+
+if TYPE_CHECKING:
+    from ..execution.machine import Machine
+
+Pairs: TypeAlias = tuple[Array, Array]
+
+BITS = {"f16": 16, "bf16": 16, "tf32": 32, "f64": 64}  # of an element in a register
+DEPTH = {"f16": 16, "bf16": 16, "tf32": 8}  # of one wgmma: 32 bytes
+
+
+def multiply_add(
+    shape: str, dtype: str, a: Array, b: Array, c: Array, sums: str = "f32", pairs: Pairs | None = None
+) -> Array:
+    """Return d = a b + c of mma.sync.aligned.{shape}.row.col.{sums}.{dtype}.{dtype}.{sums}.
+
+    a (registers, ..., lanes) and b likewise are 32-bit words (float64 for "f64"); c and d are float32 words,
+    or two float16 a word for sums "f16". Lanes are those of any number of warps, and leading dimensions
+    independent instructions; with `pairs`, one of instructions: a and b hold each tile once, and
+    `pairs` = (which of a, which of b) names those of each instruction.
+    Returns float32, uint32 for sums "f16", float64 for "f64".
+
+    Raises EmulatorError for a shape, dtype or sums that it does not have.
+    """
+    layout = MMA.get((shape, BITS.get(dtype, 0)))
+    usual = "f64" if dtype == "f64" else "f32"
+    if layout is None or (sums != usual and (dtype, sums) != ("f16", "f16")):
+        raise EmulatorError(
+            f"mma.sync {shape} of {dtype} with sums {sums} is not emulated: use one of {list(MMA)}"
+        )
+    left, right = layout.a.tile(decode(a, dtype)), layout.b.tile(decode(b, dtype))
+    if pairs is not None:
+        left, right = left[pairs[0]], right[pairs[1]]
+    with np.errstate(over="ignore", invalid="ignore", under="ignore"):  # answers here, as on a GPU
+        d = layout.c.spread(np.matmul(left, right))
+        d += decode(c, sums)
+    return encode(d, sums)
+
+
+def decode(registers: Array, dtype: str) -> Array:
+    """Return the elements (n, ...) in float32 of registers (n, ...) or, of 16-bit dtypes, (n / 2, ...).
+
+    "tf32" takes the upper 19 bits of a float32 word and ignores the rest, as the unit does with operands that
+    were not rounded before. "f64" elements stay float64.
+    """
+    if dtype == "f64":
+        return registers.view(np.float64)
+    words = registers if registers.dtype == np.uint32 else registers.view(np.uint32)
+    if dtype == "f32":
+        return words.view(np.float32)
+    if dtype == "tf32":
+        cut: Array = (words & np.uint32(0xFFFFE000)).view(np.float32)
+        return cut
+    count, *rest = words.shape
+    if dtype == "bf16":
+        bits = np.empty((count, 2, *rest), np.uint32)
+        np.left_shift(words, np.uint32(16), out=bits[:, 0])
+        np.bitwise_and(words, np.uint32(0xFFFF0000), out=bits[:, 1])
+        halves = bits.view(np.float32)
+    else:
+        halves = half_values(np.stack([words & np.uint32(0xFFFF), words >> np.uint32(16)], axis=1))
+    elements: Array = halves.reshape(2 * count, *rest)
+    return elements
+
+
+def encode(elements: Array, dtype: str) -> Array:
+    """Return the registers of float32 elements (n, ...): themselves, or two float16 in a word for "f16"."""
+    if dtype != "f16":
+        return elements
+    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+        halves = elements.astype(np.float16).view(np.uint16).astype(np.uint32)
+    words: Array = halves[0::2] | halves[1::2] << np.uint32(16)
+    return words
+
+
+def values16(bits: Array, dtype: str) -> Array:
+    """Return float32 values of the bits (uint16) of "f16" or "bf16" elements, of the same shape."""
+    if dtype == "f16":
+        return half_values(bits)
+    values: Array = (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return values
+
+
+def half_values(bits: Array) -> Array:
+    """Return float32 values of float16's bits, by a table of all: half the time of NumPy's conversion."""
+    values: Array = _half_table().take(bits)
+    return values
+
+
+@functools.cache
+def _half_table() -> Array:
+    return np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)
+
+
+@unit("mma.sync", order="pure")
+def mma(batch: Batch) -> Run:
+    """mma.sync.aligned.shape.row.col.d.a.b.c d, a, b, c: each warp's product of small matrices."""
+    opcode = batch.first.opcode
+    shape, (a_kind, b_kind, sums) = opcode[3], opcode[-3:]
+    if opcode[4:6] != ("row", "col") or a_kind != b_kind or opcode[-4] != sums or len(opcode) != 10:
+        raise EmulatorError(f"this form of mma.sync is not emulated: {batch.first.text}")
+    depth, inputs = int(shape.rpartition("k")[2]), "f64" if sums == "f64" else "b32"
+    a, of_a = _each_once(batch, 1, inputs)
+    b, of_b = _each_once(batch, 2, inputs)
+    kind = "b32" if sums == "f16" else sums
+    c, write = batch.sources(3, kind), batch.targets(0, kind)
+    m, n = 8 if sums == "f64" else 16, 8
+
+    def run(machine: Machine, mask: Mask) -> None:
+        lanes = whole_warps(machine, mask)
+        left, right, added = (of_lanes_that_run(read(machine), machine, lanes) for read in (a, b, c))
+        d = multiply_add(shape, a_kind, left, right, added, sums, (of_a, of_b))
+        if machine.counts is not None:
+            for instruction in batch.instructions:
+                machine.counts.matrix(instruction, lanes.size // 32, 2 * m * n * depth)
+        write(machine, of_all_lanes(d, machine, lanes), mask)
+
+    return run
+
+
+def _each_once(batch: Batch, index: int, kind: str) -> tuple[Source, Array]:
+    """How to read the different registers of operand `index`, and which of them each instruction has.
+
+    A tile of a is multiplied by several of b: decoding each once saves most of the work.
+    """
+    numbers: dict[Operand, int] = {}
+    which = [numbers.setdefault(operand, len(numbers)) for operand in batch.operands(index)]
+    firsts = [batch.instructions[which.index(number)] for number in range(len(numbers))]
+    return Batch(firsts, batch.program, batch.layout).sources(index, kind), np.array(which)
+
+
+def of_lanes_that_run(values: Array, machine: Machine, lanes: Array) -> Array:
+    """Return the registers (items, instructions, lanes) of some lanes."""
+    every = np.broadcast_to(values, (*values.shape[:-1], machine.lanes))
+    return every if lanes.size == machine.lanes else np.ascontiguousarray(every[..., lanes])
+
+
+def of_all_lanes(values: Array, machine: Machine, lanes: Array) -> Array:
+    """Return registers (items, instructions, some lanes) with all lanes, 0 in the others."""
+    if lanes.size == machine.lanes:
+        return values
+    every: Array = np.zeros((*values.shape[:-1], machine.lanes), values.dtype)
+    every[..., lanes] = values
+    return every

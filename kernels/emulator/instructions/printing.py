@@ -1,0 +1,69 @@
+"""print in a kernel: Numba makes it a call of CUDA's vprintf, carried out here at once, in lane order."""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..base.batch import LOCAL_WINDOW, Batch
+from ..base.instruction_registry import Mask, Run, unit
+from ..ptx.operands import Symbol
+
+if TYPE_CHECKING:
+    from ..execution.machine import Machine
+
+LONGEST = 4096  # bytes of a string
+
+
+@unit("call.vprintf", order="fence", results=0)
+def vprintf(batch: Batch) -> Run:
+    """vprintf(format, arguments): both are generic addresses; arguments lie as C would lay out a struct."""
+    places = [operand.offset for operand in batch.first.operands if isinstance(operand, Symbol)]
+    returned, text_at, arguments_at = places
+
+    def run(machine: Machine, mask: Mask) -> None:
+        lanes = np.arange(machine.lanes) if mask is None else np.flatnonzero(mask)
+        for lane in lanes.tolist():
+            text = _string(machine, _number(machine, lane, text_at, "i8"))
+            arguments = _number(machine, lane, arguments_at, "i8") - LOCAL_WINDOW
+            sys.stdout.write(_formatted(machine, lane, text, arguments))
+            machine.local[lane, returned : returned + 4] = 0
+
+    return run
+
+
+def _number(machine: Machine, lane: int, at: int, kind: str) -> Any:
+    dtype = np.dtype(kind)
+    return machine.local[lane, at : at + dtype.itemsize].view(dtype)[0].item()
+
+
+def _string(machine: Machine, address: int) -> str:
+    found = [buffer for buffer in machine.memory.buffers if buffer.start <= address < buffer.end]
+    if not found:
+        machine.fault("out of bounds", f"prints a string at {machine.memory.near(address)}")
+    start = address - found[0].start
+    return bytes(found[0].bytes[start : start + LONGEST]).split(b"\0")[0].decode(errors="replace")
+
+
+def _formatted(machine: Machine, lane: int, text: str, at: int) -> str:
+    """Put the arguments, from `at` on in the lane's local memory, in the place of %lld and the like."""
+
+    def value(match: re.Match[str]) -> str:
+        nonlocal at
+        letter, length = match[3], match[2]
+        if letter == "%":
+            return "%"
+        wide = letter in "feEgGaAsp" or length in ("l", "ll")
+        kind = "f8" if letter in "feEgGaA" else f"{'u' if letter in 'uxXop' else 'i'}{8 if wide else 4}"
+        at = -(-at // np.dtype(kind).itemsize) * np.dtype(kind).itemsize
+        number = _number(machine, lane, at, kind)
+        at += np.dtype(kind).itemsize
+        if letter == "s":
+            return _string(machine, number)
+        conversion = f"%{match[1]}{letter.replace('p', 'x').replace('i', 'd')}"
+        return str(conversion % number)
+
+    return re.sub(r"%([-+ #0-9.]*)(l{0,2}|h{0,2}|z)([diuxXocsfeEgGaAp%])", value, text)

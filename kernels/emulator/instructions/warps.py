@@ -1,0 +1,105 @@
+"""Shuffles, votes, matches and reductions of a warp, wired to registers.
+
+A lane that such an instruction names must run it too: those that have come wait for it. Where it never comes,
+that is a fault, as is the use of a value from a lane that takes no part (`undefined`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..arithmetic.warp_operations import LANES, WarpOperation, awaited, takes_part, warp_operation, word
+from ..base.batch import Batch
+from ..base.instruction_registry import Array, Mask, Run, unit
+from ..memory.undefined_values import Undefined
+from ..ptx.fault import EmulatorError
+from ..ptx.operands import Pair
+
+if TYPE_CHECKING:
+    from ..execution.machine import Machine
+
+
+@unit("shfl", "vote", "match", "redux", order="pure")
+def exchange(batch: Batch) -> Run:
+    """shfl.sync, vote.sync, match.sync, redux.sync: d or d|p, operands, the mask of members last."""
+    found = warp_operation(batch.first.opcode)
+    if found is None:
+        raise EmulatorError(f"the emulator does not know the instruction {batch.first.name}")
+    reads = [batch.source(1 + i, kind) for i, kind in enumerate(found.operands)]
+    pairs = [operand for operand in batch.operands(0) if isinstance(operand, Pair)]
+    write = batch.target(0, found.result)
+    second = batch.writer([pair.second for pair in pairs], "pred") if pairs else None
+
+    def run(machine: Machine, mask: Mask) -> NDArray[np.bool_] | None:
+        active = np.ones(machine.lanes, np.bool_) if mask is None else mask
+        operands = [_by_warp(machine, read(machine), len(batch)) for read in reads]
+        lanes = active.reshape(-1, 32)
+        missing = awaited(operands[-1], lanes)
+        waits: NDArray[np.bool_] = (
+            (missing & word(machine.alive.reshape(-1, 32)) != 0).any(axis=0).reshape(-1)
+        )
+        if waits.any():
+            mask = active & ~waits
+            if not mask.any():
+                return ~waits
+        running = np.broadcast_to(lanes, operands[-1].shape) & ~waits.reshape(-1, 32)
+        result, predicate, undefined = found.function(np.broadcast_to(lanes, running.shape), *operands)
+        write(machine, _by_lane(machine, result, len(batch)), mask)
+        if second is not None and predicate is not None:
+            second(machine, _by_lane(machine, predicate, len(batch)), mask)
+        if machine.undefined is not None:
+            _hand_on(machine, batch, found, lanes, running, operands)
+        if (undefined := undefined & running).any():
+            _undefined(machine, batch, operands[-1], running, undefined, missing != 0)
+        return ~waits if waits.any() else None
+
+    return run
+
+
+def _undefined(
+    machine: Machine, batch: Batch, members: Array, running: Array, undefined: Array, missing: Array
+) -> None:
+    """Note lanes that take the value of one that takes no part; Fault for who does not name itself."""
+    if (strange := running & ~takes_part(LANES, members, running)).any():
+        first = int(np.argmax(strange))
+        machine.instruction = batch.instructions[first // machine.lanes]
+        who = machine.thread_name(first % machine.lanes)
+        machine.fault(
+            "undefined lane", f"{who} runs {batch.first.name} with a mask of members that does not name it"
+        )
+    if machine.undefined is None:
+        machine.undefined = Undefined(machine)
+    for i, lanes in enumerate(undefined.reshape(len(batch), -1)):
+        ended = lanes & missing[i].reshape(-1)
+        for some, kind, why in (
+            (ended, "warp diverged", "has ended, though its mask of members names it"),
+            (lanes & ~ended, "undefined lane", "its mask of members does not name"),
+        ):
+            if some.any():
+                text = f"{batch.first.name} took from a lane that {why}"
+                machine.undefined.mark(batch, i, some, kind, text)
+
+
+def _hand_on(
+    machine: Machine, batch: Batch, found: WarpOperation, active: Array, running: Array, operands: list[Array]
+) -> None:
+    """Let undefined values go where the exchange takes them."""
+    assert machine.undefined is not None
+    own = np.broadcast_to(np.arange(machine.lanes, dtype=np.uint32).reshape(-1, 32), running.shape)
+    if batch.first.opcode[0] == "shfl":
+        sources, _, _ = found.function(np.broadcast_to(active, running.shape), own, *operands[1:])
+    else:  # all members get something of all; let it be their own
+        sources = own
+    machine.undefined.exchanged(batch, sources.reshape(len(batch), -1), running[0].reshape(-1))
+
+
+def _by_warp(machine: Machine, values: Array, count: int) -> Array:
+    """Return values of lanes as (instructions, warps, 32)."""
+    return np.broadcast_to(values, (count, machine.lanes)).reshape(count, machine.warps, 32)
+
+
+def _by_lane(machine: Machine, values: Array, count: int) -> Array:
+    return np.broadcast_to(values, (count, machine.warps, 32)).reshape(count, machine.lanes)

@@ -1,0 +1,256 @@
+"""Where an access goes, and whether it may: state spaces, bounds, alignment, races, and who is to blame."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, NoReturn
+
+import numpy as np
+
+from ..base.batch import LOCAL_WINDOW, SHARED_WINDOW, Batch
+from ..base.instruction_registry import Array, Mask
+from ..ptx.fault import of
+from ..synchronization.barriers import Barriers
+
+if TYPE_CHECKING:
+    from ..execution.machine import Machine
+    from .global_memory import Buffer
+    from .races_in_global_memory import Kind
+
+CLUSTER_SHIFT = (
+    24  # a shared::cluster address holds 1 + the block's rank above this bit, 0 for the block's own
+)
+Access = Literal["reads", "guesses", "writes", "updates"]
+
+
+def space_of(opcode: tuple[str, ...]) -> str:
+    """Return the state space that an opcode names, "generic" where it names none."""
+    for word in opcode:
+        if word.startswith("shared"):
+            return "shared"
+        if word in ("global", "const"):
+            return "global"
+        if word in ("local", "param"):
+            return "local"
+    return "generic"
+
+
+def lanes_of(machine: Machine, mask: Mask) -> Array:
+    """Return the numbers of the lanes that run."""
+    return np.arange(machine.lanes) if mask is None else np.flatnonzero(mask)
+
+
+def places_of(address: Array, count: int, lanes: Array, machine: Machine) -> Array:
+    """The addresses of the lanes that run, (instructions, lanes)."""
+    places = np.broadcast_to(address, (count, machine.lanes))
+    return places if lanes.size == machine.lanes else places[:, lanes]
+
+
+def generic(places: Array) -> tuple[str, Array]:
+    """Return the state space that generic addresses lie in ("mixed": several) and the addresses there."""
+    low, high = int(places.min()), int(places.max())
+    if high < SHARED_WINDOW:
+        return "global", places
+    if low >= LOCAL_WINDOW:
+        return "local", places - LOCAL_WINDOW
+    if low >= SHARED_WINDOW and high < LOCAL_WINDOW:
+        return "shared", places - SHARED_WINDOW
+    return "mixed", places
+
+
+def shared_blocks(machine: Machine, places: Array, lanes: Array) -> tuple[Array, Array]:
+    """Return (block, offset) of shared addresses: of the lane's own block, or of another of its cluster."""
+    block = machine.block_of_lane if lanes.size == machine.lanes else machine.block_of_lane[lanes]
+    if int(places.max()) >> CLUSTER_SHIFT == 0:
+        return block, places
+    rank = places >> CLUSTER_SHIFT
+    there = block // machine.cluster * machine.cluster + rank - 1
+    return np.where(rank > 0, there, block), places & ((1 << CLUSTER_SHIFT) - 1)
+
+
+def shared_place(
+    machine: Machine,
+    batch: Batch,
+    places: Array,
+    width: int,
+    lanes: Array,
+    access: Access,
+    values: Array | None = None,
+) -> Array:
+    """Check an access to shared memory, note it, and return its place in the shared memory of all blocks.
+
+    values: what is written, (instructions, lanes, width) uint8. Of "guesses" see `flow`.
+    """
+    verb = "reads" if access == "guesses" else access
+    block, offset = shared_blocks(machine, places, lanes)
+    if int(offset.min()) < 0 or int(offset.max()) + width > machine.shared_size:
+        outside = (offset < 0) | (offset + width > machine.shared_size)
+        at = int(offset.reshape(-1)[np.argmax(outside)])
+        blame(
+            machine,
+            batch,
+            outside,
+            lanes,
+            "out of bounds",
+            f"{verb} {of(width, 'byte')} at byte {at} of shared memory, "
+            f"of which the block has {machine.shared_size}{_hint(machine)}",
+        )
+    if machine.counts is not None:
+        machine.counts.shared_access(machine, batch.instructions, places, width, lanes, access == "updates")
+    clocks = machine.clocks
+    granules = clocks.granules(block, offset, width)
+    agents = clocks.agents_of_lanes()
+    agents = agents if lanes.size == machine.lanes else agents[lanes]
+    if clocks.any_pending and (pending := any_granule(clocks.pending[granules])).any():
+        kind = "async copy read before it was waited for" if verb == "reads" else "overwrites a pending copy"
+        text = f"{verb} shared memory that an asynchronous copy still fills"
+        blame(machine, batch, pending, lanes, kind, text)
+    by = batch.instructions if len(batch) == places.shape[0] > 1 else ()
+    if access != "writes" and (unwritten := clocks.last_write[granules] == 0).any():
+        bad = any_granule(unwritten)
+        at = int(offset.reshape(-1)[np.argmax(bad)])
+        text = f"{verb} {of(width, 'byte')} at byte {at} of shared memory that nobody wrote"
+        blame(machine, batch, bad, lanes, "unwritten shared memory", text)
+    flat: Array = block * machine.shared_pitch + offset
+
+    def same() -> Array:
+        assert values is not None
+        return np.asarray((gather(machine.shared, flat, width) == values).all(axis=-1))[..., None]
+
+    if access == "writes":
+        races = clocks.write(granules, agents, by, same)
+    else:
+        found = {"reads": clocks.read, "guesses": clocks.guess, "updates": clocks.update}[access]
+        races = found(granules, agents, by)
+    if races.any():
+        first = int(np.argmax(races))
+        agent = int(agents[first // races.shape[-1] % lanes.size])
+        text = clocks.explain(int(granules.reshape(-1)[first]), agent)
+        text = (
+            f"{verb} shared memory {text}, with no barrier between them: call cuda.syncthreads() in between"
+        )
+        blame(machine, batch, any_granule(races), lanes, "race", text)
+    return flat
+
+
+def _hint(machine: Machine) -> str:
+    dynamic = any(one.space == "shared" and not one.size for one in machine.program.variables.values())
+    return ": pass shared=, the bytes of cuda.shared.array(0, ...)" if dynamic else ""
+
+
+def local_place(machine: Machine, batch: Batch, places: Array, width: int, lanes: Array) -> Array:
+    """Check an access to local memory, and return its place in the local memory of all lanes."""
+    size_of_local = machine.program.local
+    outside = (places < 0) | (places + width > size_of_local)
+    if outside.any():
+        at = int(places.reshape(-1)[np.argmax(outside)])
+        text = f"uses {of(width, 'byte')} at byte {at} of local memory, of which a thread has {size_of_local}"
+        blame(machine, batch, outside, lanes, "out of bounds", text)
+    flat: Array = lanes * machine.local.shape[1] + places
+    return flat
+
+
+def rows_of(memory: Array, width: int) -> Array:
+    """Return memory as one row of items of `width` bytes."""
+    return memory.reshape(-1).view(f"V{width}" if width > 8 else f"u{width}")
+
+
+def gather(memory: Array, places: Array, width: int) -> Array:
+    """Return `width` bytes at each place, aligned to them: (..., width) uint8."""
+    found: Array = rows_of(memory, width)[places >> (width.bit_length() - 1)][..., None].view(np.uint8)
+    return found
+
+
+def any_granule(flags: Array) -> Array:
+    """Reduce what was found of each granule to the access that it belongs to."""
+    return np.asarray(flags.any(axis=-1))
+
+
+def aligned(machine: Machine, batch: Batch, places: Array, width: int, lanes: Array) -> None:
+    """Fault unless every access lies on a multiple of its width."""
+    if width > 1 and int(np.bitwise_or.reduce(places, axis=None)) & (width - 1):
+        odd = (places & (width - 1)) != 0
+        at = int(places.reshape(-1)[np.argmax(odd)])
+        text = (
+            f"makes an access of {width} bytes, which must lie on a multiple of {width}, "
+            f"and {at:#x} is {at % width} past one"
+        )
+        blame(machine, batch, odd, lanes, "misaligned", text)
+
+
+def out_of_bounds(
+    machine: Machine, batch: Batch, places: Array, where: Array | None, width: int, lanes: Array, verb: str
+) -> NoReturn:
+    """Fault for addresses that lie in no array."""
+    bad = np.ones(places.shape, np.bool_) if where is None else where
+    at = int(places.reshape(-1)[np.argmax(bad)])
+    text = f"{verb} {of(width, 'byte')} at {machine.memory.near(at)}"
+    blame(machine, batch, bad, lanes, "out of bounds", text)
+
+
+def note(
+    machine: Machine,
+    buffer: Buffer,
+    kind: Kind,
+    places: Array,
+    width: int,
+    lanes: Array,
+    values: Array | None = None,
+) -> None:
+    """Note accesses (n,) by lanes (n,) of the running instruction to global memory; Fault for a race.
+
+    values: what is written, (n, width) uint8.
+    """
+    same = None
+    if values is not None:
+        same = np.asarray((buffer.read(places - buffer.start, width) == values).all(axis=-1))
+    number = machine.clocks.number(machine.instruction)
+    conflict = buffer.past().note(machine, kind, places, width, lanes, number, same)
+    if conflict is None:
+        return
+    lane, offset = int(lanes[conflict.index]), int(places[conflict.index]) - buffer.start
+    instructions = machine.program.instructions
+    where = instructions[conflict.instruction - 1].location if conflict.instruction else None
+    block, warp = divmod(conflict.warp, machine.warps_per_block)
+    verb = "writes" if kind == "settles" else kind
+    other = f"warp {warp} of {machine.block_name(block - machine.first)}"
+    earlier = f"{other} {'wrote' if conflict.wrote else 'reads'}{f' at {where}' if where else ''}"
+    what = f"{buffer.element(offset)} of {buffer.name}"
+    if block == machine.first + int(machine.block_of_lane[lane]):
+        between = "with no barrier between them: call cuda.syncthreads() in between"
+    else:
+        between = "and blocks run in no order: use an atomic, or a launch for each step"
+    text = f"{verb} {what}, which {earlier}, {between}"
+    _blame_barrier(machine, lane, text)
+    machine.fault("race", f"{machine.thread_name(lane)} {text}")
+
+
+def several_write(machine: Machine, lanes: Array, first: int, what: str) -> NoReturn:
+    """Fault for threads of one step, the `first` of these lanes among them, whose values get lost."""
+    machine.fault(
+        "race",
+        f"{machine.thread_name(int(lanes[first]))} and others write different values to {what} at once: "
+        "use an atomic, or let one of them write",
+    )
+
+
+def blame(machine: Machine, batch: Batch, bad: Array, lanes: Array, kind: str, text: str) -> NoReturn:
+    """Fault at the first instruction and thread of `bad` (instructions, lanes)."""
+    first = int(np.argmax(bad))
+    if bad.ndim == 2 and len(batch) == bad.shape[0]:
+        machine.instruction = batch.instructions[first // bad.shape[1]]
+    lane = int(np.broadcast_to(lanes, bad.shape).reshape(-1)[first])
+    if kind == "race":
+        _blame_barrier(machine, lane, text)
+    machine.fault(kind, f"{machine.thread_name(lane)} {text}")
+
+
+def _blame_barrier(machine: Machine, lane: int, text: str) -> None:
+    """Fault for the cause of a race where that is a barrier at which only some threads were."""
+    block = int(machine.block_of_lane[lane])
+    if (met := machine.state(Barriers).first_mixed(block)) is not None:
+        machine.fault(
+            "barrier not reached by all threads",
+            f"some threads of {machine.block_name(block)} came to this barrier while others were at another, "
+            f"and so {machine.thread_name(lane)} {text}",
+            met,
+        )

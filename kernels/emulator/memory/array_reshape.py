@@ -1,0 +1,83 @@
+"""`array.reshape` in a kernel: a function of C that Numba leaves to a linker, which finds the new strides.
+
+`int numba_attempt_nocopy_reshape(nd, dims, strides, newnd, newdims, newstrides, itemsize, is_f_order)`, with
+pointers to arrays of int64, writes the new strides and returns 1, or returns 0 where that takes a copy.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+
+from ..base.batch import Batch
+from ..base.instruction_registry import Array, Mask, Run, unit
+from ..ptx.operands import Symbol
+from .address_checks import lanes_of
+from .loads_and_stores import fetch, put
+
+if TYPE_CHECKING:
+    from ..execution.machine import Machine
+
+
+@unit("call.numba_attempt_nocopy_reshape", order="fence", results=0)
+def reshape(batch: Batch) -> Run:
+    """Find the strides for a new shape: for lanes that agree in everything at once, as is usual."""
+    at = [operand.offset for operand in batch.first.operands if isinstance(operand, Symbol)]
+    status = at[0]
+
+    def run(machine: Machine, mask: Mask) -> None:
+        lanes = lanes_of(machine, mask)
+        nd, dims, strides, newnd, newdims, newstrides, itemsize = (
+            np.ascontiguousarray(machine.local[lanes, place : place + 8]).view(np.int64)[:, 0]
+            for place in at[1:8]
+        )
+        in_f_order = machine.local[lanes, at[8]] != 0
+
+        def items(pointer: Array, count: int) -> Array:
+            """The arrays behind a pointer, (lanes, count)."""
+            columns = [
+                fetch(machine, batch, "generic", (pointer + 8 * i)[None], 8, lanes) for i in range(count)
+            ]
+            return np.stack([one.view(np.int64)[0, :, 0] for one in columns], axis=1) if columns else empty
+
+        empty = np.empty((lanes.size, 0), np.int64)
+        old, new = int(nd[0]), int(newnd[0])  # of the arrays' types
+        wanted = items(newdims, new)
+        asked = np.column_stack([items(dims, old), items(strides, old), wanted, itemsize, in_f_order])
+        cases, case_of = np.unique(asked, axis=0, return_inverse=True)
+        answers = [
+            _strides(case[:old], case[old : 2 * old], case[2 * old : -2], *case[-2:]) for case in cases
+        ]
+        found = np.array([answer is not None for answer in answers])[case_of.reshape(-1)]
+        for i in range(new):
+            stride = np.array([0 if one is None else one[i] for one in answers], np.int64)[
+                case_of.reshape(-1)
+            ]
+            if found.any():
+                data = stride[found][None, :, None].view(np.uint8)
+                put(machine, batch, "generic", (newstrides + 8 * i)[None, found], data, lanes[found])
+        machine.local[lanes, status : status + 4] = found.astype(np.int32)[:, None].view(np.uint8)
+
+    return run
+
+
+def _strides(
+    shape: Array, strides: Array, wanted: Array, itemsize: int, in_f_order: bool
+) -> tuple[int, ...] | None:
+    """The strides of a reshaped array, None where they take a copy."""
+    if int(np.prod(shape)) != int(np.prod(wanted)):
+        return None
+    # Nothing is read: all that counts is where the items would be.
+    item = np.empty(1, f"V{itemsize}")
+    array = as_strided(item, tuple(shape.tolist()), tuple(strides.tolist()), writeable=False)
+    # In Fortran's order it is the same from the last axis to the first.
+    turn = -1 if in_f_order else 1
+    array = array.transpose() if in_f_order else array
+    try:
+        array.shape = tuple(wanted.tolist())[::turn]
+    except AttributeError:  # "incompatible shape for in-place modification"
+        return None
+    found: tuple[int, ...] = array.strides[::turn]
+    return found

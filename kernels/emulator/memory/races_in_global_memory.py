@@ -1,0 +1,174 @@
+"""Who used the elements of an array in global memory last, and whether that may have been at the same time.
+
+As for shared memory (`clocks`), two accesses race if one of them writes and neither knows of the other.
+Blocks know nothing of each other unless the kernel tells them (by atomics, or a barrier of the grid). Two
+exceptions, which no GPU takes amiss, as paths in graphs are searched so: writes of what is there already, and
+reads of what a thread writes after a look at the same element (`flow.settles`).
+
+The history is kept for granules as wide as the narrowest access so far. Of a granule's readers two are kept,
+of different warps: one of them is another's than any writer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..base.instruction_registry import Array
+
+if TYPE_CHECKING:
+    from ..execution.machine import Machine
+
+Kind = Literal["reads", "writes", "settles", "updates"]  # settles: see `flow`; updates: by atomics
+QUIET = 1 << 20  # in a packed name: a write that readers don't mind
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """Two accesses that race."""
+
+    index: int  # of the later one, among those to be noted
+    warp: int  # of the earlier one, numbered over the grid
+    instruction: int  # its number, from 1
+    wrote: bool
+
+
+class History:
+    """The last accesses to a buffer of `size` bytes that starts at `start`."""
+
+    def __init__(self, start: int, size: int) -> None:
+        self.start, self.size = start, size
+        self.granule = 16  # bytes
+        count = self._count()
+        # Names are 1 + the warp above bit 21, QUIET, and the instruction's number; 0 is nobody.
+        self.writer = np.zeros(count, np.int64)
+        self.written = np.zeros(count, np.int32)  # the time of that warp
+        self.readers = np.zeros((2, 0), np.int64)
+        self.read = np.zeros((2, 0), np.int32)
+
+    def forget(self) -> None:
+        """Whatever comes now is after all that was."""
+        self.writer[:] = 0
+        self.readers[:] = 0
+
+    def note(
+        self,
+        machine: Machine,
+        kind: Kind,
+        places: Array,
+        width: int,
+        lanes: Array,
+        numbers: Array | int,
+        same: Array | None = None,
+    ) -> Conflict | None:
+        """Note accesses (n,) of `width` bytes by lanes (n,), unless they race: return where they do.
+
+        numbers: of the instructions. same: where a write leaves the memory as it is.
+        """
+        if width < self.granule:
+            self._refine(width)
+        shift = self.granule.bit_length() - 1
+        first = (places >> shift) - (self.start >> shift)
+        count = -(-width // self.granule)
+        granules = first if count == 1 else (first[:, None] + np.arange(count)).reshape(-1)
+        clocks = machine.clocks
+        agents = clocks.agents_of_lanes()[lanes]
+        warps = machine.first * machine.warps_per_block + machine.warp_of_lane[lanes]
+        times = clocks.own(agents)
+        names = (1 + warps) << 21 | numbers
+        if count > 1:
+            agents, warps, times, names = (np.repeat(one, count) for one in (agents, warps, times, names))
+        conflict = self._conflict(machine, kind, granules, agents, warps, same, count)
+        if conflict is None:
+            if kind == "reads":
+                self._note_read(granules, names, times)
+                return None
+            if same is not None and same.any():
+                # Who wrote what is there stays the writer.
+                silent = np.repeat(same, count)
+                new = ~silent | (self.writer[granules] == 0)
+                names = np.where(silent, names | QUIET, names)
+                granules, names, times = granules[new], names[new], times[new]
+            self.writer[granules] = names if kind == "writes" else names | QUIET
+            self.written[granules] = times
+        return conflict
+
+    def _conflict(
+        self,
+        machine: Machine,
+        kind: Kind,
+        granules: Array,
+        agents: Array,
+        warps: Array,
+        same: Array | None,
+        count: int,
+    ) -> Conflict | None:
+        names, times = self.writer[granules], self.written[granules]
+        if kind in ("reads", "updates"):
+            names = np.where(names & QUIET, 0, names)
+        earlier = [(names, times)]
+        if kind == "writes" and self.readers.size:
+            earlier += [(self.readers[i][granules], self.read[i][granules]) for i in (0, 1)]
+        for i, (names, times) in enumerate(earlier):
+            races = self._unordered(machine, names, times, agents, warps)
+            if races is not None and same is not None:
+                races &= ~np.repeat(same, count)
+            if races is not None and races.any():
+                at = int(np.argmax(races))
+                name = int(names[at])
+                return Conflict(at // count, (name >> 21) - 1, name & (QUIET - 1), i == 0)
+        return None
+
+    @staticmethod
+    def _unordered(
+        machine: Machine, names: Array, times: Array, agents: Array, warps: Array
+    ) -> NDArray[np.bool_] | None:
+        """Where a warp does not know of an earlier access by another; None is nowhere."""
+        others = (names >> 21) - 1
+        strange: NDArray[np.bool_] = (names != 0) & (others != warps)
+        if not strange.any():
+            return None
+        block, warp = others // machine.warps_per_block - machine.first, others % machine.warps_per_block
+        here = (block >= 0) & (block < machine.blocks)
+        own = (warps // machine.warps_per_block - machine.first) // machine.cluster
+        near = here & (block // machine.cluster == own)  # blocks of one cluster know each other's clocks
+        inside = block % machine.cluster * machine.clocks.of_block + warp
+        known = machine.clocks.knows(agents, np.where(near, inside, 0))
+        strange &= np.where(near, times > known, machine.memory.watch_blocks)
+        return strange
+
+    def _note_read(self, granules: Array, names: Array, times: Array) -> None:
+        if not self.readers.size:
+            self.readers = np.zeros((2, self.writer.size), np.int64)
+            self.read = np.zeros((2, self.writer.size), np.int32)
+        last, before = self.readers
+        other = (last[granules] ^ names) >> 21 != 0  # of another warp
+        if other.any():
+            moved = granules[other]
+            before[moved], self.read[1, moved] = last[moved], self.read[0, moved]
+        last[granules] = names
+        self.read[0, granules] = times
+        # Of several warps that read a granule at once, the last one's name stays, and one of the others'.
+        lost = (last[granules] ^ names) >> 21 != 0
+        if lost.any():
+            before[granules[lost]], self.read[1, granules[lost]] = names[lost], times[lost]
+
+    def _refine(self, width: int) -> None:
+        """Keep the history of granules of `width` bytes from now on."""
+        old, shift = self.granule, self.start // width - self.start // self.granule * (self.granule // width)
+        self.granule = width
+        count = self._count()
+        parts = old // width
+
+        def finer(kept: Array) -> Array:
+            return np.repeat(kept, parts, axis=-1)[..., shift : shift + count]
+
+        self.writer, self.written = finer(self.writer), finer(self.written)
+        if self.readers.size:
+            self.readers, self.read = finer(self.readers), finer(self.read)
+
+    def _count(self) -> int:
+        return (self.start + self.size - 1) // self.granule - self.start // self.granule + 1

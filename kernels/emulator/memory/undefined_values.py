@@ -1,0 +1,122 @@
+"""Values that are nobody's: what a shuffle brings from a lane that takes no part in it.
+
+To receive one is no mistake (the last lanes of a reduction do), to use it is. So from the first such shuffle
+on, each register of each lane is marked while it holds an undefined value: arithmetic hands the mark on, a
+selection only from the side that it takes, and an address, a branch or a value that is stored must have none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..base.instruction_registry import Array, Mask
+from ..ptx.operands import Operand
+from ..ptx.static_analysis import registers_of
+
+if TYPE_CHECKING:
+    from ..base.batch import Batch
+    from ..execution.machine import Machine
+    from ..ptx.program import Instruction
+
+EXCHANGES = ("shfl", "vote", "match", "redux")
+USES = (
+    "ld",
+    "st",
+    "atom",
+    "red",
+    "bar",
+    "barrier",
+    "call",
+    "cp",
+    "mma",
+    "wgmma",
+    "ldmatrix",
+    "stmatrix",
+    "bra",
+)
+
+
+class Undefined:
+    """The marks: 0, or 1 + where the value came from, for each register and lane."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.marks = {file: np.zeros(held.shape, np.int16) for file, held in machine.files.items()}
+        self.origins: list[tuple[str, str, Instruction]] = []  # kind of fault, what is wrong, the shuffle
+
+    def mark(self, batch: Batch, index: int, lanes: NDArray[np.bool_], kind: str, text: str) -> None:
+        """Note that the result of an instruction is undefined in these lanes."""
+        instruction = batch.instructions[index]
+        self.origins.append((kind, text, instruction))
+        for row in self._rows(batch, instruction.operands[0]):
+            row[lanes] = len(self.origins)
+
+    def exchanged(self, batch: Batch, sources: Array, active: NDArray[np.bool_]) -> None:
+        """Hand the marks on by a shuffle: sources (instructions, lanes), the lane that each one reads."""
+        for i, instruction in enumerate(batch.instructions):
+            taken = self._of(batch, instruction.operands[1])[sources[i]]
+            taken = np.maximum(taken, self._of(batch, *instruction.operands[2:]))
+            for row in self._rows(batch, instruction.operands[0]):
+                row[active] = taken[active]
+
+    def follow(self, batch: Batch, mask: Mask) -> None:
+        """Hand the marks on by a step that is about to run; Fault where it uses an undefined value."""
+        active = np.ones(self.machine.lanes, np.bool_) if mask is None else mask
+        for instruction in batch.instructions:
+            name, operands = instruction.opcode[0], instruction.operands
+            if instruction.guard is not None:
+                self.use(batch, (instruction.guard,), active, instruction)
+            if name in USES:
+                first = 0 if name not in ("ld", "atom", "cp", "mma", "ldmatrix") else 1
+                self.use(batch, operands[first:], active, instruction)
+                results = operands[:first]
+                held: Array = np.zeros(self.machine.lanes, np.int16)
+            else:
+                results = operands[:1]
+                held = self._result(batch, instruction)
+            for operand in results:
+                for row in self._rows(batch, operand):
+                    row[active] = held[active]
+
+    def use(
+        self, batch: Batch, operands: tuple[Operand, ...], active: NDArray[np.bool_], user: Instruction
+    ) -> None:
+        """Fault where one of the operands is undefined in an active lane."""
+        found = np.where(active, self._of(batch, *operands), 0)
+        if found.any():
+            lane = int(np.argmax(found != 0))
+            kind, text, instruction = self.origins[int(found[lane]) - 1]
+            where = f" at {user.location}" if user.location != instruction.location else ""
+            who = self.machine.thread_name(lane)
+            self.machine.fault(kind, f"{who} uses{where} the value that {text}", instruction)
+
+    def _result(self, batch: Batch, instruction: Instruction) -> Array:
+        name, operands = instruction.opcode[0], instruction.operands
+        if name == "selp":
+            one, two, decides = (self._of(batch, operand) for operand in operands[1:])
+            chosen = batch.reader([operands[3]], "pred")(self.machine)[0]
+            return np.maximum(np.where(chosen, one, two), decides)
+        if name in ("and", "or") and instruction.opcode[-1] == "pred":
+            one, two = (self._of(batch, operand) for operand in operands[1:])
+            a, b = (batch.reader([operand], "pred")(self.machine)[0] for operand in operands[1:])
+            if name == "or":
+                a, b = ~a, ~b
+            # False and anything is false.
+            return np.where((one == 0) & ~a | (two == 0) & ~b, 0, np.maximum(one, two))
+        return self._of(batch, *operands[1:])
+
+    def _of(self, batch: Batch, *operands: Operand) -> Array:
+        """The marks of operands, taken together, (lanes,)."""
+        found = np.zeros(self.machine.lanes, np.int16)
+        for operand in operands:
+            for row in self._rows(batch, operand):
+                found = np.maximum(found, row)
+        return found
+
+    def _rows(self, batch: Batch, operand: Operand) -> Iterator[Array]:
+        for key in registers_of(operand):
+            yield self.marks[key[0]][batch.layout[key]]

@@ -1,0 +1,93 @@
+"""The special registers: %tid, %ctaid, %laneid and so on (PTX ISA manual, "Special Registers")."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..base.instruction_registry import Array
+from .fault import EmulatorError
+
+if TYPE_CHECKING:
+    from ..execution.machine import Machine
+
+
+def special(machine: Machine, name: str) -> Any:
+    """Return the special register `name`: one number for each lane, or one for all.
+
+    Raises EmulatorError for one that the emulator does not have.
+    """
+    word, _, axis = name.partition(".")
+    if axis in ("x", "y", "z") and word in ALONG_AXES:
+        return ALONG_AXES[word](machine, "xyz".index(axis))
+    if name in OTHERS:
+        return OTHERS[name](machine)
+    raise EmulatorError(f"the emulator has no special register {name}")
+
+
+def _thread(machine: Machine, i: int) -> Array:
+    below = int(np.prod(machine.block[:i]))
+    found: Array = machine.thread_of_lane[: machine.lanes_per_block] // below % machine.block[i]
+    return np.tile(found, machine.blocks)
+
+
+def _blocks(machine: Machine) -> Array:
+    return machine.first + np.arange(machine.blocks)
+
+
+def _block(machine: Machine, i: int) -> Array:
+    """The block's place in the grid along an axis, for each block."""
+    across = int(np.prod(machine.grid[:i]))
+    found: Array = _blocks(machine) // across % machine.grid[i]
+    return found
+
+
+def _cluster(machine: Machine, i: int) -> int:
+    return machine.cluster if i == 0 else 1
+
+
+def _each(machine: Machine, of_blocks: Array) -> Array:
+    return np.repeat(of_blocks, machine.lanes_per_block)
+
+
+def _lane(machine: Machine) -> Array:
+    found: Array = machine.thread_of_lane % 32
+    return found
+
+
+def _bit(machine: Machine) -> Array:
+    found: Array = np.uint64(1) << _lane(machine).astype(np.uint64)
+    return found
+
+
+ALONG_AXES: dict[str, Callable[[Machine, int], Any]] = {
+    "%tid": _thread,
+    "%ntid": lambda machine, i: machine.block[i],
+    "%ctaid": lambda machine, i: _each(machine, _block(machine, i)),
+    "%nctaid": lambda machine, i: machine.grid[i],
+    "%cluster_ctaid": lambda machine, i: _each(machine, _block(machine, i) % _cluster(machine, i)),
+    "%cluster_nctaid": _cluster,
+    "%clusterid": lambda machine, i: _each(machine, _block(machine, i) // _cluster(machine, i)),
+    "%nclusterid": lambda machine, i: machine.grid[i] // _cluster(machine, i),
+}
+OTHERS: dict[str, Callable[[Machine], Any]] = {
+    "%laneid": _lane,
+    "%warpid": lambda machine: machine.thread_of_lane // 32,
+    "%nwarpid": lambda machine: machine.warps_per_block,
+    "%cluster_ctarank": lambda machine: _each(machine, _blocks(machine) % machine.cluster),
+    "%cluster_nctarank": lambda machine: machine.cluster,
+    "%is_explicit_cluster": lambda machine: machine.cluster > 1,
+    "%smid": lambda machine: _each(machine, _blocks(machine)),  # as if each had one of its own
+    "%nsmid": lambda machine: int(np.prod(machine.grid)),
+    "%gridid": lambda machine: 0,
+    "%dynamic_smem_size": lambda machine: machine.launch.shared,
+    "%total_smem_size": lambda machine: machine.shared_size,
+    "WARP_SZ": lambda machine: 32,
+    "%lanemask_eq": _bit,
+    "%lanemask_lt": lambda machine: _bit(machine) - np.uint64(1),
+    "%lanemask_le": lambda machine: 2 * _bit(machine) - np.uint64(1),
+    "%lanemask_gt": lambda machine: ~(2 * _bit(machine) - np.uint64(1)),
+    "%lanemask_ge": lambda machine: ~(_bit(machine) - np.uint64(1)),
+}

@@ -1,0 +1,1 @@
+"""`launch` and `profile`, and the table of what a kernel did."""

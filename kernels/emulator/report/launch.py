@@ -1,0 +1,205 @@
+"""`launch` and `profile`: run any Numba kernel of your own in the emulator, and see what it does.
+
+A kernel is written and decorated as for a GPU, and its arguments are NumPy arrays:
+
+    from numba import cuda
+    from minidist.kernels.emulator import launch, profile, profiled
+
+    @cuda.jit
+    def scale(x, factor):
+        i = cuda.grid(1)
+        if i < x.size:
+            x[i] *= factor
+
+    x = np.ones(1000, np.float32)
+    launch(scale, 4, 256, x, np.float32(2))
+    print(profile(scale, 4, 256, x, np.float32(2)))
+
+    with profiled() as counts:  # whatever runs in the emulator meanwhile, a rung say
+        rung("s3_shared_tile").matmul(a, b)
+    print(counts)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import importlib
+import inspect
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from ...cuda.runtime import compiler
+from ...cuda.runtime.kernel import HALVES, Kernel
+from ...cuda.runtime.tensor_map import TensorMap
+from ..checks.debug_exceptions import debug_ptx
+from ..execution.counts import Counts
+from ..execution.run import COUNTING, run_kernel, sizes
+from ..ptx.fault import EmulatorError
+from .profile_table import Profile
+
+_COMPILED: WeakKeyDictionary[Any, dict[Any, str]] = WeakKeyDictionary()
+ARCHITECTURE = "sm_90a"  # whose instructions the emulator knows
+
+
+def launch(
+    kernel: Callable[..., Any],
+    grid: int | Sequence[int],
+    block: int | Sequence[int],
+    *args: Any,
+    shared: int = 0,
+    cluster: int = 1,
+    architecture: str = ARCHITECTURE,
+) -> None:
+    """Run a Numba kernel on a grid of blocks in the emulator, on the arguments' own memory.
+
+    Args:
+        kernel: a function decorated with `numba.cuda.jit`, a plain one, or a Kernel of the ladder.
+        grid: blocks along x, or along x, y and z.
+        block: threads of a block along x, or along x, y and z; 1024 in all at most.
+        args: NumPy arrays, torch tensors on the CPU, and numbers; arrays are written in place.
+        shared: bytes of dynamic shared memory (`cuda.shared.array(0, dtype)`).
+        cluster: blocks along x that form a cluster.
+        architecture: what the kernel is compiled for.
+
+    Raises Fault, with file and line, for what a GPU would not forgive: an access out of bounds or misaligned,
+    a read of shared memory that nobody wrote, a race between warps, a barrier that not all threads reach.
+    Raises EmulatorError for an instruction that the emulator does not know, TypeError and ValueError for
+    arguments that no kernel takes, and Numba's own errors for what it can't compile.
+    """
+    _run(kernel, grid, block, args, shared, cluster, architecture, None)
+
+
+def profile(
+    kernel: Callable[..., Any],
+    grid: int | Sequence[int],
+    block: int | Sequence[int],
+    *args: Any,
+    shared: int = 0,
+    cluster: int = 1,
+    architecture: str = ARCHITECTURE,
+) -> Profile:
+    """Run a kernel as `launch` does, and return what it did: a table, in all and by line of source."""
+    counts = Counts()
+    _run(kernel, grid, block, args, shared, cluster, architecture, counts)
+    return Profile(counts, getattr(_function(kernel), "__name__", "kernel"))
+
+
+@contextlib.contextmanager
+def profiled(name: str = "kernels") -> Iterator[Profile]:
+    """Count what all kernels do that this thread runs in the emulator within the `with` block."""
+    counts = Counts()
+    before = COUNTING.set(counts)
+    try:
+        yield Profile(counts, name)
+    finally:
+        COUNTING.reset(before)
+
+
+def _run(
+    kernel: Callable[..., Any],
+    grid: int | Sequence[int],
+    block: int | Sequence[int],
+    args: Sequence[Any],
+    shared: int,
+    cluster: int,
+    architecture: str,
+    counts: Counts | None,
+) -> None:
+    function = _function(kernel)
+    names = _names(function, len(args))
+    arrays = [_argument(name, x) for name, x in zip(names, args, strict=True)]
+    options = getattr(kernel, "targetoptions", {})
+    fastmath = bool(options.get("fastmath", getattr(kernel, "fastmath", False)))
+    if isinstance(kernel, Kernel):  # its halves travel as their bits, and its ints as int32
+        arrays = [x.view(np.uint16) if str(getattr(x, "dtype", "")) in HALVES else x for x in arrays]
+        types = kernel.types(tuple(arrays))
+    else:
+        types = tuple(_type(name, x) for name, x in zip(names, arrays, strict=True))
+    whole_grid, whole_block = sizes("grid", grid), sizes("block", block)
+    threads = min(max(math.prod(whole_block), 1), 1024)
+    ptx = _compiled(function, types, architecture, threads, fastmath, bool(options.get("debug", False)))
+    run_kernel(ptx, whole_grid, whole_block, arrays, shared, cluster, counts, names)
+
+
+def _compiled(
+    function: Callable[..., Any],
+    types: tuple[Any, ...],
+    architecture: str,
+    threads: int,
+    fastmath: bool,
+    debug: bool,
+) -> str:
+    """Return the PTX. What the function's closure holds is constant from the first launch on, as in Numba."""
+    kept = _COMPILED.setdefault(function, {})
+    key = (types, architecture, threads, fastmath, debug)
+    if key not in kept:
+        try:
+            if debug:
+                kept[key] = debug_ptx(function, types, architecture, threads, fastmath)
+            else:
+                kept[key] = compiler.compile_ptx(function, types, architecture, threads, fastmath=fastmath)
+        except AttributeError as error:
+            if "insert_unresolved_ref" not in str(error):
+                raise
+            raise EmulatorError(
+                f"{function.__name__} calls a function that calls itself, which Numba compiles for no GPU: "
+                "write it as a loop"
+            ) from error
+    return kept[key]
+
+
+def _function(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    function = getattr(kernel, "py_func", getattr(kernel, "function", kernel))
+    if not inspect.isfunction(function):
+        raise TypeError(
+            f"kernel is a {type(kernel).__name__}: pass a function, plain or decorated with cuda.jit"
+        )
+    if getattr(kernel, "targetoptions", {}).get("device"):
+        raise TypeError(
+            f"{function.__name__} is a device function, which only kernels call: leave device=True out"
+        )
+    return function
+
+
+def _names(function: Callable[..., Any], count: int) -> list[str]:
+    """Return the names of a kernel's arguments, or say that it takes another number of them."""
+    found = list(inspect.signature(function).parameters.values())
+    if any(one.kind is one.VAR_POSITIONAL for one in found):
+        return [f"argument {i + 1}" for i in range(count)]
+    if len(found) != count:
+        defaults = any(one.default is not one.empty for one in found)
+        more = "; Numba takes no default values for a kernel's arguments: pass them all" if defaults else ""
+        raise TypeError(
+            f"{function.__name__} takes {len(found)} arguments ({', '.join(one.name for one in found)}), "
+            f"and {count} were passed{more}"
+        )
+    return [one.name for one in found]
+
+
+def _argument(name: str, x: Any) -> Any:
+    if type(x).__module__.partition(".")[0] == "torch":
+        if x.device.type != "cpu":
+            raise TypeError(f"{name} is a tensor on {x.device}: pass {name}.cpu()")
+        return x.detach().numpy()
+    if isinstance(x, tuple):
+        items = [_argument(f"{name}[{i}]", item) for i, item in enumerate(x)]
+        return type(x)(*items) if hasattr(x, "_fields") else tuple(items)
+    if isinstance(x, np.ndarray | np.generic | int | float | complex | bool | enum.Enum | TensorMap):
+        return x
+    raise TypeError(
+        f"{name} is a {type(x).__name__}: "
+        "a kernel takes NumPy arrays, tensors on the CPU, numbers, and tuples of these"
+    )
+
+
+def _type(name: str, x: Any) -> Any:
+    """Return Numba's type of an argument: that of `cuda.jit`'s own launches."""
+    try:
+        return importlib.import_module("numba.cuda.typing.typeof").typeof(x)
+    except ValueError as error:
+        raise TypeError(f"{name} is {x!r}, which Numba takes for no kernel: {error}") from error

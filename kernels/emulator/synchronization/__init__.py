@@ -1,0 +1,1 @@
+"""Barriers, and the happens-before order that finds races."""

@@ -1,0 +1,65 @@
+"""The barrier of a whole grid: `cuda.cg.this_grid().sync()`.
+
+Numba calls two functions of CUDA's device runtime for it, which a linker would bring (CUDA C++ Programming
+Guide, "Grid Synchronization"). All blocks have to be on the GPU at once; `launch` sees to it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..base.batch import Batch
+from ..base.instruction_registry import Mask, Run, unit
+from ..memory.address_checks import lanes_of
+from ..ptx.operands import Symbol
+
+if TYPE_CHECKING:
+    from ..execution.machine import Machine
+
+
+class GridBarrier:
+    """Which lanes of a machine have come to the grid's barrier, and at which of its phases."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.phase = np.full(machine.lanes, -1, np.int64)  # -1: has not come
+
+
+@unit("call.cudaCGGetIntrinsicHandle", order="fence", results=0)
+def handle(batch: Batch) -> Run:
+    """A handle for the grid: any number but 0, which would be none."""
+    returned, _ = (operand.offset for operand in batch.first.operands if isinstance(operand, Symbol))
+
+    def run(machine: Machine, mask: Mask) -> None:
+        machine.local[lanes_of(machine, mask), returned : returned + 8] = 1
+
+    return run
+
+
+@unit("call.cudaCGSynchronize", order="sync", results=0)
+def synchronize(batch: Batch) -> Run:
+    """Wait until all threads of the grid have come."""
+    returned = next(operand.offset for operand in batch.first.operands if isinstance(operand, Symbol))
+
+    def run(machine: Machine, mask: Mask) -> NDArray[np.bool_]:
+        launch, barrier = machine.launch, machine.state(GridBarrier)
+        lanes = lanes_of(machine, mask)
+        new = lanes[barrier.phase[lanes] < 0]
+        barrier.phase[new] = launch.phase
+        launch.come += new.size
+        if launch.come == launch.blocks * launch.threads:
+            launch.come, launch.phase = 0, launch.phase + 1
+            launch.memory.order_all()
+            machine.events += 1
+        over = lanes[barrier.phase[lanes] < launch.phase]
+        barrier.phase[over] = -1
+        machine.local[over, returned : returned + 4] = 0  # no error
+        if over.size:
+            machine.clocks.meet_all(np.unique(machine.block_of_lane[over]))
+        passed = np.zeros(machine.lanes, np.bool_)
+        passed[over] = True
+        return passed
+
+    return run

@@ -1,0 +1,200 @@
+"""mbarriers: 8 bytes of shared memory that count arrivals of threads and bytes of copies, phase after phase.
+
+A phase is over when as many arrivals have come as `init` said and as many bytes as were announced
+(expect_tx); then the next begins, with the same number of arrivals expected (PTX ISA, "mbarrier"). Waiting is
+for a phase by its parity: the phase before the first counts as one of parity 1. An arrival releases what the
+thread did before, a wait that ends acquires it, and what a copy knows comes with its bytes.
+
+The bytes of an mbarrier hold a pattern here, so that whatever is written over one is found when it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NoReturn, TypeAlias
+
+import numpy as np
+
+from ..base.instruction_registry import Array
+from ..memory.address_checks import shared_blocks
+from ..memory.async_groups import fault_at, in_shared_window, located
+from ..ptx.fault import Fault
+
+if TYPE_CHECKING:
+    from ..execution.machine import Machine
+    from ..ptx.program import Instruction
+
+BYTES = 8  # of an mbarrier, and its alignment
+LARGEST = (1 << 20) - 1  # arrivals of a phase, and bytes either way
+_PATTERN = np.frombuffer(b"mbarrier", np.uint8)
+
+Key: TypeAlias = tuple[int, int]  # the block of the machine, and the offset in its shared memory
+
+
+@dataclass
+class Mbarrier:
+    """The state of one mbarrier. Its methods raise Fault for what the hardware leaves undefined."""
+
+    expected: int  # arrivals of each phase
+    joined: Array  # the vector clock of what has arrived in this phase
+    maker: int  # the agent that made it
+    made: int  # and its time then
+    completed: Array  # the vector clock of the last phase that is over
+    pending: int = 0  # arrivals that this phase still lacks
+    bytes: int = 0  # announced, and not there yet
+    phase: int = 0
+    shown: bool = False  # to the copy engine and the cluster, by a fence
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.expected <= LARGEST:
+            raise Fault("mbarrier", f"an mbarrier is made for {self.expected} arrivals: 1 to {LARGEST}")
+        self.pending = self.expected
+
+    def arrive(self, count: int, clock: Array | None) -> bool:
+        """Count arrivals that release `clock` (None: relaxed); return whether the phase is over."""
+        if count < 1 or count > self.pending:
+            raise Fault(
+                "mbarrier",
+                f"{count} arrivals at an mbarrier whose phase {self.phase} lacks {self.pending} "
+                f"of {self.expected}: make it for as many as come, or wait for the phase before",
+            )
+        self.pending -= count
+        if clock is not None:
+            self.joined = np.maximum(self.joined, clock)
+        return self._step()
+
+    def expect(self, count: int) -> bool:
+        """Announce bytes of copies to this phase."""
+        return self._count(count)
+
+    def complete(self, count: int, clock: Array) -> bool:
+        """Count bytes of a copy, which knows `clock`; return whether the phase is over."""
+        self.joined = np.maximum(self.joined, clock)
+        return self._count(-count)
+
+    def over(self, parity: int) -> bool:
+        """Whether the phase of this parity, the last or the current, is over."""
+        return self.phase & 1 != parity
+
+    def _count(self, count: int) -> bool:
+        self.bytes += count
+        if abs(self.bytes) > LARGEST:
+            raise Fault("mbarrier", f"an mbarrier waits for {self.bytes} bytes: it counts to {LARGEST}")
+        return self._step()
+
+    def _step(self) -> bool:
+        if self.pending or self.bytes:
+            return False
+        self.phase += 1
+        self.pending = self.expected
+        self.completed, self.joined = self.joined, np.zeros_like(self.joined)
+        return True
+
+    def lacks(self) -> str:
+        """Say what the current phase waits for."""
+        parts = [f"{self.pending} of {self.expected} arrivals"] if self.pending else []
+        parts += [f"{self.bytes} bytes"] if self.bytes > 0 else []
+        lacks = f"lacks {' and '.join(parts)}" if parts else ""
+        more = f"has {-self.bytes} bytes more than were announced" if self.bytes < 0 else ""
+        return " and ".join(part for part in (lacks, more) if part)
+
+
+class Mbarriers:
+    """The mbarriers of a machine, and who waits for which."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.table: dict[Key, Mbarrier] = {}
+        self.awaited: dict[Key, set[int]] = {}  # lanes that wait
+        self.looks: dict[Key, int] = {}  # how often somebody looked in vain, and did not wait
+        self.waits: dict[Key, Instruction | None] = {}  # where the last of them began to
+        machine.late.append(self._explain)
+
+    def keys(self, places: Array, lanes: Array) -> tuple[Array, Array]:
+        """Return (block, offset) of mbarriers at shared or generic addresses (lanes,), or Fault."""
+        machine = self.machine
+        block, offset = shared_blocks(machine, in_shared_window(machine, places, lanes), lanes)
+        if (bad := offset % BYTES != 0).any():
+            at, lane = int(offset[np.argmax(bad)]), lanes[np.argmax(bad)]
+            self._blame(
+                "misaligned", f"uses an mbarrier at byte {at} of shared memory, no multiple of {BYTES}", lane
+            )
+        if (bad := (offset < 0) | (offset + BYTES > machine.shared_size)).any():
+            at, lane = int(offset[np.argmax(bad)]), lanes[np.argmax(bad)]
+            have = f"of which the block has {machine.shared_size}"
+            self._blame("out of bounds", f"uses an mbarrier at byte {at} of shared memory, {have}", lane)
+        return block, offset
+
+    def make(self, key: Key, count: int, lane: int) -> None:
+        """mbarrier.init by a lane."""
+        if key in self.table:
+            self._blame(
+                "mbarrier", "makes an mbarrier where one is: mbarrier.inval has to end that first", lane
+            )
+        clocks = self.machine.clocks
+        agent = clocks.agents_of_lanes()[lane]
+        nothing = np.zeros(clocks.agents, np.int32)
+        time = int(clocks.own(np.array([agent]))[0])
+        with located(self.machine, lane):
+            self.table[key] = Mbarrier(count, nothing, int(agent), time, nothing)
+        self._bytes(key)[:] = _PATTERN
+
+    def unmake(self, key: Key, lanes: Array) -> None:
+        """mbarrier.inval by lanes."""
+        self.at(key, lanes)
+        del self.table[key]
+
+    def at(self, key: Key, lanes: Array) -> Mbarrier:
+        """Return the mbarrier that lanes use; Fault where there is none, or another made it unordered."""
+        lane = int(lanes[0])
+        found = self.table.get(key)
+        if found is None:
+            text = f"uses an mbarrier at byte {key[1]} of shared memory, where none was made"
+            self._blame("mbarrier", text, lane)
+        if (self._bytes(key) != _PATTERN).any():
+            self._blame(
+                "mbarrier", f"uses the mbarrier at byte {key[1]}, and something was written over it", lane
+            )
+        clocks = self.machine.clocks
+        agents = clocks.agents_of_lanes()[lanes]
+        known = clocks.knows(agents, np.array([found.maker % clocks.agents]))
+        if (unordered := (agents != found.maker) & (known < found.made)).any():
+            text = f"uses the mbarrier at byte {key[1]} that another warp made, with no barrier between them"
+            self._blame("race", text, int(lanes[np.argmax(unordered)]))
+        return found
+
+    def by_key(self, block: Array, offset: Array) -> Iterator[tuple[Key, Array]]:
+        """Yield each mbarrier of (lanes,), and the positions of the lanes that use it."""
+        code = block * (1 << 32) + offset
+        for one in np.unique(code):
+            yield (int(one) >> 32, int(one) & 0xFFFFFFFF), np.flatnonzero(code == one)
+
+    def changed(self, over: bool) -> None:
+        """Let waiting lanes try again, where a phase is over."""
+        self.machine.events += over
+
+    def show(self, agents: Array) -> None:
+        """Note a fence by these warps, which shows the mbarriers that they made."""
+        for mbarrier in self.table.values():
+            mbarrier.shown |= mbarrier.maker in agents
+
+    def _bytes(self, key: Key) -> Array:
+        return self.machine.shared[key[0], key[1] : key[1] + BYTES]
+
+    def _explain(self) -> bool:
+        """When nothing can go on any more: say which mbarrier is waited for, and what it lacks."""
+        for key, lanes in sorted(self.awaited.items()):
+            mbarrier = self.table.get(key)
+            if mbarrier is not None and lanes:
+                name = self.machine.block_name(key[0])
+                self.machine.instruction = self.waits[key]
+                self.machine.fault(
+                    "deadlock",
+                    f"{len(lanes)} threads wait for the mbarrier at byte {key[1]} of the shared memory "
+                    f"of {name}, whose phase {mbarrier.phase} {mbarrier.lacks()}, and nobody can go on",
+                )
+        return False
+
+    def _blame(self, kind: str, text: str, lane: int) -> NoReturn:
+        fault_at(self.machine, kind, text, int(lane))

@@ -1,0 +1,1 @@
+"""How fast a product is, and how fast the machine allows: harness, timers, peaks, roofline."""

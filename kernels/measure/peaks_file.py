@@ -1,0 +1,102 @@
+"""Keep a machine's peaks in the user's cache folder, so that they are measured once.
+
+The file is named after what the peaks depend on: the CPU, how many of its cores the process may use, the
+vector unit, the GPU. A home folder that several machines share thus holds a file for each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from ..cpu.support.caches import available_cpus
+from ..cpu.support.vector_unit import vector_unit
+from .peaks import Peaks
+
+FORMAT = 1  # of the file; a file of another is measured again
+
+
+def folder() -> Path:
+    """Return the folder, which need not exist: $MINIDIST_CACHE_DIR, or the system's place for caches."""
+    named = os.environ.get("MINIDIST_CACHE_DIR")
+    if named:
+        return Path(named)
+    try:
+        home = Path.home()
+    except RuntimeError:  # a container's user without a home
+        return Path(tempfile.gettempdir()) / "minidist"
+    if sys.platform == "darwin":
+        return home / "Library" / "Caches" / "minidist"
+    xdg = Path(os.environ.get("XDG_CACHE_HOME") or "")
+    return (xdg if xdg.is_absolute() else home / ".cache") / "minidist"  # the XDG rules: relative is ignored
+
+
+def path() -> Path:
+    """Return the file of this machine."""
+    unit = vector_unit().name
+    words = f"{cpu_name()} {len(available_cpus())} cores {unit} {' '.join(gpu_names())}"
+    return folder() / f"roofline-{re.sub(r'[^a-z0-9]+', '-', words.lower()).strip('-')}.json"
+
+
+def load(file: Path) -> Peaks | None:
+    """Return the peaks in the file; None where there is no such file, or it can't be used."""
+    try:
+        kept = json.loads(file.read_text(encoding="utf-8"))
+        peaks = Peaks.from_dict(kept["peaks"]) if kept["format"] == FORMAT else None
+    except (OSError, ValueError, TypeError, LookupError, AttributeError):
+        return None
+    here = (cpu_name(), len(available_cpus()), vector_unit().name)
+    return peaks if peaks and (peaks.machine, peaks.cores, peaks.vector_unit) == here else None
+
+
+def save(peaks: Peaks, file: Path) -> bool:
+    """Write the file, whole or not at all, and return whether that could be done."""
+    text = json.dumps({"format": FORMAT, "peaks": peaks.to_dict()}, indent=1)
+    # A name of its own, then a rename: another process reads the old file or the new, never a part.
+    beside = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(file)
+    except OSError:
+        with contextlib.suppress(OSError):
+            beside.unlink()
+        return False
+    return True
+
+
+def cpu_name(cpuinfo: str = "/proc/cpuinfo") -> str:
+    """Return the CPU's name; where it has none, as on ARM under Linux, its architecture and part number."""
+    if sys.platform == "darwin":
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            asked = ["sysctl", "-n", "machdep.cpu.brand_string"]
+            name = subprocess.run(asked, capture_output=True, text=True, timeout=5).stdout.strip()
+            if name:
+                return name
+    fields: dict[str, str] = {}
+    with contextlib.suppress(OSError), open(cpuinfo, encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            key, separator, value = line.partition(":")
+            if not separator:
+                break  # the first CPU speaks for all
+            fields[key.strip()] = value.strip()
+    if fields.get("model name"):
+        return " ".join(fields["model name"].split())
+    part = [fields[key] for key in ("CPU implementer", "CPU part") if key in fields]
+    return " ".join([platform.machine() or "unknown CPU", *part])
+
+
+def gpu_names(root: str = "/proc/driver/nvidia/gpus") -> list[str]:
+    """Return the names of NVIDIA's GPUs as its driver gives them, each once: torch takes a second to ask."""
+    names = set()
+    for file in Path(root).glob("*/information"):
+        with contextlib.suppress(OSError):
+            names |= set(re.findall(r"^Model:\s*(.+?)\s*$", file.read_text(errors="replace"), re.MULTILINE))
+    return sorted(names)

@@ -1,0 +1,159 @@
+"""A point of a roofline: what a product took, beside what the machine allows at its intensity.
+
+The intensity is that of the fewest bytes that a product can move: a and b read once, c written once. A kernel
+that fetches operands again has less, and may be at its own roof where it is placed below this one. Where all
+three fit the caches, a repeated call moves no such bytes at all, and may be above the slope of the roof.
+
+Source: Williams, Waterman, Patterson, CACM 52(4), 2009, which counts bytes between caches and main memory.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from ..rung import Rung, empty
+from . import gpu_timer, harness
+from .peaks import Roof
+
+Product = Rung | Callable[..., Any]  # a rung, numpy.matmul, or any function of two arrays
+# What has elements of the same size: TF32 is a way to round float32 in registers, and NumPy has bfloat16 only
+# with ml_dtypes.
+IN_MEMORY = {"tf32": "float32", "bfloat16": "float16"}
+
+
+def intensity(m: int, n: int, k: int, dtype: DTypeLike = "float32") -> float:
+    """Return FLOP/byte of (m, k) times (k, n), each element moved once: n / 6 for squares in float32.
+
+    Raises ValueError for a size below 1.
+    """
+    if min(m, n, k) < 1:
+        raise ValueError(f"m, n, k are {m}, {n}, {k}: pass 1 or more, as an empty product has no rate")
+    return harness.flops(m, n, k) / fewest_bytes(m, n, k, dtype)
+
+
+def fewest_bytes(m: int, n: int, k: int, dtype: DTypeLike = "float32") -> int:
+    """Return the bytes of a, b and c, each moved once; `dtype` may be "tf32" and "bfloat16", too."""
+    return harness.bytes(m, n, k, IN_MEMORY.get(str(dtype), dtype))
+
+
+@dataclass(frozen=True)
+class Point:
+    """A product of (m, k) by (k, n) on a roofline."""
+
+    name: str
+    m: int
+    n: int
+    k: int
+    dtype: str
+    seconds: float  # of one product
+    roof: Roof  # what it is measured against
+
+    def __post_init__(self) -> None:
+        intensity(self.m, self.n, self.k)
+        self.roof.peak(self.dtype)
+        if not 0 < self.seconds < math.inf:
+            raise ValueError(f"seconds is {self.seconds}: pass the time of one product, more than 0")
+
+    @property
+    def rate(self) -> float:
+        """Return the FLOP/s that were measured."""
+        return harness.flops(self.m, self.n, self.k) / self.seconds
+
+    @property
+    def bytes(self) -> int:
+        """Return the fewest bytes that the product moves: a and b read once, c written once."""
+        return fewest_bytes(self.m, self.n, self.k, self.dtype)
+
+    @property
+    def intensity(self) -> float:
+        """Return the FLOP/byte with so few bytes: the most that any kernel for this product has."""
+        return intensity(self.m, self.n, self.k, self.dtype)
+
+    @property
+    def attainable(self) -> float:
+        """Return the FLOP/s that the roof allows at this intensity."""
+        return self.roof.attainable(self.intensity, self.dtype)
+
+    @property
+    def share(self) -> float:
+        """Return `rate` over `attainable`: above 1 where operands come from caches, not from memory."""
+        return self.rate / self.attainable
+
+    @property
+    def bound(self) -> Literal["memory", "arithmetic"]:
+        """Return what limits this intensity: memory left of the ridge, arithmetic from there on."""
+        return "memory" if self.intensity < self.roof.ridge(self.dtype) else "arithmetic"
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name}, {self.m} x {self.n} x {self.k}, {self.dtype}: {self.rate / 1e9:.3g} GFLOP/s, "
+            f"{100 * self.share:.2g}% of the {self.attainable / 1e9:.3g} GFLOP/s that {self.bound} allows "
+            f"at {self.intensity:.3g} FLOP/byte ({self.roof.name})"
+        )
+
+
+def median_seconds(
+    product: Product, m: int, n: int, k: int, dtype: DTypeLike, threads: int, seconds: float
+) -> float:
+    """Return the median time of a call with (m, k) and (k, n): calls for `seconds`, and three at least.
+
+    One call before is not timed. BLAS and OpenMP get `threads` threads meanwhile.
+    """
+    from threadpoolctl import threadpool_limits
+
+    a, b = harness.inputs(m, n, k, dtype, seed=0)
+    function = product.matmul if isinstance(product, Rung) else product
+    # Memory that is there already: the pages of a new array would be a part of the time.
+    out = {"out": empty(m, n, dtype)} if isinstance(product, (Rung, np.ufunc)) else {}
+    times: list[float] = []
+    with threadpool_limits(threads):
+        function(a, b, **out)
+        end = time.perf_counter() + seconds
+        while len(times) < 3 or time.perf_counter() < end:
+            start = time.perf_counter()
+            function(a, b, **out)
+            times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def median_gpu_seconds(
+    product: Product, m: int, n: int, k: int, dtype: str, timer: gpu_timer.GpuTimer, seconds: float
+) -> float:
+    """Return the median time of a call with tensors (m, k) and (k, n) on torch's GPU, by the GPU's own clock.
+
+    As `median_seconds`: calls for `seconds`, and three at least, after one that is not timed.
+    """
+    import torch
+
+    kind = getattr(torch, dtype)
+    # Random values: zeros switch fewer transistors, and the clock would be higher than in real work.
+    a, b = (torch.randn(shape, device=timer.device).to(kind) for shape in ((m, k), (k, n)))
+    function = product.matmul if isinstance(product, Rung) else product
+    out = {"out": torch.empty(m, n, device=timer.device, dtype=kind)} if isinstance(product, Rung) else {}
+    function(a, b, **out)
+    timer.wait()
+    times: list[float] = []
+    while len(times) < 3 or sum(times) < seconds:
+        times.append(timer.seconds(lambda: function(a, b, **out)))
+    return statistics.median(times)
+
+
+def product_name(product: Product) -> str:
+    """Return what to call it: the rung's name, "numpy.matmul", a function's own name.
+
+    Raises TypeError for what can't be called.
+    """
+    if isinstance(product, Rung):
+        return product.name
+    if not callable(product):
+        raise TypeError(f"product is {product!r}: pass a rung, as in rung('s4'), or a function of two arrays")
+    name: str = getattr(product, "__name__", type(product).__name__)
+    return f"numpy.{name}" if isinstance(product, np.ufunc) else name

@@ -1,0 +1,233 @@
+"""How fast this machine can be at all, and how near a kernel comes to that.
+
+    python -m minidist.kernels.measure.roofline --place s4 512 --place numpy 512 --plot roofline.png
+
+`measure` takes this machine's peaks once, in about five seconds, and keeps them. `attainable` says what
+rate an arithmetic intensity allows; `place` times a rung, or any other product, and says what share of that
+rate it reaches; `plot` draws both.
+
+Source: Williams, Waterman, Patterson, Roofline: An Insightful Visual Performance Model for Multicore
+Architectures, Communications of the ACM 52(4), 2009.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import sys
+import warnings
+from collections.abc import Sequence
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, overload
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike, NDArray
+
+from ..cpu.support import peaks as cpu_peaks
+from ..cpu.support.caches import available_cpus
+from ..cpu.support.vector_unit import vector_unit
+from ..rung import Rung
+from . import gpu_peaks, gpu_timer, peaks_file
+from .peaks import Peaks, Roof, dtype_name
+from .points import Point, Product, intensity, median_gpu_seconds, median_seconds, product_name
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["Peaks", "Point", "Roof", "attainable", "intensity", "measure", "place", "plot", "point"]
+
+Cores = Literal["one", "all", "gpu"]
+_measured: dict[Path, Peaks] = {}  # for machines whose cache folder can't be written
+
+
+def measure(fresh: bool = False) -> Peaks:
+    """Return this machine's peaks: those that are kept, or else measured now, and kept.
+
+    `fresh` measures again: when a machine that was busy (`.busy`) is idle, or when something changed that the
+    file's name (`peaks_file.path()`) does not show. Where no file can be written, this process keeps them.
+    """
+    file = peaks_file.path()
+    if not fresh:
+        kept = _measured.get(file) or peaks_file.load(file)
+        if kept:
+            return kept
+    one, all_cores = cpu_peaks.roofs()
+    gpu, problem = None, ""
+    try:
+        gpu = gpu_peaks.roof()
+    except RuntimeError as error:
+        problem = str(error).partition("\n")[0]
+        warnings.warn(f"the GPU's peaks could not be measured, and are left out: {problem}", stacklevel=2)
+    cpu, unit, cores = peaks_file.cpu_name(), vector_unit().name, len(available_cpus())
+    _measured[file] = Peaks(cpu, unit, cores, datetime.date.today().isoformat(), one, all_cores, gpu)
+    if not problem:
+        peaks_file.save(_measured[file], file)
+    return _measured[file]
+
+
+@overload
+def attainable(
+    intensity: float, dtype: DTypeLike | str = ..., cores: Cores = ..., peaks: Peaks | None = ...
+) -> float: ...
+@overload
+def attainable(
+    intensity: ArrayLike, dtype: DTypeLike | str = ..., cores: Cores = ..., peaks: Peaks | None = ...
+) -> float | NDArray[np.float64]: ...
+def attainable(
+    intensity: ArrayLike,
+    dtype: DTypeLike | str = "float32",
+    cores: Cores = "one",
+    peaks: Peaks | None = None,
+) -> float | NDArray[np.float64]:
+    """Return the FLOP/s that `intensity` in FLOP/byte allows: min(peak, intensity * bandwidth).
+
+    A number gives a number, an array an array of its shape. `peaks` are those of `measure()` unless given.
+    Raises ValueError for a negative intensity, and for a dtype or cores that were not measured.
+    """
+    return (peaks or measure()).roof(cores).attainable(intensity, dtype)
+
+
+def place(
+    product: Product,
+    m: int,
+    n: int,
+    k: int,
+    dtype: DTypeLike = "float32",
+    cores: Cores | None = None,
+    peaks: Peaks | None = None,
+    seconds: float = 0.2,
+) -> Point:
+    """Time `product` with (m, k) and (k, n), and return where that stands on the roofline.
+
+    `product` is a rung, a NumPy function such as numpy.matmul, or any function of two arrays; what it
+    computes is not checked here (`harness.check` does that). `cores` names the roof: "one" core; "all" for
+    what uses threads, of which BLAS gets as many; "gpu", for which the product gets tensors in the memory of
+    torch's GPU. A rung knows its own; others count as "one". The time is the median of calls for `seconds`,
+    three at least; on a GPU its own time, without Python's. A rung that multiplies float32 as TF32 stands
+    below the roof of that.
+
+    Raises ValueError for a size below 1, and for a dtype or cores that were not measured.
+    """
+    if cores is None:
+        cores = "one"
+        if isinstance(product, Rung):
+            cores = "gpu" if product.device == "cuda" else product.cores
+    peaks = peaks or measure()
+    name, threads = product_name(product), peaks.cores if cores == "all" else 1
+    stored = dtype_name(dtype)
+    kind = "tf32" if stored == "float32" and isinstance(product, Rung) and product.tf32 else stored
+    point(name, 1.0, m, n, k, kind, cores, peaks)  # raises what is wrong before anything is timed
+    timer = gpu_timer.find() if cores == "gpu" else None
+    if timer:
+        took = median_gpu_seconds(product, m, n, k, stored, timer, seconds)
+    else:
+        took = median_seconds(product, m, n, k, dtype, threads, seconds)
+    return point(name, took, m, n, k, kind, cores, peaks)
+
+
+def point(
+    name: str,
+    seconds: float,
+    m: int,
+    n: int,
+    k: int,
+    dtype: DTypeLike = "float32",
+    cores: Cores = "one",
+    peaks: Peaks | None = None,
+) -> Point:
+    """Return the point of a product that took `seconds`, timed elsewhere; raises ValueError as `place`."""
+    return Point(name, m, n, k, dtype_name(dtype), seconds, (peaks or measure()).roof(cores))
+
+
+def plot(
+    points: Point | Sequence[Point] = (),
+    path: str | PathLike[str] | None = None,
+    dtype: DTypeLike | str = "float32",
+    peaks: Peaks | None = None,
+    axes: Axes | None = None,
+) -> Axes:
+    """Draw the roofs of one core and of all, the GPU's too if any, with points from `place`; return the axes.
+
+    The roofs are those of the points' dtypes, or of `dtype` where there are no points. With `path` the figure
+    is saved there, as its suffix says (.png, .svg, .pdf), and not shown; without, a notebook shows it. With
+    `axes` it is drawn there.
+    """
+    from .roofline_plot import draw
+
+    several = [points] if isinstance(points, Point) else list(points)
+    return draw(peaks or measure(), several, dtype_name(dtype), path, axes)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the peaks and the points asked for, and draw them; return the exit status."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from .. import rung
+
+    parser = argparse.ArgumentParser(
+        prog="python -m minidist.kernels.measure.roofline",
+        description="This machine's peaks, and what share of them a product reaches.",
+        epilog="example: python -m minidist.kernels.measure.roofline --place s4 512 --plot roofline.png",
+    )
+    parser.add_argument("--fresh", action="store_true", help="measure again, though figures are kept")
+    parser.add_argument(
+        "--place",
+        nargs=2,
+        action="append",
+        default=[],
+        metavar=("RUNG", "N"),
+        help="time N x N matrices with a rung of either ladder, or with numpy on one core, in float32 where "
+        "the rung takes it; may be repeated",
+    )
+    parser.add_argument("--plot", metavar="FILE", help="draw the roofline: .png, .svg or .pdf")
+    options = parser.parse_args(arguments)
+    try:
+        asked = [(np.matmul if name == "numpy" else rung(name), _whole(n)) for name, n in options.place]
+        with Console(stderr=True).status("measuring, a few seconds"):
+            peaks = measure(options.fresh)
+            points = [place(product, n, n, n, _dtype(product), peaks=peaks) for product, n in asked]
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 130
+    except (ValueError, OSError, ImportError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    table = Table(title=f"{peaks.machine}, {peaks.vector_unit}, measured {peaks.date}")
+    table.add_column("")
+    for roof in peaks.roofs:
+        table.add_column(roof.name, justify="right")
+    for kind in dict.fromkeys(kind for roof in peaks.roofs for kind in roof.flops):
+        measured = [roof if kind in roof.flops else None for roof in peaks.roofs]
+        table.add_row(f"{kind}, GFLOP/s", *(f"{x.flops[kind] / 1e9:.1f}" if x else "" for x in measured))
+        table.add_row("  ridge, FLOP/byte", *(f"{x.ridge(kind):.1f}" if x else "" for x in measured))
+    table.add_row("memory, GB/s", *(f"{roof.bandwidth / 1e9:.1f}" for roof in peaks.roofs))
+    Console().print(table)
+    for placed in points:
+        print(placed)
+    if peaks.busy:
+        print("Other programs ran meanwhile, so the peaks are too low: --fresh measures again.")
+    if options.plot:
+        try:
+            plot(points, options.plot, peaks=peaks)
+        except (ValueError, OSError, ImportError) as error:
+            print(error, file=sys.stderr)
+            return 2
+    return 0
+
+
+def _dtype(product: Product) -> str:
+    if isinstance(product, Rung) and "float32" not in product.dtypes:
+        return product.dtypes[-1]
+    return "float32"
+
+
+def _whole(text: str) -> int:
+    if not text.isdecimal():
+        raise ValueError(f"N is {text!r}: pass a whole number, as in --place s4 512")
+    return int(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,271 @@
+"""What this machine has for parallel training, what each missing part costs, and the command that brings it.
+
+`minidist doctor` prints the table. Nothing here needs a GPU or a network, and nothing can hang: whatever
+loads foreign code (torch, CUDA's libraries) runs in a process of its own, with a time limit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from minidist.benchmarks.harness import machine
+from minidist.comm.launching.cores import available_cores
+
+PROBE_TIMEOUT = 60.0  # seconds; importing torch from a cold disk takes a good part of a minute
+SHARED_MEMORY = 2**30  # bytes of /dev/shm that ranks of one host want for large exchanges
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of the machine: what was found, and where it is missing what that costs and what brings it."""
+
+    name: str
+    ok: bool
+    found: str
+    cost: str = ""  # what does not work, or works slower, without it
+    remedy: str = ""  # a command, or a sentence where there is none
+    required: bool = False  # nothing trains without it
+
+
+ITEMS = ("torch", "numba_cuda", "nvvm", "nvrtc", "nvJitLink", "ladder")
+LIBRARIES = ("nvvm", "nvrtc", "nvJitLink")
+
+
+def examine() -> list[Part]:
+    """Look at every part, in the order of the table."""
+    found = probe()
+    gpus = machine.gpus()
+    return [
+        cores(),
+        memory(),
+        blas(),
+        torch(found["torch"]),
+        gloo(found["torch"]),
+        shared_memory(),
+        compiler_cache(),
+        gpu(gpus, found["torch"]),
+        nccl(gpus, found["torch"]),
+        numba_cuda(found["numba_cuda"]),
+        *(library(name, found[name]) for name in LIBRARIES),
+        ladder(found["ladder"]),
+        extra("scikit-learn", "bench", "the handwritten digits: minidist train takes --data bytes only"),
+        extra("pytest-benchmark", "bench", "minidist bench"),
+        extra("matplotlib", "bench", "the plots: minidist report prints its table only"),
+        extra("jupyterlab", "lessons", "the lessons as notebooks"),
+    ]
+
+
+def probe(program: str | None = None, timeout: float = PROBE_TIMEOUT) -> dict[str, Any]:
+    """What a fresh process finds; the same error for each item where the process fails or takes too long.
+
+    It runs `doctor_probe.py`, or `program` where one is given.
+    """
+    asked = ["-m", "minidist.cli.doctor_probe"] if program is None else ["-c", program]
+    try:
+        done = subprocess.run(
+            [sys.executable, *asked],
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            stdin=subprocess.DEVNULL,
+        )
+        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return found
+    except subprocess.TimeoutExpired:
+        error = f"no answer in {timeout:.0f} s"
+    except (IndexError, ValueError):
+        lines = done.stderr.strip().splitlines()
+        error = lines[-1] if lines else f"a fresh Python ended with exit code {done.returncode}"
+    return {item: {"error": error} for item in ITEMS}
+
+
+def cores() -> Part:
+    """Cores that this process may use."""
+    usable, all_of_them = available_cores(), os.cpu_count() or 1
+    found = f"{usable} of {all_of_them}, {machine.cpu_model()}"
+    if usable > 1:
+        return Part("cores", True, found)
+    remedy = "give this process more cores (taskset, the container or the job scheduler sets them)"
+    return Part("cores", False, found, "ranks take turns: more of them are never faster here", remedy)
+
+
+def memory() -> Part:
+    """Main memory."""
+    size = machine.memory_bytes()
+    return Part("memory", True, f"{size / 2**30:.1f} GiB" if size else "unknown")
+
+
+def blas() -> Part:
+    """numpy's BLAS, the yardstick of the matmul ladder."""
+    found = machine.blas()
+    if found is None:
+        cost = "no figure for its threads; its speed is unknown"
+        return Part(
+            "BLAS", False, "none recognised behind numpy", cost, "pip install --force-reinstall numpy"
+        )
+    text = f"{found['name']} {found['version']}, {found['architecture']}, {found['threads']} threads"
+    return Part("BLAS", True, text)
+
+
+def torch(found: dict[str, Any]) -> Part:
+    """torch itself, without which nothing trains."""
+    if "error" in found:
+        return Part(
+            "torch", False, found["error"], "everything but the ladder", "pip install torch", required=True
+        )
+    build = f"CUDA {found['cuda']}" if found["cuda"] else "CPU only"
+    return Part("torch", True, f"{found['version']}, {build}, {found['threads']} threads", required=True)
+
+
+def gloo(found: dict[str, Any]) -> Part:
+    """The transport between ranks on CPUs."""
+    if found.get("gloo"):
+        return Part("gloo", True, "in torch", required=True)
+    remedy = "pip install --force-reinstall torch"
+    return Part("gloo", False, "not in this torch", "ranks on CPUs can't talk", remedy, required=True)
+
+
+def shared_memory(folder: str = "/dev/shm") -> Part:
+    """Memory that the ranks of one host share."""
+    try:
+        size = os.statvfs(folder)
+    except (OSError, AttributeError):
+        cost = "none for gloo; libraries that share tensors between processes use files instead"
+        return Part("shared memory", True, f"no {folder}", cost)
+    total = size.f_frsize * size.f_blocks
+    text = f"{total / 2**30:.1f} GiB in {folder}"
+    if total >= SHARED_MEMORY:
+        return Part("shared memory", True, text)
+    remedy = "docker run --shm-size=2g, or mount -o remount,size=2g /dev/shm"
+    return Part("shared memory", False, text, "NCCL and data loaders run out of it and stop", remedy)
+
+
+def compiler_cache() -> Part:
+    """Where numba keeps machine code from one process to the next."""
+    from minidist import kernels
+
+    beside = Path(kernels.__file__).parent / "cpu" / "support" / "__pycache__"
+    named = os.environ.get("NUMBA_CACHE_DIR")
+    choices = [Path(named)] if named else [beside, Path.home() / ".cache" / "numba"]
+    for folder in choices:
+        if _writable(folder):
+            return Part("compiler cache", True, str(folder))
+    cost = "compiled rungs are compiled anew by each process, a second or so each"
+    return Part(
+        "compiler cache", False, f"{choices[0]} can't be written", cost, "export NUMBA_CACHE_DIR=/tmp/numba"
+    )
+
+
+def _writable(folder: Path) -> bool:
+    """Whether a file can be made in a folder, or in what would be the folder's nearest parent."""
+    while not folder.exists() and folder.parent != folder:
+        folder = folder.parent
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
+
+
+def gpu(gpus: list[dict[str, Any]] | None, found: dict[str, Any]) -> Part:
+    """NVIDIA GPUs, their driver, and whether this torch can use them."""
+    if gpus is None:
+        cost = "products and training run on the CPU"
+        if shutil.which("nvidia-smi"):
+            return Part("GPU", False, "nvidia-smi finds none", cost, "nvidia-smi, which says what is wrong")
+        return Part("GPU", False, "none", cost, "nothing to install: all of minidist works without one")
+    text = f"{len(gpus)} x {gpus[0]['name']}, driver {gpus[0]['driver']}"
+    if found.get("devices"):
+        return Part("GPU", True, text)
+    why = "a CPU-only build" if found.get("cuda") is None else f"built for CUDA {found['cuda']}"
+    cost = "torch trains on the CPU, though there is a GPU"
+    remedy = "pip install --force-reinstall torch, without constraints.txt; or a newer driver"
+    return Part("GPU", False, f"{text}; torch, {why}, can't use it", cost, remedy)
+
+
+def nccl(gpus: list[dict[str, Any]] | None, found: dict[str, Any]) -> Part:
+    """The transport between ranks on GPUs."""
+    if found.get("nccl"):
+        return Part("NCCL", True, "in torch")
+    if gpus is None:
+        return Part("NCCL", True, "not in this torch, and not needed without a GPU")
+    remedy = "pip install --force-reinstall torch, without constraints.txt"
+    return Part("NCCL", False, "not in this torch", "ranks on GPUs can't talk", remedy)
+
+
+def numba_cuda(found: Any) -> Part:
+    """The compiler of the CUDA rungs."""
+    if isinstance(found, str):
+        return Part("numba-cuda", True, found)
+    return Part(
+        "numba-cuda",
+        False,
+        found["error"],
+        "kernels for a GPU can't be written in Python",
+        "pip install 'minidist[cuda]'",
+    )
+
+
+def library(name: str, found: Any) -> Part:
+    """One of CUDA's compiler libraries, which come as wheels and need no GPU."""
+    title = name if name == "nvJitLink" else name.upper()
+    if isinstance(found, str):
+        version = machine.version(f"nvidia-{name.lower()}") or machine.version(f"nvidia-cuda-{name.lower()}")
+        return Part(title, True, f"{version}, from {found}" if version else f"from {found}")
+    cost = "kernels for a GPU can't be compiled, not even to be looked at"
+    return Part(title, False, "not found", cost, "pip install 'minidist[cuda]'")
+
+
+def ladder(found: dict[str, Any]) -> Part:
+    """Where the CUDA ladder runs, and whether the driver fits the toolkit that compiles it."""
+    if "error" in found:
+        cost = "the rungs of the CUDA ladder can't run, not even in the emulator"
+        # The ladder's own errors end with what to do.
+        error = found["error"].partition(": ")[2] or found["error"]
+        return Part("CUDA ladder", False, error, cost, error.rpartition(": ")[2])
+    where, toolkit = found["backend"], found["toolkit"]
+    if where == "gpu":
+        text = f"on {found['gpu']}; driver for CUDA {found['driver']}, toolkit {toolkit}"
+    elif where == "emulator":
+        text = f"in the emulator, toolkit {toolkit}"
+    else:
+        text = "in Numba's simulator"
+    return Part("CUDA ladder", True, text)
+
+
+def extra(distribution: str, group: str, cost: str) -> Part:
+    """A package that one of the extras brings."""
+    version = machine.version(distribution)
+    if version:
+        return Part(distribution, True, version)
+    return Part(distribution, False, "not installed", cost, f"pip install 'minidist[{group}]'")
+
+
+def show(console: Console, parts: list[Part]) -> None:
+    """Print the table, and under it what is missing."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("", "part", "found"):
+        table.add_column(heading)
+    for part in parts:
+        mark, style = ("ok", "green") if part.ok else ("missing", "red" if part.required else "yellow")
+        table.add_row(Text(mark, style), Text(part.name), Text(part.found))
+    console.print(table)
+    missing = [part for part in parts if not part.ok]
+    if not missing:
+        console.print("Nothing is missing.", style="green")
+    for part in missing:
+        console.print(Text.assemble((part.name, "bold"), f" is missing. It costs: {part.cost}."))
+        console.print(Text.assemble("  remedy: ", (part.remedy, "cyan")))

@@ -1,0 +1,124 @@
+"""`minidist plan`: which layout to train a model with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from minidist.cli.output import HERE, Debug, Json, check_here, console, measured, print_json, show, waiting
+
+if TYPE_CHECKING:
+    from minidist.scale.time.rates import Hardware
+
+
+def plan(
+    model: Annotated[str, typer.Option(help="bert-large, gpt2-xl, byte-small, ...")],
+    ranks: Annotated[int, typer.Option(min=1, help="All are used.")] = 8,
+    memory: Annotated[
+        str | None, typer.Option(help="Of each rank: 16GB, 24GiB; the profile's unless given.")
+    ] = None,
+    profile: Annotated[
+        str | None,
+        typer.Option(help="h100, a100, a100-40gb, v100-16gb, t4, cpu-xeon-8480, or here: this machine."),
+    ] = None,
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="Rows of a global batch; 32 a rank, here 8, unless given.")
+    ] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, help="In a row; the model's context.")] = None,
+    precision: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16.")] = None,
+    optimizer: Annotated[str, typer.Option(help="adam, momentum or sgd.")] = "adam",
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Run the best three on this machine, in turns.")
+    ] = False,
+    rounds: Annotated[int, typer.Option(min=1, help="Steps of each that --measure times.")] = 9,
+    figures: Annotated[
+        Path | None, typer.Option(help="With --profile here or --measure, a JSON file for its figures.")
+    ] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Say which layout to train a model with, and why: all that fit, ranked by predicted time.
+
+    Memory as `python -m minidist.scale.memory` counts it, a GPU's context and its allocator's rest not among
+    it; time from the model's operations, bytes and messages on a machine by name, or on this one, measured.
+    """
+    from minidist.model.configs import config
+    from minidist.scale.memory.largest_batch import parse_bytes
+    from minidist.scale.planning import report as plan_words
+    from minidist.scale.planning.planner import check
+    from minidist.scale.planning.planner import plan as find
+    from minidist.scale.planning.trial import require_trainable, trial
+    from minidist.scale.time.hardware import hardware as hardware_of
+
+    shape = config(model)
+    budget = None if memory is None else parse_bytes(memory)
+    if measure:
+        if profile not in (None, HERE):
+            raise ValueError(
+                f"--measure runs on this machine and --profile is {profile}; leave one of them out"
+            )
+        require_trainable(shape)
+        profile = HERE
+    check_here(profile, ranks, figures)
+    machine: Hardware | None = None if profile in (None, HERE) else hardware_of(str(profile))
+    rows: int | tuple[int, int] | None = batch
+    if tokens is not None:
+        per_rank = 8 if profile == HERE else 32
+        rows = (batch or per_rank * ranks, tokens)
+    if profile == HERE:
+        check(model, ranks=ranks, memory=budget, batch=rows, precision=precision, optimizer=optimizer)
+        machine = measured(ranks, figures, quiet=as_json)
+    with waiting(f"looking at layouts of {ranks} ranks", as_json):
+        found = find(
+            model,
+            ranks=ranks,
+            memory=budget,
+            hardware=machine,
+            batch=rows,
+            precision=precision,
+            optimizer=optimizer,
+        )
+    tried = None
+    if measure and found.fitting:
+        layouts = [each.layout for each in found.fitting[:3]]
+        with waiting(f"{len(layouts)} layouts take {rounds} steps in turns", as_json):
+            tried = trial(shape, layouts, found.question.batch, rounds=rounds, optimizer=optimizer)
+    if as_json:
+        print_json(plan_words.as_json(found, tried))
+    else:
+        _print(found, tried)
+    raise typer.Exit(0 if found.fitting else 1)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command(epilog="Example: minidist plan --model bert-large --memory 16GB --ranks 8")(plan)
+
+
+def _print(found: Any, tried: dict[str, float] | None) -> None:
+    """The answer, the table, and why others do not fit."""
+    from minidist.scale.planning import report as plan_words
+    from minidist.scale.planning.trial import verdict
+
+    terminal = console(wide=True)
+    show(plan_words.answer(found))
+    for sentence in plan_words.reasons(found):
+        show(sentence)
+    if found.fitting:
+        terminal.print(plan_words.table(found, tried))
+        left = len(found.fitting) - plan_words.BEST
+        if left > 0:
+            show(f"{left} more fit (--json has all).")
+    if tried:
+        show(verdict(found.fitting, tried))
+    lines = plan_words.unfit(found)
+    if lines:
+        show("What does not fit:")
+        for line in lines:
+            show(f"- {line}")
+    if found.fitting:
+        show("Assumed:")
+        for line in found.fitting[0].step.assumptions:
+            show(f"- {line}")

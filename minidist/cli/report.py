@@ -1,0 +1,73 @@
+"""The command `minidist report`: what was measured, as tables, as a page, as Markdown or as JSON."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from minidist._files import check_file
+from minidist.cli.output import Debug, Json, console, print_json, require, short, show
+
+
+def report(
+    machine: Annotated[str | None, typer.Option(help="The machine to show first.")] = None,
+    results: Annotated[Path | None, typer.Option(help="The folder of results.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The file to write; report.html unless given.")] = None,
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="Write Markdown for a README instead, to stdout or --out.")
+    ] = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Show what was measured: tables and findings here, and a page with figures."""
+    from minidist.benchmarks.harness import results as kept
+    from minidist.benchmarks.report import ladder, short_form
+    from minidist.benchmarks.report import report as tables
+
+    if markdown and as_json:
+        raise ValueError("--markdown and --json are two forms of the report: give one of them")
+    if out is None and not markdown and not as_json:
+        out = Path("report.html")
+    if out is not None:
+        check_file("--out", out)
+    first, found = kept.in_order(results or kept.folder(), machine)
+    if markdown:
+        text = short_form.markdown(found)
+        if out is None:
+            print(text, end="")
+        else:
+            out.write_text(text, encoding="utf-8")
+            show(f"Markdown: {short(out)}")
+        return
+    if as_json:
+        print_json(
+            {
+                "machines": {slug: tables.as_json(each) for slug, each in found.items()},
+                "cuda_ladder": ladder.as_json(ladder.pick(found)),
+                **short_form.as_json(found),
+            }
+        )
+    else:
+        terminal = console()
+        tables.show(terminal, found[next(iter(found))])
+        ladder.show(terminal, ladder.pick(found))
+        short_form.show(terminal, found)
+        if first is None:
+            show("This machine has no results yet: run minidist bench", style="yellow")
+        others = list(found)[1:]
+        if others:
+            show(f"Also there, with --machine: {', '.join(others)}")
+    if out is not None:
+        require("report", "matplotlib")
+        from minidist.benchmarks.report.page import page
+
+        out.write_text(page(found), encoding="utf-8")
+        if not as_json:
+            show(f"Page with figures: {short(out)}")
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command(epilog="Example: minidist report --out report.html. For a README: --markdown")(report)

@@ -1,0 +1,89 @@
+"""The command `minidist trace`: one step of a layout on a time line, for Perfetto and as a picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from minidist._files import check_file
+from minidist.cli.output import Debug, Json, print_json, require, short, show, speaks, waiting
+
+PICTURES = (".svg", ".png", ".pdf")
+
+
+def trace(
+    layout: Annotated[str, typer.Option(help="Such as dp=2,pp=2,micro_batches=4.")],
+    model: Annotated[str, typer.Option(help="gpt (byte-tiny), byte-small, ..., or mlp.")] = "gpt",
+    out: Annotated[Path, typer.Option(help="The file, for ui.perfetto.dev.")] = Path("trace.json"),
+    plot: Annotated[Path | None, typer.Option(help="A picture of it, too: trace.svg.")] = None,
+    steps: Annotated[int, typer.Option(help="Steps before the one that is traced.")] = 3,
+    batch: Annotated[int, typer.Option(help="Rows of a global batch, over all ranks.")] = 32,
+    optimizer: Annotated[str, typer.Option(help="adamw or sgd.")] = "adamw",
+    dtype: Annotated[str, typer.Option(help="float32 or float64.")] = "float32",
+    seed: Annotated[int, typer.Option(help="Of the weights and of the order of rows.")] = 0,
+    timeout: Annotated[float | None, typer.Option(help="Seconds that the run may take.")] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Show what every rank does in one step: who computes, who waits for whom, and what is sent.
+
+    The table has each rank's shares of the time: at work in modules and the optimizer, at other work, held up
+    by communication under way, and idle until another rank comes.
+    """
+    _check(out, plot)
+    from minidist.cli.traced_step import trace_layout
+    from minidist.comm.launching.supervisor import preload_optimizers
+    from minidist.parallel.contract.layout import Layout
+
+    preload_optimizers()
+    chosen = Layout.parse(layout)
+    with waiting(f"{chosen} takes {steps + 1} steps on {chosen.ranks} ranks", as_json):
+        found = trace_layout(
+            chosen,
+            model,
+            steps=steps,
+            batch=batch,
+            optimizer=optimizer,
+            dtype=dtype,
+            seed=seed,
+            timeout=timeout,
+        )
+    if not speaks():
+        return
+    found.save(out)
+    if plot is not None:
+        found.plot(plot)
+    seconds = found.end - found.start
+    if as_json:
+        ranks = [
+            {"rank": each.rank, "place": each.place, **found.shares(each.rank)}
+            | {"calls": len(each.calls), "bytes_sent": each.bytes_sent}
+            for each in found.ranks
+        ]
+        files = {"trace": str(out), "plot": None if plot is None else str(plot)}
+        print_json({"layout": str(chosen), "model": model, "seconds": seconds, "ranks": ranks, **files})
+        return
+    show(found.table())
+    drawn = "" if plot is None else f"; as a picture: {short(plot)}"
+    where = f"{short(out)}, which ui.perfetto.dev opens{drawn}"
+    show(f"A step of {seconds * 1e3:.1f} ms, {len(found.arrows)} messages from rank to rank: {where}")
+
+
+def _check(out: Path, plot: Path | None) -> None:
+    """Before anything is started, see that the files can be written."""
+    for option, path in (("--out", out), ("--plot", plot)):
+        if path is not None:
+            check_file(option, path)
+    if plot is not None:
+        if plot.suffix not in PICTURES:
+            raise ValueError(f"--plot {plot} has to end in {', '.join(PICTURES)}")
+        if plot.absolute() == out.absolute():
+            raise ValueError(f"--plot and --out are both {out}; give each a file of its own")
+        require("trace --plot", "matplotlib")
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command(epilog="Example: minidist trace --layout dp=2,pp=2,micro_batches=4 --plot trace.svg")(trace)

@@ -1,0 +1,210 @@
+"""Training from a description: what `minidist train` runs, and a model of a loop of one's own.
+
+>>> from minidist.cli.train import TrainConfig, train
+>>> md.launch(train, ranks=2, args=(TrainConfig(layout=md.Layout(dp=2)),))
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from minidist import comm
+from minidist._stopping import Stopped, give_up, termination
+from minidist.checkpoint import checkpoints
+from minidist.cli.resuming import Resuming, reserved
+from minidist.cli.train_config import OPTIMIZERS, build
+from minidist.cli.train_config import TrainConfig as TrainConfig
+from minidist.comm.errors import RankDied
+from minidist.comm.launching.cluster import Cluster
+from minidist.comm.launching.launch import launch
+from minidist.model import Rows, Sampler, accuracy
+from minidist.parallel.contract.engine import Engine
+from minidist.parallel.engine.prepare import prepare
+
+TEST_ROWS = 512
+"""Held-out rows that an evaluation takes at most: the digits have fewer, the corpus many more."""
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """How a training went, the same on every rank but for `seconds` and `bytes_sent`."""
+
+    losses: list[float]  # the mean over each global batch, also of the steps before it was resumed
+    test_loss: float  # NaN where it was stopped
+    test_accuracy: float
+    parameters: int
+    seconds: float  # for the steps alone, on this rank
+    rows_per_second: float
+    bytes_sent: int  # by this rank, in the steps of this run
+    stopped: bool = False  # whether SIGTERM ended it, with everything saved
+    resumed_at: int = 0  # the steps that were saved before, which this run did not do
+
+
+def run(config: TrainConfig, timeout: float | None = None, progress: bool = True) -> TrainResult:
+    """Train on as many fresh local ranks as the layout asks for; under torchrun, on those that it started.
+
+    Args:
+        config: what to train.
+        timeout: seconds that the whole run may take; None for no limit.
+        progress: draw a progress bar where the standard error is a terminal.
+
+    With `config.save`, SIGTERM to this process or to a rank ends the training at the end of a step, saved.
+
+    Raises:
+        RankError: a rank failed; the message says which and why.
+        Stopped: SIGTERM came before the training began, or after its end.
+    """
+    results: list[TrainResult]
+    if config.save is None or "TORCHELASTIC_RUN_ID" in os.environ:
+        results = launch(train, config.layout.ranks, (config, progress), timeout)
+    else:
+        started: Cluster | None = None
+        with termination(lambda: give_up() if started is None else started.signal(signal.SIGTERM)):
+            try:
+                with Cluster(config.layout.ranks, timeout) as started:
+                    results = started.run(train, config, progress)
+            except RankDied as death:
+                if death.signal != "SIGTERM":
+                    raise
+                if not checkpoints(config.save):
+                    give_up()
+                raise Stopped(
+                    f"stopped by SIGTERM; the same command goes on with what is saved in {config.save}"
+                ) from death
+    return results[0]
+
+
+def train(config: TrainConfig, progress: bool = False) -> TrainResult:
+    """Train on this rank, with the others of the world.
+
+    Raises:
+        ValueError: the world does not fit the layout, a batch has fewer rows than there are ranks, or nothing
+            can be saved where it is to be, or another run saves there.
+        RuntimeError: the ranks read different data, or end with different weights.
+    """
+    if config.save is None:
+        return _train(config, progress, _never)
+    with termination() as asked, reserved(os.path.abspath(config.save)):
+        return _train(config, progress, asked)
+
+
+def _train(config: TrainConfig, progress: bool, asked: Callable[[], bool]) -> TrainResult:
+    """See `train`. asked: whether this rank was asked to stop."""
+    model, data = build(config)
+    _require_equal("data set", data.fingerprint(), "install the same Python and scikit-learn on all machines")
+    if config.batch > len(data.train):
+        raise ValueError(
+            f"batch is {config.batch}, and {config.data} has {len(data.train)} rows; give at most that"
+        )
+    optimizer = partial(OPTIMIZERS[config.optimizer], lr=config.learning_rate)
+    parameters = sum(parameter.numel() for parameter in model.parameters())  # the ranks then cut it
+    engine = prepare(model, optimizer, config.layout, clip_norm=config.clip_norm)
+    sampler = Sampler(
+        len(data.train),
+        config.batch,
+        rank=engine.data_rank,
+        ranks=engine.data_ranks,
+        seed=config.seed,
+        drop_last=True,  # or an epoch could end in a batch too small for the ranks
+    )
+    resuming, losses, rows, stopped = None, list[float](), 0, False
+    if config.save is not None:
+        folder = os.path.abspath(config.save)
+        resuming = Resuming(engine, sampler, folder, config.save_every, config.keep, config.description)
+    with (
+        _progress(config, progress and comm.rank() == 0) as advance,
+        comm.ledger() as ledger,
+    ):
+        if resuming is not None:
+            losses = resuming.losses(config.resume)
+        resumed_at = len(losses)
+        started, sent = time.perf_counter(), ledger.bytes_sent
+        for step in range(resumed_at, config.steps):
+            inputs, targets = data.train[sampler.share(step)]
+            losses.append(engine.step(config.converted(inputs), targets))
+            rows += len(sampler.batch(step))
+            advance(losses[-1], step + 1)
+            if resuming is not None:
+                stopped = resuming.step_done(losses, step + 1 == config.steps, asked())
+                if stopped:
+                    break
+        seconds = time.perf_counter() - started
+        sent = ledger.bytes_sent - sent
+    _require_equal("final weights", _fingerprint(engine.whole()), "this is a bug in the strategy")
+    return TrainResult(
+        losses=losses,
+        test_loss=math.nan if stopped else evaluate(engine, data.test, config, None),
+        test_accuracy=math.nan if stopped else evaluate(engine, data.test, config, accuracy),
+        parameters=parameters,
+        seconds=seconds,
+        rows_per_second=rows / seconds,
+        bytes_sent=sent,
+        stopped=stopped,
+        resumed_at=resumed_at,
+    )
+
+
+def _never() -> bool:
+    return False
+
+
+def evaluate(
+    engine: Engine, rows: Rows, config: TrainConfig, metric: Callable[[Tensor, Tensor], Tensor] | None
+) -> float:
+    """The mean of a metric over the first held-out rows, each data-parallel rank on its share."""
+    count = min(len(rows), TEST_ROWS)
+    total = 0.0
+    for start in range(0, count, config.batch):
+        batch = range(start, min(start + config.batch, count))
+        first, last = (len(batch) * (engine.data_rank + i) // engine.data_ranks for i in (0, 1))
+        inputs, targets = rows[slice(start + first, start + last)]
+        total += engine.evaluate(config.converted(inputs), targets, metric) * len(batch)
+    return total / count
+
+
+def _fingerprint(state: Iterable[tuple[str, Tensor]]) -> str:
+    digest = hashlib.sha256()
+    for name, value in state:
+        digest.update(name.encode())
+        digest.update(value.cpu().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _require_equal(what: str, fingerprint: str, remedy: str) -> None:
+    """RuntimeError, on every rank, where ranks have different fingerprints: 64 hexadecimal digits."""
+    everyones = comm.all_gather(torch.tensor([int(fingerprint[:15], 16)], device=comm.device())).tolist()
+    different = [rank for rank, each in enumerate(everyones) if each != everyones[0]]
+    if different:
+        raise RuntimeError(f"the {what} of rank {different[0]} is not that of rank 0: {remedy}")
+
+
+@contextmanager
+def _progress(config: TrainConfig, wanted: bool) -> Iterator[Callable[[float, int], None]]:
+    """What to call with each step's loss; it moves a bar where the process's standard error is a terminal."""
+    if not wanted or not os.isatty(2):
+        yield lambda loss, done: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    # The descriptor itself: a rank's sys.stderr sends whole lines to the caller.
+    with os.fdopen(os.dup(2), "w") as terminal:
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(
+            *columns, TextColumn("loss {task.fields[loss]:.4f}"), console=Console(file=terminal)
+        ) as bar:
+            task = bar.add_task(
+                f"{config.model_name} on {config.data}", total=config.steps, loss=float("nan")
+            )
+            yield lambda loss, done: bar.update(task, completed=done, loss=loss)

@@ -1,0 +1,145 @@
+"""What is trained, on what, and how: the description that a run starts from, and the model and data of it.
+
+Two runs of equal descriptions take the same batches from the same weights, whatever their layouts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from minidist import comm
+from minidist._names import unknown
+from minidist.model import CONFIGS, GPT, MLP, Dataset, GPTConfig, config, dataset
+from minidist.parallel.contract.layout import Layout
+from minidist.parallel.engine.prepare import check_available
+from minidist.parallel.training.clipping import check_max_norm
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "sgd": partial(torch.optim.SGD, momentum=0.9),
+}
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
+DEFAULT_MODEL = {"digits": "mlp", "bytes": "byte-tiny"}
+MODELS = ("mlp", *(name for name, shape in CONFIGS.items() if isinstance(shape, GPTConfig)))
+HIDDEN = 128
+"""Width of the MLP's hidden layer."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """What to train, on what, and how.
+
+    Raises:
+        ValueError: an unknown name, with the nearest known one; a number out of range; a model that does not
+            fit the data.
+    """
+
+    data: str = "digits"  # or "bytes"
+    model: str | None = None  # "mlp" for digits; a GPT's name for bytes; None for the data's default
+    layout: Layout = field(default_factory=Layout)
+    steps: int = 230  # global batches; on the digits, 230 of 64 rows are ten epochs
+    batch: int = 64  # rows of a global batch, over all data-parallel ranks
+    learning_rate: float = 3e-3
+    optimizer: str = "adamw"
+    rung: str | None = None  # the matmul rung that the MLP's layers run on; None for torch's product
+    dtype: str = "float32"
+    seed: int = 0  # of the weights and of the order of rows
+    clip_norm: float | None = None  # the largest norm that gradients may have; None for any
+    save: str | None = None  # a folder for checkpoints, from which a run that was stopped goes on
+    save_every: int = 50  # steps from one checkpoint to the next; the end is one, too
+    keep: int = 3  # checkpoints that stay, the newest
+    resume: bool = True  # go on from the folder's newest whole checkpoint; False refuses a folder with some
+
+    def __post_init__(self) -> None:
+        for what, name, known in (
+            ("data set", self.data, DEFAULT_MODEL),
+            ("optimizer", self.optimizer, OPTIMIZERS),
+            ("dtype", self.dtype, DTYPES),
+            ("model", self.model_name, MODELS),
+        ):
+            if name not in known:
+                raise unknown(what, name, known)
+        if (self.data == "digits") != (self.model_name == "mlp"):
+            fitting = "the mlp" if self.data == "digits" else f"a GPT, such as {DEFAULT_MODEL['bytes']}"
+            raise ValueError(f"the model {self.model_name} cannot train on {self.data}; that takes {fitting}")
+        if self.rung is not None:
+            from minidist.kernels import rung
+
+            rung(self.rung)
+            if self.model_name != "mlp":
+                raise ValueError(
+                    f"a rung ({self.rung}) is for the mlp's layers, and the model is {self.model_name}; "
+                    "leave the rung out, or train the mlp"
+                )
+        numbers = ("steps", "batch", "seed", "save_every", "keep")
+        for what, value in ((name, getattr(self, name)) for name in numbers):
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{what} is {value!r}; give a whole number")
+            if value < 1 and what != "seed":
+                raise ValueError(f"{what} is {value}; give at least 1")
+        if not 0 < self.learning_rate < math.inf:
+            raise ValueError(f"learning_rate is {self.learning_rate}; give a number above 0")
+        if self.clip_norm is not None:
+            check_max_norm("clip_norm", self.clip_norm)
+        if not isinstance(self.layout, Layout):
+            raise TypeError(f"layout is {self.layout!r}; give a Layout, such as Layout(dp=2)")
+        check_available(self.layout)
+        if self.layout.precision != "fp32" and self.dtype != "float32":
+            raise ValueError(
+                f"precision={self.layout.precision} starts from float32, and dtype is {self.dtype}; leave "
+                "one of them out"
+            )
+        if self.batch < self.layout.dp:
+            raise ValueError(
+                f"a global batch of {self.batch} rows is too small for {self.layout.dp} data-parallel ranks; "
+                "give each at least one row, or use fewer ranks"
+            )
+
+    @property
+    def model_name(self) -> str:
+        """The model, or the data's default where none was named."""
+        return self.model or DEFAULT_MODEL.get(self.data, "")
+
+    @property
+    def description(self) -> dict[str, str | int | float | None]:
+        """What the losses depend on beside the ranks: the same in all runs that go on from each other."""
+        names = ("data", "batch", "learning_rate", "optimizer", "rung", "dtype", "seed", "clip_norm")
+        described = {name: getattr(self, name) for name in names}
+        return {"model": self.model_name, "precision": self.layout.precision, **described}
+
+    def converted(self, inputs: Tensor) -> Tensor:
+        """Inputs in the dtype that is trained in; bytes stay as they are."""
+        return inputs.to(DTYPES[self.dtype]) if inputs.is_floating_point() else inputs
+
+
+def build(config: TrainConfig) -> tuple[nn.Module, Dataset]:
+    """The model, on this rank's device, and the data."""
+    dtype, device = DTYPES[config.dtype], comm.device() if config.rung is None else torch.device("cpu")
+    if config.model_name != "mlp":
+        shape = _gpt(config.model_name)
+        return (
+            GPT(shape, seed=config.seed, dtype=dtype, device=device),
+            dataset("bytes", length=shape.context),
+        )
+    data = dataset("digits")
+    sizes = (data.train.inputs.shape[1], HIDDEN, data.classes)
+    linear: Callable[[int, int], nn.Module] = nn.Linear
+    if config.rung is not None:
+        from minidist.kernels import rung
+        from minidist.model.matmul import Linear
+
+        linear = partial(Linear, rung=rung(config.rung))
+    return MLP(sizes, seed=config.seed, dtype=dtype, device=device, linear=linear), data
+
+
+def _gpt(name: str) -> GPTConfig:
+    """A GPT's shape for bytes: a vocabulary of 256, whatever text it is named after."""
+    shape = config(name, vocabulary=256)
+    assert isinstance(shape, GPTConfig)
+    return shape

@@ -1,0 +1,1 @@
+"""`check=True`: ranks compare what they call, and a deadlock is named."""

@@ -1,0 +1,204 @@
+"""What a collective costs: alpha, beta and gamma, and the time that they predict.
+
+A message of S bytes takes alpha + beta S; combining two tensors of S bytes takes gamma S. An algorithm is
+then a few numbers (`terms`): rounds of messages one after the other, bytes that one rank has to pass on in
+them, bytes that it combines. `fit` measures alpha, beta and gamma between the ranks that run; `PROFILES` has
+those of networks that are not at hand; `predict` gives seconds for any of them.
+
+Ranks of one machine share its cores, and a message keeps cores busy at both ends: it takes longer the more
+ranks send at once. Between one rank and all of them alpha and beta are interpolated.
+
+Source: Thakur, Rabenseifner and Gropp 2005, "Optimization of Collective Communication Operations in MPICH",
+sections 3 and 4; Hockney 1994 for alpha and beta.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+from minidist._names import unknown
+from minidist.comm.cost.fitting import fit as fit
+from minidist.comm.cost.links import PROFILES as PROFILES
+from minidist.comm.cost.links import Profile as Profile
+from minidist.comm.transport.shared_memory import STAGE
+
+SEGMENT = 2**18
+"""Bytes of a segment that a chain of ranks passes on: 2^16 elements of float32."""
+
+
+class Terms(NamedTuple):
+    """What an algorithm does."""
+
+    rounds: float  # messages one after the other
+    sent: float  # bytes that the busiest rank passes on in them
+    reduced: float  # bytes that it combines
+    messages: float  # of all ranks together
+    bytes: float  # of all ranks together
+
+
+Formula = Callable[[float, int], Terms]
+
+
+def predict(
+    operation: str, algorithm: str, size: float, ranks: int, profile: Profile | str = "25gbe"
+) -> float:
+    """Seconds that a collective takes.
+
+    Args:
+        operation: "all_reduce", "reduce_scatter", "all_gather", "broadcast" or "all_to_all".
+        algorithm: "ring", "tree", "halving_doubling", "naive" or "pairwise", as far as the operation has
+            them; "torch", whose backends run rings; or "shared_memory".
+        size: bytes of the tensor that each rank passes.
+        ranks: how many take part.
+        profile: what `fit` returned, or the name of one of `PROFILES`.
+
+    Raises:
+        ValueError: an unknown operation, algorithm or profile; shared memory in a profile without it.
+    """
+    if isinstance(profile, str):
+        if profile not in PROFILES:
+            raise unknown("profile", profile, PROFILES)
+        profile = PROFILES[profile]
+    if ranks < 1 or size < 0:
+        raise ValueError(f"size is {size} bytes and ranks {ranks}; give at least 0 and 1")
+    if ranks == 1:
+        return 0.0
+    if algorithm == "shared_memory":
+        return _through_memory(operation, size, ranks, profile)
+    cost = terms(operation, algorithm, size, ranks)
+    # gloo's all-reduce is a program of its own; its other collectives are messages as ours are.
+    own = algorithm == "torch" and operation == "all_reduce"
+    link = profile.links.get("torch" if own else "messages", profile.links["messages"])
+    alpha = _between(link.alpha, link.busy_alpha, cost.messages, cost.rounds, ranks)
+    beta = _between(link.beta, link.busy_beta, cost.bytes, cost.sent, ranks)
+    return link.call + alpha * cost.rounds + beta * cost.sent + profile.gamma * cost.reduced
+
+
+def _between(one: float, all_at_once: float | None, total: float, busiest: float, ranks: int) -> float:
+    """What holds where `total` of all ranks falls into the time of `busiest`, as many as one rank's."""
+    if all_at_once is None or not busiest:
+        return one
+    at_once = total / busiest  # ranks that send, on average
+    return one + (all_at_once - one) * min(1.0, max(0.0, (at_once - 1) / (ranks - 1)))
+
+
+def crossover(operation: str, small: str, large: str, ranks: int, profile: Profile | str) -> float | None:
+    """Bytes, a power of two up to 1 GB, from which on `large` is the faster; None where it never is."""
+    sizes = [2.0**exponent for exponent in range(31)]
+    slower = [
+        predict(operation, large, size, ranks, profile) >= predict(operation, small, size, ranks, profile)
+        for size in sizes
+    ]
+    if slower[-1]:
+        return None
+    return sizes[max((i + 1 for i, is_slower in enumerate(slower) if is_slower), default=0)]
+
+
+def terms(operation: str, algorithm: str, size: float, ranks: int) -> Terms:
+    """An algorithm's numbers for `size` bytes in each of `ranks` ranks.
+
+    Raises:
+        ValueError: an unknown operation, or an algorithm that it does not have.
+    """
+    if operation not in FORMULAS:
+        raise unknown("operation", operation, FORMULAS)
+    formulas = FORMULAS[operation]
+    if (
+        algorithm == "torch"
+    ):  # gloo and NCCL: rings, a tree to broadcast, all messages of an all-to-all at once
+        algorithm = {"broadcast": "tree", "all_to_all": "direct", "reduce_scatter": "direct"}.get(
+            operation, "ring"
+        )
+    if algorithm not in formulas:
+        raise unknown(f"algorithm of {operation}", algorithm, (*formulas, "torch", "shared_memory"))
+    return formulas[algorithm](float(size), ranks)
+
+
+def _halving_doubling(size: float, n: int) -> Terms:
+    power = 2 ** math.floor(math.log2(n))
+    steps, surplus = math.log2(power), n - power  # surplus ranks hand theirs over, and get the result
+    sent = 2 * (power - 1) / power * size
+    folds = 2 if surplus else 0
+    return Terms(
+        rounds=2 * steps + folds,
+        sent=sent + folds * size,
+        reduced=sent / 2 + (size if surplus else 0),
+        messages=2 * power * steps + 2 * surplus,
+        bytes=power * sent + 2 * surplus * size,
+    )
+
+
+def _levels(n: int) -> int:
+    return math.ceil(math.log2(n))
+
+
+def _ring(size: float, n: int) -> Terms:
+    sent = 2 * (n - 1) / n * size
+    return Terms(2 * (n - 1), sent, sent / 2, 2 * n * (n - 1), n * sent)
+
+
+def _tree(size: float, n: int) -> Terms:
+    levels = _levels(n)
+    return Terms(2 * levels, 2 * levels * size, levels * size, 2 * (n - 1), 2 * (n - 1) * size)
+
+
+def _naive(size: float, n: int) -> Terms:
+    # The root takes n - 1 messages at once, and answers them at once.
+    return Terms(2, 2 * (n - 1) * size, (n - 1) * size, 2 * (n - 1), 2 * (n - 1) * size)
+
+
+def _half_ring(size: float, n: int) -> Terms:
+    sent = (n - 1) / n * size
+    return Terms(n - 1, sent, sent, n * (n - 1), n * sent)
+
+
+def _direct(size: float, n: int) -> Terms:
+    return _half_ring(size, n)._replace(rounds=1)
+
+
+def _exchange(size: float, n: int) -> Terms:
+    return _half_ring(size, n)._replace(reduced=0)
+
+
+def _gather_ring(size: float, n: int) -> Terms:
+    return Terms(n - 1, (n - 1) * size, 0, n * (n - 1), n * (n - 1) * size)
+
+
+def _chain(size: float, n: int) -> Terms:
+    segments = max(1, math.ceil(size / SEGMENT))
+    return Terms(n - 2 + segments, size, 0, (n - 1) * segments, (n - 1) * size)
+
+
+def _broadcast_tree(size: float, n: int) -> Terms:
+    return Terms(_levels(n), _levels(n) * size, 0, n - 1, (n - 1) * size)
+
+
+FORMULAS: dict[str, dict[str, Formula]] = {
+    "all_reduce": {"ring": _ring, "tree": _tree, "halving_doubling": _halving_doubling, "naive": _naive},
+    "reduce_scatter": {"ring": _half_ring, "direct": _direct},
+    "all_gather": {"ring": _gather_ring},
+    "broadcast": {"ring": _chain, "tree": _broadcast_tree},
+    "all_to_all": {"pairwise": _exchange, "direct": lambda s, n: _direct(s, n)._replace(reduced=0)},
+}
+"""Operation -> algorithm -> its terms, from S, the bytes that each rank passes, and n ranks."""
+
+
+def _through_memory(operation: str, size: float, n: int, profile: Profile) -> float:
+    """Chunks of `STAGE` bytes: copied in, met for, combined where they lie, and copied out."""
+    if operation not in FORMULAS:
+        raise unknown("operation", operation, FORMULAS)
+    memory = profile.memory
+    if memory is None:
+        raise ValueError(f"the profile {profile.name!r} has no shared memory: its ranks are on several hosts")
+    chunks = max(1, math.ceil(size / STAGE))
+    meetings, put, combined, taken = {
+        "all_reduce": (chunks + 1, size, (n - 1) / n * size, size),
+        "reduce_scatter": (chunks, size, (n - 1) / n * size, 0.0),
+        "all_gather": (chunks, size, 0.0, (n - 1) * size),
+        "broadcast": (chunks, 0.0, 0.0, size),  # chunk i is taken while chunk i + 1 is put
+        "all_to_all": (chunks, size, 0.0, size),
+    }[operation]
+    moved = memory.put * put + memory.combine * combined + memory.take * taken
+    return memory.call + memory.meet * meetings + moved

@@ -1,0 +1,1 @@
+"""Starting ranks: supervisor, workers, warm clusters, and their results."""

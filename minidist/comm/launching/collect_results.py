@@ -1,0 +1,184 @@
+"""Waiting for what the ranks answer, and saying which of them failed first, and why.
+
+When one rank fails the others fail a moment later, in collectives whose peer is gone. Naming the first cause,
+not the first report, is what makes the message useful.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import selectors
+import sys
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from minidist.comm.errors import FOLLOWS, RankDied, RankError, RankTimeout
+from minidist.comm.launching.rank_processes import RankProcess, signal_name
+from minidist.comm.launching.worker import Raised
+
+SETTLE = 0.1
+"""Seconds from the first report of a failure to the verdict. When a rank is killed its peers' connections
+break, and they may report that before the supervisor has reported the death."""
+STACK_PAUSE = 0.2
+"""Seconds that a stuck rank gets to write where it is."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A rank that raised, or that died where `raised` is None."""
+
+    when: float
+    process: RankProcess
+    raised: Raised | None
+
+
+def collect(
+    processes: Sequence[RankProcess],
+    wanted: str,
+    limit: float | None,
+    remedy: str,
+    may_fail: Collection[int] = (),
+) -> list[Any]:
+    """Send what is queued, and wait until every rank has answered `wanted`. Prints what ranks print.
+
+    Args:
+        processes: the ranks.
+        wanted: the kind of answer that completes a rank's part.
+        limit: seconds to wait; None for no limit.
+        remedy: the argument that gives more of them.
+        may_fail: ranks whose failure is their answer: the error that it would raise elsewhere.
+
+    Returns:
+        The answers' values, in rank order.
+
+    Raises:
+        RankError: another rank raised. RankDied: its process ended. RankTimeout: `limit` seconds have passed.
+    """
+    deadline = None if limit is None else time.monotonic() + limit
+    answers: dict[int, Any] = {}
+    failures: dict[int, Failure] = {}
+    with selectors.DefaultSelector() as selector:
+        for process in processes:
+            selector.register(process.channel.socket, selectors.EVENT_READ, process)
+            selector.register(process.status, selectors.EVENT_READ, process)
+        while len(answers) < len(processes):
+            for process in processes:
+                if process.channel.socket in selector.get_map():
+                    events = selectors.EVENT_READ | selectors.EVENT_WRITE * process.channel.unsent
+                    selector.modify(process.channel.socket, events, process)
+            ready = selector.select(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for key, events in ready:
+                process = key.data
+                if key.fileobj == process.status:
+                    process.read_status()
+                    if process.exit_code is not None:
+                        selector.unregister(process.status)
+                elif events & selectors.EVENT_WRITE:
+                    process.channel.flush()
+                for kind, *values in map(pickle.loads, process.channel.messages()):
+                    if kind == "print":
+                        _print_labelled(process.rank, *values)
+                    elif kind == "raised":
+                        failures.setdefault(process.rank, Failure(values[0].when, process, values[0]))
+                    elif kind == wanted:
+                        answers[process.rank] = values[0] if values else None
+                if process.channel.ended and process.channel.socket in selector.get_map():
+                    selector.unregister(process.channel.socket)  # how it ended comes by its status
+                if process.exit_code is not None:
+                    failures.setdefault(process.rank, Failure(time.monotonic(), process, None))
+            for rank in failures.keys() & set(may_fail):
+                failure = failures.pop(rank)
+                answers.setdefault(rank, _first_cause([failure]))
+                failure.process.kill()  # where it raised: its peers learn of it as of a death
+            if failures:
+                settled = min(failure.when for failure in failures.values()) + SETTLE
+                deadline = settled if deadline is None else min(deadline, settled)
+
+    if failures:
+        raise _first_cause(list(failures.values()))
+    if len(answers) < len(processes):
+        stuck = [process for process in processes if process.rank not in answers]
+        raise _timed_out(stuck, limit or 0.0, remedy)
+    return [answers[process.rank] for process in processes]
+
+
+def _print_labelled(rank: int, stream: str, text: str) -> None:
+    out = sys.stdout if stream == "stdout" else sys.stderr
+    if out is None:  # the caller was started without one
+        return
+    label = f"[rank {rank}] "
+    text = "".join(f"{label}{line}\n" for line in text.removesuffix("\n").split("\n"))
+    encoding = getattr(out, "encoding", None) or "utf-8"
+    out.write(text.encode(encoding, "backslashreplace").decode(encoding))
+    out.flush()
+
+
+def _first_cause(failures: list[Failure]) -> RankError:
+    """The error to raise: of the failures seen together, the one that the others follow from.
+
+    A death comes first: a peer's exception cannot cause it, while it causes exceptions in the peers. An
+    exception that was caused by what a peer told of its own comes last, whenever it was raised.
+    """
+
+    def order(failure: Failure) -> tuple[bool, bool, float]:
+        raised = failure.raised
+        return raised is not None, raised is not None and raised.summary.endswith(FOLLOWS), failure.when
+
+    failures.sort(key=order)
+    first, others = failures[0], failures[1:]
+    rank = first.process.rank
+    also = f" (then rank {_ranks(others)} failed too)" if others else ""
+    if first.raised is None:
+        return _death(first.process, also)
+    summary = f"rank {rank} raised {first.raised.summary}{also}"
+    error = RankError(summary, rank=rank, traceback=first.raised.traceback)
+    if first.raised.exception is not None:
+        with contextlib.suppress(Exception):  # of a class that only the rank can import, say
+            error.__cause__ = pickle.loads(first.raised.exception)
+    return error
+
+
+_HINTS = {
+    "SIGKILL": ": by `kill -9`, or by the system because memory ran out",
+    "SIGABRT": (
+        ": a library gave up; most often ranks call a collective with different shapes or dtypes, and it has "
+        "written why above"
+    ),
+}
+
+
+def _death(process: RankProcess, also: str) -> RankDied:
+    code = process.exit_code or 0
+    if process.failure is not None:
+        message = f"rank {process.rank} has no process: {process.failure}"
+        return RankDied(message, rank=process.rank, exit_code=code, signal=None)
+    if code >= 0:
+        message = f"rank {process.rank} ended with exit code {code} before it returned{also}"
+        return RankDied(message, rank=process.rank, exit_code=code, signal=None)
+    name = signal_name(-code)
+    message = f"rank {process.rank} was killed by {name}{_HINTS.get(name, '')}{also}"
+    return RankDied(message, rank=process.rank, exit_code=code, signal=name)
+
+
+def _timed_out(stuck: list[RankProcess], limit: float, remedy: str) -> RankTimeout:
+    for process in stuck:
+        process.ask_stack()
+    time.sleep(STACK_PAUSE)
+    stacks = "\n".join(
+        f"rank {process.rank} was at:\n{process.stack() or '  (it did not answer)'}" for process in stuck
+    )
+    names = ", ".join(str(process.rank) for process in stuck)
+    message = (
+        f"rank {names} had not returned within {limit:g} s and was stopped; "
+        f"give a longer {remedy}= if the work needs it"
+    )
+    return RankTimeout(message, rank=stuck[0].rank, traceback=stacks)
+
+
+def _ranks(failures: list[Failure]) -> str:
+    return ", ".join(str(failure.process.rank) for failure in sorted(failures, key=lambda f: f.process.rank))

@@ -1,0 +1,76 @@
+"""Run a function on several fresh local ranks; or, under torchrun, on the ranks that it started."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from minidist.comm.launching.cluster import START_TIMEOUT, Cluster
+
+
+def launch(
+    fn: Callable[..., Any],
+    ranks: int,
+    args: tuple[Any, ...] = (),
+    timeout: float | None = 60.0,
+    check: bool = False,
+    *,
+    threads: int | None = None,
+    start_timeout: float = START_TIMEOUT,
+    may_fail: Iterable[int] = (),
+) -> list[Any]:
+    """Run `fn(*args)` on `ranks` fresh local processes that have formed a world.
+
+    Needs no `if __name__ == "__main__":` in a script. Under torchrun it starts nothing: `fn` runs in this
+    process, as the rank that torchrun gave it, so that one program serves both.
+
+    Modules that the environment variable MINIDIST_PRELOAD names are imported once for all ranks that this
+    process starts: with "torch._dynamo" none of them needs a second for its first optimizer.
+
+    Args:
+        fn: any function: of a module, a script, a notebook cell, or a closure.
+        ranks: number of processes, at least 1.
+        args: its positional arguments, the same on each rank.
+        timeout: seconds that the run may take; None for no limit, and 300 s for each of its collectives.
+        check: compare the ranks' calls before they begin; see `Cluster`.
+        threads: each rank's threads; by default the cores divided by the ranks, at least 1.
+        start_timeout: seconds that the ranks may take to start.
+        may_fail: ranks whose failure does not stop the others, such as a parameter server's workers. Torchrun
+            does not ask: it stops all ranks when one fails.
+
+    Returns:
+        What each rank returned, in rank order; for a rank of `may_fail` that failed, its RankError or
+        RankDied.
+
+    Raises:
+        RankError, RankDied, RankTimeout, TypeError: as `Cluster.run`.
+        ValueError: an argument is out of range, or torchrun started another number of ranks.
+    """
+    if not isinstance(args, tuple):
+        raise TypeError(f"args is {args!r}; give a tuple, such as ({args!r},)")
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return _run_under_torchrun(fn, ranks, args, timeout, check)
+    options: dict[str, Any] = {"threads": threads, "start_timeout": start_timeout, "may_fail": may_fail}
+    with Cluster(ranks, timeout, check, **options) as cluster:
+        return cluster.run(fn, *args)
+
+
+def _run_under_torchrun(
+    fn: Callable[..., Any], ranks: int, args: tuple[Any, ...], timeout: float | None, check: bool
+) -> list[Any]:
+    import torch.distributed as dist
+
+    from minidist.comm import world
+    from minidist.comm.checking import checking
+
+    world.init(timeout or world.DEFAULT_TIMEOUT, check)
+    if world.size() != ranks:
+        raise ValueError(
+            f"torchrun started {world.size()} ranks and the program asks for {ranks}; make them equal"
+        )
+    results: list[Any] = [None] * ranks
+    with checking.run(timeout):
+        value = fn(*args)
+    dist.all_gather_object(results, value)
+    return results

@@ -1,0 +1,221 @@
+"""Which messages go through mailboxes (`mailbox.py`), and how ranks find those of each other.
+
+Every rank makes one file without a name that has a mailbox for each other rank, and tells of it in the
+world's store as it joins. A sender opens the receiver's file at its first message. Where it cannot, it says
+so in the store, where the receiver looks that waits for a first message.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import threading
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from minidist.comm.errors import FOLLOWS
+from minidist.comm.transport import mailbox, semaphores
+from minidist.comm.transport.hosts import Process, this_process
+from minidist.comm.work import Group, limit_of, ranks_of
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+LARGEST = 2**22
+"""Bytes of the largest message that goes through a mailbox. Both sides know the size, and so the way."""
+
+_world: list[Mailboxes] = []
+"""Those of the world that this process has joined."""
+_numbers: dict[dist.ProcessGroup, int] = {}
+
+
+def start(store: Store, own: int, ranks: int) -> None:
+    """Make this rank's mailboxes and tell the others, before the world is complete."""
+    stop()
+    if ranks > 1:
+        _world.append(Mailboxes(store, own, ranks))
+
+
+def stop() -> None:
+    """Forget them, since their world has ended."""
+    while _world:
+        _world.pop().close()
+    _numbers.clear()
+
+
+def incoming(source: int, x: torch.Tensor) -> mailbox.Incoming | None:
+    """Where a message from a rank of the world comes in; None where it comes another way."""
+    return _world[0].incoming(source) if _world and _fits(x) else None
+
+
+def outgoing(destination: int, x: torch.Tensor) -> mailbox.Outgoing | None:
+    """Where a message to a rank of the world goes; None where it goes another way."""
+    return _world[0].outgoing(destination) if _world and _fits(x) else None
+
+
+def _fits(x: torch.Tensor) -> bool:
+    return x.device.type == "cpu" and x.numel() * x.element_size() <= LARGEST
+
+
+def number_of(group: Group) -> int:
+    """Return a number by which all ranks of a group know it."""
+    whole = group or dist.group.WORLD
+    assert whole is not None
+    if whole not in _numbers:
+        digest = hashlib.blake2b(whole.group_name.encode(), digest_size=8).digest()
+        _numbers[whole] = int.from_bytes(digest, "little", signed=True)
+    return _numbers[whole]
+
+
+def tag_elsewhere(tag: int) -> int:
+    """Return the tag of what finds no room: larger messages with its own may be asked for before it is."""
+    return 2**31 - 1 - tag
+
+
+class Arrival:
+    """A message that comes in, as torch's handles look: `wait` and `is_completed`.
+
+    Args:
+        box: where it comes in.
+        x: contiguous; what it goes into.
+        group: of the ranks that talk.
+        source: the sender's place there.
+        tag: of the message.
+    """
+
+    def __init__(self, box: mailbox.Incoming, x: torch.Tensor, group: Group, source: int, tag: int) -> None:
+        self._box, self._x, self._group, self._source, self._tag = box, x, group, source, tag
+        self._key = number_of(group), tag
+        self._expected = box.expect(self._key, x)
+
+    def wait(self) -> None:
+        """Wait until it is there.
+
+        Raises:
+            RuntimeError: the sender has ended, is late, has failed, or has sent another size.
+        """
+        self._box.wait(self._key, self._expected, partial(limit_of, self._group))
+        if self._expected.failed:
+            rank = ranks_of(self._group)[self._source]
+            raise RuntimeError(f"rank {rank} failed, and this belongs to what it did{FOLLOWS}")
+        if self._expected.elsewhere:
+            tag = tag_elsewhere(self._tag)
+            dist.recv(self._x, group=self._group, tag=tag, group_src=self._source)
+
+    def cancel(self) -> None:
+        """Ask no longer."""
+        self._box.cancel(self._key, self._expected)
+
+    def is_completed(self) -> bool:
+        """True where `wait` would not block."""
+        self._box.look()
+        return self._expected.came >= 0 and not self._expected.elsewhere
+
+
+class Mailboxes:
+    """This rank's mailboxes, and those of others that it sends to.
+
+    Args:
+        store: of the world.
+        own: this rank.
+        ranks: how many there are.
+    """
+
+    def __init__(self, store: Store, own: int, ranks: int) -> None:
+        self._store, self._own = store, own
+        self._process, self._descriptor = this_process(), _created(ranks)
+        self._incoming: dict[int, mailbox.Incoming | None] = {}
+        self._outgoing: dict[int, mailbox.Outgoing | None] = {}
+        self._lock = threading.Lock()
+        self._asked: Store | None = None
+        if self._descriptor >= 0:
+            self._patient = ranks > len(os.sched_getaffinity(0))
+            self._memory = memoryview(mmap.mmap(self._descriptor, ranks * mailbox.PITCH))
+            for rank in range(ranks):
+                mailbox.prepare(self._memory[rank * mailbox.PITCH :])
+        process = self._process
+        fields = (*process.host, process.id, process.started, self._descriptor)
+        store.set(_key(own), " ".join(map(str, fields)))
+
+    def incoming(self, source: int) -> mailbox.Incoming | None:
+        """Where a rank's messages come in; None where they come another way."""
+        with self._lock:
+            if source not in self._incoming:
+                self._incoming[source] = self._made(source)
+            return self._incoming[source]
+
+    def outgoing(self, destination: int) -> mailbox.Outgoing | None:
+        """Where messages to a rank go; None where they go another way."""
+        with self._lock:
+            if destination not in self._outgoing:
+                self._outgoing[destination] = self._opened(destination)
+            return self._outgoing[destination]
+
+    def close(self) -> None:
+        """Let go of the files."""
+        for box in self._outgoing.values():
+            if box is not None:
+                box.close()
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+
+    def _made(self, source: int) -> mailbox.Incoming | None:
+        sender, _ = self._told(source)
+        if self._descriptor < 0 or sender.host != self._process.host:
+            return None
+        memory = self._memory[source * mailbox.PITCH :][: mailbox.PITCH]
+        refused = partial(self._connection().check, [_refusal(source, self._own)])
+        return mailbox.Incoming(memory, sender, self._patient, refused)
+
+    def _opened(self, destination: int) -> mailbox.Outgoing | None:
+        receiver, descriptor = self._told(destination)
+        if descriptor < 0 or receiver.host != self._process.host:
+            return None
+        file = -1
+        try:
+            file = os.open(f"/proc/{receiver.id}/fd/{descriptor}", os.O_RDWR)
+            return mailbox.Outgoing(file, self._own * mailbox.PITCH)
+        except OSError:
+            if file >= 0:
+                os.close(file)
+            self._connection().set(_refusal(self._own, destination), "")
+            return mailbox.Closed()
+
+    def _told(self, rank: int) -> tuple[Process, int]:
+        """What a rank has told of itself."""
+        fields = self._connection().get(_key(rank)).split()
+        a, b, id, started, descriptor = map(int, fields)
+        return Process((a, b), id, started), descriptor
+
+    def _connection(self) -> Store:
+        """A connection of its own to the store: torch's is locked while it waits for other ranks."""
+        if self._asked is None:
+            self._asked = self._store.clone()  # type: ignore[attr-defined]
+        return self._asked
+
+
+def _created(ranks: int) -> int:
+    """Make a file for mailboxes from all ranks, whose memory is not there yet; -1 where that cannot be."""
+    if not semaphores.available() or not hasattr(os, "memfd_create"):
+        return -1
+    descriptor = os.memfd_create("minidist")
+    try:
+        os.ftruncate(descriptor, ranks * mailbox.PITCH)
+        for rank in range(ranks):
+            os.posix_fallocate(descriptor, rank * mailbox.PITCH, 2 * semaphores.LINE)
+    except OSError:
+        os.close(descriptor)
+        return -1
+    return descriptor
+
+
+def _key(rank: int) -> str:
+    return f"mailboxes/{rank}"
+
+
+def _refusal(source: int, destination: int) -> str:
+    return f"mailboxes/{source}>{destination}"

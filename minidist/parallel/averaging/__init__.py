@@ -1,0 +1,1 @@
+"""Parameter server and local SGD: ranks that do not agree in every step."""

@@ -1,0 +1,117 @@
+"""Local SGD: every rank trains by itself, and every k steps the ranks average their parameters.
+
+Data parallelism sends a gradient in each step. Here a rank sends its parameters every k-th, so k times
+fewer bytes; in between the copies drift apart, which costs accuracy where k is large. With k = 1, equal
+shares and plain SGD it is data parallelism: the mean of x - lr g over the ranks is x - lr (mean of g). So it
+is with momentum, which is linear in the gradients too, and not with Adam.
+
+Sources: Stich 2019, "Local SGD Converges Fast and Communicates Little", algorithm 1; Lin et al. 2020, "Don't
+Use Large Mini-Batches, Use Local SGD", section 4, for averaging in every step at first (post-local SGD).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from minidist import comm
+from minidist.comm.work import Group
+from minidist.parallel.flat.buckets import MB, Bucket, Exchange, broadcast_together, cut, require_same
+
+
+class LocalSGD(nn.Module):
+    """A module whose copies on all ranks are averaged every few steps, for a loop that the user writes.
+
+    >>> model = md.LocalSGD(model, every=8)
+    >>> optimizer.zero_grad()
+    >>> cross_entropy(model(inputs), targets).backward()
+    >>> optimizer.step()
+    >>> model.synchronize()
+
+    Parameters and buffers are broadcast from the group's rank 0 when it is made. The parameters that get
+    gradients are averaged; an optimizer's state and the buffers stay each rank's own. Memory: one more copy
+    of the parameters, in which they are averaged.
+
+    Args:
+        module: the model; the same architecture on all ranks.
+        every: steps from one averaging to the next, k.
+        group: the ranks that average; None for all.
+        warmup: steps at the start after each of which the ranks average.
+        bucket_mb: megabytes that are sent at once, at most.
+        algorithm: how; see `comm.all_reduce`.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong, or the ranks' modules differ.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        every: int = 8,
+        group: Group = None,
+        warmup: int = 0,
+        bucket_mb: float = 25,
+        algorithm: str = "auto",
+    ) -> None:
+        super().__init__()
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"module is a {type(module).__name__}; give a torch.nn.Module")
+        for name, value, least in (("every", every, 1), ("warmup", warmup, 0)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} is {value!r}; give a whole number of steps, at least {least}")
+        self.module, self.every, self.warmup = module, every, warmup
+        self.steps = 0  # optimizer steps so far
+        self._exchange, self._limit = Exchange(group, algorithm), int(bucket_mb * MB)
+        self._averaged: list[nn.Parameter] = []
+        self._buckets: list[Bucket] = []
+        state = [*module.named_parameters(), *module.named_buffers()]
+        if self._exchange.ranks > 1:
+            require_same("parameters and buffers", state, group)
+        broadcast_together([tensor for _, tensor in state], group)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module returns for this rank's share of the batch."""
+        return self.module(*args, **kwargs)
+
+    def synchronize(self) -> bool:
+        """Count a step, and average the parameters where it is time to: call it after the optimizer's step.
+
+        Returns:
+            Whether they were averaged.
+
+        Raises:
+            CollectiveError: a peer is gone or late.
+        """
+        self.steps += 1
+        due = self.steps <= self.warmup or (self.steps - self.warmup) % self.every == 0
+        if due:
+            self.average()
+        return due
+
+    @torch.no_grad()
+    def average(self) -> None:
+        """Average the parameters now, as at the end of training. Bytes sent: 2 (n - 1) / n of them."""
+        exchange = self._exchange
+        if exchange.ranks == 1:
+            return
+        parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        if list(map(id, parameters)) != list(map(id, self._averaged)):
+            self._averaged = parameters
+            self._buckets = []
+            for places in cut(parameters, range(len(parameters)), self._limit):
+                numel = sum(parameters[place].numel() for place in places)
+                first = parameters[places[0]]
+                flat = exchange.zeros(numel, first.dtype, first.device)
+                self._buckets.append(Bucket.over(flat, parameters, places))
+
+        works = []
+        for bucket in self._buckets:
+            torch._foreach_copy_(bucket.views, [parameters[place] for place in bucket.places])
+            works.append(
+                comm.all_reduce(bucket.flat, "mean", exchange.algorithm, exchange.group, async_op=True)
+            )
+        for bucket, work in zip(self._buckets, works, strict=True):
+            work.wait()
+            torch._foreach_copy_([parameters[place] for place in bucket.places], bucket.views)

@@ -1,0 +1,243 @@
+"""The parameter server: workers pull parameters, push gradients, and need not wait for each other.
+
+Servers hold the parameters and the optimizer. A worker pulls the parameters, computes gradients on its own
+rows and pushes them; the server makes its update as soon as they come. Nobody waits for a slow worker, nor
+for a dead one. The price is staleness: while a worker computes, the updates of others change the parameters
+that it computes for. It is measured, and bounded on request: with bound 0 this is the classical synchronous
+parameter server.
+
+`server.py` is what a server does, `staleness.py` the rule by which it makes updates,
+`parameter_assignment.py` which server holds which parameters.
+
+Sources: Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server" (OSDI), sections 3
+and 5; Dean et al. 2012, "Large Scale Distributed Deep Networks" (NeurIPS), section 4.1 (Downpour SGD).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from minidist import comm
+from minidist.comm.work import bytes_of
+from minidist.parallel.averaging.parameter_assignment import HEAD, divide
+from minidist.parallel.averaging.server import Ask, ServerReport, Serving, Tag
+from minidist.parallel.contract.engine import MakeOptimizer
+
+
+class ParameterServer:
+    """Training by workers that do not wait for each other, in a loop that the user writes.
+
+    Every rank makes one. The first `servers` ranks then serve and the others work:
+
+    >>> server = md.ParameterServer(model, partial(torch.optim.SGD, lr=0.1))
+    >>> if server.is_server:
+    ...     report = server.serve()
+    ... else:
+    ...     for inputs, targets in batches:
+    ...         server.pull()
+    ...         cross_entropy(model(inputs), targets).backward()
+    ...         server.push(rows=len(inputs))
+    ...     server.done()
+
+    `Sampler(rows, batch, rank=server.worker, ranks=server.workers)` deals a worker its rows. For fast workers
+    to do more than their share, let each go on `while server.pull() < updates`. At the end all ranks that
+    live hold the same parameters; buffers are each rank's own.
+
+    As in every call, nobody waits longer than the world's time limit: no step may take longer, and no worker
+    may be done so much earlier than the others.
+
+    Once all have made one, a worker that dies does not stop the others where the launcher lets it, as in
+    `md.launch(work, 3, may_fail=(1, 2))`. What it had pushed counts, and the report names it; with several
+    servers its last push may have reached only some. A server that dies stops all.
+
+    Each step of a worker sends, for P trainable parameters of S bytes and K servers: the worker 32 K + P + S,
+    the servers 16 K + S; see `bytes_per_step`. Making one broadcasts parameters and buffers from rank 0, and
+    the end costs a pull more. Messages go through the CPU, also where the model is on a GPU.
+
+    Args:
+        model: the same architecture on all ranks.
+        optimizer: a function from parameters to a torch optimizer; each server calls it for its own part, so
+            one that looks at all parameters together, such as by their global norm, needs `servers=1`.
+        servers: how many ranks serve. Each holds whole parameters, and of all bytes about the same.
+        max_staleness: most updates that may lie between a worker's pull and the update that its push goes
+            into. Workers that are ahead then wait in `pull`, and pushes that would get too old share an
+            update, which takes their mean over rows. 0 is the synchronous parameter server: each update takes
+            one push of every worker, as one process would. None: no bound, each push is an update by itself.
+
+    Attributes:
+        model: the module.
+        is_server: whether this rank serves.
+        worker: this rank's number among the workers, from 0; -1 on a server.
+        workers: how many there are.
+        optimizer: on a server, the optimizer of its part; None on a worker.
+
+    Raises:
+        TypeError: an argument is of the wrong type.
+        ValueError: an argument is out of range, or the world is too small.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: MakeOptimizer,
+        servers: int = 1,
+        max_staleness: int | None = None,
+    ) -> None:
+        _check(model, optimizer, servers, max_staleness)
+        rank, ranks = comm.rank(), comm.size()
+        self.model = model
+        self.is_server = rank < servers
+        self.worker = -1 if self.is_server else rank - servers
+        self.workers = ranks - servers
+        self.max_staleness = max_staleness
+        self._parts = divide(_trainable(model), servers)
+        with torch.no_grad():
+            for tensor in (*model.parameters(), *model.buffers()):
+                comm.broadcast(tensor, source=0)
+        self.optimizer = optimizer(self._parts[rank].parameters) if self.is_server else None
+        self._finished = self._pulled = False
+        self._sending: list[comm.Work] = []
+
+    def pull(self) -> int:
+        """Load the newest parameters into the model, on a worker. Sends 16 bytes to each server.
+
+        Under a bound it waits until this worker's last push is in an update.
+
+        Returns:
+            Updates that these parameters hold; with several servers, of the one that has made the fewest.
+
+        Raises:
+            RuntimeError: on a server, or after `done`.
+            CollectiveError: a server is gone or late.
+        """
+        self._check_working("pull")
+        updates = self._ask(Ask.PULL)
+        self._pulled = True
+        return updates
+
+    def push(self, rows: int) -> None:
+        """Send the model's gradients to the servers and clear them; it does not wait for the update.
+
+        Sends 16 K + P + S bytes.
+
+        Args:
+            rows: how many rows the gradients are the mean over, at least 1. Pushes that share an update are
+                weighted by it.
+
+        Raises:
+            TypeError, ValueError: `rows` is no number of rows.
+            RuntimeError: on a server, after `done`, or without a `pull` since the last push.
+            CollectiveError: a server is gone.
+        """
+        self._check_working("push")
+        _whole("rows", rows, least=1)
+        if not self._pulled:
+            raise RuntimeError("push was called without a pull before it; call pull before each step")
+        self._pulled = False
+        self._request(Ask.PUSH, rows)
+        for server, part in enumerate(self._parts):
+            self._send(part.pack_gradients(), server, Tag.GRADIENTS)
+        for parameter in self.model.parameters():
+            parameter.grad = None
+
+    def done(self) -> None:
+        """Say that this worker has no more to do, wait for the others, and load the final parameters.
+
+        Sends 32 bytes to each server.
+
+        Raises:
+            RuntimeError: on a server, or a second time.
+            CollectiveError: a server is gone or late.
+        """
+        self._check_working("done")
+        self._ask(Ask.DONE)
+        self._finished = True
+        self._request(Ask.LEAVE)
+        self._let_go()
+
+    def serve(self, after_update: Callable[[int], object] | None = None) -> ServerReport:
+        """Make updates until every worker is done or dead, on a server. Sends 16 + S_k bytes a pull.
+
+        S_k are the bytes of this server's part; at the end it sends them to each other server too.
+
+        Args:
+            after_update: called after each update with their number so far: for a schedule of the learning
+                rate, or to evaluate the model. Workers that pull wait for it.
+
+        Raises:
+            RuntimeError: on a worker, or a second time.
+            CollectiveError: another server is gone, or somebody is late.
+        """
+        if self.optimizer is None:
+            raise RuntimeError(
+                f"serve was called on rank {comm.rank()}, which works: call pull, push and done there"
+            )
+        if self._finished:
+            raise RuntimeError("serve was called a second time; make a new ParameterServer")
+        self._finished = True
+        workers = range(len(self._parts), comm.size())
+        return Serving(self._parts, self.optimizer, workers, self.max_staleness).run(after_update)
+
+    def _ask(self, what: int) -> int:
+        """Send a request to all servers, and load their replies into the model."""
+        self._request(what)
+        values = [comm.recv(part.empty_values(), k, Tag.VALUES) for k, part in enumerate(self._parts)]
+        self._let_go()
+        return min(part.load_values(v) for part, v in zip(self._parts, values, strict=True))
+
+    def _request(self, what: int, rows: int = 0) -> None:
+        for server in range(len(self._parts)):
+            self._send(torch.tensor([what, rows]), server, Tag.REQUEST)
+
+    def _send(self, message: Tensor, server: int, tag: int) -> None:
+        self._sending.append(comm.send(message, server, tag, async_op=True))
+
+    def _let_go(self) -> None:
+        """Wait for what was sent to have left. It has: the servers have answered, or are told good-bye."""
+        while self._sending:
+            self._sending.pop().wait()
+
+    def _check_working(self, name: str) -> None:
+        if self.is_server:
+            raise RuntimeError(f"{name} was called on rank {comm.rank()}, which serves; call serve() there")
+        if self._finished:
+            raise RuntimeError(f"{name} was called after done; call done once, after the last push")
+
+
+def bytes_per_step(model: nn.Module, servers: int = 1) -> tuple[int, int]:
+    """Bytes that one worker's pull and push send: by the worker, and by all servers together."""
+    sizes = [bytes_of(parameter) for parameter in _trainable(model)]
+    # The worker: two requests to each server, a byte a parameter that says whether it has a gradient.
+    return 2 * HEAD * servers + len(sizes) + sum(sizes), HEAD * servers + sum(sizes)
+
+
+def _trainable(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def _check(model: nn.Module, optimizer: MakeOptimizer, servers: int, max_staleness: int | None) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}; give a torch.nn.Module")
+    if isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer):
+        raise TypeError(
+            f"optimizer is a {type(optimizer).__name__}; give a function from parameters to an optimizer, "
+            "such as functools.partial(torch.optim.SGD, lr=0.1)"
+        )
+    _whole("servers", servers, least=1)
+    if max_staleness is not None:
+        _whole("max_staleness", max_staleness, least=0, other=", or None for no bound")
+    if servers >= comm.size():
+        raise ValueError(
+            f"servers is {servers} and the world has {comm.size()} ranks; start at least {servers + 1}, so "
+            "that one of them works"
+        )
+
+
+def _whole(name: str, value: int, least: int, other: str = "") -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} is {value!r}; give a whole number, at least {least}{other}")
+    if value < least:
+        raise ValueError(f"{name} is {value}; give at least {least}{other}")

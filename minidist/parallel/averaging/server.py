@@ -1,0 +1,206 @@
+"""What a parameter server does: read what workers ask, make updates, and answer.
+
+A thread for each worker waits for its next message and puts it into one queue; the main thread alone takes
+from it, changes parameters and answers. A thread each, since a receive that is under way cannot be asked
+whether it is complete, and one from any rank does not notice that one of them has died: a receive from a
+single rank ends with an error when that rank's process does.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from minidist import comm
+from minidist.parallel.averaging.parameter_assignment import Part
+from minidist.parallel.averaging.staleness import Updates
+
+
+class Ask(IntEnum):
+    """What a worker asks for. A request is two integers, this and the rows of a push: 16 bytes."""
+
+    PULL = 0
+    PUSH = 1
+    DONE = 2  # the answer comes when all are done
+    LEAVE = 3  # it has arrived
+
+
+class Tag(IntEnum):
+    """The kinds of messages."""
+
+    REQUEST = 1
+    GRADIENTS = 2
+    VALUES = 3
+
+
+@dataclass(frozen=True)
+class ServerReport:
+    """How a server's work went.
+
+    Attributes:
+        updates: optimizer steps.
+        staleness: {s: pushes that went into an update, s updates after their pull}.
+        pushes: {worker's rank: its pushes}.
+        died: ranks of the workers that ended before they were done, in the order in which that was seen.
+    """
+
+    updates: int
+    staleness: dict[int, int]
+    pushes: dict[int, int]
+    died: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Request:
+    """A worker's request as its thread read it; or the error that ended the thread."""
+
+    worker: int
+    what: int = Ask.LEAVE
+    rows: int = 0
+    gradients: Sequence[Tensor | None] = ()  # of a push, one for each parameter of the part
+    error: BaseException | None = None
+
+
+class Serving:
+    """One server at work.
+
+    Args:
+        parts: every server's part; server k is rank k.
+        optimizer: of this rank's part.
+        workers: their ranks.
+        max_staleness: the bound on staleness; None for none.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        optimizer: torch.optim.Optimizer,
+        workers: Sequence[int],
+        max_staleness: int | None,
+    ) -> None:
+        self.parts, self.part, self.optimizer = parts, parts[comm.rank()], optimizer
+        self.updates = Updates(workers, max_staleness)
+        self.working, self.connected = set(workers), set(workers)
+        self.died: list[int] = []
+        self.pushes = Counter(dict.fromkeys(workers, 0))
+        self._inbox: queue.SimpleQueue[_Request] = queue.SimpleQueue()
+        self._pulling: set[int] = set()  # workers that wait for parameters
+        self._pushed: dict[int, _Request] = {}  # by worker, until they are in an update
+        self._sending: dict[int, comm.Work] = {}  # the last answer to each worker
+
+    def run(self, after_update: Callable[[int], object] | None) -> ServerReport:
+        """Serve until every worker is done or dead; see `ParameterServer.serve`."""
+        for worker in self.updates.workers:
+            threading.Thread(target=self._read, args=(worker,), daemon=True).start()
+        while self.working:
+            self._take(self._inbox.get())
+            while together := self.updates.next():
+                self._update([self._pushed.pop(worker) for worker in together])
+                if after_update is not None:
+                    after_update(self.updates.made)
+            for worker in [worker for worker in self._pulling if not self.updates.waits(worker)]:
+                self._pulling.remove(worker)
+                self.updates.pull(worker)
+                self._answer(worker)
+        self._exchange()
+        for worker in self.connected:
+            self._answer(worker)
+        while self.connected:
+            self._take(self._inbox.get())
+        return ServerReport(
+            self.updates.made,
+            dict(sorted(self.updates.staleness.items())),
+            dict(self.pushes),
+            tuple(self.died),
+        )
+
+    def _read(self, worker: int) -> None:
+        """A worker's thread: pass on its requests until it leaves or dies."""
+        try:
+            request = torch.zeros(2, dtype=torch.int64)
+            while int(request[0]) != Ask.LEAVE:
+                comm.recv(request, worker, Tag.REQUEST)
+                what, rows = request.tolist()
+                gradients: Sequence[Tensor | None] = ()
+                if what == Ask.PUSH:
+                    message = comm.recv(self.part.empty_gradients(), worker, Tag.GRADIENTS)
+                    gradients = self.part.unpack_gradients(message)
+                self._inbox.put(_Request(worker, what, rows, gradients))
+        except BaseException as error:
+            self._inbox.put(_Request(worker, error=error))
+
+    def _take(self, request: _Request) -> None:
+        worker = request.worker
+        if request.error is not None:
+            self._bury(worker, request.error)
+            return
+        if worker in self._sending:
+            self._sending.pop(worker).wait()  # it has this answer, or it would not ask again
+        if request.what == Ask.PULL:
+            self._pulling.add(worker)
+        elif request.what == Ask.PUSH:
+            self._pushed[worker] = request
+            self.pushes[worker] += 1
+            self.updates.push(worker)
+        elif request.what == Ask.DONE:
+            self.working.remove(worker)
+            self.updates.leave(worker)
+        else:
+            self.connected.remove(worker)
+
+    def _bury(self, worker: int, error: BaseException) -> None:
+        """Go on without a worker that has died; anything else that ended its thread is raised."""
+        if not is_death(error):
+            raise error
+        self.died.append(worker)
+        self.connected.remove(worker)
+        self._pulling.discard(worker)
+        if worker in self.working:
+            self.working.remove(worker)
+            self.updates.leave(worker)
+        if worker in self._sending:
+            self._sending.pop(worker).forget()
+
+    def _update(self, pushes: list[_Request]) -> None:
+        """An optimizer step with the mean of the gradients over the pushes' rows."""
+        rows = sum(push.rows for push in pushes)
+        for i, parameter in enumerate(self.part.parameters):
+            parameter.grad = None  # and so it stays where no push has used it, as in one process
+            for push in pushes:
+                gradient = push.gradients[i]
+                if gradient is None:
+                    continue
+                share = gradient.to(parameter.device).mul_(push.rows / rows)
+                parameter.grad = share if parameter.grad is None else parameter.grad.add_(share)
+        self.optimizer.step()
+
+    def _answer(self, worker: int) -> None:
+        """Send the parameters as they are; where the worker is dead, its thread will say so."""
+        values = self.part.pack_values(self.updates.made)
+        try:
+            self._sending[worker] = comm.send(values, worker, Tag.VALUES, async_op=True)
+        except comm.CollectiveError as error:
+            if not is_death(error):
+                raise
+
+    def _exchange(self) -> None:
+        """Give the other servers this one's final part, and load theirs."""
+        values = self.part.pack_values(self.updates.made)
+        others = [rank for rank in range(len(self.parts)) if rank != comm.rank()]
+        sending = [comm.send(values, rank, Tag.VALUES, async_op=True) for rank in others]
+        for rank in others:
+            self.parts[rank].load_values(comm.recv(self.parts[rank].empty_values(), rank, Tag.VALUES))
+        for work in sending:
+            work.wait()
+
+
+def is_death(error: BaseException) -> bool:
+    """Whether an error says that the peer's process has ended, and not that it was late, say."""
+    return isinstance(error, comm.CollectiveError) and "process has ended" in str(error)

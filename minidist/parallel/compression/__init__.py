@@ -1,0 +1,1 @@
+"""Fewer bytes for gradients: half precision, top-k, PowerSGD, sparse rows."""

@@ -1,0 +1,68 @@
+"""Sparse gradients, as of `nn.Embedding(..., sparse=True)`: indices and values are gathered from all ranks.
+
+A batch touches few rows of a large table. An all-reduce would send the whole table; an all-gather sends the
+rows that were touched, and their numbers, and every rank adds them up.
+
+Source: Horovod's all-reduce of sparse tensors (Sergeev and Del Balso 2018, "Horovod: fast and easy
+distributed deep learning in TensorFlow").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from minidist.parallel.flat.buckets import Exchange, Message
+
+
+def gather_sparse(exchange: Exchange, parameters: Sequence[nn.Parameter], scale: float) -> Iterator[Message]:
+    """Sum sparse gradients over the ranks, each multiplied by `scale`; in steps, as `Reduction.run`.
+
+    A rank without a gradient takes part with no rows. Bytes sent: `sparse_bytes`.
+    """
+    ranks = exchange.ranks
+    grads = [_coalesced(parameter) for parameter in parameters]
+    counts = torch.tensor([len(grad.values()) for grad in grads], device=parameters[0].device)
+    work = exchange.all_gather(counts)
+    yield work
+    rows = work.wait().view(ranks, -1)  # (ranks, parameters)
+    longest = rows.amax(dim=0).tolist()
+
+    works = []  # padded, since ranks have to send as much as each other
+    for grad, most in zip(grads, longest, strict=True):
+        works.append(exchange.all_gather(_padded(grad.indices().t(), most)))
+        works.append(exchange.all_gather(_padded(grad.values() * scale, most)))
+    yield from works
+
+    for place, parameter in enumerate(parameters):
+        indices, values = (work.wait() for work in works[2 * place : 2 * place + 2])
+        kept = torch.arange(longest[place], device=rows.device) < rows[:, place, None]  # (ranks, longest)
+        parameter.grad = torch.sparse_coo_tensor(
+            indices[kept.flatten()].t(), values[kept.flatten()], parameter.shape, check_invariants=False
+        ).coalesce()
+
+
+def sparse_bytes(rows: int, columns: int, element: int, ranks: int) -> int:
+    """Bytes that a rank sends for one sparse gradient: (n - 1) (8 + rows (8 + columns element)).
+
+    rows: the most that a rank's batch touches. Indices, and their count, are int64.
+    """
+    return (ranks - 1) * (8 + rows * (8 + columns * element))
+
+
+def _coalesced(parameter: nn.Parameter) -> Tensor:
+    """The gradient with each row once, sparse in its first dimension alone; empty where there is none."""
+    grad = parameter.grad
+    if grad is None:
+        grad = parameter.detach().new_zeros(parameter.shape).to_sparse(1)
+    elif not grad.is_sparse:
+        grad = grad.detach().to_sparse(1)
+    return grad.detach().coalesce()
+
+
+def _padded(x: Tensor, rows: int) -> Tensor:
+    padded = x.new_zeros((rows, *x.shape[1:]))
+    padded[: len(x)] = x
+    return padded

@@ -1,0 +1,189 @@
+"""A rank's share of a sequence, and a model that works on it: context parallelism for a whole GPT.
+
+Most of a transformer looks at one position at a time, and is the same on a share of the sequence. Two things
+are not: positions have to be those of the whole, and attention has to see the keys of the other ranks, which
+is `ring_attention`. Parameters are whole on each rank; their gradients are sums over the ranks, since each
+has some of the positions.
+
+Source: NVIDIA, Megatron-LM's context parallelism; attention and order of positions: ring_attention.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from minidist import comm
+from minidist.comm.work import Group, rank_in, ranks_of
+from minidist.parallel.context import zigzag_order
+from minidist.parallel.context.ring_attention import ring_attention
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+class SequenceShare:
+    """Cuts sequences into the ranks' shares, in zigzag order, and puts them together.
+
+    >>> share = SequenceShare()
+    >>> model = apply(GPT(config), share)
+    >>> outputs, targets = model(share.cut(tokens)), share.cut(targets)
+    >>> loss = cross_entropy(outputs, targets) * share.part    # gradients: summed over the ranks
+
+    A rank may have no position where there are fewer than two a rank; its loss is then 0, and it has to run
+    forward and backward like the others.
+
+    Attributes:
+        rank, ranks: this rank's place in the group.
+        length: of the whole sequence of the last cut; None before the first.
+        positions: of the last cut, (T,), ascending; on the device of what was cut.
+    """
+
+    def __init__(self, group: Group = None) -> None:
+        self.group, self.rank, self.ranks = group, rank_in(group), len(ranks_of(group))
+        self.length: int | None = None
+        self.positions = torch.empty(0, dtype=torch.int64)
+
+    @property
+    def size(self) -> int:
+        """Positions of this rank, of the last cut."""
+        return len(self.positions)
+
+    @property
+    def part(self) -> float:
+        """The share of all positions that this rank has; 0 of none."""
+        return self.size / self.length if self.length else 0.0
+
+    def cut(self, x: Tensor, dim: int = 1) -> Tensor:
+        """This rank's part of a sequence that all ranks have whole: (..., length, ...) -> (..., T, ...).
+
+        Gradients flow back to the part that was cut. Sends nothing.
+        """
+        length = x.shape[dim]
+        if length != self.length or self.positions.device != x.device:
+            self.length = length
+            self.positions = zigzag_order.positions(length, self.ranks, self.rank).to(x.device)
+        return x.index_select(dim, self.positions)
+
+    def restore(self, parts: Sequence[Tensor], dim: int = 1) -> Tensor:
+        """The whole sequence from all ranks' parts, in rank order. The inverse of `cut`; sends nothing.
+
+        Raises:
+            ValueError: there are not as many parts as ranks, or their sizes are not those of a zigzag cut.
+        """
+        sizes = [part.shape[dim] for part in parts]
+        length = sum(sizes)
+        wanted = [zigzag_order.size(length, self.ranks, rank) for rank in range(self.ranks)]
+        if sizes != wanted:
+            raise ValueError(
+                f"the parts have {sizes} positions, and a sequence of {length} is cut into {wanted}; give "
+                "the parts of all ranks, in rank order"
+            )
+        order = torch.cat([zigzag_order.positions(length, self.ranks, rank) for rank in range(self.ranks)])
+        joined = torch.cat([*parts], dim)
+        return joined.index_select(dim, order.argsort().to(joined.device))
+
+    def gather(self, x: Tensor, dim: int = 1) -> Tensor:
+        """The whole sequence on every rank from each one's part of the last cut; all ranks call it.
+
+        Forward: an all-gather of parts padded to the longest; sends (n - 1) times its bytes. Backward: each
+        rank takes its own part of the gradient and sends nothing, so that each has to compute the same from
+        the whole; parameters' gradients are then sums over the ranks, too.
+
+        Raises:
+            ValueError: `x` is not as long as this rank's part of the last cut.
+        """
+        if x.shape[dim] != self.size or self.length is None:
+            raise ValueError(
+                f"x has {x.shape[dim]} positions and this rank's part of the last cut {self.size}; give "
+                "what was computed from that part"
+            )
+        whole: Tensor = _Gather.apply(x, dim, self)  # type: ignore[no-untyped-call]
+        return whole
+
+
+class _Gather(torch.autograd.Function):
+    """Forward: all-gather. Backward: the own part of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, share: SequenceShare) -> Tensor:
+        ctx.dim, ctx.positions = dim, share.positions
+        assert share.length is not None
+        sizes = [zigzag_order.size(share.length, share.ranks, rank) for rank in range(share.ranks)]
+        first = x.movedim(dim, 0)
+        padded = first.new_zeros((max(sizes), *first.shape[1:]))
+        padded[: len(first)] = first
+        gathered = comm.all_gather(padded, group=share.group)
+        parts = [gathered[rank * max(sizes) :][:size] for rank, size in enumerate(sizes)]
+        return share.restore(parts, dim=0).movedim(0, dim).contiguous()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return gradient.index_select(ctx.dim, ctx.positions), None, None
+
+
+def apply(model: Module, share: SequenceShare, causal: bool = True) -> Module:
+    """Have `model` work on its rank's share of the sequence that `share` cut last.
+
+    Modules with an attribute `attend`, as GPT's attention, attend by `ring_attention`, also with a part of
+    the heads; modules with one `positions`, as GPT's embedding, take those of the share. A model that adds
+    positions in another way has to use `share.positions` itself. To be called while all layers are there,
+    before a pipeline takes some away. The parameters are not touched.
+
+    Args:
+        model: changed in place.
+        share: whose cuts it is called with.
+        causal: what its attention is without.
+
+    Returns:
+        `model`.
+
+    Raises:
+        ValueError: no module has an attribute `attend`, or one drops attention weights.
+    """
+    parts = [part for part in model.modules() if callable(getattr(part, "attend", None))]
+    if not parts:
+        raise ValueError(
+            f"a {type(model).__name__} has no attention whose sequence could be cut: cp is for models with "
+            "modules that have an attribute `attend`, such as GPT; use dp instead"
+        )
+    for part in parts:
+        dropout = getattr(part, "dropout", 0.0)
+        dropout = getattr(dropout, "p", dropout)  # of a module
+        if isinstance(dropout, float) and dropout > 0:
+            raise ValueError(
+                f"dropout is {dropout} in the model's attention, and ring attention drops no weights; "
+                "set it to 0, or leave cp out"
+            )
+    for part in parts:
+        part.attend = partial(_attend, share, causal)  # type: ignore[assignment]
+    for part in model.modules():
+        if hasattr(part, "positions"):
+            part.positions = partial(_positions, share, part)  # type: ignore[assignment]
+    return model
+
+
+def _attend(
+    share: SequenceShare, causal: bool, query: Tensor, key: Tensor, value: Tensor, dropout: float
+) -> Tensor:
+    if dropout > 0:
+        raise ValueError(f"dropout is {dropout} in attention; ring attention drops no weights, set it to 0")
+    return ring_attention(query, key, value, causal, share.group, length=share.length)
+
+
+def _positions(share: SequenceShare, embedding: nn.Module, tokens: Tensor) -> Tensor:
+    """Those of the last cut, of which `tokens` (B, T) have to be."""
+    if share.length is None or tokens.shape[1] != share.size:
+        raise ValueError(
+            f"tokens are {tuple(tokens.shape)} and this rank's part of the last cut has {share.size} "
+            "positions; give the model share.cut(tokens)"
+        )
+    context = getattr(getattr(embedding, "position", None), "num_embeddings", None)
+    if context is not None and share.length > context:
+        raise ValueError(f"the sequence has {share.length} tokens; give at most {context}, the context")
+    return share.positions

@@ -1,0 +1,1 @@
+"""What layouts, strategies and engines promise each other."""

@@ -1,0 +1,102 @@
+"""The training state by names: what an optimizer of torch's keeps, under the names that the model gives.
+
+torch numbers an optimizer's parameters in the order in which it was given them; a state that outlives its
+layout has to go by the names of the parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from minidist.parallel.contract.strategy import Chunk
+
+
+def names_of(model: nn.Module) -> dict[Tensor, str]:
+    """The name of each parameter, the first where there are several."""
+    return {parameter: name for name, parameter in reversed([*model.named_parameters()])}
+
+
+def optimizer_tensors(
+    optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]
+) -> Iterator[tuple[str, str, Tensor]]:
+    """The tensors of an optimizer's state: parameter's name, key and tensor, in the order of its groups."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor):
+                    yield names[parameter], key, value
+
+
+def whole_chunks(
+    model: nn.Module, optimizer: torch.optim.Optimizer, masters: Mapping[Tensor, Tensor] | None = None
+) -> Iterator[Chunk]:
+    """Chunks of a model and an optimizer that this rank has whole.
+
+    masters: for parameters what the optimizer updates in their place.
+    """
+    masters = masters or {}
+    values = model.state_dict(keep_vars=True)
+    named = [("model." + name, masters.get(value, value)) for name, value in values.items()]
+    names = names_of(model)
+    state = optimizer_tensors(optimizer, {masters.get(p, p): name for p, name in names.items()})
+    for name, tensor in (*named, *((f"optimizer.{name}.{key}", value) for name, key, value in state)):
+        yield Chunk(name, tuple(tensor.shape), (0,) * tensor.dim(), tensor.detach())
+
+
+def optimizer_settings(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> dict[str, Any]:
+    """The optimizer's groups, with names for parameters, and what of its state is no tensor."""
+    groups = [
+        {**group, "params": [names[parameter] for parameter in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+    state = {
+        names[parameter]: {k: v for k, v in values.items() if not isinstance(v, Tensor)}
+        for parameter, values in optimizer.state.items()
+    }
+    return {"groups": groups, "state": {name: values for name, values in state.items() if values}}
+
+
+def require_same_groups(have: Sequence[Sequence[str]], settings: Mapping[str, Any]) -> None:
+    """ValueError where an optimizer's groups have other parameters than those of the settings."""
+    saved = [group["params"] for group in settings["groups"]]
+    if [*map(list, have)] != [*map(list, saved)]:
+        raise ValueError(
+            f"the optimizer has {len(have)} groups of {[len(group) for group in have]} parameters, and the "
+            f"saved one {len(saved)} of {[len(group) for group in saved]}; prepare it as when it was saved"
+        )
+
+
+def load_optimizer(
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[Tensor, str],
+    settings: Mapping[str, Any],
+    state: Mapping[str, Mapping[str, Any]],
+) -> None:
+    """Take the groups of `settings`, and have empty tensors for the optimizer state that is to be loaded.
+
+    Args:
+        optimizer: whose parameters `names` names, in the same groups as those of the settings.
+        names: of the parameters.
+        settings: as `optimizer_settings` gives them.
+        state: for each name the keys of its optimizer state, each with shape and dtype.
+
+    Raises:
+        ValueError: other groups than the settings'.
+    """
+    have = [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
+    require_same_groups(have, settings)
+    for group, values in zip(optimizer.param_groups, settings["groups"], strict=True):
+        group.update({key: value for key, value in values.items() if key != "params"})
+    optimizer.state.clear()
+    for parameter, name in names.items():
+        values = {
+            key: torch.zeros(shape, dtype=dtype, device=parameter.device if shape else "cpu")
+            for key, (shape, dtype) in state.get(name, {}).items()
+        }
+        values |= settings["state"].get(name, {})
+        if values:
+            optimizer.state[parameter] = values

@@ -1,0 +1,120 @@
+"""Values for this rank's part of a model that was made on the meta device, and fits on no rank whole.
+
+Without memory the model is divided as any other. Then rank 0 gives its modules their values, one after the
+other in the model's order, as one process would, and sends each to all ranks, which keep their parts of it.
+So no rank has more than its part and one module.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from minidist import comm
+from minidist.parallel.flat.buckets import broadcast_together
+from minidist.parallel.flat.flat_parameter import Place
+from minidist.parallel.sharding.meta_units import Beginning, device_for
+from minidist.parallel.tensor.cuts import Cut
+
+Initialize = Callable[[nn.Module], object]
+
+
+class Skeleton:
+    """The whole model, as it was before it was divided, without memory.
+
+    Args:
+        model: with parameters on the meta device; others are shared, not copied.
+        initialize: gives a submodule's own parameters their first values; None for the model's method
+            `initialize_part`, else each submodule's `reset_parameters`.
+    """
+
+    def __init__(self, model: nn.Module, initialize: Initialize | None) -> None:
+        real = [tensor for tensor in [*model.parameters(), *model.buffers()] if not tensor.is_meta]
+        self.device = device_for("model", model)
+        # A copy, since what fills a module may look for its place in the model.
+        self._whole = copy.deepcopy(model, {id(tensor): tensor for tensor in real})
+        self._initialize = initialize or getattr(self._whole, "initialize_part", None)
+
+    def fill(self, part: nn.Module, cuts: Mapping[str, Cut]) -> None:
+        """Give the meta parameters and buffers of a rank's part their values; a collective of all ranks.
+
+        Sends what `comm.broadcast` of the whole model's meta tensors does.
+
+        Args:
+            part: of the model, with its names; changed in place.
+            cuts: which box of a whole parameter it has, by name, where it is cut.
+
+        Raises:
+            ValueError: nothing says how a module's parameters begin.
+        """
+        names, places = _places(self._whole)
+        entries = [(names[key][0], parameter, places[key]) for key, parameter in _parameters(self._whole)]
+        beginning = Beginning(entries, self.device, self._initialize, draws=comm.rank() == 0)
+        buffers = [name for name, buffer in self._whole.named_buffers() if buffer.is_meta]
+        done: set[nn.Module] = set()
+        for _, parameter, ((module, _), *_) in entries:
+            if not parameter.is_meta or module in done:
+                continue
+            done.add(module)
+            beginning.fill([parameter])
+            own = [each for each in entries if each[1].is_meta and each[2][0][0] is module]
+            broadcast_together([_held(where) for _, _, where in own], None)
+            for _, meta, where in own:
+                _install(part, names[id(meta)], _held(where), cuts)
+                for holder, attribute in where:  # let its memory go
+                    holder._parameters[attribute] = meta
+        beginning.fill_buffers(self._whole)
+        filled = dict(self._whole.named_buffers())
+        broadcast_together([filled[name] for name in buffers], None)
+        here = dict(part.named_buffers(remove_duplicate=False))
+        for name in (name for name in buffers if name in here):
+            owner, _, attribute = name.rpartition(".")
+            part.get_submodule(owner)._buffers[attribute] = filled[name]
+
+
+def _parameters(model: nn.Module) -> Iterator[tuple[int, nn.Parameter]]:
+    for parameter in model.parameters():
+        yield id(parameter), parameter
+
+
+def _places(model: nn.Module) -> tuple[dict[int, list[str]], dict[int, list[Place]]]:
+    """For each parameter all its names, and the modules and attributes that hold it."""
+    names: dict[int, list[str]] = {}
+    places: dict[int, list[Place]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owner, _, attribute = name.rpartition(".")
+        names.setdefault(id(parameter), []).append(name)
+        places.setdefault(id(parameter), []).append((model.get_submodule(owner), attribute))
+    return names, places
+
+
+def _held(places: list[Place]) -> Tensor:
+    """What has taken a parameter's place."""
+    module, attribute = places[0]
+    parameter = module._parameters[attribute]
+    assert parameter is not None
+    return parameter.detach()
+
+
+def _install(part: nn.Module, names: list[str], whole: Tensor, cuts: Mapping[str, Cut]) -> None:
+    """Have this rank's part of a parameter take the place of what has no memory, under each name."""
+    own = dict(part.named_parameters(remove_duplicate=False))
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for name in (name for name in names if name in own):
+        meta = own[name]
+        if meta not in made:
+            made[meta] = nn.Parameter(_own_part(meta, whole, cuts.get(name)), meta.requires_grad)
+        owner, _, attribute = name.rpartition(".")
+        part.get_submodule(owner)._parameters[attribute] = made[meta]
+
+
+def _own_part(meta: Tensor, whole: Tensor, cut: Cut | None) -> Tensor:
+    if cut is None:
+        return whole
+    part = torch.zeros(meta.shape, dtype=whole.dtype, device=whole.device)
+    box = tuple(slice(start, start + size) for start, size in zip(cut.offsets, cut.sizes, strict=True))
+    part[tuple(slice(size) for size in cut.sizes)] = whole[box]
+    return part

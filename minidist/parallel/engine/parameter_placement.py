@@ -1,0 +1,239 @@
+"""Where this rank's part of the training state lies in the whole model's.
+
+A strategy knows the tensors of its own rank: parts of matrices, where tensor parallelism cut them, and some
+layers of all, where a pipeline did. A placement says which box of which whole tensor each is, what is counted
+twice, and under which name it would be in one process. So checkpoints go from any layout to any other, and a
+norm is that of one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from minidist import comm
+from minidist.comm.mesh import Mesh
+from minidist.parallel.contract.strategy import Chunk, Strategy
+from minidist.parallel.contract.training_state import names_of
+from minidist.parallel.flat.buckets import broadcast_together, together
+from minidist.parallel.flat.ranges import narrowed
+from minidist.parallel.tensor.cuts import Cut
+from minidist.parallel.training.clipping import global_norm
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor of the whole model's `state_dict`."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    stage: int  # of the pipeline, that has it
+
+
+class Whole:
+    """What has to be remembered of a whole model before it is cut: names, shapes and ties."""
+
+    def __init__(self, model: nn.Module) -> None:
+        state = model.state_dict(keep_vars=True)
+        self.tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+        self.parameters = [name for name, _ in model.named_parameters()]
+        names = names_of(model)
+        self.first = {name: names[p] for name, p in model.named_parameters(remove_duplicate=False)}
+
+
+class Placement:
+    """Of the part `model` of a model that was `whole`.
+
+    Args:
+        mesh: of all ranks.
+        whole: the model before it was cut.
+        model: this rank's part, with the names of the whole.
+        cuts: of parameters that tensor parallelism cut, by name.
+        stage_of: for the name of a tensor the pipeline's stage that has it.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        whole: Whole,
+        model: nn.Module,
+        cuts: Mapping[str, Cut],
+        stage_of: Mapping[str, int],
+    ) -> None:
+        self.mesh, self.first, self._order = mesh, whole.first, whole.parameters
+        self._tp, self._pp = mesh.group("tp"), mesh.group("pp")
+        self.device = next((t.device for t in whole.tensors.values()), torch.device("cpu"))
+        self.entries = {
+            name: Entry(tensor.shape, tensor.dtype, stage_of.get(name, 0))
+            for name, tensor in whole.tensors.items()
+        }
+        # A cut holds for every name of a parameter that has several.
+        own = dict(model.named_parameters(remove_duplicate=False))
+        by_identity = {id(own[name]): cut for name, cut in cuts.items() if name in own}
+        self.cuts = {name: by_identity[id(p)] for name, p in own.items() if id(p) in by_identity}
+        self._shapes = {name: tuple(p.shape) for name, p in own.items()}
+        self._local = {whole.first[name]: name for _, name in reversed(names_of(model).items())}
+        # A tied parameter is on several stages; the stage of its first name has it for all.
+        self._elsewhere = {n for n in own if stage_of.get(self.first[n], 0) != mesh.rank("pp")}
+        self._groups: list[list[str]] | None = None  # of the optimizer, with all stages' parameters
+
+    # The optimizer's groups: over the stages together they are those of one process.
+
+    def join(self, strategy: Strategy) -> None:
+        """Learn of the other stages' groups; a collective where there are stages.
+
+        Sends 2 (n - 1) / n 8 (P + 2) bytes for P parameters of the whole model.
+
+        Raises:
+            ValueError: the optimizer's function made another number of groups on another stage.
+        """
+        if self.mesh.size("pp") == 1:
+            return
+        groups = strategy.settings()["groups"]
+        number_of = {self.first[name]: i for i, group in enumerate(groups) for name in group["params"]}
+        numbers = [number_of.get(name, -1) for name in self._order]
+        found = torch.tensor([*numbers, len(groups), -len(groups)], device=self.device)
+        *numbers, most, least = comm.all_reduce(found, "max", group=self._pp).tolist()
+        if most != -least:
+            raise ValueError(
+                f"optimizer makes {-least} groups of parameters on one stage of the pipeline and {most} on "
+                "another; let it make as many for any parameters, some of them empty"
+            )
+        self._groups = [[n for n, g in zip(self._order, numbers, strict=True) if g == i] for i in range(most)]
+
+    def settings(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """A strategy's settings, as one process would have them."""
+        groups = settings["groups"]
+        if self._groups is not None:
+            joined = zip(groups, self._groups, strict=True)
+            groups = [{**group, "params": [*names]} for group, names in joined]
+        state = {self.first.get(name, name): values for name, values in settings["state"].items()}
+        return {**settings, "groups": groups, "state": state}
+
+    def load_settings(
+        self, strategy: Strategy, settings: Mapping[str, Any], state: Mapping[str, Mapping[str, Any]]
+    ) -> None:
+        """Have a strategy take the settings of one process; see `Strategy.load_settings`."""
+        have = [group["params"] for group in strategy.settings()["groups"]]
+        groups = []
+        for number, group in enumerate(settings["groups"]):
+            saved = [self._local[name] for name in group["params"] if name in self._local]
+            order = {name: place for place, name in enumerate(have[number])} if number < len(have) else {}
+            groups.append({**group, "params": sorted(saved, key=lambda name: order.get(name, -1))})
+        own = {self._local[name]: values for name, values in settings["state"].items() if name in self._local}
+        shapes = {
+            name: {key: self._own_shape(name, *kind) for key, kind in state[first].items()}
+            for first, name in self._local.items()
+            if first in state
+        }
+        strategy.load_settings({**settings, "groups": groups, "state": own}, shapes)
+
+    def _own_shape(
+        self, name: str, shape: Sequence[int], dtype: torch.dtype
+    ) -> tuple[tuple[int, ...], torch.dtype]:
+        cut = self.cuts.get(name)
+        here = cut is not None and tuple(shape) == tuple(cut.shape)
+        return self._shapes[name] if here else tuple(shape), dtype
+
+    # Boxes.
+
+    def chunks(self, chunks: Iterable[Chunk]) -> Iterator[Chunk]:
+        """A strategy's chunks, as boxes of the whole model's tensors; paddings are left out."""
+        for chunk in chunks:
+            kind, _, name = chunk.name.partition(".")
+            full = chunk.name
+            if kind == "optimizer":
+                name, _, key = name.rpartition(".")
+                full = f"{kind}.{self.first.get(name, name)}.{key}"
+            cut = self.cuts.get(name)
+            if cut is None or chunk.shape != self._shapes[name]:
+                yield replace(chunk, name=full)
+                continue
+            inside = [
+                max(0, min(size, most - offset))
+                for offset, size, most in zip(chunk.offsets, chunk.tensor.shape, cut.sizes, strict=True)
+            ]
+            if 0 not in inside:
+                offsets = tuple(o + p for o, p in zip(cut.offsets, chunk.offsets, strict=True))
+                yield Chunk(
+                    full, tuple(cut.shape), offsets, narrowed(chunk.tensor, _start(chunk.tensor), inside)
+                )
+
+    def own(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """This rank's parts of whole parameters."""
+        return {
+            name: narrowed(value, self.cuts[name].offsets, self.cuts[name].sizes).contiguous()
+            if name in self.cuts
+            else value
+            for name, value in whole.items()
+            if name in self._shapes
+        }
+
+    def full_state_dict(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The whole model's tensors from all ranks' own ones; a collective.
+
+        Each tensor that tp cut is summed over tp, 2 (t - 1) / t of its bytes; with pp the stage that has a
+        tensor sends it to the others, see `comm.broadcast`.
+        """
+        if self.mesh.size("tp") * self.mesh.size("pp") == 1:
+            return dict(own)
+        whole = {name: self._room(name, own.get(name)) for name in self.entries}
+        together([whole[name] for name in self.cuts], lambda flat: comm.all_reduce(flat, group=self._tp))
+        if self.mesh.size("pp") > 1:
+            for stage in range(self.mesh.size("pp")):
+                those = [value for name, value in whole.items() if self.entries[name].stage == stage]
+                broadcast_together(those, self._pp, stage)
+        return whole
+
+    def whole(self, own: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The same one by one; see `Engine.whole`."""
+        if self.mesh.size("pp") > 1:
+            here = dict(own)
+            own = ((name, here.get(name)) for name in self.entries)  # type: ignore[misc]
+        for name, value in own:
+            whole = value if value is not None and name not in self.cuts else self._room(name, value)
+            if name in self.cuts:
+                comm.all_reduce(whole, group=self._tp)
+            if self.mesh.size("pp") > 1:
+                comm.broadcast(whole, source=self.entries[name].stage, group=self._pp)
+            yield name, whole
+
+    def _room(self, name: str, own: Tensor | None) -> Tensor:
+        """Of the whole tensor's shape; this rank's box of it where it is cut, among zeros."""
+        entry = self.entries[name]
+        if own is None:
+            return torch.empty(entry.shape, dtype=entry.dtype, device=self.device)
+        if name not in self.cuts:
+            return own
+        box = self.cuts[name]
+        room = torch.zeros(entry.shape, dtype=own.dtype, device=own.device)
+        narrowed(room, box.offsets, box.sizes).copy_(narrowed(own, _start(own), box.sizes))
+        return room
+
+    # The norm: over all ranks each element of the whole model's gradient counts once.
+
+    def norm(self, strategy: Strategy) -> float:
+        """The norm of the gradients of the whole model, the same on all ranks.
+
+        Sends 2 (n - 1) / n 8 bytes over all ranks of the world where parameters are cut or on other stages,
+        and otherwise over those that share the gradients, if any do.
+        """
+        if self.mesh.size("tp") * self.mesh.size("pp") == 1:
+            return global_norm(strategy.gradients(), strategy.sharded, strategy.group)
+        mine = strategy.sharded or self.mesh.rank("dp_cp") == 0
+        named = strategy.named_gradients() if mine else ()
+        # Copies count as zeros, but for what is not finite in them: that all ranks have to hear of.
+        once = (gradient if self._counts(name) else gradient - gradient for name, gradient in named)
+        return global_norm(once, sharded=True)
+
+    def _counts(self, name: str) -> bool:
+        """Whether this rank's copy of a parameter is the one that counts."""
+        return name not in self._elsewhere and (name in self.cuts or self.mesh.rank("tp") == 0)
+
+
+def _start(tensor: Tensor) -> tuple[int, ...]:
+    return (0,) * tensor.dim()

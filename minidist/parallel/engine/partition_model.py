@@ -1,0 +1,244 @@
+"""From a model to this rank's part of it: its tokens, its parts of matrices, its layers.
+
+Every rank builds the whole model, or its shape on the meta device, and rank 0's weights go to all. Then
+context parallelism has attention and positions work on the rank's tokens, tensor parallelism cuts matrices,
+and a pipeline takes away the layers that other stages have. Names stay those of the whole model.
+
+Source: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using
+Megatron-LM", section 3, for how the three go together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from minidist import comm
+from minidist.comm.mesh import Mesh
+from minidist.model.loss import cross_entropy
+from minidist.parallel.context import sequence_share
+from minidist.parallel.context.sequence_share import SequenceShare
+from minidist.parallel.contract.engine import Loss, MakeOptimizer
+from minidist.parallel.contract.layout import Layout
+from minidist.parallel.engine.meta_device import Initialize, Skeleton
+from minidist.parallel.engine.parameter_placement import Placement, Whole
+from minidist.parallel.flat.buckets import broadcast_together, require_same
+from minidist.parallel.pipeline.layer_by_layer import cut
+from minidist.parallel.pipeline.layer_chain import check_layers
+from minidist.parallel.sharding.elementwise_optimizers import is_elementwise
+from minidist.parallel.tensor.cuts import cuts
+from minidist.parallel.tensor.parallelize import parallelize
+from minidist.parallel.tensor.plans import plan_for
+from minidist.parallel.tensor.vocabulary import gather_logits, vocab_parallel_cross_entropy, vocabulary_of
+
+
+class Elsewhere(nn.Module):
+    """In place of a layer that another stage of the pipeline has."""
+
+    def __init__(self, stage: int) -> None:
+        super().__init__()
+        self.stage = stage
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Raises RuntimeError: the layer is not here."""
+        raise RuntimeError(
+            f"this layer is on stage {self.stage} of the pipeline; call engine.step or engine.evaluate, "
+            "which go through all stages"
+        )
+
+    def extra_repr(self) -> str:
+        """What print(layer) shows between the brackets."""
+        return f"stage {self.stage}"
+
+
+@dataclass(frozen=True)
+class Tied:
+    """A parameter that several stages of a pipeline have a copy of."""
+
+    name: str | None  # on this rank; None where it has none
+    stages: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class RankModel:
+    """This rank's part of a model.
+
+    Attributes:
+        model: the part, with the whole's names.
+        mesh: of all ranks.
+        placement: where its parameters lie in the whole.
+        share: of the tokens; None without cp.
+        stages: what a pipeline calls in turn on this rank, one a chunk; none without pp.
+        tied: parameters whose gradients are sums over stages.
+        vocabulary: its size, where outputs are this rank's part of the logits; None where they are whole.
+    """
+
+    model: nn.Module
+    mesh: Mesh
+    placement: Placement
+    share: SequenceShare | None
+    stages: tuple[nn.Module, ...]
+    tied: tuple[Tied, ...]
+    vocabulary: int | None
+
+    def loss(self, loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
+        """A loss or a metric of this rank's outputs: of whole logits, but for `cross_entropy`.
+
+        For that see `vocab_parallel_cross_entropy`, for others `gather_logits`, which sends more.
+        """
+        if not targets.numel():
+            return outputs.sum()  # no rows, or none of their tokens: 0
+        if self.vocabulary is None:
+            return loss(outputs, targets)
+        group = self.mesh.group("tp")
+        if loss is cross_entropy:
+            return vocab_parallel_cross_entropy(outputs, targets, group, self.vocabulary)
+        return loss(gather_logits(outputs, group, self.vocabulary), targets)
+
+    def cut(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, float]:
+        """This rank's tokens of its rows, (B, T) each, and the share of all tokens that they are.
+
+        Raises:
+            ValueError: with cp, where inputs and targets are not both (B, T).
+        """
+        if self.share is None:
+            return inputs, targets, 1.0
+        if inputs.dim() < 2 or inputs.shape[:2] != targets.shape[:2]:
+            raise ValueError(
+                f"inputs are {tuple(inputs.shape)} and targets {tuple(targets.shape)}, and "
+                f"cp={self.share.ranks} cuts rows of tokens; give (B, T) and a target for each token, or a "
+                "layout with cp=1"
+            )
+        return self.share.cut(inputs), self.share.cut(targets), self.share.part
+
+
+def divide(
+    model: nn.Module,
+    layout: Layout,
+    mesh: Mesh,
+    plan: Mapping[str, str] | None = None,
+    initialize: Initialize | None = None,
+) -> RankModel:
+    """This rank's part of `model`, which is changed; a collective.
+
+    Where layers are cut, sends what `comm.broadcast` of the model does, over pp; where matrices are, over tp:
+    with what the strategies do over dp and cp, rank 0's weights reach all ranks. What is on the meta device
+    gets memory and values once it is divided, see meta_device.py.
+
+    Args:
+        model: the same architecture on all ranks.
+        layout: how it is divided.
+        mesh: of the layout's ranks.
+        plan: which module is cut in which way by tp; None for `plan_for(model)`.
+        initialize: see `prepare`.
+
+    Raises:
+        ValueError: the model cannot be divided so; names the axis.
+    """
+    if plan is not None and layout.tp == 1:
+        raise ValueError("plan is given and the layout has tp=1, which cuts nothing; leave one of them out")
+    if layout.pp > 1:
+        check_layers(model, layout)
+    if layout.tp * layout.pp > 1:
+        _agree(model, layout, mesh)
+    tensors = [*model.parameters(), *model.buffers()]
+    unfilled = layout.tp * layout.pp > 1 and any(tensor.is_meta for tensor in tensors)
+    skeleton = Skeleton(model, initialize) if unfilled else None
+    whole = Whole(model)
+    share = None
+    if layout.cp > 1:
+        share = SequenceShare(mesh.group("cp"))
+        sequence_share.apply(model, share)
+    if layout.tp > 1:
+        parallelize(
+            model, plan_for(model) if plan is None else plan, mesh.group("tp"), layout.sequence_parallel
+        )
+    vocabulary = vocabulary_of(model)
+    stages, stage_of = _take_layers(model, layout, mesh.rank("pp"), whole) if layout.pp > 1 else ((), {})
+    placement = Placement(mesh, whole, model, cuts(model), stage_of)
+    if skeleton is not None:
+        skeleton.fill(model, placement.cuts)
+        placement.device = skeleton.device
+    return RankModel(
+        model, mesh, placement, share, stages, _tied(model, whole, stage_of, mesh.rank("pp")), vocabulary
+    )
+
+
+def whole_model(model: nn.Module) -> RankModel:
+    """All of a model, on every rank."""
+    mesh = Mesh(dp=comm.size())
+    return RankModel(model, mesh, Placement(mesh, Whole(model), model, {}, {}), None, (), (), None)
+
+
+def _agree(model: nn.Module, layout: Layout, mesh: Mesh) -> None:
+    """See that all ranks have the same model, and give the stages the first one's weights."""
+    state = [*model.named_parameters(), *model.named_buffers()]
+    require_same("parameters and buffers", state, None)
+    if layout.pp > 1:
+        broadcast_together([tensor for _, tensor in state if not tensor.is_meta], mesh.group("pp"))
+
+
+def _take_layers(
+    model: nn.Module, layout: Layout, own: int, whole: Whole
+) -> tuple[tuple[nn.Module, ...], dict[str, int]]:
+    """Keep this stage's layers alone; they, chunk by chunk, and for each tensor's name its stage."""
+    layers: Any = model.layers
+    parts = layout.pp * layout.chunks
+    number_of = {name: number for number, name in enumerate(layers._modules)}
+    # Sizes of the whole layers: the cut is the same on all ranks that share them.
+    sizes = [0] * len(layers)
+    for name in whole.first:
+        sizes[number_of[name.split(".")[1]]] += whole.tensors[name].numel()
+    found = cut([*layers], parts, weights=sizes)
+    stage_of_layer = {i: part % layout.pp for part, layers_of in enumerate(found) for i in layers_of}
+    mine = [layers_of for part, layers_of in enumerate(found) if part % layout.pp == own]
+    stages = tuple(nn.Sequential(*(layers[i] for i in layers_of)) for layers_of in mine)
+    for i, stage in stage_of_layer.items():
+        if stage != own:
+            layers[i] = Elsewhere(stage)
+    return stages, {name: stage_of_layer[number_of[name.split(".")[1]]] for name in whole.tensors}
+
+
+def _tied(model: nn.Module, whole: Whole, stage_of: Mapping[str, int], own: int) -> tuple[Tied, ...]:
+    """Trained parameters with names on several stages, in the same order on all ranks."""
+    stages: dict[str, dict[int, str]] = {}
+    for name, first in whole.first.items():
+        stages.setdefault(first, {}).setdefault(stage_of.get(name, 0), name)
+    return tuple(
+        Tied(names.get(own), tuple(sorted(names)))
+        for first, names in stages.items()
+        if len(names) > 1 and whole.tensors[first].requires_grad
+    )
+
+
+def checked(optimizer: MakeOptimizer, layout: Layout) -> MakeOptimizer:
+    """An optimizer's function that refuses, when it makes one, what cannot train a part of a model."""
+
+    def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        given = [*parameters]
+        try:
+            made = optimizer(given)
+        except ValueError:
+            if given:
+                raise
+            # torch refuses no parameters, and takes a group of none: a stage may have no weights.
+            nothing: Any = [{"params": []}]
+            made = optimizer(nothing)
+        name = type(made).__name__
+        if layout.tp > 1 and isinstance(made, torch.optim.Optimizer) and not is_elementwise(type(made)):
+            raise ValueError(
+                f"optimizer is {name}, which needs whole parameters, and the layout has tp={layout.tp}, "
+                "which cuts them; use an elementwise one, such as torch.optim.AdamW, or dp or pp instead"
+            )
+        if layout.pp > 1 and isinstance(made, torch.optim.LBFGS):
+            raise ValueError(
+                f"optimizer is {name}, whose steps look at all parameters at once, and the layout has "
+                f"pp={layout.pp}, where each stage has its own; use another, such as torch.optim.AdamW"
+            )
+        return made
+
+    return make

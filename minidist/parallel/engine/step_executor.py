@@ -1,0 +1,158 @@
+"""Forward and backward passes of a step on one rank: through the whole model, or through a pipeline's stages.
+
+Either way a batch is cut into micro-batches by rows, each loss is multiplied by a weight, and gradients add
+up; what differs is who says when a backward pass is the last, and where the loss is known.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from minidist.comm.work import Group
+from minidist.parallel.contract.engine import Loss
+from minidist.parallel.contract.layout import Layout
+from minidist.parallel.contract.strategy import Strategy
+from minidist.parallel.engine.partition_model import RankModel
+from minidist.parallel.pipeline.execution import Pipeline
+from minidist.parallel.pipeline.tied_parameters import sum_tied, take_first
+from minidist.parallel.training.precision import Precision
+
+Weight = Callable[[int], float]
+"""From a micro-batch's rows to what its loss is multiplied by."""
+
+
+class Passes(ABC):
+    """Passes of `part`, this rank's part of a model, whose gradients `strategy` sums."""
+
+    def __init__(
+        self, part: RankModel, strategy: Strategy, layout: Layout, loss: Loss, precision: Precision
+    ) -> None:
+        self.part, self.strategy, self.layout = part, strategy, layout
+        self.given, self.precision = loss, precision
+
+    @abstractmethod
+    def train(self, inputs: Tensor, targets: Tensor, weight: Weight, share: float) -> None:
+        """Forward and backward; announces this rank's rows and loss, both times `share`."""
+
+    def summed(self) -> None:  # noqa: B027 (only a pipeline has copies)
+        """The strategy has summed the gradients over its ranks: let copies of parameters have the same."""
+
+    def updated(self) -> None:  # noqa: B027 (likewise)
+        """The strategy has updated the parameters: let their copies be the same."""
+
+    @abstractmethod
+    def evaluate(self, inputs: Tensor, targets: Tensor, metric: Loss) -> Tensor:
+        """The sum over rows of a metric, () float64; without rows, or before a pipeline's last stage, 0."""
+
+    def parts(self, rows: int) -> int:
+        """Micro-batches of so many rows. Where each pass is a collective, all ranks make as many."""
+        return self.layout.micro_batches if self.strategy.gathers else min(self.layout.micro_batches, rows)
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """That of a micro-batch."""
+        return self.part.loss(self.given, self.precision.outputs(outputs), targets)
+
+
+class WholePasses(Passes):
+    """A forward and a backward pass through all layers for each micro-batch."""
+
+    def train(self, inputs: Tensor, targets: Tensor, weight: Weight, share: float) -> None:
+        """See `Passes.train`: gradients are sent while the last backward pass runs."""
+        rows, parts = len(inputs), self.parts(len(inputs))
+        loss_sum = torch.zeros((), dtype=torch.float64, device=inputs.device)
+        pairs = zip(inputs.tensor_split(parts), targets.tensor_split(parts), strict=True)
+        for number, (x, y) in enumerate(pairs, 1):
+            last = number == parts
+            with nullcontext() if last else self.strategy.no_sync():
+                loss = self._loss(x, y)
+                loss_sum += loss.detach().double() * (len(x) * share)
+                if last:
+                    self.strategy.announce(rows * share, loss_sum)
+                (loss * weight(len(x))).backward()  # type: ignore[no-untyped-call]
+
+    def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        outputs = self._forward(inputs)  # let go when this returns, before the backward pass
+        return self.loss(outputs, targets)
+
+    def _forward(self, inputs: Tensor) -> Tensor:
+        return self.strategy.forward(self.precision.inputs(inputs))
+
+    def evaluate(self, inputs: Tensor, targets: Tensor, metric: Loss) -> Tensor:
+        """See `Passes.evaluate`."""
+        outputs = self.precision.outputs(self._forward(inputs))
+        return self.part.loss(metric, outputs, targets).double() * len(inputs)
+
+
+class StagedPasses(Passes):
+    """A pipeline's schedule of passes through this rank's stages.
+
+    Gradients are sent in the last of the backward passes, and summed when the schedule is done: a stage's
+    last message to the one before it waits for no sum. With several chunks a rank, each with a last pass of
+    its own, and where gradients are sharded and have to be summed over stages first, they are sent after all.
+
+    Tied parameters have a gradient on each stage that uses them. The sum over these stages is formed last, so
+    that all copies take the same step to the last bit. Where gradients are sharded, no rank has a whole one
+    then: the sum is formed first, the copies take the same step but for rounding, and the first stage's
+    values go to the others.
+    """
+
+    def __init__(
+        self, part: RankModel, strategy: Strategy, layout: Layout, loss: Loss, precision: Precision
+    ) -> None:
+        super().__init__(part, strategy, layout, loss, precision)
+        self.group = part.mesh.group("pp")
+        self.pipeline = Pipeline(
+            part.stages, layout.schedule, layout.micro_batches, loss=self.loss, group=self.group
+        )
+
+    def train(self, inputs: Tensor, targets: Tensor, weight: Weight, share: float) -> None:
+        """See `Passes.train`."""
+        strategy, rows = self.strategy, len(inputs) * share
+        strategy.ready()
+        with ExitStack() as accumulating:
+            accumulating.enter_context(strategy.no_sync())
+
+            def last(loss_sum: Tensor) -> None:
+                accumulating.close()
+                strategy.announce(rows, loss_sum * share, waits=False)
+
+            inputs = self.precision.inputs(inputs)
+            overlaps = len(inputs) and self.overlaps
+            loss_sum = self.pipeline.run(inputs, targets, weight, before_last=last if overlaps else None)
+        if not overlaps:
+            if strategy.sharded:
+                self._with_tied(sum_tied)
+            strategy.announce(rows, loss_sum * share)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether gradients are sent in the last backward pass."""
+        return self.layout.chunks == 1 and not (self.strategy.sharded and self.part.tied)
+
+    def summed(self) -> None:
+        """See `Passes.summed`."""
+        if not self.strategy.sharded:
+            self._with_tied(sum_tied)
+
+    def updated(self) -> None:
+        """See `Passes.updated`."""
+        if self.strategy.sharded:
+            self._with_tied(take_first)
+
+    def _with_tied(self, act: Callable[[nn.Parameter | None, Group, Sequence[int]], None]) -> None:
+        for tied in self.part.tied:
+            parameter = None if tied.name is None else self.part.model.get_parameter(tied.name)
+            act(parameter, self.group, tied.stages)
+
+    def evaluate(self, inputs: Tensor, targets: Tensor, metric: Loss) -> Tensor:
+        """See `Passes.evaluate`."""
+
+        def own(outputs: Tensor, y: Tensor) -> Tensor:
+            return self.part.loss(metric, self.precision.outputs(outputs), y)
+
+        return self.pipeline.run(self.precision.inputs(inputs), targets, train=False, loss=own)

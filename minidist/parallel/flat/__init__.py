@@ -1,0 +1,1 @@
+"""Many parameters in one flat tensor: buckets, and ranges of them."""

@@ -1,0 +1,1 @@
+"""What is refused before training starts, and what ranks must agree on."""

@@ -1,0 +1,1 @@
+"""Pipeline schedules, their proof, simulation and picture, and their execution."""

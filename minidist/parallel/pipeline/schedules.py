@@ -1,0 +1,221 @@
+"""Pipeline schedules: in which order each rank runs forward and backward passes of the micro-batches.
+
+A schedule is data, a list of instructions for each rank (instructions.py). So it is checked
+(schedule_proof.py), simulated (simulation.py) and drawn (schedule_plot.py) without a process, and
+`Pipeline` executes it, or a schedule of your own.
+
+With p ranks, m micro-batches, v chunks a rank and equal stages, the share of time in which ranks wait:
+
+| Schedule | Bubble | Live micro-batches on rank r | Source |
+|---|---|---|---|
+| `gpipe` | (p - 1) / (m + p - 1) | m | Huang et al. 2019, 2.3 |
+| `one_f_one_b` | (p - 1) / (m + p - 1) | min(m, p - r) | Narayanan et al. 2019, 3.2 |
+| `interleaved` | (p - 1) / (v m + p - 1) | (v - 1) p + 2 (p - r) - 1 chunks | Narayanan et al. 2021, 2.2 |
+| `zero_bubble` | (p - 1) / (3 m + p - 1), where F, I, W take as long | min(m, p) | Qi et al. 2023, ZB-H1 |
+
+Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from minidist._names import unknown
+from minidist.parallel.pipeline.instructions import Instruction, Schedule, require_schedule, sizes, stage_of
+from minidist.parallel.pipeline.schedule_proof import check, stuck
+from minidist.parallel.pipeline.simulation import Event, Simulation, simulate
+
+__all__ = [
+    "SCHEDULES",
+    "Event",
+    "Instruction",
+    "Schedule",
+    "Simulation",
+    "by_name",
+    "check",
+    "forward_only",
+    "gpipe",
+    "interleaved",
+    "one_f_one_b",
+    "plot",
+    "simulate",
+    "with_messages",
+    "zero_bubble",
+]
+
+
+def gpipe(ranks: int, micro_batches: int, chunks: int = 1) -> list[list[Instruction]]:
+    """All forward passes, then all backward passes: simple, and every activation is live in between.
+
+    With several chunks all micro-batches go through a chunk before the next begins.
+
+    Raises:
+        ValueError: an argument is below 1.
+    """
+    _check_sizes(ranks, micro_batches, chunks)
+    forwards = [("forward", i, chunk) for chunk in range(chunks) for i in range(micro_batches)]
+    backwards = [("backward", i, chunk) for chunk in reversed(range(chunks)) for i in range(micro_batches)]
+    return with_messages([_list(forwards + backwards)] * ranks)
+
+
+def one_f_one_b(ranks: int, micro_batches: int, chunks: int = 1) -> list[list[Instruction]]:
+    """After as many forward passes as there are ranks behind, one forward and one backward in turn (1F1B).
+
+    The bubble is GPipe's; but a backward pass frees activations before the next forward pass makes new ones,
+    so that rank r never holds more than `ranks - r` micro-batches.
+
+    Raises:
+        ValueError: an argument is below 1, or there are several chunks.
+    """
+    _check_sizes(ranks, micro_batches, chunks, most_chunks=1)
+    order = [(i, 0) for i in range(micro_batches)]
+    return with_messages([_alternating(order, order, ranks - 1 - rank) for rank in range(ranks)])
+
+
+def interleaved(ranks: int, micro_batches: int, chunks: int = 1) -> list[list[Instruction]]:
+    """1F1B with several chunks a rank: the pipeline fills and drains by chunks, which divide the bubble.
+
+    Micro-batches go in groups of as many as there are ranks: a group passes all of a rank's chunks before the
+    next group begins. Where the ranks do not divide the micro-batches, the last group is smaller, and the
+    first forward passes are as many more as it takes for no rank to wait in vain.
+
+    Raises:
+        ValueError: an argument is below 1.
+    """
+    _check_sizes(ranks, micro_batches, chunks)
+    if chunks == 1:
+        return one_f_one_b(ranks, micro_batches)
+    groups = [range(first, min(first + ranks, micro_batches)) for first in range(0, micro_batches, ranks)]
+    forwards = [(i, chunk) for group in groups for chunk in range(chunks) for i in group]
+    backwards = [(i, chunk) for group in groups for chunk in reversed(range(chunks)) for i in group]
+    for longer in range(len(forwards)):
+        warm_ups = [(chunks - 1) * ranks + 2 * (ranks - 1 - rank) + longer for rank in range(ranks)]
+        schedule = with_messages([_alternating(forwards, backwards, warm_up) for warm_up in warm_ups])
+        if not stuck(schedule):
+            return schedule
+    raise AssertionError("with all forward passes first no rank waits in vain")
+
+
+def zero_bubble(ranks: int, micro_batches: int, chunks: int = 1) -> list[list[Instruction]]:
+    """1F1B with the backward pass in two: what nobody waits for, the weights' gradients, fills the bubble.
+
+    It is ZB-H1: rank r keeps the weights' gradients of r micro-batches back, so that its activations are
+    never more than 1F1B's on rank 0. With times F, I and W of the three passes, I and F at least W, the
+    ranks wait for (p - 1) (F + I - W), where 1F1B's wait for (p - 1) (F + I + W).
+
+    Raises:
+        ValueError: an argument is below 1, or there are several chunks.
+    """
+    _check_sizes(ranks, micro_batches, chunks, most_chunks=1)
+    compute, passes = [], [(i, 0) for i in range(micro_batches)]
+    for rank in range(ranks):
+        order: list[tuple[str, int, int]] = []
+        for each in _alternating(passes, passes, ranks - 1 - rank):
+            if each.kind == "forward":
+                order.append(("forward", each.micro_batch, 0))
+                continue
+            order.append(("backward_input", each.micro_batch, 0))
+            if each.micro_batch >= rank:
+                order.append(("backward_weight", each.micro_batch - rank, 0))
+        left = range(max(0, micro_batches - rank), micro_batches)
+        compute.append(_list([*order, *(("backward_weight", i, 0) for i in left)]))
+    return with_messages(compute)
+
+
+def forward_only(schedule: Schedule) -> list[list[Instruction]]:
+    """The forward passes of a schedule and their messages, for evaluation.
+
+    Raises:
+        TypeError: it is no list of instructions for each rank.
+    """
+    require_schedule(schedule)
+    kept = ("forward", "send_forward", "recv_forward")
+    return [[each for each in rank if each.kind in kept] for rank in schedule]
+
+
+def with_messages(compute: Schedule) -> list[list[Instruction]]:
+    """A schedule from what ranks compute: a receive goes before what needs it, a send after what makes it.
+
+    Args:
+        compute: for each rank its instructions, without messages.
+
+    Raises:
+        TypeError: it is no list of instructions for each rank.
+        ValueError: it has messages.
+    """
+    require_schedule(compute)
+    for rank, own in enumerate(compute):
+        message = next((each for each in own if not each.computes), None)
+        if message is not None:
+            raise ValueError(
+                f"the schedule has {message} for rank {rank} already; give what they compute alone"
+            )
+    ranks, _, chunks = sizes(compute)
+    last = ranks * chunks - 1
+    schedule: list[list[Instruction]] = []
+    for rank, own in enumerate(compute):
+        schedule.append([])
+        for each in own:
+            stage, place = stage_of(rank, each.chunk, ranks), (each.micro_batch, each.chunk)
+            kind, first_end, last_end = (
+                ("forward", 0, last) if each.kind == "forward" else ("backward", last, 0)
+            )
+            sends = ranks > 1 and each.kind != "backward_weight"
+            if sends and stage != first_end:
+                schedule[-1].append(Instruction(f"recv_{kind}", *place))
+            schedule[-1].append(each)
+            if sends and stage != last_end:
+                schedule[-1].append(Instruction(f"send_{kind}", *place))
+    return schedule
+
+
+def by_name(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> list[list[Instruction]]:
+    """The schedule "gpipe", "1f1b", "interleaved" or "zero_bubble".
+
+    Raises:
+        ValueError: an unknown name, or sizes that it does not take.
+    """
+    if name not in [*SCHEDULES]:  # a list, since a name may be of any type
+        raise unknown("schedule", name, SCHEDULES)
+    return SCHEDULES[name](ranks, micro_batches, chunks)
+
+
+SCHEDULES: dict[str, Callable[[int, int, int], list[list[Instruction]]]] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved": interleaved,
+    "zero_bubble": zero_bubble,
+}
+"""By the names that `Pipeline` and `Layout` take."""
+
+
+def plot(schedule: Schedule, times: Any = None, ax: Any = None, path: Any = None) -> Any:
+    """Draw who does what when; see `minidist.parallel.pipeline.schedule_plot.plot`."""
+    from minidist.parallel.pipeline.schedule_plot import plot as draw
+
+    return draw(schedule, times, ax, path)
+
+
+def _alternating(
+    forwards: Sequence[tuple[int, int]], backwards: Sequence[tuple[int, int]], warm_up: int
+) -> list[Instruction]:
+    """The first forward passes, then one forward and one backward in turn, then the last backward passes."""
+    warm_up = min(warm_up, len(forwards))
+    order = [("forward", *each) for each in forwards[:warm_up]]
+    for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
+        order += [("forward", *forward), ("backward", *backward)]
+    order += [("backward", *each) for each in backwards[len(forwards) - warm_up :]]
+    return _list(order)
+
+
+def _list(order: Iterable[tuple[str, int, int]]) -> list[Instruction]:
+    return [Instruction(*each) for each in order]
+
+
+def _check_sizes(ranks: int, micro_batches: int, chunks: int, most_chunks: int | None = None) -> None:
+    for name, value in (("ranks", ranks), ("micro_batches", micro_batches), ("chunks", chunks)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} is {value!r}; give a whole number of at least 1")
+    if most_chunks is not None and chunks > most_chunks:
+        raise ValueError(f"chunks is {chunks}, and this schedule has one chunk a rank; take interleaved")

@@ -1,0 +1,152 @@
+"""What a rank does for each instruction of a schedule: forward and backward passes of its stages.
+
+Source: Huang et al. 2019, "GPipe", section 2.3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from minidist.parallel.contract.engine import Loss
+from minidist.parallel.pipeline.instructions import Instruction, stage_of
+from minidist.parallel.pipeline.split_backward import SplitBackward
+from minidist.parallel.pipeline.stage_messages import StageMessages
+from minidist.parallel.training.recompute import recomputes
+
+
+class _Changeable(torch.autograd.Function):
+    """The same values, in the same memory."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """Not as a view, which could not be written to either."""
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        """The gradient as it is."""
+        return gradients[0]
+
+
+def changeable(x: Tensor) -> Tensor:
+    """A stage's input as a tensor that a layer may change in place, such as `nn.ReLU(inplace=True)` does.
+
+    In one process it may, on what the layer before gives; but not on a leaf whose gradient is asked for. What
+    a stage has received nobody else needs, so that it is not copied.
+    """
+    if not x.requires_grad:
+        return x
+    result: Tensor = _Changeable.apply(x)  # type: ignore[no-untyped-call]
+    return result
+
+
+@dataclass
+class Pass:
+    """A micro-batch in a stage, between its forward and its backward pass."""
+
+    x: Tensor | None  # the stage's input where it needs a gradient
+    root: GradientEdge | None = None  # where the backward pass begins; None where nothing is trained
+    split: SplitBackward | None = None
+
+
+@dataclass
+class StagePasses:
+    """One execution of a schedule on this rank: a batch, and what of it is between two passes."""
+
+    stages: Sequence[nn.Module]  # this rank's, by chunk
+    rank: int
+    ranks: int
+    device: torch.device
+    inputs: Sequence[Tensor]  # for each micro-batch
+    targets: Sequence[Tensor]
+    loss: Loss
+    total: Tensor  # to which losses are added, each times its rows
+    weight: Callable[[int], float] | None = None  # by which a loss is multiplied before its backward pass
+    by_rows: bool = True  # whether the loss is a mean over rows; else it is added as it is
+    live: dict[tuple[int, int], Pass] = field(default_factory=dict)
+    arrived: dict[tuple[str, int, int], Tensor] = field(default_factory=dict)  # inputs and gradients to come
+    leaving: dict[tuple[str, int, int], Tensor] = field(default_factory=dict)  # outputs and gradients to send
+
+    def execute(self, each: Instruction, messages: StageMessages) -> None:
+        """Do one instruction."""
+        role, _, kind = each.kind.partition("_")
+        place = (each.micro_batch, each.chunk)
+        key = (kind, *place)
+        if role == "recv":
+            self.arrived[key] = messages.receive(each)
+        elif role == "send":
+            messages.send(each, self.leaving.pop(key))
+            messages.post()
+        elif role == "forward":
+            self._forward(*place)
+        elif each.kind == "backward":
+            self._backward(*place)
+        elif each.kind == "backward_input":
+            self._backward_input(*place)
+        else:
+            split = self.live.pop(place).split
+            if split is not None:
+                split.weight_gradients()
+
+    def _forward(self, micro_batch: int, chunk: int) -> None:
+        stage = stage_of(self.rank, chunk, self.ranks)
+        if stage == 0:
+            x = self.inputs[micro_batch].to(self.device)
+        else:
+            x = self.arrived.pop(("forward", micro_batch, chunk))
+        train = torch.is_grad_enabled()
+        if train and stage:
+            x.requires_grad_()
+        outputs = self.stages[chunk](changeable(x))
+        if stage == self.ranks * len(self.stages) - 1:
+            rows = len(self.inputs[micro_batch])
+            loss = self.loss(outputs, self.targets[micro_batch].to(self.device))
+            self.total += loss.detach().double() * (rows if self.by_rows else 1)
+            factor = 1.0 if self.weight is None else self.weight(rows)
+            root = get_gradient_edge(loss * factor) if loss.requires_grad else None
+        else:
+            if not isinstance(outputs, Tensor):
+                raise TypeError(
+                    f"stage {stage} gave a {type(outputs).__name__}; between stages goes one floating-point "
+                    "tensor"
+                )
+            # The edge alone is kept: the output's memory is free once it is sent, where no layer needs it.
+            root = get_gradient_edge(outputs) if outputs.requires_grad else None
+            self._leave("forward", micro_batch, chunk, outputs.detach())
+        if train:
+            self.live[micro_batch, chunk] = Pass(x if stage else None, root)
+
+    def _backward(self, micro_batch: int, chunk: int) -> None:
+        one = self.live.pop((micro_batch, chunk))
+        gradient = self.arrived.pop(("backward", micro_batch, chunk), None)
+        if one.root is not None:
+            torch.autograd.backward([one.root], [gradient])
+        if one.x is not None:
+            self._leave_gradient(micro_batch, chunk, one.x, one.x.grad)
+
+    def _backward_input(self, micro_batch: int, chunk: int) -> None:
+        one = self.live[micro_batch, chunk]
+        gradient = self.arrived.pop(("backward", micro_batch, chunk), None)
+        found = None
+        if one.root is not None:
+            one.split = SplitBackward(one.root, one.x, recomputes(self.stages[chunk]))
+            found = one.split.input_gradient(gradient)
+        if one.x is not None:
+            self._leave_gradient(micro_batch, chunk, one.x, found)
+
+    def _leave_gradient(self, micro_batch: int, chunk: int, x: Tensor, gradient: Tensor | None) -> None:
+        gradient = torch.zeros_like(x) if gradient is None else gradient
+        self._leave("backward", micro_batch, chunk, gradient)
+
+    def _leave(self, kind: str, micro_batch: int, chunk: int, x: Tensor) -> None:
+        """Keep what the next instruction sends; or hand it over, where the rank's own next chunk takes it."""
+        if self.ranks == 1:
+            self.arrived[kind, micro_batch, chunk + (1 if kind == "forward" else -1)] = x
+        else:
+            self.leaving[kind, micro_batch, chunk] = x

@@ -1,0 +1,1 @@
+"""Data parallelism and ZeRO 1 to 3."""

@@ -1,0 +1,78 @@
+"""What `FullyShard` and `ZeroOptimizer` are given: checked before they take the first parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import inf
+from typing import Any
+
+import torch
+from torch import nn
+
+from minidist.parallel.guards.refusals import require_trained
+
+UNSHAREABLE = {
+    torch.optim.LBFGS: "its steps look at all parameters at once",
+    torch.optim.SparseAdam: "its gradients are sparse",
+}
+"""Optimizers whose state ZeRO's stages 1 and 2 cannot share, and why."""
+
+
+def check_arguments(
+    module: nn.Module,
+    optimizer_class: Any,
+    offload: Any,
+    units: Any,
+    initialize: Any,
+    prefetch: Any,
+    master: Any,
+) -> None:
+    """TypeError or ValueError where one of them is not what `FullyShard` takes."""
+    _check_class(optimizer_class)
+    if isinstance(offload, str) and not offload:
+        raise ValueError("offload is '', which names no directory; give False, 'cpu' or a directory")
+    if units is not None and (isinstance(units, str | type | nn.Module) or not isinstance(units, Iterable)):
+        raise TypeError(f"units is {units!r}; give a list of classes or modules, such as [nn.Linear]")
+    if initialize is not None and not callable(initialize):
+        raise TypeError(
+            f"initialize is {initialize!r}; give a function that fills a module's own parameters, or None"
+        )
+    if prefetch is not None and not isinstance(prefetch, bool):
+        raise TypeError(f"prefetch is {prefetch!r}; give True, False, or None to have it chosen")
+    _check_master(master)
+    require_trained("module", module.parameters())
+
+
+def check_zero_arguments(stage: Any, optimizer_class: Any, bucket_mb: Any, master: Any) -> None:
+    """TypeError or ValueError where one of them is not what `ZeroOptimizer` takes."""
+    if stage not in (1, 2) or isinstance(stage, bool):
+        raise ValueError(f"stage is {stage!r}; give 1 or 2, or use FullyShard for stage 3")
+    _check_class(optimizer_class)
+    if isinstance(bucket_mb, bool) or not (isinstance(bucket_mb, int | float) and 0 <= bucket_mb < inf):
+        raise ValueError(f"bucket_mb is {bucket_mb!r}; give megabytes, or 0 for one message a parameter")
+    _check_master(master)
+
+
+def refuse_unshareable(made: object) -> None:
+    """TypeError where what `optimizer_class` made is no optimizer, ValueError where it cannot be shared."""
+    if not isinstance(made, torch.optim.Optimizer):
+        raise TypeError(
+            f"optimizer_class made a {type(made).__name__}; it has to make a torch.optim.Optimizer"
+        )
+    for refused, reason in UNSHAREABLE.items():
+        if isinstance(made, refused):
+            raise ValueError(
+                f"optimizer_class is {refused.__name__}, which cannot be shared by parts, since "
+                f"{reason}; use it with DataParallel"
+            )
+
+
+def _check_class(optimizer_class: Any) -> None:
+    if isinstance(optimizer_class, torch.optim.Optimizer) or not callable(optimizer_class):
+        given = repr(optimizer_class) if isinstance(optimizer_class, str) else type(optimizer_class).__name__
+        raise TypeError(f"optimizer_class is {given}; give a class, such as torch.optim.AdamW")
+
+
+def _check_master(master: Any) -> None:
+    if master is not None and not (isinstance(master, torch.dtype) and master.is_floating_point):
+        raise TypeError(f"master is {master!r}; give a floating-point dtype, such as torch.float32, or None")

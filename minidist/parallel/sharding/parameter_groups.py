@@ -1,0 +1,102 @@
+"""An optimizer's parameter groups over flat shards.
+
+Whoever forms groups looks at parameters, at their number of dimensions, say. A function that makes an
+optimizer is therefore given stand-ins of the parameters' shapes, and what it makes of them is then handed
+pieces of the shards in their place, which end where another group begins.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from minidist.parallel.guards.refusals import require_optimizer
+
+
+class Groups:
+    """The optimizer that `make` makes of the parameters of `module`.
+
+    Args:
+        make: a class, or another function from parameters and `defaults` to an optimizer.
+        module: whose parameters it takes, perhaps on the meta device.
+        defaults: of the optimizer.
+
+    Attributes:
+        optimizer: it; until `hand_over` it has stand-ins.
+        names: of each group's parameters.
+        of: the group's number for each name; parameters that the optimizer leaves out are in none.
+
+    Raises:
+        ValueError: it has parameters that are not the module's.
+    """
+
+    def __init__(
+        self, make: Callable[..., torch.optim.Optimizer], module: nn.Module, defaults: Mapping[str, Any]
+    ) -> None:
+        self._make, self._defaults = make, dict(defaults)
+        while isinstance(make, partial):
+            make = make.func
+        self._is_class = isinstance(make, type)
+        stand_ins, known = [], {}
+        for name, parameter in module.named_parameters():
+            # One element in memory; none for a class, which may begin with state of the parameters' size.
+            device = torch.device("meta") if self._is_class else parameter.device
+            empty = torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
+            stand_ins.append(nn.Parameter(empty, requires_grad=parameter.requires_grad))
+            known[id(parameter)] = known[id(stand_ins[-1])] = name
+        self.optimizer = self._make(stand_ins, **defaults)
+        require_optimizer(self.optimizer, "optimizer_class")
+        self.names: list[list[str]] = []
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) not in known:
+                    raise ValueError(
+                        f"optimizer has a parameter of shape {tuple(parameter.shape)} that is not the "
+                        "module's; make it of the parameters that the function is given"
+                    )
+            self.names.append([known[id(parameter)] for parameter in group["params"]])
+        self.of = {name: number for number, names in enumerate(self.names) for name in names}
+
+    def hand_over(self, pieces: Iterable[tuple[int | None, nn.Parameter]]) -> torch.optim.Optimizer:
+        """The optimizer, with pieces, each with its group's number, in place of stand-ins.
+
+        Raises:
+            ValueError: it has made state of stand-ins, and cannot be made of pieces.
+        """
+        groups: list[list[nn.Parameter]] = [[] for _ in self.names]
+        for number, piece in pieces:
+            if number is not None:
+                groups[number].append(piece)
+        if self.optimizer.state:
+            self.optimizer = self._made_again(groups)
+        for group, own in zip(self.optimizer.param_groups, groups, strict=True):
+            group["params"] = own
+        return self.optimizer
+
+    def _made_again(self, groups: list[list[nn.Parameter]]) -> torch.optim.Optimizer:
+        """For one that begins with state, as Adagrad does."""
+        kind, before = type(self.optimizer), self.optimizer.param_groups
+        given = [
+            {**{k: v for k, v in group.items() if k != "param_names"}, "params": own}
+            for group, own in zip(before, groups, strict=True)
+        ]
+        try:
+            if self._is_class:
+                made = self._make(given, **self._defaults)
+            else:
+                takes = inspect.signature(kind).parameters
+                made = kind(given, **{k: v for k, v in self.optimizer.defaults.items() if k in takes})
+            same = [[*map(id, group["params"])] for group in made.param_groups]
+        except (TypeError, ValueError, RuntimeError):
+            same = []
+        if same != [[*map(id, own)] for own in groups]:
+            raise ValueError(
+                f"optimizer is a {kind.__name__} that has state before its first step, and stage 3 cannot "
+                "make one of parameter groups with flat shards; let it make its state in its first step"
+            )
+        return made

@@ -1,0 +1,1 @@
+"""Tensor parallelism: column, row and vocabulary layers, and plans that name them."""

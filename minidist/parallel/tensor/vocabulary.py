@@ -1,0 +1,229 @@
+"""A vocabulary cut between ranks: the table of tokens, and a cross entropy that never sees all logits.
+
+The logits are the largest activations of a small language model, tokens times vocabulary. Where each rank
+has the scores of its own tokens of the vocabulary, the softmax needs three numbers of each rank for every
+row: the largest score, the sum of the exponentials below it, and the target's score where the rank has it.
+
+Source: Shoeybi et al. 2019, "Megatron-LM", section 3 ("fuse the output of the parallel GEMM with the cross
+entropy loss"). n is the number of ranks, N the rows, V the vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from minidist import comm
+from minidist.comm.work import Group, rank_in, ranks_of
+from minidist.parallel.tensor.column_parallel import ColumnParallelLinear
+from minidist.parallel.tensor.cuts import Cut, TensorParallel, share, share_of
+from minidist.parallel.tensor.operators import gather_from_ranks, reduce_from_ranks, scatter_sequence
+from minidist.parallel.tensor.whole_layers import send_whole
+
+
+class VocabParallelEmbedding(TensorParallel):
+    """A table of vectors, of which each rank has some rows: tokens (...), integers -> (..., D) on every rank.
+
+    Forward: each rank looks up the tokens that it has, with zeros for the others, and `reduce_from_ranks`
+    sums; under sequence parallelism `scatter_sequence` does, and the result is (..., T / n, D). Bytes sent:
+    see these. Backward: sends nothing; under sequence parallelism an all-gather.
+
+    A new table is drawn as `torch.nn.Embedding` draws it, whole, and is that of the group's first rank.
+
+    Args:
+        num_embeddings, embedding_dim, padding_idx: of the whole table.
+        group: the ranks that share it; None for all.
+        sequence_parallel: return this rank's share of the sequence.
+
+    Raises:
+        ValueError: there are more ranks than rows.
+        IndexError: in a call, for a token that is none of the table's (on a CPU).
+    """
+
+    weight: nn.Parameter  # (V / n, D)
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        group: Group = None,
+        sequence_parallel: bool = False,
+        *,
+        padding_idx: int | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        whole = nn.Embedding(num_embeddings, embedding_dim, padding_idx, dtype=dtype, device=device)
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.padding_idx = whole.padding_idx
+        self.group, self.sequence_parallel = group, sequence_parallel
+        self.own = share(num_embeddings, group, what="the vocabulary")
+        send_whole(whole, group)
+        self._take(whole)
+
+    @classmethod
+    def from_embedding(
+        cls, embedding: nn.Embedding, group: Group = None, sequence_parallel: bool = False
+    ) -> VocabParallelEmbedding:
+        """This rank's part of a table that is the same on all ranks. Nothing is sent.
+
+        Raises as the class does; TypeError where `embedding` is no `torch.nn.Embedding`; ValueError for one
+        with max_norm, scale_grad_by_freq or sparse.
+        """
+        check_embedding(embedding)
+        layer = cls(
+            embedding.num_embeddings,
+            embedding.embedding_dim,
+            group,
+            sequence_parallel,
+            padding_idx=embedding.padding_idx,
+            device="meta",
+        )
+        layer._take(embedding)
+        return layer.train(embedding.training)
+
+    def _take(self, whole: nn.Embedding) -> None:
+        rows = whole.weight.detach()[self.own.start : self.own.stop].clone()
+        self.weight = nn.Parameter(rows, requires_grad=whole.weight.requires_grad)
+
+    def forward(self, tokens: Tensor) -> Tensor:  # (...) -> (..., D)
+        """See the class."""
+        _check_tokens(tokens, self.num_embeddings)
+        local, elsewhere = _localise(tokens, self.own)
+        padding = self.padding_idx
+        padding = None if padding is None or padding not in self.own else padding - self.own.start
+        x = functional.embedding(local, self.weight, padding).masked_fill(elsewhere[..., None], 0)
+        if self.sequence_parallel:
+            return scatter_sequence(x, -2, self.group)
+        return reduce_from_ranks(x, self.group)
+
+    def cuts(self) -> dict[str, Cut]:
+        """The table is cut by rows."""
+        shape = (self.num_embeddings, self.embedding_dim)
+        return {"weight": Cut(shape, (self.own.start, 0), (len(self.own), self.embedding_dim))}
+
+    def extra_repr(self) -> str:
+        """What print(layer) shows between the brackets."""
+        return f"{self.own.start}-{self.own.stop} of {self.num_embeddings}, {self.embedding_dim}"
+
+
+def vocab_parallel_cross_entropy(
+    local_logits: Tensor, targets: Tensor, group: Group = None, vocabulary: int | None = None
+) -> Tensor:  # (..., V / n), (...) -> ()
+    """Mean over all rows of -log softmax(logits)[target], from each rank's part of the logits.
+
+    The same number on all ranks, as `minidist.cross_entropy` of the whole logits gives it; float16 and
+    bfloat16 are widened to float32 first. Forward: an all-gather of three numbers for each row; sends
+    3 (n - 1) N times the bytes of a logit. Backward: sends nothing.
+
+    Args:
+        local_logits: (..., V / n), this rank's part of the vocabulary, cut as `share` does.
+        targets: (...), integers from 0 to V - 1, the same on all ranks.
+        group: the ranks that share the logits; None for all.
+        vocabulary: V; None to ask the ranks, 8 (n - 1) bytes more.
+
+    Raises:
+        ValueError: shapes that do not fit each other or the vocabulary, or no rows.
+        TypeError: targets are not integers.
+        IndexError: a target is none of the vocabulary's (on a CPU).
+    """
+    columns = local_logits.shape[-1] if local_logits.dim() else 0
+    if vocabulary is None:
+        mine = torch.tensor([columns], device=local_logits.device)
+        vocabulary = int(comm.all_gather(mine, group=group).sum())
+    own = share_of(vocabulary, rank_in(group), len(ranks_of(group)))
+    if len(own) != columns or local_logits.shape[:-1] != targets.shape:
+        raise ValueError(
+            f"local_logits of shape {tuple(local_logits.shape)} do not fit targets of shape "
+            f"{tuple(targets.shape)} and a vocabulary of {vocabulary}, of which this rank has {len(own)}: "
+            f"give local_logits (..., {len(own)}) and targets (...)"
+        )
+    if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
+        raise TypeError(f"targets are {targets.dtype}: give the numbers of the classes, as torch.int64")
+    if targets.numel() == 0:
+        raise ValueError(f"targets of shape {tuple(targets.shape)} are none: the mean of none is no loss")
+    _check_tokens(targets, vocabulary)
+    if local_logits.dtype in (torch.float16, torch.bfloat16):
+        local_logits = local_logits.float()
+    rows = local_logits.reshape(-1, columns)
+    loss: Tensor = _CrossEntropy.apply(rows, targets.reshape(-1).long(), own, group)  # type: ignore[no-untyped-call]
+    return loss
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, own: range, group: Group) -> Tensor:
+        local, elsewhere = _localise(targets, own)  # (N,)
+        # Not below the smallest number: where all scores of a rank are -inf, their difference were NaN.
+        largest = logits.amax(dim=1).clamp(min=torch.finfo(logits.dtype).min)
+        exponentials = (logits - largest[:, None]).exp_()
+        score = logits.gather(1, local[:, None])[:, 0].masked_fill(elsewhere, 0)
+        mine = torch.stack([largest, exponentials.sum(dim=1), score])
+        all_ranks = comm.all_gather(mine, group=group).view(-1, *mine.shape)  # (n, 3, N)
+        largests, sums, scores = all_ranks.unbind(dim=1)
+        top = largests.amax(dim=0)
+        total = (sums * (largests - top).exp()).sum(dim=0)
+        softmax = exponentials.mul_(((largest - top).exp() / total)[:, None])
+        ctx.save_for_backward(softmax, local, elsewhere)
+        return (top + total.log() - scores.sum(dim=0)).mean()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        softmax, local, elsewhere = ctx.saved_tensors
+        scale = grad / len(local)
+        target = torch.where(elsewhere, 0.0, -scale)  # (N,)
+        return (softmax * scale).scatter_add_(1, local[:, None], target[:, None]), None, None, None
+
+
+def gather_logits(local_logits: Tensor, group: Group = None, vocabulary: int | None = None) -> Tensor:
+    """All logits on every rank, (..., V / n) -> (..., V), for a loss that needs them all.
+
+    Forward: an all-gather; sends (n - 1) times the largest part. Backward: sends nothing.
+
+    vocabulary: V; None where all parts are equal.
+    """
+    return gather_from_ranks(local_logits, -1, vocabulary, group)
+
+
+def vocabulary_of(model: nn.Module) -> int | None:
+    """The whole vocabulary's size, where the outputs of `model` are each rank's part of the logits.
+
+    So they are where a plan has cut the last layer as "vocabulary": `vocab_parallel_cross_entropy` takes
+    them as they are, and `gather_logits` makes them whole. None where the outputs are whole.
+    """
+    for part in model.modules():
+        if isinstance(part, ColumnParallelLinear) and part.is_vocabulary:
+            return part.out_features
+    return None
+
+
+def check_embedding(embedding: object) -> None:
+    """Raise where a table cannot be cut: TypeError, or ValueError for its options."""
+    if not isinstance(embedding, nn.Embedding) or type(embedding).forward is not nn.Embedding.forward:
+        raise TypeError(f"a {type(embedding).__name__} cannot be cut by rows; give a torch.nn.Embedding")
+    for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+        if getattr(embedding, option):
+            raise ValueError(f"an Embedding with {option} cannot be cut between ranks; make it without")
+
+
+def _check_tokens(tokens: Tensor, vocabulary: int) -> None:
+    if tokens.device.type == "cpu" and tokens.numel():
+        low, high = (int(end) for end in torch.aminmax(tokens))
+        if low < 0 or high >= vocabulary:
+            raise IndexError(
+                f"tokens go from {low} to {high}, and the vocabulary has {vocabulary}; "
+                f"give 0 to {vocabulary - 1}"
+            )
+
+
+def _localise(tokens: Tensor, own: range) -> tuple[Tensor, Tensor]:
+    """Numbers in this rank's part, 0 where another has the token; and where that is so."""
+    local = tokens - own.start
+    elsewhere = (local < 0) | (local >= len(own))
+    return local.masked_fill(elsewhere, 0), elsewhere

@@ -1,0 +1,1 @@
+"""Around a step: precision, clipping, recomputation, random state."""

@@ -1,0 +1,190 @@
+"""Mixed precision: parameters, activations and gradients in 16 bits, the optimizer in 32.
+
+Two bytes instead of four for what the model computes with and sends. bfloat16 has float32's range and 8 bits;
+float16 has 11 bits and underflows below 6e-8, where many gradients are: so the loss is multiplied by a large
+number before the backward pass, and the gradients divided by it in float32. The number is found by trial: it
+is halved, and the step skipped, where a gradient overflowed, and doubled after many steps without that.
+
+| In 16 bits | In float32 |
+|---|---|
+| parameters, gradients, activations, floating inputs and buffers | master weights, the optimizer's state |
+| | the loss; BatchNorm and InstanceNorm with running statistics, their parameters too |
+
+Integer buffers stay as they are.
+
+Source: Micikevicius et al. 2018, "Mixed Precision Training", sections 3.1 to 3.3.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from minidist.parallel.contract.strategy import Strategy
+from minidist.parallel.flat.buckets import broadcast_together
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """How the factor on the loss follows the gradients.
+
+    Raises:
+        ValueError: a number is out of range.
+    """
+
+    start: float = 2.0**16
+    good_steps: int = 2000  # it is doubled after as many steps one after the other without overflow
+    smallest: float = 1.0  # an overflow at this scale is an error: the loss itself diverges
+
+    def __post_init__(self) -> None:
+        if not 0 < self.smallest <= self.start < math.inf:
+            raise ValueError(
+                f"a loss scale that starts at {self.start} and is at least {self.smallest} is none; give "
+                "0 < smallest <= start"
+            )
+        if self.good_steps < 1:
+            raise ValueError(f"good_steps is {self.good_steps}; give at least 1")
+
+
+class Precision:
+    """What an engine does for a layout's precision.
+
+    Args:
+        name: "fp32", in which nothing is converted, "bf16" or "fp16".
+        loss_scale: for "fp16" only.
+
+    Attributes:
+        dtype: that the model computes in; None for its parameters' own.
+        master: that the optimizer updates in; None for the parameters' own.
+        scales: whether the loss is scaled.
+        scale: what the next step's loss is multiplied by.
+        skipped: steps that were not made, since a gradient was not finite.
+
+    Raises:
+        ValueError: a loss scale for another precision than "fp16".
+    """
+
+    def __init__(self, name: str, loss_scale: LossScale | None = None) -> None:
+        if loss_scale is not None and name != "fp16":
+            raise ValueError(
+                f"loss_scale is for precision='fp16', and the layout has precision={name!r}; leave it out"
+            )
+        self.name = name
+        self.dtype = DTYPES.get(name)
+        self.master = None if self.dtype is None else torch.float32
+        self.scales = name == "fp16"
+        self.rule = loss_scale or LossScale()
+        self.scale = self.rule.start if self.scales else 1.0
+        self.skipped = 0
+        self._good = 0  # steps since the scale changed
+
+    def convert(self, model: nn.Module) -> dict[str, Tensor]:
+        """Have `model` compute in 16 bits; its parameters stay the same objects.
+
+        Returns:
+            The values, in float32, of those that were converted and are not on the meta device, by their
+            names: what the masters begin with, see `fill_masters`.
+
+        Raises:
+            ValueError: a floating parameter is not float32.
+        """
+        if self.dtype is None:
+            return {}
+        for name, parameter in model.named_parameters():
+            if parameter.is_floating_point() and parameter.dtype != torch.float32:
+                raise ValueError(
+                    f"precision={self.name!r} starts from a float32 model, and {name} is {parameter.dtype}; "
+                    "call model.float() first, or train with precision='fp32', in the parameters' own dtype"
+                )
+        exact = {
+            name: parameter.detach()
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+            if parameter.is_floating_point() and not parameter.is_meta
+        }
+        for module in model.modules():
+            if isinstance(module, _NormBase) and module.track_running_stats:
+                continue  # torch computes these from 16-bit inputs with float32 statistics and parameters
+            for parameter in module.parameters(recurse=False):
+                if parameter.is_floating_point():
+                    parameter.data, parameter.grad = parameter.data.to(self.dtype), None
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_floating_point():
+                    module._buffers[name] = buffer.to(self.dtype)
+        return {
+            name: exact[name]
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+            if name in exact and parameter.dtype == self.dtype
+        }
+
+    def inputs(self, inputs: Tensor) -> Tensor:
+        """As the model takes them: floating ones in its dtype."""
+        return inputs if self.dtype is None or not inputs.is_floating_point() else inputs.to(self.dtype)
+
+    def outputs(self, outputs: Tensor) -> Tensor:
+        """As the loss takes them: in float32, not 16 bits."""
+        return outputs.float() if outputs.dtype == self.dtype else outputs
+
+    def skips(self, norm: float) -> bool:
+        """Whether the step is to be skipped, for the global norm of its gradients; the scale follows it.
+
+        Raises:
+            FloatingPointError: the scale cannot become smaller.
+        """
+        if not self.scales:
+            return False
+        if math.isfinite(norm):
+            self._good += 1
+            if self._good == self.rule.good_steps:
+                self.scale, self._good = self.scale * 2, 0
+            return False
+        if self.scale / 2 < self.rule.smallest:
+            raise FloatingPointError(
+                f"a gradient is not finite with the loss scale {self.scale:g}, the smallest; look for "
+                "infinities in the data, give a smaller learning rate, or train with precision='bf16'"
+            )
+        self.scale, self._good = self.scale / 2, 0
+        self.skipped += 1
+        return True
+
+    def settings(self) -> dict[str, Any]:
+        """What a run that goes on needs to know."""
+        return {
+            "scale": self.scale if self.scales else None,
+            "good": self._good,
+            "skipped": self.skipped,
+        }
+
+    def load_settings(self, settings: Mapping[str, Any]) -> None:
+        """Go on from there. The precision may be another: then a scale starts anew."""
+        self.skipped = settings["skipped"]
+        if self.scales and settings["scale"] is not None:
+            self.scale, self._good = settings["scale"], settings["good"]
+
+
+@torch.no_grad()
+def fill_masters(
+    strategy: Strategy,
+    exact: Mapping[str, Tensor],
+    own: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = dict,
+) -> None:
+    """Let master weights begin with rank 0's float32 values, and not with what 16 bits have left of them.
+
+    A collective where there are any; rank 0's values are sent once, as `comm.broadcast` does.
+
+    Args:
+        strategy: one with masters, just made.
+        exact: the values by the parameters' names, of the same shapes on all ranks; they become rank 0's.
+        own: what of them the rank has.
+    """
+    if not exact:
+        return
+    broadcast_together([*{id(value): value for value in exact.values()}.values()], None)
+    strategy.begin_masters(own(exact))

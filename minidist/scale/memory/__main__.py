@@ -1,0 +1,80 @@
+"""Where the memory of training goes, and what fits in it.
+
+    python -m minidist.scale.memory --budget 16GB
+    python -m minidist.scale.memory --budget 24GB --models bert-base,gpt2-xl --ranks 4 --tokens 128
+    python -m minidist.scale.memory --models gpt2-medium --plot memory.png
+
+`estimate` reckons the bytes of parameters, gradients, optimizer state and activations on each rank of a
+layout without building anything; `engine.memory()` counts the same; `fits` finds the largest batch in a
+budget; `plot` draws any of them as stacked bars.
+
+Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models".
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from minidist.parallel.contract.layout import Layout
+from minidist.parallel.contract.memory_report import Memory
+from minidist.scale.memory.bar_chart import check_path, plot
+from minidist.scale.memory.estimates import Estimate, estimate
+from minidist.scale.memory.largest_batch import MODELS, Fit, fits, parse_bytes, table, ways
+
+__all__ = ["Estimate", "Fit", "Memory", "estimate", "fits", "main", "plot"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns its exit code: 0, or 2 for bad input."""
+    parser = argparse.ArgumentParser(
+        prog="python -m minidist.scale.memory",
+        description="Which BERT or GPT trains in a budget of memory, with how many rows on a rank, and what "
+        "makes it fit: half precision, recomputed activations, ZeRO's stages.",
+        epilog="Example: python -m minidist.scale.memory --budget 16GB --tokens 512 --ranks 4",
+    )
+    parser.add_argument("--budget", default="16GB", help="bytes of each rank: 16GB, 24GiB (default 16GB)")
+    parser.add_argument("--models", default=",".join(MODELS), help="names, such as bert-base,gpt2-small")
+    parser.add_argument("--ranks", type=int, default=8, help="that ZeRO shards over (default 8)")
+    parser.add_argument("--tokens", type=int, help="in a row (default: each model's context)")
+    parser.add_argument(
+        "--plot", metavar="PATH", help="draw the first model's bytes in each ZeRO stage, with one row a rank"
+    )
+    given = parser.parse_args(arguments)
+    names = list(dict.fromkeys(name.strip() for name in given.models.split(",") if name.strip()))
+    try:
+        budget, layouts = parse_bytes(given.budget), ways(given.ranks)
+        if given.tokens is not None and given.tokens < 1:
+            raise ValueError(f"tokens is {given.tokens}; give at least 1")
+        if not names:
+            raise ValueError("models is empty; give names, such as bert-base,gpt2-small")
+        if given.plot is not None:
+            check_path(given.plot)
+        found = fits(budget, names, layouts, given.tokens)
+        if given.plot is not None:
+            plot(_stages(found[0], given.ranks), given.plot, title=f"{names[0]}, {given.ranks} ranks, bf16")
+    except (ValueError, TypeError, ImportError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    console = Console()
+    if not console.is_terminal:
+        console.width = 130  # a file or a pipe has no width to keep to
+    console.print(table(found, budget))
+    return 0
+
+
+def _stages(fit: Fit, ranks: int) -> dict[str, Memory]:
+    """Stages 0 to 3 of a model with one row on each rank, in bf16."""
+    return {
+        "no ZeRO" if stage == 0 else f"ZeRO-{stage}": estimate(
+            fit.config, Layout(dp=ranks, zero=stage, precision="bf16"), batch=(ranks, fit.tokens)
+        )
+        for stage in range(4)
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

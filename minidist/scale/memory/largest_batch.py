@@ -1,0 +1,187 @@
+"""What fits: the largest batch of each model in a number of bytes, and what makes it fit.
+
+The ways that people try are tried in turn: half precision, recomputing activations, ZeRO's stages over more
+ranks. The bytes of a batch grow with its rows, so the largest is found by halving.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from rich import box
+from rich.table import Table
+
+from minidist.model.configs import CONFIGS, TransformerConfig
+from minidist.model.configs import config as config_of
+from minidist.parallel.contract.layout import Layout
+from minidist.parallel.contract.memory_report import size
+from minidist.scale.memory.estimates import Estimate, estimate
+
+MODELS = tuple(name for name in CONFIGS if not name.startswith("byte-"))
+EXACT_ROWS = 10**7
+"""Rows from which on a table rounds them."""
+UNITS = {"": 1, "B": 1} | {
+    letter + end: base**power
+    for power, letter in enumerate("KMGT", 1)
+    for end, base in (("", 1000), ("B", 1000), ("IB", 1024))
+}
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The largest batch of one model in one layout."""
+
+    name: str
+    config: TransformerConfig
+    layout: Layout  # its precision, ZeRO stage and ranks, and whether it recomputes
+    tokens: int  # in a row
+    rows: int  # on each data-parallel rank; 0 where not even one row fits
+    memory: Estimate  # with these rows; with one row where none fits
+
+    @property
+    def batch(self) -> int:
+        """Rows of the global batch."""
+        return self.rows * self.layout.dp
+
+
+def ways(ranks: int = 8) -> list[Layout]:
+    """Layouts in the order in which they are tried, each with one measure more."""
+    mixed = Layout(precision="bf16")
+    recomputed = replace(mixed, recompute=True)
+    return [Layout(), mixed, recomputed, *(replace(recomputed, dp=ranks, zero=stage) for stage in (1, 2, 3))]
+
+
+def fits(
+    budget_bytes: int,
+    models: Sequence[str | TransformerConfig] = MODELS,
+    layouts: Sequence[Layout] | None = None,
+    tokens: int | None = None,
+    attention: str | None = None,
+) -> list[Fit]:
+    """The largest batch of each model in each layout that `budget_bytes` a rank hold.
+
+    >>> fits(16 * 10**9, ["bert-base"])
+
+    Counted are the states, the activations and the transient bytes of `estimate`, with Adam; a GPU's context
+    and what its allocator can't use come on top.
+
+    Args:
+        budget_bytes: for each rank.
+        models: shapes, or their names.
+        layouts: those of `ways()` unless given.
+        tokens: in a row; a model's context where that is shorter, and where None.
+        attention: see `estimate`.
+
+    Returns:
+        For each model a `Fit` for each layout.
+
+    Raises:
+        TypeError, ValueError: as `estimate`.
+    """
+    found = []
+    for model in models:
+        shape = config_of(model) if isinstance(model, str) else model
+        name = model if isinstance(model, str) else f"{shape.layers} layers of {shape.width}"
+        length = min(tokens or shape.context, shape.context)
+        for layout in ways() if layouts is None else layouts:
+            found.append(_largest(name, shape, layout, length, budget_bytes, attention))
+    return found
+
+
+def _largest(
+    name: str, shape: TransformerConfig, layout: Layout, tokens: int, budget: int, attention: str | None
+) -> Fit:
+    def take(rows: int) -> Estimate:
+        return estimate(shape, layout, batch=(rows * layout.dp, tokens), attention=attention)
+
+    fitting, too_many = 0, 1
+    while take(too_many).peak <= budget:  # each row takes bytes, so this ends
+        fitting, too_many = too_many, 2 * too_many
+    while too_many - fitting > 1:
+        middle = (fitting + too_many) // 2
+        if take(middle).peak <= budget:
+            fitting = middle
+        else:
+            too_many = middle
+    return Fit(name, shape, layout, tokens, fitting, take(max(fitting, 1)))
+
+
+def table(found: Sequence[Fit], budget_bytes: int) -> Table:
+    """A line a model, a column a layout: rows on a rank, or a dash and the bytes that one row would take."""
+    found = list(dict.fromkeys(found))  # who asks for a model twice gets one line
+    layouts = list(dict.fromkeys(fit.layout for fit in found))
+    drawn = Table(
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        title=f"Rows that fit in {size(budget_bytes)} on each rank, trained with Adam",
+        title_justify="left",
+        caption="A dash: not even one row, which takes what is written behind it. A BERT is fine-tuned and\n"
+        "reads each row's first token; as -mlm it learns language: a score for each token of the vocabulary.",
+        caption_justify="left",
+    )
+    drawn.add_column("model", no_wrap=True)
+    drawn.add_column("parameters", justify="right")
+    drawn.add_column("tokens", justify="right")
+    for layout in layouts:
+        drawn.add_column(heading(layout), justify="right")
+    drawn.add_column("what makes\nit fit", no_wrap=True)
+    for name in dict.fromkeys(fit.name for fit in found):
+        line = [fit for fit in found if fit.name == name]
+        first = next((fit for fit in line if fit.rows), None)
+        drawn.add_row(
+            name,
+            count(line[0].config.parameters()),
+            str(line[0].tokens),
+            *(_rows(fit.rows) if fit.rows else f"- {size(fit.memory.peak, digits=2)}" for fit in line),
+            "none of these" if first is None else _measure(first.layout, layouts),
+        )
+    return drawn
+
+
+def _rows(count: int) -> str:
+    """A number of rows, as wide as a column has room for: "1,234,567", "1.23e+19"."""
+    return f"{count:,}" if count < EXACT_ROWS else f"{count:.2e}"
+
+
+def _measure(layout: Layout, layouts: Sequence[Layout]) -> str:
+    """The last measure of a layout, in words."""
+    return "nothing more" if layout == layouts[0] else heading(layout).splitlines()[-1]
+
+
+def heading(layout: Layout) -> str:
+    """A layout in few words, a line for each measure."""
+    lines = [layout.precision] if layout.ranks == 1 else [f"{layout.ranks} ranks", layout.precision]
+    if layout.recompute:
+        lines.append("recompute")
+    if layout.zero:
+        lines.append(f"ZeRO-{layout.zero}")
+    return "\n".join(lines)
+
+
+def count(number: int) -> str:
+    """A number of parameters, as papers give it: "110 M"."""
+    for unit, scale in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= 0.9995 * scale:
+            value = number / scale
+            return f"{value:.{1 if value < 9.95 else 0}f} {unit}"
+    return str(number)
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes from text such as "16GB" (10^9), "16GiB" (2^30) or "17179869184".
+
+    Raises:
+        ValueError: it is no such text.
+    """
+    number = text.strip().upper().rstrip("KMGTIB").strip()
+    unit = text.strip().upper()[len(number) :].strip()
+    try:
+        value = float(number) * UNITS[unit]
+        if not 0 < value < float("inf"):
+            raise ValueError
+    except (ValueError, KeyError):
+        raise ValueError(f"memory is {text!r}; give bytes such as 16GB, 16GiB or 512MB") from None
+    if unit == "" and value < 1024:
+        raise ValueError(f"memory is {text!r}, which are bytes; give bytes such as 16GB, 16GiB or 512MB")
+    return int(value)

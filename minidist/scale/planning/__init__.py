@@ -1,0 +1,1 @@
+"""Which layout to use: candidates, predicted and tried."""

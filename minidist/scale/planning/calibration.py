@@ -1,0 +1,172 @@
+"""Predicted steps beside measured ones, on this machine: does the model of time hold?
+
+    python -m minidist.scale.planning.calibration --rounds 15
+    python -m minidist.scale.planning.calibration --ranks 2,4 --json calibration.json
+
+For each number of ranks the machine is measured, and at once, before it drifts, steps of two byte GPTs under
+data parallelism, ZeRO, tensor parallelism, pipelines and several of them together are timed in turns, all in
+one launch; and that three times, of which the one with the median ratio counts. Run it while nothing else
+runs. Exit code 1 where a prediction is off by more than 30%.
+
+On a machine that others use, too, all steps of a launch take longer alike. So each ratio is given beside the
+median of its launch, as well: that says whether layouts are told apart rightly.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from minidist._files import check_file
+from minidist.comm.launching.supervisor import preload_optimizers
+from minidist.model.configs import config
+from minidist.parallel.contract.layout import Layout
+from minidist.scale.planning.trial import NEAR, trial
+from minidist.scale.time.measure_machine import RANKS, this_machine
+from minidist.scale.time.rates import Hardware
+from minidist.scale.time.step_time import StepTime, predict_step
+
+LAYOUTS: dict[int, tuple[str, ...]] = {
+    1: ("dp=1", "micro_batches=4", "recompute=true"),
+    2: ("dp=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3", "tp=2", "pp=2,micro_batches=4"),
+    4: ("dp=4", "dp=4,zero=2", "dp=4,zero=3", "tp=4", "dp=2,tp=2", "dp=2,pp=2,micro_batches=4"),
+    8: ("dp=8", "dp=8,zero=1", "dp=4,tp=2", "dp=2,tp=2,pp=2,micro_batches=2", "dp=2,pp=4,micro_batches=4"),
+}
+"""By number of ranks, as `Layout.parse` reads them."""
+BATCHES = {"byte-small": (16, 128), "byte-tiny": (32, 64)}
+"""Rows of the global batch, and tokens in each."""
+TURNS = 3
+"""Of measuring the machine and then its steps: an odd number, which has a median."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One step."""
+
+    model: str
+    ranks: int
+    layout: str
+    predicted: float
+    measured: float
+    parts: dict[str, float]
+
+    @property
+    def ratio(self) -> float:
+        """Predicted over measured."""
+        return self.predicted / self.measured
+
+
+def calibrate(
+    ranks: Sequence[int], rounds: int, models: Sequence[str] = tuple(BATCHES), figures: str | None = None
+) -> list[Compared]:
+    """Measure, predict and compare.
+
+    Args:
+        ranks: numbers of ranks, among those of LAYOUTS.
+        rounds: steps of each layout, in all turns together.
+        models: among those of BATCHES.
+        figures: a file that keeps the machine's figures; measured anew in each turn where None.
+    """
+    found = []
+    for count in ranks:
+        turns: dict[tuple[str, str], list[Compared]] = {}
+        for _ in range(TURNS):
+            machine = this_machine((count,), figures)
+            for each in _turn(machine, count, models, -(-rounds // TURNS)):
+                turns.setdefault((each.model, each.layout), []).append(each)
+        found += [sorted(each, key=lambda one: one.ratio)[TURNS // 2] for each in turns.values()]
+    return found
+
+
+def _turn(machine: Hardware, count: int, models: Sequence[str], rounds: int) -> Iterator[Compared]:
+    """All layouts of so many ranks, once."""
+    layouts = [Layout.parse(text) for text in LAYOUTS[count]]
+    for model in models:
+        measured = trial(config(model), layouts, BATCHES[model], rounds=rounds)
+        for layout in layouts:
+            step: StepTime = predict_step(model, layout, BATCHES[model], machine)
+            yield Compared(model, count, str(layout), step.seconds, measured[str(layout)], step.parts)
+
+
+def relative(found: Sequence[Compared]) -> list[float]:
+    """Each ratio over the median of those of the same model on as many ranks."""
+    launches: dict[tuple[str, int], list[float]] = {}
+    for each in found:
+        launches.setdefault((each.model, each.ranks), []).append(each.ratio)
+    return [each.ratio / statistics.median(launches[each.model, each.ranks]) for each in found]
+
+
+def table(found: Sequence[Compared]) -> Table:
+    """A line a step."""
+    drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("model", "ranks", "layout", "predicted", "measured", "ratio", "to its launch", "parts, ms"):
+        drawn.add_column(name, justify="left" if name in ("model", "layout") else "right")
+    for each, beside in zip(found, relative(found), strict=True):
+        parts = ", ".join(f"{name} {1e3 * s:.1f}" for name, s in each.parts.items() if s > 5e-5)
+        drawn.add_row(
+            each.model,
+            str(each.ranks),
+            each.layout,
+            f"{1e3 * each.predicted:.1f} ms",
+            f"{1e3 * each.measured:.1f} ms",
+            f"{each.ratio:.2f}",
+            f"{beside:.2f}",
+            parts,
+        )
+    return drawn
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m minidist.scale.planning.calibration", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument("--ranks", default=",".join(map(str, RANKS)), help="numbers of ranks: 1,2,4,8")
+    parser.add_argument("--models", default=",".join(BATCHES), help="byte-small,byte-tiny")
+    parser.add_argument("--rounds", type=int, default=15, help="steps of each layout (default 15)")
+    parser.add_argument("--figures", help="a file that keeps this machine's figures")
+    parser.add_argument("--json", metavar="FILE", help="write the comparison there")
+    given = parser.parse_args(arguments)
+    preload_optimizers()
+    try:
+        ranks = [int(word) for word in given.ranks.split(",")]
+        wrong = [count for count in ranks if count not in LAYOUTS]
+        models = given.models.split(",")
+        if wrong or not set(models) <= set(BATCHES):
+            raise ValueError(
+                f"ranks are {given.ranks} and models {given.models}; give some of "
+                f"{', '.join(map(str, LAYOUTS))} and of {', '.join(BATCHES)}"
+            )
+        for option, name in (("--json", given.json), ("--figures", given.figures)):
+            if name:
+                check_file(option, Path(name))
+        found = calibrate(ranks, given.rounds, models, given.figures)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    console = Console()
+    if not console.is_terminal:
+        console.width = 170
+    console.print(table(found))
+    inside = [each for each in found if abs(each.ratio - 1) <= NEAR]
+    alike = sum(abs(each - 1) <= NEAR for each in relative(found))
+    print(
+        f"{len(inside)} of {len(found)} predictions within {NEAR:.0%} of what was measured, {alike} of "
+        f"{len(found)} of the median of their launch"
+    )
+    if given.json:
+        Path(given.json).write_text(json.dumps([asdict(each) for each in found], indent=1), encoding="utf-8")
+    return 0 if len(inside) == len(found) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

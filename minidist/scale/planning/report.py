@@ -1,0 +1,274 @@
+"""A plan in words: which layout to use and why, a table of the best, and what does not fit.
+
+All sentences are computed from the plan's numbers.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from minidist.parallel.contract.layout import Layout
+from minidist.parallel.contract.memory_report import PARTS as KINDS
+from minidist.parallel.contract.memory_report import size
+from minidist.scale.memory.estimates import Estimate
+from minidist.scale.planning.candidates import Candidate
+from minidist.scale.planning.planner import MEANINGFUL, Plan, family_of, seconds
+
+BEST = 12
+"""Lines of the table."""
+NAMES = {
+    "plain": "plain data parallelism",
+    "sharded": "sharding (ZeRO)",
+    "pipeline": "a pipeline",
+    "tensor": "tensor parallelism",
+    "context": "context parallelism",
+    "mixed": "several axes together",
+}
+
+
+def answer(plan: Plan) -> str:
+    """What to use, in one sentence."""
+    question, chosen = plan.question, plan.answer
+    many = "1 rank" if question.ranks == 1 else f"{question.ranks} ranks"
+    where = f"{many} of {size(question.memory)}"
+    if chosen is None or chosen.step is None:
+        if not plan.too_large:
+            return f"No layout of {many} can train {question.name} with this batch."
+        least = plan.too_large[0]
+        return (
+            f"{question.name} does not fit on {where}: the smallest layout, {written(least.layout)}, takes "
+            f"{size(least.memory.peak)} ({most(least.memory)})."
+        )
+    family, step = family_of(chosen.layout), chosen.step
+    first = {
+        "plain": "Plain data parallelism is enough",
+        "sharded": f"Shard with ZeRO-{chosen.layout.zero}",
+        "pipeline": "Cut the layers: a pipeline",
+        "tensor": "Cut the matrices: tensor parallelism",
+        "context": "Cut the rows: context parallelism",
+        "mixed": "Take several axes together",
+    }[family]
+    if question.ranks == 1:
+        first = "One rank is enough"
+    return (
+        f"{first}: {written(chosen.layout)} trains {question.name} on {where} in {duration(step.seconds)} a "
+        f"step of {question.rows} rows ({rows_a_second(step.rows_per_second)} rows/s, {step.used:.0%} of the "
+        f"peak) and takes {size(chosen.memory.peak)} a rank."
+    )
+
+
+def reasons(plan: Plan) -> list[str]:
+    """When which family of layouts earns its keep, a sentence each."""
+    chosen, question = plan.answer, plan.question
+    if chosen is None or question.ranks == 1:
+        return []
+    found = [_beside(plan, chosen)]
+    if family_of(chosen.layout) != "plain":
+        found.append(_why_not_plain(plan, chosen))
+    for family in ("sharded", "pipeline", "tensor"):
+        if family != family_of(chosen.layout):
+            found.append(_earns(plan, chosen, family))
+    return [each for each in found if each]
+
+
+def _beside(plan: Plan, chosen: Candidate) -> str:
+    fastest = min(plan.fitting, key=seconds)
+    if fastest is chosen:
+        return "No other layout is predicted to be faster."
+    saves = 1 - seconds(fastest) / seconds(chosen)
+    return (
+        f"The fastest, {written(fastest.layout)}, would save {saves:.1%} of the time, which is less than the "
+        f"{MEANINGFUL:.0%} that a prediction can tell."
+    )
+
+
+def _why_not_plain(plan: Plan, chosen: Candidate) -> str:
+    plain, least = plan.best("plain"), plan.least("plain")
+    if plain is not None:
+        return (
+            f"Plain data parallelism fits, {written(plain.layout)}, but takes "
+            f"{seconds(plain) / seconds(chosen):.2f} times as long."
+        )
+    if least is None:
+        return ""
+    layout, memory = least
+    return (
+        f"Plain data parallelism does not fit: at the least, {written(layout)}, it takes {size(memory.peak)} "
+        f"({most(memory)})."
+    )
+
+
+def _earns(plan: Plan, chosen: Candidate, family: str) -> str:
+    """What a family would cost or save here, and from which memory on it is needed."""
+    best, least = plan.best(family), plan.least(family)
+    if least is None:
+        return ""
+    name = NAMES[family][0].upper() + NAMES[family][1:]
+    if best is None or best.step is None:
+        return f"{name} does not fit: at the least, {written(least[0])}, {size(least[1].peak)} a rank."
+    ratio, costs = seconds(best) / seconds(chosen), waits(best)
+    compared = f"takes {ratio:.2f} times as long" if ratio >= 1 else f"would save {1 - ratio:.1%} of the time"
+    text = f"{name} {compared}, {written(best.layout)}{f': {costs}' if costs else ''}"
+    simpler = ("plain",) if family == "sharded" else ("plain", "sharded")
+    before = plan.least(*simpler)
+    if before is None:
+        return text + "."
+    if before[1].peak <= least[1].peak:
+        return f"{text}; it never needs less memory than {NAMES[simpler[-1]]} does."
+    return (
+        f"{text}; it earns its keep below {size(before[1].peak)} a rank, where {NAMES[simpler[-1]]} alone no "
+        "longer fits."
+    )
+
+
+def waits(candidate: Candidate) -> str:
+    """The largest part of a step that is no arithmetic, as a share of it."""
+    assert candidate.step is not None
+    parts, names = (
+        candidate.step.parts,
+        {
+            "bubble": "waiting in the pipeline",
+            "tp": "the all-reduces in each layer",
+            "cp": "keys and values on their way",
+            "dp": "gradients and parameters on their way",
+            "recompute": "computing activations again",
+            "gradients": "adding gradients up, and copying them",
+            "optimizer": "the update",
+        },
+    )
+    name = max(names, key=lambda each: parts.get(each, 0.0))
+    share = parts.get(name, 0.0) / candidate.step.seconds
+    return f"{share:.0%} of it is {names[name]}" if share >= 0.02 else ""
+
+
+def table(plan: Plan, measured: dict[str, float] | None = None) -> Table:
+    """The best dozen, the answer first."""
+    question = plan.question
+    drawn = Table(
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        title=f"{question.name}, {question.rows} rows of {question.tokens} tokens, {question.precision}, on "
+        f"{question.ranks} x {question.hardware.name}",
+        title_justify="left",
+    )
+    drawn.add_column("layout", overflow="fold")
+    for heading in ("step", *(["measured"] if measured else []), "rows/s", "memory", "of peak"):
+        drawn.add_column(heading, justify="right", no_wrap=True)
+    drawn.add_column("of the step")
+    for each in plan.fitting[:BEST]:
+        assert each.step is not None
+        own = (
+            [duration(measured[str(each.layout)]) if str(each.layout) in measured else ""] if measured else []
+        )
+        drawn.add_row(
+            written(each.layout),
+            duration(each.step.seconds),
+            *own,
+            rows_a_second(each.step.rows_per_second),
+            size(each.memory.peak),
+            f"{each.step.used:.0%}",
+            shares(each),
+        )
+    return drawn
+
+
+def rows_a_second(number: float) -> str:
+    """To three digits at least: "0.123", "4.56", "1,230"."""
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+
+
+def shares(candidate: Candidate) -> str:
+    """Where a step's time goes."""
+    assert candidate.step is not None
+    whole = candidate.step.seconds
+    found = [
+        f"{name} {value / whole:.0%}"
+        for name, value in candidate.step.parts.items()
+        if not name.endswith("hidden") and value >= 0.005 * whole
+    ]
+    return ", ".join(found)
+
+
+def unfit(plan: Plan) -> list[str]:
+    """Why others don't fit, a line for each kind of reason."""
+    found: list[str] = []
+    kinds: dict[str, list[Candidate]] = {}
+    for each in plan.too_large:
+        kinds.setdefault(_kind(each.layout), []).append(each)
+    for name, group in kinds.items():
+        least = min(group, key=lambda each: each.memory.peak)
+        found.append(
+            f"{_many(len(group))} of {name}: at the least, {written(least.layout)}, "
+            f"{size(least.memory.peak)} ({most(least.memory)})"
+        )
+    refused: dict[str, list[str]] = {}
+    for other in plan.refused:
+        refused.setdefault(re.sub(r"\d+", "N", other.reason.split(";")[0]), []).append(other.reason)
+    found += [f"{_many(len(group))} that prepare refuses: {group[0]}" for group in refused.values()]
+    return found
+
+
+def _many(count: int) -> str:
+    return "1 layout" if count == 1 else f"{count} layouts"
+
+
+def _kind(layout: Layout) -> str:
+    return NAMES[family_of(layout)] + (f" with ZeRO-{layout.zero}" if layout.zero else "")
+
+
+def most(memory: Estimate) -> str:
+    """The kinds of memory that take a tenth or more of it."""
+    kinds = {**{kind: getattr(memory, kind) for kind in KINDS}, "for a moment": memory.transient}
+    return ", ".join(f"{kind} {size(n)}" for kind, n in kinds.items() if n >= 0.1 * memory.peak)
+
+
+def written(layout: Layout) -> str:
+    """A layout as `--layout` takes it, without its precision, which all have in common."""
+    parts = [part for part in str(layout).split(",") if not part.startswith("precision=")]
+    return ",".join(parts) or "dp=1"
+
+
+def duration(value: float) -> str:
+    """Seconds with three digits, in a unit that fits."""
+    return f"{value:.3g} s" if value >= 0.9995 else f"{1e3 * value:.3g} ms"
+
+
+def as_json(plan: Plan, measured: dict[str, float] | None = None) -> dict[str, Any]:
+    """Everything, for programs."""
+    question, chosen = plan.question, plan.answer
+    return {
+        "model": question.name,
+        "ranks": question.ranks,
+        "memory": question.memory,
+        "profile": question.hardware.name,
+        "batch": [question.rows, question.tokens],
+        "precision": question.precision,
+        "optimizer": question.optimizer,
+        "answer": None if chosen is None else str(chosen.layout),
+        "sentence": answer(plan),
+        "reasons": reasons(plan),
+        "fitting": [_entry(each, measured or {}) for each in plan.fitting],
+        "too_large": [_entry(each, {}) for each in plan.too_large],
+        "refused": [{"layout": each.fields, "reason": each.reason} for each in plan.refused],
+        "why_not": unfit(plan),
+        "assumptions": [] if chosen is None or chosen.step is None else chosen.step.assumptions,
+    }
+
+
+def _entry(each: Candidate, measured: dict[str, float]) -> dict[str, Any]:
+    kinds = {kind: getattr(each.memory, kind) for kind in (*KINDS, "transient", "peak")}
+    entry: dict[str, Any] = {"layout": str(each.layout), "family": family_of(each.layout), "memory": kinds}
+    if each.step is not None:
+        entry |= {
+            "seconds": each.step.seconds,
+            "rows_per_second": each.step.rows_per_second,
+            "of_peak": each.step.used,
+            "parts": each.step.parts,
+        }
+    if str(each.layout) in measured:
+        entry["measured"] = measured[str(each.layout)]
+    return entry

@@ -1,0 +1,180 @@
+"""What a layer computes: operations of its products, bytes that the rest moves, and how many calls it takes.
+
+A linear map of n tokens from K features to M takes 2 n K M operations forward, and twice that backward, for
+the gradients of its input and of its weight. Attention multiplies queries by keys and weights by values: 4 d
+operations for each pair of a query and a key that it sees, for heads of width d; a fused kernel's backward
+pass has five products where the forward pass has two. All the rest (norms, GELU, sums, copies) is bound by
+the bytes that it moves.
+
+Sources: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using
+Megatron-LM", appendix (operations of a transformer); Dao et al. 2022, "FlashAttention", appendix B (backward
+pass of attention); Korthikanti et al. 2022, section 5 (recomputation).
+
+Shapes: b rows, t tokens of this rank, D width, V vocabulary; S = b t D elements, one stream of activations.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from minidist.model.configs import BERTConfig, GPTConfig, TransformerConfig
+from minidist.scale.memory.parameter_sizes import ALONE, Place
+
+RING_CALLS = 25
+"""Operators of a hop of ring attention."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a pass computes on one rank."""
+
+    products: float = 0.0  # operations of matrix products
+    attention: float = 0.0  # operations of attention's products, of the pairs that its mask leaves
+    operands: float = 0.0  # bytes that the products read and write
+    moved: float = 0.0  # bytes that everything else reads and writes
+    calls: float = 0.0  # operators that are called
+
+    def __add__(self, other: Work) -> Work:
+        return Work(*(a + b for a, b in zip(self.amounts, other.amounts, strict=True)))
+
+    def __sub__(self, other: Work) -> Work:
+        return self + other * -1
+
+    def __mul__(self, factor: float) -> Work:
+        return Work(*(factor * each for each in self.amounts))
+
+    @property
+    def amounts(self) -> tuple[float, ...]:
+        """The numbers, in order."""
+        return self.products, self.attention, self.operands, self.moved, self.calls
+
+    @property
+    def flops(self) -> float:
+        """Operations in all."""
+        return self.products + self.attention
+
+
+@dataclass(frozen=True)
+class Passes:
+    """The passes of a layer, or of several."""
+
+    forward: Work = Work()
+    backward: Work = Work()
+    again: Work = Work()  # of the forward pass what recomputation does once more
+
+    def __add__(self, other: Passes) -> Passes:
+        return Passes(self.forward + other.forward, self.backward + other.backward, self.again + other.again)
+
+    def __mul__(self, factor: float) -> Passes:
+        return Passes(self.forward * factor, self.backward * factor, self.again * factor)
+
+
+@dataclass(frozen=True)
+class LayerWork:
+    """The passes of each kind of layer for one micro-batch on one rank.
+
+    Recomputation stops once what the backward pass needs is there: a layer's last product is not done again.
+
+    rows: of the micro-batch. tokens: of each row on this rank. length: of the whole row, with context
+    parallelism. element: bytes of an activation. place: whose part of the matrices. sequence_parallel: norms
+    and sums on a share of the tokens.
+    """
+
+    config: TransformerConfig
+    rows: int
+    tokens: int
+    length: int
+    element: int = 4
+    place: Place = ALONE
+    sequence_parallel: bool = False
+
+    @cached_property
+    def stream(self) -> float:
+        """Bytes of one stream of activations, where they are whole."""
+        return float(self.element * self.rows * self.tokens * self.config.width)
+
+    @cached_property
+    def outside(self) -> float:
+        """The same outside of the parts that are cut."""
+        return self.stream / self.place.tp if self.sequence_parallel else self.stream
+
+    @cached_property
+    def pairs(self) -> float:
+        """Queries times the keys that each sees, on this rank: a causal mask leaves about half."""
+        seen = (self.length + 1) / 2 if isinstance(self.config, GPTConfig) else self.length
+        return self.rows * self.tokens * seen
+
+    def _linear(self, features: int, outputs: int, tokens: float | None = None) -> tuple[Work, Work]:
+        """A linear map's passes: forward and backward."""
+        count = self.rows * self.tokens if tokens is None else tokens
+        bytes_ = self.element * (count * (features + outputs) + features * outputs)
+        forward = Work(products=2 * count * features * outputs, operands=bytes_, calls=1)
+        return forward, forward * 2
+
+    @cached_property
+    def block(self) -> Passes:
+        """Two norms, four maps of attention, the MLP's two, two residual sums."""
+        config, own = self.config, self.place.part(self.config.heads) * self.config.head_size
+        middle = self.place.part(4 * config.width)
+        heads, inner = self.stream * own / config.width, self.stream * middle / config.width
+        attended = Work(attention=4 * self.pairs * own, operands=4 * heads, calls=1)
+        scores = 0.0
+        if self.tokens < self.length:  # ring attention is not fused: it writes the scores of each block
+            scores = 4 * self.pairs * self.place.part(config.heads)
+            attended += Work(calls=RING_CALLS * self.length / self.tokens)
+        maps = [self._linear(config.width, own)] * 3 + [self._linear(own, config.width)]
+        maps += [self._linear(config.width, middle), self._linear(middle, config.width)]
+        forward = sum((f for f, _ in maps), Work()) + attended
+        # Norms 4 S, residual sums 6 S; heads put together 2; the GELU reads and writes 2 of the inner width.
+        forward += Work(moved=10 * self.outside + 2 * heads + 2 * inner + 6 * scores, calls=18)
+        backward = sum((b for _, b in maps), Work()) + attended * 2.5
+        # Norms 8 S, residual gradients 6 S, those of queries, keys and values added up 6 S, biases 2 S.
+        backward += Work(moved=22 * self.outside + 11 * heads + 4 * inner + 8 * scores, calls=26)
+        return Passes(forward, backward, forward - maps[-1][0])
+
+    @cached_property
+    def embedding(self) -> Passes:
+        """Tokens and positions looked up and added; BERT's have segments and a norm."""
+        more = isinstance(self.config, BERTConfig)
+        table = self.element * (self.place.part(self.config.vocabulary) + self.config.context)
+        forward = Work(moved=(5 + 5 * more) * self.outside, calls=6 + 3 * more)
+        backward = Work(moved=(4 + 5 * more) * self.outside + table * self.config.width, calls=6 + 3 * more)
+        return Passes(forward, backward, forward)
+
+    @cached_property
+    def head(self) -> Passes:
+        """The last norm, a score for each token of the vocabulary, and the loss; or BERT's pooler."""
+        config = self.config
+        if not config.generates:
+            forward, backward = self._linear(config.width, config.width, self.rows)
+            again = forward + Work(calls=2)
+            return Passes(again, backward + Work(moved=2 * self.outside, calls=4), Work(calls=2))
+        own, wide = self.place.part(config.vocabulary), max(self.element, 4)
+        logits = wide * self.rows * self.tokens * own
+        scores = self._linear(config.width, own)
+        maps = [self._linear(config.width, config.width)] if isinstance(config, BERTConfig) else []
+        forward = sum((f for f, _ in maps), Work(moved=(2 + 4 * len(maps)) * self.outside, calls=3))
+        backward = sum((b for _, b in maps), Work(moved=(4 + 8 * len(maps)) * self.outside, calls=4))
+        cast = logits * (1 + self.element / wide) if self.element < wide else 0.0
+        loss = Work(moved=2 * logits + cast, calls=6)
+        return Passes(
+            forward + scores[0] + loss,
+            backward + scores[1] + Work(moved=3 * logits + cast, calls=6),
+            forward,  # the loss is outside of the layer, and the scores are its last product
+        )
+
+    def layers(self, numbers: range) -> Passes:
+        """Those of consecutive layers, where 0 is the embedding and the last the head."""
+        last = self.config.layers + 1
+        blocks = len([i for i in numbers if 1 <= i < last])
+        found = self.block * blocks
+        if 0 in numbers:
+            found += self.embedding
+        return found + self.head if last in numbers else found
+
+
+def model_flops(config: TransformerConfig, rows: int, tokens: int) -> float:
+    """Operations that a step of a batch takes at least, on all ranks: forward and backward, nothing twice."""
+    whole = LayerWork(config, rows, tokens, tokens).layers(range(config.layers + 2))
+    return (whole.forward + whole.backward).flops

@@ -1,0 +1,82 @@
+"""Seconds of a schedule that is asked for with many times: its order is found once, and then only added up.
+
+`schedules.simulate` takes any schedule, so it first proves that it is one, and it keeps a time line. A
+planner asks hundreds of times for each of the library's own, which tests/parallel/pipeline/test_schedules.py
+proves, and wants one number, the end: planning gpt2-xl on 64 ranks takes 9 s so, and 23 s with simulations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from minidist.parallel.pipeline.instructions import Message, Schedule, message_of, stage_of
+from minidist.scale.memory.estimates import schedule_of
+
+Seconds = Mapping[str, Sequence[Sequence[float]]]
+"""For each kind of pass, for each stage, of each micro-batch."""
+ALONE = -1
+
+
+class Pass(NamedTuple):
+    """A pass, behind all those that it waits for."""
+
+    rank: int
+    kind: str
+    stage: int
+    micro_batch: int
+    waits: int  # for the message of which pass before, by its number; ALONE for none
+
+
+def seconds_of(passes: Sequence[Pass], ranks: int, seconds: Seconds, message: float) -> float:
+    """Seconds until the last rank's last pass ends, as `schedules.simulate` finds them.
+
+    Args:
+        passes: see `passes_of`.
+        ranks: that the schedule has.
+        seconds: see `Seconds`.
+        message: seconds from a send to its arrival.
+    """
+    clocks, ends = [0.0] * ranks, list[float]()
+    for rank, kind, stage, micro_batch, waits in passes:
+        start = clocks[rank]
+        if waits != ALONE:
+            start = max(start, ends[waits] + message)
+        clocks[rank] = end = start + seconds[kind][stage][micro_batch]
+        ends.append(end)
+    return max(clocks)
+
+
+@lru_cache(maxsize=256)
+def passes_of(name: str, ranks: int, micro_batches: int, chunks: int) -> list[Pass]:
+    """The passes of a schedule by name, in an order in which they can be executed; not to be changed."""
+    return _ordered(schedule_of(name, ranks, micro_batches, chunks))
+
+
+def _ordered(schedule: Schedule) -> list[Pass]:
+    """Of a schedule whose messages lie as `with_messages` puts them: beside the pass that they belong to."""
+    ranks = len(schedule)
+    places, waits = [0] * ranks, [ALONE] * ranks
+    latest = [ALONE] * ranks  # each rank's last pass
+    made: dict[Message, int] = {}
+    found: list[Pass] = []
+    while any(places[rank] < len(own) for rank, own in enumerate(schedule)):
+        for rank, own in enumerate(schedule):
+            while places[rank] < len(own):
+                each = own[places[rank]]
+                if each.computes:
+                    stage = stage_of(rank, each.chunk, ranks)
+                    latest[rank] = len(found)
+                    found.append(Pass(rank, each.kind, stage, each.micro_batch, waits[rank]))
+                    waits[rank] = ALONE
+                else:
+                    message = message_of(each, rank, ranks)[1]
+                    if each.kind.startswith("send"):
+                        made[message] = latest[rank]
+                    elif message in made:
+                        waits[rank] = made[message]
+                    else:
+                        break
+                places[rank] += 1
+    return found

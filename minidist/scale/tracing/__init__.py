@@ -1,0 +1,1 @@
+"""What every rank does in a step, on one time line."""

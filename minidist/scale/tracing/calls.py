@@ -1,0 +1,115 @@
+"""Notes when calls through the door begin, are waited for, and end: the ledger's calls with their times."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+from threading import get_ident
+from typing import Any
+
+from minidist.comm import ledgers
+from minidist.comm.ledgers import Call
+from minidist.scale.tracing.slices import CALLS, Slice
+
+MESSAGES = ("send", "recv")
+
+
+@dataclass
+class Noted:
+    """A call, as it went."""
+
+    call: Call
+    thread: int
+    begun: float
+    returned: float
+    at_once: bool  # the caller went on
+    complete: bool  # when the call returned
+    waits: list[tuple[int, float, float]] = field(default_factory=list)  # thread, from, until
+    ran: tuple[float | None, float | None] = (None, None)  # in a thread of its own
+
+    @property
+    def beside(self) -> bool:
+        """Whether it went on while its caller did."""
+        return self.at_once and not self.complete
+
+
+class Calls:
+    """Watches the door between `open` and `close`; see `ledgers.Watcher`."""
+
+    def __init__(self) -> None:
+        self.noted: list[Noted] = []
+        self._by_call: dict[int, Noted] = {}
+        self._earlier: list[tuple[Call, int, float, float]] = []  # waits for calls from before
+        self._closed = 0.0
+
+    def open(self) -> None:
+        """Begin."""
+        ledgers.watchers.append(self)
+
+    def close(self) -> None:
+        """End."""
+        ledgers.watchers.remove(self)
+        self._closed = time.perf_counter()
+
+    def called(self, call: Call, begun: float, returned: float, at_once: bool, complete: bool) -> None:
+        """See `ledgers.Watcher`."""
+        noted = Noted(call, get_ident(), begun, returned, at_once, complete)
+        self.noted.append(noted)
+        self._by_call[id(call)] = noted  # which lives as long as it is noted
+
+    def waited(
+        self, call: Call, begun: float, ended: float, began: float | None, completed: float | None
+    ) -> None:
+        """See `ledgers.Watcher`."""
+        noted = self._by_call.get(id(call))
+        if noted is None:
+            self._earlier.append((call, get_ident(), begun, ended))
+        else:
+            noted.waits.append((get_ident(), begun, ended))
+            noted.ran = began, completed
+
+    def slices(self) -> tuple[dict[int, list[Slice]], list[Slice], list[Slice]]:
+        """For each thread what held it up; and what ran beside it: collectives, and messages."""
+        held: dict[int, list[Slice]] = defaultdict(list)
+        beside: tuple[list[Slice], list[Slice]] = [], []
+        for number, each in enumerate(self.noted):
+            call = each.call
+            kind = call.name if call.name in MESSAGES else CALLS[0]
+            args = {"number": number, "called": each.begun, **_described(call)}
+            if not each.beside:
+                end = each.waits[0][2] if each.waits and not each.at_once else each.returned
+                held[each.thread].append(Slice("", kind, call.name, each.begun, end, args))
+                continue
+            began, completed = each.ran
+            start = each.begun if began is None else began
+            if completed is None:
+                completed = each.waits[-1][2] if each.waits else self._closed
+                args["end"] = "when it was waited for" if each.waits else "not within the trace"
+            lane = beside[kind in MESSAGES]
+            lane.append(Slice("", kind, call.name, start, completed, args))
+            for thread, begun, ended in each.waits:
+                held[thread].append(
+                    Slice("", "wait", f"wait for {call.name}", begun, ended, {"number": number})
+                )
+        for call, thread, begun, ended in self._earlier:
+            held[thread].append(
+                Slice("", "wait", f"wait for {call.name}", begun, ended, {"of": "a call from before"})
+            )
+        return held, *beside
+
+
+def _described(call: Call) -> dict[str, Any]:
+    """What the ledger knows of a call, and who talked."""
+    found: dict[str, Any] = {
+        "algorithm": call.algorithm,
+        "dtype": call.dtype,
+        "shape": [*call.shape],
+        "group": [*call.group],
+        "bytes_sent": call.bytes_sent,
+        "bytes_on_wire": call.bytes_on_wire,
+        "waited_us": round(call.waited * 1e6, 3),
+    }
+    if call.message is not None:
+        found["message"] = [*call.message]
+    return found

@@ -1,0 +1,134 @@
+"""A trace as a file: the JSON object form of Chrome's trace events, which Perfetto opens.
+
+A process is a rank, a thread is a lane. Slices are complete events (X), messages are flow events from the
+sender's slice (s) to the receiver's (f). Times are microseconds from the beginning, in whole nanoseconds.
+
+Source: "Trace Event Format", Google 2016, a document that perfetto.dev/docs links under "JSON trace format".
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import defaultdict
+from collections.abc import Iterator
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from minidist.scale.tracing.all_ranks import RankTrace, Trace
+from minidist.scale.tracing.slices import AUTOGRAD, MAIN, Slice
+
+MESSAGE = "message"
+"""Name and category of the arrows."""
+PROCESS = 1000
+"""What a rank's number is added to, to be a process's: Perfetto takes number 0 for the kernel's own."""
+
+
+def save(trace: Trace, path: str | PathLike[str]) -> None:
+    """Write a trace to a file, which takes its place at once or not at all.
+
+    Raises:
+        TypeError: the path is no name of a file.
+        OSError: it cannot be written.
+    """
+    if not isinstance(path, str | PathLike):
+        raise TypeError(f"path is {path!r}; give the name of a file to write, such as 'trace.json'")
+    beside = Path(f"{os.fspath(path)}.part")
+    beside.write_text(json.dumps(document(trace), allow_nan=False), encoding="utf-8")
+    beside.replace(path)
+
+
+def document(trace: Trace) -> dict[str, Any]:
+    """The file's one object."""
+    start = trace.start
+    events: list[dict[str, Any]] = []
+    arrivals: dict[int, list[Slice]] = defaultdict(list)
+    for arrow in trace.arrows:
+        arrivals[arrow.destination].append(arrow.arrival)
+    lanes = [_lanes(rank) for rank in trace.ranks]
+    for rank in trace.ranks:
+        events += _of_rank(rank, lanes[rank.rank], arrivals[rank.rank], start)
+    for number, arrow in enumerate(trace.arrows, 1):
+        common = {"name": MESSAGE, "cat": MESSAGE, "id": number}
+        sent, received = arrow.sent, arrow.arrival
+        # An arrow ends in a slice, and at its very end that is over.
+        end = max(_nanoseconds(received.start - start), _nanoseconds(received.end - start) - 1)
+        events += [
+            common
+            | {"ph": "s", "ts": _nanoseconds(sent.start - start) / 1e3}
+            | {"pid": PROCESS + arrow.source, "tid": lanes[arrow.source][sent.lane]},
+            common
+            | {"ph": "f", "bp": "e", "ts": end / 1e3}
+            | {"pid": PROCESS + arrow.destination, "tid": lanes[arrow.destination][received.lane]},
+        ]
+    about = {
+        "made_by": "minidist trace",
+        "layout": trace.layout,
+        "ranks": len(trace.ranks),
+        "bytes_moved_to_gather": trace.bytes_moved,
+        "clock_offset_us": [each.offset * 1e6 for each in trace.ranks],
+        "clock_error_us": [each.error * 1e6 for each in trace.ranks],
+    }
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
+
+
+def _of_rank(
+    rank: RankTrace, lanes: dict[str, int], arrivals: list[Slice], start: float
+) -> Iterator[dict[str, Any]]:
+    """A rank's names and slices."""
+    place = ", ".join(f"{axis} {at}" for axis, at in rank.place.items())
+    name = f"rank {rank.rank}" + (f" ({place})" if place else "")
+    pid = PROCESS + rank.rank
+    yield _named("process_name", pid, pid, name=name)
+    yield _named("process_sort_index", pid, pid, sort_index=rank.rank + 1)
+    for number, (lane, tid) in enumerate(lanes.items(), 1):
+        yield _named("thread_name", pid, tid, name=lane)
+        yield _named("thread_sort_index", pid, tid, sort_index=number)
+    for each in sorted([*rank.slices, *arrivals], key=lambda each: (each.start, -each.end)):
+        begun, ended = _nanoseconds(each.start - start), _nanoseconds(each.end - start)
+        yield {
+            "name": _title(each),
+            "cat": each.kind,
+            "ph": "X",
+            "ts": begun / 1e3,
+            "dur": (ended - begun) / 1e3,
+            "pid": pid,
+            "tid": lanes[each.lane],
+            "args": _arguments(each, start),
+        }
+
+
+def _arguments(each: Slice, start: float) -> dict[str, Any]:
+    """What is told of a slice, in the file's time."""
+    found = {name: value for name, value in each.args.items() if name != "called"}
+    if "called" in each.args:
+        found["called_us"] = _nanoseconds(each.args["called"] - start) / 1e3
+    return found
+
+
+def _title(each: Slice) -> str:
+    """What stands on a slice."""
+    if each.kind in ("backward", "recompute"):
+        return f"{each.name} {each.kind}"
+    return each.name
+
+
+def _lanes(rank: RankTrace) -> dict[str, int]:
+    """A number for each lane: threads first, then what runs beside them. The first has the process's own."""
+    order = (MAIN, AUTOGRAD, "thread", "background", "messages")
+
+    def place(lane: str) -> tuple[int, int, str]:
+        return next((i for i, name in enumerate(order) if lane.startswith(name)), len(order)), len(lane), lane
+
+    pid = PROCESS + rank.rank
+    ordered = sorted({each.lane for each in rank.slices} - {MAIN}, key=place)
+    return {MAIN: pid} | {lane: 100 * pid + number for number, lane in enumerate(ordered, 1)}
+
+
+def _named(what: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:
+    return {"name": what, "ph": "M", "pid": pid, "tid": tid, "args": args}
+
+
+def _nanoseconds(seconds: float) -> int:
+    return round(seconds * 1e9)

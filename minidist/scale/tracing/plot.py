@@ -1,0 +1,163 @@
+"""A trace as a Gantt chart, for those who open no tool: a row for each rank, white where it waits for others.
+
+The wide bar says what the rank was at. Letters and numbers in it are a pipeline's passes and micro-batches:
+F0 is the forward pass of the first, B0 its backward pass, which may be in two parts, I0 for the inputs and W0
+for the weights. Narrow bars are collectives that ran beside it, and arrows are messages.
+"""
+
+from __future__ import annotations
+
+from os import PathLike
+from typing import TYPE_CHECKING
+
+from minidist.parallel.pipeline.instructions import COMPUTE
+from minidist.scale.tracing.all_ranks import STATES, RankTrace, Trace
+from minidist.scale.tracing.slices import Slice
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+COLORS = {
+    "forward": "#56B4E9",
+    "recompute": "#F0E442",
+    "backward": "#E69F00",
+    "backward_weight": "#009E73",
+    "optimizer": "#CC79A7",
+    "other": "#BBBBBB",
+    "communication": "#0072B2",
+    "idle": "#FFFFFF",
+}
+"""Those of Okabe and Ito, which people with any colour vision tell apart; as in schedule_plot.py."""
+LABELS = {
+    "recompute": "forward, again",
+    "backward_weight": "backward, weights",
+    "other": "other work: loss, buckets, Python",
+    "communication": "communication; narrow bars: in the background",
+    "idle": "idle: another rank has not come",
+}
+ARROWS = 400
+"""More are not drawn: they would hide the rest."""
+LETTER = 0.0075
+"""The width of one in a box, as a part of the whole; what does not fit is left out."""
+
+
+def plot(trace: Trace, path: str | PathLike[str] | None = None) -> Axes:
+    """Draw what each rank was at, in ms.
+
+    Args:
+        trace: of all ranks.
+        path: a file to write, such as a .png or .svg; None for none.
+
+    Raises:
+        ImportError: matplotlib is missing.
+        TypeError: the path is no name of a file.
+        ValueError: matplotlib knows no such kind of file.
+    """
+    try:
+        from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
+    except ImportError as error:
+        raise ImportError("matplotlib is missing, which draws: pip install 'minidist[bench]'") from error
+    if path is not None and not isinstance(path, str | PathLike):
+        raise TypeError(f"path is {path!r}; give the name of a file to write, such as 'trace.svg'")
+    figure = Figure(figsize=(11, 1.5 + 0.62 * len(trace.ranks)), layout="constrained")
+    axes = figure.add_subplot()
+    for rank in trace.ranks:
+        _states(axes, trace, rank)
+        _instructions(axes, trace, rank)
+        _beside(axes, trace, rank)
+    if len(trace.arrows) <= ARROWS:
+        _arrows(axes, trace)
+    drawn = {stretch.state for timeline in trace.timelines for stretch in timeline}
+    if any(_collectives_beside(rank) for rank in trace.ranks):
+        drawn.add("communication")
+    handles = [
+        Patch(facecolor=COLORS[state], edgecolor="#888888", linewidth=0.5, label=LABELS.get(state, state))
+        for state in STATES
+        if state in drawn
+    ]
+    columns = -(-len(handles) // 2)
+    figure.legend(handles=handles, loc="outside upper center", ncols=columns, frameon=False, fontsize=8)
+    axes.set(
+        yticks=range(len(trace.ranks)),
+        yticklabels=[_name(rank) for rank in trace.ranks],
+        ylim=(len(trace.ranks) - 0.4, -0.55),
+        xlim=(0, (trace.end - trace.start) * 1e3),
+        xlabel="ms" + (f", {trace.layout}" if trace.layout else ""),
+    )
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    shares = axes.secondary_yaxis("right")
+    shares.set_yticks(
+        range(len(trace.ranks)),
+        [f"{trace.shares(rank)['compute']:.0%} compute" for rank in range(len(trace.ranks))],
+        fontsize=8,
+    )
+    shares.spines["right"].set_visible(False)
+    shares.tick_params(length=0)
+    if path is not None:
+        figure.savefig(path, dpi=150)
+    return axes
+
+
+def _name(rank: RankTrace) -> str:
+    place = " ".join(f"{axis}{at}" for axis, at in rank.place.items())
+    return f"rank {rank.rank}" + (f"\n{place}" if place else "")
+
+
+def _states(axes: Axes, trace: Trace, rank: RankTrace) -> None:
+    """The wide bar."""
+    for state in STATES:
+        spans = [
+            ((start - trace.start) * 1e3, (end - start) * 1e3)
+            for each, start, end in trace.timelines[rank.rank]
+            if each == state
+        ]
+        if state != "idle":
+            axes.broken_barh(spans, (rank.rank - 0.32, 0.64), facecolors=COLORS[state], linewidth=0)
+    box = [(0, (trace.end - trace.start) * 1e3)], (rank.rank - 0.32, 0.64)
+    axes.broken_barh(*box, facecolors="none", edgecolors="#CCCCCC", linewidth=0.5)
+
+
+def _instructions(axes: Axes, trace: Trace, rank: RankTrace) -> None:
+    """A box with a number for each pass of a pipeline's schedule."""
+    chunks = any(each.args["chunk"] for each in rank.instructions)
+    for each in rank.instructions:
+        if each.args["kind"] not in COMPUTE:
+            continue
+        start, width = (each.start - trace.start) * 1e3, (each.end - each.start) * 1e3
+        box = [(start, width)], (rank.rank - 0.32, 0.64)
+        axes.broken_barh(*box, facecolors="none", edgecolors="black", linewidth=0.6)
+        text = each.name.partition(" ")[0] + (f"\nc{each.args['chunk']}" if chunks else "")
+        longest = max(map(len, text.split("\n")))
+        if width > longest * LETTER * (trace.end - trace.start) * 1e3:
+            axes.text(start + width / 2, rank.rank, text, ha="center", va="center", fontsize=7, clip_on=True)
+
+
+def _beside(axes: Axes, trace: Trace, rank: RankTrace) -> None:
+    """The narrow bars, one for each lane of collectives."""
+    own = _collectives_beside(rank)
+    lanes = sorted({each.lane for each in own}, key=lambda lane: (len(lane), lane))
+    height = 0.14 / max(len(lanes), 1)
+    for place, lane in enumerate(lanes):
+        spans = [_span(trace, each) for each in own if each.lane == lane]
+        bottom = rank.rank + 0.35 + place * height
+        axes.broken_barh(spans, (bottom, 0.9 * height), facecolors=COLORS["communication"], linewidth=0)
+
+
+def _collectives_beside(rank: RankTrace) -> list[Slice]:
+    return [each for each in rank.slices if not each.on_thread and each.kind == "collective"]
+
+
+def _span(trace: Trace, each: Slice) -> tuple[float, float]:
+    return (each.start - trace.start) * 1e3, (each.end - each.start) * 1e3
+
+
+def _arrows(axes: Axes, trace: Trace) -> None:
+    """Messages, from the bar of the sender to that of the receiver."""
+    for arrow in trace.arrows:
+        down = arrow.destination > arrow.source
+        begin = (arrow.sent.start - trace.start) * 1e3, arrow.source + (0.32 if down else -0.32)
+        end = (arrow.received.end - trace.start) * 1e3, arrow.destination - (0.32 if down else -0.32)
+        style = {"arrowstyle": "-|>", "color": "#444444", "linewidth": 0.5, "mutation_scale": 5}
+        axes.annotate("", xy=end, xytext=begin, arrowprops={**style, "shrinkA": 0, "shrinkB": 0})

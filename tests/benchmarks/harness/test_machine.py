@@ -1,0 +1,132 @@
+"""What a machine is: names that make files, and nothing that says whose it is."""
+
+import json
+import platform
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from minidist.benchmarks.harness import machine
+from minidist.comm.launching import cores
+
+
+def described(**changes):
+    return {
+        "cpu": "AMD EPYC 9654 96-Core Processor",
+        "cores": 8,
+        "memory_bytes": 2**34,
+        "gpus": None,
+    } | changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "slug"),
+    [
+        ({}, "amd-epyc-9654-8-cores"),
+        ({"cores": 1}, "amd-epyc-9654-1-core"),
+        ({"cpu": "Intel(R) Xeon(R) Gold 6248 CPU @ 2.50GHz"}, "intel-xeon-gold-6248-8-cores"),
+        ({"cpu": "AMD Ryzen 7 5800H with Radeon Graphics"}, "amd-ryzen-7-5800h-8-cores"),
+        ({"cpu": "Apple M2 Pro"}, "apple-m2-pro-8-cores"),
+        ({"gpus": [{"name": "NVIDIA H200"}]}, "nvidia-h200"),
+        ({"gpus": [{"name": "NVIDIA H200"}] * 8}, "8x-nvidia-h200"),
+    ],
+)
+def test_slug(changes, slug):
+    assert machine.slug(described(**changes)) == slug
+
+
+def test_a_whole_slug_has_the_cpu_beside_the_gpu():
+    assert machine.slug(described(), whole=True) == machine.slug(described())
+    with_gpu = described(gpus=[{"name": "NVIDIA H200"}])
+    assert machine.slug(with_gpu, whole=True) == "nvidia-h200-amd-epyc-9654-8-cores"
+
+
+def test_title():
+    assert machine.title(described()) == "AMD EPYC 9654 96-Core Processor, 8 cores, 16 GiB, no GPU"
+    assert machine.title(described(gpus=[{"name": "NVIDIA H200"}] * 2)).endswith("2 x NVIDIA H200")
+
+
+def test_this_machine_is_described_without_its_name():
+    text = json.dumps([machine.describe(), machine.software()])
+    found = json.loads(text)[0]
+    assert found["cores"] >= 1
+    assert found["cpu"]
+    assert "/" not in json.dumps(machine.software()["blas"])  # no paths
+    if len(platform.node()) > 3:
+        assert platform.node() not in text
+
+
+def test_cpu_model_where_nothing_tells(tmp_path):
+    assert machine.cpu_model(str(tmp_path / "missing"))
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text("processor : 0\nmodel name\t: Some   CPU  @ 3 GHz\n")
+    assert machine.cpu_model(str(cpuinfo)) == "Some CPU @ 3 GHz"
+
+
+def test_cpu_quota_of_a_container(tmp_path):
+    limit = tmp_path / "cpu.max"
+    for text, expected in (("150000 100000", 1.5), ("max 100000", None), ("nonsense", None)):
+        limit.write_text(text)
+        assert cores.cpu_quota(str(limit)) == expected
+    assert cores.cpu_quota(str(tmp_path / "missing")) is None
+
+
+def test_caches(tmp_path):
+    for index, (level, kind, size) in enumerate(
+        [("1", "Data", "48K"), ("2", "Unified", "2048K"), ("3", "Unified", "odd")]
+    ):
+        folder = tmp_path / f"index{index}"
+        folder.mkdir()
+        for name, text in (("level", level), ("type", kind), ("size", size)):
+            (folder / name).write_text(text + "\n")
+    assert machine.caches(str(tmp_path)) == {"L1d": "48 KiB", "L2": "2 MiB"}
+    assert machine.caches(str(tmp_path / "missing")) == {}
+
+
+def test_gpus_as_nvidia_smi_tells(monkeypatch):
+    monkeypatch.setattr(machine.shutil, "which", lambda name: f"/usr/bin/{name}")
+    text = "NVIDIA H200, 580.65.06, 143771, 9.0\nNVIDIA GH200, 580.65.06, [N/A], 9.0\n"
+    monkeypatch.setattr(machine, "output", lambda *_: text)
+    first, second = machine.gpus()
+    assert first == {
+        "name": "NVIDIA H200",
+        "driver": "580.65.06",
+        "memory_bytes": 143771 * 2**20,
+        "compute_capability": "9.0",
+    }
+    assert second["memory_bytes"] is None
+    for broken in ("", None, "No devices were found\n"):
+        monkeypatch.setattr(machine, "output", lambda *_, broken=broken: broken)
+        assert machine.gpus() is None
+
+
+def test_without_nvidia_smi_the_driver_is_asked(monkeypatch, tmp_path):
+    asked = []
+    monkeypatch.setattr(machine.shutil, "which", lambda name: None)
+    monkeypatch.setattr(
+        machine, "output", lambda command, timeout: asked.append(command) or "A GPU, CUDA 13.0, 1024, 9.0\n"
+    )
+    monkeypatch.setattr(machine, "GPU_DEVICES", (str(tmp_path / "missing"),))
+    assert machine.gpus() is None
+    assert not asked
+    monkeypatch.setattr(machine, "GPU_DEVICES", (str(tmp_path),))
+    (found,) = machine.gpus()
+    assert (found["name"], found["driver"], found["memory_bytes"]) == ("A GPU", "CUDA 13.0", 2**30)
+    assert asked[0][0] == sys.executable
+
+
+def test_what_the_driver_is_asked_is_what_is_read(monkeypatch, capsys):
+    from minidist.kernels.cuda.runtime import gpu_driver
+
+    known = gpu_driver.Properties("A GPU", (9, 0), 132, 50 << 20, 2**30, 227 * 1024, "13.0")
+    monkeypatch.setattr(gpu_driver, "get", lambda: SimpleNamespace(count=2, properties=lambda number: known))
+    exec(machine.ASK_DRIVER, {})
+    assert capsys.readouterr().out == "A GPU, CUDA 13.0, 1024, 9.0\n" * 2
+
+
+def test_a_command_that_is_missing_fails_or_hangs_says_nothing():
+    assert machine.output(["a-command-that-nobody-has"]) is None
+    assert machine.output(["false"]) is None
+    assert machine.output(["sleep", "20"], timeout=0.1) is None
+    assert machine.output(["echo", "yes"]) == "yes\n"

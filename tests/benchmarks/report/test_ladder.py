@@ -1,0 +1,257 @@
+"""The CUDA ladder in the report: figures that were measured, and words where there are none."""
+
+import io
+import itertools
+import json
+import re
+
+import pytest
+from rich.console import Console
+
+from minidist.benchmarks.harness import results
+from minidist.benchmarks.harness import run as benchmarks
+from minidist.benchmarks.harness.progress import Watcher
+from minidist.benchmarks.report import findings, ladder, ladder_plots, page, plots, report
+from minidist.kernels.cuda import RUNGS
+from tests.benchmarks.report.test_report import COMPARED, Elements, machine_results
+
+WHEN = "2025-01-01T00:00:00+00:00"
+FIGURES = re.compile(r"\d+(?:\.\d+)?%")
+
+
+def entry(rung, dtype, size, percent, gflops=1000.0, **extra):
+    name = f"test_rung[{rung}-{dtype}-{size}{extra.get('order', '')}]"
+    peak = {"float32": 50e3, "bfloat16": 800e3}.get(dtype)
+    peaks = (
+        {"peak_gflops": peak, "peak_gb_per_s": 4e3, "percent_of_gpu_peak": 100 * gflops / peak}
+        if peak
+        else {}
+    )
+    return {
+        "suite": "bench_cuda",
+        "group": f"CUDA ladder, {dtype}",
+        "name": name,
+        "fullname": f"bench_cuda.py::{name}",
+        "run": WHEN,
+        "stats": {"median": 0.002, "iqr": 0.0001, "rounds": 9},
+        "extra_info": {
+            "rung": rung,
+            "dtype": dtype,
+            "size": size,
+            "gflops": gflops,
+            "peer_gflops": 100 * gflops / percent,
+            "percent_of_peer": percent,
+            "ratio": 100 / percent,
+            **COMPARED,
+            "peer": "torch.matmul",
+            **peaks,
+            **extra,
+        },
+    }
+
+
+def with_gpu(*entries):
+    found = machine_results(*entries)
+    gpu = {"name": "NVIDIA Made Up", "driver": "580.1", "memory_bytes": 2**36, "compute_capability": "9.0"}
+    found["machine_info"]["gpus"] = [gpu]
+    found["suites"]["bench_cuda"] = "The ladder on a GPU."
+    return found
+
+
+SOME = with_gpu(
+    entry("s1_naive", "float32", 1024, 1.5, 600.0),
+    entry("s1_naive", "float32", 2048, 1.25, 625.0),
+    entry("s8_warp_tile", "float32", 1024, 83.0, 30e3),
+    entry("s8_warp_tile", "float32", 2048, 91.0, 45e3),
+    entry("s8_warp_tile", "float32", 4096, 103.0, 49e3),
+    entry("s9_tensor_core", "tf32", 2048, 64.0, 250e3),
+    entry("s9_tensor_core", "bfloat16", 2048, 66.0, 500e3),
+    entry("s9_tensor_core", "bfloat16", 4096, 7.5, 510e3, order="nt", label="transposed"),
+)
+NONE = machine_results(entry("s1_naive", "float32", 1024, 1.5) | {"suite": "bench_x"})
+
+
+def printed(climbed, width=100):
+    stream = io.StringIO()
+    ladder.show(Console(file=stream, width=width, color_system=None), climbed)
+    return stream.getvalue()
+
+
+def row_of(text, rung):
+    return [line for line in text.splitlines() if line.strip().startswith(rung)]
+
+
+def test_what_was_measured_stands_in_its_place():
+    climbed = ladder.of("some", SOME)
+    assert climbed.sizes == [1024, 2048, 4096]
+    assert climbed.common_size == 2048
+    text = printed(climbed)
+    assert text.startswith("The CUDA ladder beside torch.matmul, NVIDIA Made Up")
+    assert row_of(text, "s1_naive")[0].split() == [
+        "s1_naive", "float32", "1.50%", "1.25%", "–", "625", "1.25%",
+    ]  # fmt: skip
+    assert row_of(text, "s8_warp_tile")[0].split()[2:] == ["83.0%", "91.0%", "103%", "49,000", "98.0%"]
+    assert [line.split()[1:5] for line in row_of(text, "s9_tensor_core")] == [
+        ["TF32", "–", "64.0%", "–"],
+        ["bfloat16", "–", "66.0%", "–"],
+    ]
+    assert "quick run of 2025-01-01, commit 1a2b3c4" in text
+
+
+def test_a_rung_that_was_not_measured_says_so_and_has_no_figure():
+    text = printed(ladder.of("some", SOME))
+    for rung in set(RUNGS) - {"s1_naive", "s8_warp_tile", "s9_tensor_core"}:
+        (line,) = row_of(text, rung)
+        assert "not measured" in line
+        assert not re.search(r"\d", line.removeprefix(f" {rung}").replace(rung, ""))
+
+
+@pytest.mark.parametrize("machines", [{}, {"a": NONE}, {"a": NONE, "b": machine_results()}])
+def test_where_nothing_was_measured_every_rung_says_so(machines):
+    climbed = ladder.pick(machines)
+    text = printed(climbed)
+    assert text.startswith("The CUDA ladder beside torch.matmul: not measured\n")
+    assert text.count("not measured") == 1 + len(RUNGS)
+    assert [row.rung for row in climbed.rows] == list(RUNGS)
+    assert not FIGURES.search(text)
+    assert "minidist bench cuda" in text
+    assert ladder.as_json(climbed) == {
+        "machine": None,
+        "rows": [{"rung": rung, "dtype": None, "sizes": {}} for rung in RUNGS],
+    }
+
+
+def test_the_first_machine_with_figures_is_shown():
+    assert ladder.pick({"a": NONE, "b": SOME}).machine == "b"
+    assert ladder.of("a", NONE) is None
+
+
+@pytest.mark.parametrize("width", [40, 60, 80])
+def test_a_narrow_terminal_has_the_leading_columns(width):
+    text = printed(ladder.of("some", SOME), width)
+    table = [line for line in text.splitlines() if "s8_warp_tile" in line]
+    assert max(map(len, table)) <= width
+    assert "float32" in table[0]
+    assert "…" not in text
+
+
+def test_json_has_figures_and_nulls():
+    found = ladder.as_json(ladder.of("some", SOME))
+    json.dumps(found)
+    rows = {(row["rung"], row["dtype"]): row["sizes"] for row in found["rows"]}
+    assert rows["s8_warp_tile", "float32"]["4096"]["percent_of_peer"] == 103.0
+    assert rows["s9_tensor_core", "tf32"]["2048"]["percent_of_gpu_peak"] is None
+    assert rows["s10_hopper", None] == {}
+
+
+def test_a_newer_run_replaces_an_older_one():
+    newer = {**entry("s1_naive", "float32", 1024, 2.0), "run": "2025-02-01T00:00:00+00:00"}
+    found = with_gpu(entry("s1_naive", "float32", 1024, 1.5), newer)
+    found["runs"][newer["run"]] = {**found["runs"][WHEN], "mode": "full"}
+    climbed = ladder.of("some", found)
+    assert climbed.rows[0].percent(1024) == 2.0
+    assert climbed.provenance == "full run of 2025-02-01, commit 1a2b3c4"
+
+
+def test_bars_are_at_the_size_that_most_have():
+    drawn = ladder_plots.bars(ladder.of("some", SOME), "bars")
+    assert "1 naive, float32 1.25%" in drawn.alt
+    assert "8 warp tile, float32 91.0%" in drawn.alt
+    assert "9 tensor core, TF32 64.0%" in drawn.alt
+    assert "10 hopper not measured" in drawn.alt
+    assert "n = 2048" in drawn.caption
+    other = ladder.of("x", with_gpu(*SOME["benchmarks"], entry("s10_hopper", "bfloat16", 1024, 88.0)))
+    assert "10 hopper, bfloat16 88.0%, n = 1024" in ladder_plots.bars(other, "bars").alt
+
+
+def test_the_roofline_has_the_peaks_and_the_rungs_that_were_measured_below_them():
+    drawn = ladder_plots.roofline(ladder.of("some", SOME), "roof")
+    assert "8 warp tile, float32 49,000 of 50,000" in drawn.alt
+    assert "TF32" not in drawn.alt  # whose peak nobody measured
+    for words in ("float32 peak 50,000", "bfloat16 peak 800,000", "4,000 GB/s", "1 naive, float32"):
+        assert words in drawn.svg
+    without = with_gpu(entry("s9_tensor_core", "tf32", 2048, 64.0, 250e3))
+    assert ladder_plots.roofline(ladder.of("x", without), "roof") is None
+
+
+def test_names_beside_the_roofline_keep_apart():
+    rungs = [entry(rung, "float32", 4096, 50.0, 20e3 + i) for i, rung in enumerate(RUNGS)]
+    drawn = ladder_plots.roofline(ladder.of("x", with_gpu(*rungs)), "roof").svg
+    heights = sorted(
+        float(found[1])
+        for found in re.finditer(
+            r'<text [^>]*?y="([\d.]+)"[^>]*>(?:\d+ [a-z1-2 ]+, float32|float32 peak)', drawn
+        )
+    )
+    assert len(heights) == 1 + len(RUNGS)
+    assert min(b - a for a, b in itertools.pairwise(heights)) > 8
+
+
+def test_the_page_of_a_machine_with_a_gpu_begins_with_the_ladder():
+    html = page.page({"gpu": SOME, "other": NONE})
+    assert "not measured" in html  # the rungs between
+    assert "beside torch.matmul: not measured" not in html
+    assert html.index("The CUDA ladder beside torch.matmul, NVIDIA Made Up") < html.index(
+        "CUDA ladder, float32"
+    )
+    for words in ("580.1", "compute capability 9.0", "103%"):
+        assert words in html
+    elements = Elements(html).all
+    ids = [attributes["id"] for _, attributes in elements if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    figures = [attributes for tag, attributes in elements if tag == "svg"]
+    assert all(attributes["role"] == "img" and attributes["aria-label"] for attributes in figures)
+    assert not re.findall(r"#000[01]f\d", html)
+    assert page.page({"gpu": SOME, "other": NONE}) == html
+
+
+def test_a_finding_names_the_best_rung_in_each_arithmetic():
+    (found,) = findings.findings({"other": NONE, "gpu": SOME})
+    assert found.text == (
+        "The CUDA ladder, written in Python, comes to 103% (8 warp tile, float32, n = 4,096), to 66.0% (9 "
+        "tensor core, bfloat16, n = 2,048), to 64.0% (9 tensor core, TF32, n = 2,048) of torch.matmul's "
+        "speed in the same arithmetic."
+    )
+    assert (found.slug, len(found.rests_on)) == ("gpu", 3)
+
+
+def test_the_page_of_machines_without_a_gpu_says_not_measured_once():
+    html = page.page({"a": NONE, "b": NONE})
+    assert html.count("beside torch.matmul: not measured") == 1
+    section = html[html.index('id="cuda-ladder"') :].partition("</section>")[0]
+    assert section.count("<td>not measured</td>") == len(RUNGS)
+    assert not FIGURES.search(section)
+    Elements(html)
+
+
+def test_many_rows_are_drawn_as_shares_not_as_pairs():
+    several = [
+        entry("s8_warp_tile", "float32", 4096, 50.0 + i, order="nt", label=f"row {i}") for i in range(14)
+    ]
+    for i, each in enumerate(several):
+        each["fullname"] += str(i)
+        each["group"] = "transposed"
+    (section,) = report.sections(with_gpu(*several))
+    drawn = plots.plot(section, "x")
+    assert "a line at 100 percent of torch.matmul's speed: row 0 50.0%" in drawn.alt
+    (section,) = report.sections(with_gpu(*several[:3]))
+    assert plots.plot(section, "x").alt.startswith("Bars of times")
+
+
+def test_results_of_a_suite_that_cannot_run_now_stay(monkeypatch):
+    watcher = Watcher(show=False)
+    watcher.left_out["cuda"] = "no GPU"
+    assert benchmarks._left_out(SOME, watcher) == [each["fullname"] for each in SOME["benchmarks"]]
+    assert benchmarks._left_out(NONE, watcher) == benchmarks._left_out(None, watcher) == []
+    watcher.close()
+
+
+def test_rates_over_less_than_a_decade_have_an_axis_too():
+    near = [
+        entry("s8_warp_tile", "float32", size, 90.0, rate, series="8 warp tile")
+        for size, rate in ((1024, 31e3), (2048, 45e3))
+    ]
+    (section,) = report.sections(with_gpu(*near))
+    drawn = plots.plot(section, "x").svg
+    assert len(re.findall(r">(?:30|50),000<", drawn)) >= 1
+    assert results.newest(with_gpu(*near))

@@ -1,0 +1,215 @@
+"""The page: a number leads to its place in the JSON, every kind of result has its chapter and its figure."""
+
+import html as entities
+import json
+import re
+
+import pytest
+
+from minidist.benchmarks.harness import columns, results
+from minidist.benchmarks.report import (
+    chapters,
+    gantt,
+    lesson_plots,
+    page,
+    page_html,
+    page_notes,
+    report,
+    short_form,
+)
+from minidist.benchmarks.report.page_notes import Notes
+from minidist.cli import commands
+from tests.benchmarks.report.test_report import Elements
+from tests.helpers import measured
+
+MACHINES = {
+    "made up": results.rounded(measured.everything()),
+    "other": measured.machine(*measured.ladder(), cpu="Another"),
+}
+
+
+@pytest.fixture(scope="module")
+def html():
+    return page.page(MACHINES)
+
+
+def rows(html):
+    """Of each row that is a result: its machine, its place in the JSON, and its text."""
+    for found in re.finditer(
+        r'<tr id="([\w-]+)-result-(\d+)" data-note="([\w-]+)">(.*?)</tr>', html, flags=re.DOTALL
+    ):
+        slug = {"made-up": "made up"}.get(found[1], found[1])
+        yield slug, int(found[2]), found[3], found[4]
+
+
+def test_every_result_has_a_row_with_its_figures(html):
+    shown = {(slug, index): text for slug, index, _, text in rows(html)}
+    assert set(shown) == {
+        (slug, i) for slug, found in MACHINES.items() for i in range(len(found["benchmarks"]))
+    }
+    for (slug, index), text in shown.items():
+        entry = MACHINES[slug]["benchmarks"][index]
+        for column in columns.shown([entry]):
+            cell = column.cell(entry)
+            if cell and column != columns.PEER:  # which may stand in a heading
+                assert page_html.prose(cell) in text, column.heading
+
+
+def test_every_note_says_how_and_where(html):
+    notes = dict(re.findall(r'<li id="(note-\d+)">(.*?)</li>', html, flags=re.DOTALL))
+    for slug, index, name, _ in rows(html):
+        entry, note = MACHINES[slug]["benchmarks"][index], entities.unescape(notes[name])
+        for words in (
+            f"<code>{slug}.json</code>, <code>benchmarks[{index}]</code>: <code>{entry['fullname']}</code>",
+            f"of {entry['stats']['rounds']} rounds",
+            columns.seconds(entry["stats"]["min"]),
+            f"{MACHINES[slug]['runs'][entry['run']]['mode'].capitalize()} run of 2025-0",
+            f"minidist bench {entry['suite'].removeprefix('bench_')}",
+        ):
+            assert words in note
+    assert "commit 5d6e7f8 with changes" in html
+    assert "In turn with torch DDP" in html
+
+
+def test_numbers_of_findings_lead_to_their_rows(html):
+    opening = html[html.index('id="findings"') : html.index('id="answer"')]
+    assert opening.count("<li>") == 5
+    links = re.findall(r'<a class="figure" href="#([\w-]+)"', opening)
+    assert len(links) >= 5
+    ids = set(re.findall(r' id="([\w-]+)"', html))
+    assert set(links) <= ids
+    assert set(re.findall(r'href="#([\w-]+)"', html)) <= ids
+    assert html.index('id="findings"') < html.index('id="answer"') < html.index('id="made-up"')
+
+
+def test_each_chapter_is_in_the_contents_and_has_its_figures(html):
+    contents = html[html.index("<nav") : html.index("</nav>")]
+    for chapter in chapters.CHAPTERS:
+        assert f'href="#made-up-{chapter.name}"' in contents
+    for name in (
+        "strategies-table-0-ratios", "zero-bars-0", "pipelines-gantt-0", "pipelines-gantt-1",
+        "scaling-strong", "scaling-weak",
+        "collectives-gloo-2", "ladders-cpu-0", "ladders-cpu-1", "lessons-par",
+    ):  # fmt: skip
+        assert f'<figure id="made-up-{name}-figure">' in html
+    assert html.count("<figure") == html.count('class="save"')
+    for machine in ("Made &lt;Up&gt; &amp; Co", "Another"):
+        assert f"<h2>{machine}" in html
+
+
+def test_figures_say_what_they_show(html):
+    said = entities.unescape(" ".join(re.findall(r'aria-label="([^"]*)"', html)))
+    for words in (
+        "ZeRO-1 45.0 MB (parameters 12.0 MB, gradients 12.0 MB, optimizer 12.0 MB, activations 9.00 MB)",
+        "simulated: ranks wait for 20.0% of the step",
+        "measured: ranks wait for 23.1% of the step",
+        "data parallel 1.64 at 4",
+        "tree 125%",
+        "ZeRO-3 1.21 (1.16–1.26) of the time of torch fully_shard",
+        "data parallel, overlap no difference that can be told from the spread (0.93–1.03)",
+        "6 tile 104 of 125",
+    ):
+        assert words in said
+
+
+def test_what_is_undecided_says_so_in_its_row(html):
+    (row,) = [text for slug, index, _, text in rows(html) if (slug, index) == ("made up", 0)]
+    assert '<td class="right undecided" data-value="0.98">0.98 (0.93–1.03) undecided</td>' in row
+
+
+def test_the_page_is_well_formed_and_asks_nothing_of_a_network(html):
+    elements = Elements(html).all
+    ids = [attributes["id"] for _, attributes in elements if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    for tag, attributes in elements:
+        assert tag not in ("img", "iframe", "object", "form")
+        for name in ("src", "href", "xlink:href"):
+            assert attributes.get(name, "#").startswith(("#", "data:"))
+    assert page.page({"other": MACHINES["other"]}) == page.page({"other": MACHINES["other"]})
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("26.5 KB", 26500.0),
+        ("3.14 ms", 0.00314),
+        ("5.68 µs", 5.68e-6),
+        ("0.98 (0.93–1.03) undecided", 0.98),
+        ("12,300", 12300.0),
+        ("±4%", 4.0),
+        ("+3.00 µs", 3e-6),
+        ("64 KiB", 65536.0),
+        ("met, < 10.0 ms", None),
+        ("torch DDP", None),
+        ("–", None),
+        ("", None),
+    ],
+)
+def test_cells_sort_by_what_they_mean(text, value):
+    assert page_html.value(text) == (None if value is None else pytest.approx(value))
+
+
+def test_every_column_says_where_its_figures_stand():
+    assert [column.heading for column in columns.COLUMNS if not page_notes.key(column)] == []
+
+
+def test_a_result_that_is_shown_twice_has_one_note_and_one_id():
+    found = MACHINES["other"]
+    notes, entry = Notes({"other": found}), results.newest(found)[0]
+    assert notes.name("other", entry) == notes.name("other", entry) == "note-1"
+    assert (notes.anchor("other", entry), notes.anchor("other", entry)) == ("other-result-0", "")
+
+
+def test_a_result_is_where_its_figures_or_its_suite_say():
+    found = chapters.by_chapter(report.sections(MACHINES["made up"]))
+    assert {name: sum(len(s.entries) for s in several) for name, several in found.items()} == {
+        "strategies": 4, "pipelines": 2, "scaling": 12, "collectives": 7, "ladders": 3, "lessons": 2,
+        "rest": 1,
+    }  # fmt: skip
+
+
+def test_a_chart_without_a_measurement_is_the_simulation_alone():
+    (entry, _) = measured.pipelines()
+    del entry["extra_info"]["timeline"]["measured"]
+    drawn = gantt.chart(entry, "x")
+    assert "measured" not in drawn.alt
+    assert drawn.svg.count(">rank 1<") == 1
+
+
+def test_lessons_count_their_pars_and_draw_what_differs(html):
+    assert "<p>1 of 2 solutions cost no more than par.</p>" in html
+    assert lesson_plots.bars(measured.lessons()[:1], "x") is None
+    assert "ring" not in lesson_plots.bars(measured.lessons(), "x").alt
+
+
+def test_markdown_is_for_a_readme():
+    text = short_form.markdown(MACHINES)
+    assert text.startswith("## What was found\n\n1. Of 3 training steps")
+    assert "Use ZeRO-1. Plain data parallelism does not fit" in text
+    assert "| ZeRO-1 (byte-small), 2 ranks | 105 ms | ±5% | 13.0 MB | torch ZeroRedundancyOptimizer |" in text
+    tables = [line for line in text.splitlines() if line.startswith("|")]
+    assert all(line.endswith("|") for line in tables)
+    assert "full run of 2025-02-03, commit 5d6e7f8+" in text
+
+
+def test_the_command_writes_markdown_to_stdout_or_to_a_file(capfd, tmp_path):
+    results.save(MACHINES["made up"], tmp_path / "made-up.json")
+    said = []
+    for words in ([], ["--out", str(tmp_path / "part.md")], ["--json"]):
+        with pytest.raises(SystemExit) as ended:
+            commands.main(["report", "--results", str(tmp_path), "--markdown", *words])
+        said.append((ended.value.code, *capfd.readouterr()))
+    (code, text, err), second, third = said
+    assert (code, err) == (0, "")
+    assert text == (tmp_path / "part.md").read_text() == short_form.markdown({"made-up": MACHINES["made up"]})
+    assert second[0] == 0
+    assert not (tmp_path / "report.html").exists()
+    assert (third[0], third[2].count("\n")) == (2, 1)
+    assert "--markdown and --json" in third[2]
+
+
+def test_json_has_findings_with_what_they_rest_on():
+    found = json.loads(json.dumps(short_form.as_json(MACHINES)))
+    assert len(found["findings"]) == 5
+    assert found["findings"][1]["rests_on"][0]["name"] == "bench_strategies.py::test_gpt[ZeRO-3]"
+    assert found["answer"]["answer"] == "ZeRO-1"

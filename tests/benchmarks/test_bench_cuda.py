@@ -1,0 +1,334 @@
+"""The benchmarks of the CUDA ladder, on the emulator and on a GPU whose times are known."""
+
+import dataclasses
+import importlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from minidist.benchmarks.harness import cuda_timing, results
+from minidist.benchmarks.report import ladder
+from tests.benchmarks.harness.test_turns import FakeBenchmark as WithoutStatistics
+from tests.helpers.emulated_gpu import ROOF, EmulatedGpu
+
+TESTS = Path(__file__).parent.parent
+SOON = {
+    "SIZES": (16, 32, 64),
+    "TRANSPOSED_SIZE": 24,
+    "TINY": 8,
+    "MOST_ROUNDS": 5,
+    "FEWEST_ROUNDS": 5,
+    "MOST_CALLS": 2,
+}
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    """The suite, which is not read where there is no GPU, at small sizes and without its ladder."""
+    monkeypatch.setattr(cuda_timing, "unavailable", lambda: None)
+    for name, value in SOON.items():
+        monkeypatch.setattr(cuda_timing, name, value)
+    found = importlib.import_module("minidist.benchmarks.bench_cuda")
+    monkeypatch.setattr(found, "rates", {})
+    return found
+
+
+class FakeBenchmark(WithoutStatistics):
+    """With the median of what was recorded."""
+
+    def pedantic(self, target, *, rounds=1):
+        super().pedantic(target, rounds=rounds)
+        if not self.disabled:
+            self.stats.stats.median = statistics.median(self.stats.stats.data)
+
+
+class KnownGpu(EmulatedGpu):
+    """A GPU whose clock moves only where a product says so."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.clock, self.products = 0.0, 0
+
+    def seconds(self, program, calls=1):
+        start = self.clock
+        for _ in range(calls):
+            program()
+        return (self.clock - start) / calls
+
+
+@dataclasses.dataclass
+class Step:
+    """A rung that multiplies with torch, at a rate of its own, and wrongly from a call on."""
+
+    gpu: KnownGpu
+    rate: float = 1e9  # FLOP/s
+    wrong_from: int = 10**9
+    name: str = "s9_some_idea"
+    number: int = 9
+    dtypes: tuple = ("float32",)
+    tf32: bool = False
+
+    def sums(self, dtype):
+        return dtype if dtype == "float64" else "float32"
+
+    def matmul(self, a, b, out):
+        self.gpu.products += 1
+        torch.mm(a, b, out=out)
+        if self.gpu.products >= self.wrong_from:
+            out[-1, -1] += 1
+        self.gpu.clock += 2 * out.numel() * a.shape[1] / self.rate
+
+
+def torch_takes(monkeypatch, bench, gpu, rate):
+    def multiply(a, b, c):
+        torch.mm(a, b, out=c)
+        gpu.clock += 2 * c.numel() * a.shape[1] / rate
+
+    monkeypatch.setattr(bench, "_torch_matmul", multiply)
+
+
+def test_the_figures_are_those_of_the_clock(bench, monkeypatch):
+    gpu, benchmark = KnownGpu(), FakeBenchmark()
+    torch_takes(monkeypatch, bench, gpu, 4e9)
+    bench.test_rung(benchmark, False, gpu, Step(gpu), "float32", 32)
+    extra = benchmark.extra_info
+    assert benchmark.group == "CUDA ladder, float32"
+    assert benchmark.stats.stats.data == pytest.approx([2 * 32**3 / 1e9] * 5)
+    assert (extra["gflops"], extra["peer_gflops"], extra["ratio"]) == pytest.approx((1.0, 4.0, 4.0))
+    assert extra["percent_of_peer"] == pytest.approx(25.0)
+    assert extra["percent_of_gpu_peak"] == pytest.approx(100 * 1e9 / 50e12)
+    assert (extra["peak_gflops"], extra["peak_gb_per_s"]) == pytest.approx((50e3, 4e3))
+    assert (extra["rung"], extra["dtype"], extra["size"]) == ("s9_some_idea", "float32", 32)
+    assert (extra["label"], extra["series"], extra["peer"]) == (
+        "s9_some_idea, 32",
+        "9 some idea",
+        "torch.matmul",
+    )
+    assert 0 < extra["worst_error"] < 1e-6
+    json.dumps(results.rounded(extra))
+
+
+@pytest.mark.parametrize("kind", ["tf32", "float16", "bfloat16", "float64"])
+def test_each_arithmetic_has_its_group_dtype_and_bound(bench, monkeypatch, kind):
+    gpu, benchmark = KnownGpu(), FakeBenchmark()
+    torch_takes(monkeypatch, bench, gpu, 4e9)
+    seen = set()
+    step = Step(gpu, dtypes=("float16", "bfloat16", "float32", "float64"), tf32=True)
+    multiply = step.matmul
+
+    def matmul(a, b, out):
+        seen.add((str(a.dtype), torch.get_float32_matmul_precision()))
+        multiply(a, b, out)
+
+    step.matmul = matmul
+    bench.test_rung(benchmark, False, gpu, step, kind, 32)
+    dtype = "float32" if kind == "tf32" else kind
+    assert seen == {(f"torch.{dtype}", "high" if kind == "tf32" else "highest")}
+    assert benchmark.group == bench.GROUPS[kind]
+    assert ("percent_of_gpu_peak" in benchmark.extra_info) == (kind in ROOF.flops)
+
+
+def test_a_gpu_without_peaks_has_no_share_of_them(bench, monkeypatch):
+    gpu, benchmark = KnownGpu(roof=None), FakeBenchmark()
+    torch_takes(monkeypatch, bench, gpu, 4e9)
+    bench.test_rung(benchmark, False, gpu, Step(gpu), "float32", 32)
+    assert not [key for key in benchmark.extra_info if "peak" in key]
+
+
+def test_kinds_of_a_rung(bench):
+    step = SimpleNamespace(dtypes=("float16", "bfloat16", "float32"), tf32=True)
+    assert bench.kinds(step) == ["float16", "bfloat16", "tf32"]
+    assert bench._main_kinds(step) == ["tf32", "bfloat16"]
+    step = SimpleNamespace(dtypes=("float32", "float64"), tf32=False)
+    assert bench.kinds(step) == ["float32", "float64"]
+    assert bench._main_kinds(step) == ["float32"]
+
+
+def test_every_rung_is_measured_in_each_of_its_arithmetics(bench):
+    cases = {param.id for param in bench._cases()}
+    for step in bench.LADDER:
+        for kind in bench.kinds(step):
+            if kind != "float64":
+                assert {f"{step.name}-{kind}-{size}" for size in cuda_timing.SIZES} <= cases
+    assert any("float64" in case for case in cases)
+
+
+def test_a_wrong_product_is_never_timed(bench, monkeypatch):
+    gpu, benchmark = KnownGpu(), FakeBenchmark()
+    with pytest.raises(AssertionError, match=r"^rung s9_some_idea, 32 x 32 x 32 in float32, seed=\d+: 1 of"):
+        bench.test_rung(benchmark, False, gpu, Step(gpu, wrong_from=1), "float32", 32)
+    assert gpu.products == 1
+    assert benchmark.extra_info == {}
+
+
+def test_a_product_that_goes_wrong_while_it_is_timed_is_found(bench, monkeypatch):
+    gpu, benchmark = KnownGpu(), FakeBenchmark()
+    torch_takes(monkeypatch, bench, gpu, 4e9)
+    with pytest.raises(AssertionError, match="are wrong"):
+        bench.test_rung(benchmark, False, gpu, Step(gpu, wrong_from=5), "float32", 32)
+    assert gpu.products > 5
+
+
+def test_operands_are_fresh_each_time(bench, monkeypatch):
+    seeds = []
+    gpu = KnownGpu()
+    torch_takes(monkeypatch, bench, gpu, 4e9)
+    operands = bench.Operands
+    monkeypatch.setattr(
+        bench, "Operands", lambda *a, seed, **k: seeds.append(seed) or operands(*a, seed=seed, **k)
+    )
+    for _ in range(2):
+        benchmark = FakeBenchmark(disabled=True)
+        bench.test_rung(benchmark, False, gpu, Step(gpu), "float32", 16)
+    assert len(set(seeds)) == 2
+
+
+def test_a_product_that_would_take_too_long_is_left_out_and_says_so(bench, monkeypatch):
+    gpu = KnownGpu()
+    torch_takes(monkeypatch, bench, gpu, 1e9)
+    slow = Step(gpu, rate=2 * 64**3 / 1.5)  # 1.5 s at 64, and an eighth at 32
+    with pytest.raises(
+        pytest.skip.Exception, match=r"would take about 1.50 s, and in a quick run .* at most"
+    ):
+        bench.test_rung(FakeBenchmark(disabled=True), False, gpu, slow, "float32", 64)
+    assert gpu.products == 2  # at 32, to see how fast it is
+    bench.test_rung(FakeBenchmark(disabled=True), True, gpu, slow, "float32", 64)
+    assert gpu.products < 12
+
+
+def test_what_the_gpu_or_its_memory_refuses_is_left_out_and_says_so(bench):
+    gpu = KnownGpu(refused=("s9_some_idea",))
+    for run in (
+        lambda: bench.test_rung(FakeBenchmark(), False, gpu, Step(gpu), "float32", 16),
+        lambda: bench.test_launch(FakeBenchmark(), False, gpu, Step(gpu)),
+        lambda: bench.test_transposed(FakeBenchmark(), False, gpu, Step(gpu), "float32", "nt"),
+    ):
+        with pytest.raises(pytest.skip.Exception, match="rung s9_some_idea needs another GPU"):
+            run()
+    small = KnownGpu(free=1000)
+    with pytest.raises(pytest.skip.Exception, match="more than is free"):
+        bench.test_rung(FakeBenchmark(), False, small, Step(small), "float32", 16)
+
+
+@pytest.mark.parametrize("order", ["nt", "tn"])
+def test_transposed_operands_are_multiplied_and_labelled(bench, monkeypatch, order):
+    gpu, benchmark = KnownGpu(), FakeBenchmark()
+    torch_takes(monkeypatch, bench, gpu, 4e9)
+    strides = set()
+    step = Step(gpu)
+    multiply = step.matmul
+
+    def matmul(a, b, out):
+        strides.add((a.stride(), b.stride()))
+        multiply(a, b, out)
+
+    step.matmul = matmul
+    bench.test_transposed(benchmark, False, gpu, step, "float32", order)
+    assert strides == {((24, 1), (1, 24)) if order == "nt" else ((1, 24), (24, 1))}
+    assert benchmark.extra_info["label"] == f"s9_some_idea, float32, {order}"
+    assert benchmark.extra_info["order"] == order
+    assert "series" not in benchmark.extra_info
+
+
+def test_launching_is_compared_with_torchs_and_has_a_goal(bench, monkeypatch):
+    gpu, benchmark = KnownGpu(), FakeBenchmark()
+    step = Step(gpu)
+
+    def host_seconds(_, program):
+        before = gpu.products
+        program()
+        return 20e-6 if gpu.products > before else 8e-6
+
+    monkeypatch.setattr(bench.cuda_timing, "host_seconds", host_seconds)
+    bench.test_launch(benchmark, False, gpu, step)
+    extra = benchmark.extra_info
+    assert benchmark.stats.stats.data == pytest.approx([20e-6] * 30)
+    assert extra["beyond_peer"] == pytest.approx(12e-6)
+    assert extra["goal"] == {"of": "beyond_peer", "below": 15e-6}
+    assert extra["label"] == "s9_some_idea, float32, 8"
+
+
+def minidist(program, *words, **variables):
+    env = {**os.environ, "PYTHONPATH": str(TESTS.parent), **variables}
+    return subprocess.run(
+        [sys.executable, *program, "bench", "cuda", *words],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=env,
+    )
+
+
+def test_without_a_gpu_the_command_says_so_and_writes_nothing(tmp_path):
+    out = tmp_path / "out.json"
+    done = minidist(["-m", "minidist"], "--out", str(out), MINIDIST_CUDA_BACKEND="emulator")
+    assert done.returncode == 2
+    assert done.stderr.startswith(
+        "minidist: MINIDIST_CUDA_BACKEND is 'emulator', and this measures a GPU: on"
+    )
+    assert done.stderr.count("\n") == 1
+    assert not out.exists()
+
+
+@pytest.mark.deep
+def test_the_command_on_the_emulator(tmp_path):
+    """From collection to the table, with real rungs; only the clock and the memory are not a GPU's."""
+    out = tmp_path / "out.json"
+    some = "s2_coalesced or (s9_tensor_core and tf32 and not transposed) or s10_hopper"
+    done = minidist([str(TESTS / "helpers/emulated_gpu.py")], "--out", str(out), "-k", some)
+    assert done.returncode == 0, done.stderr
+    found = results.load(out)
+    names = [entry["name"] for entry in found["benchmarks"]]
+    assert names == [
+        "test_rung[s2_coalesced-float32-32]",
+        "test_rung[s2_coalesced-float32-40]",
+        "test_rung[s9_tensor_core-tf32-32]",
+        "test_rung[s9_tensor_core-tf32-40]",
+        "test_transposed[s2_coalesced-float32-nt]",
+        "test_transposed[s2_coalesced-float32-tn]",
+        "test_launch[s2_coalesced]",
+    ]
+    climbed = ladder.of("out", found)
+    assert [row.rung for row in climbed.rows if row.entries] == ["s2_coalesced", "s9_tensor_core"]
+    assert climbed.sizes == [32, 40]
+    assert "rung s10_hopper needs another GPU" in " ".join(done.stdout.split())
+    table = done.stdout[done.stdout.index("The CUDA ladder beside torch.matmul") :]
+    assert "s9_tensor_core      TF32" in table
+    assert "s8_warp_tile        not measured" in table
+    assert found["suites"]["bench_cuda"].startswith("The CUDA ladder on a GPU")
+
+
+BROKEN = """
+from emulated_gpu import EmulatedGpu, install
+from minidist.cli.commands import main
+
+class Broken(EmulatedGpu):
+    def wait(self):
+        super().wait()
+        if self.waits > 3:
+            raise RuntimeError("an illegal memory access\\nmore of it")
+
+install(Broken())
+main()
+"""
+
+
+def test_a_gpu_that_breaks_ends_the_run_and_what_was_measured_is_kept(tmp_path):
+    out = tmp_path / "out.json"
+    done = minidist(["-c", BROKEN], "--out", str(out), "-k", "s2_coalesced and not launch")
+    assert done.returncode == 1
+    # Each waits before it is timed, and when it is over.
+    assert [entry["name"] for entry in results.load(out)["benchmarks"]] == [
+        "test_rung[s2_coalesced-float32-32]"
+    ]
+    said = " ".join((done.stdout + done.stderr).split())
+    assert "test_rung[s2_coalesced-float32-40] left the GPU unusable (an illegal memory access)" in said
+    assert "skipped what comes after" in said
+    assert "leave it out with -k" in said

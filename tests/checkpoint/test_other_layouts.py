@@ -1,0 +1,70 @@
+"""Checkpoints across layouts: saved where matrices, layers and tokens are cut, loaded where they are not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import minidist as md
+from minidist.checkpoint import state_dict
+from tests.checkpoint.test_checkpoint import STOP, check_other_layout, check_same_layout, train_part
+from tests.helpers.contract import ADAMW
+from tests.parallel.test_layouts import case
+
+Clusters = Callable[[int], md.Cluster]
+CASE = replace(case(2, 8), batches=(9, 8, 7, 9), optimizer=ADAMW)
+PARSE = md.Layout.parse
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("tp=2,pp=2,micro_batches=2", "dp=4,zero=2"),
+        ("dp=4,zero=2", "tp=2,pp=2,micro_batches=2"),
+        ("dp=2,tp=2,zero=1", "pp=2,micro_batches=2"),
+        ("dp=2,pp=2,zero=1", "tp=2,sequence_parallel=true"),
+        ("tp=2,cp=2,zero=3", "dp=1"),
+        ("dp=1", "dp=2,pp=2,zero=1"),
+    ],
+)
+def test_another_layout_goes_on(cluster_of: Clusters, tmp_path: Path, before: str, after: str) -> None:
+    check_other_layout(cluster_of, tmp_path, CASE, PARSE(before), PARSE(after))
+
+
+@pytest.mark.parametrize("layout", ["dp=2,tp=2,zero=1", "dp=2,pp=2", "tp=2,cp=2,zero=3"])
+def test_the_same_layout_goes_on_bit_for_bit(cluster_of: Clusters, tmp_path: Path, layout: str) -> None:
+    check_same_layout(cluster_of, tmp_path, CASE, PARSE(layout))
+
+
+def test_a_checkpoint_looks_as_if_one_process_had_saved_it(cluster_of: Clusters, tmp_path: Path) -> None:
+    found = []
+    for text in ("dp=1", "tp=2,pp=2", "dp=2,pp=2,zero=1"):
+        path, layout = tmp_path / text / f"step-{STOP:08d}", PARSE(text)
+        cluster_of(layout.ranks).run(train_part, CASE, layout, path, False, STOP)
+        found.append(state_dict(path))
+    whole, *others = found
+    for other in others:
+        assert [*other] == [*whole]
+        for name, value in whole.items():
+            torch.testing.assert_close(other[name], value, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("layout", ["tp=2,pp=2", "dp=2,tp=2,zero=3", "pp=4,zero=1"])
+def test_an_export_has_the_whole_model(cluster_of: Clusters, tmp_path: Path, layout: str) -> None:
+    path = tmp_path / "model.pt"
+
+    def export() -> dict[str, Tensor]:
+        engine = md.prepare(CASE.model(md.rank()), CASE.optimizer, PARSE(layout))
+        md.export(engine, path)
+        return engine.full_state_dict()
+
+    expected = CASE.model(0).state_dict()
+    for weights in [*cluster_of(4).run(export), torch.load(path, weights_only=True)]:
+        assert [*weights] == [*expected]
+        for name, value in expected.items():
+            assert torch.equal(weights[name], value), name

@@ -1,0 +1,171 @@
+"""The doctor: on this machine, on machines that lack one thing, and where what it asks hangs or breaks."""
+
+import io
+import json
+import re
+import time
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from minidist.cli import commands, doctor
+
+CPU_TORCH = {"version": "2.8.0+cpu", "cuda": None, "threads": 2, "gloo": True, "nccl": False, "devices": []}
+GPU = [{"name": "NVIDIA H200", "driver": "580.65", "memory_bytes": 2**37, "compute_capability": "9.0"}]
+
+
+@pytest.fixture(scope="module")
+def parts():
+    return doctor.examine()
+
+
+def test_this_machine_can_run_the_tests(parts):
+    found = {part.name: part for part in parts}
+    assert found["torch"].ok
+    assert found["gloo"].ok
+    assert found["scikit-learn"].ok
+    assert not [part.name for part in parts if part.required and not part.ok]
+
+
+def test_every_missing_part_has_a_cost_and_a_remedy(parts):
+    nothing = [
+        doctor.blas,
+        doctor.cores,
+        doctor.memory,
+        doctor.shared_memory,
+        doctor.compiler_cache,
+    ]
+    error = {"error": "ModuleNotFoundError: No module named 'it'"}
+    lacking = [
+        *parts,
+        *(examine() for examine in nothing),
+        doctor.torch(error),
+        doctor.gloo(error),
+        doctor.gpu(None, error),
+        doctor.gpu(GPU, error),
+        doctor.gpu(GPU, CPU_TORCH),
+        doctor.nccl(GPU, CPU_TORCH),
+        doctor.numba_cuda(error),
+        doctor.library("nvvm", error),
+        doctor.library("nvJitLink", error),
+        doctor.ladder(error),
+        doctor.extra("a-package-that-nobody-has", "bench", "its work"),
+    ]
+    missing = [part for part in lacking if not part.ok]
+    assert len(missing) >= 9
+    for part in missing:
+        assert part.cost, part.name
+        assert part.remedy, part.name
+        assert part.found, part.name
+
+
+def test_names_are_unique(parts):
+    assert len({part.name for part in parts}) == len(parts)
+
+
+def test_a_gpu_that_torch_cannot_use_is_told_apart():
+    assert doctor.gpu(GPU, {**CPU_TORCH, "cuda": "13.0", "devices": ["NVIDIA H200"]}).ok
+    cpu_build = doctor.gpu(GPU, CPU_TORCH)
+    assert not cpu_build.ok
+    assert "CPU-only build" in cpu_build.found
+    assert "CUDA 13.0" in doctor.gpu(GPU, {**CPU_TORCH, "cuda": "13.0"}).found
+
+
+def test_where_the_cuda_ladder_runs_is_told(parts):
+    here = {part.name: part for part in parts}["CUDA ladder"]
+    assert here.ok, here
+    assert re.search("emulator|simulator|driver for CUDA", here.found)
+    on_gpu = doctor.ladder({"backend": "gpu", "toolkit": 13, "gpu": "NVIDIA H200", "driver": "13.0"})
+    assert on_gpu.ok
+    assert on_gpu.found == "on NVIDIA H200; driver for CUDA 13.0, toolkit 13"
+    assert "emulator" in doctor.ladder({"backend": "emulator", "toolkit": 13}).found
+    assert "simulator" in doctor.ladder({"backend": "simulator", "toolkit": 13}).found
+
+
+def test_a_driver_that_does_not_fit_is_told_with_its_remedy(monkeypatch):
+    monkeypatch.setenv("MINIDIST_CUDA_BACKEND", "wrong")
+    found = doctor.ladder(doctor.probe()["ladder"])
+    assert not found.ok
+    assert found.found.startswith("MINIDIST_CUDA_BACKEND is 'wrong'")
+    assert found.remedy == "set it to gpu, emulator, simulator, or unset it"
+
+
+def test_libraries_have_versions(monkeypatch):
+    versions = {"nvidia-nvjitlink": "13.5", "nvidia-cuda-nvrtc": "13.4"}
+    monkeypatch.setattr(doctor.machine, "version", versions.get)
+    assert doctor.library("nvJitLink", "site-packages").found == "13.5, from site-packages"
+    assert doctor.library("nvrtc", "site-packages").found == "13.4, from site-packages"
+    assert doctor.library("nvvm", "conda").found == "from conda"
+
+
+def test_nccl_is_missed_only_where_there_is_a_gpu():
+    assert doctor.nccl(None, CPU_TORCH).ok
+    assert not doctor.nccl(GPU, CPU_TORCH).ok
+    assert doctor.nccl(GPU, {**CPU_TORCH, "nccl": True}).ok
+
+
+def test_one_core_is_told(monkeypatch):
+    monkeypatch.setattr(doctor, "available_cores", lambda: 1)
+    assert not doctor.cores().ok
+
+
+def test_a_small_shared_memory_is_told(monkeypatch):
+    for size, ok in ((64 * 2**20, False), (2 * 2**30, True)):
+        monkeypatch.setattr(
+            doctor.os, "statvfs", lambda _, size=size: SimpleNamespace(f_frsize=4096, f_blocks=size // 4096)
+        )
+        assert doctor.shared_memory().ok is ok
+    assert doctor.shared_memory("/no/such/folder").found
+
+
+def test_a_cache_that_cannot_be_written_is_told(monkeypatch, tmp_path):
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "new" / "folder"))
+    assert doctor.compiler_cache().ok
+    assert not (tmp_path / "new").exists()  # only looked at
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "file" / "folder"))
+    found = doctor.compiler_cache()
+    assert not found.ok
+    assert "NUMBA_CACHE_DIR" in found.remedy
+
+
+def test_a_probe_that_hangs_is_stopped():
+    started = time.monotonic()
+    found = doctor.probe("import time; time.sleep(60)", timeout=0.5)
+    assert time.monotonic() - started < 10
+    assert "no answer" in found["torch"]["error"]
+
+
+@pytest.mark.parametrize(
+    ("program", "error"),
+    [
+        ("raise ImportError('libgone.so: cannot open')", "ImportError: libgone.so: cannot open"),
+        ("import os; os.abort()", "exit code -6"),
+        ("print('no json')", "exit code 0"),
+        ("pass", "exit code 0"),
+    ],
+)
+def test_a_probe_that_breaks_says_why(program, error):
+    found = doctor.probe(program)
+    assert error in found["torch"]["error"]
+    assert not doctor.torch(found["torch"]).ok
+    assert not doctor.library("nvvm", found["nvvm"]).ok
+
+
+def test_shown_with_remedies():
+    stream = io.StringIO()
+    parts = [doctor.Part("a", True, "here"), doctor.Part("b", False, "gone", "its work", "pip install b")]
+    doctor.show(Console(file=stream, width=80), parts)
+    assert "pip install b" in stream.getvalue()
+    assert "its work" in stream.getvalue()
+
+
+@pytest.mark.parametrize(("required", "code"), [(True, 1), (False, 0)])
+def test_command_fails_only_where_a_required_part_is_missing(monkeypatch, capsys, required, code):
+    part = doctor.Part("it", False, "gone", "all of it", "pip install it", required=required)
+    monkeypatch.setattr(doctor, "examine", lambda: [part])
+    with pytest.raises(SystemExit) as ended:
+        commands.main(["doctor", "--json"])
+    assert ended.value.code == code
+    assert json.loads(capsys.readouterr().out)["parts"][0]["remedy"] == "pip install it"

@@ -1,0 +1,130 @@
+"""`minidist lessons`: the table of progress, and JupyterLab in the folder, which ends with Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from minidist.cli import commands
+from minidist.cli import lessons as folder_of
+
+LESSON = """# %% [markdown]
+# # 3. Small things
+# %% tags=["exercise"]
+def first(x): ...
+# %%
+first = or_solution(first)
+# %%
+second = or_solution(second)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of one lesson, of whose two exercises one has passed."""
+    (tmp_path / "checks").mkdir()
+    (tmp_path / "checks" / "exercises.py").touch()
+    (tmp_path / "03_small_things.py").write_text(LESSON)
+    (tmp_path / "costs.json").write_text('{"03_small_things": {"seconds": 90, "peak_megabytes": 400}}')
+    progress = {"version": 1, "passed": {"small_things": {"first": "2026-01-01", "gone": "2026-01-01"}}}
+    (tmp_path / ".progress.json").write_text(json.dumps(progress))
+    monkeypatch.delenv("MINIDIST_LESSONS_PROGRESS", raising=False)
+    monkeypatch.setattr(folder_of, "folder", lambda: tmp_path)
+    return tmp_path
+
+
+def run(capfd: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as left:
+        commands.main(["lessons", *words])
+    return left.value.code, *capfd.readouterr()
+
+
+@pytest.mark.usefixtures("folder")
+def test_the_table_shows_what_has_passed(capfd: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capfd, "--progress")
+    assert (code, err) == (0, "")
+    (line,) = [line for line in out.splitlines() if "Small things" in line]
+    assert line.split() == ["03", "Small", "things", "1", "of", "2", "1.5", "min"]
+
+
+def test_json_has_the_same(capfd: pytest.CaptureFixture[str], folder: Path) -> None:
+    code, out, _ = run(capfd, "--json")
+    (lesson,) = json.loads(out)["lessons"]
+    assert code == 0
+    assert lesson == {
+        "number": 3,
+        "title": "Small things",
+        "exercises": ["first", "second"],
+        "passed": ["first"],
+        "seconds": 90,
+    }
+
+
+def test_without_progress_or_with_a_damaged_file_nothing_has_passed(folder: Path) -> None:
+    (folder / ".progress.json").write_text("{")
+    assert folder_of.lessons(folder)[0].passed == ()
+    (folder / ".progress.json").unlink()
+    assert folder_of.lessons(folder)[0].passed == ()
+
+
+@pytest.mark.usefixtures("folder")
+def test_where_jupyterlab_is_missing_it_says_how_to_get_it(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folder_of.importlib.util, "find_spec", lambda name: None)
+    code, _, err = run(capfd)
+    assert (code, err) == (
+        2,
+        "minidist: minidist lessons needs jupyterlab: pip install 'minidist[lessons]'\n",
+    )
+
+
+def test_where_the_folder_is_missing_it_says_where_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(folder_of, "__file__", str(tmp_path / "minidist" / "lessons.py"))
+    with pytest.raises(ValueError, match="the lessons are notebooks of minidist's repository"):
+        folder_of.folder()
+
+
+def test_ctrl_c_ends_jupyterlab(tmp_path: Path) -> None:
+    """A server stands in for it: like JupyterLab with -y, it ends at Ctrl-C, in its own time."""
+    stand_in = tmp_path / "jupyterlab"
+    stand_in.mkdir()
+    (stand_in / "__init__.py").touch()
+    (stand_in / "__main__.py").write_text(
+        "import os, sys, time\n"
+        "print('serves', os.path.basename(os.getcwd()), sys.argv[1:], flush=True)\n"
+        "try:\n    time.sleep(60)\n"
+        "except KeyboardInterrupt:\n    time.sleep(0.3)\n    print('saved', flush=True)\n"
+    )
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    running = subprocess.Popen(
+        [sys.executable, "-m", "minidist", "lessons"],
+        env=os.environ | {"PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert running.stdout is not None
+    try:
+        while "serves" not in (line := running.stdout.readline()):
+            assert line, "it ended"
+        assert line == "serves lessons ['-y']\n"
+        time.sleep(0.2)
+        os.killpg(running.pid, signal.SIGINT)  # as a terminal does
+        out, err = running.communicate(timeout=30)
+    finally:
+        if running.poll() is None:
+            os.killpg(running.pid, signal.SIGKILL)
+            running.wait()
+    assert (out, err, running.returncode) == ("saved\n", "minidist: stopped\n", 130)

@@ -1,0 +1,473 @@
+"""The command: help in no time, errors in one line, exit codes, and the four commands doing their work."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+import minidist as md
+from minidist.benchmarks.harness import results
+from minidist.cli import commands
+from minidist.comm.errors import RankError
+
+COMMAND = [sys.executable, "-c", "from minidist.cli.commands import main; main()"]
+
+
+def run(capfd, *words):
+    """What `minidist WORDS` exits with and prints."""
+    with pytest.raises(SystemExit) as ended:
+        commands.main(words)
+    out, err = capfd.readouterr()
+    return ended.value.code, out, err
+
+
+def one_line(err):
+    assert err.startswith("minidist: ")
+    assert err.count("\n") == 1
+    return err
+
+
+def test_help_imports_nothing_heavy():
+    program = (
+        "import sys\nfrom minidist.cli import main\ntry:\n    main(['--help'])\nexcept SystemExit as end:\n"
+        "    heavy = {'torch', 'numpy', 'numba', 'matplotlib', 'pytest', 'sklearn'} & set(sys.modules)\n"
+        "    sys.exit(end.code or sorted(heavy) or 0)"
+    )
+    started = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    seconds = time.perf_counter() - started
+    assert done.returncode == 0, done.stderr
+    assert all(
+        name in done.stdout for name in ("train", "compare", "bench", "report", "plan", "lessons", "doctor")
+    )
+    assert seconds < 2.0  # 0.2 on an idle machine
+
+
+@pytest.mark.parametrize("command", ["train", "compare", "bench", "report", "plan", "lessons", "doctor"])
+def test_help_of_a_command_has_an_example(capfd, command):
+    code, out, _ = run(capfd, command, "--help")
+    assert code == 0
+    assert f"minidist {command}" in out.partition("Example:")[2]
+    assert "--json" in out
+
+
+def test_no_words_are_a_call_for_help(capfd):
+    code, out, _ = run(capfd)
+    assert code == 0
+    assert "Usage" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["trian"], "'train'"),
+        (["train", "--stpes", "3"], "--steps"),
+        (["train", "--steps", "many"], "--steps"),
+        (["train", "--ranks", "0"], "--ranks"),
+        (["train", "--data", "digit"], "'digits'"),
+        (["train", "--data", "bytes", "--model", "byte-tinny"], "'byte-tiny'"),
+        (["train", "--optimizer", "adamv"], "'adamw'"),
+        (["train", "--dtype", "float23"], "'float32'"),
+        (["train", "--layout", "dq=2"], "'dp'"),
+        (["train", "--ranks", "2", "--layout", "dp=4"], "needs 4 ranks and --ranks is 2"),
+        (["train", "--ranks", "100"], "100 data-parallel ranks"),
+        (["train", "--layout", "pp=2,zero=2"], "zero=2 with pp=2 in the layout would send gradients once"),
+        (["train", "--layout", "tp=2,cp=0"], "cp is 0; give at least 1"),
+        (["bench", "lunch"], "'launch'"),
+        (["report", "--results", "/no/such/folder"], "minidist bench"),
+        (["doctor", "--jsn"], "--json"),
+    ],
+)
+def test_bad_input_is_one_line_that_helps(capfd, words, told):
+    code, out, err = run(capfd, *words)
+    assert code == 2
+    assert told in one_line(err)
+    assert out == ""
+
+
+def fail(monkeypatch, error):
+    import minidist.cli.train
+
+    def failing(*_, **__):
+        raise error
+
+    monkeypatch.setattr(minidist.cli.train, "run", failing)
+
+
+def test_a_rank_that_fails_is_one_line_and_with_debug_its_traceback(capfd, monkeypatch):
+    fail(
+        monkeypatch,
+        RankError("rank 1 failed:\nValueError: no", rank=1, traceback="Traceback of rank 1\n  line 7"),
+    )
+    code, _, err = run(capfd, "train")
+    assert code == 1
+    assert one_line(err) == "minidist: rank 1 failed: ValueError: no\n"
+    code, _, err = run(capfd, "train", "--debug")
+    assert code == 1
+    assert "Traceback of rank 1\n  line 7" in err
+    assert "minidist: rank 1 failed" in err
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "told"),
+    [
+        (KeyboardInterrupt(), 130, "stopped"),
+        (ModuleNotFoundError("pip install it"), 2, "pip install it"),
+        (PermissionError(13, "Permission denied", "some/file"), 1, "some/file: Permission denied"),
+        (ZeroDivisionError("by zero"), 1, "ZeroDivisionError: by zero (--debug shows where)"),
+    ],
+)
+def test_what_goes_wrong_underway(capfd, monkeypatch, error, code, told):
+    fail(monkeypatch, error)
+    found, _, err = run(capfd, "train")
+    assert found == code
+    assert told in one_line(err)
+
+
+def test_train_prints_json_and_nothing_else(capfd):
+    words = ("train", "--ranks", "2", "--steps", "12", "--batch", "60", "--rung", "s2_vectors", "--json")
+    code, out, err = run(capfd, *words)
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    assert len(found["losses"]) == 12
+    assert found["losses"][-1] < found["losses"][0]
+    assert found["config"]["layout"]["dp"] == 2
+    assert found["config"]["rung"] == "s2_vectors"
+    assert found["bytes_sent"] > 0
+
+
+def test_train_says_what_it_learned(capfd):
+    code, out, _ = run(capfd, "train", "--steps", "3")
+    assert code == 0
+    assert re.search(r"mlp on digits, 9,610 parameters.*3 steps", out)
+    assert "accuracy" in out
+
+
+@pytest.mark.parametrize(
+    ("before", "told"),
+    [
+        (0, "3 steps in 2.0 s, 5 rows/s\n"),
+        (2, "1 steps in 2.0 s, 5 rows/s, from step 2 on, where the run in some/folder was saved\n"),
+        (3, "the run in some/folder has 3 steps already, and nothing was left to do\n"),
+    ],
+)
+def test_train_says_where_it_went_on(capfd, monkeypatch, before, told):
+    import minidist.cli.train
+
+    result = minidist.cli.train.TrainResult([1.0, 0.5, 0.25], 0.3, 0.9, 10, 2.0, 5.0, 0, resumed_at=before)
+    monkeypatch.setattr(minidist.cli.train, "run", lambda *_, **__: result)
+    words = ("train", "--steps", "3", "--save", "some/folder")
+    assert run(capfd, *words)[:2] == (
+        0,
+        f"mlp on digits, 10 parameters, layout {md.Layout()}: {told}"  # not broken in a pipe
+        "loss 1.0000 -> 0.2500; held out: loss 0.3000, accuracy 90.0%; sent by a rank: 0 bytes\n",
+    )
+    assert json.loads(run(capfd, *words, "--json")[1])["resumed_at"] == before
+
+
+def test_a_training_that_diverges_fails(capfd):
+    code, out, err = run(capfd, "train", "--steps", "5", "--lr", "1e30", "--json")
+    assert code == 1
+    assert "the training diverged" in one_line(err)
+    assert json.loads(out)["losses"][-1] is None  # JSON has no NaN
+
+
+def test_a_batch_larger_than_the_data_is_refused(capfd):
+    code, _, err = run(capfd, "train", "--batch", "1438")
+    assert code == 1
+    assert "batch is 1438, and digits has 1437 rows" in one_line(err)
+
+
+def test_under_torchrun_rank_0_speaks_for_all(capfd, monkeypatch, tmp_path):
+    from minidist.cli import traced_step, train
+
+    monkeypatch.setenv("RANK", "1")
+    code, out, _ = run(capfd, "train", "--steps", "1")  # a variable that was left in a shell
+    assert (code, bool(out)) == (0, True)
+    out_file = tmp_path / "trace.json"
+    traced = ("trace", "--layout", "dp=1", "--steps", "1", "--out", str(out_file))
+    assert run(capfd, *traced)[0] == 0
+    assert out_file.exists()
+
+    found = train.run(train.TrainConfig(steps=1))
+    monkeypatch.setattr(train, "run", lambda *given, **options: found)
+    monkeypatch.setattr(traced_step, "trace_layout", lambda *given, **options: None)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "7")
+    assert run(capfd, "train", "--steps", "1")[:2] == (0, "")
+    assert run(capfd, *traced)[:2] == (0, "")
+
+
+def test_ctrl_c_ends_a_training_with_one_line():
+    process = subprocess.Popen(
+        [*COMMAND, "train", "--data", "bytes", "--steps", "1000000"], stderr=subprocess.PIPE, text=True
+    )
+    time.sleep(3.0)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert one_line(err) == "minidist: stopped\n"
+
+
+FAKE_SUITE = '''"""A suite of the tests.
+
+More about it.
+"""
+
+import pytest
+from minidist.benchmarks.harness.turns import compared, turns
+
+def test_good(benchmark):
+    benchmark.group = "things"
+    benchmark.pedantic(sum, args=([1, 2],), rounds=3)
+    benchmark.extra_info["label"] = "a good one"
+
+@compared("things")
+def test_turns(benchmark):
+    passed = [0.0]  # seconds, of a clock that no other process can slow down
+    ours, peer = (lambda: passed.append(passed[-1] + 2e-3)), (lambda: passed.append(passed[-1] + 1e-3))
+    turns(benchmark, ours, peer, peer_name="half of it", rounds=5, clock=lambda: passed[-1])
+
+def test_bad(benchmark):
+    benchmark(lambda: None)
+    assert 1 == 2, "planted"
+
+@pytest.mark.skipif(True, reason="not on this machine")
+def test_left_out(benchmark):
+    benchmark(lambda: None)
+
+def test_helper_without_the_fixture():
+    pass
+'''
+# Suites from another folder, in a process of its own: pytest does not run inside pytest.
+BENCH = [
+    sys.executable,
+    "-c",
+    "import sys, pathlib\nfrom minidist.benchmarks.harness import run\nrun.HERE = pathlib.Path(sys.argv.pop(1))\n"
+    "from minidist.cli.commands import main\nmain()",
+]
+
+
+def bench(folder, *words, **variables):
+    command = [*BENCH, str(folder), "bench", "--out", str(folder / "out.json"), *words]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env={**os.environ, **variables}, cwd=folder
+    )
+
+
+@pytest.fixture
+def suite(tmp_path):
+    (tmp_path / "bench_fake.py").write_text(FAKE_SUITE)
+    # A project's own settings and plugins are not meant for benchmarks.
+    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --benchmark-disable\nfilterwarnings = error\n")
+    return tmp_path
+
+
+def test_bench_keeps_what_it_measured(suite):
+    done = bench(suite, PYTEST_ADDOPTS="--benchmark-skip --no-such-option")
+    assert done.returncode == 1
+    assert "1 failed: test_bad: AssertionError: planted" in done.stderr
+    assert "skipped test_left_out: not on this machine" in done.stdout
+    assert "a good one" in done.stderr
+    assert "half of it" in done.stderr
+    assert done.stderr.count("bad") == 2  # that it failed, there and at the end, but no time
+    found = results.load(suite / "out.json")
+    assert [entry["name"] for entry in found["benchmarks"]] == ["test_good", "test_turns"]
+    assert found["suites"] == {"bench_fake": "A suite of the tests."}
+    good, turned = found["benchmarks"]
+    assert (good["group"], good["extra_info"], good["stats"]["rounds"]) == (
+        "things",
+        {"label": "a good one"},
+        3,
+    )
+    assert "data" not in good["stats"]
+    assert turned["extra_info"]["ratio"] == pytest.approx(2.0)
+    assert sorted(path.name for path in suite.iterdir() if path.name != "__pycache__") == [
+        "bench_fake.py",
+        "out.json",
+        "pytest.ini",
+    ]
+
+
+def test_bench_prints_json_and_nothing_else(suite):
+    done = bench(suite, "-k", "good", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["measured"], found["failed"]) == (1, [])
+    assert found["results"]["benchmarks"][0]["name"] == "test_good"
+
+
+def test_bench_merges_a_second_run(suite):
+    assert bench(suite, "-k", "good").returncode == 0
+    first = results.load(suite / "out.json")["benchmarks"][0]["run"]
+    time.sleep(1.1)  # runs are named by the second
+    assert bench(suite, "fake", "-k", "turns").returncode == 0
+    found = results.load(suite / "out.json")
+    assert [entry["name"] for entry in found["benchmarks"]] == ["test_good", "test_turns"]
+    assert len(found["runs"]) == 2
+    assert found["benchmarks"][0]["run"] == first
+
+
+def test_bench_beside_an_earlier_file_says_what_got_slower(capfd, monkeypatch, tmp_path):
+    from minidist.benchmarks.harness import compare_runs
+    from minidist.benchmarks.harness import run as bench_run
+
+    earlier = tmp_path / "earlier.json"
+    changes = [compare_runs.Change("x", "overlap", "Forms", "slower", "ratio to torch DDP", 0.95, 1.4)]
+    asked = {}
+
+    def fake(names, *, compare, **options):
+        asked["compare"] = compare
+        return bench_run.Outcome(
+            tmp_path / "out.json", {}, 1, 2.0, compared=compare_runs.Comparison(tuple(changes), True)
+        )
+
+    monkeypatch.setattr(bench_run, "run", fake)
+    code, out, err = run(capfd, "bench", "--compare", str(earlier))
+    assert (code, asked["compare"]) == (1, earlier)
+    assert "overlap (Forms): slower, ratio to torch DDP 0.95 -> 1.40\n" in out
+    assert one_line(err).startswith("minidist: 1 slower than in ")
+    code, out, _ = run(capfd, "bench", "--compare", str(earlier), "--json")
+    assert (code, json.loads(out)["compared"]["slower"]) == (1, 1)
+    changes[:] = [compare_runs.Change("x", "overlap", "Forms", "faster", "time", 2.0, 1.0)]
+    code, out, err = run(capfd, "bench", "--compare", str(earlier))
+    assert (code, err) == (0, "")
+    assert "overlap (Forms): faster, time 2.00 s -> 1.00 s" in out
+
+
+def test_bench_beside_a_file_that_is_none_says_so_before_it_measures(capfd, tmp_path):
+    code, out, err = run(
+        capfd, "bench", "launch", "--out", str(tmp_path / "o.json"), "--compare", str(tmp_path / "no.json")
+    )
+    assert code == 2
+    assert "no.json can't be read" in one_line(err)
+    assert out == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "told"), [(["-k", "zzz"], "no benchmark matches -k 'zzz'"), (["-k", "(("], "-k '(('")]
+)
+def test_bench_of_nothing_says_so_and_writes_nothing(suite, words, told):
+    done = bench(suite, *words)
+    assert done.returncode == 2
+    assert told in one_line(done.stderr)
+    assert not (suite / "out.json").exists()
+
+
+def test_bench_in_a_terminal_says_what_was_wrong(suite):
+    """Its bar is gone by then, and has left stderr as it was."""
+    ours, terminal = os.openpty()
+    process = subprocess.Popen(
+        [*BENCH, str(suite), "bench", "-k", "zzz"],
+        stderr=terminal,
+        cwd=suite,
+        env={**os.environ, "TERM": "xterm"},
+    )
+    os.close(terminal)
+    told = b""
+    with contextlib.suppress(OSError):  # the end of a terminal
+        while read := os.read(ours, 4096):
+            told += read
+    os.close(ours)
+    assert process.wait(60) == 2
+    assert b"no benchmark matches -k 'zzz'" in told
+
+
+def test_bench_that_sigterm_stops_leaves_nothing_behind(suite):
+    (suite / "bench_fake.py").write_text(
+        "import time\ndef test_slow(benchmark):\n    open('began', 'w').close()\n    time.sleep(60)\n"
+    )
+    scratch = suite / "scratch"
+    scratch.mkdir()
+    process = subprocess.Popen(
+        [*BENCH, str(suite), "bench", "--out", str(suite / "out.json")],
+        stderr=subprocess.PIPE,
+        cwd=suite,
+        env={**os.environ, "TMPDIR": str(scratch)},
+        text=True,
+    )
+    deadline = time.monotonic() + 60
+    while not (suite / "began").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert any(scratch.iterdir())
+    process.terminate()
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert "minidist: stopped by SIGTERM" in err
+    assert not any(scratch.iterdir())
+    assert not (suite / "out.json").exists()
+
+
+def test_bench_that_cannot_be_read_says_why(suite):
+    (suite / "bench_fake.py").write_text("import a_module_that_nobody_has\n")
+    done = bench(suite)
+    assert done.returncode == 2
+    assert "a_module_that_nobody_has" in one_line(done.stderr)
+
+
+def test_bench_where_pytest_itself_fails_says_so(suite):
+    (suite / "conftest.py").write_text("def pytest_collection_modifyitems():\n    raise OSError('planted')\n")
+    done = bench(suite)
+    assert done.returncode == 1
+    assert "planted" in one_line(done.stderr)
+
+
+def test_bench_leaves_out_a_suite_that_cannot_run_here_and_says_why(suite):
+    left_out = "import pytest\npytest.skip('there is no GPU: it needs one', allow_module_level=True)\n"
+    (suite / "bench_other.py").write_text(left_out)
+    done = bench(suite, "other")
+    assert done.returncode == 2
+    assert one_line(done.stderr) == "minidist: there is no GPU: it needs one\n"
+    assert not (suite / "out.json").exists()
+    done = bench(suite, "fake", "-k", "left_out")
+    assert re.search(r"^0 benchmarks in \d+ s, so nothing is kept\.$", done.stdout, re.MULTILINE)
+    assert not (suite / "out.json").exists()
+    done = bench(suite, "-k", "good")
+    assert done.returncode == 0
+    assert "skipped other: there is no GPU: it needs one" in done.stdout
+    assert json.loads((suite / "out.json").read_text())["benchmarks"][0]["name"] == "test_good"
+
+
+def test_bench_reads_old_results_before_it_spends_minutes(suite):
+    (suite / "out.json").write_text("not json")
+    done = bench(suite)
+    assert done.returncode == 2
+    assert "out.json is not JSON" in one_line(done.stderr)
+
+
+def test_a_missing_extra_names_the_command(capfd, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    code, _, err = run(capfd, "bench")
+    assert code == 2
+    assert (
+        one_line(err)
+        == "minidist: minidist bench needs pytest and pytest-benchmark: pip install 'minidist[bench]'\n"
+    )
+
+
+def test_report_shows_and_writes_a_page(capfd, suite, monkeypatch):
+    assert bench(suite, "-k", "good or turns").returncode == 0
+    monkeypatch.chdir(suite)
+    code, out, err = run(capfd, "report", "--results", ".")
+    assert (code, err) == (0, "")
+    assert "a good one" in out
+    assert "This machine has no results yet" in out  # they are not under its name
+    assert "The CUDA ladder beside torch.matmul: not measured" in out
+    html = (suite / "report.html").read_text()
+    assert "half of it" in html
+    assert "<td>not measured</td>" in html
+
+
+def test_report_prints_json_and_nothing_else(capfd, suite):
+    assert bench(suite, "-k", "good").returncode == 0
+    code, out, err = run(capfd, "report", "--results", str(suite), "--json")
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    assert found["machines"]["out"]["sections"][0]["title"] == "things"
+    assert (found["cuda_ladder"]["machine"], len(found["cuda_ladder"]["rows"])) == (None, 10)
+    assert not (suite / "report.html").exists()

@@ -1,0 +1,131 @@
+"""Training from a description: it learns, it is the same on any number of ranks, and it checks its input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import minidist as md
+from minidist import comm
+from minidist.cli import train
+from minidist.cli.train import TrainConfig, TrainResult
+
+Clusters = Callable[[int], md.Cluster]
+
+
+def train_briefly(config: TrainConfig) -> TrainResult:
+    """With 23 held-out rows, which fill no whole number of batches, nor of ranks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "TEST_ROWS", 23)
+        return train.train(config)
+
+
+def test_the_digits_are_learned(cluster_of: Clusters) -> None:
+    (result,) = cluster_of(1).run(train.train, TrainConfig())
+    assert result.test_accuracy > 0.93
+    assert result.losses[-1] < result.losses[0] / 5
+    assert result.bytes_sent == 0
+    assert result.parameters == 64 * 128 + 128 + 128 * 10 + 10
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        TrainConfig(steps=12, batch=13, dtype="float64"),
+        TrainConfig(steps=12, batch=13, dtype="float64", rung="s4_loop_order", optimizer="sgd"),
+        TrainConfig(data="bytes", steps=4, batch=5, dtype="float64", clip_norm=0.5),
+    ],
+)
+def test_any_number_of_ranks_learns_the_same(cluster_of: Clusters, config: TrainConfig) -> None:
+    (alone,) = cluster_of(1).run(train_briefly, config)
+    for ranks in (2, 4):
+        for result in cluster_of(ranks).run(train_briefly, replace(config, layout=md.Layout(dp=ranks))):
+            # Float64 and some sums in another order, over a few steps.
+            torch.testing.assert_close(result.losses, alone.losses, rtol=1e-10, atol=1e-10)
+            assert result.test_loss == pytest.approx(alone.test_loss, rel=1e-10)
+            assert result.test_accuracy == pytest.approx(alone.test_accuracy, rel=1e-12)
+            assert result.bytes_sent > 0
+
+
+@pytest.mark.parametrize(
+    ("config", "layout"),
+    [
+        (TrainConfig(steps=6, batch=13, dtype="float64"), "dp=2,tp=2"),
+        (TrainConfig(data="bytes", steps=2, batch=64, dtype="float64"), "tp=2,pp=2,micro_batches=2"),
+    ],
+)
+def test_any_layout_learns_the_same(cluster_of: Clusters, config: TrainConfig, layout: str) -> None:
+    (alone,) = cluster_of(1).run(train_briefly, config)
+    for result in cluster_of(4).run(train_briefly, replace(config, layout=md.Layout.parse(layout))):
+        torch.testing.assert_close(result.losses, alone.losses, rtol=1e-10, atol=1e-10)
+        assert result.test_loss == pytest.approx(alone.test_loss, rel=1e-10)
+        assert result.test_accuracy == pytest.approx(alone.test_accuracy, rel=1e-12)
+        assert result.parameters == alone.parameters
+
+
+def test_run_launches_the_layout() -> None:
+    result = train.run(TrainConfig(steps=2, layout=md.Layout(dp=2)))
+    assert isinstance(result, TrainResult)
+    assert len(result.losses) == 2
+
+
+def test_ranks_that_end_with_different_weights_are_found(cluster_of: Clusters) -> None:
+    def drift() -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(comm, "broadcast", lambda x, **_: x)
+            with pytest.raises(RuntimeError, match="the final weights of rank 1 is not that of rank 0"):
+                train.train(TrainConfig(steps=1, seed=md.rank(), layout=md.Layout(dp=2)))
+
+    cluster_of(2).run(drift)  # all ranks raise it, and are ready for more
+
+
+def test_ranks_with_different_data_are_found(cluster_of: Clusters) -> None:
+    def differ() -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            build = train.build
+
+            def other(config: TrainConfig) -> Any:
+                model, data = build(config)
+                data.train.inputs[0, 0] += md.rank()
+                return model, data
+
+            patch.setattr(train, "build", other)
+            with pytest.raises(RuntimeError, match="the data set of rank 1 is not that of rank 0: install"):
+                train.train(TrainConfig(steps=1, layout=md.Layout(dp=2)))
+
+    cluster_of(2).run(differ)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"data": "digit"}, "did you mean 'digits'"),
+        ({"model": "mpl"}, "did you mean 'mlp'"),
+        ({"model": "byte-tiny"}, "the model byte-tiny cannot train on digits; that takes the mlp"),
+        ({"data": "bytes", "model": "mlp"}, "the model mlp cannot train on bytes"),
+        ({"data": "bytes", "model": "bert-tiny"}, "unknown model 'bert-tiny'"),
+        ({"optimizer": "adam"}, "did you mean 'adamw'"),
+        ({"dtype": "float23"}, "unknown dtype 'float23'"),
+        ({"rung": "s9"}, "unknown rung .s9.: the ladder is"),
+        ({"data": "bytes", "rung": "s4"}, "a rung .s4. is for the mlp's layers"),
+        ({"learning_rate": float("inf")}, "learning_rate is inf"),
+        ({"steps": 0}, "steps is 0; give at least 1"),
+        ({"clip_norm": 0.0}, "clip_norm is 0.0; give the largest norm"),
+        (
+            {"dtype": "float64", "layout": md.Layout(precision="bf16")},
+            "precision=bf16 starts from float32, and dtype is float64; leave one of",
+        ),
+        ({"learning_rate": float("nan")}, "learning_rate is nan"),
+        (
+            {"batch": 3, "layout": md.Layout(dp=4)},
+            "a global batch of 3 rows is too small for 4 data-parallel",
+        ),
+    ],
+)
+def test_wrong_descriptions(arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        TrainConfig(**arguments)

@@ -1,0 +1,836 @@
+"""`check=True`: legal programs pass, and every mismatch is one error on all ranks that names both calls."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import re
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import minidist as md
+from minidist import comm
+from minidist.comm.checking.records import Order, Record
+from minidist.comm.ledgers import Call
+from minidist.model import GPT, GPTConfig
+
+Checked = Callable[[int], md.Cluster]
+
+
+@pytest.fixture(scope="module")
+def checked() -> Iterator[Checked]:
+    """`checked(n)`: a warm cluster of n ranks that compare their calls."""
+    clusters: dict[int, md.Cluster] = {}
+
+    def get(ranks: int) -> md.Cluster:
+        if ranks not in clusters:
+            clusters[ranks] = md.Cluster(ranks, timeout=30.0, check=True)
+        return clusters[ranks]
+
+    yield get
+    for cluster in clusters.values():
+        cluster.close()
+
+
+def told(cluster: md.Cluster, program: Callable[[], Any]) -> str:
+    """The error that a program ends in, which has to be the same on all ranks."""
+
+    def attempt() -> str:
+        try:
+            program()
+        except comm.CollectiveError as error:
+            return str(error)
+        return "no error"
+
+    texts = cluster.run(attempt)
+    assert len(set(texts)) == 1, texts
+    return texts[0]
+
+
+def line_of(text: str) -> int:
+    """The number of this file's one line that ends in `# text`."""
+    found = [
+        i for i, line in enumerate(linecache.getlines(__file__), 1) if line.rstrip().endswith(f"# {text}")
+    ]
+    assert len(found) == 1, (text, found)
+    return found[0]
+
+
+# Programs that are right.
+
+
+def every_call() -> None:
+    rank, ranks = md.rank(), md.size()
+    x = torch.arange(6.0 * ranks).view(2 * ranks, 3)
+    comm.all_reduce(x.clone(), "mean")
+    comm.reduce_scatter(x, "max")
+    comm.all_gather(x, out=x.new_empty(2 * ranks * ranks, 3))
+    comm.broadcast(x, source=ranks - 1)
+    comm.all_to_all(x)
+    comm.gather(x, destination=1)
+    comm.scatter(x if rank == 1 else None, x.new_empty(2, 3), source=1)
+    comm.barrier()
+    comm.all_reduce(torch.tensor(1.0))
+    comm.all_reduce(torch.empty(0))
+    sent = comm.send(x, (rank + 1) % ranks, tag=3, async_op=True)
+    comm.recv(x.clone(), (rank - 1) % ranks, tag=3)
+    sent.wait()
+
+
+def uneven_parts() -> None:
+    sends = [md.rank() + place for place in range(md.size())]
+    comes = [place + md.rank() for place in range(md.size())]
+    received = comm.all_to_all(torch.full((sum(sends), 2), float(md.rank())), sends, comes)
+    assert len(received) == sum(comes)
+
+
+def branches_with_other_names() -> None:
+    x, y = torch.ones(3), torch.ones(3)
+    for _ in range(3):
+        if md.rank() == 0:
+            comm.all_reduce(x)
+        else:
+            comm.all_reduce(y)
+    if md.rank() == 0:
+        weights = torch.ones(2)
+        comm.broadcast(weights)
+    else:
+        comm.broadcast(torch.empty(2))
+
+
+def leaders_in_turn() -> None:
+    """The rank that has the data changes from step to step: labels x, y here, and y, x there."""
+    data, zeros = torch.ones(3), torch.zeros(3)
+    for step in range(4):
+        if md.rank() == step % md.size():
+            comm.all_reduce(data)
+        else:
+            comm.all_reduce(zeros)
+    if md.rank() == 0:
+        comm.all_reduce(data)
+    else:
+        comm.all_reduce(zeros)
+    if md.rank() == 1:
+        comm.all_reduce(data)
+    else:
+        comm.all_reduce(zeros)
+    x = data if md.rank() == 0 else zeros
+    comm.all_reduce(x)
+    x = data if md.rank() == 1 else zeros
+    comm.all_reduce(x)
+    comm.all_reduce(data if md.rank() == 0 else zeros)
+    comm.all_reduce(data if md.rank() == 1 else zeros)
+    for step in range(4):
+        y = data if md.rank() == step % md.size() else zeros
+        comm.all_reduce(y)
+        order = [data, zeros] if md.rank() == step % md.size() else [zeros, data]
+        for z in order[:1]:
+            comm.all_reduce(z)
+
+
+def each_its_own() -> None:
+    own, other = torch.ones(3), torch.ones(3)
+    if md.rank() == 0:
+        comm.broadcast(own, source=0)
+        comm.broadcast(other, source=1)
+    else:
+        comm.broadcast(other, source=0)
+        comm.broadcast(own, source=1)
+    comm.broadcast(own if md.rank() == 0 else other, source=0)
+    comm.broadcast(other if md.rank() == 0 else own, source=1)
+    mine, rest = (own, other) if md.rank() == 0 else (other, own)
+    comm.all_gather(mine)
+    comm.all_gather(rest)
+
+
+def asynchronous_in_other_places() -> None:
+    """A rank that has to come by for another's asynchronous call to complete does other things first."""
+    x = torch.ones(3)
+    if md.rank() == 0:
+        work = comm.all_reduce(x, async_op=True)
+        comm.send(torch.ones(2), 1)
+        work.wait()
+    elif md.rank() == 1:
+        comm.recv(torch.ones(2), 0)
+        comm.all_reduce(x)
+    else:
+        comm.all_reduce(x)
+    works = [comm.all_reduce(torch.ones(i), async_op=True) for i in range(80)]
+    comm.barrier()
+    for work in reversed(works):
+        work.wait()
+    comm.all_reduce(x, async_op=True)  # and nobody waits for it
+
+
+def groups() -> None:
+    both = [dist.new_group([0, 1]), dist.new_group([0, 1])]
+    odd = [dist.new_group([0]), dist.new_group([md.size() - 1, 0])]
+    x = torch.ones(2)
+    if md.rank() < 2:
+        # Two groups of the same ranks are two orders.
+        works = [comm.all_reduce(x.clone(), group=both[i], async_op=True) for i in (md.rank(), 1 - md.rank())]
+        for work in works:
+            work.wait()
+    if md.rank() in (0, md.size() - 1):
+        comm.all_reduce(x, "max", group=odd[1])
+    if md.rank() == 0:
+        comm.all_reduce(torch.ones(5), group=odd[0])
+    comm.all_reduce(x)
+
+
+def hooks_of_autograd() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    works = []
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(
+            lambda p: works.append(comm.all_reduce(p.grad, async_op=True))
+        )
+    for _ in range(2):
+        model(torch.ones(2, 4)).sum().backward()
+    for work in works:
+        work.wait()
+
+
+def two_threads() -> None:
+    """Another thread makes the call for which a rank waits, while this one waits for that rank."""
+    group = dist.new_group(list(range(md.size())))
+    thread = threading.Thread(target=lambda: comm.all_reduce(torch.ones(2), group=group))
+    if md.rank() == 0:
+        thread.start()
+        thread.join()
+        comm.all_reduce(torch.ones(3))
+    else:
+        timer = threading.Timer(0.3, thread.start)
+        timer.start()
+        comm.all_reduce(torch.ones(3))
+        timer.join()
+        thread.join()
+
+
+def training() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    engine = md.prepare(model, lambda p: torch.optim.SGD(p, lr=0.1), md.Layout(dp=md.size()))
+    engine.step(torch.rand(3, 4), torch.zeros(3, dtype=torch.long))
+    engine.evaluate(torch.rand(3, 4), torch.zeros(3, dtype=torch.long))
+    md.assert_in_sync(nn.ModuleList([model[0]]))
+
+
+def sharded_training() -> None:
+    """The first call is made while the module that shards is half made."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    sharded = md.FullyShard(model, torch.optim.SGD, lr=0.1)
+    for _ in range(2):
+        sharded(torch.rand(3, 4)).sum().backward()
+        sharded.step()
+
+
+def model_parallel_training() -> None:
+    for axis in ("tp", "pp", "cp"):
+        tiny = GPTConfig(vocabulary=13, context=8, layers=3, heads=3, width=6)
+        layout = md.Layout.parse(f"{axis}={md.size()},micro_batches=2")
+        engine = md.prepare(GPT(tiny), lambda p: torch.optim.SGD(p, lr=0.1), layout)
+        tokens = torch.randint(13, (2, 4, 8), generator=torch.Generator().manual_seed(0))
+        for _ in range(2):
+            engine.step(*tokens)
+        engine.evaluate(*tokens)
+        engine.full_state_dict()
+
+
+class Silent(nn.Module):
+    """A module that answers nothing yet; nor does an object that raises whatever it is asked."""
+
+    def __init__(self) -> None:
+        comm.all_reduce(torch.ones(2))  # before nn.Module has made anything of it
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.lazy = nn.LazyLinear(3)
+        comm.all_reduce(torch.ones(2))
+
+    def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        raise RuntimeError("named_parameters")
+
+    def __eq__(self, other: object) -> bool:
+        raise RuntimeError("==")
+
+
+class Unbound:
+    """A proxy of nothing."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+
+def modules_that_answer_nothing() -> None:
+    model, proxy = Silent(), Unbound()
+    comm.all_reduce(torch.ones(2))
+    del model, proxy
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(
+    "program",
+    [
+        sharded_training,
+        model_parallel_training,
+        modules_that_answer_nothing,
+        every_call,
+        uneven_parts,
+        branches_with_other_names,
+        leaders_in_turn,
+        each_its_own,
+        asynchronous_in_other_places,
+        groups,
+        hooks_of_autograd,
+        two_threads,
+        training,
+    ],
+)
+def test_legal_programs_pass(checked: Checked, ranks: int, program: Callable[[], None]) -> None:
+    checked(ranks).run(program)
+
+
+def test_a_late_rank_is_waited_for(checked: Checked) -> None:
+    def late() -> list[float]:
+        x = torch.ones(2)
+        if md.rank() == 1:
+            time.sleep(0.3)
+        return comm.all_reduce(x).tolist()
+
+    assert checked(2).run(late) == [[2.0, 2.0]] * 2
+
+
+def test_records_do_not_pile_up(checked: Checked) -> None:
+    def many() -> tuple[int, int]:
+        from minidist.comm.checking import checking
+
+        store = checking._checker._store  # type: ignore[union-attr]
+        comm.barrier()
+        before = store.num_keys()
+        for _ in range(100):
+            comm.all_reduce(torch.ones(2))
+        comm.barrier()
+        return before, store.num_keys()
+
+    cluster = checked(3)
+    for before, after in cluster.run(many) + cluster.run(many):
+        assert after <= before + 12
+    assert max(before for before, _ in cluster.run(many)) < 60
+
+
+# Programs that are wrong.
+
+
+def other_operation() -> None:
+    if md.rank() == 0:
+        comm.all_reduce(torch.ones(3))  # one operation
+    else:
+        comm.broadcast(torch.ones(3))  # another operation
+
+
+def other_shape() -> None:
+    comm.all_reduce(torch.ones(3 + md.rank() // 1 % 2))  # a shape
+
+
+def other_dtype() -> None:
+    comm.all_reduce(torch.ones(3, dtype=torch.float64 if md.rank() else torch.float32))  # a dtype
+
+
+def other_op() -> None:
+    comm.all_reduce(torch.ones(3), "max" if md.rank() == 1 else "min")  # an op
+
+
+def other_source() -> None:
+    comm.broadcast(torch.ones(3), source=md.rank() % 2)  # a source
+
+
+def other_parts() -> None:
+    parts = [1] * md.size()
+    comm.all_to_all(torch.ones(md.size()), parts, [1 + (md.rank() == 1)] * md.size())  # the parts
+
+
+def other_depth() -> None:
+    def inner(x: torch.Tensor) -> None:
+        if md.rank() == 0:
+            comm.all_gather(x)  # nested one
+        else:
+            comm.reduce_scatter(x)  # nested another
+
+    inner(torch.ones(6))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(
+    ("program", "one", "another", "lines"),
+    [
+        (
+            other_operation,
+            "all_reduce of float32[3] (torch.ones(3)) by sum",
+            "broadcast of float32[3] (torch.ones(3)) from rank 0",
+            ("one operation", "another operation"),
+        ),
+        (other_shape, "all_reduce of float32[3]", "all_reduce of float32[4]", ("a shape", "a shape")),
+        (other_dtype, "all_reduce of float32[3]", "all_reduce of float64[3]", ("a dtype", "a dtype")),
+        (other_op, "by min", "by max", ("an op", "an op")),
+        (other_source, "from rank 0", "from rank 1", ("a source", "a source")),
+        (other_parts, "1] out and [1, 1", "1] out and [2, 2", ("the parts", "the parts")),
+        (
+            other_depth,
+            "all_gather of float32[6] (x)",
+            "reduce_scatter of float32[6] (x) by sum",
+            ("nested one", "nested another"),
+        ),
+    ],
+)
+def test_different_calls_are_both_named_on_all_ranks(
+    checked: Checked, ranks: int, program: Callable[[], None], one: str, another: str, lines: tuple[str, str]
+) -> None:
+    text = told(checked(ranks), program)
+    first, second = re.fullmatch(
+        r"the ranks make different calls: rank \d (.*); rank \d (.*); all ranks of a group have to .*", text
+    ).groups()  # type: ignore[union-attr]
+    if one not in first:
+        first, second = second, first
+    assert one in first
+    assert another in second
+    for call, line in zip((first, second), lines, strict=True):
+        assert call.endswith(f" at {__file__}:{line_of(line)}")
+
+
+def test_a_time_limit_says_where_everybody_is() -> None:
+    def hang() -> None:
+        comm.barrier()  # the last call
+        if md.rank() == 0:
+            comm.all_reduce(torch.ones(3))  # waited for
+        else:
+            time.sleep(20)  # stuck here
+
+    with md.Cluster(2, timeout=1.5, check=True) as cluster, pytest.raises(md.RankError) as caught:
+        cluster.run(hang)
+    text = caught.value.summary
+    assert isinstance(caught.value.__cause__, comm.CollectiveError)
+    assert re.search(r"rank 0 has waited 1\.\d s in all_reduce of float32\[3\]", text)
+    assert f"at {__file__}:{line_of('waited for')}, and rank 1 did not come" in text
+    assert f"rank 1 is at {__file__}:{line_of('stuck here')}, its last call was barrier" in text
+    assert f"at {__file__}:{line_of('the last call')}" in text
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_rank_that_returned_is_known_at_once(checked: Checked, ranks: int) -> None:
+    def skip() -> str:
+        comm.barrier()
+        if md.rank() == 1:
+            return ""
+        begun = time.monotonic()
+        try:
+            comm.all_reduce(torch.ones(3))  # left alone
+        except comm.CollectiveError as error:
+            assert time.monotonic() - begun < 10  # of the 30 that the limit gives
+            return str(error)
+        return "no error"
+
+    texts = checked(ranks).run(skip)
+    assert len({*texts} - {""}) == 1
+    assert re.match(
+        r"rank 1 returned from its function, its last call was barrier .* waits for it in all_reduce",
+        texts[0],
+    )
+    assert f":{line_of('left alone')}" in texts[0]
+
+
+def swapped_in_branches() -> None:
+    a, b = torch.ones(3), torch.full((3,), 2.0)
+    if md.rank() == 0:
+        comm.all_reduce(a)  # a first
+        comm.all_reduce(b)  # b second
+    else:
+        comm.all_reduce(b)  # b first
+        comm.all_reduce(a)  # a second
+
+
+def swapped_under_one_test() -> None:
+    a, b = torch.ones(3), torch.ones(3)
+    comm.all_reduce(a if md.rank() == 0 else b)
+    comm.barrier()
+    if md.rank() == 0:
+        comm.all_reduce(b)
+    else:
+        comm.all_reduce(a)
+
+
+def swapped_by_assignment() -> None:
+    a, b = torch.ones(3), torch.ones(3)
+    first, second = (a, b) if md.rank() == 0 else (b, a)
+    comm.all_reduce(first)
+    comm.all_reduce(second)
+
+
+def swapped_in_a_list() -> None:
+    a, b = torch.ones(3), torch.ones(3)
+    order = [a, b] if md.rank() == 0 else [b, a]
+    for x in order:
+        comm.all_reduce(x)
+
+
+def swapped_attributes() -> None:
+    class Pair:
+        def __init__(self) -> None:
+            self.a, self.b = torch.ones(3), torch.ones(3)
+
+    pair, grads = Pair(), [torch.ones(3)]
+    for _ in range(2):
+        if md.rank() > 0:
+            comm.all_reduce(pair.a)
+            comm.all_reduce(grads[0])
+            comm.all_reduce(pair.b)
+        else:
+            comm.all_reduce(pair.b)
+            comm.all_reduce(grads[0])
+            comm.all_reduce(pair.a)
+
+
+def gradients_in_another_order() -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
+    model(torch.ones(2, 4)).sum().backward()
+    parameters = list(model.parameters())
+    for parameter in parameters if md.rank() == 0 else parameters[::-1]:
+        comm.all_reduce(parameter.grad)
+
+
+def parameters_in_another_order() -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(2)))
+
+    def spread(values: list[torch.Tensor]) -> None:
+        for value in values:
+            comm.broadcast(value.data)
+
+    weights = [layer.weight for layer in model]
+    spread(weights if md.rank() == 0 else weights[::-1])
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(
+    ("program", "labels"),
+    [
+        (swapped_in_branches, ("a", "b")),
+        (swapped_under_one_test, ("a", "b")),
+        (swapped_by_assignment, ("a", "b")),
+        (swapped_in_a_list, ("a", "b")),
+        (swapped_attributes, ("pair.a", "grads[0]", "pair.b")),
+        (gradients_in_another_order, ("0.weight.grad", "1.weight.grad", "2.weight.grad")),
+        (parameters_in_another_order, ("0.weight", "1.weight")),
+    ],
+)
+def test_two_calls_in_opposite_order_are_named(
+    checked: Checked, ranks: int, program: Callable[[], None], labels: tuple[str, ...]
+) -> None:
+    text = told(checked(ranks), program)
+    assert text.startswith("the ranks make the same calls in another order: rank ")
+    found = re.findall(r"\w+ of \S+ \((\S+)\) (?:by sum|from rank 0) with ranks [\d, ]+ at (\S+):(\d+)", text)
+    one, then, other, late = (label for label, _, _ in found)
+    assert (one, then) == (late, other)
+    assert one != then
+    assert {one, then} <= set(labels)
+    assert {path for _, path, _ in found} == {__file__}
+    if program is swapped_in_branches:
+        lines = {int(line) for _, _, line in found}
+        assert lines == {line_of(name) for name in ("a first", "b second", "b first", "a second")}
+
+
+def test_a_swap_of_asynchronous_calls_is_found(checked: Checked) -> None:
+    def swap() -> None:
+        a, b = torch.ones(3), torch.ones(3)
+        if md.rank() == 0:
+            works = [comm.all_reduce(a, async_op=True), comm.all_reduce(b, async_op=True)]
+        else:
+            works = [comm.all_reduce(b, async_op=True), comm.all_reduce(a, async_op=True)]
+        for work in works:
+            work.wait()
+
+    with pytest.raises(md.RankError, match="same calls in another order") as caught:
+        checked(2).run(swap)
+    assert isinstance(caught.value.__cause__, comm.CollectiveError)
+
+
+def test_other_shapes_of_asynchronous_calls_are_found(checked: Checked) -> None:
+    """Over gloo the process would be aborted, once both have begun."""
+
+    def mismatch() -> None:
+        works = [comm.all_reduce(torch.ones(2), async_op=True) for _ in range(3)]
+        works.append(comm.all_reduce(torch.ones(2 + md.rank()), async_op=True))
+        for work in works:
+            work.wait()
+
+    with pytest.raises(md.RankError, match=r"different calls: .*float32\[2\].*float32\[3\]") as caught:
+        checked(2).run(mismatch)
+    assert isinstance(caught.value.__cause__, comm.CollectiveError)
+
+
+def test_a_call_in_a_hook_is_named(checked: Checked) -> None:
+    def hooked() -> None:
+        layer = nn.Linear(3, 3)
+        op = "max" if md.rank() else "sum"
+        layer.weight.register_hook(lambda gradient: comm.all_reduce(gradient.clone(), op))  # in a hook
+        layer(torch.ones(1, 3)).sum().backward()
+
+    text = told(checked(2), hooked)
+    assert text.count(f"at {__file__}:{line_of('in a hook')}") == 2
+
+
+def test_calls_on_different_groups_are_a_circle(checked: Checked) -> None:
+    def circle() -> None:
+        pair = dist.new_group([0, 1])
+        if md.rank() == 0:
+            comm.all_reduce(torch.ones(3), group=pair)  # on the pair
+        else:
+            comm.all_reduce(torch.ones(3))  # on all
+
+    text = told(checked(3), circle)
+    assert text.startswith("no rank can go on: rank ")
+    assert f"with ranks 0, 1 at {__file__}:{line_of('on the pair')}" in text
+    assert f"with ranks 0, 1, 2 at {__file__}:{line_of('on all')}" in text
+
+
+def test_two_sends_that_wait_for_each_other_are_a_circle(checked: Checked) -> None:
+    def exchange() -> None:
+        x = torch.ones(3)
+        comm.send(x, 1 - md.rank())
+        comm.recv(x, 1 - md.rank())
+
+    text = told(checked(2), exchange)
+    assert "rank 0 waits for rank 1 in send of float32[3] (x) to rank 1" in text
+    assert "rank 1 waits for rank 0 in send of float32[3] (x) to rank 0" in text
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_message_of_another_shape_is_named(checked: Checked, wait: bool) -> None:
+    def exchange() -> None:
+        if md.rank() == 0:
+            work = comm.send(torch.ones(3), 1, tag=2, async_op=True)  # sent
+        else:
+            work = comm.recv(torch.ones(4), 0, tag=2, async_op=not wait)  # received
+        if not isinstance(work, torch.Tensor):
+            work.wait()
+
+    with pytest.raises(md.RankError) as caught:
+        checked(2).run(exchange)
+    text = str(caught.value.__cause__)
+    assert f"send of float32[3] (torch.ones(3)) to rank 1 at {__file__}:{line_of('sent')}" in text
+    assert f"recv of float32[4] (torch.ones(4)) from rank 0 at {__file__}:{line_of('received')}" in text
+
+
+def test_a_message_that_nobody_sends_is_named() -> None:
+    def wait() -> None:
+        if md.rank() == 1:
+            comm.recv(torch.ones(4), 0)
+        elif md.rank() == 0:
+            time.sleep(20)  # sends nothing
+
+    with md.Cluster(2, timeout=1.5, check=True) as cluster, pytest.raises(md.RankError) as caught:
+        cluster.run(wait)
+    assert f"rank 0 is at {__file__}:{line_of('sends nothing')}, it has made no call" in caught.value.summary
+
+
+def test_an_error_of_a_rank_comes_before_what_follows_from_it(checked: Checked) -> None:
+    def fail() -> None:
+        if md.rank() == 1:
+            raise KeyError("the cause")
+        comm.barrier()
+
+    with pytest.raises(md.RankError, match="rank 1 raised KeyError: 'the cause'"):
+        checked(3).run(fail)
+
+
+def test_a_failure_stays(checked: Checked) -> None:
+    def go_on() -> tuple[str, str]:
+        texts = []
+        for _ in range(2):
+            try:
+                comm.all_reduce(torch.ones(2 + md.rank()))
+            except comm.CollectiveError as error:
+                texts.append(str(error))
+        return texts[0], texts[1]
+
+    cluster = checked(2)
+    for first, second in cluster.run(go_on):
+        assert first == second
+    cluster.run(every_call)  # but not into the next run
+
+
+def test_cells_of_a_notebook_are_read(checked: Checked) -> None:
+    """Their text is in the memory of the process that they were typed in."""
+    text = (
+        "def swap():\n"
+        "    a, b = torch.ones(3), torch.ones(3)\n"
+        "    if md.rank() == 0:\n"
+        "        comm.all_reduce(a)\n"
+        "        comm.all_reduce(b)\n"
+        "    else:\n"
+        "        comm.all_reduce(b)\n"
+        "        comm.all_reduce(a)\n"
+    )
+    linecache.cache["<cell 7>"] = (len(text), None, text.splitlines(keepends=True), "<cell 7>")
+    names: dict[str, Any] = {"torch": torch, "md": md, "comm": comm, "__name__": "__main__"}
+    exec(compile(text, "<cell 7>", "exec"), names)
+    try:
+        message = told(checked(2), names["swap"])
+    finally:
+        del linecache.cache["<cell 7>"]
+    assert "in another order" in message
+    assert "(a) by sum with ranks 0, 1 at <cell 7>:4" in message
+    assert "(b) by sum with ranks 0, 1 at <cell 7>:7" in message
+
+
+def test_launch_takes_the_flag() -> None:
+    def check() -> bool:
+        from minidist.comm.checking import checking
+
+        return checking._checker is not None
+
+    assert md.launch(check, 2, check=True) == [True, True]
+    assert md.launch(check, 2) == [False, False]
+    with pytest.raises(TypeError, match="check is 1; give True or False"):
+        md.Cluster(2, check=1)  # type: ignore[arg-type]
+
+
+def test_torchruns_ranks_check_too(tmp_path: Path) -> None:
+    program = """
+        import sys
+        import torch
+        import minidist as md
+        from minidist import comm
+
+        def same():
+            return comm.all_reduce(torch.ones(2)).tolist()
+
+        md.init(timeout=30, check=True)
+        assert md.launch(same, 2, check=True) == [[2.0, 2.0]] * 2
+        assert md.launch(same, 2) == [[2.0, 2.0]] * 2
+        comm.barrier()
+        try:
+            comm.broadcast(torch.ones(2), source=md.rank())  # line 15
+        except comm.CollectiveError as error:
+            print(f"rank {md.rank()}: {error}", flush=True)
+        md.shutdown()
+        """
+    script = tmp_path / "program.py"
+    script.write_text(textwrap.dedent(program))
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        str(script),
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    # The two processes' lines may run into each other.
+    texts = re.findall(r"rank \d: (the ranks make different calls: .*?in the same order)", done.stdout)
+    assert len(texts) == 2, done.stdout
+    assert texts[0] == texts[1]
+    assert texts[0].count(f"{script}:15") == 2
+
+
+@pytest.mark.deep
+def test_a_rank_that_leaves_torchruns_world_is_known(tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(
+        "import time, torch, minidist as md\n"
+        "from minidist import comm\n"
+        "md.init(timeout=40, check=True)\n"
+        "if md.rank() == 0:\n"
+        "    try:\n"
+        "        comm.all_reduce(torch.ones(2))\n"
+        "    except comm.CollectiveError as error:\n"
+        "        print(error, flush=True)\n"
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        str(script),
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, env=environment, check=False)
+    assert "rank 1 left the world, it has made no call, and rank 0 waits for it in all_reduce" in done.stdout
+
+
+# The rules, without processes.
+
+
+def record(rank: int, label: str, branch: int | None, scope: str = "f.py:1") -> Record:
+    choices = () if branch is None else (("md.rank() == 0", branch),)
+    call = Call("all_reduce", "torch", "float32", (3,), (0, 1), 0)
+    return Record(
+        rank,
+        call.name,
+        call.algorithm,
+        "auto",
+        call.dtype,
+        call.shape,
+        call.group,
+        "sum",
+        -1,
+        None,
+        "f.py:11",
+        label,
+        scope,
+        choices,
+    )
+
+
+def found(first: str, second: str, branches: tuple[int | None, int | None], scope: str = "f.py:1") -> str:
+    """The labels that `Order` names, where two ranks make calls on tensors of one letter each."""
+    order = Order()
+    for one, other in zip(first, second, strict=True):
+        swapped = order.add([record(0, one, branches[0], scope), record(1, other, branches[1], scope)])
+        if swapped:
+            return "".join(call.label for call in swapped)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "labels"),
+    [
+        ("ab", "ba", "abba"),
+        ("acb", "bca", "bcab"),
+        ("abc", "bca", "acca"),
+        ("xxab", "xxba", "abba"),
+        ("abab", "baba", "abba"),
+        ("aab", "aba", "abba"),
+        ("xyz", "abc", ""),
+        ("aaa", "bbb", ""),
+        ("abcabc", "abcabc", ""),
+        ("ax", "ay", ""),
+        ("axb", "yab", ""),  # a gap is no swap
+    ],
+)
+def test_a_swap_is_two_pairs_in_opposite_order(first: str, second: str, labels: str) -> None:
+    letters = found(first, second, (0, 1))
+    assert bool(letters) == bool(labels)
+    if letters:
+        assert letters[:2] == letters[2:][::-1]
+    assert found(first, second, (None, None)) == ""  # no branch that holds both of one rank's
+    assert found(first, second, (1, 1)) == ""
+    assert bool(found(first, second, (None, None), "parameter")) == bool(labels)
+    assert found(first, second, (0, 1), "") == ""
+
+
+def test_a_record_travels_whole() -> None:
+    sent = record(1, "model.weight", 1)
+    assert Record.from_json(sent.to_json().encode()) == sent
+    assert not sent.contradicts(record(0, "else", None))

@@ -1,0 +1,561 @@
+"""Launching: results in order, errors that name the rank, and nothing left running, whatever happens."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import minidist as md
+from minidist import comm
+from minidist.comm.launching.cluster import available_cores
+from tests.helpers.processes import alive, descendants, wait_until_gone
+
+Clusters = Callable[[int], md.Cluster]
+
+
+@contextlib.contextmanager
+def program(tmp_path: Path, text: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    """A script in a process of its own, killed at the end if it still runs."""
+    script = tmp_path / "program.py"
+    script.write_text(textwrap.dedent(text))
+    process = subprocess.Popen(
+        [sys.executable, str(script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "MINIDIST_PRELOAD": "", **environment},  # none of these makes an optimizer
+    )
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_results_come_back_in_rank_order(cluster_of: Clusters) -> None:
+    assert cluster_of(4).run(md.rank) == [0, 1, 2, 3]
+    assert cluster_of(4).run(md.size) == [4] * 4
+    assert cluster_of(4).run(md.local_rank) == [0, 1, 2, 3]
+
+
+def test_closures_arguments_and_tensors_travel(cluster_of: Clusters) -> None:
+    offset = torch.arange(3.0)
+
+    def add(scale: float, *, shift: int = 0) -> torch.Tensor:
+        return offset * scale + md.rank() + shift
+
+    for rank, result in enumerate(cluster_of(2).run(add, 2.0, shift=10)):
+        torch.testing.assert_close(result, offset * 2 + rank + 10, rtol=0, atol=0)
+
+
+def test_launch_starts_fresh_processes() -> None:
+    first, second = (md.launch(os.getpid, ranks=2) for _ in range(2))
+    assert len({*first, *second, os.getpid()}) == 5
+    wait_until_gone([*first, *second])
+
+
+def test_a_warm_cluster_keeps_its_processes(cluster_of: Clusters) -> None:
+    assert cluster_of(2).run(os.getpid) == cluster_of(2).run(os.getpid)
+
+
+def test_threads_are_the_cores_divided_by_the_ranks(cluster_of: Clusters) -> None:
+    assert cluster_of(1).run(torch.get_num_threads) == [available_cores()]
+    assert cluster_of(4).run(torch.get_num_threads) == [max(1, available_cores() // 4)] * 4
+
+    def blas_threads() -> set[int]:
+        import numpy  # noqa: F401
+        from threadpoolctl import threadpool_info
+
+        return {library["num_threads"] for library in threadpool_info()}
+
+    assert cluster_of(4).run(blas_threads) == [{max(1, available_cores() // 4)}] * 4
+    assert md.launch(torch.get_num_threads, ranks=1, threads=3) == [3]
+
+
+def test_prints_are_labelled_with_the_rank(cluster_of: Clusters, capsys: pytest.CaptureFixture[str]) -> None:
+    def speak() -> None:
+        print("one")
+        print("two\nthree", end="")
+        print("oops", file=sys.stderr)
+
+    cluster_of(2).run(speak)
+    printed = capsys.readouterr()
+    for rank in range(2):
+        mine = [line for line in printed.out.splitlines() if line.startswith(f"[rank {rank}] ")]
+        assert [line.removeprefix(f"[rank {rank}] ") for line in mine] == ["one", "two", "three"]
+        assert f"[rank {rank}] oops\n" in printed.err
+
+
+def test_an_exception_names_the_rank_within_a_second(cluster_of: Clusters) -> None:
+    cluster = cluster_of(4)
+    before = cluster.run(os.getpid)
+
+    def fail() -> None:
+        if md.rank() == 2:
+            raise KeyError("no such weight")
+        comm.barrier()
+
+    started = time.monotonic()
+    with pytest.raises(md.RankError, match="rank 2 raised KeyError: 'no such weight'") as caught:
+        cluster.run(fail)
+    assert time.monotonic() - started < 1.0
+    assert caught.value.rank == 2
+    assert 'raise KeyError("no such weight")' in caught.value.traceback
+    assert isinstance(caught.value.__cause__, KeyError)
+    wait_until_gone(before)
+    assert cluster.run(md.rank) == [0, 1, 2, 3], "the cluster is usable again"
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM])
+def test_a_killed_rank_is_named_with_its_signal(cluster_of: Clusters, number: signal.Signals) -> None:
+    def die() -> None:
+        if md.rank() == 1:
+            os.kill(os.getpid(), number)
+        comm.barrier()
+
+    started = time.monotonic()
+    with pytest.raises(md.RankDied, match=f"rank 1 was killed by {number.name}") as caught:
+        cluster_of(3).run(die)
+    assert time.monotonic() - started < 5.0
+    assert (caught.value.rank, caught.value.signal) == (1, number.name)
+    assert cluster_of(3).run(md.rank) == [0, 1, 2]
+
+
+def test_a_rank_that_exits_is_an_error(cluster_of: Clusters) -> None:
+    with pytest.raises(md.RankDied, match="rank 0 ended with exit code 0 before it returned"):
+        cluster_of(2).run(lambda: os._exit(0) if md.rank() == 0 else comm.barrier())
+    with pytest.raises(md.RankError, match="rank 1 raised SystemExit: 3"):
+        cluster_of(2).run(lambda: sys.exit(3) if md.rank() == 1 else comm.barrier())
+
+
+def test_a_rank_that_died_between_runs_is_an_error(cluster_of: Clusters) -> None:
+    victim = cluster_of(2).run(os.getpid)[1]
+    os.kill(victim, signal.SIGKILL)
+    wait_until_gone([victim])
+    with pytest.raises(md.RankDied, match="rank 1 was killed by SIGKILL"):
+        cluster_of(2).run(md.rank)
+    assert cluster_of(2).run(md.rank) == [0, 1]
+
+
+def test_the_time_limit_says_where_each_rank_was() -> None:
+    def stuck_here() -> None:
+        time.sleep(60)
+
+    def wait_for_all() -> None:
+        if md.rank() == 1:
+            stuck_here()
+        comm.barrier()
+
+    with md.Cluster(ranks=2, timeout=1.0) as cluster:
+        started = time.monotonic()
+        with pytest.raises(md.RankTimeout, match="had not returned within 1 s") as caught:
+            cluster.run(wait_for_all)
+        assert time.monotonic() - started < 5.0
+        assert "in stuck_here" in caught.value.traceback
+        assert "in barrier" in caught.value.traceback
+        assert isinstance(caught.value, TimeoutError)
+
+
+def test_a_stopped_rank_does_not_hang_the_caller() -> None:
+    with md.Cluster(ranks=2, timeout=1.0) as cluster:
+        processes = cluster.run(os.getpid)
+        os.kill(processes[1], signal.SIGSTOP)
+        with pytest.raises(md.RankTimeout, match="rank 1"):
+            cluster.run(md.rank)
+    wait_until_gone(processes)
+
+
+def test_a_rank_stopped_in_a_message_does_not_hang_the_caller() -> None:
+    """Neither with a call that its socket has no room for, nor in the middle of its answer."""
+
+    def answer_at_length() -> bytes:
+        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGSTOP)).start()
+        return bytes(300_000_000)
+
+    with md.Cluster(ranks=2, timeout=2.0) as cluster:
+        os.kill(cluster.run(os.getpid)[1], signal.SIGSTOP)
+        with pytest.raises(md.RankTimeout, match="rank 1 had not returned"):
+            cluster.run(len, bytes(10_000_000))
+        with pytest.raises(md.RankTimeout, match="had not returned"):
+            cluster.run(answer_at_length)
+        assert cluster.run(len, bytes(10_000_000)) == [10_000_000] * 2
+
+
+def test_a_stopped_supervisor_does_not_hang_the_caller(tmp_path: Path) -> None:
+    text = """
+        import os, signal, time
+        import minidist as md
+        cluster = md.Cluster(2, timeout=1)
+        ranks = cluster.run(os.getpid)
+        parent, = set(cluster.run(os.getppid))
+        os.kill(parent, signal.SIGSTOP)
+        start = time.monotonic()
+        try:
+            cluster.run(time.sleep, 30)
+        except md.RankTimeout as error:
+            print(time.monotonic() - start < 8, *ranks, flush=True)
+        print(md.launch(md.rank, 2))
+    """
+    with program(tmp_path, text) as caller:
+        out, err = caller.communicate(timeout=60)
+    fast, *ranks = out.splitlines()[0].split()
+    assert (fast, out.splitlines()[1], err) == ("True", "[0, 1]", "")
+    wait_until_gone([int(rank) for rank in ranks])
+
+
+def test_a_script_that_hides_a_module_is_named(tmp_path: Path) -> None:
+    """torch imports timeit, and so would import the script again and again, each time in another process."""
+    (tmp_path / "timeit.py").write_text("import minidist as md\nmd.launch(md.rank, ranks=2)\n")
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "timeit.py")], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 1
+    assert f"{tmp_path / 'timeit.py'} was imported while ranks were being started" in done.stderr
+    assert "rename it" in done.stderr
+
+
+def test_modules_may_be_there_from_the_start(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, minidist as md\n"
+        "print(md.launch(lambda: 'wave' in sys.modules, ranks=2), 'wave' in sys.modules)\n"
+    )
+    environment = {**os.environ, "MINIDIST_PRELOAD": "wave, no_such_module"}
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env=environment,
+    )
+    assert done.stdout == "[True, True] False\n"
+    assert done.stderr.count("MINIDIST_PRELOAD names 'no_such_module', which cannot be imported") == 1
+
+
+def test_a_function_may_put_its_own_streams_in_place(cluster_of: Clusters) -> None:
+    def replace() -> int:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        sys.stderr = None  # type: ignore[assignment]
+        return 1
+
+    assert cluster_of(2).run(replace) == [1, 1]
+    assert cluster_of(2).run(lambda: type(sys.stdout).__name__) == ["RankStream"] * 2
+
+
+def test_a_long_line_is_printed_at_once(cluster_of: Clusters, capsys: pytest.CaptureFixture[str]) -> None:
+    def speak() -> None:
+        for _ in range(200_000):
+            sys.stdout.write("0123456789")
+
+    started = time.monotonic()
+    cluster_of(1).run(speak)
+    assert time.monotonic() - started < 10.0
+    assert capsys.readouterr().out.replace("[rank 0] ", "").replace("\n", "") == "0123456789" * 200_000
+
+
+def test_a_caller_without_a_standard_output_gets_its_results(tmp_path: Path) -> None:
+    text = """
+        import sys
+        import minidist as md
+        sys.stdout = None
+        sys.stderr.write(str(md.launch(lambda: print("lost") or md.rank(), ranks=2)))
+    """
+    with program(tmp_path, text) as caller:
+        assert caller.communicate(timeout=60) == ("", "[0, 1]")
+
+
+def test_what_an_encoding_lacks_is_escaped(tmp_path: Path) -> None:
+    text = "import minidist as md; md.launch(lambda: print('\u00e9\\u2028'), ranks=1)"
+    with program(tmp_path, text, PYTHONIOENCODING="ascii") as caller:
+        assert caller.communicate(timeout=60) == ("[rank 0] \\xe9\\u2028\n", "")
+
+
+def test_an_exception_that_only_the_rank_knows_keeps_its_cause(cluster_of: Clusters, tmp_path: Path) -> None:
+    (tmp_path / "only_in_rank.py").write_text("class Oops(Exception): pass\n")
+
+    def fail(returned: bool) -> object:
+        sys.path.insert(0, str(tmp_path))
+        import only_in_rank  # type: ignore[import-not-found]
+
+        if returned:
+            return only_in_rank.Oops()
+        raise only_in_rank.Oops("the real cause")
+
+    with pytest.raises(md.RankError, match=r"rank \d raised only_in_rank.Oops: the real cause"):
+        cluster_of(2).run(fail, False)
+    with pytest.raises(md.RankError, match="rank 0 returned what cannot be read in this process"):
+        cluster_of(2).run(fail, True)
+
+
+def test_an_error_travels_between_processes() -> None:
+    error = md.RankDied("rank 1 was killed", rank=1, exit_code=-9, signal="SIGKILL")
+    back = pickle.loads(pickle.dumps(error))
+    assert (type(back), str(back), back.__dict__) == (md.RankDied, str(error), error.__dict__)
+
+
+def test_a_function_that_leaves_the_world_is_told(cluster_of: Clusters) -> None:
+    with pytest.raises(md.RankError, match="the function left this rank's world"):
+        cluster_of(2).run(dist.destroy_process_group)
+    assert cluster_of(2).run(md.size) == [2, 2]
+
+
+def test_a_fork_of_the_caller_cannot_use_its_cluster(cluster_of: Clusters) -> None:
+    cluster = cluster_of(2)
+
+    def use(queue: Any) -> None:
+        try:
+            queue.put(cluster.run(md.rank))
+        except RuntimeError as error:
+            queue.put(str(error))
+
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # newer Pythons warn of any fork with threads about
+        child = context.Process(target=use, args=(queue,))
+        child.start()
+    assert "belongs to the process that was forked" in queue.get(timeout=20)
+    child.join(20)
+    assert cluster.run(md.rank) == [0, 1]
+
+
+def test_environment_and_directory_are_the_callers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SAID_BY_THE_CALLER", "yes")
+    monkeypatch.chdir(tmp_path)
+    heard = md.launch(lambda: (os.environ.get("SAID_BY_THE_CALLER"), os.getcwd()), ranks=2)
+    assert heard == [("yes", str(tmp_path))] * 2
+
+
+def test_closing_while_a_function_runs_says_so() -> None:
+    cluster = md.Cluster(ranks=1)
+    threading.Timer(0.3, cluster.close).start()
+    with pytest.raises(RuntimeError, match="this Cluster was closed while it ran a function"):
+        cluster.run(time.sleep, 20)
+    with pytest.raises(RuntimeError, match="this Cluster is closed"):
+        cluster.run(md.rank)
+
+
+def test_what_cannot_be_sent_is_said(cluster_of: Clusters) -> None:
+    lock = threading.Lock()
+    with pytest.raises(TypeError, match=r"cannot be sent to another process .*create such objects inside"):
+        cluster_of(2).run(lambda: lock)
+    with pytest.raises(md.RankError, match="returned a lock that cannot be sent back"):
+        cluster_of(2).run(threading.Lock)
+    with pytest.raises(TypeError, match="give the function itself"):
+        cluster_of(2).run(3)  # type: ignore[arg-type]
+    cluster = cluster_of(2)
+    with pytest.raises(TypeError, match="a Cluster cannot be sent to a rank"):
+        cluster.run(lambda: cluster)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"ranks": 0}, ValueError, "ranks is 0; give at least 1"),
+        ({"ranks": "4"}, TypeError, "ranks is '4'; give a whole number"),
+        ({"ranks": 2.0}, TypeError, "ranks is 2.0; give a whole number"),
+        (
+            {"ranks": 1, "timeout": 0},
+            ValueError,
+            "timeout is 0; give seconds above 0 and up to 1000000",
+        ),
+        ({"ranks": 1, "timeout": float("nan")}, ValueError, "timeout is nan"),
+        ({"ranks": 1, "timeout": float("inf")}, ValueError, "timeout is inf"),
+        ({"ranks": 1, "start_timeout": float("inf")}, ValueError, "start_timeout is inf"),
+        ({"ranks": 1, "threads": 0}, ValueError, "threads is 0"),
+        ({"ranks": 1, "args": 3}, TypeError, r"args is 3; give a tuple, such as \(3,\)"),
+    ],
+)
+def test_wrong_arguments(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        md.launch(md.rank, **arguments)
+
+
+def test_a_closed_cluster_says_so() -> None:
+    cluster = md.Cluster(ranks=1)
+    processes = cluster.run(os.getpid)
+    cluster.close()
+    cluster.close()
+    wait_until_gone(processes)
+    assert "closed" in repr(cluster)
+    with pytest.raises(RuntimeError, match="this Cluster is closed"):
+        cluster.run(md.rank)
+
+
+def test_a_forgotten_cluster_leaves_nothing() -> None:
+    processes = md.Cluster(ranks=2).run(os.getpid)
+    wait_until_gone(processes)
+
+
+@pytest.mark.parametrize("times", [15, pytest.param(50, marks=pytest.mark.deep)])
+def test_ranks_killed_at_random_moments(times: int) -> None:
+    """Each time the victim is named, the others are gone, and the next run works."""
+    rng = random.Random(5)
+
+    def talk() -> None:
+        x = torch.ones(1000)
+        while True:
+            comm.all_reduce(x, "mean")
+
+    seen: set[int] = set()
+    with md.Cluster(ranks=3, timeout=20.0) as cluster:
+        for _ in range(times):
+            processes = cluster.run(os.getpid)
+            seen.update(processes)
+            victim = rng.randrange(3)
+            timer = threading.Timer(rng.uniform(0.0, 0.05), os.kill, (processes[victim], signal.SIGKILL))
+            timer.start()
+            with pytest.raises(md.RankDied, match=f"rank {victim} was killed by SIGKILL"):
+                cluster.run(talk)
+            timer.join()
+    assert len(seen) == 3 * times
+    wait_until_gone(list(seen))
+
+
+FOREVER = """
+    import os, time
+    import minidist as md
+
+    def forever():
+        print(os.getpid(), flush=True)
+        while True:
+            time.sleep(0.01)
+
+    md.launch(forever, ranks=2, timeout=None)
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "method"),
+    [
+        (signal.SIGKILL, "fork"),
+        (signal.SIGINT, "spawn"),
+        *(
+            pytest.param(*case, marks=pytest.mark.deep)
+            for case in [
+                (signal.SIGKILL, "spawn"),
+                (signal.SIGTERM, "fork"),
+                (signal.SIGTERM, "spawn"),
+                (signal.SIGINT, "fork"),
+            ]
+        ),
+    ],
+)
+def test_no_process_outlives_the_caller(tmp_path: Path, method: str, number: signal.Signals) -> None:
+    with program(tmp_path, FOREVER, MINIDIST_START_METHOD=method) as caller:
+        assert caller.stdout is not None
+        ranks = [int(caller.stdout.readline().split()[-1]) for _ in range(2)]
+        left = {*ranks, *descendants(caller.pid)}
+        assert len(left) == 3, "the supervisor and two ranks"
+        caller.send_signal(number)
+        caller.wait(10.0)
+        wait_until_gone(sorted(left))
+        if number == signal.SIGINT:
+            assert caller.stderr is not None
+            assert "KeyboardInterrupt" in caller.stderr.read()
+
+
+def test_a_forked_child_of_the_caller_does_not_keep_ranks(tmp_path: Path) -> None:
+    """It holds a copy of the caller's end of the control socket, whose end then says nothing."""
+    text = """
+        import os, time
+        import minidist as md
+        cluster = md.Cluster(ranks=2)
+        ranks = cluster.run(os.getpid)
+        child = os.fork()
+        if child == 0:
+            time.sleep(20)
+            os._exit(0)
+        print(child, *ranks, flush=True)
+        cluster.run(time.sleep, 30)
+    """
+    with program(tmp_path, text, PYTHONWARNINGS="ignore") as caller:
+        assert caller.stdout is not None
+        child, *ranks = map(int, caller.stdout.readline().split())
+        caller.kill()
+        caller.wait(10.0)
+        try:
+            wait_until_gone(ranks)
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+def test_no_rank_outlives_the_supervisor(tmp_path: Path) -> None:
+    with program(tmp_path, FOREVER) as caller:
+        assert caller.stdout is not None
+        ranks = [int(caller.stdout.readline().split()[-1]) for _ in range(2)]
+        (supervisor,) = set(descendants(caller.pid)) - set(ranks)
+        os.kill(supervisor, signal.SIGKILL)
+        wait_until_gone(ranks)
+        assert caller.wait(10.0) == 1
+        assert caller.stderr is not None
+        assert "the process that starts and watches ranks was killed by SIGKILL\n" in caller.stderr.read()
+
+
+def test_the_supervisor_outlives_sigterm() -> None:
+    """A scheduler sends it to every process of a job, and ranks may have to save before they leave."""
+
+    def signal_it() -> int:
+        supervisor = os.getppid()
+        os.kill(supervisor, signal.SIGTERM)
+        time.sleep(0.2)
+        return supervisor
+
+    with md.Cluster(ranks=1) as cluster:
+        (supervisor,) = cluster.run(signal_it)
+        assert cluster.run(os.getppid) == md.launch(os.getppid, ranks=1) == [supervisor]
+
+
+def test_what_a_rank_started_goes_with_it() -> None:
+    def start_child() -> int:
+        return subprocess.Popen(["sleep", "600"]).pid
+
+    with md.Cluster(ranks=1) as cluster:
+        (child,) = cluster.run(start_child)
+        assert alive(child)
+    wait_until_gone([child])
+
+
+def test_a_script_needs_no_main_guard(tmp_path: Path) -> None:
+    text = """
+        import minidist as md
+        import helper
+        scale = 3
+        print(md.launch(lambda: helper.twice(md.rank()) * scale, ranks=2))
+    """
+    (tmp_path / "helper.py").write_text("def twice(x): return 2 * x\n")
+    with program(tmp_path, text) as caller:
+        out, err = caller.communicate(timeout=60)
+    assert (out, err) == ("[0, 6]\n", "")
+
+
+def test_the_package_is_found_beside_a_folder_of_its_name(tmp_path: Path) -> None:
+    """As in the folder that holds a clone: what is imported is the package, not that folder."""
+    (tmp_path / "minidist").mkdir()
+    code = "import minidist; print(minidist.__version__)"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True, cwd=tmp_path) == "0.1.0\n"
+
+
+def test_importing_does_not_import_torch() -> None:
+    code = (
+        "import sys, minidist, minidist.cli.commands; print('torch' in sys.modules, 'numba' in sys.modules)"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "False False\n"

@@ -1,0 +1,133 @@
+"""Which way a collective takes: every algorithm through the door, and `comm.using`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import minidist as md
+from minidist import comm
+from minidist.comm import algorithms
+from minidist.comm.transport import algorithm_choice
+
+Clusters = Callable[[int], md.Cluster]
+
+
+def exact(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+def test_the_door_knows_every_algorithm() -> None:
+    for operation, known in algorithms.ALGORITHMS.items():
+        assert set(known) <= set(algorithm_choice.ALGORITHMS[operation])
+        assert set(algorithm_choice.ALGORITHMS[operation]) - set(known) == {"torch", "shared_memory"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int16])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_every_algorithm_gives_the_same(cluster_of: Clusters, ranks: int, dtype: torch.dtype) -> None:
+    """As torch's own, in a shape that is not flat, with bytes that are the schedule's."""
+
+    def compare() -> None:
+        rank, size = md.rank(), md.size()
+        x = (torch.arange(5 * 3 * size).view(5 * size, 3) % 7 + rank).to(dtype)
+        calls: dict[str, Callable[[str], torch.Tensor]] = {
+            "all_reduce": lambda name: comm.all_reduce(x.clone(), "max", algorithm=name),
+            "reduce_scatter": lambda name: comm.reduce_scatter(x, algorithm=name),
+            "all_gather": lambda name: comm.all_gather(x, algorithm=name),
+            "broadcast": lambda name: comm.broadcast(x.clone(), source=size - 1, algorithm=name),
+            "all_to_all": lambda name: comm.all_to_all(x, algorithm=name),
+        }
+        for operation, call in calls.items():
+            wanted = call("shared_memory")
+            for name in algorithm_choice.ALGORITHMS[operation]:
+                if name == "torch" and dtype == torch.int16:
+                    continue  # which gloo cannot send
+                with comm.ledger() as ledger:
+                    exact(call(name), wanted)
+                assert ledger.calls[0].algorithm == name
+                if name in algorithms.ALGORITHMS[operation] and name != "hierarchical":
+                    options = {"source": size - 1} if operation == "broadcast" else {}
+                    elements = x.numel() * (size if operation == "all_gather" else 1)
+                    steps = algorithms.schedule(operation, name, size, elements, **options).steps[rank]
+                    assert ledger.bytes_on_wire == algorithms.bytes_sent(steps, x.element_size(), rank)
+        if dtype.is_floating_point:
+            means = [comm.all_reduce(x.clone(), "mean", algorithm=name) for name in ("ring", "tree", "torch")]
+            for mean in means:
+                torch.testing.assert_close(mean, means[-1])
+            share = comm.reduce_scatter(x, "mean", algorithm="ring")
+            torch.testing.assert_close(share, means[-1][5 * rank : 5 * rank + 5])
+
+    cluster_of(ranks).run(compare)
+
+
+def test_algorithms_run_in_the_background(cluster_of: Clusters) -> None:
+    def overlap() -> None:
+        parts = [torch.full((1000,), float(md.rank() + i)) for i in range(6)]
+        works = [
+            comm.all_reduce(part, algorithm=name, async_op=True)
+            for part, name in zip(parts, ["ring", "tree", "shared_memory"] * 2, strict=True)
+        ]
+        for i, work in reversed(list(enumerate(works))):
+            exact(work.wait(), torch.full((1000,), 3.0 * i + 3))
+
+    cluster_of(3).run(overlap)
+
+
+def test_using_reaches_what_names_no_algorithm(cluster_of: Clusters) -> None:
+    def names() -> list[str]:
+        x = torch.ones(4)
+        with comm.ledger() as ledger:
+            comm.all_reduce(x)
+            with comm.using("ring"):
+                comm.all_reduce(x)
+                comm.all_reduce(x, algorithm="torch")
+                with comm.using("naive"):
+                    comm.all_reduce(x)
+                    comm.all_gather(x)
+                comm.all_to_all(x)
+            comm.all_reduce(x)
+        return [call.algorithm for call in ledger.calls]
+
+    wanted = ["shared_memory", "ring", "torch", "naive", "ring", "shared_memory", "shared_memory"]
+    assert cluster_of(2).run(names) == [wanted] * 2
+
+
+def test_unknown_names_are_told() -> None:
+    with pytest.raises(ValueError, match="unknown algorithm 'rign': did you mean 'ring'"), comm.using("rign"):
+        pass
+    with pytest.raises(ValueError, match="unknown algorithm of all_gather 'naive'"):
+        comm.all_gather(torch.ones(1), algorithm="naive")
+
+
+def test_shared_memory_that_cannot_be_mapped_is_done_without() -> None:
+    def without() -> tuple[str, str, bool]:
+        def nothing(size: int) -> int:
+            return -1
+
+        from minidist.comm.transport import segments
+
+        segments._created = nothing
+        with comm.ledger() as ledger:
+            x = comm.all_reduce(comm.empty_shared((3,)) + 1)
+        exact(x, torch.full((3,), 2.0))
+        try:
+            comm.all_reduce(x, algorithm="shared_memory")
+        except ValueError as error:
+            return ledger.calls[0].algorithm, str(error), x.is_shared()
+        return ledger.calls[0].algorithm, "", False
+
+    for algorithm, message, _ in md.launch(without, ranks=2):
+        assert algorithm == "torch"
+        assert "too little is left, or it is not allowed; give algorithm='auto'" in message
+
+
+def test_a_world_that_ends_takes_its_memory_with_it() -> None:
+    def leave() -> int:
+        comm.all_reduce(torch.ones(1))
+        algorithm_choice.forget()
+        return len(algorithm_choice._routes)
+
+    assert md.launch(leave, ranks=2) == [0, 0]

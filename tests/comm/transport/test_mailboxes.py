@@ -1,0 +1,323 @@
+"""Messages through mailboxes: any order, any size, no room, no access, and a sender that ends."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import minidist as md
+from minidist import comm
+from minidist.comm import messages
+from minidist.comm.transport import mailbox, mailbox_registry
+from minidist.comm.transport.hosts import HOST_VARIABLE, this_process
+
+Clusters = Callable[[int], md.Cluster]
+SIZES = [0, 1, 7, 1000, 2**18 + 1, 2**20, 2**20 + 1]
+
+
+def on_each(cluster_of: Clusters, function: Any, ranks: int = 2) -> list[Any]:
+    return cluster_of(ranks).run(function)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.bool, torch.complex64])
+def test_every_size_arrives(cluster_of: Clusters, dtype: torch.dtype) -> None:
+    def exchange() -> list[tuple[str, int]]:
+        other, ways = 1 - md.rank(), []
+        for size in SIZES:
+            x = (torch.arange(size) % 251 + md.rank()).to(dtype)
+            with comm.ledger() as ledger:
+                work = comm.send(x, other, async_op=True)
+                received = comm.recv(torch.empty(size, dtype=dtype), other)
+                work.wait()
+            assert torch.equal(received, (torch.arange(size) % 251 + other).to(dtype))
+            assert ledger.bytes_sent == x.numel() * x.element_size()
+            ways.append((ledger.calls[0].algorithm, ledger.bytes_on_wire))
+        return ways
+
+    for ways in on_each(cluster_of, exchange):
+        for size, (way, on_wire) in zip(SIZES, ways, strict=True):
+            bytes_ = size * dtype.itemsize
+            assert (way, on_wire) == (("shared_memory", 0) if bytes_ <= 2**22 else ("torch", bytes_))
+
+
+def test_what_was_sent_may_change_at_once(cluster_of: Clusters) -> None:
+    def exchange() -> list[list[float]]:
+        other = 1 - md.rank()
+        x = torch.zeros(3)
+        for i in range(5):
+            comm.send(x.fill_(10 * md.rank() + i), other)  # nobody receives yet
+        return [comm.recv(torch.empty(3), other).tolist() for _ in range(5)]
+
+    first, second = on_each(cluster_of, exchange)
+    assert first == [[10.0 + i] * 3 for i in range(5)]
+    assert second == [[float(i)] * 3 for i in range(5)]
+
+
+def test_tags_and_groups_are_apart_and_each_is_in_order(cluster_of: Clusters) -> None:
+    def exchange() -> None:
+        group, other = dist.new_group([0, 1]), 1 - md.rank()
+        lanes: list[tuple[int, Any]] = [(0, None), (1, None), (0, group), (1, group)]
+        for i in range(3):
+            for k, (tag, lane) in enumerate(lanes):
+                comm.send(torch.tensor([100.0 * md.rank() + 10 * k + i]), other, tag, lane)
+        ahead = [  # asked for before and after it has come, and waited for in another order
+            [comm.recv(torch.empty(1), other, tag, lane, async_op=True) for _ in range(3)]
+            for tag, lane in reversed(lanes)
+        ]
+        for k, works in zip((3, 2, 1, 0), ahead, strict=True):
+            for i in (2, 0, 1):
+                assert works[i].wait().item() == 100 * other + 10 * k + i
+
+    on_each(cluster_of, exchange)
+
+
+def test_strided_and_scalar_tensors(cluster_of: Clusters) -> None:
+    def exchange() -> None:
+        other = 1 - md.rank()
+        x = torch.arange(12.0).view(3, 4).t() + md.rank()
+        comm.send(x, other)
+        into = torch.zeros(3, 4).t()
+        assert comm.recv(into, other) is into
+        assert torch.equal(into, torch.arange(12.0).view(3, 4).t() + other)
+        comm.send(torch.tensor(7.0), other)
+        with torch.inference_mode():
+            assert comm.recv(torch.empty(()), other).item() == 7
+
+    on_each(cluster_of, exchange)
+
+
+def test_what_finds_no_room_goes_over_gloo_in_order(cluster_of: Clusters) -> None:
+    def exchange() -> tuple[int, int]:
+        other, count, size = 1 - md.rank(), 24, 2**18  # 24 MiB, where 16 fit
+        with comm.ledger() as ledger:
+            works = [comm.send(torch.full((size,), float(i)), other, async_op=True) for i in range(count)]
+            large = comm.send(torch.full((2**21,), -1.0), other, async_op=True)  # by gloo, with the same tag
+        comm.barrier()
+        coming = comm.recv(torch.empty(2**21), other, async_op=True)
+        for i in range(count):
+            assert torch.equal(comm.recv(torch.empty(size), other), torch.full((size,), float(i)))
+        assert coming.wait()[0] == -1
+        for work in (*works, large):
+            work.wait()
+        x = comm.send(torch.ones(1), other, async_op=True)
+        assert comm.recv(torch.empty(1), other).item() == 1  # there is room again
+        x.wait()
+        return ledger.bytes_sent, ledger.bytes_on_wire
+
+    assert on_each(cluster_of, exchange) == [(24 * 2**20 + 2**23, 8 * 2**20 + 2**23)] * 2
+
+
+def test_the_ring_of_bytes_goes_round(cluster_of: Clusters) -> None:
+    def exchange() -> int:
+        other = 1 - md.rank()
+        with comm.ledger() as ledger:
+            comm.send(torch.zeros(1), other)  # one is always inside, so that it never begins anew
+            for i in range(60):
+                size = 2**18 + 17 * i
+                comm.send(torch.arange(size) + i, other, 1)
+                assert torch.equal(comm.recv(torch.empty(size).long(), other, 1), torch.arange(size) + i)
+                comm.send(torch.zeros(1), other)
+                comm.recv(torch.empty(1), other)
+            comm.recv(torch.empty(1), other)
+        return ledger.bytes_on_wire
+
+    assert on_each(cluster_of, exchange) == [0, 0]
+
+
+def test_another_size_than_expected_is_named(cluster_of: Clusters) -> None:
+    def exchange() -> str:
+        other = 1 - md.rank()
+        comm.send(torch.ones(3), other)
+        with pytest.raises(md.CollectiveError) as error:
+            comm.recv(torch.empty(4), other)
+        comm.send(torch.ones(3), other)  # and the next ones arrive
+        assert comm.recv(torch.empty(3), other).tolist() == [1, 1, 1]
+        return str(error.value)
+
+    for text in on_each(cluster_of, exchange):
+        assert "12 bytes, and 16 were expected" in text
+        assert "recv of float32[4]" in text
+
+
+def test_using_torch_sends_over_gloo(cluster_of: Clusters) -> None:
+    def exchange() -> int:
+        other = 1 - md.rank()
+        with comm.using("torch"), comm.ledger() as ledger:
+            work = comm.send(torch.ones(3), other, async_op=True)
+            comm.recv(torch.empty(3), other)
+            work.wait()
+        return ledger.bytes_on_wire
+
+    assert on_each(cluster_of, exchange) == [12, 12]
+
+
+@contextmanager
+def mailboxes_anew(turn: int) -> Iterator[None]:
+    """Other mailboxes than those of the rank's world, so that it opens those of others again."""
+    store = dist.distributed_c10d._get_default_store()
+    kept = [*mailbox_registry._world]
+    apart = dist.PrefixStore(f"again/{turn}", store)  # type: ignore[attr-defined]
+    made = mailbox_registry.Mailboxes(apart, md.rank(), md.size())
+    mailbox_registry._world[:] = [made]
+    comm.barrier()
+    try:
+        yield
+        comm.barrier()
+    finally:
+        made.close()
+        mailbox_registry._world[:] = kept
+
+
+def exchanged() -> tuple[int, list[float]]:
+    """Send three messages each way; what went over sockets, and what came."""
+    other = 1 - md.rank()
+    with comm.ledger() as ledger:
+        works = [comm.send(torch.full((3,), float(i)), other, async_op=True) for i in range(3)]
+        received = [comm.recv(torch.empty(3), other)[0].item() for _ in range(3)]
+        for work in works:
+            work.wait()
+    return ledger.bytes_on_wire, received
+
+
+def test_a_sender_without_access_uses_gloo(cluster_of: Clusters) -> None:
+    def exchange() -> tuple[int, list[float]]:
+        opened = os.open
+
+        def refuse(path: Any, *rest: Any) -> int:
+            if md.rank() == 0 and str(path).startswith("/proc/") and "/fd/" in str(path):
+                raise PermissionError(path)
+            return opened(path, *rest)
+
+        with mailboxes_anew(turn), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "open", refuse)
+            return exchanged()
+
+    turn = time.monotonic_ns()
+    assert on_each(cluster_of, exchange) == [(36, [0, 1, 2]), (0, [0, 1, 2])]
+
+
+def test_ranks_on_different_hosts_share_no_mailbox(cluster_of: Clusters) -> None:
+    def exchange() -> tuple[int, list[float]]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(HOST_VARIABLE, str(md.rank()))
+            with mailboxes_anew(turn):
+                return exchanged()
+
+    turn = time.monotonic_ns()
+    assert on_each(cluster_of, exchange) == [(36, [0, 1, 2])] * 2
+
+
+def test_a_rank_without_memory_for_mailboxes_receives_over_gloo(cluster_of: Clusters) -> None:
+    def exchange() -> tuple[int, list[float]]:
+        def none(*args: Any) -> None:
+            raise OSError("no memory")
+
+        with pytest.MonkeyPatch.context() as patch:
+            if md.rank() == 1:
+                patch.setattr(os, "posix_fallocate", none)
+            with mailboxes_anew(turn):
+                return exchanged()
+
+    turn = time.monotonic_ns()
+    assert on_each(cluster_of, exchange) == [(36, [0, 1, 2])] * 2
+
+
+def test_threads_may_receive_at_once(cluster_of: Clusters) -> None:
+    def exchange() -> list[float]:
+        other, received = 1 - md.rank(), [0.0] * 4
+
+        def receive(tag: int) -> None:
+            received[tag] = sum(comm.recv(torch.empty(1), other, tag).item() for _ in range(20))
+
+        threads = [threading.Thread(target=receive, args=(tag,)) for tag in range(4)]
+        for thread in threads:
+            thread.start()
+        for i in range(20):
+            for tag in range(4):
+                comm.send(torch.tensor([float(tag * i)]), other, tag)
+        for thread in threads:
+            thread.join(30)
+        return received
+
+    assert on_each(cluster_of, exchange) == [[0.0, 190.0, 380.0, 570.0]] * 2
+
+
+def test_a_receiver_learns_that_its_sender_has_ended() -> None:
+    def exchange() -> None:
+        if md.rank() == 1:
+            comm.send(torch.ones(1), 0)
+            os.kill(os.getpid(), signal.SIGKILL)
+        assert comm.recv(torch.empty(1), 1).item() == 1  # what it had sent before
+        comm.recv(torch.empty(1), 1)
+
+    started = time.monotonic()
+    with pytest.raises(md.RankError) as error:
+        md.launch(exchange, 2, timeout=30)
+    assert time.monotonic() - started < 20
+    assert "SIGKILL" in str(error.value)
+
+
+def test_too_many_messages_that_nobody_takes_are_refused() -> None:
+    descriptor = os.memfd_create("a mailbox")
+    os.ftruncate(descriptor, mailbox.PITCH)
+    memory = memoryview(mmap.mmap(descriptor, mailbox.PITCH))
+    mailbox.prepare(memory)
+    sender = mailbox.Outgoing(descriptor, 0)
+    receiver = mailbox.Incoming(memory, this_process(), patient=True, refused=lambda: False)
+    for i in range(mailbox.RECORDS):
+        assert sender.put((0, 0), torch.tensor([i]), lambda: 0.1)
+    with pytest.raises(RuntimeError, match="timed out with 1024 messages that the receiver has not taken"):
+        sender.put((0, 0), torch.tensor([0]), lambda: 0.1)
+    receiver.look()
+    for i in range(mailbox.RECORDS):
+        x = torch.tensor([-1])
+        assert receiver.expect((0, 0), x).came == 8
+        assert x.item() == i
+    assert sender.put((0, 0), torch.tensor([7]), lambda: 0.1)
+    with pytest.raises(RuntimeError, match=r"timed out after 0\.1 s waiting for a message"):
+        receiver.wait((0, 1), receiver.expect((0, 1), torch.tensor([0])), lambda: 0.1)
+    sender.close()
+
+
+def test_a_failure_comes_after_what_was_sent_and_only_to_its_key(cluster_of: Clusters) -> None:
+    def exchange() -> list[str]:
+        other, told = 1 - md.rank(), []
+        ahead = [comm.recv(torch.empty(1), other, 5, async_op=True) for _ in range(2)]
+        comm.send(torch.ones(1), other, 5)
+        for tag in (5, 6):
+            messages.tell_failure(other, tag)
+        comm.send(torch.full((1,), 7.0), other, 7)
+        assert ahead[0].wait().item() == 1
+        for wait in (ahead[1].wait, lambda: comm.recv(torch.empty(3, 2), other, 6)):
+            with pytest.raises(md.CollectiveError) as caught:
+                wait()
+            told.append(str(caught.value))
+        assert comm.recv(torch.empty(1), other, 7).item() == 7
+        comm.send(torch.full((1,), 8.0), other, 5)  # a failure ends one receive
+        assert comm.recv(torch.empty(1), other, 5).item() == 8
+        return told
+
+    for rank, told in enumerate(on_each(cluster_of, exchange)):
+        for text in told:
+            assert text.startswith("recv of float32[")
+            assert f"rank {1 - rank} failed, and this belongs to what it did; its own error says why" in text
+
+
+def test_who_gives_up_takes_nothing(cluster_of: Clusters) -> None:
+    def exchange() -> float:
+        other = 1 - md.rank()
+        comm.recv(torch.empty(1), other, async_op=True).forget()
+        comm.send(torch.full((1,), 3.0), other)
+        return float(comm.recv(torch.empty(1), other))
+
+    assert on_each(cluster_of, exchange) == [3.0, 3.0]

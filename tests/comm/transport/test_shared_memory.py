@@ -1,0 +1,450 @@
+"""Shared memory: values against one process, in place and staged, and what is left when ranks fail."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import minidist as md
+from minidist import comm
+from minidist.comm.transport import semaphores, shared_collectives, shared_memory
+
+Clusters = Callable[[int], md.Cluster]
+pytestmark = pytest.mark.skipif(not semaphores.available(), reason="needs Linux, for shared semaphores")
+
+REDUCE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "sum": lambda parts: parts.sum(0),
+    "mean": lambda parts: parts.mean(0),
+    "min": lambda parts: parts.amin(0),
+    "max": lambda parts: parts.amax(0),
+    "product": lambda parts: parts.prod(0),
+}
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int16, torch.uint8]
+
+
+def exact(actual: Any, expected: Any) -> None:
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+def inputs(seed: int, length: int, dtype: torch.dtype, ranks: int) -> torch.Tensor:
+    """Small whole numbers, which every dtype holds exactly: (ranks, length)."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 4, (ranks, length), generator=generator).to(dtype)
+
+
+@pytest.fixture
+def small_buffers(cluster_of: Clusters) -> Callable[[int], md.Cluster]:
+    """Clusters whose staging buffers hold 64 bytes, so that a few elements take several chunks and pieces."""
+
+    def shrink() -> None:
+        from minidist.comm.transport import algorithm_choice as routes
+
+        for module in (shared_memory, shared_collectives):
+            module.STAGE = 64  # type: ignore[attr-defined]
+        shared_collectives.PIECE = 16
+        routes.forget()
+
+    def get(ranks: int) -> md.Cluster:
+        cluster = cluster_of(ranks)
+        cluster.run(shrink)
+        used.append(cluster)
+        return cluster
+
+    def restore() -> None:
+        from minidist.comm.transport import algorithm_choice as routes
+
+        for module in (shared_memory, shared_collectives):
+            module.STAGE = stage  # type: ignore[attr-defined]
+        shared_collectives.PIECE = piece
+        routes.forget()
+
+    stage, piece, used = shared_memory.STAGE, shared_collectives.PIECE, list[md.Cluster]()
+    yield get
+    for cluster in used:
+        cluster.run(restore)
+
+
+def every_collective(
+    seed: int, length: int, dtype: torch.dtype, op: str, shared: tuple[bool, ...]
+) -> list[torch.Tensor]:
+    """Twice each collective on this rank, so that buffers are used again while others still read them."""
+    rank, ranks = md.rank(), md.size()
+    rows = inputs(seed, length * ranks, dtype, ranks)
+    memory = comm.empty_shared((2 * length * ranks + 3,), dtype)
+    results = []
+    for turn in range(2):
+        x = rows[rank].clone()
+        if shared[rank % len(shared)]:
+            # At another offset on every rank where not all are to be found in place.
+            start = 3 if all(shared) else rank % 4
+            x = memory[start : start + len(x)].copy_(x)
+        part = x[:length]
+        results += [
+            comm.reduce_scatter(x, op),
+            comm.all_gather(part),
+            comm.all_to_all(x),
+            comm.broadcast(x.clone() if turn else x, source=ranks - 1).clone(),
+        ]
+        x.copy_(rows[rank])
+        results.append(comm.all_reduce(x, op).clone())
+    return results
+
+
+def expected(
+    seed: int, length: int, dtype: torch.dtype, op: str, rank: int, ranks: int
+) -> list[torch.Tensor]:
+    rows = inputs(seed, length * ranks, dtype, ranks)
+    reduced = REDUCE[op](rows).to(dtype)
+    own = slice(rank * length, (rank + 1) * length)
+    once = [
+        reduced[own],
+        rows[:, :length].flatten(),
+        rows[:, own].flatten(),
+        rows[-1],
+        reduced,
+    ]
+    return once * 2
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    ranks=st.integers(2, 4),
+    length=st.integers(0, 40),
+    dtype=st.sampled_from(DTYPES),
+    op=st.sampled_from(sorted(REDUCE)),
+    seed=st.integers(0, 1000),
+    shared=st.sampled_from([(False,), (True,), (True, False)]),
+)
+def test_results_equal_one_process(
+    small_buffers: Clusters,
+    ranks: int,
+    length: int,
+    dtype: torch.dtype,
+    op: str,
+    seed: int,
+    shared: tuple[bool, ...],
+) -> None:
+    if op == "mean" and (not dtype.is_floating_point or ranks == 3):
+        op = "sum"  # a third is not exact, and integers have no mean
+    case = (seed, length, dtype, op)
+    for rank, results in enumerate(small_buffers(ranks).run(every_collective, *case, shared)):
+        for result, wanted in zip(results, expected(*case, rank, ranks), strict=True):
+            exact(result, wanted)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("shared", [True, False])
+def test_large_tensors(cluster_of: Clusters, ranks: int, shared: bool) -> None:
+    """Some chunks and a bit, with the buffers' real size; all ranks get the same bits."""
+
+    def reduce() -> torch.Tensor:
+        generator = torch.Generator().manual_seed(md.rank())
+        x = torch.rand(3 * 2**18 + 5, generator=generator)
+        if shared:
+            x = comm.empty_shared(x.shape).copy_(x)
+        return comm.all_reduce(x).clone()
+
+    first, *others = cluster_of(ranks).run(reduce)
+    parts = [torch.rand(len(first), generator=torch.Generator().manual_seed(r)) for r in range(ranks)]
+    wanted = parts[0]
+    for part in parts[1:]:
+        wanted = wanted + part  # in the same order, so the same bits
+    exact(first, wanted)
+    for other in others:
+        exact(other, first)
+
+
+def test_a_missing_meeting_is_noticed(small_buffers: Clusters) -> None:
+    """Without the second meeting results are read before they are there: the tests above do see that."""
+
+    def reduce() -> bool:
+        from minidist.comm.transport import algorithm_choice as routes
+
+        memory = routes.route(None).memory
+        assert memory is not None
+        meet, calls = memory.meet, iter(range(10**6))
+        memory.meet = lambda: meet() if next(calls) % 2 == 0 else None  # type: ignore[method-assign]
+        try:
+            wrong = False
+            x = comm.empty_shared((512,))
+            for i in range(1, 50):
+                x.fill_(i)
+                if md.rank():
+                    time.sleep(0.001)
+                comm.all_reduce(x)
+                wrong |= not bool((x == i * md.size()).all())
+                torch.distributed.barrier()
+            return wrong
+        finally:
+            del memory.meet
+
+    assert any(small_buffers(2).run(reduce))
+
+
+def test_what_is_sent_counts_as_sent_and_not_as_on_the_wire(cluster_of: Clusters) -> None:
+    def count() -> tuple[int, int, str]:
+        with comm.ledger() as ledger:
+            comm.all_reduce(torch.ones(12))
+            comm.all_reduce(torch.ones(12), algorithm="torch")
+        return ledger.bytes_sent, ledger.bytes_on_wire, ledger.calls[0].algorithm
+
+    assert cluster_of(3).run(count) == [(128, 64, "shared_memory")] * 3
+
+
+def test_asynchronous_calls_run_in_order_while_the_rank_computes(cluster_of: Clusters) -> None:
+    def overlap() -> tuple[bool, float, float]:
+        x = [torch.full((1000,), float(md.rank() + i)) for i in range(10)]
+        comm.barrier()  # makes the memory, for which an asynchronous call would not wait
+        with comm.ledger() as ledger:
+            works = [comm.all_reduce(part, async_op=True) for part in x]
+            last = comm.all_reduce(torch.ones(3), "max")  # behind those that are under way
+            time.sleep(0.3)
+            complete = all(work.done() for work in works)
+            for i, work in enumerate(works):
+                exact(work.wait(), torch.full((1000,), 2.0 * i + 1))
+        exact(last, torch.ones(3))
+        return complete, ledger.comm_overlap, max(call.seconds for call in ledger.calls)
+
+    for complete, hidden, longest in cluster_of(2).run(overlap):
+        assert complete
+        assert 0 < hidden < 1
+        assert longest < 0.3  # the thread says when a call was complete, not when somebody asked
+
+
+def test_a_result_is_this_ranks_own(cluster_of: Clusters) -> None:
+    """What a rank does to a result in shared memory, such as clipping it, no other rank sees."""
+
+    def change() -> list[float]:
+        x = comm.empty_shared((4,)).fill_(1.0)
+        comm.all_reduce(x)
+        comm.barrier()
+        x.mul_(md.rank() + 1)
+        comm.barrier()
+        return x.tolist()
+
+    assert cluster_of(2).run(change) == [[2.0] * 4, [4.0] * 4]
+
+
+def test_groups_have_memory_of_their_own(cluster_of: Clusters) -> None:
+    def both() -> tuple[float, float, float]:
+        pair = dist.new_group([0, 2])
+        alone = dist.new_group([1])
+        mine = comm.empty_shared((5,), group=pair if md.rank() != 1 else alone).fill_(md.rank() + 1.0)
+        works = [comm.all_reduce(mine, group=pair if md.rank() != 1 else alone, async_op=True)]
+        x = torch.full((3,), float(md.rank()))
+        comm.all_reduce(x)
+        works[0].wait()
+        crossed = comm.all_reduce(mine.clone())  # of the pair's segment, in the world: staged
+        y = comm.all_reduce(mine)
+        exact(y, crossed)
+        return float(x[0]), float(crossed[0]), float(y[-1])
+
+    assert cluster_of(3).run(both) == [(3.0, 10.0, 10.0)] * 3
+
+
+def test_memory_goes_with_the_last_tensor(cluster_of: Clusters) -> None:
+    def grow() -> tuple[int, int, int]:
+        def mapped() -> int:
+            lines = Path("/proc/self/maps").read_text().splitlines()
+            return sum("memfd:minidist" in line for line in lines)
+
+        comm.barrier()
+        before = mapped()
+        x = comm.empty_shared((1000,))
+        part = x[3:5]
+        during = mapped()
+        del x
+        assert mapped() == during
+        part += 1
+        del part
+        return before, during, mapped()
+
+    for before, during, after in cluster_of(2).run(grow):
+        assert during == before + 1
+        assert after == before
+
+
+def test_nothing_has_a_name_that_could_be_left_behind() -> None:
+    def hold() -> list[str]:
+        comm.all_reduce(comm.empty_shared((10**5,)))
+        return sorted(os.listdir("/dev/shm"))
+
+    before = sorted(os.listdir("/dev/shm"))
+    assert md.launch(hold, ranks=2) == [before, before]
+
+
+def test_different_calls_are_told_on_all_ranks() -> None:
+    def differ() -> str:
+        comm.barrier()
+        try:
+            if md.rank() == 1:
+                comm.all_reduce(torch.ones(3), algorithm="shared_memory")
+            else:
+                comm.all_gather(torch.ones(4), algorithm="shared_memory")
+        except comm.CollectiveError as error:
+            return str(error)
+        return ""
+
+    with md.Cluster(3) as cluster:
+        for message in cluster.run(differ):
+            assert "all_reduce (sum) of float32[3]" in message
+            assert "all_gather of float32[12]" in message
+
+
+def test_after_a_failure_there_is_no_further_call() -> None:
+    def again() -> list[str]:
+        messages = []
+        for length in (3 + md.rank(), 2, 2):
+            try:
+                comm.all_reduce(torch.ones(length))
+            except comm.CollectiveError as error:
+                messages.append(str(error))
+        return messages
+
+    with md.Cluster(2) as cluster:
+        for first, *others in cluster.run(again):
+            assert "float32[3]" in first
+            assert "float32[4]" in first
+            assert len(others) == 2
+            assert all("an earlier call on these ranks failed" in other for other in others)
+
+
+def test_a_peer_that_is_killed_is_noticed_soon(capfd: pytest.CaptureFixture[str]) -> None:
+    def die() -> None:
+        x = comm.empty_shared((100,))
+        for i in range(1000):
+            if i == 5 and md.rank() == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            try:
+                comm.all_reduce(x)
+            except comm.CollectiveError as error:
+                print(f"noticed: {error}")
+                time.sleep(2.0)
+                raise
+
+    begun = time.monotonic()
+    with pytest.raises(md.RankDied, match="rank 1 was killed by SIGKILL"):
+        md.launch(die, ranks=3)
+    assert time.monotonic() - begun < 20
+    assert capfd.readouterr().out.count("another rank's process has ended") <= 2
+
+
+def test_a_host_that_is_not_the_same_has_no_shared_memory() -> None:
+    def elsewhere() -> tuple[str, str]:
+        os.environ["MINIDIST_HOST"] = str(md.rank())
+        with comm.ledger() as ledger:
+            comm.all_reduce(torch.ones(1))
+        try:
+            comm.all_reduce(torch.ones(1), algorithm="shared_memory")
+        except ValueError as error:
+            return ledger.calls[0].algorithm, str(error)
+        return ledger.calls[0].algorithm, ""
+
+    for algorithm, message in md.launch(elsewhere, ranks=2):
+        assert algorithm == "torch"
+        assert "all_reduce cannot go through shared memory: the ranks are on 2 hosts" in message
+
+
+@pytest.mark.parametrize(("ranks", "hosts"), [(4, [0, 0, 1, 1]), (5, [0, 1, 0, 2, 2]), (3, [0, 1, 2])])
+def test_hierarchical_reduces_inside_hosts_and_between_them(ranks: int, hosts: list[int]) -> None:
+    def reduce() -> list[tuple[int, int]]:
+        os.environ["MINIDIST_HOST"] = str(hosts[md.rank()])
+        sizes = []
+        for length in (0, 1, 7, 24, 1000):
+            for op in ("sum", "mean", "max"):
+                rows = inputs(length, length, torch.float64, md.size())
+                with comm.ledger() as ledger:
+                    x = comm.all_reduce(rows[md.rank()].clone(), op, algorithm="hierarchical")
+                torch.testing.assert_close(x, REDUCE[op](rows) if length else x)
+                sizes.append((ledger.bytes_sent, ledger.bytes_on_wire))
+        return sizes
+
+    results = md.launch(reduce, ranks=ranks)
+    if ranks == 4:  # 24 doubles: half of them stays on each rank's ring of 2, and inside 1/2 + 1/2 of all
+        assert {sizes[9] for sizes in results} == {(24 * 8 + 12 * 8, 12 * 8)}
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_share_may_be_put_where_it_was(cluster_of: Clusters, shared: bool) -> None:
+    def reduce() -> tuple[torch.Tensor, torch.Tensor]:
+        rows = inputs(1, 5 * md.size(), torch.float64, md.size())
+        x = rows[md.rank()].clone()
+        if shared:
+            x = comm.empty_shared(tuple(x.shape), x.dtype).copy_(x)
+        own = x.view(md.size(), -1)[md.rank()]
+        comm.reduce_scatter(x, out=own)
+        return own.clone(), rows.sum(0).view(md.size(), -1)[md.rank()]
+
+    for share, whole in cluster_of(4).run(reduce):
+        exact(share, whole)
+
+
+def test_hierarchical_in_place() -> None:
+    def reduce() -> list[float]:
+        os.environ["MINIDIST_HOST"] = str(md.rank() // 3)
+        x = comm.empty_shared((6,)).copy_(torch.arange(6.0) * 10 ** md.rank())
+        result: list[float] = comm.all_reduce(x, algorithm="hierarchical").tolist()
+        return result
+
+    # Three ranks a host: the third one's part is in the third of the tensors that it reduces.
+    assert md.launch(reduce, ranks=6) == [[111111.0 * i for i in range(6)]] * 6
+
+
+@pytest.mark.parametrize("algorithm", ["auto", "ring"])
+def test_tensors_made_in_inference_mode(cluster_of: Clusters, algorithm: str) -> None:
+    def evaluate() -> list[float]:
+        from minidist.comm.transport import algorithm_choice as routes
+
+        routes.forget()  # so that the staging buffers are made here
+        comm.barrier()
+        totals = []
+        with torch.inference_mode():
+            inside, outside = torch.ones(1), torch.ones(1)
+            totals.append(comm.all_reduce(inside, algorithm=algorithm).clone())
+            totals.append(comm.all_reduce(inside, algorithm=algorithm, async_op=True).wait())
+        totals.append(comm.all_reduce(outside, algorithm=algorithm))
+        totals.append(comm.all_reduce(torch.ones(1), algorithm=algorithm))
+        return [float(total) for total in totals]
+
+    assert cluster_of(2).run(evaluate) == [[2.0, 4.0, 2.0, 2.0]] * 2
+
+
+def test_hierarchical_and_others_at_once() -> None:
+    def reduce() -> tuple[torch.Tensor, torch.Tensor]:
+        os.environ["MINIDIST_HOST"] = str(md.rank())
+        comm.barrier()
+        one, other = torch.ones(1_000_003), torch.full((1_000_003,), 10.0)
+        works = [
+            comm.all_reduce(one, algorithm="hierarchical", async_op=True),
+            comm.all_reduce(other, algorithm="ring", async_op=True),
+        ]
+        return tuple(work.wait().unique() for work in works)  # type: ignore[return-value]
+
+    for one, other in md.launch(reduce, ranks=2):
+        assert one.tolist() == [2.0]
+        assert other.tolist() == [20.0]
+
+
+def test_a_peer_may_end_once_it_has_come() -> None:
+    """It ends after its last call, and just before the one that waits for it looks whether it lives."""
+
+    class Peer:
+        def alive(self) -> bool:
+            late.clear()
+            return False
+
+    late = [1]
+    waiting = object.__new__(shared_memory.SharedMemory)
+    waiting._peers = [Peer(), Peer()]  # type: ignore[list-item]
+    waiting._look_after(lambda: list(late))
+    assert not late, "it was looked at"

@@ -1,0 +1,58 @@
+"""Products as the tests of rungs check them: operands of any strides, and guards around the result."""
+
+import numpy as np
+
+from minidist.kernels.measure import harness
+
+
+# Ways for an (m, n) matrix to lie in memory: the shape of the array around it, and the view of that array.
+def embedded(m, n):
+    return (m + 3, n + 2), lambda base: base[1 : m + 1, 1 : n + 1]
+
+
+LAYOUTS = {
+    "contiguous": lambda m, n: ((m, n), lambda base: base),
+    "transposed": lambda m, n: ((n, m), lambda base: base.T),
+    "embedded": embedded,
+    "embedded, transposed": lambda m, n: (embedded(n, m)[0], lambda base: embedded(n, m)[1](base).T),
+    "columns reversed": lambda m, n: (embedded(m, n)[0], lambda base: embedded(m, n)[1](base)[:, ::-1]),
+    "rows reversed": lambda m, n: (embedded(m, n)[0], lambda base: embedded(m, n)[1](base)[::-1]),
+    "both reversed": lambda m, n: (embedded(m, n)[0], lambda base: embedded(m, n)[1](base)[::-1, ::-1]),
+    "reversed, transposed": lambda m, n: (
+        embedded(n, m)[0],
+        lambda base: embedded(n, m)[1](base)[::-1, ::-1].T,
+    ),
+    "every second row, every third column": lambda m, n: (
+        (2 * m + 1, 3 * n + 2),
+        lambda base: base[1::2, 2::3][:m, :n],
+    ),
+}
+
+
+def laid_out(x, layout):
+    """A view with x's values, laid out so, inside of an array of which all else is NaN; and that array."""
+    shape, view = LAYOUTS[layout](*x.shape)
+    base = np.full(shape, np.nan, x.dtype)
+    view(base)[...] = x
+    return view(base), base
+
+
+def check_laid_out(step, sizes, dtype, layouts, seed, read_only=False):
+    """Fail unless step multiplies operands laid out so, writes all of out, and nothing else."""
+    m, n, k = sizes
+    a, b = harness.inputs(m, n, k, dtype, seed)
+    a_view, a_base = laid_out(a, layouts[0])
+    b_view, b_base = laid_out(b, layouts[1])
+    out, out_base = laid_out(np.full((m, n), 7, dtype), layouts[2])
+    inputs_before = a_base.copy(), b_base.copy()
+    a_base.flags.writeable = not read_only
+
+    assert step.matmul(a_view, b_view, out=out) is out
+
+    harness.assert_product(out, a, b, f"{step.name} {sizes} {dtype} {layouts} seed={seed}")
+    np.testing.assert_array_equal(a_base, inputs_before[0])
+    np.testing.assert_array_equal(b_base, inputs_before[1])
+    # What surrounds out is NaN still: nothing was written outside of it.
+    out[...] = np.nan
+    assert np.isnan(out_base).all(), "written outside of out"
+    np.testing.assert_array_equal(step.matmul(a_view, b_view), step.matmul(a, b))

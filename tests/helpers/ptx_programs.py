@@ -1,0 +1,61 @@
+"""Small kernels in PTX, as the emulator's tests write them by hand: no compiler, and any instruction."""
+
+import numpy as np
+
+from minidist.kernels.emulator.execution.run import run_kernel
+
+SHARED = 8192  # bytes of the variable `memory`
+
+
+def program(body, arrays, threads, shared=SHARED, bounds=""):
+    """The PTX of a kernel on arrays, whose addresses its body finds in the registers %<name>.
+
+    Registers are %p, %r, %d (64 bits), %f, %s (16 bits) with a number; %tid, %lane, %warp and %rank hold the
+    thread's place, and `memory` is shared memory.
+    """
+    parameters = ", ".join(f".param .u64 {name}_{i}" for name in arrays for i in range(7))
+    addresses = "\n".join(f"ld.param.u64 %{name}, [{name}_4];" for name in arrays)
+    named = "".join(f".reg .b64 %{name};\n" for name in arrays)
+    return f"""
+.version 8.6
+.target sm_90a
+.address_size 64
+.shared .align 1024 .b8 memory[{shared}];
+.visible .entry kernel({parameters}) .maxntid {threads}, 1, 1 {bounds}
+{{
+.reg .pred %p<40>;
+.reg .b16 %s<40>;
+.reg .b32 %r<80>;
+.reg .b32 %tid, %lane, %warp, %rank;
+.reg .b64 %d<40>;
+.reg .f32 %f<300>;
+{named}{addresses}
+mov.u32 %tid, %tid.x;
+mov.u32 %rank, %cluster_ctarank;
+and.b32 %lane, %tid, 31;
+shr.u32 %warp, %tid, 5;
+{body}
+ret;
+}}
+"""
+
+
+def execute(body, threads=32, blocks=1, cluster=1, shared=SHARED, bounds="", **arrays):
+    """Run such a kernel on these arrays (or tensor maps)."""
+    text = program(body, arrays, threads, shared, bounds)
+    run_kernel(text, (blocks,), (threads,), list(arrays.values()), cluster=cluster, names=list(arrays))
+
+
+def here(index, register, bytes_each):
+    """PTX that sets `register` to the address of element `index` (a 32-bit register) of shared memory."""
+    return f"mov.u32 {register}, memory;\nmad.lo.u32 {register}, {index}, {bytes_each}, {register};\n"
+
+
+def of(array, register, index, bytes_each):
+    """PTX that sets `register` to the address of element `index` (a 32-bit register) of an array."""
+    return f"mul.wide.u32 {register}, {index}, {bytes_each};\nadd.s64 {register}, %{array}, {register};\n"
+
+
+def result(n, dtype=np.uint32):
+    """An output that holds a pattern nobody computes."""
+    return np.full(n, 0xEE, np.uint8).repeat(np.dtype(dtype).itemsize).view(dtype)

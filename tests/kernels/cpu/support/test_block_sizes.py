@@ -1,0 +1,58 @@
+"""The sizes of blocks for any caches, and the memory that threads keep."""
+
+import threading
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given
+
+from minidist.kernels.cpu.support import block_sizes as module
+from minidist.kernels.cpu.support import register_tile
+from minidist.kernels.cpu.support.block_sizes import LEAST_WIDTH, blocks, memory
+from minidist.kernels.cpu.support.caches import Caches
+
+KIB = 2**10
+
+
+@given(
+    l2=st.integers(0, 8 * KIB).map(lambda kib: kib * KIB),
+    l3=st.integers(0, 512 * KIB).map(lambda kib: kib * KIB),
+    kind=st.sampled_from(["f", "d"]),
+)
+def test_blocks_fit_their_caches_and_the_memory_asked_for(l2, l3, kind):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "caches", lambda: Caches(l2=l2, l3=l3))
+        size = blocks.__wrapped__(kind)
+    bytes_ = np.dtype(kind).itemsize
+    assert (size.rows, size.columns) == (register_tile.ROWS, register_tile.tile_columns(kind))
+    block_of_a = size.rows * size.depth * bytes_
+    assert size.tiles == 1 or size.tiles * block_of_a <= l2 // 2 < (size.tiles + 1) * block_of_a
+    assert size.width >= size.columns
+    assert size.width % size.columns == 0
+    assert size.width <= LEAST_WIDTH or size.width * size.depth * bytes_ <= l3 // 4
+    assert (size.width + size.columns) * size.depth * bytes_ > l3 // 4
+    assert size.depth <= register_tile.PITCH
+    assert size.memory == size.rows * (size.columns + size.tiles * register_tile.PITCH)
+
+
+def test_memory_is_kept_until_more_is_needed():
+    purpose = "a test's"
+    first = memory(purpose, "f", 100)
+    assert (first.shape, first.dtype) == ((1, 100), np.float32)
+    assert first.ctypes.data % 64 == 0
+    assert memory(purpose, "f", 60) is first
+    more = memory(purpose, "f", 101)
+    assert more is not first
+    assert more.shape[1] >= 101
+    assert memory(purpose, "f", 100) is more
+
+
+def test_purposes_dtypes_and_threads_share_no_memory():
+    found = [memory("one", "f", 10), memory("other", "f", 10), memory("one", "d", 10)]
+    thread = threading.Thread(target=lambda: found.append(memory("one", "f", 10)))
+    thread.start()
+    thread.join(timeout=10)
+    assert len(found) == 4
+    for i, x in enumerate(found):
+        assert not any(np.shares_memory(x, other) for other in found[:i])

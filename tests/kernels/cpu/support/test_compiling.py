@@ -1,0 +1,103 @@
+"""When a kernel is compiled, and when its machine code is taken from disk."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from minidist import kernels
+from minidist.kernels.cpu.support.compiling import compiled
+
+
+def test_each_dtype_is_compiled_at_its_first_call_only():
+    traced = []
+
+    @compiled("ACC")
+    def kernel(a, b, out):
+        out[0, 0] = a[0, 0] + b[0, 0]
+
+    def call(dtype):
+        out = np.zeros((1, 1), dtype)
+        kernel(np.ones((1, 1), dtype), np.ones((1, 1), dtype), out)
+        traced.append(out[0, 0])
+
+    import numba
+
+    started = []
+    njit = numba.njit
+
+    def record(*args, **options):
+        if options:  # without any, a module of Numba's own that it imports late
+            started.append(options)
+        return njit(*args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(numba, "njit", record)
+        for dtype in ("float32", "float32", "float64", "float64"):
+            call(dtype)
+    assert traced == [2, 2, 2, 2]
+    assert started == [{"cache": True}, {"cache": True}]
+
+
+def test_without_a_folder_to_write_to_a_kernel_is_compiled_all_the_same():
+    names = {}
+    # A function that no file holds: Numba finds no place for its machine code.
+    exec("def kernel(a, b, out):\n    out[0, 0] = a[0, 0] * b[0, 0]", names)
+    out = np.zeros((1, 1))
+    compiled("AAA")(names["kernel"])(np.full((1, 1), 3.0), np.full((1, 1), 4.0), out)
+    assert out[0, 0] == 12
+
+
+KERNEL = """
+from .compiling import compiled
+
+@compiled("AAA", uses=("factor",))
+def kernel(a, b, out, more):
+    out[0, 0] = factor.times(a[0, 0] * b[0, 0]) + more
+"""
+FACTOR = """
+from numba import njit
+
+@njit
+def times(x):
+    return FACTOR * x
+"""
+PRODUCT = """
+import numpy as np, numba.core.event as event
+from copied.cpu.support.product import kernel
+out = np.zeros((1, 1))
+with event.install_recorder("numba:compile") as compilations:
+    kernel(np.full((1, 1), 5.0), np.full((1, 1), 7.0), out, 1)
+print(len(compilations.buffer) > 0, int(out[0, 0]))
+"""
+
+
+@pytest.mark.deep
+def test_machine_code_is_kept_until_a_file_that_it_was_made_of_changes(tmp_path):
+    """In a copy of the package, with a kernel that uses a function of another file."""
+    folder = tmp_path / "copied"
+    shutil.copytree(Path(kernels.__file__).parent, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / "cpu" / "support" / "product.py").write_text(KERNEL)
+
+    def product(factor):
+        """By another process: whether it compiled, and the result."""
+        (folder / "cpu" / "support" / "factor.py").write_text(FACTOR.replace("FACTOR", factor))
+        environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "codes"), "PYTHONPATH": str(tmp_path)}
+        done = subprocess.run(
+            [sys.executable, "-B", "-c", PRODUCT],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+        )
+        compiled, result = done.stdout.split()
+        return compiled == "True", int(result)
+
+    assert product("2") == (True, 71)
+    assert product("2") == (False, 71)
+    assert product("3") == (True, 106)

@@ -1,0 +1,337 @@
+"""The loops do nothing but what they measure, and the rates are those of all threads together."""
+
+import itertools
+import os
+import platform
+import re
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from threadpoolctl import threadpool_limits
+
+from minidist.kernels.cpu.support import peaks
+from minidist.kernels.cpu.support.caches import available_cpus
+from minidist.kernels.cpu.support.peak_loops import SUMS, flops_per_turn, fma, registers, triad
+from minidist.kernels.cpu.support.vector_unit import vector_unit
+from minidist.kernels.measure import harness
+from minidist.kernels.rung import empty
+
+every_dtype = pytest.mark.parametrize("dtype", ["float32", "float64"])
+on_x86 = pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="reads x86 code")
+# x86's names of a fused multiply-add, and of the two instructions where there is none.
+MULTIPLY_ADD = re.compile(r"^(vfmadd\d+p[sd]|mulp[sd]|addp[sd])$")
+
+
+def loops(assembly):
+    """The instructions of each innermost loop: from a label to the jump back to it."""
+    found = []
+    body, label = [], None
+    for line in assembly.splitlines():
+        text = line.strip()
+        if re.match(r"^\.LBB\w+:", text):
+            body, label = [], text.partition(":")[0]
+        elif text and not text.startswith((".", "#")):
+            operation, _, operands = text.partition("\t")
+            body.append((operation.strip(), operands.strip()))
+            if operation.startswith("j") and operands.strip() == label:
+                found.append(body)
+    return found
+
+
+@every_dtype
+@settings(deadline=None, max_examples=20)
+@given(turns=st.integers(0, 20), factor=st.integers(-3, 3), addend=st.integers(-3, 3))
+def test_fma_does_each_multiply_add_each_turn(dtype, turns, factor, addend):
+    rows = registers(dtype)
+    rows[0], rows[1] = factor / 2, addend
+    expected = rows.astype(np.float64)
+    for _ in range(turns):
+        expected[2:] = expected[2:] * expected[0] + expected[1]
+    fma(rows, turns)
+    np.testing.assert_allclose(rows, expected, rtol=1e-5 if dtype == "float32" else 1e-13)
+
+
+@every_dtype
+def test_sums_stay_normal_numbers_for_ever(dtype):
+    rows = registers(dtype)
+    assert rows.shape == (2 + SUMS, vector_unit().lanes(dtype))
+    assert len(np.unique(rows[2:])) == rows[2:].size
+    fma(rows, 2000)
+    np.testing.assert_allclose(rows[2:], 2, rtol=1e-6)
+
+
+@on_x86
+@every_dtype
+def test_the_fma_loop_is_multiply_adds_between_registers_only(dtype):
+    fma(registers(dtype), 1)
+    code = next(text for signature, text in fma.inspect_asm().items() if signature[0].dtype.name == dtype)
+    check_fma_loop(code, dtype, vector_unit().fused)
+
+
+def check_fma_loop(code, dtype, fused):
+    found = [body for body in loops(code) if any(MULTIPLY_ADD.match(operation) for operation, _ in body)]
+    assert found
+    for body in found:
+        arithmetic = [x for x in body if MULTIPLY_ADD.match(x[0])]
+        each = 1 if fused else 2
+        assert len(arithmetic) % (each * SUMS) == 0
+        assert all(x[0].endswith("s" if dtype == "float32" else "d") for x in arithmetic)
+        # Nothing is loaded or stored: no operand is an address. What remains counts turns.
+        assert not any("(" in operands for _, operands in body), body
+        assert len(body) - len(arithmetic) <= 4
+        if fused:
+            assert {operation for operation, _ in arithmetic} <= {"vfmadd213p" + x for x in "sd"} | {
+                f"vfmadd{order}p{x}" for order in (132, 231) for x in "sd"
+            }
+
+
+@on_x86
+@pytest.mark.parametrize(("cpu", "unit"), [("haswell", "AVX2"), ("nehalem", "SSE")])
+def test_the_loops_of_other_vector_units_are_as_clean(cpu, unit):
+    """Compiled for that CPU in a process of its own; a machine with AVX-512 has the others too."""
+    if unit == "AVX2" and vector_unit().name == "SSE":
+        pytest.skip("this machine can't run AVX2")
+    code = (
+        "import tests.kernels.cpu.support.test_peaks as t\n"
+        f"assert t.vector_unit().name == {unit!r}\n"
+        "for dtype in ('float32', 'float64'):\n"
+        "    t.test_the_fma_loop_is_multiply_adds_between_registers_only(dtype)\n"
+        "    t.test_sums_stay_normal_numbers_for_ever(dtype)\n"
+        "t.check_triad(True, 80); t.check_triad(False, 8)\n"
+    )
+    features = {"haswell": "+avx2,+fma", "nehalem": "+sse4.2"}[cpu]
+    environment = {**os.environ, "NUMBA_CPU_NAME": cpu, "NUMBA_CPU_FEATURES": features}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parents[4],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def check_triad(streaming, elements):
+    rng = np.random.default_rng()
+    a, b, c = (empty(1, elements + 8, np.float64)[0] for _ in range(3))
+    a[...], b[...], c[...] = np.nan, rng.standard_normal(b.shape), rng.standard_normal(c.shape)
+    scale = float(rng.standard_normal())
+    b_before, c_before = b.copy(), c.copy()
+    triad(streaming)(a[:elements], b[:elements], c[:elements], scale)
+    np.testing.assert_allclose(a[:elements], (b + scale * c)[:elements], rtol=1e-12, atol=1e-12)
+    assert np.isnan(a[elements:]).all()
+    np.testing.assert_array_equal(b, b_before)
+    np.testing.assert_array_equal(c, c_before)
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+@pytest.mark.parametrize("lines", [1, 2, 7, 64, 1001])
+def test_triad_writes_b_plus_scale_times_c_and_no_more(streaming, lines):
+    check_triad(streaming, 8 * lines)
+
+
+@on_x86
+@pytest.mark.parametrize("streaming", [True, False])
+def test_only_the_streaming_triad_stores_past_the_caches(streaming):
+    check_triad(streaming, 64)
+    code = "".join(triad(streaming).inspect_asm().values())
+    assert ("movntp" in code) == streaming
+
+
+def test_a_rate_is_the_work_of_all_threads_over_their_time():
+    alive, most = 0, 0
+    lock = threading.Lock()
+
+    def work():
+        nonlocal alive, most
+        with lock:
+            alive += 1
+            most = max(most, alive)
+        time.sleep(0.01)
+        with lock:
+            alive -= 1
+        return 5.0
+
+    run = peaks.rate([work] * 4, 0.05)
+    assert most == 4
+    # 4 threads, 5 each 10 ms; sleep may take longer, never less.
+    assert 600 < run.per_second <= 4 * 5 / 0.01
+    assert run.granted < 0.3  # they slept
+
+
+def test_the_slower_threads_count_too():
+    def work(seconds):
+        time.sleep(seconds)
+        return 1.0
+
+    run = peaks.rate([lambda: work(0.002), lambda: work(0.1)], 0.05)
+    # The second ends after 0.1 s: both are divided by that, not the first by its 0.05.
+    assert run.per_second < (0.05 / 0.002 + 1) / 0.1 * 1.1
+
+
+def test_the_first_call_is_not_timed():
+    calls = itertools.count()
+
+    def work():
+        time.sleep(0.3 if next(calls) == 0 else 0.001)
+        return 1.0
+
+    assert peaks.rate([work], 0.02).per_second > 100
+
+
+def test_a_thread_that_runs_is_granted_its_time():
+    x = np.ones(2**16)
+
+    def work():
+        for _ in range(50):
+            np.sqrt(x, out=x)
+        return 1.0
+
+    # The best of a few, and half: others may run on this machine too.
+    assert max(peaks.rate([work], 0.02).granted for _ in range(10)) > 0.5
+
+
+@pytest.mark.parametrize("at_call", [0, 2])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_what_a_thread_raises_is_raised(threads, at_call):
+    calls = itertools.count()
+
+    def broken():
+        if next(calls) == at_call:
+            raise ZeroDivisionError("broken")
+        return 1.0
+
+    works = [broken, *[lambda: time.sleep(0.001) or 1.0] * (threads - 1)]
+    with pytest.raises(ZeroDivisionError, match="broken"):
+        peaks.rate(works, 0.01)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system has no affinity")
+def test_threads_have_a_core_each_and_a_single_one_goes_anywhere():
+    cpus = available_cpus()
+    seen = [set() for _ in cpus]
+    peaks.rate([lambda i=i: seen[i].add(tuple(available_cpus())) or 1.0 for i in range(len(cpus))], 0.001)
+    assert seen == ([{(cpu,)} for cpu in cpus] if len(cpus) > 1 else [{tuple(cpus)}])
+    alone = set()
+    peaks.rate([lambda: alone.add(tuple(available_cpus())) or 1.0], 0.001)
+    assert alone == {tuple(cpus)}
+
+
+def test_the_affinity_of_the_caller_is_left_alone():
+    before = available_cpus()
+    peaks.rate([lambda: 1.0] * 2, 0.001)
+    assert available_cpus() == before
+
+
+def test_the_peaks_are_plausible_beside_each_other():
+    """Factors leave room for other programs: what is tested is that no figure is of another kind."""
+    one, together = peaks.roofs(seconds=0.004, repetitions=10, memory=64 * 2**20)
+    for roof in (one, together):
+        assert list(roof.flops) == ["float32", "float64"]
+        assert 1 < roof.flops["float32"] / roof.flops["float64"] < 4
+        assert 0 < roof.granted <= 1
+        assert 1e9 < roof.bandwidth < 1e13
+    cores = len(available_cpus())
+    for of_one, of_all in [
+        (one.bandwidth, together.bandwidth),
+        *zip(one.flops.values(), together.flops.values(), strict=True),
+    ]:
+        assert of_one / 2 < of_all < 2 * cores * of_one
+    assert one.name == "one core"
+    assert together.name == (f"{cores} cores" if cores > 1 else "one core")
+
+
+def test_on_one_core_both_roofs_are_one(monkeypatch):
+    measured = []
+    monkeypatch.setattr(peaks, "available_cpus", lambda: [0])
+    monkeypatch.setattr(peaks, "_roof", lambda *arguments: measured.append(arguments) or arguments)
+    one, together = peaks.roofs()
+    assert one is together
+    assert len(measured) == 1
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="there NumPy uses the CPU's matrix unit")
+@every_dtype
+def test_no_product_is_faster_than_the_peak(dtype):
+    """numpy.matmul is a loop of FMAs and more; in turns, so that both meet the same clock."""
+    a, b = harness.inputs(384, 384, 384, dtype, 0)
+    c, rows, turns = np.empty_like(a), registers(dtype), 20_000
+    with threadpool_limits(1):
+        seconds = harness.time_in_turns(
+            {"peak": lambda: fma(rows, turns), "numpy": lambda: np.matmul(a, b, out=c)}, rounds=15
+        )
+    peak = turns * flops_per_turn(dtype) / min(seconds["peak"])
+    assert peak >= 0.9 * harness.flops(384, 384, 384) / min(seconds["numpy"])
+
+
+def test_triad_arrays_are_past_the_caches_and_within_the_memory(monkeypatch):
+    sizes = []
+
+    class Share(peaks._Share):
+        def __init__(self, chunks):
+            sizes.append(chunks * peaks.CHUNK * 8)
+            super().__init__(1)
+
+    monkeypatch.setattr(peaks, "_Share", Share)
+    monkeypatch.setattr(peaks, "rate", lambda works, seconds: peaks.Rate(1.0, 1.0))
+    mib = 2**20
+    for threads, cache, memory, expected in [
+        (1, 32 * mib, 2**34, 128 * mib),
+        (4, 32 * mib, 2**34, 128 * mib),
+        (1, 0, 2**34, 4 * peaks.UNKNOWN_CACHE),
+        (1, 32 * mib, 96 * mib, 32 * mib),
+        (2, 2**30, 2**36, peaks.LARGEST),
+        (3, 32 * mib, 0, 3 * peaks.CHUNK * 8),  # a chunk each at least
+    ]:
+        sizes.clear()
+        peaks._roof("", threads, cache, 0.0, 1, memory)
+        assert len(sizes) == threads
+        assert expected - threads * peaks.CHUNK * 8 <= sum(sizes) <= expected
+
+
+def test_the_better_kind_of_store_counts(monkeypatch):
+    monkeypatch.setattr(peaks, "rate", lambda works, seconds: peaks.Rate(next(rates), next(granted)))
+    for bandwidths in ([7.0, 9.0], [9.0, 7.0]):
+        rates, granted = iter([1.0, 2.0, *bandwidths]), iter([1.0, 0.7, 0.9, 0.8])
+        roof = peaks._roof("x", 1, 2**20, 0.0, 1, 2**20)
+        assert roof.bandwidth == 9
+        assert roof.flops == {"float32": 1, "float64": 2}
+        assert roof.granted == 0.7
+
+
+def test_a_peak_is_the_best_repetition(monkeypatch):
+    rates = itertools.cycle([3.0, 8.0, 5.0])
+    monkeypatch.setattr(peaks, "rate", lambda works, seconds: peaks.Rate(next(rates), 1.0))
+    roof = peaks._roof("x", 1, 2**20, 0.0, 3, 2**20)
+    assert {*roof.flops.values(), roof.bandwidth} == {8.0}
+
+
+def test_a_share_goes_round_all_of_its_arrays():
+    share = peaks._Share(3)
+    work = share.work(True)
+    assert [work() for _ in range(4)] == [24.0 * peaks.CHUNK] * 4
+    seen = [next(share.chunks) for _ in range(3)]
+    assert len({a.ctypes.data for a, _, _ in seen}) == 3
+    for a, b, c in seen:
+        np.testing.assert_array_equal(a, b + 3 * c)
+        assert (a == 7).all()
+
+
+def test_free_memory_is_the_systems_or_the_containers(tmp_path):
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 99 kB\nMemAvailable:    4096 kB\n")
+    assert peaks.available_memory(str(meminfo), str(tmp_path)) == 4096 * 1024
+    (tmp_path / "memory.max").write_text("3000000\n")
+    (tmp_path / "memory.current").write_text("1000000\n")
+    assert peaks.available_memory(str(meminfo), str(tmp_path)) == 2_000_000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert peaks.available_memory(str(meminfo), str(tmp_path)) == 4096 * 1024
+    assert peaks.available_memory("", "") > 2**20

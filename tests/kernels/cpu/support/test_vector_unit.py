@@ -1,0 +1,88 @@
+"""The choice of a vector unit, and rung 6 compiled for the units that this machine does not choose itself."""
+
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
+
+from minidist.kernels.cpu.support import vector_unit
+
+X86 = "x86_64-unknown-linux-gnu"
+
+
+@pytest.mark.parametrize(
+    ("triple", "features", "unit"),
+    [
+        (X86, "+sse4.2,+avx,+avx2,+fma,+avx512f,+avx512vl", vector_unit.AVX512),
+        (X86, "+sse4.2,+avx,+avx2,+fma,-avx512f", vector_unit.AVX2),
+        (X86, "+avx2,-fma", vector_unit.SSE),
+        (X86, "+avx,+fma,-avx2", vector_unit.SSE),
+        (X86, "", vector_unit.SSE),
+        ("aarch64-unknown-linux-gnu", "+neon,+fp-armv8", vector_unit.NEON),
+        ("arm64-apple-darwin23.1.0", "", vector_unit.NEON),
+    ],
+)
+def test_the_widest_unit_is_chosen(triple, features, unit):
+    assert vector_unit.choose(triple, features) is unit
+
+
+def test_lanes_fill_a_register():
+    for unit in (vector_unit.AVX512, vector_unit.AVX2, vector_unit.NEON, vector_unit.SSE):
+        assert unit.lanes("float32") == 2 * unit.lanes("float64") == unit.register_bytes // 4
+
+
+SCRIPT = """
+import numpy as np
+from minidist.kernels import harness, rung
+from minidist.kernels.cpu import blocks, micro, simd
+
+rng = np.random.default_rng()
+for kind in ("float32", "float64"):
+    columns = blocks.blocks(np.dtype(kind).char).columns
+    for m, n, k in harness.shapes(rng, 40, 3 * columns + 40):
+        harness.check(rung(6), m, n, k, kind, rng)
+    for m in range(1, micro.ROWS + 2):
+        for n in (1, columns // 2, columns // 2 + 1, columns - 1, columns, columns + 1):
+            harness.check(rung(6), m, n, 5, kind, rng)
+    a, b = harness.inputs(2 * micro.ROWS, 2 * columns, 30, kind, 1)
+    out = np.empty((2 * columns, 2 * micro.ROWS), kind).T
+    rung(6).matmul(np.asfortranarray(a), np.asfortranarray(b), out=out)
+    harness.assert_product(out, a, b)
+print(simd.vector_unit().name)
+"""
+OLDER = {
+    "AVX2": {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+sse4.2,+avx,+avx2,+fma,+bmi,+bmi2"},
+    "SSE": {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": ""},
+}
+
+
+@pytest.fixture(scope="module")
+def older_machines(tmp_path_factory):
+    """A process for each, all at once: they compile for seconds."""
+    processes = {}
+    for name, settings in OLDER.items():
+        folder = str(tmp_path_factory.mktemp(name))
+        processes[name] = subprocess.Popen(
+            [sys.executable, "-c", SCRIPT],
+            env={**os.environ, **settings, "NUMBA_CACHE_DIR": folder},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+    yield processes
+    for process in processes.values():
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.skipif(
+    platform.machine() not in ("x86_64", "AMD64"), reason="AVX2 and SSE are units of x86-64 machines"
+)
+@pytest.mark.deep
+@pytest.mark.parametrize("name", list(OLDER))
+def test_rung_6_is_right_with_other_registers(older_machines, name):
+    printed, _ = older_machines[name].communicate(timeout=120)
+    assert older_machines[name].returncode == 0, printed
+    assert printed.strip() == name

@@ -1,0 +1,295 @@
+"""Rung 7: the same bits as rung 6, whoever takes part, when, and how often; and how out is cut into parts."""
+
+import contextlib
+import ctypes
+import os
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+
+from minidist.kernels import rung
+from minidist.kernels.cpu import s7_threads
+from minidist.kernels.cpu.s7_threads import parts
+from minidist.kernels.cpu.support import register_tile, thread_pool
+from minidist.kernels.cpu.support.block_sizes import blocks
+from minidist.kernels.measure import harness
+from tests.helpers.products import LAYOUTS, check_laid_out
+
+RUNG = rung(7)
+MAIN = threading.main_thread()
+
+every_dtype = pytest.mark.parametrize("dtype", ["float32", "float64"])
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiled():
+    """Both dtypes, so that no test waits for a compiler while it counts on threads that meet."""
+    for dtype in ("float32", "float64"):
+        with threads(2):
+            RUNG.matmul(np.ones((8, 8), dtype), np.ones((8, 8), dtype))
+
+
+@contextlib.contextmanager
+def threads(count, **more):
+    """A context in which rung 7 uses so many threads, however small the product; more: other constants."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(thread_pool, "threads", lambda: count)
+        patch.setattr(s7_threads, "LEAST_WORK", 1)
+        for name, value in more.items():
+            patch.setattr(s7_threads, name, value)
+        yield
+
+
+def random_product(rng, largest=(120, 150, 200)):
+    m, n, k = (int(size) for size in rng.integers(1, largest))
+    return harness.inputs(m, n, k, rng.choice(["float32", "float64"]), int(rng.integers(2**32)))
+
+
+def assert_same_bits(a, b, message=""):
+    c = np.full((a.shape[0], b.shape[1]), np.nan, a.dtype)
+    RUNG.matmul(a, b, out=c)
+    np.testing.assert_array_equal(c, rung(6).matmul(a, b), err_msg=f"{a.shape} {b.shape} {a.dtype} {message}")
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 8])
+def test_any_number_of_threads_gives_the_bits_of_rung_6(count):
+    rng = np.random.default_rng()
+    with threads(count):
+        for _ in range(25):
+            a, b = random_product(rng)
+            assert_same_bits(a, b)
+        a, b = random_product(rng, (40, 100, 1700))
+        assert_same_bits(a, b)
+        harness.assert_product(RUNG.matmul(a, b), a, b)
+
+
+@settings(deadline=None, max_examples=60)
+@given(data=st.data())
+def test_sizes_past_every_block_in_any_layout(data):
+    dtype = data.draw(st.sampled_from(["float32", "float64"]))
+    columns = register_tile.tile_columns(dtype)
+    tiles = data.draw(st.integers(1, 3))
+    m = data.draw(st.integers(1, 6 * tiles * register_tile.ROWS))
+    n = data.draw(st.integers(1, 6 * columns))
+    k = data.draw(st.sampled_from([1, 50, register_tile.DEPTH, register_tile.DEPTH + 1, 1600]))
+    layouts = [data.draw(st.sampled_from(list(LAYOUTS))) for _ in range(3)]
+    small = replace(
+        blocks(np.dtype(dtype).char),
+        tiles=tiles,
+        memory=register_tile.ROWS * (columns + tiles * register_tile.PITCH),
+    )
+    guarded = []
+
+    def memory(purpose, kind, elements):
+        guarded.append(np.full((1, elements + 64), np.nan, kind))
+        return guarded[-1][:, :elements]
+
+    with threads(
+        data.draw(st.integers(2, 4)),
+        SHARED=data.draw(st.sampled_from([1, 3 * columns * k * np.dtype(dtype).itemsize, 2**26])),
+        blocks=lambda kind: small,
+        memory=memory,
+    ):
+        check_laid_out(RUNG, (m, n, k), dtype, layouts, data.draw(st.integers(0, 2**32)))
+    for each in guarded:
+        assert np.isnan(each[0, -64:]).all(), "written beyond the memory for packed blocks"
+
+
+def test_small_products_stay_in_one_thread(monkeypatch):
+    monkeypatch.setattr(thread_pool, "threads", lambda: 4)
+    started = []
+    monkeypatch.setattr(thread_pool, "run", lambda task, count, done: started.append(count) or task())
+    for m, count in [(1, None), (2 * s7_threads.LEAST_WORK // 10_000, 2), (10**4, 4)]:
+        started.clear()
+        a, b = harness.inputs(m, 100, 100, "float32", 1)
+        assert_same_bits(a, b)
+        assert started == ([count] if count else [])
+
+
+def test_workers_take_part():
+    seen = set()
+    a, b = harness.inputs(400, 400, 400, "float32", 1)
+    with threads(2, memory=in_workers(lambda: seen.add(threading.get_ident()))):
+        deadline = time.monotonic() + 20
+        while not seen and time.monotonic() < deadline:
+            assert_same_bits(a, b)
+    assert len(seen) == 1
+    assert threading.get_ident() not in seen
+
+
+def test_products_back_to_back_never_see_each_others_b():
+    """b's packed parts lie in the same memory each time: a thread late for one product must not write to the
+    next one's."""
+    rng = np.random.default_rng()
+    with threads(3):
+        for _ in range(40):
+            a, b = random_product(rng, (100, 100, 300))
+            for _ in range(20):
+                b = rng.permutation(b)
+                assert_same_bits(a, b)
+
+
+def test_several_python_threads_multiply_at_once():
+    wrong = []
+
+    def multiply(seed):
+        rng = np.random.default_rng(seed)
+        try:
+            for _ in range(15):
+                assert_same_bits(*random_product(rng))
+        except BaseException as error:
+            wrong.append(error)
+
+    with threads(3):
+        callers = [threading.Thread(target=multiply, args=(seed,)) for seed in range(4)]
+        for caller in callers:
+            caller.start()
+        for caller in callers:
+            caller.join(timeout=60)
+        assert not any(caller.is_alive() for caller in callers)
+    assert not wrong, wrong[0]
+
+
+def in_workers(action):
+    """`memory` as ever, but for what a worker does first."""
+    memory = s7_threads.memory
+
+    def changed(purpose, kind, elements):
+        if threading.current_thread() is not MAIN:
+            action()
+        return memory(purpose, kind, elements)
+
+    return changed
+
+
+def test_workers_that_fail_leave_their_parts_to_the_others():
+    failed = []
+
+    def fail():
+        failed.append(1)
+        raise MemoryError
+
+    rng = np.random.default_rng()
+    with threads(3, memory=in_workers(fail)):
+        for _ in range(100):
+            assert_same_bits(*random_product(rng))
+    assert failed
+
+
+def test_workers_that_come_late_change_nothing():
+    """Some come in the middle, some when the product is over and the next one has begun."""
+    rng = np.random.default_rng()
+    late = threading.local()
+
+    def sleep():
+        late.rng = getattr(late, "rng", None) or np.random.default_rng()
+        time.sleep(late.rng.choice([0, 1e-4, 5e-4, 2e-3]))
+
+    a, b = harness.inputs(200, 190, 210, "float32", 1)
+    with threads(4, memory=in_workers(sleep)):
+        for _ in range(100):
+            b = rng.permutation(b)
+            assert_same_bits(a, b)
+
+
+def test_the_callers_error_leaves_the_pool_in_order():
+    memory = s7_threads.memory
+
+    def fail(purpose, kind, elements):
+        if threading.current_thread() is MAIN and purpose == "product":
+            raise MemoryError("the caller's")
+        return memory(purpose, kind, elements)
+
+    a, b = harness.inputs(200, 190, 210, "float32", 1)  # large enough for three threads
+    for _ in range(10):
+        with threads(3, memory=fail), pytest.raises(MemoryError, match="the caller's"):
+            RUNG.matmul(a, b)
+        with threads(3):
+            assert_same_bits(a, b)
+
+
+@pytest.mark.parametrize("late", ["packs", "multiplies", None])
+def test_a_worker_that_still_packs_or_multiplies_is_waited_for(late):
+    """With the compiled code replaced by what it does to the counters: a worker stopped in the middle."""
+    begun, ended = threading.Event(), threading.Event()
+    line = s7_threads.LINE
+
+    def take_parts(a, b, out, space, shared, start, packs, down, across, leads, bell, jobs):
+        counters = np.ctypeslib.as_array((ctypes.c_int64 * (3 * line)).from_address(start))
+        finished, packing = counters[line:], counters[2 * line :]
+        if leads:
+            assert begun.wait(20)
+            finished[0] += down * across - (late == "multiplies")
+        else:
+            packing[0] += late == "packs"
+            begun.set()
+            time.sleep(0.1)
+            ended.set()
+
+    with threads(2, _take_parts=take_parts):
+        RUNG.matmul(np.ones((50, 50)), np.ones((50, 50)))
+    assert ended.is_set() == bool(late)
+    assert ended.wait(20)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system can't fork")
+def test_a_forked_child_multiplies_with_threads_of_its_own():
+    code = """
+import os, warnings
+warnings.simplefilter("ignore")  # Python 3.12 warns of a fork beside threads
+import numpy as np
+from minidist.kernels import harness, rung
+from minidist.kernels.cpu import pool
+pool.threads = lambda: 2
+def check():
+    a, b = harness.inputs(150, 160, 170, "float32", 1)
+    harness.assert_product(rung(7).matmul(a, b), a, b)
+    assert len(pool._workers) == 1
+check()
+child = os.fork()
+if child == 0:
+    check()
+    os._exit(7)
+check()
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.strip() == "7"
+
+
+@settings(max_examples=1000)
+@given(
+    tiles=st.integers(1, 600), wide=st.integers(1, 300), count=st.integers(2, 130), most=st.integers(1, 20)
+)
+@example(tiles=1, wide=1, count=8, most=1)
+@example(tiles=3, wide=2, count=4, most=12)
+def test_parts_are_as_many_as_threads_and_no_higher_than_a_block(tiles, wide, count, most):
+    down, across = parts(tiles, wide, count, most)
+    assert 1 <= down <= tiles
+    assert 1 <= across <= wide
+    assert -(-tiles // down) <= most
+    assert down * across >= min(count, tiles * wide)
+
+
+def test_a_lost_part_is_found():
+    """A planted fault: when all is packed, the counter deals out the second part of out first."""
+    take_parts = s7_threads._take_parts
+
+    def skip_one(a, b, out, space, shared, counters, packs, *others):
+        ctypes.c_int64.from_address(counters).value += packs + 1
+        take_parts(a, b, out, space, shared, counters, packs, *others)
+
+    a, b = harness.inputs(100, 100, 100, "float32", 1)
+    with threads(2):
+        assert_same_bits(a, b)
+    with threads(2, _take_parts=skip_one), pytest.raises(AssertionError):
+        assert_same_bits(a, b)

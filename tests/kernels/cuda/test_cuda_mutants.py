@@ -1,0 +1,127 @@
+"""That the checks of the CUDA ladder can fail: each mistake planted in a rung is found by the check named.
+
+Without a mistake, built in the same way and with the same tiles, every rung passes all of them.
+"""
+
+import dataclasses
+
+import pytest
+
+pytest.importorskip("numba_cuda", reason="the CUDA ladder is an extra")
+pytest.importorskip("ml_dtypes")
+
+from minidist.kernels.cuda.runtime import device
+from tests.helpers import cuda_mistakes, cuda_mistakes_tensor
+from tests.helpers.cuda_kernels import without_gpu  # noqa: F401
+from tests.helpers.cuda_mutants import (
+    built,
+    caught_by,
+    caught_by_assembling,
+    caught_by_counting,
+    forget,
+    swap,
+)
+
+COUNTED = ("bank conflicts", "uncoalesced")
+ASSEMBLED = ("spills", "stack", "missing STG.128")
+ALIGNED = (64, 128, 64)  # m, n, k where sectors are counted
+
+# The usual sizes, ragged and of several tiles each way, and the dtype.
+USUAL = {
+    "s2_coalesced": ((37, 45, 70), "float32"),
+    "s3_shared_tile": ((37, 45, 70), "float32"),
+    "s4_thread_tile_1d": ((70, 141, 53), "float32"),
+    "s5_thread_tile_2d": ((133, 141, 53), "float32"),
+    "s6_vector_loads": ((133, 141, 53), "float32"),
+    "s7_async_copy": ((133, 141, 53), "float32"),
+    "s8_warp_tile": ((70, 141, 53), "float32"),
+    "s9_tensor_core": ((37, 141, 300), "float16"),
+    "s10_hopper": ((300, 250, 280), "float16"),
+}
+SECTORS = {"s2_coalesced": 2.5, "s3_shared_tile": 4, "s4_thread_tile_1d": 4, "s5_thread_tile_2d": 4}
+# The most registers, and instructions without which the idea is not there.
+ASSEMBLER = {
+    "s4_thread_tile_1d": (96, {"FFMA": 64}),
+    "s5_thread_tile_2d": (128, {"FFMA": 64}),
+    "s6_vector_loads": (128, {"LDG.128": 2, "LDS.128": 4, "STG.128": 16}),
+}
+
+
+def small_tiles(rung, module):
+    """Tiles that compile in less time, where as much can go wrong: several warps, a ring that wraps."""
+    if rung == "s8_warp_tile":
+        module.SMALL = module.LARGE = dataclasses.replace(
+            module.SMALL, rows=64, columns=64, own_rows=8, own_columns=4, stages=3, blocks=1
+        )
+    elif rung == "s9_tensor_core":
+        module.SMALL = module.Tile(warps_down=1, warps_across=2, warp_rows=16, stages=3)
+    elif rung == "s10_hopper":
+        module.COLUMNS, module.SHARED = (128,), 128 * 1024  # three slots
+
+
+MUTANTS = cuda_mistakes.MUTANTS | cuda_mistakes_tensor.MUTANTS
+
+
+def cases():
+    """For each check and each rung a mistake; the others take minutes to compile, and run when asked for.
+
+    Rung 10 has most checks, and each takes seconds: one runs always, the others with `deep`.
+    """
+    seen = set()
+    for rung, mutants in MUTANTS.items():
+        for mutant in mutants:
+            name = f"{rung.partition('_')[0]}-{mutant.mistake}"
+            marks = []
+            if {rung, mutant.caught} <= seen:
+                marks = [pytest.mark.faults]
+            elif rung == "s10_hopper" and rung in seen:
+                marks = [pytest.mark.deep]
+            seen |= {rung, mutant.caught}
+            yield pytest.param(rung, mutant, id=name, marks=marks)
+
+
+def caught(rung, mutant, folder):
+    """The name of the check that finds the mistake, and what it says."""
+    module = built(rung, mutant.changes, folder)
+    small_tiles(rung, module)
+    sizes, dtype = USUAL[rung]
+    try:
+        if mutant.caught in COUNTED:
+            return caught_by_counting(module.RUNG, ALIGNED, dtype, SECTORS.get(rung, 16))
+        if mutant.caught in ASSEMBLED:
+            return caught_by_assembling(module.RUNG, dtype, *ASSEMBLER[rung])
+        return caught_by(module.RUNG, mutant.sizes or sizes, dtype)
+    finally:
+        forget(module)
+
+
+@pytest.fixture(autouse=True)
+def two_multiprocessors(monkeypatch):
+    """Few, so that blocks of rung 10 take several tiles."""
+    monkeypatch.setattr(device, "multiprocessors", lambda: 2)
+
+
+@pytest.mark.parametrize(("rung", "mutant"), [*cases()])
+def test_a_mistake_is_caught_by_the_check_named(rung, mutant, tmp_path):
+    name, said = caught(rung, mutant, tmp_path)
+    assert name == mutant.caught, said
+
+
+@pytest.mark.parametrize("rung", USUAL)
+def test_without_a_mistake_all_checks_pass(rung, tmp_path):
+    module = built(rung, (), tmp_path)
+    small_tiles(rung, module)
+    sizes, dtype = USUAL[rung]
+    for several in {mutant.sizes or sizes for mutant in MUTANTS[rung]} | {sizes}:
+        assert caught_by(module.RUNG, several, dtype) == ("", "")
+    assert caught_by_counting(module.RUNG, ALIGNED, dtype, SECTORS.get(rung, 16)) == ("", "")
+    if rung in ASSEMBLER:
+        assert caught_by_assembling(module.RUNG, dtype, *ASSEMBLER[rung]) == ("", "")
+    forget(module)
+
+
+def test_text_that_is_not_there_is_no_mutant(tmp_path):
+    with pytest.raises(AssertionError, match=r"s3_shared_tile.py has 'no such text' 0 times, not 1"):
+        built("s3_shared_tile", swap("no such text", ""), tmp_path)
+    with pytest.raises(AssertionError, match=r"2 times, not 1"):
+        built("s3_shared_tile", swap("cuda.syncthreads()", ""), tmp_path)

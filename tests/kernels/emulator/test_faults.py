@@ -1,0 +1,339 @@
+"""What the emulator finds: each kernel does one thing that a GPU would not forgive, at a line that is marked.
+
+Beside each stands the kernel as it should be, which must pass: a check that cries at everything is none.
+"""
+
+import inspect
+
+import numpy as np
+import pytest
+from numba import cuda, float32, int32
+
+from minidist.kernels.emulator import EmulatorError, Fault, launch
+
+FULL = 0xFFFFFFFF
+
+
+def fault_in(kernel, grid, block, *args, **options):
+    """Launch, and return the fault that the kernel must have, at its line marked `# here`."""
+    with pytest.raises(Fault) as caught:
+        launch(kernel, grid, block, *args, **options)
+    lines, first = inspect.getsourcelines(kernel.py_func)
+    marked = [first + i for i, line in enumerate(lines) if "# here" in line]
+    file, _, line = caught.value.where.rpartition(":")
+    assert file == __file__
+    assert int(line) in marked
+    return caught.value
+
+
+def floats(n):
+    return np.zeros(n, np.float32)
+
+
+@cuda.jit
+def no_guard(x):
+    i = cuda.grid(1)
+    x[i] = 1  # here
+
+
+@cuda.jit
+def guarded(x):
+    i = cuda.grid(1)
+    if i < x.size:
+        x[i] = 1
+
+
+@pytest.mark.parametrize(("blocks", "n"), [(1, 63), (2, 100)])
+def test_a_store_past_the_end_of_an_array_is_named(blocks, n):
+    fault = fault_in(no_guard, blocks, 64, floats(n))
+    assert fault.kind == "out of bounds"
+    assert f"thread {n % 64} of block {n // 64} writes 4 bytes at byte {4 * n} of x" in str(fault)
+    x = floats(n)
+    launch(guarded, blocks, 64, x)
+    np.testing.assert_array_equal(x, 1)
+
+
+def test_a_load_before_the_start_of_an_array_is_named():
+    @cuda.jit
+    def left_neighbour(x, y):
+        i = np.uint64(cuda.grid(1))
+        y[i] = x[i - np.uint64(1)]  # here
+
+    fault = fault_in(left_neighbour, 1, 32, floats(32), floats(32))
+    assert fault.kind == "out of bounds"
+    assert "4 bytes before x" in str(fault)
+
+
+def test_memory_outside_a_view_is_out_of_bounds_though_it_belongs_to_the_array():
+    x = floats(100)
+    fault_in(no_guard, 1, 64, x[10:60])
+    np.testing.assert_array_equal(x[60:], 0)
+    launch(guarded, 1, 64, x[10:60])
+    np.testing.assert_array_equal(x[10:60], 1)
+
+
+def test_a_read_only_array_is_not_written():
+    x = floats(64)
+    x.flags.writeable = False
+    # Numba refuses to compile a store to an array whose type is read-only.
+    with pytest.raises(Exception, match=r"[Cc]annot modify readonly|read-?only"):
+        launch(guarded, 1, 64, x)
+
+
+def test_a_store_past_the_end_of_shared_memory_is_named():
+    @cuda.jit
+    def past(x):
+        tile = cuda.shared.array(32, float32)
+        i = cuda.threadIdx.x
+        tile[i + 1] = 1  # here
+        x[i] = i
+
+    fault = fault_in(past, 1, 32, floats(32))
+    assert fault.kind == "out of bounds"
+    assert "of shared memory, of which the block has 128" in str(fault)
+
+
+def test_dynamic_shared_memory_has_the_size_of_the_launch():
+    @cuda.jit
+    def dynamic(x):
+        tile = cuda.shared.array(0, float32)
+        i = cuda.threadIdx.x
+        tile[i] = i  # here
+        cuda.syncthreads()
+        x[i] = tile[x.size - 1 - i]
+
+    x = floats(64)
+    launch(dynamic, 1, 64, x, shared=256)
+    np.testing.assert_array_equal(x, np.arange(64)[::-1])
+    assert fault_in(dynamic, 1, 64, x, shared=252).kind == "out of bounds"
+
+
+def test_reading_shared_memory_that_nobody_wrote_is_found():
+    @cuda.jit
+    def unwritten(x):
+        tile = cuda.shared.array(64, float32)
+        i = cuda.threadIdx.x
+        tile[i] = 1
+        cuda.syncthreads()
+        x[i] = tile[i + 32]  # here
+
+    assert fault_in(unwritten, 1, 32, floats(32)).kind == "unwritten shared memory"
+
+
+def neighbours(first_barrier, second_barrier):
+    """A kernel that reverses the sums of neighbours, with or without each of its barriers."""
+
+    @cuda.jit
+    def kernel(x):
+        tile = cuda.shared.array(128, float32)
+        i = cuda.threadIdx.x
+        tile[i] = x[i]
+        if first_barrier:
+            cuda.syncthreads()
+        total = tile[i] + tile[127 - i]  # here
+        if second_barrier:
+            cuda.syncthreads()
+        tile[i] = total  # here
+        cuda.syncthreads()
+        x[i] = tile[127 - i]
+
+    return kernel
+
+
+def test_each_barrier_that_is_left_out_is_a_race():
+    x = np.arange(128, dtype=np.float32)
+    launch(neighbours(True, True), 1, 128, x)
+    np.testing.assert_array_equal(x, 127)
+    read_too_early = fault_in(neighbours(False, True), 1, 128, x)
+    assert read_too_early.kind == "race"
+    assert "reads shared memory that warp 3 wrote at" in str(read_too_early)
+    written_too_early = fault_in(neighbours(True, False), 1, 128, x)
+    assert written_too_early.kind == "race"
+    assert "reads at" in str(written_too_early)
+
+
+def test_lanes_of_one_warp_need_no_barrier():
+    x = np.arange(128, dtype=np.float32)[:32].copy()
+
+    @cuda.jit
+    def reversed_in_a_warp(x):
+        tile = cuda.shared.array(32, float32)
+        i = cuda.threadIdx.x
+        tile[i] = x[i]
+        cuda.syncwarp()
+        x[i] = tile[31 - i]
+
+    launch(reversed_in_a_warp, 1, 32, x)
+    np.testing.assert_array_equal(x, np.arange(32)[::-1])
+
+
+def test_threads_that_write_different_values_to_one_place_race():
+    @cuda.jit
+    def all_to_one(x):
+        x[0] = cuda.threadIdx.x  # here
+
+    assert fault_in(all_to_one, 1, 64, floats(1)).kind == "race"
+
+    @cuda.jit
+    def all_the_same(x):
+        x[0] = 7
+
+    x = floats(1)
+    launch(all_the_same, 1, 32, x)
+    assert x[0] == 7
+
+
+def test_blocks_that_touch_each_others_results_race():
+    @cuda.jit
+    def to_the_neighbour(x):
+        i = cuda.grid(1)
+        x[i] = 1
+        x[(i + 1) % x.size] = 2  # here
+
+    assert fault_in(to_the_neighbour, 2, 32, floats(64)).kind == "race"
+
+
+@pytest.mark.parametrize("limit", [16, 32, 40])
+def test_a_barrier_that_only_some_threads_reach_is_found(limit):
+    @cuda.jit
+    def some(x):
+        i = cuda.threadIdx.x
+        if i < limit:
+            cuda.syncthreads()  # here
+        x[i] = 1
+
+    assert fault_in(some, 1, 64, floats(64)).kind == "barrier not reached by all threads"
+
+
+def test_threads_that_end_before_a_barrier_are_missed_there():
+    @cuda.jit
+    def early(x):
+        i = cuda.grid(1)
+        if i >= x.size:
+            return
+        cuda.syncthreads()  # here
+        x[i] = 1
+
+    launch(early, 2, 32, floats(64))
+    fault = fault_in(early, 2, 32, floats(50))
+    assert "18 of the 32 threads of a warp come to a barrier" in str(fault)
+
+
+def test_two_barriers_in_two_branches_are_two_barriers():
+    @cuda.jit
+    def branches(x):
+        i = cuda.threadIdx.x
+        if i % 2 == 0:
+            cuda.syncthreads()  # here
+        else:
+            cuda.syncthreads()  # here
+        x[i] = 1
+
+    assert fault_in(branches, 1, 32, floats(32)).kind == "barrier not reached by all threads"
+
+
+def test_a_shuffle_whose_lanes_went_another_way_is_found():
+    @cuda.jit
+    def diverged(x):
+        i = cuda.threadIdx.x
+        if i < 16:
+            x[i] = cuda.shfl_down_sync(FULL, i, 1)  # here
+
+    assert fault_in(diverged, 1, 32, floats(32)).kind == "warp diverged"
+
+
+def test_a_misaligned_vector_load_is_found():
+    from minidist.kernels.cuda.instructions.warp import load_128
+
+    @cuda.jit
+    def four(x, y, start):
+        quad = cuda.local.array(4, float32)
+        load_128(quad, 0, x, start)  # here
+        for i in range(4):
+            y[i] = quad[i]
+
+    x, y = np.arange(16, dtype=np.float32), floats(4)
+    launch(four, 1, 1, x, y, 4)
+    np.testing.assert_array_equal(y, x[4:8])
+    with pytest.raises(Fault) as caught:
+        launch(four, 1, 1, x, y, 5)
+    assert caught.value.kind == "misaligned"
+    # The view starts 8 bytes into an allocation that is aligned, as a GPU's would be.
+    with pytest.raises(Fault) as caught:
+        launch(four, 1, 1, x[2:], y, 4)
+    assert caught.value.kind == "misaligned"
+
+
+def test_a_plain_read_beside_atomics_is_a_race_and_atomics_alone_are_none():
+    @cuda.jit
+    def counted(x, barrier):
+        count = cuda.shared.array(1, int32)
+        i = cuda.threadIdx.x
+        if i == 0:
+            count[0] = 0
+        cuda.syncthreads()
+        cuda.atomic.add(count, 0, 1)
+        if barrier:
+            cuda.syncthreads()
+        x[i] = count[0]  # here
+
+    x = floats(64)
+    launch(counted, 1, 64, x, True)
+    np.testing.assert_array_equal(x, 64)
+    assert fault_in(counted, 1, 64, x, False).kind == "race"
+
+
+def test_an_unknown_instruction_is_named():
+    from llvmlite import ir
+    from numba.cuda import types
+    from numba.cuda.extending import intrinsic
+    from numba.cuda.typing import signature
+
+    @intrinsic
+    def odd(typingctx):
+        def lower(context, builder, sig, args):
+            kind = ir.FunctionType(ir.VoidType(), [])
+            builder.asm(kind, "pmevent.odd 7;", "", [], True)
+            builder.asm(kind, "red.async.odd;", "", [], True)
+            return context.get_dummy_value()
+
+        return signature(types.void), lower
+
+    @cuda.jit
+    def kernel(x):
+        odd()
+        x[0] = 1
+
+    with pytest.raises(EmulatorError, match=r"does not know the instruction red\.async\.odd"):
+        launch(kernel, 1, 1, floats(1))
+
+
+@pytest.mark.parametrize(
+    ("grid", "block", "message"),
+    [
+        (1, 1025, "1025 threads: a GPU runs blocks of 1 to 1024"),
+        (1, 0, "0 threads"),
+        ((1, 2, 3, 4), 32, "one to three sizes"),
+        (-1, 32, "not negative"),
+    ],
+)
+def test_a_launch_that_no_gpu_takes_is_refused(grid, block, message):
+    with pytest.raises(ValueError, match=message):
+        launch(guarded, grid, block, floats(32))
+
+
+def test_arguments_that_no_kernel_takes_are_refused():
+    with pytest.raises(TypeError, match=r"x is a list: .*NumPy arrays"):
+        launch(guarded, 1, 32, [1.0])
+    with pytest.raises(TypeError, match="pass a function"):
+        launch("guarded", 1, 32, floats(32))
+    with pytest.raises(ValueError, match="shared memory"):
+        launch(guarded, 1, 32, floats(32), shared=1 << 20)
+    with pytest.raises(ValueError, match="clusters of 2"):
+        launch(guarded, 3, 32, floats(96), cluster=2)
+
+
+def test_a_grid_of_no_blocks_does_nothing():
+    x = floats(4)
+    launch(no_guard, 0, 64, x)
+    np.testing.assert_array_equal(x, 0)

@@ -1,0 +1,519 @@
+"""The emulator's tensor and asynchronous units, each against formulas of the PTX manual, written by hand."""
+
+import itertools
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from minidist.kernels.cuda.runtime.tensor_map import TensorMap
+from minidist.kernels.emulator.arithmetic import fragments
+from minidist.kernels.emulator.copies import tensor_copies
+from minidist.kernels.emulator.instructions import mma, wgmma_arithmetic
+from minidist.kernels.emulator.instructions.register_pool import at_launch
+from minidist.kernels.emulator.memory import swizzles
+from minidist.kernels.emulator.memory.async_groups import Groups
+from minidist.kernels.emulator.memory.descriptors import chunk_addresses, decode_descriptors
+from minidist.kernels.emulator.ptx.fault import EmulatorError, Fault
+from minidist.kernels.emulator.ptx.program import Program
+from minidist.kernels.emulator.synchronization.mbarriers import Mbarrier
+
+LANES = range(32)
+
+
+def bits_of(values, dtype):
+    """The bits of float32 values that a format holds exactly: uint16 of f16 and bf16, uint32 of tf32."""
+    values = np.asarray(values, np.float32)
+    if dtype == "f16":
+        return values.astype(np.float16).view(np.uint16)
+    if dtype == "bf16":
+        return (values.view(np.uint32) >> 16).astype(np.uint16)
+    return values.view(np.uint32)
+
+
+def small_integers(rng, *shape):
+    """Numbers that all formats hold, and whose products and sums float32 and float16 hold exactly."""
+    return rng.integers(-4, 5, shape).astype(np.float32)
+
+
+# The element's row and column for lane and element number, as the manual's sections on fragments give them.
+def a_16x16(lane, i):
+    return lane // 4 + (8 if i in (2, 3, 6, 7) else 0), (lane % 4) * 2 + (i & 1) + (8 if i >= 4 else 0)
+
+
+def b_16x8(lane, i):
+    return (lane % 4) * 2 + (i & 1) + (8 if i >= 2 else 0), lane // 4
+
+
+def c_16x8(lane, i):
+    return lane // 4 + (8 if i >= 2 else 0), (lane % 4) * 2 + (i & 1)
+
+
+def a_16x8(lane, i):
+    return lane // 4 + (8 if i >= 2 else 0), (lane % 4) * 2 + (i & 1)
+
+
+def b_8x8(lane, i):
+    return (lane % 4) * 2 + i, lane // 4
+
+
+def a_16x8_tf32(lane, i):
+    return lane // 4 + (8 if i in (1, 3) else 0), lane % 4 + (4 if i >= 2 else 0)
+
+
+def b_8x8_tf32(lane, i):
+    return lane % 4 + (4 if i == 1 else 0), lane // 4
+
+
+def a_16x4_tf32(lane, i):
+    return lane // 4 + 8 * i, lane % 4
+
+
+def b_4x8_tf32(lane, i):
+    return lane % 4, lane // 4
+
+
+def c_8x8_f64(lane, i):
+    return lane // 4, (lane % 4) * 2 + i
+
+
+MMA = [
+    ("m16n8k16", "f16", (a_16x16, 8), (b_16x8, 4), (c_16x8, 4)),
+    ("m16n8k16", "bf16", (a_16x16, 8), (b_16x8, 4), (c_16x8, 4)),
+    ("m16n8k8", "f16", (a_16x8, 4), (b_8x8, 2), (c_16x8, 4)),
+    ("m16n8k8", "bf16", (a_16x8, 4), (b_8x8, 2), (c_16x8, 4)),
+    ("m16n8k8", "tf32", (a_16x8_tf32, 4), (b_8x8_tf32, 2), (c_16x8, 4)),
+    ("m16n8k4", "tf32", (a_16x4_tf32, 2), (b_4x8_tf32, 1), (c_16x8, 4)),
+]
+
+
+def registers_of(tile, place, elements, lanes=LANES):
+    """What the lanes hold of a tile (rows, columns), by the manual's formulas: (elements, lanes)."""
+    return np.array([[tile[place(lane, i)] for lane in lanes] for i in range(elements)])
+
+
+def side_by_side(tiles):
+    """Registers of several warps: their lanes follow one another."""
+    return np.concatenate(list(tiles), axis=-1)
+
+
+def words_of(elements, dtype):
+    """Elements (n, lanes) as 32-bit registers: of 16-bit formats two to a word, the first in its low half."""
+    bits = bits_of(elements, dtype).astype(np.uint32)
+    return bits if dtype in ("tf32", "f32") else bits[0::2] | bits[1::2] << 16
+
+
+@pytest.mark.parametrize(("shape", "dtype", "a_map", "b_map", "c_map"), MMA)
+def test_mma_multiplies_as_the_manual_places_the_elements(shape, dtype, a_map, b_map, c_map):
+    rng = np.random.default_rng(1)
+    m, n, k = 16, 8, int(shape.rpartition("k")[2])
+    for sums in ("f32", "f16") if dtype == "f16" else ("f32",):
+        a, b = small_integers(rng, 3, m, k), small_integers(rng, 3, k, n)
+        c = small_integers(rng, 3, m, n)
+        expected = a @ b + c
+        held = [
+            side_by_side(words_of(registers_of(tile, *placed), kind) for tile in tiles)
+            for tiles, placed, kind in ((a, a_map, dtype), (b, b_map, dtype), (c, c_map, sums))
+        ]
+        d = mma.multiply_add(shape, dtype, *held, sums)
+        wanted = side_by_side(words_of(registers_of(tile, *c_map), sums) for tile in expected)
+        np.testing.assert_array_equal(d.view(np.uint32), wanted)
+        # Several instructions: each of two tiles of a with the same b, which stands there once.
+        left, right, added = (np.stack([x[:, :32], x[:, 32:64]], axis=1) for x in held)
+        once = mma.multiply_add(
+            shape, dtype, left, right[:, :1], added, sums, (np.array([1, 0]), np.array([0, 0]))
+        )
+        for i, (x, y) in enumerate(((1, 0), (0, 0))):
+            one = mma.multiply_add(shape, dtype, left[:, x], right[:, y], added[:, i], sums)
+            np.testing.assert_array_equal(once[:, i], one)
+
+
+def test_mma_of_float64():
+    rng = np.random.default_rng(2)
+    a, b, c = rng.standard_normal((8, 4)), rng.standard_normal((4, 8)), rng.standard_normal((8, 8))
+    held = [
+        registers_of(a, lambda lane, i: (lane // 4, lane % 4), 1),
+        registers_of(b, lambda lane, i: (lane % 4, lane // 4), 1),
+        registers_of(c, c_8x8_f64, 2),
+    ]
+    d = mma.multiply_add("m8n8k4", "f64", *held, "f64")
+    np.testing.assert_allclose(d, registers_of(a @ b + c, c_8x8_f64, 2), rtol=0, atol=1e-14)  # |a||b| < 20
+
+
+def test_tf32_ignores_the_low_13_bits():
+    a = np.ones((4, 32), np.float32)
+    b = np.ones((2, 32), np.float32)
+    c = np.zeros((4, 32), np.float32)
+    noisy = (a.view(np.uint32) | np.uint32(0x1FFF)).view(np.float32)
+    assert (mma.multiply_add("m16n8k8", "tf32", noisy, b, c) == 8).all()
+    kept = (a.view(np.uint32) | np.uint32(0x2000)).view(np.float32)
+    assert (mma.multiply_add("m16n8k8", "tf32", kept, b, c) == 8 * (1 + 2.0**-10)).all()
+
+
+def test_nan_and_infinity_pass_through_mma_without_warnings():
+    a, b, c = np.zeros((4, 32), np.uint32), np.zeros((2, 32), np.uint32), np.zeros((4, 32), np.float32)
+    a[0, 0] = 0x7F80  # bfloat16 infinity at (0, 0)
+    d = mma.multiply_add("m16n8k16", "bf16", a, b, c)  # infinity times 0
+    assert np.isnan(d[:2, :4]).all()
+    assert (d[:, 4:] == 0).all()
+
+
+def test_mma_names_what_it_does_not_have():
+    zeros = np.zeros((4, 32), np.uint32)
+    for shape, dtype, sums in (
+        ("m8n8k16", "s8", "s32"),
+        ("m16n8k16", "bf16", "f16"),
+        ("m16n8k16", "tf32", "f32"),
+    ):
+        with pytest.raises(EmulatorError, match="not emulated"):
+            mma.multiply_add(shape, dtype, zeros, zeros, zeros, sums)
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_ldmatrix_and_stmatrix(count, transposed):
+    rng = np.random.default_rng(count)
+    rows = rng.integers(0, 1 << 16, (5, count, 8, 8)).astype(np.uint16)
+    registers = fragments.load_matrices(rows, transposed)
+    assert registers.shape == (count, 5 * 32)
+    registers = registers.reshape(count, 5, 32)
+    for lane, matrix in itertools.product(LANES, range(count)):
+        x = rows[:, matrix].swapaxes(1, 2) if transposed else rows[:, matrix]
+        low, high = x[:, lane // 4, 2 * (lane % 4)], x[:, lane // 4, 2 * (lane % 4) + 1]
+        np.testing.assert_array_equal(
+            registers[matrix, :, lane], low.astype(np.uint32) | high.astype(np.uint32) << 16
+        )
+    np.testing.assert_array_equal(fragments.store_matrices(registers.reshape(count, -1), transposed), rows)
+
+
+@pytest.mark.parametrize("span", [32, 64, 128])
+def test_swizzle_is_an_involution_that_misses_no_bank(span):
+    addresses = np.arange(4096)
+    there = swizzles.swizzle(addresses, span)
+    np.testing.assert_array_equal(swizzles.swizzle(there, span), addresses)
+    np.testing.assert_array_equal(
+        there // swizzles.CHUNK * swizzles.CHUNK + addresses % swizzles.CHUNK, there
+    )
+    # The manual's picture: in row r of 128 bytes, chunk c of a row of the pattern lies at c XOR r.
+    row, chunk = addresses // 128, addresses // 16 % 8
+    wide = span // 16
+    expected = chunk // wide * wide + (
+        chunk % wide ^ row % 8 % wide if span == 128 else chunk % wide ^ row % wide
+    )
+    np.testing.assert_array_equal(there, row * 128 + expected * 16 + addresses % 16)
+    # A column of chunks, 8 rows of `span` bytes, is one wavefront: all 32 banks, each once.
+    for column in range(wide):
+        starts = swizzles.swizzle(np.arange(8) * span + column * 16, span)
+        banks = (starts[:, None] + 4 * np.arange(4)) // 4 % 32
+        assert len(np.unique(banks)) == 32
+    with pytest.raises(ValueError, match="span is 48"):
+        swizzles.swizzle(addresses, 48)
+
+
+def descriptor(start, leading, stride, span, base=0):
+    mode = {0: 0, 128: 1, 64: 2, 32: 3}[span]
+    return np.uint64(start >> 4 | (leading >> 4) << 16 | (stride >> 4) << 32 | base << 49 | mode << 62)
+
+
+def put(shared, address, bits):
+    data = np.array([bits])
+    shared[address : address + data.itemsize] = data.view(np.uint8)
+
+
+# Where element (row of the tile, step of the depth) lies before the swizzle, in canonical layouts: rows of
+# `span` bytes in groups of 8 for K-major; for MN-major, the same with the depth as rows. Written with the
+# strides that the descriptor below names.
+def k_major(start, leading, stride, span, size):
+    def place(mn, depth):
+        inner, chunk = depth * size % 16, depth * size // 16
+        within = mn % 8 * (span or 16) + (chunk * 16 if span else chunk * leading)
+        return start + mn // 8 * stride + within + inner
+
+    return place
+
+
+def mn_major(start, leading, stride, span, size):
+    def place(mn, depth):
+        if span:
+            atom, within = divmod(mn * size, span)
+            return start + atom * leading + depth // 8 * stride + depth % 8 * span + within
+        return start + mn // 8 * stride + depth // 8 * leading + depth % 8 * 16 + mn % 8 * size
+
+    return place
+
+
+LAYOUTS = [
+    (major, span, layout) for span in (0, 32, 64, 128) for major, layout in (("k", k_major), ("mn", mn_major))
+]
+
+
+@pytest.mark.parametrize(("major", "span", "layout"), LAYOUTS)
+@pytest.mark.parametrize("dtype", ["f16", "bf16", "tf32"])
+def test_wgmma_reads_every_canonical_layout(major, span, layout, dtype):
+    size, depth = (4, 8) if dtype == "tf32" else (2, 16)
+    if major == "mn" and size == 4:
+        with pytest.raises(Fault, match="only f16 and bf16"):
+            chunk_addresses(decode_descriptors(np.array([descriptor(0, 16, 16, span)])), 64, 32, True)
+        return
+    rng = np.random.default_rng(span)
+    mn = 72 if major == "k" else 128
+    # Strides with gaps, so that no two of them can be confused.
+    if major == "k":
+        leading, stride = 16 if span else 512, 8 * (span or 16) + 1024
+    elif span:
+        leading, stride = 16 * span + 1024, 8 * span
+    else:
+        leading, stride = mn // 8 * 160 + 32, 160
+    tiles = small_integers(rng, 3, mn, depth)
+    shared = np.full((2, 1 << 16), 0xFF, np.uint8)
+    starts = [1024, 8192, 32768]
+    blocks = np.array([0, 0, 1])
+    for tile, start, block in zip(tiles, starts, blocks, strict=True):
+        place = layout(start, leading, stride, span, size)
+        for i, p in itertools.product(range(mn), range(depth)):
+            put(shared[block], int(swizzles.swizzle(np.int64(place(i, p)), span)), bits_of(tile[i, p], dtype))
+    words = np.array([descriptor(start, leading, stride, span) for start in starts])
+    addresses = wgmma_arithmetic.operand_addresses(words, mn, dtype, major == "mn", 1 << 16)
+    np.testing.assert_array_equal(
+        wgmma_arithmetic.read_operand(shared, blocks, addresses, dtype, major == "mn"), tiles
+    )
+
+
+def test_wgmma_steps_through_a_swizzled_row_by_its_start_address():
+    """K-major with a 128-byte swizzle: the tile 32 bytes further in the row is the next 16 of the depth."""
+    rng = np.random.default_rng(4)
+    tile = small_integers(rng, 64, 64)
+    shared = np.zeros((1, 16384), np.uint8)
+    addresses = np.arange(64 * 8).reshape(64, 8) * 16 + 2048
+    shared.reshape(-1).view("V16")[swizzles.swizzle(addresses, 128) // 16] = bits_of(tile, "bf16").view("V16")
+    words = np.array([descriptor(2048 + 32 * step, 16, 1024, 128) for step in range(4)])
+    read = wgmma_arithmetic.operand_addresses(words, 64, "bf16", False, 16384)
+    steps = wgmma_arithmetic.read_operand(shared, np.zeros(4, np.int64), read, "bf16", False)
+    np.testing.assert_array_equal(np.concatenate(list(steps), axis=1), tile)
+
+
+def test_wgmma_takes_descriptors_of_several_swizzles_at_once():
+    spans = [128, 0, 32, 128, 64]
+    words = np.array([descriptor(1024 * i, 256, 1024, span) for i, span in enumerate(spans)])
+    together = chunk_addresses(decode_descriptors(words), 64, 16, False)
+    for i, word in enumerate(words):
+        alone = chunk_addresses(decode_descriptors(np.array([word])), 64, 16, False)
+        np.testing.assert_array_equal(together[i], alone[0])
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        (descriptor(64, 16, 1024, 128) | np.uint64(1 << 55), "reserved bits"),
+        (descriptor(1024, 16, 1024, 128, base=1), "base offset is 1"),
+        (descriptor(1024 + 128, 16, 1024, 128), "align the tile to 1024 bytes"),
+        (descriptor(1024 + 112, 16, 1024, 128), "step through a line"),
+        (descriptor(512 + 64, 16, 1024, 64), "align the tile to 512 bytes"),
+        (descriptor(256 + 32, 16, 1024, 32), "align the tile to 256 bytes"),
+        (descriptor(1024, 16, 4096, 128), r"up to byte 30720 of shared memory, and the block has 16384"),
+    ],
+)
+def test_wgmma_names_a_wrong_descriptor(word, message):
+    with pytest.raises(Fault, match=message):
+        wgmma_arithmetic.operand_addresses(np.array([word]), 64, "bf16", False, 16384)
+
+
+def d_64xn(lane, i):
+    """The row and column of accumulator i of a thread of the warp group."""
+    warp, lane = divmod(lane, 32)
+    return 16 * warp + lane // 4 + 8 * (i // 2 % 2), 8 * (i // 4) + 2 * (lane % 4) + i % 2
+
+
+@pytest.mark.parametrize("n", [8, 24, 128, 256])
+@pytest.mark.parametrize("sums", ["f32", "f16"])
+def test_wgmma_accumulates_in_the_manual_s_registers(n, sums):
+    rng = np.random.default_rng(n)
+    a, b, d = small_integers(rng, 2, 64, 16), small_integers(rng, 2, n, 16), small_integers(rng, 2, 64, n)
+    group = range(128)
+    held = side_by_side(words_of(registers_of(tile, d_64xn, n // 2, group), sums) for tile in d)
+    for accumulators, expected in ((held, a @ b.swapaxes(1, 2) + d), (None, a @ b.swapaxes(1, 2))):
+        wanted = side_by_side(words_of(registers_of(tile, d_64xn, n // 2, group), sums) for tile in expected)
+        result = wgmma_arithmetic.multiply_add(a, b, accumulators, sums)
+        np.testing.assert_array_equal(result.view(np.uint32), wanted)
+
+
+@pytest.mark.parametrize(("dtype", "place", "elements"), [("bf16", a_16x16, 8), ("tf32", a_16x8_tf32, 4)])
+def test_wgmma_takes_a_from_registers(dtype, place, elements):
+    rng = np.random.default_rng(7)
+    tile = small_integers(rng, 64, mma.DEPTH[dtype])
+
+    def warp_rows(lane, i):
+        row, column = place(lane % 32, i)
+        return 16 * (lane // 32) + row, column
+
+    words = words_of(registers_of(tile, warp_rows, elements, range(128)), dtype)
+    np.testing.assert_array_equal(wgmma_arithmetic.register_operand(words, dtype)[0], tile)
+
+
+def tensor(values, box, swizzle=0, dtype=None, pitch=None):
+    """A tensor map of a matrix whose rows lie `pitch` elements apart, and what is around it in memory."""
+    rows, columns = values.shape
+    pitch = pitch or (columns + 15) // 8 * 8
+    memory = np.full(rows * pitch, 99, values.dtype)
+    memory.reshape(rows, pitch)[:, :columns] = values
+    return TensorMap(memory, rows, columns, pitch, *box, dtype or values.dtype.name, swizzle), memory
+
+
+def box_of(values, x, y, rows, columns):
+    """The box at (x, y), zeros outside, by a padding that is larger than any box."""
+    padded = np.pad(values, 500)
+    return padded[500 + y : 500 + y + rows, 500 + x : 500 + x + columns]
+
+
+# Corners of a box of 8 x 32 around all edges and corners of a matrix of 20 x 50, and far off.
+CORNERS = list(
+    itertools.product((-400, -32, -31, -1, 0, 3, 18, 19, 49, 50, 400), (-400, -8, -7, 0, 12, 13, 19, 20, 400))
+)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_tensor_loads_fill_what_is_outside_with_zeros(dtype):
+    values = np.arange(1, 1001, dtype=dtype).reshape(20, 50)
+    source, _ = tensor(values, (8, 32))
+    tensor_copies.check(source)
+    assert tensor_copies.box_bytes(source) == 8 * 32 * values.itemsize
+    for x, y in CORNERS:
+        loaded = tensor_copies.load_box(source, x, y)
+        np.testing.assert_array_equal(
+            loaded.view(dtype).reshape(8, 32), box_of(values, x, y, 8, 32), f"{x}, {y}"
+        )
+
+
+def test_tensor_stores_write_only_what_is_inside():
+    values = np.zeros((20, 50), np.float32)
+    box = np.arange(1, 8 * 32 + 1, dtype=np.float32).reshape(8, 32)
+    for x, y in CORNERS:
+        target, memory = tensor(values, (8, 32))
+        tensor_copies.store_box(target, x, y, box.view("V16"))
+        expected = np.full((20, 64), 99, np.float32)
+        expected[:, :50] = 0
+        for i, j in itertools.product(range(8), range(32)):
+            if 0 <= y + i < 20 and 0 <= x + j < 50:
+                expected[y + i, x + j] = box[i, j]
+        np.testing.assert_array_equal(memory.reshape(20, 64), expected, f"{x}, {y}")
+
+
+@pytest.mark.parametrize("span", [0, 32, 64, 128])
+@pytest.mark.parametrize("address", [0, 128, 3072])
+def test_tensor_boxes_lie_where_wgmma_looks_for_them(span, address):
+    """The box row by row, each byte at the swizzle of its place; 128-byte alignment is enough."""
+    source, _ = tensor(np.arange(64 * 64, dtype=np.float16).reshape(64, 64), (16, (span or 64) // 2), span)
+    addresses = tensor_copies.box_addresses(source, address, 8192)
+    places = address + np.arange(16)[:, None] * (span or 64) + np.arange((span or 64) // 16) * 16
+    np.testing.assert_array_equal(addresses, swizzles.swizzle(places, span))
+    # No chunk twice, and none outside of the box's own bytes.
+    assert sorted(addresses.reshape(-1)) == list(
+        range(address, address + tensor_copies.box_bytes(source), 16)
+    )
+
+
+def test_tensor_copies_name_what_is_wrong():
+    values = np.zeros((64, 64), np.float16)
+    source, _ = tensor(values, (16, 64), 128)
+    with pytest.raises(Fault, match="0x40 of shared memory is not aligned to 128 bytes"):
+        tensor_copies.box_addresses(source, 64, 8192)
+    with pytest.raises(Fault, match="takes 2048 bytes, and shared memory has 4096"):
+        tensor_copies.box_addresses(source, 3072, 4096)
+    short = TensorMap(np.zeros(100, np.float16), 64, 64, 72, 16, 64, "float16", 128)
+    with pytest.raises(Fault, match="64 rows at a pitch of 72, and the array 100 elements"):
+        tensor_copies.load_box(short, 0, 0)
+    narrow, _ = tensor(values, (16, 32), 128)
+    with pytest.raises(EmulatorError, match="swizzle of less is not emulated"):
+        tensor_copies.check(narrow)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"swizzle": 48}, "the swizzle is 48"),
+        ({"box_rows": 257}, "each side is 1 to 256"),
+        ({"box_columns": 0}, "each side is 1 to 256"),
+        ({"pitch": 63}, "a multiple of 16 bytes, and no less than a row"),
+        ({"pitch": 66}, "a multiple of 16 bytes, and no less than a row"),
+        ({"box_columns": 60, "swizzle": 0}, "a row of the box is 120 bytes"),
+        ({"swizzle": 64}, "takes no more than that"),
+    ],
+)
+def test_the_rules_of_tensor_maps_hold_for_any_object(change, message):
+    """TensorMap checks itself; the emulator takes whatever has its attributes, and checks too."""
+    good = {"array": np.zeros(8192, np.float16), "rows": 64, "columns": 64, "pitch": 72, "box_rows": 16}
+    good |= {"box_columns": 64, "dtype": "float16", "swizzle": 128}
+    with pytest.raises(Fault, match=message):
+        tensor_copies.check(SimpleNamespace(**{**good, **change}))
+
+
+def mbarrier(expected):
+    nothing = np.zeros(4, np.int32)
+    return Mbarrier(expected, nothing, 0, 1, nothing)
+
+
+def test_mbarrier_phases_follow_arrivals_and_bytes():
+    barrier = mbarrier(2)
+    assert barrier.over(1)  # the phase before the first
+    assert not barrier.over(0)
+    assert not barrier.arrive(1, np.array([3, 0, 0, 0]))
+    assert barrier.arrive(1, np.array([0, 5, 0, 0]))
+    assert barrier.over(0)
+    assert not barrier.over(1)
+    np.testing.assert_array_equal(barrier.completed, [3, 5, 0, 0])
+    # The next phase: bytes too, that may come before they are announced; a relaxed arrival releases nothing.
+    assert not barrier.complete(96, np.array([0, 0, 7, 0]))
+    assert "96 bytes more than were announced" in barrier.lacks()
+    assert not barrier.expect(128)
+    assert not barrier.arrive(2, None)
+    assert barrier.lacks() == "lacks 32 bytes"
+    assert barrier.complete(32, np.array([0, 0, 0, 8]))
+    assert barrier.over(1)
+    np.testing.assert_array_equal(barrier.completed, [0, 0, 7, 8])
+    assert barrier.phase == 2
+    assert barrier.lacks() == "lacks 2 of 2 arrivals"
+
+
+def test_mbarriers_name_what_is_undefined():
+    with pytest.raises(Fault, match="made for 0 arrivals"):
+        mbarrier(0)
+    with pytest.raises(Fault, match="1 to 1048575"):
+        mbarrier(1 << 20)
+    with pytest.raises(Fault, match="3 arrivals at an mbarrier whose phase 0 lacks 2 of 2"):
+        mbarrier(2).arrive(3, None)
+    with pytest.raises(Fault, match="waits for 1048576 bytes: it counts to 1048575"):
+        mbarrier(1).expect(1 << 20)
+
+
+def test_groups_complete_as_late_as_allowed():
+    groups = Groups(4)
+    everyone, some = np.arange(4), np.array([1, 2])
+    groups.begin("first", everyone)
+    groups.commit(everyone)
+    groups.begin("second", some)
+    groups.commit(everyone)  # empty for the others
+    groups.begin("third", everyone)
+    assert groups.wait(everyone, 2) == []
+    assert [(name, due.tolist()) for name, due in groups.wait(np.array([1]), 1)] == [
+        ("first", [False, True, False, False])
+    ]
+    assert [(name, due.tolist()) for name, due in groups.wait(everyone, 0)] == [
+        ("first", [True, False, True, True]),
+        ("second", [True, True]),
+    ]
+    assert groups.wait(everyone, 0) == []  # the third is in no group yet
+    groups.commit(everyone)
+    assert [name for name, _ in groups.wait(everyone, 0)] == ["third"]
+    assert groups.pending == []
+
+
+def test_registers_at_launch():
+    def bounds(threads, **more):
+        return Program("kernel", directives={"maxntid": (threads, 1, 1), **more})
+
+    assert at_launch(bounds(384), 384) == 168
+    assert at_launch(bounds(256), 256) == 248  # 256 would fit, and 255 is the most
+    assert at_launch(bounds(128, minnctapersm=(2,)), 128) == 248
+    assert at_launch(bounds(512, maxnreg=(96,)), 512) == 96
+    with pytest.raises(EmulatorError, match="launch bounds"):
+        at_launch(Program("kernel"), 128)

@@ -1,0 +1,178 @@
+"""The harness finds what is wrong: each planted fault has to fail it, and no right result may."""
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+
+from minidist.kernels import Rung
+from minidist.kernels.measure import harness
+
+
+def numpy_product(a, b, out):
+    np.matmul(a, b, out=out)
+
+
+RIGHT = Rung(1, "s1_right", "cpu", "", ("float16", "float32", "float64"), numpy_product)
+
+
+def faulty(fault):
+    """A rung that multiplies rightly, and then lets `fault(a, b, out)` spoil the result."""
+
+    def compute(a, b, out):
+        np.matmul(a, b, out=out)
+        fault(a, b, out)
+
+    return dataclasses.replace(RIGHT, name="s1_faulty", compute=compute)
+
+
+def one_element_off(a, b, out):
+    out[-1, -1] += 0.25
+
+
+def one_nan(a, b, out):
+    out[0, -1] = np.nan
+
+
+def one_infinity(a, b, out):
+    out[-1, 0] = np.inf
+
+
+def all_nan(a, b, out):
+    out[...] = np.nan
+
+
+def last_product_dropped(a, b, out):
+    np.matmul(a[:, :-1], b[:-1], out=out)
+
+
+def first_product_twice(a, b, out):
+    out += np.outer(a[:, 0], b[0])
+
+
+def columns_swapped(a, b, out):
+    out[:, [0, -1]] = out[:, [-1, 0]]
+
+
+def input_changed(a, b, out):
+    b[0, 0] = 0
+
+
+FAULTS = [
+    one_element_off,
+    one_nan,
+    one_infinity,
+    all_nan,
+    last_product_dropped,
+    first_product_twice,
+    columns_swapped,
+    input_changed,
+]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(("m", "n", "k"), [(5, 7, 3), (2, 3, 1500)])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_fails_the_check(fault, m, n, k, dtype):
+    with pytest.raises(AssertionError, match=f"s1_faulty, m={m}, n={n}, k={k}, {dtype}, seed=[0-9]+"):
+        harness.check(faulty(fault), m, n, k, dtype, np.random.default_rng())
+
+
+def adds_to_what_out_held(a, b, out):
+    out += a @ b
+
+
+def leaves_a_column(a, b, out):
+    np.matmul(a, b[:, :-1], out=out[:, :-1])
+
+
+@pytest.mark.parametrize("compute", [adds_to_what_out_held, leaves_a_column])
+def test_what_out_held_before_fails_the_check(compute):
+    with pytest.raises(AssertionError):
+        harness.check(
+            dataclasses.replace(RIGHT, compute=compute), 2, 3, 2, "float32", np.random.default_rng()
+        )
+
+
+def test_a_sum_in_too_low_a_precision_fails_the_check():
+    def in_float32(a, b, out):
+        out[...] = a.astype("f4") @ b.astype("f4")
+
+    with pytest.raises(AssertionError):
+        harness.check(
+            dataclasses.replace(RIGHT, compute=in_float32), 9, 9, 9, "float64", np.random.default_rng()
+        )
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_a_right_rung_passes(dtype):
+    rng = np.random.default_rng()
+    for m, n, k in harness.shapes(rng, 40, 60):
+        harness.check(RIGHT, m, n, k, dtype, rng)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_any_order_of_summation_stays_within_the_bound(dtype):
+    """All terms positive and the largest first: rounding errors that are large and do not cancel."""
+    a, b = (np.abs(x) for x in harness.inputs(4, 4, 400, dtype, 7))
+    total = np.zeros((4, 4), dtype)
+    for p in np.argsort(-a[0].astype("f8")):
+        total += np.outer(a[:, p], b[p])
+    assert total.dtype == dtype
+    harness.assert_product(total, a, b)
+
+
+def test_a_result_of_another_shape_fails():
+    a, b = harness.inputs(2, 3, 4, "float64", 0)
+    with pytest.raises(AssertionError, match=r"\(3, 2\), not \(2, 3\)"):
+        harness.assert_product((a @ b).T, a, b)
+
+
+def test_inputs_are_fresh_and_repeat_by_seed():
+    seeds = []
+
+    def record(a, b, out):
+        seeds.append(a.tobytes())
+        np.matmul(a, b, out=out)
+
+    rng = np.random.default_rng()
+    for _ in range(2):
+        harness.check(dataclasses.replace(RIGHT, compute=record), 3, 3, 3, "float32", rng)
+    assert seeds[0] != seeds[1]
+    first, second = harness.inputs(3, 4, 5, "float32", 11), harness.inputs(3, 4, 5, "float32", 11)
+    for x, y in zip(first, second, strict=True):
+        np.testing.assert_array_equal(x, y)
+    assert [x.shape for x in first] == [(3, 5), (5, 4)]
+    assert all(x.dtype == np.float32 and np.abs(x).min() >= 0.5 and np.abs(x).max() <= 1.5 for x in first)
+
+
+def test_shapes_are_ragged_and_hold_0_and_1():
+    drawn = harness.shapes(np.random.default_rng(), 30, 9)
+    assert len(drawn) == 30
+    assert {(0, 9, 2), (9, 0, 2), (2, 9, 0), (1, 1, 1)} <= set(drawn)
+    assert all(0 <= size <= 9 for size in itertools.chain(*drawn))
+    assert any(len(set(shape)) == 3 for shape in drawn[4:])
+    assert harness.shapes(np.random.default_rng(), 2, 9) == drawn[:2]
+
+
+def test_work_and_traffic_by_hand():
+    assert harness.flops(2, 3, 4) == 48
+    assert harness.flops(0, 3, 4) == 0
+    assert harness.bytes(2, 3, 4, "float32") == 4 * (8 + 12 + 6)
+    assert harness.bytes(2, 3, 4, np.float64) == 8 * (8 + 12 + 6)
+
+
+def test_functions_are_timed_in_turns_after_a_warm_up():
+    calls = []
+    seconds = harness.time_in_turns(
+        {"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, rounds=3
+    )
+    assert "".join(calls) == "ab" + "ababab"
+    assert list(seconds) == ["a", "b"]
+    assert all(len(times) == 3 and min(times) >= 0 for times in seconds.values())
+
+
+def test_no_rounds_are_refused():
+    with pytest.raises(ValueError, match="rounds is 0"):
+        harness.time_in_turns({"a": lambda: None}, rounds=0)

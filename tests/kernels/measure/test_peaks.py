@@ -1,0 +1,126 @@
+"""The roofline's formula, and peaks as data."""
+
+import dataclasses
+import json
+import math
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given
+
+from minidist.kernels.measure.peaks import Peaks, Roof, dtype_name
+
+ONE = Roof("one core", {"float32": 100e9, "float64": 50e9}, 20e9)
+ALL = Roof("4 cores", {"float32": 400e9, "float64": 200e9}, 40e9)
+GPU = Roof("a GPU", {"float32": 50e12, "bfloat16": 800e12}, 4e12)
+PEAKS = Peaks("a CPU", "AVX2", 4, "2026-01-31", ONE, ALL)
+
+rates = st.floats(1e-3, 1e18)
+
+
+def test_attainable_by_hand():
+    """100 GFLOP/s over 20 GB/s: the ridge is at 5 FLOP/byte."""
+    assert ONE.ridge() == 5
+    assert ONE.ridge("float64") == 2.5
+    assert ONE.attainable(0) == 0
+    assert ONE.attainable(0.25) == 5e9
+    assert ONE.attainable(5) == 100e9
+    assert ONE.attainable(5000) == 100e9
+    assert ONE.attainable(math.inf) == 100e9
+    assert ONE.attainable(2.6, "float64") == 50e9
+    assert ONE.attainable(2.4, np.float64) == 48e9
+    assert GPU.attainable(100, "bfloat16") == 400e12
+
+
+def test_an_array_gives_an_array():
+    found = ONE.attainable(np.array([[1, 2], [5, 80]]))
+    np.testing.assert_array_equal(found, [[20e9, 40e9], [100e9, 100e9]])
+    np.testing.assert_array_equal(ONE.attainable([1, 10]), [20e9, 100e9])
+    assert ONE.attainable(np.empty(0)).shape == (0,)
+    assert type(ONE.attainable(np.float32(1))) is float
+    assert type(ONE.attainable(3)) is float
+
+
+@given(peak=rates, bandwidth=rates, x=st.floats(0, 1e12))
+def test_attainable_is_the_lower_of_both_bounds(peak, bandwidth, x):
+    roof = Roof("", {"float32": peak}, bandwidth)
+    y = roof.attainable(x)
+    assert y <= peak
+    assert y <= x * bandwidth
+    assert y in (peak, x * bandwidth)
+    assert (y == peak) == (x * bandwidth >= peak)
+    np.testing.assert_allclose(roof.attainable(roof.ridge()), peak)
+
+
+@pytest.mark.parametrize("wrong", [-1, math.nan, [1, -2], np.array([math.nan])])
+def test_a_negative_intensity_is_an_error(wrong):
+    with pytest.raises(ValueError, match=r"intensity is .*: pass operations per byte, 0 or more"):
+        ONE.attainable(wrong)
+
+
+@pytest.mark.parametrize("dtype", ["float16", np.int32, "bfloat16"])
+def test_a_dtype_that_was_not_measured_is_an_error(dtype):
+    for ask in (ONE.peak, ONE.ridge, lambda dtype: ONE.attainable(1, dtype)):
+        with pytest.raises(ValueError, match="one core were measured in float32, float64"):
+            ask(dtype)
+
+
+@pytest.mark.parametrize("wrong", [0.0, -1.0, math.nan, math.inf, None, "1e9"])
+def test_a_rate_that_can_not_be_is_an_error(wrong):
+    for flops, bandwidth in [({"float32": wrong}, 1.0), ({"float32": 1.0}, wrong)]:
+        with pytest.raises(ValueError, match=r"^the peak (float32|bandwidth) of x is .*: pass a positive"):
+            Roof("x", flops, bandwidth)
+
+
+@pytest.mark.parametrize("wrong", [-0.1, 1.1, math.nan, "1", None])
+def test_a_share_of_time_is_between_none_and_all(wrong):
+    with pytest.raises(ValueError, match=r"granted is .*: pass a share of time, from 0.0 to 1.0"):
+        dataclasses.replace(ONE, granted=wrong)
+
+
+def test_roofs_are_asked_for_by_name():
+    assert PEAKS.roof("one") is ONE
+    assert PEAKS.roof("all") is ALL
+    assert PEAKS.roofs == (ONE, ALL)
+    with pytest.raises(ValueError, match=r"^cores is 'gpu': on this machine, pass 'one' or 'all'$"):
+        PEAKS.roof("gpu")
+    with_gpu = dataclasses.replace(PEAKS, gpu=GPU)
+    assert with_gpu.roof("gpu") is GPU
+    assert with_gpu.roofs == (ONE, ALL, GPU)
+    with pytest.raises(ValueError, match="pass 'one' or 'all' or 'gpu'"):
+        with_gpu.roof("2")
+    assert dataclasses.replace(PEAKS, cores=1, all=ONE).roofs == (ONE,)
+
+
+@pytest.mark.parametrize("cores", [0, -1, 1.5, "4"])
+def test_cores_are_counted(cores):
+    with pytest.raises(ValueError, match="pass their number, 1 or more"):
+        dataclasses.replace(PEAKS, cores=cores)
+
+
+@pytest.mark.parametrize("gpu", [None, GPU])
+def test_json_and_back(gpu):
+    peaks = dataclasses.replace(PEAKS, gpu=gpu, all=dataclasses.replace(ALL, granted=0.5))
+    assert Peaks.from_dict(json.loads(json.dumps(peaks.to_dict()))) == peaks
+
+
+def test_what_is_printed_has_units_and_says_if_others_ran():
+    text = str(dataclasses.replace(PEAKS, gpu=GPU))
+    assert text.splitlines() == [
+        "a CPU, 4 cores, AVX2, measured 2026-01-31",
+        "one core: 100 GFLOP/s float32, 50 GFLOP/s float64, 20 GB/s",
+        "4 cores: 400 GFLOP/s float32, 200 GFLOP/s float64, 40 GB/s",
+        "a GPU: 5e+04 GFLOP/s float32, 8e+05 GFLOP/s bfloat16, 4000 GB/s",
+    ]
+    assert not PEAKS.busy
+    busy = dataclasses.replace(PEAKS, all=dataclasses.replace(ALL, granted=0.6))
+    assert busy.busy
+    assert "too low: measure(fresh=True) when idle" in str(busy)
+
+
+def test_names_of_dtypes():
+    for dtype in (np.float32, "f4", "float32", np.dtype("float32")):
+        assert dtype_name(dtype) == "float32"
+    assert dtype_name("tf32") == "tf32"
+    assert dtype_name("bfloat16") == "bfloat16"

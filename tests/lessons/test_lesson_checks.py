@@ -1,0 +1,561 @@
+"""What all lessons share: stubs are seen, verdicts are readable, hints come in order, progress is kept."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+LESSONS = Path(__file__).parents[2] / "lessons"
+sys.path.insert(0, str(LESSONS))
+
+import minidist as md  # noqa: E402
+from checks import exercises, figures, progress, ranks  # noqa: E402
+from checks.animations import Scene  # noqa: E402
+from checks.counted import Cache, Counted  # noqa: E402
+from checks.exercises import Answer, Lesson  # noqa: E402
+from checks.ranks import Case, on_ranks  # noqa: E402
+from checks.unanswered import is_unanswered  # noqa: E402
+from checks.verdicts import (  # noqa: E402
+    Interrupted,
+    NeedsMore,
+    NotAnswered,
+    Right,
+    Score,
+    Tally,
+    WrongAnswer,
+    compare,
+    number,
+)
+from minidist import comm  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def _own_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINIDIST_LESSONS_PROGRESS", str(tmp_path / "progress.json"))
+
+
+def a_lesson() -> Lesson:
+    lesson = Lesson(8, "ranks_that_talk")
+
+    @lesson.exercise("8.9", hints=("first", "second", "third"))
+    def double(answer: Answer, draw: np.random.Generator) -> Right:
+        x = float(draw.integers(1, 1000))
+        answer.expect(2 * x, x)
+        return Right(1, (Score("Steps", 3, 2, "do less"),))
+
+    return lesson
+
+
+def double(x):
+    return 2 * x
+
+
+def test_stubs_are_seen_without_a_call() -> None:
+    def dots(x):
+        """Say something."""
+        ...  # about 2 lines
+
+    def half_done(x):
+        y = x + 1
+        for _ in range(3):
+            ...
+        return y
+
+    def no_text(x):
+        """Nothing but words."""
+
+    class Model:
+        def forward(self, x): ...
+
+    assert [is_unanswered(each) for each in (dots, half_done, no_text, Model)] == [True] * 4
+
+    def index(x):
+        return x[..., 0]
+
+    def on_purpose(x):
+        pass
+
+    class Whole:
+        def forward(self, x):
+            return x
+
+    assert [is_unanswered(each) for each in (index, on_purpose, Whole, double)] == [False] * 4
+
+
+def test_a_stub_that_a_compiler_wraps_is_seen() -> None:
+    class Compiled:
+        def __init__(self, function):
+            self.py_func = function
+
+    def stub(x): ...
+
+    assert is_unanswered(Compiled(stub))
+    assert not is_unanswered(Compiled(double))
+
+
+def test_a_check_passes_scores_and_keeps(capsys: pytest.CaptureFixture[str]) -> None:
+    lesson = a_lesson()
+    lesson.check(double)
+    assert capsys.readouterr().out == "Right. Steps: 3 (par 2).\nIt passes, above par in steps: do less.\n"
+    assert list(progress.read()["ranks_that_talk"]) == ["double"]
+    assert lesson.or_solution(double) is double
+    assert capsys.readouterr().out == ""
+
+
+def test_wrong_answers_are_told_in_a_few_lines() -> None:
+    lesson = a_lesson()
+
+    def double(x):
+        return x
+
+    with pytest.raises(WrongAnswer) as found:
+        lesson.check(double, seed=5)
+    shown = found.value._render_traceback_()
+    assert shown == [str(found.value)]
+    assert found.value.__suppress_context__  # nothing else is shown above it
+    assert str(found.value).startswith("Exercise 8.9, not yet. double(")
+    assert "  expected " in shown[0]
+    assert "  got      " in shown[0]
+    assert shown[0].endswith("(These inputs again: check(double, seed=5))")
+    assert progress.read() == {}
+
+
+def test_an_exception_is_told_with_the_readers_line() -> None:
+    lesson = a_lesson()
+
+    def double(x):
+        numbers = [x]
+        return numbers[3]
+
+    with pytest.raises(
+        WrongAnswer, match=r"raised IndexError: list index out of range\n  at line \d+ of your cell"
+    ) as e:
+        lesson.check(double)
+    assert "return numbers[3]" in str(e.value)
+
+
+def test_an_endless_loop_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exercises, "LIMIT", 0.2)
+    lesson = a_lesson()
+
+    def double(x):
+        while True:
+            with contextlib.suppress(Exception):  # keeps no time limit back
+                x += 1
+
+    with pytest.raises(
+        WrongAnswer, match=r"had not ended after 0 s and was stopped at line \d+ of your cell"
+    ):
+        lesson.check(double)
+
+
+def test_an_endless_loop_that_swallows_everything_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exercises, "LIMIT", 0.1)
+    monkeypatch.setattr(exercises, "LOOK", 0.02)
+    lesson, before = a_lesson(), sys.gettrace()
+
+    def double(x):
+        while True:
+            try:
+                while True:
+                    x += 1
+            except:  # noqa: E722
+                pass
+
+    with pytest.raises(WrongAnswer, match=r"had not ended after 0 s and was stopped at line \d+"):
+        lesson.check(double)
+    assert sys.gettrace() is before
+    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+
+
+def test_a_list_that_grows_without_end_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    peak = iter(range(0, 10**13, 10**9))
+    monkeypatch.setattr(exercises, "_peak", lambda: next(peak))  # a GB more at each look
+    monkeypatch.setattr(exercises, "LOOK", 0.02)
+
+    def double(x):
+        while True:
+            x += 1
+
+    with pytest.raises(WrongAnswer, match=r"took 2 GB of memory and was stopped at line \d+ of your cell"):
+        a_lesson().check(double)
+
+
+def test_a_compiled_endless_loop_ends_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    import numba
+
+    monkeypatch.setattr(exercises, "LIMIT", 0.2)
+    lesson = a_lesson()
+
+    @numba.njit
+    def double(x):
+        while True:
+            x += 1
+
+    with pytest.raises(WrongAnswer, match=r"was stopped at line \d+ of your cell"):
+        lesson.check(double)
+
+
+@pytest.mark.parametrize(
+    ("failing", "says"),
+    [
+        (lambda x: [][int(x)], "raised IndexError"),
+        (lambda x: sys.exit("enough"), "raised SystemExit: enough"),
+        (lambda: None, r"takes 0 positional arguments but 1 was given\n  at line \d+ .*lambda: None"),
+        (lambda x: int("x\n" * 9), r"invalid literal .{1,300}\n  at line"),
+    ],
+)
+def test_an_exception_is_told_in_the_readers_terms(failing, says: str) -> None:
+    with pytest.raises(WrongAnswer, match=says) as found:
+        Answer("double", failing)(2.0)
+    assert str(LESSONS) not in str(found.value)
+
+
+def test_what_a_failing_call_printed_is_told_and_not_all_of_it() -> None:
+    lesson = a_lesson()
+
+    def double(x):
+        print(2 * x)
+        for _ in range(10**4):
+            print("more")
+
+    with pytest.raises(
+        WrongAnswer, match=r"is None: .*\nThat call printed:\n  \d+\.0\n(  more\n){4}  \.\.\.\n"
+    ):
+        lesson.check(double)
+
+
+def test_a_check_that_is_interrupted_says_where() -> None:
+    lesson = a_lesson()
+
+    def double(x):
+        raise KeyboardInterrupt
+
+    with pytest.raises(
+        Interrupted, match=r"Exercise 8\.9: the check was interrupted, at line \d+ .*: raise Key"
+    ) as e:
+        lesson.check(double)
+    assert e.value._render_traceback_() == [str(e.value)]
+    assert e.value.__suppress_context__
+    assert progress.read() == {}
+
+
+def test_an_answer_leaves_its_arguments_to_the_caller() -> None:
+    def double(x, more):
+        x *= 2
+        return x
+
+    with pytest.raises(
+        WrongAnswer, match=r"double\(\[1, 2\], 3\) returns what it should, but changes x, which"
+    ):
+        Answer("double", double).expect(np.array([2.0, 4.0]), np.array([1.0, 2.0]), 3)
+    with pytest.raises(WrongAnswer, match="changes x"):
+        Answer("double", double).expect(torch.tensor([2.0]), torch.tensor([1.0]), 3)
+
+    def first(many):
+        return many.pop()[0]
+
+    with pytest.raises(WrongAnswer, match="changes many"):
+        Answer("first", first).expect(1.0, [np.array([1.0])])
+
+
+def test_a_lesson_with_kernels_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    from minidist.kernels.cuda.runtime import device
+
+    def missing() -> None:
+        raise ImportError("numba-cuda is not installed: pip install 'minidist[cuda]'")
+
+    monkeypatch.setattr(device, "require_toolkit", missing)
+    again = importlib.util.spec_from_file_location("kernels_again", LESSONS / "checks" / "kernels.py")
+    with pytest.raises(
+        NeedsMore, match=r"takes no GPU: numba-cuda is not installed: pip install .*restart"
+    ) as found:
+        again.loader.exec_module(importlib.util.module_from_spec(again))
+    assert found.value._render_traceback_() == [str(found.value)]
+
+
+def test_a_lambda_has_no_name() -> None:
+    with pytest.raises(WrongAnswer, match="write the function with def"):
+        a_lesson().check(lambda x: 2 * x)
+
+
+def test_numbers_that_differ_look_different() -> None:
+    for right in (1 / 3, np.ones(1) / 3, np.ones((2, 2)) / 3):
+        with pytest.raises(WrongAnswer) as e:
+            compare(right + 1e-8, right, "x", rtol=1e-9, atol=0)
+        expected, given = (line.split()[1] for line in str(e.value).splitlines()[1:3])
+        assert expected != given
+    with pytest.raises(WrongAnswer, match="x is a complex, and should be"):
+        compare(1 + 2j, 1.0, "x")
+
+
+def test_a_function_of_another_name_is_no_exercise() -> None:
+    def triple(x):
+        return 3 * x
+
+    with pytest.raises(WrongAnswer, match="no exercise triple; it has double"):
+        a_lesson().check(triple)
+
+
+def test_the_lessons_own_solution_is_nobodys_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    from checks.your_machine import lesson
+
+    def add_cost(n, itemsize):
+        return n, n
+
+    own = lesson.or_solution(add_cost)
+    assert "the lesson goes on with its own solution" in capsys.readouterr().out
+    with pytest.raises(
+        NotAnswered, match=r"add_cost is the lesson's own solution now.*run the cell with your answer"
+    ):
+        lesson.check(own)
+    assert progress.read() == {}
+
+
+def test_hints_come_one_after_the_other(capsys: pytest.CaptureFixture[str]) -> None:
+    lesson = a_lesson()
+
+    def double(x): ...
+
+    with pytest.raises(NotAnswered, match=r"has no answer yet: write it in the cell above.*hint\(\) gives"):
+        lesson.check(double)
+    for _ in range(4):
+        lesson.hint()
+    out = capsys.readouterr().out
+    assert (
+        out.index("hint 1 of 3:\nfirst")
+        < out.index("hint 2 of 3:\nsecond")
+        < out.index("hint 3 of 3:\nthird")
+    )
+    assert out.count("hint 3 of 3") == 2
+    assert "solutions/08_ranks_that_talk.py" in out
+
+
+def test_progress_that_is_damaged_is_set_aside(capsys: pytest.CaptureFixture[str]) -> None:
+    path = progress.file()
+    path.write_text("{")
+    assert progress.read() == {}
+    assert "progress.json could not be read, is now progress.json.damaged" in capsys.readouterr().out
+    assert path.with_name("progress.json.damaged").read_text() == "{"
+    progress.note("topic", "exercise")
+    assert list(json.loads(path.read_text())["passed"]["topic"]) == ["exercise"]
+
+
+@pytest.mark.parametrize(
+    ("got", "says"),
+    [
+        (None, r"x is None: does the function end with return\?"),
+        ("words", "x is a str, and should be an array"),
+        (np.zeros(2, np.float32), r"x has the shape \(2,\), and should have \(3,\)"),
+        (np.array([1, np.nan, 3], np.float32), r"x is wrong from element 1 on \(1 of 3 elements\)"),
+        (np.array([1.0, 2.0, 3.0]), "x is float64, and should be float32"),
+        ([torch.ones(3, requires_grad=True)] * 2, "x is a list, and should be an array"),
+        (torch.tensor([1.0, 2.0, 4.0]), r"element 2 on.*\n  expected \[1, 2, 3\]\n  got      \[1, 2, 4\]"),
+    ],
+)
+def test_what_differs_is_named(got: object, says: str) -> None:
+    expected = np.array([1, 2, 3], np.float32)
+    compare(torch.tensor([1.0, 2.0, 3.0]), expected, "x")
+    with pytest.raises(WrongAnswer, match=says):
+        compare(got, expected, "x")
+
+
+@pytest.mark.parametrize(
+    ("got", "expected", "says"),
+    [
+        (2.0000001, 2.0, r"expected 2\n  got      2.0000001$"),
+        (np.array([1.0, 2.0000001]), np.array([1.0, 2.0]), r"expected \[1, 2\]\n  got      \[1, 2.0000001\]"),
+        ((1, 2), 1.0, r"has the shape \(2,\), and should be one number"),
+        (1j, 1.0, "is a complex, and should be a number"),
+    ],
+)
+def test_what_differs_is_seen(got: object, expected: object, says: str) -> None:
+    with pytest.raises(WrongAnswer, match=says):
+        compare(got, expected, "x", rtol=1e-12, atol=0)
+
+
+def test_a_number_is_right_in_any_width() -> None:
+    compare(np.float32(1 / 3), 1 / 3, "x", rtol=1e-9)
+    compare(np.float64(1 / 3), 1 / 3, "x", rtol=1e-9)
+    with pytest.raises(WrongAnswer, match="x is wrong"):
+        compare(np.float32(0.3334), 1 / 3, "x", rtol=1e-9)
+
+
+def test_nothing_is_right_about_nan_even_where_nan_is_expected() -> None:
+    with pytest.raises(WrongAnswer):
+        compare(np.array([np.nan]), np.array([np.nan]), "x")
+
+
+def test_a_tally_tells_what_is_above_par() -> None:
+    tally = Tally()
+    for cost, par in ((1, 1), (100, 100), (30, 20)):
+        tally.add("Bytes", cost, par)
+    assert [(each.cost, each.par) for each in tally.scores] == [(30, 20)]
+    assert [number(x) for x in (1200, 0.25, 3.0)] == ["1\u202f200", "0.25", "3"]
+
+
+def test_counted_matrices_count() -> None:
+    cache = Cache(lines=2, line=4)
+    a = Counted(np.zeros((3, 4), np.float32), cache)
+    a[0, 0], a[0, 3], a[1, 0], a[2, 0], a[0, 0]
+    a[:] = 1
+    assert (a.reads, a.writes) == (5, 12)
+    assert cache.fetched == 4 + 3 - 1  # the line of row 0 is held when `a[:] = 1` begins
+    with pytest.raises(WrongAnswer, match="one element at a time"):
+        a[0]
+    with pytest.raises(IndexError):
+        a[3, 0]
+
+
+def test_a_ladder_has_all_steps_and_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[str] = []
+    monkeypatch.setattr(
+        figures, "show", lambda svg, caption, alt: shown.append(figures.framed(svg, caption, alt))
+    )
+    for lesson in range(15):
+        figures.ladder(lesson)
+    assert len(shown) == 15
+    assert all(text.count("<rect") == 15 and "You are here: " in text for text in shown)
+    assert 'role="img" aria-label="A staircase of 15 steps' in shown[8]
+
+
+def test_figures_are_right_on_light_and_dark() -> None:
+    figure, axes = figures.draw()
+    axes.plot([1, 2], [3, 4], color=figures.BLUE)
+    figures.name(axes, 2, 4, "a line", figures.BLUE)
+    text = figures.svg(figure)
+    assert "currentColor" in text
+    assert "a line</text>" in text  # letters, not outlines
+    for stand_in in (figures.INK, figures.MUTED, figures.GRID):
+        assert stand_in not in text.lower()
+    assert "#000000" not in text
+    assert "#ffffff" not in text.lower()
+
+
+def test_an_animation_needs_nothing_from_elsewhere() -> None:
+    scene = Scene(100, 50)
+    scene.block("a", 10, 10, figures.BLUE)
+    scene.frame("here </script>", {"a": (0, 0, "1")})
+    scene.frame("there", {"a": (50, 0, "2", True)})
+    text = scene.html("moves", "a block moves", 500)
+    assert "http" not in text
+    assert text.count("</script>") == 1
+    assert 'aria-label="Play or pause"' in text
+    assert (
+        "opacity: 1; transform: translate(0px, 0px)" in text
+    )  # where the first frame has it, without scripts
+    assert ">1</text></g>" in text
+
+
+@pytest.fixture
+def worlds() -> Iterator[None]:
+    yield
+    for world in ranks._worlds.values():
+        world.close()
+
+
+@pytest.mark.usefixtures("worlds")
+def test_what_goes_wrong_on_ranks_is_told_and_the_next_check_works() -> None:
+    cases = [Case([(1,), (1,)], "2 ranks with one number")]
+
+    def dies(x):
+        import os
+
+        os._exit(3)
+
+    with pytest.raises(WrongAnswer, match=r"On 2 ranks: rank . ended.*The next check has fresh ranks"):
+        on_ranks(Answer("dies", dies), cases)
+
+    def raises(x):
+        return [][md.rank()]
+
+    with pytest.raises(
+        WrongAnswer, match=r"On 2 ranks with one number, rank . raised IndexError.*\n  at line"
+    ) as e:
+        on_ranks(Answer("raises", raises), cases)
+    assert "return [][md.rank()]" in str(e.value)
+
+    def spins(x):
+        while md.rank() >= x:
+            pass
+
+    ranks.world(2).timeout = 1.0
+    with pytest.raises(
+        WrongAnswer, match=r"\n  rank 1 (i|wa)s at line \d+ of your cell: while md\.rank\(\) >= x"
+    ):
+        on_ranks(Answer("spins", spins), cases)
+    with pytest.raises(
+        WrongAnswer, match=r"had not ended after 1 s and was stopped.\n  rank 0 was at line \d+"
+    ):
+        on_ranks(Answer("spins", spins), [Case([(0,), (0,)])])
+    ranks.world(2).timeout = ranks.LIMIT
+
+    def leaves(x):
+        return comm.all_reduce(torch.ones(x)) if md.rank() == 0 and x == 3 else x
+
+    more = [*cases, Case([(3,), (4,)], "the second case"), *cases]
+    with pytest.raises(
+        WrongAnswer, match=r"On the second case: (.|\n)*rank 1 has returned from its function"
+    ) as e:
+        on_ranks(Answer("leaves", leaves), more)
+    assert "barrier" not in str(e.value)
+
+    def never_waits(x):
+        comm.all_reduce(torch.ones(3), async_op=True)
+        return x
+
+    with pytest.raises(WrongAnswer, match=r"rank 0 begins comm\.all_reduce and never waits"):
+        on_ranks(Answer("never_waits", never_waits), cases[:1])
+
+    def a_generator(x):
+        return (each for each in range(x))
+
+    with pytest.raises(WrongAnswer, match="what it returned cannot be sent back"):
+        on_ranks(Answer("a_generator", a_generator), cases)
+
+    if sys.platform.startswith("linux"):
+
+        def grows(x):
+            kept = [bytearray(1 << 31)]
+            return len(kept)
+
+        with pytest.raises(WrongAnswer, match=r"raised MemoryError: it took more memory than a check gives"):
+            on_ranks(Answer("grows", grows), cases)
+
+    def own(x):
+        return x
+
+    assert on_ranks(Answer("own", own), cases)[0].results == [1, 1]
+
+
+def test_an_interrupt_ends_a_check_on_ranks_and_the_next_one_works() -> None:
+    lesson, cases = Lesson(8, "ranks_that_talk"), [Case([(1,), (1,)])]
+
+    @lesson.exercise("8.9", hints=("first", "second", "third"))
+    def slow(answer: Answer, draw: np.random.Generator) -> Right:
+        return Right(len(on_ranks(answer, cases)))
+
+    def runs_on(x):
+        time.sleep(60)
+
+    ranks.world(2).run(md.rank)
+    old = [each.process for each in ranks.world(2)._processes]
+    presses = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+    presses.start()
+    with pytest.raises(Interrupted, match=r"^Exercise 8\.9: the check was interrupted"):
+        lesson.judge("slow", runs_on)
+    presses.join()
+    assert lesson.judge("slow", lambda x: x) == Right(1)
+    assert not set(old) & {each.process for each in ranks.world(2)._processes}

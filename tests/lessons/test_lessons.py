@@ -1,0 +1,246 @@
+"""The lessons: notebooks equal their sources, checks pass solutions and find what is wrong, all cells run.
+
+make lessons-check      # also those marked `lessons` and `browser`: every notebook from top to bottom
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import linecache
+import os
+import re
+import sys
+import threading
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+LESSONS = Path(__file__).parents[2] / "lessons"
+sys.path.insert(0, str(LESSONS))
+
+from checks import notebooks  # noqa: E402
+from checks.catalogue import TITLES  # noqa: E402
+from checks.exercises import Lesson  # noqa: E402
+from checks.unanswered import is_unanswered  # noqa: E402
+from checks.verdicts import NotAnswered, Right, WrongAnswer  # noqa: E402
+
+SOURCES = notebooks.sources()
+STEMS = [source.stem for source in SOURCES]
+COSTS = LESSONS / "costs.json"
+CELL_LIMIT = 300  # seconds; a crowded machine is no error
+
+
+def lesson_of(stem: str) -> Lesson:
+    return importlib.import_module(f"checks.{stem[3:]}").lesson
+
+
+def wrong_answers_of(stem: str) -> Any:
+    return importlib.import_module(f"tests.lessons.wrong_answers.{stem[3:]}").WRONG
+
+
+def exercise_cells(notebook: Any) -> list[Any]:
+    return [cell for cell in notebook.cells if "exercise" in cell.metadata.get("tags", ())]
+
+
+def names_in(cell: Any) -> list[str]:
+    kinds = (ast.FunctionDef, ast.ClassDef)
+    return [node.name for node in ast.parse(cell.source).body if isinstance(node, kinds)]
+
+
+def solved(notebook: Any, stem: str) -> Any:
+    """The notebook with each exercise's stub replaced by the solution's text."""
+    text = (LESSONS / "solutions" / f"{stem}.py").read_text()
+    lines, answers = text.splitlines(), {}
+    for node in ast.parse(text).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
+            answers[node.name] = "\n".join(lines[first - 1 : node.end_lineno])
+    for cell in exercise_cells(notebook):
+        cell.source = "\n\n\n".join(answers[name] for name in names_in(cell))
+    return notebook
+
+
+EXERCISES = [(stem, name) for stem in STEMS for name in lesson_of(stem).exercises]
+WRONG = [(stem, wrong) for stem in STEMS for wrong in wrong_answers_of(stem)]
+DEAR = [(stem, dear) for stem in STEMS for dear in wrong_answers_of(stem).dear]
+SEED = int(os.environ.get("MINIDIST_SEED", "0"))
+"""Of the inputs that wrong answers are tried on; what a check says of them is the same on every seed."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Progress of tests is nobody's progress; ranks end with the last test."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MINIDIST_LESSONS_PROGRESS", str(tmp_path_factory.mktemp("progress") / "progress.json"))
+        yield
+    ranks = sys.modules.get("checks.ranks")
+    for world in ranks._worlds.values() if ranks else ():
+        world.close()
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=STEMS)
+def test_a_notebook_is_what_its_source_says(source: Path) -> None:
+    assert source.with_suffix(".ipynb").read_text() == notebooks.text(source), "run make notebooks"
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=STEMS)
+def test_a_lesson_has_its_parts(source: Path) -> None:
+    lesson, text = lesson_of(source.stem), source.read_text()
+    assert lesson.stem == source.stem
+    assert f"# # {lesson.number}. {TITLES[lesson.number]}\n" in text
+    assert f"ladder({lesson.number})" in text
+    for part in ("**The question.**", "prediction = None", "What breaks in practice", "## Further reading"):
+        assert part in text, f"{source.name} has no {part}"
+    readings = text[text.index("## Further reading") :]
+    assert len(re.findall(r"^# - ", readings, re.MULTILINE)) == 3
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=STEMS)
+def test_exercises_stand_in_the_lesson_and_are_open(source: Path) -> None:
+    lesson, made = lesson_of(source.stem), notebooks.notebook(source)
+    found: list[str] = []
+    for cell in exercise_cells(made):
+        (name,) = [each for each in names_in(cell) if each in lesson.exercises]
+        found.append(name)
+        scope: dict[str, Any] = {}
+        plain = re.sub(r"^@.*\n", "", cell.source, flags=re.MULTILINE)  # no compiler is needed for this
+        cell_name = f"<exercise {name}>"
+        linecache.cache[cell_name] = (len(plain), None, plain.splitlines(keepends=True), cell_name)
+        exec(compile(plain, cell_name, "exec"), scope)
+        exercise = lesson.exercises[name]
+        assert f"# **Exercise {exercise.label}: " in source.read_text()
+        assert f"check({name})" in source.read_text()
+        assert f"{name} = or_solution({name})" in source.read_text()
+        assert "# about " in cell.source or re.search(r"# \d+ lines?", cell.source), f"how long is {name}?"
+        assert len(exercise.hints) == 3
+        with pytest.raises(NotAnswered, match=f"Exercise {exercise.label}, {name}, has no answer yet"):
+            lesson.judge(name, scope[name])
+    assert found == list(lesson.exercises)
+
+
+@pytest.mark.parametrize(("stem", "name"), EXERCISES, ids=[f"{s[:2]}-{n}" for s, n in EXERCISES])
+def test_a_check_passes_its_solution_at_par(stem: str, name: str) -> None:
+    solution = lesson_of(stem).solution(name)
+    assert not is_unanswered(solution)
+    right = lesson_of(stem).judge(name, solution)
+    assert isinstance(right, Right)
+    assert not [str(score) for score in right.scores if score.over]
+
+
+def wrong_cases() -> Iterator[Any]:
+    """All of them; every run tries three of each exercise."""
+    tried: Counter[tuple[str, str]] = Counter()
+    for stem, wrong in WRONG:
+        tried[stem, wrong.exercise] += 1
+        name = f"{stem[:2]}-{wrong.exercise}-{wrong.answer.__name__}"
+        more = tried[stem, wrong.exercise] > 3
+        yield pytest.param(stem, wrong, id=name, marks=[pytest.mark.deep] if more else [])
+
+
+@pytest.mark.parametrize(("stem", "wrong"), list(wrong_cases()))
+def test_a_check_finds_what_is_wrong(stem: str, wrong: Any) -> None:
+    with pytest.raises(WrongAnswer) as found:
+        lesson_of(stem).judge(wrong.exercise, wrong.answer, seed=SEED)
+    message = str(found.value)
+    assert not [words for words in wrong.says if words not in message], message
+    assert "Traceback" not in message
+    assert str(LESSONS) not in message, "the reader has no such file"
+
+
+@pytest.mark.parametrize(("stem", "dear"), DEAR, ids=[f"{s[:2]}-{d.exercise}" for s, d in DEAR])
+def test_an_answer_above_par_passes_and_is_told(stem: str, dear: Any) -> None:
+    said = str(lesson_of(stem).judge(dear.exercise, dear.answer))
+    assert said.startswith("Right")
+    assert not [words for words in dear.says if words not in said], said
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_each_exercise_has_three_wrong_answers(stem: str) -> None:
+    given = [wrong.exercise for wrong in wrong_answers_of(stem)]
+    assert set(given) <= set(lesson_of(stem).exercises)
+    few = [name for name in lesson_of(stem).exercises if given.count(name) < 3]
+    assert not few
+
+
+class Memory(threading.Thread):
+    """Peak memory of what this process has started, in bytes; what processes share is counted once."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.peak, self.ended = 0, threading.Event()
+
+    def run(self) -> None:
+        import psutil
+
+        own = psutil.Process()
+        while not self.ended.wait(0.5):
+            total = 0
+            for process in own.children(recursive=True):
+                try:
+                    full = process.memory_full_info()
+                    total += getattr(full, "pss", full.rss)
+                except psutil.Error:
+                    continue
+            self.peak = max(self.peak, total)
+
+
+def execute(notebook: Any, stop: bool = True) -> tuple[float, int]:
+    """Run all cells; the seconds it took, and the peak of memory."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what Jupyter's own packages warn of is not ours to mend
+        from nbclient import NotebookClient
+
+        memory = Memory()
+        memory.start()
+        began = time.monotonic()
+        try:
+            place = {"metadata": {"path": str(LESSONS)}}
+            client = NotebookClient(notebook, timeout=CELL_LIMIT, allow_errors=not stop, resources=place)
+            client.execute()
+        finally:
+            memory.ended.set()
+            memory.join()
+    return time.monotonic() - began, memory.peak
+
+
+def errors_in(notebook: Any) -> list[tuple[str, str, str]]:
+    """Of each cell that failed: its text, and the kind and text of its error."""
+    return [
+        (cell.source, output.ename, output.evalue)
+        for cell in notebook.cells
+        if cell.cell_type == "code"
+        for output in cell.outputs
+        if output.output_type == "error"
+    ]
+
+
+@pytest.mark.lessons
+@pytest.mark.parametrize("source", SOURCES, ids=STEMS)
+def test_a_lesson_runs_from_top_to_bottom(source: Path) -> None:
+    seconds, peak = execute(solved(notebooks.notebook(source), source.stem))
+    if os.environ.get("MINIDIST_LESSONS_COSTS"):
+        costs = json.loads(COSTS.read_text()) if COSTS.exists() else {}
+        costs[source.stem] = {"seconds": round(seconds), "peak_megabytes": round(peak / 1e6)}
+        COSTS.write_text(json.dumps(costs, indent=1, sort_keys=True) + "\n")
+
+
+@pytest.mark.lessons
+@pytest.mark.parametrize("source", SOURCES, ids=STEMS)
+def test_a_blank_lesson_stops_only_at_its_exercises(source: Path) -> None:
+    lesson, blank = lesson_of(source.stem), notebooks.notebook(source)
+    execute(blank, stop=False)
+    failed = errors_in(blank)
+    first = next(iter(lesson.exercises.values()))
+    assert failed[0][1] == "NotAnswered"
+    assert (
+        f"Exercise {first.label}, {first.name}, has no answer yet: write it in the cell above" in failed[0][2]
+    )
+    assert [text for text, _, _ in failed] == [f"check({name})" for name in lesson.exercises]
+    assert {kind for _, kind, _ in failed} == {"NotAnswered"}

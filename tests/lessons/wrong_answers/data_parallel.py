@@ -1,0 +1,275 @@
+"""Wrong answers to lesson 9."""
+
+import torch
+from torch.nn import functional
+
+import minidist as md
+from minidist import comm
+from tests.lessons.wrong_answers import WrongAnswers
+
+WRONG = WrongAnswers()
+
+
+@WRONG.to("average_gradients", "On 2 ranks", "rank 0's gradient of layers.0.linear.weight", "expected", "got")
+def forgets_to_divide(model):
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            comm.all_reduce(parameter.grad)
+
+
+@WRONG.to("average_gradients", "layers.0.linear.weight", "expected", "got")
+def averages_the_weights(model):
+    for parameter in model.parameters():
+        comm.all_reduce(parameter.detach(), "mean")
+
+
+@WRONG.to("average_gradients", "frozen", "raised", "line", "parameter.grad")
+def takes_none_for_a_gradient(model):
+    for parameter in model.parameters():
+        comm.all_reduce(parameter.grad)
+        parameter.grad /= md.size()
+
+
+@WRONG.to("average_gradients", "layers.0.linear.weight", "expected", "got")
+def divides_a_copy(model):
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            total = comm.all_reduce(parameter.grad.clone())
+            total /= md.size()
+
+
+@WRONG.to("average_gradients", "begins comm.all_reduce and never waits for it")
+def begins_and_goes_on(model):
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            comm.all_reduce(parameter.grad, "mean", async_op=True)
+
+
+@WRONG.over_par("average_gradients", "It passes, above par in bytes sent by each rank", "no gather")
+def gathers_and_adds(model):
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            all_of_them = comm.all_gather(parameter.grad.reshape(1, -1))
+            parameter.grad = all_of_them.mean(0).view(parameter.shape)
+
+
+@WRONG.to("batch_gradients", "On 2 ranks with 5, 6 rows", "rank 0's gradient", "expected", "got")
+def mean_of_means(model, inputs, targets):
+    functional.cross_entropy(model(inputs), targets).backward()
+    for parameter in model.parameters():
+        comm.all_reduce(parameter.grad, "mean")
+
+
+@WRONG.to("batch_gradients", "On 2 ranks with 5, 6 rows", "rank 0's gradient", "expected", "got")
+def divides_by_its_own_rows(model, inputs, targets):
+    loss = functional.cross_entropy(model(inputs), targets, reduction="sum")
+    (loss / max(len(inputs), 1)).backward()
+    for parameter in model.parameters():
+        comm.all_reduce(parameter.grad)
+
+
+@WRONG.to("batch_gradients", "On 2 ranks with 5, 6 rows", "rank 0's gradient", "expected", "got")
+def divides_twice(model, inputs, targets):
+    rows = comm.all_reduce(torch.tensor(len(inputs)))
+    (functional.cross_entropy(model(inputs), targets, reduction="sum") / rows).backward()
+    for parameter in model.parameters():
+        comm.all_reduce(parameter.grad, "mean")
+
+
+@WRONG.to("batch_gradients", "0 rows", "rank 1 has returned from its function", "all_reduce", "line")
+def stays_away_without_rows(model, inputs, targets):
+    rows = comm.all_reduce(torch.tensor(len(inputs)))
+    if len(inputs) == 0:
+        return
+    (functional.cross_entropy(model(inputs), targets, reduction="sum") / rows).backward()
+    for parameter in model.parameters():
+        comm.all_reduce(parameter.grad)
+
+
+@WRONG.over_par("batch_gradients", "It passes, above par in all-reduces by each rank")
+def counts_rows_for_each_parameter(model, inputs, targets):
+    functional.cross_entropy(model(inputs), targets, reduction="sum").backward()
+    for parameter in model.parameters():
+        parameter.grad /= comm.all_reduce(torch.tensor(len(inputs)))
+        comm.all_reduce(parameter.grad)
+
+
+def sum_together(bucket, back=True):
+    flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+    comm.all_reduce(flat)
+    for tensor, part in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
+        if back:
+            tensor.copy_(part.view(tensor.shape))
+
+
+@WRONG.to("all_reduce_in_buckets", "limit 8: rank 0's tensor 0", "expected", "got")
+def loses_the_last_bucket(tensors, limit):
+    bucket, held = [], 0
+    for tensor in tensors:
+        if bucket and held + tensor.numel() > limit:
+            sum_together(bucket)
+            bucket, held = [], 0
+        bucket.append(tensor)
+        held += tensor.numel()
+
+
+@WRONG.to("all_reduce_in_buckets", "rank 0's tensor 0", "expected", "got")
+def does_not_copy_back(tensors, limit):
+    for tensor in tensors:
+        sum_together([tensor], back=False)
+
+
+@WRONG.to("all_reduce_in_buckets", "sends a message of", "and the limit is")
+def closes_a_bucket_too_late(tensors, limit):
+    bucket, held = [], 0
+    for tensor in tensors:
+        bucket.append(tensor)
+        held += tensor.numel()
+        if held >= limit:
+            sum_together(bucket)
+            bucket, held = [], 0
+    if bucket:
+        sum_together(bucket)
+
+
+@WRONG.to("all_reduce_in_buckets", "shapes (2, 3), (2,), (5,)", "RuntimeError", "line")
+def forgets_the_shapes(tensors, limit):
+    for tensor in tensors:
+        flat = tensor.reshape(-1).clone()
+        comm.all_reduce(flat)
+        tensor.copy_(flat)
+
+
+@WRONG.to("all_reduce_in_buckets", "rank 0's tensor 0", "expected", "got")
+def puts_sums_into_the_list(tensors, limit):
+    for place, tensor in enumerate(tensors):
+        tensors[place] = comm.all_reduce(tensor.clone())
+
+
+@WRONG.to("all_reduce_in_buckets", "sends messages of 8, 8, 3 elements", "neighbours of the list, whole")
+def cuts_at_the_limit(tensors, limit):
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    for piece in flat.split(limit):
+        comm.all_reduce(piece)
+    for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+        tensor.copy_(part.view(tensor.shape))
+
+
+@WRONG.over_par("all_reduce_in_buckets", "It passes, above par in messages by each rank")
+def one_message_a_tensor(tensors, limit):
+    for tensor in tensors:
+        sum_together([tensor])
+
+
+@WRONG.to("reduce_in_backward", "had begun 0 all-reduces", "should have begun 2")
+def begins_after_backward(model):
+    def finish():
+        for parameter in model.parameters():
+            comm.all_reduce(parameter.grad, "mean")
+
+    return finish
+
+
+@WRONG.to("reduce_in_backward", "in step 2", "expected", "got")
+def never_clears_the_list(model):
+    under_way = []
+
+    def start(parameter):
+        under_way.append((comm.all_reduce(parameter.grad, async_op=True), parameter))
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(start)
+
+    def finish():
+        for work, parameter in under_way:
+            work.wait()
+            parameter.grad /= md.size()
+
+    return finish
+
+
+@WRONG.to("reduce_in_backward", "in step 1", "expected", "got")
+def leaves_the_sum(model):
+    under_way = []
+
+    def start(parameter):
+        under_way.append(comm.all_reduce(parameter.grad, async_op=True))
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(start)
+
+    def finish():
+        while under_way:
+            under_way.pop().wait()
+
+    return finish
+
+
+@WRONG.to("reduce_in_backward", "returns None", "finish, itself and not finish()")
+def returns_nothing(model):
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: None)
+    return
+
+
+@WRONG.to("reduce_in_backward", "raised", "line", "NoneType")
+def asks_before_backward(model):
+    under_way = [(comm.all_reduce(p.grad, async_op=True), p) for p in model.parameters()]
+
+    def finish():
+        for work, parameter in under_way:
+            work.wait()
+            parameter.grad /= md.size()
+
+    return finish
+
+
+@WRONG.over_par(
+    "reduce_in_backward", "It passes, above par in all-reduces that backward waited for", "async_op=True"
+)
+def waits_in_the_hook(model):
+    def start(parameter):
+        comm.all_reduce(parameter.grad, "mean")
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(start)
+    return lambda: None
+
+
+@WRONG.to("accumulate_gradients", "rank 0's gradient", "expected", "got")
+def sends_what_was_sent(model, micro_batches):
+    rows = comm.all_reduce(torch.tensor(sum(len(inputs) for inputs, _ in micro_batches)))
+    for inputs, targets in micro_batches:
+        (functional.cross_entropy(model(inputs), targets, reduction="sum") / rows).backward()
+        for parameter in model.parameters():
+            comm.all_reduce(parameter.grad)
+
+
+@WRONG.to("accumulate_gradients", "rank 0's gradient", "expected", "got")
+def mean_of_micro_batches(model, micro_batches):
+    for inputs, targets in micro_batches:
+        (functional.cross_entropy(model(inputs), targets) / len(micro_batches)).backward()
+    for parameter in model.parameters():
+        comm.all_reduce(parameter.grad, "mean")
+
+
+@WRONG.to("accumulate_gradients", "rank 0's gradient", "expected", "got")
+def keeps_the_last_alone(model, micro_batches):
+    rows = comm.all_reduce(torch.tensor(sum(len(inputs) for inputs, _ in micro_batches)))
+    for inputs, targets in micro_batches:
+        model.zero_grad()
+        (functional.cross_entropy(model(inputs), targets, reduction="sum") / rows).backward()
+    for parameter in model.parameters():
+        comm.all_reduce(parameter.grad)
+
+
+@WRONG.over_par("accumulate_gradients", "It passes, above par in all-reduces by each rank")
+def sums_the_loss_as_well(model, micro_batches):
+    rows, total = comm.all_reduce(torch.tensor(sum(len(inputs) for inputs, _ in micro_batches))), 0
+    for inputs, targets in micro_batches:
+        loss = functional.cross_entropy(model(inputs), targets, reduction="sum") / rows
+        loss.backward()
+        total += loss.detach()
+    comm.all_reduce(total)
+    for parameter in model.parameters():
+        comm.all_reduce(parameter.grad)

@@ -1,0 +1,221 @@
+"""engine.memory(): every storage of a rank once, whatever the tensors in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import minidist as md
+from minidist.model import GPT, MLP, config
+from minidist.parallel.contract import memory_report as memory
+from minidist.parallel.contract.memory_report import Memory, Storages, count, size
+from minidist.parallel.contract.strategy import Held
+from minidist.parallel.sharding.data_parallel_strategy import Replicated
+
+Clusters = Callable[[int], md.Cluster]
+ADAM = partial(torch.optim.Adam, lr=1e-3)
+SGD = partial(torch.optim.SGD, lr=0.1)
+
+
+def held(**parts: list[Tensor]) -> Held:
+    return Held(**{"parameters": [], "gradients": [], "optimizer": [], "buffers": [], **parts})
+
+
+def numbers(memory: Memory) -> list[int]:
+    return [memory.parameters, memory.gradients, memory.optimizer, memory.buffers]
+
+
+def test_views_and_tied_tensors_count_once() -> None:
+    x = torch.zeros(10, 4)
+    assert numbers(count(held(parameters=[x, x, x[2:5], x.T, x.view(-1), x.detach()]))) == [160, 0, 0, 0]
+
+
+def test_a_view_keeps_all_of_its_storage() -> None:
+    assert count(held(buffers=[torch.zeros(100)[:1]])).buffers == 400
+
+
+def test_a_gradient_in_a_bucket_counts_once() -> None:
+    bucket = torch.zeros(12)
+    assert count(held(gradients=[bucket[:4], bucket[4:], bucket])).gradients == 48
+
+
+def test_what_serves_two_purposes_counts_for_the_first() -> None:
+    flat = torch.zeros(8)
+    found = count(held(parameters=[flat[:4]], optimizer=[flat[4:], torch.zeros(2)]), activations=7)
+    assert numbers(found) == [32, 0, 8, 0]
+    assert (found.total, found.states) == (47, 40)
+
+
+def test_tensors_that_share_memory_in_part() -> None:
+    memory = bytearray(100)
+    first = torch.frombuffer(memory, dtype=torch.uint8, count=60)
+    second = torch.frombuffer(memory, dtype=torch.uint8, count=60, offset=40)
+    assert first.untyped_storage()._cdata != second.untyped_storage()._cdata
+    assert Storages().add([first, second]) == 100
+    assert Storages().add([second, first, first]) == 100
+
+
+def test_empty_freed_and_meta_tensors() -> None:
+    freed = torch.zeros(10)
+    freed.untyped_storage().resize_(0)
+    assert Storages().add([freed, torch.zeros(0), torch.zeros(())]) == 4
+    meta = torch.zeros(10, device="meta")
+    assert Storages().add([meta, meta[1:], torch.zeros(3, device="meta")]) == 52
+
+
+def test_a_storage_is_counted_in_the_set_to_which_it_came_first() -> None:
+    seen, x = Storages(), torch.zeros(5)
+    assert [seen.add([x]), seen.add([x[1:]]), seen.bytes()] == [20, 0, 20]
+
+
+@pytest.mark.parametrize(
+    ("bytes_", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1.00 kB"),
+        (17_543_680, "17.5 MB"),
+        (999_600, "1.00 MB"),
+        (3 * 10**15, "3000 TB"),
+    ],
+)
+def test_sizes_have_three_digits(bytes_: int, text: str) -> None:
+    assert size(bytes_) == text
+
+
+def test_sizes_with_fewer_digits() -> None:
+    assert [size(n, digits=2) for n in (994, 996, 15_400, 99_600_000, 123e9)] == [
+        "994 B",
+        "1.0 kB",
+        "15 kB",
+        "100 MB",
+        "123 GB",
+    ]
+
+
+def test_it_prints_as_a_table() -> None:
+    lines = str(Memory(4000, 4000, 8000, 0, 0)).splitlines()
+    assert lines[0] == "parameters    4.00 kB  25.0%"
+    assert lines[-1] == "total         16.0 kB 100.0%"
+    assert len({len(line) for line in lines}) == 1
+    assert "0.0%" in str(Memory(0, 0, 0, 0, 0))
+
+
+class Parts(nn.Module):
+    """Two layers with one weight, a frozen one, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.frozen = (nn.Linear(6, 6, bias=False) for _ in range(3))
+        self.second.weight = self.first.weight
+        self.frozen.weight.requires_grad_(False)
+        self.register_buffer("scale", torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.second(torch.relu(self.first(self.frozen(x)))) * self.scale
+        return out
+
+
+def trained(model: nn.Module, optimizer: Callable[..., torch.optim.Optimizer] = ADAM) -> md.Engine:
+    engine = md.prepare(model, optimizer, md.Layout(dp=md.size()))
+    engine.step(torch.randn(4, 6), torch.zeros(4, dtype=torch.int64))
+    return engine
+
+
+def test_an_engine_counts_what_its_rank_holds() -> None:
+    model = Parts()
+    before = md.prepare(model, ADAM).memory()
+    assert [*numbers(before), before.activations] == [2 * 144, 0, 0, 24, 0]
+    after = trained(model).memory()
+    assert numbers(after) == [2 * 144, 144, 2 * 144 + 4, 24]  # 4: Adam's step
+    assert after.activations > 0
+    assert after.total == after.states + after.activations
+
+
+def test_ranks_count_their_buckets(cluster_of: Clusters) -> None:
+    for found in cluster_of(2).run(lambda: numbers(trained(Parts()).memory())):
+        # At the end of the last bucket travel a count for each gradient, rows and loss.
+        assert found == [2 * 144, 144 + 4 * (1 + 2), 2 * 144 + 4, 24]
+
+
+def test_activations_are_those_of_the_last_step() -> None:
+    model = MLP((6, 5, 3))
+    engine = md.prepare(model, SGD)
+    found = []
+    for rows in (4, 8, 4):
+        engine.step(torch.randn(rows, 6), torch.zeros(rows, dtype=torch.int64))
+        found.append(engine.memory().activations)
+    # For each row the first layer's output, of which the ReLU has the storage, and the log-softmax; the
+    # inputs and targets are the caller's; then the loss's number of targets.
+    assert found == [4 * rows * (5 + 3) + 4 for rows in (4, 8, 4)]
+
+
+def test_only_the_first_step_with_a_shape_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered = []
+    enter = memory.ActivationCounter.__enter__
+    monkeypatch.setattr(memory.ActivationCounter, "__enter__", lambda self: entered.append(1) or enter(self))
+    engine = md.prepare(MLP((6, 3)), SGD)
+    for rows in (4, 4, 8, 4, 8):
+        engine.step(torch.randn(rows, 6), torch.zeros(rows, dtype=torch.int64))
+    assert len(entered) == 2
+
+
+def test_a_large_tensor_that_rows_are_views_of_does_not_count() -> None:
+    everything = torch.randn(1000, 6)
+    engine = md.prepare(MLP((6, 3)), SGD)
+    engine.step(everything[:4], torch.zeros(4, dtype=torch.int64))
+    assert engine.memory().activations < 1000
+
+
+def test_micro_batches_save_one_at_a_time() -> None:
+    found = []
+    for parts in (1, 4):
+        engine = md.prepare(GPT(config("byte-tiny")), SGD, md.Layout(micro_batches=parts))
+        tokens = torch.randint(0, 256, (8, 17))
+        engine.step(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+        found.append(engine.memory().activations)
+    assert found[0] / found[1] == pytest.approx(4, rel=0.01)
+
+
+def test_a_step_that_fails_leaves_the_count_as_it_was() -> None:
+    engine = md.prepare(MLP((6, 3)), SGD)
+    with pytest.raises(ValueError, match="no rows"):
+        engine.step(torch.zeros(0, 6), torch.zeros(0, dtype=torch.int64))
+    assert engine.memory().activations == 0
+
+
+def each_tensor_counts(patch: pytest.MonkeyPatch) -> None:
+    """Views and tied tensors count again."""
+    patch.setattr(
+        Storages, "add", lambda _, tensors: sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+    )
+
+
+def elements_count(patch: pytest.MonkeyPatch) -> None:
+    """A tensor's own elements, and not the storage that it keeps."""
+    patch.setattr(Storages, "add", lambda _, tensors: sum({id(t): t.nbytes for t in tensors}.values()))
+
+
+def without_gradients(patch: pytest.MonkeyPatch) -> None:
+    whole = Replicated.held
+
+    def wrong(self: Replicated) -> Held:
+        found = whole(self)
+        return Held(found.parameters, [], found.optimizer, found.buffers)
+
+    patch.setattr(Replicated, "held", wrong)
+
+
+@pytest.mark.parametrize("fault", [each_tensor_counts, elements_count, without_gradients])
+def test_a_planted_fault_is_caught(cluster_of: Clusters, fault: Callable[[pytest.MonkeyPatch], None]) -> None:
+    def measure() -> list[int]:
+        with pytest.MonkeyPatch.context() as patch:
+            fault(patch)
+            return numbers(trained(Parts()).memory())
+
+    for found in cluster_of(2).run(measure):
+        assert found != [2 * 144, 144 + 4 * (1 + 2), 2 * 144 + 4, 24]

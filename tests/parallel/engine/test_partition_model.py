@@ -1,0 +1,247 @@
+"""A rank's part of a model: what it needs of the model, and what an engine does with it."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import minidist as md
+from minidist.model import GPT, MLP, accuracy, config
+from minidist.parallel.engine.partition_model import Elsewhere
+from minidist.parallel.training.precision import LossScale
+from tests.checkpoint.test_checkpoint import check_other_layout
+from tests.helpers import contract
+from tests.parallel.sharding.test_data_parallel import CASES
+from tests.parallel.test_layouts import CASE, gpt
+
+Clusters = Callable[[int], md.Cluster]
+PARSE = md.Layout.parse
+
+
+def chain(seed: int) -> nn.Module:
+    """Layers with statistics that training changes, of any number of features."""
+    torch.manual_seed(seed)
+    model = nn.Module()
+    model.layers = nn.ModuleList(
+        [nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Sequential(nn.ReLU(), nn.Linear(5, 7)), nn.Linear(7, 3)]
+    )
+    model.forward = lambda x: nn.Sequential(*model.layers)(x)  # type: ignore[method-assign]
+    return model.double()
+
+
+CHAIN = replace(CASES["mlp"], model=chain)
+MLPS = replace(CASES["mlp"], model=lambda seed: MLP((6, 9, 5, 3), seed=seed, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("layout", ["pp=2", "pp=2,zero=1", "pp=4,schedule=gpipe"])
+def test_a_chain_with_buffers(cluster_of: Clusters, layout: str) -> None:
+    contract.check(cluster_of(PARSE(layout).ranks), CHAIN, PARSE(layout))
+
+
+def named(seed: int) -> nn.Module:
+    """Layers with names, of which some have no parameters, and one writes to its input."""
+    torch.manual_seed(seed)
+    layers = {"up": nn.Linear(6, 9), "bend": nn.ReLU(inplace=True), "down": nn.Linear(9, 3)}
+    model = nn.Module()
+    model.layers = nn.Sequential(OrderedDict(layers))
+    model.forward = model.layers.forward  # type: ignore[method-assign,assignment]
+    return model.double()
+
+
+NAMED = replace(CASES["mlp"], model=named, clip_norm=0.1)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "pp=2",
+        "pp=3,micro_batches=2",
+        "pp=3,zero=1,schedule=zero_bubble,micro_batches=3",
+        "pp=3,precision=fp16",
+    ],
+)
+def test_named_layers_and_a_stage_without_parameters(cluster_of: Clusters, layout: str) -> None:
+    if "fp16" not in layout:
+        contract.check(cluster_of(PARSE(layout).ranks), NAMED, PARSE(layout))
+        return
+
+    def train() -> list[float]:
+        engine = md.prepare(named(0).float(), NAMED.optimizer, PARSE(layout))
+        return [engine.step(x.float(), y) for x, y in NAMED.global_batches()]
+
+    expected = contract.train_in_one_process(NAMED).losses
+    for losses in cluster_of(3).run(train):
+        torch.testing.assert_close(losses, expected, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize(("before", "after"), [("pp=3", "dp=1"), ("dp=1", "pp=3,zero=1"), ("pp=3", "dp=2")])
+def test_checkpoints_of_a_stage_without_parameters(
+    cluster_of: Clusters, tmp_path: Path, before: str, after: str
+) -> None:
+    check_other_layout(
+        cluster_of, tmp_path, replace(NAMED, batches=(9, 8, 7, 9)), PARSE(before), PARSE(after)
+    )
+
+
+@pytest.mark.parametrize("layout", ["tp=2", "dp=2,tp=2,zero=1", "tp=2,pp=2,micro_batches=2"])
+def test_an_mlp(cluster_of: Clusters, layout: str) -> None:
+    contract.check(cluster_of(PARSE(layout).ranks), MLPS, PARSE(layout))
+
+
+def test_a_plan_and_a_loss_of_ones_own(cluster_of: Clusters) -> None:
+    # The last layer's outputs are each rank's part of the logits; the loss gets them all.
+    case = replace(MLPS, loss=lambda y, t: (y - t[:, None]).square().mean())
+    plan = {"layers.0.linear": "column", "layers.1.linear": "row", "layers.2.linear": "vocabulary"}
+    for layout in ("tp=2", "tp=2,pp=2"):
+        contract.check(cluster_of(PARSE(layout).ranks), case, PARSE(layout), plan=plan)
+
+
+@pytest.mark.parametrize("layout", ["dp=2,tp=2", "dp=2,pp=2,micro_batches=2", "dp=2,cp=2", "tp=2,pp=2"])
+def test_evaluation_is_the_mean_over_all_rows(cluster_of: Clusters, layout: str) -> None:
+    ((inputs, targets), _) = CASE.global_batches()
+    outputs = CASE.model(0)(inputs)
+
+    def evaluate() -> tuple[float, float, float, bool]:
+        engine = md.prepare(CASE.model(md.rank()), CASE.optimizer, PARSE(layout))
+        share = slice(0, 9) if engine.data_rank == 0 else slice(0, 0)  # a rank may have none
+        x, y = inputs[share], targets[share]
+        modes = {part.training for part in engine.model.modules()}
+        found = engine.evaluate(x, y), engine.evaluate(x, y, accuracy), engine.evaluate(x[:0], y[:0])
+        return *found, modes == {True}
+
+    for loss, right, nothing, training in cluster_of(4).run(evaluate):
+        assert loss == pytest.approx(float(CASE.loss(outputs, targets).detach()), rel=1e-12)
+        assert right == pytest.approx(float(accuracy(outputs, targets)), rel=1e-12)
+        assert math.isnan(nothing)
+        assert training
+
+
+def train_in_halves(layout: md.Layout) -> tuple[list[float], list[float], list[int], dict[str, Tensor]]:
+    """Four steps; in the second an infinite gradient comes up on the last rank alone."""
+    model = GPT(config("byte-tiny", vocabulary=11, context=13, layers=2, heads=8, width=16), seed=md.rank())
+    engine = md.prepare(
+        model,
+        partial(torch.optim.AdamW, lr=1e-2),
+        layout,
+        loss_scale=LossScale(2.0**10) if layout.precision == "fp16" else None,
+        clip_norm=1.0,
+    )
+    (inputs, targets), _ = CASE.global_batches()
+    losses, scales, skipped = [], [], []
+    last = [*engine.model.parameters()][-1]
+    for step in range(4):
+        poison = step == 1 and md.rank() == md.size() - 1 and layout.precision == "fp16"
+        hook = last.register_hook(lambda grad: grad * math.inf) if poison else None
+        share = slice(*(len(inputs) * (engine.data_rank + i) // engine.data_ranks for i in (0, 1)))
+        losses.append(engine.step(inputs[share], targets[share]))
+        if hook is not None:
+            hook.remove()
+        scales.append(engine.loss_scale)
+        skipped.append(engine.skipped)
+    return losses, scales, skipped, engine.full_state_dict()
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_on_all_axes(cluster_of: Clusters, precision: str) -> None:
+    alone, *_ = cluster_of(1).run(train_in_halves, md.Layout(precision=precision))
+    for text in ("tp=2,pp=2,micro_batches=2", "dp=2,pp=2,zero=1", "tp=2,cp=2,zero=3"):
+        layout = replace(PARSE(text), precision=precision)
+        found = cluster_of(4).run(train_in_halves, layout)
+        for losses, scales, skipped, weights in found:
+            # A bfloat16 has 8 bits, and 4 steps of 0.01 lead through as many roundings.
+            torch.testing.assert_close(losses, alone[0], rtol=0.02, atol=0.0)
+            assert (scales, skipped) == (alone[1], alone[2])
+            for name, value in weights.items():
+                assert torch.equal(value, found[0][3][name]), name
+    assert alone[2] == ([0, 1, 1, 1] if precision == "fp16" else [0] * 4)
+
+
+def test_other_stages_layers_are_not_here(cluster_of: Clusters) -> None:
+    def look() -> tuple[list[bool], str]:
+        model = CASE.model(0)
+        md.prepare(model, CASE.optimizer, PARSE("pp=2"))
+        with pytest.raises(RuntimeError) as caught:
+            model(torch.zeros(1, 2, dtype=torch.int64))
+        return [isinstance(layer, Elsewhere) for layer in model.layers], str(caught.value)
+
+    first, second = cluster_of(2).run(look)
+    assert first[0] == [not here for here in second[0]]
+    assert first[1].startswith("this layer is on stage 1 of the pipeline; call engine.step")
+
+
+def beside() -> nn.Module:
+    model = chain(0)
+    model.scale = nn.Parameter(torch.ones(1, dtype=torch.float64))
+    return model
+
+
+WRONG: dict[str, tuple[Callable[[], nn.Module], str, dict[str, Any], str]] = {
+    "layers": (partial(chain, 0), "pp=5", {}, "pp is 5 with chunks=1, 5 parts, and the model has 4 layers"),
+    "no chain": (lambda: nn.Linear(2, 2), "pp=2", {}, "pp is 2, and a Linear has no `layers`"),
+    "beside": (beside, "pp=2", {}, "pp is 2, and the model's scale is in none of its `layers`"),
+    "no attention": (partial(chain, 0), "cp=2", {}, "cp is for models with modules that have an attribute"),
+    "no plan": (partial(chain, 0), "tp=2", {}, "no plan is known for a Module; give one"),
+    "stages": (partial(gpt, 0, 2), "pp=2,zero=3", {}, "zero=3 with pp=2 in the layout would send parameters"),
+    "plan": (partial(gpt, 0, 2), "dp=2", {"plan": {}}, "plan is given and the layout has tp=1"),
+    "matrices": (
+        partial(gpt, 0, 2),
+        "tp=2",
+        {"optimizer": partial(torch.optim.Adafactor, lr=0.1)},
+        "optimizer is Adafactor, which needs whole parameters, and the layout has tp=2",
+    ),
+    "all at once": (partial(chain, 0), "pp=2", {"optimizer": torch.optim.LBFGS}, "optimizer is LBFGS, whose"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_does_not_go_names_the_axis(cluster_of: Clusters, name: str) -> None:
+    model, text, options, message = WRONG[name]
+    layout = PARSE(text)
+
+    def prepare() -> str:
+        given = {"optimizer": CASE.optimizer, **options}
+        try:
+            md.prepare(model(), layout=layout, **given)
+        except (ValueError, TypeError) as error:
+            return str(error)
+        return ""
+
+    for told in cluster_of(layout.ranks).run(prepare):
+        assert message in told
+
+
+@pytest.mark.parametrize("layout", ["tp=2,zero=3", "tp=2,pp=2,recompute=true", "cp=2,pp=2"])
+def test_a_model_that_cannot_be_prepared_is_left_whole(cluster_of: Clusters, layout: str) -> None:
+    def fail() -> tuple[list[str], bool, float]:
+        model, (batch, *_) = CASE.model(0), CASE.global_batches()
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        with pytest.raises(ZeroDivisionError):
+            md.prepare(model, lambda _: 1 / 0, PARSE(layout))  # type: ignore[arg-type,return-value]
+        after = model.state_dict()
+        same = all(torch.equal(before[name], value) for name, value in after.items())
+        return [*after], same, float(CASE.loss(model(batch[0]), batch[1]).detach())
+
+    model, (batch, *_) = CASE.model(0), CASE.global_batches()
+    loss = float(CASE.loss(model(batch[0]), batch[1]).detach())
+    for found in cluster_of(PARSE(layout).ranks).run(fail):
+        assert found == ([*model.state_dict()], True, pytest.approx(loss))
+
+
+def test_rows_of_tokens_are_cut_alone(cluster_of: Clusters) -> None:
+    def step() -> str:
+        engine = md.prepare(CASE.model(0), CASE.optimizer, PARSE("cp=2"))
+        with pytest.raises(ValueError) as caught:  # noqa: PT011 (the text is compared below)
+            engine.step(torch.zeros(2, 4, dtype=torch.int64), torch.zeros(2, dtype=torch.int64))
+        return str(caught.value)
+
+    for told in cluster_of(2).run(step):
+        assert "inputs are (2, 4) and targets (2,), and cp=2 cuts rows of tokens; give (B, T)" in told

@@ -1,0 +1,140 @@
+"""prepare: what it refuses, each in a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import minidist as md
+from minidist.parallel.training.precision import LossScale
+
+
+def test_one_process_needs_no_world_and_no_layout() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(2, 3)
+    engine = md.prepare(model, torch.optim.SGD)
+    inputs, targets = torch.ones(4, 2), torch.zeros(4, dtype=torch.int64)
+    first = engine.step(inputs, targets)
+    assert engine.step(inputs, targets) < first
+    assert engine.model is model
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"model": lambda x: x}, TypeError, "model is a function; give a torch.nn.Module"),
+        ({"layout": "dp=2"}, TypeError, "layout is 'dp=2'; give a Layout"),
+        ({"layout": md.Layout(dp=2)}, ValueError, r"needs 2 ranks .* and the world has 1"),
+        (
+            {"layout": md.Layout(precision="bf16"), "model": nn.Linear(1, 1).double()},
+            ValueError,
+            "precision='bf16' starts from a float32 model, and weight is torch.float64; call model.float",
+        ),
+        ({"loss_scale": LossScale()}, ValueError, "loss_scale is for precision='fp16', and the layout has"),
+        ({"layout": md.Layout(recompute=True)}, ValueError, "a Linear has no ModuleList or Sequential"),
+        ({"clip_norm": 0}, ValueError, "clip_norm is 0; give the largest norm"),
+        ({"clip_norm": float("nan")}, ValueError, "clip_norm is nan; give the largest norm"),
+        (
+            {"layout": md.Layout(zero=3), "optimizer": torch.optim.Adafactor},
+            ValueError,
+            "Adafactor, which needs",
+        ),
+        (
+            {"layout": md.Layout(zero=3), "data_parallel": {"bucket_mb": 1}},
+            ValueError,
+            r"data_parallel is \{'bucket_mb': 1\} and the layout has zero=3",
+        ),
+        (
+            {"layout": md.Layout(zero=2), "fully_shard": {"offload": "cpu"}},
+            ValueError,
+            r"fully_shard is \{'offload': 'cpu'\} and the layout has zero=2; its options are for zero=3",
+        ),
+        (
+            {"layout": md.Layout(zero=3), "fully_shard": {"offlaod": "cpu"}},
+            ValueError,
+            "unknown option of fully_shard 'offlaod': did you mean 'offload'",
+        ),
+        (
+            {"data_parallel": {"bucket": 3}},
+            ValueError,
+            "unknown option of data_parallel 'bucket': did you mean",
+        ),
+        (
+            {"optimizer": torch.optim.SGD(nn.Linear(1, 1).parameters())},
+            TypeError,
+            r"optimizer is a SGD; give a function from parameters to an optimizer",
+        ),
+    ],
+)
+def test_wrong_arguments(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
+    defaults: dict[str, Any] = {"model": nn.Linear(1, 1), "optimizer": torch.optim.SGD, "layout": None}
+    with pytest.raises(error, match=text):
+        md.prepare(**{**defaults, **arguments})
+
+
+def test_a_layout_for_another_world(cluster_of: Callable[[int], md.Cluster]) -> None:
+    def prepare() -> None:
+        md.prepare(nn.Linear(1, 1), torch.optim.SGD, md.Layout(dp=2))
+
+    with pytest.raises(md.RankError, match=r"needs 2 ranks .* and the world has 3; change the layout"):
+        cluster_of(3).run(prepare)
+
+
+SGD = partial(torch.optim.SGD, lr=0.1)
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+
+
+BATCH = torch.ones(4, 5), torch.tensor([0, 1, 2, 0])
+BF16 = {"precision": "bf16", "recompute": True}
+
+
+@pytest.mark.parametrize(
+    ("layout", "arguments"),
+    [
+        ({**BF16, "zero": 3}, {"data_parallel": {"bucket_mb": 1}}),
+        ({**BF16, "zero": 3}, {"optimizer": torch.optim.Adafactor}),
+        ({**BF16, "zero": 3}, {"fully_shard": {"units": 3}}),
+        ({**BF16, "zero": 3}, {"fully_shard": {"offload": "/nonexistent/directory"}}),
+        ({**BF16, "zero": 2}, {"data_parallel": {"compression": "float16"}}),
+        ({**BF16, "zero": 1}, {"optimizer": torch.optim.LBFGS}),
+        ({**BF16, "zero": 1}, {"optimizer": lambda parameters: None}),
+        (BF16, {"data_parallel": {"bucket_mb": -1}}),
+        (BF16, {"data_parallel": {"compression": "zip"}}),
+        (BF16, {"optimizer": lambda parameters: None}),
+        (BF16, {"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=-1)}),
+        (BF16, {"optimizer": lambda _: SGD(nn.Linear(1, 1).parameters())}),
+        (BF16, {"loss": 3}),
+        ({}, {"optimizer": lambda parameters: None}),
+    ],
+)
+def test_a_failed_prepare_leaves_the_model_as_it_was(
+    cluster_of: Callable[[int], md.Cluster], layout: dict[str, Any], arguments: dict[str, Any]
+) -> None:
+    def check() -> None:
+        model, reference = net(), net()
+        if md.size() > 1:
+            for parameter in model.parameters():
+                parameter.data.fill_(0.1)
+        reference.load_state_dict(model.state_dict())
+        options = {"optimizer": SGD, **arguments}
+        with pytest.raises((ValueError, TypeError, OSError)) as caught:
+            md.prepare(model, layout=md.Layout(dp=md.size(), **layout), **options)
+        torch.testing.assert_close(dict(model.state_dict()), dict(reference.state_dict()), rtol=0, atol=0)
+        assert not any("forward" in vars(part) for part in model.modules())
+        assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
+        # Its error, which somebody may look at for long, keeps no part of it in the next one's way.
+        engines = [md.prepare(each, SGD, md.Layout(dp=md.size())) for each in (model, reference)]
+        assert engines[0].step(*BATCH) == engines[1].step(*BATCH)
+        assert engines[0].step(*BATCH) == engines[1].step(*BATCH)
+        assert caught.value is not None
+
+    check()
+    cluster_of(2).run(check)

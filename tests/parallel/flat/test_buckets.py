@@ -1,0 +1,107 @@
+"""Buckets: how tensors are dealt to them, and what is agreed on before they are filled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import minidist as md
+from minidist import comm
+from minidist.parallel.flat.buckets import Bucket, broadcast_together, cut, require_same
+
+Clusters = Callable[[int], md.Cluster]
+DTYPES = (torch.float32, torch.float64, torch.float16)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.sampled_from(DTYPES)), max_size=12),
+    st.integers(0, 100),
+    st.randoms(),
+)
+def test_every_tensor_is_in_one_bucket_of_its_dtype(
+    shapes: list[tuple[int, torch.dtype]], limit: int, random: object
+) -> None:
+    tensors = [torch.empty(size, dtype=dtype) for size, dtype in shapes]
+    order = [*range(len(tensors))]
+    random.shuffle(order)  # type: ignore[attr-defined]
+    parts = cut(tensors, order, limit)
+    assert sorted(place for places in parts for place in places) == sorted(order)
+    came = {place: when for when, place in enumerate(order)}
+    complete = [max(came[place] for place in places) for places in parts]
+    assert complete == sorted(complete), "buckets are complete in the order in which they are sent"
+    for places in parts:
+        assert len({tensors[place].dtype for place in places}) == 1
+        assert [came[place] for place in places] == sorted(came[place] for place in places)
+        size = sum(tensors[place].nbytes for place in places)
+        assert len(places) == 1 or (limit and size <= limit)
+
+
+def test_small_tensors_share_a_bucket_and_a_large_one_has_its_own() -> None:
+    tensors = [torch.empty(size) for size in (2, 2, 9, 1, 3, 3)]
+    assert cut(tensors, range(6), limit=16) == [[0, 1], [2], [3, 4], [5]]
+    assert cut(tensors, reversed(range(6)), limit=10**6) == [[5, 4, 3, 2, 1, 0]]
+    assert cut(tensors, range(6), limit=0) == [[i] for i in range(6)]
+    assert cut([], [], limit=5) == []
+
+
+def test_gradients_lie_one_after_the_other() -> None:
+    tensors = [torch.empty(2, 3), torch.empty(()), torch.empty(0, 4), torch.empty(4)]
+    bucket = Bucket.over(torch.arange(13.0), tensors, [3, 0, 2, 1])
+    assert bucket.elements == 11
+    assert [view.shape for view in bucket.views] == [(4,), (2, 3), (0, 4), ()]
+    assert bucket.views[0].tolist() == [0, 1, 2, 3]
+    assert bucket.views[1].tolist() == [[4, 5, 6], [7, 8, 9]]
+    assert bucket.views[3].item() == 10
+
+
+def test_rank_0s_tensors_reach_all_in_few_messages(cluster_of: Clusters) -> None:
+    def share() -> tuple[list[list[float]], int]:
+        tensors = [
+            torch.full((3,), float(md.rank())),
+            torch.full((2, 2), float(md.rank()), dtype=torch.float64).t(),
+            torch.tensor(md.rank() == 0),
+            torch.full((4, 2), float(md.rank()))[:, 1],  # not contiguous
+            torch.empty(0),
+        ]
+        with comm.ledger() as ledger:
+            broadcast_together(tensors, None)
+        return [tensor.double().flatten().tolist() for tensor in tensors], len(ledger.calls)
+
+    for values, calls in cluster_of(3).run(share):
+        assert values == [[0] * 3, [0] * 4, [1], [0] * 4, []]
+        assert calls == 3, "one for each dtype"
+
+
+@pytest.mark.parametrize("difference", ["shape", "dtype", "name", "requires_grad"])
+def test_ranks_with_other_modules_are_named(cluster_of: Clusters, difference: str) -> None:
+    def build() -> str:
+        module = nn.Sequential(nn.Linear(2, 3))
+        if md.rank() == 1:
+            if difference == "shape":
+                module = nn.Sequential(nn.Linear(2, 4))
+            elif difference == "dtype":
+                module.double()
+            elif difference == "name":
+                module = nn.Sequential(nn.Identity(), nn.Linear(2, 3))
+            else:
+                module.requires_grad_(False)
+        with pytest.raises(ValueError, match="differ") as caught:
+            md.DataParallel(module)
+        return str(caught.value)
+
+    for text in cluster_of(3).run(build):
+        assert text.startswith("the parameters and buffers of rank 1 in the group differ from rank 0's in")
+
+
+def test_equal_modules_agree(cluster_of: Clusters) -> None:
+    def agree() -> int:
+        with comm.ledger() as ledger:
+            require_same("parameters", nn.Linear(2, 3).named_parameters(), None)
+        return ledger.bytes_sent
+
+    assert cluster_of(3).run(agree) == [16] * 3

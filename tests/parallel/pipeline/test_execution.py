@@ -1,0 +1,564 @@
+"""Pipelines: for every schedule one process's gradients, the bytes, what is live, and what goes wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import minidist as md
+from minidist import comm
+from minidist.model import GPT, MLP, config
+from minidist.model.loss import accuracy, cross_entropy
+from minidist.parallel.pipeline import execution as pipelines
+from minidist.parallel.pipeline import schedules, stage_messages
+from minidist.parallel.pipeline.execution import Pipeline
+from minidist.parallel.pipeline.instructions import Instruction
+from minidist.parallel.pipeline.layer_by_layer import cut
+from minidist.parallel.pipeline.split_backward import SplitBackward
+from minidist.parallel.pipeline.stage_passes import StagePasses
+from minidist.parallel.training.activation_memory import ActivationCounter
+
+Clusters = Callable[[int], md.Cluster]
+Gradients = dict[str, Tensor]
+ROWS = (8, 5, 3, 1, 8, 13)  # ragged, and fewer than there are micro-batches
+EXACT: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-12}
+"""Float64: sums in another order."""
+
+
+def gpt(dropout: float = 0.0) -> nn.Module:
+    shape = config("byte-tiny", vocabulary=11, context=8, layers=6, heads=2, width=8, dropout=dropout)
+    return GPT(shape, seed=0, dtype=torch.float64)
+
+
+def tokens(generator: torch.Generator, count: int) -> tuple[Tensor, Tensor]:
+    text = torch.randint(0, 11, (count, 9), generator=generator)
+    return text[:, :-1], text[:, 1:]
+
+
+def own_stages(model: nn.Module, chunks: int = 1) -> list[nn.Module]:
+    """This rank's chunks of a model's layers."""
+    layers = model.layers
+    assert isinstance(layers, nn.ModuleList)
+    parts = cut(layers, md.size() * chunks)
+    return [nn.Sequential(*(layers[i] for i in parts[c * md.size() + md.rank()])) for c in range(chunks)]
+
+
+def untie(model: nn.Module) -> nn.Parameter | None:
+    """This rank's copy of a GPT's token table, the last rank's a copy with other values to begin with."""
+    layers: Any = model.layers
+    table = layers[0].token.weight
+    if md.rank() == md.size() - 1 > 0:
+        table = layers[-1].output.weight = nn.Parameter(table.detach() * 2)
+    return table if md.rank() in (0, md.size() - 1) else None
+
+
+def train_here(
+    schedule: Any, chunks: int, micro_batches: int | None, rows: Sequence[int] = ROWS
+) -> list[tuple[float, float, float, Gradients]]:
+    """On a rank: for each batch the loss twice, the accuracy, and the gradients by their global names."""
+    model = gpt()
+    pipeline = Pipeline(own_stages(model, chunks), schedule, micro_batches, tied=[untie(model)])
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    own = [parameter for stage in pipeline.stages for parameter in stage.parameters()]
+    generator = torch.Generator().manual_seed(3)
+    found = []
+    for count in rows:
+        inputs, targets = tokens(generator, count)
+        for parameter in own:
+            parameter.grad = None
+        losses = pipeline.step(inputs, targets), pipeline.evaluate(inputs, targets)
+        right = pipeline.evaluate(inputs, targets, accuracy)
+        found.append((*losses, right, {names[id(p)]: p.grad.clone() for p in own if p.grad is not None}))
+    return found
+
+
+def check(results: Sequence[Any], rows: Sequence[int] = ROWS) -> None:
+    """Fail where ranks differ from one process."""
+    model = gpt()
+    generator = torch.Generator().manual_seed(3)
+    for batch, count in enumerate(rows):
+        inputs, targets = tokens(generator, count)
+        model.zero_grad()
+        outputs = model(inputs)
+        loss = cross_entropy(outputs, targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        right = float(accuracy(outputs, targets))
+        expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        seen = set()
+        for found in results:
+            wanted = [loss.item(), loss.item(), right]
+            torch.testing.assert_close([*found[batch][:3]], wanted, **EXACT)
+            for name, gradient in found[batch][3].items():
+                name = "layers.0.token.weight" if name == "layers.7.output.weight" else name
+                torch.testing.assert_close(
+                    gradient, expected[name], **EXACT, msg=lambda m, n=name: f"{n}: {m}"
+                )
+                seen.add(name)
+        assert seen == expected.keys()
+
+
+def run(cluster_of: Clusters, ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """What a function returns on each rank; here where there is one."""
+    return cluster_of(ranks).run(function, *args) if ranks > 1 else [function(*args)]
+
+
+FORMS = {
+    "gpipe": ("gpipe", 1),
+    "1f1b": ("1f1b", 1),
+    "gpipe of 2 chunks": ("gpipe", 2),
+    "interleaved": ("interleaved", 2),
+    "zero_bubble": ("zero_bubble", 1),
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("form", FORMS)
+def test_gradients_are_those_of_one_process(cluster_of: Clusters, form: str, ranks: int) -> None:
+    check(run(cluster_of, ranks, train_here, *FORMS[form], 4))
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 8])
+def test_any_number_of_micro_batches(cluster_of: Clusters, micro_batches: int) -> None:
+    for form in FORMS.values():
+        check(cluster_of(2).run(train_here, *form, micro_batches, (8, 5)), (8, 5))
+
+
+def test_messages_in_lanes_of_their_own(cluster_of: Clusters) -> None:
+    """As on GPUs, where messages between two ranks would wait for each other."""
+
+    def train() -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(stage_messages, "needs_lanes", lambda device: True)
+            return train_here("interleaved", 2, 4, (8, 5))
+
+    check(cluster_of(2).run(train), (8, 5))
+
+
+def test_calls_are_the_same_where_they_are_checked() -> None:
+    with md.Cluster(2, timeout=60, check=True) as cluster:
+        for form in FORMS.values():
+            check(cluster.run(train_here, *form, 4, (5, 8)), (5, 8))
+
+
+def backward_as_soon_as_it_can(ranks: int, micro_batches: int) -> list[list[Instruction]]:
+    """A schedule of one's own: whole backward passes on the last rank, on the others in halves."""
+    compute = []
+    for rank in range(ranks):
+        order = [Instruction("forward", i) for i in range(micro_batches)]
+        backwards = range(micro_batches)
+        if rank == ranks - 1:
+            order += [Instruction("backward", i) for i in backwards]
+        else:
+            order += [Instruction("backward_input", i) for i in backwards]
+            order += [Instruction("backward_weight", i) for i in reversed(backwards)]
+        compute.append(order)
+    return schedules.with_messages(compute)
+
+
+def test_a_schedule_of_ones_own(cluster_of: Clusters) -> None:
+    for ranks in (1, 3):
+        schedule = backward_as_soon_as_it_can(ranks, 5)
+        check(run(cluster_of, ranks, train_here, schedule, 1, None, (13, 5)), (13, 5))
+
+    def refused() -> None:
+        with pytest.raises(
+            ValueError, match="inputs have 4 rows and the schedule 5 micro-batches; give at least"
+        ):
+            train_here(backward_as_soon_as_it_can(2, 5), 1, None, (4,))
+        with pytest.raises(ValueError, match="the schedule is for 3 ranks and the group has 2"):
+            train_here(backward_as_soon_as_it_can(3, 5), 1, None)
+        with pytest.raises(ValueError, match="the schedule has 5 micro-batches and should have 4"):
+            train_here(backward_as_soon_as_it_can(2, 5), 1, 4)
+
+    cluster_of(2).run(refused)
+
+
+def without_tied_sums(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(pipelines, "sum_tied", lambda *_: None)
+
+
+def without_equal_copies(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(pipelines, "start_equal", lambda *_: [0, 1])
+
+
+def without_weights(patch: pytest.MonkeyPatch) -> None:
+    """Micro-batches count alike, whatever their rows."""
+    run = Pipeline.run
+    patch.setattr(Pipeline, "run", lambda self, x, y, weight=None, **k: run(self, x, y, lambda _: 1 / 4, **k))
+
+
+def gradients_of_another(patch: pytest.MonkeyPatch) -> None:
+    """Each gradient is that of the micro-batch before: as if messages were matched in another order."""
+    run = StagePasses._leave_gradient
+    kept: list[Tensor] = []
+
+    def wrong(self: Any, micro_batch: int, chunk: int, x: Tensor, gradient: Tensor | None) -> None:
+        kept.append(torch.zeros_like(x) if gradient is None else gradient)
+        run(self, micro_batch, chunk, x, kept[-2] if len(kept) > 1 and kept[-2].shape == x.shape else None)
+
+    patch.setattr(StagePasses, "_leave_gradient", wrong)
+
+
+def weights_only_once(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SplitBackward, "weight_gradients", lambda self: None)
+
+
+FAULTS = {
+    without_tied_sums: "1f1b",
+    without_equal_copies: "1f1b",
+    without_weights: "1f1b",
+    gradients_of_another: "1f1b",
+    weights_only_once: "zero_bubble",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_caught(cluster_of: Clusters, fault: Callable[[pytest.MonkeyPatch], None]) -> None:
+    def train() -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            fault(patch)
+            return train_here(FAULTS[fault], 1, 4, (5,))
+
+    with pytest.raises(AssertionError, match="not close"):
+        check(cluster_of(2).run(train), (5,))
+
+
+@pytest.mark.parametrize("form", ["1f1b", "zero_bubble", "interleaved"])
+def test_training_ends_at_the_weights_of_one_process(cluster_of: Clusters, form: str) -> None:
+    def train() -> tuple[list[float], Gradients]:
+        model = gpt()
+        schedule, chunks = FORMS[form]
+        pipeline = Pipeline(own_stages(model, chunks), schedule, 4, tied=[untie(model)])
+        own = {id(p) for stage in pipeline.stages for p in stage.parameters()}
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if id(p) in own], lr=1e-2)
+        generator, losses = torch.Generator().manual_seed(3), []
+        for count in ROWS:
+            optimizer.zero_grad()
+            losses.append(pipeline.step(*tokens(generator, count)))
+            optimizer.step()
+        return losses, {name: p.detach() for name, p in model.named_parameters() if id(p) in own}
+
+    model = gpt()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    generator, losses = torch.Generator().manual_seed(3), []
+    for count in ROWS:
+        optimizer.zero_grad()
+        inputs, targets = tokens(generator, count)
+        loss = cross_entropy(model(inputs), targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        losses.append(loss.item())
+    (found, first), (other, last) = cluster_of(2).run(train)
+    torch.testing.assert_close([found, other], [losses, losses], **EXACT)
+    # The copies are the same to the last bit.
+    assert torch.equal(first["layers.0.token.weight"], last.pop("layers.7.output.weight"))
+    state = dict(model.named_parameters())
+    assert {*first, *last} == {*state}
+    for name, weight in (first | last).items():
+        # AdamW divides by the root of a gradient's mean square: what is nearly 0 counts as much as any.
+        torch.testing.assert_close(weight, state[name].detach(), rtol=1e-9, atol=1e-9)
+
+
+def test_gradients_add_up_and_hooks_run(cluster_of: Clusters) -> None:
+    def train(schedule: str) -> tuple[bool, set[int]]:
+        model = gpt()
+        stages = own_stages(model)
+        tied = untie(model)
+        pipeline = Pipeline(stages, schedule, 4, tied=[tied])
+        calls: dict[str, int] = {}
+        for name, parameter in stages[0].named_parameters():
+            parameter.register_post_accumulate_grad_hook(
+                lambda _, name=name: calls.update({name: calls.get(name, 0) + 1})
+            )
+        batch = tokens(torch.Generator().manual_seed(0), 8)
+        pipeline.step(*batch)
+        once = [p.grad.clone() for p in stages[0].parameters() if p.grad is not None]
+        pipeline.step(*batch)
+        twice = [p.grad for p in stages[0].parameters() if p.grad is not None]
+        close = all(torch.allclose(2 * a, b, rtol=1e-10) for a, b in zip(once, twice, strict=True))
+        return close, set(calls.values())
+
+    for schedule in ("1f1b", "zero_bubble"):
+        assert cluster_of(2).run(train, schedule) == [(True, {8})] * 2
+
+
+def test_a_step_sends_what_the_formula_says(cluster_of: Clusters) -> None:
+    def count(schedule: str, chunks: int) -> tuple[int, int]:
+        pipeline = Pipeline(own_stages(gpt(), chunks), schedule, 4)
+        batch = tokens(torch.Generator().manual_seed(0), 7)
+        sent = []
+        for _ in range(2):
+            with comm.ledger() as ledger:
+                pipeline.step(*batch)
+            sent.append(ledger.bytes_sent)
+        return sent[0], sent[1]
+
+    def boundaries(rank: int, ranks: int, chunks: int) -> tuple[int, int]:
+        """Of outputs and of gradients that a rank sends."""
+        return chunks - (rank == ranks - 1), chunks - (rank == 0)
+
+    whole = 7 * 8 * 8 * 8  # rows, tokens, width, bytes of a float64
+    for schedule, chunks in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1)):
+        for ranks in (1, 2, 3):
+            for rank, (first, second) in enumerate(run(cluster_of, ranks, count, schedule, chunks)):
+                outputs, gradients = boundaries(rank, ranks, chunks) if ranks > 1 else (0, 0)
+                loss = 8 * (ranks - 1) if rank == ranks - 1 else 0
+                assert second == whole * (outputs + gradients) + loss
+                # Of 7 rows in 4 parts there are parts of two sizes.
+                assert first == second + 2 * 80 * outputs
+
+
+def test_1f1b_holds_fewer_activations(cluster_of: Clusters) -> None:
+    def peak(schedule: str) -> int:
+        stages = own_stages(MLP((16,) * 9, dtype=torch.float64))
+        pipeline = Pipeline(stages, schedule, 8, loss=lambda y, t: (y - t).square().mean())
+        generator = torch.Generator().manual_seed(0)
+        x, t = (torch.randn(32, 16, generator=generator, dtype=torch.float64) for _ in range(2))
+        with ActivationCounter(stages[0], others=[x, t]) as counter:
+            pipeline.step(x, t)
+        return counter.peak
+
+    # A layer keeps its input, and a ReLU its output, which is the next layer's input.
+    one = 4 * 16 * 8
+    ranks = 4
+    gpipe, one_f_one_b = (cluster_of(ranks).run(peak, schedule) for schedule in ("gpipe", "1f1b"))
+    for rank, (all_live, few_live) in enumerate(zip(gpipe, one_f_one_b, strict=True)):
+        live = schedules.simulate(schedules.one_f_one_b(ranks, 8)).peak_activations[rank]
+        assert all_live % one == few_live % one == 0
+        assert all_live == 8 * (all_live // 8)
+        assert few_live * 8 == all_live * live
+        assert few_live > 0
+
+
+class Recording(nn.Module):
+    """Counts how often it runs in each mode; outputs are its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[bool, bool]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append((self.training, torch.is_grad_enabled()))
+        return x
+
+
+def test_evaluation_neither_trains_nor_drops_out(cluster_of: Clusters) -> None:
+    def evaluate() -> tuple[int, list[tuple[bool, bool]], bool, bool, bool]:
+        stage, recording = own_stages(gpt(dropout=0.5))[0], Recording()
+        frozen_mode = nn.Dropout().eval()
+        module = nn.Sequential(stage, recording, frozen_mode)
+        pipeline = Pipeline(module, micro_batches=3)
+        batch = tokens(torch.Generator().manual_seed(0), 5)
+        values = {pipeline.evaluate(*batch) for _ in range(3)}
+        nothing = pipeline.evaluate(batch[0][:0], batch[1][:0])
+        untouched = all(p.grad is None for p in module.parameters())
+        return (
+            len(values),
+            recording.seen[-1:],
+            untouched,
+            nothing != nothing,
+            module.training and not (frozen_mode.training),
+        )
+
+    assert cluster_of(2).run(evaluate) == [(1, [(False, False)], True, True, True)] * 2
+
+
+def test_a_loss_may_be_a_sum_or_of_ones_own(cluster_of: Clusters) -> None:
+    def squares(outputs: Tensor, targets: Tensor) -> Tensor:
+        return (outputs - targets).square().sum()
+
+    def build() -> nn.Module:
+        return MLP((3, 4, 5, 2), dtype=torch.float64)
+
+    generator = torch.Generator().manual_seed(0)
+    x, t = (torch.randn(7, n, generator=generator, dtype=torch.float64) for n in (3, 2))
+
+    def train() -> tuple[float, float, list[Tensor | None]]:
+        stage = own_stages(build())[0]
+        pipeline = Pipeline(stage, "1f1b", 3, loss=squares, reduction="sum")
+        return pipeline.step(x, t), pipeline.evaluate(x, t), [p.grad for p in stage.parameters()]
+
+    model = build()
+    loss = squares(model(x), t)
+    loss.backward()  # type: ignore[no-untyped-call]
+    results = cluster_of(2).run(train)
+    for found in results:
+        torch.testing.assert_close([*found[:2]], [loss.item()] * 2, **EXACT)
+    gradients = [gradient for found in results for gradient in found[2]]
+    torch.testing.assert_close(gradients, [p.grad for p in model.parameters()], **EXACT)
+
+
+def test_frozen_stages_and_stages_that_ignore_their_input(cluster_of: Clusters) -> None:
+    class Constant(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.value = nn.Parameter(torch.ones(2, dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.value.expand(len(x), 2)
+
+    def train(schedule: str) -> list[float | None]:
+        first = nn.Linear(3, 2, dtype=torch.float64)
+        nn.init.ones_(first.weight)
+        stage = (first, Constant(), nn.Identity())[md.rank()]
+        if md.rank() == 0:
+            first.requires_grad_(False)
+        pipeline = Pipeline(stage, schedule, 2, loss=lambda y, t: (y - t).sum(1).mean())
+        x = torch.ones(4, 3, dtype=torch.float64)
+        pipeline.step(x, torch.zeros(4, 2, dtype=torch.float64))
+        return [None if p.grad is None else float(p.grad.sum()) for p in stage.parameters()]
+
+    for schedule in ("gpipe", "zero_bubble"):
+        assert cluster_of(3).run(train, schedule) == [[None, None], [2.0], []]
+
+
+class Doubling(nn.Module):
+    """Works in place without saying so."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(2)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble", "layer by layer"])
+def test_a_stage_may_begin_in_place(cluster_of: Clusters, schedule: str) -> None:
+    def train() -> bool:
+        torch.manual_seed(0)
+        layers = [nn.Linear(3, 4), nn.ReLU(inplace=True), nn.Linear(4, 4), Doubling()]
+        whole = nn.Sequential(*layers).double()
+        x = torch.randn(5, 3, dtype=torch.float64, requires_grad=False)
+        t = torch.tensor([0, 1, 2, 3, 0])
+        expected = torch.autograd.grad(cross_entropy(whole(x), t), [*whole.parameters()])
+        stage = (whole[:1], whole[1:3], whole[3:])[md.rank()]
+        if schedule == "layer by layer":
+            md.LayerByLayer(stage).step(x, t)
+        else:
+            Pipeline(stage, schedule, 3).step(x, t)
+        wanted = dict(zip(whole.parameters(), expected, strict=True))
+        torch.testing.assert_close(
+            [p.grad for p in stage.parameters()], [wanted[p] for p in stage.parameters()]
+        )
+        return True
+
+    assert cluster_of(3).run(train) == [True] * 3
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_a_stage_may_do_nothing(cluster_of: Clusters, schedule: str) -> None:
+    def train() -> list[Tensor]:
+        torch.manual_seed(0)
+        first, last = nn.Linear(3, 2, dtype=torch.float64), nn.Linear(2, 2, dtype=torch.float64)
+        stage = (first, nn.Identity(), last)[md.rank()]
+        x = torch.arange(12.0, dtype=torch.float64).view(4, 3)
+        Pipeline(stage, schedule, 3).step(x, torch.tensor([0, 1, 1, 0]))
+        whole = cross_entropy(last(first(x)), torch.tensor([0, 1, 1, 0]))
+        expected = torch.autograd.grad(whole, [*stage.parameters()]) if md.rank() != 1 else []
+        torch.testing.assert_close([p.grad for p in stage.parameters()], [*expected], **EXACT)
+        return [*expected]
+
+    assert [len(found) for found in cluster_of(3).run(train)] == [2, 0, 2]
+
+
+def test_pipelines_side_by_side(cluster_of: Clusters) -> None:
+    """Two pipelines of two ranks, whose gradients the engine would then sum."""
+
+    def train() -> tuple[float, float]:
+        groups = [torch.distributed.new_group(members) for members in ([0, 2], [1, 3])]
+        own, place = groups[md.rank() % 2], md.rank() // 2
+        model = MLP((3, 4, 5, 2), dtype=torch.float64)
+        layers = model.layers
+        stage = nn.Sequential(*(layers[i] for i in cut(layers, 2)[place]))
+        x = torch.full((4 + md.rank() % 2, 3), 1.0 + md.rank() % 2, dtype=torch.float64)
+        pipeline = Pipeline(stage, "1f1b", 3, group=own)
+        t = torch.zeros(len(x), dtype=torch.int64)
+        total = pipeline.run(x, t, weight=lambda rows: rows / 9)
+        return pipeline.step(x, t), float(total)
+
+    results = cluster_of(4).run(train)
+    model = MLP((3, 4, 5, 2), dtype=torch.float64)
+    for rank, (loss, total) in enumerate(results):
+        x = torch.full((4 + rank % 2, 3), 1.0 + rank % 2, dtype=torch.float64)
+        expected = float(cross_entropy(model(x), torch.zeros(len(x), dtype=torch.int64)).detach())
+        assert loss == pytest.approx(expected, rel=1e-12)
+        assert total == pytest.approx(expected * len(x) if rank >= 2 else 0.0, rel=1e-12)
+
+
+def test_a_failure_in_the_middle_ends_all_ranks() -> None:
+    def train() -> None:
+        class Failing(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                if md.rank() == 1 and float(x[0, 0]) == 2:
+                    raise ArithmeticError("the third micro-batch is bad")
+                return x
+
+        stage = nn.Sequential(Failing(), nn.Linear(2, 2))
+        nn.init.eye_(stage[1].weight)
+        nn.init.zeros_(stage[1].bias)
+        pipeline = Pipeline(stage, "1f1b", 4)
+        x = torch.arange(4.0)[:, None].expand(4, 2).contiguous()
+        pipeline.step(x, torch.zeros(4, dtype=torch.int64))
+
+    failed = pytest.raises(md.RankError, match="rank 1 raised ArithmeticError: the third micro-batch")
+    with md.Cluster(3, timeout=20) as cluster, failed:
+        cluster.run(train)
+
+
+def test_ranks_that_are_given_different_batches_do_not_wait_for_ever() -> None:
+    def step() -> None:
+        rows = 8 - 3 * md.rank()
+        Pipeline(nn.Linear(2, 2), "1f1b", 4).step(torch.zeros(rows, 2), torch.zeros(rows, dtype=torch.int64))
+
+    late = pytest.raises((md.RankError, md.RankTimeout), match=r"time limit|had not returned within 3 s")
+    with md.Cluster(2, timeout=3) as cluster, late:
+        cluster.run(step)
+
+
+def test_wrong_stages_are_told(cluster_of: Clusters) -> None:
+    class Pair(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return x, x
+
+    class Growing(nn.Module):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return x.new_zeros(len(x), self.calls)
+
+    def step(stage: nn.Module) -> None:
+        Pipeline(stage, "gpipe", 2).step(torch.zeros(4, 2), torch.zeros(4, dtype=torch.int64))
+
+    class Whole(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.long()
+
+    run = cluster_of(2).run
+    with pytest.raises(md.RankError, match="stage 0 gave a tuple; between stages goes one floating-point"):
+        run(step, Pair())
+    with pytest.raises(
+        md.RankError, match=r"stage 0 gave float32\[2x2\] for micro-batch 1 and float32\[2x1\]"
+    ):
+        run(step, Growing())
+    with pytest.raises(md.RankError, match=r"a stage gave int64\[2x2\]; between stages goes one floating"):
+        run(step, Whole())
+
+
+def test_wrong_arguments_are_told() -> None:
+    layer = nn.Linear(2, 2)
+    with pytest.raises(TypeError, match=r"stages is \[\]; give this rank's module, or one for each chunk"):
+        Pipeline([])
+    with pytest.raises(ValueError, match="reduction is 'average'; give 'mean' or 'sum'"):
+        Pipeline(layer, reduction="average")
+    with pytest.raises(ValueError, match="unknown schedule '1f2b': did you mean '1f1b'"):
+        Pipeline(layer, "1f2b")
+    with pytest.raises(ValueError, match="micro_batches is 0"):
+        Pipeline(layer, micro_batches=0)
+    with pytest.raises(
+        ValueError, match="chunks is 2, and this schedule has one chunk a rank; take interleaved"
+    ):
+        Pipeline([layer, layer])
+    with pytest.raises(ValueError, match="inputs have 3 rows and targets 2"):
+        Pipeline(layer).step(torch.zeros(3, 2), torch.zeros(2, dtype=torch.int64))

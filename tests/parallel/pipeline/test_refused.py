@@ -1,0 +1,230 @@
+"""What a pipeline cannot do is told in a sentence: wrong arguments, ranks that differ, a step that fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import minidist as md
+from minidist.model import MLP, cross_entropy
+from minidist.parallel.pipeline import schedules
+from minidist.parallel.pipeline.execution import Pipeline
+from minidist.parallel.pipeline.instructions import Instruction
+from minidist.parallel.pipeline.layer_by_layer import LayerByLayer
+
+Clusters = Callable[[int], md.Cluster]
+PARSE = md.Layout.parse
+SGD = partial(torch.optim.SGD, lr=0.1)
+LAYER = nn.Linear(2, 2)
+X, Y = torch.ones(4, 2), torch.zeros(4, dtype=torch.int64)
+PLAIN: Any = [[("forward", 0), ("backward", 0)]]
+ONE: Any = schedules.gpipe(2, 2)
+
+WRONG: dict[str, tuple[Callable[..., Any], str]] = {
+    "no stages": (lambda: Pipeline(None), "stages is None; give this rank's module"),  # type: ignore[arg-type]
+    "stages": (lambda: Pipeline([None]), r"stages is \[None\]; give this"),  # type: ignore[list-item]
+    "no schedule": (partial(Pipeline, LAYER, None), "schedule is None; give a name such as '1f1b', or"),
+    "number": (partial(Pipeline, LAYER, 3), "schedule is 3; give a name such as '1f1b', or"),
+    "not called": (partial(Pipeline, LAYER, schedules.gpipe), "schedule is the function gpipe; give a name"),
+    "pairs": (partial(Pipeline, LAYER, PLAIN), r"the schedule has \('forward', 0\) for rank 0; give instruc"),
+    "no loss": (
+        partial(Pipeline, LAYER, loss=None),
+        "loss is None; give a function from outputs and targets",
+    ),
+    "loss": (partial(Pipeline, LAYER, loss=3), "loss is 3; give a function from outputs and targets"),
+    "weight": (
+        partial(Pipeline, LAYER, tied=LAYER.weight),
+        "tied is Parameter; give a list with a parameter",
+    ),
+    "tied": (partial(Pipeline, LAYER, tied=[3]), r"tied is \['int'\]; give a list with a parameter, or None"),
+    "part's loss": (partial(LayerByLayer, LAYER, loss=None), "loss is None; give a function from outputs"),
+    "lists": (
+        lambda: Pipeline(LAYER).step(X.tolist(), Y),
+        "the inputs are a list; give a tensor whose first",
+    ),
+    "scalar": (lambda: Pipeline(LAYER).step(X, Y[0]), "the targets are a tensor without dimensions; give"),
+    "nothing": (lambda: Pipeline(LAYER).step(X, None), "the targets are a NoneType; give a tensor"),  # type: ignore[arg-type]
+    "evaluated": (lambda: Pipeline(LAYER).evaluate(None, Y), "the inputs are a NoneType"),  # type: ignore[arg-type]
+    "metric": (partial(Pipeline(LAYER).evaluate, X, Y, 3), "metric is 3; give a function from outputs and"),
+    "part's rows": (partial(LayerByLayer(LAYER).step, 3, Y), "the inputs are a int; give a tensor"),
+    "check a name": (partial(schedules.check, "gpipe"), "schedule is 'gpipe'; give a list of instructions"),
+    "check nothing": (partial(schedules.check, None), "schedule is None; give a list of instructions"),
+    "check pairs": (
+        partial(schedules.check, PLAIN),
+        r"the schedule has \('forward', 0\) for rank 0; give ins",
+    ),
+    "check ranks": (
+        partial(schedules.check, [3]),
+        "the schedule has 3 for rank 0; give a list of instructions",
+    ),
+    "forward_only": (partial(schedules.forward_only, None), "schedule is None; give a list of instructions"),
+    "with_messages": (
+        partial(schedules.with_messages, PLAIN),
+        r"the schedule has \('forward', 0\) for rank 0",
+    ),
+    "simulate": (partial(schedules.simulate, None), "schedule is None; give a list of instructions for each"),
+    "times": (partial(schedules.simulate, ONE, 3), "times is 3; give a dict of seconds, such as"),
+    "plot": (partial(schedules.plot, None), "schedule is None; give a list of instructions for each rank"),
+    "axes": (partial(schedules.plot, ONE, ax=3), "ax is 3; give matplotlib's Axes, or None"),
+    "path": (partial(schedules.plot, ONE, path=3), "path is 3; give the name of a file to write"),
+    "micro-batch": (
+        partial(Instruction, "forward", "0"),
+        "micro_batch is '0' and chunk 0; give whole numbers",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_arguments_of_wrong_types_are_told(name: str) -> None:
+    call, message = WRONG[name]
+    with pytest.raises(TypeError, match=message):
+        call()
+
+
+def test_wrong_values_are_told() -> None:
+    with pytest.raises(ValueError, match="the schedule has send F0 for rank 0 already; give what they"):
+        schedules.with_messages(ONE)
+    with pytest.raises(ValueError, match="the times of forward are 'long'; give seconds of 0 or more"):
+        schedules.simulate(ONE, {"forward": "long"})  # type: ignore[dict-item]
+    for step in (Pipeline(LAYER).step, LayerByLayer(LAYER).step):
+        with pytest.raises(ValueError, match="inputs have no rows; give a batch of at least one"):
+            step(X[:0], Y[:0])
+
+
+def test_the_legend_tells_the_chunks_apart(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    axes = schedules.plot(schedules.interleaved(2, 4, 4), path=tmp_path / "schedule.png")
+    legend = axes.get_legend()
+    names = [f"{kind}, chunk {chunk}" for kind in ("forward", "backward") for chunk in range(4)]
+    assert [text.get_text() for text in legend.get_texts()] == names
+    shades = {patch.get_facecolor() for patch in axes.patches}
+    assert shades == {patch.get_facecolor() for patch in legend.get_patches()}
+    box = legend.get_window_extent()
+    assert box.y0 >= 0  # all of it is in the picture
+    assert box.y1 <= axes.get_figure().bbox.y1
+
+
+def stage() -> nn.Module:
+    return nn.Linear(2, 2)
+
+
+DIFFER: dict[str, tuple[Callable[[int], Any], str]] = {
+    "micro-batches": (
+        lambda rank: Pipeline(stage(), micro_batches=2 + rank),
+        "Pipeline got micro_batches 3 on rank 1 and 2 on rank 0; give all ranks the same",
+    ),
+    "schedule": (
+        lambda rank: Pipeline(stage(), ["gpipe", "zero_bubble"][rank]),
+        "Pipeline got schedule 'zero_bubble' on rank 1 and 'gpipe' on rank 0",
+    ),
+    "own schedule": (
+        lambda rank: Pipeline(stage(), [schedules.gpipe, schedules.zero_bubble][rank](2, 3)),
+        "Pipeline got schedule of your own, ",
+    ),
+    "loss": (
+        lambda rank: Pipeline(stage(), reduction=["mean", "sum"][rank]),
+        "Pipeline got reduction sum on rank 1 and mean on rank 0",
+    ),
+    "tied": (
+        lambda rank: Pipeline(stage(), tied=[None] * rank),
+        "Pipeline got tied copies 1 on rank 1 and 0 on rank 0",
+    ),
+    "axes": (
+        lambda rank: md.prepare(MLP((2, 3, 2)), SGD, [PARSE("pp=2"), PARSE("dp=2")][rank]),
+        "md.prepare got dp 2 on rank 1 and 1 on rank 0",
+    ),
+    "layout": (
+        lambda rank: md.prepare(MLP((2, 3, 2)), SGD, md.Layout(pp=2, micro_batches=2 + rank)),
+        "md.prepare got micro_batches 3 on rank 1 and 2 on rank 0",
+    ),
+    "clipping": (
+        lambda rank: md.prepare(MLP((2, 3, 2)), SGD, md.Layout(dp=2), clip_norm=[None, 1.0][rank]),
+        "md.prepare got clip_norm 1.0 on rank 1 and None on rank 0",
+    ),
+}
+
+
+def test_ranks_that_were_given_other_arguments_are_told(cluster_of: Clusters) -> None:
+    def make(call: Callable[[int], Any]) -> str:
+        with pytest.raises(ValueError) as caught:  # noqa: PT011 (the text is compared below)
+            call(md.rank())
+        return str(caught.value)
+
+    for call, message in DIFFER.values():
+        first, second = cluster_of(2).run(make, call)
+        assert first == second
+        assert message in first
+
+
+@pytest.mark.parametrize("layout", ["dp=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3", "tp=2", "pp=2"])
+def test_a_step_without_gradients_sends_nothing(cluster_of: Clusters, layout: str) -> None:
+    def step() -> tuple[list[str], int, float]:
+        plan = {"plan": {"layers.0.linear": "column", "layers.1.linear": "row"}} if "tp" in layout else {}
+        engine = md.prepare(MLP((2, 4, 2)), SGD, PARSE(layout), **plan)  # type: ignore[arg-type]
+        told = []
+        with md.comm.ledger() as ledger:
+            for mode in (torch.no_grad(), torch.inference_mode()):
+                with mode, pytest.raises(RuntimeError) as caught:
+                    engine.step(X, Y)
+                told.append(str(caught.value))
+        return told, len(ledger.calls), engine.step(X, Y)
+
+    for told, calls, loss in cluster_of(2).run(step):
+        assert all(text.startswith("gradients are off here, as in torch.no_grad() or") for text in told)
+        assert calls == 0
+        assert loss > 0
+
+
+class Fails:
+    """A loss that fails once."""
+
+    now = False
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        if self.now:
+            self.now = False
+            raise ZeroDivisionError("once")
+        return cross_entropy(outputs, targets)
+
+
+def test_a_step_that_fails_on_one_rank_fails_on_all_and_they_go_on(cluster_of: Clusters) -> None:
+    def train(engine: bool, fail: bool) -> tuple[list[float], str]:
+        loss, model = Fails(), MLP((2, 3, 4, 3, 2), dtype=torch.float64)
+        x = torch.arange(8.0, dtype=torch.float64).view(4, 2)
+        if engine:
+            step = md.prepare(model, SGD, PARSE("pp=4,micro_batches=2"), loss=loss).step
+        else:
+            step = Pipeline(model.layers[md.rank()], "1f1b", 2, loss=loss).step  # type: ignore[arg-type]
+        losses, told = [step(x, Y)], ""
+        for _ in range(2 if fail else 0):
+            loss.now = True
+            try:
+                step(x, Y)
+            except (ZeroDivisionError, md.CollectiveError) as error:
+                told = f"{type(error).__name__}: {error}"
+            loss.now = False
+        return [*losses, *(step(x, Y) for _ in range(2))], told
+
+    for engine in (True, False):
+        expected = cluster_of(4).run(train, engine, False)
+        found = cluster_of(4).run(train, engine, True)
+        assert [losses for losses, _ in found] == [losses for losses, _ in expected]
+        assert found[3][1] == "ZeroDivisionError: once"
+        for rank in range(3):
+            assert f"on rank {rank} with ranks 0, 1, 2, 3: rank {rank + 1} failed, and" in found[rank][1]
+
+
+def test_the_first_cause_is_named(cluster_of: Clusters) -> None:
+    def fail() -> None:
+        loss = Fails()
+        loss.now = True
+        Pipeline(nn.Linear(2, 2), "1f1b", 2, loss=loss).step(X, Y)
+
+    with pytest.raises(md.RankError, match="rank 2 raised ZeroDivisionError: once"):
+        cluster_of(3).run(fail)

@@ -1,0 +1,744 @@
+"""DataParallel in loops that users write: what torch's users expect of gradients, and mistakes told."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import minidist as md
+from minidist import comm
+from minidist.parallel.compression.sparse_gradients import sparse_bytes
+
+Clusters = Callable[[int], md.Cluster]
+FORMS: list[dict[str, Any]] = [
+    {},
+    {"overlap": False},
+    {"bucket_mb": 0},
+    {"bucket_mb": 0, "overlap": False},
+    {"bucket_mb": 0.0002},
+]
+every_form = pytest.mark.parametrize("form", FORMS, ids=str)
+
+
+class Net(nn.Module):
+    """Two layers that are tied, a frozen one, and one of another dtype."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first, self.second, self.frozen = (nn.Linear(4, 4).double() for _ in range(3))
+        self.second.weight = self.first.weight
+        self.frozen.requires_grad_(False)
+        self.single = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.frozen(torch.tanh(self.second(torch.tanh(self.first(x)))))
+        out: Tensor = self.single(x.float()).double()
+        return out
+
+
+def batches(count: int, rows: int = 8) -> Iterator[tuple[Tensor, Tensor]]:
+    """Global batches, the same on all ranks."""
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(count):
+        yield tuple(  # type: ignore[misc]
+            torch.randn(rows, columns, generator=generator, dtype=torch.float64) for columns in (4, 2)
+        )
+
+
+def mine(x: Tensor) -> Tensor:
+    return x.tensor_split(md.size())[md.rank()]
+
+
+def loss_of(model: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
+    return (model(x) - y).square().mean()
+
+
+def same(model: nn.Module, reference: nn.Module) -> None:
+    """Fail where a parameter differs by more than the rounding of the float32 layer."""
+    ours, theirs = dict(model.named_parameters()), dict(reference.named_parameters())
+    assert ours.keys() == theirs.keys()
+    for name, parameter in ours.items():
+        assert parameter.requires_grad == theirs[name].requires_grad
+        torch.testing.assert_close(parameter, theirs[name], rtol=1e-5, atol=1e-6)
+
+
+def same_gradients(model: nn.Module, reference: nn.Module) -> None:
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert (ours.grad is None) == (theirs.grad is None)
+        if ours.grad is not None:
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-6)
+
+
+@every_form
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_loop_with_clipping(
+    cluster_of: Clusters, form: dict[str, Any], ranks: int, set_to_none: bool
+) -> None:
+    def train() -> None:
+        model, reference = md.DataParallel(Net(md.rank()), **form), Net(0)
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.3, momentum=0.9) for m in (model, reference)]
+        for x, y in batches(4, rows=6):
+            for m, optimizer, data in ((model, optimizers[0], mine), (reference, optimizers[1], whole)):
+                optimizer.zero_grad(set_to_none=set_to_none)
+                loss_of(m, data(x), data(y)).backward()
+                if m is model:
+                    model.synchronize()
+                norm = nn.utils.clip_grad_norm_(m.parameters(), 0.1)
+                assert norm > 0.1, "it was clipped"
+                optimizer.step()
+            same(model.module, reference)
+
+    def whole(x: Tensor) -> Tensor:
+        return x
+
+    cluster_of(ranks).run(train)
+
+
+@every_form
+def test_gradients_are_this_ranks_own(cluster_of: Clusters, form: dict[str, Any]) -> None:
+    def write() -> None:
+        model = md.DataParallel(Net(), **form)
+        for x, y in batches(2):
+            model.zero_grad()
+            loss_of(model, mine(x), mine(y)).backward()
+            model.synchronize()
+            comm.barrier()
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.fill_(float(md.rank()))
+            comm.barrier()
+            for parameter in model.parameters():
+                assert parameter.grad is None or bool((parameter.grad == md.rank()).all())
+            comm.barrier()
+
+    cluster_of(3).run(write)
+
+
+@every_form
+def test_several_backward_passes_add_up(cluster_of: Clusters, form: dict[str, Any]) -> None:
+    def train() -> None:
+        model, reference = md.DataParallel(Net(), **form), Net()
+        for number in range(3):
+            (x, y), (v, w) = batches(2)
+            model.zero_grad()
+            reference.zero_grad()
+            loss_of(reference, x, y).backward()
+            loss_of(reference, v, w).backward()
+            first = loss_of(model, mine(x), mine(y))
+            if number == 0:  # one after the other
+                first.backward()
+                loss_of(model, mine(v), mine(w)).backward()
+            elif number == 1:  # both graphs at once
+                second = loss_of(model, mine(v), mine(w))
+                second.backward()
+                first.backward()
+            else:  # the module twice in one graph
+                (first + loss_of(model, mine(v), mine(w))).backward()
+            model.synchronize()
+            same_gradients(model.module, reference)
+
+    cluster_of(2).run(train)
+
+
+@every_form
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_no_sync_sends_the_sum_once(cluster_of: Clusters, form: dict[str, Any], ranks: int) -> None:
+    def train(all_inside: bool) -> None:
+        model, reference = md.DataParallel(Net(), **form), Net()
+        for step, (x, y) in enumerate(batches(3, rows=14)):
+            model.zero_grad(set_to_none=step == 1)
+            reference.zero_grad()
+            loss_of(reference, x, y).backward()
+            # The last micro-batch is smaller: each is weighted with its rows.
+            parts = [*zip(mine(x).split(3), mine(y).split(3), strict=True)]
+            with comm.ledger() as ledger:
+                with model.no_sync():
+                    for part in parts if all_inside else parts[:-1]:
+                        (loss_of(model, *part) * len(part[0]) / len(mine(x))).backward()
+                assert not ledger.calls
+                if not all_inside:
+                    (loss_of(model, *parts[-1]) * len(parts[-1][0]) / len(mine(x))).backward()
+                model.synchronize()
+                if step:
+                    assert ledger.bytes_sent == model.bytes_per_step()
+            same_gradients(model.module, reference)
+
+    for all_inside in (False, True):
+        cluster_of(ranks).run(train, all_inside)
+
+
+@every_form
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_the_mean_over_rows_of_unequal_shares(cluster_of: Clusters, form: dict[str, Any], ranks: int) -> None:
+    def train() -> None:
+        model, reference = md.DataParallel(Net(), **form), Net()
+        for x, y in batches(3, rows=7):
+            model.zero_grad()
+            reference.zero_grad()
+            loss_of(reference, x, y).backward()
+            share = slice(0, 7) if ranks == 1 else [slice(0, 5), slice(5, 7), slice(7, 7)][md.rank()]
+            rows = len(x[share])
+            with model.no_sync():
+                for v, w in zip(x[share].split(2), y[share].split(2), strict=True):
+                    if len(v):
+                        (loss_of(model, v, w) * len(v)).backward()
+            model.synchronize(rows=rows)
+            same_gradients(model.module, reference)
+
+    cluster_of(ranks).run(train)
+
+
+def test_rows_have_to_be_somewhere(cluster_of: Clusters) -> None:
+    def none() -> None:
+        md.DataParallel(nn.Linear(1, 1)).synchronize(rows=0)
+
+    with pytest.raises(md.RankError, match="rows is 0, and over all ranks 0; give each rank's number"):
+        cluster_of(2).run(none)
+
+
+@every_form
+def test_a_rank_without_a_backward_pass_takes_part(cluster_of: Clusters, form: dict[str, Any]) -> None:
+    def train() -> None:
+        model, reference = md.DataParallel(Net(), **form), Net()
+        for idle, (x, y) in enumerate(batches(2)):
+            model.zero_grad()
+            reference.zero_grad()
+            (loss_of(reference, x, y) / 2).backward()
+            if md.rank() != idle:
+                loss_of(model, x, y).backward()
+            model.synchronize()
+            same_gradients(model.module, reference)
+
+    cluster_of(2).run(train)
+
+
+@every_form
+def test_after_an_exception_the_next_step_works(cluster_of: Clusters, form: dict[str, Any]) -> None:
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, failing: bool) -> Tensor:
+            ctx.failing = failing
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *grad: Tensor) -> tuple[Tensor, None]:
+            if ctx.failing:
+                raise ArithmeticError("on purpose")
+            return grad[0], None
+
+    class Middle(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.a, self.b = nn.Linear(4, 4).double(), nn.Linear(4, 2).double()
+
+        def forward(self, x: Tensor, failing: bool = False) -> Tensor:
+            out: Tensor = self.b(Fails.apply(self.a(x), failing))
+            return out
+
+    def train(who: tuple[int, ...], set_to_none: bool) -> None:
+        model, reference = md.DataParallel(Middle(), **form), Middle()
+        for step, (x, y) in enumerate(batches(5)):
+            failing = step in (0, 2) and md.rank() in who
+            model.zero_grad(set_to_none=set_to_none)
+            reference.zero_grad()
+            if failing:
+                with pytest.raises(ArithmeticError, match="on purpose"):
+                    loss_of(partial(model, failing=True), mine(x), mine(y)).backward()
+                if len(who) == 1:  # the others wait for this rank's part of the step
+                    model.synchronize()
+                continue
+            loss_of(model, mine(x), mine(y)).backward()
+            model.synchronize()
+            if step not in (0, 2):
+                loss_of(reference, x, y).backward()
+                same_gradients(model.module, reference)
+
+    for set_to_none in (True, False):
+        cluster_of(2).run(train, (0, 1), set_to_none)
+        cluster_of(2).run(train, (1,), set_to_none)
+
+
+def test_a_forgotten_synchronize_is_noticed(cluster_of: Clusters) -> None:
+    def train() -> str:
+        model = md.DataParallel(nn.Linear(4, 2).double(), overlap=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        other = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+        ((x, y),) = batches(1)
+        loss_of(model, x, y).backward()
+        other.step()  # has nothing to do with it
+        with pytest.raises(RuntimeError, match="synchronize") as caught:
+            optimizer.step()
+        model.synchronize()
+        optimizer.step()
+        return str(caught.value)
+
+    wanted = (
+        "the optimizer was to step on gradients of this rank alone; call the DataParallel's synchronize()"
+    )
+    assert all(text.startswith(wanted) for text in cluster_of(2).run(train))
+
+
+def test_with_overlap_backward_leaves_means_as_in_torchs(cluster_of: Clusters) -> None:
+    def train() -> None:
+        model, reference = md.DataParallel(Net()), Net()
+        for x, y in batches(3):
+            model.zero_grad()
+            reference.zero_grad()
+            loss_of(model, mine(x), mine(y)).backward()
+            loss_of(reference, x, y).backward()
+            same_gradients(model.module, reference)
+
+    cluster_of(2).run(train)
+
+
+@every_form
+def test_parameters_may_be_frozen_and_thawed(cluster_of: Clusters, form: dict[str, Any]) -> None:
+    def train() -> None:
+        model, reference = md.DataParallel(Net(), **form), Net()
+        for step, (x, y) in enumerate(batches(6)):
+            for net in (model.module, reference):
+                net.frozen.requires_grad_(step in (2, 3))
+                net.first.weight.requires_grad_(step != 4)
+            model.zero_grad()
+            reference.zero_grad()
+            loss_of(model, mine(x), mine(y)).backward()
+            loss_of(reference, x, y).backward()
+            model.synchronize()
+            same_gradients(model.module, reference)
+
+    cluster_of(2).run(train)
+
+
+def test_a_module_may_change_its_dtype(cluster_of: Clusters) -> None:
+    def train() -> None:
+        model, reference = md.DataParallel(nn.Linear(4, 2)), nn.Linear(4, 2).double()
+        for step, (x, y) in enumerate(batches(4)):
+            dtype = torch.float32 if step < 2 else torch.float64
+            model.zero_grad()
+            model.to(dtype)
+            reference.load_state_dict(model.module.state_dict())
+            reference.zero_grad()
+            loss_of(model, mine(x).to(dtype), mine(y).to(dtype)).backward()
+            loss_of(reference, x, y).backward()
+            model.synchronize()
+            for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+                assert ours.grad is not None
+                assert theirs.grad is not None
+                rounding = 1e-5 if step < 2 else 1e-12
+                torch.testing.assert_close(ours.grad, theirs.grad.to(dtype), rtol=rounding, atol=rounding)
+
+    cluster_of(2).run(train)
+
+
+@pytest.mark.parametrize("how", ["module", "parameter", "replaced"])
+def test_a_parameter_added_later_is_an_error(cluster_of: Clusters, how: str) -> None:
+    def train() -> None:
+        model = md.DataParallel(nn.Sequential(nn.Linear(4, 2)))
+        if how == "module":
+            model.module.append(nn.Linear(2, 2))
+        elif how == "parameter":
+            model.module.register_parameter("extra", nn.Parameter(torch.ones(1)))
+        else:
+            model.module[0].weight = nn.Parameter(torch.ones(2, 4))
+        model(torch.ones(1, 4))
+
+    name = {"module": r"1\.weight", "parameter": "extra", "replaced": r"0\.weight"}[how]
+    with pytest.raises(md.RankError, match=f"the parameter {name} was added after the DataParallel was made"):
+        cluster_of(2).run(train)
+
+
+def test_copies_and_saved_states(cluster_of: Clusters) -> None:
+    def train() -> None:
+        model, reference = md.DataParallel(Net(), bucket_mb=0.0002), Net()
+        (x, y), (v, w) = batches(2)
+        loss_of(model, mine(x), mine(y)).backward()
+        model.synchronize()
+        ddp = nn.parallel.DistributedDataParallel(Net())
+        assert list(model.state_dict()) == list(ddp.state_dict())
+        model.load_state_dict(ddp.state_dict())
+        copies = [copy.deepcopy(model), pickle.loads(cloudpickle.dumps(model))]
+        own = torch.distributed.new_group([0, 1])
+        grouped = md.DataParallel(Net(), group=own)
+        copies.append(copy.deepcopy(grouped))
+        with pytest.raises(TypeError, match="cannot be pickled, since the group cannot; save its state_dict"):
+            pickle.dumps(grouped)
+        loss_of(reference, v, w).backward()
+        for each in copies:
+            assert each.bucket_mb == (25 if each is copies[-1] else 0.0002)
+            each.zero_grad()
+            loss_of(each, mine(v), mine(w)).backward()
+            each.synchronize()
+            same_gradients(each.module, reference)
+        with torch.no_grad():
+            assert not model(x).requires_grad
+
+    cluster_of(2).run(train)
+
+
+def test_a_wrapper_leaves_nothing_behind(cluster_of: Clusters) -> None:
+    """Its hooks do nothing once it is gone, and a second wrapper works."""
+
+    def train() -> int:
+        net = Net()
+        (x, y), (v, w) = batches(2)
+        model = md.DataParallel(net)
+        loss_of(model, mine(x), mine(y)).backward()
+        model.synchronize()
+        del model
+        with comm.ledger() as ledger:
+            loss_of(net, mine(v), mine(w)).backward()
+        net.zero_grad()
+        model, reference = md.DataParallel(net), Net()
+        loss_of(model, mine(v), mine(w)).backward()
+        loss_of(reference, v, w).backward()
+        model.synchronize()
+        same_gradients(net, reference)
+        return len(ledger.calls)
+
+    assert cluster_of(2).run(train) == [0, 0]
+
+
+class Table(nn.Module):
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(50, 3, sparse=sparse).double()
+        self.bias = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.table(words) + self.bias
+
+
+@every_form
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_sparse_gradients_are_gathered(cluster_of: Clusters, form: dict[str, Any], ranks: int) -> None:
+    def train() -> None:
+        model, reference = md.DataParallel(Table(True), **form), Table(False)
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (model, reference)]
+        words = torch.tensor([[3, 3, 7], [7, 9, 9], [1, 9, 49]])
+        shares = [words[rank, : 3 - rank] for rank in range(md.size())]
+        for step in range(3):
+            for optimizer in optimizers:
+                optimizer.zero_grad(set_to_none=step < 2)
+            for share in shares:
+                (reference(share).square().sum() / md.size()).backward()
+            if step < 2 or md.rank() != 1:
+                model(shares[md.rank()]).square().sum().backward()
+            else:
+                for optimizer in optimizers[1:]:
+                    optimizer.zero_grad()
+                for rank, share in enumerate(shares):
+                    if rank != 1:
+                        (reference(share).square().sum() / md.size()).backward()
+            with comm.ledger() as ledger:
+                model.synchronize()
+            del ledger
+            if step == 2 and ranks > 1 and md.rank() != 1:
+                for optimizer in optimizers[1:]:
+                    optimizer.zero_grad()
+                for rank, share in enumerate(shares):
+                    if rank != 1:
+                        (reference(share).square().sum() / md.size()).backward()
+            grad = model.module.table.weight.grad
+            assert grad is not None
+            assert grad.is_sparse
+            torch.testing.assert_close(grad.to_dense(), reference.table.weight.grad, rtol=1e-12, atol=1e-12)
+            touched = torch.cat([s for r, s in enumerate(shares) if step < 2 or ranks == 1 or r != 1])
+            assert grad.coalesce().indices()[0].tolist() == sorted(set(touched.tolist()))
+            for optimizer in optimizers:
+                optimizer.step()
+
+    cluster_of(ranks).run(train)
+
+
+def test_sparse_gradients_cost_the_rows_that_were_touched(cluster_of: Clusters) -> None:
+    def count() -> tuple[int, int]:
+        model = md.DataParallel(Table(True))
+        for _ in range(2):
+            model.zero_grad()
+            with comm.ledger() as ledger:
+                model(torch.tensor([5, 5, 8, 9][: 4 - md.rank()])).sum().backward()
+                model.synchronize()
+        return ledger.bytes_sent, model.bytes_per_step() + sparse_bytes(3, 3, 8, md.size())
+
+    for sent, wanted in cluster_of(3).run(count):
+        assert sent == wanted
+
+
+def test_gradients_are_stored_once(cluster_of: Clusters) -> None:
+    """After a step the gradients' memory is the buckets': each parameter's is a view into one."""
+
+    def measure(set_to_none: bool) -> tuple[int, int, int]:
+        model = md.DataParallel(nn.Sequential(*(nn.Linear(50, 50) for _ in range(6))))
+        for _ in range(3):
+            model.zero_grad(set_to_none=set_to_none)
+            model(torch.ones(2, 50)).sum().backward()
+            model.synchronize()
+        storages = {
+            p.grad.untyped_storage().data_ptr(): p.grad for p in model.parameters() if p.grad is not None
+        }
+        held = {bucket.flat.untyped_storage().data_ptr() for bucket in model.reducer.plan.buckets}
+        assert set(storages) == held
+        parameters = sum(p.numel() for p in model.parameters())
+        return parameters, sum(b.flat.numel() for b in model.reducer.plan.buckets), len(storages)
+
+    for set_to_none in (True, False):
+        for parameters, elements, storages in cluster_of(2).run(measure, set_to_none):
+            assert parameters == 6 * (50 * 50 + 50)
+            assert elements == parameters + 12 + 2, "and the counts"
+            assert storages == 1
+
+
+def test_rank_0s_order_of_arrival_decides_the_buckets(cluster_of: Clusters) -> None:
+    class Either(nn.Module):
+        """Layers that are used, and so bring gradients, in an order of the rank's own."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for place in ORDERS[md.rank()]:
+                x = self.layers[place](x)
+            return x
+
+    def order() -> list[list[int]]:
+        model = md.DataParallel(Either(), bucket_mb=32 / 2**20)
+        model(torch.ones(1, 2)).sum().backward()
+        model.synchronize()
+        return [bucket.places for bucket in model.reducer.plan.buckets]
+
+    assert cluster_of(2).run(order) == [[[3, 1], [2, 0]]] * 2
+
+
+ORDERS = ([0, 2, 1, 3], [3, 2, 1, 0])
+
+
+class Recomputing(nn.Module):
+    """Two layers whose activations are not kept; they share a weight if tied."""
+
+    def __init__(self, use_reentrant: bool, tied: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.use_reentrant = use_reentrant
+        self.a, self.b = nn.Linear(4, 4).double(), nn.Linear(4, 4).double()
+        self.last = nn.Linear(4, 2).double()
+        if tied:
+            self.b.weight = self.a.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.requires_grad_()
+        for layer in (self.a, self.b):
+            x = checkpoint(layer, x, use_reentrant=self.use_reentrant)
+        out: Tensor = self.last(x)
+        return out
+
+
+@every_form
+@pytest.mark.parametrize(("use_reentrant", "tied"), [(False, False), (False, True), (True, False)], ids=str)
+def test_activations_may_be_recomputed(
+    cluster_of: Clusters, form: dict[str, Any], use_reentrant: bool, tied: bool
+) -> None:
+    def train() -> None:
+        model, reference = md.DataParallel(Recomputing(use_reentrant, tied), **form), Recomputing(False, tied)
+        for x, y in batches(3):
+            model.zero_grad()
+            reference.zero_grad()
+            loss_of(model, mine(x), mine(y)).backward()
+            loss_of(reference, x, y).backward()
+            model.synchronize()
+            same_gradients(model.module, reference)
+
+    cluster_of(2).run(train)
+
+
+def test_a_gradient_that_comes_twice_is_told(cluster_of: Clusters) -> None:
+    def train() -> None:
+        model = md.DataParallel(Recomputing(use_reentrant=True, tied=True))
+        for x, y in batches(3):
+            model.zero_grad()
+            loss_of(model, mine(x), mine(y)).backward()
+            model.synchronize()
+
+    with pytest.raises(
+        md.RankError, match=r"a\.weight came twice in one backward pass.* use_reentrant=False"
+    ):
+        cluster_of(2).run(train)
+
+
+class Course(nn.Module):
+    """Tied layers with others between them, and a parameter that is frozen and unused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(a, b, bias=False) for a, b in ((4, 6), (6, 9), (9, 6), (6, 9)))
+        self.layers[3].weight = self.layers[1].weight
+        self.head = nn.Linear(9, 2)
+        self.head.bias.requires_grad_(False)
+        self.fixed = nn.Parameter(torch.tensor([2.0, 2.0]), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        out: Tensor = self.head(x)
+        return out
+
+
+@pytest.mark.parametrize("bucket_mb", [0, 0.0001, 0.0016, 0.01, 25])
+def test_weights_equal_one_process_after_each_step(cluster_of: Clusters, bucket_mb: float) -> None:
+    def train() -> None:
+        torch.manual_seed(md.rank())
+        alone = Course().double()
+        model = md.DataParallel(copy.deepcopy(alone), bucket_mb=bucket_mb)
+        own = [torch.equal(a, b) for a, b in zip(alone.parameters(), model.parameters(), strict=True)]
+        assert (
+            all(own) if md.rank() == 0 else own == [name == "fixed" for name, _ in alone.named_parameters()]
+        )
+        alone.load_state_dict(model.module.state_dict())
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (alone, model)]
+        for x, y in batches(5):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            loss_of(alone, x, y).backward()
+            loss_of(model, mine(x), mine(y)).backward()
+            model.synchronize()
+            for optimizer in optimizers:
+                optimizer.step()
+            pairs = zip(alone.named_parameters(), model.named_parameters(), strict=True)
+            for (name, wanted), (wrapped, parameter) in pairs:
+                assert wrapped == f"module.{name}"
+                assert parameter.requires_grad == wanted.requires_grad
+                torch.testing.assert_close(parameter, wanted, rtol=1e-12, atol=1e-12)
+
+    cluster_of(2).run(train)
+
+
+def test_buffers_follow_rank_0_on_request(cluster_of: Clusters) -> None:
+    def train(broadcast_buffers: bool) -> list[float]:
+        model = md.DataParallel(nn.BatchNorm1d(1), broadcast_buffers=broadcast_buffers)
+        seen = []
+        for _ in range(2):
+            model(torch.full((2, 1), 10.0 * md.rank())).sum().backward()
+            model.synchronize()
+            seen.append(float(model.module.running_mean))
+        model.eval()
+        model(torch.zeros(2, 1))
+        return seen
+
+    apart, together = (cluster_of(2).run(train, choice) for choice in (False, True))
+    assert apart == [[0, 0], [pytest.approx(1.0), pytest.approx(1.9)]]
+    assert together == [[0, 0], [pytest.approx(1.0), pytest.approx(1.0)]], "it started from rank 0's again"
+
+
+def test_overlap_is_measured(cluster_of: Clusters) -> None:
+    def train() -> tuple[float, int]:
+        model = md.DataParallel(nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))), bucket_mb=0.02)
+        for _ in range(3):
+            with comm.ledger() as ledger:
+                model(torch.ones(8, 64)).sum().backward()
+                model.synchronize()
+        return ledger.comm_overlap, len(ledger.calls)
+
+    for share, calls in cluster_of(2).run(train):
+        assert 0 <= share <= 1
+        assert 6 <= calls <= 7, "a weight fills a bucket, with a bias or two"
+
+
+def test_algorithms_and_accumulation_of_graphs(cluster_of: Clusters) -> None:
+    """Every algorithm of the door gives the same; and a graph of the gradients does no harm."""
+
+    def train(algorithm: str) -> None:
+        model, reference = md.DataParallel(Net(), algorithm=algorithm, bucket_mb=0.0002), Net()
+        for x, y in batches(3, rows=6):
+            model.zero_grad()
+            reference.zero_grad()
+            loss_of(model, mine(x), mine(y)).backward(create_graph=algorithm == "auto")
+            loss_of(reference, x, y).backward()
+            model.synchronize()
+            same_gradients(model.module, reference)
+
+    cluster = cluster_of(3)
+    for algorithm in ("auto", "torch", "shared_memory", "ring", "tree", "halving_doubling", "naive"):
+        cluster.run(partial(train, algorithm))
+
+
+SHAPES = st.lists(st.integers(0, 3), max_size=3).map(tuple)
+DTYPES = st.sampled_from([torch.float64, torch.float32, torch.float16, torch.bfloat16])
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    parameters=st.lists(st.tuples(SHAPES, DTYPES), max_size=5),
+    ranks=st.integers(2, 4),
+    bucket_bytes=st.sampled_from([0, 8, 30, 10**6]),
+    overlap=st.booleans(),
+    data=st.data(),
+)
+def test_any_parameters_used_on_any_ranks(
+    cluster_of: Clusters,
+    parameters: list[tuple[tuple[int, ...], torch.dtype]],
+    ranks: int,
+    bucket_bytes: int,
+    overlap: bool,
+    data: st.DataObject,
+) -> None:
+    """The mean over the ranks, within the rounding of bfloat16; none where nobody has one."""
+    some = st.lists(st.booleans(), min_size=len(parameters), max_size=len(parameters))
+    used = data.draw(st.lists(st.lists(some, min_size=2, max_size=2), min_size=ranks, max_size=ranks))
+
+    def train() -> None:
+        module = nn.ParameterList(nn.Parameter(torch.ones(shape, dtype=d)) for shape, d in parameters)
+        model = md.DataParallel(module, bucket_mb=bucket_bytes / 2**20, overlap=overlap)
+        for step in range(2):
+            model.zero_grad()
+            mine = [p for p, is_used in zip(module, used[md.rank()][step], strict=True) if is_used]
+            if mine:
+                torch.stack([(p * ranks * (md.rank() + 1)).sum().double() for p in mine]).sum().backward()
+            model.synchronize()
+            for place, parameter in enumerate(module):
+                users = [rank for rank in range(ranks) if used[rank][step][place]]
+                if not users:
+                    assert parameter.grad is None
+                    continue
+                wanted = torch.full_like(parameter, float(sum(rank + 1 for rank in users)))
+                torch.testing.assert_close(parameter.grad, wanted, rtol=1e-2, atol=0)
+
+    cluster_of(ranks).run(train)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"module": 3}, TypeError, "module is a int; give a torch.nn.Module"),
+        ({"bucket_mb": -1}, ValueError, "bucket_mb is -1; give megabytes"),
+        ({"bucket_mb": "25"}, ValueError, "bucket_mb is '25'; give megabytes"),
+        ({"bucket_mb": float("inf")}, ValueError, "bucket_mb is inf; give megabytes"),
+        ({"bucket_mb": float("nan")}, ValueError, "bucket_mb is nan; give megabytes"),
+    ],
+)
+def test_wrong_arguments(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        md.DataParallel(**{"module": nn.Linear(1, 1), **arguments})
+
+
+def test_bytes_are_known_after_a_step(cluster_of: Clusters) -> None:
+    def ask() -> None:
+        md.DataParallel(nn.Linear(1, 1)).bytes_per_step()
+
+    with pytest.raises(md.RankError, match="the buckets follow from the first backward pass; train a step"):
+        cluster_of(2).run(ask)
+    assert md.DataParallel(nn.Linear(1, 1)).bytes_per_step() == 0

@@ -1,0 +1,232 @@
+"""Every layout of up to 8 ranks that the axes allow trains to the weights of one process.
+
+A GPT with sizes that few ranks divide: a vocabulary of 11, 11 tokens in a row, batches that leave ranks with
+unequal numbers of rows; the two ends tied. What else a layout has, micro-batches, recomputation, sequence
+parallelism and schedules, changes from case to case.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import minidist as md
+from minidist import comm
+from minidist.model import GPT, config
+from minidist.parallel.engine import parameter_placement, partition_model, step_executor, training_step
+from minidist.parallel.sharding import data_parallel_strategy
+from minidist.parallel.tensor import column_function
+from tests.helpers import contract
+
+Clusters = Callable[[int], md.Cluster]
+SGD = partial(torch.optim.SGD, lr=0.3, momentum=0.9, weight_decay=0.1)
+"""Unlike Adam's, its steps grow with the gradients: a sum that counts twice shows."""
+
+
+def tokens(generator: torch.Generator, count: int, length: int) -> tuple[Tensor, Tensor]:
+    text = torch.randint(0, 11, (count, length + 1), generator=generator)
+    return text[:, :-1], text[:, 1:]
+
+
+def gpt(seed: int, layers: int) -> GPT:
+    shape = config("byte-tiny", vocabulary=11, context=16, layers=layers, heads=8, width=16)
+    return GPT(shape, seed=seed, dtype=torch.float64)
+
+
+@cache
+def case(layers: int, length: int) -> contract.Case:
+    """A GPT of so many blocks, on rows of so many tokens."""
+    model, rows = partial(gpt, layers=layers), partial(tokens, length=length)
+    return contract.Case(model, rows, SGD, batches=(9, 8), clip_norm=0.5)
+
+
+CASE = case(2, 11)
+
+
+def layouts(ranks: int) -> Iterator[md.Layout]:
+    """All of so many ranks, each with some of what else there is."""
+    numbers = itertools.count()
+    for dp, tp, pp, cp in itertools.product(range(1, ranks + 1), repeat=4):
+        if dp * tp * pp * cp != ranks:
+            continue
+        for zero in range(2 if pp > 1 else 4):
+            number = next(numbers)
+            more: dict[str, Any] = {
+                "micro_batches": 1 + number % 2,
+                "sequence_parallel": tp > 1 and number % 4 > 1,
+            }
+            if pp > 1:
+                more["schedule"] = ("1f1b", "zero_bubble", "gpipe", "interleaved")[number % 4]
+            if more.get("schedule") == "interleaved":
+                more["chunks"] = 2
+            more["recompute"] = number % 5 == 0 and more.get("schedule") != "zero_bubble"
+            yield md.Layout(dp=dp, tp=tp, pp=pp, cp=cp, zero=zero, **more)
+
+
+def case_for(layout: md.Layout) -> contract.Case:
+    """With a layer for each part of a pipeline; sequence parallelism takes shares that tp divides."""
+    length = 2 * layout.cp * layout.tp if layout.sequence_parallel else 11
+    return case(max(1, layout.pp * layout.chunks - 2), length)
+
+
+@cache
+def expected(case: contract.Case) -> contract.Trained:
+    return contract.train_in_one_process(case)
+
+
+def check(cluster: md.Cluster, layout: md.Layout) -> None:
+    case = case_for(layout)
+    for trained in cluster.run(contract.train_on_this_rank, case, layout):
+        contract.compare(trained, expected(case))
+
+
+def cases() -> Iterator[Any]:
+    """All of them; on more than four ranks every run trains one ZeRO stage of each, in turn."""
+    for ranks in range(2, 9):
+        meshes = itertools.groupby(layouts(ranks), lambda a: (a.dp, a.tp, a.pp, a.cp))
+        for number, (_, stages) in enumerate(meshes):
+            same = [*stages]
+            for stage, layout in enumerate(same):
+                again = ranks > 4 and stage != number % len(same)
+                yield pytest.param(layout, id=str(layout), marks=[pytest.mark.deep] if again else [])
+
+
+@pytest.mark.parametrize("layout", list(cases()))
+def test_every_layout_trains_to_the_weights_of_one_process(cluster_of: Clusters, layout: md.Layout) -> None:
+    check(cluster_of(layout.ranks), layout)
+
+
+def test_the_matrix_has_every_layout() -> None:
+    found = {(a.dp, a.tp, a.pp, a.cp, a.zero) for ranks in range(2, 9) for a in layouts(ranks)}
+    assert len(found) == 62 * 2 + 37 * 2  # 62 products of four axes; 37 of them without a pipeline
+    assert all(math.prod(axes[:4]) <= 8 for axes in found)
+
+
+# Planted faults.
+
+
+def without_the_tied_sum(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(step_executor, "sum_tied", lambda *_: None)
+
+
+def without_the_first_copy(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(step_executor, "take_first", lambda *_: None)
+
+
+def with_the_tied_sum_first(patch: pytest.MonkeyPatch) -> None:
+    """Before gradients are summed over the data-parallel ranks, each stage in an order of its own."""
+    announce, train = data_parallel_strategy.Replicated.announce, step_executor.StagedPasses.train
+    engines: list[step_executor.StagedPasses] = []
+
+    def first(self: Any, *arguments: Any) -> None:
+        engines[-1]._with_tied(step_executor.sum_tied)
+        announce(self, *arguments)
+
+    patch.setattr(step_executor.StagedPasses, "overlaps", False)
+    patch.setattr(
+        step_executor.StagedPasses, "train", lambda self, *a: (engines.append(self), train(self, *a))[1]
+    )
+    patch.setattr(data_parallel_strategy.Replicated, "announce", first)
+    patch.setattr(step_executor.StagedPasses, "summed", lambda _: None)
+
+
+def without_a_tensor_parallel_sum(patch: pytest.MonkeyPatch) -> None:
+    """The gradient of a cut layer's input stays this rank's part of it."""
+    patch.setattr(column_function, "start_all_reduce", lambda x, *_: lambda: x)
+
+
+def with_equal_shares_of_tokens(patch: pytest.MonkeyPatch) -> None:
+    """Each context-parallel rank counts alike, however many tokens it has."""
+    cut = partition_model.RankModel.cut
+    patch.setattr(partition_model.RankModel, "cut", lambda *a: (*cut(*a)[:2], 0.5))
+
+
+def with_every_ranks_norm(patch: pytest.MonkeyPatch) -> None:
+    """Parameters that are whole on all tensor-parallel ranks count on each."""
+    patch.setattr(parameter_placement.Placement, "_counts", lambda *_: True)
+
+
+def without_the_first_stages_weights(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(partition_model, "broadcast_together", lambda *_: None)
+
+
+def without_the_other_stages_loss(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(training_step.HybridEngine, "_on_all_stages", lambda _, value: value)
+
+
+FAULTS: dict[Callable[[pytest.MonkeyPatch], None], str] = {
+    without_the_tied_sum: "pp=2,micro_batches=2",
+    without_a_tensor_parallel_sum: "tp=2",
+    with_equal_shares_of_tokens: "cp=2",
+    with_every_ranks_norm: "tp=2",
+    without_the_first_stages_weights: "pp=2",
+    without_the_other_stages_loss: "pp=2",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_caught(cluster_of: Clusters, fault: Callable[[pytest.MonkeyPatch], None]) -> None:
+    layout = md.Layout.parse(FAULTS[fault])
+
+    def train() -> contract.Trained:
+        with pytest.MonkeyPatch.context() as patch:
+            fault(patch)
+            return contract.train_on_this_rank(CASE, layout)
+
+    trained, _ = cluster_of(2).run(train)
+    with pytest.raises(AssertionError, match=r"not close|not equal"):
+        contract.compare(trained, expected(CASE))
+
+
+# Copies of one parameter on two stages.
+
+
+def tables(layout: md.Layout, fault: Callable[[pytest.MonkeyPatch], None] | None = None) -> list[Tensor]:
+    """This rank's copies of the token table after a few steps, in float32, by rings."""
+    torch.manual_seed(md.rank())
+    model = GPT(config("byte-tiny", vocabulary=53, context=16, layers=2, heads=2, width=16))
+    with comm.using("ring"), pytest.MonkeyPatch.context() as patch:
+        if fault is not None:
+            fault(patch)
+        engine = md.prepare(model, partial(torch.optim.AdamW, lr=1e-2), layout, clip_norm=0.5)
+        generator = torch.Generator().manual_seed(engine.data_rank)
+        for _ in range(4):
+            text = torch.randint(0, 53, (4, 17), generator=generator)
+            engine.step(text[:, :-1], text[:, 1:])
+    names = {name for name, _ in model.named_parameters()}
+    return [model.get_parameter(n).detach() for n in ("layers.0.token.weight", LAST) if n in names]
+
+
+LAST = "layers.3.output.weight"
+DP_PP = md.Layout(dp=3, pp=2, micro_batches=2)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [DP_PP, replace(DP_PP, zero=1), replace(DP_PP, schedule="zero_bubble"), replace(DP_PP, precision="bf16")],
+    ids=str,
+)
+def test_tied_copies_stay_equal_to_the_last_bit(cluster_of: Clusters, layout: md.Layout) -> None:
+    found = [table for each in cluster_of(6).run(tables, layout) for table in each]
+    assert len(found) == 6
+    for table in found:
+        assert torch.equal(table, found[0])
+
+
+@pytest.mark.parametrize(
+    ("layout", "fault"),
+    [(DP_PP, with_the_tied_sum_first), (replace(DP_PP, zero=1), without_the_first_copy)],
+)
+def test_copies_whose_sums_round_otherwise_drift_apart(
+    cluster_of: Clusters, layout: md.Layout, fault: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    found = [table for each in cluster_of(6).run(tables, layout, fault) for table in each]
+    assert not all(torch.equal(table, found[0]) for table in found)

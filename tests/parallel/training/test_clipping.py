@@ -1,0 +1,157 @@
+"""Clipping by the global norm: one process's, whatever the ranks hold."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import minidist as md
+from minidist import comm
+from minidist.model import MLP
+from minidist.parallel.engine import parameter_placement, training_step
+from minidist.parallel.training.clipping import clip_grad_norm, global_norm
+from tests.helpers import contract
+
+Clusters = Callable[[int], md.Cluster]
+
+
+def vectors(generator: torch.Generator, count: int) -> tuple[Tensor, Tensor]:
+    inputs = torch.randn(count, 6, generator=generator, dtype=torch.float64)
+    return inputs, torch.randint(0, 3, (count,), generator=generator)
+
+
+def mlp(seed: int) -> nn.Module:
+    return MLP((6, 5, 3), seed=seed, dtype=torch.float64)
+
+
+# Not Adam, whose updates hardly change where all gradients are scaled. Some norms are below 0.7, some above.
+CASE = contract.Case(mlp, vectors, partial(torch.optim.SGD, lr=0.5, momentum=0.9), clip_norm=0.7)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_clipping_meets_the_contract(cluster_of: Clusters, ranks: int, micro_batches: int) -> None:
+    contract.check(cluster_of(ranks), CASE, md.Layout(dp=ranks, micro_batches=micro_batches))
+
+
+def test_the_engine_tells_the_norm(cluster_of: Clusters) -> None:
+    case = replace(CASE, clip_norm=0.7)
+    inputs, targets = case.global_batches()[0]
+
+    def norm(clip: float | None) -> float | None:
+        engine = md.prepare(case.model(md.rank()), case.optimizer, md.Layout(dp=2), clip_norm=clip)
+        engine.step(inputs[md.rank() :: 2], targets[md.rank() :: 2])
+        return engine.grad_norm
+
+    model = case.model(0)
+    case.loss(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
+    expected = float(nn.utils.clip_grad_norm_(model.parameters(), math.inf))
+    for clip in (1e-3, 1e3):
+        assert cluster_of(2).run(norm, clip) == [pytest.approx(expected, rel=1e-12)] * 2
+    assert cluster_of(2).run(norm, None) == [None, None]
+
+
+def by_each_ranks_own_norm(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(
+        parameter_placement, "global_norm", lambda gradients, *_: global_norm([*gradients][md.rank() :])
+    )
+
+
+def not_at_all(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(training_step, "clip_factor", lambda *_: 1.0)
+
+
+@pytest.mark.parametrize("fault", [by_each_ranks_own_norm, not_at_all])
+def test_the_contract_catches_a_planted_fault(
+    cluster_of: Clusters, fault: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    def train() -> contract.Trained:
+        with pytest.MonkeyPatch.context() as patch:
+            fault(patch)
+            return contract.train_on_this_rank(CASE, md.Layout(dp=2))
+
+    _, trained = cluster_of(2).run(train)
+    with pytest.raises(AssertionError, match="not close"):
+        contract.compare(trained, contract.train_in_one_process(CASE))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_shares_are_clipped_by_the_norm_of_the_whole(cluster_of: Clusters, ranks: int) -> None:
+    whole = torch.randn(7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def clip() -> tuple[float, Tensor, int]:
+        share = nn.Parameter(torch.zeros_like(whole.tensor_split(md.size())[md.rank()]))
+        share.grad = whole.tensor_split(md.size())[md.rank()].clone()
+        with comm.ledger() as ledger:
+            norm = clip_grad_norm([share, nn.Parameter(torch.zeros(3))], 0.5, sharded=True)
+        return norm, share.grad, ledger.bytes_sent
+
+    results = cluster_of(ranks).run(clip)
+    expected = nn.Parameter(torch.zeros_like(whole))
+    expected.grad = whole.clone()
+    norm = float(nn.utils.clip_grad_norm_([expected], 0.5))
+    assert [result[0] for result in results] == [pytest.approx(norm, rel=1e-12)] * ranks
+    torch.testing.assert_close(
+        torch.cat([result[1] for result in results]), expected.grad, rtol=1e-12, atol=0
+    )
+    assert [result[2] for result in results] == [2 * (ranks - 1) * 8 // ranks] * ranks
+
+
+@pytest.mark.parametrize("norm_type", [1, 2, 3.0, math.inf])
+def test_other_norms_than_the_euclidean(cluster_of: Clusters, norm_type: float) -> None:
+    whole = torch.randn(7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def clip(last: float) -> tuple[float, Tensor]:
+        values = torch.cat([whole[:-1], torch.tensor([last], dtype=torch.float64)])
+        share = nn.Parameter(torch.zeros_like(values.tensor_split(md.size())[md.rank()]))
+        share.grad = values.tensor_split(md.size())[md.rank()].clone()
+        return clip_grad_norm([share], 0.5, sharded=True, norm_type=norm_type), share.grad
+
+    results = cluster_of(3).run(clip, float(whole[-1]))
+    expected = nn.Parameter(torch.zeros_like(whole))
+    expected.grad = whole.clone()
+    norm = float(nn.utils.clip_grad_norm_([expected], 0.5, norm_type))
+    assert [result[0] for result in results] == [pytest.approx(norm, rel=1e-12)] * 3
+    torch.testing.assert_close(
+        torch.cat([result[1] for result in results]), expected.grad, rtol=1e-12, atol=0
+    )
+    for bad in (math.inf, math.nan):  # all ranks hear of it
+        assert not any(math.isfinite(result[0]) for result in cluster_of(3).run(clip, bad))
+
+
+def test_a_norm_type_that_is_none() -> None:
+    for wrong in (0, -1.0, "2", True, math.nan):
+        with pytest.raises(ValueError, match=r"norm_type is .*; give the p of a p-norm"):
+            clip_grad_norm([], 1.0, norm_type=wrong)  # type: ignore[arg-type]
+
+
+def test_what_torch_does_with_gradients_of_all_kinds() -> None:
+    def gradients(of: str) -> list[nn.Parameter]:
+        generator = torch.Generator().manual_seed(1)
+        parameters = [nn.Parameter(torch.zeros(size)) for size in ((3, 4), (0,), ())]
+        for parameter in parameters:
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        assert parameters[0].grad is not None
+        if of != "finite":
+            parameters[0].grad[0, 0] = float(of)
+        return [*parameters, nn.Parameter(torch.zeros(2))]
+
+    for of in ("finite", "inf", "nan"):
+        ours, theirs = gradients(of), gradients(of)
+        norm = clip_grad_norm(ours, 0.5)
+        expected = float(nn.utils.clip_grad_norm_(theirs, 0.5))
+        assert norm == pytest.approx(expected, rel=1e-6, nan_ok=True)
+        for a, b in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(a.grad, b.grad, equal_nan=True)
+    sparse = torch.sparse_coo_tensor([[1, 1]], [3.0, 4.0], (5,), check_invariants=True)
+    assert global_norm([sparse]) == 7.0
+    assert global_norm([]) == 0.0
+    assert global_norm([torch.full((4,), 60000.0, dtype=torch.float16)]) == 120000.0
+    with pytest.raises(ValueError, match="max_norm is -1; give the largest norm"):
+        clip_grad_norm([], -1)

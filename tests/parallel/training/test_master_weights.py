@@ -1,0 +1,177 @@
+"""Master weights: small updates count, and everything that goes by an optimizer goes by the masters."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import minidist as md
+from minidist.model import MLP
+from minidist.model.loss import cross_entropy
+from minidist.parallel.sharding.data_parallel_strategy import Replicated
+from minidist.parallel.training.master_weights import MasterWeights
+from minidist.parallel.training.precision import Precision
+
+SGD = partial(torch.optim.SGD, lr=2.0**-10)
+
+
+def half(seed: int = 0) -> nn.Module:
+    return MLP((6, 5, 3), seed=seed, dtype=torch.float32).bfloat16()
+
+
+def learn(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 1, seed: int = 0) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        inputs = torch.randn(8, 6, generator=generator).bfloat16()
+        optimizer.zero_grad()
+        cross_entropy(model(inputs), torch.arange(8) % 3).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+
+@pytest.mark.parametrize("masters", [True, False])
+def test_small_updates_add_up(masters: bool) -> None:
+    weight = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    optimizer = MasterWeights([weight], SGD) if masters else SGD([weight])
+    for _ in range(16):  # bfloat16's neighbour of 1 is 2^-8 below it
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+    assert weight.tolist() == [1 - 2.0**-6 if masters else 1.0] * 3
+
+
+def test_it_is_the_optimizer_in_float32_and_a_rounding() -> None:
+    model, exact = half(), half().float()
+    optimizer = MasterWeights(model.parameters(), partial(torch.optim.AdamW, lr=0.1))
+    theirs = torch.optim.AdamW(exact.parameters(), lr=0.1)
+    for step in range(5):
+        learn(model, optimizer, seed=step)
+        for ours, parameter in zip(model.parameters(), exact.parameters(), strict=True):
+            assert ours.grad is not None
+            parameter.grad = ours.grad.float()
+        theirs.step()
+        for ours, parameter in zip(model.parameters(), exact.parameters(), strict=True):
+            assert torch.equal(ours, parameter.bfloat16())
+    assert all(master.grad is None for master in optimizer.masters)  # not held between steps
+
+
+def test_learning_rate_schedulers_work() -> None:
+    model = half()
+    optimizer = MasterWeights(model.parameters(), partial(torch.optim.SGD, lr=1.0))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.0)
+    learn(model, optimizer)
+    scheduler.step()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    learn(model, optimizer)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_groups_state_and_closures() -> None:
+    model = half()
+    weights = [p for p in model.parameters() if p.dim() == 2]
+    biases = [p for p in model.parameters() if p.dim() == 1]
+    make = partial(torch.optim.AdamW, lr=0.1)
+    optimizer = MasterWeights(weights, make)
+    optimizer.add_param_group({"params": biases, "lr": 0.0})
+    before = [bias.detach().clone() for bias in biases]
+    learn(model, optimizer, 2)
+    assert all(torch.equal(a, b) for a, b in zip(before, biases, strict=True))
+    assert [len(group["params"]) for group in optimizer.param_groups] == [2, 2]
+
+    again = MasterWeights(weights, make)
+    again.add_param_group({"params": biases})
+    again.load_state_dict(optimizer.state_dict())
+    assert again.param_groups[1]["lr"] == 0.0
+    assert len(again.state) == 4
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = cross_entropy(model(torch.ones(3, 6).bfloat16()), torch.arange(3))
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    assert optimizer.step(closure) > 0
+
+
+def test_frozen_unused_and_other_parameters() -> None:
+    half_one, unused = (nn.Parameter(torch.ones(2, dtype=torch.float16)) for _ in range(2))
+    own = nn.Parameter(torch.ones(2))
+    frozen = nn.Parameter(torch.ones(2, dtype=torch.float16), requires_grad=False)
+    optimizer = MasterWeights([half_one, unused, own, frozen], partial(torch.optim.SGD, lr=0.5))
+    assert optimizer.masters[2] is own  # float32 already
+    half_one.grad, own.grad = torch.ones_like(half_one), torch.ones_like(own)
+    optimizer.factor = 0.5
+    optimizer.step()
+    assert [p.tolist()[0] for p in (half_one, unused, own, frozen)] == [0.75, 1.0, 0.75, 1.0]
+    assert optimizer.factor == 1.0
+
+
+def test_an_optimizer_of_other_parameters() -> None:
+    model = half()
+    with pytest.raises(ValueError, match="did not take the parameters that it was called with"):
+        MasterWeights(model.parameters(), lambda _: torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+class Tied(nn.Module):
+    """Two layers that share one weight, and a statistic."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.second.weight = self.first.weight
+        self.norm = nn.BatchNorm1d(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.norm(self.second(self.first(x)))
+        return out
+
+
+def prepared(seed: int) -> Any:
+    torch.manual_seed(seed)
+    return md.prepare(Tied(), partial(torch.optim.AdamW, lr=0.1), md.Layout(precision="bf16"))
+
+
+def test_chunks_are_the_masters_and_loading_rounds_them() -> None:
+    saved, loaded = prepared(0), prepared(1)
+    inputs, targets = torch.randn(8, 6), torch.arange(8) % 6
+    for _ in range(3):
+        saved.step(inputs, targets)
+    chunks = {chunk.name: chunk for chunk in saved.strategy.chunks()}
+    assert chunks["model.first.weight"].tensor.dtype == torch.float32
+    assert chunks["optimizer.first.weight.exp_avg"].tensor.dtype == torch.float32
+    assert torch.equal(chunks["model.first.weight"].tensor.bfloat16(), saved.model.first.weight)
+    assert not torch.equal(chunks["model.first.weight"].tensor, saved.model.first.weight.float())
+    assert "model.norm.running_mean" in chunks
+
+    state: dict[str, dict[str, Any]] = {}
+    for name, chunk in chunks.items():
+        if name.startswith("optimizer."):
+            parameter, key = name.removeprefix("optimizer.").rsplit(".", 1)
+            state.setdefault(parameter, {})[key] = (chunk.shape, chunk.tensor.dtype)
+    loaded.strategy.load_settings(saved.strategy.settings(), state)
+    for chunk in loaded.strategy.chunks():
+        with torch.no_grad():
+            chunk.tensor.copy_(chunks[chunk.name].tensor)
+    loaded.strategy.loaded()
+    for _ in range(2):
+        assert saved.step(inputs, targets) == loaded.step(inputs, targets)
+    for name, value in saved.full_state_dict().items():
+        assert torch.equal(value, loaded.full_state_dict()[name]), name
+
+
+def test_sixteen_bytes_a_parameter() -> None:
+    model = MLP((6, 5, 3), dtype=torch.float32)
+    elements = sum(parameter.numel() for parameter in model.parameters())
+    precision = Precision("bf16")
+    precision.convert(model)
+    strategy = Replicated(model, partial(torch.optim.AdamW, lr=0.1), master=precision.master)
+    learn(model, strategy.optimizer)
+    held = strategy.held()
+
+    def bytes_of(tensors: Any) -> int:
+        return sum(tensor.nbytes for tensor in tensors if tensor.dim())  # Adam counts steps in a scalar
+
+    assert bytes_of(held.parameters) == bytes_of(held.gradients) == 2 * elements
+    assert bytes_of(held.optimizer) == 12 * elements

@@ -1,0 +1,171 @@
+"""What tensor-parallel ranks draw: the same outside of the parts that they share, other numbers inside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import minidist as md
+from minidist.model import GPT, config
+from minidist.parallel.tensor import parallelize as tensor_parallel
+from minidist.parallel.tensor.parallelize import parallelize
+from minidist.parallel.tensor.plans import plan_for
+from minidist.parallel.tensor.vocabulary import vocab_parallel_cross_entropy
+from minidist.parallel.training.random_state import own_random_state, share_random_state
+from minidist.parallel.training.recompute import recompute
+
+Clusters = Callable[[int], md.Cluster]
+VOCABULARY, TOKENS = 11, 8
+
+
+def gpt() -> GPT:
+    sizes = {"vocabulary": VOCABULARY, "context": TOKENS, "layers": 2, "heads": 4, "width": 16}
+    return GPT(config("byte-tiny", dropout=0.3, **sizes), dtype=torch.float64)
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    text = torch.randint(0, VOCABULARY, (3, TOKENS + 1), generator=torch.Generator().manual_seed(1))
+    return text[:, :-1], text[:, 1:]
+
+
+def test_a_part_of_its_own_draws_its_own_and_leaves_the_common_state(cluster_of: Clusters) -> None:
+    def draw() -> list[Tensor]:
+        torch.manual_seed(md.rank())
+        share_random_state()
+        before = torch.rand(3)
+        with own_random_state():
+            inside = torch.rand(2 + md.rank())[:2]  # as many as it likes
+            with own_random_state():
+                deeper = torch.rand(2)
+        return [before, inside, deeper, torch.rand(3)]
+
+    torch.manual_seed(0)
+    expected = torch.rand(3), torch.randint(2**62, ()), torch.rand(3)
+    first, second = cluster_of(2).run(draw)
+    for before, _, _, after in (first, second):
+        assert torch.equal(before, expected[0])
+        assert torch.equal(after, expected[2])
+    drawn = [*first[1:3], *second[1:3]]
+    assert all(not torch.equal(a, b) for i, a in enumerate(drawn) for b in drawn[:i])
+
+
+def seen_in_a_pass(model: nn.Module) -> tuple[list[Tensor], list[Tensor], list[Tensor | None]]:
+    """In the order of the calls: the random state inside attention, what dropout dropped; the gradients."""
+    inside: list[Tensor] = []
+    dropped: list[Tensor] = []
+    model.get_submodule("layers.1.attention.output").register_forward_pre_hook(
+        lambda *_: inside.append(torch.get_rng_state())
+    )
+    model.get_submodule("layers.1.dropout").register_forward_hook(lambda *call: dropped.append(call[-1] == 0))
+    inputs, targets = batch()
+    torch.manual_seed(3)
+    loss = vocab_parallel_cross_entropy(model(inputs), targets, vocabulary=VOCABULARY)
+    loss.backward()  # type: ignore[no-untyped-call]
+    return inside, dropped, [parameter.grad for parameter in model.parameters()]
+
+
+def train(sequence_parallel: bool, recomputed: Any = False) -> Any:
+    model = gpt()
+    parallelize(model, plan_for(model), sequence_parallel=sequence_parallel)
+    if recomputed is not False:
+        recompute(model, recomputed)
+    return seen_in_a_pass(model)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_masks_differ_where_ranks_have_a_part_and_nowhere_else(
+    cluster_of: Clusters, sequence_parallel: bool
+) -> None:
+    (inside, dropped, _), (inside_2, dropped_2, _) = cluster_of(2).run(train, sequence_parallel)
+    assert len(inside) == len(inside_2) == 1
+    assert not torch.equal(inside[0], inside_2[0])  # each its heads
+    for first, second in zip(dropped, dropped_2, strict=True):  # after attention, and after the MLP
+        assert first.any()
+        assert not first.all()
+        assert first.shape == (3, TOKENS // 2 if sequence_parallel else TOKENS, 16)
+        assert torch.equal(first, second) is not sequence_parallel  # each its tokens
+
+
+@pytest.mark.parametrize("parts", [None, ["layers.*.attention"], ["layers.*.dropout", "layers.1.attention"]])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_what_is_computed_again_drops_the_same(
+    cluster_of: Clusters, sequence_parallel: bool, parts: Any
+) -> None:
+    plain, again = (cluster_of(2).run(train, sequence_parallel, form) for form in (False, parts))
+    for (inside, dropped, grads), (inside_2, dropped_2, grads_2) in zip(plain, again, strict=True):
+        assert len(inside_2) == 2
+        assert all(torch.equal(state, inside[0]) for state in inside_2)
+        assert all(torch.equal(a, b) for a, b in zip(dropped, dropped_2, strict=False))
+        torch.testing.assert_close(grads_2, grads, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_copies_stay_equal_as_their_ranks_start_alike(cluster_of: Clusters, shared: bool) -> None:
+    """Without the first rank's state, a planted fault, they part."""
+
+    def gradient() -> Tensor:
+        torch.manual_seed(md.rank())
+        with pytest.MonkeyPatch.context() as patch:
+            if not shared:
+                patch.setattr(tensor_parallel, "share_random_state", lambda group: None)
+            model = gpt()
+            parallelize(model, plan_for(model))
+        inputs, targets = batch()
+        loss = vocab_parallel_cross_entropy(model(inputs), targets, vocabulary=VOCABULARY)
+        loss.backward()  # type: ignore[no-untyped-call]
+        grad = model.get_parameter("layers.1.attention_norm.weight").grad
+        assert grad is not None
+        return grad
+
+    first, second = cluster_of(2).run(gradient)
+    assert torch.equal(first, second) is shared
+
+
+def test_nothing_is_drawn_in_evaluation(cluster_of: Clusters) -> None:
+    def draw() -> bool:
+        model = gpt()
+        parallelize(model, plan_for(model), sequence_parallel=True)
+        model.eval()
+        state = torch.get_rng_state()
+        model(batch()[0])
+        return torch.equal(torch.get_rng_state(), state)
+
+    assert cluster_of(2).run(draw) == [True, True]
+
+
+class Draws(nn.Module):
+    """Keeps what it draws in a training step, and changes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.drawn.append(float(torch.rand(())))
+        return x
+
+
+@pytest.mark.parametrize(
+    ("layout", "same"), [("dp=2", False), ("pp=2", False), ("cp=2", False), ("tp=2", True)]
+)
+def test_ranks_draw_alike_where_they_compute_the_same(cluster_of: Clusters, layout: str, same: bool) -> None:
+    def step() -> tuple[list[float], float]:
+        torch.manual_seed(5)
+        model = GPT(config("byte-tiny", vocabulary=VOCABULARY, context=TOKENS, layers=2, heads=4, width=16))
+        for place in (1, len(model.layers)):  # in the first stage, and in the last one
+            model.layers.insert(place, Draws())
+        engine = md.prepare(model, partial(torch.optim.SGD, lr=0.1), md.Layout.parse(layout))
+        torch.manual_seed(7)
+        engine.step(*batch())
+        drawn = [one for part in engine.model.modules() if isinstance(part, Draws) for one in part.drawn]
+        return drawn, float(torch.rand(()))
+
+    (first, after), (second, other) = cluster_of(2).run(step)
+    assert len(first) == len(second) == (1 if layout == "pp=2" else 2)
+    assert (first == second) is (layout == "tp=2")
+    assert after == other  # and they go on alike

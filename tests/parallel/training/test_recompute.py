@@ -1,0 +1,207 @@
+"""Recomputation: the same gradients to the last bit, for a fraction of the activations."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import minidist as md
+from minidist.model import GPT, MLP, config
+from minidist.model.loss import cross_entropy
+from minidist.parallel.training.activation_memory import ActivationCounter, saved_activations
+from minidist.parallel.training.recompute import recompute
+from tests.helpers import contract
+
+Clusters = Callable[[int], md.Cluster]
+PARTS = {
+    "whole layers": None,
+    "attention": ["layers.*.attention"],
+    "in one another": ["layers.*", "layers.*.mlp", "layers.?.attention"],
+}
+
+
+def gpt(seed: int, dropout: float = 0.0) -> nn.Module:
+    shape = config("byte-tiny", vocabulary=11, context=8, layers=2, heads=2, width=8, dropout=dropout)
+    return GPT(shape, seed=seed, dtype=torch.float64)
+
+
+def tokens(generator: torch.Generator, count: int) -> tuple[Tensor, Tensor]:
+    text = torch.randint(0, 11, (count, 9), generator=generator)
+    return text[:, :-1], text[:, 1:]
+
+
+def gradients(model: nn.Module, seed: int = 3) -> list[Tensor | None]:
+    """Of one batch, with dropout's draws from the seed."""
+    inputs, targets = tokens(torch.Generator().manual_seed(0), 4)
+    torch.manual_seed(seed)
+    model.zero_grad()
+    cross_entropy(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
+    return [parameter.grad for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("parts", PARTS)
+def test_gradients_are_the_same_with_dropout(parts: str) -> None:
+    plain, recomputed = gpt(0, dropout=0.3), recompute(gpt(0, dropout=0.3), PARTS[parts])
+    expected = gradients(plain)
+    draws = torch.rand(3)
+    torch.testing.assert_close(gradients(recomputed), expected, rtol=0, atol=0)
+    assert torch.equal(torch.rand(3), draws)  # what is drawn next is the same, too
+    assert any(not torch.equal(a, b) for a, b in zip(gradients(plain, seed=4), expected, strict=True))
+
+
+def test_random_state_that_is_not_restored_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted fault."""
+    monkeypatch.setattr(torch, "set_rng_state", lambda state: None)
+    ours, expected = gradients(recompute(gpt(0, dropout=0.3))), gradients(gpt(0, dropout=0.3))
+    assert any(not torch.allclose(a, b) for a, b in zip(ours, expected, strict=True))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_recomputation_meets_the_contract(cluster_of: Clusters, ranks: int, micro_batches: int) -> None:
+    case = contract.Case(gpt, tokens, batches=(12, 13, 7))
+    contract.check(cluster_of(ranks), case, md.Layout(dp=ranks, micro_batches=micro_batches, recompute=True))
+
+
+def test_chosen_parts_meet_the_contract(cluster_of: Clusters) -> None:
+    def model(seed: int) -> nn.Module:
+        return recompute(gpt(seed), ["layers.*.attention"])
+
+    contract.check(cluster_of(2), contract.Case(model, tokens, batches=(12, 13)), md.Layout(dp=2))
+
+
+def test_each_layer_keeps_its_input_alone() -> None:
+    depth, width, rows = 8, 32, 64
+    size = rows * width * 4  # of a layer's input
+    inputs = torch.randn(rows, width)
+
+    def model() -> nn.Module:
+        return MLP((width,) * (depth + 1), dtype=torch.float32)
+
+    plain, recomputed = model(), recompute(model())
+    assert saved_activations(lambda: recomputed(inputs), recomputed) == depth * size
+    for each, peak in ((plain, depth * size), (recomputed, (depth + 1) * size)):
+        with ActivationCounter(each) as counter:
+            each(inputs).sum().backward()
+        assert counter.saved == 0
+        # A ReLU's output is the next layer's input; computed again, it comes on top.
+        assert counter.peak <= peak
+
+
+def test_the_peak_is_an_input_a_layer_and_the_activations_of_one() -> None:
+    text = torch.randint(0, 8, (4, 16))
+    size = text.numel() * 32 * 4  # of the stream
+
+    def count(parts: list[str] | str | None, layers: int = 8) -> int:
+        shape = config("byte-tiny", vocabulary=8, context=16, width=32, heads=2, layers=layers)
+        model = GPT(shape, dtype=torch.float32)
+        if parts != "none":
+            recompute(model, parts)
+        with ActivationCounter(model) as counter:
+            cross_entropy(model(text), text).backward()  # type: ignore[no-untyped-call]
+        assert counter.saved == 0
+        return counter.peak
+
+    block = count("none") - count("none", layers=7)
+    assert block > 15 * size  # 34 B T D bytes at 2 an activation, less dropout's masks
+    whole, parts = count(None), count(["layers.*.attention"])
+    assert count(None) - count(None, layers=7) == size  # what a layer more costs
+    assert whole < 8 * size + 1.3 * block
+    assert whole < parts < count("none")
+
+
+class Normed(nn.Module):
+    """Layers with statistics, which training changes."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layers = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 3)).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layers(x)
+        return out
+
+
+def test_statistics_change_once() -> None:
+    inputs = torch.randn(5, 6, dtype=torch.float64)
+    states = []
+    for model in (Normed(0), recompute(Normed(0))):
+        for _ in range(2):
+            model(inputs).sum().backward()
+        states.append(model.state_dict())
+    torch.testing.assert_close(*states, rtol=0, atol=0)
+    assert states[1]["layers.1.num_batches_tracked"] == 2
+
+
+def test_names_copies_and_pickles_stay() -> None:
+    model = recompute(recompute(gpt(0)))
+    assert model.state_dict().keys() == gpt(0).state_dict().keys()
+    expected = gradients(gpt(0))
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(float("nan"))  # the copy must not compute with it
+        torch.testing.assert_close(gradients(other), expected, rtol=0, atol=0)
+        model = recompute(gpt(0))
+
+
+def test_nothing_is_kept_without_gradients() -> None:
+    model = recompute(gpt(0))
+    inputs, _ = tokens(torch.Generator().manual_seed(0), 2)
+    with torch.no_grad(), ActivationCounter(model) as counter:
+        assert not model(inputs).requires_grad
+    assert counter.peak == 0
+
+
+class Keywords(nn.Module):
+    """A layer that is called with a keyword."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Scaled(), Scaled()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, factor=2.0)
+        return x
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor, factor: float) -> Tensor:
+        return torch.tanh(x * self.weight * factor)
+
+
+def test_layers_may_take_keywords() -> None:
+    results = []
+    for model in (Keywords(), recompute(Keywords())):
+        model(torch.ones(2, 3)).sum().backward()
+        results.append([parameter.grad for parameter in model.parameters()])
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("model", "parts", "text"),
+    [
+        (
+            partial(gpt, 0),
+            "layer.*",
+            r"unknown part 'layer.\*': did you mean 'layers.\*'\? known are layers, ",
+        ),
+        (partial(gpt, 0), ["layers.*", "layers.*.atention"], r"did you mean 'layers.\*.attention'"),
+        (partial(nn.Linear, 2, 2), None, "a Linear has no ModuleList or Sequential whose layers"),
+    ],
+)
+def test_parts_that_are_not_there(model: Callable[[], nn.Module], parts: list[str], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        recompute(model(), parts)

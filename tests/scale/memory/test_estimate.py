@@ -1,0 +1,565 @@
+"""What training takes, reckoned beforehand, against what ranks count; what fits; and the papers' figures."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import minidist as md
+from minidist.model import GPT, BERTConfig, GPTConfig, config, cross_entropy
+from minidist.model.configs import CONFIGS
+from minidist.model.sampler import Sampler
+from minidist.parallel.contract.memory_report import Memory
+from minidist.parallel.flat import buckets
+from minidist.parallel.training.activation_memory import ActivationCounter
+from minidist.parallel.training.recompute import recompute
+from minidist.scale.memory import estimates, parameter_sizes, plot, saved_activations, state_bytes
+from minidist.scale.memory.__main__ import main
+from minidist.scale.memory.estimates import Estimate, estimate
+from minidist.scale.memory.largest_batch import fits, heading, parse_bytes, table, ways
+
+Clusters = Callable[[int], md.Cluster]
+ADAMW = partial(torch.optim.AdamW, lr=1e-3)
+DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
+TINY = GPTConfig(vocabulary=61, context=24, layers=3, heads=4, width=32)
+SHAPES = [
+    TINY,
+    replace(TINY, layers=1, width=24, heads=2, tied=False),
+    GPTConfig(context=32, layers=2, heads=3, width=48),
+]
+
+
+# The papers' figures.
+
+
+@pytest.mark.parametrize(("stage", "gigabytes"), [(0, "120"), (1, "31.4"), (2, "16.6"), (3, "1.9")])
+def test_the_zero_papers_table(stage: int, gigabytes: str) -> None:
+    # 7.5 B parameters on 64 ranks, mixed precision, Adam: figure 1.
+    found = estimate(7.5e9, md.Layout(dp=64, zero=stage, precision="bf16")).total / 1e9
+    assert f"{found:.{len(gigabytes.partition('.')[2])}f}" == gigabytes
+
+
+def test_weights_of_bert() -> None:
+    assert estimate("bert-tiny").parameters == pytest.approx(17.5e6, rel=0.01)
+    assert estimate("bert-base").parameters == pytest.approx(438e6, rel=0.01)
+    assert config("bert-base-mlm").parameters() == 109_514_298  # as published with a masked-LM head alone
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_block_is_what_the_formula_of_korthikanti_says(precision: str) -> None:
+    # 34 s b h without two masks of one byte, which is 32; the statistics and log-sums are what is left out.
+    shape = CONFIGS["gpt3-2.7b"]
+    found = saved_activations.Saved(shape, 4, 2048, 2).block() / (4 * 2048 * shape.width)
+    assert 32 <= found < 32.1
+    math = (
+        saved_activations.Saved(shape, 4, 2048, 2, attention="math").block()
+        - saved_activations.Saved(shape, 4, 2048, 2).block()
+    )
+    assert math > 4 * shape.heads * 2048**2 * 4  # the softmax in float32 alone
+
+
+# Parameters, layer by layer.
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("tied", [True, False])
+def test_layers_have_all_parameters(name: str, tied: bool) -> None:
+    shape = config(name)
+    shape = replace(shape, tied=tied) if isinstance(shape, GPTConfig) else shape
+    assert sum(map(sum, parameter_sizes.layers(shape))) == shape.parameters()
+
+
+def test_layers_are_those_of_the_module() -> None:
+    for shape in SHAPES:
+        model, known = GPT(shape, device="meta"), set[int]()
+        for layer, sizes in zip(model.layers, parameter_sizes.layers(shape), strict=True):
+            new = [p for p in layer.parameters() if id(p) not in known]
+            known |= set(map(id, new))
+            assert sorted(p.numel() for p in new) == sorted(sizes)
+
+
+def test_tensor_parallel_ranks_and_stages_have_all_parameters_together() -> None:
+    shape = config("gpt2-small", vocabulary=50304)
+    whole = shape.parameters()
+    stages = [
+        sum(map(sum, parameter_sizes.layers(shape, parameter_sizes.Place(pp=5, stage=stage))))
+        for stage in range(5)
+    ]
+    assert sum(stages) == whole + 50304 * 768  # the last stage's copy of the tied matrix
+    whole_on_each = 12 * 6 * 768 + 1024 * 768 + 2 * 768  # norms, biases of the projections, positions
+    assert (
+        sum(map(sum, parameter_sizes.layers(shape, parameter_sizes.Place(tp=4))))
+        == (whole - whole_on_each) // 4 + whole_on_each
+    )
+
+
+# Activations, against what autograd saves.
+
+
+def saved_by(shape: GPTConfig, precision: str, rows: int, again: bool) -> int:
+    """Peak of a forward and a backward pass."""
+    model: nn.Module = GPT(shape, dtype=DTYPES[precision])
+    if again:
+        recompute(model)
+    tokens = torch.randint(0, shape.vocabulary, (rows, shape.context))
+    with ActivationCounter(model, [tokens]) as counter:
+        cross_entropy(model(tokens), torch.zeros_like(tokens)).backward()
+    return counter.peak
+
+
+@pytest.mark.parametrize("precision", DTYPES)
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_byte_of_the_activations(shape: GPTConfig, dropout: float, precision: str) -> None:
+    shape = replace(shape, dropout=dropout)
+    for rows in (1, 5):
+        expected = estimate(shape, None, precision, (rows, shape.context)).activations
+        assert saved_by(shape, precision, rows, again=False) == expected
+
+
+@pytest.mark.parametrize("precision", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_recomputed_activations(shape: GPTConfig, precision: str) -> None:
+    layout = md.Layout(recompute=True)
+    for rows in (1, 5):
+        expected = estimate(shape, layout, precision, (rows, shape.context)).activations
+        assert saved_by(shape, precision, rows, again=True) == expected
+
+
+class Bert(nn.Module):
+    """Layers with the parts of BERT: norms after each residual step; the tied matrix of a masked-LM head."""
+
+    def __init__(self, shape: BERTConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        with torch.device("cpu"):
+            first, last = BertEmbedding(shape), BertHead(shape)
+            self.layers = nn.ModuleList([first, *(BertBlock(shape) for _ in range(shape.layers)), last])
+        if last.scores is not None:
+            last.scores.weight = first.token.weight
+        self.to(dtype)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = tokens
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class BertEmbedding(nn.Module):
+    def __init__(self, shape: BERTConfig) -> None:
+        super().__init__()
+        sizes = (shape.vocabulary, shape.context, shape.segments)
+        self.token, self.position, self.segment = (nn.Embedding(size, shape.width) for size in sizes)
+        self.norm = nn.LayerNorm(shape.width)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        positions = self.position(torch.arange(tokens.shape[1]))
+        return self.norm(self.token(tokens) + positions + self.segment.weight[0])  # type: ignore[no-any-return]
+
+
+class BertBlock(nn.Module):
+    def __init__(self, shape: BERTConfig) -> None:
+        super().__init__()
+        d = shape.width
+        self.heads = shape.heads
+        self.query, self.key, self.value, self.output = (nn.Linear(d, d) for _ in range(4))
+        self.up, self.down = nn.Linear(d, 4 * d), nn.Linear(4 * d, d)
+        self.attention_norm, self.mlp_norm = nn.LayerNorm(d), nn.LayerNorm(d)
+
+    def forward(self, x: Tensor) -> Tensor:
+        def heads(map_: nn.Module) -> Tensor:
+            return map_(x).unflatten(2, (self.heads, -1)).transpose(1, 2)  # type: ignore[no-any-return]
+
+        mixed = functional.scaled_dot_product_attention(heads(self.query), heads(self.key), heads(self.value))
+        x = self.attention_norm(x + self.output(mixed.transpose(1, 2).flatten(2)))
+        return self.mlp_norm(x + self.down(functional.gelu(self.up(x))))  # type: ignore[no-any-return]
+
+
+class BertHead(nn.Module):
+    def __init__(self, shape: BERTConfig) -> None:
+        super().__init__()
+        self.map = nn.Linear(shape.width, shape.width)
+        self.norm = nn.LayerNorm(shape.width) if shape.generates else None
+        self.scores = nn.Linear(shape.width, shape.vocabulary) if shape.generates else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.norm is None or self.scores is None:
+            return torch.tanh(self.map(x[:, 0]))
+        return self.scores(self.norm(functional.gelu(self.map(x))))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("precision", DTYPES)
+@pytest.mark.parametrize("head", ["pooler", "masked_lm"])
+def test_every_byte_of_a_bert(head: str, precision: str, again: bool) -> None:
+    for layers, heads, width in ((3, 4, 32), (1, 2, 24)):
+        shape = BERTConfig(vocabulary=61, context=24, layers=layers, heads=heads, width=width, head=head)
+        model = Bert(shape, DTYPES[precision])
+        for layer, sizes in zip(model.layers, parameter_sizes.layers(shape), strict=True):
+            shared = layer.scores.weight.numel() if head == "masked_lm" and isinstance(layer, BertHead) else 0
+            assert sum(p.numel() for p in layer.parameters()) - shared == sum(sizes)
+        assert sum(p.numel() for p in model.parameters()) == shape.parameters()
+        if again:
+            recompute(model)
+        for rows in (1, 5):
+            tokens = torch.randint(0, 61, (rows, 24))
+            with ActivationCounter(model, [tokens]) as counter:
+                outputs = model(tokens)
+                loss = cross_entropy(outputs, torch.zeros_like(tokens)) if shape.generates else outputs.sum()
+                loss.backward()
+            expected = estimate(shape, md.Layout(recompute=again), precision, (rows, 24)).activations
+            assert counter.peak == expected
+
+
+# All of it, against what engines count.
+
+
+def trained(shape: GPTConfig, layout: md.Layout, rows: int = 5) -> Memory:
+    """What this rank counts after two steps on a global batch of that many rows."""
+    engine = md.prepare(GPT(shape), ADAMW, layout)
+    text = torch.randint(0, shape.vocabulary, (rows, shape.context + 1), generator=torch.Generator())
+    own = Sampler(rows, rows, rank=engine.data_rank, ranks=engine.data_ranks).share(0)
+    for _ in range(2):
+        engine.step(text[own, :-1].contiguous(), text[own, 1:].contiguous())
+    return engine.memory()
+
+
+def check(found: Memory, expected: Estimate) -> None:
+    """To 1% for each part of the states, and 10% for the activations."""
+    for part in ("parameters", "gradients", "optimizer"):
+        assert getattr(found, part) == pytest.approx(getattr(expected, part), rel=0.01), part
+    assert found.activations == pytest.approx(expected.activations, rel=0.1)
+    assert found.buffers == expected.buffers == 0
+
+
+FORMS = (("fp32", False), ("fp32", True), ("bf16", True))
+"""Precision, and whether activations are recomputed."""
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("stage", range(4))
+def test_engines_count_what_was_reckoned(cluster_of: Clusters, stage: int, ranks: int) -> None:
+    shape = SHAPES[ranks % len(SHAPES)]
+    layouts = [md.Layout(ranks, zero=stage, precision=p, recompute=again) for p, again in FORMS]
+
+    def train() -> list[Memory]:
+        return [trained(shape, layout) for layout in layouts]
+
+    for rank, found in enumerate(cluster_of(ranks).run(train)):
+        for layout, each in zip(layouts, found, strict=True):
+            check(each, estimate(shape, layout, batch=(5, shape.context), rank=rank))
+
+
+@pytest.mark.parametrize("layout", ["dp=2,micro_batches=3", "dp=2,zero=2,micro_batches=2"])
+def test_micro_batches(cluster_of: Clusters, layout: str) -> None:
+    chosen = md.Layout.parse(layout)
+    for rank, found in enumerate(cluster_of(2).run(trained, TINY, chosen, 9)):
+        check(found, estimate(TINY, chosen, batch=(9, TINY.context), rank=rank))
+
+
+def test_other_optimizers(cluster_of: Clusters) -> None:
+    for name, optimizer in (
+        ("momentum", partial(torch.optim.SGD, lr=0.1, momentum=0.9)),
+        ("sgd", partial(torch.optim.SGD, lr=0.1)),
+    ):
+
+        def train(optimizer: Callable[..., torch.optim.Optimizer] = optimizer) -> Memory:
+            engine = md.prepare(GPT(TINY), optimizer, md.Layout(dp=2, zero=1))
+            engine.step(torch.zeros(2, 24, dtype=torch.int64), torch.zeros(2, 24, dtype=torch.int64))
+            return engine.memory()
+
+        expected = estimate(TINY, md.Layout(dp=2, zero=1), batch=(4, 24), optimizer=name)
+        for found in cluster_of(2).run(train):
+            check(found, expected)
+
+
+def test_buckets_are_those_of_the_reducer() -> None:
+    shape = config("gpt2-small", layers=3, vocabulary=9001)
+    parameters = [*GPT(shape, device="meta").parameters()]
+    parts = buckets.cut(parameters, reversed(range(len(parameters))), state_bytes.BUCKET)
+    expected = [sum(parameters[place].numel() for place in places) for places in parts]
+    sizes = [size for layer in parameter_sizes.layers(shape) for size in layer]
+    assert len(expected) > 3
+    assert state_bytes.cut(reversed(sizes), state_bytes.BUCKET // 4) == expected
+
+
+FAULTS: dict[str, Callable[[state_bytes.States], state_bytes.States]] = {
+    "no gradients": lambda found: replace(found, gradients=0),
+    "whole optimizer": lambda found: replace(found, optimizer=2 * found.optimizer),
+    "gradients of half the width": lambda found: replace(found, gradients=found.gradients // 2),
+    "parameters of another layout": lambda found: replace(found, parameters=found.parameters // 2),
+}
+
+
+@pytest.fixture(scope="module")
+def measured(cluster_of: Clusters) -> Memory:
+    """Stage 1 on two ranks."""
+    found: Memory = cluster_of(2).run(trained, TINY, md.Layout(dp=2, zero=1))[0]
+    return found
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_in_the_states_is_caught(
+    measured: Memory, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    whole = estimates.held
+    expected = partial(estimate, TINY, md.Layout(dp=2, zero=1), batch=(5, 24), rank=0)
+    check(measured, expected())
+    monkeypatch.setattr(estimates, "held", lambda *given: FAULTS[fault](whole(*given)))
+    with pytest.raises(AssertionError):
+        check(measured, expected())
+
+
+@pytest.mark.parametrize("part", ["loss", "head", "block", "embedding"])
+def test_activations_left_out_are_caught(
+    measured: Memory, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    monkeypatch.setattr(estimates, "_activations", estimates._activations.__wrapped__)  # which keeps nothing
+    monkeypatch.setattr(saved_activations.Saved, part, lambda _: 0)
+    expected = estimate(TINY, md.Layout(dp=2, zero=1), batch=(5, 24), rank=0).activations
+    if part in ("block", "head"):  # what the others save is within the tolerance of engines, not of a byte
+        assert measured.activations != pytest.approx(expected, rel=0.1 if part == "block" else 0.01)
+    assert saved_by(TINY, "fp32", 5, again=False) != estimate(TINY, batch=(5, 24)).activations
+
+
+# Arguments.
+
+
+def test_precision_is_the_layouts_unless_given() -> None:
+    layout = md.Layout(dp=4, zero=2, precision="fp16")
+    assert estimate(10**6, layout) == estimate(10**6, md.Layout(dp=4, zero=2), "bf16")
+    assert estimate(10**6, layout, "fp32").total == 4 * 10**6 + 12 * 10**6 // 4
+
+
+def counted(shape: GPTConfig, layout: md.Layout) -> Memory:
+    """After a step on 8 rows in all."""
+    engine = md.prepare(GPT(shape), ADAMW, layout)
+    tokens = torch.randint(0, shape.vocabulary, (8 // engine.data_ranks, shape.context))
+    for _ in range(2):
+        engine.step(tokens, torch.zeros_like(tokens))
+    return engine.memory()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "dp=2,tp=2,zero=1",
+        "tp=2,pp=2,micro_batches=3",
+        "tp=2,cp=2,sequence_parallel=true,zero=3",
+        "cp=2,pp=2,micro_batches=2,recompute=true",
+        "dp=2,pp=2,micro_batches=4,schedule=interleaved,chunks=2,zero=1",
+        "pp=4,micro_batches=8,schedule=gpipe",
+    ],
+)
+def test_bytes_of_every_rank_of_a_mesh(cluster_of: Clusters, text: str) -> None:
+    layout = md.Layout.parse(text)
+    for rank, found in enumerate(cluster_of(4).run(counted, TINY, layout)):
+        expected = estimate(TINY, layout, batch=(8, TINY.context), rank=rank)
+        for part in ("parameters", "gradients", "optimizer", "activations"):
+            assert getattr(found, part) == pytest.approx(getattr(expected, part), rel=0.01), part
+
+
+def test_no_rank_is_the_fullest() -> None:
+    layout = md.Layout(dp=2, pp=3, micro_batches=4, precision="bf16")
+    shape = config("byte-small", layers=6)
+    each = [estimate(shape, layout, batch=(8, 128), rank=rank) for rank in range(6)]
+    assert estimate(shape, layout, batch=(8, 128)) == max(each, key=lambda found: found.peak)
+    # 1F1B: the first stage holds three micro-batches, the middle one two.
+    assert each[0].activations / each[2].activations == pytest.approx(3 / 2, rel=0.01)
+
+
+def test_tensor_parallelism_divides_what_the_paper_says() -> None:
+    shape = config("gpt3-2.7b")
+    one, four = (
+        saved_activations.Saved(shape, 1, 2048, 2, place=parameter_sizes.Place(ranks)).block() / (2048 * 2560)
+        for ranks in (1, 4)
+    )
+    # (10 + 24 / t) s b h of equation 2, without the masks of 2.
+    assert one == pytest.approx(8 + 24, rel=0.01)
+    assert four == pytest.approx(8 + 24 / 4, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        (("gpt2-smal",), ValueError, "unknown model 'gpt2-smal': did you mean 'gpt2-small'"),
+        ((None,), TypeError, "config is None; give a GPTConfig"),
+        ((-1,), ValueError, "config is -1 parameters"),
+        ((10, md.Layout(tp=2)), ValueError, "for tp, pp and cp a model's shape"),
+        ((TINY, md.Layout(tp=5)), ValueError, "tp is 5 in the layout and heads are 4; give at most that"),
+        (
+            (TINY, md.Layout(pp=6)),
+            ValueError,
+            "pp is 6 with chunks=1 in the layout, and 3 blocks and two ends",
+        ),
+        (("gpt2-small", md.Layout(pp=15)), ValueError, "pp is 15 with chunks=1 in the layout, and 12 blocks"),
+        ((TINY, None, "fp8"), ValueError, "unknown precision 'fp8'"),
+        (
+            (TINY, None, None, (1, 25)),
+            ValueError,
+            "batch is 1 rows of 25 tokens; give rows, none or more",
+        ),
+        ((TINY, None, None, -1), ValueError, "batch is -1 rows"),
+    ],
+)
+def test_wrong_arguments(arguments: tuple[object, ...], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        estimate(*arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("layout", ["dp=2", 2, {"dp": 2}]),
+        ("batch", ["8", [8, 128], (8,), (8, 16, 1), (8, 1.5), (1.5, 8), 1.5, True, (True, 8), None]),
+        ("rank", ["0", 0.0, False, [0]]),
+    ],
+)
+def test_arguments_of_the_wrong_type(name: str, values: list[Any]) -> None:
+    for value in values:
+        with pytest.raises(TypeError, match=re.escape(f"{name} is {value!r}; give ")):
+            estimate("bert-tiny", **{name: value})
+
+
+def test_more_wrong_arguments() -> None:
+    with pytest.raises(ValueError, match="rank is 1; give 0 to 0, a rank of the layout"):
+        estimate(TINY, rank=1)
+    with pytest.raises(ValueError, match="unknown optimizer 'adan': did you mean 'adam'"):
+        estimate(TINY, optimizer="adan")
+    with pytest.raises(ValueError, match="unknown attention 'flash'"):
+        estimate(TINY, attention="flash")
+
+
+# What fits.
+
+
+def test_the_largest_batch_fits_and_one_row_more_does_not() -> None:
+    budget = 16 * 10**9
+    for fit in fits(budget, ["bert-base", "gpt2-large"]):
+        for rows in {fit.rows, fit.rows + 1} - {0}:
+            peak = estimate(fit.config, fit.layout, batch=(rows * fit.layout.dp, fit.tokens)).peak
+            assert (peak <= budget) == (rows <= fit.rows)
+        assert fit.memory.peak <= budget or not fit.rows
+        assert fit.batch == fit.rows * fit.layout.dp
+
+
+def test_what_fits_in_16_gb() -> None:
+    found = {(fit.name, heading(fit.layout)): fit.rows for fit in fits(16 * 10**9)}
+    assert found["bert-base", "fp32"] > found["bert-base-mlm", "fp32"] > 0
+    assert found["gpt2-xl", "fp32"] == found["gpt2-xl", "bf16"] == found["gpt2-xl", "bf16\nrecompute"] == 0
+    assert found["gpt2-xl", "8 ranks\nbf16\nrecompute\nZeRO-1"] > 0
+    assert found["gpt3-175b", "8 ranks\nbf16\nrecompute\nZeRO-3"] == 0
+    for shape in ("bert-large", "gpt2-medium"):
+        rows = [found[shape, heading(layout)] for layout in ways()]
+        assert rows == sorted(rows), "each measure makes room for more rows"
+
+
+def test_shapes_and_layouts_of_ones_own() -> None:
+    (fit,) = fits(10**9, [TINY], [md.Layout(dp=3, zero=1)], tokens=5000)
+    assert (fit.name, fit.tokens, fit.batch) == ("3 layers of 32", 24, 3 * fit.rows)
+    (none,) = fits(1000, [TINY], [md.Layout()])
+    assert none.rows == none.batch == 0
+    assert none.memory.peak > 1000
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("16GB", 16 * 10**9),
+        ("16 GiB", 2**34),
+        (" 1.5mb ", 1500000),
+        ("2048", 2048),
+        ("3e9", 3 * 10**9),
+    ],
+)
+def test_bytes_are_read(text: str, expected: int) -> None:
+    assert parse_bytes(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "GB", "16XB", "-1GB", "0", "nan", "inf GB", "1 2GB", "16"])
+def test_what_are_no_bytes(text: str) -> None:
+    with pytest.raises(ValueError, match="give bytes such as 16GB"):
+        parse_bytes(text)
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "memory.png"
+    assert main(["--models", "bert-tiny,gpt3-175b", "--ranks", "4", "--plot", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "Rows that fit in 16.0 GB" in out
+    assert "none of these" in out
+    assert path.stat().st_size > 10_000
+    for wrong in ("--budget much", "--models bert", "--models ,", "--tokens 0", "--ranks 0"):
+        assert main(wrong.split()) == 2
+        assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_a_million_ranks_take_no_longer(capsys: pytest.CaptureFixture[str]) -> None:
+    """Ranks of a stage are alike, so that none is walked; walking these would take minutes."""
+    many, few = (estimate("bert-tiny", md.Layout(dp=ranks, zero=3)) for ranks in (10**12, 10**3))
+    assert many.parameters < few.parameters
+    assert main(["--ranks", "1000000000000", "--models", "bert-tiny"]) == 0
+
+
+def test_a_budget_without_end_has_its_own_answer() -> None:
+    small, large = (fits(budget, ["bert-tiny"], [md.Layout()])[0] for budget in (10**15, 10**30))
+    assert large.memory.peak <= 10**30
+    assert large.rows == pytest.approx(small.rows * 10**15, rel=1e-3), "it is where the search ended"
+    cells = [*table([large], 10**30).columns[3].cells]
+    assert cells == [f"{large.rows:.2e}"]
+
+
+def test_a_model_given_twice_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--models", "bert-tiny"]) == 0
+    once = capsys.readouterr().out
+    assert main(["--models", "bert-tiny,bert-tiny"]) == 0
+    assert capsys.readouterr().out == once
+    drawn = table(fits(10**9, ["bert-tiny", "bert-tiny"], [md.Layout()]), 10**9)
+    assert (drawn.row_count, len(drawn.columns)) == (1, 5)
+
+
+@pytest.mark.parametrize("name", ["", "folder/", "folder"])
+def test_a_figure_goes_to_a_file(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "folder").mkdir()
+    path = name and f"{tmp_path}/{name}"
+    assert main(["--models", "bert-tiny", "--plot", path]) == 2
+    assert f"error: plot to {path!r}, which is " in capsys.readouterr().err
+    with pytest.raises(ValueError, match="give a file, such as memory"):
+        plot({"a": Memory(1, 1, 1, 1, 1)}, path)
+    assert not [*(tmp_path / "folder").iterdir()]
+
+
+def test_a_table_of_some_fits() -> None:
+    drawn = table(fits(10**9, ["bert-tiny", "bert-large"], [md.Layout()]), 10**9)
+    assert drawn.row_count == 2
+
+
+# The figure.
+
+
+def test_bars_have_the_heights_of_the_parts() -> None:
+    bars = {"stage 0": Memory(4, 3, 2, 1, 0), "stage 1": Memory(4, 0, 2, 0, 5)}
+    axes = plot(bars)
+    heights = sorted(patch.get_height() for patch in axes.patches)
+    assert heights == [1, 2, 2, 3, 4, 4, 5]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["stage 0", "stage 1"]
+    assert axes.get_ylabel() == "B on each rank"
+    beside = plot(bars, measured={"stage 1": Memory(4, 0, 2, 0, 5)})
+    assert len(beside.patches) == 10
+
+
+def test_what_cannot_be_drawn() -> None:
+    with pytest.raises(ValueError, match="estimates are for nothing"):
+        plot({})
+    with pytest.raises(ValueError, match="measured for b"):
+        plot({"a": Memory(1, 1, 1, 1, 1)}, measured={"b": Memory(1, 1, 1, 1, 1)})
+    plot({"empty": Memory(0, 0, 0, 0, 0)})

@@ -1,0 +1,288 @@
+"""Plans: verdicts about memory are `estimate`'s, refusals `prepare`'s, answers a person's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+import minidist as md
+from minidist.cli import plan as cli_plan
+from minidist.cli.commands import main
+from minidist.comm.launching.cluster import Cluster
+from minidist.model import GPT
+from minidist.model.configs import CONFIGS
+from minidist.parallel.contract.memory_report import size
+from minidist.parallel.pipeline import simulation
+from minidist.scale.dry_run.run import dryrun
+from minidist.scale.memory import estimate, estimates, fits
+from minidist.scale.planning import report, trial
+from minidist.scale.planning.candidates import Refused, candidates
+from minidist.scale.planning.planner import MEANINGFUL, Plan, family_of, plan, seconds
+from minidist.scale.time import pipeline_time
+from minidist.scale.time.hardware import HARDWARE
+
+GB = 10**9
+ADAMW = partial(torch.optim.AdamW, lr=1e-3)
+
+
+@pytest.fixture(scope="module")
+def large() -> Plan:
+    """bert-large on 8 ranks of 16 GB."""
+    return plan("bert-large", ranks=8, memory=16 * GB, batch=64)
+
+
+@pytest.fixture(scope="module")
+def xl() -> Plan:
+    """gpt2-xl on the same."""
+    return plan("gpt2-xl", ranks=8, memory=16 * GB, batch=8)
+
+
+def test_memory_is_what_estimate_says(large: Plan, xl: Plan) -> None:
+    for found in (large, xl):
+        question = found.question
+        for each in [*found.fitting, *found.too_large]:
+            expected = estimate(question.name, each.layout, batch=question.batch)
+            assert each.memory == expected
+            assert (each.step is not None) == (expected.peak <= question.memory)
+            assert each.layout.ranks == 8
+        assert found.fitting
+    assert xl.too_large
+
+
+def test_plain_data_parallelism_is_the_first_answer_where_it_is_enough(large: Plan) -> None:
+    assert large.answer is not None
+    assert family_of(large.answer.layout) == "plain"
+    assert report.answer(large).startswith("Plain data parallelism is enough: dp=8")
+    fastest = min(map(seconds, large.fitting))
+    assert seconds(large.answer) * (1 - MEANINGFUL) <= fastest
+    times = [*map(seconds, large.fitting[1:])]
+    assert times == sorted(times)
+    said = " ".join(report.reasons(large))
+    least = size(large.least("plain")[1].peak)  # type: ignore[index]
+    assert f"Sharding (ZeRO) {'takes' if 'ZeRO) takes' in said else 'would save'}" in said
+    assert (
+        f"it earns its keep below {least} a rank, where plain data parallelism alone no longer fits" in said
+    )
+
+
+def test_a_model_of_a_billion_and_a_half_needs_sharding(xl: Plan) -> None:
+    assert xl.answer is not None
+    assert family_of(xl.answer.layout) == "sharded"
+    assert xl.best("plain") is None
+    assert "Plain data parallelism does not fit" in report.reasons(xl)[1]
+    # As the table of what fits says: half precision and recomputation are not enough, ZeRO is.
+    found = fits(16 * GB, ["gpt2-xl"])
+    assert [fit.rows > 0 for fit in found if fit.layout.ranks == 1] == [False] * 3
+    assert [fit.rows > 0 for fit in found if fit.layout.zero] == [True] * 3
+    assert any(
+        line.startswith("1 layout of plain data parallelism: at the least") for line in report.unfit(xl)
+    )
+
+
+def test_a_planted_fault_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Whoever forgets the optimizer's state calls plain data parallelism enough.
+    from minidist.scale.planning.candidates import Question
+
+    whole = Question.estimate
+
+    def forgetful(self: Question, layout: md.Layout) -> Any:
+        return replace(whole(self, layout), optimizer=0, transient=0)
+
+    monkeypatch.setattr(Question, "estimate", forgetful)
+    found = plan("gpt2-xl", ranks=2, memory=16 * GB, batch=4)
+    assert found.best("plain") is not None
+    assert any(
+        each.memory != estimate("gpt2-xl", each.layout, batch=found.question.batch) for each in found.fitting
+    )
+
+
+def test_no_schedule_is_proven_again_for_a_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Proofs took two thirds of the time to plan gpt2-xl on 64 ranks.
+    made: list[Any] = []
+    by_name = estimates.by_name
+    monkeypatch.setattr(simulation, "check", lambda schedule: pytest.fail("a schedule is checked"))
+    monkeypatch.setattr(estimates, "by_name", lambda *form: made.append(form) or by_name(*form))
+    for kept in (estimates.schedule_of, estimates._moments, estimates._activations, pipeline_time.passes_of):
+        kept.cache_clear()
+    found = plan("gpt2-small", ranks=8, hardware="h100", batch=32)
+    cut = [each.layout for each in found.fitting if each.layout.pp > 1]
+    forms = {(each.schedule, each.pp, each.micro_batches, each.chunks) for each in cut}
+    assert set(made) >= forms
+    assert max(made.count(form) for form in forms) <= 2
+    assert len(cut) > 3 * len(made)
+
+
+def test_a_bert_is_planned_as_a_dry_run_takes_it(large: Plan) -> None:
+    assert not any(each.layout.cp > 1 or each.layout.sequence_parallel for each in large.fitting)
+    assert not any(each.layout.cp > 1 or each.layout.sequence_parallel for each in large.too_large)
+    for fields in ("cp=8", "dp=4,tp=2,sequence_parallel=True"):
+        with pytest.raises(ValueError, match="a BERT is not cut by tokens here") as error:
+            dryrun("bert-large", md.Layout.parse(fields), 64)
+        assert str(error.value) in [each.reason for each in large.refused]
+    assert any(each.layout.cp > 1 for each in plan("gpt2-small", ranks=2, memory=16 * GB, batch=2).fitting)
+
+
+def test_slow_links_make_tensor_parallelism_wait() -> None:
+    machine = HARDWARE["t4"]
+    found = plan("gpt2-small", ranks=2, hardware=machine, batch=16)
+    assert found.answer is not None
+    assert family_of(found.answer.layout) == "plain"
+    tensor = found.best("tensor")
+    assert tensor is not None
+    assert seconds(tensor) > 1.05 * seconds(found.answer)
+    assert "Tensor parallelism takes" in " ".join(report.reasons(found))
+
+
+def test_one_rank_and_what_fits_nowhere() -> None:
+    one = plan("gpt2-small", ranks=1, memory=16 * GB, batch=8)
+    assert report.answer(one).startswith("One rank is enough: ")
+    assert report.reasons(one) == []
+    nowhere = plan("gpt3-175b", ranks=2, memory=16 * GB, batch=2)
+    assert nowhere.answer is None
+    assert "gpt3-175b does not fit on 2 ranks of 16.0 GB: the smallest layout" in report.answer(nowhere)
+    assert plan("bert-tiny", ranks=3, memory=GB, batch=2).too_large == []  # two rows for three ranks: refused
+
+
+def test_gpus_train_in_half_precision_and_processors_in_float32_unless_asked() -> None:
+    for name, precision in (("cpu-xeon-8480", "fp32"), ("h100", "bf16"), ("v100-16gb", "fp16")):
+        found = plan("byte-tiny", ranks=1, hardware=name, batch=2)
+        assert {each.layout.precision for each in found.fitting} == {precision}
+    asked = plan("byte-tiny", ranks=1, hardware="cpu-xeon-8480", batch=2, precision="bf16")
+    assert {each.layout.precision for each in asked.fitting} == {"bf16"}
+
+
+def forms(ranks: int) -> tuple[list[md.Layout], list[str]]:
+    """Layouts of byte-tiny that fit, without those that differ in micro-batches alone, and those refused."""
+    question = plan("byte-tiny", ranks=1, memory=GB, hardware="cpu-xeon-8480", batch=8).question
+    taken, refused = {}, []
+    for each in candidates(replace(question, ranks=ranks)):
+        if isinstance(each, Refused):
+            refused.append(each.fields)
+        else:
+            taken[str(replace(each.layout, micro_batches=1))] = each.layout
+    return [*taken.values()], refused
+
+
+def prepared(layouts: list[str], refused: list[str]) -> list[str]:
+    """On each rank: layouts of the first that `prepare` refuses, and of the second that it takes."""
+    wrong = []
+    for texts, expected in ((layouts, True), (refused, False)):
+        for text in texts:
+            try:
+                md.prepare(GPT(CONFIGS["byte-tiny"]), ADAMW, md.Layout.parse(text))
+                taken = True
+            except ValueError:
+                taken = False
+            if taken != expected:
+                wrong.append(text)
+    return wrong
+
+
+def test_prepare_takes_what_is_planned_and_refuses_what_is_not(cluster_of: Callable[[int], Cluster]) -> None:
+    layouts, refused = forms(4)
+    assert len(layouts) >= 9
+    assert len(set(refused)) == len(refused)  # each told apart from the others
+    found = cluster_of(4).run(prepared, [str(each) for each in layouts[::20]], refused[::3])
+    assert found == [[]] * 4
+
+
+@pytest.mark.deep
+def test_prepare_takes_everything_that_is_planned(cluster_of: Callable[[int], Cluster]) -> None:
+    layouts, refused = forms(4)
+    found = cluster_of(4).run(prepared, [str(each) for each in layouts], refused)
+    assert found == [[]] * 4
+
+
+def test_a_trial_runs_what_was_predicted(cluster_of: Callable[[int], Cluster]) -> None:
+    layouts = [md.Layout(dp=2), md.Layout(tp=2), md.Layout(pp=2, micro_batches=2)]
+    shape = CONFIGS["byte-tiny"]
+    found = cluster_of(2).run(trial.in_rank, shape, layouts, (4, 16), 2, "sgd")
+    assert [list(each) for each in found] == [[str(layout) for layout in layouts]] * 2
+    assert all(len(times) == 2 and min(times) > 0 for each in found for times in each.values())
+    asked = plan("byte-tiny", ranks=2, memory=GB, hardware="cpu-xeon-8480", batch=4)
+    names = [str(each.layout) for each in asked.fitting[:3]]
+    as_predicted = {str(c.layout): c.step.seconds for c in asked.fitting[:3] if c.step}
+    assert "3 of 3 within 30%" in trial.verdict(asked.fitting, as_predicted)
+    assert "the answer was the fastest of them" in trial.verdict(asked.fitting[:1], as_predicted)
+    off = {name: 2 * value for name, value in as_predicted.items()}
+    assert "0 of 3 within 30% (the worst 0.50)" in trial.verdict(asked.fitting, off)
+    assert set(names) == set(as_predicted)
+
+
+# The command.
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as left:
+        main(["plan", *words])
+    out = capsys.readouterr()
+    return int(left.value.code or 0), out.out, out.err
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--model", "bert-base", "--memory", "16GB", "--ranks", "4", "--batch", "32")
+    code, out, _ = run(capsys, *words)
+    assert code == 0
+    lines = out.splitlines()
+    assert lines[0].startswith(
+        "Plain data parallelism is enough: dp=4 trains bert-base on 4 ranks of 16.0 GB"
+    )
+    assert "What does not fit:" in lines
+    assert any("zero=2 with pp=2" in line for line in lines)
+    found = json.loads(run(capsys, *words[:4], "--ranks", "2", "--batch", "32", "--json")[1])
+    assert found["answer"] == "dp=2,precision=fp16"
+    assert found["profile"] == "v100-16gb"
+    assert found["sentence"].startswith("Plain data parallelism is enough: dp=2 trains bert-base on 2 ranks")
+    assert [entry["seconds"] for entry in found["fitting"][1:]] == sorted(
+        entry["seconds"] for entry in found["fitting"][1:]
+    )
+    assert {entry["family"] for entry in found["fitting"]} >= {"plain", "sharded", "tensor", "pipeline"}
+
+
+def test_what_fits_nowhere_is_an_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "--model", "gpt2-xl", "--memory", "1GB", "--ranks", "1", "--batch", "1")
+    assert code == 1
+    assert out.startswith("gpt2-xl does not fit on 1 rank of 1.00 GB: the smallest layout")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--model", "bert-larg", "--memory", "16GB"), "did you mean 'bert-large'"),
+        (("--model", "bert-large", "--memory", "16 apples"), "give bytes such as 16GB"),
+        (("--model", "bert-large", "--profile", "h10"), "did you mean 'h100'"),
+        (("--model", "bert-large"), "neither memory nor a profile is given"),
+        (("--model", "bert-large", "--memory", "16GB", "--tokens", "9999"), "of 1 to 512"),
+        (("--model", "bert-large", "--profile", "t4", "--precision", "bf16"), "has no rate for it"),
+        (("--model", "bert-large", "--memory", "16GB", "--precision", "int8"), "has no rate for it"),
+        (("--model", "bert-large", "--memory", "16GB", "--optimizer", "lion"), "optimizer is 'lion'"),
+        (("--model", "bert-large", "--measure"), "a BERT's shape is for reckoning only"),
+        (("--model", "gpt2-xl", "--measure"), "give one of at most 50,000,000"),
+        (("--model", "byte-tiny", "--measure", "--profile", "h100"), "--measure runs on this machine"),
+        (("--model", "bert-large", "--ranks", "0"), "--ranks"),
+        (("--model", "byte-tiny", "--measure", "--ranks", "17"), "17 ranks would be started"),
+        (("--model", "gpt2-xl", "--profile", "here", "--ranks", "64"), "give at most 16, or a machine"),
+        (("--model", "byte-tiny", "--profile", "here", "--precision", "int8"), "this machine has no rate"),
+        (("--model", "byte-tiny", "--measure", "--optimizer", "lion"), "optimizer is 'lion'"),
+        (("--model", "byte-tiny", "--profile", "here", "--tokens", "65"), "of 1 to 64"),
+        (("--model", "byte-tiny", "--profile", "h100", "--figures", "f.json"), "and --profile is h100"),
+        (("--model", "byte-tiny", "--memory", "1GB", "--figures", "f.json"), "and no --profile is given"),
+    ],
+)
+def test_bad_input_gets_a_sentence(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    words: tuple[str, ...],
+    message: str,
+) -> None:
+    monkeypatch.setattr(cli_plan, "measured", lambda *_, **__: pytest.fail("it is measured first"))
+    code, out, error = run(capsys, *words)
+    assert (code, out) == (2, "")
+    assert message in error
+    assert error.count("\n") == 1
