@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 Array = NDArray[Any]
-Operand = TypeVar("Operand")  # a NumPy array; a CUDA rung takes torch's tensors too
+OperandT = TypeVar("OperandT")  # a NumPy array; a CUDA rung takes torch's tensors too
 Compute = Callable[[Any, Any, Any], None]  # compute(a, b, out): arrays, or what a kind of rung makes of them
 
 
@@ -64,7 +64,7 @@ class Rung:
         if self.cores not in ("one", "all"):
             raise ValueError(f"cores is {self.cores!r}: a rung uses 'one' or 'all'")
 
-    def matmul(self, a: Operand, b: Operand, out: Operand | None = None) -> Operand:
+    def matmul(self, a: OperandT, b: OperandT, out: OperandT | None = None) -> OperandT:
         """Multiply a (m, k) by b (k, n), and return c (m, n) in their dtype.
 
         Any size is fine, 0 too (k = 0 gives zeros), and any strides: transposed views, slices, negative
@@ -90,7 +90,7 @@ class Rung:
             c[...] = 0  # an empty sum
         elif c.size > 0:
             self._fill(x, y, c)
-        result: Operand = c
+        result: OperandT = c
         return result
 
     def sums(self, dtype: str) -> str:

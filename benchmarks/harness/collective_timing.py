@@ -103,7 +103,7 @@ def _wait(x: torch.Tensor) -> None:
         torch.cuda.synchronize(x.device)
 
 
-def fitted(profile: cost.Profile, algorithm: str, ranks: int) -> dict[str, float]:
+def fitted(profile: cost.LinkProfile, algorithm: str, ranks: int) -> dict[str, float]:
     """The alpha and beta that a prediction rests on, in seconds and seconds a byte, and the other figures.
 
     Of shared memory alpha is a meeting, and beta what a byte of an all-reduce takes in and out.

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from minidist import comm
 from minidist.parallel.contract.engine import Engine
 from minidist.parallel.contract.memory_report import Memory, count
-from minidist.parallel.contract.strategy import Held
+from minidist.parallel.contract.strategy import ResidentTensors
 from minidist.parallel.training.activation_memory import ActivationCounter
 
 Batch = tuple[Tensor, Tensor]
@@ -95,7 +95,7 @@ class EngineProgram(Program):
         return self.engine.memory()
 
 
-def held_by(module: nn.Module, optimizer: Any, more: Iterable[Tensor] = ()) -> Held:
+def held_by(module: nn.Module, optimizer: Any, more: Iterable[Tensor] = ()) -> ResidentTensors:
     """What a loop keeps between steps, as far as its tensors can be seen from outside.
 
     optimizer: or the one inside of it, as `ZeroRedundancyOptimizer` has; None for none on this rank.
@@ -103,7 +103,7 @@ def held_by(module: nn.Module, optimizer: Any, more: Iterable[Tensor] = ()) -> H
     inner = getattr(optimizer, "optim", optimizer)
     parameters = [*module.parameters()]
     states = () if inner is None else (value for each in inner.state.values() for value in each.values())
-    return Held(
+    return ResidentTensors(
         parameters=[_local(p) for p in parameters],
         gradients=[*(_local(p.grad) for p in parameters if p.grad is not None), *more],
         optimizer=[_local(value) for value in states if isinstance(value, Tensor)],

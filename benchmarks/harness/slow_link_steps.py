@@ -28,7 +28,7 @@ from minidist.benchmarks.harness import slow_wire
 from minidist.benchmarks.harness.training_steps import ADAMW, Case, plain_loop
 from minidist.benchmarks.harness.two_hosts import counter
 from minidist.comm import cost
-from minidist.comm.cost import Profile
+from minidist.comm.cost import LinkProfile
 from minidist.comm.cost.links import Link
 from minidist.comm.ledgers import Call
 from minidist.model.configs import config
@@ -90,7 +90,7 @@ FORMS: dict[str, Callable[[], Train]] = {
 }
 
 
-SLOW_PROFILE = Profile(
+SLOW_PROFILE = LinkProfile(
     SLOW, "as the wire was set", {"messages": Link(DELAY, 8 / RATE)}, cost.PROFILES["25gbe"].gamma
 )
 
@@ -100,7 +100,7 @@ def steps_of(name: str) -> int:
     return EVERY if name == LOCAL else 1
 
 
-def predicted(call: Call, profile: Profile, world: int) -> float:
+def predicted(call: Call, profile: LinkProfile, world: int) -> float:
     """Seconds of a call in a world of so many ranks; 0 for one inside a host, where memory carries it."""
     ranks, each = len(call.group), world // HOSTS
     if len({rank // each for rank in call.group}) < HOSTS or call.name not in cost.FORMULAS:

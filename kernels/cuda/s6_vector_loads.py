@@ -27,7 +27,7 @@ from numba import cuda, float32, int32, int64
 from .instructions.warp import load_128, store_128
 from .rung import CudaRung
 from .runtime.kernel import Kernel
-from .tiling.matrix import Matrix, Order, packed
+from .tiling.matrix import Matrix, StorageOrder, packed
 from .tiling.panels import ALIGNMENT, Function, inlined, store_four, stores_vectors
 
 SIDE = 128  # of a block's tile of c
@@ -41,7 +41,7 @@ THREADS = SIDE * SIDE // SUMS
 GROUPS = SIDE // 4  # in a step of a panel
 
 
-def putting(order: Order) -> tuple[Function, Function]:
+def putting(order: StorageOrder) -> tuple[Function, Function]:
     """Return place(t), the (p, i) of four elements in a panel, and put(panel, p, i, four), which stores them.
 
     The panel's operand is seen as (SIDE, DEPTH): of order "rows" its neighbours are four steps p.
@@ -67,7 +67,7 @@ def putting(order: Order) -> tuple[Function, Function]:
 
 
 @functools.cache
-def kernel(a_order: Order, b_order: Order, vectors: bool) -> Kernel:
+def kernel(a_order: StorageOrder, b_order: StorageOrder, vectors: bool) -> Kernel:
     """Return the kernel for a of this order, b of this order when transposed, and c stored so."""
     place_a, put_a = putting(a_order)
     place_b, put_b = putting(b_order)

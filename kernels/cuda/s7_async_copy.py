@@ -30,7 +30,7 @@ from numba import cuda, float32, int32, int64
 from .instructions.warp import cp_async_commit, cp_async_wait, load_128
 from .rung import CudaRung
 from .runtime.kernel import Kernel
-from .tiling.matrix import Matrix, Order
+from .tiling.matrix import Matrix, StorageOrder
 from .tiling.panels import ALIGNMENT, operand, panel, pitch, store_four, stores_vectors
 
 SIDE = 128  # of a block's tile of c
@@ -50,7 +50,7 @@ THREADS = SIDE * SIDE // SUMS
 
 
 @functools.cache
-def kernel(a_order: Order, b_order: Order, vectors: bool) -> Kernel:
+def kernel(a_order: StorageOrder, b_order: StorageOrder, vectors: bool) -> Kernel:
     """Return the kernel for a of this order, b of this order when transposed, and c stored so."""
     place_a, index_a, copy_a = panel(a_order, SIDE, DEPTH, ROW, THREADS)
     place_b, index_b, copy_b = panel(b_order, SIDE, DEPTH, ROW, THREADS)

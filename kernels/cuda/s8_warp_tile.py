@@ -38,7 +38,7 @@ from .instructions.warp import cp_async_commit, cp_async_wait, load_128
 from .rung import CudaRung
 from .runtime import device
 from .runtime.kernel import Kernel
-from .tiling.matrix import Matrix, Order
+from .tiling.matrix import Matrix, StorageOrder
 from .tiling.panels import ALIGNMENT, inlined, operand, panel, pitch, store_four, stores_vectors, unrolled
 from .tiling.tile_order import grouped
 
@@ -74,7 +74,7 @@ SMALL = Tile(rows=64, columns=128, own_rows=8, own_columns=8, stages=4, blocks=4
 
 
 @functools.cache
-def kernel(a_order: Order, b_order: Order, vectors: bool, tile: Tile) -> Kernel:
+def kernel(a_order: StorageOrder, b_order: StorageOrder, vectors: bool, tile: Tile) -> Kernel:
     """Return the kernel for a of this order, b of this order when transposed, and c stored so."""
     rows, columns, own_rows, own_columns = tile.rows, tile.columns, tile.own_rows, tile.own_columns
     a_step, b_step = rows + 4, columns + 4  # elements from a step of a panel to the next

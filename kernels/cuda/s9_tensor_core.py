@@ -31,7 +31,7 @@ from .tiling.matrix import Matrix, copy_back, packed, scratch
 
 
 @dataclass(frozen=True)
-class Tile:
+class BlockTile:
     """How a block's tile of c is shared by its warps; each has warp_rows x WARP_COLUMNS of it."""
 
     warps_down: int
@@ -61,14 +61,14 @@ class Tile:
 
 
 WARP_COLUMNS = 64
-LARGE = Tile(warps_down=2, warps_across=4, warp_rows=64, stages=3)  # 128 x 256, 144 KB
-TIGHT = Tile(warps_down=2, warps_across=4, warp_rows=64, stages=2)  # 96 KB: some GPUs give a block 99
-SMALL = Tile(warps_down=2, warps_across=2, warp_rows=32, stages=3)  # 64 x 128, 72 KB: for small products
+LARGE = BlockTile(warps_down=2, warps_across=4, warp_rows=64, stages=3)  # 128 x 256, 144 KB
+TIGHT = BlockTile(warps_down=2, warps_across=4, warp_rows=64, stages=2)  # 96 KB: some GPUs give a block 99
+SMALL = BlockTile(warps_down=2, warps_across=2, warp_rows=32, stages=3)  # 64 x 128, 72 KB: for small products
 GROUP = 16  # tiles below each other that are done together: 2048 rows of large ones
 
 
 @functools.cache
-def kernel(dtype: str, result: str, a_across: bool, b_across: bool, tile: Tile) -> Kernel:
+def kernel(dtype: str, result: str, a_across: bool, b_across: bool, tile: BlockTile) -> Kernel:
     """Return the kernel for factors of `dtype` and c of dtype `result`, the same or "float32".
 
     `a_across` says that a's unit stride is along m, across k, and `b_across` that b's is along n.
@@ -216,12 +216,12 @@ def compute(a: Matrix, b: Matrix, c: Matrix) -> None:
         copy_back(out, c)
 
 
-def choose(m: int, n: int) -> Tile:
+def choose(m: int, n: int) -> BlockTile:
     """Return the tile for c (m, n) with which the busiest multiprocessor has the smallest part of c."""
     large = LARGE if shared_memory() >= LARGE.shared else TIGHT
     multiprocessors = device.multiprocessors()
 
-    def part(tile: Tile) -> int:
+    def part(tile: BlockTile) -> int:
         return -(-tile_count(m, n, tile) // multiprocessors) * tile.rows * tile.columns
 
     return min((large, SMALL), key=part)  # the first one, where both have the same
@@ -237,7 +237,7 @@ def shared_memory() -> int:
     return current.properties(current.current()).shared_per_block
 
 
-def tile_count(m: int, n: int, tile: Tile) -> int:
+def tile_count(m: int, n: int, tile: BlockTile) -> int:
     """Return how many tiles cover c (m, n)."""
     return -(-m // tile.rows) * -(-n // tile.columns)
 

@@ -23,7 +23,7 @@ from ..rung import Rung, empty
 from . import gpu_timer, harness
 from .peaks import Roof
 
-Product = Rung | Callable[..., Any]  # a rung, numpy.matmul, or any function of two arrays
+Multiplication = Rung | Callable[..., Any]  # a rung, numpy.matmul, or any function of two arrays
 # What has elements of the same size: TF32 is a way to round float32 in registers, and NumPy has bfloat16 only
 # with ml_dtypes.
 IN_MEMORY = {"tf32": "float32", "bfloat16": "float16"}
@@ -101,7 +101,7 @@ class Point:
 
 
 def median_seconds(
-    product: Product, m: int, n: int, k: int, dtype: DTypeLike, threads: int, seconds: float
+    product: Multiplication, m: int, n: int, k: int, dtype: DTypeLike, threads: int, seconds: float
 ) -> float:
     """Return the median time of a call with (m, k) and (k, n): calls for `seconds`, and three at least.
 
@@ -125,7 +125,7 @@ def median_seconds(
 
 
 def median_gpu_seconds(
-    product: Product, m: int, n: int, k: int, dtype: str, timer: gpu_timer.GpuTimer, seconds: float
+    product: Multiplication, m: int, n: int, k: int, dtype: str, timer: gpu_timer.GpuTimer, seconds: float
 ) -> float:
     """Return the median time of a call with tensors (m, k) and (k, n) on torch's GPU, by the GPU's own clock.
 
@@ -146,7 +146,7 @@ def median_gpu_seconds(
     return statistics.median(times)
 
 
-def product_name(product: Product) -> str:
+def product_name(product: Multiplication) -> str:
     """Return what to call it: the rung's name, "numpy.matmul", a function's own name.
 
     Raises TypeError for what can't be called.

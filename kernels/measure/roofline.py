@@ -30,7 +30,7 @@ from ..cpu.support.vector_unit import vector_unit
 from ..rung import Rung
 from . import gpu_peaks, gpu_timer, peaks_file
 from .peaks import Peaks, Roof, dtype_name
-from .points import Point, Product, intensity, median_gpu_seconds, median_seconds, product_name
+from .points import Multiplication, Point, intensity, median_gpu_seconds, median_seconds, product_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -89,7 +89,7 @@ def attainable(
 
 
 def place(
-    product: Product,
+    product: Multiplication,
     m: int,
     n: int,
     k: int,
@@ -217,7 +217,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _dtype(product: Product) -> str:
+def _dtype(product: Multiplication) -> str:
     if isinstance(product, Rung) and "float32" not in product.dtypes:
         return product.dtypes[-1]
     return "float32"

@@ -77,7 +77,7 @@ class Port:
         return bool((self.tile[:-1] >= 0).any())
 
 
-class Machine(ABC):
+class ArrayMachine(ABC):
     """An array at work on a (m, k) times b (k, n), both of the dtype that the sums have.
 
     `step()` is one cycle, and `busy` says whether another is needed: it counts nothing ahead. A cycle counts

@@ -17,7 +17,7 @@ DATAFLOWS = ("weight_stationary", "output_stationary")
 
 
 @dataclass(frozen=True)
-class Counts:
+class ProductCounts:
     """What c (m, n) = a (m, k) times b (k, n) took: cycles, and elements read and written."""
 
     machine: str  # what counted, as a table shows it
@@ -59,7 +59,7 @@ class Counts:
         return (self.a_reads + self.b_reads) * operand_bytes + (self.c_reads + self.c_writes) * sum_bytes
 
 
-def scalar(m: int, n: int, k: int) -> Counts:
+def scalar(m: int, n: int, k: int) -> ProductCounts:
     """Return the counts of a processor that does one multiply-add in a cycle.
 
     Three loops: m n k cycles, and each reads one element of a and one of b. The sum stays in a register until
@@ -67,10 +67,12 @@ def scalar(m: int, n: int, k: int) -> Counts:
     """
     m, n, k = sizes(m, n, k)
     work = m * n * k
-    return Counts("scalar", m, n, k, 1, work, a_reads=work, b_reads=work, c_reads=0, c_writes=stored(m, n, k))
+    return ProductCounts(
+        "scalar", m, n, k, 1, work, a_reads=work, b_reads=work, c_reads=0, c_writes=stored(m, n, k)
+    )
 
 
-def vector(m: int, n: int, k: int, lanes: int = 16) -> Counts:
+def vector(m: int, n: int, k: int, lanes: int = 16) -> ProductCounts:
     """Return the counts of a vector unit that does `lanes` multiply-adds in a cycle.
 
     The lanes hold neighbouring elements of a row of c, in a register until they are finished. For each p, one
@@ -79,7 +81,7 @@ def vector(m: int, n: int, k: int, lanes: int = 16) -> Counts:
     """
     m, n, k = sizes(m, n, k)
     instructions = m * k * -(-n // at_least("lanes", lanes, 1))
-    return Counts(
+    return ProductCounts(
         f"vector, {lanes} lanes",
         m,
         n,
@@ -95,7 +97,7 @@ def vector(m: int, n: int, k: int, lanes: int = 16) -> Counts:
 
 def systolic(
     m: int, n: int, k: int, rows: int, cols: int, dataflow: str, double_buffered: bool = True
-) -> Counts:
+) -> ProductCounts:
     """Return the counts of a systolic array of rows x cols PEs: cycles as in `cycles`, reads and writes here.
 
     N = ceil(n / cols) are the blocks of columns of c.
@@ -117,7 +119,7 @@ def systolic(
         else:
             b_reads, c_writes = -(-m // rows) * k * n, m * n
     machine = f"{rows} x {cols} {stationary}" + ("" if double_buffered else ", single-buffered")
-    return Counts(machine, m, n, k, rows * cols, spent, a_reads, b_reads, c_reads, c_writes)
+    return ProductCounts(machine, m, n, k, rows * cols, spent, a_reads, b_reads, c_reads, c_writes)
 
 
 def cycles(m: int, n: int, k: int, rows: int, cols: int, dataflow: str, double_buffered: bool = True) -> int:
@@ -163,10 +165,10 @@ def cycles(m: int, n: int, k: int, rows: int, cols: int, dataflow: str, double_b
 
 
 @dataclass(frozen=True, repr=False)
-class Comparison:
+class CountedAndPredicted:
     """The counts of one product on several machines; printed, it is a table."""
 
-    rows: tuple[Counts, ...]
+    rows: tuple[ProductCounts, ...]
 
     def __str__(self) -> str:
         first = self.rows[0]

@@ -15,10 +15,10 @@ from __future__ import annotations
 import numpy as np
 
 from ..rung import Array
-from .array import NO_COMMAND, Machine, Masked, Port, masked, shift_down, shift_right
+from .array import NO_COMMAND, ArrayMachine, Masked, Port, masked, shift_down, shift_right
 
 
-class OutputStationary(Machine):
+class OutputStationary(ArrayMachine):
     """Sums stay; commands are (tile, column of a) on both edges and (tile, row to drain) on the left edge."""
 
     stationary = "m"

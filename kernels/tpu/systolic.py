@@ -28,17 +28,26 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ..rung import Array
-from .array import Frame, Machine
-from .cost_formulas import Comparison, Counts, at_least, cycles, dataflow_name, scalar, systolic, vector
+from .array import ArrayMachine, Frame
+from .cost_formulas import (
+    CountedAndPredicted,
+    ProductCounts,
+    at_least,
+    cycles,
+    dataflow_name,
+    scalar,
+    systolic,
+    vector,
+)
 from .output_stationary import OutputStationary
 from .tensor_core import round_to_tf32, tensor_core_mma
 from .weight_stationary import WeightStationary
 
 __all__ = [
-    "Comparison",
-    "Counts",
+    "CountedAndPredicted",
     "Frame",
     "Product",
+    "ProductCounts",
     "SystolicArray",
     "compare",
     "cycles",
@@ -46,7 +55,7 @@ __all__ = [
     "tensor_core_mma",
 ]
 
-MACHINES: dict[str, type[Machine]] = {
+MACHINES: dict[str, type[ArrayMachine]] = {
     "weight_stationary": WeightStationary,
     "output_stationary": OutputStationary,
 }
@@ -57,7 +66,7 @@ class Product:
     """What an array gave: the product, and what it took, counted while it ran."""
 
     c: Array  # (m, n), int64 or a float dtype: see SystolicArray.matmul
-    counts: Counts
+    counts: ProductCounts
 
     @property
     def cycles(self) -> int:
@@ -122,23 +131,23 @@ class SystolicArray:
         """
         return self._machine(a, b).frames()
 
-    def counts(self, m: int, n: int, k: int) -> Counts:
+    def counts(self, m: int, n: int, k: int) -> ProductCounts:
         """Return what `matmul` would count for (m, k) times (k, n), by formulas, without running it."""
         return systolic(m, n, k, self.rows, self.cols, self.dataflow, self.double_buffered)
 
-    def _machine(self, a: ArrayLike, b: ArrayLike) -> Machine:
+    def _machine(self, a: ArrayLike, b: ArrayLike) -> ArrayMachine:
         a, b = _operands(a, b)
         return MACHINES[self.dataflow](a, b, self.rows, self.cols, self.double_buffered)
 
 
-def compare(m: int, n: int, k: int, *arrays: SystolicArray, lanes: int = 16) -> Comparison:
+def compare(m: int, n: int, k: int, *arrays: SystolicArray, lanes: int = 16) -> CountedAndPredicted:
     """Return the counts of (m, k) times (k, n) on a scalar processor, a vector unit and each of the arrays.
 
     Printed, they are a table; `.rows` holds the numbers. Nothing is run. 16 lanes are an AVX-512 register of
     float32.
     """
     rows = [scalar(m, n, k), vector(m, n, k, lanes), *(array.counts(m, n, k) for array in arrays)]
-    return Comparison(tuple(rows))
+    return CountedAndPredicted(tuple(rows))
 
 
 def _operands(a: ArrayLike, b: ArrayLike) -> tuple[Array, Array]:

@@ -25,7 +25,7 @@ from ..rung import Array
 
 
 @dataclass(frozen=True)
-class Unit:
+class SummingUnit:
     """How the tensor core of a GPU sums."""
 
     blocks: Mapping[str, int]  # the products that it adds at once, for each dtype that it takes
@@ -36,9 +36,9 @@ class Unit:
 # for each dtype, published with Khattak and Mikaitis's paper (north-numerical-computing/MATLAB-tensor-core on
 # GitHub). The records of TF32 on the H100 have 4 products each: that it adds 8 at once is their finding.
 UNITS = {
-    "V100": Unit({"float16": 4}, extra_bits=0),
-    "A100": Unit({"float16": 8, "bfloat16": 8, "tf32": 4}, extra_bits=1),
-    "H100": Unit({"float16": 16, "bfloat16": 16, "tf32": 8}, extra_bits=2),  # the H200 too
+    "V100": SummingUnit({"float16": 4}, extra_bits=0),
+    "A100": SummingUnit({"float16": 8, "bfloat16": 8, "tf32": 4}, extra_bits=1),
+    "H100": SummingUnit({"float16": 16, "bfloat16": 16, "tf32": 8}, extra_bits=2),  # the H200 too
 }
 
 

@@ -17,10 +17,10 @@ from __future__ import annotations
 import numpy as np
 
 from ..rung import Array
-from .array import NO_COMMAND, Machine, Masked, Port, masked, shift_down, shift_right
+from .array import NO_COMMAND, ArrayMachine, Masked, Port, masked, shift_down, shift_right
 
 
-class WeightStationary(Machine):
+class WeightStationary(ArrayMachine):
     """Weights stay; commands are (tile, row of a) on the left edge, (tile, step of its load) on the top."""
 
     stationary = "k"

@@ -34,20 +34,20 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from minidist.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from minidist.checkpoint.index import Index, check_boxes
-from minidist.checkpoint.state import State, own_name
-from minidist.parallel.contract.strategy import Chunk
+from minidist.checkpoint.state import CheckpointState, own_name
+from minidist.parallel.contract.strategy import TensorBox
 from minidist.parallel.flat.ranges import narrowed
 
-Place = tuple[str, tuple[int, ...]]
+BoxKey = tuple[str, tuple[int, ...]]
 """A box's name and offsets."""
 
 
 class Save(SavePlanner):
     """Plans a save. take: gives this rank's state, or raises, which all ranks then do."""
 
-    def __init__(self, take: Callable[[], State], rank: int) -> None:
+    def __init__(self, take: Callable[[], CheckpointState], rank: int) -> None:
         self.take, self.rank = take, rank
-        self.tensors: dict[Place, Tensor] = {}
+        self.tensors: dict[BoxKey, Tensor] = {}
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
         """Nothing: the state comes from `take`."""
@@ -65,8 +65,8 @@ class Save(SavePlanner):
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Each box to one rank; and the whole's description, in which `planner_data` are the settings."""
-        holders: dict[Place, list[int]] = {}
-        described: dict[Place, WriteItem] = {}
+        holders: dict[BoxKey, list[int]] = {}
+        described: dict[BoxKey, WriteItem] = {}
         for rank, plan in enumerate(all_plans):
             for item in plan.items:
                 place = item.index.fqn, tuple(item.index.offset or ())
@@ -117,7 +117,7 @@ class Save(SavePlanner):
         return self.tensors[write_item.index.fqn, tuple(write_item.index.offset or ())]
 
 
-def _write_item(chunk: Chunk) -> WriteItem:
+def _write_item(chunk: TensorBox) -> WriteItem:
     offsets, sizes = torch.Size(chunk.offsets), chunk.tensor.shape
     data = TensorWriteData(
         ChunkStorageMetadata(offsets, sizes),
@@ -153,10 +153,10 @@ def _merged(facts: list[dict[str, Any]]) -> dict[str, Any]:
     return merged
 
 
-class Load(LoadPlanner):
+class ChunkLoadPlanner(LoadPlanner):
     """Plans a load of `chunks`, each from the tensor that it is named after."""
 
-    def __init__(self, index: Index, chunks: Iterable[Chunk]) -> None:
+    def __init__(self, index: Index, chunks: Iterable[TensorBox]) -> None:
         self.index, self.chunks = index, list(chunks)
         self.targets = {(chunk.name, chunk.offsets): chunk.tensor for chunk in self.chunks}
         self.metadata: Mapping[str, Any] = {}

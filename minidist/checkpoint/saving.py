@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from minidist import comm
 from minidist.checkpoint import folders
-from minidist.checkpoint.state import Scheduler, State, take
+from minidist.checkpoint.state import CheckpointState, Scheduler, take
 from minidist.model.sampler import Sampler
 from minidist.parallel.contract.engine import Engine
 from minidist.parallel.engine.training_step import HybridEngine
@@ -154,14 +154,14 @@ def check_engine(engine: Engine) -> HybridEngine:
     return engine
 
 
-def _attempt(taking: Callable[[], State]) -> Callable[[], State]:
+def _attempt(taking: Callable[[], CheckpointState]) -> Callable[[], CheckpointState]:
     """Take the state now; the error, if any, is for the planner to raise, which tells all ranks."""
     try:
         state = taking()
     except Exception as error:
         failure = error
 
-        def fail() -> State:
+        def fail() -> CheckpointState:
             raise failure
 
         return fail

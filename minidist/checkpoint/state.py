@@ -19,7 +19,7 @@ from minidist import comm
 from minidist.checkpoint.random_state import random_state
 from minidist.checkpoint.values import encode
 from minidist.model.sampler import Sampler
-from minidist.parallel.contract.strategy import Chunk
+from minidist.parallel.contract.strategy import TensorBox
 from minidist.parallel.engine.training_step import HybridEngine
 
 Scheduler = Any
@@ -31,10 +31,10 @@ Shaped = tuple[tuple[int, ...], torch.dtype]
 
 
 @dataclass(frozen=True)
-class State:
+class CheckpointState:
     """One rank's part of a checkpoint."""
 
-    chunks: list[Chunk]
+    chunks: list[TensorBox]
     own: dict[str, tuple[str, int]]  # its own buffers: for each chunk's name the buffer's, and its CRC-32
     facts: dict[str, Any]  # the same on all ranks but for the optimizer's, as JSON can hold them
 
@@ -56,7 +56,7 @@ def take(
     sampler: Sampler | None,
     extra: Any,
     copied: bool,
-) -> State:
+) -> CheckpointState:
     """This rank's state. copied: to the CPU's memory, so that training may go on."""
     rank = comm.rank()
     chunks, own = [*engine.chunks()], {}
@@ -66,7 +66,7 @@ def take(
         own[mine.name] = (chunk.name, zlib.crc32(as_bytes(chunk.tensor)))
         chunks.append(mine)
     drawn = random_state()
-    chunks.append(Chunk(random_name(rank), tuple(drawn.shape), (0,), drawn))
+    chunks.append(TensorBox(random_name(rank), tuple(drawn.shape), (0,), drawn))
     if copied:
         chunks = [replace(chunk, tensor=_copy(chunk.tensor)) for chunk in chunks]
     facts = {
@@ -80,7 +80,7 @@ def take(
         "extra": extra,
         "classes": classes(engine, scheduler),
     }
-    return State(chunks, own, {name: encode(value, name) for name, value in facts.items()})
+    return CheckpointState(chunks, own, {name: encode(value, name) for name, value in facts.items()})
 
 
 def classes(engine: HybridEngine, scheduler: Scheduler | None) -> dict[str, str | None]:

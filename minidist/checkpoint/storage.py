@@ -150,7 +150,7 @@ def _write_all(descriptor: int, data: Any) -> None:
         view = view[os.write(descriptor, view) :]
 
 
-class Reader(StorageReader):
+class BoxReader(StorageReader):
     """Reads boxes of a checkpoint whose index has been read."""
 
     def __init__(self, index: Index) -> None:

@@ -21,14 +21,16 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from minidist import comm
 from minidist.checkpoint.errors import explained, peers
 from minidist.checkpoint.index import Index
-from minidist.checkpoint.planners import Load, Save
-from minidist.checkpoint.state import State, buffer_names, own_name, random_name
-from minidist.checkpoint.storage import Reader, Writer
-from minidist.parallel.contract.strategy import Chunk
+from minidist.checkpoint.planners import ChunkLoadPlanner, Save
+from minidist.checkpoint.state import CheckpointState, buffer_names, own_name, random_name
+from minidist.checkpoint.storage import BoxReader, Writer
+from minidist.parallel.contract.strategy import TensorBox
 from minidist.parallel.engine.training_step import HybridEngine
 
 
-def write(take: Callable[[], State], target: Path, keep: int | None, group: dist.ProcessGroup | None) -> None:
+def write(
+    take: Callable[[], CheckpointState], target: Path, keep: int | None, group: dist.ProcessGroup | None
+) -> None:
     """Have torch.distributed.checkpoint plan and write; an error of any rank is raised on all."""
     planner, writer = Save(take, comm.rank()), Writer(target, comm.rank(), keep)
     try:
@@ -50,7 +52,7 @@ def read(engine: HybridEngine, index: Index) -> Tensor | None:
     rank = comm.rank()
     drawn: Tensor | None = None
 
-    def chunks() -> list[Chunk]:
+    def chunks() -> list[TensorBox]:
         nonlocal drawn
         wanted, buffers = [*engine.chunks()], buffer_names(engine)
         if comm.size() == index.facts["ranks"]:
@@ -63,7 +65,7 @@ def read(engine: HybridEngine, index: Index) -> Tensor | None:
         stored = index.tensors.get(random_name(rank))
         if stored is not None:
             drawn = torch.empty(stored.shape, dtype=stored.dtype)
-            wanted.append(Chunk(random_name(rank), stored.shape, (0,), drawn))
+            wanted.append(TensorBox(random_name(rank), stored.shape, (0,), drawn))
         return wanted
 
     planner = _Planner(index, chunks)
@@ -72,17 +74,17 @@ def read(engine: HybridEngine, index: Index) -> Tensor | None:
         with warnings.catch_warnings(), peers(doing):
             if alone:  # it warns that one process reads alone
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp_load({}, storage_reader=Reader(index), planner=planner, no_dist=alone)
+            dcp_load({}, storage_reader=BoxReader(index), planner=planner, no_dist=alone)
     except CheckpointException as failed:
         first, (error, _) = min(failed.failures.items())
         raise explained(error, first, doing) from None
     return drawn
 
 
-class _Planner(Load):
-    """A `Load` that asks for its chunks where an error is told to all ranks."""
+class _Planner(ChunkLoadPlanner):
+    """A `ChunkLoadPlanner` that asks for its chunks where an error is told to all ranks."""
 
-    def __init__(self, index: Index, chunks: Callable[[], list[Chunk]]) -> None:
+    def __init__(self, index: Index, chunks: Callable[[], list[TensorBox]]) -> None:
         super().__init__(index, ())
         self._ask = chunks
 

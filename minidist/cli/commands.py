@@ -50,7 +50,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 
-Batch = Annotated[int, typer.Option(help="Rows of a global batch, over all ranks.")]
+BatchOption = Annotated[int, typer.Option(help="Rows of a global batch, over all ranks.")]
 Dtype = Annotated[str, typer.Option(help="float32 or float64.")]
 Seed = Annotated[int, typer.Option(help="Of the weights and of the order of rows.")]
 
@@ -67,7 +67,7 @@ def train(
         typer.Option(help="Such as dp=2,tp=2,pp=2,micro_batches=4: the fields of md.Layout."),
     ] = None,
     steps: Annotated[int, typer.Option(help="Global batches to train on.")] = 230,
-    batch: Batch = 64,
+    batch: BatchOption = 64,
     lr: Annotated[float, typer.Option(help="Learning rate.")] = 3e-3,
     optimizer: Annotated[str, typer.Option(help="adamw or sgd.")] = "adamw",
     rung: Annotated[str | None, typer.Option(help="Matmul rung for the mlp: s4_loop_order.")] = None,
@@ -170,7 +170,7 @@ def compare(
     b: Annotated[str, typer.Option("--b", help="The one in question: tp=2,pp=2.")],
     model: Annotated[str, typer.Option(help="gpt (byte-tiny), byte-small, ..., or mlp.")] = "gpt",
     steps: Annotated[int, typer.Option(help="Global batches to take both through.")] = 2,
-    batch: Batch = 8,
+    batch: BatchOption = 8,
     lr: Annotated[float, typer.Option(help="Learning rate of plain SGD.")] = 0.1,
     dtype: Dtype = "float32",
     seed: Seed = 0,

@@ -29,7 +29,7 @@ SHARED_MEMORY = 2**30  # bytes of /dev/shm that ranks of one host want for large
 
 
 @dataclass(frozen=True)
-class Part:
+class MachinePart:
     """One part of the machine: what was found, and where it is missing what that costs and what brings it."""
 
     name: str
@@ -44,7 +44,7 @@ ITEMS = ("torch", "numba_cuda", "nvvm", "nvrtc", "nvJitLink", "ladder")
 LIBRARIES = ("nvvm", "nvrtc", "nvJitLink")
 
 
-def examine() -> list[Part]:
+def examine() -> list[MachinePart]:
     """Look at every part, in the order of the table."""
     found = probe()
     gpus = machine.gpus()
@@ -92,68 +92,70 @@ def probe(program: str | None = None, timeout: float = PROBE_TIMEOUT) -> dict[st
     return {item: {"error": error} for item in ITEMS}
 
 
-def cores() -> Part:
+def cores() -> MachinePart:
     """Cores that this process may use."""
     usable, all_of_them = available_cores(), os.cpu_count() or 1
     found = f"{usable} of {all_of_them}, {machine.cpu_model()}"
     if usable > 1:
-        return Part("cores", True, found)
+        return MachinePart("cores", True, found)
     remedy = "give this process more cores (taskset, the container or the job scheduler sets them)"
-    return Part("cores", False, found, "ranks take turns: more of them are never faster here", remedy)
+    return MachinePart("cores", False, found, "ranks take turns: more of them are never faster here", remedy)
 
 
-def memory() -> Part:
+def memory() -> MachinePart:
     """Main memory."""
     size = machine.memory_bytes()
-    return Part("memory", True, f"{size / 2**30:.1f} GiB" if size else "unknown")
+    return MachinePart("memory", True, f"{size / 2**30:.1f} GiB" if size else "unknown")
 
 
-def blas() -> Part:
+def blas() -> MachinePart:
     """numpy's BLAS, the yardstick of the matmul ladder."""
     found = machine.blas()
     if found is None:
         cost = "no figure for its threads; its speed is unknown"
-        return Part(
+        return MachinePart(
             "BLAS", False, "none recognised behind numpy", cost, "pip install --force-reinstall numpy"
         )
     text = f"{found['name']} {found['version']}, {found['architecture']}, {found['threads']} threads"
-    return Part("BLAS", True, text)
+    return MachinePart("BLAS", True, text)
 
 
-def torch(found: dict[str, Any]) -> Part:
+def torch(found: dict[str, Any]) -> MachinePart:
     """torch itself, without which nothing trains."""
     if "error" in found:
-        return Part(
+        return MachinePart(
             "torch", False, found["error"], "everything but the ladder", "pip install torch", required=True
         )
     build = f"CUDA {found['cuda']}" if found["cuda"] else "CPU only"
-    return Part("torch", True, f"{found['version']}, {build}, {found['threads']} threads", required=True)
+    return MachinePart(
+        "torch", True, f"{found['version']}, {build}, {found['threads']} threads", required=True
+    )
 
 
-def gloo(found: dict[str, Any]) -> Part:
+def gloo(found: dict[str, Any]) -> MachinePart:
     """The transport between ranks on CPUs."""
     if found.get("gloo"):
-        return Part("gloo", True, "in torch", required=True)
+        return MachinePart("gloo", True, "in torch", required=True)
     remedy = "pip install --force-reinstall torch"
-    return Part("gloo", False, "not in this torch", "ranks on CPUs can't talk", remedy, required=True)
+    return MachinePart("gloo", False, "not in this torch", "ranks on CPUs can't talk", remedy, required=True)
 
 
-def shared_memory(folder: str = "/dev/shm") -> Part:
+def shared_memory(folder: str = "/dev/shm") -> MachinePart:
     """Memory that the ranks of one host share."""
     try:
         size = os.statvfs(folder)
     except (OSError, AttributeError):
         cost = "none for gloo; libraries that share tensors between processes use files instead"
-        return Part("shared memory", True, f"no {folder}", cost)
+        return MachinePart("shared memory", True, f"no {folder}", cost)
     total = size.f_frsize * size.f_blocks
     text = f"{total / 2**30:.1f} GiB in {folder}"
     if total >= SHARED_MEMORY:
-        return Part("shared memory", True, text)
+        return MachinePart("shared memory", True, text)
     remedy = "docker run --shm-size=2g, or mount -o remount,size=2g /dev/shm"
-    return Part("shared memory", False, text, "NCCL and data loaders run out of it and stop", remedy)
+    return MachinePart("shared memory", False, text, "NCCL and data loaders run out of it and stop", remedy)
 
 
-def compiler_cache() -> Part:
+def compiler_cache() -> MachinePart:
     """Where numba keeps machine code from one process to the next."""
     from minidist import kernels
 
@@ -162,9 +164,9 @@ def compiler_cache() -> Part:
     choices = [Path(named)] if named else [beside, Path.home() / ".cache" / "numba"]
     for folder in choices:
         if _writable(folder):
-            return Part("compiler cache", True, str(folder))
+            return MachinePart("compiler cache", True, str(folder))
     cost = "compiled rungs are compiled anew by each process, a second or so each"
-    return Part(
+    return MachinePart(
         "compiler cache", False, f"{choices[0]} can't be written", cost, "export NUMBA_CACHE_DIR=/tmp/numba"
     )
 
@@ -180,37 +182,41 @@ def _writable(folder: Path) -> bool:
         return False
 
 
-def gpu(gpus: list[dict[str, Any]] | None, found: dict[str, Any]) -> Part:
+def gpu(gpus: list[dict[str, Any]] | None, found: dict[str, Any]) -> MachinePart:
     """NVIDIA GPUs, their driver, and whether this torch can use them."""
     if gpus is None:
         cost = "products and training run on the CPU"
         if shutil.which("nvidia-smi"):
-            return Part("GPU", False, "nvidia-smi finds none", cost, "nvidia-smi, which says what is wrong")
-        return Part("GPU", False, "none", cost, "nothing to install: all of minidist works without one")
+            return MachinePart(
+                "GPU", False, "nvidia-smi finds none", cost, "nvidia-smi, which says what is wrong"
+            )
+        return MachinePart(
+            "GPU", False, "none", cost, "nothing to install: all of minidist works without one"
+        )
     text = f"{len(gpus)} x {gpus[0]['name']}, driver {gpus[0]['driver']}"
     if found.get("devices"):
-        return Part("GPU", True, text)
+        return MachinePart("GPU", True, text)
     why = "a CPU-only build" if found.get("cuda") is None else f"built for CUDA {found['cuda']}"
     cost = "torch trains on the CPU, though there is a GPU"
     remedy = "pip install --force-reinstall torch, without constraints.txt; or a newer driver"
-    return Part("GPU", False, f"{text}; torch, {why}, can't use it", cost, remedy)
+    return MachinePart("GPU", False, f"{text}; torch, {why}, can't use it", cost, remedy)
 
 
-def nccl(gpus: list[dict[str, Any]] | None, found: dict[str, Any]) -> Part:
+def nccl(gpus: list[dict[str, Any]] | None, found: dict[str, Any]) -> MachinePart:
     """The transport between ranks on GPUs."""
     if found.get("nccl"):
-        return Part("NCCL", True, "in torch")
+        return MachinePart("NCCL", True, "in torch")
     if gpus is None:
-        return Part("NCCL", True, "not in this torch, and not needed without a GPU")
+        return MachinePart("NCCL", True, "not in this torch, and not needed without a GPU")
     remedy = "pip install --force-reinstall torch, without constraints.txt"
-    return Part("NCCL", False, "not in this torch", "ranks on GPUs can't talk", remedy)
+    return MachinePart("NCCL", False, "not in this torch", "ranks on GPUs can't talk", remedy)
 
 
-def numba_cuda(found: Any) -> Part:
+def numba_cuda(found: Any) -> MachinePart:
     """The compiler of the CUDA rungs."""
     if isinstance(found, str):
-        return Part("numba-cuda", True, found)
-    return Part(
+        return MachinePart("numba-cuda", True, found)
+    return MachinePart(
         "numba-cuda",
         False,
         found["error"],
@@ -219,23 +225,23 @@ def numba_cuda(found: Any) -> Part:
     )
 
 
-def library(name: str, found: Any) -> Part:
+def library(name: str, found: Any) -> MachinePart:
     """One of CUDA's compiler libraries, which come as wheels and need no GPU."""
     title = name if name == "nvJitLink" else name.upper()
     if isinstance(found, str):
         version = machine.version(f"nvidia-{name.lower()}") or machine.version(f"nvidia-cuda-{name.lower()}")
-        return Part(title, True, f"{version}, from {found}" if version else f"from {found}")
+        return MachinePart(title, True, f"{version}, from {found}" if version else f"from {found}")
     cost = "kernels for a GPU can't be compiled, not even to be looked at"
-    return Part(title, False, "not found", cost, "pip install 'minidist[cuda]'")
+    return MachinePart(title, False, "not found", cost, "pip install 'minidist[cuda]'")
 
 
-def ladder(found: dict[str, Any]) -> Part:
+def ladder(found: dict[str, Any]) -> MachinePart:
     """Where the CUDA ladder runs, and whether the driver fits the toolkit that compiles it."""
     if "error" in found:
         cost = "the rungs of the CUDA ladder can't run, not even in the emulator"
         # The ladder's own errors end with what to do.
         error = found["error"].partition(": ")[2] or found["error"]
-        return Part("CUDA ladder", False, error, cost, error.rpartition(": ")[2])
+        return MachinePart("CUDA ladder", False, error, cost, error.rpartition(": ")[2])
     where, toolkit = found["backend"], found["toolkit"]
     if where == "gpu":
         text = f"on {found['gpu']}; driver for CUDA {found['driver']}, toolkit {toolkit}"
@@ -243,18 +249,18 @@ def ladder(found: dict[str, Any]) -> Part:
         text = f"in the emulator, toolkit {toolkit}"
     else:
         text = "in Numba's simulator"
-    return Part("CUDA ladder", True, text)
+    return MachinePart("CUDA ladder", True, text)
 
 
-def extra(distribution: str, group: str, cost: str) -> Part:
+def extra(distribution: str, group: str, cost: str) -> MachinePart:
     """A package that one of the extras brings."""
     version = machine.version(distribution)
     if version:
-        return Part(distribution, True, version)
-    return Part(distribution, False, "not installed", cost, f"pip install 'minidist[{group}]'")
+        return MachinePart(distribution, True, version)
+    return MachinePart(distribution, False, "not installed", cost, f"pip install 'minidist[{group}]'")
 
 
-def show(console: Console, parts: list[Part]) -> None:
+def show(console: Console, parts: list[MachinePart]) -> None:
     """Print the table, and under it what is missing."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("", "part", "found"):

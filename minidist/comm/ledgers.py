@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 
-class Message(NamedTuple):
+class MessageIdentity(NamedTuple):
     """What both sides of a message know it by. Equal ones arrive in the order in which they are sent."""
 
     source: int  # ranks of the world
@@ -36,7 +36,7 @@ class Call:
     bytes_on_wire: int = 0  # of these, through sockets and not through shared memory
     seconds: float = 0.0  # from the call to its completion, as far as this rank saw it
     waited: float = 0.0  # of these, how long this rank was held up
-    message: Message | None = field(default=None, compare=False)  # of a send or a receive alone
+    message: MessageIdentity | None = field(default=None, compare=False)  # of a send or a receive alone
 
 
 @dataclass

@@ -11,7 +11,7 @@ from typing import Any, Literal, overload
 import torch
 import torch.distributed as dist
 
-from minidist.comm.ledgers import Message
+from minidist.comm.ledgers import MessageIdentity
 from minidist.comm.transport import dispatch, mailbox_registry
 from minidist.comm.transport.algorithm_choice import choose, preferred
 from minidist.comm.work import (
@@ -54,7 +54,9 @@ def send(x: torch.Tensor, destination: int, tag: int = 0, group: Group = None, a
     _check_peer("destination", destination, group)
     by_library = partial(dist.isend, data, group=group, group_dst=destination)
     ranks = ranks_of(group)
-    message = Message(ranks[rank_in(group)], ranks[destination], tag, mailbox_registry.number_of(group))
+    message = MessageIdentity(
+        ranks[rank_in(group)], ranks[destination], tag, mailbox_registry.number_of(group)
+    )
     box = mailbox_registry.outgoing(message.destination, data) if _may_share() else None
     if box is None:
         way = by_torch(partial(by_library, tag=tag), bytes_of(x))
@@ -98,7 +100,7 @@ def recv(x: torch.Tensor, source: int, tag: int = 0, group: Group = None, async_
         return x
 
     ranks = ranks_of(group)
-    message = Message(ranks[source], ranks[rank_in(group)], tag, mailbox_registry.number_of(group))
+    message = MessageIdentity(ranks[source], ranks[rank_in(group)], tag, mailbox_registry.number_of(group))
     box = mailbox_registry.incoming(message.source, buffer) if _may_share() else None
     if box is None:
         way = by_torch(partial(dist.irecv, buffer, group=group, tag=tag, group_src=source), 0)

@@ -282,7 +282,7 @@ def call_of(
     group: Group,
     algorithm: str,
     way: Way,
-    message: ledgers.Message | None = None,
+    message: ledgers.MessageIdentity | None = None,
 ) -> ledgers.Call:
     """The ledger's entry for a call."""
     dtype = str(x.dtype).removeprefix("torch.")

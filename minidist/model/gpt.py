@@ -24,14 +24,14 @@ from minidist.model.seeding import fill, own_parameters
 Device = torch.device | str | None
 
 
-class Linear(nn.Linear):
+class UninitializedLinear(nn.Linear):
     """Torch's, but that draws nothing when it is made: the weights come from seeding, once."""
 
     def reset_parameters(self) -> None:
         """Leaves the memory as it is."""
 
 
-class Table(nn.Embedding):
+class UninitializedEmbedding(nn.Embedding):
     """Torch's embedding, but that draws nothing when it is made."""
 
     def reset_parameters(self) -> None:
@@ -43,8 +43,8 @@ class Embedding(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.token = Table(config.vocabulary, config.width)
-        self.position = Table(config.context, config.width)
+        self.token = UninitializedEmbedding(config.vocabulary, config.width)
+        self.position = UninitializedEmbedding(config.context, config.width)
         self.dropout = nn.Dropout(config.dropout)
         self.positions: Callable[[Tensor], Tensor] | None = None  # of tokens (B, T); None for 0 to T - 1
 
@@ -78,10 +78,10 @@ class Attention(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.head_size = config.head_size
-        self.query = Linear(config.width, config.width)
-        self.key = Linear(config.width, config.width)
-        self.value = Linear(config.width, config.width)
-        self.output = Linear(config.width, config.width)
+        self.query = UninitializedLinear(config.width, config.width)
+        self.key = UninitializedLinear(config.width, config.width)
+        self.value = UninitializedLinear(config.width, config.width)
+        self.output = UninitializedLinear(config.width, config.width)
         self.dropout = config.dropout
         self.attend: Callable[[Tensor, Tensor, Tensor, float], Tensor] = attend
 
@@ -101,8 +101,8 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.up = Linear(config.width, 4 * config.width)
-        self.down = Linear(4 * config.width, config.width)
+        self.up = UninitializedLinear(config.width, 4 * config.width)
+        self.down = UninitializedLinear(4 * config.width, config.width)
 
     def forward(self, x: Tensor) -> Tensor:  # (B, T, D) -> (B, T, D)
         """Up, GELU, down."""
@@ -134,7 +134,7 @@ class Head(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(config.width)
-        self.output = Linear(config.width, config.vocabulary, bias=False)
+        self.output = UninitializedLinear(config.width, config.vocabulary, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:  # (B, T, D) -> (B, T, V)
         """Norm, then logits."""

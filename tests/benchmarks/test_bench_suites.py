@@ -11,7 +11,7 @@ from minidist.benchmarks import bench_lessons, bench_scaling
 from minidist.benchmarks.harness import collective_timing, pipeline_steps, results
 from minidist.benchmarks.harness.strategy_rounds import Facts, Timed
 from minidist.comm import cost
-from minidist.comm.cost.links import Link, Memory, Profile
+from minidist.comm.cost.links import Link, LinkProfile, SharedMemoryCost
 from minidist.parallel.contract.memory_report import Memory as Bytes
 from minidist.parallel.pipeline import schedules
 from tests.benchmarks.harness.test_turns import FakeBenchmark
@@ -76,9 +76,9 @@ def test_a_timeline_has_what_each_rank_did(cluster_of):
 
 
 def test_a_fit_has_alpha_and_beta_for_each_algorithm():
-    memory = Memory(meet=1e-6, put=1e-10, take=2e-10, combine=4e-10, call=5e-6)
+    memory = SharedMemoryCost(meet=1e-6, put=1e-10, take=2e-10, combine=4e-10, call=5e-6)
     links = {"messages": Link(1e-5, 1e-9, 2e-5, 3e-9), "torch": Link(4e-5, 2e-9)}
-    profile = Profile("loopback", "", links, 1e-10, memory, 2)
+    profile = LinkProfile("loopback", "", links, 1e-10, memory, 2)
     ring = collective_timing.fitted(profile, "ring", 2)
     assert (ring["alpha"], ring["beta"], ring["busy_beta"], ring["gamma"]) == (1e-5, 1e-9, 3e-9, 1e-10)
     torchs = collective_timing.fitted(profile, "torch", 2)

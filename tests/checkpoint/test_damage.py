@@ -22,7 +22,7 @@ from torch import nn
 import minidist as md
 from minidist.checkpoint import checkpoints, folders, index, state, state_dict, storage
 from minidist.model import MLP, Sampler
-from minidist.parallel.contract.strategy import Chunk
+from minidist.parallel.contract.strategy import TensorBox
 from minidist.parallel.sharding.data_parallel_strategy import Replicated
 from tests.helpers import contract
 
@@ -510,10 +510,10 @@ def failing_save(folder: Path, fault: str, asynchronous: bool) -> str:
     return said
 
 
-def moved(chunks: Iterator[Chunk]) -> Iterator[Chunk]:
+def moved(chunks: Iterator[TensorBox]) -> Iterator[TensorBox]:
     """Chunks of which the first is said to lie elsewhere."""
     first = next(chunks)
-    yield Chunk(first.name, (first.shape[0] + 1, *first.shape[1:]), (1, *first.offsets[1:]), first.tensor)
+    yield TensorBox(first.name, (first.shape[0] + 1, *first.shape[1:]), (1, *first.offsets[1:]), first.tensor)
     yield from chunks
 
 
@@ -585,7 +585,7 @@ def test_a_strategy_that_forgets_a_chunk_is_found(tmp_path: Path, monkeypatch: A
     made = trained()
     chunks = [*made.strategy.chunks()]
     half = chunks[0].tensor[:2]
-    short = [Chunk(chunks[0].name, chunks[0].shape, chunks[0].offsets, half), *chunks[1:]]
+    short = [TensorBox(chunks[0].name, chunks[0].shape, chunks[0].offsets, half), *chunks[1:]]
     monkeypatch.setattr(made.strategy, "chunks", lambda: iter(short))
     with pytest.raises(md.CheckpointError, match=r"hold 12 elements, and the tensor of shape .5, 6. has 30"):
         md.save(made, tmp_path / "one")

@@ -155,7 +155,10 @@ def test_a_probe_that_breaks_says_why(program, error):
 
 def test_shown_with_remedies():
     stream = io.StringIO()
-    parts = [doctor.Part("a", True, "here"), doctor.Part("b", False, "gone", "its work", "pip install b")]
+    parts = [
+        doctor.MachinePart("a", True, "here"),
+        doctor.MachinePart("b", False, "gone", "its work", "pip install b"),
+    ]
     doctor.show(Console(file=stream, width=80), parts)
     assert "pip install b" in stream.getvalue()
     assert "its work" in stream.getvalue()
@@ -163,7 +166,7 @@ def test_shown_with_remedies():
 
 @pytest.mark.parametrize(("required", "code"), [(True, 1), (False, 0)])
 def test_command_fails_only_where_a_required_part_is_missing(monkeypatch, capsys, required, code):
-    part = doctor.Part("it", False, "gone", "all of it", "pip install it", required=required)
+    part = doctor.MachinePart("it", False, "gone", "all of it", "pip install it", required=required)
     monkeypatch.setattr(doctor, "examine", lambda: [part])
     with pytest.raises(SystemExit) as ended:
         commands.main(["doctor", "--json"])

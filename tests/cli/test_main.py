@@ -248,7 +248,8 @@ def test_helper_without_the_fixture():
 BENCH = [
     sys.executable,
     "-c",
-    "import sys, pathlib\nfrom minidist.benchmarks.harness import run\nrun.HERE = pathlib.Path(sys.argv.pop(1))\n"
+    "import sys, pathlib\nfrom minidist.benchmarks.harness import run\n"
+    "run.HERE = pathlib.Path(sys.argv.pop(1))\n"
     "from minidist.cli.commands import main\nmain()",
 ]
 

@@ -30,10 +30,10 @@ from minidist.parallel.sharding.zero_strategy import ShardedState
 PLACES = {
     "step": (HybridEngine, "step"),
     "time": (HybridEngine, "step"),
-    "backward 0": (Replicated, "announce"),
-    "backward 1": (ShardedState, "announce"),
-    "backward 2": (ShardedState, "announce"),
-    "backward 3": (FullySharded, "announce"),
+    "backward 0": (Replicated, "begin_final_backward"),
+    "backward 1": (ShardedState, "begin_final_backward"),
+    "backward 2": (ShardedState, "begin_final_backward"),
+    "backward 3": (FullySharded, "begin_final_backward"),
     "write": (Writer, "write_data"),
     "rename": (folders, "put_in_place"),
 }

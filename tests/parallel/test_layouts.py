@@ -123,18 +123,21 @@ def without_the_first_copy(patch: pytest.MonkeyPatch) -> None:
 
 def with_the_tied_sum_first(patch: pytest.MonkeyPatch) -> None:
     """Before gradients are summed over the data-parallel ranks, each stage in an order of its own."""
-    announce, train = data_parallel_strategy.Replicated.announce, step_executor.StagedPasses.train
+    begin_final_backward, train = (
+        data_parallel_strategy.Replicated.begin_final_backward,
+        step_executor.StagedPasses.train,
+    )
     engines: list[step_executor.StagedPasses] = []
 
     def first(self: Any, *arguments: Any) -> None:
         engines[-1]._with_tied(step_executor.sum_tied)
-        announce(self, *arguments)
+        begin_final_backward(self, *arguments)
 
     patch.setattr(step_executor.StagedPasses, "overlaps", False)
     patch.setattr(
         step_executor.StagedPasses, "train", lambda self, *a: (engines.append(self), train(self, *a))[1]
     )
-    patch.setattr(data_parallel_strategy.Replicated, "announce", first)
+    patch.setattr(data_parallel_strategy.Replicated, "begin_final_backward", first)
     patch.setattr(step_executor.StagedPasses, "summed", lambda _: None)
 
 

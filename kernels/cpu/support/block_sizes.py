@@ -46,14 +46,14 @@ def blocks(kind: str) -> Blocks:
     )
 
 
-class _Kept(threading.local):
+class _KeptMemory(threading.local):
     """Each thread has its own."""
 
     def __init__(self) -> None:
         self.memory: dict[tuple[str, str], Array] = {}
 
 
-_kept = _Kept()
+_kept = _KeptMemory()
 
 
 def memory(purpose: str, kind: str, elements: int) -> Array:

@@ -17,10 +17,12 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any, TypeVar
 
-Kernel = TypeVar("Kernel", bound=Callable[..., None])
+KernelFunction = TypeVar("KernelFunction", bound=Callable[..., None])
 
 
-def compiled(layouts: str, *, uses: tuple[str, ...] = (), **options: Any) -> Callable[[Kernel], Kernel]:
+def compiled(
+    layouts: str, *, uses: tuple[str, ...] = (), **options: Any
+) -> Callable[[KernelFunction], KernelFunction]:
     """Decorate `kernel(a, b, out, ...)`, so that its first call with each dtype compiles it.
 
     `layouts` has a letter for each array that the kernel takes, all of one dtype: "C" is a promise to the
@@ -31,11 +33,13 @@ def compiled(layouts: str, *, uses: tuple[str, ...] = (), **options: Any) -> Cal
     go to `numba.njit` (`nogil`, ...).
     """
 
-    def decorate(kernel: Kernel) -> Kernel:
+    def decorate(kernel: KernelFunction) -> KernelFunction:
         parameters = list(inspect.signature(kernel).parameters)
-        machine_codes: dict[str, Kernel] = {}  # by the dtype's character: its name takes NumPy a microsecond
+        machine_codes: dict[
+            str, KernelFunction
+        ] = {}  # by the dtype's character: its name takes NumPy a microsecond
 
-        def machine_code_for(dtype: Any) -> Kernel:
+        def machine_code_for(dtype: Any) -> KernelFunction:
             import numba
 
             types: Any = numba.types

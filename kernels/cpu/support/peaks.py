@@ -27,7 +27,7 @@ from ...measure.peaks import Roof
 from ...rung import Array, empty
 from .caches import available_cpus, caches
 
-Work = Callable[[], float]  # does a share of work without the GIL, and returns how much: FLOP or bytes
+TimedLoop = Callable[[], float]  # does a share of work without the GIL, and returns how much: FLOP or bytes
 
 TURNS = 200_000  # of the FMA loop in one call: a millisecond, beside which a call from Python is nothing
 CHUNK = 2**18  # elements of each array that one call of the triad goes over: 6 MiB in all
@@ -64,7 +64,7 @@ def roofs(seconds: float = 0.04, repetitions: int = 8, memory: int | None = None
 
 
 def _roof(name: str, threads: int, cache: int, seconds: float, repetitions: int, memory: int) -> Roof:
-    def best(works: Sequence[Work]) -> Rate:
+    def best(works: Sequence[TimedLoop]) -> Rate:
         return max((rate(works, seconds) for _ in range(repetitions)), key=lambda run: run.per_second)
 
     fma = {dtype: best([_fma_work(dtype) for _ in range(threads)]) for dtype in ("float32", "float64")}
@@ -81,7 +81,7 @@ def _roof(name: str, threads: int, cache: int, seconds: float, repetitions: int,
     )
 
 
-def rate(works: Sequence[Work], seconds: float) -> Rate:
+def rate(works: Sequence[TimedLoop], seconds: float) -> Rate:
     """Call each of `works` again and again for `seconds`, a thread each, and count what they did.
 
     Each is called once before, untimed. What one raises is raised here.
@@ -117,7 +117,7 @@ def rate(works: Sequence[Work], seconds: float) -> Rate:
     return Rate(sum(done) / (max(ends) - min(starts)), min(1.0, sum(ran) / asked))
 
 
-def _fma_work(dtype: str) -> Work:
+def _fma_work(dtype: str) -> TimedLoop:
     from . import peak_loops  # Numba with it: not before there is something to compile
 
     registers = peak_loops.registers(dtype)
@@ -140,7 +140,7 @@ class _Share:
         self.size = chunks
         self.chunks: Iterator[tuple[Array, ...]] | None = None
 
-    def work(self, streaming: bool) -> Work:
+    def work(self, streaming: bool) -> TimedLoop:
         from . import peak_loops
 
         triad = peak_loops.triad(streaming)

@@ -17,11 +17,11 @@ barrier.cluster, membar/fence. All of this file needs sm_90.
 
 from __future__ import annotations
 
-from .inline_ptx import Assembler, Operand, Value, instruction
+from .inline_ptx import AsmOperand, Assembler, Value, instruction
 
 
 @instruction()
-def mbarrier_init(to: Assembler, barriers: Operand, i: Operand, count: Operand) -> None:
+def mbarrier_init(to: Assembler, barriers: AsmOperand, i: AsmOperand, count: AsmOperand) -> None:
     """mbarrier_init(barriers, i, count): make barriers[i], uint64 in shared memory, one for `count` arrivals.
 
     One thread does this once; `fence_mbarrier_init` and a barrier show it to the others.
@@ -32,7 +32,7 @@ def mbarrier_init(to: Assembler, barriers: Operand, i: Operand, count: Operand) 
 
 
 @instruction()
-def mbarrier_arrive(to: Assembler, barriers: Operand, i: Operand) -> None:
+def mbarrier_arrive(to: Assembler, barriers: AsmOperand, i: AsmOperand) -> None:
     """mbarrier_arrive(barriers, i): count this thread; what it did before is done for those who wait.
 
     PTX: mbarrier.arrive.shared::cta.b64.
@@ -41,7 +41,7 @@ def mbarrier_arrive(to: Assembler, barriers: Operand, i: Operand) -> None:
 
 
 @instruction()
-def mbarrier_arrive_at(to: Assembler, barriers: Operand, i: Operand, rank: Operand) -> None:
+def mbarrier_arrive_at(to: Assembler, barriers: AsmOperand, i: AsmOperand, rank: AsmOperand) -> None:
     """mbarrier_arrive_at(barriers, i, rank): arrive at the same mbarrier of block `rank` of the cluster.
 
     What this thread stored before is not shown to that block: it says that multiplications have read shared
@@ -57,7 +57,7 @@ def mbarrier_arrive_at(to: Assembler, barriers: Operand, i: Operand, rank: Opera
 
 
 @instruction()
-def mbarrier_expect(to: Assembler, barriers: Operand, i: Operand, count: Operand) -> None:
+def mbarrier_expect(to: Assembler, barriers: AsmOperand, i: AsmOperand, count: AsmOperand) -> None:
     """mbarrier_expect(barriers, i, count): arrive, and announce `count` bytes of copies to this phase.
 
     PTX: mbarrier.arrive.expect_tx.shared::cta.b64.
@@ -67,7 +67,7 @@ def mbarrier_expect(to: Assembler, barriers: Operand, i: Operand, count: Operand
 
 
 @instruction()
-def mbarrier_wait(to: Assembler, barriers: Operand, i: Operand, parity: Operand) -> None:
+def mbarrier_wait(to: Assembler, barriers: AsmOperand, i: AsmOperand, parity: AsmOperand) -> None:
     """mbarrier_wait(barriers, i, parity): wait until the phase of this parity is over.
 
     The hardware suspends the thread for a while at every try. PTX: mbarrier.try_wait.parity, in a loop (its
@@ -85,7 +85,7 @@ def mbarrier_wait(to: Assembler, barriers: Operand, i: Operand, parity: Operand)
 
 
 @instruction(literals=("threads",))
-def barrier_sync(to: Assembler, name: Operand, threads: Operand) -> None:
+def barrier_sync(to: Assembler, name: AsmOperand, threads: AsmOperand) -> None:
     """barrier_sync(name, threads): wait until so many threads of the block are at the barrier of this number.
 
     `threads` is a multiple of 32, known when compiling. Numbers are 0 to 15, and 0 is the one of

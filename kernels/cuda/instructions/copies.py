@@ -16,17 +16,21 @@ from __future__ import annotations
 from llvmlite import ir
 
 from ..runtime import simulator_twins
-from .inline_ptx import INT32, Assembler, Operand, Value, instruction
+from .inline_ptx import INT32, AsmOperand, Assembler, Value, instruction
 
 
-def _move_in(to: Assembler, size: int, into: Operand, i: Operand, source: Operand, j: Operand) -> None:
+def _move_in(
+    to: Assembler, size: int, into: AsmOperand, i: AsmOperand, source: AsmOperand, j: AsmOperand
+) -> None:
     loaded = to.builder.load(_vector_pointer(to, size, source, j), align=size)
     count = size // into.element_bytes
     elements = to.builder.bitcast(loaded, ir.VectorType(to.start(into).type.pointee, count))
     to.store(into, i, [to.builder.extract_element(elements, ir.Constant(INT32, e)) for e in range(count)])
 
 
-def _move_out(to: Assembler, size: int, into: Operand, i: Operand, source: Operand, j: Operand) -> None:
+def _move_out(
+    to: Assembler, size: int, into: AsmOperand, i: AsmOperand, source: AsmOperand, j: AsmOperand
+) -> None:
     values = to.load(source, j, size // source.element_bytes)
     elements = ir.Constant(ir.VectorType(values[0].type, len(values)), ir.Undefined)
     for e, value in enumerate(values):
@@ -35,7 +39,7 @@ def _move_out(to: Assembler, size: int, into: Operand, i: Operand, source: Opera
     to.builder.store(to.builder.bitcast(elements, pointer.type.pointee), pointer, align=size)
 
 
-def _vector_pointer(to: Assembler, size: int, array: Operand, index: Operand) -> Value:
+def _vector_pointer(to: Assembler, size: int, array: AsmOperand, index: AsmOperand) -> Value:
     element = to.pointer(array, index)
     # Of 8 elements of 16 bits LLVM makes two moves.
     word = element.type.pointee if array.element_bytes >= 4 else INT32
@@ -44,7 +48,7 @@ def _vector_pointer(to: Assembler, size: int, array: Operand, index: Operand) ->
 
 
 @instruction(twin=simulator_twins.copy_128)
-def load_128(to: Assembler, into: Operand, i: Operand, source: Operand, j: Operand) -> None:
+def load_128(to: Assembler, into: AsmOperand, i: AsmOperand, source: AsmOperand, j: AsmOperand) -> None:
     """load_128(into, i, source, j): into[i : i + n] = source[j : j + n], by one load of 16 bytes.
 
     `source` is global or shared memory, and the address of element j is a multiple of 16 bytes; `into` is a
@@ -54,13 +58,13 @@ def load_128(to: Assembler, into: Operand, i: Operand, source: Operand, j: Opera
 
 
 @instruction(twin=simulator_twins.copy_64)
-def load_64(to: Assembler, into: Operand, i: Operand, source: Operand, j: Operand) -> None:
+def load_64(to: Assembler, into: AsmOperand, i: AsmOperand, source: AsmOperand, j: AsmOperand) -> None:
     """load_64(into, i, source, j): as `load_128`, 8 bytes. PTX: ld.v2.b32."""
     _move_in(to, 8, into, i, source, j)
 
 
 @instruction(twin=simulator_twins.copy_128)
-def store_128(to: Assembler, into: Operand, i: Operand, source: Operand, j: Operand) -> None:
+def store_128(to: Assembler, into: AsmOperand, i: AsmOperand, source: AsmOperand, j: AsmOperand) -> None:
     """store_128(into, i, source, j): into[i : i + n] = source[j : j + n], by one store of 16 bytes.
 
     `into` is global or shared memory, and the address of element i is a multiple of 16 bytes; `source` is a
@@ -70,13 +74,13 @@ def store_128(to: Assembler, into: Operand, i: Operand, source: Operand, j: Oper
 
 
 @instruction(twin=simulator_twins.copy_64)
-def store_64(to: Assembler, into: Operand, i: Operand, source: Operand, j: Operand) -> None:
+def store_64(to: Assembler, into: AsmOperand, i: AsmOperand, source: AsmOperand, j: AsmOperand) -> None:
     """store_64(into, i, source, j): as `store_128`, 8 bytes. PTX: st.v2.b32."""
     _move_out(to, 8, into, i, source, j)
 
 
 @instruction(twin=simulator_twins.copy_128)
-def cp_async_16(to: Assembler, shared: Operand, i: Operand, source: Operand, j: Operand) -> None:
+def cp_async_16(to: Assembler, shared: AsmOperand, i: AsmOperand, source: AsmOperand, j: AsmOperand) -> None:
     """cp_async_16(shared, i, source, j): begin to copy 16 bytes from global source[j] to shared[i].
 
     Both addresses are multiples of 16 bytes. The data go past the first-level cache (.cg), and the second
@@ -88,7 +92,7 @@ def cp_async_16(to: Assembler, shared: Operand, i: Operand, source: Operand, j: 
 
 @instruction(twin=simulator_twins.copy_16_and_fill)
 def cp_async_16_zfill(
-    to: Assembler, shared: Operand, i: Operand, source: Operand, j: Operand, valid: Operand
+    to: Assembler, shared: AsmOperand, i: AsmOperand, source: AsmOperand, j: AsmOperand, valid: AsmOperand
 ) -> None:
     """cp_async_16_zfill(shared, i, source, j, valid): as `cp_async_16`, of which only `valid` bytes are read.
 
@@ -101,7 +105,7 @@ def cp_async_16_zfill(
 
 @instruction(twin=simulator_twins.copy_16_or_fill)
 def cp_async_16_or_zeros(
-    to: Assembler, shared: Operand, i: Operand, source: Operand, j: Operand, inside: Operand
+    to: Assembler, shared: AsmOperand, i: AsmOperand, source: AsmOperand, j: AsmOperand, inside: AsmOperand
 ) -> None:
     """cp_async_16_or_zeros(shared, i, source, j, inside): as `cp_async_16` where `inside` holds, else zeros.
 
@@ -118,7 +122,7 @@ def cp_async_16_or_zeros(
 
 @instruction(twin=simulator_twins.copy_4_and_fill)
 def cp_async_4_zfill(
-    to: Assembler, shared: Operand, i: Operand, source: Operand, j: Operand, valid: Operand
+    to: Assembler, shared: AsmOperand, i: AsmOperand, source: AsmOperand, j: AsmOperand, valid: AsmOperand
 ) -> None:
     """cp_async_4_zfill(shared, i, source, j, valid): as `cp_async_16_zfill`, 4 bytes, through all caches.
 
@@ -138,7 +142,7 @@ def cp_async_commit(to: Assembler) -> None:
 
 
 @instruction(twin=simulator_twins.wait, literals=("groups",))
-def cp_async_wait(to: Assembler, groups: Operand) -> None:
+def cp_async_wait(to: Assembler, groups: AsmOperand) -> None:
     """cp_async_wait(groups): wait until at most so many of this thread's groups are under way, the youngest.
 
     `groups` is known when compiling. PTX: cp.async.wait_group. sm_80.

@@ -30,7 +30,7 @@ Function = Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class Operand:
+class AsmOperand:
     """An argument of a call: its Numba type, and its LLVM value."""
 
     type: Any
@@ -56,17 +56,17 @@ class Assembler:
         self.context = context
         self.builder = builder
 
-    def integer(self, x: Operand, kind: str = "int32") -> Value:
+    def integer(self, x: AsmOperand, kind: str = "int32") -> Value:
         """An integer argument as Numba's type `kind`."""
         from numba.cuda import types
 
         return self.context.cast(self.builder, x.value, x.type, getattr(types, kind))
 
-    def start(self, array: Operand) -> Value:
+    def start(self, array: AsmOperand) -> Value:
         """A pointer to element 0."""
         return self.context.make_array(array.type)(self.context, self.builder, value=array.value).data
 
-    def pointer(self, array: Operand, index: Operand | int, further: int = 0) -> Value:
+    def pointer(self, array: AsmOperand, index: AsmOperand | int, further: int = 0) -> Value:
         """A pointer to the element at index + further."""
         if isinstance(index, int):
             offset = ir.Constant(INT64, index + further)
@@ -76,13 +76,13 @@ class Assembler:
                 offset = self.builder.add(offset, ir.Constant(INT64, further))
         return self.builder.gep(self.start(array), [offset], inbounds=True)
 
-    def global_address(self, array: Operand, index: Operand | int = 0) -> Value:
+    def global_address(self, array: AsmOperand, index: AsmOperand | int = 0) -> Value:
         """The 64-bit address of an element in global memory."""
         pointer = self.pointer(array, index)
         there = ir.PointerType(pointer.type.pointee, GLOBAL)
         return self.builder.ptrtoint(self.builder.addrspacecast(pointer, there), INT64)
 
-    def shared_address(self, array: Operand, index: Operand) -> Value:
+    def shared_address(self, array: AsmOperand, index: AsmOperand) -> Value:
         """The 32-bit address of an element in shared memory, by 32-bit arithmetic."""
         pointer = self.start(array)
         there = ir.PointerType(pointer.type.pointee, SHARED)
@@ -90,11 +90,11 @@ class Assembler:
         size = ir.Constant(INT32, array.element_bytes)
         return self.builder.add(first, self.builder.mul(self.integer(index), size))
 
-    def load(self, array: Operand, index: Operand | int, count: int) -> list[Value]:
+    def load(self, array: AsmOperand, index: AsmOperand | int, count: int) -> list[Value]:
         """The values of `count` elements: of a local array under constant indices, registers."""
         return [self.builder.load(self.pointer(array, index, e)) for e in range(count)]
 
-    def store(self, array: Operand, index: Operand | int, values: Sequence[Value]) -> None:
+    def store(self, array: AsmOperand, index: AsmOperand | int, values: Sequence[Value]) -> None:
         """Write values to the elements from index on."""
         for e, value in enumerate(values):
             self.builder.store(value, self.pointer(array, index, e))
@@ -153,7 +153,7 @@ def instruction(
                     raise RequireLiteralValue(f"{lower.__name__}: {name} has to be known when compiling")
 
             def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Value:
-                operands = [Operand(*pair) for pair in zip(signature.args, arguments, strict=True)]
+                operands = [AsmOperand(*pair) for pair in zip(signature.args, arguments, strict=True)]
                 value = lower(Assembler(context, builder), *operands)
                 return context.get_dummy_value() if returns == "void" else value
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from llvmlite import ir
 
-from .inline_ptx import INT16, Assembler, Operand, Value, instruction
+from .inline_ptx import INT16, AsmOperand, Assembler, Value, instruction
 
 _LOAD = "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
 _STORE = "cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group"
@@ -24,13 +24,13 @@ _STORE = "cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group"
 @instruction()
 def tma_load_2d(
     to: Assembler,
-    shared: Operand,
-    i: Operand,
-    tensor: Operand,
-    x: Operand,
-    y: Operand,
-    barriers: Operand,
-    j: Operand,
+    shared: AsmOperand,
+    i: AsmOperand,
+    tensor: AsmOperand,
+    x: AsmOperand,
+    y: AsmOperand,
+    barriers: AsmOperand,
+    j: AsmOperand,
 ) -> None:
     """tma_load_2d(shared, i, tensor, x, y, barriers, j): begin to load a box of `tensor` to shared[i].
 
@@ -45,14 +45,14 @@ def tma_load_2d(
 @instruction()
 def tma_load_2d_multicast(
     to: Assembler,
-    shared: Operand,
-    i: Operand,
-    tensor: Operand,
-    x: Operand,
-    y: Operand,
-    barriers: Operand,
-    j: Operand,
-    ranks: Operand,
+    shared: AsmOperand,
+    i: AsmOperand,
+    tensor: AsmOperand,
+    x: AsmOperand,
+    y: AsmOperand,
+    barriers: AsmOperand,
+    j: AsmOperand,
+    ranks: AsmOperand,
 ) -> None:
     """tma_load_2d_multicast(shared, i, tensor, x, y, barriers, j, ranks): to several blocks.
 
@@ -67,13 +67,13 @@ def tma_load_2d_multicast(
 
 def _load(
     to: Assembler,
-    shared: Operand,
-    i: Operand,
-    tensor: Operand,
-    x: Operand,
-    y: Operand,
-    barriers: Operand,
-    j: Operand,
+    shared: AsmOperand,
+    i: AsmOperand,
+    tensor: AsmOperand,
+    x: AsmOperand,
+    y: AsmOperand,
+    barriers: AsmOperand,
+    j: AsmOperand,
 ) -> list[Value]:
     return [
         to.shared_address(shared, i),
@@ -85,7 +85,9 @@ def _load(
 
 
 @instruction()
-def tma_store_2d(to: Assembler, tensor: Operand, x: Operand, y: Operand, shared: Operand, i: Operand) -> None:
+def tma_store_2d(
+    to: Assembler, tensor: AsmOperand, x: AsmOperand, y: AsmOperand, shared: AsmOperand, i: AsmOperand
+) -> None:
     """tma_store_2d(tensor, x, y, shared, i): begin to store the box at shared[i] to `tensor`.
 
     Stores are grouped and waited for as the copies of `copies.py`, by the thread that began them.
@@ -102,7 +104,7 @@ def tma_store_commit(to: Assembler) -> None:
 
 
 @instruction(literals=("groups",))
-def tma_store_wait(to: Assembler, groups: Operand) -> None:
+def tma_store_wait(to: Assembler, groups: AsmOperand) -> None:
     """tma_store_wait(groups): wait until at most so many groups are not written yet; known when compiling.
 
     PTX: cp.async.bulk.wait_group.
@@ -111,7 +113,7 @@ def tma_store_wait(to: Assembler, groups: Operand) -> None:
 
 
 @instruction(literals=("groups",))
-def tma_store_wait_read(to: Assembler, groups: Operand) -> None:
+def tma_store_wait_read(to: Assembler, groups: AsmOperand) -> None:
     """tma_store_wait_read(groups): as `tma_store_wait`, until shared memory is read and may be written again.
 
     PTX: cp.async.bulk.wait_group.read.
@@ -120,7 +122,7 @@ def tma_store_wait_read(to: Assembler, groups: Operand) -> None:
 
 
 @instruction()
-def tensor_map_acquire(to: Assembler, tensor: Operand) -> None:
+def tensor_map_acquire(to: Assembler, tensor: AsmOperand) -> None:
     """tensor_map_acquire(tensor): see the tensor map in global memory as the host wrote it.
 
     Once by each thread that begins copies. PTX: fence.proxy.tensormap::generic.acquire.sys.
@@ -128,6 +130,6 @@ def tensor_map_acquire(to: Assembler, tensor: Operand) -> None:
     to.ptx("fence.proxy.tensormap::generic.acquire.sys [$0], 128;", "l", [_address(to, tensor)])
 
 
-def _address(to: Assembler, tensor: Operand) -> Value:
+def _address(to: Assembler, tensor: AsmOperand) -> Value:
     """The generic address of a tensor map, 128 bytes in global memory."""
     return to.builder.ptrtoint(to.start(tensor), ir.IntType(64))

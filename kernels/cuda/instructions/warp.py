@@ -32,7 +32,7 @@ from .copies import (
     store_64,
     store_128,
 )
-from .inline_ptx import FLOAT32, Assembler, Function, Operand, Value, instruction
+from .inline_ptx import FLOAT32, AsmOperand, Assembler, Function, Value, instruction
 
 __all__ = [
     "cp_async_4_zfill",
@@ -65,7 +65,9 @@ def numbered(first: int, count: int) -> str:
 
 
 @instruction()
-def ldmatrix_x4(to: Assembler, fragment: Operand, i: Operand, shared: Operand, j: Operand) -> None:
+def ldmatrix_x4(
+    to: Assembler, fragment: AsmOperand, i: AsmOperand, shared: AsmOperand, j: AsmOperand
+) -> None:
     """ldmatrix_x4(fragment, i, shared, j): load four 8 x 8 matrices of 16-bit elements to fragment[i] on.
 
     A row of a matrix is 16 bytes of shared memory. Lanes 8q to 8q + 7 give the index j of the first element
@@ -78,7 +80,9 @@ def ldmatrix_x4(to: Assembler, fragment: Operand, i: Operand, shared: Operand, j
 
 
 @instruction()
-def ldmatrix_x4_trans(to: Assembler, fragment: Operand, i: Operand, shared: Operand, j: Operand) -> None:
+def ldmatrix_x4_trans(
+    to: Assembler, fragment: AsmOperand, i: AsmOperand, shared: AsmOperand, j: AsmOperand
+) -> None:
     """ldmatrix_x4_trans(fragment, i, shared, j): as `ldmatrix_x4`, and transpose each matrix.
 
     Register q gets rows 2t and 2t + 1, column g of matrix q. PTX: ldmatrix with .trans. sm_75.
@@ -87,14 +91,16 @@ def ldmatrix_x4_trans(to: Assembler, fragment: Operand, i: Operand, shared: Oper
 
 
 def _load_matrices(
-    to: Assembler, option: str, fragment: Operand, i: Operand, shared: Operand, j: Operand
+    to: Assembler, option: str, fragment: AsmOperand, i: AsmOperand, shared: AsmOperand, j: AsmOperand
 ) -> None:
     text = f"ldmatrix.sync.aligned.m8n8.x4{option}.shared.b16 {numbered(0, 4)}, [$4];"
     to.store(fragment, i, to.ptx(text, "=r,=r,=r,=r,r", [to.shared_address(shared, j)], results=4))
 
 
 @instruction()
-def load_shared(to: Assembler, fragment: Operand, i: Operand, shared: Operand, j: Operand) -> None:
+def load_shared(
+    to: Assembler, fragment: AsmOperand, i: AsmOperand, shared: AsmOperand, j: AsmOperand
+) -> None:
     """load_shared(fragment, i, shared, j): fragment[i] = shared[j], a word of 32 bits, by 32-bit addresses.
 
     For what ldmatrix can't load: an index j of a sum with a constant costs no instruction of its own, as it
@@ -106,7 +112,9 @@ def load_shared(to: Assembler, fragment: Operand, i: Operand, shared: Operand, j
 
 
 @instruction()
-def stmatrix_x4(to: Assembler, shared: Operand, j: Operand, fragment: Operand, i: Operand) -> None:
+def stmatrix_x4(
+    to: Assembler, shared: AsmOperand, j: AsmOperand, fragment: AsmOperand, i: AsmOperand
+) -> None:
     """stmatrix_x4(shared, j, fragment, i): store four 8 x 8 matrices, the inverse of `ldmatrix_x4`.
 
     PTX: stmatrix.sync.aligned.m8n8.x4.shared.b16. sm_90.
@@ -124,7 +132,13 @@ def _mma(name: str, shape: str, dtype: str, words: str) -> Function:
     constraints = ",".join(["=f"] * 4 + ["r"] * 6 + ["f"] * 4)
 
     def lower(
-        to: Assembler, c: Operand, ci: Operand, a: Operand, ai: Operand, b: Operand, bi: Operand
+        to: Assembler,
+        c: AsmOperand,
+        ci: AsmOperand,
+        a: AsmOperand,
+        ai: AsmOperand,
+        b: AsmOperand,
+        bi: AsmOperand,
     ) -> None:
         operands = [*to.load(a, ai, 4), *to.load(b, bi, 2), *to.load(c, ci, 4)]
         to.store(c, ci, to.ptx(text, constraints, operands, results=4, kind=FLOAT32, pure=True))
@@ -144,7 +158,7 @@ mma_m16n8k8_tf32 = _mma("mma_m16n8k8_tf32", "m16n8k8", "tf32", "a float32 rounde
 
 
 @instruction(returns="uint32")
-def cvt_bf16x2(to: Assembler, low: Operand, high: Operand) -> Value:
+def cvt_bf16x2(to: Assembler, low: AsmOperand, high: AsmOperand) -> Value:
     """cvt_bf16x2(low, high): round two float32 to bfloat16, to nearest even, in one word of 32 bits.
 
     PTX: cvt.rn.bf16x2.f32, whose first operand is the high half. sm_80.
@@ -153,7 +167,7 @@ def cvt_bf16x2(to: Assembler, low: Operand, high: Operand) -> Value:
 
 
 @instruction(returns="uint32")
-def cvt_f16x2(to: Assembler, low: Operand, high: Operand) -> Value:
+def cvt_f16x2(to: Assembler, low: AsmOperand, high: AsmOperand) -> Value:
     """cvt_f16x2(low, high): as `cvt_bf16x2`, to float16; too large is infinity.
 
     PTX: cvt.rn.f16x2.f32. sm_80.
@@ -162,7 +176,7 @@ def cvt_f16x2(to: Assembler, low: Operand, high: Operand) -> Value:
 
 
 @instruction(returns="uint32")
-def cvt_tf32(to: Assembler, word: Operand) -> Value:
+def cvt_tf32(to: Assembler, word: AsmOperand) -> Value:
     """cvt_tf32(word): round a float32, given as its bits, to the 11 significant bits of TF32, as bits again.
 
     To nearest, ties away from 0. Without it the tensor core cuts off low bits, with twice the error.
@@ -173,7 +187,7 @@ def cvt_tf32(to: Assembler, word: Operand) -> Value:
 
 
 @instruction(returns="int32")
-def uniform(to: Assembler, x: Operand) -> Value:
+def uniform(to: Assembler, x: AsmOperand) -> Value:
     """uniform(x): the first lane's x in every lane, so that the compiler knows it to be the same.
 
     It keeps such a number in a uniform register, where wgmma's descriptors have to be. All lanes call it.

@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from llvmlite import ir
 
-from .inline_ptx import FLOAT32, INT32, INT64, Assembler, Function, Operand, Value, instruction
+from .inline_ptx import FLOAT32, INT32, INT64, AsmOperand, Assembler, Function, Value, instruction
 from .warp import numbered
 
 SWIZZLE_128 = 1 << 62  # of a descriptor
@@ -43,7 +43,9 @@ class WarpGroupMultiply(NamedTuple):
 
 
 @instruction(returns="int64", literals=("leading", "stride"))
-def descriptor(to: Assembler, shared: Operand, i: Operand, leading: Operand, stride: Operand) -> Value:
+def descriptor(
+    to: Assembler, shared: AsmOperand, i: AsmOperand, leading: AsmOperand, stride: AsmOperand
+) -> Value:
     """descriptor(shared, i, leading, stride): a tile lies at shared[i], with strides in bytes, literals.
 
     Adding bytes / 16 to a descriptor moves it on. `leading` is not read for a tile along k: 16.
@@ -81,7 +83,7 @@ def warp_group_multiply(n: int, dtype: str, a_across: bool, b_across: bool) -> W
     }}"""
 
     def through(
-        to: Assembler, sums: Operand, text: str, more: str = "", operands: tuple[Value, ...] = ()
+        to: Assembler, sums: AsmOperand, text: str, more: str = "", operands: tuple[Value, ...] = ()
     ) -> None:
         before = to.load(sums, 0, count)
         constraints = f"{results},{again}{more}"
@@ -89,18 +91,18 @@ def warp_group_multiply(n: int, dtype: str, a_across: bool, b_across: bool) -> W
         to.store(sums, 0, after)
 
     @instruction()
-    def multiply(to: Assembler, sums: Operand, a: Operand, b: Operand, add: Operand) -> None:
+    def multiply(to: Assembler, sums: AsmOperand, a: AsmOperand, b: AsmOperand, add: AsmOperand) -> None:
         """multiply(sums, a, b, add): begin to add the product of the tiles of two descriptors."""
         operands = (to.integer(a, "int64"), to.integer(b, "int64"), to.integer(add))
         through(to, sums, text, ",l,l,r", operands)
 
     @instruction()
-    def fence(to: Assembler, sums: Operand) -> None:
+    def fence(to: Assembler, sums: AsmOperand) -> None:
         """fence(sums): what was written to the registers before is what wgmma gets."""
         through(to, sums, "wgmma.fence.sync.aligned;")
 
     @instruction(literals=("groups",))
-    def wait(to: Assembler, sums: Operand, groups: Operand) -> None:
+    def wait(to: Assembler, sums: AsmOperand, groups: AsmOperand) -> None:
         """wait(sums, groups): wait until at most so many groups of multiplications are under way."""
         through(to, sums, f"wgmma.wait_group.sync.aligned {groups.literal};")
 
@@ -108,7 +110,7 @@ def warp_group_multiply(n: int, dtype: str, a_across: bool, b_across: bool) -> W
 
 
 @instruction(literals=("count",))
-def setmaxnreg_inc(to: Assembler, count: Operand) -> None:
+def setmaxnreg_inc(to: Assembler, count: AsmOperand) -> None:
     """setmaxnreg_inc(count): take registers of the block's pool, up to `count` for each thread; a literal.
 
     All of a warp group calls it; `count` is a multiple of 8 from 24 to 256. It waits until there are so many:
@@ -119,7 +121,7 @@ def setmaxnreg_inc(to: Assembler, count: Operand) -> None:
 
 
 @instruction(literals=("count",))
-def setmaxnreg_dec(to: Assembler, count: Operand) -> None:
+def setmaxnreg_dec(to: Assembler, count: AsmOperand) -> None:
     """setmaxnreg_dec(count): give registers back to the block's pool, down to `count` for each thread.
 
     PTX: setmaxnreg.dec.sync.aligned.u32. sm_90a.

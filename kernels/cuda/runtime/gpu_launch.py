@@ -46,9 +46,9 @@ def launch(
     g = gpu_driver.get()
     device = g.current()
     key = (device, *[x.key if type(x) is DeviceArray else type(x) for x in args])
-    loaded: Loaded | None = kernel._ready.get(key)
+    loaded: LoadedKernel | None = kernel._ready.get(key)
     if loaded is None:
-        loaded = kernel._ready[key] = Loaded(g, device, kernel, args)
+        loaded = kernel._ready[key] = LoadedKernel(g, device, kernel, args)
     loaded.launch(grid, args, shared, cluster, g.stream() if stream is None else stream)
 
 
@@ -58,7 +58,7 @@ def check_grid(name: str, grid: tuple[int, ...]) -> None:
         raise ValueError(f"the grid of {name} is {grid}: a GPU takes 1 to {MOST_BLOCKS} blocks each way")
 
 
-class Loaded:
+class LoadedKernel:
     """A kernel on one GPU, for arguments of one tuple of types."""
 
     def __init__(self, g: gpu_driver.Gpu, device: int, kernel: Kernel, args: tuple[Any, ...]) -> None:

@@ -48,7 +48,7 @@ class DeviceArray:
         return DeviceArray(self.address, self.dtype, shape, strides, self.owner)
 
 
-class _Block:
+class _Allocation:
     """Memory from the driver; given back, in the order of its stream, when nobody refers to it."""
 
     def __init__(self, gpu: Any, size: int) -> None:
@@ -69,7 +69,7 @@ def allocate(count: int, dtype: str) -> DeviceArray:
         return DeviceArray(tensor.data_ptr(), dtype, (count,), (ITEMSIZE[dtype],), tensor)
     from . import gpu_driver as gpu
 
-    block = _Block(gpu.get(), size)
+    block = _Allocation(gpu.get(), size)
     return DeviceArray(block.address, dtype, (count,), (ITEMSIZE[dtype],), block)
 
 

@@ -8,41 +8,43 @@ from __future__ import annotations
 
 from typing import Any
 
-Array = Any  # NumPy's, or the simulator's wrapper around one
+SimulatedArray = Any  # NumPy's, or the simulator's wrapper around one
 
 
-def _copy(size: int, into: Array, i: int, source: Array, j: int) -> None:
+def _copy(size: int, into: SimulatedArray, i: int, source: SimulatedArray, j: int) -> None:
     for e in range(size // into.dtype.itemsize):
         into[i + e] = source[j + e]
 
 
-def copy_128(into: Array, i: int, source: Array, j: int) -> None:
+def copy_128(into: SimulatedArray, i: int, source: SimulatedArray, j: int) -> None:
     """Copy the elements of 16 bytes."""
     _copy(16, into, i, source, j)
 
 
-def copy_64(into: Array, i: int, source: Array, j: int) -> None:
+def copy_64(into: SimulatedArray, i: int, source: SimulatedArray, j: int) -> None:
     """Copy the elements of 8 bytes."""
     _copy(8, into, i, source, j)
 
 
-def _copy_and_fill(size: int, into: Array, i: int, source: Array, j: int, valid: int) -> None:
+def _copy_and_fill(
+    size: int, into: SimulatedArray, i: int, source: SimulatedArray, j: int, valid: int
+) -> None:
     count = valid // into.dtype.itemsize
     for e in range(size // into.dtype.itemsize):
         into[i + e] = source[j + e] if e < count else 0
 
 
-def copy_16_and_fill(shared: Array, i: int, source: Array, j: int, valid: int) -> None:
+def copy_16_and_fill(shared: SimulatedArray, i: int, source: SimulatedArray, j: int, valid: int) -> None:
     """Copy the elements of the first `valid` bytes, and write zeros in the rest of 16."""
     _copy_and_fill(16, shared, i, source, j, valid)
 
 
-def copy_16_or_fill(shared: Array, i: int, source: Array, j: int, inside: bool) -> None:
+def copy_16_or_fill(shared: SimulatedArray, i: int, source: SimulatedArray, j: int, inside: bool) -> None:
     """Copy the elements of 16 bytes where `inside` holds, else write zeros."""
     _copy_and_fill(16, shared, i, source, j, 16 if inside else 0)
 
 
-def copy_4_and_fill(shared: Array, i: int, source: Array, j: int, valid: int) -> None:
+def copy_4_and_fill(shared: SimulatedArray, i: int, source: SimulatedArray, j: int, valid: int) -> None:
     """Copy the elements of the first `valid` bytes, and write zeros in the rest of 4."""
     _copy_and_fill(4, shared, i, source, j, valid)
 

@@ -16,7 +16,7 @@ from ..runtime.device import backend
 from ..runtime.gpu_memory import DeviceArray
 from ..runtime.tensor_map import BYTES
 
-Order = Literal["rows", "columns", "neither"]
+StorageOrder = Literal["rows", "columns", "neither"]
 FREE_PITCH = 128  # a stride along which there is one element is of no account: a multiple that suits all
 
 
@@ -31,7 +31,7 @@ class Matrix(NamedTuple):  # made in less than half of a frozen dataclass's time
     dtype: str  # "float32", "float64", "float16", "bfloat16"
 
     @property
-    def order(self) -> Order:
+    def order(self) -> StorageOrder:
         """Which side has unit stride: "rows" (C order), "columns" (Fortran's), or "neither"."""
         if self.column_stride == 1:
             return "rows"

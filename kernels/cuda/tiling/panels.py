@@ -14,7 +14,7 @@ from numba import cuda, int32, int64
 from numba.core import config
 
 from ..instructions.warp import cp_async_4_zfill, cp_async_16_or_zeros, store_128
-from .matrix import Matrix, Order, packed
+from .matrix import Matrix, StorageOrder, packed
 
 Function = Callable[..., Any]
 
@@ -64,7 +64,9 @@ def pitch(x: Matrix) -> int:
     return x.row_stride if x.order == "rows" else x.column_stride
 
 
-def panel(order: Order, side: int, depth: int, row: int, threads: int) -> tuple[Function, Function, Function]:
+def panel(
+    order: StorageOrder, side: int, depth: int, row: int, threads: int
+) -> tuple[Function, Function, Function]:
     """Return functions by which `threads` threads copy a panel of float32, of an operand of this order.
 
     place(t) is (p, i): where in the panel the first copy of thread t lies. index(p, i, pitch) is the index of

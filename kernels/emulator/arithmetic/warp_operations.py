@@ -25,7 +25,7 @@ LANES = np.arange(32, dtype=np.uint32)
 FIVE_BITS = np.uint32(31)
 
 # (result, predicate or None, lanes that read what is undefined)
-Exchange: TypeAlias = tuple[Array, "Array | None", Array]
+LaneExchange: TypeAlias = tuple[Array, "Array | None", Array]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class WarpOperation:
 
     result: str  # kind of the destination; that of the second, `d|p`, is "pred"
     operands: tuple[str, ...]  # kinds of the source operands, the mask of members last
-    function: Callable[..., Exchange]  # takes `active` (..., 32) and an array (..., 32) for each operand
+    function: Callable[..., LaneExchange]  # takes `active` (..., 32) and an array (..., 32) for each operand
 
 
 def word(flags: Array) -> Array:
@@ -58,7 +58,7 @@ def takes_part(lanes: Array, members: Array, active: Array) -> Array:
     return chosen
 
 
-def shuffle(mode: str, active: Array, value: Array, b: Array, c: Array, members: Array) -> Exchange:
+def shuffle(mode: str, active: Array, value: Array, b: Array, c: Array, members: Array) -> LaneExchange:
     """Return `value` of another lane: `shfl.sync.mode.b32 d|p, value, b, c, members`.
 
     `b` is that lane, or how far off it is. `c` holds the last lane that may be read (the first, going up)
@@ -81,7 +81,7 @@ def shuffle(mode: str, active: Array, value: Array, b: Array, c: Array, members:
     return result, np.broadcast_to(in_range, shape), undefined
 
 
-def vote(mode: str, active: Array, flag: Array, members: Array) -> Exchange:
+def vote(mode: str, active: Array, flag: Array, members: Array) -> LaneExchange:
     """Return what the members' flags say together: all, any, uni (all or none), or ballot, a bit for each."""
     present = members & word(active)
     true = word(np.broadcast_to(flag, active.shape)) & present
@@ -94,7 +94,7 @@ def vote(mode: str, active: Array, flag: Array, members: Array) -> Exchange:
     return results[mode](), None, active & ~takes_part(LANES, members, active)
 
 
-def match(mode: str, active: Array, value: Array, members: Array) -> Exchange:
+def match(mode: str, active: Array, value: Array, members: Array) -> LaneExchange:
     """Return a bit for each member whose value equals this lane's.
 
     With "all", that is all or none of them, and the predicate says which.
@@ -109,7 +109,7 @@ def match(mode: str, active: Array, value: Array, members: Array) -> Exchange:
     return np.where(agree, present, np.uint32(0)), agree, undefined
 
 
-def reduce(combine: np.ufunc, active: Array, value: Array, members: Array) -> Exchange:
+def reduce(combine: np.ufunc, active: Array, value: Array, members: Array) -> LaneExchange:
     """Return the members' values, combined."""
     present = np.broadcast_to(members & word(active), active.shape)
     taken = ((present[..., :, None] >> LANES) & np.uint32(1)) != 0

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..ptx.fault import EmulatorError
 from ..ptx.operands import Address, Immediate, Label, Operand, Pair, Register, Special, Symbol, Vector
-from ..ptx.program import SIZES, Instruction, Program
+from ..ptx.program import SIZES, Program, PtxInstruction
 from ..ptx.special_registers import special
 from .instruction_registry import Array, Mask
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 Source: TypeAlias = "Callable[[Machine], Array]"
 Target: TypeAlias = "Callable[[Machine, Any, Mask], None]"
-Rows: TypeAlias = "slice | Array"
-Layout: TypeAlias = dict[tuple[str, int], int]  # (file, row in the program) -> row in the machine
+LaneRows: TypeAlias = "slice | Array"
+RegisterLayout: TypeAlias = dict[tuple[str, int], int]  # (file, row in the program) -> row in the machine
 
 # NumPy's dtype for each kind of PTX. bfloat16 and packed pairs travel as bits.
 DTYPES: dict[str, np.dtype[Any]] = {
@@ -44,13 +44,15 @@ SPACES = {"shared": SHARED_WINDOW, "local": LOCAL_WINDOW}
 class Batch:
     """Like instructions (same opcode, guard and kinds of operands) that do not depend on each other."""
 
-    def __init__(self, instructions: Sequence[Instruction], program: Program, layout: Layout) -> None:
+    def __init__(
+        self, instructions: Sequence[PtxInstruction], program: Program, layout: RegisterLayout
+    ) -> None:
         self.instructions = instructions
         self.program = program
         self.layout = layout
 
     @property
-    def first(self) -> Instruction:
+    def first(self) -> PtxInstruction:
         """The first instruction, which says what all have in common."""
         return self.instructions[0]
 
@@ -118,7 +120,7 @@ class Batch:
             return lambda machine: base(machine) + offsets
         return lambda machine: base(machine).astype(np.int64) + offsets
 
-    def rows(self, registers: Sequence[Register], collapse: bool = True) -> tuple[str, Rows]:
+    def rows(self, registers: Sequence[Register], collapse: bool = True) -> tuple[str, LaneRows]:
         """The file of the registers and their rows in it: a slice where they follow one another."""
         file = registers[0].file
         rows = [self.layout[register.file, register.row] for register in registers]
@@ -231,7 +233,7 @@ class Batch:
         return self._write(view, rows)
 
     @staticmethod
-    def _write(view: tuple[str, str], rows: Rows) -> Target:
+    def _write(view: tuple[str, str], rows: LaneRows) -> Target:
         if isinstance(rows, slice):
 
             def to_slice(machine: Machine, value: Any, mask: Mask) -> None:

@@ -40,38 +40,38 @@ if TYPE_CHECKING:
 Array: TypeAlias = NDArray[Any]
 Mask: TypeAlias = NDArray[np.bool_] | None
 Run: TypeAlias = "Callable[[Machine, Mask], NDArray[np.bool_] | None]"
-Order: TypeAlias = Literal["pure", "load", "store", "fence", "barrier", "sync"]
+OrderingClass: TypeAlias = Literal["pure", "load", "store", "fence", "barrier", "sync"]
 
 
 @dataclass(frozen=True)
-class Unit:
+class InstructionUnit:
     """What instructions that begin with `prefix` do."""
 
     prefix: tuple[str, ...]
-    order: Order
+    order: OrderingClass
     prepare: Callable[[Batch], Run]
     # Registers that it writes: the first so many operands. (An instruction of PTX names its results first.)
     results: int = 1
 
 
-_UNITS: dict[tuple[str, ...], Unit] = {}
+_UNITS: dict[tuple[str, ...], InstructionUnit] = {}
 
 
 def unit(
-    *names: str, order: Order, results: int = 1
+    *names: str, order: OrderingClass, results: int = 1
 ) -> Callable[[Callable[[Batch], Run]], Callable[[Batch], Run]]:
     """Register the decorated `prepare` for all instructions that begin with one of `names`."""
 
     def register(prepare: Callable[[Batch], Run]) -> Callable[[Batch], Run]:
         for name in names:
             prefix = tuple(name.split("."))
-            _UNITS[prefix] = Unit(prefix, order, prepare, results)
+            _UNITS[prefix] = InstructionUnit(prefix, order, prepare, results)
         return prepare
 
     return register
 
 
-def find(opcode: tuple[str, ...]) -> Unit | None:
+def find(opcode: tuple[str, ...]) -> InstructionUnit | None:
     """Return the unit whose prefix is the longest that `opcode` begins with, None where there is none."""
     for length in range(len(opcode), 0, -1):
         if found := _UNITS.get(opcode[:length]):

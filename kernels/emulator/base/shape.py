@@ -10,7 +10,7 @@ from .instruction_registry import Array
 WARP = 32
 
 
-class Shape:
+class MachineShape:
     """So many blocks of (x, y, z) threads, their last warps filled up with lanes that never run."""
 
     def __init__(self, blocks: int, block: tuple[int, int, int]) -> None:

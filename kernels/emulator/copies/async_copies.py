@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from ..base.batch import Batch
 from ..base.instruction_registry import Array, Mask, Run, unit
 from ..memory.address_checks import CLUSTER_SHIFT, any_granule, blame, lanes_of
-from ..memory.async_groups import Groups, begin, in_shared_window
+from ..memory.async_groups import AsyncGroups, begin, in_shared_window
 from ..memory.loads_and_stores import fetch
 from ..ptx.fault import EmulatorError
 from ..ptx.operands import Immediate, Register
@@ -45,7 +45,7 @@ class AsyncCopies:
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
-        self.groups: Groups[Copies] = Groups(machine.lanes)
+        self.groups: AsyncGroups[Copies] = AsyncGroups(machine.lanes)
         self._claims = np.zeros(machine.clocks.written.size, np.int32)
 
     def twice(self, granules: Array) -> NDArray[np.bool_]:

@@ -20,10 +20,10 @@ from ..base.instruction_registry import Array, Mask, Run, unit
 from ..checks.async_accesses import fault_for_missing_data, fault_for_missing_fence, fault_for_race
 from ..checks.async_proxy import TensorMapFences
 from ..memory.address_checks import lanes_of, shared_blocks
-from ..memory.async_groups import Groups, begin, fault_at, in_shared_window, located, of_lanes
+from ..memory.async_groups import AsyncGroups, begin, fault_at, in_shared_window, located, of_lanes
 from ..ptx.fault import EmulatorError
 from ..ptx.operands import Address, Immediate, Vector
-from ..ptx.program import Instruction
+from ..ptx.program import PtxInstruction
 from ..synchronization.mbarriers import Key, Mbarriers
 from .clusters import RemoteAccesses
 from .tensor_copies import box_addresses, box_bytes, check, load_box, store_box
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
 
 @dataclass(eq=False)
-class Load:
+class BulkLoad:
     """A load under way, to one block."""
 
-    instruction: Instruction | None
+    instruction: PtxInstruction | None
     lane: int  # that began it
     tensor: Any  # TensorMap
     x: int
@@ -49,10 +49,10 @@ class Load:
 
 
 @dataclass(eq=False)
-class Store:
+class BulkStore:
     """A store under way."""
 
-    instruction: Instruction | None
+    instruction: PtxInstruction | None
     lane: int
     tensor: Any
     x: int
@@ -67,9 +67,9 @@ class BulkCopies:
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
-        self.loads: list[Load] = []
-        self.unread: Groups[Store] = Groups(machine.lanes)
-        self.unwritten: Groups[Store] = Groups(machine.lanes)
+        self.loads: list[BulkLoad] = []
+        self.unread: AsyncGroups[BulkStore] = AsyncGroups(machine.lanes)
+        self.unwritten: AsyncGroups[BulkStore] = AsyncGroups(machine.lanes)
         self.chunks = machine.shared.view("V16")  # (blocks, chunks)
         machine.state(Mbarriers)  # whose last word, that nothing can go on, comes after this
         machine.late.insert(0, self._load)
@@ -90,7 +90,7 @@ class BulkCopies:
         self.loads = [load for load in self.loads if load not in done]
         return bool(done)
 
-    def _arrive(self, load: Load, mbarriers: Mbarriers) -> None:
+    def _arrive(self, load: BulkLoad, mbarriers: Mbarriers) -> None:
         machine = self.machine
         machine.instruction = load.instruction
         with located(machine, load.lane):
@@ -114,7 +114,7 @@ class BulkCopies:
         for store, _ in self.unwritten.wait(lanes, allowed):
             self._write(store)
 
-    def _write(self, store: Store) -> None:
+    def _write(self, store: BulkStore) -> None:
         self.machine.instruction = store.instruction
         assert store.box is not None
         with located(self.machine, store.lane):
@@ -221,7 +221,7 @@ def _load(
     clocks.any_pending = True
     bulk = machine.state(BulkCopies)
     bulk.loads.append(
-        Load(machine.instruction, lane, tensor, *corner, block, chunks, granules, key, known[0])
+        BulkLoad(machine.instruction, lane, tensor, *corner, block, chunks, granules, key, known[0])
     )
 
 
@@ -235,7 +235,7 @@ def _store(machine: Machine, tensor: Any, corner: tuple[int, int], chunks: Array
     fault_for_missing_fence(machine, granules[0], int(warp[0]), known[0], "the copy engine read", lane)
     clocks.tick(agents)
     bulk = machine.state(BulkCopies)
-    store = Store(machine.instruction, lane, tensor, *corner, chunks, known[0])
+    store = BulkStore(machine.instruction, lane, tensor, *corner, chunks, known[0])
     bulk.unread.begin(store, np.array([lane]))
     bulk.unwritten.begin(store, np.array([lane]))
 

@@ -19,7 +19,7 @@ from ..ptx.operands import Address
 
 if TYPE_CHECKING:
     from ..execution.machine import Machine
-    from ..ptx.program import Instruction
+    from ..ptx.program import PtxInstruction
 
 OFFSETS = (1 << CLUSTER_SHIFT) - 1
 
@@ -68,7 +68,9 @@ class RemoteAccesses:
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
-        self.times: dict[tuple[int, int], tuple[int, Instruction | None]] = {}  # by (block, agent): the last
+        self.times: dict[
+            tuple[int, int], tuple[int, PtxInstruction | None]
+        ] = {}  # by (block, agent): the last
 
     def note(self, block: int, agents: Array) -> None:
         """Note that agents use the memory of `block` now; those of the block itself are left out."""

@@ -20,7 +20,7 @@ ALIGNMENT = 128  # bytes, of a box in shared memory
 _BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
-class TensorMap(Protocol):
+class TensorMapLike(Protocol):
     """What the emulator reads of `minidist.kernels.cuda.runtime.tensor_map.TensorMap`."""
 
     @property
@@ -41,7 +41,7 @@ class TensorMap(Protocol):
     def swizzle(self) -> int: ...  # noqa: D102
 
 
-def check(tensor: TensorMap) -> None:
+def check(tensor: TensorMapLike) -> None:
     """Raise Fault where a GPU's driver would refuse the tensor map, EmulatorError where the emulator does."""
     size = _BYTES.get(tensor.dtype)
     if size is None:
@@ -72,12 +72,12 @@ def check(tensor: TensorMap) -> None:
         )
 
 
-def box_bytes(tensor: TensorMap) -> int:
+def box_bytes(tensor: TensorMapLike) -> int:
     """Return the bytes that one load writes, and counts on its mbarrier: all of the box, zeros included."""
     return tensor.box_rows * tensor.box_columns * _BYTES[tensor.dtype]
 
 
-def box_addresses(tensor: TensorMap, address: int, size: int) -> Array:
+def box_addresses(tensor: TensorMapLike, address: int, size: int) -> Array:
     """Return where in shared memory the box's 16-byte chunks lie, (box rows, chunks), for a box at `address`.
 
     The swizzle's pattern lies at fixed addresses, wherever the box begins. Raises Fault where the box is not
@@ -96,7 +96,7 @@ def box_addresses(tensor: TensorMap, address: int, size: int) -> Array:
     return swizzle(address + CHUNK * chunks, tensor.swizzle)
 
 
-def load_box(tensor: TensorMap, x: int, y: int) -> Array:
+def load_box(tensor: TensorMapLike, x: int, y: int) -> Array:
     """Return the box from column x and row y on, (box rows, chunks) of 16 bytes; 0 outside of the matrix."""
     bits = _bits(tensor)
     box = np.zeros((tensor.box_rows, tensor.box_columns), bits.dtype)
@@ -105,7 +105,7 @@ def load_box(tensor: TensorMap, x: int, y: int) -> Array:
     return box.view("V16")
 
 
-def store_box(tensor: TensorMap, x: int, y: int, box: Array) -> None:
+def store_box(tensor: TensorMapLike, x: int, y: int, box: Array) -> None:
     """Write what is inside of a box, (box rows, chunks) of 16 bytes, to the matrix at column x and row y."""
     bits = _bits(tensor)
     if not bits.flags.writeable:
@@ -114,7 +114,7 @@ def store_box(tensor: TensorMap, x: int, y: int, box: Array) -> None:
     bits[outer] = np.ascontiguousarray(box).view(bits.dtype)[inside]
 
 
-def _bits(tensor: TensorMap) -> Array:
+def _bits(tensor: TensorMapLike) -> Array:
     """The matrix (rows, columns) in memory, as unsigned integers of its elements' size."""
     memory = np.asarray(tensor.array)
     if not memory.flags.c_contiguous:
@@ -137,7 +137,7 @@ def _bits(tensor: TensorMap) -> Array:
     )
 
 
-def _overlap(tensor: TensorMap, x: int, y: int) -> tuple[tuple[slice, slice], tuple[slice, slice]]:
+def _overlap(tensor: TensorMapLike, x: int, y: int) -> tuple[tuple[slice, slice], tuple[slice, slice]]:
     """Where the box at (x, y) and the matrix meet: in the box, and in the matrix."""
     inside, outer = [], []
     for start, box, extent in ((y, tensor.box_rows, tensor.rows), (x, tensor.box_columns, tensor.columns)):

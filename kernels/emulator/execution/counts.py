@@ -19,7 +19,7 @@ import numpy as np
 from ..base.instruction_registry import Array, Mask
 
 if TYPE_CHECKING:
-    from ..ptx.program import Instruction
+    from ..ptx.program import PtxInstruction
     from .machine import Machine
 
 SECTOR = 32  # bytes
@@ -27,7 +27,7 @@ BANKS = 32
 
 
 @dataclass
-class Line:
+class LineCounts:
     """The counts of one line of source, or of a whole kernel."""
 
     instructions: int = 0  # of warps
@@ -42,7 +42,7 @@ class Line:
     shared_least: int = 0  # passes that the width of the requests takes without conflicts
     matrix: int = 0  # mma and wgmma instructions
 
-    def add(self, other: Line) -> None:
+    def add(self, other: LineCounts) -> None:
         """Add the counts of `other`."""
         for name in self.__dataclass_fields__:
             setattr(self, name, getattr(self, name) + getattr(other, name))
@@ -53,37 +53,37 @@ class Counts:
     """The counts of a launch: in all, by class of instruction, and by line of source."""
 
     classes: Counter[str] = field(default_factory=Counter)
-    lines: dict[str, Line] = field(default_factory=dict)
+    lines: dict[str, LineCounts] = field(default_factory=dict)
     matrix_flops: int = 0
     copied_bytes: int = 0  # by cp.async and TMA, into shared memory
 
     @property
-    def total(self) -> Line:
+    def total(self) -> LineCounts:
         """The counts of all lines together."""
-        total = Line()
+        total = LineCounts()
         for line in self.lines.values():
             total.add(line)
         return total
 
-    def line(self, instruction: Instruction) -> Line:
+    def line(self, instruction: PtxInstruction) -> LineCounts:
         """Return the counts of the line that an instruction belongs to."""
-        return self.lines.setdefault(str(instruction.location or "unknown line"), Line())
+        return self.lines.setdefault(str(instruction.location or "unknown line"), LineCounts())
 
-    def step(self, machine: Machine, instructions: Sequence[Instruction], mask: Mask) -> None:
+    def step(self, machine: Machine, instructions: Sequence[PtxInstruction], mask: Mask) -> None:
         """Count a step: for each instruction the warps that have a lane in it."""
         warps = machine.warps if mask is None else int(mask.reshape(-1, 32).any(axis=1).sum())
         for instruction in instructions:
             self.classes[class_of(instruction.opcode)] += warps
             self.line(instruction).instructions += warps
 
-    def control(self, machine: Machine, instruction: Instruction, lanes: Array) -> None:
+    def control(self, machine: Machine, instruction: PtxInstruction, lanes: Array) -> None:
         """Count a branch or an exit."""
         self.step(machine, (instruction,), lanes)
 
     def global_access(
         self,
         machine: Machine,
-        instructions: Sequence[Instruction],
+        instructions: Sequence[PtxInstruction],
         places: Array,
         width: int,
         lanes: Array,
@@ -105,7 +105,7 @@ class Counts:
     def shared_access(
         self,
         machine: Machine,
-        instructions: Sequence[Instruction],
+        instructions: Sequence[PtxInstruction],
         places: Array,
         width: int,
         lanes: Array,
@@ -122,7 +122,7 @@ class Counts:
             line.shared_passes += passes
             line.shared_least += least
 
-    def shared_rows(self, instruction: Instruction, rows: Array) -> None:
+    def shared_rows(self, instruction: PtxInstruction, rows: Array) -> None:
         """Count ldmatrix or stmatrix: rows (..., 8), addresses of 16 bytes; 8 rows are one pass, at best."""
         line = self.line(instruction)
         banks = np.sort(rows // 16 % 8, axis=-1)
@@ -132,7 +132,7 @@ class Counts:
         line.shared_passes += int(busiest.sum())
         line.shared_least += busiest.size
 
-    def matrix(self, instruction: Instruction, count: int, flops: int) -> None:
+    def matrix(self, instruction: PtxInstruction, count: int, flops: int) -> None:
         """Count `count` matrix instructions of `flops` operations each."""
         self.line(instruction).matrix += count
         self.matrix_flops += count * flops

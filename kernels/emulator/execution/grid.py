@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ..base.shape import Registers, Shape
+from ..base.shape import MachineShape, Registers
 from ..ptx.fault import Fault
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class Launch:
     counts: Counts | None = None
     come: int = 0  # threads that have come to the grid's barrier
     phase: int = 0  # how often all of them have
-    _shapes: dict[int, Shape] = field(default_factory=dict)
+    _shapes: dict[int, MachineShape] = field(default_factory=dict)
     _spare: list[Registers] = field(default_factory=list)  # of machines that have ended
 
     @property
@@ -54,10 +54,10 @@ class Launch:
         """The threads of a block."""
         return self.block[0] * self.block[1] * self.block[2]
 
-    def shape(self, blocks: int) -> Shape:
+    def shape(self, blocks: int) -> MachineShape:
         """The lanes of a machine of so many blocks."""
         if blocks not in self._shapes:
-            self._shapes[blocks] = Shape(blocks, self.block)
+            self._shapes[blocks] = MachineShape(blocks, self.block)
         return self._shapes[blocks]
 
     def registers(self, code: Code, blocks: int) -> Registers:

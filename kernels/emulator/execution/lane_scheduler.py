@@ -24,10 +24,10 @@ from .livelock import Circles
 if TYPE_CHECKING:
     from ..base.instruction_registry import Mask
     from .machine import Machine
-    from .schedule import Block
+    from .schedule import BasicBlock
 
 Lanes: TypeAlias = NDArray[np.bool_]
-Place: TypeAlias = tuple[int, int]  # the first instruction of a basic block, and a step in it
+ProgramPoint: TypeAlias = tuple[int, int]  # the first instruction of a basic block, and a step in it
 
 # After so many turns of the lowest front another gets one, then after half as many, and so on. A turn in a
 # block that looks whether something has changed (an atomic, say) counts as many.
@@ -41,8 +41,8 @@ class Fronts:
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
-        self.running: dict[Place, Lanes] = {(0, 0): machine.alive.copy()}
-        self.parked: dict[Place, Lanes] = {}
+        self.running: dict[ProgramPoint, Lanes] = {(0, 0): machine.alive.copy()}
+        self.parked: dict[ProgramPoint, Lanes] = {}
         self.turns, self.patience = 0, PATIENCE
         self.woken = 0  # the machine's events when parked lanes last tried
         self.circles = Circles(machine)
@@ -66,7 +66,7 @@ class Fronts:
             self._run(place, self.running.pop(place))
         return True
 
-    def _next(self) -> Place:
+    def _next(self) -> ProgramPoint:
         """The place whose front gets a turn."""
         if len(self.running) == 1 and not self.parked:
             self.turns, self.patience = 0, PATIENCE
@@ -101,7 +101,7 @@ class Fronts:
             self.verdict = self._deadlock()
         return False
 
-    def _run(self, place: Place, lanes: Lanes) -> None:
+    def _run(self, place: ProgramPoint, lanes: Lanes) -> None:
         """Run lanes from a step of a block to its end."""
         machine, (start, first) = self.machine, place
         block = machine.code.blocks.get(start)
@@ -137,7 +137,7 @@ class Fronts:
                 machine.counts.step(machine, step.instructions, active)
         self._leave(block, lanes)
 
-    def _joined(self, place: Place, lanes: Lanes) -> Lanes:
+    def _joined(self, place: ProgramPoint, lanes: Lanes) -> Lanes:
         """Add to lanes those of their warps that are parked at a place."""
         parked = self.parked.pop(place)
         with_them: Lanes = parked & np.repeat(lanes.reshape(-1, 32).any(axis=1), 32)
@@ -146,7 +146,7 @@ class Fronts:
         joined: Lanes = lanes | with_them
         return joined
 
-    def _leave(self, block: Block, lanes: Lanes) -> None:
+    def _leave(self, block: BasicBlock, lanes: Lanes) -> None:
         """Go where the end of a block leads."""
         machine = self.machine
         if block.control is None:
@@ -201,7 +201,7 @@ class Fronts:
             remedy = "; let all threads of the block come to the same cuda.syncthreads()"
         return machine.make_fault(kind, f"{text}: none can ever go on{remedy}", first)
 
-    def _spinning(self, place: Place) -> Fault:
+    def _spinning(self, place: ProgramPoint) -> Fault:
         """Say who goes round in a loop, for the lowest of those places."""
         machine, lanes = self.machine, self.running[place]
         block = machine.code.blocks[place[0]]

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from ..base.instruction_registry import Array
 from ..memory.undefined_values import Undefined
 from ..ptx.fault import Fault
-from ..ptx.program import Instruction, Program
+from ..ptx.program import Program, PtxInstruction
 from ..synchronization.races_in_shared_memory import Clocks
 from .grid import Launch
 from .lane_scheduler import Fronts
@@ -25,7 +25,7 @@ from .schedule import Code
 
 POISON = 0xFF  # what memory holds that nobody wrote: as a float32 or a float64, NaN
 
-State = TypeVar("State")
+StateT = TypeVar("StateT")
 
 
 class Machine:
@@ -70,14 +70,14 @@ class Machine:
         self.specials: dict[tuple[str, str], Array] = {}  # what was read of special registers
         self.undefined: Undefined | None = None  # values that no lane may use, once there are any
         self.fronts = Fronts(self)
-        self.instruction: Instruction | None = None  # the one that runs, for faults
+        self.instruction: PtxInstruction | None = None  # the one that runs, for faults
         self.saw = -1  # memory's changes when this machine last ran
 
-    def state(self, kind: Callable[[Machine], State]) -> State:
+    def state(self, kind: Callable[[Machine], StateT]) -> StateT:
         """Return this machine's one object of class `kind`, made with the machine when first asked for."""
         if kind not in self._states:
             self._states[kind] = kind(self)  # type: ignore[index]
-        found: State = self._states[kind]  # type: ignore[index]
+        found: StateT = self._states[kind]  # type: ignore[index]
         return found
 
     def run(self) -> bool:
@@ -128,7 +128,7 @@ class Machine:
         self,
         kind: str,
         message: str,
-        instruction: Instruction | None = None,
+        instruction: PtxInstruction | None = None,
         lanes: NDArray[np.bool_] | None = None,
     ) -> NoReturn:
         """Raise the Fault `kind` at `instruction` (else the one that runs), naming the first of `lanes`."""
@@ -138,7 +138,7 @@ class Machine:
         self,
         kind: str,
         message: str,
-        instruction: Instruction | None,
+        instruction: PtxInstruction | None,
         lanes: NDArray[np.bool_] | None = None,
     ) -> Fault:
         """Return that Fault."""

@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ..base.batch import Batch, Layout, Source
-from ..base.instruction_registry import Order, Run, Unit, find
+from ..base.batch import Batch, RegisterLayout, Source
+from ..base.instruction_registry import InstructionUnit, OrderingClass, Run, find
 from ..instructions import arithmetic
 from ..ptx.fault import EmulatorError
 from ..ptx.operands import Address, Immediate, Label, Operand, Pair, Register, Special, Symbol, Vector
-from ..ptx.program import Instruction, Program
+from ..ptx.program import Program, PtxInstruction
 
 BATCH_LANES = 1 << 15  # lanes times instructions of a step: its operands then fit the second-level cache
 CONTROL = ("bra", "ret", "exit", "trap")
@@ -25,7 +25,7 @@ LOOKS = {"atom", "volatile", "relaxed", "acquire", "test_wait", "nanosleep"}
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class BatchStep:
     """A batch that is ready to run."""
 
     run: Run
@@ -33,18 +33,18 @@ class Step:
     batch: Batch
 
     @property
-    def instructions(self) -> Sequence[Instruction]:
+    def instructions(self) -> Sequence[PtxInstruction]:
         """The instructions of the batch."""
         return self.batch.instructions
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class BasicBlock:
     """A basic block: steps, then a branch, an exit or a fall into the next block."""
 
     start: int  # the index of its first instruction
-    steps: tuple[Step, ...]
-    control: Instruction | None
+    steps: tuple[BatchStep, ...]
+    control: PtxInstruction | None
     batch: Batch | None  # of the branch or exit
     guard: Source | None  # of it
     target: int  # where a branch goes
@@ -57,7 +57,7 @@ class Code:
     """A program in steps, for machines of up to a number of lanes."""
 
     program: Program
-    blocks: dict[int, Block]  # by the index of their first instruction
+    blocks: dict[int, BasicBlock]  # by the index of their first instruction
     registers: dict[str, int]
 
 
@@ -72,7 +72,7 @@ def compile_steps(program: Program, lanes: int) -> Code:
         body = list(program.instructions[start:end])
         control = body.pop() if body and body[-1].opcode[0] in CONTROL else None
         planned.append((start, end, _batches(body, largest), control))
-    layout: Layout = {}
+    layout: RegisterLayout = {}
     counts: dict[str, int] = {}
     for _, _, batches, control in planned:
         for unit, batch in batches:
@@ -92,7 +92,7 @@ def compile_steps(program: Program, lanes: int) -> Code:
     return Code(program, blocks, counts)
 
 
-def _place(registers: Sequence[Register], layout: Layout, counts: dict[str, int]) -> None:
+def _place(registers: Sequence[Register], layout: RegisterLayout, counts: dict[str, int]) -> None:
     for register in registers:
         if (register.file, register.row) not in layout:
             layout[register.file, register.row] = counts.get(register.file, 0)
@@ -101,22 +101,22 @@ def _place(registers: Sequence[Register], layout: Layout, counts: dict[str, int]
 
 def _block(
     program: Program,
-    layout: Layout,
+    layout: RegisterLayout,
     start: int,
     end: int,
-    batches: list[tuple[Unit, list[Instruction]]],
-    control: Instruction | None,
-) -> Block:
+    batches: list[tuple[InstructionUnit, list[PtxInstruction]]],
+    control: PtxInstruction | None,
+) -> BasicBlock:
     steps = []
     for unit, instructions in batches:
         batch = Batch(instructions, program, layout)
-        steps.append(Step(unit.prepare(batch), _guard(batch), batch))
+        steps.append(BatchStep(unit.prepare(batch), _guard(batch), batch))
     looks = any(LOOKS & {*one.opcode} for step in steps for one in step.instructions)
     if control is None:
-        return Block(start, tuple(steps), None, None, None, -1, end, looks)
+        return BasicBlock(start, tuple(steps), None, None, None, -1, end, looks)
     batch = Batch([control], program, layout)
     target = batch.label(0) if control.opcode[0] == "bra" else -1
-    return Block(start, tuple(steps), control, batch, _guard(batch), target, end, looks)
+    return BasicBlock(start, tuple(steps), control, batch, _guard(batch), target, end, looks)
 
 
 def _guard(batch: Batch) -> Source | None:
@@ -127,7 +127,7 @@ def _guard(batch: Batch) -> Source | None:
     return lambda machine: read(machine)[0]
 
 
-def _unit(instruction: Instruction) -> Unit:
+def _unit(instruction: PtxInstruction) -> InstructionUnit:
     two = instruction.opcode[0] == "setp" and isinstance(instruction.operands[0], Pair)
     found = find(instruction.opcode) or arithmetic.unit_of(instruction.opcode, 2 if two else 1)
     if found is None:
@@ -149,10 +149,10 @@ def _basic_blocks(program: Program) -> Iterator[tuple[int, int]]:
     yield from zip(bounds, [*bounds[1:], count], strict=True)
 
 
-def _batches(body: list[Instruction], largest: int) -> list[tuple[Unit, list[Instruction]]]:
+def _batches(body: list[PtxInstruction], largest: int) -> list[tuple[InstructionUnit, list[PtxInstruction]]]:
     """Group the instructions of a basic block into batches, in an order that keeps what depends on what."""
     levels = _Levels()
-    groups: dict[tuple[int, object], list[tuple[Unit, list[Instruction]]]] = {}
+    groups: dict[tuple[int, object], list[tuple[InstructionUnit, list[PtxInstruction]]]] = {}
     for instruction in body:
         unit = _unit(instruction)
         level = levels.add(instruction, unit)
@@ -177,7 +177,7 @@ class _Levels:
         self.floor = 0  # the level after the last barrier
         self.highest = -1
 
-    def add(self, instruction: Instruction, unit: Unit) -> int:
+    def add(self, instruction: PtxInstruction, unit: InstructionUnit) -> int:
         """Return the level of the next instruction."""
         written = {(register.file, register.row) for register in _written(unit, instruction)}
         read = {(register.file, register.row) for register in _registers(instruction)}
@@ -201,7 +201,7 @@ class _Levels:
             self.floor = level + 1
         return level
 
-    def _memory(self, instruction: Instruction, order: Order) -> int:
+    def _memory(self, instruction: PtxInstruction, order: OrderingClass) -> int:
         if order == "pure":
             return 0
         if order in ("barrier", "sync"):
@@ -216,7 +216,7 @@ class _Levels:
                 level = max(level, self.loads[space] + 1)
         return level
 
-    def _remember(self, instruction: Instruction, order: Order, level: int) -> None:
+    def _remember(self, instruction: PtxInstruction, order: OrderingClass, level: int) -> None:
         if order == "pure":
             return
         for space in _spaces(instruction) if order in ("load", "store") else SPACES:
@@ -227,7 +227,7 @@ class _Levels:
                 self.loads[space] = -1
 
 
-def _spaces(instruction: Instruction) -> tuple[str, ...]:
+def _spaces(instruction: PtxInstruction) -> tuple[str, ...]:
     words = " ".join(instruction.opcode)
     named = tuple(space for space in SPACES if space in words)
     if instruction.opcode[0] == "ld" and instruction.opcode[1] in ("param", "const"):
@@ -250,7 +250,7 @@ def _flat(operand: Operand) -> Iterator[Operand]:
         yield operand
 
 
-def _registers(instruction: Instruction) -> Iterator[Register]:
+def _registers(instruction: PtxInstruction) -> Iterator[Register]:
     for operand in instruction.operands:
         for item in _flat(operand):
             if isinstance(item, Register):
@@ -259,7 +259,7 @@ def _registers(instruction: Instruction) -> Iterator[Register]:
         yield instruction.guard
 
 
-def _written(unit: Unit, instruction: Instruction) -> Iterator[Register]:
+def _written(unit: InstructionUnit, instruction: PtxInstruction) -> Iterator[Register]:
     for operand in instruction.operands[: unit.results]:
         if not isinstance(operand, Address):
             for item in _flat(operand):
@@ -267,7 +267,7 @@ def _written(unit: Unit, instruction: Instruction) -> Iterator[Register]:
                     yield item
 
 
-def _inputs(unit: Unit, instruction: Instruction) -> set[tuple[str, int]]:
+def _inputs(unit: InstructionUnit, instruction: PtxInstruction) -> set[tuple[str, int]]:
     rest = instruction.operands[unit.results :]
     found = {
         (item.file, item.row) for operand in rest for item in _flat(operand) if isinstance(item, Register)
@@ -275,7 +275,7 @@ def _inputs(unit: Unit, instruction: Instruction) -> set[tuple[str, int]]:
     return found
 
 
-def _likeness(instruction: Instruction) -> tuple[object, ...]:
+def _likeness(instruction: PtxInstruction) -> tuple[object, ...]:
     """What instructions of one batch have in common."""
     guard = instruction.guard
     return (

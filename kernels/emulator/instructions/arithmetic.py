@@ -10,7 +10,7 @@ import numpy as np
 from ..arithmetic.bits import count_ones
 from ..arithmetic.operations import Operation, operation
 from ..base.batch import DTYPES, LOCAL_WINDOW, SHARED_WINDOW, SPACES, Batch, size
-from ..base.instruction_registry import Mask, Run, Unit, unit
+from ..base.instruction_registry import InstructionUnit, Mask, Run, unit
 from ..ptx.operands import Pair, Vector
 
 if TYPE_CHECKING:
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 @cache
-def unit_of(opcode: tuple[str, ...], results: int = 1) -> Unit | None:
+def unit_of(opcode: tuple[str, ...], results: int = 1) -> InstructionUnit | None:
     """Return the unit of an arithmetic instruction with one or two results, None where none has that name."""
     found = operation(opcode, results)
     if found is None:
         return None
     if found.reads_carry or found.writes_carry:
-        return Unit(opcode, "fence", lambda batch: _with_carry(batch, found))
-    return Unit(opcode, "pure", lambda batch: _arithmetic(batch, found))
+        return InstructionUnit(opcode, "fence", lambda batch: _with_carry(batch, found))
+    return InstructionUnit(opcode, "pure", lambda batch: _arithmetic(batch, found))
 
 
 def _arithmetic(batch: Batch, found: Operation) -> Run:

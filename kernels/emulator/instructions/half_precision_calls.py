@@ -98,7 +98,7 @@ CONVERSION = re.compile(rf"\w*_ZNK({_TYPE})cv(\w)Ev_\w+")
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class HalfCall:
     """What a mangled name computes: `f16`, `bf16`, or NumPy's name for a kind of number."""
 
     function: Callable[..., Any]
@@ -107,16 +107,16 @@ class Call:
     result_at: int = 0  # which parameter points to the result; those after it, to operands
 
 
-def function_of(name: str) -> Call | None:
+def function_of(name: str) -> HalfCall | None:
     """Return what a mangled name computes; None for one that is not known."""
     if match := NAME.fullmatch(name):
         known, kind = FUNCTIONS if match[1] else OPERATORS, HALVES[match[3]]
-        return Call(known[match[2]], kind, kind) if match[2] in known else None
+        return HalfCall(known[match[2]], kind, kind) if match[2] in known else None
     if match := CONSTRUCTOR.fullmatch(name):
         kind = HALVES.get(match[2], LETTERS.get(match[2], ""))
-        return Call(np.positive, kind, HALVES[match[1]], result_at=1) if kind else None
+        return HalfCall(np.positive, kind, HALVES[match[1]], result_at=1) if kind else None
     if (match := CONVERSION.fullmatch(name)) and match[2] in LETTERS:
-        return Call(np.positive, HALVES[match[1]], LETTERS[match[2]])
+        return HalfCall(np.positive, HALVES[match[1]], LETTERS[match[2]])
     return None
 
 

@@ -23,7 +23,7 @@ from ..ptx.fault import EmulatorError
 from ..ptx.operands import Immediate, Register, Vector
 from .mma import DEPTH
 from .wgmma_arithmetic import ROWS, operand_addresses, register_operand
-from .wgmma_products import GROUP, Form, Product, WarpGroups
+from .wgmma_products import GROUP, PendingProduct, ProductForm, WarpGroups
 
 if TYPE_CHECKING:
     from ..execution.machine import Machine
@@ -123,7 +123,7 @@ def mma_async(batch: Batch) -> Run:
         sums = state.accumulators(rows, form.sums)
         sums.take(groups)
         added = same(adds(machine), "scale-d").astype(np.bool_)
-        state.products.begin(Product(batch.first, form, groups, tiles, b, added, sums, clocks), groups)
+        state.products.begin(PendingProduct(batch.first, form, groups, tiles, b, added, sums, clocks), groups)
         if machine.counts is not None:
             flops = 2 * ROWS * form.n * DEPTH[form.dtype]
             machine.counts.matrix(batch.first, groups.size, flops)
@@ -132,7 +132,7 @@ def mma_async(batch: Batch) -> Run:
     return run
 
 
-def _form(batch: Batch) -> Form:
+def _form(batch: Batch) -> ProductForm:
     opcode, operands = batch.first.opcode, batch.first.operands
     shape = SHAPE.fullmatch(opcode[4])
     sums, dtype = opcode[5], opcode[6]
@@ -159,7 +159,7 @@ def _form(batch: Batch) -> Form:
     ):
         raise EmulatorError(f"operands that wgmma does not take: {batch.first.text}")
     across = [False] * (2 - wanted) + [bool(t) for t in transposes]
-    return Form(n, dtype, sums, scales[0], scales[1], across[0], across[1])
+    return ProductForm(n, dtype, sums, scales[0], scales[1], across[0], across[1])
 
 
 def _operand(machine: Machine, lanes: Array, words: Array, mn: int, dtype: str, transposed: bool) -> Array:

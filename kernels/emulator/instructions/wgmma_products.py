@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from ..base.batch import Rows
+from ..base.batch import LaneRows
 from ..base.instruction_registry import Array
-from ..memory.async_groups import Groups, fault_at
+from ..memory.async_groups import AsyncGroups, fault_at
 from ..ptx.fault import EmulatorError
-from ..ptx.program import Instruction
+from ..ptx.program import PtxInstruction
 from .wgmma_arithmetic import multiply_add, read_operand
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ GROUP = 128  # threads of a warp group
 
 
 @dataclass(frozen=True)
-class Form:
+class ProductForm:
     """What one wgmma.mma_async instruction computes: d = scale_a a scale_b b (+ d)."""
 
     n: int
@@ -38,11 +38,11 @@ class Form:
 
 
 @dataclass(eq=False)
-class Product:
+class PendingProduct:
     """A wgmma.mma_async under way, by some warp groups."""
 
-    instruction: Instruction
-    form: Form
+    instruction: PtxInstruction
+    form: ProductForm
     groups: Array  # (groups,), numbered over the machine
     a: Array  # (groups, lines, chunks) addresses in shared memory; of a in registers the tiles, float32
     b: Array  # (groups, lines, chunks)
@@ -54,7 +54,7 @@ class Product:
 class Accumulators:
     """Registers of sums, taken out of the register file while products are under way."""
 
-    def __init__(self, machine: Machine, rows: Rows, kind: str) -> None:
+    def __init__(self, machine: Machine, rows: LaneRows, kind: str) -> None:
         registers = machine.views["b32", "<f4" if kind == "f32" else "<u4"]
         self.registers = registers.reshape(len(registers), -1, GROUP)  # (rows, groups, 128)
         self.rows = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
@@ -88,11 +88,11 @@ class WarpGroups:
                 f"wgmma in blocks of {machine.threads} threads: make that a multiple of {GROUP}"
             )
         self.machine = machine
-        self.products: Groups[Product] = Groups(machine.lanes // GROUP)
+        self.products: AsyncGroups[PendingProduct] = AsyncGroups(machine.lanes // GROUP)
         self.fenced = np.zeros(machine.lanes // GROUP, np.bool_)
         self._sums: dict[tuple[tuple[int, ...], str], Accumulators] = {}
 
-    def accumulators(self, rows: Rows, kind: str) -> Accumulators:
+    def accumulators(self, rows: LaneRows, kind: str) -> Accumulators:
         """Return the accumulators in these rows of the register file."""
         key = (tuple(range(rows.start, rows.stop)) if isinstance(rows, slice) else tuple(rows.tolist()), kind)
         if key not in self._sums:
@@ -102,7 +102,7 @@ class WarpGroups:
     def wait(self, groups: Array, allowed: int) -> None:
         """Complete products so that at most `allowed` groups of each warp group's are under way."""
         clocks = self.machine.clocks
-        run: list[tuple[Product, Array]] = []  # products that are one longer product
+        run: list[tuple[PendingProduct, Array]] = []  # products that are one longer product
         for product, due in self.products.wait(groups, allowed):
             which = np.flatnonzero(due)
             if run and not self._continues(run[-1], product, which):
@@ -130,7 +130,7 @@ class WarpGroups:
         return self.machine.clocks.agents_of_lanes()[lanes.reshape(-1)]
 
     @staticmethod
-    def _continues(last: tuple[Product, Array], product: Product, which: Array) -> bool:
+    def _continues(last: tuple[PendingProduct, Array], product: PendingProduct, which: Array) -> bool:
         """Whether a product adds to the same sums as the last, so that both can be one."""
         before, those = last
         return (
@@ -140,7 +140,7 @@ class WarpGroups:
             and bool(product.adds[which].all())
         )
 
-    def _multiply(self, run: list[tuple[Product, Array]]) -> None:
+    def _multiply(self, run: list[tuple[PendingProduct, Array]]) -> None:
         """Carry out products one after another: along one longer depth."""
         first, which = run[0]
         groups = first.groups[which]
@@ -153,14 +153,14 @@ class WarpGroups:
         sums.values[:, groups] = new.reshape(old.shape)
         sums.end(groups, len(run))
 
-    def _a(self, product: Product, which: Array) -> Array:
+    def _a(self, product: PendingProduct, which: Array) -> Array:
         form = product.form
         tile = product.a[which]
         if tile.dtype != np.float32:
             tile = self._read(product.groups[which], tile, form.dtype, form.transposed_a)
         return tile if form.scale_a == 1 else -tile
 
-    def _b(self, product: Product, which: Array) -> Array:
+    def _b(self, product: PendingProduct, which: Array) -> Array:
         form = product.form
         tile = self._read(product.groups[which], product.b[which], form.dtype, form.transposed_b)
         return tile if form.scale_b == 1 else -tile

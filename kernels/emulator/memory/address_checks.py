@@ -14,7 +14,7 @@ from ..synchronization.barriers import Barriers
 if TYPE_CHECKING:
     from ..execution.machine import Machine
     from .global_memory import Buffer
-    from .races_in_global_memory import Kind
+    from .races_in_global_memory import AccessKind
 
 CLUSTER_SHIFT = (
     24  # a shared::cluster address holds 1 + the block's rank above this bit, 0 for the block's own
@@ -190,7 +190,7 @@ def out_of_bounds(
 def note(
     machine: Machine,
     buffer: Buffer,
-    kind: Kind,
+    kind: AccessKind,
     places: Array,
     width: int,
     lanes: Array,

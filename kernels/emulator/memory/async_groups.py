@@ -26,17 +26,17 @@ if TYPE_CHECKING:
     from ..execution.machine import Machine
     from ..synchronization.races_in_shared_memory import Clocks
 
-Operation = TypeVar("Operation")
+OperationT = TypeVar("OperationT")
 
 
-class Groups(Generic[Operation]):
+class AsyncGroups(Generic[OperationT]):
     """Operations under way, begun by members (lanes, or warp groups) that each count their own groups."""
 
     def __init__(self, members: int) -> None:
         self.committed = np.zeros(members, np.int64)  # groups that each member has made
-        self.pending: list[tuple[Operation, Array, Array]] = []  # with members, and the group of each
+        self.pending: list[tuple[OperationT, Array, Array]] = []  # with members, and the group of each
 
-    def begin(self, operation: Operation, members: Array) -> None:
+    def begin(self, operation: OperationT, members: Array) -> None:
         """Add an operation of `members` to the group that each of them has not closed yet."""
         self.pending.append((operation, members, self.committed[members]))
 
@@ -44,7 +44,7 @@ class Groups(Generic[Operation]):
         """Close the groups of these members."""
         self.committed[members] += 1
 
-    def wait(self, members: Array, allowed: int) -> list[tuple[Operation, NDArray[np.bool_]]]:
+    def wait(self, members: Array, allowed: int) -> list[tuple[OperationT, NDArray[np.bool_]]]:
         """Take out what has to be done before at most `allowed` groups of these members are under way.
 
         In the order in which they began: each operation, and which of the members that it had left are due.

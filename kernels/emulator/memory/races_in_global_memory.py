@@ -22,7 +22,7 @@ from ..base.instruction_registry import Array
 if TYPE_CHECKING:
     from ..execution.machine import Machine
 
-Kind = Literal["reads", "writes", "settles", "updates"]  # settles: see `flow`; updates: by atomics
+AccessKind = Literal["reads", "writes", "settles", "updates"]  # settles: see `flow`; updates: by atomics
 QUIET = 1 << 20  # in a packed name: a write that readers don't mind
 
 
@@ -57,7 +57,7 @@ class History:
     def note(
         self,
         machine: Machine,
-        kind: Kind,
+        kind: AccessKind,
         places: Array,
         width: int,
         lanes: Array,
@@ -99,7 +99,7 @@ class History:
     def _conflict(
         self,
         machine: Machine,
-        kind: Kind,
+        kind: AccessKind,
         granules: Array,
         agents: Array,
         warps: Array,

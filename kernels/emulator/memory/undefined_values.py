@@ -20,7 +20,7 @@ from ..ptx.static_analysis import registers_of
 if TYPE_CHECKING:
     from ..base.batch import Batch
     from ..execution.machine import Machine
-    from ..ptx.program import Instruction
+    from ..ptx.program import PtxInstruction
 
 EXCHANGES = ("shfl", "vote", "match", "redux")
 USES = (
@@ -46,7 +46,7 @@ class Undefined:
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
         self.marks = {file: np.zeros(held.shape, np.int16) for file, held in machine.files.items()}
-        self.origins: list[tuple[str, str, Instruction]] = []  # kind of fault, what is wrong, the shuffle
+        self.origins: list[tuple[str, str, PtxInstruction]] = []  # kind of fault, what is wrong, the shuffle
 
     def mark(self, batch: Batch, index: int, lanes: NDArray[np.bool_], kind: str, text: str) -> None:
         """Note that the result of an instruction is undefined in these lanes."""
@@ -83,7 +83,7 @@ class Undefined:
                     row[active] = held[active]
 
     def use(
-        self, batch: Batch, operands: tuple[Operand, ...], active: NDArray[np.bool_], user: Instruction
+        self, batch: Batch, operands: tuple[Operand, ...], active: NDArray[np.bool_], user: PtxInstruction
     ) -> None:
         """Fault where one of the operands is undefined in an active lane."""
         found = np.where(active, self._of(batch, *operands), 0)
@@ -94,7 +94,7 @@ class Undefined:
             who = self.machine.thread_name(lane)
             self.machine.fault(kind, f"{who} uses{where} the value that {text}", instruction)
 
-    def _result(self, batch: Batch, instruction: Instruction) -> Array:
+    def _result(self, batch: Batch, instruction: PtxInstruction) -> Array:
         name, operands = instruction.opcode[0], instruction.operands
         if name == "selp":
             one, two, decides = (self._of(batch, operand) for operand in operands[1:])

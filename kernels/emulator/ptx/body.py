@@ -12,14 +12,14 @@ from dataclasses import dataclass
 
 from .fault import EmulatorError
 from .operands import Address, Immediate, Label, Operand, Pair, Register, Special, Symbol, Vector
-from .program import SIZES, Instruction, Location, Program
+from .program import SIZES, Location, Program, PtxInstruction
 
 LIBRARY = re.compile(r"[\\/]numba_cuda[\\/]|[\\/]site-packages[\\/]numba[\\/]")
 CALL_DEPTH = 32  # device functions inside one another; deeper is taken for recursion
 
 
 @dataclass
-class Function:
+class DeviceFunction:
     """A kernel or a device function, as text."""
 
     name: str
@@ -49,16 +49,16 @@ def alignment_of(declaration: str) -> int:
     return int(match[1]) if match else 1
 
 
-class Reader:
+class BodyReader:
     """Reads the bodies of functions into a program, one after another where they call each other."""
 
-    def __init__(self, program: Program, functions: dict[str, Function], files: dict[int, str]) -> None:
+    def __init__(self, program: Program, functions: dict[str, DeviceFunction], files: dict[int, str]) -> None:
         self.program = program
         self.functions = functions
         self.files = files
         self.copies = 0  # of functions; each has registers and labels of its own
 
-    def read(self, function: Function, returns_to: str, location: Location | None, depth: int) -> None:
+    def read(self, function: DeviceFunction, returns_to: str, location: Location | None, depth: int) -> None:
         """Append the body; its `ret` goes to the label `returns_to`, where that is not empty."""
         if depth > CALL_DEPTH:
             raise EmulatorError(
@@ -155,7 +155,7 @@ class Reader:
             opcode = ("bra",)
         else:
             operands = tuple(self._operand(part, scopes, label_scopes) for part in _split(rest))
-        self.program.instructions.append(Instruction(opcode, operands, guard, negated, location, text))
+        self.program.instructions.append(PtxInstruction(opcode, operands, guard, negated, location, text))
 
     def _call(
         self,
@@ -175,7 +175,7 @@ class Reader:
         function = self.functions.get(name)
         if function is None:
             self.program.instructions.append(
-                Instruction(("call", name), tuple(variables), guard, False, location, text)
+                PtxInstruction(("call", name), tuple(variables), guard, False, location, text)
             )
             return
         if guard is not None:
@@ -188,7 +188,7 @@ class Reader:
 
     def _inline(
         self,
-        function: Function,
+        function: DeviceFunction,
         inner: dict[str, Operand],
         after: str,
         location: Location | None,
@@ -250,13 +250,13 @@ class Reader:
         return Label(text, tuple(label_scopes))
 
 
-class _Inlined(Reader):
+class _Inlined(BodyReader):
     """Reads a called function, whose parameters and results are variables of the caller."""
 
     def __init__(
         self,
         program: Program,
-        functions: dict[str, Function],
+        functions: dict[str, DeviceFunction],
         files: dict[int, str],
         inner: dict[str, Operand],
     ) -> None:

@@ -30,7 +30,7 @@ class Location:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Instruction:
+class PtxInstruction:
     """One instruction: `@!%p1 ld.global.v2.f32 {%f1, %f2}, [%rd1+8];`."""
 
     opcode: tuple[str, ...]  # ("ld", "global", "v2", "f32")
@@ -62,7 +62,7 @@ class Program:
 
     name: str
     parameters: dict[str, tuple[str, int]] = field(default_factory=dict)  # name: (kind, size in bytes)
-    instructions: list[Instruction] = field(default_factory=list)
+    instructions: list[PtxInstruction] = field(default_factory=list)
     labels: dict[str, int] = field(default_factory=dict)
     variables: dict[str, Variable] = field(default_factory=dict)
     registers: dict[str, int] = field(default_factory=dict)  # registers of each width: {"b32": 56, ...}
@@ -94,14 +94,14 @@ class Program:
         return any(one.opcode[0] in ("cp", "wgmma") for one in self.instructions)
 
 
-def _may_be_shared(instruction: Instruction) -> bool:
+def _may_be_shared(instruction: PtxInstruction) -> bool:
     if instruction.opcode[0] == "cp":  # cp.async.ca.shared.global: to shared memory from global
         return True
     spaces = {"global", "param", "local", "const"} & {*instruction.opcode}
     return instruction.opcode[0] in ("ld", "st", "atom", "red") and not spaces
 
 
-def _width(instruction: Instruction) -> int:
+def _width(instruction: PtxInstruction) -> int:
     """Bytes that a thread accesses at once; 16 where it is a matter of more than that."""
     opcode = instruction.opcode
     if opcode[0] == "cp":

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from .body import Function, Reader, alignment_of, declaration
+from .body import BodyReader, DeviceFunction, alignment_of, declaration
 from .fault import EmulatorError
 from .program import SIZES, Program, Variable
 
@@ -37,11 +37,11 @@ def parse(text: str) -> Program:
     for parameter in entry.parameters:
         kind, name, size = declaration(parameter)
         program.parameters[name] = (kind, size)
-    Reader(program, functions, files).read(entry, "", None, 0)
+    BodyReader(program, functions, files).read(entry, "", None, 0)
     return program
 
 
-def _functions(text: str) -> Iterator[Function]:
+def _functions(text: str) -> Iterator[DeviceFunction]:
     for match in re.finditer(
         r"\.(entry|func)\b\s*(?:\(([^()]*)\))?\s*([\w$]+)\s*(?:\(([^()]*)\))?([^{;]*)([{;])", text
     ):
@@ -54,7 +54,7 @@ def _functions(text: str) -> Iterator[Function]:
                 r"\.(maxntid|reqntid|minnctapersm|maxnreg)\s+([\d,\s]+)", directives
             )
         }
-        yield Function(
+        yield DeviceFunction(
             name,
             kind == "entry",
             [part for part in (returns or "").split(",") if part.strip()],

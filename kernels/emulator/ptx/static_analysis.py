@@ -9,7 +9,7 @@ import functools
 from collections.abc import Iterator
 
 from .operands import Address, Operand, Pair, Register, Symbol, Vector
-from .program import Instruction, Program
+from .program import Program, PtxInstruction
 
 ENDS = ("bra", "ret", "exit", "trap")
 _Key = tuple[str, int] | str  # a register, or what one state space holds
@@ -57,7 +57,7 @@ class Flow:
                 written.add(key)
         return found
 
-    def _place(self, instruction: Instruction) -> tuple[object, ...]:
+    def _place(self, instruction: PtxInstruction) -> tuple[object, ...]:
         """The address of a load, a store or an atomic, as it is written."""
         address = next((one for one in instruction.operands if isinstance(one, Address)), None)
         if address is None:
@@ -67,7 +67,7 @@ class Flow:
             base = self._symbols.get((base.file, base.row), (base.file, base.row))
         return base, address.offset
 
-    def _settles(self, loads: list[Instruction]) -> frozenset[int]:
+    def _settles(self, loads: list[PtxInstruction]) -> frozenset[int]:
         """Stores that a look at the same element decides about, as `if x[i] < 0: x[i] = 1` does.
 
         What is stored does not depend on what was there, so that others who look may see it or not yet.
@@ -163,7 +163,7 @@ def registers_of(operand: Operand) -> Iterator[tuple[str, int]]:
             yield from registers_of(item)
 
 
-def _sources(instruction: Instruction) -> Iterator[tuple[str, int]]:
+def _sources(instruction: PtxInstruction) -> Iterator[tuple[str, int]]:
     """The registers that an instruction reads."""
     first = instruction.operands[:1]
     for operand in instruction.operands[1:]:
@@ -176,7 +176,7 @@ def _sources(instruction: Instruction) -> Iterator[tuple[str, int]]:
         yield instruction.guard.file, instruction.guard.row
 
 
-def _values(instruction: Instruction, everywhere: bool) -> Iterator[_Key]:
+def _values(instruction: PtxInstruction, everywhere: bool) -> Iterator[_Key]:
     """Where the value that an instruction passes on may come from."""
     if instruction.opcode[0] == "ld":
         if "global" not in instruction.opcode:
@@ -185,7 +185,7 @@ def _values(instruction: Instruction, everywhere: bool) -> Iterator[_Key]:
         yield from _sources(instruction)
 
 
-def _results(instruction: Instruction) -> Iterator[_Key]:
+def _results(instruction: PtxInstruction) -> Iterator[_Key]:
     """Where it goes."""
     if instruction.opcode[0] == "st":
         if "global" not in instruction.opcode:
@@ -194,7 +194,7 @@ def _results(instruction: Instruction) -> Iterator[_Key]:
         yield from registers_of(instruction.operands[0])
 
 
-def _parameters(instruction: Instruction) -> Iterator[str]:
+def _parameters(instruction: PtxInstruction) -> Iterator[str]:
     """The kernel's parameters that an instruction loads."""
     for operand in instruction.operands:
         if (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..execution.counts import SECTOR, Counts, Line
+from ..execution.counts import SECTOR, Counts, LineCounts
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class Profile:
     kernel: str
 
     @property
-    def total(self) -> Line:
+    def total(self) -> LineCounts:
         """All lines together: requests, sectors, bytes, passes through shared memory, matrix instructions."""
         return self.counts.total
 
@@ -26,7 +26,7 @@ class Profile:
         return dict(self.counts.classes.most_common())
 
     @property
-    def lines(self) -> dict[str, Line]:
+    def lines(self) -> dict[str, LineCounts]:
         """The counts of each line of source, by "file:line"."""
         return dict(self.counts.lines)
 

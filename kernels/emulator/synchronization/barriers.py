@@ -17,7 +17,7 @@ from ..base.instruction_registry import Array, Mask, Run, unit
 
 if TYPE_CHECKING:
     from ..execution.machine import Machine
-    from ..ptx.program import Instruction
+    from ..ptx.program import PtxInstruction
 
 Lanes: TypeAlias = NDArray[np.bool_]
 
@@ -33,7 +33,7 @@ class Barriers:
         self.votes = np.zeros(machine.lanes, np.bool_)  # of those who have come: the predicate of bar.red
         self.agreed = np.zeros(machine.lanes, np.int64)  # of those who are released: how many voted for it
         self.came_at = np.full(machine.blocks, -1, np.int64)  # the barrier of a block's first to come
-        self.mixed: dict[int, tuple[Instruction, Instruction]] = {}  # by block: the first two that met
+        self.mixed: dict[int, tuple[PtxInstruction, PtxInstruction]] = {}  # by block: the first two that met
 
     def come(self, name: int, lanes: Lanes, expected: int, wait: bool) -> None:
         """Let lanes arrive; in blocks where that makes `expected` threads, release those that wait."""
@@ -73,7 +73,7 @@ class Barriers:
         count = (voters & self.votes).reshape(self.machine.blocks, -1).sum(axis=1)
         self.agreed[those] = np.repeat(count, self.machine.lanes_per_block)[those]
 
-    def first_mixed(self, block: int) -> Instruction | None:
+    def first_mixed(self, block: int) -> PtxInstruction | None:
         """Return a barrier of a block that some of its threads met at while others stood at another."""
         two = self.mixed.get(block)
         return min(two, key=self.machine.clocks.number) if two else None

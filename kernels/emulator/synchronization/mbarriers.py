@@ -23,7 +23,7 @@ from ..ptx.fault import Fault
 
 if TYPE_CHECKING:
     from ..execution.machine import Machine
-    from ..ptx.program import Instruction
+    from ..ptx.program import PtxInstruction
 
 BYTES = 8  # of an mbarrier, and its alignment
 LARGEST = (1 << 20) - 1  # arrivals of a phase, and bytes either way
@@ -108,7 +108,7 @@ class Mbarriers:
         self.table: dict[Key, Mbarrier] = {}
         self.awaited: dict[Key, set[int]] = {}  # lanes that wait
         self.looks: dict[Key, int] = {}  # how often somebody looked in vain, and did not wait
-        self.waits: dict[Key, Instruction | None] = {}  # where the last of them began to
+        self.waits: dict[Key, PtxInstruction | None] = {}  # where the last of them began to
         machine.late.append(self._explain)
 
     def keys(self, places: Array, lanes: Array) -> tuple[Array, Array]:

@@ -22,7 +22,7 @@ from ..base.instruction_registry import Array
 
 if TYPE_CHECKING:
     from ..execution.machine import Machine
-    from ..ptx.program import Instruction
+    from ..ptx.program import PtxInstruction
 
 NUMBER = 20  # bits of an instruction's number, below a time
 
@@ -74,7 +74,7 @@ class Clocks:
         found: Array = first[..., None] if count == 1 else first[..., None] + np.arange(count)
         return found
 
-    def read(self, granules: Array, agents: Array, by: Sequence[Instruction] = ()) -> Array:
+    def read(self, granules: Array, agents: Array, by: Sequence[PtxInstruction] = ()) -> Array:
         """Note reads, and return where another agent wrote unordered.
 
         granules: (..., n). agents: (...,), or what broadcasts to it, numbered over the machine. by: the
@@ -90,7 +90,7 @@ class Clocks:
             self.last_read[granules] = self.era
         return races
 
-    def guess(self, granules: Array, agents: Array, by: Sequence[Instruction] = ()) -> Array:
+    def guess(self, granules: Array, agents: Array, by: Sequence[PtxInstruction] = ()) -> Array:
         """Return where another agent wrote unordered, but for atomics; such a read is in nobody's way."""
         return self._after_writes(granules, agents) & ~self.atomic[granules]
 
@@ -98,7 +98,7 @@ class Clocks:
         self,
         granules: Array,
         agents: Array,
-        by: Sequence[Instruction] = (),
+        by: Sequence[PtxInstruction] = (),
         same: Callable[[], Array] | None = None,
     ) -> Array:
         """Note writes unless there is a race, and return where another agent read or wrote unordered.
@@ -119,7 +119,7 @@ class Clocks:
         # Two agents that write in one step: the last one's name stays.
         return np.asarray(self.writer[granules] != inside)
 
-    def update(self, granules: Array, agents: Array, by: Sequence[Instruction] = ()) -> Array:
+    def update(self, granules: Array, agents: Array, by: Sequence[PtxInstruction] = ()) -> Array:
         """Note atomic updates, and return where another agent's plain access is unordered."""
         races = self._after_writes(granules, agents) & ~self.atomic[granules]
         races = self._after_reads(granules, agents, races)
@@ -142,7 +142,7 @@ class Clocks:
         # Their own last read is no race: it is at their own time at most.
         return races | (self.read_at[granules] >> NUMBER > self._flat[agents[..., None]]).any(axis=-1)
 
-    def _note(self, granules: Array, agents: Array, by: Sequence[Instruction]) -> Array:
+    def _note(self, granules: Array, agents: Array, by: Sequence[PtxInstruction]) -> Array:
         inside: Array = (agents % self.agents)[..., None]
         self.writer[granules] = inside
         self.written[granules] = self._flat[agents[..., None], inside]
@@ -174,11 +174,11 @@ class Clocks:
         location = instructions[number - 1].location if number else None
         return f" at {location}" if location else ""
 
-    def number(self, instruction: Instruction | None) -> int:
+    def number(self, instruction: PtxInstruction | None) -> int:
         """Return the number of an instruction in the program, from 1; 0 for none."""
         return self.machine.program.numbers.get(id(instruction), 0)
 
-    def _numbers(self, by: Sequence[Instruction], granules: Array) -> Array | int:
+    def _numbers(self, by: Sequence[PtxInstruction], granules: Array) -> Array | int:
         """The numbers of instructions in the program, from 1, shaped to go with granules."""
         if not by:
             return self.number(self.machine.instruction)

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from minidist.comm.algorithms.naive import naive_all_reduce as naive_all_reduce
     from minidist.comm.algorithms.pairwise import pairwise_all_to_all as pairwise_all_to_all
     from minidist.comm.algorithms.registry import ALGORITHMS as ALGORITHMS
-    from minidist.comm.algorithms.registry import Schedule as Schedule
+    from minidist.comm.algorithms.registry import CollectiveSchedule as CollectiveSchedule
     from minidist.comm.algorithms.registry import schedule as schedule
     from minidist.comm.algorithms.ring import ring_all_gather as ring_all_gather
     from minidist.comm.algorithms.ring import ring_all_reduce as ring_all_reduce
@@ -67,7 +67,7 @@ __getattr__, __dir__, __all__ = lazy(
         f"{_HERE}.hierarchical": ("hierarchical_all_reduce",),
         f"{_HERE}.naive": ("naive_all_reduce",),
         f"{_HERE}.pairwise": ("pairwise_all_to_all",),
-        f"{_HERE}.registry": ("ALGORITHMS", "Schedule", "schedule"),
+        f"{_HERE}.registry": ("ALGORITHMS", "CollectiveSchedule", "schedule"),
         f"{_HERE}.ring": ("ring_all_gather", "ring_all_reduce", "ring_broadcast", "ring_reduce_scatter"),
         f"{_HERE}.steps": ("Message", "Step", "bytes_sent", "offsets"),
         f"{_HERE}.tree": ("tree_all_gather", "tree_all_reduce", "tree_broadcast", "tree_reduce_scatter"),

@@ -15,7 +15,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from minidist.comm.algorithms.registry import Schedule
+from minidist.comm.algorithms.registry import CollectiveSchedule
 from minidist.comm.algorithms.steps import Message, Step, offsets
 
 Contents = NDArray[np.int64]
@@ -39,7 +39,7 @@ class Delivery:
     data: Contents = field(repr=False, compare=False)
 
 
-def check(schedule: Schedule) -> None:
+def check(schedule: CollectiveSchedule) -> None:
     """Check that every send meets its receive, that nobody waits for ever, and that the result is right.
 
     Takes time and memory in proportion to ranks x ranks x elements: meant for small tensors.
@@ -53,7 +53,7 @@ def check(schedule: Schedule) -> None:
     _check_result(schedule, buffers)
 
 
-def run(schedule: Schedule, inputs: list[Contents], buffers: list[Contents]) -> Iterator[Delivery]:
+def run(schedule: CollectiveSchedule, inputs: list[Contents], buffers: list[Contents]) -> Iterator[Delivery]:
     """Run all ranks' steps, and yield each message as it is taken.
 
     Args:
@@ -172,7 +172,7 @@ def _check_range(who: str, what: str, message: Message, size: int) -> None:
         raise ScheduleError(f"{who} {what} [{message.start}, {message.stop}); the buffer has {size} elements")
 
 
-def start(schedule: Schedule) -> tuple[list[Contents], list[Contents]]:
+def start(schedule: CollectiveSchedule) -> tuple[list[Contents], list[Contents]]:
     """What the buffers hold before: (elements, ranks + 1) counts of contributions, the last for what is none.
 
     In an all-to-all, where elements move, it is (elements, 2): whose an element was and which. Returns the
@@ -196,7 +196,7 @@ def start(schedule: Schedule) -> tuple[list[Contents], list[Contents]]:
     return buffers, buffers
 
 
-def _check_result(schedule: Schedule, buffers: list[Contents]) -> None:
+def _check_result(schedule: CollectiveSchedule, buffers: list[Contents]) -> None:
     bounds = offsets(schedule.elements, schedule.ranks)
     for rank, buffer in enumerate(buffers):
         own = slice(bounds[rank], bounds[rank + 1]) if schedule.operation == "reduce_scatter" else slice(None)
@@ -210,7 +210,7 @@ def _check_result(schedule: Schedule, buffers: list[Contents]) -> None:
             )
 
 
-def _wanted(schedule: Schedule, rank: int) -> Contents:
+def _wanted(schedule: CollectiveSchedule, rank: int) -> Contents:
     """What rank `rank` should end with; one row where it is the same for all elements."""
     n, size = schedule.ranks, schedule.elements
     contribution: Contents = np.eye(n + 1, dtype=np.int64)
@@ -231,7 +231,7 @@ def _wanted(schedule: Schedule, rank: int) -> Contents:
     return all_once
 
 
-def _counts(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
+def _counts(schedule: CollectiveSchedule) -> tuple[tuple[int, ...], ...]:
     if schedule.counts is not None:
         return schedule.counts
     bounds = offsets(schedule.elements, schedule.ranks)
@@ -239,7 +239,7 @@ def _counts(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
     return (row,) * schedule.ranks
 
 
-def _words(schedule: Schedule, element: Contents) -> str:
+def _words(schedule: CollectiveSchedule, element: Contents) -> str:
     if schedule.operation == "all_to_all":
         return f"element {element[1]} of rank {element[0]}" if element[0] >= 0 else "nothing"
     *counts, unset = element.tolist()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from minidist.comm.algorithms.checks import Delivery, run, start
-from minidist.comm.algorithms.registry import Schedule
+from minidist.comm.algorithms.registry import CollectiveSchedule
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,7 +21,7 @@ COMBINED: tuple[str, Literal["-"]] = "#0072B2", "-"
 OVERWRITTEN: tuple[str, Literal["--"]] = "#D55E00", "--"
 
 
-def draw(schedule: Schedule) -> Figure:
+def draw(schedule: CollectiveSchedule) -> Figure:
     """The figure of a schedule, which a notebook shows and `figure.savefig(path)` keeps.
 
     Messages that carry nothing are left out, and a rank's messages to itself. It is meant for few ranks and
@@ -57,7 +57,7 @@ def draw(schedule: Schedule) -> Figure:
     return figure
 
 
-def _lines(axes: Axes, schedule: Schedule, end: int) -> None:
+def _lines(axes: Axes, schedule: CollectiveSchedule, end: int) -> None:
     axes.set(xlim=(-0.15, end + 0.15), ylim=(schedule.ranks - 0.6, -0.4))
     axes.set_yticks(range(schedule.ranks), [f"rank {rank}" for rank in range(schedule.ranks)])
     axes.set_xticks([step + 0.5 for step in range(end)], [str(step) for step in range(end)])

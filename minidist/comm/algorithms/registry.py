@@ -47,7 +47,7 @@ ALGORITHMS: dict[str, dict[str, Callable[..., Iterator[Step]]]] = {
 
 
 @dataclass(frozen=True)
-class Schedule:
+class CollectiveSchedule:
     """The steps of all ranks, and what they are meant to do."""
 
     operation: str  # "all_reduce"
@@ -70,7 +70,7 @@ def schedule(
     elements: int,
     counts: Sequence[Sequence[int]] | None = None,
     **options: Any,
-) -> Schedule:
+) -> CollectiveSchedule:
     """The steps of all ranks, to be checked, drawn or counted with no process running.
 
     Args:
@@ -97,4 +97,4 @@ def schedule(
             options["input_offsets"] = [0, *accumulate(table[rank])]
             options["output_offsets"] = [0, *accumulate(row[rank] for row in table)]
         steps.append(tuple(generator(rank, ranks, elements, **options)))
-    return Schedule(operation, elements, tuple(steps), algorithm, options.get("source", 0), table)
+    return CollectiveSchedule(operation, elements, tuple(steps), algorithm, options.get("source", 0), table)

@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from minidist.comm.checking import callsite
 from minidist.comm.checking.deadlock_detection import AWHILE, OWN_THREAD, Watch, connect
-from minidist.comm.checking.records import POINT_TO_POINT, Order, Record
+from minidist.comm.checking.records import POINT_TO_POINT, CallOrder, Record
 from minidist.comm.errors import CollectiveError
 from minidist.comm.ledgers import Call
 
@@ -104,7 +104,7 @@ class Sequence:
         self.complete = 0  # so many calls are known of all members, and agree
         self.taken = dict(self.next)  # so many of this rank's calls a peer has read, as far as it said
         self.deleted = 0
-        self.order = Order() if ordered else None
+        self.order = CallOrder() if ordered else None
 
     def key(self, member: int, number: int) -> str:
         """Where a member's record lies in the store."""

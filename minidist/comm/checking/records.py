@@ -125,7 +125,7 @@ class Record:
         return (self.scope, self.label) if self.scope else None
 
 
-class Order:
+class CallOrder:
     """The last calls of a group, as all its members made them: finds two that are in opposite order."""
 
     def __init__(self) -> None:

@@ -2,7 +2,7 @@
 
 from minidist.comm.cost.fitting import fit as fit
 from minidist.comm.cost.links import PROFILES as PROFILES
-from minidist.comm.cost.links import Profile as Profile
+from minidist.comm.cost.links import LinkProfile as LinkProfile
 from minidist.comm.cost.model import FORMULAS as FORMULAS
 from minidist.comm.cost.model import SEGMENT as SEGMENT
 from minidist.comm.cost.model import Formula as Formula

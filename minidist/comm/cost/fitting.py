@@ -11,7 +11,7 @@ import torch
 from minidist.comm.algorithms.execute import execute
 from minidist.comm.algorithms.steps import Message, Step
 from minidist.comm.collectives import all_reduce
-from minidist.comm.cost.links import Link, Memory, Profile
+from minidist.comm.cost.links import Link, LinkProfile, SharedMemoryCost
 from minidist.comm.messages import barrier
 from minidist.comm.transport import algorithm_choice
 from minidist.comm.transport.shared_memory import STAGE, SharedMemory
@@ -23,7 +23,7 @@ WHOLE = 2**24
 """Bytes of a tensor that goes through the staging buffers, and does not stay in the cache."""
 
 
-def fit(group: Group = None, rounds: int = 15) -> Profile:
+def fit(group: Group = None, rounds: int = 15) -> LinkProfile:
     """Measure the links between a group's ranks and the memory that they share. All of them call it.
 
     Takes a second or two. What is measured are messages, meetings, copies and sums, none of the collectives
@@ -93,7 +93,7 @@ def fit(group: Group = None, rounds: int = 15) -> Profile:
     torch_beta = max(0.0, torch_large - torch_small) / (2 * (ranks - 1) / ranks * (2 * LARGE - SMALL))
     part = torch.zeros(STAGE // 4)
     gamma = seconds(lambda: part.add_(large[: len(part)]), 4) / STAGE
-    return Profile(
+    return LinkProfile(
         "loopback" if shared else "measured",
         f"measured between {ranks} ranks",
         {
@@ -106,7 +106,7 @@ def fit(group: Group = None, rounds: int = 15) -> Profile:
     )
 
 
-def _memory(memory: SharedMemory, seconds: Callable[..., float], group: Group) -> Memory:
+def _memory(memory: SharedMemory, seconds: Callable[..., float], group: Group) -> SharedMemoryCost:
     """Measure what every rank does in the staging buffers: fill its own, then use its neighbour's."""
     buffer, whole = memory.next_buffer(torch.float32), torch.zeros(WHOLE // 4)
     own, other = buffer[memory.own], buffer[(memory.own + 1) % len(memory.members)]
@@ -134,4 +134,4 @@ def _memory(memory: SharedMemory, seconds: Callable[..., float], group: Group) -
     )
     put_s, take, combine = (max(0.0, value) / WHOLE for value in (copied, taken, combined))
     least = seconds(lambda: all_reduce(whole[:1], algorithm="shared_memory", group=group), 20)
-    return Memory(meet, put_s, take, combine, call=max(0.0, least - 2 * meet))
+    return SharedMemoryCost(meet, put_s, take, combine, call=max(0.0, least - 2 * meet))

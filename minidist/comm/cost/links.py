@@ -18,7 +18,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Memory:
+class SharedMemoryCost:
     """What ranks of one host do in memory that they share, all at once."""
 
     meet: float  # seconds of a meeting
@@ -29,19 +29,19 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Profile:
+class LinkProfile:
     """How fast ranks talk."""
 
     name: str
     source: str  # where the figures come from
     links: dict[str, Link]  # "messages" for our algorithms, and "torch" where torch's own differ
     gamma: float  # seconds per byte that is combined with one that came in a message
-    memory: Memory | None = None  # None where the ranks have no memory in common
+    memory: SharedMemoryCost | None = None  # None where the ranks have no memory in common
     ranks: int | None = None  # how many there were when it was measured
 
 
-def _network(name: str, alpha: float, bytes_per_second: float, gamma: float, source: str) -> Profile:
-    return Profile(name, source, {"messages": Link(alpha, 1 / bytes_per_second)}, gamma)
+def _network(name: str, alpha: float, bytes_per_second: float, gamma: float, source: str) -> LinkProfile:
+    return LinkProfile(name, source, {"messages": Link(alpha, 1 / bytes_per_second)}, gamma)
 
 
 _TCP = 30e-6

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from minidist._names import unknown
 from minidist.comm.cost.fitting import fit as fit
 from minidist.comm.cost.links import PROFILES as PROFILES
-from minidist.comm.cost.links import Profile as Profile
+from minidist.comm.cost.links import LinkProfile as LinkProfile
 from minidist.comm.transport.shared_memory import STAGE
 
 SEGMENT = 2**18
@@ -42,7 +42,7 @@ Formula = Callable[[float, int], Terms]
 
 
 def predict(
-    operation: str, algorithm: str, size: float, ranks: int, profile: Profile | str = "25gbe"
+    operation: str, algorithm: str, size: float, ranks: int, profile: LinkProfile | str = "25gbe"
 ) -> float:
     """Seconds that a collective takes.
 
@@ -84,7 +84,7 @@ def _between(one: float, all_at_once: float | None, total: float, busiest: float
     return one + (all_at_once - one) * min(1.0, max(0.0, (at_once - 1) / (ranks - 1)))
 
 
-def crossover(operation: str, small: str, large: str, ranks: int, profile: Profile | str) -> float | None:
+def crossover(operation: str, small: str, large: str, ranks: int, profile: LinkProfile | str) -> float | None:
     """Bytes, a power of two up to 1 GB, from which on `large` is the faster; None where it never is."""
     sizes = [2.0**exponent for exponent in range(31)]
     slower = [
@@ -185,7 +185,7 @@ FORMULAS: dict[str, dict[str, Formula]] = {
 """Operation -> algorithm -> its terms, from S, the bytes that each rank passes, and n ranks."""
 
 
-def _through_memory(operation: str, size: float, n: int, profile: Profile) -> float:
+def _through_memory(operation: str, size: float, n: int, profile: LinkProfile) -> float:
     """Chunks of `STAGE` bytes: copied in, met for, combined where they lie, and copied out."""
     if operation not in FORMULAS:
         raise unknown("operation", operation, FORMULAS)

@@ -19,7 +19,7 @@ import time
 
 from minidist.comm.launching import supervisor as supervisor_process
 from minidist.comm.launching.supervisor import HEADER
-from minidist.comm.transport.channel import Channel
+from minidist.comm.transport.channel import Connection
 
 START_METHODS = ("fork", "spawn")
 
@@ -180,7 +180,7 @@ class RankProcess:
         finally:
             theirs.close()
             os.close(write)
-        self.channel = Channel(ours, blocking=False)
+        self.channel = Connection(ours, blocking=False)
         self.status = read
 
     def read_status(self) -> None:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from minidist.comm.transport.channel import Channel
+from minidist.comm.transport.channel import Connection
 
 LONGEST_LINE = 2**16
 """Characters after which a line is sent that has not ended."""
@@ -60,7 +60,7 @@ def serve(connection_descriptor: int, stacks_descriptor: int, listener: int | No
 
     supervisor.starting(True)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # the supervisor's, and so this process's
-    channel = Channel(socket.socket(fileno=connection_descriptor), blocking=True)
+    channel = Connection(socket.socket(fileno=connection_descriptor), blocking=True)
     received = channel.messages()
     faulthandler.register(signal.SIGUSR1, file=stacks_descriptor, all_threads=True)
     setup: Setup = pickle.loads(next(received))

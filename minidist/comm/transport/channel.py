@@ -15,7 +15,7 @@ from collections.abc import Iterator
 LENGTH = struct.Struct("!Q")
 
 
-class Channel:
+class Connection:
     """One end of a socket pair.
 
     Attributes:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from minidist.comm.work import Group, limit_of, ranks_of
 
 
-def twin(group: Group) -> Group:
+def duplicate_group(group: Group) -> Group:
     """Make another group of the same ranks in the same order. They all call it, no others.
 
     Connections are made when they are first used. A group of one is its own twin.

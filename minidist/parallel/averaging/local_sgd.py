@@ -18,7 +18,7 @@ from torch import nn
 
 from minidist import comm
 from minidist.comm.work import Group
-from minidist.parallel.flat.buckets import MB, Bucket, Exchange, broadcast_together, cut, require_same
+from minidist.parallel.flat.buckets import MB, Bucket, GradientComm, broadcast_together, cut, require_same
 
 
 class LocalSGD(nn.Module):
@@ -63,7 +63,7 @@ class LocalSGD(nn.Module):
                 raise ValueError(f"{name} is {value!r}; give a whole number of steps, at least {least}")
         self.module, self.every, self.warmup = module, every, warmup
         self.steps = 0  # optimizer steps so far
-        self._exchange, self._limit = Exchange(group, algorithm), int(bucket_mb * MB)
+        self._exchange, self._limit = GradientComm(group, algorithm), int(bucket_mb * MB)
         self._averaged: list[nn.Parameter] = []
         self._buckets: list[Bucket] = []
         state = [*module.named_parameters(), *module.named_buffers()]

@@ -24,7 +24,7 @@ widest dtype begins at a multiple of its width."""
 
 
 @dataclass(frozen=True)
-class Part:
+class ServerPart:
     """The parameters that one server holds."""
 
     parameters: list[nn.Parameter]
@@ -85,7 +85,7 @@ class Part:
         return views
 
 
-def divide(parameters: Sequence[nn.Parameter], servers: int) -> list[Part]:
+def divide(parameters: Sequence[nn.Parameter], servers: int) -> list[ServerPart]:
     """One part for each server, of about the same bytes: each parameter, largest first, to the lightest part.
 
     No part has more bytes than 4/3 of the least possible (Graham 1969, "Bounds on Multiprocessing Timing
@@ -104,4 +104,4 @@ def divide(parameters: Sequence[nn.Parameter], servers: int) -> list[Part]:
         # Of equally light ones that with the fewest: empty parameters are spread too.
         min(held, key=lambda part: (sum(map(bytes_of, part)), len(part))).append(parameter)
     order = {parameter: i for i, parameter in enumerate(parameters)}
-    return [Part(sorted(part, key=lambda p: (-p.element_size(), order[p]))) for part in held]
+    return [ServerPart(sorted(part, key=lambda p: (-p.element_size(), order[p]))) for part in held]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from minidist import comm
-from minidist.parallel.averaging.parameter_assignment import Part
+from minidist.parallel.averaging.parameter_assignment import ServerPart
 from minidist.parallel.averaging.staleness import Updates
 
 
@@ -80,7 +80,7 @@ class Serving:
 
     def __init__(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[ServerPart],
         optimizer: torch.optim.Optimizer,
         workers: Sequence[int],
         max_staleness: int | None,

@@ -22,14 +22,14 @@ from torch import Tensor
 
 from minidist._names import unknown
 from minidist.comm.work import bytes_of
-from minidist.parallel.flat.buckets import Bucket, Exchange, Message
+from minidist.parallel.flat.buckets import Bucket, GradientComm, PendingMessage
 
 
 class Reduction(ABC):
     """How one bucket's gradients are summed over the ranks; keeps what it needs from one step to the next."""
 
     @abstractmethod
-    def run(self) -> Iterator[Message]:
+    def run(self) -> Iterator[PendingMessage]:
         """Replace the gradients in the bucket by their sum over the ranks, in steps.
 
         It yields each message as soon as that is on its way, and is resumed when it is complete: backward
@@ -50,7 +50,7 @@ class Compression(ABC):
     """Whether anything is lost: if so, counts that have to be exact are sent apart."""
 
     @abstractmethod
-    def reduction(self, bucket: Bucket, exchange: Exchange, number: int) -> Reduction:
+    def reduction(self, bucket: Bucket, exchange: GradientComm, number: int) -> Reduction:
         """How bucket `number` is reduced."""
 
     @abstractmethod
@@ -64,7 +64,7 @@ class NoCompression(Compression):
 
     compresses = False
 
-    def reduction(self, bucket: Bucket, exchange: Exchange, number: int) -> Reduction:
+    def reduction(self, bucket: Bucket, exchange: GradientComm, number: int) -> Reduction:
         """An all-reduce in place."""
         return _InPlace(bucket, exchange)
 
@@ -87,7 +87,7 @@ class Cast(Compression):
         if self.dtype not in (torch.float16, torch.bfloat16):
             raise ValueError(f"dtype is {self.dtype}; give torch.float16 or torch.bfloat16")
 
-    def reduction(self, bucket: Bucket, exchange: Exchange, number: int) -> Reduction:
+    def reduction(self, bucket: Bucket, exchange: GradientComm, number: int) -> Reduction:
         """An all-reduce of a rounded copy."""
         return _Rounded(bucket, exchange, self.dtype)
 
@@ -97,19 +97,19 @@ class Cast(Compression):
 
 
 class _InPlace(Reduction):
-    def __init__(self, bucket: Bucket, exchange: Exchange) -> None:
+    def __init__(self, bucket: Bucket, exchange: GradientComm) -> None:
         self._flat, self._exchange = bucket.flat, exchange
 
-    def run(self) -> Iterator[Message]:
+    def run(self) -> Iterator[PendingMessage]:
         yield self._exchange.all_reduce(self._flat)
 
 
 class _Rounded(Reduction):
-    def __init__(self, bucket: Bucket, exchange: Exchange, dtype: torch.dtype) -> None:
+    def __init__(self, bucket: Bucket, exchange: GradientComm, dtype: torch.dtype) -> None:
         self._flat, self._exchange = bucket.flat, exchange
         self._wire = exchange.zeros(bucket.elements, dtype, bucket.flat.device)
 
-    def run(self) -> Iterator[Message]:
+    def run(self) -> Iterator[PendingMessage]:
         self._wire.copy_(self._flat)
         yield self._exchange.all_reduce(self._wire)
         self._flat.copy_(self._wire)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from minidist.parallel.compression.compressor import Compression, Reduction, all_reduce_bytes
-from minidist.parallel.flat.buckets import Bucket, Exchange, Message
+from minidist.parallel.flat.buckets import Bucket, GradientComm, PendingMessage
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class PowerSGD(Compression):
         if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1:
             raise ValueError(f"rank is {self.rank!r}; give a whole number of columns, at least 1")
 
-    def reduction(self, bucket: Bucket, exchange: Exchange, number: int) -> Reduction:
+    def reduction(self, bucket: Bucket, exchange: GradientComm, number: int) -> Reduction:
         """Two all-reduces, of all the bucket's P and of all its Q."""
         return _LowRank(bucket, exchange, self, number)
 
@@ -66,7 +66,7 @@ def sent_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class _LowRank(Reduction):
-    def __init__(self, bucket: Bucket, exchange: Exchange, options: PowerSGD, number: int) -> None:
+    def __init__(self, bucket: Bucket, exchange: GradientComm, options: PowerSGD, number: int) -> None:
         flat, r = bucket.flat, options.rank
         self._flat, self._exchange, self._options = flat, exchange, options
         self._error = torch.zeros_like(flat) if options.error_feedback else None
@@ -90,7 +90,7 @@ class _LowRank(Reduction):
         for q in self._qs:
             q.copy_(torch.randn(q.shape, generator=self._generator, dtype=q.dtype))
 
-    def run(self) -> Iterator[Message]:
+    def run(self) -> Iterator[PendingMessage]:
         if not self._options.warm_start:
             self._draw()
         if self._error is not None:

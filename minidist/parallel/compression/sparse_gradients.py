@@ -14,10 +14,12 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from minidist.parallel.flat.buckets import Exchange, Message
+from minidist.parallel.flat.buckets import GradientComm, PendingMessage
 
 
-def gather_sparse(exchange: Exchange, parameters: Sequence[nn.Parameter], scale: float) -> Iterator[Message]:
+def gather_sparse(
+    exchange: GradientComm, parameters: Sequence[nn.Parameter], scale: float
+) -> Iterator[PendingMessage]:
     """Sum sparse gradients over the ranks, each multiplied by `scale`; in steps, as `Reduction.run`.
 
     A rank without a gradient takes part with no rows. Bytes sent: `sparse_bytes`.

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from minidist.parallel.compression.compressor import Compression, Reduction, elements_of
-from minidist.parallel.flat.buckets import Bucket, Exchange, Message
+from minidist.parallel.flat.buckets import Bucket, GradientComm, PendingMessage
 
 PLACE = torch.int32
 """Of an element's place in its bucket."""
@@ -40,7 +40,7 @@ class TopK(Compression):
         if not 0 < self.ratio <= 1:
             raise ValueError(f"ratio is {self.ratio}; give a share of the elements, above 0 and up to 1")
 
-    def reduction(self, bucket: Bucket, exchange: Exchange, number: int) -> Reduction:
+    def reduction(self, bucket: Bucket, exchange: GradientComm, number: int) -> Reduction:
         """An all-gather of the chosen elements and their places."""
         return _TopKReduction(bucket, exchange, self)
 
@@ -54,13 +54,13 @@ class TopK(Compression):
 
 
 class _TopKReduction(Reduction):
-    def __init__(self, bucket: Bucket, exchange: Exchange, options: TopK) -> None:
+    def __init__(self, bucket: Bucket, exchange: GradientComm, options: TopK) -> None:
         self._flat, self._exchange = bucket.flat, exchange
         self._error = torch.zeros_like(bucket.flat) if options.error_feedback else None
         self._count = options.chosen(bucket.elements)
         self._value_bytes = self._count * bucket.flat.element_size()
 
-    def run(self) -> Iterator[Message]:
+    def run(self) -> Iterator[PendingMessage]:
         flat = self._flat
         if self._error is not None:
             flat += self._error

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 
-class Softmax:
+class OnlineSoftmax:
     """Rows of attention as far as keys have come: `add` blocks in any order, then `finish`.
 
     Each row has to see a key of the first block that is added with any. Everything is in the dtype of the
@@ -53,7 +53,7 @@ class Softmax:
 
 
 class SoftmaxGradient:
-    """The gradient of `Softmax`: blocks again in any order, each of which gets its keys' and values'.
+    """The gradient of `OnlineSoftmax`: blocks again in any order, each of which gets its keys' and values'.
 
     Attributes:
         queries: (N, G, T, D), the gradient of the scaled queries, from the blocks that were added.

@@ -28,7 +28,7 @@ from minidist import comm
 from minidist.comm.work import Group, Work, rank_in, ranks_of
 from minidist.parallel.context import zigzag_order
 from minidist.parallel.context.arguments import TOLD, agreed_length, check_arguments
-from minidist.parallel.context.blockwise_attention import Softmax, SoftmaxGradient
+from minidist.parallel.context.blockwise_attention import OnlineSoftmax, SoftmaxGradient
 
 TILE = 512
 """Keys that are computed with at once: the largest matrix is a rank's queries by these."""
@@ -163,7 +163,7 @@ class _RingAttention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: _Ring, scale: float) -> Tensor:
         queries = _grouped(q, k.shape[1]).mul(scale)
         block = torch.stack((k.flatten(0, 1), v.flatten(0, 1)))  # (2, N, T, D)
-        softmax = Softmax(queries)
+        softmax = OnlineSoftmax(queries)
         for step in range(ring.ranks):
             # Launch: the block goes on while it is computed with.
             works, coming = ring.go_on(block, step)

@@ -102,11 +102,11 @@ class SequenceShare:
                 f"x has {x.shape[dim]} positions and this rank's part of the last cut {self.size}; give "
                 "what was computed from that part"
             )
-        whole: Tensor = _Gather.apply(x, dim, self)  # type: ignore[no-untyped-call]
+        whole: Tensor = _GatherShares.apply(x, dim, self)  # type: ignore[no-untyped-call]
         return whole
 
 
-class _Gather(torch.autograd.Function):
+class _GatherShares(torch.autograd.Function):
     """Forward: all-gather. Backward: the own part of the gradient."""
 
     @staticmethod

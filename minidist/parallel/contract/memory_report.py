@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields
 
 from torch import Tensor, nn
 
-from minidist.parallel.contract.strategy import Held
+from minidist.parallel.contract.strategy import ResidentTensors
 from minidist.parallel.training.activation_memory import ActivationCounter
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers")
@@ -58,7 +58,7 @@ def size(count: float, digits: int = 3) -> str:
     return f"{count:.0f} B"
 
 
-def count(held: Held, activations: int = 0) -> Memory:
+def count(held: ResidentTensors, activations: int = 0) -> Memory:
     """The bytes of what a strategy holds.
 
     A storage that serves two purposes counts for the first of parameters, gradients, optimizer and buffers.

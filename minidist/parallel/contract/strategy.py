@@ -20,7 +20,7 @@ from minidist.parallel.flat.ranges import boxes, narrowed
 
 
 @dataclass(frozen=True, eq=False)
-class Chunk:
+class TensorBox:
     """A box of a tensor of the training state, as this rank holds it.
 
     A checkpoint writes chunks and reads others, cut in another way: what counts is the place in the whole.
@@ -32,17 +32,17 @@ class Chunk:
     tensor: Tensor  # its values, a view of the state: who writes to it changes the state
 
 
-def cut_chunks(name: str, shape: tuple[int, ...], start: int, values: Tensor) -> Iterator[Chunk]:
+def cut_chunks(name: str, shape: tuple[int, ...], start: int, values: Tensor) -> Iterator[TensorBox]:
     """Chunks of a tensor's elements from `start` on, which `values` holds."""
     flat, done = values.reshape(-1), 0
     for offsets, sizes in boxes(shape, start, start + len(flat)):
         count = torch.Size(sizes).numel()
-        yield Chunk(name, shape, offsets, flat[done : done + count].view(sizes))
+        yield TensorBox(name, shape, offsets, flat[done : done + count].view(sizes))
         done += count
 
 
 @dataclass(frozen=True, eq=False)
-class Held:
+class ResidentTensors:
     """The tensors that a rank keeps between steps, by what they are for. Storages count once."""
 
     parameters: Sequence[Tensor]
@@ -55,10 +55,10 @@ class Strategy(ABC):
     """How the ranks of a data-parallel group train one model together.
 
     In a step the engine calls `zero_grad`, then `forward` and a backward pass for each micro-batch, all but
-    the last inside `no_sync`, with `announce` before the last backward; then `synchronize`, perhaps
-    `rescale`; then perhaps `multiply`, and `update`, or `drop` where the step is skipped. Where it is not
-    `forward` that computes, but a pipeline with parts of the model, `ready` comes first, and `announce`
-    before the last backward pass, or after it where all were inside `no_sync`.
+    the last inside `no_sync`, with `begin_final_backward` before the last backward; then `synchronize`,
+    perhaps `rescale`; then perhaps `multiply`, and `update`, or `drop` where the step is skipped. Where it is
+    not `forward` that computes, but a pipeline with parts of the model, `ready` comes first, and
+    `begin_final_backward` before the last backward pass, or after it where all were inside `no_sync`.
 
     Attributes:
         group: the ranks that train it together; None for all of the world.
@@ -90,7 +90,7 @@ class Strategy(ABC):
         """Inside, backward passes add up gradients and need not send anything."""
 
     @abstractmethod
-    def announce(self, rows: float, loss_sum: Tensor, waits: bool = True) -> None:
+    def begin_final_backward(self, rows: float, loss_sum: Tensor, waits: bool = True) -> None:
         """The backward pass that follows completes the gradients: they become sums over the ranks.
 
         rows, loss_sum: this rank's, to be summed as well. waits: whether its end may wait for the sums.
@@ -135,11 +135,11 @@ class Strategy(ABC):
         return {name: value.clone() for name, value in self.whole()}
 
     @abstractmethod
-    def held(self) -> Held:
+    def held(self) -> ResidentTensors:
         """What this rank holds now."""
 
     @abstractmethod
-    def chunks(self) -> Iterator[Chunk]:
+    def chunks(self) -> Iterator[TensorBox]:
         """The training state on this rank, in an order that is the same on all ranks of equal places.
 
         Parameters come as "model.NAME", in the precision in which they are updated; buffers too; each tensor

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minidist.parallel.contract.strategy import Chunk
+from minidist.parallel.contract.strategy import TensorBox
 
 
 def names_of(model: nn.Module) -> dict[Tensor, str]:
@@ -33,7 +33,7 @@ def optimizer_tensors(
 
 def whole_chunks(
     model: nn.Module, optimizer: torch.optim.Optimizer, masters: Mapping[Tensor, Tensor] | None = None
-) -> Iterator[Chunk]:
+) -> Iterator[TensorBox]:
     """Chunks of a model and an optimizer that this rank has whole.
 
     masters: for parameters what the optimizer updates in their place.
@@ -44,7 +44,7 @@ def whole_chunks(
     names = names_of(model)
     state = optimizer_tensors(optimizer, {masters.get(p, p): name for p, name in names.items()})
     for name, tensor in (*named, *((f"optimizer.{name}.{key}", value) for name, key, value in state)):
-        yield Chunk(name, tuple(tensor.shape), (0,) * tensor.dim(), tensor.detach())
+        yield TensorBox(name, tuple(tensor.shape), (0,) * tensor.dim(), tensor.detach())
 
 
 def optimizer_settings(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> dict[str, Any]:

@@ -20,11 +20,11 @@ from minidist import comm
 from minidist.parallel.context import zigzag_order
 from minidist.parallel.contract.layout import Layout
 
-Copies = list[Tensor]
+RankCopies = list[Tensor]
 """A whole tensor; several where ranks that should hold the same do not, or its last dimension is cut."""
 
 
-def assemble(own: dict[str, Tensor], layout: Layout, length: int) -> dict[str, Copies]:
+def assemble(own: dict[str, Tensor], layout: Layout, length: int) -> dict[str, RankCopies]:
     """Whole tensors from all ranks' pieces, on every rank; all ranks call it.
 
     What only some ranks of a stage have is left out. Sends 16 (n - 1) bytes, n - 1 times the longest rank's
@@ -51,7 +51,7 @@ def assemble(own: dict[str, Tensor], layout: Layout, length: int) -> dict[str, C
     return {name: copies for name, copies in found_whole.items() if copies}
 
 
-def distance(a: Copies, b: Copies) -> float:
+def distance(a: RankCopies, b: RankCopies) -> float:
     """The largest difference between elements of two tensors, of all their copies.
 
     NaNs are equal to each other; it is infinite where there is one against a number, and for other shapes.
@@ -61,7 +61,7 @@ def distance(a: Copies, b: Copies) -> float:
     return max(_distance(x, y) for x, y in pairs)
 
 
-def _alike(a: Copies, b: Copies) -> tuple[Copies, Copies]:
+def _alike(a: RankCopies, b: RankCopies) -> tuple[RankCopies, RankCopies]:
     """Both, with parts of a last dimension that tensor parallelism cut joined, where that makes them fit."""
     for x in _forms(a, b):
         for y in _forms(b, a):
@@ -70,7 +70,7 @@ def _alike(a: Copies, b: Copies) -> tuple[Copies, Copies]:
     return a, b
 
 
-def _forms(copies: Copies, other: Copies) -> Iterator[Copies]:
+def _forms(copies: RankCopies, other: RankCopies) -> Iterator[RankCopies]:
     """What the copies may stand for: themselves, or parts; one for all where all parts are equal."""
     yield copies
     shapes = {x.shape[:-1] for x in (*copies, *other)}
@@ -93,16 +93,16 @@ def _distance(x: Tensor, y: Tensor) -> float:
 
 def _whole(
     name: str, tensors: list[dict[str, Tensor]], sizes: list[int], length: int, shares: bool
-) -> Copies:
+) -> RankCopies:
     """One tensor: rows over dp, positions over cp, and over tp copies, or parts where they are cut."""
     pp, dp, cp, tp = sizes
     by_place = [tensors[rank : rank + tp] for rank in range(0, len(tensors), tp)]  # (pp, dp, cp) flat
-    found: Copies = []
+    found: RankCopies = []
     for stage in range(pp):
         places = by_place[stage * dp * cp : (stage + 1) * dp * cp]
         if not all(name in part for place in places for part in place):
             continue
-        joined: list[Copies] = [
+        joined: list[RankCopies] = [
             _join_tp(
                 [part[name] for part in place], zigzag_order.size(length, cp, index % cp) if shares else None
             )
@@ -124,7 +124,7 @@ def _join_cp(parts: list[Tensor]) -> Tensor:
     return torch.cat(parts, 1)[:, order.argsort()]
 
 
-def _join_tp(parts: list[Tensor], length: int | None) -> Copies:
+def _join_tp(parts: list[Tensor], length: int | None) -> RankCopies:
     """The one tensor that all have; or parts of the last dimension; or, joined, of a sequence of `length`.
 
     length: None where no sequence is shared. It comes first: shares may be equal, as zeros are.
@@ -136,7 +136,7 @@ def _join_tp(parts: list[Tensor], length: int | None) -> Copies:
     return parts
 
 
-def distinct(own: dict[str, Tensor]) -> dict[str, Copies]:
+def distinct(own: dict[str, Tensor]) -> dict[str, RankCopies]:
     """The different values that the ranks have of each tensor; all ranks call it, with the same names.
 
     Sends n - 1 times a table of names, each with a hash of 64 letters, and those tensors that differ.

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from minidist.parallel.contract.engine import Engine
-from minidist.parallel.debugging.assembling import Copies, distance
+from minidist.parallel.debugging.assembling import RankCopies, distance
 from minidist.parallel.debugging.recording import REPEATS, Recording, pairs_of, record
 
 MARGIN = 16
@@ -149,8 +149,8 @@ class _Pair(NamedTuple):
     step: int
     layer: str | None  # that computed it
     what: str
-    a: Copies  # none where it was not seen
-    b: Copies
+    a: RankCopies  # none where it was not seen
+    b: RankCopies
     rounding: float  # what moving results changed
     whole: float  # the size of the parameter that it is an update of
 

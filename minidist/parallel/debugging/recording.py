@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from minidist.parallel.contract.engine import Engine
-from minidist.parallel.contract.strategy import Chunk
-from minidist.parallel.debugging.assembling import Copies, assemble, distance, distinct
+from minidist.parallel.contract.strategy import TensorBox
+from minidist.parallel.debugging.assembling import RankCopies, assemble, distance, distinct
 from minidist.parallel.engine.training_step import HybridEngine
 from minidist.parallel.flat.ranges import narrowed
 
@@ -44,7 +44,7 @@ class Recording:
     layers: list[str]  # their names, first to last
     start: dict[str, Tensor]  # the parameters before the first step
     losses: list[float]
-    steps: list[dict[str, Copies]]
+    steps: list[dict[str, RankCopies]]
     rounding: list[dict[str, float]]  # for each, the largest change of an element when results were moved
 
 
@@ -80,7 +80,7 @@ def record(engine: Engine, batches: Iterable[tuple[Tensor, Tensor]], repeats: in
                 f"{name or 'the model'} has dropout {dropout}, and what it drops depends on the layout; "
                 "compare layouts with dropout 0"
             )
-    kept = _Kept(engine)
+    kept = _KeptTensors(engine)
     start = _parameters(engine)
     losses, steps = _run(engine, given, None)
     kept.restore()
@@ -123,7 +123,7 @@ def layers_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def _run(
     engine: HybridEngine, batches: Sequence[tuple[Tensor, Tensor]], repeat: int | None
-) -> tuple[list[float], list[dict[str, Copies]]]:
+) -> tuple[list[float], list[dict[str, RankCopies]]]:
     """Take the steps, with results moved where `repeat` is not None; losses and whole tensors."""
     losses, steps = [], []
     before = _parameters(engine)
@@ -208,14 +208,14 @@ def _moved(model: nn.Module, repeat: int | None) -> Iterator[None]:
             handle.remove()
 
 
-class _Kept:
+class _KeptTensors:
     """An engine's state, to be put back: what a checkpoint has of it, copied, and the random numbers."""
 
     def __init__(self, engine: HybridEngine) -> None:
         self.engine, self.settings, self.norm = engine, engine.settings(), engine.grad_norm
         self.random = torch.get_rng_state()
         self.of_strategy = copy.deepcopy(engine.strategy.settings())
-        self.chunks: dict[str, list[Chunk]] = defaultdict(list)
+        self.chunks: dict[str, list[TensorBox]] = defaultdict(list)
         for chunk in engine.strategy.chunks():
             self.chunks[chunk.name].append(replace(chunk, tensor=chunk.tensor.clone()))
 
@@ -239,7 +239,7 @@ class _Kept:
         torch.set_rng_state(self.random)
 
 
-def _copy_common(source: Chunk, target: Chunk) -> None:
+def _copy_common(source: TensorBox, target: TensorBox) -> None:
     """Copy what is in both boxes of a tensor: a first step may have dealt it out in others."""
     first = [max(each) for each in zip(source.offsets, target.offsets, strict=True)]
     ends = ((o + n for o, n in zip(c.offsets, c.tensor.shape, strict=True)) for c in (source, target))

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from minidist import comm
 from minidist.parallel.flat.buckets import broadcast_together
-from minidist.parallel.flat.flat_parameter import Place
-from minidist.parallel.sharding.meta_units import Beginning, device_for
+from minidist.parallel.flat.flat_parameter import ParameterSlot
+from minidist.parallel.sharding.meta_units import MetaInitializer, device_for
 from minidist.parallel.tensor.cuts import Cut
 
 Initialize = Callable[[nn.Module], object]
@@ -52,7 +52,7 @@ class Skeleton:
         """
         names, places = _places(self._whole)
         entries = [(names[key][0], parameter, places[key]) for key, parameter in _parameters(self._whole)]
-        beginning = Beginning(entries, self.device, self._initialize, draws=comm.rank() == 0)
+        beginning = MetaInitializer(entries, self.device, self._initialize, draws=comm.rank() == 0)
         buffers = [name for name, buffer in self._whole.named_buffers() if buffer.is_meta]
         done: set[nn.Module] = set()
         for _, parameter, ((module, _), *_) in entries:
@@ -80,10 +80,10 @@ def _parameters(model: nn.Module) -> Iterator[tuple[int, nn.Parameter]]:
         yield id(parameter), parameter
 
 
-def _places(model: nn.Module) -> tuple[dict[int, list[str]], dict[int, list[Place]]]:
+def _places(model: nn.Module) -> tuple[dict[int, list[str]], dict[int, list[ParameterSlot]]]:
     """For each parameter all its names, and the modules and attributes that hold it."""
     names: dict[int, list[str]] = {}
-    places: dict[int, list[Place]] = {}
+    places: dict[int, list[ParameterSlot]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owner, _, attribute = name.rpartition(".")
         names.setdefault(id(parameter), []).append(name)
@@ -91,7 +91,7 @@ def _places(model: nn.Module) -> tuple[dict[int, list[str]], dict[int, list[Plac
     return names, places
 
 
-def _held(places: list[Place]) -> Tensor:
+def _held(places: list[ParameterSlot]) -> Tensor:
     """What has taken a parameter's place."""
     module, attribute = places[0]
     parameter = module._parameters[attribute]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from minidist import comm
 from minidist.comm.mesh import Mesh
-from minidist.parallel.contract.strategy import Chunk, Strategy
+from minidist.parallel.contract.strategy import Strategy, TensorBox
 from minidist.parallel.contract.training_state import names_of
 from minidist.parallel.flat.buckets import broadcast_together, together
 from minidist.parallel.flat.ranges import narrowed
@@ -26,7 +26,7 @@ from minidist.parallel.training.clipping import global_norm
 
 
 @dataclass(frozen=True)
-class Entry:
+class PlacedParameter:
     """A tensor of the whole model's `state_dict`."""
 
     shape: torch.Size
@@ -68,7 +68,7 @@ class Placement:
         self._tp, self._pp = mesh.group("tp"), mesh.group("pp")
         self.device = next((t.device for t in whole.tensors.values()), torch.device("cpu"))
         self.entries = {
-            name: Entry(tensor.shape, tensor.dtype, stage_of.get(name, 0))
+            name: PlacedParameter(tensor.shape, tensor.dtype, stage_of.get(name, 0))
             for name, tensor in whole.tensors.items()
         }
         # A cut holds for every name of a parameter that has several.
@@ -141,7 +141,7 @@ class Placement:
 
     # Boxes.
 
-    def chunks(self, chunks: Iterable[Chunk]) -> Iterator[Chunk]:
+    def chunks(self, chunks: Iterable[TensorBox]) -> Iterator[TensorBox]:
         """A strategy's chunks, as boxes of the whole model's tensors; paddings are left out."""
         for chunk in chunks:
             kind, _, name = chunk.name.partition(".")
@@ -159,7 +159,7 @@ class Placement:
             ]
             if 0 not in inside:
                 offsets = tuple(o + p for o, p in zip(cut.offsets, chunk.offsets, strict=True))
-                yield Chunk(
+                yield TensorBox(
                     full, tuple(cut.shape), offsets, narrowed(chunk.tensor, _start(chunk.tensor), inside)
                 )
 

@@ -36,7 +36,7 @@ from minidist.parallel.tensor.plans import plan_for
 from minidist.parallel.tensor.vocabulary import gather_logits, vocab_parallel_cross_entropy, vocabulary_of
 
 
-class Elsewhere(nn.Module):
+class RemoteLayer(nn.Module):
     """In place of a layer that another stage of the pipeline has."""
 
     def __init__(self, stage: int) -> None:
@@ -116,7 +116,7 @@ class RankModel:
         return self.share.cut(inputs), self.share.cut(targets), self.share.part
 
 
-def divide(
+def partition_model(
     model: nn.Module,
     layout: Layout,
     mesh: Mesh,
@@ -199,7 +199,7 @@ def _take_layers(
     stages = tuple(nn.Sequential(*(layers[i] for i in layers_of)) for layers_of in mine)
     for i, stage in stage_of_layer.items():
         if stage != own:
-            layers[i] = Elsewhere(stage)
+            layers[i] = RemoteLayer(stage)
     return stages, {name: stage_of_layer[number_of[name.split(".")[1]]] for name in whole.tensors}
 
 

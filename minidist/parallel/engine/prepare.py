@@ -14,7 +14,7 @@ from minidist.model.loss import cross_entropy
 from minidist.parallel.contract.engine import Engine, Loss, MakeOptimizer
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.strategy import Strategy
-from minidist.parallel.engine.partition_model import RankModel, checked, divide
+from minidist.parallel.engine.partition_model import RankModel, checked, partition_model
 from minidist.parallel.engine.prepare_checks import check_model, check_types, put_back_on_error
 from minidist.parallel.engine.training_step import HybridEngine
 from minidist.parallel.guards.agreement import require_alike
@@ -135,7 +135,7 @@ def prepare(
     precision = Precision(layout.precision, loss_scale)
     with put_back_on_error(model, precision.dtype is not None):
         exact = precision.convert(model)
-        part = divide(model, layout, mesh, plan, initialize)
+        part = partition_model(model, layout, mesh, plan, initialize)
         if layout.recompute:
             recompute(model)
         strategy = _strategy(part, optimizer, layout, data_parallel, precision, fully_shard)

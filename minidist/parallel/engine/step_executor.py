@@ -26,7 +26,7 @@ Weight = Callable[[int], float]
 """From a micro-batch's rows to what its loss is multiplied by."""
 
 
-class Passes(ABC):
+class StepExecutor(ABC):
     """Passes of `part`, this rank's part of a model, whose gradients `strategy` sums."""
 
     def __init__(
@@ -58,11 +58,11 @@ class Passes(ABC):
         return self.part.loss(self.given, self.precision.outputs(outputs), targets)
 
 
-class WholePasses(Passes):
+class WholePasses(StepExecutor):
     """A forward and a backward pass through all layers for each micro-batch."""
 
     def train(self, inputs: Tensor, targets: Tensor, weight: Weight, share: float) -> None:
-        """See `Passes.train`: gradients are sent while the last backward pass runs."""
+        """See `StepExecutor.train`: gradients are sent while the last backward pass runs."""
         rows, parts = len(inputs), self.parts(len(inputs))
         loss_sum = torch.zeros((), dtype=torch.float64, device=inputs.device)
         pairs = zip(inputs.tensor_split(parts), targets.tensor_split(parts), strict=True)
@@ -72,7 +72,7 @@ class WholePasses(Passes):
                 loss = self._loss(x, y)
                 loss_sum += loss.detach().double() * (len(x) * share)
                 if last:
-                    self.strategy.announce(rows * share, loss_sum)
+                    self.strategy.begin_final_backward(rows * share, loss_sum)
                 (loss * weight(len(x))).backward()  # type: ignore[no-untyped-call]
 
     def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -83,12 +83,12 @@ class WholePasses(Passes):
         return self.strategy.forward(self.precision.inputs(inputs))
 
     def evaluate(self, inputs: Tensor, targets: Tensor, metric: Loss) -> Tensor:
-        """See `Passes.evaluate`."""
+        """See `StepExecutor.evaluate`."""
         outputs = self.precision.outputs(self._forward(inputs))
         return self.part.loss(metric, outputs, targets).double() * len(inputs)
 
 
-class StagedPasses(Passes):
+class StagedPasses(StepExecutor):
     """A pipeline's schedule of passes through this rank's stages.
 
     Gradients are sent in the last of the backward passes, and summed when the schedule is done: a stage's
@@ -111,7 +111,7 @@ class StagedPasses(Passes):
         )
 
     def train(self, inputs: Tensor, targets: Tensor, weight: Weight, share: float) -> None:
-        """See `Passes.train`."""
+        """See `StepExecutor.train`."""
         strategy, rows = self.strategy, len(inputs) * share
         strategy.ready()
         with ExitStack() as accumulating:
@@ -119,7 +119,7 @@ class StagedPasses(Passes):
 
             def last(loss_sum: Tensor) -> None:
                 accumulating.close()
-                strategy.announce(rows, loss_sum * share, waits=False)
+                strategy.begin_final_backward(rows, loss_sum * share, waits=False)
 
             inputs = self.precision.inputs(inputs)
             overlaps = len(inputs) and self.overlaps
@@ -127,7 +127,7 @@ class StagedPasses(Passes):
         if not overlaps:
             if strategy.sharded:
                 self._with_tied(sum_tied)
-            strategy.announce(rows, loss_sum * share)
+            strategy.begin_final_backward(rows, loss_sum * share)
 
     @property
     def overlaps(self) -> bool:
@@ -135,12 +135,12 @@ class StagedPasses(Passes):
         return self.layout.chunks == 1 and not (self.strategy.sharded and self.part.tied)
 
     def summed(self) -> None:
-        """See `Passes.summed`."""
+        """See `StepExecutor.summed`."""
         if not self.strategy.sharded:
             self._with_tied(sum_tied)
 
     def updated(self) -> None:
-        """See `Passes.updated`."""
+        """See `StepExecutor.updated`."""
         if self.strategy.sharded:
             self._with_tied(take_first)
 
@@ -150,7 +150,7 @@ class StagedPasses(Passes):
             act(parameter, self.group, tied.stages)
 
     def evaluate(self, inputs: Tensor, targets: Tensor, metric: Loss) -> Tensor:
-        """See `Passes.evaluate`."""
+        """See `StepExecutor.evaluate`."""
 
         def own(outputs: Tensor, y: Tensor) -> Tensor:
             return self.part.loss(metric, self.precision.outputs(outputs), y)

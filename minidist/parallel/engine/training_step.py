@@ -21,9 +21,9 @@ from minidist.parallel.contract.engine import Engine, Loss, check_rows
 from minidist.parallel.contract.evaluation_mode import require_gradients
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.memory_report import ActivationPeaks, Memory, count
-from minidist.parallel.contract.strategy import Chunk, Strategy
+from minidist.parallel.contract.strategy import Strategy, TensorBox
 from minidist.parallel.engine.partition_model import RankModel, whole_model
-from minidist.parallel.engine.step_executor import Passes, StagedPasses, WholePasses
+from minidist.parallel.engine.step_executor import StagedPasses, StepExecutor, WholePasses
 from minidist.parallel.guards.refusals import require_batch, require_metric
 from minidist.parallel.training.clipping import clip_factor
 from minidist.parallel.training.precision import Precision
@@ -51,7 +51,7 @@ class HybridEngine(Engine):
         self.precision, self.clip_norm = precision or Precision("fp32"), clip_norm
         self.part = part or whole_model(model)
         kind = StagedPasses if layout.pp > 1 else WholePasses
-        self.passes: Passes = kind(self.part, strategy, layout, loss, self.precision)
+        self.passes: StepExecutor = kind(self.part, strategy, layout, loss, self.precision)
         self.mesh, self.placement = self.part.mesh, self.part.placement
         self.optimizer = strategy.optimizer
         self.data_rank, self.data_ranks = self.mesh.rank("dp"), self.mesh.size("dp")
@@ -180,7 +180,7 @@ class HybridEngine(Engine):
 
     # The training state, in the terms of one process: what a checkpoint saves and loads.
 
-    def chunks(self) -> Iterator[Chunk]:
+    def chunks(self) -> Iterator[TensorBox]:
         """This rank's boxes of the whole state; see `Strategy.chunks`."""
         return self.placement.chunks(self.strategy.chunks())
 

@@ -27,7 +27,7 @@ TOGETHER_BYTES = 25 * MB
 
 
 @dataclass(eq=False)
-class Exchange:
+class GradientComm:
     """The ranks that a gradient is exchanged with, and how."""
 
     group: Group
@@ -75,7 +75,7 @@ class Done:
         return self.result
 
 
-Message = comm.Work | Done
+PendingMessage = comm.Work | Done
 
 
 @dataclass(eq=False)

@@ -19,11 +19,11 @@ from minidist import comm
 from minidist.comm.work import Group, rank_in, ranks_of
 from minidist.parallel.flat.reassigned_data import reassigned
 
-Place = tuple[nn.Module, str]
+ParameterSlot = tuple[nn.Module, str]
 """A module and the name of its attribute."""
 
 
-class Flat:
+class FlatParameter:
     """Parameters of one dtype, one after the other, padded to a multiple of the ranks.
 
     Attributes:

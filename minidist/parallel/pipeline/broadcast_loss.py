@@ -17,7 +17,7 @@ FIRST_TAG = 2**30
 
 
 @contextmanager
-def last_total(group: Group, device: torch.device) -> Iterator[Callable[[Tensor], float]]:
+def broadcast_loss(group: Group, device: torch.device) -> Iterator[Callable[[Tensor], float]]:
     """Inside, a function that gives all ranks the last one's total, a float64 scalar: 8 (p - 1) bytes.
 
     The others' receive is posted at the beginning: the last rank then need not wait for them. Each step has a

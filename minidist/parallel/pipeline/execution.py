@@ -26,9 +26,9 @@ from minidist.parallel.guards.agreement import require_alike
 from minidist.parallel.guards.refusals import require_batch, require_metric
 from minidist.parallel.pipeline import schedules
 from minidist.parallel.pipeline.arguments import check_arguments, check_stages, fingerprint
-from minidist.parallel.pipeline.broadcast_loss import last_total
+from minidist.parallel.pipeline.broadcast_loss import broadcast_loss
 from minidist.parallel.pipeline.instructions import Instruction, Schedule, sizes
-from minidist.parallel.pipeline.send_completion import Plan, receipts
+from minidist.parallel.pipeline.send_completion import CompletionPlan, receipts
 from minidist.parallel.pipeline.simulation import Event
 from minidist.parallel.pipeline.stage_messages import StageMessages, agree_on_runs
 from minidist.parallel.pipeline.stage_passes import StagePasses
@@ -113,7 +113,7 @@ class Pipeline:
                 )
             micro_batches = sizes(self._given)[1]
         self.micro_batches = MICRO_BATCHES if micro_batches is None else micro_batches
-        self._plans: dict[tuple[int, bool], Plan] = {}
+        self._plans: dict[tuple[int, bool], CompletionPlan] = {}
         self._plan(self.micro_batches, True)  # refuses sizes that the schedule does not take
         self._timed: list[list[Event]] = []
         agree_on_runs(group)
@@ -146,7 +146,7 @@ class Pipeline:
         self._parts(
             inputs, targets
         )  # no error of the batch is left that would come after a receive is posted
-        with last_total(self.group, self.device) as tell:
+        with broadcast_loss(self.group, self.device) as tell:
             total = self.run(inputs, targets, lambda own: own / rows if self.reduction == "mean" else 1.0)
             for (parameter, ranks), grad in zip(self.tied, before, strict=True):
                 sum_tied(parameter, self.group, ranks)
@@ -165,7 +165,7 @@ class Pipeline:
         require_metric(metric)
         rows = len(inputs)
         self._parts(inputs, targets)
-        with last_total(self.group, self.device) as tell:
+        with broadcast_loss(self.group, self.device) as tell:
             total = tell(self.run(inputs, targets, train=False, loss=metric))
         if metric is None and self.reduction == "sum":
             return total
@@ -233,7 +233,7 @@ class Pipeline:
             )
         return min(self.micro_batches, rows)
 
-    def _plan(self, micro_batches: int, train: bool) -> Plan:
+    def _plan(self, micro_batches: int, train: bool) -> CompletionPlan:
         """What this rank does for so many micro-batches; made when it is first asked for."""
         found = self._plans.get((micro_batches, train))
         if found is None:
@@ -243,14 +243,14 @@ class Pipeline:
                 schedule = schedules.by_name(self._named, self.ranks, micro_batches, len(self.stages))
             if not train:
                 schedule = schedules.forward_only(schedule)
-            found = Plan(schedule[self.rank], receipts(schedule)[self.rank])
+            found = CompletionPlan(schedule[self.rank], receipts(schedule)[self.rank])
             self._plans[micro_batches, train] = found
         return found
 
     def _execute(
         self,
         passes: StagePasses,
-        plan: Plan,
+        plan: CompletionPlan,
         kinds: Sequence[Hashable],
         before: Mapping[Instruction | None, Callable[[], None]],
     ) -> None:

@@ -71,7 +71,7 @@ class Channel(NamedTuple):
     destination: int
 
 
-class Message(NamedTuple):
+class StageMessage(NamedTuple):
     """What travels, the same on both sides: the output of a stage, or the gradient of that output."""
 
     kind: str  # "forward" or "backward"
@@ -112,7 +112,7 @@ def sizes(schedule: Schedule) -> tuple[int, int, int]:
     )
 
 
-def message_of(instruction: Instruction, rank: int, ranks: int) -> tuple[Channel, Message]:
+def message_of(instruction: Instruction, rank: int, ranks: int) -> tuple[Channel, StageMessage]:
     """What a message's instruction sends or receives, and where it travels."""
     role, kind = instruction.kind.split("_")
     stage = stage_of(rank, instruction.chunk, ranks)
@@ -121,4 +121,4 @@ def message_of(instruction: Instruction, rank: int, ranks: int) -> tuple[Channel
     source, destination = boundary % ranks, (boundary + 1) % ranks
     if kind == "backward":
         source, destination = destination, source
-    return Channel(kind, source, destination), Message(kind, boundary, instruction.micro_batch)
+    return Channel(kind, source, destination), StageMessage(kind, boundary, instruction.micro_batch)

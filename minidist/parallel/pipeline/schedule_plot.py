@@ -6,7 +6,7 @@ from os import PathLike
 from typing import TYPE_CHECKING
 
 from minidist.parallel.pipeline.instructions import Schedule, sizes
-from minidist.parallel.pipeline.simulation import Times, simulate
+from minidist.parallel.pipeline.simulation import PassTimes, simulate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,7 +28,7 @@ LABELS = {
 
 def plot(
     schedule: Schedule,
-    times: Times | None = None,
+    times: PassTimes | None = None,
     ax: Axes | None = None,
     path: str | PathLike[str] | None = None,
 ) -> Axes:

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from minidist.parallel.pipeline.instructions import (
     Channel,
     Instruction,
-    Message,
     Schedule,
+    StageMessage,
     message_of,
     require_schedule,
     sizes,
@@ -129,8 +129,8 @@ def _check_order(rank: int, own: Sequence[Instruction], ranks: int, chunks: int)
 
 
 def _check_channels(schedule: Schedule) -> None:
-    sent: dict[Channel, list[Message]] = defaultdict(list)
-    received: dict[Channel, list[Message]] = defaultdict(list)
+    sent: dict[Channel, list[StageMessage]] = defaultdict(list)
+    received: dict[Channel, list[StageMessage]] = defaultdict(list)
     for rank, own in enumerate(schedule):
         for each in own:
             if not each.computes:
@@ -150,7 +150,7 @@ def stuck(schedule: Schedule) -> str:
     """In a sentence, which ranks wait for each other for ever; empty where none does."""
     ranks = len(schedule)
     places = [0] * ranks
-    arrived: set[Message] = set()
+    arrived: set[StageMessage] = set()
     moved = True
     while moved:
         moved = False

@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from minidist.parallel.pipeline.instructions import Instruction, Message, Schedule, message_of
+from minidist.parallel.pipeline.instructions import Instruction, Schedule, StageMessage, message_of
 
 Receipts = Mapping[Instruction, Sequence[Instruction]]
 """For each receive of a rank the sends that are known to be received once it is complete."""
 
 
-class Plan(NamedTuple):
+class CompletionPlan(NamedTuple):
     """What one rank does."""
 
     instructions: Sequence[Instruction]
@@ -27,13 +27,13 @@ class Plan(NamedTuple):
 def receipts(schedule: Schedule) -> list[Receipts]:
     """For each rank of a schedule that passes `check` what its receives acknowledge."""
     ranks = len(schedule)
-    taken: dict[Message, int] = {}  # for each message where in its receiver's list it is received
+    taken: dict[StageMessage, int] = {}  # for each message where in its receiver's list it is received
     for rank, own in enumerate(schedule):
         for place, each in enumerate(own):
             if each.kind.startswith("recv"):
                 taken[message_of(each, rank, ranks)[1]] = place
     known = [[0] * ranks for _ in schedule]  # how many instructions of each rank a rank knows to be done
-    carried: dict[Message, list[int]] = {}
+    carried: dict[StageMessage, list[int]] = {}
     open_sends: list[list[tuple[Instruction, int, int]]] = [[] for _ in schedule]
     found: list[dict[Instruction, list[Instruction]]] = [{} for _ in schedule]
     places, moved = [0] * ranks, True

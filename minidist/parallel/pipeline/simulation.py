@@ -14,15 +14,15 @@ from minidist._names import unknown
 from minidist.parallel.pipeline.instructions import (
     COMPUTE,
     Instruction,
-    Message,
     Schedule,
+    StageMessage,
     message_of,
     sizes,
     stage_of,
 )
 from minidist.parallel.pipeline.schedule_proof import check
 
-Times = Mapping[str, float | Sequence[float | Sequence[float]]]
+PassTimes = Mapping[str, float | Sequence[float | Sequence[float]]]
 """Seconds of "forward", "backward", "backward_input", "backward_weight" and "message": a number, or one for
 each stage (of a message: for each stage that sends it), or for each stage one for each micro-batch."""
 
@@ -58,7 +58,7 @@ class Simulation:
     peak_activations: list[int]
 
 
-def simulate(schedule: Schedule, times: Times | None = None) -> Simulation:
+def simulate(schedule: Schedule, times: PassTimes | None = None) -> Simulation:
     """Execute a schedule in thought.
 
     >>> simulate(gpipe(4, 8), {"forward": 1, "backward": 2}).bubble  # (p - 1) / (m + p - 1)
@@ -66,8 +66,8 @@ def simulate(schedule: Schedule, times: Times | None = None) -> Simulation:
 
     Args:
         schedule: for each rank its instructions.
-        times: see `Times`; what is not given takes 1 s, a message none, a whole backward pass as long as its
-            two parts.
+        times: see `PassTimes`; what is not given takes 1 s, a message none, a whole backward pass as long as
+            its two parts.
 
     Raises:
         TypeError: times are no dict.
@@ -82,7 +82,7 @@ def simulate(schedule: Schedule, times: Times | None = None) -> Simulation:
     seconds = _by_pass(times or {}, ranks * chunks, micro_batches)
     timeline: list[list[Event]] = [[] for _ in schedule]
     clocks, places = [0.0] * ranks, [0] * ranks
-    arrivals: dict[Message, float] = {}
+    arrivals: dict[StageMessage, float] = {}
     while any(places[rank] < len(own) for rank, own in enumerate(schedule)):
         for rank, own in enumerate(schedule):
             while places[rank] < len(own):
@@ -118,7 +118,7 @@ def peak_live(instructions: Sequence[Instruction]) -> int:
     return peak
 
 
-def _by_pass(times: Times, stages: int, micro_batches: int) -> dict[str, list[list[float]]]:
+def _by_pass(times: PassTimes, stages: int, micro_batches: int) -> dict[str, list[list[float]]]:
     """For each kind and stage the seconds of each micro-batch."""
     known = (*COMPUTE, "message")
     found: dict[str, list[list[float]]] = {}

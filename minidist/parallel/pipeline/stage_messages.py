@@ -16,16 +16,16 @@ from torch import Tensor
 
 from minidist import comm
 from minidist.comm.messages import tell_failure
-from minidist.comm.transport.duplicate_group import twin
+from minidist.comm.transport.duplicate_group import duplicate_group
 from minidist.comm.work import Group, described, ranks_of
-from minidist.parallel.pipeline.instructions import Channel, Instruction, Message, message_of
-from minidist.parallel.pipeline.send_completion import Plan, Receipts
+from minidist.parallel.pipeline.instructions import Channel, Instruction, StageMessage, message_of
+from minidist.parallel.pipeline.send_completion import CompletionPlan, Receipts
 
 AHEAD = 2
 """Receives that are posted at a time: one is waited for while the other one's message travels."""
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 MOST_DIMS = 8
-Form = tuple[torch.Size, torch.dtype]
+TensorForm = tuple[torch.Size, torch.dtype]
 
 
 class StageMessages:
@@ -42,8 +42,8 @@ class StageMessages:
     def __init__(self, group: Group, rank: int, device: torch.device) -> None:
         self.group, self.rank, self.device = group, rank, device
         self.ranks = len(ranks_of(group))
-        self._forms: dict[Hashable, Form] = {}
-        self._posted: deque[tuple[Message, comm.Work]] = deque()
+        self._forms: dict[Hashable, TensorForm] = {}
+        self._posted: deque[tuple[StageMessage, comm.Work]] = deque()
         self._waiting: deque[Instruction] = deque()
         self._sent: dict[Instruction, list[comm.Work]] = {}
         self._receipts: Receipts = {}
@@ -54,9 +54,9 @@ class StageMessages:
         if needs_lanes(device):
             for kind in ("forward", "backward"):
                 for upwards in (True, False):
-                    self._lanes[kind, upwards] = twin(group)
+                    self._lanes[kind, upwards] = duplicate_group(group)
 
-    def begin(self, plan: Plan, kinds: Sequence[Hashable]) -> None:
+    def begin(self, plan: CompletionPlan, kinds: Sequence[Hashable]) -> None:
         """Start on this rank's part of a schedule.
 
         Args:
@@ -145,7 +145,7 @@ class StageMessages:
         for channel in self._channels:
             tell_failure(channel.destination, self._tag_of(channel), self._lane(channel))
 
-    def _key(self, message: Message) -> Hashable:
+    def _key(self, message: StageMessage) -> Hashable:
         return message.stage, self._kinds[message.micro_batch]
 
     def _post(self) -> None:

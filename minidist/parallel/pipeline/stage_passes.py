@@ -47,7 +47,7 @@ def changeable(x: Tensor) -> Tensor:
 
 
 @dataclass
-class Pass:
+class StagePass:
     """A micro-batch in a stage, between its forward and its backward pass."""
 
     x: Tensor | None  # the stage's input where it needs a gradient
@@ -69,7 +69,7 @@ class StagePasses:
     total: Tensor  # to which losses are added, each times its rows
     weight: Callable[[int], float] | None = None  # by which a loss is multiplied before its backward pass
     by_rows: bool = True  # whether the loss is a mean over rows; else it is added as it is
-    live: dict[tuple[int, int], Pass] = field(default_factory=dict)
+    live: dict[tuple[int, int], StagePass] = field(default_factory=dict)
     arrived: dict[tuple[str, int, int], Tensor] = field(default_factory=dict)  # inputs and gradients to come
     leaving: dict[tuple[str, int, int], Tensor] = field(default_factory=dict)  # outputs and gradients to send
 
@@ -120,7 +120,7 @@ class StagePasses:
             root = get_gradient_edge(outputs) if outputs.requires_grad else None
             self._leave("forward", micro_batch, chunk, outputs.detach())
         if train:
-            self.live[micro_batch, chunk] = Pass(x if stage else None, root)
+            self.live[micro_batch, chunk] = StagePass(x if stage else None, root)
 
     def _backward(self, micro_batch: int, chunk: int) -> None:
         one = self.live.pop((micro_batch, chunk))

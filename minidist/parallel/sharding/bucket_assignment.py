@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from minidist import comm
 from minidist.parallel.compression.compressor import Compression, Reduction, all_reduce_bytes, elements_of
-from minidist.parallel.flat.buckets import Bucket, Exchange, cut, require_same
+from minidist.parallel.flat.buckets import Bucket, GradientComm, cut, require_same
 
 TOTALS = 2
 """Numbers that are summed over the ranks along with the gradients: rows and loss."""
@@ -69,7 +69,7 @@ class RoundPlan(ABC):
         return counts
 
 
-class Plan(RoundPlan):
+class BucketAssignment(RoundPlan):
     """Buckets for the gradients of `parameters`, which stay in them. Making it is a collective.
 
     Args:
@@ -93,7 +93,7 @@ class Plan(RoundPlan):
         self,
         named: Sequence[tuple[str, nn.Parameter]],
         seen: Iterable[int],
-        exchange: Exchange,
+        exchange: GradientComm,
         bucket_bytes: int,
         compression: Compression,
     ) -> None:
@@ -191,7 +191,7 @@ def round_bytes(
     return total + all_reduce_bytes(8 * numbers, ranks)
 
 
-def agree_on_order(seen: list[int], count: int, exchange: Exchange, device: torch.device) -> list[int]:
+def agree_on_order(seen: list[int], count: int, exchange: GradientComm, device: torch.device) -> list[int]:
     """Rank 0's order of all parameters: as its gradients came; then, last registered first, those without."""
     missing = [place for place in reversed(range(count)) if place not in set(seen)]
     order = torch.tensor([*seen, *missing], dtype=torch.int64, device=device)

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from minidist.comm.work import Group
-from minidist.parallel.flat.flat_parameter import Flat
-from minidist.parallel.sharding.flat_shards import Store
-from minidist.parallel.sharding.meta_units import Beginning, device_for
-from minidist.parallel.sharding.offload import Place
+from minidist.parallel.flat.flat_parameter import FlatParameter
+from minidist.parallel.sharding.flat_shards import FlatShards
+from minidist.parallel.sharding.meta_units import MetaInitializer, device_for
+from minidist.parallel.sharding.offload import StorageLocation
 from minidist.parallel.sharding.units import Unit, Units, divide, modules_of
 
 
@@ -22,9 +22,9 @@ def build(
     group: Group,
     master: torch.dtype | None,
     initialize: Callable[[nn.Module], object] | None,
-    place: Place,
+    place: StorageLocation,
     group_of: Mapping[str, int],
-) -> tuple[list[Unit], list[Store]]:
+) -> tuple[list[Unit], list[FlatShards]]:
     """Cut a model into units, and keep this rank's shard of rank 0's parameters.
 
     group_of: the number of the optimizer's group for each name.
@@ -39,7 +39,7 @@ def build(
     initialize = initialize or getattr(module, "initialize_part", None)
 
     # Where each shard will lie follows from the shapes alone; the values come unit by unit.
-    kinds: dict[Any, list[Flat]] = {}
+    kinds: dict[Any, list[FlatParameter]] = {}
     parts = divide(module, found)
     for unit, entries in parts:
         unit.device = device
@@ -48,11 +48,11 @@ def build(
             kind = (parameter.dtype, parameter.requires_grad)
             groups.setdefault(kind, []).append((numbers[name], name, parameter))
         for kind, those in groups.items():
-            unit.flats.append(Flat(those, group, device))
+            unit.flats.append(FlatParameter(those, group, device))
             kinds.setdefault(kind, []).append(unit.flats[-1])
     empty, longest = place.empty_for(device), place.longest
-    stores = [Store(flats, group, master, empty, group_of, longest) for flats in kinds.values()]
-    beginning = Beginning((entry for _, entries in parts for entry in entries), device, initialize)
+    stores = [FlatShards(flats, group, master, empty, group_of, longest) for flats in kinds.values()]
+    beginning = MetaInitializer((entry for _, entries in parts for entry in entries), device, initialize)
     for unit, entries in parts:
         beginning.fill(parameter for _, parameter, _ in entries)
         now = {name: holder._parameters[attribute] for name, _, ((holder, attribute), *_) in entries}

@@ -20,11 +20,11 @@ from minidist.comm.errors import CollectiveError
 from minidist.comm.work import Group, ranks_of
 from minidist.parallel.sharding.units import Unit
 
-Operation = tuple[Literal["gather", "reduce"], Unit]
+UnitCollective = tuple[Literal["gather", "reduce"], Unit]
 
 
 @dataclass(frozen=True)
-class Schedule:
+class CollectiveOrder:
     """What a forward and a backward pass send.
 
     Attributes:
@@ -36,17 +36,17 @@ class Schedule:
 
     forward: Sequence[Unit]
     calls: Sequence[int]
-    backward: Sequence[Operation]
+    backward: Sequence[UnitCollective]
     settled: bool = False
 
 
-def expected(units: Sequence[Unit], ahead: bool) -> Schedule:
+def expected(units: Sequence[Unit], ahead: bool) -> CollectiveOrder:
     """Before the first pass: as the model lists its parts."""
     times = {u: (2 * u.number, 2 * u.number + 1) for u in units[1:]}
-    return Schedule(units, [1] * len(units), _backward(times, ahead))
+    return CollectiveOrder(units, [1] * len(units), _backward(times, ahead))
 
 
-def settle(units: Sequence[Unit], ahead: bool, device: torch.device, group: Group) -> Schedule:
+def settle(units: Sequence[Unit], ahead: bool, device: torch.device, group: Group) -> CollectiveOrder:
     """After a forward pass, what all ranks together did: an all-reduce of 24 bytes a unit. A collective."""
     own = [(-u.first if u.calls else -(2**62), u.last, u.calls) for u in units]
     together = torch.tensor(own, device=device)
@@ -59,7 +59,7 @@ def settle(units: Sequence[Unit], ahead: bool, device: torch.device, group: Grou
             first[u.number], last[u.number] = end + 2 * u.number, end + 2 * u.number + 1
     times = {u: (first[u.number], last[u.number]) for u in units}
     forward = sorted(units, key=lambda u: times[u][0])
-    return Schedule(forward, calls, _backward({u: times[u] for u in units[1:]}, ahead), settled=True)
+    return CollectiveOrder(forward, calls, _backward({u: times[u] for u in units[1:]}, ahead), settled=True)
 
 
 def require_same_call(unit: Unit, group: Group) -> None:
@@ -83,7 +83,7 @@ def require_same_call(unit: Unit, group: Group) -> None:
         ) from cause
 
 
-def own(units: Sequence[Unit], whole: Sequence[Unit], ahead: bool) -> list[Operation]:
+def own(units: Sequence[Unit], whole: Sequence[Unit], ahead: bool) -> list[UnitCollective]:
     """After a forward pass of a part of the model: as this rank ran it, which is as all did.
 
     whole: the units that stay gathered.
@@ -91,9 +91,9 @@ def own(units: Sequence[Unit], whole: Sequence[Unit], ahead: bool) -> list[Opera
     return _backward({u: (u.first, u.last) for u in units if u.calls and u not in whole}, ahead)
 
 
-def _backward(times: dict[Unit, tuple[int, int]], ahead: bool) -> list[Operation]:
+def _backward(times: dict[Unit, tuple[int, int]], ahead: bool) -> list[UnitCollective]:
     """A backward pass runs the forward pass in reverse: a unit's begins where its last call ended."""
-    events: list[tuple[int, Operation]] = []
+    events: list[tuple[int, UnitCollective]] = []
     for unit, (first, last) in times.items():
         events += [(last, ("gather", unit)), (first, ("reduce", unit))]
     events.sort(key=lambda event: -event[0])

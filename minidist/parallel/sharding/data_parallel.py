@@ -30,10 +30,10 @@ from torch import nn
 from minidist import comm
 from minidist.comm.work import Group
 from minidist.parallel.compression.compressor import Compression, compression_of
-from minidist.parallel.flat.buckets import MB, Exchange, broadcast_together, cut, require_same
+from minidist.parallel.flat.buckets import MB, GradientComm, broadcast_together, cut, require_same
 from minidist.parallel.guards.ownership import DATA_PARALLEL, ZERO, claim, require_free
 from minidist.parallel.guards.refusals import refuse_meta, refuse_renormed
-from minidist.parallel.sharding.bucket_assignment import Plan, round_bytes
+from minidist.parallel.sharding.bucket_assignment import BucketAssignment, round_bytes
 from minidist.parallel.sharding.reducer import Reducer
 
 
@@ -98,7 +98,7 @@ class DataParallel(nn.Module):
         self.group, self.bucket_mb, self.overlap = group, bucket_mb, overlap
         self.compression = compression_of(compression)
         self.algorithm, self.broadcast_buffers = algorithm, broadcast_buffers
-        self.reducer: Reducer[Plan] | None = None  # None in a group of one
+        self.reducer: Reducer[BucketAssignment] | None = None  # None in a group of one
         if self._exchange.ranks > 1:
             refuse_renormed(module)
         state = [*module.named_parameters(), *module.named_buffers()]
@@ -108,8 +108,8 @@ class DataParallel(nn.Module):
         self._attach()
 
     @property
-    def _exchange(self) -> Exchange:
-        return Exchange(self.group, self.algorithm)
+    def _exchange(self) -> GradientComm:
+        return GradientComm(self.group, self.algorithm)
 
     def _attach(self) -> None:
         """Put the hooks on the parameters that get gradients now."""
@@ -123,7 +123,7 @@ class DataParallel(nn.Module):
             named = [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
             bucket_bytes = int(self.bucket_mb * MB)
             make_plan = partial(
-                Plan,
+                BucketAssignment,
                 named,
                 exchange=self._exchange,
                 bucket_bytes=bucket_bytes,

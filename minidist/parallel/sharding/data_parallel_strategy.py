@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from minidist.comm.work import Group
 from minidist.parallel.contract.engine import MakeOptimizer
-from minidist.parallel.contract.strategy import Chunk, Held, Strategy
+from minidist.parallel.contract.strategy import ResidentTensors, Strategy, TensorBox
 from minidist.parallel.contract.training_state import (
     load_optimizer,
     names_of,
@@ -70,8 +70,8 @@ class Replicated(Strategy):
         """See `DataParallel.no_sync`."""
         return self.parallel.no_sync()
 
-    def announce(self, rows: float, loss_sum: Tensor, waits: bool = True) -> None:
-        """See `Strategy.announce`."""
+    def begin_final_backward(self, rows: float, loss_sum: Tensor, waits: bool = True) -> None:
+        """See `Strategy.begin_final_backward`."""
         reducer = self.parallel.reducer
         if reducer is None:
             self._own = (rows, float(loss_sum))
@@ -117,20 +117,20 @@ class Replicated(Strategy):
         """The optimizer's step, the same on all ranks."""
         self.optimizer.step()
 
-    def held(self) -> Held:
+    def held(self) -> ResidentTensors:
         """See `Strategy.held`."""
         reducer = self.parallel.reducer
         buckets = [] if reducer is None or reducer.plan is None else reducer.plan.buckets
         masters = self._masters
         state = [tensor for _, _, tensor in optimizer_tensors(self.optimizer, self._names)]
-        return Held(
+        return ResidentTensors(
             [*self.model.parameters()],
             [*self.gradients(), *(bucket.flat for bucket in buckets)],
             [*state, *(master for parameter, master in masters.items() if master is not parameter)],
             [*self.model.buffers()],
         )
 
-    def chunks(self) -> Iterator[Chunk]:
+    def chunks(self) -> Iterator[TensorBox]:
         """Everything, whole; see `Strategy.chunks`."""
         yield from whole_chunks(self.model, self.optimizer, self._masters)
 

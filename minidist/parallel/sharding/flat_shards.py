@@ -20,11 +20,11 @@ from torch import Tensor, nn
 
 from minidist import comm
 from minidist.comm.work import Group
-from minidist.parallel.flat.flat_parameter import Flat
+from minidist.parallel.flat.flat_parameter import FlatParameter
 from minidist.parallel.training.clipping import Why, guard
 
 
-class Store:
+class FlatShards:
     """The shards of `flats`, which have one dtype and are all trained or all frozen.
 
     Attributes:
@@ -40,7 +40,7 @@ class Store:
 
     def __init__(
         self,
-        flats: Sequence[Flat],
+        flats: Sequence[FlatParameter],
         group: Group,
         master: torch.dtype | None,
         empty: Callable[[int, torch.dtype], Tensor] | None,

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minidist.parallel.contract.strategy import Chunk, cut_chunks
+from minidist.parallel.contract.strategy import TensorBox, cut_chunks
 from minidist.parallel.contract.training_state import require_same_groups
-from minidist.parallel.sharding.flat_shards import Store
+from minidist.parallel.sharding.flat_shards import FlatShards
 from minidist.parallel.sharding.fully_shard import FullyShard
 
 
-def shard_chunks(parallel: FullyShard) -> Iterator[Chunk]:
+def shard_chunks(parallel: FullyShard) -> Iterator[TensorBox]:
     """What this rank holds: its boxes of parameters, all buffers, its boxes of the optimizer's state.
 
     A parameter with several names comes under each of them, as in a state_dict; its optimizer state under the
@@ -30,7 +30,7 @@ def shard_chunks(parallel: FullyShard) -> Iterator[Chunk]:
             for alias in aliases[name]:
                 yield from cut_chunks(f"model.{alias}", parallel.shapes[name], low, store.updated[start:stop])
     for name, value in _buffers(parallel, aliases):
-        yield Chunk(f"model.{name}", tuple(value.shape), (0,) * value.dim(), value)
+        yield TensorBox(f"model.{name}", tuple(value.shape), (0,) * value.dim(), value)
     given = set()  # numbers of parameters that lie in several pieces
     for store in parallel.stores:
         for piece, (low, high) in zip(store.pieces, store.bounds, strict=True):
@@ -44,7 +44,7 @@ def shard_chunks(parallel: FullyShard) -> Iterator[Chunk]:
                     if value.dim() == 0:
                         if full not in given:
                             given.add(full)
-                            yield Chunk(full, (), (), value)
+                            yield TensorBox(full, (), (), value)
                     else:
                         part = value[begin - low : end - low]
                         yield from cut_chunks(full, parallel.shapes[name], offset + begin - start, part)
@@ -93,7 +93,7 @@ def shard_gradients(parallel: FullyShard) -> Iterator[tuple[str, Tensor]]:
                     yield name, piece.grad[begin - low : end - low]
 
 
-def _parts(store: Store) -> Iterator[tuple[str, int, int, int]]:
+def _parts(store: FlatShards) -> Iterator[tuple[str, int, int, int]]:
     """This rank's part of each parameter: its name, start and stop in the long tensor, its first element."""
     for name, (start, stop), low in zip(store.names, store.spans, store.starts, strict=True):
         yield name, start, stop, low

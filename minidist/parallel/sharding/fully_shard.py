@@ -31,9 +31,9 @@ from minidist.parallel.sharding.build_units import build
 from minidist.parallel.sharding.elementwise_optimizers import require_elementwise
 from minidist.parallel.sharding.offload import place_for
 from minidist.parallel.sharding.optimizer_wrapper import follow
-from minidist.parallel.sharding.parameter_groups import Groups
-from minidist.parallel.sharding.unit_gradients import Gradients
-from minidist.parallel.sharding.unit_runtime import Passes
+from minidist.parallel.sharding.parameter_groups import FlatParameterGroups
+from minidist.parallel.sharding.unit_gradients import UnitGradients
+from minidist.parallel.sharding.unit_runtime import UnitRuntime
 from minidist.parallel.sharding.units import Units
 from minidist.parallel.training.clipping import check_max_norm, clip_grad_norm
 
@@ -112,7 +112,7 @@ class FullyShard(nn.Module):
         self.place = place_for(offload)
         self.names = [name for name, _ in module.named_parameters()]
         self.shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
-        self.groups = Groups(optimizer_class, module, defaults)
+        self.groups = FlatParameterGroups(optimizer_class, module, defaults)
         require_elementwise(type(self.groups.optimizer))
         self.units, self.stores = build(module, units, group, master, initialize, self.place, self.groups.of)
         claim(self, FULLY_SHARD, module.parameters(), takes_values=True)
@@ -121,12 +121,12 @@ class FullyShard(nn.Module):
         broadcast_together([*module.buffers()], group)
         for store in self.stores:
             store.fill()
-        self.gradients = Gradients(self.stores, len(self.names), group)
+        self.gradients = UnitGradients(self.stores, len(self.names), group)
         if prefetch is None:
             flats = [flat for unit in self.units for flat in unit.flats]
             ways = {choose("all_gather", "auto", group, flat.full, async_op=True) for flat in flats}
             prefetch = ways != {"shared_memory"}
-        self.passes = Passes(self.units, self.gradients, group, prefetch)
+        self.passes = UnitRuntime(self.units, self.gradients, group, prefetch)
         pieces = ((of, p) for store in self.stores for of, p in zip(store.groups, store.pieces, strict=True))
         self.optimizer: torch.optim.Optimizer = self.groups.hand_over(pieces)
         self.stepping = False  # the optimizer's step is called here

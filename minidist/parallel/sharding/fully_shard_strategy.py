@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from minidist.comm.work import Group
 from minidist.parallel.contract.engine import MakeOptimizer
-from minidist.parallel.contract.strategy import Chunk, Held, Strategy
+from minidist.parallel.contract.strategy import ResidentTensors, Strategy, TensorBox
 from minidist.parallel.sharding.flat_state import (
     load_pieces,
     merge_pieces,
@@ -60,8 +60,8 @@ class FullySharded(Strategy):
         """See `FullyShard.no_sync`: every micro-batch is reduced."""
         return self.parallel.no_sync()
 
-    def announce(self, rows: float, loss_sum: Tensor, waits: bool = True) -> None:
-        """See `Strategy.announce`."""
+    def begin_final_backward(self, rows: float, loss_sum: Tensor, waits: bool = True) -> None:
+        """See `Strategy.begin_final_backward`."""
         self._own = rows, loss_sum
 
     def synchronize(self) -> tuple[float, float]:
@@ -94,20 +94,20 @@ class FullySharded(Strategy):
         """See `FullyShard.state_dict`."""
         return self.parallel.state_dict()
 
-    def held(self) -> Held:
+    def held(self) -> ResidentTensors:
         """Shards, and what is gathered now; the buffers in which they are reduced are among the gradients."""
         stores, units = self.parallel.stores, self.parallel.units
         buffers = [buffer for each in self.parallel.gradients.buffers.values() for buffer in each]
         masters = [store.updated for store in stores if store.updated is not store.shard]
         state = [v for each in self.optimizer.state.values() for v in each.values() if isinstance(v, Tensor)]
-        return Held(
+        return ResidentTensors(
             [*(store.shard for store in stores), *(flat.full for unit in units for flat in unit.flats)],
             [*(store.grad for store in stores if store.grad is not None), *buffers],
             [*masters, *state],
             [*self.parallel.module.buffers()],
         )
 
-    def chunks(self) -> Iterator[Chunk]:
+    def chunks(self) -> Iterator[TensorBox]:
         """This rank's elements of every parameter and its state, as boxes; see `Strategy.chunks`."""
         yield from shard_chunks(self.parallel)
 

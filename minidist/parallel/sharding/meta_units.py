@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from minidist.parallel.flat.flat_parameter import Place
+from minidist.parallel.flat.flat_parameter import ParameterSlot
 
 
-class Beginning:
+class MetaInitializer:
     """Fills the meta parameters and buffers of a model.
 
     Args:
@@ -26,7 +26,7 @@ class Beginning:
 
     def __init__(
         self,
-        parameters: Iterable[tuple[str, nn.Parameter, Sequence[Place]]],
+        parameters: Iterable[tuple[str, nn.Parameter, Sequence[ParameterSlot]]],
         device: torch.device,
         initialize: Callable[[nn.Module], object] | None,
         draws: bool = True,

@@ -22,7 +22,7 @@ SLICE = 2**26
 """Bytes of parameters that an optimizer steps on at a time where they lie on disk."""
 
 
-class Place:
+class StorageLocation:
     """Where shards, gradients and optimizer state lie: where the module computes.
 
     longest: bytes of a tensor that the optimizer gets; None for any.
@@ -43,17 +43,17 @@ class Place:
         optimizer.step()
 
 
-class OnCPU(Place):
+class OnCPU(StorageLocation):
     """CPU memory, pinned where a GPU computes."""
 
     def empty_for(self, device: torch.device) -> Callable[[int, torch.dtype], Tensor] | None:
-        """See `Place.empty_for`; a module that computes on the CPU has its shards there anyway."""
+        """See `StorageLocation.empty_for`; a module that computes on the CPU has its shards there anyway."""
         if device.type == "cpu":
             return None
         return lambda length, dtype: torch.zeros(length, dtype=dtype, pin_memory=True)
 
 
-class OnDisk(Place):
+class OnDisk(StorageLocation):
     """Files in a directory, mapped into memory. They have no name any more, and end with the process.
 
     Raises:
@@ -66,7 +66,7 @@ class OnDisk(Place):
         self.empty(1, torch.uint8)  # an error now, and not in the first step
 
     def empty_for(self, device: torch.device) -> Callable[[int, torch.dtype], Tensor] | None:
-        """See `Place.empty_for`."""
+        """See `StorageLocation.empty_for`."""
         return self.empty
 
     def empty(self, length: int, dtype: torch.dtype) -> Tensor:
@@ -91,7 +91,7 @@ class OnDisk(Place):
         return torch.empty(0, dtype=dtype).set_(storage, 0, (length,))  # type: ignore[call-overload, no-any-return]
 
     def like(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """See `Place.like`; in a file, too."""
+        """See `StorageLocation.like`; in a file, too."""
         return self.empty(len(x), dtype)
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -120,7 +120,7 @@ class OnDisk(Place):
                 state[key] = self.empty(value.numel(), value.dtype).copy_(value)
 
 
-def place_for(offload: bool | str | os.PathLike[str]) -> Place:
+def place_for(offload: bool | str | os.PathLike[str]) -> StorageLocation:
     """What `offload=` asks for.
 
     Raises:
@@ -128,7 +128,7 @@ def place_for(offload: bool | str | os.PathLike[str]) -> Place:
         OSError: no file can be made there.
     """
     if offload is False:
-        return Place()
+        return StorageLocation()
     if isinstance(offload, bool) or not isinstance(offload, str | os.PathLike):
         raise TypeError(f"offload is {offload!r}; give False, 'cpu' or a directory")
     return OnCPU() if offload == "cpu" else OnDisk(Path(offload))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from minidist.parallel.sharding.elementwise_optimizers import is_elementwise
-from minidist.parallel.sharding.zero_buckets import Fragment, ShardBucket
+from minidist.parallel.sharding.zero_buckets import ParameterRange, ShardBucket
 
 PIECE = 2**20
 """Bytes of a piece at most, where parameters may be cut. On one core torch's AdamW took, in tensors of 1 MB
@@ -33,7 +33,7 @@ class Piece:
     bucket: ShardBucket
     group: int  # of the optimizer
     start: int  # in the bucket's share
-    fragments: list[Fragment]  # one after the other
+    fragments: list[ParameterRange]  # one after the other
     value: Tensor  # the elements, where they lie
     tensor: Tensor  # what the optimizer updates: they themselves, or copies in another dtype
 
@@ -47,10 +47,10 @@ class Piece:
         return grad.view(self.value.shape).to(self.tensor.dtype)
 
 
-State = dict[str, Any]
+OptimizerState = dict[str, Any]
 
 
-class Pieces:
+class OptimizerSlices:
     """This rank's pieces, in `optimizer`'s groups.
 
     Args:
@@ -67,10 +67,12 @@ class Pieces:
     def add(self, bucket: ShardBucket, group_of: Sequence[int]) -> None:
         """Pieces for this rank's share of a new bucket; `group_of` has each place's group."""
         limit = self._limit(bucket) if self.cut_anywhere else bucket.length
-        found: list[tuple[int, Fragment]] = []
+        found: list[tuple[int, ParameterRange]] = []
         for start, whole in bucket.fragments():
             for at in range(0, len(whole), limit):
-                part = Fragment(whole.place, whole.start + at, min(whole.start + at + limit, whole.stop))
+                part = ParameterRange(
+                    whole.place, whole.start + at, min(whole.start + at + limit, whole.stop)
+                )
                 found.append((start + at, part))
         for _, run in groupby(found, lambda item: self._together(item[1], group_of)):
             for each in _chunks([*run], limit, lambda item: len(item[1])):
@@ -82,10 +84,10 @@ class Pieces:
         """Elements of a piece at most."""
         return max(1, PIECE // (self.master or bucket.values.dtype).itemsize)
 
-    def _together(self, fragment: Fragment, group_of: Sequence[int]) -> int:
+    def _together(self, fragment: ParameterRange, group_of: Sequence[int]) -> int:
         return group_of[fragment.place] if self.cut_anywhere else fragment.place
 
-    def _piece(self, bucket: ShardBucket, group: int, start: int, fragments: list[Fragment]) -> Piece:
+    def _piece(self, bucket: ShardBucket, group: int, start: int, fragments: list[ParameterRange]) -> Piece:
         value = bucket.share_of(bucket.values)[start : start + sum(map(len, fragments))]
         if not self.cut_anywhere:
             value = value.view(bucket.parameters[bucket.places.index(fragments[0].place)].shape)
@@ -97,7 +99,7 @@ class Pieces:
         for number, group in enumerate(self.optimizer.param_groups):
             group["params"] = [piece.tensor for piece in self.all if piece.group == number]
 
-    def parts(self) -> Iterator[tuple[Piece, Fragment, Tensor, State]]:
+    def parts(self) -> Iterator[tuple[Piece, ParameterRange, Tensor, OptimizerState]]:
         """Every fragment with its part of the tensor that is updated, and of the state: views."""
         for piece in self.all:
             at = 0
@@ -111,10 +113,10 @@ class Pieces:
         """Whether what the state has under `key` is cut with the parameter."""
         return self.cut_anywhere and _has_elements(key, value)
 
-    def _cut(self, state: Mapping[str, Any], start: int, stop: int) -> State:
+    def _cut(self, state: Mapping[str, Any], start: int, stop: int) -> OptimizerState:
         return {k: v[start:stop] if self.is_part(k, v) else v for k, v in state.items()}
 
-    def regroup(self, key: Callable[[Piece, Fragment, State], Hashable]) -> None:
+    def regroup(self, key: Callable[[Piece, ParameterRange, OptimizerState], Hashable]) -> None:
         """Cut and join pieces so that neighbours of equal `key`, and only they, are one.
 
         Does nothing to whole parameters. Where pieces are joined, the scalars of their states are equal.
@@ -144,7 +146,7 @@ class Pieces:
         self._hand_over()
 
     def _remade(
-        self, first: Piece, start: int, run: Sequence[tuple[Piece, Fragment, Tensor, State]]
+        self, first: Piece, start: int, run: Sequence[tuple[Piece, ParameterRange, Tensor, OptimizerState]]
     ) -> Piece:
         """The piece that the parts in `run` become, its state with it."""
         fragments = [fragment for _, fragment, _, _ in run]
@@ -208,7 +210,7 @@ class Pieces:
                 }
         self.join()
 
-    def _own_part(self, key: str, value: Any, piece: Piece, fragment: Fragment) -> Any:
+    def _own_part(self, key: str, value: Any, piece: Piece, fragment: ParameterRange) -> Any:
         if not isinstance(value, Tensor):
             return value
         if key == "step":  # stays where, and as precise as, it is

@@ -18,7 +18,7 @@ from torch import nn
 from minidist.parallel.guards.refusals import require_optimizer
 
 
-class Groups:
+class FlatParameterGroups:
     """The optimizer that `make` makes of the parameters of `module`.
 
     Args:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from minidist.parallel.compression.compressor import Reduction, all_reduce_bytes
-from minidist.parallel.flat.buckets import Done, Exchange, Message
+from minidist.parallel.flat.buckets import Done, GradientComm, PendingMessage
 from minidist.parallel.sharding.bucket_assignment import RoundPlan
 from minidist.parallel.sharding.zero_buckets import ShardBucket
 
@@ -57,7 +57,7 @@ class ShardPlan(RoundPlan):
         self,
         parameters: Sequence[nn.Parameter],
         buckets: Sequence[ShardBucket],
-        exchange: Exchange,
+        exchange: GradientComm,
         keep: Literal["own", "buckets", "shares"],
         op: str,
         before: ShardPlan | None = None,
@@ -181,9 +181,9 @@ class _ToOwners(Reduction):
 
     def __init__(self, plan: ShardPlan, number: int) -> None:
         self._plan, self._number = plan, number
-        self._work: Message | None = None
+        self._work: PendingMessage | None = None
 
-    def run(self) -> Iterator[Message]:
+    def run(self) -> Iterator[PendingMessage]:
         plan, bucket = self._plan, self._plan.buckets[self._number]
         if not bucket.length:
             return

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from minidist.parallel.compression.sparse_gradients import gather_sparse
-from minidist.parallel.flat.buckets import Exchange, Message
+from minidist.parallel.flat.buckets import GradientComm, PendingMessage
 from minidist.parallel.sharding.bucket_assignment import RoundPlan
 
 AnyPlan = TypeVar("AnyPlan", bound=RoundPlan)
@@ -48,7 +48,7 @@ class Reducer(Generic[AnyPlan]):
     def __init__(
         self,
         named: Sequence[tuple[str, nn.Parameter]],
-        exchange: Exchange,
+        exchange: GradientComm,
         overlap: bool,
         make_plan: Callable[[Iterable[int]], AnyPlan],
     ) -> None:
@@ -69,7 +69,7 @@ class Reducer(Generic[AnyPlan]):
         self._waiting: list[int] = []  # for each bucket, gradients that it lacks
         self._unused: list[int] = []  # places without a gradient on this rank
         self._running: list[
-            tuple[Message, Iterator[Message]]
+            tuple[PendingMessage, Iterator[PendingMessage]]
         ] = []  # messages under way, and what follows each
         itself = weakref.ref(self)  # the parameters outlive the wrapper; it must not live on in their hooks
         hooks = [
@@ -149,7 +149,7 @@ class Reducer(Generic[AnyPlan]):
         self._start(plan.reductions[self._next].run())
         self._next += 1
 
-    def _start(self, steps: Iterator[Message]) -> None:
+    def _start(self, steps: Iterator[PendingMessage]) -> None:
         first = next(steps, None)
         if first is not None:
             self._running.append((first, steps))

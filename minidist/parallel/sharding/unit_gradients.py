@@ -13,15 +13,15 @@ from torch import Tensor
 
 from minidist import comm
 from minidist.comm.work import Group
-from minidist.parallel.flat.flat_parameter import Flat
-from minidist.parallel.sharding.flat_shards import Store
+from minidist.parallel.flat.flat_parameter import FlatParameter
+from minidist.parallel.sharding.flat_shards import FlatShards
 from minidist.parallel.sharding.units import Unit
 
 BUFFERS = 2
 """While one is reduced, the next unit fills the other."""
 
 
-class Gradients:
+class UnitGradients:
     """The gradients of the flats in `stores`.
 
     Attributes:
@@ -30,7 +30,7 @@ class Gradients:
         synchronized: no backward pass has come since all ranks knew which were used.
     """
 
-    def __init__(self, stores: Sequence[Store], parameters: int, group: Group) -> None:
+    def __init__(self, stores: Sequence[FlatShards], parameters: int, group: Group) -> None:
         self._group = group
         self._stores = {id(flat): store for store in stores for flat in store.flats}
         self.operation = "mean"
@@ -41,9 +41,11 @@ class Gradients:
             if store.trained:
                 longest, first = max(flat.size for flat in store.flats), store.flats[0]
                 self.buffers[first.dtype] = [self._empty(longest, first) for _ in range(BUFFERS)]
-        self._under_way: dict[int, tuple[Any, Flat, Tensor | None]] = {}  # by the address of the buffer
+        self._under_way: dict[
+            int, tuple[Any, FlatParameter, Tensor | None]
+        ] = {}  # by the address of the buffer
 
-    def _empty(self, length: int, like: Flat) -> Tensor:
+    def _empty(self, length: int, like: FlatParameter) -> Tensor:
         if like.device.type == "cpu":
             return comm.empty_shared((length,), like.dtype, self._group)
         return torch.zeros(length, dtype=like.dtype, device=like.device)
@@ -61,7 +63,7 @@ class Gradients:
             if flat.trained:
                 self._reduce(flat, ahead)
 
-    def _reduce(self, flat: Flat, ahead: bool) -> None:
+    def _reduce(self, flat: FlatParameter, ahead: bool) -> None:
         # Launch: into the flat buffer, which an earlier reduction may still read.
         buffers = self.buffers[flat.dtype]
         buffer = buffers[0][: flat.size]
@@ -101,7 +103,7 @@ class Gradients:
         if direct:
             self._begun.add(id(flat))
 
-    def _add(self, flat: Flat, part: Tensor) -> None:
+    def _add(self, flat: FlatParameter, part: Tensor) -> None:
         store = self._stores[id(flat)]
         assert store.grad is not None
         into = store.grad[flat.offset : flat.offset + flat.share]

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from minidist.parallel.sharding.units import Unit
 
 if TYPE_CHECKING:
-    from minidist.parallel.sharding.unit_pass import Pass
-    from minidist.parallel.sharding.unit_runtime import Passes
+    from minidist.parallel.sharding.unit_pass import UnitPass
+    from minidist.parallel.sharding.unit_runtime import UnitRuntime
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -66,7 +66,7 @@ class Inputs:
         return self._views[id(value)]
 
 
-def watch(passes: Passes, units: Iterable[Unit]) -> None:
+def watch(passes: UnitRuntime, units: Iterable[Unit]) -> None:
     """Tell `passes` of the units' calls, for as long as it lives."""
     owner = weakref.ref(passes)  # the modules may outlive it, and it must not live on in their hooks
     handles: list[Any] = []
@@ -78,7 +78,7 @@ def watch(passes: Passes, units: Iterable[Unit]) -> None:
     weakref.finalize(passes, _remove, handles).atexit = False
 
 
-Owner = weakref.ref["Passes"]
+Owner = weakref.ref["UnitRuntime"]
 
 
 def _before(owner: Owner, unit: Unit) -> Callable[..., Any]:
@@ -98,7 +98,7 @@ def _after(owner: Owner, unit: Unit) -> Callable[..., None]:
     return after
 
 
-def needed(passes: Passes, of: Pass, unit: Unit) -> Callable[[Tensor], None]:
+def needed(passes: UnitRuntime, of: UnitPass, unit: Unit) -> Callable[[Tensor], None]:
     """A hook on outputs of a unit's call."""
     owner = weakref.ref(passes)
 
@@ -110,7 +110,7 @@ def needed(passes: Passes, of: Pass, unit: Unit) -> Callable[[Tensor], None]:
     return needed
 
 
-def ended(passes: Passes, of: Pass, unit: Unit, call: int) -> Callable[[Tensor], None]:
+def ended(passes: UnitRuntime, of: UnitPass, unit: Unit, call: int) -> Callable[[Tensor], None]:
     """A hook on inputs of a unit's call, which is the pass's `call`-th of it."""
     owner = weakref.ref(passes)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from minidist.parallel.sharding.collective_order import Operation
+from minidist.parallel.sharding.collective_order import UnitCollective
 from minidist.parallel.sharding.units import Unit
 
 
-class Pass:
+class UnitPass:
     """One forward pass and the backward pass that may follow, or several where its graph is retained.
 
     Attributes:
@@ -23,13 +23,13 @@ class Pass:
 
     def __init__(self, units: Sequence[Unit], trains: bool, version: int) -> None:
         self.units, self.trains, self.version = units, trains, version
-        self.operations: deque[Operation] = deque()
+        self.operations: deque[UnitCollective] = deque()
         self.reduced: set[Unit] = set()
-        self._order: Sequence[Operation] = ()
+        self._order: Sequence[UnitCollective] = ()
         self._calls: list[int] = []
         self._left: dict[Unit, set[int]] = {}
 
-    def close(self, order: Sequence[Operation], calls: list[int]) -> None:
+    def close(self, order: Sequence[UnitCollective], calls: list[int]) -> None:
         """The forward pass is over: what a backward pass does, and how often each unit was called."""
         self._order, self._calls = order, calls
         self.start()

@@ -15,23 +15,23 @@ import torch
 
 from minidist.comm.work import Group
 from minidist.parallel.sharding.collective_order import expected, own, require_same_call, settle
-from minidist.parallel.sharding.unit_gradients import Gradients
+from minidist.parallel.sharding.unit_gradients import UnitGradients
 from minidist.parallel.sharding.unit_hooks import Inputs, ended, needed, tensors_in, watch
-from minidist.parallel.sharding.unit_pass import Pass
+from minidist.parallel.sharding.unit_pass import UnitPass
 from minidist.parallel.sharding.units import Unit
 
 
-class Passes:
+class UnitRuntime:
     """Runs `units`, the root first, along their schedule."""
 
-    def __init__(self, units: Sequence[Unit], gradients: Gradients, group: Group, prefetch: bool) -> None:
+    def __init__(self, units: Sequence[Unit], gradients: UnitGradients, group: Group, prefetch: bool) -> None:
         self.units, self.root, self.gradients = units, units[0], gradients
         self._group, self.prefetch = group, prefetch
         self.schedule = expected(units, prefetch)
         self._next = 0  # of the schedule's forward order
         self._clock = 0
-        self._pass: Pass | None = None  # the running forward pass
-        self._backward: Pass | None = None  # whose backward pass runs
+        self._pass: UnitPass | None = None  # the running forward pass
+        self._backward: UnitPass | None = None  # whose backward pass runs
         self._open = False  # a backward pass has begun and not ended
         self.version = 0  # of the parameters: steps made
         watch(self, [unit for unit in units if unit.flats or unit is self.root])
@@ -68,7 +68,7 @@ class Passes:
             tensor.register_hook(hook)  # type: ignore[no-untyped-call]
         return inputs.args, inputs.kwargs
 
-    def _gather_again(self, unit: Unit, of: Pass) -> None:
+    def _gather_again(self, unit: Unit, of: UnitPass) -> None:
         """A call more than the schedule has; in the first pass it is not known yet how many come."""
         if of.units[0] is self.root:
             require_same_call(unit, self._group)
@@ -93,7 +93,7 @@ class Passes:
         elif unit not in of.units and unit.calls >= self.schedule.calls[unit.number]:
             unit.free()
 
-    def _has_failed(self, of: Pass, unit: Unit) -> bool:
+    def _has_failed(self, of: UnitPass, unit: Unit) -> bool:
         """Whether a part's pass never ended: it is called again, or a unit is that is none of its."""
         first = of.units[0]
         if first is self.root:
@@ -106,7 +106,7 @@ class Passes:
         self._check_thawed()
         self._next = self._clock = 0
         around = [] if first is self.root else self._around(first)
-        self._pass = Pass([first, *around], torch.is_grad_enabled(), self.version)
+        self._pass = UnitPass([first, *around], torch.is_grad_enabled(), self.version)
         for unit in self.units:
             unit.calls = 0
         for unit in around:
@@ -133,7 +133,7 @@ class Passes:
                         "was made, which keeps no gradients of them; thaw parameters before it is made"
                     )
 
-    def _end_pass(self, of: Pass, outputs: Any) -> None:
+    def _end_pass(self, of: UnitPass, outputs: Any) -> None:
         first = of.units[0]
         # Others may use units that this rank has not.
         for unit in self.schedule.forward[self._next :] if first is self.root else ():
@@ -165,7 +165,7 @@ class Passes:
 
     # Backward.
 
-    def need(self, of: Pass, unit: Unit) -> None:
+    def need(self, of: UnitPass, unit: Unit) -> None:
         """The backward pass has come to a unit."""
         if not self._open:
             self._open = True
@@ -205,7 +205,7 @@ class Passes:
     def _in_backward(self) -> bool:
         return self._backward is not None and torch._C._current_graph_task_id() != -1
 
-    def ended(self, of: Pass, unit: Unit, call: int) -> None:
+    def ended(self, of: UnitPass, unit: Unit, call: int) -> None:
         """The backward pass has left one of a unit's calls."""
         if of is not self._backward:
             return
@@ -214,12 +214,12 @@ class Passes:
             self._run(of, ahead=self.prefetch)
             self._gather_ahead(of)
 
-    def _gather_ahead(self, of: Pass) -> None:
+    def _gather_ahead(self, of: UnitPass) -> None:
         """Launch the next gather, if it is due: while the unit before it computes."""
         if self.prefetch and of.operations and of.operations[0][0] == "gather":
             self._run(of, ahead=True)
 
-    def _run(self, of: Pass, ahead: bool = False) -> None:
+    def _run(self, of: UnitPass, ahead: bool = False) -> None:
         """The next operation of a backward pass."""
         kind, unit = of.operations.popleft()
         if kind == "gather":
@@ -229,7 +229,7 @@ class Passes:
             of.reduced.add(unit)
             unit.free()
 
-    def _complete(self, of: Pass | None) -> None:
+    def _complete(self, of: UnitPass | None) -> None:
         """What this rank's backward pass has not done; others may have."""
         if of is not None:
             while of.operations:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
-from minidist.parallel.flat.flat_parameter import Flat, Place
+from minidist.parallel.flat.flat_parameter import FlatParameter, ParameterSlot
 
 Units = Iterable[type[nn.Module] | nn.Module] | None
 
@@ -31,7 +31,7 @@ class Unit:
     def __init__(self, name: str, module: nn.Module, number: int) -> None:
         self.name, self.module, self.number = name, module, number
         self.device = torch.device("cpu")
-        self.flats: list[Flat] = []
+        self.flats: list[FlatParameter] = []
         self.present = False  # its parameters are gathered, or on their way
         self.shown = False  # the module sees them
         self.calls = 0  # in the running forward pass
@@ -100,7 +100,7 @@ def _asked(units: Iterable[type[nn.Module] | nn.Module], named: Sequence[tuple[s
 
 def divide(
     module: nn.Module, units: Sequence[Unit]
-) -> list[tuple[Unit, list[tuple[str, nn.Parameter, list[Place]]]]]:
+) -> list[tuple[Unit, list[tuple[str, nn.Parameter, list[ParameterSlot]]]]]:
     """Deal each parameter to the smallest unit around all modules that have it.
 
     Returns:
@@ -109,7 +109,7 @@ def divide(
     """
     by_module = {id(unit.module): unit for unit in units}
     chains: dict[int, list[Unit]] = {}  # for each parameter the units around all its holders
-    found: dict[int, tuple[str, nn.Parameter, list[Place]]] = {}
+    found: dict[int, tuple[str, nn.Parameter, list[ParameterSlot]]] = {}
     for path, part in module.named_modules(remove_duplicate=False):
         for attribute, parameter in part._parameters.items():
             if parameter is None:
@@ -121,7 +121,9 @@ def divide(
                 places.append((part, attribute))
             known = chains.setdefault(id(parameter), chain)
             chains[id(parameter)] = [a for a, b in zip(known, chain, strict=False) if a is b]
-    dealt: dict[int, list[tuple[str, nn.Parameter, list[Place]]]] = {unit.number: [] for unit in units}
+    dealt: dict[int, list[tuple[str, nn.Parameter, list[ParameterSlot]]]] = {
+        unit.number: [] for unit in units
+    }
     for key, entry in found.items():
         dealt[chains[key][-1].number].append(entry)
     return [(unit, dealt[unit.number]) for unit in units]

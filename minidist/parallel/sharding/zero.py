@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from minidist.comm.work import Group
-from minidist.parallel.flat.buckets import Exchange
+from minidist.parallel.flat.buckets import GradientComm
 from minidist.parallel.sharding.arguments import check_zero_arguments, refuse_unshareable
 from minidist.parallel.sharding.reduce_to_owner import ShardPlan
 from minidist.parallel.sharding.zero_partition import Partition
@@ -94,7 +94,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         refuse_unshareable(self.inner)
         self.stage, self.group = stage, group
         super().__init__([{**group} for group in self.inner.param_groups], self.inner.defaults)
-        self.partition = Partition(self.inner, self.param_groups, Exchange(group), stage, bucket_mb, master)
+        self.partition = Partition(
+            self.inner, self.param_groups, GradientComm(group), stage, bucket_mb, master
+        )
         self._made = True
         self._consolidated: dict[str, Any] | None = None
         self._clipped = False  # this step's gradients are summed, and shortened

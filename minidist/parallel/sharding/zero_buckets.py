@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from minidist.comm.work import rank_in
-from minidist.parallel.flat.buckets import Done, Exchange, Message, cut
+from minidist.parallel.flat.buckets import Done, GradientComm, PendingMessage, cut
 from minidist.parallel.flat.reassigned_data import reassigned
 
 
 @dataclass(frozen=True)
-class Fragment:
+class ParameterRange:
     """Elements `start` to `stop` of the parameter at `place`."""
 
     place: int
@@ -71,7 +71,11 @@ class ShardBucket:
     """
 
     def __init__(
-        self, places: list[int], parameters: Sequence[nn.Parameter], exchange: Exchange, cut_anywhere: bool
+        self,
+        places: list[int],
+        parameters: Sequence[nn.Parameter],
+        exchange: GradientComm,
+        cut_anywhere: bool,
     ) -> None:
         self.places = places
         self.parameters = [parameters[place] for place in places]
@@ -110,14 +114,14 @@ class ShardBucket:
         """This rank's share of `flat`."""
         return flat[self.own * self.share : (self.own + 1) * self.share]
 
-    def fragments(self) -> Iterator[tuple[int, Fragment]]:
+    def fragments(self) -> Iterator[tuple[int, ParameterRange]]:
         """What lies in this rank's share: where in it each begins, and what it is, in order."""
         low = self.own * self.share
         spans = zip(self.starts, self.places, self.parameters, strict=True)
         for start, place, parameter in sorted((start, place, p.numel()) for start, place, p in spans):
             begin, end = max(start, low), min(start + parameter, low + self.share)
             if begin < end:
-                yield begin - low, Fragment(place, begin - start, end - start)
+                yield begin - low, ParameterRange(place, begin - start, end - start)
 
     def gaps(self) -> Iterator[tuple[int, int]]:
         """Where nothing lies."""
@@ -135,7 +139,7 @@ class ShardBucket:
             flat[begin:end] = 0.0
         self.gradients, self.views = flat, self.views_of(flat)
 
-    def gather(self, exchange: Exchange) -> Message:
+    def gather(self, exchange: GradientComm) -> PendingMessage:
         """Start to bring everyone's share of the parameters to all.
 
         Each rank sends (n - 1) / n of the bucket's bytes.
@@ -153,7 +157,7 @@ def buckets_for(
     parameters: Sequence[nn.Parameter],
     order: Iterable[int],
     limit: int,
-    exchange: Exchange,
+    exchange: GradientComm,
     cut_anywhere: bool,
 ) -> list[ShardBucket]:
     """Buckets of at most `limit` bytes for the parameters at the places in `order`. A collective.
@@ -172,7 +176,7 @@ def buckets_for(
     ]
 
 
-def start_gathering(buckets: Sequence[ShardBucket], exchange: Exchange) -> list[Message]:
+def start_gathering(buckets: Sequence[ShardBucket], exchange: GradientComm) -> list[PendingMessage]:
     """Launch every bucket's all-gather, the last one in this thread."""
     works = []
     for bucket in buckets:

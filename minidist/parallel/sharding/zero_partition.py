@@ -18,11 +18,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from minidist.parallel.flat.buckets import MB, Exchange, broadcast_together, require_same
+from minidist.parallel.flat.buckets import MB, GradientComm, broadcast_together, require_same
 from minidist.parallel.guards.ownership import DATA_PARALLEL, ZERO, claim, owners, require_free
 from minidist.parallel.guards.refusals import refuse_meta
 from minidist.parallel.sharding.bucket_assignment import agree_on_order
-from minidist.parallel.sharding.optimizer_slices import Pieces
+from minidist.parallel.sharding.optimizer_slices import OptimizerSlices
 from minidist.parallel.sharding.reduce_to_owner import ShardPlan
 from minidist.parallel.sharding.reducer import Reducer
 from minidist.parallel.sharding.zero_buckets import ShardBucket, buckets_for, start_gathering
@@ -57,7 +57,7 @@ class Partition:
         self,
         inner: torch.optim.Optimizer,
         groups: list[dict[str, Any]],
-        exchange: Exchange,
+        exchange: GradientComm,
         stage: int,
         bucket_mb: float,
         master: torch.dtype | None,
@@ -69,7 +69,7 @@ class Partition:
         self.orders: list[list[int]] = []
         self.buckets: list[ShardBucket] = []
         self.masters: dict[nn.Parameter, Tensor] = {}
-        self.pieces = Pieces(inner, master)
+        self.pieces = OptimizerSlices(inner, master)
         self.replaced = False
         self._before: ShardPlan | None = None  # of the parameters until now, which the next plan goes on with
         self._join([parameter for group in groups for parameter in group["params"]])

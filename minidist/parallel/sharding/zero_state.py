@@ -15,21 +15,21 @@ from torch import Tensor, nn
 
 from minidist import comm
 from minidist.comm.work import Group, rank_in, ranks_of
-from minidist.parallel.sharding.optimizer_slices import Pieces
+from minidist.parallel.sharding.optimizer_slices import OptimizerSlices
 
 if TYPE_CHECKING:
     from minidist.parallel.sharding.zero import ZeroOptimizer
 
-Entry = tuple[int, int, int, dict[str, Any]]
+SliceState = tuple[int, int, int, dict[str, Any]]
 """Place, start and stop of a fragment, and its state."""
 
 
-def collect(pieces: Pieces, to: int, group: Group) -> dict[int, dict[str, Any]] | None:
+def collect(pieces: OptimizerSlices, to: int, group: Group) -> dict[int, dict[str, Any]] | None:
     """Each parameter's state at rank `to` of the group, parts of its shape flat; None on the others.
 
     A collective. The other ranks send their states' bytes, and a few hundred for what they are.
     """
-    own: list[Entry] = [
+    own: list[SliceState] = [
         (fragment.place, fragment.start, fragment.stop, own_states(state))
         for _, fragment, _, state in pieces.parts()
         if state
@@ -58,7 +58,7 @@ def own_states(state: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v.detach().cpu().clone() if isinstance(v, Tensor) else v for k, v in state.items()}
 
 
-def _send(entries: list[Entry], to: int, group: Group) -> None:
+def _send(entries: list[SliceState], to: int, group: Group) -> None:
     tensors: list[Tensor] = []
 
     def without_values(value: Any) -> Any:
@@ -75,7 +75,7 @@ def _send(entries: list[Entry], to: int, group: Group) -> None:
     comm.send(data, to, group=group)
 
 
-def _receive(source: int, group: Group) -> list[Entry]:
+def _receive(source: int, group: Group) -> list[SliceState]:
     sizes = comm.recv(torch.zeros(2, dtype=torch.int64), source, group=group).tolist()
     header, data = (torch.empty(size, dtype=torch.uint8) for size in sizes)
     comm.recv(header, source, group=group)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from minidist.comm.work import Group
 from minidist.parallel.contract.engine import MakeOptimizer
-from minidist.parallel.contract.strategy import Chunk, Held, Strategy, cut_chunks
+from minidist.parallel.contract.strategy import ResidentTensors, Strategy, TensorBox, cut_chunks
 from minidist.parallel.contract.training_state import load_optimizer, names_of, optimizer_settings
 from minidist.parallel.flat.buckets import broadcast_together, require_same
 from minidist.parallel.sharding.optimizer_slices import SCALARS
@@ -99,11 +99,11 @@ class ShardedState(Strategy):
         self.partition.reducer.syncing = self.optimizer.stage == 2
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """In stage 1 nothing is sent before `announce`; stage 2 sends in every backward pass."""
+        """In stage 1 nothing is sent before `begin_final_backward`; stage 2 sends in every backward pass."""
         return nullcontext()
 
-    def announce(self, rows: float, loss_sum: Tensor, waits: bool = True) -> None:
-        """See `Strategy.announce`."""
+    def begin_final_backward(self, rows: float, loss_sum: Tensor, waits: bool = True) -> None:
+        """See `Strategy.begin_final_backward`."""
         reducer = self.partition.reducer
         reducer.syncing, reducer.waits, reducer.totals = True, waits, (rows, loss_sum, 1.0)
 
@@ -143,14 +143,14 @@ class ShardedState(Strategy):
         for parameter in self.partition.trained:
             parameter.grad = None  # which has sums in a part of it, and this rank's own in the others
 
-    def held(self) -> Held:
+    def held(self) -> ResidentTensors:
         """See `Strategy.held`. Copies in the master dtype count as the optimizer's."""
         partition, plan = self.partition, self.partition.reducer.plan
         state = [v for each in partition.inner.state.values() for v in each.values() if isinstance(v, Tensor)]
         masters = [piece.tensor for piece in partition.pieces.all if piece.tensor is not piece.value]
         masters += partition.masters.values()
         own = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
-        return Held(
+        return ResidentTensors(
             [*self.model.parameters()],
             [*own, *(plan.tensors() if plan is not None else [])],
             [*state, *masters],
@@ -166,7 +166,7 @@ class ShardedState(Strategy):
 
     # The state by names.
 
-    def chunks(self) -> Iterator[Chunk]:
+    def chunks(self) -> Iterator[TensorBox]:
         """Parameters whole, or this rank's part where there are masters; its part of the state.
 
         All of what the first backward pass has not dealt yet.
@@ -184,12 +184,12 @@ class ShardedState(Strategy):
                 aliases.setdefault(value, []).append("model." + name)
             else:
                 whole = partition.masters.get(value, value).detach()
-                yield Chunk("model." + name, tuple(whole.shape), (0,) * whole.dim(), whole)
+                yield TensorBox("model." + name, tuple(whole.shape), (0,) * whole.dim(), whole)
         for parameter in waiting:
             for key, value in partition.inner.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
                     full = f"optimizer.{self.names[parameter]}.{key}"
-                    yield Chunk(full, tuple(value.shape), (0,) * value.dim(), value)
+                    yield TensorBox(full, tuple(value.shape), (0,) * value.dim(), value)
         given = set()  # scalars of parameters of which this rank has several pieces
         for _, fragment, tensor, state in partition.pieces.parts():
             parameter = partition.trained[fragment.place]
@@ -201,7 +201,7 @@ class ShardedState(Strategy):
                     yield from cut_chunks(f"optimizer.{name}.{key}", shape, fragment.start, value)
                 elif isinstance(value, Tensor) and (name, key) not in given:
                     given.add((name, key))
-                    yield Chunk(f"optimizer.{name}.{key}", tuple(value.shape), (0,) * value.dim(), value)
+                    yield TensorBox(f"optimizer.{name}.{key}", tuple(value.shape), (0,) * value.dim(), value)
 
     def settings(self) -> dict[str, Any]:
         """See `Strategy.settings`; numbers of the optimizer's state are those of this rank's share."""

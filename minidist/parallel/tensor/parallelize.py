@@ -41,7 +41,14 @@ from minidist.parallel.tensor.column_parallel import ColumnParallelLinear, Share
 from minidist.parallel.tensor.cuts import TensorParallel
 from minidist.parallel.tensor.row_parallel import RowParallelLinear
 from minidist.parallel.tensor.sequence_parallel import OnOwnTokens, SplitAfter, WithOwnRandomNumbers
-from minidist.parallel.tensor.styles import ROWS, Part, check_sequence, check_ties, cut_between_heads, resolve
+from minidist.parallel.tensor.styles import (
+    ROWS,
+    StyledModule,
+    check_sequence,
+    check_ties,
+    cut_between_heads,
+    resolve,
+)
 from minidist.parallel.tensor.vocabulary import VocabParallelEmbedding
 from minidist.parallel.tensor.whole_layers import send_whole
 from minidist.parallel.training.random_state import share_random_state
@@ -115,7 +122,7 @@ def parallelize(
     return module
 
 
-def _cut(part: Part, group: Group, sequence_parallel: bool, overlap: bool) -> TensorParallel:
+def _cut(part: StyledModule, group: Group, sequence_parallel: bool, overlap: bool) -> TensorParallel:
     module, style = part.module, part.style
     try:
         if isinstance(module, nn.Embedding):

@@ -22,7 +22,7 @@ ROWS = ("row", "row_split")
 
 
 @dataclass
-class Part:
+class StyledModule:
     """A module that the plan names."""
 
     name: str
@@ -49,14 +49,14 @@ class Part:
         return self.name.rpartition(".")[0]
 
 
-def resolve(module: nn.Module, plan: Mapping[str, str]) -> tuple[dict[str, Part], list[list[str]]]:
+def resolve(module: nn.Module, plan: Mapping[str, str]) -> tuple[dict[str, StyledModule], list[list[str]]]:
     """The parts that a plan names, and those that read one input."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"module is {module!r}; give a torch.nn.Module, whole, on every rank")
     if not isinstance(plan, Mapping):
         raise TypeError(f'plan is {plan!r}; give a dictionary such as {{"layers.*.fc1": "column"}}')
     modules = {name: part for name, part in module.named_modules() if name}
-    parts: dict[str, Part] = {}
+    parts: dict[str, StyledModule] = {}
     together: list[list[str]] = []
     for pattern, style in plan.items():
         if not isinstance(pattern, str):
@@ -74,7 +74,7 @@ def resolve(module: nn.Module, plan: Mapping[str, str]) -> tuple[dict[str, Part]
                     raise ValueError(
                         f"{name} has two styles in the plan, {parts[name].style!r} and {style!r}; give it one"
                     )
-                part = parts[name] = Part(name, modules[name], style)
+                part = parts[name] = StyledModule(name, modules[name], style)
                 _check_kind(part)
                 siblings.setdefault(part.parent, []).append(name)
         if "|" in last:
@@ -86,7 +86,7 @@ def resolve(module: nn.Module, plan: Mapping[str, str]) -> tuple[dict[str, Part]
     return parts, together
 
 
-def _check_kind(part: Part) -> None:
+def _check_kind(part: StyledModule) -> None:
     if isinstance(part.module, TensorParallel):
         raise TypeError(f"{part.name} is cut already; call parallelize once, with one plan")
     if part.dimension is None:
@@ -100,7 +100,7 @@ def _check_kind(part: Part) -> None:
         raise type(error)(f"{part.name} with style {part.style!r}: {error}") from None
 
 
-def check_ties(module: nn.Module, parts: Mapping[str, Part]) -> None:
+def check_ties(module: nn.Module, parts: Mapping[str, StyledModule]) -> None:
     """A parameter with several names has to be cut alike under each."""
     by_module = {part.module: part for part in parts.values()}  # which may be in several places, too
     cut: dict[Tensor, tuple[str, int | None]] = {}
@@ -118,7 +118,7 @@ def check_ties(module: nn.Module, parts: Mapping[str, Part]) -> None:
             )
 
 
-def check_sequence(module: nn.Module, parts: Mapping[str, Part]) -> None:
+def check_sequence(module: nn.Module, parts: Mapping[str, StyledModule]) -> None:
     """Every gradient has to be summed over the shares of the sequence by somebody."""
     for name, _ in module.named_parameters():
         owner = name.rpartition(".")[0]
@@ -137,14 +137,14 @@ def check_sequence(module: nn.Module, parts: Mapping[str, Part]) -> None:
 
 
 def cut_between_heads(
-    module: nn.Module, parts: Mapping[str, Part], together: Sequence[Sequence[str]], ranks: int
+    module: nn.Module, parts: Mapping[str, StyledModule], together: Sequence[Sequence[str]], ranks: int
 ) -> None:
     """Give the linear parts of attention the units that they can be cut into.
 
     Queries, keys and values are the parts that read one input; where no plan says so, all in their parent.
     What reads the heads' results has as many inputs as there are queries.
     """
-    by_parent: dict[str, list[Part]] = {}
+    by_parent: dict[str, list[StyledModule]] = {}
     for part in parts.values():
         if isinstance(part.module, nn.Linear) and part.style in ("column", "row"):
             by_parent.setdefault(part.parent, []).append(part)
@@ -162,7 +162,7 @@ def cut_between_heads(
             part.unit = units.get(part.size, 1)
 
 
-def _units_of(parent: str, members: Sequence[Part], head: int, ranks: int) -> dict[int, int]:
+def _units_of(parent: str, members: Sequence[StyledModule], head: int, ranks: int) -> dict[int, int]:
     """For each size of some maps to heads what stays together: the heads that share keys and values."""
     heads = min(part.size for part in members) // head
     if heads < ranks:

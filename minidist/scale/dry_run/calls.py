@@ -40,7 +40,7 @@ class DryCall(Call):
 
 
 @dataclass(frozen=True)
-class Line:
+class CallSummary:
     """Calls of one kind."""
 
     axis: str
@@ -52,13 +52,13 @@ class Line:
     bytes_sent: int
 
 
-def lines(calls: Iterable[DryCall]) -> list[Line]:
+def lines(calls: Iterable[DryCall]) -> list[CallSummary]:
     """A line for each kind of call between ranks, by axis and phase, in the order of the first of each."""
     found: dict[tuple[str, str, str, str, int], list[int]] = {}
     for call in calls:
         if call.axis:
             found.setdefault(call.kind, []).append(call.bytes_sent)
-    made = [Line(*kind, len(sent), sum(sent)) for kind, sent in found.items()]
+    made = [CallSummary(*kind, len(sent), sum(sent)) for kind, sent in found.items()]
     return sorted(made, key=lambda line: (AXES.index(line.axis), PHASES.index(line.phase)))
 
 

@@ -24,7 +24,14 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from minidist.scale.dry_run.operations import Kind, Shape, described, fakes, signature, tensors_in
+from minidist.scale.dry_run.operations import (
+    OperationKind,
+    TensorShape,
+    described,
+    fakes,
+    signature,
+    tensors_in,
+)
 from minidist.scale.dry_run.storage_spans import Spans, extent
 
 LARGE = 2**20
@@ -63,7 +70,7 @@ class DryTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._mixed: dict[int, Spans] = {}  # for storages elsewhere the bytes that hold no data
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._known: dict[Any, Any] = {}
-        self._kinds: dict[Any, Kind] = {}
+        self._kinds: dict[Any, OperationKind] = {}
         self.calls = 0
 
     # Tensors.
@@ -132,7 +139,7 @@ class DryTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         kind = self._kinds.get(func)
         if kind is None:
-            kind = self._kinds[func] = Kind(func)
+            kind = self._kinds[func] = OperationKind(func)
         if kind.is_view:
             return func(*args, **kwargs)
         operands = [*tensors_in(args), *tensors_in(kwargs.values())]
@@ -158,7 +165,7 @@ class DryTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return None if not returned else returned[0] if len(returned) == 1 else tuple(returned)
         return self._made(func, kind, args, kwargs, named)
 
-    def _made(self, func: Any, kind: Kind, args: Any, kwargs: Any, named: dict[str, Any]) -> Any:
+    def _made(self, func: Any, kind: OperationKind, args: Any, kwargs: Any, named: dict[str, Any]) -> Any:
         """New tensors, as the operation would make them."""
         key = func, signature(args), signature(tuple(sorted(kwargs.items())))
         found = self._known.get(key)
@@ -186,7 +193,7 @@ class DryTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _new(self, described: Any) -> Any:
         if isinstance(described, list):
             return [self._new(each) for each in described]
-        if not isinstance(described, Shape):
+        if not isinstance(described, TensorShape):
             return described
         shape, strides, dtype = described.shape, described.strides, described.dtype
         # One number, such as a loss or a norm, may be looked at: all that is known of it is that it is one.

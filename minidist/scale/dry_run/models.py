@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from minidist.model.configs import BERTConfig, GPTConfig, TransformerConfig
-from minidist.model.gpt import GPT, Attention, FeedForward, Linear, Table
+from minidist.model.gpt import GPT, Attention, FeedForward, UninitializedEmbedding, UninitializedLinear
 from minidist.model.loss import cross_entropy
 from minidist.parallel.contract.engine import Loss
 from minidist.scale.dry_run.fake_tensors import DryTensors
@@ -69,7 +69,7 @@ class BERT(nn.Module):
         assert isinstance(shape, BERTConfig)
         with torch.device("meta"):
             first, last = _Embedding(shape), _Head(shape)
-            self.layers = nn.ModuleList([first, *(_Block(shape) for _ in range(shape.layers)), last])
+            self.layers = nn.ModuleList([first, *(_BertBlock(shape) for _ in range(shape.layers)), last])
         if last.scores is not None:
             last.scores.weight = first.token.weight
 
@@ -84,9 +84,9 @@ class BERT(nn.Module):
 class _Embedding(nn.Module):
     def __init__(self, shape: BERTConfig) -> None:
         super().__init__()
-        self.token = Table(shape.vocabulary, shape.width)
-        self.position = Table(shape.context, shape.width)
-        self.segment = Table(shape.segments, shape.width)
+        self.token = UninitializedEmbedding(shape.vocabulary, shape.width)
+        self.position = UninitializedEmbedding(shape.context, shape.width)
+        self.segment = UninitializedEmbedding(shape.segments, shape.width)
         self.norm = nn.LayerNorm(shape.width)
 
     def forward(self, tokens: Tensor) -> Tensor:  # (B, T) -> (B, T, D)
@@ -95,7 +95,7 @@ class _Embedding(nn.Module):
         return x
 
 
-class _Block(nn.Module):
+class _BertBlock(nn.Module):
     def __init__(self, shape: BERTConfig) -> None:
         super().__init__()
         # A GPT's parts take what they need of a shape: width, heads, and what is dropped.
@@ -119,9 +119,9 @@ class _Block(nn.Module):
 class _Head(nn.Module):
     def __init__(self, shape: BERTConfig) -> None:
         super().__init__()
-        self.map = Linear(shape.width, shape.width)
+        self.map = UninitializedLinear(shape.width, shape.width)
         self.norm = nn.LayerNorm(shape.width) if shape.generates else None
-        self.scores = Linear(shape.width, shape.vocabulary) if shape.generates else None
+        self.scores = UninitializedLinear(shape.width, shape.vocabulary) if shape.generates else None
 
     def forward(self, x: Tensor) -> Tensor:  # (B, T, D) -> (B, T, V), or (B, D)
         if self.norm is None or self.scores is None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 
-class Shape:
+class TensorShape:
     """What is known of a tensor before it is made."""
 
     __slots__ = ("dtype", "shape", "strides")
@@ -18,7 +18,7 @@ class Shape:
         self.shape, self.strides, self.dtype = torch.Size(x.shape), tuple(x.stride()), x.dtype
 
 
-class Kind:
+class OperationKind:
     """What an operation does with its arguments, by its schema."""
 
     def __init__(self, func: Any) -> None:
@@ -76,5 +76,5 @@ def fakes(value: Any) -> Any:
 def described(value: Any) -> Any:
     """Results with what is known of tensors in place of them."""
     if isinstance(value, Tensor):
-        return Shape(value)
+        return TensorShape(value)
     return [described(each) for each in value] if isinstance(value, list | tuple) else value

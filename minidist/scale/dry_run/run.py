@@ -30,7 +30,7 @@ from minidist.parallel.engine.prepare import prepare
 from minidist.parallel.engine.training_step import HybridEngine
 from minidist.parallel.training.precision import DTYPES
 from minidist.scale.dry_run.arguments import check, check_options, kinds, split_rank
-from minidist.scale.dry_run.calls import DryCall, Line, axis_names, lines, phases_of, recorded
+from minidist.scale.dry_run.calls import CallSummary, DryCall, axis_names, lines, phases_of, recorded
 from minidist.scale.dry_run.fake_tensors import DryTensors, NoData
 from minidist.scale.dry_run.fake_world import dry_world
 from minidist.scale.dry_run.models import build, loss_of, plan_of
@@ -84,7 +84,7 @@ class DryRun:
         return self._sums(lambda call: call.phase)
 
     @property
-    def lines(self) -> list[Line]:
+    def lines(self) -> list[CallSummary]:
         """A step's calls, those of one axis, phase, name and dtype together."""
         return lines(self.calls)
 

@@ -18,12 +18,12 @@ from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.memory_report import Memory
 from minidist.parallel.pipeline.schedules import Schedule, by_name
 from minidist.scale.memory.arguments import check_types
-from minidist.scale.memory.parameter_sizes import Place, parts, share
+from minidist.scale.memory.parameter_sizes import ModelPart, parts, share
 from minidist.scale.memory.saved_activations import ATTENTIONS, Saved
 from minidist.scale.memory.state_bytes import BYTES, OPTIMIZERS, by_formula, held
 
-Shape = TransformerConfig | str | int | float
-Batch = int | tuple[int, int]
+ModelShape = TransformerConfig | str | int | float
+BatchSize = int | tuple[int, int]
 Moment = tuple[tuple[int, ...], int]
 """Micro-batches that are live on a stage, those with a row more first, of each chunk; and which of these
 kinds computes."""
@@ -47,10 +47,10 @@ class Estimate(Memory):
 
 
 def estimate(
-    config: Shape,
+    config: ModelShape,
     layout: Layout | None = None,
     precision: str | None = None,
-    batch: Batch = 0,
+    batch: BatchSize = 0,
     *,
     optimizer: str = "adam",
     attention: str | None = None,
@@ -125,7 +125,7 @@ def _one(
     tensor_rank: int,
 ) -> Estimate:
     """For one rank."""
-    place = Place(layout.tp, layout.pp, layout.chunks, tensor_rank, stage)
+    place = ModelPart(layout.tp, layout.pp, layout.chunks, tensor_rank, stage)
     states = held(config, layout.dp * layout.cp, layout.zero, precision, optimizer, place)
     rows, tokens = batch[0], zigzag_order.size(batch[1], layout.cp, context_rank)
     own = share(rows, layout.dp, data_rank)
@@ -148,7 +148,7 @@ def _one(
 @lru_cache(maxsize=16384)
 def _activations(
     config: TransformerConfig,
-    place: Place,
+    place: ModelPart,
     own: int,
     count: int,
     tokens: int,

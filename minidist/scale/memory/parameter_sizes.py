@@ -28,7 +28,7 @@ def share(count: int, ranks: int, rank: int = 0) -> int:
 
 
 @dataclass(frozen=True)
-class Place:
+class ModelPart:
     """A rank's place among those that share a model's layers and matrices."""
 
     tp: int = 1  # tensor-parallel ranks
@@ -42,7 +42,7 @@ class Place:
         return len(share_of(count, self.tp_rank, self.tp))
 
 
-ALONE = Place()
+ALONE = ModelPart()
 
 
 @lru_cache(maxsize=256)
@@ -57,7 +57,7 @@ def parts(config: TransformerConfig, pp: int, chunks: int) -> list[range]:
     return cut(layers, pp * chunks, weights=whole)
 
 
-def layers(config: TransformerConfig, place: Place = ALONE) -> list[Sizes]:
+def layers(config: TransformerConfig, place: ModelPart = ALONE) -> list[Sizes]:
     """The layers of a pipeline's stage: the embeddings first, then blocks, then the head.
 
     Where the output matrix is tied and the two ends lie on different stages, the last has a copy.
@@ -72,7 +72,7 @@ def layers(config: TransformerConfig, place: Place = ALONE) -> list[Sizes]:
     return found
 
 
-def units(config: TransformerConfig, place: Place = ALONE) -> list[int]:
+def units(config: TransformerConfig, place: ModelPart = ALONE) -> list[int]:
     """Elements of what is gathered together in ZeRO's stage 3: the root unit first, then each layer.
 
     The root has what several layers share, the tied matrix, where a stage has both its ends.
@@ -83,14 +83,14 @@ def units(config: TransformerConfig, place: Place = ALONE) -> list[int]:
     return [root, found[0] - root, *found[1:]]
 
 
-def embeddings(config: TransformerConfig, place: Place = ALONE) -> Sizes:
+def embeddings(config: TransformerConfig, place: ModelPart = ALONE) -> Sizes:
     """Tokens, positions; for BERT segments and a norm, too."""
     width = config.width
     tables = [place.part(config.vocabulary) * width, config.context * width]
     return [*tables, config.segments * width, width, width] if isinstance(config, BERTConfig) else tables
 
 
-def block(config: TransformerConfig, place: Place = ALONE) -> Sizes:
+def block(config: TransformerConfig, place: ModelPart = ALONE) -> Sizes:
     """A norm, four maps of attention, a norm, two maps of the MLP: weight and bias each."""
     width, own = config.width, place.part(config.heads) * config.head_size
     middle = place.part(4 * width)
@@ -100,7 +100,7 @@ def block(config: TransformerConfig, place: Place = ALONE) -> Sizes:
     return [*norm, *columns * 3, *rows, *norm, *up, *down]
 
 
-def head(config: TransformerConfig, place: Place = ALONE, owns_matrix: bool = False) -> Sizes:
+def head(config: TransformerConfig, place: ModelPart = ALONE, owns_matrix: bool = False) -> Sizes:
     """GPT's last norm, and its output matrix unless that is the token embedding; BERT's pooler.
 
     A masked-LM head is a map and a norm, the tied matrix, and a bias.

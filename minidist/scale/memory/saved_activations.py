@@ -39,7 +39,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from minidist.model.configs import GPTConfig, TransformerConfig
-from minidist.scale.memory.parameter_sizes import ALONE, Place
+from minidist.scale.memory.parameter_sizes import ALONE, ModelPart
 
 ATTENTIONS = ("fused", "math")
 
@@ -61,7 +61,7 @@ class Saved:
     tokens: int
     element: int
     attention: str | None = None
-    place: Place = ALONE
+    place: ModelPart = ALONE
     sequence_parallel: bool = False
     ring: bool = False
 

@@ -71,7 +71,7 @@ def held(
     zero: int,
     precision: str,
     optimizer: str,
-    place: parameter_sizes.Place = parameter_sizes.ALONE,
+    place: parameter_sizes.ModelPart = parameter_sizes.ALONE,
 ) -> States:
     """What minidist's strategies hold, on a rank at one place of the model.
 

@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING
 from minidist.scale.memory import parameter_sizes
 from minidist.scale.memory.parameter_sizes import share
 from minidist.scale.memory.state_bytes import BUCKET, TAIL, cut
-from minidist.scale.time.layer_work import Work
+from minidist.scale.time.layer_work import Computation
 
 if TYPE_CHECKING:
-    from minidist.scale.time.stages import Step
+    from minidist.scale.time.stages import StepStages
 
 ELEMENT_PASSES = {"adam": 20, "momentum": 5, "sgd": 3}
 """Tensors that an update reads and writes for each parameter. Adam's, operator by operator as torch makes it
@@ -38,10 +38,10 @@ UNIT = 40
 """The same for a unit of stage 3 in a pass: hooks, views, its buffer."""
 
 
-class Gradients:
+class GradientTime:
     """Of the rank with the most parameters, which are those of `stage`."""
 
-    def __init__(self, step: Step, stage: int) -> None:
+    def __init__(self, step: StepStages, stage: int) -> None:
         self.step, self.layout, self.rates = step, step.layout, step.rates
         self.element, self.updated = step.element, max(step.element, 4)
         self.place = step.place(stage)
@@ -114,7 +114,7 @@ class Gradients:
         if self.layout.zero == 3:
             units = len(parameter_sizes.units(self.step.shape, self.place))
             calls = micro * 2 * UNIT * units
-        return moved / self.rates.memory + self.rates.seconds(Work(calls=calls), self.layout.precision)
+        return moved / self.rates.memory + self.rates.seconds(Computation(calls=calls), self.layout.precision)
 
     @cached_property
     def tied(self) -> float:

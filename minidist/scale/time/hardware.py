@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from minidist._names import unknown
-from minidist.comm.cost.links import PROFILES, Link, Profile
+from minidist.comm.cost.links import PROFILES, Link, LinkProfile
 from minidist.scale.time.measure_machine import this_machine as this_machine
 from minidist.scale.time.rates import Hardware as Hardware
 from minidist.scale.time.rates import Rates
@@ -56,8 +56,10 @@ def _gpu(
         memory,
         bandwidth,
         ranks_per_host,
-        Profile(f"inside a host of {name}", inside[0], {"messages": Link(HOP, 1 / inside[1])}, add),
-        Profile(f"between hosts of {name}", between[0], {"messages": Link(NETWORK_HOP, 1 / between[1])}, add),
+        LinkProfile(f"inside a host of {name}", inside[0], {"messages": Link(HOP, 1 / inside[1])}, add),
+        LinkProfile(
+            f"between hosts of {name}", between[0], {"messages": Link(NETWORK_HOP, 1 / between[1])}, add
+        ),
         rates=Rates(
             {precision: attained * rate for precision, rate in peak.items()},
             ATTENTION,
@@ -155,7 +157,7 @@ HARDWARE: dict[str, Hardware] = {
             256 * 10**9,
             307.2e9,
             2,
-            Profile(
+            LinkProfile(
                 "between sockets",
                 "an assumption: a copy through memory by one core, 10 GB/s",
                 {"messages": Link(5e-6, 1e-10)},

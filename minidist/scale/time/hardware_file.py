@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from minidist.comm.cost.links import Link, Memory, Profile
+from minidist.comm.cost.links import Link, LinkProfile, SharedMemoryCost
 from minidist.scale.time.rates import Crowd, Hardware, Rates
 
 FORMAT = 1
@@ -58,7 +58,7 @@ def _crowd(fields: dict[str, Any]) -> Crowd:
     return Crowd(**{**fields, "rates": Rates(**fields["rates"]), "links": links})
 
 
-def _profile(fields: dict[str, Any]) -> Profile:
+def _profile(fields: dict[str, Any]) -> LinkProfile:
     links = {name: Link(**each) for name, each in fields["links"].items()}
-    memory = None if fields["memory"] is None else Memory(**fields["memory"])
-    return Profile(**{**fields, "links": links, "memory": memory})
+    memory = None if fields["memory"] is None else SharedMemoryCost(**fields["memory"])
+    return LinkProfile(**{**fields, "links": links, "memory": memory})

@@ -19,14 +19,14 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from minidist.model.configs import BERTConfig, GPTConfig, TransformerConfig
-from minidist.scale.memory.parameter_sizes import ALONE, Place
+from minidist.scale.memory.parameter_sizes import ALONE, ModelPart
 
 RING_CALLS = 25
 """Operators of a hop of ring attention."""
 
 
 @dataclass(frozen=True)
-class Work:
+class Computation:
     """What a pass computes on one rank."""
 
     products: float = 0.0  # operations of matrix products
@@ -35,14 +35,14 @@ class Work:
     moved: float = 0.0  # bytes that everything else reads and writes
     calls: float = 0.0  # operators that are called
 
-    def __add__(self, other: Work) -> Work:
-        return Work(*(a + b for a, b in zip(self.amounts, other.amounts, strict=True)))
+    def __add__(self, other: Computation) -> Computation:
+        return Computation(*(a + b for a, b in zip(self.amounts, other.amounts, strict=True)))
 
-    def __sub__(self, other: Work) -> Work:
+    def __sub__(self, other: Computation) -> Computation:
         return self + other * -1
 
-    def __mul__(self, factor: float) -> Work:
-        return Work(*(factor * each for each in self.amounts))
+    def __mul__(self, factor: float) -> Computation:
+        return Computation(*(factor * each for each in self.amounts))
 
     @property
     def amounts(self) -> tuple[float, ...]:
@@ -56,18 +56,20 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Passes:
+class PassWork:
     """The passes of a layer, or of several."""
 
-    forward: Work = Work()
-    backward: Work = Work()
-    again: Work = Work()  # of the forward pass what recomputation does once more
+    forward: Computation = Computation()
+    backward: Computation = Computation()
+    again: Computation = Computation()  # of the forward pass what recomputation does once more
 
-    def __add__(self, other: Passes) -> Passes:
-        return Passes(self.forward + other.forward, self.backward + other.backward, self.again + other.again)
+    def __add__(self, other: PassWork) -> PassWork:
+        return PassWork(
+            self.forward + other.forward, self.backward + other.backward, self.again + other.again
+        )
 
-    def __mul__(self, factor: float) -> Passes:
-        return Passes(self.forward * factor, self.backward * factor, self.again * factor)
+    def __mul__(self, factor: float) -> PassWork:
+        return PassWork(self.forward * factor, self.backward * factor, self.again * factor)
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ class LayerWork:
     tokens: int
     length: int
     element: int = 4
-    place: Place = ALONE
+    place: ModelPart = ALONE
     sequence_parallel: bool = False
 
     @cached_property
@@ -105,66 +107,72 @@ class LayerWork:
         seen = (self.length + 1) / 2 if isinstance(self.config, GPTConfig) else self.length
         return self.rows * self.tokens * seen
 
-    def _linear(self, features: int, outputs: int, tokens: float | None = None) -> tuple[Work, Work]:
+    def _linear(
+        self, features: int, outputs: int, tokens: float | None = None
+    ) -> tuple[Computation, Computation]:
         """A linear map's passes: forward and backward."""
         count = self.rows * self.tokens if tokens is None else tokens
         bytes_ = self.element * (count * (features + outputs) + features * outputs)
-        forward = Work(products=2 * count * features * outputs, operands=bytes_, calls=1)
+        forward = Computation(products=2 * count * features * outputs, operands=bytes_, calls=1)
         return forward, forward * 2
 
     @cached_property
-    def block(self) -> Passes:
+    def block(self) -> PassWork:
         """Two norms, four maps of attention, the MLP's two, two residual sums."""
         config, own = self.config, self.place.part(self.config.heads) * self.config.head_size
         middle = self.place.part(4 * config.width)
         heads, inner = self.stream * own / config.width, self.stream * middle / config.width
-        attended = Work(attention=4 * self.pairs * own, operands=4 * heads, calls=1)
+        attended = Computation(attention=4 * self.pairs * own, operands=4 * heads, calls=1)
         scores = 0.0
         if self.tokens < self.length:  # ring attention is not fused: it writes the scores of each block
             scores = 4 * self.pairs * self.place.part(config.heads)
-            attended += Work(calls=RING_CALLS * self.length / self.tokens)
+            attended += Computation(calls=RING_CALLS * self.length / self.tokens)
         maps = [self._linear(config.width, own)] * 3 + [self._linear(own, config.width)]
         maps += [self._linear(config.width, middle), self._linear(middle, config.width)]
-        forward = sum((f for f, _ in maps), Work()) + attended
+        forward = sum((f for f, _ in maps), Computation()) + attended
         # Norms 4 S, residual sums 6 S; heads put together 2; the GELU reads and writes 2 of the inner width.
-        forward += Work(moved=10 * self.outside + 2 * heads + 2 * inner + 6 * scores, calls=18)
-        backward = sum((b for _, b in maps), Work()) + attended * 2.5
+        forward += Computation(moved=10 * self.outside + 2 * heads + 2 * inner + 6 * scores, calls=18)
+        backward = sum((b for _, b in maps), Computation()) + attended * 2.5
         # Norms 8 S, residual gradients 6 S, those of queries, keys and values added up 6 S, biases 2 S.
-        backward += Work(moved=22 * self.outside + 11 * heads + 4 * inner + 8 * scores, calls=26)
-        return Passes(forward, backward, forward - maps[-1][0])
+        backward += Computation(moved=22 * self.outside + 11 * heads + 4 * inner + 8 * scores, calls=26)
+        return PassWork(forward, backward, forward - maps[-1][0])
 
     @cached_property
-    def embedding(self) -> Passes:
+    def embedding(self) -> PassWork:
         """Tokens and positions looked up and added; BERT's have segments and a norm."""
         more = isinstance(self.config, BERTConfig)
         table = self.element * (self.place.part(self.config.vocabulary) + self.config.context)
-        forward = Work(moved=(5 + 5 * more) * self.outside, calls=6 + 3 * more)
-        backward = Work(moved=(4 + 5 * more) * self.outside + table * self.config.width, calls=6 + 3 * more)
-        return Passes(forward, backward, forward)
+        forward = Computation(moved=(5 + 5 * more) * self.outside, calls=6 + 3 * more)
+        backward = Computation(
+            moved=(4 + 5 * more) * self.outside + table * self.config.width, calls=6 + 3 * more
+        )
+        return PassWork(forward, backward, forward)
 
     @cached_property
-    def head(self) -> Passes:
+    def head(self) -> PassWork:
         """The last norm, a score for each token of the vocabulary, and the loss; or BERT's pooler."""
         config = self.config
         if not config.generates:
             forward, backward = self._linear(config.width, config.width, self.rows)
-            again = forward + Work(calls=2)
-            return Passes(again, backward + Work(moved=2 * self.outside, calls=4), Work(calls=2))
+            again = forward + Computation(calls=2)
+            return PassWork(
+                again, backward + Computation(moved=2 * self.outside, calls=4), Computation(calls=2)
+            )
         own, wide = self.place.part(config.vocabulary), max(self.element, 4)
         logits = wide * self.rows * self.tokens * own
         scores = self._linear(config.width, own)
         maps = [self._linear(config.width, config.width)] if isinstance(config, BERTConfig) else []
-        forward = sum((f for f, _ in maps), Work(moved=(2 + 4 * len(maps)) * self.outside, calls=3))
-        backward = sum((b for _, b in maps), Work(moved=(4 + 8 * len(maps)) * self.outside, calls=4))
+        forward = sum((f for f, _ in maps), Computation(moved=(2 + 4 * len(maps)) * self.outside, calls=3))
+        backward = sum((b for _, b in maps), Computation(moved=(4 + 8 * len(maps)) * self.outside, calls=4))
         cast = logits * (1 + self.element / wide) if self.element < wide else 0.0
-        loss = Work(moved=2 * logits + cast, calls=6)
-        return Passes(
+        loss = Computation(moved=2 * logits + cast, calls=6)
+        return PassWork(
             forward + scores[0] + loss,
-            backward + scores[1] + Work(moved=3 * logits + cast, calls=6),
+            backward + scores[1] + Computation(moved=3 * logits + cast, calls=6),
             forward,  # the loss is outside of the layer, and the scores are its last product
         )
 
-    def layers(self, numbers: range) -> Passes:
+    def layers(self, numbers: range) -> PassWork:
         """Those of consecutive layers, where 0 is the embedding and the last the head."""
         last = self.config.layers + 1
         blocks = len([i for i in numbers if 1 <= i < last])

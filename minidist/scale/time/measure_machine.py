@@ -18,12 +18,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from minidist.comm.cost.links import PROFILES, Link, Profile
+from minidist.comm.cost.links import PROFILES, Link, LinkProfile
 from minidist.comm.launching.cluster import Cluster
 from minidist.scale.memory import parameter_sizes
 from minidist.scale.time.gradient_exchange import ELEMENT_PASSES
 from minidist.scale.time.hardware_file import load, save
-from minidist.scale.time.layer_work import LayerWork, Passes
+from minidist.scale.time.layer_work import LayerWork, PassWork
 from minidist.scale.time.least_squares import nonnegative
 from minidist.scale.time.rank_timing import CASES, HALVES, Case, Measured, measure, shape_of
 from minidist.scale.time.rates import Crowd, Hardware, Rates
@@ -89,7 +89,7 @@ def _machine(crowds: dict[int, Crowd]) -> Hardware:
         os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         float(peaks.all.bandwidth),
         max(64, *crowds),
-        links or Profile("none", "one rank", {"messages": Link(1e-4, 1e-9)}, 1e-10),
+        links or LinkProfile("none", "one rank", {"messages": Link(1e-4, 1e-9)}, 1e-10),
         PROFILES["25gbe"],
         overlaps=False,
         cores=peaks.cores,
@@ -129,7 +129,7 @@ def solve(everyones: Sequence[Measured]) -> Rates:
     )
 
 
-def _work(case: Case) -> Passes:
+def _work(case: Case) -> PassWork:
     return LayerWork(shape_of(case), case[2], case[1], case[1]).layers(range(4))
 
 

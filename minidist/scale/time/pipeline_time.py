@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from minidist.parallel.pipeline.instructions import Message, Schedule, message_of, stage_of
+from minidist.parallel.pipeline.instructions import Schedule, StageMessage, message_of, stage_of
 from minidist.scale.memory.estimates import schedule_of
 
 Seconds = Mapping[str, Sequence[Sequence[float]]]
@@ -19,7 +19,7 @@ Seconds = Mapping[str, Sequence[Sequence[float]]]
 ALONE = -1
 
 
-class Pass(NamedTuple):
+class TimedPass(NamedTuple):
     """A pass, behind all those that it waits for."""
 
     rank: int
@@ -29,7 +29,7 @@ class Pass(NamedTuple):
     waits: int  # for the message of which pass before, by its number; ALONE for none
 
 
-def seconds_of(passes: Sequence[Pass], ranks: int, seconds: Seconds, message: float) -> float:
+def seconds_of(passes: Sequence[TimedPass], ranks: int, seconds: Seconds, message: float) -> float:
     """Seconds until the last rank's last pass ends, as `schedules.simulate` finds them.
 
     Args:
@@ -49,18 +49,18 @@ def seconds_of(passes: Sequence[Pass], ranks: int, seconds: Seconds, message: fl
 
 
 @lru_cache(maxsize=256)
-def passes_of(name: str, ranks: int, micro_batches: int, chunks: int) -> list[Pass]:
+def passes_of(name: str, ranks: int, micro_batches: int, chunks: int) -> list[TimedPass]:
     """The passes of a schedule by name, in an order in which they can be executed; not to be changed."""
     return _ordered(schedule_of(name, ranks, micro_batches, chunks))
 
 
-def _ordered(schedule: Schedule) -> list[Pass]:
+def _ordered(schedule: Schedule) -> list[TimedPass]:
     """Of a schedule whose messages lie as `with_messages` puts them: beside the pass that they belong to."""
     ranks = len(schedule)
     places, waits = [0] * ranks, [ALONE] * ranks
     latest = [ALONE] * ranks  # each rank's last pass
-    made: dict[Message, int] = {}
-    found: list[Pass] = []
+    made: dict[StageMessage, int] = {}
+    found: list[TimedPass] = []
     while any(places[rank] < len(own) for rank, own in enumerate(schedule)):
         for rank, own in enumerate(schedule):
             while places[rank] < len(own):
@@ -68,7 +68,7 @@ def _ordered(schedule: Schedule) -> list[Pass]:
                 if each.computes:
                     stage = stage_of(rank, each.chunk, ranks)
                     latest[rank] = len(found)
-                    found.append(Pass(rank, each.kind, stage, each.micro_batch, waits[rank]))
+                    found.append(TimedPass(rank, each.kind, stage, each.micro_batch, waits[rank]))
                     waits[rank] = ALONE
                 else:
                     message = message_of(each, rank, ranks)[1]

@@ -18,7 +18,7 @@ import torch
 
 from minidist import comm
 from minidist.comm.cost import fit
-from minidist.comm.cost.links import Profile
+from minidist.comm.cost.links import LinkProfile
 from minidist.model.configs import GPTConfig
 from minidist.model.gpt import GPT
 from minidist.model.loss import cross_entropy
@@ -46,7 +46,7 @@ class Measured:
     halves: dict[str, float]  # of a product in half precision, over one in float32
     updates: list[float]  # of Adam, for the parameters of the first and of the last of CASES
     step: float  # of an engine's step, less that of a plain loop
-    links: Profile | None
+    links: LinkProfile | None
 
 
 def measure() -> Measured:

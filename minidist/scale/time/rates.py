@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from minidist.comm.cost.links import Profile
-from minidist.scale.time.layer_work import Work
+from minidist.comm.cost.links import LinkProfile
+from minidist.scale.time.layer_work import Computation
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Rates:
     step: float = 0.0  # seconds of a step that are in none of these
     asynchronous: bool = False  # whether calls are hidden behind the work of those before, as on a GPU
 
-    def seconds(self, work: Work, precision: str, backward: bool = False) -> float:
+    def seconds(self, work: Computation, precision: str, backward: bool = False) -> float:
         """Of a pass: products and what lies between them one after the other."""
         rate = self.flops[precision]
         products = max(
@@ -54,7 +54,7 @@ class Crowd:
 
     ranks: int
     rates: Rates
-    links: Profile | None  # between them; None for one rank
+    links: LinkProfile | None  # between them; None for one rank
     alone: float = 1.0  # seconds of a pass while the others wait, over those while all work
 
     def pace(self, working: float, cores: int) -> float:
@@ -90,8 +90,8 @@ class Hardware:
     memory: int  # bytes of one rank's device
     bandwidth: float  # bytes a second of its memory
     ranks_per_host: int
-    inside: Profile  # links between ranks of one host
-    between: Profile  # links between hosts, of one rank's share of the network cards
+    inside: LinkProfile  # links between ranks of one host
+    between: LinkProfile  # links between hosts, of one rank's share of the network cards
     overlaps: bool = True  # messages travel while the device computes
     rates: Rates | None = None
     cores: int | None = None  # that the ranks of a host share; None where each has its own device

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from minidist.parallel.pipeline.instructions import Instruction, Message, Schedule, message_of, stage_of
+from minidist.parallel.pipeline.instructions import Instruction, Schedule, StageMessage, message_of, stage_of
 
 Seconds = Mapping[str, Sequence[Sequence[float]]]
 """For each kind of pass, for each stage, of each micro-batch, while all ranks compute."""
@@ -26,7 +26,7 @@ def simulate(schedule: Schedule, seconds: Seconds, message: float, pace: Callabl
     """
     ranks = len(schedule)
     places, left = [0] * ranks, [0.0] * ranks  # the next instruction; what is left of the pass that runs
-    arrivals: dict[Message, float] = {}
+    arrivals: dict[StageMessage, float] = {}
     now = 0.0
 
     def cost(rank: int, each: Instruction) -> float:

@@ -17,11 +17,11 @@ from minidist.parallel.context import zigzag_order
 from minidist.parallel.contract.layout import Layout
 from minidist.scale.memory import parameter_sizes
 from minidist.scale.memory.estimates import schedule_of
-from minidist.scale.memory.parameter_sizes import Place, parts, share
+from minidist.scale.memory.parameter_sizes import ModelPart, parts, share
 from minidist.scale.memory.state_bytes import BYTES
 from minidist.scale.time import pipeline_time, shared_cores
-from minidist.scale.time.gradient_exchange import Gradients
-from minidist.scale.time.layer_work import LayerWork, Work
+from minidist.scale.time.gradient_exchange import GradientTime
+from minidist.scale.time.layer_work import Computation, LayerWork
 from minidist.scale.time.rates import Crowd, Hardware
 from minidist.scale.time.traffic import Wires
 
@@ -40,7 +40,7 @@ Simulated = dict[Hashable, Any]
 
 
 @dataclass(frozen=True)
-class Times:
+class StageTimes:
     """Seconds of one micro-batch's passes through one part of the model, on one rank."""
 
     forward: float
@@ -65,7 +65,7 @@ class Times:
         return self.backward + self.again + self.tp_backward + self.cp_backward
 
 
-class Step:
+class StepStages:
     """See `predict_step`."""
 
     def __init__(
@@ -91,7 +91,7 @@ class Step:
         self.wires = Wires(hardware, self.crowd, layout)
         self.chunks = parts(shape, layout.pp, layout.chunks)
         self._form = replace(layout, zero=0), tokens  # ZeRO's stage is nothing to passes and pipelines
-        self._times: dict[tuple[int, int], Times] = self.simulated.setdefault(self._form, {})
+        self._times: dict[tuple[int, int], StageTimes] = self.simulated.setdefault(self._form, {})
 
     def parts(self) -> dict[str, float]:
         """Seconds by what they are for."""
@@ -118,7 +118,7 @@ class Step:
             waits = whole - faster * passes
             found["pp"] = min(waits, 2 * (layout.pp - 1) * self._message)  # to fill and to drain it
             found["bubble"] = waits - found["pp"]
-        gradients = Gradients(self, max(range(layout.pp), key=self._parameters))
+        gradients = GradientTime(self, max(range(layout.pp), key=self._parameters))
         found |= gradients.parts(done[-1].whole_backward, passes)
         found["pp"] += gradients.tied
         found["step"] = self.rates.step
@@ -127,17 +127,17 @@ class Step:
     def _parameters(self, stage: int) -> int:
         return sum(map(sum, parameter_sizes.layers(self.shape, self.place(stage))))
 
-    def place(self, stage: int = 0) -> Place:
+    def place(self, stage: int = 0) -> ModelPart:
         """Of the rank that has most to do on a stage."""
-        return Place(self.layout.tp, self.layout.pp, self.layout.chunks, self.layout.tp - 1, stage)
+        return ModelPart(self.layout.tp, self.layout.pp, self.layout.chunks, self.layout.tp - 1, stage)
 
-    def _on(self, stage: int) -> list[Times]:
+    def _on(self, stage: int) -> list[StageTimes]:
         """Of each micro-batch through each chunk of a stage's rank."""
         chunks = range(stage, len(self.chunks), self.layout.pp)
         return [self.times(chunk, rows) for rows in self.micro_rows for chunk in chunks]
 
     @staticmethod
-    def _total(times: Times) -> float:
+    def _total(times: StageTimes) -> float:
         return times.whole_forward + times.whole_backward
 
     # One micro-batch through one part of the model.
@@ -154,13 +154,13 @@ class Step:
             self.layout.sequence_parallel,
         )
 
-    def times(self, chunk: int, rows: int) -> Times:
+    def times(self, chunk: int, rows: int) -> StageTimes:
         """Of a micro-batch of so many rows through a part of the model."""
         if (chunk, rows) not in self._times:
             self._times[chunk, rows] = self._reckon(self.chunks[chunk], rows)
         return self._times[chunk, rows]
 
-    def _reckon(self, layers: range, rows: int) -> Times:
+    def _reckon(self, layers: range, rows: int) -> StageTimes:
         layout, precision, rates = self.layout, self.layout.precision, self.rates
         of = self.work(rows)
         passes = of.layers(layers)
@@ -186,7 +186,7 @@ class Step:
         if layout.recompute:
             cp_backward += cp_forward
             cp_hidden[1] += cp_hidden[0]
-        return Times(
+        return StageTimes(
             rates.seconds(passes.forward, precision),
             backward,
             again,
@@ -213,7 +213,7 @@ class Step:
             last = self.wires.last_layer(of.stream, vector, of.rows * of.tokens)
             forward, backward = forward + last[0], backward + last[1]
             collectives += 2
-        calls = self.rates.seconds(Work(calls=OPERATOR * collectives), self.layout.precision) / 2
+        calls = self.rates.seconds(Computation(calls=OPERATOR * collectives), self.layout.precision) / 2
         return forward + calls, backward + calls
 
     # All micro-batches through all stages.

@@ -20,12 +20,12 @@ from minidist.model.configs import TransformerConfig
 from minidist.model.configs import config as config_of
 from minidist.parallel.contract.layout import Layout
 from minidist.scale.memory.arguments import check_types
-from minidist.scale.memory.estimates import Shape, check
+from minidist.scale.memory.estimates import ModelShape, check
 from minidist.scale.memory.state_bytes import OPTIMIZERS
 from minidist.scale.time.hardware import hardware as hardware_of
 from minidist.scale.time.layer_work import model_flops
 from minidist.scale.time.rates import Hardware
-from minidist.scale.time.stages import Simulated, Step
+from minidist.scale.time.stages import Simulated, StepStages
 
 PARTS = ("compute", "recompute", "bubble", "tp", "cp", "pp", "gradients", "dp", "optimizer", "step")
 HIDDEN = " hidden"
@@ -75,7 +75,7 @@ class StepTime:
 
 
 def predict_step(
-    config: Shape,
+    config: ModelShape,
     layout: Layout | None = None,
     batch: int | tuple[int, int] = 0,
     hardware: str | Hardware = "h100",
@@ -107,7 +107,7 @@ def predict_step(
     rows, tokens = batch if isinstance(batch, tuple) else (batch, shape.context)
     check_fits(shape, layout, rows, tokens, machine)
     assert optimizer in OPTIMIZERS
-    parts = Step(shape, layout, rows, tokens, machine, optimizer, simulated).parts()
+    parts = StepStages(shape, layout, rows, tokens, machine, optimizer, simulated).parts()
     seconds = sum(value for name, value in parts.items() if not name.endswith(HIDDEN))
     return StepTime(
         seconds,

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from minidist.comm.cost import predict
-from minidist.comm.cost.links import Profile
+from minidist.comm.cost.links import LinkProfile
 from minidist.parallel.contract.layout import Layout
 from minidist.scale.time.rates import Crowd, Hardware
 
@@ -65,7 +65,7 @@ class Wires:
             )
         return self.known[key]
 
-    def _profile(self, axis: str, algorithm: str) -> Profile:
+    def _profile(self, axis: str, algorithm: str) -> LinkProfile:
         """The links of a group: a host's; or the network's, over the cards of all its ranks on a host.
 
         Where a host has several of its ranks, most hops of a ring are inside of one; all those of halving and
@@ -140,5 +140,5 @@ class Wires:
         return forward, forward + hops * self.message(2 * keys * max(element, 4) / element, "cp")
 
 
-def _cost(operation: str, algorithm: str, bytes_: float, ranks: int, profile: Profile) -> float:
+def _cost(operation: str, algorithm: str, bytes_: float, ranks: int, profile: LinkProfile) -> float:
     return predict(operation, "shared_memory" if profile.memory else algorithm, bytes_, ranks, profile)

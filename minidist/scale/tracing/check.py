@@ -25,7 +25,7 @@ REQUIRED: dict[str, dict[str, Any]] = {
 """What an event of each phase must have."""
 NAMES = ("process_name", "process_sort_index", "thread_name", "thread_sort_index")
 """Of metadata events."""
-Event = dict[str, Any]
+TraceEvent = dict[str, Any]
 Lane = tuple[int, int]
 
 
@@ -53,7 +53,7 @@ def problems(document: object) -> list[str]:
             found.append(f"event {place} {wrong}")
         else:
             events.append(event)
-    slices: dict[Lane, list[Event]] = defaultdict(list)
+    slices: dict[Lane, list[TraceEvent]] = defaultdict(list)
     for event in events:
         if event["ph"] == "X":
             slices[event["pid"], event["tid"]].append(event)
@@ -81,7 +81,7 @@ def _malformed(event: object) -> str:
     return ""
 
 
-def _crossing(pid: int, tid: int, slices: list[Event]) -> list[str]:
+def _crossing(pid: int, tid: int, slices: list[TraceEvent]) -> list[str]:
     """Slices of a lane that begin in another one and end after it."""
     found = []
     open_: list[tuple[int, str]] = []
@@ -96,10 +96,12 @@ def _crossing(pid: int, tid: int, slices: list[Event]) -> list[str]:
     return found
 
 
-def _unmatched(events: list[Event], slices: dict[Lane, list[Event]], errors: Sequence[float]) -> list[str]:
+def _unmatched(
+    events: list[TraceEvent], slices: dict[Lane, list[TraceEvent]], errors: Sequence[float]
+) -> list[str]:
     """Arrows with one end, backwards or into nothing, and messages without an arrow."""
     found = []
-    arrows: dict[int, dict[str, Event]] = defaultdict(dict)
+    arrows: dict[int, dict[str, TraceEvent]] = defaultdict(dict)
     for event in events:
         if event["ph"] in "sf":
             if event["ph"] in arrows[event["id"]]:
@@ -129,7 +131,9 @@ def _unmatched(events: list[Event], slices: dict[Lane, list[Event]], errors: Seq
     return found
 
 
-def _message_at(event: Event, messages: dict[Lane, list[Event]], taken: set[int]) -> Event | None:
+def _message_at(
+    event: TraceEvent, messages: dict[Lane, list[TraceEvent]], taken: set[int]
+) -> TraceEvent | None:
     """The send or the receive in which an arrow ends, and no other one does."""
     at = round(event["ts"] * 1e3)
     for each in messages.get((event["pid"], event["tid"]), ()):
@@ -139,7 +143,7 @@ def _message_at(event: Event, messages: dict[Lane, list[Event]], taken: set[int]
     return None
 
 
-def _backwards(number: int, both: dict[str, Event], errors: Sequence[float]) -> list[str]:
+def _backwards(number: int, both: dict[str, TraceEvent], errors: Sequence[float]) -> list[str]:
     """An arrow that ends before it begins, by more than the clocks may be wrong."""
     if len(both) < 2:
         return []
@@ -152,7 +156,7 @@ def _backwards(number: int, both: dict[str, Event], errors: Sequence[float]) -> 
     return [f"arrow {number} {way} ends {early:.3f} us before it begins; the clocks are not aligned"]
 
 
-def _span(event: Event) -> tuple[int, int]:
+def _span(event: TraceEvent) -> tuple[int, int]:
     """From when to when, in nanoseconds."""
     start = round(event["ts"] * 1e3)
     return start, start + round(event["dur"] * 1e3)

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minidist.comm import algorithms
-from minidist.comm.algorithms import Message, Schedule, Step, plan
+from minidist.comm.algorithms import CollectiveSchedule, Message, Step, plan
 from minidist.comm.algorithms.checks import run
 
 execute = importlib.import_module("minidist.comm.algorithms.execute")
@@ -101,7 +101,9 @@ class LateTransport:
             self.changed.notify_all()
 
 
-def run_late(one: Schedule, buffers: list[torch.Tensor], segment: int, ahead: int, seed: int) -> None:
+def run_late(
+    one: CollectiveSchedule, buffers: list[torch.Tensor], segment: int, ahead: int, seed: int
+) -> None:
     transport = LateTransport(one.ranks, seed)
     errors: list[Exception] = []
     with pytest.MonkeyPatch.context() as patch:
@@ -128,7 +130,7 @@ def run_late(one: Schedule, buffers: list[torch.Tensor], segment: int, ahead: in
 
 
 @st.composite
-def rounds(draw: st.DrawFn) -> Schedule:
+def rounds(draw: st.DrawFn) -> CollectiveSchedule:
     """Any messages, in rounds that all ranks make: no algorithm, but right by the rules of a step."""
     ranks = draw(st.integers(2, 4))
     steps: list[list[Step]] = [[] for _ in range(ranks)]
@@ -144,12 +146,14 @@ def rounds(draw: st.DrawFn) -> Schedule:
         for rank in range(ranks):
             if sends[rank] or receives[rank]:
                 steps[rank].append(Step(tuple(sends[rank]), tuple(receives[rank])))
-    return Schedule("all_reduce", ELEMENTS, tuple(map(tuple, steps)))
+    return CollectiveSchedule("all_reduce", ELEMENTS, tuple(map(tuple, steps)))
 
 
 @settings(max_examples=200, deadline=None)
 @given(one=rounds(), segment=st.integers(1, 9), ahead=st.integers(1, 6), seed=st.integers(0, 1000))
-def test_any_steps_give_what_their_rules_say(one: Schedule, segment: int, ahead: int, seed: int) -> None:
+def test_any_steps_give_what_their_rules_say(
+    one: CollectiveSchedule, segment: int, ahead: int, seed: int
+) -> None:
     begin = [np.random.default_rng(seed + rank).integers(0, 2**40, ELEMENTS) for rank in range(one.ranks)]
     wanted, buffers = [x.copy() for x in begin], [torch.from_numpy(x.copy()) for x in begin]
     for _ in run(one, wanted, wanted):
@@ -173,6 +177,6 @@ def test_algorithms_run_however_late(name: str, ranks: int) -> None:
 
 def test_who_waits_for_ever_is_seen_here() -> None:
     one = algorithms.schedule("all_reduce", "ring", 2, ELEMENTS)
-    one = Schedule("all_reduce", ELEMENTS, (one.steps[0], one.steps[1][:1]))
+    one = CollectiveSchedule("all_reduce", ELEMENTS, (one.steps[0], one.steps[1][:1]))
     with pytest.raises(RuntimeError, match="deadlock"):
         run_late(one, [torch.arange(ELEMENTS) for _ in range(2)], 4, 2, 0)

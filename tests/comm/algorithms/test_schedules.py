@@ -15,7 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minidist.comm import algorithms
-from minidist.comm.algorithms import ALGORITHMS, Message, Schedule, ScheduleError, Step, check, schedule
+from minidist.comm.algorithms import (
+    ALGORITHMS,
+    CollectiveSchedule,
+    Message,
+    ScheduleError,
+    Step,
+    check,
+    schedule,
+)
 from minidist.comm.algorithms import plan as plan_module
 from minidist.comm.algorithms.checks import run, start
 from minidist.comm.algorithms.plan import Receive, plan
@@ -28,7 +36,7 @@ ALL = [(operation, name) for operation, names in ALGORITHMS.items() for name in 
 
 
 @st.composite
-def schedules(draw: st.DrawFn, operation: str, name: str, least: int = 0) -> Schedule:
+def schedules(draw: st.DrawFn, operation: str, name: str, least: int = 0) -> CollectiveSchedule:
     ranks, elements = draw(st.sampled_from(RANKS)), draw(st.integers(least, 40))
     options: dict[str, Any] = {}
     if operation == "broadcast":
@@ -55,13 +63,13 @@ def test_schedules_end_and_are_right(operation: str, name: str) -> None:
 
     @settings(max_examples=60, deadline=None)
     @given(one=schedules(operation, name))
-    def ends(one: Schedule) -> None:
+    def ends(one: CollectiveSchedule) -> None:
         check(one)
 
     ends()
 
 
-def times(one: Schedule) -> int:
+def times(one: CollectiveSchedule) -> int:
     """Steps from the first message to the last, where each takes one."""
     return max((d.begins + 1 for d in run(one, *start(one)) if d.sender != d.receiver), default=0)
 
@@ -138,7 +146,9 @@ def test_a_ring_sends_all_but_two_parts() -> None:
     assert sent == [2 * 10 - sizes[rank] - sizes[(rank + 1) % 4] for rank in range(4)]
 
 
-def changed(one: Schedule, rank: int, step: int, sends: Any = None, receives: Any = None) -> Schedule:
+def changed(
+    one: CollectiveSchedule, rank: int, step: int, sends: Any = None, receives: Any = None
+) -> CollectiveSchedule:
     """The schedule with one rank's step made anew."""
     steps = [list(of_rank) for of_rank in one.steps]
     old = steps[rank][step]
@@ -175,7 +185,7 @@ def test_every_single_fault_is_found(operation: str, name: str) -> None:
     assert mutants >= 3 * 5
 
 
-def wrong_part() -> Schedule:
+def wrong_part() -> CollectiveSchedule:
     """A ring whose all-gather begins with the part that another rank has."""
     steps = []
     for rank in range(4):
@@ -189,26 +199,26 @@ def wrong_part() -> Schedule:
             for step in halves[1]
         ]
         steps.append((*halves[0], *second))
-    return Schedule("all_reduce", 8, tuple(steps))
+    return CollectiveSchedule("all_reduce", 8, tuple(steps))
 
 
-def both_wait() -> Schedule:
+def both_wait() -> CollectiveSchedule:
     """Two ranks that each receive before they send."""
     steps = [
         (Step(receives=(Message(1 - rank, 0, 4, reduce=True),)), Step(sends=(Message(1 - rank, 0, 4),)))
         for rank in range(2)
     ]
-    return Schedule("all_reduce", 4, tuple(steps))
+    return CollectiveSchedule("all_reduce", 4, tuple(steps))
 
 
-def swapped() -> Schedule:
+def swapped() -> CollectiveSchedule:
     """A naive all-reduce whose rank 0 sends the result before it has it."""
     one = schedule("all_reduce", "naive", 3, 4)
     return replace(one, steps=(one.steps[0][::-1], *one.steps[1:]))
 
 
-def two(first: Step, second: Step, elements: int = 4) -> Schedule:
-    return Schedule("all_reduce", elements, ((first,), (second,)))
+def two(first: Step, second: Step, elements: int = 4) -> CollectiveSchedule:
+    return CollectiveSchedule("all_reduce", elements, ((first,), (second,)))
 
 
 @pytest.mark.parametrize(
@@ -242,12 +252,12 @@ def two(first: Step, second: Step, elements: int = 4) -> Schedule:
             "all_to_all: element|the buffer has",
         ),
         (
-            lambda: Schedule("all_gather", 4, ((), ())),
+            lambda: CollectiveSchedule("all_gather", 4, ((), ())),
             "element 2 of rank 0 ends with what was there before; it should be rank 1's once",
         ),
     ],
 )
-def test_faults_are_named(make: Callable[[], Schedule], text: str) -> None:
+def test_faults_are_named(make: Callable[[], CollectiveSchedule], text: str) -> None:
     with pytest.raises(ScheduleError, match=text):
         check(make())
 

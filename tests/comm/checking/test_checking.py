@@ -21,7 +21,7 @@ from torch import nn
 
 import minidist as md
 from minidist import comm
-from minidist.comm.checking.records import Order, Record
+from minidist.comm.checking.records import CallOrder, Record
 from minidist.comm.ledgers import Call
 from minidist.model import GPT, GPTConfig
 
@@ -794,8 +794,8 @@ def record(rank: int, label: str, branch: int | None, scope: str = "f.py:1") -> 
 
 
 def found(first: str, second: str, branches: tuple[int | None, int | None], scope: str = "f.py:1") -> str:
-    """The labels that `Order` names, where two ranks make calls on tensors of one letter each."""
-    order = Order()
+    """The labels that `CallOrder` names, where two ranks make calls on tensors of one letter each."""
+    order = CallOrder()
     for one, other in zip(first, second, strict=True):
         swapped = order.add([record(0, one, branches[0], scope), record(1, other, branches[1], scope)])
         if swapped:

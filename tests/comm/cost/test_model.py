@@ -10,11 +10,11 @@ import pytest
 
 import minidist as md
 from minidist.comm import algorithms, cost
-from minidist.comm.cost.links import Link, Memory, Profile
+from minidist.comm.cost.links import Link, LinkProfile, SharedMemoryCost
 
 Clusters = Callable[[int], md.Cluster]
 
-LINKS = Profile("test", "made up", {"messages": Link(1e-5, 1e-9)}, gamma=1e-10)
+LINKS = LinkProfile("test", "made up", {"messages": Link(1e-5, 1e-9)}, gamma=1e-10)
 CASES = [
     (operation, name)
     for operation, formulas in cost.FORMULAS.items()
@@ -59,7 +59,7 @@ def test_a_ring_costs_what_the_textbook_says() -> None:
 
 def test_ranks_of_one_machine_slow_each_other() -> None:
     """All of a ring's ranks send at once; of a tree's fewer do."""
-    busy = Profile("busy", "made up", {"messages": Link(1e-5, 1e-9, 4e-5, 4e-9)}, gamma=0.0)
+    busy = LinkProfile("busy", "made up", {"messages": Link(1e-5, 1e-9, 4e-5, 4e-9)}, gamma=0.0)
     alone = replace(busy, links={"messages": Link(1e-5, 1e-9)})
     ratios = {
         name: cost.predict("all_reduce", name, 1e6, 8, busy) / cost.predict("all_reduce", name, 1e6, 8, alone)
@@ -87,7 +87,7 @@ def test_there_may_be_no_crossover() -> None:
 
 
 def test_one_rank_sends_nothing_and_shared_memory_is_faster() -> None:
-    profile = replace(LINKS, memory=Memory(1e-6, 1e-10, 1e-10, 1e-10))
+    profile = replace(LINKS, memory=SharedMemoryCost(1e-6, 1e-10, 1e-10, 1e-10))
     assert cost.predict("all_reduce", "ring", 1e6, 1, LINKS) == 0
     for operation in cost.FORMULAS:
         ours = cost.predict(operation, "shared_memory", 1e6, 4, profile)
@@ -105,13 +105,13 @@ def test_one_rank_sends_nothing_and_shared_memory_is_faster() -> None:
         (("all_reduce", "shared_memory", 1, 2, "25gbe"), "the profile '25gbe' has no shared memory"),
     ],
 )
-def test_wrong_arguments(arguments: tuple[str, str, float, int, Profile | str], text: str) -> None:
+def test_wrong_arguments(arguments: tuple[str, str, float, int, LinkProfile | str], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         cost.predict(*arguments)
 
 
 def test_fit_measures_between_the_ranks(cluster_of: Clusters) -> None:
-    def measure() -> Profile:
+    def measure() -> LinkProfile:
         return cost.fit(rounds=3)
 
     profiles = cluster_of(3).run(measure)

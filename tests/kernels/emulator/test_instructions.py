@@ -12,7 +12,7 @@ from minidist.kernels.emulator.copies import tensor_copies
 from minidist.kernels.emulator.instructions import mma, wgmma_arithmetic
 from minidist.kernels.emulator.instructions.register_pool import at_launch
 from minidist.kernels.emulator.memory import swizzles
-from minidist.kernels.emulator.memory.async_groups import Groups
+from minidist.kernels.emulator.memory.async_groups import AsyncGroups
 from minidist.kernels.emulator.memory.descriptors import chunk_addresses, decode_descriptors
 from minidist.kernels.emulator.ptx.fault import EmulatorError, Fault
 from minidist.kernels.emulator.ptx.program import Program
@@ -486,7 +486,7 @@ def test_mbarriers_name_what_is_undefined():
 
 
 def test_groups_complete_as_late_as_allowed():
-    groups = Groups(4)
+    groups = AsyncGroups(4)
     everyone, some = np.arange(4), np.array([1, 2])
     groups.begin("first", everyone)
     groups.commit(everyone)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import minidist as md
 from minidist import comm
 from minidist.model import GPT, MLP, config
-from minidist.parallel.averaging.parameter_assignment import Part, divide
+from minidist.parallel.averaging.parameter_assignment import ServerPart, divide
 from minidist.parallel.averaging.parameter_server import bytes_per_step
 from minidist.parallel.averaging.server import ServerReport, Serving
 from minidist.parallel.averaging.staleness import Updates
@@ -149,8 +149,8 @@ def without_a_bound(patch: pytest.MonkeyPatch) -> None:
 
 
 def without_one_gradient(patch: pytest.MonkeyPatch) -> None:
-    unpack = Part.unpack_gradients
-    patch.setattr(Part, "unpack_gradients", lambda self, message: [None, *unpack(self, message)[1:]])
+    unpack = ServerPart.unpack_gradients
+    patch.setattr(ServerPart, "unpack_gradients", lambda self, message: [None, *unpack(self, message)[1:]])
 
 
 @pytest.mark.parametrize("fault", [without_broadcast, mean_of_means, without_a_bound, without_one_gradient])

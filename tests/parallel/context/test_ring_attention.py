@@ -304,7 +304,7 @@ def test_what_a_rank_holds_is_its_share(cluster_of: Clusters, ranks: int) -> Non
 @contextmanager
 def recorded(events: list[str]) -> Iterator[None]:
     """Notes when blocks are sent, waited for and computed."""
-    add, pass_on = blockwise_attention.Softmax.add, context_parallel._Ring.pass_on
+    add, pass_on = blockwise_attention.OnlineSoftmax.add, context_parallel._Ring.pass_on
 
     def noted_add(self: Any, *args: Any) -> None:
         events.append("compute")
@@ -322,12 +322,12 @@ def recorded(events: list[str]) -> Iterator[None]:
 
         return [Noted()]
 
-    blockwise_attention.Softmax.add = noted_add  # type: ignore[method-assign]
+    blockwise_attention.OnlineSoftmax.add = noted_add  # type: ignore[method-assign]
     context_parallel._Ring.pass_on = noted_pass_on  # type: ignore[method-assign]
     try:
         yield
     finally:
-        blockwise_attention.Softmax.add = add  # type: ignore[method-assign]
+        blockwise_attention.OnlineSoftmax.add = add  # type: ignore[method-assign]
         context_parallel._Ring.pass_on = pass_on  # type: ignore[method-assign]
 
 

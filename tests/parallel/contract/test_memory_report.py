@@ -13,7 +13,7 @@ import minidist as md
 from minidist.model import GPT, MLP, config
 from minidist.parallel.contract import memory_report as memory
 from minidist.parallel.contract.memory_report import Memory, Storages, count, size
-from minidist.parallel.contract.strategy import Held
+from minidist.parallel.contract.strategy import ResidentTensors
 from minidist.parallel.sharding.data_parallel_strategy import Replicated
 
 Clusters = Callable[[int], md.Cluster]
@@ -21,8 +21,8 @@ ADAM = partial(torch.optim.Adam, lr=1e-3)
 SGD = partial(torch.optim.SGD, lr=0.1)
 
 
-def held(**parts: list[Tensor]) -> Held:
-    return Held(**{"parameters": [], "gradients": [], "optimizer": [], "buffers": [], **parts})
+def held(**parts: list[Tensor]) -> ResidentTensors:
+    return ResidentTensors(**{"parameters": [], "gradients": [], "optimizer": [], "buffers": [], **parts})
 
 
 def numbers(memory: Memory) -> list[int]:
@@ -203,9 +203,9 @@ def elements_count(patch: pytest.MonkeyPatch) -> None:
 def without_gradients(patch: pytest.MonkeyPatch) -> None:
     whole = Replicated.held
 
-    def wrong(self: Replicated) -> Held:
+    def wrong(self: Replicated) -> ResidentTensors:
         found = whole(self)
-        return Held(found.parameters, [], found.optimizer, found.buffers)
+        return ResidentTensors(found.parameters, [], found.optimizer, found.buffers)
 
     patch.setattr(Replicated, "held", wrong)
 

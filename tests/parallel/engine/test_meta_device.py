@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import minidist as md
 from minidist.model import GPT, MLP, config
 from minidist.parallel.engine import meta_device
-from minidist.parallel.engine.partition_model import Elsewhere
+from minidist.parallel.engine.partition_model import RemoteLayer
 from minidist.parallel.flat import buckets
 from tests.helpers import contract
 from tests.parallel.sharding.test_fully_shard import Live
@@ -76,7 +76,7 @@ def chain(layout: str, options: dict[str, Any], fault: bool = False) -> tuple[di
             patch.setattr(meta_device, "broadcast_together", lambda *_: None)
         engine = md.prepare(model, SGD, PARSE(layout), **options)
     real = not any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
-    held = [not isinstance(layer, Elsewhere) for layer in model.layers]
+    held = [not isinstance(layer, RemoteLayer) for layer in model.layers]
     first, last = model.layers[0], model.layers[3]
     tied = held[0] and held[3] and first.weight is last.weight
     return engine.full_state_dict(), real, tied

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import minidist as md
 from minidist.model import GPT, MLP, accuracy, config
-from minidist.parallel.engine.partition_model import Elsewhere
+from minidist.parallel.engine.partition_model import RemoteLayer
 from minidist.parallel.training.precision import LossScale
 from tests.checkpoint.test_checkpoint import check_other_layout
 from tests.helpers import contract
@@ -171,7 +171,7 @@ def test_other_stages_layers_are_not_here(cluster_of: Clusters) -> None:
         md.prepare(model, CASE.optimizer, PARSE("pp=2"))
         with pytest.raises(RuntimeError) as caught:
             model(torch.zeros(1, 2, dtype=torch.int64))
-        return [isinstance(layer, Elsewhere) for layer in model.layers], str(caught.value)
+        return [isinstance(layer, RemoteLayer) for layer in model.layers], str(caught.value)
 
     first, second = cluster_of(2).run(look)
     assert first[0] == [not here for here in second[0]]

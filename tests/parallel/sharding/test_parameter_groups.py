@@ -175,7 +175,11 @@ def test_the_contract_catches_a_planted_fault() -> None:
     """All in the first group."""
     expected = contract.train_in_one_process(GROUPED)
     with pytest.MonkeyPatch.context() as patch:
-        hand_over = parameter_groups.Groups.hand_over
-        patch.setattr(parameter_groups.Groups, "hand_over", lambda s, p: hand_over(s, [(0, q) for _, q in p]))
+        hand_over = parameter_groups.FlatParameterGroups.hand_over
+        patch.setattr(
+            parameter_groups.FlatParameterGroups,
+            "hand_over",
+            lambda s, p: hand_over(s, [(0, q) for _, q in p]),
+        )
         with pytest.raises(AssertionError, match="not close"):
             contract.compare(contract.train_on_this_rank(GROUPED, md.Layout(zero=3)), expected)

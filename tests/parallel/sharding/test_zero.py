@@ -217,8 +217,8 @@ def without_the_first_micro_batch(patch: pytest.MonkeyPatch) -> None:
 
 
 def unused_ones_updated(patch: pytest.MonkeyPatch) -> None:
-    step = optimizer_slices.Pieces.step
-    patch.setattr(optimizer_slices.Pieces, "step", lambda self, used: step(self, [1.0] * len(used)))
+    step = optimizer_slices.OptimizerSlices.step
+    patch.setattr(optimizer_slices.OptimizerSlices, "step", lambda self, used: step(self, [1.0] * len(used)))
 
 
 FAULTS: dict[Callable[[pytest.MonkeyPatch], None], tuple[str, int]] = {

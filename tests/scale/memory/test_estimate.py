@@ -91,13 +91,13 @@ def test_tensor_parallel_ranks_and_stages_have_all_parameters_together() -> None
     shape = config("gpt2-small", vocabulary=50304)
     whole = shape.parameters()
     stages = [
-        sum(map(sum, parameter_sizes.layers(shape, parameter_sizes.Place(pp=5, stage=stage))))
+        sum(map(sum, parameter_sizes.layers(shape, parameter_sizes.ModelPart(pp=5, stage=stage))))
         for stage in range(5)
     ]
     assert sum(stages) == whole + 50304 * 768  # the last stage's copy of the tied matrix
     whole_on_each = 12 * 6 * 768 + 1024 * 768 + 2 * 768  # norms, biases of the projections, positions
     assert (
-        sum(map(sum, parameter_sizes.layers(shape, parameter_sizes.Place(tp=4))))
+        sum(map(sum, parameter_sizes.layers(shape, parameter_sizes.ModelPart(tp=4))))
         == (whole - whole_on_each) // 4 + whole_on_each
     )
 
@@ -380,7 +380,8 @@ def test_no_rank_is_the_fullest() -> None:
 def test_tensor_parallelism_divides_what_the_paper_says() -> None:
     shape = config("gpt3-2.7b")
     one, four = (
-        saved_activations.Saved(shape, 1, 2048, 2, place=parameter_sizes.Place(ranks)).block() / (2048 * 2560)
+        saved_activations.Saved(shape, 1, 2048, 2, place=parameter_sizes.ModelPart(ranks)).block()
+        / (2048 * 2560)
         for ranks in (1, 4)
     )
     # (10 + 24 / t) s b h of equation 2, without the masks of 2.

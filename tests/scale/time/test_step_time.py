@@ -14,22 +14,22 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import minidist as md
-from minidist.comm.cost.links import Link, Profile
+from minidist.comm.cost.links import Link, LinkProfile
 from minidist.model import GPT, cross_entropy
 from minidist.model.configs import CONFIGS, BERTConfig, GPTConfig
 from minidist.parallel.pipeline import schedules
 from minidist.parallel.training.recompute import recompute
 from minidist.scale.dry_run.run import dryrun
-from minidist.scale.memory.parameter_sizes import Place
+from minidist.scale.memory.parameter_sizes import ModelPart
 from minidist.scale.time import measure_machine, pipeline_time, shared_cores
 from minidist.scale.time.hardware import HARDWARE, hardware, smallest
 from minidist.scale.time.hardware_file import load, save
-from minidist.scale.time.layer_work import LayerWork, Work, model_flops
+from minidist.scale.time.layer_work import Computation, LayerWork, model_flops
 from minidist.scale.time.least_squares import nonnegative
 from minidist.scale.time.measure_machine import solve, this_machine
 from minidist.scale.time.rank_timing import CASES, Measured
 from minidist.scale.time.rates import Crowd, Hardware, Rates
-from minidist.scale.time.stages import Step
+from minidist.scale.time.stages import StepStages
 from minidist.scale.time.step_time import HIDDEN, PARTS, predict_step
 from minidist.scale.time.traffic import Wires
 
@@ -67,7 +67,7 @@ def test_every_operation_of_the_products(shape: GPTConfig, again: bool) -> None:
 def test_a_forgotten_product_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = LayerWork._linear
 
-    def halved(self: LayerWork, *args: Any) -> tuple[Work, Work]:
+    def halved(self: LayerWork, *args: Any) -> tuple[Computation, Computation]:
         forward, _ = whole(self, *args)
         return forward, forward  # only the gradient of the weight
 
@@ -86,7 +86,7 @@ def test_six_operations_a_parameter_and_token() -> None:
 def test_tensor_parallel_ranks_share_all_products(ranks: int) -> None:
     whole = LayerWork(SHAPE, 2, 24, 24).layers(range(5))
     parts = [
-        LayerWork(SHAPE, 2, 24, 24, place=Place(tp=ranks, tp_rank=rank)).layers(range(5))
+        LayerWork(SHAPE, 2, 24, 24, place=ModelPart(tp=ranks, tp_rank=rank)).layers(range(5))
         for rank in range(ranks)
     ]
     for name in ("forward", "backward"):
@@ -127,7 +127,7 @@ def test_the_parts_add_up(name: str, layout: md.Layout) -> None:
 def with_links(machine: Hardware, factor: float) -> Hardware:
     """The same with links that are as many times slower."""
 
-    def slower(profile: Profile) -> Profile:
+    def slower(profile: LinkProfile) -> LinkProfile:
         links = {name: Link(factor * link.alpha, factor * link.beta) for name, link in profile.links.items()}
         return replace(profile, links=links)
 
@@ -203,7 +203,7 @@ def test_tensor_parallel_layers_send_what_a_dry_run_counts(
 ) -> None:
     chosen = replace(md.Layout.parse(layout), precision=precision)
     lines = [each for each in dryrun(SHAPE, chosen, (2, 24)).lines if each.axis == "tp"]
-    step = Step(SHAPE, chosen, 2, 24, HARDWARE["h100"], "adam")
+    step = StepStages(SHAPE, chosen, 2, 24, HARDWARE["h100"], "adam")
 
     def told(collective: Callable[[str, float], float]) -> tuple[float, float]:
         """What is told for each collective of a forward and a backward pass, but for operators' seconds."""
@@ -347,7 +347,7 @@ def test_least_squares_without_negative_answers() -> None:
 def crowded(ranks: int, cores: int) -> Hardware:
     """A measured machine of a few cores."""
     rates = Rates({"fp32": 80e9}, 0.2, 5e9, 9e9, 20e-6, 8e-6, tensor=50e-6)
-    link = Profile("loopback", "made up", {"messages": Link(1e-5, 1e-10)}, 1e-10)
+    link = LinkProfile("loopback", "made up", {"messages": Link(1e-5, 1e-10)}, 1e-10)
     crowd = Crowd(ranks, rates.scaled(max(1, ranks / cores)), link, min(1.0, cores / ranks))
     return replace(
         HARDWARE["cpu-xeon-8480"], ranks_per_host=64, cores=cores, crowds={ranks: crowd}, overlaps=False
