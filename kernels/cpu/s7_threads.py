@@ -27,8 +27,7 @@ from .support.block_sizes import blocks, memory
 from .support.compiling import compiled
 
 if TYPE_CHECKING:
-    from .support import atomic, register_tile
-    from .support import packed_product as panels
+    from .support import atomic, packed_product, register_tile
 
 LEAST_WORK = 2_000_000  # multiply-adds a thread: with fewer, the product is done before another one wakes up
 SHARED = 2**25  # bytes of b that are packed at a time
@@ -66,14 +65,14 @@ def _take_parts(
     atomic.fetch_add(packing, 1)
     part = atomic.fetch_add(taken, 1)
     while part < to_pack:
-        panels.pack_part(b, packed_b, part, packs)
+        packed_product.pack_part(b, packed_b, part, packs)
         atomic.fetch_add(packed + 8 * part, 1)
         part = atomic.fetch_add(taken, 1)
     # What others have not finished yet is packed again, to the same values, rather than waited for: their
     # cores may have been given to another program, for milliseconds.
     for other in range(to_pack):
         if not atomic.read(packed + 8 * other):
-            panels.pack_part(b, packed_b, other, packs)
+            packed_product.pack_part(b, packed_b, other, packs)
     atomic.fetch_add(packing, -1)
     while part < to_pack + to_multiply:
         t, s = divmod(part - to_pack, across)
@@ -83,7 +82,7 @@ def _take_parts(
         for d in range(depths):
             p0, p1 = d * k // depths, (d + 1) * k // depths
             panel = register_tile.offset(packed_b, p0 * wide * columns + j0 * (p1 - p0))
-            panels.multiply(a[i0:i1, p0:p1], panel, out[i0:i1, j0:j1], own, t1 - t0, d)
+            packed_product.multiply(a[i0:i1, p0:p1], panel, out[i0:i1, j0:j1], own, t1 - t0, d)
         atomic.fetch_add(finished, 1)
         part = atomic.fetch_add(taken, 1)
     if leads:

@@ -54,7 +54,7 @@ def small_tiles(rung, module):
             module.SMALL, rows=64, columns=64, own_rows=8, own_columns=4, stages=3, blocks=1
         )
     elif rung == "s9_tensor_core":
-        module.SMALL = module.Tile(warps_down=1, warps_across=2, warp_rows=16, stages=3)
+        module.SMALL = module.BlockTile(warps_down=1, warps_across=2, warp_rows=16, stages=3)
     elif rung == "s10_hopper":
         module.COLUMNS, module.SHARED = (128,), 128 * 1024  # three slots
 

@@ -172,8 +172,10 @@ def test_rungs_are_found_by_full_name_and_the_cpus_without_numba():
 def test_numbas_simulator_runs_the_source():
     code = (
         "import numpy as np\n"
-        "from minidist.kernels import harness, rung\n"
-        "from minidist.kernels.cuda import device, matrix\n"
+        "from minidist.kernels import rung\n"
+        "from minidist.kernels.cuda.runtime import device\n"
+        "from minidist.kernels.cuda.tiling import matrix\n"
+        "from minidist.kernels.measure import harness\n"
         "assert device.backend() == 'simulator'\n"
         f"harness.check(rung({RUNGS[0]!r}), 3, 4, 2, 'float32', np.random.default_rng())\n"
         "x = np.arange(6.0).reshape(2, 3); x.flags.writeable = False\n"

@@ -346,7 +346,7 @@ PATTERNS: dict[str, tuple[dict[str, str], str]] = {
     "not linear": ({"layers.*.mlp_norm": "column"}, "a LayerNorm cannot be cut between ranks"),
     "a table": (
         {"layers.0.position": "row"},
-        "an? Table cannot be cut between ranks; give a torch.nn.Linear",
+        "an? UninitializedEmbedding cannot be cut between ranks; give a torch.nn.Linear",
     ),
 }
 

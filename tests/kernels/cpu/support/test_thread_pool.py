@@ -165,7 +165,7 @@ def run_script(code):
 def test_workers_do_not_keep_the_process():
     code = """
 import threading, time
-from minidist.kernels.cpu import pool
+from minidist.kernels.cpu.support import thread_pool as pool
 begun = threading.Event()
 caller = threading.get_ident()
 pool.run(lambda: begun.wait() if threading.get_ident() == caller else (begun.set(), time.sleep(3600)),
@@ -182,7 +182,7 @@ def test_a_child_starts_workers_of_its_own():
     code = """
 import os, threading, warnings
 warnings.simplefilter("ignore")  # Python 3.12 warns of a fork beside threads
-from minidist.kernels.cpu import pool
+from minidist.kernels.cpu.support import thread_pool as pool
 def meet():
     both = threading.Barrier(2)
     pool.run(lambda: both.wait(10), 2, done=lambda: False)
