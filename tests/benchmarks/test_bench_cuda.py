@@ -306,7 +306,7 @@ def test_the_command_on_the_emulator(tmp_path):
 
 
 BROKEN = """
-from emulated_gpu import EmulatedGpu, install
+from tests.helpers.emulated_gpu import EmulatedGpu, install
 from minidist.cli.commands import main
 
 class Broken(EmulatedGpu):

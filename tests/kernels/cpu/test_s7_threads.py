@@ -245,8 +245,9 @@ def test_a_forked_child_multiplies_with_threads_of_its_own():
 import os, warnings
 warnings.simplefilter("ignore")  # Python 3.12 warns of a fork beside threads
 import numpy as np
-from minidist.kernels import harness, rung
-from minidist.kernels.cpu import pool
+from minidist.kernels import rung
+from minidist.kernels.measure import harness
+from minidist.kernels.cpu.support import thread_pool as pool
 pool.threads = lambda: 2
 def check():
     a, b = harness.inputs(150, 160, 170, "float32", 1)
