@@ -1,7 +1,8 @@
-"""Collectives: ours beside torch.distributed's over gloo, in turns, and what the cost model predicts.
+"""Our collectives in turns with torch.distributed's over gloo, and the cost model's predictions.
 
-Limits: an all-reduce through shared memory takes at most 0.25 of gloo's time where the tensor lies there, and
-0.70 where it is copied in and out; a ring of our messages 1.10 from 16 MB on; a reduce-scatter 0.75.
+The goals, as shares of gloo's time: an all-reduce takes at most 0.25 where the tensor lies in shared memory,
+and 0.70 where it is copied in and out. A ring of our messages takes 1.10 from 16 MB on, a reduce-scatter
+0.75.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ ALL = (2**16, 2**18, 2**20, 2**22, 2**24, 2**26)
 
 
 def _quick(variant: str) -> tuple[int, ...]:
-    """Sizes of a quick run: of what has no limit one."""
+    """Sizes of a quick run: one for each form without a goal."""
     return QUICK if variant in LIMITS else (2**20,)
 
 
@@ -69,7 +70,7 @@ Swept = Callable[[int], tuple[Found, dict[str, dict[str, float]]]]
 def test_against_gloo(
     benchmark: Benchmark, full: bool, worlds: Worlds, ranks: int, variant: str, size: int
 ) -> None:
-    """The same tensor, written anew before each call."""
+    """The same tensor, rewritten before each call."""
     timed = worlds(ranks).run(time_against_torch, variant, size, rounds=15 if full else 7)
     enter(benchmark, timed, variant, size, LABELS[variant], "gloo")
     if variant in LIMITS:
@@ -93,7 +94,7 @@ def swept(full: bool, worlds: Worlds) -> Swept:
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("size", SWEEP)
 def test_prediction_2(benchmark: Benchmark, swept: Swept, algorithm: str, size: int) -> None:
-    """A point of the sweep: its time, and the prediction of a fit made just before."""
+    """A point of the sweep: its time, and the prediction of a model fitted just before."""
     _point(benchmark, swept(2), algorithm, size)
 
 
@@ -101,7 +102,7 @@ def test_prediction_2(benchmark: Benchmark, swept: Swept, algorithm: str, size: 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("size", SWEEP)
 def test_prediction_4(benchmark: Benchmark, swept: Swept, algorithm: str, size: int) -> None:
-    """The same where ranks may outnumber cores."""
+    """The same with four ranks, which may outnumber the cores."""
     _point(benchmark, swept(4), algorithm, size)
 
 

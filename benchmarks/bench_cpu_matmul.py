@@ -1,6 +1,7 @@
-"""The CPU's matrix products beside NumPy's BLAS: how far is each rung from the library, and from the machine?
+"""The CPU ladder in turns with NumPy's BLAS: how far each rung is from the library and from the peak.
 
-A rung's product is checked before it is timed. Sizes stop where a rung would take more than about a second.
+Each rung's product is checked before it is timed. A rung's sizes end where a product would take about a
+second.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ LARGEST = {1: (64, 128), 2: (256, 512), 6: (2048, 4096)}
 LARGEST_COMPILED = (512, 1024)
 SIZES = (64, 128, 256, 512, 1024, 2048, 4096)
 ONE_CORE = tuple(step for step in CPU_LADDER if step.cores == "one")
-# Where a rung can be beside the one before it: rung 1 takes half a minute at 512.
+# Sizes at which a rung can be compared with the one before it: rung 1 takes half a minute at 512.
 PAIRS = [
     (128 if before.number == 1 else 512, before, step) for before, step in itertools.pairwise(CPU_LADDER)
 ]
 TALL_AND_FLAT = ((4096, 4096, 64), (4096, 64, 4096), (64, 64, 4096), (64, 4096, 64))  # m, n, k
-PAUSE = 0.2  # seconds: BLAS's threads spin for half of that after a product
+PAUSE = 0.2  # seconds between turns: BLAS's threads spin for half of that after a product
 # Our time over BLAS's.
 GOALS = {"small": 2.0, "float32": 1.0, "float64": 1 / 0.95, "tall and flat": 1 / 0.9}
 
@@ -61,7 +62,7 @@ def test_rung(benchmark: Benchmark, full: bool, step: Rung, size: int) -> None:
 @pytest.mark.parametrize("size", [64, 512, 1024, pytest.param(2048, marks=pytest.mark.full_only)])
 @compared("torch's matrix product beside NumPy's, one core, float32")
 def test_torch(benchmark: Benchmark, full: bool, size: int) -> None:
-    """The other vendor's library: how much two of them differ says how exactly to take a ratio to one."""
+    """torch's library beside NumPy's: how much two vendors differ says how exact a ratio to one is."""
     import torch
 
     a, b = (torch.from_numpy(x) for x in harness.inputs(size, size, size, np.float32, seed=size))
@@ -87,7 +88,7 @@ def test_torch(benchmark: Benchmark, full: bool, size: int) -> None:
 @pytest.mark.parametrize("size", [64, 512, 1024, 2048, pytest.param(4096, marks=pytest.mark.full_only)])
 @compared("Matrix products on one CPU core, float64")
 def test_float64(benchmark: Benchmark, full: bool, size: int) -> None:
-    """The last rung of one core in double precision."""
+    """The last rung on one core, in double precision."""
     goal = "float64" if size >= 1024 else None
     _beside_blas(benchmark, ONE_CORE[-1], (size,) * 3, "float64", full, goal)
     benchmark.extra_info |= {"label": f"{ONE_CORE[-1].name}, {size}"}
@@ -97,7 +98,7 @@ def test_float64(benchmark: Benchmark, full: bool, size: int) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @compared("Matrix products on all cores")
 def test_all_cores(benchmark: Benchmark, full: bool, dtype: str, size: int) -> None:
-    """The last rung on every core, beside BLAS with as many threads."""
+    """The last rung on all cores, in turns with BLAS on as many threads."""
     goal = "float32" if size >= 1024 and dtype == "float32" else None
     _beside_blas(benchmark, CPU_LADDER[-1], (size,) * 3, dtype, full, goal)
     benchmark.extra_info |= {"label": f"{CPU_LADDER[-1].name}, {size}, {dtype}"}
@@ -107,7 +108,7 @@ def test_all_cores(benchmark: Benchmark, full: bool, dtype: str, size: int) -> N
 @pytest.mark.parametrize("shape", TALL_AND_FLAT, ids=lambda shape: "x".join(map(str, shape)))
 @compared("Tall and flat products, float32: m x n x k")
 def test_tall_and_flat(benchmark: Benchmark, full: bool, shape: tuple[int, int, int], step: Rung) -> None:
-    """Products with one or two short sides, where packing and memory weigh more."""
+    """Products with one or two short sides, where packing and memory traffic weigh more."""
     _beside_blas(benchmark, step, shape, "float32", full, "tall and flat")
     benchmark.extra_info |= {"label": f"{step.name}, {' x '.join(map(str, shape))}"}
 
@@ -115,7 +116,7 @@ def test_tall_and_flat(benchmark: Benchmark, full: bool, shape: tuple[int, int, 
 @pytest.mark.parametrize(("size", "before", "step"), PAIRS, ids=[pair[2].name for pair in PAIRS])
 @compared("Each rung beside the one before it, float32")
 def test_step(benchmark: Benchmark, full: bool, size: int, before: Rung, step: Rung) -> None:
-    """What one idea gains."""
+    """How much one idea gains: each rung in turns with the one before it."""
     a, b = harness.inputs(size, size, size, np.float32, seed=size)
     out, out_before = (empty(size, size, np.float32) for _ in range(2))
     turns(
@@ -156,7 +157,7 @@ def _beside_blas(
 
 
 def _check(step: Rung, c: Array, a: Array, b: Array) -> None:
-    """All of a small product; some rows and columns of a large one, whose reference takes seconds."""
+    """Check all of a small product, or some rows and columns: a large reference takes seconds."""
     if c.size <= 512 * 512:
         harness.assert_product(c, a, b, f"rung {step.name}")
         return
@@ -178,6 +179,6 @@ def _rates(benchmark: Benchmark, shape: tuple[int, int, int], dtype: str, cores:
 
 @functools.cache
 def _peaks() -> roofline.Peaks:
-    """This machine's, and not those of a moment when it was busy."""
+    """This machine's peaks, measured again if it was busy the first time."""
     kept = roofline.measure()
     return roofline.measure(fresh=True) if kept.busy else kept

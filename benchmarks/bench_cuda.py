@@ -5,9 +5,9 @@
     minidist bench cuda -k "s9_tensor_core and 4096"  as pytest's -k selects
     python -m minidist bench cuda --full --json --out results.json
 
-Times are the GPU's own, from device events, on random operands that it does not find in its L2 cache. In
-float32 torch multiplies without TF32, beside rung 9, which rounds to TF32, with it. Sizes stop where a rung
-would take too long for one product, at the rate that it has just shown.
+Times are the GPU's own, from device events, on random operands that are not in its L2 cache. torch multiplies
+float32 without TF32, except next to rung 9, which rounds to TF32. A rung's sizes end where one product would
+take too long at the rate that the rung has just shown.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ GROUPS = {
     "float64": "CUDA ladder, float64",
 }
 LARGEST_FLOAT64 = 4096
-# Seconds, of a quick run and of a full one: that one product may take, and that a comparison goes on.
+# Seconds, in a quick run and in a full one: what one product may take, and how long a comparison goes on.
 LONGEST = {False: 0.4, True: 2.5}
 BUDGET = {False: 0.5, True: 3.0}
 LAUNCH_ROUNDS = {False: 30, True: 100}
 LAUNCH_GOAL = 15e-6  # seconds of Python for a launch, beyond those of torch.matmul
-rates: dict[tuple[str, str], float] = {}  # FLOP/s of a rung in a kind of arithmetic, as seen last
+rates: dict[tuple[str, str], float] = {}  # FLOP/s of each rung in each kind of arithmetic, as last measured
 
 
 def kinds(step: CudaRung) -> list[str]:
-    """The arithmetic that a rung does: its dtypes, where float32 may be rounded to TF32."""
+    """The kinds of arithmetic that a rung does: its dtypes, and "tf32" where it rounds float32 to TF32."""
     return ["tf32" if step.tf32 and dtype == "float32" else dtype for dtype in step.dtypes]
 
 
@@ -71,7 +71,7 @@ def _cases() -> list[ParameterSet]:
 
 
 def _main_kinds(step: CudaRung) -> list[str]:
-    """One kind of each rung, and TF32 too."""
+    """One kind of arithmetic for each rung, and also TF32."""
     return [kind for kind in ("float32", "tf32", "bfloat16") if kind in kinds(step)]
 
 
@@ -83,7 +83,7 @@ def gpu() -> Gpu:
 
 @pytest.fixture(autouse=True)
 def gpu_answers(request: pytest.FixtureRequest, gpu: Gpu) -> Iterator[None]:
-    """Stop the run where a kernel has broken the GPU's context: nothing works in this process any more."""
+    """Stop the run after a kernel has broken the GPU's context: nothing works in this process any more."""
     yield
     try:
         gpu.wait()
@@ -126,7 +126,7 @@ def test_transposed(
 @pytest.mark.parametrize("step", LADDER, ids=lambda step: step.name)
 @compared("Launching a rung from Python")
 def test_launch(benchmark: Benchmark, full: bool, gpu: Gpu, step: CudaRung) -> None:
-    """Python's time for the call of a product that the GPU has done sooner, without waiting for it."""
+    """Python's time to launch a product so small that the GPU is done first; nothing waits for the result."""
     import torch
 
     _refuse(gpu, step)
@@ -157,7 +157,7 @@ def test_launch(benchmark: Benchmark, full: bool, gpu: Gpu, step: CudaRung) -> N
 def _beside_torch(
     benchmark: Benchmark, full: bool, gpu: Gpu, step: CudaRung, kind: str, size: int, order: str
 ) -> None:
-    """Check a rung's square product, time it in turn with torch's, and enter what that came to."""
+    """Check a rung's square product, time it in turns with torch's, and record the figures."""
     _refuse(gpu, step)
     expected = _expected_seconds(gpu, step, kind, size)
     if expected > LONGEST[full]:
@@ -183,7 +183,7 @@ def _beside_torch(
         peer()
         gpu.wait()
         seconds = cuda_timing.time_in_turns(gpu, ours, peer, BUDGET[full])
-        # Again, now that launches have followed each other closely.
+        # Check again after launches that followed each other closely.
         ours()
         worst = max(worst, _check(step, kind, operands))
     record(benchmark, *seconds, "torch.matmul")
@@ -205,7 +205,7 @@ def _check(step: CudaRung, kind: str, operands: Operands) -> float:
 
 
 def _enter(benchmark: Benchmark, gpu: Gpu, step: CudaRung, kind: str, size: int) -> None:
-    """Enter what the times mean: FLOP/s, the share of torch's rate, and of the GPU's peak."""
+    """Record what the times mean: FLOP/s, the share of torch's rate, and of the GPU's peak."""
     extra, work = benchmark.extra_info, harness.flops(size, size, size)
     rate = work / benchmark.stats.stats.median
     rates[step.name, kind] = rate
@@ -227,7 +227,7 @@ def _enter(benchmark: Benchmark, gpu: Gpu, step: CudaRung, kind: str, size: int)
 
 
 def _expected_seconds(gpu: Gpu, step: CudaRung, kind: str, size: int) -> float:
-    """About what a product will take, at the rate seen last, or else at that of a small one; 0 for those."""
+    """Seconds that a product will take, at the rate last seen or a small product's; 0 for small ones."""
     probed = cuda_timing.SIZES[:2][-1]
     if (step.name, kind) not in rates:
         if size <= probed:

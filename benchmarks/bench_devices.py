@@ -1,7 +1,8 @@
-"""The same training on the CPU and on a GPU, in turn: where a GPU pays, and where its launches cost more.
+"""The same training on the CPU and on a GPU, in turns: where a GPU pays, and where its launches cost more.
 
 One process trains with our engine on all of the CPU's cores, and on the GPU in float32, with TF32 products,
-and in bfloat16. An MLP's step is short, and on a GPU mostly launches; a GPT's products are what it is for.
+and in bfloat16. An MLP's step is short, and on a GPU it is mostly launches; a GPT's large products suit a
+GPU.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ WORKS = {
 
 @dataclass(frozen=True)
 class Way:
-    """How the GPU computes."""
+    """How the GPU computes: its dtype, and whether products may use TF32."""
 
     layout: str
     tf32: bool = False
@@ -55,7 +56,7 @@ WAYS = {
 
 
 class Trained:
-    """A training on a device: its engine, its batches there, and what it saw."""
+    """A training on one device: its engine, its batches there, and its losses."""
 
     def __init__(self, work: Work, device: str, way: Way) -> None:
         self.way, self.device = way, device
@@ -64,7 +65,7 @@ class Trained:
         self.losses: list[float] = []
 
     def __call__(self) -> None:
-        """A step; the loss that it returns comes from the GPU, which has then done all."""
+        """One step. It returns the loss, so the GPU has finished when it returns."""
         with _tf32(self.way.tf32):
             batch = self.batches[len(self.losses) % len(self.batches)]
             self.losses.append(self.engine.step(*batch))

@@ -1,8 +1,8 @@
 """A training step of ZeRO stage 3, where parameters, gradients and optimizer state are sharded, on two ranks.
 
-The peer is torch's own, `torch.distributed.fsdp.fully_shard` over gloo, on the same units: a GPT's blocks,
-and the rest. Both train in the same ranks, in turn. Offload to disk shows what it costs to have the shards
-and the optimizer's state in mapped files: on the second line the same step without.
+The peer is `torch.distributed.fsdp.fully_shard` over gloo, on the same units: each block of a GPT, and the
+rest. Both train in the same ranks, in turns. The row with offload shows what it costs to keep the shards and
+the optimizer's state in mapped files; the row below it is the same step without offload.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ FORMS: dict[str, dict[str, Any]] = {
     "offload to disk": {"offload": True},
 }
 GOAL = 0.85
-"""Of the ratio to torch's fully_shard."""
+"""Goals for the ratio to torch's fully_shard."""
 
 
 def time_sharded(case: Case, rounds: int) -> dict[str, Timed]:
-    """What a rank does: train in turn in every form and with torch's fully_shard."""
+    """What a rank does: train in turns in every form and with torch's fully_shard."""
     batches = case.batches(rounds + 2)  # one more for time_in_turns to warm up, and one for the ledger
     with tempfile.TemporaryDirectory() as directory:
         return _time(case, batches, rounds, directory)
@@ -77,7 +77,7 @@ def sharded_timed(full: bool, worlds: Worlds) -> Callable[[int], list[dict[str, 
 
 
 def _enter(benchmark: Benchmark, timed: list[Timed], form: str, rows: int) -> None:
-    # Both trained the same model on the same rows, or the comparison means nothing.
+    # The comparison means nothing unless both trained the same model on the same rows.
     for rank in timed:
         np.testing.assert_allclose(rank.our_losses[:3], rank.peer_losses[:3], rtol=1e-3)
     ours = [max(step) for step in zip(*(rank.ours for rank in timed), strict=True)]
@@ -102,5 +102,5 @@ def test_sharded(benchmark: Benchmark, sharded_timed: Any, form: str) -> None:
 @pytest.mark.full_only
 @pytest.mark.parametrize("form", FORMS)
 def test_sharded_with_more_arithmetic(benchmark: Benchmark, sharded_timed: Any, form: str) -> None:
-    """The same bytes beside eight times the arithmetic."""
+    """The same bytes with eight times the arithmetic."""
     _enter(benchmark, [rank[form] for rank in sharded_timed(8)], form, 8)

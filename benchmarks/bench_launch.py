@@ -1,4 +1,4 @@
-"""Starting ranks and calling them, beside what anybody pays who uses torch at all: one `import torch`.
+"""Starting ranks and calling them, in turns with what every user of torch pays: one `import torch`.
 
 The limits are this project's own goals: a no-op on 4 warm ranks in 10 ms, 4 cold ranks in 1.5 times an
 import of torch, and `import minidist` in 60 ms after it.
@@ -18,7 +18,7 @@ from minidist.benchmarks.harness.turns import Benchmark, compared, measure_turns
 GROUP = "Starting ranks and calling them"
 RANKS = 4
 
-# Each prints the seconds that it measured itself.
+# Each program prints the seconds that it measured itself.
 IMPORT_TORCH = "import torch; print(0.0)"
 LAUNCH = f"""
 import time
@@ -39,7 +39,7 @@ ALL_NAMES = "for name in md.__all__: getattr(md, name)"
 
 
 def fresh_process(program: str) -> tuple[float, float]:
-    """Run a program in a fresh Python; return the seconds that it took, and those that it printed."""
+    """Run a program in a fresh Python; return the seconds it took and the seconds it printed."""
     start = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     whole = time.perf_counter() - start
@@ -62,7 +62,7 @@ def test_warm_no_op(benchmark: Benchmark) -> None:
 
 @pytest.fixture(scope="module")
 def cold(full: bool) -> dict[str, list[float]]:
-    """Scripts that launch cold ranks, in turn with processes that import torch; seconds."""
+    """Seconds of scripts that launch cold ranks, in turns with processes that import torch."""
     scripts: list[tuple[float, float]] = []
 
     def script() -> float:
@@ -76,7 +76,7 @@ def cold(full: bool) -> dict[str, list[float]]:
 
 @compared(GROUP)
 def test_cold_script(benchmark: Benchmark, cold: dict[str, list[float]]) -> None:
-    """A whole script, from the shell's view: Python starts, ranks start, work, and are gone."""
+    """A whole script as the shell sees it: Python starts, ranks start, work and end."""
     record(benchmark, cold["script"], cold["torch"], "import torch")
     benchmark.extra_info |= {
         "label": f"script, {RANKS} cold ranks",
@@ -86,7 +86,7 @@ def test_cold_script(benchmark: Benchmark, cold: dict[str, list[float]]) -> None
 
 @compared(GROUP)
 def test_cold_launch(benchmark: Benchmark, cold: dict[str, list[float]]) -> None:
-    """The first `launch` of a process that runs already."""
+    """The first `launch` in a process that is already running."""
     record(benchmark, cold["launch"], cold["torch"], "import torch")
     benchmark.extra_info |= {
         "label": f"md.launch, {RANKS} cold ranks",
@@ -97,7 +97,7 @@ def test_cold_launch(benchmark: Benchmark, cold: dict[str, list[float]]) -> None
 @compared(GROUP)
 @pytest.mark.parametrize("names", ["", ALL_NAMES], ids=["package", "all-names"])
 def test_import(benchmark: Benchmark, full: bool, names: str) -> None:
-    """What `import minidist`, and then the use of each of its names, takes in a process that has torch."""
+    """Seconds of `import minidist`, and of the first use of all its names, in a process that has torch."""
     program = IMPORT_MINIDIST.format(names=names)
     runs = [fresh_process(program) for _ in range(1 + (15 if full else 3))][1:]
     record(benchmark, [inside for _, inside in runs])

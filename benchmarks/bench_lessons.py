@@ -1,8 +1,8 @@
-"""What the lessons' own solutions cost, as the lessons' checks count it, beside par.
+"""What the lessons' own solutions cost, as the lessons' checks count it, against par.
 
 A check counts what an answer costs: bytes that a rank sends, transactions of a warp, multiplications. Par is
-what a good answer takes, so a solution above it, or a check that counts wrongly, shows here. Where a check
-counts several things, the one that is furthest from par is the row's. The time is that of the whole check.
+the cost of a good answer, so a solution above par, or a check that counts wrongly, shows here. Where a check
+counts several things, the row has the one furthest from par. The time is that of the whole check.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from minidist.cli import lessons
 
 GROUP = "Lessons: what the solutions cost against par"
 COUNTING = {"Score", "Tally"}
-"""Names of `checks.verdicts`: a check that uses one counts."""
+"""Names from `checks.verdicts`: a check that uses one of them counts a cost."""
 SEED = 0
-"""Of a check's inputs: the same in each run, so that costs compare."""
+"""The seed of a check's inputs: the same in each run, so that costs can be compared."""
 
 try:
     FOLDER = lessons.folder()
@@ -33,7 +33,7 @@ except ValueError as error:
 
 
 def counted(checks: str, names: tuple[str, ...]) -> list[str]:
-    """Of a lesson's exercises those whose check counts, by the text of the module of its checks."""
+    """The exercises of a lesson whose check counts a cost, found in the text of its module of checks."""
     used: dict[str, set[str]] = {}
     for node in ast.parse(checks).body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
@@ -50,7 +50,7 @@ def counted(checks: str, names: tuple[str, ...]) -> list[str]:
 
 
 def exercises(folder: Path) -> list[tuple[str, str]]:
-    """The stems of all lessons and their exercises that count."""
+    """The stems of all lessons, with their exercises that count a cost."""
     found = []
     for source, lesson in zip(sorted(folder.glob("[0-9][0-9]_*.py")), lessons.lessons(folder), strict=True):
         checks = (folder / "checks" / f"{source.stem[3:]}.py").read_text(encoding="utf-8")
@@ -60,7 +60,7 @@ def exercises(folder: Path) -> list[tuple[str, str]]:
 
 @pytest.fixture(scope="module")
 def checks() -> Iterator[None]:
-    """The lessons' folder is where `checks` and `solutions` are found, and their ranks end with the suite."""
+    """Put the lessons' folder on the path, for `checks` and `solutions`; end their ranks with the suite."""
     sys.path.insert(0, str(FOLDER))
     yield
     ranks = sys.modules.get("checks.ranks")
@@ -75,13 +75,13 @@ def test_solution(benchmark: Benchmark, checks: None, stem: str, name: str) -> N
     """The check's verdict on the lesson's own answer."""
     try:
         lesson: Any = importlib.import_module(f"checks.{stem[3:]}").lesson
-    except ImportError as error:  # a lesson of a package that is not here says so
+    except ImportError as error:  # a lesson that needs a missing package says so
         pytest.skip(str(error))
     start = time.perf_counter()
     try:
         verdict = lesson.judge(name, lesson.solution(name), SEED)
     except importlib.import_module("checks.verdicts").Interrupted:
-        raise KeyboardInterrupt from None  # it ends the run, and not this check alone
+        raise KeyboardInterrupt from None  # Ctrl-C ends the whole run
     seconds = time.perf_counter() - start
     if not verdict.scores:
         pytest.skip(f"the check of {name} counts nothing on this machine")
@@ -90,7 +90,7 @@ def test_solution(benchmark: Benchmark, checks: None, stem: str, name: str) -> N
 
 
 def enter(extra: dict[str, Any], label: str, scores: Any) -> None:
-    """Enter the score that is furthest from par, and all of them beside it."""
+    """Record the score furthest from par, and all scores next to it."""
     worst = max(scores, key=lambda score: score.cost / score.par if score.par else score.cost)
     extra |= {
         "label": f"{label}: {worst.what[0].lower()}{worst.what[1:]}",

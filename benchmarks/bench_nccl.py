@@ -1,7 +1,7 @@
 """Collectives between the GPUs of one machine: ours beside torch.distributed's over NCCL, in turns.
 
-One rank for each GPU. What our door adds to NCCL's own collectives shows where the two are alike; the ring is
-our own, of messages that NCCL carries.
+One rank for each GPU. Where both run NCCL's collective, the difference is what our communication API adds;
+the ring is our own algorithm over NCCL's messages.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LABELS = {
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[md.Cluster]:
-    """A rank for each GPU."""
+    """Warm ranks, one for each GPU."""
     with md.Cluster(GPUS, timeout=300) as cluster:
         yield cluster
 
@@ -42,6 +42,6 @@ def cluster() -> Iterator[md.Cluster]:
 @pytest.mark.parametrize("size", [2**16, 2**20, 2**24, 2**28])
 @pytest.mark.parametrize("variant", LABELS)
 def test_against_nccl(benchmark: Benchmark, full: bool, cluster: md.Cluster, variant: str, size: int) -> None:
-    """The same tensor, written anew before each call."""
+    """The same tensor, rewritten before each call."""
     timed = cluster.run(time_against_torch, variant, size, 15 if full else 7, "cuda")
     enter(benchmark, timed, variant, size, LABELS[variant], "NCCL")

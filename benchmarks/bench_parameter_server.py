@@ -1,10 +1,10 @@
-"""What asynchrony is for: time to 95% accuracy on handwritten digits, where a worker is slow on purpose.
+"""What asynchrony is good for: time to 95% accuracy on digits, also with a worker slowed on purpose.
 
 One server and three workers train an MLP until a worker pulls parameters that classify 95% of the test digits
-rightly. Asynchronous (no bound on staleness) and synchronous (bound 0) train in turn in the same ranks, from
-the same weights, with the same rows for each worker's step. An asynchronous update takes one worker's 32
-rows, a synchronous one all 96, so the first needs more of them: the price of not waiting. Where a worker
-sleeps in each step, the synchronous server waits for it every time.
+correctly. Asynchronous (no bound on staleness) and synchronous (bound 0) training take turns in the same
+ranks, from the same weights, with the same rows for each worker's step. An asynchronous update uses one
+worker's 32 rows and a synchronous one all 96, so asynchrony needs more updates: that is the price of not
+waiting. When a worker sleeps in each step, the synchronous server waits for it every time.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ MOST_STEPS = 2000
 class Run:
     """One training as all ranks saw it."""
 
-    seconds: float  # from the start until the first worker saw the accuracy
-    updates: int  # that the server had made by then
-    staleness: dict[int, int]  # pushes by their staleness
+    seconds: float  # seconds from the start until the first worker saw the accuracy
+    updates: int  # updates that the server had made by then
+    staleness: dict[int, int]  # number of pushes for each staleness
 
     @property
     def mean_staleness(self) -> float:
@@ -48,7 +48,7 @@ class Run:
 
 
 def train(max_staleness: int | None, pause: float, seed: int) -> tuple[float, int, dict[int, int]]:
-    """What a rank does; a worker's seconds until it saw the accuracy and its updates, or the histogram."""
+    """What a rank does. A worker returns seconds to the accuracy and updates, a server the histogram."""
     data = dataset("digits")
     model = MLP((64, 128, 10), seed=seed)
     server = md.ParameterServer(model, partial(torch.optim.SGD, lr=0.2), max_staleness=max_staleness)
@@ -94,7 +94,7 @@ def cluster() -> Iterator[md.Cluster]:
 @compared(GROUP)
 @pytest.mark.parametrize("pause", [0.0, 0.01], ids=["alike", "one-slow"])
 def test_asynchronous(benchmark: Benchmark, cluster: md.Cluster, full: bool, pause: float) -> None:
-    """Each push an update by itself, beside one update for every three."""
+    """One update for each push, in turns with one update for every three."""
     runs: dict[int | None, list[Run]] = {None: [], 0: []}
 
     def once(max_staleness: int | None) -> float:

@@ -1,9 +1,9 @@
-"""A training step through a pipeline of two ranks, beside torch's pipelining; and the bubble as it is.
+"""A training step through a pipeline of two ranks, in turns with torch's pipelining; and the measured bubble.
 
-A byte GPT of 3 M parameters, 8 micro-batches, gloo. GPipe and 1F1B in turn with the same schedules of
-`torch.distributed.pipelining`, zero-bubble beside them. Then how long the ranks wait in a step, beside
-what the simulation says of passes that take as long as these did, and messages as long as one alone: by the
-mean of each kind of pass, as a plan has it, and by each pass's own time, since ranks wait for slow ones, too.
+A byte GPT of 3 M parameters, 8 micro-batches, gloo. GPipe and 1F1B run in turns with the same schedules of
+`torch.distributed.pipelining`, and zero-bubble with them. Then the share of a step in which ranks wait,
+against the simulation's. The simulation takes the time of a message, and either the mean time of each kind of
+pass, as a plan does, or each pass's own time, because ranks also wait for slow passes.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def test_pipeline(benchmark: Benchmark, timed: Any, name: str) -> None:
     ranks = [rank[name] for rank in timed()]
     ours = [max(step) for step in zip(*(rank.ours for rank in ranks), strict=True)]
     extra = benchmark.extra_info
-    if name in PEERS:  # the same training, or the comparison means nothing
+    if name in PEERS:  # the comparison means nothing unless both trained the same
         np.testing.assert_allclose(ranks[0].our_losses[:3], ranks[-1].peer_losses[:3], rtol=1e-3)
         peer = [max(step) for step in zip(*(rank.peer for rank in ranks), strict=True)]
         record(benchmark, ours, peer, f"torch {PEERS[name]}")
@@ -71,7 +71,7 @@ def test_pipeline(benchmark: Benchmark, timed: Any, name: str) -> None:
 @compared(BUBBLE)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_bubble(benchmark: Benchmark, full: bool, worlds: Worlds, name: str) -> None:
-    """How long the ranks wait, all together; and what each rank did when, in the step in the middle."""
+    """The share of time in which ranks wait, and what each rank did when in the median step."""
     message = max(worlds(RANKS).run(message_seconds, CASE))
     ranks = worlds(RANKS).run(passes, CASE, name, 30 if full else 8)
     schedule = schedules.by_name(name, RANKS, CASE.micro_batches, CHUNKS.get(name, 1))

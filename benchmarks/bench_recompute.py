@@ -1,7 +1,7 @@
-"""What recomputing activations costs in time, and spares in memory: a step with it and without, in turn.
+"""What recomputing activations costs in time and saves in memory: a step with it and without, in turns.
 
-A byte GPT of 3 M parameters in one process. Whole layers recomputed cost about another forward pass, and
-spare all activations but the layers' inputs; attention alone costs less and spares less.
+A byte GPT of 3 M parameters in one process. Recomputing whole layers costs about another forward pass, and
+saves all activations but the layers' inputs. Recomputing attention alone costs less and saves less.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Steps = dict[str, tuple[list[float], list[float], int]]
 
 @cache
 def measured(rows: int, rounds: int) -> Steps:
-    """For each way, and "" for none: seconds, losses, and the peak of its activations in bytes."""
+    """For each choice of layers, and "" for none: seconds, losses, and the peak of activations in bytes."""
     case, engines, losses = Case("byte-small", rows=rows), {}, {}
     batches = case.batches(rounds + 1)
     for name in (*PARTS, ""):
@@ -44,7 +44,7 @@ def measured(rows: int, rounds: int) -> Steps:
 @compared(GROUP.format("8 rows"))
 @pytest.mark.parametrize("part", PARTS)
 def test_recompute(benchmark: Benchmark, full: bool, part: str) -> None:
-    """The same step, to rounding, in less memory."""
+    """The same step up to rounding, in less memory."""
     steps = measured(8, 20 if full else 6)
     ours, losses, activations = steps[part]
     peer, expected, without = steps[""]

@@ -1,8 +1,8 @@
-"""Strong and weak scaling over ranks, with one thread a rank: what a step takes on n ranks beside one.
+"""Strong and weak scaling, with one thread a rank: the time of a step on n ranks against one.
 
 Strong: the same 8 rows on more ranks; ideal is 1/n of the time. Weak: 4 rows for each rank; ideal is the same
-time. All sizes take turns with one rank, round by round, and the efficiency is the median over rounds of the
-ideal time over the measured one. A byte GPT of 3 M parameters; where ranks outnumber cores, they share them.
+time. All sizes take turns with one rank, round by round. The efficiency is the ideal time over the measured
+one, the median over rounds. A byte GPT of 3 M parameters; ranks share cores where they outnumber them.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ LAYOUTS = {
     "tensor parallel": "tp={}",
     "pipeline": "pp={},micro_batches=4",
 }
-"""Of the series, by their number of ranks."""
+"""The layouts of each series, by the number of ranks."""
 MOST = {"tensor parallel": 4, "pipeline": 4}
-"""Ranks that the model can be cut over: it has four heads, and six layers."""
+"""Numbers of ranks that can share the model: it has four heads and six layers."""
 CORES = available_cores()
 Measure = Callable[[str], Measured]
 
 
 def sizes(series: str) -> list[int]:
-    """Numbers of ranks: to four anywhere, and on to all cores."""
+    """Numbers of ranks: up to four on any machine, then up to all cores."""
     found = [1, 2, 4]
     while 2 * found[-1] <= min(CORES, ROWS):
         found.append(2 * found[-1])
@@ -46,12 +46,12 @@ def sizes(series: str) -> list[int]:
 
 
 def rows_of(kind: str, ranks: int) -> int:
-    """Of a global batch."""
+    """Rows of a global batch."""
     return ROWS if kind == "strong" else ROWS_A_RANK * ranks
 
 
 def quick(kind: str, ranks: int) -> bool:
-    """Whether a quick run has it: weak scaling over more ranks than cores takes long, and says little."""
+    """Whether a quick run includes it: weak scaling over more ranks than cores takes long and says little."""
     return kind == "strong" or ranks <= max(2, CORES)
 
 
@@ -133,5 +133,5 @@ def test_strong(benchmark: Benchmark, scaling: Any, series: str, ranks: int) -> 
 @compared(TITLES["weak"])
 @pytest.mark.parametrize(("series", "ranks"), _cases("weak"))
 def test_weak(benchmark: Benchmark, scaling: Any, series: str, ranks: int) -> None:
-    """As much more work."""
+    """More ranks with proportionally more work."""
     _enter(benchmark, scaling("weak"), "weak", series, ranks)

@@ -1,8 +1,8 @@
 """What a slow link between two hosts does to data parallelism, local SGD, compression, ZeRO and hybrids.
 
-Two hosts of two ranks, made of the kernel's namespaces on one machine; the link between them as fast as it
-goes, and at 1 Gbit/s with 5 ms each way, in turns. Beside each is the time that the model of cost predicts: a
-step without communication, then its calls one after the other.
+Two hosts of two ranks each are made from the kernel's namespaces on one machine. The link between them runs
+at full speed and at 1 Gbit/s with 5 ms each way, in turns. Each row also has the time that the cost model
+predicts: a step without communication, followed by its calls one after the other.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from minidist.benchmarks.harness.two_hosts import TwoHosts, why_not
 
 GROUP = "A slow link: a byte GPT of 3 M parameters on 2 hosts of 2 ranks, 1 row of 128 a rank; {}"
 RANKS = 2
-"""Of each host."""
+"""Ranks of each host."""
 ROUNDS = 7
 LIMIT = 540.0
-"""Seconds that all of it may take."""
+"""Seconds that the whole suite may take."""
 LAYOUTS = {"ZeRO-1": "dp=4,zero=1", "ZeRO-3": "dp=4,zero=3", INSIDE: "dp=2,tp=2"}
 MEASURED = [name for name in FORMS if name not in (PEER, ALONE)]
 
@@ -54,7 +54,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.full_only
 @pytest.mark.parametrize("form", MEASURED)
 def test_slow(benchmark: Benchmark, measured: Any, form: str) -> None:
-    """The link that counts."""
+    """The slow link."""
     _enter(benchmark, measured, form, SLOW)
     computing = statistics.median(measured["seconds"][SLOW][ALONE])
     benchmark.extra_info["predicted"] = computing + measured["found"][form]["predicted"]
@@ -64,7 +64,7 @@ def test_slow(benchmark: Benchmark, measured: Any, form: str) -> None:
 @pytest.mark.full_only
 @pytest.mark.parametrize("form", MEASURED)
 def test_fast(benchmark: Benchmark, measured: Any, form: str) -> None:
-    """The same, to compare with."""
+    """The fast link, for comparison."""
     _enter(benchmark, measured, form, FAST)
 
 

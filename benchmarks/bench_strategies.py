@@ -1,10 +1,9 @@
-"""Every strategy on one model, beside plain training in one process and beside peers: time, bytes, memory.
+"""Every strategy on one model, in turns with plain training in one process and with peers.
 
-All train the same model on the same global batches, in turn: our strategy, the loop of another library that
-does the same work, and plain torch in one process with all of the machine's cores, over which all times of a
-table are given too. The losses of the first steps have to agree. A byte GPT of 3 M parameters takes 8 rows of
-128 a step, an MLP 256 digits; memory is that of the fullest rank. Where ranks outnumber cores they share
-them.
+All train the same model on the same global batches, in turns: our strategy, the loop of another library that
+does the same work, and plain torch in one process on all cores. All times of a table are also given over
+plain torch's. The losses of the first steps have to agree. A byte GPT of 3 M parameters takes 8 rows of 128 a
+step, an MLP 256 digits. Memory is that of the fullest rank. Ranks share cores where they outnumber them.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ TITLES = {
     MLP: "Strategies: an MLP of 0.6 M parameters on handwritten digits, 256 rows",
 }
 ROUNDS = {GPT: (5, 20), MLP: (9, 40)}
-"""Of a quick run and of a full one."""
+"""Rounds of a quick run and of a full one."""
 Families = Callable[[Work, str], Measured]
 
 
 @pytest.fixture(scope="module")
 def families(full: bool, worlds: Worlds) -> Families:
-    """Each family in turns, once for each model; one that failed fails again."""
+    """Each family in turns, once for each model; a family that failed fails again."""
     found: dict[tuple[Work, str], Measured | Exception] = {}
 
     def get(work: Work, family: str) -> Measured:
@@ -43,7 +42,7 @@ def families(full: bool, worlds: Worlds) -> Families:
                 if pair.row.family == family and (full or not pair.row.full_only)
             ]
             try:
-                # Other packages change what torch does in their processes: they get ranks of their own.
+                # Other packages change what torch does in their process, so they get ranks of their own.
                 with warm_worlds() if family in OUTSIDE else nullcontext(worlds) as ranks:
                     found[work, family] = measure(ranks, work, members, ROUNDS[work][full])
             except Exception as error:
@@ -83,6 +82,6 @@ def test_gpt(benchmark: Benchmark, families: Any, pair: Pair) -> None:
 @pytest.mark.full_only
 @pytest.mark.parametrize("pair", _lines(MLP))
 def test_mlp(benchmark: Benchmark, families: Any, pair: Pair) -> None:
-    """The same where a step is short, and what surrounds its arithmetic counts."""
+    """The same for a short step, where everything around the arithmetic counts."""
     pytest.importorskip("sklearn", reason="the digits come with scikit-learn: pip install 'minidist[bench]'")
     _enter(benchmark, families, MLP, pair)

@@ -1,8 +1,8 @@
-"""A training step whose matrices two ranks share, beside torch's `parallelize_module`.
+"""A training step whose matrices two ranks share, in turns with torch's `parallelize_module`.
 
-A byte GPT of 3 M parameters; both ranks have the same rows. At 1 row the messages and what surrounds them
-count, at 8 rows arithmetic does. The peer is the faster of two forms of torch's, see harness/tensor_steps.py.
-All train the same model on the same rows, in the same ranks, in turn.
+A byte GPT of 3 M parameters; both ranks have the same rows. At 1 row the messages dominate, at 8 rows the
+arithmetic. The peer is the faster of two forms of torch's (harness/tensor_steps.py). All train the same model
+on the same rows, in the same ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from minidist.benchmarks.harness.turns import Benchmark, compared, record
 
 GROUP = "Tensor parallel: a byte GPT of 3 M parameters on 2 ranks, {} of 128"
 GOALS = {1: 0.50, 8: 0.70}
-"""Of the ratio to torch's step, by rows."""
+"""Goals for the ratio to torch's step, by rows."""
 Measure = Callable[[int], list[Timed]]
 
 
@@ -38,7 +38,7 @@ def timed(full: bool, worlds: Worlds) -> Measure:
 
 def _enter(benchmark: Benchmark, measure: Measure, rows: int, name: str) -> None:
     ranks = measure(rows)
-    for peer in PEERS:  # the same training, or the comparison means nothing
+    for peer in PEERS:  # the comparison means nothing unless both trained the same
         np.testing.assert_allclose(ranks[0].losses[name][:3], ranks[0].losses[peer][:3], rtol=1e-3)
     seconds = {
         of: [max(step) for step in zip(*(rank.seconds[of] for rank in ranks), strict=True)]
@@ -57,7 +57,7 @@ def _enter(benchmark: Benchmark, measure: Measure, rows: int, name: str) -> None
 @compared(GROUP.format("1 row"))
 @pytest.mark.parametrize("name", OURS)
 def test_tensor_parallel(benchmark: Benchmark, timed: Any, name: str) -> None:
-    """Little arithmetic beside 18 messages of 128 KB."""
+    """Little arithmetic and 18 messages of 128 KB."""
     _enter(benchmark, timed, 1, name)
 
 
@@ -65,5 +65,5 @@ def test_tensor_parallel(benchmark: Benchmark, timed: Any, name: str) -> None:
 @pytest.mark.full_only
 @pytest.mark.parametrize("name", OURS)
 def test_tensor_parallel_with_more_arithmetic(benchmark: Benchmark, timed: Any, name: str) -> None:
-    """As many messages, of 1 MB, beside eight times the arithmetic."""
+    """As many messages, of 1 MB, and eight times the arithmetic."""
     _enter(benchmark, timed, 8, name)

@@ -1,9 +1,8 @@
-"""A training step of real models on one process and on several, each beside the loop that torch's users
-write.
+"""A training step of real models on one process and on several, in turns with a plain torch loop.
 
 The global batch is the same for any number of ranks, so more ranks do the same work. On one rank the peer is
-plain torch, on several it is torch's DistributedDataParallel over gloo; both train in the same ranks, in
-turn. Data parallelism is also measured in each of its forms.
+plain torch; on several it is torch's DistributedDataParallel over gloo. Both train in the same ranks, in
+turns. Data parallelism is also measured in each of its forms.
 """
 
 from __future__ import annotations
@@ -37,17 +36,17 @@ FORMS: dict[str, dict[str, Any]] = {
     "PowerSGD, rank 4": {"compression": "powersgd"},
 }
 GOALS = {(1, "overlap"): 0.83, (8, "overlap"): 1.00, (1, "overlap, sockets"): 1.03}
-"""Of the ratio to torch's DDP, by rows a rank and form."""
+"""Goals for the ratio to torch's DDP, by rows a rank and form."""
 
 
 def _enter(benchmark: Benchmark, timed: Sequence[Timed], label: str, rows: int, exact: bool = True) -> None:
-    """Enter what the ranks measured; `rows` are those of a global batch."""
+    """Record what the ranks measured; `rows` are those of a global batch."""
     ranks = len(timed)
-    if exact:  # both trained the same model on the same rows, or the comparison means nothing
+    if exact:  # the comparison means nothing unless both trained the same model on the same rows
         np.testing.assert_allclose(
             timed[0].our_losses[:3], np.mean([rank.peer_losses[:3] for rank in timed], axis=0), rtol=1e-3
         )
-    # A step has ended when the slowest rank has.
+    # A step ends when the slowest rank has finished.
     ours = [max(step) for step in zip(*(rank.ours for rank in timed), strict=True)]
     peer = [max(step) for step in zip(*(rank.peer for rank in timed), strict=True)]
     record(benchmark, ours, peer, "torch DDP" if ranks > 1 else "plain torch")
@@ -94,14 +93,14 @@ def test_forms(benchmark: Benchmark, forms_timed: Any, form: str) -> None:
 @pytest.mark.full_only
 @pytest.mark.parametrize("form", FORMS)
 def test_forms_with_more_arithmetic(benchmark: Benchmark, forms_timed: Any, form: str) -> None:
-    """The same gradients beside eight times the arithmetic."""
+    """The same gradients with eight times the arithmetic."""
     _form(benchmark, forms_timed, 8, form)
 
 
 @compared(MLP)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_mlp(benchmark: Benchmark, worlds: Worlds, full: bool, ranks: int) -> None:
-    """A model whose step is short: what a step costs beside its arithmetic shows here."""
+    """A model with a short step: here the costs around the arithmetic show."""
     pytest.importorskip("sklearn", reason="the digits come with scikit-learn: pip install 'minidist[bench]'")
     _train(benchmark, worlds, Case("mlp", rows=256), ranks, rounds=300 if full else 60)
 
@@ -117,5 +116,5 @@ def test_byte_gpt_tiny(benchmark: Benchmark, worlds: Worlds, full: bool, ranks: 
 @pytest.mark.full_only
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_byte_gpt_small(benchmark: Benchmark, worlds: Worlds, ranks: int) -> None:
-    """Arithmetic and communication of the same order, on two cores."""
+    """On two cores, arithmetic and communication take about the same time."""
     _train(benchmark, worlds, Case("byte-small", rows=16), ranks, rounds=20)

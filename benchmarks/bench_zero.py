@@ -1,7 +1,7 @@
-"""A training step with ZeRO's stages, each beside the loop that torch's users write for it.
+"""A training step with each of ZeRO's stages, in turns with the loop that torch's users write for it.
 
-A byte GPT of 3 M parameters on two ranks: at 1 row a rank communication and the optimizer count, at 8 rows
-arithmetic does. All train the same model on the same rows, in the same ranks, in turn.
+A byte GPT of 3 M parameters on two ranks. At 1 row a rank, communication and the optimizer dominate; at 8
+rows, arithmetic. All train the same model on the same rows, in the same ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from minidist.benchmarks.harness.turns import Benchmark, compared, record
 
 GROUP = "ZeRO: a byte GPT of 3 M parameters on 2 ranks, {} of 128 a rank"
 GOALS = {(1, "stage 1"): 0.80, (8, "stage 1"): 1.00, (1, "stage 2"): 0.90, (8, "stage 2"): 0.90}
-"""Of the ratio to torch's loop, by rows a rank and stage."""
+"""Goals for the ratio to torch's loop, by rows a rank and stage."""
 Measure = Callable[[int], list[dict[str, Timed]]]
 
 
@@ -38,7 +38,7 @@ def timed(full: bool, worlds: Worlds) -> Measure:
 
 def _enter(benchmark: Benchmark, measure: Measure, rows: int, name: str) -> None:
     ranks = [rank[name] for rank in measure(rows)]
-    np.testing.assert_allclose(  # the same training, or the comparison means nothing
+    np.testing.assert_allclose(  # the comparison means nothing unless both trained the same
         ranks[0].our_losses[:3], np.mean([rank.peer_losses[:3] for rank in ranks], axis=0), rtol=1e-3
     )
     ours, peer = (
@@ -56,7 +56,7 @@ def _enter(benchmark: Benchmark, measure: Measure, rows: int, name: str) -> None
 @compared(GROUP.format("1 row"))
 @pytest.mark.parametrize("name", ENTRIES)
 def test_zero(benchmark: Benchmark, timed: Any, name: str) -> None:
-    """Little arithmetic beside 13 MB of gradients and as much of parameters."""
+    """Little arithmetic, with 13 MB of gradients and as many of parameters."""
     _enter(benchmark, timed, 1, name)
 
 
@@ -64,5 +64,5 @@ def test_zero(benchmark: Benchmark, timed: Any, name: str) -> None:
 @pytest.mark.full_only
 @pytest.mark.parametrize("name", ENTRIES)
 def test_zero_with_more_arithmetic(benchmark: Benchmark, timed: Any, name: str) -> None:
-    """The same messages beside eight times the arithmetic."""
+    """The same messages with eight times the arithmetic."""
     _enter(benchmark, timed, 8, name)
