@@ -1,14 +1,5 @@
-"""The systolic array, under the path that lessons and programs import; see `tpu/systolic.py`."""
+"""The import path of the systolic array that lessons and programs use; the code is in `tpu/systolic.py`."""
 
-from .tpu.systolic import (
-    MACHINES as MACHINES,
-)
-from .tpu.systolic import (
-    Product as Product,
-)
-from .tpu.systolic import (
-    SystolicArray as SystolicArray,
-)
-from .tpu.systolic import (
-    compare as compare,
-)
+from .tpu.systolic import MACHINES, Product, SystolicArray, compare
+
+__all__ = ["MACHINES", "Product", "SystolicArray", "compare"]

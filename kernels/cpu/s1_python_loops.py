@@ -15,22 +15,17 @@ import numpy as np
 from ..rung import Array, Rung
 
 
-def loops(a: Array, b: Array, out: Array) -> None:
+def compute(a: Array, b: Array, out: Array) -> None:
     """Fill out (m, n) with a (m, k) times b (k, n)."""
     m, k = a.shape
     n = b.shape[1]
-    for i in range(m):
-        for j in range(n):
-            total = out.dtype.type(0)  # a Python float would sum float32 in double precision
-            for p in range(k):
-                total += a[i, p] * b[p, j]
-            out[i, j] = total
-
-
-def compute(a: Array, b: Array, out: Array) -> None:
-    """Fill out (m, n) with a (m, k) times b (k, n)."""
     with np.errstate(all="ignore"):  # inf - inf and inf * 0 are answers here, as they are in BLAS
-        loops(a, b, out)
+        for i in range(m):
+            for j in range(n):
+                total = out.dtype.type(0)  # a Python float would sum float32 in double precision
+                for p in range(k):
+                    total += a[i, p] * b[p, j]
+                out[i, j] = total
 
 
 RUNG = Rung(

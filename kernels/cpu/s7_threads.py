@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..rung import CACHE_LINE, Array, Rung, empty
-from . import s6_register_tile
 from .support import thread_pool
 from .support.block_sizes import blocks, memory
 from .support.compiling import compiled
@@ -91,6 +90,27 @@ def _take_parts(
         atomic.wait(bell, product + 1, PATIENCE)
 
 
+@compiled("AAAC", uses=("register_tile", "packed_product"), nogil=True, boundscheck=False)
+def _multiply_alone(a: Array, b: Array, out: Array, space: Array, height: int, width: int) -> None:
+    """Rung 6's loops, for a product that is too small for two threads."""
+    m, k = a.shape
+    n = b.shape[1]
+    own = register_tile.pointer(space, 0, 0)
+    packed_b = register_tile.offset(
+        own, register_tile.ROWS * (register_tile.columns(out) + height * register_tile.PITCH)
+    )
+    tiles, depths = -(-m // register_tile.ROWS), -(-k // register_tile.DEPTH)
+    for j0 in range(0, n, width):
+        j1 = min(j0 + width, n)
+        for d in range(depths):
+            p0, p1 = d * k // depths, (d + 1) * k // depths
+            packed_product.pack_panels(b[p0:p1, j0:j1], packed_b)
+            for t0 in range(0, tiles, height):
+                t1 = min(t0 + height, tiles)
+                i0, i1 = t0 * m // tiles, t1 * m // tiles
+                packed_product.multiply(a[i0:i1, p0:p1], packed_b, out[i0:i1, j0:j1], own, t1 - t0, d)
+
+
 def parts(tiles: int, wide: int, threads: int, most: int) -> tuple[int, int]:
     """Return how many parts out is cut into, one below the other and side by side.
 
@@ -115,7 +135,8 @@ def compute(a: Array, b: Array, out: Array) -> None:
     tiles = -(-out.shape[0] // size.rows) * -(-out.shape[1] // size.columns)
     threads = min(thread_pool.threads(), tiles, out.size * a.shape[1] // LEAST_WORK)
     if threads < 2 or panels < 1:
-        s6_register_tile.compute(a, b, out)
+        space = memory("product", out.dtype.char, size.memory + size.depth * size.width)
+        _multiply_alone(a, b, out, space, size.tiles, size.width)
         return
     width = panels * size.columns
     for j in range(0, out.shape[1], width):

@@ -1,20 +1,5 @@
-"""The emulator, under the path that lessons and programs import; see the folder `kernels/emulator`."""
+"""The import path of the emulator that lessons and programs use; the code is in `kernels/emulator`."""
 
-from ..emulator import (
-    EmulatorError as EmulatorError,
-)
-from ..emulator import (
-    Fault as Fault,
-)
-from ..emulator import (
-    Profile as Profile,
-)
-from ..emulator import (
-    launch as launch,
-)
-from ..emulator import (
-    profile as profile,
-)
-from ..emulator import (
-    profiled as profiled,
-)
+from ..emulator import EmulatorError, Fault, Profile, launch, profile, profiled
+
+__all__ = ["EmulatorError", "Fault", "Profile", "launch", "profile", "profiled"]

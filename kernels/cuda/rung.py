@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from ..rung import Array, Rung
+from ..rung import Array, Rung, check_sizes
 from .runtime import gpu_driver, torch_tensors
 from .runtime.device import architecture_on, backend, capability
 from .runtime.gpu_memory import DeviceArray, allocate, download, upload
-from .tiling.matrix import Matrix, element_strides, host_matrix
+from .runtime.matrix import Matrix, element_strides, host_matrix
 
 PITCH = 16  # bytes: what the rows of an uploaded matrix begin on
 _fits: set[tuple[gpu_driver.Gpu, int, str]] = set()  # GPUs and the architectures that they were found to run
@@ -54,24 +54,74 @@ class CudaRung(Rung):
         """
         torch: Any = sys.modules.get("torch")  # whoever has a tensor has imported it
         if torch is not None and (isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor)):
-            return torch_tensors.matmul(self, torch, a, b, out)
+            return self._matmul_tensors(torch, a, b, out)
         return super().matmul(a, b, out)
+
+    def _matmul_tensors(self, torch: Any, a: Any, b: Any, out: Any) -> Any:
+        a = torch_tensors.checked(torch, "a", a, self.name, self.dtypes)
+        b = torch_tensors.checked(torch, "b", b, self.name, self.dtypes)
+        if a.dtype is not b.dtype:
+            raise TypeError(
+                f"a is {a.dtype} and b is {b.dtype}: convert one with .to(), so that both are the same"
+            )
+        if a.device != b.device:
+            raise TypeError(
+                f"a is on {a.device} and b is on {b.device}: move one with .to(), so that both are on one"
+            )
+        check_sizes(a.shape, b.shape)
+        dtype = torch_tensors.dtype_name(a.dtype)
+        if out is None:
+            out = torch.empty((a.shape[0], b.shape[1]), dtype=a.dtype, device=a.device)
+        else:
+            torch_tensors.check_out(torch, a, b, out, self.sums(dtype))
+        if 0 in (a.shape[1], *out.shape):
+            out.zero_()  # an empty sum, or nothing
+            return out
+        if a.device.type == "cpu":
+            x, y, c = (torch_tensors.as_array(torch, tensor) for tensor in (a, b, out))
+            self._fill_arrays(x, y, c, dtype, torch_tensors.dtype_name(out.dtype))
+        elif a.device.type != "cuda":
+            raise ValueError(
+                f"a is on {a.device}, and rung {self.name} runs on cuda: move it with .to('cuda')"
+            )
+        elif backend() == "gpu":
+            with torch_tensors.on_device(torch, a.device.index):
+                self._fill_tensors(torch, a, b, out)
+        else:  # asked for, on a machine with a GPU: main memory is where the emulator works
+            there = torch.empty_like(out, device="cpu")
+            out.copy_(self._matmul_tensors(torch, a.cpu(), b.cpu(), there))
+        return out
+
+    def _fill_tensors(self, torch: Any, a: Any, b: Any, out: Any) -> None:
+        """Fill `out` with the product of tensors in the GPU's memory, none of them empty."""
+        self._check_gpu()
+        c = torch_tensors.device_matrix(out)
+        if c is None:  # strides that kernels don't take
+            fresh = torch.empty(out.shape, dtype=out.dtype, device=out.device)
+            self._fill_tensors(torch, a, b, fresh)
+            out.copy_(fresh)
+            return
+        self.compute(
+            torch_tensors.device_matrix(a) or torch_tensors.device_matrix(a.contiguous()),
+            torch_tensors.device_matrix(b) or torch_tensors.device_matrix(b.contiguous()),
+            c,
+        )
 
     def sums(self, dtype: str) -> str:
         """Return the name of the dtype in which it adds the products of factors of `dtype`."""
         return "float32" if dtype in ("float16", "bfloat16") else dtype
 
     def _fill(self, a: Array, b: Array, out: Array) -> None:
-        self.fill(a, b, out, a.dtype.name, out.dtype.name)
+        self._fill_arrays(a, b, out, a.dtype.name, out.dtype.name)
 
-    def fill(self, a: Array, b: Array, out: Array, dtype: str, out_dtype: str) -> None:
+    def _fill_arrays(self, a: Array, b: Array, out: Array, dtype: str, out_dtype: str) -> None:
         """Fill `out` with the product of arrays in main memory, none of them empty.
 
         `dtype` and `out_dtype` are what their elements are: those of 2 bytes may come as uint16.
         """
         where = backend()
         if where == "gpu":
-            self.check_gpu()
+            self._check_gpu()
             a_there, b_there = uploaded(a, dtype), uploaded(b, dtype)
             c_there = _device_matrix(out.shape, out.itemsize, out_dtype)
             self.compute(a_there, b_there, c_there)
@@ -92,7 +142,7 @@ class CudaRung(Rung):
         if copied:
             out[...] = c.view2d().view(out.dtype)
 
-    def check_gpu(self) -> None:
+    def _check_gpu(self) -> None:
         """Raise RuntimeError where the current GPU can't run this rung; it names both."""
         g = gpu_driver.get()
         device = g.current()

@@ -30,10 +30,11 @@ from __future__ import annotations
 import functools
 
 from .rung import CudaRung
-from .runtime import device
+from .runtime import gpu_driver
 from .runtime.kernel import Kernel
+from .runtime.matrix import Matrix
 from .runtime.tensor_map import TensorMap
-from .tiling.matrix import Matrix, copy_back, packed, scratch
+from .tiling.packing import copy_back, packed, scratch
 
 ROWS = 128  # of a block's tile: 64 for each consumer
 COLUMNS = (256, 128)  # of a tile: the most that one wgmma takes, and for products with few tiles
@@ -63,13 +64,14 @@ def kernel(dtype: str, result: str, a_across: bool, b_across: bool, columns: int
     """
     from numba import cuda, float32, int32, int64, uint32, uint64
 
-    from .instructions import hopper
+    from .instructions import barriers as sync
+    from .instructions import tma, wgmma
     from .instructions.warp import uniform
     from .tiling.tile_order import grouped_tile
     from .tiling.wgmma_store import slab_writer
 
     kind = "bf16" if dtype == "bfloat16" else "f16"
-    multiply, fence, wait = hopper.warp_group_multiply(columns, kind, a_across, b_across)
+    multiply, fence, wait = wgmma.warp_group_multiply(columns, kind, a_across, b_across)
     write_slab, slab_columns = slab_writer(result)
     slots = stages(columns)
     barriers_all = 2 * slots  # full ones, then empty ones
@@ -95,7 +97,7 @@ def kernel(dtype: str, result: str, a_across: bool, b_across: bool, columns: int
         shared = cuda.shared.array(0, uint32, alignment=1024)
         thread = int32(cuda.threadIdx.x)
         warp_group = uniform(thread >> 7)
-        rank = hopper.cluster_rank()
+        rank = sync.cluster_rank()
         tile_rows = int32((m + CLUSTER * ROWS - 1) // (CLUSTER * ROWS))  # a tile of the cluster
         tile_columns = int32((n + columns - 1) // columns)
         tiles = int32(tile_rows * tile_columns)
@@ -105,19 +107,19 @@ def kernel(dtype: str, result: str, a_across: bool, b_across: bool, columns: int
 
         if thread == 0:
             for s in range(slots):
-                hopper.mbarrier_init(barriers, s, 1)
-                hopper.mbarrier_init(barriers, slots + s, readers)
-            hopper.fence_mbarrier_init()
-        hopper.cluster_arrive()
-        hopper.cluster_wait()
+                sync.mbarrier_init(barriers, s, 1)
+                sync.mbarrier_init(barriers, slots + s, readers)
+            sync.fence_mbarrier_init()
+        sync.cluster_arrive()
+        sync.cluster_wait()
 
         # Producer and consumers go through the same tiles, steps and slots; `parity` changes with each turn
         # of the ring. An mbarrier's phase before the first counts as over, and its parity as 1.
         if warp_group == 0:
-            hopper.setmaxnreg_dec(PRODUCER_REGISTERS)
+            wgmma.setmaxnreg_dec(PRODUCER_REGISTERS)
             if thread == 0:
-                hopper.tensor_map_acquire(a)
-                hopper.tensor_map_acquire(b)
+                tma.tensor_map_acquire(a)
+                tma.tensor_map_acquire(b)
                 slot, parity = int32(0), int32(0)
                 for tile in range(first_tile, tiles, clusters):
                     i, j = grouped_tile(tile, tile_rows, tile_columns, GROUP)
@@ -126,34 +128,34 @@ def kernel(dtype: str, result: str, a_across: bool, b_across: bool, columns: int
                     for step in range(steps):
                         p = int32(step * DEPTH)
                         here = int32(slot * slot_words)
-                        hopper.mbarrier_wait(barriers, slots + slot, parity ^ 1)
-                        hopper.mbarrier_expect(barriers, slot, slot_bytes)
+                        sync.mbarrier_wait(barriers, slots + slot, parity ^ 1)
+                        sync.mbarrier_expect(barriers, slot, slot_bytes)
                         for box in range(a_boxes):
                             x, y = (row + box * a_rows, p) if a_across else (p, row)
-                            hopper.tma_load_2d(shared, here + box * box_words, a, x, y, barriers, slot)
+                            tma.tma_load_2d(shared, here + box * box_words, a, x, y, barriers, slot)
                         here = int32(here + a_words + rank * share_words)
                         for box in range(b_boxes):
                             x, y = (column + box * b_rows, p) if b_across else (p, column)
-                            hopper.tma_load_2d_multicast(
+                            tma.tma_load_2d_multicast(
                                 shared, here + box * box_words, b, x, y, barriers, slot, everyone
                             )
                         slot = int32(slot + 1)
                         if slot == slots:
                             slot, parity = int32(0), int32(parity ^ 1)
         else:
-            hopper.setmaxnreg_inc(CONSUMER_REGISTERS)
+            wgmma.setmaxnreg_inc(CONSUMER_REGISTERS)
             sums = cuda.local.array(sums_each, float32)
             consumer = int32(warp_group - 1)
             member = int32(thread & 127)
-            a_first = hopper.descriptor(shared, consumer * box_words, a_leading, 1024)
-            b_first = hopper.descriptor(shared, a_words, b_leading, 1024)
+            a_first = wgmma.descriptor(shared, consumer * box_words, a_leading, 1024)
+            b_first = wgmma.descriptor(shared, a_words, b_leading, 1024)
             out = int32(slots * slot_words + consumer * (BUFFERS * box_words))
             if member == 0:
-                hopper.tensor_map_acquire(c)
+                tma.tensor_map_acquire(c)
             slot, parity, before = int32(0), int32(0), int32(0)
             for tile in range(first_tile, tiles, clusters):
                 for step in range(steps):
-                    hopper.mbarrier_wait(barriers, slot, parity)
+                    sync.mbarrier_wait(barriers, slot, parity)
                     a_here = a_first + int64(slot * slot_step)
                     b_here = b_first + int64(slot * slot_step)
                     fence(sums)
@@ -161,11 +163,11 @@ def kernel(dtype: str, result: str, a_across: bool, b_across: bool, columns: int
                     multiply(sums, a_here + a_step, b_here + b_step, 1)
                     multiply(sums, a_here + 2 * a_step, b_here + 2 * b_step, 1)
                     multiply(sums, a_here + 3 * a_step, b_here + 3 * b_step, 1)
-                    hopper.wgmma_commit()
+                    wgmma.wgmma_commit()
                     wait(sums, BEHIND)
                     # The step before has been multiplied: its slot is empty, for all blocks that write to it.
                     if (BEHIND == 0 or step > 0) and member < CLUSTER:
-                        hopper.mbarrier_arrive_at(barriers, slots + (before if BEHIND else slot), member)
+                        sync.mbarrier_arrive_at(barriers, slots + (before if BEHIND else slot), member)
                     before = slot
                     slot = int32(slot + 1)
                     if slot == slots:
@@ -173,7 +175,7 @@ def kernel(dtype: str, result: str, a_across: bool, b_across: bool, columns: int
                 if BEHIND:
                     wait(sums, 0)
                     if member < CLUSTER:
-                        hopper.mbarrier_arrive_at(barriers, slots + before, member)
+                        sync.mbarrier_arrive_at(barriers, slots + before, member)
 
                 # The sums leave in slabs of 64 lines of 128 bytes, from one buffer after the other.
                 i, j = grouped_tile(tile, tile_rows, tile_columns, GROUP)
@@ -182,19 +184,19 @@ def kernel(dtype: str, result: str, a_across: bool, b_across: bool, columns: int
                     column = int32(j * columns + slab * slab_columns)
                     buffer = int32(out + slab % BUFFERS * box_words)
                     if member == 0:
-                        hopper.tma_store_wait_read(others)
-                    hopper.barrier_sync(1 + consumer, 128)
+                        tma.tma_store_wait_read(others)
+                    sync.barrier_sync(1 + consumer, 128)
                     write_slab(shared, buffer, sums, slab, member)
-                    hopper.fence_proxy_async()
-                    hopper.barrier_sync(1 + consumer, 128)
+                    sync.fence_proxy_async()
+                    sync.barrier_sync(1 + consumer, 128)
                     if member == 0:
-                        hopper.tma_store_2d(c, column, row, shared, buffer)
-                        hopper.tma_store_commit()
+                        tma.tma_store_2d(c, column, row, shared, buffer)
+                        tma.tma_store_commit()
             if member == 0:
-                hopper.tma_store_wait(0)
+                tma.tma_store_wait(0)
         # A block stays while others may still write to its memory, or arrive at its mbarriers.
-        hopper.cluster_arrive()
-        hopper.cluster_wait()
+        sync.cluster_arrive()
+        sync.cluster_wait()
 
     return Kernel(hopper_matmul, threads=THREADS, architecture="sm_90a")
 
@@ -209,7 +211,7 @@ def compute(a: Matrix, b: Matrix, c: Matrix) -> None:
     fits = c.order == "rows" and c.row_stride % multiple == 0 and c.address % 16 == 0
     out = c if fits else scratch(c.rows, c.columns, c.dtype, multiple)
     a_across, b_across = a.order == "columns", b.order == "rows"
-    available = max(1, device.multiprocessors() // CLUSTER)
+    available = max(1, gpu_driver.multiprocessors() // CLUSTER)
 
     def turns(columns: int) -> int:
         return -(-tile_count(c, columns) // available)

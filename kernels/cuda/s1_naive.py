@@ -21,7 +21,7 @@ from numba import cuda, int32, uint32
 
 from .rung import CudaRung
 from .runtime.kernel import Kernel
-from .tiling.matrix import Matrix
+from .runtime.matrix import Matrix
 
 ROWS = 32  # of c, in a block: the threads of a warp
 COLUMNS = 8  # of c, in a block: one for each warp

@@ -28,7 +28,7 @@ from numba import cuda, int32, uint32
 
 from .rung import CudaRung
 from .runtime.kernel import Kernel
-from .tiling.matrix import Matrix
+from .runtime.matrix import Matrix
 
 SIDE = 32  # of the tiles; a block has a thread for each element, and a warp for each row
 TILE = (SIDE, SIDE)

@@ -21,7 +21,7 @@ from numba import cuda, int32, uint32
 
 from .rung import CudaRung
 from .runtime.kernel import Kernel
-from .tiling.matrix import Matrix
+from .runtime.matrix import Matrix
 
 SIDE = 64  # of a block's tile of c
 DEPTH = 8  # steps of p in the tiles of a and b

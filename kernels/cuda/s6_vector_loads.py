@@ -24,10 +24,11 @@ import functools
 
 from numba import cuda, float32, int32, int64
 
-from .instructions.warp import load_128, store_128
+from .instructions.copies import load_128, store_128
 from .rung import CudaRung
 from .runtime.kernel import Kernel
-from .tiling.matrix import Matrix, StorageOrder, packed
+from .runtime.matrix import Matrix, StorageOrder
+from .tiling.packing import packed
 from .tiling.panels import ALIGNMENT, Function, inlined, store_four, stores_vectors
 
 SIDE = 128  # of a block's tile of c

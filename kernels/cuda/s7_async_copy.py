@@ -27,10 +27,10 @@ import functools
 
 from numba import cuda, float32, int32, int64
 
-from .instructions.warp import cp_async_commit, cp_async_wait, load_128
+from .instructions.copies import cp_async_commit, cp_async_wait, load_128
 from .rung import CudaRung
 from .runtime.kernel import Kernel
-from .tiling.matrix import Matrix, StorageOrder
+from .runtime.matrix import Matrix, StorageOrder
 from .tiling.panels import ALIGNMENT, operand, panel, pitch, store_four, stores_vectors
 
 SIDE = 128  # of a block's tile of c

@@ -34,11 +34,11 @@ from dataclasses import dataclass
 
 from numba import cuda, float32, int32, int64
 
-from .instructions.warp import cp_async_commit, cp_async_wait, load_128
+from .instructions.copies import cp_async_commit, cp_async_wait, load_128
 from .rung import CudaRung
-from .runtime import device
+from .runtime import gpu_driver
 from .runtime.kernel import Kernel
-from .tiling.matrix import Matrix, StorageOrder
+from .runtime.matrix import Matrix, StorageOrder
 from .tiling.panels import ALIGNMENT, inlined, operand, panel, pitch, store_four, stores_vectors, unrolled
 from .tiling.tile_order import grouped
 
@@ -195,7 +195,7 @@ def compute(a: Matrix, b: Matrix, c: Matrix) -> None:
 
 def choose(m: int, n: int) -> Tile:
     """Return the tile with which the multiprocessor that gets most of c (m, n) has the least to do."""
-    multiprocessors = device.multiprocessors()
+    multiprocessors = gpu_driver.multiprocessors()
 
     def work(tile: Tile) -> float:
         rounds = -(-tile.count(m, n) // multiprocessors)

@@ -25,9 +25,10 @@ import functools
 from dataclasses import dataclass
 
 from .rung import CudaRung
-from .runtime import device
+from .runtime import gpu_driver
 from .runtime.kernel import Kernel
-from .tiling.matrix import Matrix, copy_back, packed, scratch
+from .runtime.matrix import Matrix
+from .tiling.packing import copy_back, packed, scratch
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ def kernel(dtype: str, result: str, a_across: bool, b_across: bool, tile: BlockT
     """
     from numba import cuda, float32, int32, uint32
 
-    from .instructions import warp
+    from .instructions import copies, warp
     from .tiling.fragment_tiles import LINE, fragment_tile
     from .tiling.tile_order import grouped_tile
     from .tiling.warp_store import sums_writer
@@ -144,13 +145,13 @@ def kernel(dtype: str, result: str, a_across: bool, b_across: bool, tile: BlockT
         for _ in range(ahead):
             copy_a(shared, into, a, from_a, a_stride, row, m, p, k, thread)
             copy_b(shared, into + a_words, b, from_b, b_stride, column, n, p, k, thread)
-            warp.cp_async_commit()
+            copies.cp_async_commit()
             p, into = int32(p + depth), int32(into + stage_words)
             from_a, from_b = from_a + advance_a(a_stride), from_b + advance_b(b_stride)
 
         first_a, first_b = place_a(warp_row, lane), int32(a_words + place_b(warp_column, lane))
         here = int32(0)
-        warp.cp_async_wait(pending)
+        copies.cp_async_wait(pending)
         cuda.syncthreads()
         load(0, shared, a_fragments, first_a, b_fragments, first_b)
         for _ in range(0, k, depth):
@@ -161,14 +162,14 @@ def kernel(dtype: str, result: str, a_across: bool, b_across: bool, tile: BlockT
 
             load(2, shared, a_fragments, at_a, b_fragments, at_b)
             copy_b(shared, into + a_words, b, from_b, b_stride, column, n, p, k, thread)
-            warp.cp_async_commit()
+            copies.cp_async_commit()
             add(1, sums, a_fragments, b_fragments)
 
             load(3, shared, a_fragments, at_a, b_fragments, at_b)
             add(2, sums, a_fragments, b_fragments)
 
             # The next tile has arrived, for all threads; and all have read the last slice of this one.
-            warp.cp_async_wait(pending)
+            copies.cp_async_wait(pending)
             cuda.syncthreads()
             p, into = int32(p + depth), int32(into + stage_words)
             from_a, from_b = from_a + advance_a(a_stride), from_b + advance_b(b_stride)
@@ -180,7 +181,7 @@ def kernel(dtype: str, result: str, a_across: bool, b_across: bool, tile: BlockT
             load(0, shared, a_fragments, here + first_a, b_fragments, here + first_b)
             add(3, sums, a_fragments, b_fragments)
 
-        warp.cp_async_wait(0)
+        copies.cp_async_wait(0)
         cuda.syncthreads()
         write(c, c_stride, m, n, row + warp_row, column + warp_column, sums, shared, warp_number, lane)
 
@@ -218,23 +219,13 @@ def compute(a: Matrix, b: Matrix, c: Matrix) -> None:
 
 def choose(m: int, n: int) -> BlockTile:
     """Return the tile for c (m, n) with which the busiest multiprocessor has the smallest part of c."""
-    large = LARGE if shared_memory() >= LARGE.shared else TIGHT
-    multiprocessors = device.multiprocessors()
+    large = LARGE if gpu_driver.shared_memory() >= LARGE.shared else TIGHT
+    multiprocessors = gpu_driver.multiprocessors()
 
     def part(tile: BlockTile) -> int:
         return -(-tile_count(m, n, tile) // multiprocessors) * tile.rows * tile.columns
 
     return min((large, SMALL), key=part)  # the first one, where both have the same
-
-
-def shared_memory() -> int:
-    """Return how many bytes of shared memory a block may have: 163 KB on an A100, 227 on an H100."""
-    if device.backend() != "gpu":
-        return 227 * 1024
-    from .runtime import gpu_driver
-
-    current = gpu_driver.get()
-    return current.properties(current.current()).shared_per_block
 
 
 def tile_count(m: int, n: int, tile: BlockTile) -> int:

@@ -13,9 +13,9 @@ import platform
 import re
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
+from ..cache_folder import cache_folder
 from ..cpu.support.caches import available_cpus
 from ..cpu.support.vector_unit import vector_unit
 from .peaks import Peaks
@@ -23,26 +23,11 @@ from .peaks import Peaks
 FORMAT = 1  # of the file; a file of another is measured again
 
 
-def folder() -> Path:
-    """Return the folder, which need not exist: $MINIDIST_CACHE_DIR, or the system's place for caches."""
-    named = os.environ.get("MINIDIST_CACHE_DIR")
-    if named:
-        return Path(named)
-    try:
-        home = Path.home()
-    except RuntimeError:  # a container's user without a home
-        return Path(tempfile.gettempdir()) / "minidist"
-    if sys.platform == "darwin":
-        return home / "Library" / "Caches" / "minidist"
-    xdg = Path(os.environ.get("XDG_CACHE_HOME") or "")
-    return (xdg if xdg.is_absolute() else home / ".cache") / "minidist"  # the XDG rules: relative is ignored
-
-
 def path() -> Path:
     """Return the file of this machine."""
     unit = vector_unit().name
     words = f"{cpu_name()} {len(available_cpus())} cores {unit} {' '.join(gpu_names())}"
-    return folder() / f"roofline-{re.sub(r'[^a-z0-9]+', '-', words.lower()).strip('-')}.json"
+    return cache_folder() / f"roofline-{re.sub(r'[^a-z0-9]+', '-', words.lower()).strip('-')}.json"
 
 
 def load(file: Path) -> Peaks | None:

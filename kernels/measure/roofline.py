@@ -24,11 +24,10 @@ from typing import TYPE_CHECKING, Literal, overload
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from ..cpu.support import peaks as cpu_peaks
 from ..cpu.support.caches import available_cpus
 from ..cpu.support.vector_unit import vector_unit
 from ..rung import Rung
-from . import gpu_peaks, gpu_timer, peaks_file
+from . import cpu_peaks, gpu_peaks, gpu_timer, peaks_file
 from .peaks import Peaks, Roof, dtype_name
 from .points import Multiplication, Point, intensity, median_gpu_seconds, median_seconds, product_name
 

@@ -5,8 +5,10 @@ from tests.helpers.cuda_mutants import Mutant, swap, without
 RACE, OUT, EARLY = "race", "out of bounds", "async copy read before it was waited for"
 FENCE, WRONG = "missing fence", "wrong numbers"
 
-WAIT_AND_MEET = "            warp.cp_async_wait(pending)\n            cuda.syncthreads()\n            p, into"
-LAST_WAIT = "        warp.cp_async_wait(0)\n        cuda.syncthreads()\n        write("
+WAIT_AND_MEET = (
+    "            copies.cp_async_wait(pending)\n            cuda.syncthreads()\n            p, into"
+)
+LAST_WAIT = "        copies.cp_async_wait(0)\n        cuda.syncthreads()\n        write("
 RUNG_9 = (
     Mutant(
         "no barrier in the loop", RACE, without("            cuda.syncthreads()\n", "{}            p, into")
@@ -18,23 +20,23 @@ RUNG_9 = (
         RACE,
         swap(
             WAIT_AND_MEET,
-            "            cuda.syncthreads()\n            warp.cp_async_wait(pending)\n            p, into",
+            "            cuda.syncthreads()\n            copies.cp_async_wait(pending)\n            p, into",
         ),
     ),
     Mutant(
         "copies are in no group",
         EARLY,
-        without("            warp.cp_async_commit()\n", "{}            add(1"),
+        without("            copies.cp_async_commit()\n", "{}            add(1"),
     ),
     Mutant(
         "sums pass through memory to which copies go",
         "overwrites a pending copy",
-        without("        warp.cp_async_wait(0)\n", "{}        cuda.syncthreads()\n        write("),
+        without("        copies.cp_async_wait(0)\n", "{}        cuda.syncthreads()\n        write("),
     ),
     Mutant(
         "sums pass through memory that others read",
         RACE,
-        without("        cuda.syncthreads()\n", "        warp.cp_async_wait(0)\n{}        write("),
+        without("        cuda.syncthreads()\n", "        copies.cp_async_wait(0)\n{}        write("),
     ),
     Mutant("copies behind the ring", OUT, swap("if into == ring_words:", "if into > ring_words:")),
     Mutant(
@@ -87,20 +89,20 @@ RUNG_9 = (
     ),
 )
 
-CLUSTER_BARRIER = "        hopper.cluster_arrive()\n        hopper.cluster_wait()\n"
-RELEASE = "hopper.mbarrier_arrive_at(barriers, slots + {}, {})"
+CLUSTER_BARRIER = "        sync.cluster_arrive()\n        sync.cluster_wait()\n"
+RELEASE = "sync.mbarrier_arrive_at(barriers, slots + {}, {})"
 SOON, LATE = "(before if BEHIND else slot)", "before"
-MEET = "                    hopper.barrier_sync(1 + consumer, 128)\n"
+MEET = "                    sync.barrier_sync(1 + consumer, 128)\n"
 RUNG_10 = (
     Mutant(
         "only the block waits for its mbarriers",
         RACE,
         swap(CLUSTER_BARRIER + "\n        # Producer", "        cuda.syncthreads()\n\n        # Producer"),
     ),
-    Mutant("mbarriers are not shown", FENCE, without("            hopper.fence_mbarrier_init()\n")),
+    Mutant("mbarriers are not shown", FENCE, without("            sync.fence_mbarrier_init()\n")),
     Mutant("a block leaves before the others", "block ended", without(CLUSTER_BARRIER, "its mbarriers.\n{}")),
-    Mutant("the map of b is not acquired", FENCE, without("                hopper.tensor_map_acquire(b)\n")),
-    Mutant("the map of c is not acquired", FENCE, swap("hopper.tensor_map_acquire(c)", "pass")),
+    Mutant("the map of b is not acquired", FENCE, without("                tma.tensor_map_acquire(b)\n")),
+    Mutant("the map of c is not acquired", FENCE, swap("tma.tensor_map_acquire(c)", "pass")),
     Mutant(
         "only the own block learns of a free slot",
         RACE,
@@ -113,7 +115,7 @@ RUNG_10 = (
     Mutant(
         "the producer does not wait",
         "mbarrier",
-        without("hopper.mbarrier_wait(barriers, slots + slot, parity ^ 1)\n" + " " * 24),
+        without("sync.mbarrier_wait(barriers, slots + slot, parity ^ 1)\n" + " " * 24),
     ),
     Mutant(
         "the producer waits for the first readers",
@@ -121,7 +123,7 @@ RUNG_10 = (
         swap("slots + slot, parity ^ 1)", "slots + slot, parity)"),
     ),
     Mutant(
-        "consumers do not wait", EARLY, without(" " * 20 + "hopper.mbarrier_wait(barriers, slot, parity)\n")
+        "consumers do not wait", EARLY, without(" " * 20 + "sync.mbarrier_wait(barriers, slot, parity)\n")
     ),
     Mutant(
         "fewer bytes are announced",
@@ -136,7 +138,7 @@ RUNG_10 = (
     Mutant("both blocks load to one place", "overwrites a pending copy", without(" + rank * share_words")),
     Mutant("copies to blocks outside the cluster", OUT, swap("(1 << CLUSTER) - 1", "(2 << CLUSTER) - 1")),
     Mutant("no wgmma.fence", FENCE, without("                    fence(sums)\n")),
-    Mutant("multiplications are in no group", RACE, without("                    hopper.wgmma_commit()\n")),
+    Mutant("multiplications are in no group", RACE, without("                    wgmma.wgmma_commit()\n")),
     Mutant("sums go on with the next tile", WRONG, swap("a_here, b_here, step)", "a_here, b_here, 1)")),
     Mutant("tiles are not swizzled", WRONG, swap("// x.itemsize, x.dtype)", "// x.itemsize, x.dtype, 0)")),
     Mutant(
@@ -150,10 +152,10 @@ RUNG_10 = (
     Mutant(
         "stores do not see what was written",
         FENCE,
-        without("                    hopper.fence_proxy_async()\n"),
+        without("                    sync.fence_proxy_async()\n"),
     ),
     Mutant("one buffer too few is free", RACE, swap("others = BUFFERS - 1", "others = BUFFERS")),
-    Mutant("ends before its last store", "copy not waited for", swap("hopper.tma_store_wait(0)", "pass")),
+    Mutant("ends before its last store", "copy not waited for", swap("tma.tma_store_wait(0)", "pass")),
     Mutant("consumers share a named barrier", "barrier", swap("sync(1 + consumer,", "sync(1,", times=2)),
     Mutant("more registers than there are", "registers", swap("= 40, 232", "= 40, 240")),
 )

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from llvmlite import ir
 
-from ..runtime import simulator_twins
+from . import simulator_twins
 from .inline_ptx import INT32, AsmOperand, Assembler, Value, instruction
 
 

@@ -12,51 +12,13 @@ of 32 bits holds two elements of 16 bits, the first in its low half, or one of 3
                    b (8, 8):   registers 0 and 1 hold rows t and t + 4; column g
     both           c (16, 8):  registers 0 to 3 hold rows g, g, g + 8, g + 8; columns 2t and 2t + 1 in turns
 
-The vector moves and asynchronous copies of `copies.py` can be imported from here too.
-
 Source: PTX ISA, "Warp Level Matrix Multiply-Accumulate Instructions": matrix fragments for mma.m16n8k16 and
 mma.m16n8k8, ldmatrix, stmatrix.
 """
 
 from __future__ import annotations
 
-from .copies import (
-    cp_async_4_zfill,
-    cp_async_16,
-    cp_async_16_or_zeros,
-    cp_async_16_zfill,
-    cp_async_commit,
-    cp_async_wait,
-    load_64,
-    load_128,
-    store_64,
-    store_128,
-)
 from .inline_ptx import FLOAT32, AsmOperand, Assembler, Function, Value, instruction
-
-__all__ = [
-    "cp_async_4_zfill",
-    "cp_async_16",
-    "cp_async_16_or_zeros",
-    "cp_async_16_zfill",
-    "cp_async_commit",
-    "cp_async_wait",
-    "cvt_bf16x2",
-    "cvt_f16x2",
-    "cvt_tf32",
-    "ldmatrix_x4",
-    "ldmatrix_x4_trans",
-    "load_64",
-    "load_128",
-    "load_shared",
-    "mma_m16n8k8_tf32",
-    "mma_m16n8k16_bf16",
-    "mma_m16n8k16_f16",
-    "stmatrix_x4",
-    "store_64",
-    "store_128",
-    "uniform",
-]
 
 
 def numbered(first: int, count: int) -> str:

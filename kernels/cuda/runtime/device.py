@@ -98,24 +98,6 @@ def check_driver(version: int, toolkit: int) -> None:
     )
 
 
-def multiprocessors() -> int:
-    """Return how many multiprocessors the current GPU has; in the emulator 132, an H100's.
-
-    A kernel whose blocks take tile after tile is launched with as many blocks as run at a time.
-    """
-    if backend() != "gpu":
-        return 132
-    gpu = _gpu().get()
-    count: int = gpu.properties(gpu.current()).multiprocessors
-    return count
-
-
-@functools.cache
-def _gpu() -> Any:
-    """The module, which imports this one; to import it takes longer than a rung has for its choices."""
-    return importlib.import_module(".gpu_driver", __package__)
-
-
 def require_toolkit() -> None:
     """Raise ImportError, with the command that helps, where what compiles kernels is missing or broken."""
     if importlib.util.find_spec("numba_cuda") is None:

@@ -16,7 +16,7 @@ import threading
 from dataclasses import dataclass
 from typing import Any
 
-from .device import check_driver, toolkit_major
+from .device import backend, check_driver, toolkit_major
 
 
 @dataclass(frozen=True)
@@ -180,3 +180,22 @@ class Gpu:
 def get() -> Gpu:
     """Return the driver of this process. Raises RuntimeError where there is no GPU, or an old driver."""
     return Gpu(importlib.import_module("cuda.bindings.driver"))
+
+
+def multiprocessors() -> int:
+    """Return how many multiprocessors the current GPU has; in the emulator 132, an H100's.
+
+    A kernel whose blocks take tile after tile is launched with as many blocks as run at a time.
+    """
+    if backend() != "gpu":
+        return 132
+    gpu = get()
+    return gpu.properties(gpu.current()).multiprocessors
+
+
+def shared_memory() -> int:
+    """Return how many bytes of shared memory a block may have: 163 KB on an A100, 227 on an H100."""
+    if backend() != "gpu":
+        return 227 * 1024
+    gpu = get()
+    return gpu.properties(gpu.current()).shared_per_block

@@ -15,41 +15,18 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import Any
 
 from . import gpu_driver
-from .device import architecture_on
+from .assembler_report import Report
 from .gpu_memory import DeviceArray
 from .gpu_tensor_maps import on_gpu
 from .tensor_map import TensorMap
-
-if TYPE_CHECKING:
-    from .kernel import Kernel
 
 PLAIN_SHARED = 48 * 1024  # bytes of a block's shared memory, from which on a kernel has to opt in
 LARGEST_CLUSTER = 8  # blocks, on every GPU that has clusters
 CONFIGURATIONS = 64  # launches with clusters that a kernel remembers
 MOST_BLOCKS = (2**31 - 1, 65535, 65535)
-
-
-def launch(
-    kernel: Kernel,
-    grid: tuple[int, ...],
-    args: tuple[Any, ...],
-    shared: int,
-    cluster: int,
-    stream: int | None,
-) -> None:
-    """Enqueue the kernel; see `Kernel.launch`."""
-    g = gpu_driver.get()
-    device = g.current()
-    key = (device, *[x.key if type(x) is DeviceArray else type(x) for x in args])
-    loaded: LoadedKernel | None = kernel._ready.get(key)
-    if loaded is None:
-        loaded = kernel._ready[key] = LoadedKernel(g, device, kernel, args)
-    loaded.launch(grid, args, shared, cluster, g.stream() if stream is None else stream)
 
 
 def check_grid(name: str, grid: tuple[int, ...]) -> None:
@@ -61,22 +38,20 @@ def check_grid(name: str, grid: tuple[int, ...]) -> None:
 class LoadedKernel:
     """A kernel on one GPU, for arguments of one tuple of types."""
 
-    def __init__(self, g: gpu_driver.Gpu, device: int, kernel: Kernel, args: tuple[Any, ...]) -> None:
-        for i, x in enumerate(args):
-            if not isinstance(x, (DeviceArray, TensorMap, int, np.integer)):
-                raise TypeError(
-                    f"argument {i} of {kernel.name} is a {type(x).__name__}: "
-                    "pass an int, an array on the GPU or a tensor map"
-                )
-        self.gpu, self.device, self.kernel = g, device, kernel
+    def __init__(
+        self,
+        g: gpu_driver.Gpu,
+        device: int,
+        name: str,
+        threads: int,
+        cubin: bytes,
+        report: Report,
+        args: tuple[Any, ...],
+    ) -> None:
+        self.gpu, self.device, self.name, self.threads, self.report = g, device, name, threads, report
         self.properties = g.properties(device)
-        architecture = architecture_on(
-            kernel.architecture, self.properties.capability, f"kernel {kernel.name}", self.properties.name
-        )
-        compiled = kernel.compile(kernel.types(args), architecture)
-        self.report = compiled.report
         try:
-            self._library = g.call("cuLibraryLoadData", compiled.cubin, [], [], 0, [], [], 0)
+            self._library = g.call("cuLibraryLoadData", cubin, [], [], 0, [], [], 0)
         except RuntimeError as error:  # though drivers take what newer toolkits of their major version made
             toolkit = f"{self.properties.driver}.*"
             raise RuntimeError(
@@ -117,11 +92,11 @@ class LoadedKernel:
                 self._layout.pack_into(self._buffer, 0, *values)
             except struct.error as error:
                 raise ValueError(
-                    f"an int among the arguments {values} of {self.kernel.name} does not fit int32: {error}"
+                    f"an int among the arguments {values} of {self.name} does not fit int32: {error}"
                 ) from error
             if cluster == 1:
                 (failed,) = driver.cuLaunchKernel(
-                    self._function, x, y, z, self.kernel.threads, 1, 1, shared, stream, self._parameters, 0
+                    self._function, x, y, z, self.threads, 1, 1, shared, stream, self._parameters, 0
                 )
             else:
                 configuration = self._configuration((x, y, z), shared, cluster, stream)
@@ -134,7 +109,7 @@ class LoadedKernel:
         most = self.properties.shared_per_block - self.report.shared
         if shared > most:
             raise ValueError(
-                f"kernel {self.kernel.name} asks for {shared} bytes of dynamic shared memory, and "
+                f"kernel {self.name} asks for {shared} bytes of dynamic shared memory, and "
                 f"{self.properties.name} has {most} for a block: take smaller tiles or fewer stages"
             )
         which = self.gpu.driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -159,7 +134,7 @@ class LoadedKernel:
         dimension.value.clusterDim.y = dimension.value.clusterDim.z = 1
         made = driver.CUlaunchConfig()
         made.gridDimX, made.gridDimY, made.gridDimZ = grid
-        made.blockDimX, made.blockDimY, made.blockDimZ = self.kernel.threads, 1, 1
+        made.blockDimX, made.blockDimY, made.blockDimZ = self.threads, 1, 1
         made.sharedMemBytes = shared
         made.hStream = driver.CUstream(stream)
         made.attrs = [dimension]
@@ -170,10 +145,8 @@ class LoadedKernel:
         return made
 
     def _failure(self, error: Any, grid: tuple[int, int, int], cluster: int) -> RuntimeError:
-        check_grid(self.kernel.name, grid)
-        return self.gpu.error(
-            f"the launch of {self.kernel.name} on {grid} blocks, {cluster} a cluster", error
-        )
+        check_grid(self.name, grid)
+        return self.gpu.error(f"the launch of {self.name} on {grid} blocks, {cluster} a cluster", error)
 
 
 def _format(x: Any) -> str:

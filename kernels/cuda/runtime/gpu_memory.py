@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from . import gpu_driver
+
 ITEMSIZE = {"uint8": 1, "uint16": 2, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
@@ -67,9 +69,7 @@ def allocate(count: int, dtype: str) -> DeviceArray:
     if torch is not None and torch.cuda.is_initialized():
         tensor = torch.empty(size, dtype=torch.uint8, device="cuda")
         return DeviceArray(tensor.data_ptr(), dtype, (count,), (ITEMSIZE[dtype],), tensor)
-    from . import gpu_driver as gpu
-
-    block = _Allocation(gpu.get(), size)
+    block = _Allocation(gpu_driver.get(), size)
     return DeviceArray(block.address, dtype, (count,), (ITEMSIZE[dtype],), block)
 
 
@@ -78,17 +78,13 @@ def upload(x: np.ndarray[Any, Any], into: DeviceArray, pitch: int) -> None:
 
     x has to stay until the stream has come to its end (`download` waits for it).
     """
-    from . import gpu_driver as gpu
-
-    g = gpu.get()
+    g = gpu_driver.get()
     g.copy_2d(x.ctypes.data, x.strides[0], into.address, pitch * x.itemsize, x.shape, x.itemsize, True)
 
 
 def download(x: DeviceArray, pitch: int, into: np.ndarray[Any, Any]) -> None:
     """Copy rows that are `pitch` elements apart to a 2-D array, each row contiguous, and wait for the end."""
-    from . import gpu_driver as gpu
-
-    g = gpu.get()
+    g = gpu_driver.get()
     size = into.itemsize
     g.copy_2d(into.ctypes.data, into.strides[0], x.address, pitch * size, into.shape, size, False)
     g.synchronize()

@@ -17,13 +17,11 @@ import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from .gpu_driver import Gpu
 from .gpu_memory import DeviceArray, allocate
 from .tensor_map import BYTES, SIZE, TensorMap
-
-if TYPE_CHECKING:
-    from .gpu_driver import Gpu
 
 # Maps, 512 bytes each: the one whose last use is longest ago goes first. A step of training has three for
 # every product; were they too few, each product would encode and write its own again.

@@ -21,9 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from . import compiler, gpu_launch
+from . import compiler, gpu_driver
 from .assembler_report import Report
-from .device import backend, capability
+from .device import architecture_on, backend, capability
+from .gpu_launch import LoadedKernel, check_grid
 from .gpu_memory import DeviceArray
 from .tensor_map import TensorMap
 
@@ -108,13 +109,13 @@ class Kernel:
             if type(x) is TensorMap:
                 x = x.array
             if type(x) is DeviceArray:
-                gpu_launch.launch(self, grid, args, shared, cluster, stream)
+                self._launch_on_gpu(grid, args, shared, cluster, stream)
                 return
         where = backend()
         if where == "gpu":
-            gpu_launch.launch(self, grid, args, shared, cluster, stream)
+            self._launch_on_gpu(grid, args, shared, cluster, stream)
             return
-        gpu_launch.check_grid(self.name, grid)
+        check_grid(self.name, grid)
         arrays = tuple(_host_argument(self.name, i, x) for i, x in enumerate(args))
         if where == "simulator":
             # As arrays of its own, used in place. Others it copies, but not views, and back, but not to what
@@ -127,6 +128,29 @@ class Kernel:
 
         ptx = self.compile(self.types(arrays), self.architecture).ptx
         run_kernel(ptx, grid, (self.threads,), arrays, shared, cluster, names=self._names)
+
+    def _launch_on_gpu(
+        self, grid: tuple[int, ...], args: tuple[Any, ...], shared: int, cluster: int, stream: int | None
+    ) -> None:
+        g = gpu_driver.get()
+        device = g.current()
+        key = (device, *[x.key if type(x) is DeviceArray else type(x) for x in args])
+        loaded: LoadedKernel | None = self._ready.get(key)
+        if loaded is None:
+            loaded = self._ready[key] = self._load(g, device, args)
+        loaded.launch(grid, args, shared, cluster, g.stream() if stream is None else stream)
+
+    def _load(self, g: gpu_driver.Gpu, device: int, args: tuple[Any, ...]) -> LoadedKernel:
+        for i, x in enumerate(args):
+            if not isinstance(x, (DeviceArray, TensorMap, int, np.integer)):
+                raise TypeError(
+                    f"argument {i} of {self.name} is a {type(x).__name__}: "
+                    "pass an int, an array on the GPU or a tensor map"
+                )
+        gpu = g.properties(device)
+        architecture = architecture_on(self.architecture, gpu.capability, f"kernel {self.name}", gpu.name)
+        compiled = self.compile(self.types(args), architecture)
+        return LoadedKernel(g, device, self.name, self.threads, compiled.cubin, compiled.report, args)
 
     def compile(self, types: tuple[Any, ...], architecture: str) -> Compiled:
         """Return the kernel for arguments of these Numba types on `architecture`, as in "sm_90a"."""

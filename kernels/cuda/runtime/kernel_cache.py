@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from ...measure.peaks_file import folder
+from ...cache_folder import cache_folder
 
 MOST = 1000  # files: when there are more, the half that was written first goes
 HERE = str(__package__).rpartition(".")[0]  # kernels.cuda: the sources of whose modules are in every checksum
@@ -78,7 +78,7 @@ def save(name: str | None, content: bytes) -> bool:
 
 
 def _path(name: str) -> Path:
-    return folder() / "kernels" / name
+    return cache_folder() / "kernels" / name
 
 
 def _forget(where: Path) -> None:

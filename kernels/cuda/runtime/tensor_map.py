@@ -45,7 +45,7 @@ class TensorMap:
         if self.pitch * size % 16 or self.pitch < self.columns:
             raise ValueError(
                 f"pitch is {self.pitch} elements of {size} bytes for {self.columns} columns: it has to be a "
-                "multiple of 16 bytes and no less than a row (cuda.tiling.matrix.packed pads it)"
+                "multiple of 16 bytes and no less than a row (cuda.tiling.packing.packed pads it)"
             )
         if not (0 < self.box_rows <= LARGEST_BOX and 0 < self.box_columns <= LARGEST_BOX):
             raise ValueError(

@@ -7,67 +7,16 @@ waits for them. What a CUDA tensor meets on its way is kept short: while Python 
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from ...rung import check_sizes, shared_memory
-from ..tiling.matrix import Matrix, element_strides
-from .device import backend
+from ...rung import shared_memory
 from .gpu_memory import ITEMSIZE, DeviceArray
-
-if TYPE_CHECKING:
-    from ..rung import CudaRung
+from .matrix import Matrix, element_strides
 
 
-def matmul(rung: CudaRung, torch: Any, a: Any, b: Any, out: Any) -> Any:
-    """Return a (m, k) times b (k, n) on `rung`; see `CudaRung.matmul`."""
-    a, b = _checked(rung, torch, "a", a), _checked(rung, torch, "b", b)
-    if a.dtype is not b.dtype:
-        raise TypeError(
-            f"a is {a.dtype} and b is {b.dtype}: convert one with .to(), so that both are the same"
-        )
-    if a.device != b.device:
-        raise TypeError(
-            f"a is on {a.device} and b is on {b.device}: move one with .to(), so that both are on one"
-        )
-    check_sizes(a.shape, b.shape)
-    if out is None:
-        out = torch.empty((a.shape[0], b.shape[1]), dtype=a.dtype, device=a.device)
-    else:
-        _check_out(rung, torch, a, b, out)
-    if 0 in (a.shape[1], *out.shape):
-        out.zero_()  # an empty sum, or nothing
-        return out
-    if a.device.type == "cpu":
-        names = _name(torch, a.dtype), _name(torch, out.dtype)
-        rung.fill(as_array(torch, a), as_array(torch, b), as_array(torch, out), *names)
-    elif a.device.type != "cuda":
-        raise ValueError(f"a is on {a.device}, and rung {rung.name} runs on cuda: move it with .to('cuda')")
-    elif backend() == "gpu":
-        with _on_device(torch, a.device.index):
-            _fill_there(rung, torch, a, b, out)
-    else:  # asked for, on a machine with a GPU: main memory is where the emulator works
-        out.copy_(matmul(rung, torch, a.cpu(), b.cpu(), torch.empty_like(out, device="cpu")))
-    return out
-
-
-def _fill_there(rung: CudaRung, torch: Any, a: Any, b: Any, out: Any) -> None:
-    rung.check_gpu()
-    c = device_matrix(torch, out)
-    if c is None:  # strides that kernels don't take
-        fresh = torch.empty(out.shape, dtype=out.dtype, device=out.device)
-        _fill_there(rung, torch, a, b, fresh)
-        out.copy_(fresh)
-        return
-    rung.compute(
-        device_matrix(torch, a) or device_matrix(torch, a.contiguous()),
-        device_matrix(torch, b) or device_matrix(torch, b.contiguous()),
-        c,
-    )
-
-
-def device_matrix(torch: Any, x: Any) -> Matrix | None:
+def device_matrix(x: Any) -> Matrix | None:
     """Return the matrix of a CUDA tensor, in its own memory; None where one element stands for several."""
     rows, columns = x.shape
     row_stride, column_stride = x.stride()
@@ -75,7 +24,7 @@ def device_matrix(torch: Any, x: Any) -> Matrix | None:
         if (row_stride == 0 and rows > 1) or (column_stride == 0 and columns > 1):
             return None
         row_stride, column_stride = element_strides(rows, columns, row_stride, column_stride)
-    dtype = _name(torch, x.dtype)
+    dtype = dtype_name(x.dtype)
     size = ITEMSIZE[dtype]
     length = 1 + (rows - 1) * row_stride + (columns - 1) * column_stride
     data = DeviceArray(x.data_ptr(), "uint16" if size == 2 else dtype, (length,), (size,), x)
@@ -90,7 +39,7 @@ def as_array(torch: Any, x: Any) -> Any:
     return x.numpy()
 
 
-def _checked(rung: CudaRung, torch: Any, name: str, x: Any) -> Any:
+def checked(torch: Any, name: str, x: Any, rung: str, dtypes: tuple[str, ...]) -> Any:
     """Return x as a plain strided 2-D tensor, or say what it should have been."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(
@@ -102,10 +51,10 @@ def _checked(rung: CudaRung, torch: Any, name: str, x: Any) -> Any:
         raise ValueError(
             f"{name} has {x.ndim} dimensions, shape {tuple(x.shape)}: reshape it to two, (rows, columns)"
         )
-    if _name(torch, x.dtype) not in rung.dtypes:
+    if dtype_name(x.dtype) not in dtypes:
         raise TypeError(
-            f"{name} has dtype {_name(torch, x.dtype)}, and rung {rung.name} takes "
-            f"{' or '.join(rung.dtypes)}: convert it with .to(torch.{rung.dtypes[-1]})"
+            f"{name} has dtype {dtype_name(x.dtype)}, and rung {rung} takes "
+            f"{' or '.join(dtypes)}: convert it with .to(torch.{dtypes[-1]})"
         )
     if x.requires_grad and torch.is_grad_enabled():
         raise TypeError(
@@ -115,7 +64,8 @@ def _checked(rung: CudaRung, torch: Any, name: str, x: Any) -> Any:
     return x.resolve_neg() if x.is_neg() else x
 
 
-def _check_out(rung: CudaRung, torch: Any, a: Any, b: Any, out: Any) -> None:
+def check_out(torch: Any, a: Any, b: Any, out: Any, sums: str) -> None:
+    """Raise unless out can take a times b; its dtype is that of a, or the one called `sums`."""
     if not isinstance(out, torch.Tensor):
         raise TypeError(f"out is a {type(out).__name__}, and a and b are torch tensors: pass a tensor")
     shape = (a.shape[0], b.shape[1])
@@ -124,7 +74,7 @@ def _check_out(rung: CudaRung, torch: Any, a: Any, b: Any, out: Any) -> None:
             f"out has shape {tuple(out.shape)}, but {tuple(a.shape)} times {tuple(b.shape)} gives {shape}: "
             "pass that shape"
         )
-    if out.dtype is not a.dtype and not rung._takes_out(_name(torch, a.dtype), _name(torch, out.dtype)):
+    if out.dtype is not a.dtype and dtype_name(out.dtype) != sums:
         raise TypeError(f"out is {out.dtype}, and a and b are {a.dtype}: pass an out of that dtype")
     if out.device != a.device or out.layout is not torch.strided:
         raise TypeError(
@@ -164,7 +114,8 @@ def _addresses(x: Any) -> Any:
     return np.asarray(Interface())
 
 
-def _name(torch: Any, dtype: Any) -> str:
+def dtype_name(dtype: Any) -> str:
+    """Return "float32" for torch.float32."""
     name = _NAMES.get(dtype)
     if name is None:
         name = _NAMES[dtype] = str(dtype).removeprefix("torch.")
@@ -174,7 +125,8 @@ def _name(torch: Any, dtype: Any) -> str:
 _NAMES: dict[Any, str] = {}  # by torch's dtype: making its name takes a microsecond
 
 
-def _on_device(torch: Any, index: int) -> contextlib.AbstractContextManager[Any]:
+def on_device(torch: Any, index: int) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which the GPU with this number is torch's current one."""
     if index == torch.cuda.current_device():
         return contextlib.nullcontext()
     device: contextlib.AbstractContextManager[Any] = torch.cuda.device(index)

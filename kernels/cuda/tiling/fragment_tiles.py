@@ -28,7 +28,8 @@ from typing import Any, NamedTuple
 
 from numba import cuda, int32, int64
 
-from ..instructions.warp import cp_async_16_or_zeros, cvt_tf32, ldmatrix_x4, ldmatrix_x4_trans, load_shared
+from ..instructions.copies import cp_async_16_or_zeros
+from ..instructions.warp import cvt_tf32, ldmatrix_x4, ldmatrix_x4_trans, load_shared
 
 LINE = 128  # bytes of k in a step
 CHUNK = 16  # bytes

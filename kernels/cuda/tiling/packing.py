@@ -10,16 +10,71 @@ elements apart, so that a column of it lies in 32 different banks.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from typing import Any
 
+import numpy as np
+
+from ...rung import CACHE_LINE
+from ..runtime.device import backend
+from ..runtime.gpu_memory import allocate
 from ..runtime.kernel import Kernel
-
-if TYPE_CHECKING:
-    from .matrix import Matrix
+from ..runtime.matrix import Matrix
+from ..runtime.tensor_map import BYTES
 
 SIDE = 32  # of a tile
 THREADS = 256
 MOST_ACROSS = 65535  # blocks along y, of any grid; there may be more tiles
+
+
+def packed(x: Matrix, multiple: int, padded: bool = False) -> Matrix:
+    """Return x with unit stride on one side, and with pitch and address multiples of `multiple` elements.
+
+    That is x itself where it is so already, else a copy in the order that x has (rows where it has neither),
+    whose pitch is so rounded up; from the last column to the pitch it holds zeros. With `padded` it is a copy
+    too where the unit-stride side is no multiple, so that whole groups of `multiple` elements may be read at
+    the edge. The copy is enqueued on the current stream.
+    """
+    if x.order == "columns":
+        p = packed(x.T, multiple, padded)
+        return x if p.data is x.data else p.T
+    if (
+        x.order == "rows"
+        and x.row_stride % multiple == 0
+        and (x.rows == 1 or x.row_stride >= x.columns)
+        and x.address % (multiple * x.itemsize) == 0
+        and not (padded and x.columns % multiple)
+    ):
+        return x
+    copy = scratch(x.rows, x.columns, x.dtype, multiple)
+    _copy(x, copy, copy.row_stride)
+    return copy
+
+
+def scratch(rows: int, columns: int, dtype: str, multiple: int) -> Matrix:
+    """Return a matrix in rows, uninitialised, whose pitch is a multiple of `multiple` elements.
+
+    It begins on a cache line, and memory reaches to the end of the last row's pitch. On a GPU it is allocated
+    in the order of the current stream.
+    """
+    pitch = -(-columns // multiple) * multiple
+    kind = "uint16" if BYTES[dtype] == 2 else dtype
+    if backend() == "gpu":
+        data: Any = allocate(rows * pitch, kind)
+    else:
+        memory = np.empty(rows * pitch * BYTES[dtype] + CACHE_LINE, np.uint8)
+        start = -memory.ctypes.data % CACHE_LINE
+        data = memory[start : start + rows * pitch * BYTES[dtype]].view(kind)
+    return Matrix(data, rows, columns, pitch, 1, dtype)
+
+
+def copy_back(x: Matrix, c: Matrix) -> None:
+    """Copy x to c, of the same sizes and dtype and any strides; enqueued on the current stream."""
+    if (x.rows, x.columns, x.dtype) != (c.rows, c.columns, c.dtype):
+        raise ValueError(
+            f"x is {x.rows} x {x.columns} {x.dtype} and c is {c.rows} x {c.columns} {c.dtype}: "
+            "a copy needs the same sizes and dtype"
+        )
+    _copy(x, c, c.columns)
 
 
 @functools.cache
@@ -59,11 +114,14 @@ def kernel(dtype: str) -> Kernel:
     return Kernel(pack, threads=THREADS, blocks=4)
 
 
-def copy(x: Matrix, into: Matrix, width: int) -> None:
-    """Copy x to the first columns of `into`, and zeros to those from there to `width`; same dtype.
-
-    Enqueued on the current stream.
-    """
+def _copy(x: Matrix, into: Matrix, width: int) -> None:
+    """Copy x to the first columns of `into`, and zeros to those from there to `width`; same dtype."""
+    if backend() == "simulator":  # where a kernel takes a Python thread for each of its own
+        into.view2d()[...] = x.view2d()
+        if width > x.columns:
+            wide = Matrix(into.data, into.rows, width, into.row_stride, 1, into.dtype)
+            wide.view2d()[:, x.columns :] = 0
+        return
     grid = (-(-x.rows // SIDE), min(-(-width // SIDE), MOST_ACROSS))
     kernel("uint16" if x.itemsize == 2 else x.dtype).launch(
         grid,

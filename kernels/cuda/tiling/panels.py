@@ -13,8 +13,9 @@ from typing import Any
 from numba import cuda, int32, int64
 from numba.core import config
 
-from ..instructions.warp import cp_async_4_zfill, cp_async_16_or_zeros, store_128
-from .matrix import Matrix, StorageOrder, packed
+from ..instructions.copies import cp_async_4_zfill, cp_async_16_or_zeros, store_128
+from ..runtime.matrix import Matrix, StorageOrder
+from .packing import packed
 
 Function = Callable[..., Any]
 

@@ -12,7 +12,8 @@ from typing import Any
 
 from numba import cuda, int32, int64, uint16, uint32
 
-from ..instructions.warp import cvt_bf16x2, cvt_f16x2, load_128, store_64, store_128
+from ..instructions.copies import load_128, store_64, store_128
+from ..instructions.warp import cvt_bf16x2, cvt_f16x2
 
 
 @functools.cache

@@ -12,7 +12,8 @@ from typing import Any
 
 from numba import cuda, int32, uint32
 
-from ..instructions.warp import cvt_bf16x2, cvt_f16x2, stmatrix_x4, store_64
+from ..instructions.copies import store_64
+from ..instructions.warp import cvt_bf16x2, cvt_f16x2, stmatrix_x4
 
 
 @functools.cache

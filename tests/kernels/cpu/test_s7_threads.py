@@ -247,12 +247,12 @@ warnings.simplefilter("ignore")  # Python 3.12 warns of a fork beside threads
 import numpy as np
 from minidist.kernels import rung
 from minidist.kernels.measure import harness
-from minidist.kernels.cpu.support import thread_pool as pool
-pool.threads = lambda: 2
+from minidist.kernels.cpu.support import thread_pool
+thread_pool.threads = lambda: 2
 def check():
     a, b = harness.inputs(150, 160, 170, "float32", 1)
     harness.assert_product(rung(7).matmul(a, b), a, b)
-    assert len(pool._workers) == 1
+    assert len(thread_pool._workers) == 1
 check()
 child = os.fork()
 if child == 0:

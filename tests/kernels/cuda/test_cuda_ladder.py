@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from minidist.kernels import cuda
-from minidist.kernels.cuda.runtime import device
+from minidist.kernels.cuda.runtime import gpu_driver
 from minidist.kernels.measure import harness
 from tests.helpers.products import check_laid_out, laid_out
 
@@ -41,7 +41,7 @@ every_dtype = pytest.mark.parametrize(
 @pytest.fixture
 def multiprocessors(monkeypatch):
     """multiprocessors(n): what rungs are told of the GPU, by which some choose their tiles."""
-    return lambda n: monkeypatch.setattr(device, "multiprocessors", lambda: n)
+    return lambda n: monkeypatch.setattr(gpu_driver, "multiprocessors", lambda: n)
 
 
 @pytest.fixture

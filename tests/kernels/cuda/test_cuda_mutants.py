@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("numba_cuda", reason="the CUDA ladder is an extra")
 pytest.importorskip("ml_dtypes")
 
-from minidist.kernels.cuda.runtime import device
+from minidist.kernels.cuda.runtime import gpu_driver
 from tests.helpers import cuda_mistakes, cuda_mistakes_tensor
 from tests.helpers.cuda_kernels import without_gpu  # noqa: F401
 from tests.helpers.cuda_mutants import (
@@ -98,7 +98,7 @@ def caught(rung, mutant, folder):
 @pytest.fixture(autouse=True)
 def two_multiprocessors(monkeypatch):
     """Few, so that blocks of rung 10 take several tiles."""
-    monkeypatch.setattr(device, "multiprocessors", lambda: 2)
+    monkeypatch.setattr(gpu_driver, "multiprocessors", lambda: 2)
 
 
 @pytest.mark.parametrize(("rung", "mutant"), [*cases()])

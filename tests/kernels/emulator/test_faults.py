@@ -243,7 +243,7 @@ def test_a_shuffle_whose_lanes_went_another_way_is_found():
 
 
 def test_a_misaligned_vector_load_is_found():
-    from minidist.kernels.cuda.instructions.warp import load_128
+    from minidist.kernels.cuda.instructions.copies import load_128
 
     @cuda.jit
     def four(x, y, start):

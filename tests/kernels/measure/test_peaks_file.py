@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from minidist.kernels.cache_folder import cache_folder
 from minidist.kernels.cpu.support.caches import available_cpus
 from minidist.kernels.cpu.support.vector_unit import vector_unit
 from minidist.kernels.measure import peaks_file
@@ -33,15 +34,15 @@ def environment(monkeypatch, tmp_path):
 
 
 def test_the_folder_is_where_the_system_keeps_caches(monkeypatch, tmp_path):
-    assert peaks_file.folder() == tmp_path / ".cache" / "minidist"
+    assert cache_folder() == tmp_path / ".cache" / "minidist"
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
-    assert peaks_file.folder() == tmp_path / ".cache" / "minidist"
+    assert cache_folder() == tmp_path / ".cache" / "minidist"
     monkeypatch.setenv("XDG_CACHE_HOME", "/elsewhere")
-    assert peaks_file.folder() == Path("/elsewhere/minidist")
+    assert cache_folder() == Path("/elsewhere/minidist")
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert peaks_file.folder() == tmp_path / "Library" / "Caches" / "minidist"
+    assert cache_folder() == tmp_path / "Library" / "Caches" / "minidist"
     monkeypatch.setenv("MINIDIST_CACHE_DIR", "/named")
-    assert peaks_file.folder() == Path("/named")
+    assert cache_folder() == Path("/named")
 
 
 def test_without_a_home_the_folder_is_a_temporary_one(monkeypatch):
@@ -49,7 +50,7 @@ def test_without_a_home_the_folder_is_a_temporary_one(monkeypatch):
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.setattr(Path, "home", no_home)
-    assert peaks_file.folder() == Path(tempfile.gettempdir()) / "minidist"
+    assert cache_folder() == Path(tempfile.gettempdir()) / "minidist"
 
 
 def test_the_name_holds_what_the_peaks_depend_on(monkeypatch):

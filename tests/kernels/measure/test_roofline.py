@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from minidist.kernels import CPU_LADDER, Rung
+from minidist.kernels.cache_folder import cache_folder
 from minidist.kernels.measure import peaks_file, roofline
 from minidist.kernels.measure.peaks import Peaks, Roof
 
@@ -81,7 +82,7 @@ def test_two_machines_share_a_folder(measured, monkeypatch):
         assert roofline.measure() == second
     forget()
     assert roofline.measure() == first
-    assert len(list(peaks_file.folder().iterdir())) == 2
+    assert len(list(cache_folder().iterdir())) == 2
     assert measured == [1, 2]
 
 

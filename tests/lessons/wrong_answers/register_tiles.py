@@ -2,7 +2,7 @@
 
 from numba import cuda, float32
 
-from minidist.kernels.cuda.instructions.warp import (
+from minidist.kernels.cuda.warp import (
     cp_async_16,
     cp_async_commit,
     cp_async_wait,

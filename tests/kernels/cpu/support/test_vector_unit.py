@@ -35,22 +35,23 @@ def test_lanes_fill_a_register():
 
 SCRIPT = """
 import numpy as np
-from minidist.kernels import harness, rung
-from minidist.kernels.cpu import blocks, micro, simd
+from minidist.kernels import rung
+from minidist.kernels.measure import harness
+from minidist.kernels.cpu.support import block_sizes, register_tile, vector_unit
 
 rng = np.random.default_rng()
 for kind in ("float32", "float64"):
-    columns = blocks.blocks(np.dtype(kind).char).columns
+    columns = block_sizes.blocks(np.dtype(kind).char).columns
     for m, n, k in harness.shapes(rng, 40, 3 * columns + 40):
         harness.check(rung(6), m, n, k, kind, rng)
-    for m in range(1, micro.ROWS + 2):
+    for m in range(1, register_tile.ROWS + 2):
         for n in (1, columns // 2, columns // 2 + 1, columns - 1, columns, columns + 1):
             harness.check(rung(6), m, n, 5, kind, rng)
-    a, b = harness.inputs(2 * micro.ROWS, 2 * columns, 30, kind, 1)
-    out = np.empty((2 * columns, 2 * micro.ROWS), kind).T
+    a, b = harness.inputs(2 * register_tile.ROWS, 2 * columns, 30, kind, 1)
+    out = np.empty((2 * columns, 2 * register_tile.ROWS), kind).T
     rung(6).matmul(np.asfortranarray(a), np.asfortranarray(b), out=out)
     harness.assert_product(out, a, b)
-print(simd.vector_unit().name)
+print(vector_unit.vector_unit().name)
 """
 OLDER = {
     "AVX2": {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+sse4.2,+avx,+avx2,+fma,+bmi,+bmi2"},

@@ -7,16 +7,16 @@ pytest.importorskip("numba_cuda", reason="the CUDA ladder is an extra")
 
 from numba import cuda, uint32
 
-from minidist.kernels.cuda.instructions import hopper
+from minidist.kernels.cuda.instructions import wgmma
 from minidist.kernels.cuda.runtime.kernel import Kernel
 from tests.helpers.cuda_kernels import without_gpu  # noqa: F401
 
 
 def describe(found):
     shared = cuda.shared.array(0, uint32, alignment=1024)
-    found[0] = hopper.descriptor(shared, 0, 8192, 1024)
-    found[1] = hopper.descriptor(shared, 512, 8192, 1024)
-    found[2] = hopper.descriptor(shared, (1 << 22) + 512, 8192, 1024)  # as in the cluster's second block
+    found[0] = wgmma.descriptor(shared, 0, 8192, 1024)
+    found[1] = wgmma.descriptor(shared, 512, 8192, 1024)
+    found[2] = wgmma.descriptor(shared, (1 << 22) + 512, 8192, 1024)  # as in the cluster's second block
 
 
 def test_a_descriptor_holds_address_strides_and_swizzle_and_not_the_rank_of_the_block():

@@ -10,11 +10,11 @@ import torch
 
 from minidist.kernels.cuda import rung
 from minidist.kernels.cuda.rung import CudaRung
-from minidist.kernels.cuda.runtime import device, gpu_driver, gpu_tensor_maps, torch_tensors
+from minidist.kernels.cuda.runtime import gpu_driver, gpu_tensor_maps, matrix
 from minidist.kernels.cuda.runtime.gpu_memory import DeviceArray
 from minidist.kernels.cuda.runtime.kernel import Kernel, numba_type
 from minidist.kernels.cuda.runtime.tensor_map import TensorMap
-from minidist.kernels.cuda.tiling import matrix
+from minidist.kernels.cuda.tiling import packing
 from minidist.kernels.measure import harness
 from tests.helpers.products import LAYOUTS, check_laid_out
 
@@ -84,26 +84,26 @@ def test_tensors_on_a_gpu_are_used_in_place_and_nothing_waits(there):
     """The fake's memory is main memory, so that torch's tensors there stand for those on a GPU."""
     a, b = torch.randn(5, 8)[:, ::2], torch.randn(7, 4).T
     out = torch.full((8, 5), torch.nan).T[:, :7]
-    torch_tensors._fill_there(STEP, torch, a, b, out)
+    STEP._fill_tensors(torch, a, b, out)
     torch.testing.assert_close(out, a @ b)
     there.calls.clear()
-    torch_tensors._fill_there(STEP, torch, a, b, out)
+    STEP._fill_tensors(torch, a, b, out)
     assert there.calls == ["cuLaunchKernel"]
     assert there.launches[-1] == ((1, 5, 1), 32, 0, 1, 0)
     row = torch.randn(1, 4).expand(5, 4)
-    torch_tensors._fill_there(STEP, torch, row, b, out)
+    STEP._fill_tensors(torch, row, b, out)
     torch.testing.assert_close(out, row @ b)
 
 
 def test_packing_on_a_gpu_is_a_kernel(there):
     x = np.arange(35.0).reshape(5, 7)
     data = DeviceArray(x.ctypes.data, "float64", (35,), (8,), x)
-    p = matrix.packed(matrix.Matrix(data, 5, 7, 7, 1, "float64"), 8)
+    p = packing.packed(matrix.Matrix(data, 5, 7, 7, 1, "float64"), 8)
     assert there.calls.count("cuLaunchKernel") == 1
     assert (p.row_stride, p.address % 64) == (8, 0)
     back = np.zeros((7, 5))
     into = DeviceArray(back.ctypes.data, "float64", (35,), (8,), back)
-    matrix.copy_back(p, matrix.Matrix(into, 5, 7, 1, 5, "float64"))
+    packing.copy_back(p, matrix.Matrix(into, 5, 7, 1, 5, "float64"))
     np.testing.assert_array_equal(back, x.T)
 
 
@@ -143,7 +143,7 @@ def test_a_launch_that_can_not_be_is_refused(there):
         kernel.launch((4,), x, 1)
     there.fails = {"cuMemAllocAsync": real.CUresult.CUDA_ERROR_OUT_OF_MEMORY}
     with pytest.raises(RuntimeError, match=r"cuMemAllocAsync.*free arrays"):
-        matrix.scratch(4, 4, "float32", 4)
+        packing.scratch(4, 4, "float32", 4)
 
 
 def test_main_memory_stays_while_a_copy_to_the_gpu_may_still_read_it(there, monkeypatch):
@@ -191,7 +191,7 @@ def test_properties_of_a_gpu(there):
     found = gpu_driver.get().properties(0)
     assert (found.name, found.capability, found.multiprocessors) == ("NVIDIA Fake", (9, 0), 132)
     assert (found.driver, found.l2) == ("13.0", 50 << 20)
-    assert device.multiprocessors() == 132
+    assert gpu_driver.multiprocessors() == 132
 
 
 def read_map(map_, n):

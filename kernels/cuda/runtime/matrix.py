@@ -11,10 +11,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from ...rung import CACHE_LINE
-from ..runtime.device import backend
-from ..runtime.gpu_memory import DeviceArray
-from ..runtime.tensor_map import BYTES
+from .gpu_memory import DeviceArray
+from .tensor_map import BYTES
 
 StorageOrder = Literal["rows", "columns", "neither"]
 FREE_PITCH = 128  # a stride along which there is one element is of no account: a multiple that suits all
@@ -92,69 +90,3 @@ def element_strides(rows: int, columns: int, row_stride: int, column_stride: int
     if rows == 1:
         return (-(-columns // FREE_PITCH) * FREE_PITCH if column_stride == 1 else 1), column_stride
     return row_stride, column_stride
-
-
-def packed(x: Matrix, multiple: int, padded: bool = False) -> Matrix:
-    """Return x with unit stride on one side, and with pitch and address multiples of `multiple` elements.
-
-    That is x itself where it is so already, else a copy in the order that x has (rows where it has neither),
-    whose pitch is so rounded up; from the last column to the pitch it holds zeros. With `padded` it is a copy
-    too where the unit-stride side is no multiple, so that whole groups of `multiple` elements may be read at
-    the edge. The copy is enqueued on the current stream.
-    """
-    if x.order == "columns":
-        p = packed(x.T, multiple, padded)
-        return x if p.data is x.data else p.T
-    if (
-        x.order == "rows"
-        and x.row_stride % multiple == 0
-        and (x.rows == 1 or x.row_stride >= x.columns)
-        and x.address % (multiple * x.itemsize) == 0
-        and not (padded and x.columns % multiple)
-    ):
-        return x
-    copy = scratch(x.rows, x.columns, x.dtype, multiple)
-    _copy(x, copy, copy.row_stride)
-    return copy
-
-
-def scratch(rows: int, columns: int, dtype: str, multiple: int) -> Matrix:
-    """Return a matrix in rows, uninitialised, whose pitch is a multiple of `multiple` elements.
-
-    It begins on a cache line, and memory reaches to the end of the last row's pitch. On a GPU it is allocated
-    in the order of the current stream.
-    """
-    pitch = -(-columns // multiple) * multiple
-    kind = "uint16" if BYTES[dtype] == 2 else dtype
-    if backend() == "gpu":
-        from ..runtime.gpu_memory import allocate
-
-        data: Any = allocate(rows * pitch, kind)
-    else:
-        memory = np.empty(rows * pitch * BYTES[dtype] + CACHE_LINE, np.uint8)
-        start = -memory.ctypes.data % CACHE_LINE
-        data = memory[start : start + rows * pitch * BYTES[dtype]].view(kind)
-    return Matrix(data, rows, columns, pitch, 1, dtype)
-
-
-def copy_back(x: Matrix, c: Matrix) -> None:
-    """Copy x to c, of the same sizes and dtype and any strides; enqueued on the current stream."""
-    if (x.rows, x.columns, x.dtype) != (c.rows, c.columns, c.dtype):
-        raise ValueError(
-            f"x is {x.rows} x {x.columns} {x.dtype} and c is {c.rows} x {c.columns} {c.dtype}: "
-            "a copy needs the same sizes and dtype"
-        )
-    _copy(x, c, c.columns)
-
-
-def _copy(x: Matrix, into: Matrix, width: int) -> None:
-    """Copy x to the first columns of `into`, and zeros to those from there to `width`."""
-    if backend() == "simulator":  # where a kernel takes a Python thread for each of its own
-        into.view2d()[...] = x.view2d()
-        if width > x.columns:
-            wide = Matrix(into.data, into.rows, width, into.row_stride, 1, into.dtype)
-            wide.view2d()[:, x.columns :] = 0
-        return
-    from .packing import copy
-
-    copy(x, into, width)

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
+from minidist.kernels.cuda.runtime import matrix
 from minidist.kernels.cuda.runtime.tensor_map import TensorMap
-from minidist.kernels.cuda.tiling import matrix
+from minidist.kernels.cuda.tiling import packing
 from tests.helpers.products import LAYOUTS, laid_out
 
 pytest.importorskip("numba_cuda", reason="the CUDA ladder is an extra")
@@ -26,7 +27,7 @@ def test_a_matrix_is_its_array_and_a_packed_one_has_a_pitch(layout, dtype):
         assert min(m.row_stride, m.column_stride) >= 1
         assert m.data.dtype == (np.uint16 if dtype == "float16" else dtype)
         for padded in (False, True):
-            p = matrix.packed(m, 8, padded)
+            p = packing.packed(m, 8, padded)
             np.testing.assert_array_equal(p.view2d().view(dtype), x)
             rows = p if p.order == "rows" else p.T
             assert rows.order == "rows"
@@ -45,10 +46,10 @@ def test_a_matrix_that_is_packed_stays_where_it_is():
     start = -base.ctypes.data // 4 % 8
     for x in (base[:, start : start + 8], base[:, start : start + 8].T, base[:1, start : start + 7]):
         m = matrix.host_matrix(x, "float32")
-        assert matrix.packed(m, 8) is m
+        assert packing.packed(m, 8) is m
     ragged = matrix.host_matrix(base[:, start : start + 7], "float32")
-    assert matrix.packed(ragged, 8) is ragged
-    assert matrix.packed(ragged, 8, padded=True) is not ragged
+    assert packing.packed(ragged, 8) is ragged
+    assert packing.packed(ragged, 8, padded=True) is not ragged
     assert matrix.host_matrix(base[:, ::2], "float32").order == "neither"
     assert matrix.host_matrix(base, "float32").order == "rows"
     assert matrix.host_matrix(base.T, "float32").order == "columns"
@@ -57,16 +58,16 @@ def test_a_matrix_that_is_packed_stays_where_it_is():
 @pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if "reversed" not in layout])
 def test_a_scratch_is_copied_back_to_any_strides(layout):
     x = np.random.default_rng().standard_normal((35, 34))
-    scratch = matrix.scratch(35, 34, "float64", 8)
+    scratch = packing.scratch(35, 34, "float64", 8)
     assert (scratch.row_stride, scratch.column_stride) == (40, 1)
     scratch.view2d()[...] = x
     target, base = laid_out(np.zeros_like(x), layout)
-    matrix.copy_back(scratch, matrix.host_matrix(target, "float64"))
+    packing.copy_back(scratch, matrix.host_matrix(target, "float64"))
     np.testing.assert_array_equal(target, x)
     target[...] = np.nan
     assert np.isnan(base).all()
     with pytest.raises(ValueError, match=r"35 x 34 float64.*34 x 35"):
-        matrix.copy_back(scratch, scratch.T)
+        packing.copy_back(scratch, scratch.T)
 
 
 @pytest.mark.parametrize(

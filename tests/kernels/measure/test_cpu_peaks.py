@@ -16,11 +16,10 @@ import pytest
 from hypothesis import given, settings
 from threadpoolctl import threadpool_limits
 
-from minidist.kernels.cpu.support import peaks
 from minidist.kernels.cpu.support.caches import available_cpus
-from minidist.kernels.cpu.support.peak_loops import SUMS, flops_per_turn, fma, registers, triad
 from minidist.kernels.cpu.support.vector_unit import vector_unit
-from minidist.kernels.measure import harness
+from minidist.kernels.measure import cpu_peaks, harness
+from minidist.kernels.measure.peak_loops import SUMS, flops_per_turn, fma, registers, triad
 from minidist.kernels.rung import empty
 
 every_dtype = pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -99,7 +98,7 @@ def test_the_loops_of_other_vector_units_are_as_clean(cpu, unit):
     if unit == "AVX2" and vector_unit().name == "SSE":
         pytest.skip("this machine can't run AVX2")
     code = (
-        "import tests.kernels.cpu.support.test_peaks as t\n"
+        "import tests.kernels.measure.test_cpu_peaks as t\n"
         f"assert t.vector_unit().name == {unit!r}\n"
         "for dtype in ('float32', 'float64'):\n"
         "    t.test_the_fma_loop_is_multiply_adds_between_registers_only(dtype)\n"
@@ -110,7 +109,7 @@ def test_the_loops_of_other_vector_units_are_as_clean(cpu, unit):
     environment = {**os.environ, "NUMBA_CPU_NAME": cpu, "NUMBA_CPU_FEATURES": features}
     done = subprocess.run(
         [sys.executable, "-c", code],
-        cwd=Path(__file__).parents[4],
+        cwd=Path(__file__).parents[3],
         env=environment,
         capture_output=True,
         text=True,
@@ -160,7 +159,7 @@ def test_a_rate_is_the_work_of_all_threads_over_their_time():
             alive -= 1
         return 5.0
 
-    run = peaks.rate([work] * 4, 0.05)
+    run = cpu_peaks.rate([work] * 4, 0.05)
     assert most == 4
     # 4 threads, 5 each 10 ms; sleep may take longer, never less.
     assert 600 < run.per_second <= 4 * 5 / 0.01
@@ -172,7 +171,7 @@ def test_the_slower_threads_count_too():
         time.sleep(seconds)
         return 1.0
 
-    run = peaks.rate([lambda: work(0.002), lambda: work(0.1)], 0.05)
+    run = cpu_peaks.rate([lambda: work(0.002), lambda: work(0.1)], 0.05)
     # The second ends after 0.1 s: both are divided by that, not the first by its 0.05.
     assert run.per_second < (0.05 / 0.002 + 1) / 0.1 * 1.1
 
@@ -184,7 +183,7 @@ def test_the_first_call_is_not_timed():
         time.sleep(0.3 if next(calls) == 0 else 0.001)
         return 1.0
 
-    assert peaks.rate([work], 0.02).per_second > 100
+    assert cpu_peaks.rate([work], 0.02).per_second > 100
 
 
 def test_a_thread_that_runs_is_granted_its_time():
@@ -196,7 +195,7 @@ def test_a_thread_that_runs_is_granted_its_time():
         return 1.0
 
     # The best of a few, and half: others may run on this machine too.
-    assert max(peaks.rate([work], 0.02).granted for _ in range(10)) > 0.5
+    assert max(cpu_peaks.rate([work], 0.02).granted for _ in range(10)) > 0.5
 
 
 @pytest.mark.parametrize("at_call", [0, 2])
@@ -211,29 +210,29 @@ def test_what_a_thread_raises_is_raised(threads, at_call):
 
     works = [broken, *[lambda: time.sleep(0.001) or 1.0] * (threads - 1)]
     with pytest.raises(ZeroDivisionError, match="broken"):
-        peaks.rate(works, 0.01)
+        cpu_peaks.rate(works, 0.01)
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system has no affinity")
 def test_threads_have_a_core_each_and_a_single_one_goes_anywhere():
     cpus = available_cpus()
     seen = [set() for _ in cpus]
-    peaks.rate([lambda i=i: seen[i].add(tuple(available_cpus())) or 1.0 for i in range(len(cpus))], 0.001)
+    cpu_peaks.rate([lambda i=i: seen[i].add(tuple(available_cpus())) or 1.0 for i in range(len(cpus))], 0.001)
     assert seen == ([{(cpu,)} for cpu in cpus] if len(cpus) > 1 else [{tuple(cpus)}])
     alone = set()
-    peaks.rate([lambda: alone.add(tuple(available_cpus())) or 1.0], 0.001)
+    cpu_peaks.rate([lambda: alone.add(tuple(available_cpus())) or 1.0], 0.001)
     assert alone == {tuple(cpus)}
 
 
 def test_the_affinity_of_the_caller_is_left_alone():
     before = available_cpus()
-    peaks.rate([lambda: 1.0] * 2, 0.001)
+    cpu_peaks.rate([lambda: 1.0] * 2, 0.001)
     assert available_cpus() == before
 
 
 def test_the_peaks_are_plausible_beside_each_other():
     """Factors leave room for other programs: what is tested is that no figure is of another kind."""
-    one, together = peaks.roofs(seconds=0.004, repetitions=10, memory=64 * 2**20)
+    one, together = cpu_peaks.roofs(seconds=0.004, repetitions=10, memory=64 * 2**20)
     for roof in (one, together):
         assert list(roof.flops) == ["float32", "float64"]
         assert 1 < roof.flops["float32"] / roof.flops["float64"] < 4
@@ -251,9 +250,9 @@ def test_the_peaks_are_plausible_beside_each_other():
 
 def test_on_one_core_both_roofs_are_one(monkeypatch):
     measured = []
-    monkeypatch.setattr(peaks, "available_cpus", lambda: [0])
-    monkeypatch.setattr(peaks, "_roof", lambda *arguments: measured.append(arguments) or arguments)
-    one, together = peaks.roofs()
+    monkeypatch.setattr(cpu_peaks, "available_cpus", lambda: [0])
+    monkeypatch.setattr(cpu_peaks, "_roof", lambda *arguments: measured.append(arguments) or arguments)
+    one, together = cpu_peaks.roofs()
     assert one is together
     assert len(measured) == 1
 
@@ -275,33 +274,33 @@ def test_no_product_is_faster_than_the_peak(dtype):
 def test_triad_arrays_are_past_the_caches_and_within_the_memory(monkeypatch):
     sizes = []
 
-    class Share(peaks._Share):
+    class Share(cpu_peaks._Share):
         def __init__(self, chunks):
-            sizes.append(chunks * peaks.CHUNK * 8)
+            sizes.append(chunks * cpu_peaks.CHUNK * 8)
             super().__init__(1)
 
-    monkeypatch.setattr(peaks, "_Share", Share)
-    monkeypatch.setattr(peaks, "rate", lambda works, seconds: peaks.Rate(1.0, 1.0))
+    monkeypatch.setattr(cpu_peaks, "_Share", Share)
+    monkeypatch.setattr(cpu_peaks, "rate", lambda works, seconds: cpu_peaks.Rate(1.0, 1.0))
     mib = 2**20
     for threads, cache, memory, expected in [
         (1, 32 * mib, 2**34, 128 * mib),
         (4, 32 * mib, 2**34, 128 * mib),
-        (1, 0, 2**34, 4 * peaks.UNKNOWN_CACHE),
+        (1, 0, 2**34, 4 * cpu_peaks.UNKNOWN_CACHE),
         (1, 32 * mib, 96 * mib, 32 * mib),
-        (2, 2**30, 2**36, peaks.LARGEST),
-        (3, 32 * mib, 0, 3 * peaks.CHUNK * 8),  # a chunk each at least
+        (2, 2**30, 2**36, cpu_peaks.LARGEST),
+        (3, 32 * mib, 0, 3 * cpu_peaks.CHUNK * 8),  # a chunk each at least
     ]:
         sizes.clear()
-        peaks._roof("", threads, cache, 0.0, 1, memory)
+        cpu_peaks._roof("", threads, cache, 0.0, 1, memory)
         assert len(sizes) == threads
-        assert expected - threads * peaks.CHUNK * 8 <= sum(sizes) <= expected
+        assert expected - threads * cpu_peaks.CHUNK * 8 <= sum(sizes) <= expected
 
 
 def test_the_better_kind_of_store_counts(monkeypatch):
-    monkeypatch.setattr(peaks, "rate", lambda works, seconds: peaks.Rate(next(rates), next(granted)))
+    monkeypatch.setattr(cpu_peaks, "rate", lambda works, seconds: cpu_peaks.Rate(next(rates), next(granted)))
     for bandwidths in ([7.0, 9.0], [9.0, 7.0]):
         rates, granted = iter([1.0, 2.0, *bandwidths]), iter([1.0, 0.7, 0.9, 0.8])
-        roof = peaks._roof("x", 1, 2**20, 0.0, 1, 2**20)
+        roof = cpu_peaks._roof("x", 1, 2**20, 0.0, 1, 2**20)
         assert roof.bandwidth == 9
         assert roof.flops == {"float32": 1, "float64": 2}
         assert roof.granted == 0.7
@@ -309,15 +308,15 @@ def test_the_better_kind_of_store_counts(monkeypatch):
 
 def test_a_peak_is_the_best_repetition(monkeypatch):
     rates = itertools.cycle([3.0, 8.0, 5.0])
-    monkeypatch.setattr(peaks, "rate", lambda works, seconds: peaks.Rate(next(rates), 1.0))
-    roof = peaks._roof("x", 1, 2**20, 0.0, 3, 2**20)
+    monkeypatch.setattr(cpu_peaks, "rate", lambda works, seconds: cpu_peaks.Rate(next(rates), 1.0))
+    roof = cpu_peaks._roof("x", 1, 2**20, 0.0, 3, 2**20)
     assert {*roof.flops.values(), roof.bandwidth} == {8.0}
 
 
 def test_a_share_goes_round_all_of_its_arrays():
-    share = peaks._Share(3)
+    share = cpu_peaks._Share(3)
     work = share.work(True)
-    assert [work() for _ in range(4)] == [24.0 * peaks.CHUNK] * 4
+    assert [work() for _ in range(4)] == [24.0 * cpu_peaks.CHUNK] * 4
     seen = [next(share.chunks) for _ in range(3)]
     assert len({a.ctypes.data for a, _, _ in seen}) == 3
     for a, b, c in seen:
@@ -328,10 +327,10 @@ def test_a_share_goes_round_all_of_its_arrays():
 def test_free_memory_is_the_systems_or_the_containers(tmp_path):
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal: 99 kB\nMemAvailable:    4096 kB\n")
-    assert peaks.available_memory(str(meminfo), str(tmp_path)) == 4096 * 1024
+    assert cpu_peaks.available_memory(str(meminfo), str(tmp_path)) == 4096 * 1024
     (tmp_path / "memory.max").write_text("3000000\n")
     (tmp_path / "memory.current").write_text("1000000\n")
-    assert peaks.available_memory(str(meminfo), str(tmp_path)) == 2_000_000
+    assert cpu_peaks.available_memory(str(meminfo), str(tmp_path)) == 2_000_000
     (tmp_path / "memory.max").write_text("max\n")
-    assert peaks.available_memory(str(meminfo), str(tmp_path)) == 4096 * 1024
-    assert peaks.available_memory("", "") > 2**20
+    assert cpu_peaks.available_memory(str(meminfo), str(tmp_path)) == 4096 * 1024
+    assert cpu_peaks.available_memory("", "") > 2**20

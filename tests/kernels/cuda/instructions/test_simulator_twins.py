@@ -15,8 +15,9 @@ pytest.importorskip("numba_cuda", reason="the CUDA ladder is an extra")
 
 CODE = """
 import numpy as np
-from minidist.kernels import harness
-from minidist.kernels.cuda import CUDA_LADDER, device
+from minidist.kernels.measure import harness
+from minidist.kernels.cuda import CUDA_LADDER
+from minidist.kernels.cuda.runtime import device
 
 assert device.backend() == "simulator"
 rng = np.random.default_rng()

@@ -22,9 +22,9 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numpy.typing import DTypeLike
 
-from ...rung import Array, empty
-from .vector_instructions import Vectors
-from .vector_unit import vector_unit
+from ..cpu.support.vector_instructions import Vectors
+from ..cpu.support.vector_unit import vector_unit
+from ..rung import Array, empty
 
 # An FMA takes 3 to 5 cycles until its result can be used, and a core starts 1 to 4 in a cycle, so 8 to 16
 # sums have to be under way at any time. Two of the other registers hold the factor and the addend.

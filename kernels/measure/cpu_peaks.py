@@ -23,9 +23,9 @@ from dataclasses import dataclass, replace
 from itertools import cycle
 from pathlib import Path
 
-from ...measure.peaks import Roof
-from ...rung import Array, empty
-from .caches import available_cpus, caches
+from ..cpu.support.caches import available_cpus, caches
+from ..rung import Array, empty
+from .peaks import Roof
 
 TimedLoop = Callable[[], float]  # does a share of work without the GIL, and returns how much: FLOP or bytes
 
