@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..base.instruction_registry import Array
+from ..ptx.dtypes import Array
 
 _SIZES = {"g": 8, "t": 4, "w": 4, "k": 2, "r": 2, "e": 2}
 

@@ -7,38 +7,21 @@ one another, the operand is a slice of it, with no copy; the layout of registers
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
+from ..machine.machine import Machine
+from ..ptx.dtypes import DTYPES, Array, Mask
 from ..ptx.fault import EmulatorError
 from ..ptx.operands import Address, Immediate, Label, Operand, Pair, Register, Special, Symbol, Vector
-from ..ptx.program import SIZES, Program, PtxInstruction
-from ..ptx.special_registers import special
-from .instruction_registry import Array, Mask
-
-if TYPE_CHECKING:
-    from ..execution.machine import Machine
+from ..ptx.program import Program, PtxInstruction
+from .special_registers import special
 
 Source: TypeAlias = "Callable[[Machine], Array]"
 Target: TypeAlias = "Callable[[Machine, Any, Mask], None]"
 LaneRows: TypeAlias = "slice | Array"
 RegisterLayout: TypeAlias = dict[tuple[str, int], int]  # (file, row in the program) -> row in the machine
-
-# NumPy's dtype for each kind of PTX. bfloat16 and packed pairs travel as bits.
-DTYPES: dict[str, np.dtype[Any]] = {
-    kind: np.dtype(name)
-    for kind, name in {
-        **{f"b{n}": f"u{n // 8}" for n in (8, 16, 32, 64)},
-        **{f"u{n}": f"u{n // 8}" for n in (8, 16, 32, 64)},
-        **{f"s{n}": f"i{n // 8}" for n in (8, 16, 32, 64)},
-        **{f"f{n}": f"f{n // 8}" for n in (16, 32, 64)},
-        **{"bf16": "u2", "f16x2": "u4", "bf16x2": "u4", "tf32": "u4", "pred": "?"},
-    }.items()
-}
-SHARED_WINDOW = 1 << 60  # where shared memory begins among generic addresses
-LOCAL_WINDOW = 1 << 61
-SPACES = {"shared": SHARED_WINDOW, "local": LOCAL_WINDOW}
 
 
 class Batch:
@@ -258,8 +241,3 @@ class Batch:
                 if (found := self.program.labels.get(scope + operand.name)) is not None:
                     return found
         raise EmulatorError(f"no such label: {self.first.text}")
-
-
-def size(kind: str) -> int:
-    """Return the bytes of one item of `kind`."""
-    return SIZES.get(kind) or DTYPES[kind].itemsize

@@ -28,17 +28,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from ..execution.machine import Machine
-    from .batch import Batch
+from ..machine.machine import Machine
+from ..ptx.dtypes import Mask
+from .batch import Batch
 
-Array: TypeAlias = NDArray[Any]
-Mask: TypeAlias = NDArray[np.bool_] | None
 Run: TypeAlias = "Callable[[Machine, Mask], NDArray[np.bool_] | None]"
 OrderingClass: TypeAlias = Literal["pure", "load", "store", "fence", "barrier", "sync"]
 

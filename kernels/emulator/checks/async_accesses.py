@@ -6,16 +6,11 @@ yet, a race with what another agent does, and a missing fence between the proxie
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
-from ..base.instruction_registry import Array
-from ..memory.async_groups import fault_at
+from ..machine.machine import Machine
+from ..ptx.dtypes import Array
 from .async_proxy import Proxies
-
-if TYPE_CHECKING:
-    from ..execution.machine import Machine
 
 
 def fault_for_race(
@@ -25,16 +20,16 @@ def fault_for_race(
     if races.any():
         row, column = divmod(int(np.argmax(races)), races.shape[-1])
         text = machine.clocks.explain(int(granules[row, column]), int(agents[row]))
-        fault_at(machine, "race", f"lets {what} shared memory {text}, with no barrier between them", lane)
+        machine.fault_at("race", f"lets {what} shared memory {text}, with no barrier between them", lane)
 
 
 def fault_for_missing_data(machine: Machine, granules: Array, what: str, lane: int) -> None:
     """Fault where nobody wrote yet, or a copy is under way."""
     if (machine.clocks.written[granules] == 0).any():
-        fault_at(machine, "unwritten shared memory", f"lets {what} shared memory that nobody wrote", lane)
+        machine.fault_at("unwritten shared memory", f"lets {what} shared memory that nobody wrote", lane)
     if machine.clocks.any_pending and machine.clocks.pending[granules].any():
         text = f"lets {what} shared memory that an asynchronous copy still fills"
-        fault_at(machine, "async copy read before it was waited for", text, lane)
+        machine.fault_at("async copy read before it was waited for", text, lane)
 
 
 def fault_for_missing_fence(
@@ -43,4 +38,4 @@ def fault_for_missing_fence(
     """Fault where a thread stored last, and `clock`, what the reader knows, has no fence since."""
     if machine.state(Proxies).hidden(granules, reader, clock).any():
         text = f"lets {what} what a thread stored, with no fence.proxy.async in between"
-        fault_at(machine, "missing fence", text, lane)
+        machine.fault_at("missing fence", text, lane)

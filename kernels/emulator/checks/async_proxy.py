@@ -10,19 +10,17 @@ see a store only where it knows of a fence that knew of it.
 from __future__ import annotations
 
 import bisect
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..base.addresses import lanes_of, of_lanes
 from ..base.batch import Batch
-from ..base.instruction_registry import Array, Mask, Run, unit
-from ..memory.address_checks import lanes_of
-from ..memory.async_groups import of_lanes, snapshot
+from ..base.instruction_registry import Run, unit
+from ..machine.machine import Machine
+from ..ptx.dtypes import Array, Mask
+from ..synchronization.async_groups import snapshot
 from ..synchronization.mbarriers import Mbarriers
-
-if TYPE_CHECKING:
-    from ..execution.machine import Machine
 
 
 class Proxies:

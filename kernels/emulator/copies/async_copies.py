@@ -8,21 +8,20 @@ addresses are checked when it begins, so that one that is never waited for is ch
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..base.addresses import CLUSTER_SHIFT, in_shared_window, lanes_of
 from ..base.batch import Batch
-from ..base.instruction_registry import Array, Mask, Run, unit
-from ..memory.address_checks import CLUSTER_SHIFT, any_granule, blame, lanes_of
-from ..memory.async_groups import AsyncGroups, begin, in_shared_window
+from ..base.instruction_registry import Run, unit
+from ..machine.machine import Machine
+from ..memory.address_checks import any_granule, blame
 from ..memory.loads_and_stores import fetch
+from ..ptx.dtypes import Array, Mask
 from ..ptx.fault import EmulatorError
 from ..ptx.operands import Immediate, Register
-
-if TYPE_CHECKING:
-    from ..execution.machine import Machine
+from ..synchronization.async_groups import AsyncGroups, begin
 
 
 @dataclass
@@ -140,7 +139,7 @@ def _begin(
 ) -> None:
     _check(machine, batch, lanes, places, sources, taken, width)
     if machine.counts is not None:
-        machine.counts.shared_access(machine, batch.instructions, places, width, lanes)
+        machine.counts.shared_access(machine.shape, batch.instructions, places, width, lanes)
     clocks = machine.clocks
     block = machine.block_of_lane[lanes]
     granules = clocks.granules(block, places, width)

@@ -11,25 +11,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from ..base.addresses import in_shared_window, lanes_of, of_lanes, shared_blocks
 from ..base.batch import Batch
-from ..base.instruction_registry import Array, Mask, Run, unit
+from ..base.instruction_registry import Run, unit
 from ..checks.async_accesses import fault_for_missing_data, fault_for_missing_fence, fault_for_race
 from ..checks.async_proxy import TensorMapFences
-from ..memory.address_checks import lanes_of, shared_blocks
-from ..memory.async_groups import AsyncGroups, begin, fault_at, in_shared_window, located, of_lanes
+from ..machine.machine import Machine
+from ..ptx.dtypes import Array, Mask
 from ..ptx.fault import EmulatorError
 from ..ptx.operands import Address, Immediate, Vector
 from ..ptx.program import PtxInstruction
+from ..synchronization.async_groups import AsyncGroups, begin
 from ..synchronization.mbarriers import Key, Mbarriers
 from .clusters import RemoteAccesses
 from .tensor_copies import box_addresses, box_bytes, check, load_box, store_box
-
-if TYPE_CHECKING:
-    from ..execution.machine import Machine
 
 
 @dataclass(eq=False)
@@ -93,7 +92,7 @@ class BulkCopies:
     def _arrive(self, load: BulkLoad, mbarriers: Mbarriers) -> None:
         machine = self.machine
         machine.instruction = load.instruction
-        with located(machine, load.lane):
+        with machine.located(load.lane):
             self.chunks[load.block, load.chunks] = load_box(load.tensor, load.x, load.y)
             machine.clocks.pending[load.granules] = False
             mbarrier = mbarriers.at(load.mbarrier, np.array([load.lane]))
@@ -117,7 +116,7 @@ class BulkCopies:
     def _write(self, store: BulkStore) -> None:
         self.machine.instruction = store.instruction
         assert store.box is not None
-        with located(self.machine, store.lane):
+        with self.machine.located(store.lane):
             store_box(store.tensor, store.x, store.y, store.box)
 
     def finish(self) -> None:
@@ -127,11 +126,11 @@ class BulkCopies:
             store = self.unread.pending[0][0]
             machine.instruction = store.instruction
             text = "ends before the copy engine has read what it stores: wait (cp.async.bulk.wait_group.read)"
-            fault_at(machine, "copy not waited for", text, store.lane)
+            machine.fault_at("copy not waited for", text, store.lane)
         if self.loads:
             machine.instruction = self.loads[0].instruction
             text = "begins a tensor copy that is still under way when its block ends: wait for its mbarrier"
-            fault_at(machine, "copy not waited for", text, self.loads[0].lane)
+            machine.fault_at("copy not waited for", text, self.loads[0].lane)
         for store, _, _ in self.unwritten.pending:
             self._write(store)
         self.unwritten.pending.clear()
@@ -165,12 +164,12 @@ def tensor_copy(batch: Batch) -> Run:
         for i, lane in enumerate(lanes.tolist()):
             found = machine.memory.tensor_maps.get(int(maps[i]))
             if found is None:
-                fault_at(machine, "wrong memory", "passes an address at which there is no tensor map", lane)
+                machine.fault_at("wrong memory", "passes an address at which there is no tensor map", lane)
             if not machine.state(TensorMapFences).acquired(int(maps[i]), lane):
                 text = "uses a tensor map that its block did not acquire before: fence.proxy.tensormap"
-                fault_at(machine, "missing fence", text, lane)
+                machine.fault_at("missing fence", text, lane)
             where = (int(xs[i]), int(ys[i]))
-            with located(machine, lane):
+            with machine.located(lane):
                 check(found)
                 chunks = box_addresses(found, int(offset[i]), machine.shared_size) // 16
             if mbarrier is None:
@@ -193,7 +192,7 @@ def _targets(machine: Machine, block: int, ranks: int | None, lane: int) -> list
         return [block]
     if not 0 < ranks < 1 << machine.cluster:
         text = f"copies to the blocks of mask {ranks:#b}, in a cluster of {machine.cluster}"
-        fault_at(machine, "out of bounds", text, lane)
+        machine.fault_at("out of bounds", text, lane)
     first = block // machine.cluster * machine.cluster
     return [first + rank for rank in range(machine.cluster) if ranks >> rank & 1]
 
@@ -209,11 +208,11 @@ def _load(
     mbarrier = machine.state(Mbarriers).at(key, np.array([lane]))
     if not mbarrier.shown:
         text = f"names the mbarrier at byte {key[1]}, which its maker did not show to the copy engine"
-        fault_at(machine, "missing fence", f"{text}: fence.mbarrier_init, or fence.proxy.async", lane)
+        machine.fault_at("missing fence", f"{text}: fence.mbarrier_init, or fence.proxy.async", lane)
     clocks, granules = machine.clocks, _granules(machine, block, chunks)
     agents, known = begin(clocks, clocks.agents_of_lanes()[[lane]])
     if clocks.pending[granules].any():
-        fault_at(machine, "overwrites a pending copy", "copies to where another copy is under way", lane)
+        machine.fault_at("overwrites a pending copy", "copies to where another copy is under way", lane)
     fault_for_race(machine, clocks.write(granules, agents), granules, agents, "the copy engine write", lane)
     machine.state(RemoteAccesses).note(block, agents)
     clocks.tick(agents)

@@ -6,20 +6,17 @@ block's rank in the cluster above its offset (`places.CLUSTER_SHIFT`); 0 there m
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 from numpy.typing import NDArray
 
-from ..base.batch import SHARED_WINDOW, Batch
-from ..base.instruction_registry import Array, Mask, Run, unit
-from ..memory.address_checks import CLUSTER_SHIFT, lanes_of
-from ..memory.async_groups import fault_at, snapshot
+from ..base.addresses import CLUSTER_SHIFT, SHARED_WINDOW, lanes_of
+from ..base.batch import Batch
+from ..base.instruction_registry import Run, unit
+from ..machine.machine import Machine
+from ..ptx.dtypes import Array, Mask
 from ..ptx.operands import Address
-
-if TYPE_CHECKING:
-    from ..execution.machine import Machine
-    from ..ptx.program import PtxInstruction
+from ..ptx.program import PtxInstruction
+from ..synchronization.async_groups import snapshot
 
 OFFSETS = (1 << CLUSTER_SHIFT) - 1
 
@@ -38,7 +35,7 @@ def mapa(batch: Batch) -> Run:
         if (bad := ranks[:, lanes] >= machine.cluster).any():
             lane = int(lanes[np.argmax(bad.any(axis=0))])
             text = f"maps an address to rank {int(ranks[:, lanes][bad][0])} of a cluster of {machine.cluster}"
-            fault_at(machine, "out of bounds", text, lane)
+            machine.fault_at("out of bounds", text, lane)
         places = np.broadcast_to(at(machine), ranks.shape).astype(np.int64)
         window = places & ~(SHARED_WINDOW - 1)
         mapped = window | (ranks + 1) << CLUSTER_SHIFT | places & OFFSETS
@@ -114,7 +111,7 @@ class ClusterBarriers:
         machine, clocks = self.machine, self.machine.clocks
         if (bad := self.arrived[lanes] != self.waited[lanes]).any():
             text = "comes to the cluster's barrier again before it has waited there"
-            fault_at(machine, "barrier", text, int(lanes[np.argmax(bad)]))
+            machine.fault_at("barrier", text, int(lanes[np.argmax(bad)]))
         self.arrived[lanes] += 1
         machine.events += 1
         agents = clocks.agents_of_lanes()[lanes]
@@ -131,7 +128,7 @@ class ClusterBarriers:
         machine, clocks = self.machine, self.machine.clocks
         if (bad := self.arrived[lanes] == self.waited[lanes]).any():
             text = "waits at the cluster's barrier to which it did not come (barrier.cluster.arrive)"
-            fault_at(machine, "barrier", text, int(lanes[np.argmax(bad)]))
+            machine.fault_at("barrier", text, int(lanes[np.argmax(bad)]))
         come = np.where(machine.alive, self.arrived, np.iinfo(np.int64).max)
         fewest = come.reshape(-1, machine.cluster * machine.lanes_per_block).min(axis=1)
         clusters = self.clusters(lanes)

@@ -11,8 +11,8 @@ from typing import Protocol
 
 import numpy as np
 
-from ..base.instruction_registry import Array
 from ..memory.swizzles import CHUNK, SPANS, swizzle
+from ..ptx.dtypes import Array
 from ..ptx.fault import EmulatorError, Fault
 
 BOX = 256  # the most rows, and the most columns, of a box

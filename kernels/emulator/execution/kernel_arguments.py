@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from ..base.batch import DTYPES
-from ..memory.global_memory import GlobalMemory
+from ..machine.global_memory import GlobalMemory
+from ..ptx.dtypes import DTYPES
 from ..ptx.fault import EmulatorError
 from ..ptx.program import Program
 

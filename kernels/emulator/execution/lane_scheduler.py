@@ -1,96 +1,106 @@
-"""The order in which the lanes of a machine run, and what becomes of those that have to wait.
+"""The order in which the lanes of a machine run, and how lanes wait.
 
-Lanes that stand at the same step run together, whatever warp or block they belong to: a *front*. The front at
-the lowest instruction goes first, so that threads that took different branches meet again. Where that one
-goes round a loop, it may wait for what others write, so now and then who stood longest gets a turn.
+Lanes at the same program point run together, whatever warp or block they belong to. The lanes at the lowest
+instruction run first, so that threads that took different branches meet again. If those lanes are in a loop,
+they may be waiting for what others write. So now and then the lanes that have stood longest run instead.
 
-Any step may hold lanes back (a barrier does, and a shuffle whose lanes are not all there). They are parked
-there, in the middle of a block, and try again with lanes of their warp that come to it, and when nobody else
-can run. When nobody gets on at all, that is a deadlock, and so it is when all go in circles (`circles`).
+Any step may hold lanes back: a barrier does, and a shuffle whose lanes are not all there. Such lanes are
+parked in the middle of a basic block. They try again when lanes of their warp arrive, and when no other lane
+can run. If that changes nothing either, it is a deadlock. Lanes that loop for ever are a `livelock`.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..memory.undefined_values import EXCHANGES
+from ..machine.machine import Machine
+from ..memory.undefined_values import EXCHANGES, UndefinedValues
+from ..ptx.dtypes import Mask
 from ..ptx.fault import Fault
 from ..synchronization.barriers import Barriers
-from .livelock import Circles
-
-if TYPE_CHECKING:
-    from ..base.instruction_registry import Mask
-    from .machine import Machine
-    from .schedule import BasicBlock
+from .livelock import LivelockDetector
+from .schedule import BasicBlock, Code
 
 Lanes: TypeAlias = NDArray[np.bool_]
 ProgramPoint: TypeAlias = tuple[int, int]  # the first instruction of a basic block, and a step in it
 
-# After so many turns of the lowest front another gets one, then after half as many, and so on. A turn in a
-# block that looks whether something has changed (an atomic, say) counts as many.
+# After PATIENCE runs of the lowest lanes others run once, then after half as many, down to IMPATIENCE. A
+# block that looks whether something has changed (an atomic, say) counts as LOOK runs.
 PATIENCE, IMPATIENCE, LOOK = 2048, 16, 128
 KINDS = dict.fromkeys(("bar", "barrier", "call"), "barrier not reached by all threads")
 KINDS |= dict.fromkeys(("shfl", "vote", "match", "redux"), "warp diverged")
 
 
-class Fronts:
-    """Where the lanes of a machine stand: `running` and `parked`, by place."""
+class LaneScheduler:
+    """Runs the lanes of one machine: those that can run and those that are parked, by program point."""
 
-    def __init__(self, machine: Machine) -> None:
-        self.machine = machine
+    def __init__(self, machine: Machine, code: Code) -> None:
+        self.machine, self.code = machine, code
         self.running: dict[ProgramPoint, Lanes] = {(0, 0): machine.alive.copy()}
         self.parked: dict[ProgramPoint, Lanes] = {}
-        self.turns, self.patience = 0, PATIENCE
+        self.runs, self.patience = 0, PATIENCE
         self.woken = 0  # the machine's events when parked lanes last tried
-        self.circles = Circles(machine)
-        self.verdict: Fault | None = None  # what is wrong where nobody can go on
+        self.livelock = LivelockDetector(machine)
+        self.verdict: Fault | None = None  # what is wrong if no lane ever goes on
+        self.seen_changes = -1  # the memory's changes when this machine last ran
 
     def run(self) -> bool:
-        """Run all lanes to their end, or until none can go on; return whether they ended.
+        """Run all lanes until they end or none can go on; return whether they ended. Raises Fault.
 
-        Call again when others have written memory; `verdict` is the fault where nobody will. Raises Fault.
+        If they have not ended, call again when other blocks have written memory: a lane may wait for that.
+        If no block will, `verdict` is the fault.
         """
+        ended = self._run_lanes()
+        self.seen_changes = self.machine.memory.changes
+        if ended:
+            for state in list(self.machine.states.values()):
+                if finish := getattr(state, "finish", None):
+                    finish()
+            self.machine.launch.give_back(self.machine.registers)
+        return ended
+
+    def _run_lanes(self) -> bool:
         self.verdict = None
         while self.running or self.parked:
             if not self.running:
-                if not self._wake() and not self._late():
+                if not self._wake() and not self._complete_late():
                     return False
                 continue
-            place = self._next()
-            if self.circles.closed(place, self.running) and not (self._wake() or self._late()):
-                self.verdict = self.verdict or self._spinning(place)
+            point = self._next()
+            if self.livelock.repeats(point, self.running) and not (self._wake() or self._complete_late()):
+                self.verdict = self.verdict or self._livelock_fault(point)
                 return False
-            self._run(place, self.running.pop(place))
+            self._run(point, self.running.pop(point))
         return True
 
     def _next(self) -> ProgramPoint:
-        """The place whose front gets a turn."""
+        """Choose the program point whose lanes run next."""
         if len(self.running) == 1 and not self.parked:
-            self.turns, self.patience = 0, PATIENCE
+            self.runs, self.patience = 0, PATIENCE
             return next(iter(self.running))
-        if self.turns < self.patience:
+        if self.runs < self.patience:
             return min(self.running)
-        self.turns, self.patience = 0, max(self.patience // 2, IMPATIENCE)
+        self.runs, self.patience = 0, max(self.patience // 2, IMPATIENCE)
         if self.parked and self.machine.events != self.woken:
             self._wake()
-        return next(iter(self.running))  # it has stood there longest
+        return next(iter(self.running))  # the first in the dict has stood there longest
 
     def _wake(self) -> bool:
         """Let parked lanes try again; return whether anything has changed."""
         events = self.woken = self.machine.events
         before = dict(self.parked)
-        for place in sorted(before):
-            if (lanes := self.parked.pop(place, None)) is not None:  # else they went on with others
-                self._run(place, lanes)
+        for point in sorted(before):
+            if (lanes := self.parked.pop(point, None)) is not None:  # else they went on with others
+                self._run(point, lanes)
         if events != self.machine.events or before.keys() != self.parked.keys():
             return True
-        return any((lanes != self.parked[place]).any() for place, lanes in before.items())
+        return any((lanes != self.parked[point]).any() for point, lanes in before.items())
 
-    def _late(self) -> bool:
-        """Complete one pending operation that somebody waits for; return whether there was one."""
+    def _complete_late(self) -> bool:
+        """Complete one pending operation that a lane waits for; return whether there was one."""
         try:
             if any(complete() for complete in self.machine.late):
                 return True
@@ -98,22 +108,22 @@ class Fronts:
             self.verdict = fault
             return False
         if self.parked and not self.running:
-            self.verdict = self._deadlock()
+            self.verdict = self._deadlock_fault()
         return False
 
-    def _run(self, place: ProgramPoint, lanes: Lanes) -> None:
-        """Run lanes from a step of a block to its end."""
-        machine, (start, first) = self.machine, place
-        block = machine.code.blocks.get(start)
+    def _run(self, point: ProgramPoint, lanes: Lanes) -> None:
+        """Run lanes from a step of a basic block to the block's end."""
+        machine, (start, first) = self.machine, point
+        block = self.code.blocks.get(start)
         if block is None:  # past the last instruction
             machine.end(lanes)
             return
-        self.turns += LOOK if block.looks else 1
+        self.runs += LOOK if block.looks else 1
         mask: Mask = None if machine.full and lanes.all() else lanes
         for i in range(first, len(block.steps)):
             step = block.steps[i]
             if self.parked and (start, i) in self.parked:
-                lanes = self._joined((start, i), lanes)
+                lanes = self._take_parked((start, i), lanes)
                 mask = None if machine.full and lanes.all() else lanes
             active = mask
             if step.guard is not None:
@@ -124,8 +134,8 @@ class Fronts:
                 if active.all():
                     active = None
             machine.instruction = step.instructions[0]
-            if machine.undefined is not None and step.instructions[0].opcode[0] not in EXCHANGES:
-                machine.undefined.follow(step.batch, active)
+            if machine.has_undefined and step.instructions[0].opcode[0] not in EXCHANGES:
+                machine.state(UndefinedValues).follow(step.batch, active)
             passed = step.run(machine, active)
             held = None if passed is None else lanes & ~passed if active is None else active & ~passed
             if held is not None and held.any():
@@ -134,34 +144,35 @@ class Fronts:
                 if not lanes.any():
                     return
             if machine.counts is not None:
-                machine.counts.step(machine, step.instructions, active)
+                machine.counts.step(machine.shape, step.instructions, active)
         self._leave(block, lanes)
 
-    def _joined(self, place: ProgramPoint, lanes: Lanes) -> Lanes:
-        """Add to lanes those of their warps that are parked at a place."""
-        parked = self.parked.pop(place)
+    def _take_parked(self, point: ProgramPoint, lanes: Lanes) -> Lanes:
+        """Return the lanes together with the lanes of their warps that are parked at this point."""
+        parked = self.parked.pop(point)
         with_them: Lanes = parked & np.repeat(lanes.reshape(-1, 32).any(axis=1), 32)
         if (others := parked & ~with_them).any():
-            self.parked[place] = others
+            self.parked[point] = others
         joined: Lanes = lanes | with_them
         return joined
 
     def _leave(self, block: BasicBlock, lanes: Lanes) -> None:
-        """Go where the end of a block leads."""
+        """Send lanes where the end of the block leads."""
         machine = self.machine
         if block.control is None:
-            self._join(block.next, lanes)
+            self._add(block.next, lanes)
             return
         taken = lanes
         if block.guard is not None:
             taken = lanes & block.guard(machine)
-            if machine.undefined is not None and block.batch is not None and block.control.guard is not None:
-                machine.undefined.use(block.batch, (block.control.guard,), lanes, block.control)
+            if machine.has_undefined and block.batch is not None and block.control.guard is not None:
+                undefined = machine.state(UndefinedValues)
+                undefined.use(block.batch, (block.control.guard,), lanes, block.control)
         if machine.counts is not None:
-            machine.counts.control(machine, block.control, lanes)
+            machine.counts.step(machine.shape, (block.control,), lanes)
         if block.control.opcode[0] == "bra":
             if taken.any():
-                self._join(block.target, taken)
+                self._add(block.target, taken)
         elif block.control.opcode[0] == "trap":
             if taken.any():
                 machine.instruction = block.control
@@ -169,14 +180,14 @@ class Fronts:
         elif taken.any():
             machine.end(taken)
         if block.guard is not None and (rest := lanes & ~taken).any():
-            self._join(block.next, rest)
+            self._add(block.next, rest)
 
-    def _join(self, start: int, lanes: Lanes) -> None:
+    def _add(self, start: int, lanes: Lanes) -> None:
         there = self.running.get((start, 0))
         self.running[start, 0] = lanes if there is None else there | lanes
 
-    def _deadlock(self) -> Fault:
-        """Say who waits where, for the first block in which anybody does."""
+    def _deadlock_fault(self) -> Fault:
+        """Report which threads wait at which line, for the first block with a waiting thread."""
         machine = self.machine
         block = min(int(machine.block_of_lane[lanes].min()) for lanes in self.parked.values())
         mine = machine.block_of_lane == block
@@ -184,10 +195,10 @@ class Fronts:
         for start, step in sorted(self.parked):
             count = int((self.parked[start, step] & mine).sum())
             if count:
-                instruction = machine.code.blocks[start].steps[step].instructions[0]
+                instruction = self.code.blocks[start].steps[step].instructions[0]
                 first = first or instruction
-                place = str(instruction.location or "an unknown line")
-                waits.append(f"{count} wait{'s' if count == 1 else ''} at {place} [{instruction.text}]")
+                line = str(instruction.location or "an unknown line")
+                waits.append(f"{count} wait{'s' if count == 1 else ''} at {line} [{instruction.text}]")
         ended = machine.threads - int((machine.alive & mine).sum())
         if ended:
             waits.append(f"{ended} {'has' if ended == 1 else 'have'} ended")
@@ -201,12 +212,12 @@ class Fronts:
             remedy = "; let all threads of the block come to the same cuda.syncthreads()"
         return machine.make_fault(kind, f"{text}: none can ever go on{remedy}", first)
 
-    def _spinning(self, place: ProgramPoint) -> Fault:
-        """Say who goes round in a loop, for the lowest of those places."""
-        machine, lanes = self.machine, self.running[place]
-        block = machine.code.blocks[place[0]]
-        all_of_it = [one for step in block.steps for one in step.instructions]
-        looks = [one for one in all_of_it if one.opcode[0] in ("atom", "ld", "call")] or all_of_it
+    def _livelock_fault(self, point: ProgramPoint) -> Fault:
+        """Report which threads loop for ever, for the lowest such program point."""
+        machine, lanes = self.machine, self.running[point]
+        block = self.code.blocks[point[0]]
+        every = [one for step in block.steps for one in step.instructions]
+        looks = [one for one in every if one.opcode[0] in ("atom", "ld", "call")] or every
         others = int(lanes.sum()) - 1
         who = machine.thread_name(int(np.argmax(lanes))) + (f" (and {others} more)" if others else "")
         text = (

@@ -1,72 +1,71 @@
-"""Find out that lanes go round in circles: a lock that nobody releases, a flag that nobody sets.
+"""Detect a livelock: lanes that loop for ever on a lock nobody releases, or a flag nobody sets.
 
-A machine is deterministic. If its registers, the places where its lanes stand and all that it can read are as
-they were before, and every front has had its turns meanwhile, nothing will ever change, but for what others
-write. One comparison of everything costs about as much as a turn, so it is made seldom, and only where the
-few things that are quick to compare are equal.
+A machine is deterministic. If its registers, the program points of its lanes, and all that it can read are
+the same as before, and every group of lanes has run since, then only another machine's write can ever change
+anything. A full comparison costs about as much as running a block of instructions. So it is rare, and happens
+only when the few things that are cheap to compare are equal.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from .machine import Machine
+from ..machine.machine import Machine
 
-EVERY = 1024  # turns from one picture of the machine to the next
-LASTS = 8 * EVERY  # turns for which a picture is kept
+EVERY = 1024  # runs of a block from one snapshot of the machine to the next
+LASTS = 8 * EVERY  # runs for which a snapshot is kept
 
 
-class Circles:
-    """A picture of the machine now and then, and whether it is back there."""
+class LivelockDetector:
+    """Takes a snapshot of the machine now and then, and tells when the machine is back in that state."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
-        self.turns = 0
-        self.place: object = None  # of the front whose turn it was; None: there is no picture
-        self.fronts: dict[tuple[int, int], NDArray[np.bool_]] = {}
+        self.runs = 0
+        self.point: object = None  # the program point that ran next at the snapshot; None: no snapshot
+        self.lanes: dict[tuple[int, int], NDArray[np.bool_]] = {}  # by program point
         self.registers: list[NDArray[np.generic]] = []
         self.changes = (0, 0)
-        self.waiting: set[tuple[int, int]] = set()  # fronts that have had no turn since
-        self.returns, self.next = 0, 1  # how often it seemed to be back, and when to look closely
+        self.not_run: set[tuple[int, int]] = set()  # program points that have not run since the snapshot
+        self.returns, self.next = 0, 1  # how often it looked like the snapshot, and when to compare all
 
-    def closed(self, place: tuple[int, int], running: dict[tuple[int, int], NDArray[np.bool_]]) -> bool:
-        """Whether the machine, about to run the front at `place`, is back where it was."""
-        self.turns += 1
-        if self.place is None:
-            if self.turns >= EVERY:
-                self._take(place, running)
+    def repeats(self, point: tuple[int, int], running: dict[tuple[int, int], NDArray[np.bool_]]) -> bool:
+        """Return whether the machine, about to run the lanes at `point`, is back in an earlier state."""
+        self.runs += 1
+        if self.point is None:
+            if self.runs >= EVERY:
+                self._take_snapshot(point, running)
             return False
         changes = (self.machine.memory.changes, self.machine.events)
-        if changes != self.changes or self.turns > LASTS:
-            self.place, self.turns = None, 0
+        if changes != self.changes or self.runs > LASTS:
+            self.point, self.runs = None, 0
             return False
-        back = place == self.place and not self.waiting and self._same(running)
-        self.waiting.discard(place)
+        back = point == self.point and not self.not_run and self._same(running)
+        self.not_run.discard(point)
         if back:
-            self.place, self.turns = None, EVERY
+            self.point, self.runs = None, EVERY
         return back
 
-    def _take(self, place: tuple[int, int], running: dict[tuple[int, int], NDArray[np.bool_]]) -> None:
+    def _take_snapshot(
+        self, point: tuple[int, int], running: dict[tuple[int, int], NDArray[np.bool_]]
+    ) -> None:
         machine = self.machine
-        self.place, self.turns = place, 0
-        self.fronts = dict(running)  # the arrays themselves are never written to
+        self.point, self.runs = point, 0
+        self.lanes = dict(running)  # nothing writes to these arrays
         self.registers = [file.copy() for file in machine.files.values()]
         self.changes = (machine.memory.changes, machine.events)
-        self.waiting = {*running} - {place}
+        self.not_run = {*running} - {point}
         self.returns, self.next = 0, 1
 
     def _same(self, running: dict[tuple[int, int], NDArray[np.bool_]]) -> bool:
-        if running.keys() != self.fronts.keys():
+        if running.keys() != self.lanes.keys():
             return False
         self.returns += 1
         if self.returns < self.next:
             return False
         self.next *= 2
-        return all(np.array_equal(running[one], self.fronts[one]) for one in running) and all(
+        return all(np.array_equal(running[one], self.lanes[one]) for one in running) and all(
             np.array_equal(file, kept)
             for file, kept in zip(self.machine.files.values(), self.registers, strict=True)
         )

@@ -1,4 +1,4 @@
-"""Run a kernel's PTX: check the launch, load its variables, and run the grid in parts."""
+"""Run a kernel's PTX: check the launch, load variables and arguments, and run the grid in parts."""
 
 from __future__ import annotations
 
@@ -11,24 +11,27 @@ import numpy as np
 
 from ..checks.debug_exceptions import ERROR
 from ..instructions import all_instructions  # noqa: F401  (registers them)
-from ..memory.global_memory import Buffer, GlobalMemory
+from ..machine.counts import Counts
+from ..machine.global_memory import Buffer, GlobalMemory
+from ..machine.launch import Launch
+from ..machine.machine import Machine
 from ..ptx.program import Program
 from ..ptx.reader import parse
-from .counts import Counts
-from .grid import Launch, run_grid
+from .grid import run_grid
 from .kernel_arguments import parameters
-from .machine import Machine
+from .lane_scheduler import LaneScheduler
 from .schedule import Code, compile_steps
 
 COUNTING: ContextVar[Counts | None] = ContextVar("COUNTING", default=None)  # of `profiled`
-LANES = 8192  # of one machine, at most, but for one cluster of blocks: more would fall out of the caches
-MEMORY = 1 << 28  # bytes of registers and shared memory of one machine, at most
-# What every GPU takes at most (CUDA C++ Programming Guide, "Technical Specifications").
-THREADS = 1024  # of a block
-CLUSTER = 16  # blocks of a cluster
+# The size of one machine, unless a single cluster of blocks is larger.
+LANES = 8192  # more would fall out of the caches
+MEMORY = 1 << 28  # bytes of registers and shared memory
+# Limits of every GPU (CUDA C++ Programming Guide, "Technical Specifications").
+THREADS = 1024  # in a block
+CLUSTER = 16  # blocks in a cluster
 BLOCK, GRID = (1024, 1024, 64), (2**31 - 1, 65535, 65535)
-SHARED = 227 * 1024  # bytes of a block, at most, on any GPU so far
-VARIABLES = 1 << 33  # where the global and constant variables of a program lie
+SHARED = 227 * 1024  # bytes of a block, on any GPU so far
+VARIABLES = 1 << 33  # the address of the program's first global or constant variable
 
 
 def run_kernel(
@@ -47,13 +50,13 @@ def run_kernel(
         ptx: the PTX of one kernel, compiled with Numba's calling convention (abi="numba").
         grid: blocks along x, y and z; missing ones are 1. A size of 0 runs nothing.
         block: threads along x, y and z.
-        args: NumPy arrays, tensor maps, and numbers, as the kernel takes them; an array as its plain memory.
+        args: NumPy arrays, tensor maps and numbers, in the kernel's order.
         shared: bytes of dynamic shared memory.
         cluster: blocks along x that form a cluster.
-        counts: filled with what the kernel did, where given.
+        counts: if given, filled with what the kernel did.
         names: of the arguments, for faults.
 
-    Raises Fault for what the kernel does wrong, ValueError and EmulatorError for what cannot be run.
+    Raises Fault for what the kernel does wrong, ValueError and EmulatorError for what cannot run.
     """
     counts = counts or COUNTING.get()
     whole_grid, whole_block = sizes("grid", grid), sizes("block", block)
@@ -86,26 +89,27 @@ def run_kernel(
     memory.watch(None if stored is None else [int.from_bytes(flat[name], "little") for name in stored])
     _load_variables(program, memory)
     launch = Launch(program, whole_grid, whole_block, flat, memory, shared, cluster, counts)
-    size = _blocks_at_once(program, threads, shared, cluster)
+    size = _blocks_of_a_machine(program, threads, shared, cluster)
     with np.errstate(all="ignore"):
-        run_grid(launch, (_machine(ptx, launch, first, size) for first in range(0, launch.blocks, size)))
+        run_grid(launch, (_scheduler(ptx, launch, first, size) for first in range(0, launch.blocks, size)))
 
 
-def _machine(ptx: str, launch: Launch, first: int, size: int) -> Machine:
-    """Return the machine of the blocks from `first` on, `size` at most."""
+def _scheduler(ptx: str, launch: Launch, first: int, size: int) -> LaneScheduler:
+    """Return what runs the blocks from `first` on, at most `size` of them."""
     blocks = min(size, launch.blocks - first)
-    return Machine(_code(ptx, blocks * -(-launch.threads // 32) * 32), launch, first, blocks)
+    code = _code(ptx, blocks * -(-launch.threads // 32) * 32)
+    return LaneScheduler(Machine(code.program, code.registers, launch, first, blocks), code)
 
 
 @functools.lru_cache(maxsize=128)
 def load(ptx: str) -> Program:
-    """Return the program of a PTX text; its variables have their addresses."""
+    """Return the program of a PTX text, with addresses for its variables."""
     program = parse(ptx)
-    place = VARIABLES
+    address = VARIABLES
     for variable in program.variables.values():
         if variable.space in ("global", "const"):
-            variable.offset = place
-            place += -(-max(variable.size, 1) // 256) * 256
+            variable.offset = address
+            address += -(-max(variable.size, 1) // 256) * 256
     return program
 
 
@@ -115,7 +119,7 @@ def _code(ptx: str, lanes: int) -> Code:
 
 
 def sizes(name: str, given: Sequence[int] | int) -> tuple[int, int, int]:
-    """Return the sizes of a grid or a block along x, y and z; ValueError for what is none."""
+    """Return the sizes of a grid or a block along x, y and z; ValueError if `given` is neither."""
     found = (given,) if isinstance(given, int | np.integer) else given
     if (
         not isinstance(found, Sequence | np.ndarray)
@@ -127,8 +131,8 @@ def sizes(name: str, given: Sequence[int] | int) -> tuple[int, int, int]:
     return whole[0], whole[1], whole[2]
 
 
-def _blocks_at_once(program: Program, threads: int, shared: int, cluster: int) -> int:
-    """How many blocks a machine gets, a multiple of the cluster."""
+def _blocks_of_a_machine(program: Program, threads: int, shared: int, cluster: int) -> int:
+    """Return how many blocks one machine gets: a multiple of the cluster."""
     lanes = -(-threads // 32) * 32
     registers = sum(
         rows * (1 if file == "pred" else int(file[1:]) // 8) for file, rows in program.registers.items()

@@ -15,7 +15,18 @@ from ..base.batch import Batch, RegisterLayout, Source
 from ..base.instruction_registry import InstructionUnit, OrderingClass, Run, find
 from ..instructions import arithmetic
 from ..ptx.fault import EmulatorError
-from ..ptx.operands import Address, Immediate, Label, Operand, Pair, Register, Special, Symbol, Vector
+from ..ptx.operands import (
+    Address,
+    Immediate,
+    Label,
+    Operand,
+    Pair,
+    Register,
+    Special,
+    Symbol,
+    Vector,
+    registers_in,
+)
 from ..ptx.program import Program, PtxInstruction
 
 BATCH_LANES = 1 << 15  # lanes times instructions of a step: its operands then fit the second-level cache
@@ -235,26 +246,9 @@ def _spaces(instruction: PtxInstruction) -> tuple[str, ...]:
     return named or SPACES  # a generic address may be anywhere
 
 
-def _flat(operand: Operand) -> Iterator[Operand]:
-    if isinstance(operand, Vector):
-        for item in operand.items:
-            yield from _flat(item)
-    elif isinstance(operand, Pair):
-        yield from _flat(operand.first)
-        yield from _flat(operand.second)
-    elif isinstance(operand, Address):
-        yield from _flat(operand.base)
-        for item in operand.more:
-            yield from _flat(item)
-    else:
-        yield operand
-
-
 def _registers(instruction: PtxInstruction) -> Iterator[Register]:
     for operand in instruction.operands:
-        for item in _flat(operand):
-            if isinstance(item, Register):
-                yield item
+        yield from registers_in(operand)
     if instruction.guard is not None:
         yield instruction.guard
 
@@ -262,17 +256,12 @@ def _registers(instruction: PtxInstruction) -> Iterator[Register]:
 def _written(unit: InstructionUnit, instruction: PtxInstruction) -> Iterator[Register]:
     for operand in instruction.operands[: unit.results]:
         if not isinstance(operand, Address):
-            for item in _flat(operand):
-                if isinstance(item, Register):
-                    yield item
+            yield from registers_in(operand)
 
 
 def _inputs(unit: InstructionUnit, instruction: PtxInstruction) -> set[tuple[str, int]]:
     rest = instruction.operands[unit.results :]
-    found = {
-        (item.file, item.row) for operand in rest for item in _flat(operand) if isinstance(item, Register)
-    }
-    return found
+    return {(item.file, item.row) for operand in rest for item in registers_in(operand)}
 
 
 def _likeness(instruction: PtxInstruction) -> tuple[object, ...]:

@@ -1,39 +1,11 @@
-"""Importing this registers all instructions that the emulator knows."""
+"""Importing this file registers every instruction that the emulator knows.
 
-from ..checks import async_proxy
-from ..copies import async_copies, bulk_copies, clusters
-from ..memory import array_reshape, loads_and_stores
-from ..synchronization import barriers, grid_barrier
-from . import (
-    arithmetic,
-    atomics,
-    half_precision_calls,
-    ldmatrix,
-    mbarriers,
-    mma,
-    printing,
-    register_pool,
-    warps,
-    wgmma,
-)
+Most units are in this folder. Others are beside the state that they change: copies/, memory/, checks/ and
+synchronization/.
+"""
 
-__all__ = [
-    "arithmetic",
-    "array_reshape",
-    "async_copies",
-    "async_proxy",
-    "atomics",
-    "barriers",
-    "bulk_copies",
-    "clusters",
-    "grid_barrier",
-    "half_precision_calls",
-    "ldmatrix",
-    "loads_and_stores",
-    "mbarriers",
-    "mma",
-    "printing",
-    "register_pool",
-    "warps",
-    "wgmma",
-]
+from ..checks import async_proxy  # noqa: F401
+from ..copies import async_copies, bulk_copies, clusters  # noqa: F401
+from ..memory import array_reshape, loads_and_stores  # noqa: F401
+from ..synchronization import barriers, grid_barrier  # noqa: F401
+from . import atomics, half_precision_calls, ldmatrix, mbarriers, mma, printing, register_pool, warps, wgmma  # noqa: F401  # noqa: F401

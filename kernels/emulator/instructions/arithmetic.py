@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..arithmetic.bits import count_ones
 from ..arithmetic.operations import Operation, operation
-from ..base.batch import DTYPES, LOCAL_WINDOW, SHARED_WINDOW, SPACES, Batch, size
-from ..base.instruction_registry import InstructionUnit, Mask, Run, unit
+from ..base.addresses import LOCAL_WINDOW, SHARED_WINDOW
+from ..base.batch import Batch
+from ..base.instruction_registry import InstructionUnit, Run, unit
+from ..machine.machine import Machine
+from ..ptx.dtypes import DTYPES, SIZES, Mask
 from ..ptx.operands import Pair, Vector
-
-if TYPE_CHECKING:
-    from ..execution.machine import Machine
 
 
 @cache
@@ -98,7 +97,7 @@ def move(batch: Batch) -> Run:
 
 
 def _pack(batch: Batch, kind: str, parts: int) -> Run:
-    part = f"b{8 * size(kind) // parts}"
+    part = f"b{8 * SIZES[kind] // parts}"
     read, write = batch.sources(1, part), batch.target(0, kind)
 
     def run(machine: Machine, mask: Mask) -> None:
@@ -109,7 +108,7 @@ def _pack(batch: Batch, kind: str, parts: int) -> Run:
 
 
 def _unpack(batch: Batch, kind: str, parts: int) -> Run:
-    part = f"b{8 * size(kind) // parts}"
+    part = f"b{8 * SIZES[kind] // parts}"
     read, write = batch.source(1, kind), batch.targets(0, part)
 
     def run(machine: Machine, mask: Mask) -> None:
@@ -124,10 +123,8 @@ def convert_address(batch: Batch) -> Run:
     """cvta.space generic, offset and cvta.to.space offset, generic: windows of the generic addresses."""
     opcode = batch.first.opcode
     kind = opcode[-1]
-    window = next(
-        (SPACES[word.partition("::")[0]] for word in opcode if word.partition("::")[0] in SPACES), 0
-    )
-    offset = DTYPES["u64"].type(window)
+    windows = {"shared": SHARED_WINDOW, "local": LOCAL_WINDOW}
+    offset = np.uint64(max(windows.get(word.partition("::")[0], 0) for word in opcode))
     read, write = batch.source(1, kind), batch.target(0, kind)
     if "to" in opcode:
         return lambda machine, mask: write(machine, read(machine) - offset, mask)

@@ -6,31 +6,18 @@ What else they order (a lock, a flag, a counter of finished blocks) is the busin
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from ..arithmetic.atomics import Atomic, apply, atomic
-from ..base.batch import Batch, size
-from ..base.instruction_registry import Array, Mask, Run, unit
-from ..checks.debug_exceptions import raised
-from ..memory.address_checks import (
-    aligned,
-    blame,
-    generic,
-    lanes_of,
-    note,
-    out_of_bounds,
-    places_of,
-    rows_of,
-    shared_place,
-    space_of,
-)
-from ..memory.atomic_ordering import Turns
+from ..base.addresses import addresses_of, generic, lanes_of, space_of
+from ..base.batch import Batch
+from ..base.instruction_registry import Run, unit
+from ..checks.debug_exceptions import fault_for_exception
+from ..machine.machine import Machine
+from ..memory.address_checks import aligned, blame, note, out_of_bounds, rows_of, shared_place
+from ..ptx.dtypes import SIZES, Array, Mask
 from ..ptx.fault import EmulatorError
-
-if TYPE_CHECKING:
-    from ..execution.machine import Machine
+from ..synchronization.atomic_ordering import AtomicOrder
 
 
 @unit("atom", order="store")
@@ -58,7 +45,7 @@ def _prepare(batch: Batch, first: int) -> Run:
     def run(machine: Machine, mask: Mask) -> None:
         lanes = lanes_of(machine, mask)
         shape = (len(batch), machine.lanes)
-        places = places_of(address(machine), len(batch), lanes, machine)
+        places = addresses_of(address(machine), len(batch), lanes, machine)
         operand = np.broadcast_to(one(machine), shape)[:, lanes]
         other = None if two is None else np.broadcast_to(two(machine), shape)[:, lanes]
         if other is not None:  # atom.cas d, [a], compare, new
@@ -69,7 +56,7 @@ def _prepare(batch: Batch, first: int) -> Run:
             compare = None if other is None else other[i]
             old[i, lanes] = _apply(machine, batch, i, space, places[i], operand[i], compare, found, lanes)
             if learns:
-                machine.state(Turns).take(places[i], lanes)
+                machine.state(AtomicOrder).take(places[i], lanes)
         if write is not None:
             write(machine, old, mask)
 
@@ -87,7 +74,7 @@ def _apply(
     found: Atomic,
     lanes: Array,
 ) -> Array:
-    width = size(found.kind)
+    width = SIZES[found.kind]
     one = Batch([batch.instructions[i]], batch.program, batch.layout)
     aligned(machine, one, places[None], width, lanes)
     if space == "generic":
@@ -102,7 +89,7 @@ def _apply(
         bad = np.ones((1, lanes.size), np.bool_)
         blame(machine, one, bad, lanes, "atomic", "updates memory that is neither global nor shared")
     if machine.counts is not None:
-        machine.counts.global_access(machine, one.instructions, places[None], width, lanes, write=True)
+        machine.counts.global_access(machine.shape, one.instructions, places[None], width, lanes, write=True)
     old = np.zeros(places.shape, operand.dtype)
     for buffer, where in machine.memory.find(places, width):
         if buffer is not None and not buffer.writable:
@@ -123,5 +110,5 @@ def _apply(
         if buffer.raises:
             raising = np.zeros(machine.lanes, np.bool_)
             raising[lanes] = True
-            raised(machine, raising)
+            fault_for_exception(machine, raising)
     return old

@@ -11,20 +11,19 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..arithmetic.half_precision import narrow, widen
+from ..base.addresses import lanes_of
 from ..base.batch import Batch
-from ..base.instruction_registry import Array, Mask, Run, unit
-from ..memory.address_checks import lanes_of
+from ..base.instruction_registry import Run, unit
+from ..machine.machine import Machine
 from ..memory.loads_and_stores import fetch, put
+from ..ptx.dtypes import Array, Mask
 from ..ptx.fault import EmulatorError
 from ..ptx.operands import Symbol
-
-if TYPE_CHECKING:
-    from ..execution.machine import Machine
 
 
 def _unordered(compare: Callable[..., Any]) -> Callable[..., Any]:

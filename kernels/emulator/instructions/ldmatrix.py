@@ -7,20 +7,17 @@ of the rows of matrix i, 16 bytes each; the rows may lie anywhere. What lies whe
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from ..arithmetic.fragments import load_matrices, store_matrices
+from ..base.addresses import whole_warps
 from ..base.batch import Batch
-from ..base.instruction_registry import Array, Mask, Run, unit
-from ..memory.async_groups import whole_warps
+from ..base.instruction_registry import Run, unit
+from ..machine.machine import Machine
 from ..memory.loads_and_stores import fetch, put
+from ..ptx.dtypes import Array, Mask
 from ..ptx.fault import EmulatorError
 from .mma import of_all_lanes, of_lanes_that_run
-
-if TYPE_CHECKING:
-    from ..execution.machine import Machine
 
 _COUNTS = {"x1": 1, "x2": 2, "x4": 4}
 

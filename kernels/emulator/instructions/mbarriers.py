@@ -6,23 +6,20 @@ the thread back likewise, and lets it try again after a time.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 from numpy.typing import NDArray
 
+from ..base.addresses import lanes_of, of_lanes
 from ..base.batch import Batch
-from ..base.instruction_registry import Array, Mask, Run, unit
+from ..base.instruction_registry import Run, unit
 from ..copies.bulk_copies import BulkCopies
 from ..copies.clusters import RemoteAccesses
-from ..memory.address_checks import lanes_of
-from ..memory.async_groups import located, of_lanes, snapshot
+from ..machine.machine import Machine
+from ..ptx.dtypes import Array, Mask
 from ..ptx.fault import EmulatorError
 from ..ptx.operands import Address
+from ..synchronization.async_groups import snapshot
 from ..synchronization.mbarriers import Mbarriers
-
-if TYPE_CHECKING:
-    from ..execution.machine import Machine
 
 # Copies complete when nobody can run but those who wait. Who looks again and again instead waits too.
 PATIENCE = 64
@@ -87,7 +84,7 @@ def arrive(batch: Batch) -> Run:
             # What all of them know, and only after the bytes are announced: the last arrival ends the phase.
             clock = None if relaxed else snapshot(clocks, np.unique(agents[which])).max(axis=0)
             count = which.size if announces else int(amounts[which].sum())
-            with located(machine, first):
+            with machine.located(first):
                 if announces:
                     mbarrier.expect(int(amounts[which].sum()))
                 mbarriers.changed(mbarrier.arrive(count, clock))
@@ -115,7 +112,7 @@ def count_bytes(batch: Batch) -> Run:
         for key, which in mbarriers.by_key(block, offset):
             first, total = int(lanes[which[0]]), int(amounts[which].sum())
             mbarrier = mbarriers.at(key, lanes[which])
-            with located(machine, first):
+            with machine.located(first):
                 over = mbarrier.expect(total) if announces else mbarrier.complete(total, nothing)
             mbarriers.changed(over)
 

@@ -9,19 +9,18 @@ the error bound of a float32 sum in any order, if twice as large, and no kernel 
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
 from ..arithmetic.fragments import MMA
+from ..base.addresses import whole_warps
 from ..base.batch import Batch, Source
-from ..base.instruction_registry import Array, Mask, Run, unit
-from ..memory.async_groups import whole_warps
+from ..base.instruction_registry import Run, unit
+from ..machine.machine import Machine
+from ..ptx.dtypes import Array, Mask
 from ..ptx.fault import EmulatorError
 from ..ptx.operands import Operand
-
-if TYPE_CHECKING:
-    from ..execution.machine import Machine
 
 Pairs: TypeAlias = tuple[Array, Array]
 

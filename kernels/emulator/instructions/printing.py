@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import re
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from ..base.batch import LOCAL_WINDOW, Batch
-from ..base.instruction_registry import Mask, Run, unit
+from ..base.addresses import LOCAL_WINDOW
+from ..base.batch import Batch
+from ..base.instruction_registry import Run, unit
+from ..machine.machine import Machine
+from ..ptx.dtypes import Mask
 from ..ptx.operands import Symbol
-
-if TYPE_CHECKING:
-    from ..execution.machine import Machine
 
 LONGEST = 4096  # bytes of a string
 

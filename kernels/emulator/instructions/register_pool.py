@@ -7,21 +7,18 @@ warps want must not be more than the block has, else inc waits for ever: a fault
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 from numpy.typing import NDArray
 
+from ..base.addresses import whole_warps
 from ..base.batch import Batch
-from ..base.instruction_registry import Mask, Run, unit
+from ..base.instruction_registry import Run, unit
 from ..copies.bulk_copies import BulkCopies
-from ..memory.async_groups import fault_at, whole_warps
+from ..machine.machine import Machine
+from ..ptx.dtypes import Mask
 from ..ptx.fault import EmulatorError
 from ..ptx.operands import Immediate
 from ..ptx.program import Program
-
-if TYPE_CHECKING:
-    from ..execution.machine import Machine
 
 REGISTERS = 65536  # of a multiprocessor
 LARGEST = 255  # of a thread, as the compiler deals them out
@@ -97,7 +94,7 @@ class RegisterPool:
         return False
 
     def _blame(self, warp: int, text: str) -> None:
-        fault_at(self.machine, "registers", f"runs {text}", 32 * warp)
+        self.machine.fault_at("registers", f"runs {text}", 32 * warp)
 
 
 @unit("setmaxnreg", order="sync", results=0)

@@ -6,20 +6,17 @@ that is a fault, as is the use of a value from a lane that takes no part (`undef
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 from numpy.typing import NDArray
 
 from ..arithmetic.warp_operations import LANES, WarpOperation, awaited, takes_part, warp_operation, word
 from ..base.batch import Batch
-from ..base.instruction_registry import Array, Mask, Run, unit
-from ..memory.undefined_values import Undefined
+from ..base.instruction_registry import Run, unit
+from ..machine.machine import Machine
+from ..memory.undefined_values import UndefinedValues
+from ..ptx.dtypes import Array, Mask
 from ..ptx.fault import EmulatorError
 from ..ptx.operands import Pair
-
-if TYPE_CHECKING:
-    from ..execution.machine import Machine
 
 
 @unit("shfl", "vote", "match", "redux", order="pure")
@@ -50,7 +47,7 @@ def exchange(batch: Batch) -> Run:
         write(machine, _by_lane(machine, result, len(batch)), mask)
         if second is not None and predicate is not None:
             second(machine, _by_lane(machine, predicate, len(batch)), mask)
-        if machine.undefined is not None:
+        if machine.has_undefined:
             _hand_on(machine, batch, found, lanes, running, operands)
         if (undefined := undefined & running).any():
             _undefined(machine, batch, operands[-1], running, undefined, missing != 0)
@@ -70,8 +67,7 @@ def _undefined(
         machine.fault(
             "undefined lane", f"{who} runs {batch.first.name} with a mask of members that does not name it"
         )
-    if machine.undefined is None:
-        machine.undefined = Undefined(machine)
+    values = machine.state(UndefinedValues)
     for i, lanes in enumerate(undefined.reshape(len(batch), -1)):
         ended = lanes & missing[i].reshape(-1)
         for some, kind, why in (
@@ -80,20 +76,19 @@ def _undefined(
         ):
             if some.any():
                 text = f"{batch.first.name} took from a lane that {why}"
-                machine.undefined.mark(batch, i, some, kind, text)
+                values.mark(batch, i, some, kind, text)
 
 
 def _hand_on(
     machine: Machine, batch: Batch, found: WarpOperation, active: Array, running: Array, operands: list[Array]
 ) -> None:
     """Let undefined values go where the exchange takes them."""
-    assert machine.undefined is not None
     own = np.broadcast_to(np.arange(machine.lanes, dtype=np.uint32).reshape(-1, 32), running.shape)
     if batch.first.opcode[0] == "shfl":
         sources, _, _ = found.function(np.broadcast_to(active, running.shape), own, *operands[1:])
     else:  # all members get something of all; let it be their own
         sources = own
-    machine.undefined.exchanged(batch, sources.reshape(len(batch), -1), running[0].reshape(-1))
+    machine.state(UndefinedValues).exchanged(batch, sources.reshape(len(batch), -1), running[0].reshape(-1))
 
 
 def _by_warp(machine: Machine, values: Array, count: int) -> Array:

@@ -10,23 +10,22 @@ taken when the instruction begins.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..base.addresses import whole_warps
 from ..base.batch import Batch
-from ..base.instruction_registry import Array, Mask, Run, unit
+from ..base.instruction_registry import Run, unit
 from ..checks.async_accesses import fault_for_missing_data, fault_for_missing_fence, fault_for_race
-from ..memory.async_groups import fault_at, located, snapshot, whole_warps
+from ..machine.machine import Machine
+from ..ptx.dtypes import Array, Mask
 from ..ptx.fault import EmulatorError
 from ..ptx.operands import Immediate, Register, Vector
+from ..synchronization.async_groups import snapshot
 from .mma import DEPTH
 from .wgmma_arithmetic import ROWS, operand_addresses, register_operand
 from .wgmma_products import GROUP, PendingProduct, ProductForm, WarpGroups
-
-if TYPE_CHECKING:
-    from ..execution.machine import Machine
 
 SHAPE = re.compile(r"m64n(\d+)k(\d+)")
 
@@ -97,7 +96,7 @@ def mma_async(batch: Batch) -> Run:
         state, lanes = machine.state(WarpGroups), groups[:, None] * GROUP + np.arange(GROUP)
         if not state.fenced[groups].all():
             lane = int(lanes[np.argmin(state.fenced[groups]), 0])
-            fault_at(machine, "missing fence", "begins wgmma with no wgmma.fence before the first", lane)
+            machine.fault_at("missing fence", "begins wgmma with no wgmma.fence before the first", lane)
 
         def same(read: Array, what: str) -> Array:
             """The groups' values of an operand that all their threads have to share."""
@@ -105,7 +104,7 @@ def mma_async(batch: Batch) -> Run:
             if (values != values[:, :1]).any():
                 bad = np.flatnonzero((values != values[:, :1]).any(axis=1))[0]
                 text = f"and others of its warp group pass different values of {what}"
-                fault_at(machine, "wgmma", text, int(lanes[bad, 0]))
+                machine.fault_at("wgmma", text, int(lanes[bad, 0]))
             first: Array = values[:, 0]
             return first
 
@@ -163,7 +162,7 @@ def _form(batch: Batch) -> ProductForm:
 
 
 def _operand(machine: Machine, lanes: Array, words: Array, mn: int, dtype: str, transposed: bool) -> Array:
-    with located(machine, int(lanes[0, 0])):
+    with machine.located(int(lanes[0, 0])):
         return operand_addresses(words.astype(np.uint64), mn, dtype, transposed, machine.shared_size)
 
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 import numpy as np
 
 from ..arithmetic.fragments import WGMMA_A, wgmma_sums
-from ..base.instruction_registry import Array
 from ..memory.descriptors import chunk_addresses, decode_descriptors
 from ..memory.swizzles import CHUNK
+from ..ptx.dtypes import Array
 from ..ptx.fault import Fault
 from .mma import BITS, decode, encode, values16
 

@@ -6,20 +6,17 @@ Products of a warp group that add to the same sums and are due together are carr
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..base.batch import LaneRows
-from ..base.instruction_registry import Array
-from ..memory.async_groups import AsyncGroups, fault_at
+from ..machine.machine import Machine
+from ..ptx.dtypes import Array
 from ..ptx.fault import EmulatorError
 from ..ptx.program import PtxInstruction
+from ..synchronization.async_groups import AsyncGroups
 from .wgmma_arithmetic import multiply_add, read_operand
-
-if TYPE_CHECKING:
-    from ..execution.machine import Machine
 
 GROUP = 128  # threads of a warp group
 
@@ -122,7 +119,7 @@ class WarpGroups:
             text = (
                 "begins wgmma and does not wait for it (wgmma.wait_group), before the sums are used or at all"
             )
-            fault_at(self.machine, "wgmma not waited for", text, int(groups[0]) * GROUP)
+            self.machine.fault_at("wgmma not waited for", text, int(groups[0]) * GROUP)
 
     def _warps(self, groups: Array) -> Array:
         """The agents of the groups' warps."""

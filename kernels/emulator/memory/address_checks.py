@@ -2,69 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NoReturn
+from typing import Literal, NoReturn
 
 import numpy as np
 
-from ..base.batch import LOCAL_WINDOW, SHARED_WINDOW, Batch
-from ..base.instruction_registry import Array, Mask
+from ..base.addresses import shared_blocks
+from ..base.batch import Batch
+from ..machine.global_memory import Buffer
+from ..machine.machine import Machine
+from ..machine.races_in_global_memory import AccessKind
+from ..ptx.dtypes import Array
 from ..ptx.fault import of
 from ..synchronization.barriers import Barriers
 
-if TYPE_CHECKING:
-    from ..execution.machine import Machine
-    from .global_memory import Buffer
-    from .races_in_global_memory import AccessKind
-
-CLUSTER_SHIFT = (
-    24  # a shared::cluster address holds 1 + the block's rank above this bit, 0 for the block's own
-)
 Access = Literal["reads", "guesses", "writes", "updates"]
-
-
-def space_of(opcode: tuple[str, ...]) -> str:
-    """Return the state space that an opcode names, "generic" where it names none."""
-    for word in opcode:
-        if word.startswith("shared"):
-            return "shared"
-        if word in ("global", "const"):
-            return "global"
-        if word in ("local", "param"):
-            return "local"
-    return "generic"
-
-
-def lanes_of(machine: Machine, mask: Mask) -> Array:
-    """Return the numbers of the lanes that run."""
-    return np.arange(machine.lanes) if mask is None else np.flatnonzero(mask)
-
-
-def places_of(address: Array, count: int, lanes: Array, machine: Machine) -> Array:
-    """The addresses of the lanes that run, (instructions, lanes)."""
-    places = np.broadcast_to(address, (count, machine.lanes))
-    return places if lanes.size == machine.lanes else places[:, lanes]
-
-
-def generic(places: Array) -> tuple[str, Array]:
-    """Return the state space that generic addresses lie in ("mixed": several) and the addresses there."""
-    low, high = int(places.min()), int(places.max())
-    if high < SHARED_WINDOW:
-        return "global", places
-    if low >= LOCAL_WINDOW:
-        return "local", places - LOCAL_WINDOW
-    if low >= SHARED_WINDOW and high < LOCAL_WINDOW:
-        return "shared", places - SHARED_WINDOW
-    return "mixed", places
-
-
-def shared_blocks(machine: Machine, places: Array, lanes: Array) -> tuple[Array, Array]:
-    """Return (block, offset) of shared addresses: of the lane's own block, or of another of its cluster."""
-    block = machine.block_of_lane if lanes.size == machine.lanes else machine.block_of_lane[lanes]
-    if int(places.max()) >> CLUSTER_SHIFT == 0:
-        return block, places
-    rank = places >> CLUSTER_SHIFT
-    there = block // machine.cluster * machine.cluster + rank - 1
-    return np.where(rank > 0, there, block), places & ((1 << CLUSTER_SHIFT) - 1)
 
 
 def shared_place(
@@ -95,7 +46,9 @@ def shared_place(
             f"of which the block has {machine.shared_size}{_hint(machine)}",
         )
     if machine.counts is not None:
-        machine.counts.shared_access(machine, batch.instructions, places, width, lanes, access == "updates")
+        machine.counts.shared_access(
+            machine.shape, batch.instructions, places, width, lanes, access == "updates"
+        )
     clocks = machine.clocks
     granules = clocks.granules(block, offset, width)
     agents = clocks.agents_of_lanes()
@@ -204,7 +157,9 @@ def note(
     if values is not None:
         same = np.asarray((buffer.read(places - buffer.start, width) == values).all(axis=-1))
     number = machine.clocks.number(machine.instruction)
-    conflict = buffer.past().note(machine, kind, places, width, lanes, number, same)
+    conflict = buffer.past().note(
+        machine.clocks, machine.memory.watch_blocks, kind, places, width, lanes, number, same
+    )
     if conflict is None:
         return
     lane, offset = int(lanes[conflict.index]), int(places[conflict.index]) - buffer.start

@@ -6,19 +6,16 @@ pointers to arrays of int64, writes the new strides and returns 1, or returns 0 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
+from ..base.addresses import lanes_of
 from ..base.batch import Batch
-from ..base.instruction_registry import Array, Mask, Run, unit
+from ..base.instruction_registry import Run, unit
+from ..machine.machine import Machine
+from ..ptx.dtypes import Array, Mask
 from ..ptx.operands import Symbol
-from .address_checks import lanes_of
 from .loads_and_stores import fetch, put
-
-if TYPE_CHECKING:
-    from ..execution.machine import Machine
 
 
 @unit("call.numba_attempt_nocopy_reshape", order="fence", results=0)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..base.instruction_registry import Array
+from ..ptx.dtypes import Array
 from ..ptx.fault import Fault
 from .swizzles import CHUNK, pattern, swizzle
 

@@ -7,34 +7,27 @@ nobody wrote, and races with no other warp.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
-from ..base.batch import DTYPES, LOCAL_WINDOW, SHARED_WINDOW, Batch, size
-from ..base.instruction_registry import Array, Mask, Run, unit
+from ..base.addresses import LOCAL_WINDOW, SHARED_WINDOW, addresses_of, generic, lanes_of, space_of
+from ..base.batch import Batch
+from ..base.instruction_registry import Run, unit
+from ..machine.global_memory import Buffer
+from ..machine.machine import Machine
+from ..ptx.dtypes import DTYPES, SIZES, VECTORS, Array, Mask
 from ..ptx.operands import Address, Symbol
-from ..ptx.program import VECTORS
+from ..synchronization.atomic_ordering import AtomicOrder
 from .address_checks import (
     Access,
     aligned,
     gather,
-    generic,
-    lanes_of,
     local_place,
     note,
     out_of_bounds,
-    places_of,
     rows_of,
     several_write,
     shared_place,
-    space_of,
 )
-from .atomic_ordering import Turns
-
-if TYPE_CHECKING:
-    from ..execution.machine import Machine
-    from .global_memory import Buffer
 
 
 @unit("ld", order="load")
@@ -42,7 +35,7 @@ def load(batch: Batch) -> Run:
     """ld{.space}{.v2|.v4}.kind d, [a]: the destination may be wider than the kind."""
     opcode = batch.first.opcode
     kind = opcode[-1]
-    width, count = size(kind), _count(opcode)
+    width, count = SIZES[kind], _count(opcode)
     write = batch.targets(0, kind)
     operand = batch.first.operands[1]
     if isinstance(operand, Address) and isinstance(operand.base, Symbol) and operand.base.space == "param":
@@ -51,7 +44,7 @@ def load(batch: Batch) -> Run:
 
     def run(machine: Machine, mask: Mask) -> None:
         lanes = lanes_of(machine, mask)
-        places = places_of(address(machine), len(batch), lanes, machine)
+        places = addresses_of(address(machine), len(batch), lanes, machine)
         data = fetch(machine, batch, space, places, width * count, lanes)  # (n, lanes, bytes) uint8
         values = np.moveaxis(data.view(DTYPES[kind]), -1, 0)  # (items, n, lanes)
         if mask is not None:
@@ -68,20 +61,20 @@ def store(batch: Batch) -> Run:
     """st{.space}{.v2|.v4}.kind [a], b: of a wider source, the low bits are stored."""
     opcode = batch.first.opcode
     kind = opcode[-1]
-    width, count = size(kind), _count(opcode)
+    width, count = SIZES[kind], _count(opcode)
     address, read, space = batch.address(0), batch.sources(1, kind), space_of(opcode)
     releases = len(batch) == 1 and id(batch.first) in batch.program.flow.releases
 
     def run(machine: Machine, mask: Mask) -> None:
         lanes = lanes_of(machine, mask)
-        places = places_of(address(machine), len(batch), lanes, machine)
+        places = addresses_of(address(machine), len(batch), lanes, machine)
         values = np.broadcast_to(read(machine), (count, len(batch), machine.lanes))[:, :, lanes]
         data = np.ascontiguousarray(np.moveaxis(values, 0, -1)).view(np.uint8)  # (n, lanes, bytes)
         assert data.shape[-1] == width * count
-        over = releases and machine.state(Turns).are_over(places[0], lanes)
+        over = releases and machine.state(AtomicOrder).are_over(places[0], lanes)
         put(machine, batch, space, places, data, lanes, "updates" if over else "writes")
         if over:
-            machine.state(Turns).take(places[0], lanes)
+            machine.state(AtomicOrder).take(places[0], lanes)
 
     return run
 
@@ -95,7 +88,7 @@ def _parameter(batch: Batch, kind: str) -> Run:
     ]
 
     def run(machine: Machine, mask: Mask) -> None:
-        bits = b"".join(machine.parameters[name][at : at + size(kind)] for name, at in places)
+        bits = b"".join(machine.parameters[name][at : at + SIZES[kind]] for name, at in places)
         write(machine, np.frombuffer(bits, DTYPES[kind])[:, None], mask)
 
     return run
@@ -120,7 +113,7 @@ def fetch(machine: Machine, batch: Batch, space: str, places: Array, width: int,
         flat = local_place(machine, batch, places, width, lanes)
         return gather(machine.local, flat, width)
     if machine.counts is not None:
-        machine.counts.global_access(machine, batch.instructions, places, width, lanes, write=False)
+        machine.counts.global_access(machine.shape, batch.instructions, places, width, lanes, write=False)
     found = machine.memory.find(places, width)
     if len(found) > 1 and len(places) > 1:  # instructions that read different arrays
         rows = [
@@ -218,7 +211,7 @@ def put(
         rows[flat >> shift] = data.view(rows.dtype)[..., 0]
         return
     if machine.counts is not None:
-        machine.counts.global_access(machine, batch.instructions, places, width, lanes, write=True)
+        machine.counts.global_access(machine.shape, batch.instructions, places, width, lanes, write=True)
     for i, row in enumerate(places):
         _put_global(machine, batch, i, row, data[i], lanes)
 

@@ -9,7 +9,7 @@ tile has to begin where the pattern does, every 8 rows: 1024, 512 or 256 bytes.
 
 from __future__ import annotations
 
-from ..base.instruction_registry import Array
+from ..ptx.dtypes import Array
 
 SPANS = (0, 32, 64, 128)  # bytes of a row of the pattern; 0 is no swizzle
 CHUNK = 16  # bytes that stay together

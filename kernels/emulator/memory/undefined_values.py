@@ -8,19 +8,16 @@ selection only from the side that it takes, and an address, a branch or a value 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..base.instruction_registry import Array, Mask
+from ..base.batch import Batch
+from ..machine.machine import Machine
+from ..ptx.dtypes import Array, Mask
 from ..ptx.operands import Operand
+from ..ptx.program import PtxInstruction
 from ..ptx.static_analysis import registers_of
-
-if TYPE_CHECKING:
-    from ..base.batch import Batch
-    from ..execution.machine import Machine
-    from ..ptx.program import PtxInstruction
 
 EXCHANGES = ("shfl", "vote", "match", "redux")
 USES = (
@@ -40,11 +37,12 @@ USES = (
 )
 
 
-class Undefined:
+class UndefinedValues:
     """The marks: 0, or 1 + where the value came from, for each register and lane."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
+        machine.has_undefined = True
         self.marks = {file: np.zeros(held.shape, np.int16) for file, held in machine.files.items()}
         self.origins: list[tuple[str, str, PtxInstruction]] = []  # kind of fault, what is wrong, the shuffle
 

@@ -10,9 +10,10 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from .dtypes import SIZES
 from .fault import EmulatorError
 from .operands import Address, Immediate, Label, Operand, Pair, Register, Special, Symbol, Vector
-from .program import SIZES, Location, Program, PtxInstruction
+from .program import Location, Program, PtxInstruction
 
 LIBRARY = re.compile(r"[\\/]numba_cuda[\\/]|[\\/]site-packages[\\/]numba[\\/]")
 CALL_DEPTH = 32  # device functions inside one another; deeper is taken for recursion

@@ -1,19 +1,20 @@
-"""What an instruction of PTX acts on: registers, constants, special registers, addresses, vectors."""
+"""Operands of a PTX instruction: registers, constants, special registers, addresses, vectors."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
 
 @dataclass(frozen=True, slots=True)
 class Register:
-    """A register: row `row` of the file of its width."""
+    """A register: row `row` among the registers of its width."""
 
     file: str  # "pred", "b16", "b32", "b64", "b128"
     row: int
     name: str
-    negated: bool = False  # `!%p1`, where a predicate is read
+    negated: bool = False  # `!%p1`: reads the opposite
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,7 @@ class Immediate:
 
 @dataclass(frozen=True, slots=True)
 class Special:
-    """A special register, as `%tid.x`; `_` is the operand that takes a result nobody wants."""
+    """A special register such as `%tid.x`. `_` stands for a result that nobody wants."""
 
     name: str
 
@@ -42,7 +43,7 @@ class Symbol:
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """A place in the code, looked up in the innermost of `scopes` that has it."""
+    """A label in the code, looked up in the innermost of `scopes` that defines it."""
 
     name: str
     scopes: tuple[str, ...] = ()
@@ -65,7 +66,7 @@ class Vector:
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """`[base+offset]`, and what else stands in the brackets: `[%rd1, {%r1, %r2}]` has coordinates."""
+    """`[base+offset]`. `more` holds other operands in the brackets: `[%rd1, {%r1, %r2}]` has coordinates."""
 
     base: Operand
     offset: int
@@ -73,3 +74,19 @@ class Address:
 
 
 Operand: TypeAlias = Register | Immediate | Special | Symbol | Label | Pair | Vector | Address
+
+
+def registers_in(operand: Operand) -> Iterator[Register]:
+    """Yield the registers in an operand, from left to right."""
+    if isinstance(operand, Register):
+        yield operand
+    elif isinstance(operand, Vector):
+        for item in operand.items:
+            yield from registers_in(item)
+    elif isinstance(operand, Pair):
+        yield from registers_in(operand.first)
+        yield from registers_in(operand.second)
+    elif isinstance(operand, Address):
+        yield from registers_in(operand.base)
+        for item in operand.more:
+            yield from registers_in(item)

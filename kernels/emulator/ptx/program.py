@@ -1,26 +1,17 @@
-"""A kernel as the emulator runs it: instructions, the labels among them, variables and registers."""
+"""A kernel as the emulator runs it: instructions, labels, variables, registers and parameters."""
 
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from .dtypes import SIZES, VECTORS
 from .operands import Operand, Register
-
-if TYPE_CHECKING:
-    from .static_analysis import Flow
-
-# Bytes of an item of each kind of PTX.
-SIZES = {"pred": 1, "f16": 2, "bf16": 2, "f16x2": 4, "f32": 4, "f64": 8, "b128": 16}
-SIZES |= {f"{letter}{bits}": bits // 8 for letter in "bus" for bits in (8, 16, 32, 64)}
-
-VECTORS = {"v2": 2, "v4": 4, "v8": 8}
 
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """A place in the source of the kernel."""
+    """A line of the kernel's source."""
 
     file: str
     line: int
@@ -35,62 +26,68 @@ class PtxInstruction:
 
     opcode: tuple[str, ...]  # ("ld", "global", "v2", "f32")
     operands: tuple[Operand, ...]
-    guard: Register | None  # the predicate that decides, lane by lane, whether it runs
-    negated: bool  # it runs where the guard is false
+    guard: Register | None  # a predicate: only lanes where it holds run the instruction
+    negated: bool  # the instruction runs where the guard is false
     location: Location | None
     text: str
 
     @property
     def name(self) -> str:
-        """The opcode as it is written."""
+        """The opcode as PTX writes it: "ld.global.v2.f32"."""
         return ".".join(self.opcode)
 
 
 @dataclass
 class Variable:
-    """A variable of a state space: its place there, size, and first contents."""
+    """A variable of a state space."""
 
     space: str  # "shared", "global", "const", "local", "param"
-    size: int  # bytes; 0 where the launch decides (dynamic shared memory)
+    size: int  # bytes; 0 if the launch decides (dynamic shared memory)
     offset: int = 0  # within the space
-    contents: bytes = b""
+    contents: bytes = b""  # initial
+
+
+@dataclass(frozen=True)
+class DataFlow:
+    """What `static_analysis` finds out about a program. Sets hold ids of instructions."""
+
+    learns: bool = False  # some atomics return a value that is used: threads learn what others have done
+    learns_of_blocks: bool = False  # the same of atomics that may act on global memory
+    stored: frozenset[str] | None = None  # parameters that may be part of a store's address; None: any
+    guesses: frozenset[int] = frozenset()  # loads whose value a compare-and-swap checks again later
+    settles: frozenset[int] = frozenset()  # stores that a look at the same element decides about
+    releases: frozenset[int] = frozenset()  # stores that may release a lock
 
 
 @dataclass
 class Program:
-    """A kernel, ready to run: `labels` are indices into `instructions`."""
+    """A kernel, ready to run."""
 
     name: str
     parameters: dict[str, tuple[str, int]] = field(default_factory=dict)  # name: (kind, size in bytes)
     instructions: list[PtxInstruction] = field(default_factory=list)
-    labels: dict[str, int] = field(default_factory=dict)
+    labels: dict[str, int] = field(default_factory=dict)  # indices into `instructions`
     variables: dict[str, Variable] = field(default_factory=dict)
     registers: dict[str, int] = field(default_factory=dict)  # registers of each width: {"b32": 56, ...}
     shared: int = 0  # bytes of static shared memory; dynamic shared memory follows
     local: int = 0  # bytes of local memory of each thread
     target: str = ""
     directives: dict[str, tuple[int, ...]] = field(default_factory=dict)  # {"maxntid": (256,), ...}
-
-    @functools.cached_property
-    def flow(self) -> Flow:
-        """What can be seen in the instructions before they run."""
-        from .static_analysis import Flow
-
-        return Flow(self)
+    flow: DataFlow = DataFlow()
 
     @functools.cached_property
     def numbers(self) -> dict[int, int]:
-        """The number of each instruction, from 1, by its id."""
+        """The number of each instruction, counted from 1, by its id."""
         return {id(one): 1 + i for i, one in enumerate(self.instructions)}
 
     @functools.cached_property
     def granule(self) -> int:
-        """The smallest access to shared memory, in bytes: what is watched as one."""
+        """The bytes of the smallest access to shared memory: races are tracked in granules of this size."""
         return min((_width(one) for one in self.instructions if _may_be_shared(one)), default=16)
 
     @functools.cached_property
     def asynchronous(self) -> bool:
-        """Whether some instructions go on by themselves: copies, and matrix instructions of a warp group."""
+        """Whether some instructions run asynchronously: copies, and a warp group's matrix instructions."""
         return any(one.opcode[0] in ("cp", "wgmma") for one in self.instructions)
 
 
@@ -102,7 +99,7 @@ def _may_be_shared(instruction: PtxInstruction) -> bool:
 
 
 def _width(instruction: PtxInstruction) -> int:
-    """Bytes that a thread accesses at once; 16 where it is a matter of more than that."""
+    """Return the bytes of one thread's access, at most 16."""
     opcode = instruction.opcode
     if opcode[0] == "cp":
         return 4 if "ca" in opcode and "bulk" not in opcode else 16

@@ -11,8 +11,10 @@ import re
 from collections.abc import Iterator
 
 from .body import BodyReader, DeviceFunction, alignment_of, declaration
+from .dtypes import SIZES
 from .fault import EmulatorError
-from .program import SIZES, Program, Variable
+from .program import Program, Variable
+from .static_analysis import analyse
 
 
 def parse(text: str) -> Program:
@@ -38,6 +40,7 @@ def parse(text: str) -> Program:
         kind, name, size = declaration(parameter)
         program.parameters[name] = (kind, size)
     BodyReader(program, functions, files).read(entry, "", None, 0)
+    program.flow = analyse(program)
     return program
 
 

@@ -1,48 +1,60 @@
-"""What can be seen in a program before it runs: where its pointers go, and what its atomics are for.
+"""Analyse a program before it runs: where its pointers go, and what its atomics are for.
 
-All of it errs on the side of silence: what cannot be told is taken for what raises no false alarm.
+The race detectors use this to avoid false alarms. Where the analysis cannot tell, it assumes no race.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from typing import TypeAlias
 
-from .operands import Address, Operand, Pair, Register, Symbol, Vector
-from .program import Program, PtxInstruction
+from .operands import Address, Operand, Register, Symbol, registers_in
+from .program import DataFlow, Program, PtxInstruction
 
 ENDS = ("bra", "ret", "exit", "trap")
-_Key = tuple[str, int] | str  # a register, or what one state space holds
+RegisterKey: TypeAlias = tuple[str, int]  # (width, row in the program)
+_Key: TypeAlias = RegisterKey | str  # a register, or "memory": all of shared and local memory
 
 
-class Flow:
-    """The facts about one program."""
+def analyse(program: Program) -> DataFlow:
+    """Return what the race detectors need to know about a program."""
+    return _Analysis(program).result()
+
+
+class _Analysis:
+    """The instructions of one program, and the variables whose addresses registers hold."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
         self._symbols = self._moved_symbols()
-        reads = {key for instruction in program.instructions for key in _sources(instruction)}
-        # Atomics whose old value somebody wants: with them threads learn what others have done.
+
+    def result(self) -> DataFlow:
+        instructions = self._program.instructions
+        reads = {key for instruction in instructions for key in _sources(instruction)}
         learning = [
-            instruction
-            for instruction in program.instructions
-            if instruction.opcode[0] == "atom" and {*registers_of(instruction.operands[0])} & reads
+            one
+            for one in instructions
+            if one.opcode[0] == "atom" and {*registers_of(one.operands[0])} & reads
         ]
-        self.learns = bool(learning)
-        self.learns_of_blocks = any("shared" not in " ".join(one.opcode) for one in learning)
-        self.stored = self._stored()
-        compared = {self._place(one) for one in program.instructions if "cas" in one.opcode}
-        loads = [one for one in program.instructions if one.opcode[0] == "ld"]
-        # A load before a loop around a compare-and-swap, which finds out if the value is no longer true.
-        self.guesses = frozenset(id(one) for one in loads if self._place(one) in compared)
-        self.settles = self._settles(loads)
-        # Stores to what is also updated by atomics: they may release a lock.
-        updated = {self._place(one) for one in program.instructions if one.opcode[0] in ("atom", "red")}
-        stores = [one for one in program.instructions if one.opcode[0] == "st"]
-        self.releases = frozenset(id(one) for one in stores if self.learns and self._place(one) in updated)
+        learns = bool(learning)
+        loads = [one for one in instructions if one.opcode[0] == "ld"]
+        stores = [one for one in instructions if one.opcode[0] == "st"]
+        compared = {self._address(one) for one in instructions if "cas" in one.opcode}
+        updated = {self._address(one) for one in instructions if one.opcode[0] in ("atom", "red")}
+        return DataFlow(
+            learns=learns,
+            learns_of_blocks=any("shared" not in " ".join(one.opcode) for one in learning),
+            stored=self._stored(),
+            # A load before a loop around a compare-and-swap. The swap finds out if the value is stale.
+            guesses=frozenset(id(one) for one in loads if self._address(one) in compared),
+            settles=self._settles(loads),
+            # A store to what atomics also update may release a lock.
+            releases=frozenset(id(one) for one in stores if learns and self._address(one) in updated),
+        )
 
     def _moved_symbols(self) -> dict[tuple[str, int], Symbol]:
-        """The variables whose addresses registers hold all the time."""
+        """Return the registers that always hold the address of one variable, with that variable."""
         found: dict[tuple[str, int], Symbol] = {}
         written: set[tuple[str, int]] = set()
         for one in self._program.instructions:
@@ -57,8 +69,8 @@ class Flow:
                 written.add(key)
         return found
 
-    def _place(self, instruction: PtxInstruction) -> tuple[object, ...]:
-        """The address of a load, a store or an atomic, as it is written."""
+    def _address(self, instruction: PtxInstruction) -> tuple[object, ...]:
+        """Return the address of a load, a store or an atomic, as the text writes it."""
         address = next((one for one in instruction.operands if isinstance(one, Address)), None)
         if address is None:
             return ("none", id(instruction))
@@ -68,9 +80,9 @@ class Flow:
         return base, address.offset
 
     def _settles(self, loads: list[PtxInstruction]) -> frozenset[int]:
-        """Stores that a look at the same element decides about, as `if x[i] < 0: x[i] = 1` does.
+        """Return the stores of `if x[i] < 0: x[i] = 1`: a load of the same element decides about them.
 
-        What is stored does not depend on what was there, so that others who look may see it or not yet.
+        The stored value does not depend on the old one, so other threads may see the store or miss it.
         """
         block_of = self._blocks()
         stores = [one for one in self._program.instructions if one.opcode[:2] == ("st", "global")]
@@ -78,7 +90,7 @@ class Flow:
             (load, store)
             for store in stores
             for load in loads
-            if self._place(load) == self._place(store) and block_of[id(load)] != block_of[id(store)]
+            if self._address(load) == self._address(store) and block_of[id(load)] != block_of[id(store)]
         ]
         if not pairs:
             return frozenset()
@@ -94,7 +106,7 @@ class Flow:
         )
 
     def _blocks(self) -> dict[int, int]:
-        """The basic block of each instruction."""
+        """Return the basic block of each instruction, by its id."""
         starts = {*self._program.labels.values()}
         found, block = {}, 0
         for i, instruction in enumerate(self._program.instructions):
@@ -104,9 +116,9 @@ class Flow:
         return found
 
     def _stored(self) -> frozenset[str] | None:
-        """The parameters whose values may be part of an address that is stored to; None is any.
+        """Return the parameters that may be part of the address of a store; None if any may.
 
-        Atomics are no stores: what only they write is in no race with plain reads, or not one to speak of.
+        Atomics do not count as stores: plain reads beside them are not reported as races.
         """
         bits = {name: 1 << i for i, name in enumerate(self._program.parameters)}
         seeds = {
@@ -126,7 +138,10 @@ class Flow:
         return frozenset(name for name, bit in bits.items() if stored & bit)
 
     def _spread(self, seeds: dict[int, int], everywhere: bool) -> dict[_Key, int]:
-        """Where the bits go that some instructions' results begin with; `everywhere`: into predicates too."""
+        """Follow bits from the results of some instructions (`seeds`, by id) to all that depends on them.
+
+        everywhere: also through atomics and into predicates.
+        """
         held: dict[_Key, int] = {}
         steps = []
         for one in self._program.instructions:
@@ -147,24 +162,13 @@ class Flow:
         return held
 
 
-def registers_of(operand: Operand) -> Iterator[tuple[str, int]]:
-    """The registers in an operand: (file, row in the program)."""
-    if isinstance(operand, Register):
-        yield operand.file, operand.row
-    elif isinstance(operand, Vector):
-        for item in operand.items:
-            yield from registers_of(item)
-    elif isinstance(operand, Pair):
-        yield from registers_of(operand.first)
-        yield from registers_of(operand.second)
-    elif isinstance(operand, Address):
-        yield from registers_of(operand.base)
-        for item in operand.more:
-            yield from registers_of(item)
+def registers_of(operand: Operand) -> Iterator[RegisterKey]:
+    """Yield the registers in an operand as (width, row in the program)."""
+    return ((register.file, register.row) for register in registers_in(operand))
 
 
 def _sources(instruction: PtxInstruction) -> Iterator[tuple[str, int]]:
-    """The registers that an instruction reads."""
+    """Yield the registers that an instruction reads."""
     first = instruction.operands[:1]
     for operand in instruction.operands[1:]:
         yield from registers_of(operand)
@@ -177,7 +181,7 @@ def _sources(instruction: PtxInstruction) -> Iterator[tuple[str, int]]:
 
 
 def _values(instruction: PtxInstruction, everywhere: bool) -> Iterator[_Key]:
-    """Where the value that an instruction passes on may come from."""
+    """Yield the sources of the value that an instruction passes on."""
     if instruction.opcode[0] == "ld":
         if "global" not in instruction.opcode:
             yield "memory"
@@ -186,7 +190,7 @@ def _values(instruction: PtxInstruction, everywhere: bool) -> Iterator[_Key]:
 
 
 def _results(instruction: PtxInstruction) -> Iterator[_Key]:
-    """Where it goes."""
+    """Yield where that value goes."""
     if instruction.opcode[0] == "st":
         if "global" not in instruction.opcode:
             yield "memory"
@@ -195,7 +199,7 @@ def _results(instruction: PtxInstruction) -> Iterator[_Key]:
 
 
 def _parameters(instruction: PtxInstruction) -> Iterator[str]:
-    """The kernel's parameters that an instruction loads."""
+    """Yield the kernel's parameters that an instruction loads."""
     for operand in instruction.operands:
         if (
             isinstance(operand, Address)

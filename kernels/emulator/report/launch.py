@@ -29,20 +29,16 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from ...cuda.runtime import compiler
 from ...cuda.runtime.kernel import HALVES, Kernel
 from ...cuda.runtime.tensor_map import TensorMap
-from ..checks.debug_exceptions import debug_ptx
-from ..execution.counts import Counts
 from ..execution.run import COUNTING, run_kernel, sizes
-from ..ptx.fault import EmulatorError
+from ..machine.counts import Counts
+from .compiling import compiled_ptx
 from .profile_table import Profile
 
-_COMPILED: WeakKeyDictionary[Any, dict[Any, str]] = WeakKeyDictionary()
 ARCHITECTURE = "sm_90a"  # whose instructions the emulator knows
 
 
@@ -122,35 +118,8 @@ def _run(
         types = tuple(_type(name, x) for name, x in zip(names, arrays, strict=True))
     whole_grid, whole_block = sizes("grid", grid), sizes("block", block)
     threads = min(max(math.prod(whole_block), 1), 1024)
-    ptx = _compiled(function, types, architecture, threads, fastmath, bool(options.get("debug", False)))
+    ptx = compiled_ptx(function, types, architecture, threads, fastmath, bool(options.get("debug", False)))
     run_kernel(ptx, whole_grid, whole_block, arrays, shared, cluster, counts, names)
-
-
-def _compiled(
-    function: Callable[..., Any],
-    types: tuple[Any, ...],
-    architecture: str,
-    threads: int,
-    fastmath: bool,
-    debug: bool,
-) -> str:
-    """Return the PTX. What the function's closure holds is constant from the first launch on, as in Numba."""
-    kept = _COMPILED.setdefault(function, {})
-    key = (types, architecture, threads, fastmath, debug)
-    if key not in kept:
-        try:
-            if debug:
-                kept[key] = debug_ptx(function, types, architecture, threads, fastmath)
-            else:
-                kept[key] = compiler.compile_ptx(function, types, architecture, threads, fastmath=fastmath)
-        except AttributeError as error:
-            if "insert_unresolved_ref" not in str(error):
-                raise
-            raise EmulatorError(
-                f"{function.__name__} calls a function that calls itself, which Numba compiles for no GPU: "
-                "write it as a loop"
-            ) from error
-    return kept[key]
 
 
 def _function(kernel: Callable[..., Any]) -> Callable[..., Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..execution.counts import SECTOR, Counts, LineCounts
+from ..machine.counts import SECTOR, Counts, LineCounts
 
 
 @dataclass(frozen=True)

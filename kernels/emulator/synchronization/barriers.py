@@ -6,18 +6,17 @@ threads faults where a thread has ended or stands elsewhere in its warp; real GP
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..arithmetic.warp_operations import awaited, word
 from ..base.batch import Batch
-from ..base.instruction_registry import Array, Mask, Run, unit
-
-if TYPE_CHECKING:
-    from ..execution.machine import Machine
-    from ..ptx.program import PtxInstruction
+from ..base.instruction_registry import Run, unit
+from ..machine.machine import Machine
+from ..ptx.dtypes import Array, Mask
+from ..ptx.program import PtxInstruction
 
 Lanes: TypeAlias = NDArray[np.bool_]
 

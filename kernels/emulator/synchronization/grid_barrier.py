@@ -6,18 +6,15 @@ Guide, "Grid Synchronization"). All blocks have to be on the GPU at once; `launc
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 from numpy.typing import NDArray
 
+from ..base.addresses import lanes_of
 from ..base.batch import Batch
-from ..base.instruction_registry import Mask, Run, unit
-from ..memory.address_checks import lanes_of
+from ..base.instruction_registry import Run, unit
+from ..machine.machine import Machine
+from ..ptx.dtypes import Mask
 from ..ptx.operands import Symbol
-
-if TYPE_CHECKING:
-    from ..execution.machine import Machine
 
 
 class GridBarrier:
@@ -48,9 +45,9 @@ def synchronize(batch: Batch) -> Run:
         lanes = lanes_of(machine, mask)
         new = lanes[barrier.phase[lanes] < 0]
         barrier.phase[new] = launch.phase
-        launch.come += new.size
-        if launch.come == launch.blocks * launch.threads:
-            launch.come, launch.phase = 0, launch.phase + 1
+        launch.arrived += new.size
+        if launch.arrived == launch.blocks * launch.threads:
+            launch.arrived, launch.phase = 0, launch.phase + 1
             launch.memory.order_all()
             machine.events += 1
         over = lanes[barrier.phase[lanes] < launch.phase]

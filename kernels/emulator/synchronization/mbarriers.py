@@ -12,18 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn, TypeAlias
+from typing import NoReturn, TypeAlias
 
 import numpy as np
 
-from ..base.instruction_registry import Array
-from ..memory.address_checks import shared_blocks
-from ..memory.async_groups import fault_at, in_shared_window, located
+from ..base.addresses import in_shared_window, shared_blocks
+from ..machine.machine import Machine
+from ..ptx.dtypes import Array
 from ..ptx.fault import Fault
-
-if TYPE_CHECKING:
-    from ..execution.machine import Machine
-    from ..ptx.program import PtxInstruction
+from ..ptx.program import PtxInstruction
 
 BYTES = 8  # of an mbarrier, and its alignment
 LARGEST = (1 << 20) - 1  # arrivals of a phase, and bytes either way
@@ -136,7 +133,7 @@ class Mbarriers:
         agent = clocks.agents_of_lanes()[lane]
         nothing = np.zeros(clocks.agents, np.int32)
         time = int(clocks.own(np.array([agent]))[0])
-        with located(self.machine, lane):
+        with self.machine.located(lane):
             self.table[key] = Mbarrier(count, nothing, int(agent), time, nothing)
         self._bytes(key)[:] = _PATTERN
 
@@ -197,4 +194,4 @@ class Mbarriers:
         return False
 
     def _blame(self, kind: str, text: str, lane: int) -> NoReturn:
-        fault_at(self.machine, kind, text, int(lane))
+        self.machine.fault_at(kind, text, int(lane))

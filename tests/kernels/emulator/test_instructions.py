@@ -12,10 +12,10 @@ from minidist.kernels.emulator.copies import tensor_copies
 from minidist.kernels.emulator.instructions import mma, wgmma_arithmetic
 from minidist.kernels.emulator.instructions.register_pool import at_launch
 from minidist.kernels.emulator.memory import swizzles
-from minidist.kernels.emulator.memory.async_groups import AsyncGroups
 from minidist.kernels.emulator.memory.descriptors import chunk_addresses, decode_descriptors
 from minidist.kernels.emulator.ptx.fault import EmulatorError, Fault
 from minidist.kernels.emulator.ptx.program import Program
+from minidist.kernels.emulator.synchronization.async_groups import AsyncGroups
 from minidist.kernels.emulator.synchronization.mbarriers import Mbarrier
 
 LANES = range(32)

@@ -1,38 +1,36 @@
-"""Who used the elements of an array in global memory last, and whether that may have been at the same time.
+"""Find races in global memory: the last accesses to each element, and whether they are ordered.
 
-As for shared memory (`clocks`), two accesses race if one of them writes and neither knows of the other.
-Blocks know nothing of each other unless the kernel tells them (by atomics, or a barrier of the grid). Two
-exceptions, which no GPU takes amiss, as paths in graphs are searched so: writes of what is there already, and
-reads of what a thread writes after a look at the same element (`flow.settles`).
+As in shared memory (`races_in_shared_memory`), two accesses race if one of them writes and neither happens
+before the other. Blocks are unordered unless the kernel orders them by atomics or a barrier of the grid.
+Path searches in graphs rely on two exceptions, which no GPU minds: writes of the value that is already there,
+and reads of an element that another thread writes after a look at it (`DataFlow.settles`).
 
-The history is kept for granules as wide as the narrowest access so far. Of a granule's readers two are kept,
-of different warps: one of them is another's than any writer.
+History is kept for granules as wide as the narrowest access so far. Two readers of a granule are kept, from
+different warps: whichever warp writes next, at least one of them is another warp.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..base.instruction_registry import Array
+from ..ptx.dtypes import Array
+from .races_in_shared_memory import Clocks
 
-if TYPE_CHECKING:
-    from ..execution.machine import Machine
-
-AccessKind = Literal["reads", "writes", "settles", "updates"]  # settles: see `flow`; updates: by atomics
-QUIET = 1 << 20  # in a packed name: a write that readers don't mind
+AccessKind = Literal["reads", "writes", "settles", "updates"]  # settles: `DataFlow`; updates: by atomics
+QUIET = 1 << 20  # a bit of a packed name: a write that readers don't mind
 
 
 @dataclass(frozen=True)
 class Conflict:
-    """Two accesses that race."""
+    """Two accesses that race: the later one by its index, and facts about the earlier one."""
 
-    index: int  # of the later one, among those to be noted
-    warp: int  # of the earlier one, numbered over the grid
-    instruction: int  # its number, from 1
+    index: int  # of the later access, among those to be noted
+    warp: int  # numbered over the grid
+    instruction: int  # its number, counted from 1
     wrote: bool
 
 
@@ -43,51 +41,48 @@ class History:
         self.start, self.size = start, size
         self.granule = 16  # bytes
         count = self._count()
-        # Names are 1 + the warp above bit 21, QUIET, and the instruction's number; 0 is nobody.
+        # A name packs 1 + the warp above bit 21, QUIET, and the instruction's number; 0 stands for nobody.
         self.writer = np.zeros(count, np.int64)
-        self.written = np.zeros(count, np.int32)  # the time of that warp
+        self.written = np.zeros(count, np.int32)  # the warp's time then
         self.readers = np.zeros((2, 0), np.int64)
         self.read = np.zeros((2, 0), np.int32)
 
-    def forget(self) -> None:
-        """Whatever comes now is after all that was."""
-        self.writer[:] = 0
-        self.readers[:] = 0
-
     def note(
         self,
-        machine: Machine,
+        clocks: Clocks,
+        watch_blocks: bool,
         kind: AccessKind,
-        places: Array,
+        addresses: Array,
         width: int,
         lanes: Array,
         numbers: Array | int,
         same: Array | None = None,
     ) -> Conflict | None:
-        """Note accesses (n,) of `width` bytes by lanes (n,), unless they race: return where they do.
+        """Note accesses (n,) of `width` bytes by lanes (n,), or return the first race instead.
 
-        numbers: of the instructions. same: where a write leaves the memory as it is.
+        watch_blocks: also look for races between blocks. numbers: of the instructions. same: which writes
+        leave the memory as it is.
         """
         if width < self.granule:
             self._refine(width)
         shift = self.granule.bit_length() - 1
-        first = (places >> shift) - (self.start >> shift)
+        first = (addresses >> shift) - (self.start >> shift)
         count = -(-width // self.granule)
         granules = first if count == 1 else (first[:, None] + np.arange(count)).reshape(-1)
-        clocks = machine.clocks
+        machine = clocks.machine
         agents = clocks.agents_of_lanes()[lanes]
         warps = machine.first * machine.warps_per_block + machine.warp_of_lane[lanes]
         times = clocks.own(agents)
         names = (1 + warps) << 21 | numbers
         if count > 1:
             agents, warps, times, names = (np.repeat(one, count) for one in (agents, warps, times, names))
-        conflict = self._conflict(machine, kind, granules, agents, warps, same, count)
+        conflict = self._conflict(clocks, watch_blocks, kind, granules, agents, warps, same, count)
         if conflict is None:
             if kind == "reads":
                 self._note_read(granules, names, times)
                 return None
             if same is not None and same.any():
-                # Who wrote what is there stays the writer.
+                # The warp that wrote this value first stays the writer.
                 silent = np.repeat(same, count)
                 new = ~silent | (self.writer[granules] == 0)
                 names = np.where(silent, names | QUIET, names)
@@ -98,7 +93,8 @@ class History:
 
     def _conflict(
         self,
-        machine: Machine,
+        clocks: Clocks,
+        watch_blocks: bool,
         kind: AccessKind,
         granules: Array,
         agents: Array,
@@ -113,7 +109,7 @@ class History:
         if kind == "writes" and self.readers.size:
             earlier += [(self.readers[i][granules], self.read[i][granules]) for i in (0, 1)]
         for i, (names, times) in enumerate(earlier):
-            races = self._unordered(machine, names, times, agents, warps)
+            races = self._unordered(clocks, watch_blocks, names, times, agents, warps)
             if races is not None and same is not None:
                 races &= ~np.repeat(same, count)
             if races is not None and races.any():
@@ -124,9 +120,10 @@ class History:
 
     @staticmethod
     def _unordered(
-        machine: Machine, names: Array, times: Array, agents: Array, warps: Array
+        clocks: Clocks, watch_blocks: bool, names: Array, times: Array, agents: Array, warps: Array
     ) -> NDArray[np.bool_] | None:
-        """Where a warp does not know of an earlier access by another; None is nowhere."""
+        """Return where a warp does not know of another warp's earlier access; None for nowhere."""
+        machine = clocks.machine
         others = (names >> 21) - 1
         strange: NDArray[np.bool_] = (names != 0) & (others != warps)
         if not strange.any():
@@ -135,9 +132,9 @@ class History:
         here = (block >= 0) & (block < machine.blocks)
         own = (warps // machine.warps_per_block - machine.first) // machine.cluster
         near = here & (block // machine.cluster == own)  # blocks of one cluster know each other's clocks
-        inside = block % machine.cluster * machine.clocks.of_block + warp
-        known = machine.clocks.knows(agents, np.where(near, inside, 0))
-        strange &= np.where(near, times > known, machine.memory.watch_blocks)
+        inside = block % machine.cluster * clocks.of_block + warp
+        known = clocks.knows(agents, np.where(near, inside, 0))
+        strange &= np.where(near, times > known, watch_blocks)
         return strange
 
     def _note_read(self, granules: Array, names: Array, times: Array) -> None:
@@ -151,13 +148,13 @@ class History:
             before[moved], self.read[1, moved] = last[moved], self.read[0, moved]
         last[granules] = names
         self.read[0, granules] = times
-        # Of several warps that read a granule at once, the last one's name stays, and one of the others'.
+        # Where several warps read a granule at once, the last name stays, and one of the others.
         lost = (last[granules] ^ names) >> 21 != 0
         if lost.any():
             before[granules[lost]], self.read[1, granules[lost]] = names[lost], times[lost]
 
     def _refine(self, width: int) -> None:
-        """Keep the history of granules of `width` bytes from now on."""
+        """Split the history into granules of `width` bytes."""
         old, shift = self.granule, self.start // width - self.start // self.granule * (self.granule // width)
         self.granule = width
         count = self._count()

@@ -1,28 +1,26 @@
-"""Happens-before: which accesses to shared memory are ordered by barriers, and which are races.
+"""Find races in shared memory: barriers order accesses (happens-before), and unordered ones race.
 
 Each warp has a vector clock: for every other agent of its block, the time up to which it knows what that
 agent did (Mattern, Virtual Time and Global States of Distributed Systems, 1989; Flanagan and Freund,
-FastTrack, 2009). A barrier joins the clocks of those that meet there. Each granule of shared memory remembers
-who wrote it last and when, and when each agent read it last; an access that does not know of an earlier one
-by another warp, where one of the two writes, is a race, whatever order the emulator happened to run them in.
+FastTrack, 2009). A barrier joins the clocks of the warps that meet there. Each granule of shared memory
+remembers its last writer and when it wrote, and when each agent last read. Two accesses by different warps
+race if one of them writes and the later one does not know of the earlier one. That holds in whatever order
+the emulator ran them.
 
-Agents of a block are its warps and, beside each, one more for what that warp started and did not wait for:
-copies (cp.async, TMA) and matrix instructions (wgmma) that run on their own.
+Each warp counts as two agents: itself, and the asynchronous work that it started and has not waited for, such
+as copies (cp.async, TMA) and matrix instructions (wgmma).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..base.instruction_registry import Array
-
-if TYPE_CHECKING:
-    from ..execution.machine import Machine
-    from ..ptx.program import PtxInstruction
+from ..ptx.dtypes import Array
+from ..ptx.program import PtxInstruction
+from .shape import WatchedMachine
 
 NUMBER = 20  # bits of an instruction's number, below a time
 
@@ -30,15 +28,16 @@ NUMBER = 20  # bits of an instruction's number, below a time
 class Clocks:
     """The clocks of all agents of a machine, and the history of its shared memory.
 
-    Agents are numbered within their cluster, block after block, since blocks of a cluster wait for each
-    other: warp w of the first block is w, what it left running is `asynchronous + w`. `now` is (clusters,
-    agents, agents): row i of a cluster is the vector clock of agent i. Without clusters, a block is one.
+    Agents are numbered within their cluster, block after block, since blocks of a cluster can wait for each
+    other: warp w of the first block is agent w, its asynchronous work is agent `asynchronous + w`. `now` is
+    (clusters, agents, agents): row i of a cluster is the vector clock of agent i. Without clusters, each
+    block is a cluster of its own.
     """
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: WatchedMachine) -> None:
         self.machine = machine
         self.warps = machine.warps_per_block
-        self.asynchronous = self.warps if machine.program.asynchronous else 0  # 0: there are none
+        self.asynchronous = self.warps if machine.program.asynchronous else 0  # 0: no such agents
         self.of_block = self.warps + self.asynchronous  # agents
         self.agents = machine.cluster * self.of_block
         self.now = np.zeros((machine.blocks // machine.cluster, self.agents, self.agents), np.int32)
@@ -53,32 +52,30 @@ class Clocks:
         self.written_by = np.zeros(count, np.int32)  # the instruction that wrote last, by its number
         # When each agent read a granule last, above the number of the instruction.
         self.read_at = np.zeros((count, self.agents), np.int64)
-        # What comes after a barrier of the whole block is ordered with all before it. So that this, the usual
-        # case, is quick to see, there are also times of the whole machine: `era` moves on with each barrier.
+        # A barrier of the whole block orders everything after it with everything before. To check this usual
+        # case fast there is also one time for the whole machine: `era` moves on with each such barrier.
         self.era = 1
         self.last_write = np.zeros(count, np.int32)  # the era of each granule's last write; 0: nobody wrote
         self.last_read = np.zeros(count, np.int32)
-        self.met = np.zeros(
-            machine.blocks * self.of_block, np.int32
-        )  # of each agent: the last era it knows all of
+        self.met = np.zeros(machine.blocks * self.of_block, np.int32)  # by agent: it knows all until this era
         self.has_eras = machine.cluster == 1 and not self.asynchronous
         self.atomic = np.zeros(count, np.bool_)  # the last write was an atomic update
-        self.pending = np.zeros(count, np.bool_)  # an asynchronous copy will write it, nobody knows when
+        self.pending = np.zeros(count, np.bool_)  # an asynchronous copy will write it some time
         self.any_pending = False  # whether `pending` was ever used
         self._lanes = machine.block_of_lane * self.of_block + machine.thread_of_lane // 32
 
     def granules(self, block: Array, offset: Array, size: int) -> Array:
-        """Return the granules of `size` bytes at `offset` of `block`, in a new last axis."""
+        """Return the granules of `size` bytes at `offset` of `block`, along a new last axis."""
         first = block * self.per_block + (offset >> self.shift)
         count = -(-size >> self.shift) if size > self.granule else 1
         found: Array = first[..., None] if count == 1 else first[..., None] + np.arange(count)
         return found
 
     def read(self, granules: Array, agents: Array, by: Sequence[PtxInstruction] = ()) -> Array:
-        """Note reads, and return where another agent wrote unordered.
+        """Note reads, and return where they race with another agent's write.
 
-        granules: (..., n). agents: (...,), or what broadcasts to it, numbered over the machine. by: the
-        instruction of each of granules' first axis, where there are several.
+        granules: (..., n). agents: (...,) or broadcast to it, numbered over the machine. by: the instruction
+        for each index of granules' first axis, if there are several.
         """
         races = self._after_writes(granules, agents)
         inside = agents % self.agents
@@ -91,7 +88,7 @@ class Clocks:
         return races
 
     def guess(self, granules: Array, agents: Array, by: Sequence[PtxInstruction] = ()) -> Array:
-        """Return where another agent wrote unordered, but for atomics; such a read is in nobody's way."""
+        """Return where reads race with another agent's plain write. Later writes do not race with these."""
         return self._after_writes(granules, agents) & ~self.atomic[granules]
 
     def write(
@@ -101,10 +98,10 @@ class Clocks:
         by: Sequence[PtxInstruction] = (),
         same: Callable[[], Array] | None = None,
     ) -> Array:
-        """Note writes unless there is a race, and return where another agent read or wrote unordered.
+        """Note writes unless some race, and return where they race with another agent's access.
 
-        same: says which writes leave the memory as it is, as the writer before did, so that both agree. Who
-        passes it also looks for writes of one step that do not agree.
+        same: tells which writes leave the memory as it is, which is no race. A caller that passes it must
+        look for writes of one step that disagree.
         """
         races = self._after_writes(granules, agents)
         if same is not None and races.any():
@@ -116,11 +113,11 @@ class Clocks:
         self.atomic[granules] = False
         if same is not None:
             return races
-        # Two agents that write in one step: the last one's name stays.
+        # If two agents write in one step, the last one's name stays.
         return np.asarray(self.writer[granules] != inside)
 
     def update(self, granules: Array, agents: Array, by: Sequence[PtxInstruction] = ()) -> Array:
-        """Note atomic updates, and return where another agent's plain access is unordered."""
+        """Note atomic updates, and return where they race with another agent's plain access."""
         races = self._after_writes(granules, agents) & ~self.atomic[granules]
         races = self._after_reads(granules, agents, races)
         if not races.any():
@@ -129,17 +126,17 @@ class Clocks:
         return races
 
     def _after_writes(self, granules: Array, agents: Array) -> Array:
-        """Where another agent wrote, and these do not know of it."""
+        """Return where these agents do not know of another agent's write."""
         if self.has_eras and not (self.last_write[granules] > self.met[agents][..., None]).any():
             return np.zeros(granules.shape, np.bool_)
         races: Array = self.written[granules] > self._flat[agents[..., None], self.writer[granules]]
         return races
 
     def _after_reads(self, granules: Array, agents: Array, races: Array) -> Array:
-        """Where another agent read, and these do not know of it, beside `races`."""
+        """Return `races`, and where these agents do not know of another agent's read."""
         if self.has_eras and not (self.last_read[granules] > self.met[agents][..., None]).any():
             return races
-        # Their own last read is no race: it is at their own time at most.
+        # An agent's own last read is never later than its own time, so it is no race.
         return races | (self.read_at[granules] >> NUMBER > self._flat[agents[..., None]]).any(axis=-1)
 
     def _note(self, granules: Array, agents: Array, by: Sequence[PtxInstruction]) -> Array:
@@ -151,15 +148,15 @@ class Clocks:
         return inside
 
     def explain(self, granule: int, agent: int) -> str:
-        """Say who used a granule that `agent` races for, and where in the source."""
+        """Describe the access that `agent` races with for this granule, with its source line."""
         inside, known = agent % self.agents, self._flat[agent]
         writer = int(self.writer[granule])
         if writer != inside and self.written[granule] > known[writer]:
-            return f"that {self._name(writer)} wrote{self._place(int(self.written_by[granule]))}"
+            return f"that {self._name(writer)} wrote{self._line(int(self.written_by[granule]))}"
         readers = np.flatnonzero(self.read_at[granule] >> NUMBER > known)
         if readers.size and readers[0] != inside:
             number = int(self.read_at[granule, readers[0]]) & ((1 << NUMBER) - 1)
-            return f"that {self._name(int(readers[0]))} reads{self._place(number)}"
+            return f"that {self._name(int(readers[0]))} reads{self._line(number)}"
         return f"that {self._name(writer)} writes at the same time"
 
     def _name(self, agent: int) -> str:
@@ -169,17 +166,17 @@ class Clocks:
             return f"warp {inside}{block}"
         return f"a copy or matrix instruction of warp {inside - self.warps}{block}"
 
-    def _place(self, number: int) -> str:
+    def _line(self, number: int) -> str:
         instructions = self.machine.program.instructions
         location = instructions[number - 1].location if number else None
         return f" at {location}" if location else ""
 
     def number(self, instruction: PtxInstruction | None) -> int:
-        """Return the number of an instruction in the program, from 1; 0 for none."""
+        """Return the number of an instruction in the program, counted from 1; 0 for None."""
         return self.machine.program.numbers.get(id(instruction), 0)
 
     def _numbers(self, by: Sequence[PtxInstruction], granules: Array) -> Array | int:
-        """The numbers of instructions in the program, from 1, shaped to go with granules."""
+        """Return the numbers of the instructions, shaped to broadcast with granules."""
         if not by:
             return self.number(self.machine.instruction)
         numbers = np.array([self.machine.program.numbers[id(instruction)] for instruction in by], np.int32)
@@ -199,12 +196,12 @@ class Clocks:
         return time
 
     def knows(self, agents: Array, others: Array) -> Array:
-        """Return up to when each agent knows what `others`, numbered within its block, did."""
+        """Return up to when each agent knows what `others` did; these are numbered within its cluster."""
         times: Array = self._flat[agents, others]
         return times
 
     def tick(self, agents: Array) -> None:
-        """Move agents on: what they do from now on is later than what anybody knows of them."""
+        """Advance the agents' times: what they do from now on is unknown to all others."""
         self._flat[agents, agents % self.agents] += 1
 
     def clock(self, agent: int) -> NDArray[np.int32]:
@@ -213,17 +210,17 @@ class Clocks:
         return copied
 
     def join(self, agents: Array | int, clock: Array) -> None:
-        """Let agents know what `clock` knows."""
+        """Let agents know all that `clock` knows."""
         self._flat[agents] = np.maximum(self._flat[agents], clock)
 
     def meet(self, block: int, warps: Array) -> None:
-        """Let these warps of a block know all that any of them knows: they met at a barrier."""
+        """Let these warps of a block, which met at a barrier, know all that any of them knows."""
         agents = self.agent(np.array(block), warps)
         self._flat[agents] = self._flat[agents].max(axis=0)
         self.tick(agents)
 
     def meet_all(self, blocks: Array) -> None:
-        """`meet` of all warps, for several blocks."""
+        """Let all warps of each of these blocks meet."""
         agents = self.agent(blocks[:, None], np.arange(self.warps))
         self._flat[agents] = self._flat[agents].max(axis=1, keepdims=True)
         self.tick(agents)

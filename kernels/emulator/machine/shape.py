@@ -1,17 +1,20 @@
-"""The lanes and registers of a machine: the same for all machines of a launch that have as many blocks."""
+"""The lanes and registers of a machine. Machines of one launch with equally many blocks share both."""
 
 from __future__ import annotations
 
-import numpy as np
+from typing import Protocol
 
-from .batch import DTYPES
-from .instruction_registry import Array
+import numpy as np
+from numpy.typing import NDArray
+
+from ..ptx.dtypes import DTYPES, Array
+from ..ptx.program import Program, PtxInstruction
 
 WARP = 32
 
 
 class MachineShape:
-    """So many blocks of (x, y, z) threads, their last warps filled up with lanes that never run."""
+    """The lanes of `blocks` blocks of (x, y, z) threads. Lanes that never run fill up each last warp."""
 
     def __init__(self, blocks: int, block: tuple[int, int, int]) -> None:
         self.blocks, self.block = blocks, block
@@ -27,8 +30,24 @@ class MachineShape:
         self.is_thread = self.thread_of_lane < self.threads
 
 
+class WatchedMachine(Protocol):
+    """What the race detectors read of the machine that they watch."""
+
+    program: Program
+    instruction: PtxInstruction | None  # the one that runs
+    first: int  # the machine's first block in the grid
+    blocks: int
+    cluster: int  # blocks of a cluster
+    warps_per_block: int
+    block_of_lane: NDArray[np.intp]
+    warp_of_lane: NDArray[np.intp]
+    thread_of_lane: NDArray[np.intp]
+    shared_size: int  # bytes of shared memory of a block
+    shared_pitch: int  # bytes from one block's shared memory to the next
+
+
 class Registers:
-    """The registers of all lanes: a file for each width, (registers, lanes), and views as other kinds."""
+    """The registers of all lanes: an array (registers, lanes) for each width, and views as other kinds."""
 
     def __init__(self, rows: dict[str, int], lanes: int) -> None:
         self.rows, self.lanes = rows, lanes

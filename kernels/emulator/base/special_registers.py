@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from ..base.instruction_registry import Array
-from .fault import EmulatorError
-
-if TYPE_CHECKING:
-    from ..execution.machine import Machine
+from ..machine.machine import Machine
+from ..ptx.dtypes import Array
+from ..ptx.fault import EmulatorError
 
 
 def special(machine: Machine, name: str) -> Any:

@@ -8,20 +8,16 @@ blocks of a kernel with such atomics are not compared with each other at all.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 from numpy.typing import NDArray
 
-from ..base.instruction_registry import Array
-
-if TYPE_CHECKING:
-    from ..execution.machine import Machine
+from ..machine.machine import Machine
+from ..ptx.dtypes import Array
 
 MOST = 1024  # places updated in one step, beyond which the warps are taken to learn all that there is to know
 
 
-class Turns:
+class AtomicOrder:
     """For each place that atomics update, and each block, what those knew who did."""
 
     def __init__(self, machine: Machine) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..base.instruction_registry import Array
+from ..ptx.dtypes import Array
 from ..ptx.fault import of
 from .races_in_global_memory import History
 

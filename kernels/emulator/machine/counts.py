@@ -12,15 +12,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..base.instruction_registry import Array, Mask
-
-if TYPE_CHECKING:
-    from ..ptx.program import PtxInstruction
-    from .machine import Machine
+from ..ptx.dtypes import Array, Mask
+from ..ptx.program import PtxInstruction
+from .shape import MachineShape
 
 SECTOR = 32  # bytes
 BANKS = 32
@@ -69,20 +66,16 @@ class Counts:
         """Return the counts of the line that an instruction belongs to."""
         return self.lines.setdefault(str(instruction.location or "unknown line"), LineCounts())
 
-    def step(self, machine: Machine, instructions: Sequence[PtxInstruction], mask: Mask) -> None:
+    def step(self, shape: MachineShape, instructions: Sequence[PtxInstruction], mask: Mask) -> None:
         """Count a step: for each instruction the warps that have a lane in it."""
-        warps = machine.warps if mask is None else int(mask.reshape(-1, 32).any(axis=1).sum())
+        warps = shape.warps if mask is None else int(mask.reshape(-1, 32).any(axis=1).sum())
         for instruction in instructions:
             self.classes[class_of(instruction.opcode)] += warps
             self.line(instruction).instructions += warps
 
-    def control(self, machine: Machine, instruction: PtxInstruction, lanes: Array) -> None:
-        """Count a branch or an exit."""
-        self.step(machine, (instruction,), lanes)
-
     def global_access(
         self,
-        machine: Machine,
+        shape: MachineShape,
         instructions: Sequence[PtxInstruction],
         places: Array,
         width: int,
@@ -91,7 +84,7 @@ class Counts:
     ) -> None:
         """Count requests to global memory: places (instructions, lanes), the addresses of `width` bytes."""
         for row, instruction in enumerate(instructions):
-            requests, sectors = _sectors(machine, places[row], width, lanes)
+            requests, sectors = _sectors(shape, places[row], width, lanes)
             line = self.line(instruction)
             if write:
                 line.stores += requests
@@ -104,7 +97,7 @@ class Counts:
 
     def shared_access(
         self,
-        machine: Machine,
+        shape: MachineShape,
         instructions: Sequence[PtxInstruction],
         places: Array,
         width: int,
@@ -116,7 +109,7 @@ class Counts:
         update: by atomics, for which threads that share a word take their turns, too.
         """
         for row, instruction in enumerate(instructions):
-            requests, passes, least = _passes(machine, places[row], width, lanes, update)
+            requests, passes, least = _passes(shape, places[row], width, lanes, update)
             line = self.line(instruction)
             line.shared_requests += requests
             line.shared_passes += passes
@@ -170,19 +163,19 @@ def class_of(opcode: tuple[str, ...]) -> str:
     return "integer"
 
 
-def _by_warp(machine: Machine, places: Array, lanes: Array) -> tuple[Array, Array]:
+def _by_warp(shape: MachineShape, places: Array, lanes: Array) -> tuple[Array, Array]:
     """Spread addresses of some lanes over (warps, 32), and say which are there."""
-    spread = np.zeros(machine.lanes, np.int64)
-    there = np.zeros(machine.lanes, np.bool_)
+    spread = np.zeros(shape.lanes, np.int64)
+    there = np.zeros(shape.lanes, np.bool_)
     spread[lanes] = places
     there[lanes] = True
     warps = there.reshape(-1, 32).any(axis=1)
     return spread.reshape(-1, 32)[warps], there.reshape(-1, 32)[warps]
 
 
-def _sectors(machine: Machine, places: Array, width: int, lanes: Array) -> tuple[int, int]:
+def _sectors(shape: MachineShape, places: Array, width: int, lanes: Array) -> tuple[int, int]:
     """Return (requests, sectors) of a warp-wide access."""
-    spread, there = _by_warp(machine, places, lanes)
+    spread, there = _by_warp(shape, places, lanes)
     touched = spread[..., None] // SECTOR + np.arange(-(-width // SECTOR))
     touched = np.where(there[..., None], touched, -1).reshape(len(spread), -1)
     touched.sort(axis=1)
@@ -191,9 +184,11 @@ def _sectors(machine: Machine, places: Array, width: int, lanes: Array) -> tuple
     return len(spread), int((new & (touched >= 0)).sum())
 
 
-def _passes(machine: Machine, places: Array, width: int, lanes: Array, update: bool) -> tuple[int, int, int]:
+def _passes(
+    shape: MachineShape, places: Array, width: int, lanes: Array, update: bool
+) -> tuple[int, int, int]:
     """Return (requests, passes, passes without conflicts) of a warp-wide access to shared memory."""
-    spread, there = _by_warp(machine, places, lanes)
+    spread, there = _by_warp(shape, places, lanes)
     words = max(1, width // 4)
     # 8 bytes a thread: half a warp at a time; 16 bytes: a quarter.
     spread = spread.reshape(len(spread), words, -1)

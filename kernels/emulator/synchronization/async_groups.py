@@ -11,20 +11,13 @@ between is a race, wherever the emulator has put it.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Generic, NoReturn, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..base.batch import LOCAL_WINDOW, SHARED_WINDOW
-from ..base.instruction_registry import Array, Mask
-from ..ptx.fault import Fault
-
-if TYPE_CHECKING:
-    from ..execution.machine import Machine
-    from ..synchronization.races_in_shared_memory import Clocks
+from ..machine.races_in_shared_memory import Clocks
+from ..ptx.dtypes import Array
 
 OperationT = TypeVar("OperationT")
 
@@ -78,61 +71,3 @@ def begin(clocks: Clocks, warps: Array) -> tuple[Array, Array]:
     clocks.join(agents, snapshot(clocks, warps))
     clocks.tick(warps)  # what the warps do next is not known to those who wait for this
     return agents, snapshot(clocks, agents)
-
-
-def whole_warps(machine: Machine, mask: Mask) -> Array:
-    """Return the lanes that run, as indices; Fault where a warp runs in part, for what needs it whole."""
-    if mask is None:
-        return np.arange(machine.lanes)
-    here = mask.reshape(-1, 32)
-    parts = here.any(axis=1) & ~here.all(axis=1)
-    if parts.any():
-        warp = int(np.argmax(parts))
-        fault_at(
-            machine,
-            "divergence",
-            f"and {int(here[warp].sum()) - 1} more of its warp run an instruction that needs all 32 threads",
-            32 * warp + int(np.argmax(here[warp])),
-        )
-    return np.flatnonzero(mask)
-
-
-def of_lanes(values: Array, machine: Machine, lanes: Array) -> Array:
-    """Return the last instruction's row of operand values (1, lanes or 1) for some lanes."""
-    found: Array = np.broadcast_to(values, (1, machine.lanes))[0, lanes]
-    return found
-
-
-def in_shared_window(machine: Machine, places: Array, lanes: Array) -> Array:
-    """Return shared addresses (..., lanes) of shared or generic ones; Fault for one that points elsewhere."""
-    if not (places >= SHARED_WINDOW).any():
-        return places
-    outside = (places < SHARED_WINDOW) | (places >= LOCAL_WINDOW)
-    if outside.any():
-        first = int(np.argmax(outside.any(axis=tuple(range(outside.ndim - 1)))))
-        fault_at(
-            machine,
-            "wrong memory",
-            "passes an address that does not point to shared memory",
-            int(lanes[first]),
-        )
-    shared: Array = places - SHARED_WINDOW
-    return shared
-
-
-def fault_at(machine: Machine, kind: str, text: str, lane: int) -> NoReturn:
-    """Fault at the instruction that runs: "thread 3 of block 0 `text`"."""
-    machine.fault(kind, f"{machine.thread_name(lane)} {text}")
-
-
-@contextlib.contextmanager
-def located(machine: Machine, lane: int) -> Iterator[None]:
-    """Give a Fault that is raised inside the place in the kernel, and the thread."""
-    try:
-        yield
-    except Fault as fault:
-        if fault.instruction:
-            raise
-        place = np.zeros(machine.lanes, np.bool_)
-        place[lane] = True
-        machine.fault(fault.kind, fault.message, lanes=place)

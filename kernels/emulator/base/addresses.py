@@ -1,0 +1,94 @@
+"""Which lanes run, and where their addresses point: state spaces, generic addresses, blocks of a cluster."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..machine.machine import Machine
+from ..ptx.dtypes import Array, Mask
+
+# A generic address below SHARED_WINDOW is global. Addresses of shared and local memory begin at the windows.
+SHARED_WINDOW = 1 << 60
+LOCAL_WINDOW = 1 << 61
+WINDOWS = ((0, SHARED_WINDOW), (SHARED_WINDOW, LOCAL_WINDOW), (LOCAL_WINDOW, 1 << 62))
+CLUSTER_SHIFT = 24  # a shared::cluster address holds 1 + the block's rank above this bit, 0 for the own block
+
+
+def space_of(opcode: tuple[str, ...]) -> str:
+    """Return the state space that an opcode names, or "generic"."""
+    for word in opcode:
+        if word.startswith("shared"):
+            return "shared"
+        if word in ("global", "const"):
+            return "global"
+        if word in ("local", "param"):
+            return "local"
+    return "generic"
+
+
+def lanes_of(machine: Machine, mask: Mask) -> Array:
+    """Return the numbers of the lanes that run."""
+    return np.arange(machine.lanes) if mask is None else np.flatnonzero(mask)
+
+
+def whole_warps(machine: Machine, mask: Mask) -> Array:
+    """Return the numbers of the lanes that run; Fault if only a part of some warp does."""
+    if mask is None:
+        return np.arange(machine.lanes)
+    here = mask.reshape(-1, 32)
+    parts = here.any(axis=1) & ~here.all(axis=1)
+    if parts.any():
+        warp = int(np.argmax(parts))
+        machine.fault_at(
+            "divergence",
+            f"and {int(here[warp].sum()) - 1} more of its warp run an instruction that needs all 32 threads",
+            32 * warp + int(np.argmax(here[warp])),
+        )
+    return np.flatnonzero(mask)
+
+
+def of_lanes(values: Array, machine: Machine, lanes: Array) -> Array:
+    """Return the operand values (1, lanes or 1) of one instruction for some lanes."""
+    found: Array = np.broadcast_to(values, (1, machine.lanes))[0, lanes]
+    return found
+
+
+def addresses_of(address: Array, count: int, lanes: Array, machine: Machine) -> Array:
+    """Return the addresses of the lanes that run, (instructions, lanes)."""
+    addresses = np.broadcast_to(address, (count, machine.lanes))
+    return addresses if lanes.size == machine.lanes else addresses[:, lanes]
+
+
+def generic(addresses: Array) -> tuple[str, Array]:
+    """Return the state space of generic addresses ("mixed" for several) and the addresses in it."""
+    low, high = int(addresses.min()), int(addresses.max())
+    if high < SHARED_WINDOW:
+        return "global", addresses
+    if low >= LOCAL_WINDOW:
+        return "local", addresses - LOCAL_WINDOW
+    if low >= SHARED_WINDOW and high < LOCAL_WINDOW:
+        return "shared", addresses - SHARED_WINDOW
+    return "mixed", addresses
+
+
+def in_shared_window(machine: Machine, addresses: Array, lanes: Array) -> Array:
+    """Return shared addresses (..., lanes) of shared or generic ones; Fault for one that points elsewhere."""
+    if not (addresses >= SHARED_WINDOW).any():
+        return addresses
+    outside = (addresses < SHARED_WINDOW) | (addresses >= LOCAL_WINDOW)
+    if outside.any():
+        first = int(np.argmax(outside.any(axis=tuple(range(outside.ndim - 1)))))
+        text = "passes an address that does not point to shared memory"
+        machine.fault_at("wrong memory", text, int(lanes[first]))
+    shared: Array = addresses - SHARED_WINDOW
+    return shared
+
+
+def shared_blocks(machine: Machine, addresses: Array, lanes: Array) -> tuple[Array, Array]:
+    """Return (block, offset) of shared addresses: in the lane's own block, or another of its cluster."""
+    block = machine.block_of_lane if lanes.size == machine.lanes else machine.block_of_lane[lanes]
+    if int(addresses.max()) >> CLUSTER_SHIFT == 0:
+        return block, addresses
+    rank = addresses >> CLUSTER_SHIFT
+    there = block // machine.cluster * machine.cluster + rank - 1
+    return np.where(rank > 0, there, block), addresses & ((1 << CLUSTER_SHIFT) - 1)

@@ -1,0 +1,133 @@
+"""The machine: the state of some blocks of a launch, with all their threads side by side in NumPy.
+
+A lane is a thread. The lanes of a block follow one another, and lanes that never run fill up its last warp;
+warp w of the machine has lanes 32 w to 32 w + 31. `execution.lane_scheduler` decides which lanes run next.
+Its order is one of many that a GPU may choose, so races are not left to luck: `clocks` (for shared memory)
+and `memory` (for global memory) find every access that another order could have swapped with this one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..ptx.dtypes import Array
+from ..ptx.fault import Fault
+from ..ptx.program import Program, PtxInstruction
+from .launch import Launch
+from .races_in_shared_memory import Clocks
+
+POISON = 0xFF  # the byte that fresh memory holds: as float32 or float64 it reads as NaN
+
+StateT = TypeVar("StateT")
+
+
+class Machine:
+    """Blocks `first` to `first + blocks` of a launch.
+
+    Instruction units use: `files` and `views` of registers (through a Batch), `shared` (blocks, bytes),
+    `memory` (global), `clocks` (happens-before), `counts` (None unless profiling), `state(Class)` for a
+    unit's own state, `events` (raise it when waiting lanes may go on), `late` (functions that complete one
+    pending operation when no lane can run), and `fault`.
+    """
+
+    def __init__(
+        self, program: Program, registers: dict[str, int], launch: Launch, first: int, blocks: int
+    ) -> None:
+        self.program, self.launch = program, launch
+        self.first, self.blocks, self.cluster = first, blocks, launch.cluster
+        self.grid, self.block, self.threads = launch.grid, launch.block, launch.threads
+        self.parameters, self.memory, self.counts = launch.parameters, launch.memory, launch.counts
+        self.shape = shape = launch.shape(blocks)
+        self.warps_per_block, self.warps = shape.warps_per_block, shape.warps
+        self.lanes_per_block, self.lanes = shape.lanes_per_block, shape.lanes
+        self.block_of_lane: NDArray[np.intp] = shape.block_of_lane
+        self.warp_of_lane: NDArray[np.intp] = shape.warp_of_lane
+        self.thread_of_lane: NDArray[np.intp] = shape.thread_of_lane  # within its block
+        self.alive = shape.is_thread.copy()
+        self.full = shape.threads == shape.lanes_per_block  # every lane is a thread, and none has ended
+        self.shared_size = _static_shared_size(program) + launch.shared
+        self.shared_pitch = -(-max(self.shared_size, 16) // 1024) * 1024  # swizzled tiles need 1024 bytes
+        self.shared = np.full((blocks, self.shared_pitch), POISON, np.uint8)
+        self.local = np.full((self.lanes, -(-program.local // 16) * 16), POISON, np.uint8)
+        self.registers = launch.registers(registers, blocks)
+        self.files, self.views = self.registers.files, self.registers.views
+        self.instruction: PtxInstruction | None = None  # the one that runs, for faults
+        self.clocks = Clocks(self)
+        self.events = 0
+        self.late: list[Callable[[], bool]] = []
+        self.states: dict[Any, Any] = {}
+        self.specials: dict[tuple[str, str], Array] = {}  # special registers that were read: (name, kind)
+        self.has_undefined = False  # some register may hold an undefined value (`memory.undefined_values`)
+
+    def state(self, kind: Callable[[Machine], StateT]) -> StateT:
+        """Return this machine's only object of class `kind`; the first call makes it."""
+        if kind not in self.states:
+            self.states[kind] = kind(self)
+        found: StateT = self.states[kind]
+        return found
+
+    def end(self, lanes: NDArray[np.bool_]) -> None:
+        """Note that these lanes have ended."""
+        self.alive &= ~lanes
+        self.full = False
+        self.events += 1
+
+    def block_name(self, block: int) -> str:
+        """Name block `block` of the machine by its index in the grid."""
+        i, (x, y, _) = self.first + block, self.grid
+        index = (i % x, i // x % y, i // x // y)
+        return f"block {index[0] if self.grid[1:] == (1, 1) else index}"
+
+    def thread_name(self, lane: int) -> str:
+        """Name the thread of `lane` by its index in its block, and its block."""
+        i, (x, y, _) = int(self.thread_of_lane[lane]), self.block
+        index = (i % x, i // x % y, i // (x * y))
+        name = index[0] if self.block[1:] == (1, 1) else index
+        return f"thread {name} of {self.block_name(int(self.block_of_lane[lane]))}"
+
+    def fault(
+        self,
+        kind: str,
+        message: str,
+        instruction: PtxInstruction | None = None,
+        lanes: NDArray[np.bool_] | None = None,
+    ) -> NoReturn:
+        """Raise a Fault at `instruction` (None: the one that runs) that names the first of `lanes`."""
+        raise self.make_fault(kind, message, instruction or self.instruction, lanes)
+
+    def make_fault(
+        self,
+        kind: str,
+        message: str,
+        instruction: PtxInstruction | None,
+        lanes: NDArray[np.bool_] | None = None,
+    ) -> Fault:
+        """Return such a Fault."""
+        who = f" ({self.thread_name(int(np.argmax(lanes)))})" if lanes is not None and lanes.any() else ""
+        where = str(instruction.location) if instruction is not None and instruction.location else ""
+        return Fault(kind, message + who, where, instruction.text if instruction is not None else "")
+
+    def fault_at(self, kind: str, text: str, lane: int) -> NoReturn:
+        """Raise a Fault at the instruction that runs: "thread 3 of block 0 `text`"."""
+        self.fault(kind, f"{self.thread_name(lane)} {text}")
+
+    @contextlib.contextmanager
+    def located(self, lane: int) -> Iterator[None]:
+        """Add the running instruction and the thread to any Fault that the `with` block raises."""
+        try:
+            yield
+        except Fault as fault:
+            if fault.instruction:
+                raise
+            self.fault(fault.kind, fault.message, lanes=np.arange(self.lanes) == lane)
+
+
+def _static_shared_size(program: Program) -> int:
+    """Return the bytes of static shared memory, up to where the dynamic part begins."""
+    starts = [v.offset for v in program.variables.values() if v.space == "shared" and not v.size]
+    return max([program.shared, *starts])
