@@ -1,16 +1,23 @@
-"""Communication: starting ranks, the world that they form, and the one door that every strategy calls.
+"""Communication: starts the ranks of a program, and holds every function through which they communicate.
 
 >>> from minidist import comm
 >>> with comm.ledger() as ledger:
 ...     comm.all_reduce(x)
 >>> ledger.bytes_sent
 
-`launching/launch.py` and `launching/cluster.py` start ranks (`launching/supervisor.py` and
-`launching/worker.py` run in the processes that they start), `world.py` says who is who, `mesh.py` makes the
-groups of a grid of ranks, `collectives.py` and `messages.py` are the door, `ledgers.py` counts what went
-through it. With `check=True`, `checking/checking.py` has the ranks compare their calls;
-`checking/callsite.py` knows where those were made, `checking/records.py` what contradicts what, and
-`checking/deadlock_detection.py` why a rank does not come.
+collectives   all_reduce, reduce_scatter, all_gather, broadcast and all_to_all
+messages      send, recv, gather, scatter and barrier
+arguments     checks of the arguments of both
+work          a call under way: started, counted, waited for; the members of a group
+world         which rank this process is; joining and leaving the world
+mesh          ranks in a grid, and the groups along its axes
+ledgers       the bytes and the time of every call
+errors        the exceptions that name a rank
+launching/    starts processes for ranks, in a script, a notebook or under torchrun
+transport/    how bytes travel: torch.distributed, shared memory, or messages of our own algorithms
+algorithms/   ring, tree and other collectives as schedules of messages
+checking/     `check=True`: ranks compare their calls, and a deadlock is named
+cost/         predicts the time of a collective from latency and bandwidth
 """
 
 from __future__ import annotations
@@ -20,6 +27,7 @@ from typing import TYPE_CHECKING
 from minidist._lazy import lazy
 
 if TYPE_CHECKING:
+    from minidist.comm.checking.call_records import unordered as unordered
     from minidist.comm.collectives import all_gather as all_gather
     from minidist.comm.collectives import all_reduce as all_reduce
     from minidist.comm.collectives import all_to_all as all_to_all
@@ -52,6 +60,7 @@ __getattr__, __dir__, __all__ = lazy(
     __name__,
     {
         "minidist.comm.launching.cluster": ("Cluster",),
+        "minidist.comm.checking.call_records": ("unordered",),
         "minidist.comm.collectives": (
             "all_gather",
             "all_reduce",

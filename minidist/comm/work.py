@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 
 from minidist._names import unknown
-from minidist.comm import ledgers
-from minidist.comm.checking import checking
+from minidist.comm import checking, ledgers
 from minidist.comm.errors import CollectiveError
 
 Group = dist.ProcessGroup | None

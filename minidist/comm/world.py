@@ -34,7 +34,7 @@ def init(timeout: float = DEFAULT_TIMEOUT, check: bool = False) -> None:
     Args:
         timeout: seconds to wait for the other ranks, here and in every collective.
         check: compare every call with the other ranks' before it begins, so that a mismatch is an error that
-            names both; see `minidist.comm.checking.checking`. The same on all ranks.
+            names both; see `minidist.comm.checking.compare_calls`. The same on all ranks.
 
     Raises:
         ValueError: a variable is missing or is not a number, or the timeout is not positive.
@@ -106,7 +106,7 @@ def join(store: Store, own: int, ranks: int, limit: timedelta, check: bool = Fal
     if backend != "gloo":
         torch.cuda.set_device(local_rank())
     if check:
-        from minidist.comm.checking import checking
+        from minidist.comm import checking
 
         checking.start(store, own, ranks, limit)
 
@@ -150,7 +150,7 @@ def shutdown() -> None:
     if _joined_here:
         import torch.distributed as dist
 
-        from minidist.comm.checking import checking
+        from minidist.comm import checking
         from minidist.comm.transport import algorithm_choice
         from minidist.comm.transport import mailbox_registry as mailboxes
 

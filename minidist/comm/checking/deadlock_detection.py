@@ -1,9 +1,10 @@
-"""Why does nobody come? What ranks of a checked world let each other know, and what follows from it.
+"""Why does a rank not come? What the ranks of a checked world let each other know, and what follows from it.
 
-Each rank keeps a note in the world's store: its last call, and, where it has waited for a while, for whom.
-From the notes a waiting rank sees that another's function has returned, or that ranks wait for each other in
-a circle (Chandy, Misra and Haas 1983, "Distributed Deadlock Detection": the wait-for graph). The first
-failure that a rank writes down becomes that of all. A thread answers where this rank is, when somebody asks.
+Each rank keeps a note in the world's store: its last call and, after waiting for a while, the ranks that it
+waits for. From the notes a waiting rank sees that another's function has returned, or that ranks wait for
+each other in a circle (Chandy, Misra and Haas 1983, "Distributed Deadlock Detection": the wait-for graph).
+The first failure that a rank writes down becomes that of all. When a call's time is up, a thread of each rank
+answers at which line its rank is.
 """
 
 from __future__ import annotations
@@ -18,16 +19,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-from minidist.comm.checking import callsite
+from minidist.comm.checking.call_records import place_of_thread
 from minidist.comm.errors import CollectiveError
 
 AWHILE = 0.05
 """Seconds of waiting after which a rank looks why the others do not come, and between two such looks."""
 WATCH_PAUSE = 0.1
-"""Seconds between two looks whether somebody asks where this rank is."""
-
+"""Seconds between two looks whether another rank asks where this one is."""
 OWN_THREAD = "minidist"
-"""What the names of threads begin with that make no calls through the door of their own accord."""
+"""What the names of minidist's own threads begin with; these make no calls of their own accord."""
 
 Note = dict[str, Any]
 """A rank's note: "state" ("runs", "waits" or how it left), "change" (its number), "last" (the last call, in
@@ -35,24 +35,15 @@ words), "awaits" (the ranks that it waits for, each with the key under which it 
 
 
 class Watch:
-    """This rank's note, and its view of the others'.
-
-    Args:
-        store: of the world; each of the two is a connection of its own.
-        asked: the same, for the thread that answers.
-        rank, ranks: who this is, and of how many.
-    """
+    """This rank's note, and its view of the others'. `store` and `asked`, for the thread, are connections."""
 
     def __init__(self, store: Any, asked: Any, rank: int, ranks: int) -> None:
         self.store, self.rank, self.ranks = store, rank, ranks
         self.failure = ""
         self.lost = False  # the store is gone: each further use of it would only write a warning
         self.run = -1
-        self._change = 0
-        self._last = ""
-        self._watched = 0
-        self._lock = threading.Lock()
-        self._closing = threading.Event()
+        self._change, self._last, self._watched = 0, "", 0
+        self._lock, self._closing = threading.Lock(), threading.Event()
         self._thread = threading.Thread(
             target=self._answer, args=(asked,), daemon=True, name=f"{OWN_THREAD}-watch"
         )
@@ -79,7 +70,7 @@ class Watch:
         last: str = "",
         also: dict[str, str] | None = None,
     ) -> None:
-        """Renew this rank's note; in the same message, other keys are written too."""
+        """Renew this rank's note, and write the keys `also` in the same message."""
         with self._lock:
             self._change += 1
             self._last = last or self._last
@@ -88,11 +79,7 @@ class Watch:
             self.store.multi_set(list(written), list(written.values()))
 
     def fail(self, text: str) -> None:
-        """Fail on all ranks, with one text: the first.
-
-        Raises:
-            CollectiveError: always.
-        """
+        """CollectiveError on all ranks, with the text of the first that fails."""
         self.failure = self.store.compare_set(self._key("abort"), "", text).decode()
         self.raise_failure()
 
@@ -102,11 +89,9 @@ class Watch:
             raise CollectiveError(self.failure)
 
     def look_around(self, call: str, awaited: Callable[[], Iterable[int]]) -> None:
-        """CollectiveError where another rank has failed, or where those that are waited for will not come.
+        """CollectiveError where another rank has failed, or where one that `call` waits for will not come.
 
-        Args:
-            call: in words, for which this rank waits.
-            awaited: looks once more, and gives the ranks that have not come.
+        `awaited` looks once more, and returns the ranks that have not come.
         """
         if self.store.check([self._key("abort")]):
             self.failure = self.store.get(self._key("abort")).decode()
@@ -120,16 +105,11 @@ class Watch:
                 f"rank {rank} {gone[rank]['state']}, {_last(gone[rank])}, and rank {self.rank} waits for it "
                 f"in {call}; all ranks of a group have to make the same calls"
             )
-        self._check_circle(notes)
-
-    def _check_circle(self, notes: dict[int, Note]) -> None:
         circle = list(itertools.pairwise(_circle(self.rank, notes)))
-        if not circle:
-            return
         # Notes grow old. But a rank that waits before and after this look, for a record that is not there,
         # has waited all the while.
         keys = [notes[one]["awaits"][str(other)] for one, other in circle]
-        if any(self.store.check([key]) for key in keys) or self._notes() != notes:
+        if not circle or any(self.store.check([key]) for key in keys) or self._notes() != notes:
             return
         waiting = (f"rank {one} waits for rank {other} in {notes[one]['last']}" for one, other in circle)
         self.fail(
@@ -138,7 +118,7 @@ class Watch:
         )
 
     def time_out(self, call: str, missing: list[int], seconds: float) -> None:
-        """Fail, since the ranks that are waited for have not come; says where each of them is."""
+        """Fail because the ranks that are waited for have not come; says where each of them is."""
         self.store.set(self._key("where"), "?")
         answers = {rank: self._key(f"at/{rank}") for rank in missing}
         patience = time.monotonic() + 2 * WATCH_PAUSE
@@ -155,11 +135,11 @@ class Watch:
 
     def _answer(self, store: Any) -> None:
         answered = -1
-        with contextlib.suppress(RuntimeError):  # the store is gone, and with it who could ask
+        with contextlib.suppress(RuntimeError):  # the store is gone, and with it any rank that could ask
             while not self._closing.wait(WATCH_PAUSE) and not self.lost:
                 run = self.run
                 if run != answered and store.check([f"{run}/where"]):
-                    store.set(f"{run}/at/{self.rank}", callsite.place_of_thread(self._watched))
+                    store.set(f"{run}/at/{self.rank}", place_of_thread(self._watched))
                     answered = run
 
     def _notes(self) -> dict[int, Note]:

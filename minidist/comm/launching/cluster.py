@@ -59,7 +59,7 @@ class Cluster:
             least 1.
         start_timeout: seconds that the ranks may take to start.
         check: compare every call through the door with the other ranks' before it begins, so that a mismatch
-            is an error on all ranks that names both; see `minidist.comm.checking.checking`.
+            is an error on all ranks that names both; see `minidist.comm.checking.compare_calls`.
         may_fail: ranks whose failure does not stop the others, for functions that can do without them.
 
     Raises:

@@ -61,8 +61,7 @@ def _run_under_torchrun(
 ) -> list[Any]:
     import torch.distributed as dist
 
-    from minidist.comm import world
-    from minidist.comm.checking import checking
+    from minidist.comm import checking, world
 
     world.init(timeout or world.DEFAULT_TIMEOUT, check)
     if world.size() != ranks:

@@ -1,7 +1,6 @@
 """The text of code that was typed and not read from a file, taken along to the ranks.
 
-A notebook's cells have their text in the memory of the notebook's process alone. `check=True` reads the text
-around a call, and tracebacks show it too.
+A notebook's cells have their text in the memory of the notebook's process alone; a rank's tracebacks show it.
 """
 
 from __future__ import annotations
@@ -27,8 +26,5 @@ class WithSource:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the function, in a rank."""
-        from minidist.comm.checking import calltext
-
         linecache.cache.update(self.texts)
-        calltext.forget(self.texts)
         return self.function(*args, **kwargs)

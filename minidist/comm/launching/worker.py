@@ -101,8 +101,7 @@ def _run(call: bytearray, limit: float | None) -> bytes:
     import cloudpickle
     import torch.distributed as dist
 
-    from minidist.comm import work
-    from minidist.comm.checking import checking
+    from minidist.comm import checking, work
 
     joined = dist.group.WORLD
     function, args, kwargs = pickle.loads(call)

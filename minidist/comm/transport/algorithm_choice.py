@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 
 from minidist._names import unknown
-from minidist.comm import ledgers, mesh
-from minidist.comm.checking import checking
+from minidist.comm import checking, ledgers, mesh
 from minidist.comm.transport.background_thread import Background
 from minidist.comm.transport.shared_memory import Failed, SharedMemory
 from minidist.comm.work import Group, described, failed, forget_groups, limit_of, ranks_of

@@ -21,8 +21,7 @@ from torch import nn
 
 import minidist as md
 from minidist import comm
-from minidist.comm.checking.records import CallOrder, Record
-from minidist.comm.ledgers import Call
+from minidist.comm.checking.call_records import CallOrder, Record
 from minidist.model import GPT, GPTConfig
 
 Checked = Callable[[int], md.Cluster]
@@ -137,6 +136,64 @@ def leaders_in_turn() -> None:
         order = [data, zeros] if md.rank() == step % md.size() else [zeros, data]
         for z in order[:1]:
             comm.all_reduce(z)
+
+
+def sum_gradients() -> None:
+    comm.all_reduce(torch.ones(10))  # gradients
+
+
+def sum_losses() -> None:
+    comm.all_reduce(torch.ones(10))  # losses
+
+
+def reduce(x: torch.Tensor) -> None:
+    comm.all_reduce(x)  # helper
+
+
+def leaders_in_turn_in_functions() -> None:
+    for step in range(4):
+        if md.rank() == step % md.size():
+            sum_gradients()
+        else:
+            sum_losses()
+    for step in range(4):
+        if md.rank() == step % md.size():
+            reduce(torch.ones(3))
+        else:
+            reduce(torch.zeros(3))
+
+
+def other_lines_on_each_rank() -> None:
+    """No place is on both ranks but in the same round, in one order, or at another offset in each loop."""
+    x = torch.ones(10)
+    for _ in range(3):
+        sum_gradients()
+        if md.rank() == 0:
+            reduce(x)
+            comm.all_reduce(x)
+        else:
+            comm.all_reduce(x)
+            comm.all_reduce(x)
+        sum_losses()
+    for _ in range(3):
+        if md.rank() == 0:
+            sum_gradients()
+            sum_losses()
+            comm.all_reduce(x)
+        else:
+            comm.all_reduce(x)
+            sum_gradients()
+            sum_losses()
+
+
+def meant_to_be_in_another_order() -> None:
+    both = [sum_gradients, sum_losses]
+    for each in both if md.rank() == 0 else both[::-1]:
+        if md.rank() == 0:
+            with comm.unordered():
+                each()
+        else:
+            each()
 
 
 def each_its_own() -> None:
@@ -288,6 +345,9 @@ def modules_that_answer_nothing() -> None:
         uneven_parts,
         branches_with_other_names,
         leaders_in_turn,
+        leaders_in_turn_in_functions,
+        other_lines_on_each_rank,
+        meant_to_be_in_another_order,
         each_its_own,
         asynchronous_in_other_places,
         groups,
@@ -312,9 +372,9 @@ def test_a_late_rank_is_waited_for(checked: Checked) -> None:
 
 def test_records_do_not_pile_up(checked: Checked) -> None:
     def many() -> tuple[int, int]:
-        from minidist.comm.checking import checking
+        from minidist.comm.checking import compare_calls
 
-        store = checking._checker._store  # type: ignore[union-attr]
+        store = compare_calls._checker._store  # type: ignore[union-attr]
         comm.barrier()
         before = store.num_keys()
         for _ in range(100):
@@ -375,8 +435,8 @@ def other_depth() -> None:
     [
         (
             other_operation,
-            "all_reduce of float32[3] (torch.ones(3)) by sum",
-            "broadcast of float32[3] (torch.ones(3)) from rank 0",
+            "all_reduce of float32[3] by sum",
+            "broadcast of float32[3] from rank 0",
             ("one operation", "another operation"),
         ),
         (other_shape, "all_reduce of float32[3]", "all_reduce of float32[4]", ("a shape", "a shape")),
@@ -449,54 +509,84 @@ def test_a_rank_that_returned_is_known_at_once(checked: Checked, ranks: int) -> 
 
 
 def swapped_in_branches() -> None:
-    a, b = torch.ones(3), torch.full((3,), 2.0)
     if md.rank() == 0:
-        comm.all_reduce(a)  # a first
-        comm.all_reduce(b)  # b second
+        sum_gradients()
+        sum_losses()
     else:
-        comm.all_reduce(b)  # b first
-        comm.all_reduce(a)  # a second
+        sum_losses()
+        sum_gradients()
 
 
-def swapped_under_one_test() -> None:
-    a, b = torch.ones(3), torch.ones(3)
-    comm.all_reduce(a if md.rank() == 0 else b)
-    comm.barrier()
-    if md.rank() == 0:
-        comm.all_reduce(b)
-    else:
-        comm.all_reduce(a)
-
-
-def swapped_by_assignment() -> None:
-    a, b = torch.ones(3), torch.ones(3)
-    first, second = (a, b) if md.rank() == 0 else (b, a)
-    comm.all_reduce(first)
-    comm.all_reduce(second)
-
-
-def swapped_in_a_list() -> None:
-    a, b = torch.ones(3), torch.ones(3)
-    order = [a, b] if md.rank() == 0 else [b, a]
-    for x in order:
-        comm.all_reduce(x)
-
-
-def swapped_attributes() -> None:
-    class Pair:
-        def __init__(self) -> None:
-            self.a, self.b = torch.ones(3), torch.ones(3)
-
-    pair, grads = Pair(), [torch.ones(3)]
+def swapped_in_a_loop() -> None:
+    order = [sum_gradients, sum_losses]
     for _ in range(2):
-        if md.rank() > 0:
-            comm.all_reduce(pair.a)
-            comm.all_reduce(grads[0])
-            comm.all_reduce(pair.b)
-        else:
-            comm.all_reduce(pair.b)
-            comm.all_reduce(grads[0])
-            comm.all_reduce(pair.a)
+        comm.barrier()
+        for each in order if md.rank() == 0 else order[::-1]:
+            each()
+
+
+def swapped_with_legal_calls_between() -> None:
+    x = torch.ones(10)
+    if md.rank() == 0:
+        sum_gradients()
+        reduce(x)
+        sum_losses()
+    else:
+        sum_losses()
+        comm.all_reduce(x)
+        sum_gradients()
+
+
+def swapped_behind_a_helper() -> None:
+    def gradients() -> None:
+        reduce(torch.ones(10))  # gradients by the helper
+
+    def losses() -> None:
+        reduce(torch.ones(10))  # losses by the helper
+
+    for each in (gradients, losses) if md.rank() == 0 else (losses, gradients):
+        each()
+
+
+def three_in_a_circle() -> None:
+    def third() -> None:
+        comm.all_reduce(torch.ones(10))
+
+    order = [sum_gradients, sum_losses, third]
+    for each in order if md.rank() == 0 else [*order[1:], order[0]]:
+        each()
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(
+    ("program", "places"),
+    [
+        (swapped_in_branches, ("gradients", "losses")),
+        (swapped_in_a_loop, ("gradients", "losses")),
+        (swapped_with_legal_calls_between, ("gradients", "losses")),
+        (swapped_behind_a_helper, ("gradients by the helper", "losses by the helper")),
+        (three_in_a_circle, ()),
+    ],
+)
+def test_two_places_in_opposite_order_are_named(
+    checked: Checked, ranks: int, program: Callable[[], None], places: tuple[str, ...]
+) -> None:
+    text = told(checked(ranks), program)
+    call = r"all_reduce of float32\[10\](?: \(x\))? by sum with ranks [\d, ]+ at (.+?)"
+    calls = re.fullmatch(
+        rf"the ranks make the same calls in another order: rank (\d) {call}, and then {call}; "
+        rf"rank (\d) {call}, and then {call}; make them in one order on all ranks, or put them under "
+        r"`with comm\.unordered\(\):` if the order is meant",
+        text,
+    )
+    assert calls is not None, text
+    one, first, then, other, late, early = calls.groups()
+    assert one != other
+    assert (first, then) == (early, late)
+    assert first != then
+    helper = f"{__file__}:{line_of('helper')}, called at " if program is swapped_behind_a_helper else ""
+    if places:
+        assert {first, then} == {f"{helper}{__file__}:{line_of(place)}" for place in places}
 
 
 def gradients_in_another_order() -> None:
@@ -522,16 +612,11 @@ def parameters_in_another_order() -> None:
 @pytest.mark.parametrize(
     ("program", "labels"),
     [
-        (swapped_in_branches, ("a", "b")),
-        (swapped_under_one_test, ("a", "b")),
-        (swapped_by_assignment, ("a", "b")),
-        (swapped_in_a_list, ("a", "b")),
-        (swapped_attributes, ("pair.a", "grads[0]", "pair.b")),
         (gradients_in_another_order, ("0.weight.grad", "1.weight.grad", "2.weight.grad")),
         (parameters_in_another_order, ("0.weight", "1.weight")),
     ],
 )
-def test_two_calls_in_opposite_order_are_named(
+def test_two_parameters_in_opposite_order_are_named(
     checked: Checked, ranks: int, program: Callable[[], None], labels: tuple[str, ...]
 ) -> None:
     text = told(checked(ranks), program)
@@ -542,19 +627,18 @@ def test_two_calls_in_opposite_order_are_named(
     assert one != then
     assert {one, then} <= set(labels)
     assert {path for _, path, _ in found} == {__file__}
-    if program is swapped_in_branches:
-        lines = {int(line) for _, _, line in found}
-        assert lines == {line_of(name) for name in ("a first", "b second", "b first", "a second")}
 
 
 def test_a_swap_of_asynchronous_calls_is_found(checked: Checked) -> None:
+    def begin_gradients() -> comm.Work:
+        return comm.all_reduce(torch.ones(3), async_op=True)
+
+    def begin_losses() -> comm.Work:
+        return comm.all_reduce(torch.ones(3), async_op=True)
+
     def swap() -> None:
-        a, b = torch.ones(3), torch.ones(3)
-        if md.rank() == 0:
-            works = [comm.all_reduce(a, async_op=True), comm.all_reduce(b, async_op=True)]
-        else:
-            works = [comm.all_reduce(b, async_op=True), comm.all_reduce(a, async_op=True)]
-        for work in works:
+        calls = [begin_gradients, begin_losses]
+        for work in [begin() for begin in (calls if md.rank() == 0 else calls[::-1])]:
             work.wait()
 
     with pytest.raises(md.RankError, match="same calls in another order") as caught:
@@ -625,8 +709,8 @@ def test_a_message_of_another_shape_is_named(checked: Checked, wait: bool) -> No
     with pytest.raises(md.RankError) as caught:
         checked(2).run(exchange)
     text = str(caught.value.__cause__)
-    assert f"send of float32[3] (torch.ones(3)) to rank 1 at {__file__}:{line_of('sent')}" in text
-    assert f"recv of float32[4] (torch.ones(4)) from rank 0 at {__file__}:{line_of('received')}" in text
+    assert f"send of float32[3] to rank 1 at {__file__}:{line_of('sent')}" in text
+    assert f"recv of float32[4] from rank 0 at {__file__}:{line_of('received')}" in text
 
 
 def test_a_message_that_nobody_sends_is_named() -> None:
@@ -667,35 +751,26 @@ def test_a_failure_stays(checked: Checked) -> None:
     cluster.run(every_call)  # but not into the next run
 
 
-def test_cells_of_a_notebook_are_read(checked: Checked) -> None:
-    """Their text is in the memory of the process that they were typed in."""
+def test_lines_of_a_notebooks_cell_are_named(checked: Checked) -> None:
     text = (
+        "def first(): comm.all_reduce(torch.ones(3))\n"
+        "def second(): comm.all_reduce(torch.ones(3))\n"
         "def swap():\n"
-        "    a, b = torch.ones(3), torch.ones(3)\n"
-        "    if md.rank() == 0:\n"
-        "        comm.all_reduce(a)\n"
-        "        comm.all_reduce(b)\n"
-        "    else:\n"
-        "        comm.all_reduce(b)\n"
-        "        comm.all_reduce(a)\n"
+        "    for each in (first, second) if md.rank() == 0 else (second, first):\n"
+        "        each()\n"
     )
-    linecache.cache["<cell 7>"] = (len(text), None, text.splitlines(keepends=True), "<cell 7>")
     names: dict[str, Any] = {"torch": torch, "md": md, "comm": comm, "__name__": "__main__"}
     exec(compile(text, "<cell 7>", "exec"), names)
-    try:
-        message = told(checked(2), names["swap"])
-    finally:
-        del linecache.cache["<cell 7>"]
+    message = told(checked(2), names["swap"])
     assert "in another order" in message
-    assert "(a) by sum with ranks 0, 1 at <cell 7>:4" in message
-    assert "(b) by sum with ranks 0, 1 at <cell 7>:7" in message
+    assert message.count("at <cell 7>:1") == message.count("at <cell 7>:2") == 2
 
 
 def test_launch_takes_the_flag() -> None:
     def check() -> bool:
-        from minidist.comm.checking import checking
+        from minidist.comm.checking import compare_calls
 
-        return checking._checker is not None
+        return compare_calls._checker is not None
 
     assert md.launch(check, 2, check=True) == [True, True]
     assert md.launch(check, 2) == [False, False]
@@ -772,65 +847,106 @@ def test_a_rank_that_leaves_torchruns_world_is_known(tmp_path: Path) -> None:
 # The rules, without processes.
 
 
-def record(rank: int, label: str, branch: int | None, scope: str = "f.py:1") -> Record:
-    choices = () if branch is None else (("md.rank() == 0", branch),)
-    call = Call("all_reduce", "torch", "float32", (3,), (0, 1), 0)
+def record(rank: int, stack: str, op: str = "sum", label: str = "", ordered: bool = True) -> Record:
+    """A call with a frame for each letter, the innermost first: "a" and "A" are lines of one function."""
+    frames = tuple(
+        ("f.py", 10 * ord(name.lower()), 10 * ord(name.lower()) + name.isupper()) for name in stack
+    )
     return Record(
-        rank,
-        call.name,
-        call.algorithm,
-        "auto",
-        call.dtype,
-        call.shape,
-        call.group,
-        "sum",
-        -1,
-        None,
-        "f.py:11",
-        label,
-        scope,
-        choices,
+        rank=rank,
+        name="all_reduce" if op else "broadcast",
+        algorithm="torch",
+        asked="auto",
+        dtype="float32",
+        shape=(3,),
+        group=(0, 1),
+        op=op,
+        root=-1,
+        rows=None,
+        stack=frames,
+        label=label,
+        is_parameter=bool(label),
+        ordered=ordered,
     )
 
 
-def found(first: str, second: str, branches: tuple[int | None, int | None], scope: str = "f.py:1") -> str:
-    """The labels that `CallOrder` names, where two ranks make calls on tensors of one letter each."""
+def swapped(first: list[Record], second: list[Record]) -> list[Record]:
     order = CallOrder()
     for one, other in zip(first, second, strict=True):
-        swapped = order.add([record(0, one, branches[0], scope), record(1, other, branches[1], scope)])
-        if swapped:
-            return "".join(call.label for call in swapped)
-    return ""
+        found = order.add([one, other])
+        if found:
+            return found
+    return []
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "labels"),
+    ("first", "second", "is_swap"),
     [
-        ("ab", "ba", "abba"),
-        ("acb", "bca", "bcab"),
-        ("abc", "bca", "acca"),
-        ("xxab", "xxba", "abba"),
-        ("abab", "baba", "abba"),
-        ("aab", "aba", "abba"),
-        ("xyz", "abc", ""),
-        ("aaa", "bbb", ""),
-        ("abcabc", "abcabc", ""),
-        ("ax", "ay", ""),
-        ("axb", "yab", ""),  # a gap is no swap
+        ("ab", "ba", True),
+        ("acb", "bca", True),
+        ("abc", "bca", True),
+        ("xxab", "xxba", True),
+        ("abab", "baba", True),
+        ("aab", "aba", True),
+        ("axb", "bya", True),
+        ("xyz", "abc", False),
+        ("aaa", "bbb", False),
+        ("abcabc", "abcabc", False),
+        ("ax", "ay", False),
+        ("axb", "yab", False),  # a gap is no swap
+        ("abcabc", "xabxab", False),
+        ("aA", "Aa", False),  # two lines of one function
     ],
 )
-def test_a_swap_is_two_pairs_in_opposite_order(first: str, second: str, labels: str) -> None:
-    letters = found(first, second, (0, 1))
-    assert bool(letters) == bool(labels)
-    if letters:
-        assert letters[:2] == letters[2:][::-1]
-    assert found(first, second, (None, None)) == ""  # no branch that holds both of one rank's
-    assert found(first, second, (1, 1)) == ""
-    assert bool(found(first, second, (None, None), "parameter")) == bool(labels)
-    assert found(first, second, (0, 1), "") == ""
+def test_a_swap_is_a_circle_of_places(first: str, second: str, is_swap: bool) -> None:
+    def named(op: str = "sum", ordered: bool = True) -> list[Record]:
+        return swapped(
+            [record(0, place, op, ordered=ordered) for place in first],
+            [record(1, place, op) for place in second],
+        )
+
+    assert bool(named()) == is_swap
+    assert named(ordered=False) == []
+    assert named(op="") == []
+    parameters = swapped(
+        [record(0, "f", "", place) for place in first], [record(1, "f", "", place) for place in second]
+    )
+    assert bool(parameters) == (is_swap or first == "aA")
+    for one, then, other, late in [found for found in (named(), parameters) if found]:
+        assert (one.rank, then.rank, other.rank, late.rank) == (0, 0, 1, 1)
+        assert (one.stack, one.label) == (late.stack, late.label)
+        assert (then.stack, then.label) == (other.stack, other.label)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "is_swap"),
+    [
+        (("hg", "hl"), ("hl", "hg"), True),  # a helper h that functions g and l call
+        (("hm", "hM"), ("hM", "hm"), False),  # which m calls from two lines, in turn
+        (("gm", "lM"), ("lM", "gm"), False),  # m takes turns with functions
+        (("gm", "lM"), ("lx", "gX"), True),  # each rank has a function that calls both
+        (("gm", "lm"), ("lm", "gm"), True),  # one line of m calls what it is given
+        (("hm", "hM"), ("hx", "hX"), False),  # nothing that both ranks do
+    ],
+)
+def test_the_whole_stack_tells_places_apart(
+    first: tuple[str, str], second: tuple[str, str], is_swap: bool
+) -> None:
+    found = swapped([record(0, stack) for stack in first], [record(1, stack) for stack in second])
+    assert bool(found) == is_swap
+
+
+def test_swaps_are_looked_for_in_the_latest_rounds_only() -> None:
+    def rounds(pause: int) -> list[Record]:
+        between = [record(0, "x")] * pause
+        return swapped([record(0, "a"), *between, record(0, "b")], [record(1, "b"), *between, record(1, "a")])
+
+    assert rounds(60)
+    assert not rounds(70)
 
 
 def test_a_record_travels_whole() -> None:
-    sent = record(1, "model.weight", 1)
+    sent = record(1, "ab", label="model.weight")
     assert Record.from_json(sent.to_json().encode()) == sent
-    assert not sent.contradicts(record(0, "else", None))
+    assert not sent.contradicts(record(0, "c"))
+    assert sent.contradicts(record(0, "ab", "max"))

@@ -1,34 +1,33 @@
-"""`check=True`: before a collective begins, its ranks compare what they are about to call.
+"""Before a collective begins, its ranks compare what they are about to call.
 
-Each rank writes a record of its call into the world's store, under the group's name and the call's number,
-and reads what the others wrote under that number. Calls that contradict each other end in a `CollectiveError`
-on all ranks that names both and the lines that made them; over gloo they hang, abort the process, or return
-wrong numbers without a word. An asynchronous call does not wait for the others' records: it compares itself
-with those that are there, so that the later of two always sees the other, and with the rest in `Work.wait`.
-Nobody waits for ever: `deadlock_detection.py` says who will not come, and the time limit says it of the
-others.
+Each rank writes a record of its call into the world's store, under the group's name and the number of the
+call, and reads what the others wrote under that number. Calls that contradict each other or are swapped end
+in a `CollectiveError` on all ranks that names both sides and their lines; over gloo they would hang, abort
+the process, or return wrong numbers without a word.
 
-A synchronous collective waits for all its ranks to call it, also where the operation itself would not, as in
-a broadcast: MPI 4.1, section 6.14, asks of programs that they bear either. A call costs some hundred
-microseconds, which the ledger leaves out. Not seen are tensors that one and the same line passes in another
-order, unless they are parameters of a model or their gradients; and what does not go through the door.
+A synchronous call waits for the records of all ranks, even where the operation itself would not, as in a
+broadcast; MPI 4.1, section 6.14, asks programs to bear either. An asynchronous call compares itself with the
+records that are there, and with the rest in `Work.wait`.
+
+A call costs some hundred microseconds, which the ledger leaves out. The check does not see tensors that one
+line passes in another order, unless they are parameters or their gradients, nor calls outside minidist.comm.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from minidist.comm.checking import callsite
+from minidist.comm.checking.call_records import POINT_TO_POINT, CallOrder, Record, describe_swap, read_call
 from minidist.comm.checking.deadlock_detection import AWHILE, OWN_THREAD, Watch, connect
-from minidist.comm.checking.records import POINT_TO_POINT, CallOrder, Record
 from minidist.comm.errors import CollectiveError
 from minidist.comm.ledgers import Call
 
@@ -37,6 +36,8 @@ if TYPE_CHECKING:
 
 LONGEST_PAUSE = 0.005
 """Seconds between two looks for the others' records; the first ones are closer together."""
+_SAME_CALLS = "all ranks of a group have to make the same calls in the same order"
+_SAME_MESSAGE = "what is received has to have the shape and dtype of what is sent"
 
 _checker: Checker | None = None
 """The check of the default world, where it has one."""
@@ -73,10 +74,9 @@ def enter(call: Call) -> Callable[[], None] | None:
 
 @contextlib.contextmanager
 def run(limit: float | None) -> Iterator[None]:
-    """A function's run on all ranks: its calls are counted anew, and a rank that leaves it makes no more.
+    """Count the calls of a function that all ranks run anew, and tell the others when this rank leaves it.
 
-    Args:
-        limit: seconds that the run may take; None for no limit.
+    `limit` is the seconds that the run may take; None for no limit.
     """
     checker = _checker
     if checker is None:
@@ -94,29 +94,29 @@ def run(limit: float | None) -> Iterator[None]:
             checker.end(how)
 
 
-class Sequence:
+class CallSequence:
     """The calls of one group, or the messages from one rank to another: each member numbers its own."""
 
-    def __init__(self, name: str, own: int, members: tuple[int, ...], ordered: bool) -> None:
+    def __init__(self, name: str, own: int, members: tuple[int, ...]) -> None:
         self.name, self.own, self.members = name, own, members
-        self.calls: list[dict[int, Record]] = []  # by number: the members' records that are known
-        self.next = {member: 0 for member in members if member != own}  # each peer's first that is not
-        self.complete = 0  # so many calls are known of all members, and agree
-        self.taken = dict(self.next)  # so many of this rank's calls a peer has read, as far as it said
-        self.deleted = 0
-        self.order = CallOrder() if ordered else None
+        self.calls: list[dict[int, Record]] = []  # by number: the records that are known, by member
+        self.next = {member: 0 for member in members if member != own}  # each peer's first unknown call
+        self.complete = 0  # calls that are known of all members, and agree
+        self.taken = dict(self.next)  # how many of this rank's calls each peer says it has read
+        self.deleted = 0  # how many of this rank's records are gone from the store
+        self.order = CallOrder()
 
     def key(self, member: int, number: int) -> str:
         """Where a member's record lies in the store."""
         return f"{self.name}/{member}/{number}"
 
     def awaited(self, calls: int) -> dict[int, str]:
-        """The peers of whose first `calls` calls some are not known, and the key of each one's next."""
+        """The peers whose first `calls` calls are not all known, and the key of each one's next."""
         return {peer: self.key(peer, number) for peer, number in self.next.items() if number < calls}
 
 
 class Checker:
-    """One rank's part in checking a world; see the file's first lines."""
+    """One rank's part in checking a world."""
 
     def __init__(self, store: Store, rank: int, ranks: int, limit: float) -> None:
         self.rank, self.limit = rank, limit
@@ -124,7 +124,7 @@ class Checker:
         self._watch = Watch(self._store, connect(store), rank, ranks)
         self._lock = threading.RLock()  # autograd's threads make calls too
         self._run, self._ended = -1, False
-        self._written: set[str] = set()
+        self._sequences: dict[str, CallSequence] = {}
         self.begin(None)
 
     def close(self) -> None:
@@ -135,14 +135,11 @@ class Checker:
     def begin(self, limit: float | None) -> None:
         """Count calls anew: all ranks have left the last run, so that nobody reads what it wrote."""
         with self._failing("before its function"):
-            for key in self._written:
-                self._store.delete_key(key)
-        self._run, self._ended = self._run + 1, False
-        self._sequences: dict[str, Sequence] = {}
-        self._written = set()
-        # Before the launcher's own limit, which names no call.
-        self._deadline = None if limit is None else time.monotonic() + limit - min(1.0, limit / 5)
-        with self._failing("before its function"):
+            for sequence in self._sequences.values():
+                self._delete(sequence, len(sequence.calls))
+            self._run, self._ended, self._sequences = self._run + 1, False, {}
+            # Before the launcher's own limit, which names no call.
+            self._deadline = None if limit is None else time.monotonic() + limit - min(1.0, limit / 5)
             self._watch.begin(self._run)
 
     def end(self, how: str) -> None:
@@ -154,54 +151,50 @@ class Checker:
 
     def enter(self, call: Call) -> Callable[[], None] | None:
         """See `enter` above."""
-        if len(call.group) == 1:
+        read = read_call(self.rank, call) if len(call.group) > 1 else None
+        if read is None:
             return None
-        site = callsite.find(call.name)
-        if site is None:  # a step of one of our own algorithms
-            return None
-        record = Record.of(self.rank, call, site)
-        with self._failing(str(record)), self._lock:
+        record, given = read
+        words = str(record)
+        with self._failing(words), self._lock:
             if self._ended:
                 self.begin(None)  # of a program that goes on after `launch` under torchrun
             self._watch.raise_failure()
-            sequence = self._sequence(record, site)
-            self._post(sequence, record)
+            sequence = self._sequence(record, given)
+            self._post(sequence, record, words)
             calls = len(sequence.calls)
             self._read(sequence)
-        if site.arguments.get("async_op"):
-            return lambda: self._wait(sequence, calls, str(record))
-        if call.name == "send" and site.arguments["x"].is_cuda:  # NCCL's send does not wait for the host
-            return None
-        self._wait(sequence, calls, str(record))
+        if given.get("async_op"):
+            return lambda: self._wait(sequence, calls, words)
+        if call.name != "send" or not given["x"].is_cuda:  # NCCL's send does not wait for the host
+            self._wait(sequence, calls, words)
         return None
 
-    def _sequence(self, record: Record, site: callsite.Callsite) -> Sequence:
+    def _sequence(self, record: Record, given: dict[str, Any]) -> CallSequence:
         """Where a call belongs."""
-        group = site.arguments.get("group") or dist.group.WORLD
+        group = given.get("group") or dist.group.WORLD
         assert group is not None
         name, members = f"{self._run}/{group.group_name}", record.group
         if record.name in POINT_TO_POINT:
             peer = record.group[record.root]
             members = (self.rank, peer) if record.name == "send" else (peer, self.rank)
-            name = f"{name}/{members[0]}>{members[1]}/{site.arguments.get('tag', 0)}"
-        if name not in self._sequences:
-            self._sequences[name] = Sequence(name, self.rank, members, record.name not in POINT_TO_POINT)
-        return self._sequences[name]
+            name = f"{name}/{members[0]}>{members[1]}/{given['tag']}"
+        return self._sequences.setdefault(name, CallSequence(name, self.rank, members))
 
-    def _post(self, sequence: Sequence, record: Record) -> None:
+    def _post(self, sequence: CallSequence, record: Record, words: str) -> None:
         """Write this rank's next record, and delete those that everybody has read."""
         key = sequence.key(self.rank, len(sequence.calls))
         sequence.calls.append({self.rank: record})
-        self._written.add(key)
         value = f"{min(sequence.next.values())} {record.to_json()}"
-        self._watch.say("runs", last=str(record), also={key: value})
-        while sequence.deleted < min(sequence.taken.values()):
-            old = sequence.key(self.rank, sequence.deleted)
-            self._store.delete_key(old)
-            self._written.discard(old)
-            sequence.deleted += 1
+        self._watch.say("runs", last=words, also={key: value})
+        self._delete(sequence, min(sequence.taken.values()))
 
-    def _read(self, sequence: Sequence) -> None:
+    def _delete(self, sequence: CallSequence, number: int) -> None:
+        for old in range(sequence.deleted, number):
+            self._store.delete_key(sequence.key(self.rank, old))
+        sequence.deleted = max(sequence.deleted, number)
+
+    def _read(self, sequence: CallSequence) -> None:
         """Take in the records that are there, and compare them."""
         while awaited := sequence.awaited(len(sequence.calls)):
             if not self._store.check(list(awaited.values())):
@@ -214,33 +207,22 @@ class Checker:
                 known[peer] = Record.from_json(text)
                 sequence.next[peer] += 1
                 sequence.taken[peer] = int(taken)
-                self._compare([known[member] for member in sequence.members if member in known])
+                self._compare(known)
         while sequence.complete < min(sequence.next.values()):
             known, sequence.calls[sequence.complete] = sequence.calls[sequence.complete], {}
             sequence.complete += 1
-            swapped = (
-                sequence.order.add([known[member] for member in sequence.members]) if sequence.order else []
-            )
+            swapped = sequence.order.add([known[member] for member in sequence.members])
             if swapped:
-                one, then, other, late = swapped
-                self._watch.fail(
-                    f"the ranks make the same calls in another order: rank {one.rank} {one}, and then "
-                    f"{then}; rank {other.rank} {other}, and then {late}; one order has to hold on all ranks"
-                )
+                self._watch.fail(describe_swap(*swapped))
 
-    def _compare(self, known: list[Record]) -> None:
-        for place, one in enumerate(known):
-            for other in known[:place]:
-                if one.contradicts(other):
-                    rule = "all ranks of a group have to make the same calls in the same order"
-                    if one.name in POINT_TO_POINT:
-                        rule = "what is received has to have the shape and dtype of what is sent"
-                    self._watch.fail(
-                        f"the ranks make different calls: rank {other.rank} {other}; "
-                        f"rank {one.rank} {one}; {rule}"
-                    )
+    def _compare(self, known: dict[int, Record]) -> None:
+        for one, other in itertools.combinations((known[rank] for rank in sorted(known)), 2):
+            if one.contradicts(other):
+                rule = _SAME_MESSAGE if one.name in POINT_TO_POINT else _SAME_CALLS
+                calls = f"rank {one.rank} {one}; rank {other.rank} {other}"
+                self._watch.fail(f"the ranks make different calls: {calls}; {rule}")
 
-    def _wait(self, sequence: Sequence, calls: int, call: str) -> None:
+    def _wait(self, sequence: CallSequence, calls: int, call: str) -> None:
         """Wait until so many calls are known of all members, and agree."""
         begun = time.monotonic()
         limit = begun + self.limit if self._deadline is None else min(begun + self.limit, self._deadline)
@@ -268,7 +250,7 @@ class Checker:
 
     @contextlib.contextmanager
     def _failing(self, call: str) -> Iterator[None]:
-        """Tell a lost store in a sentence: it lives in a process that has ended, then."""
+        """Turn the loss of the store, which lived in a process that has ended, into a CollectiveError."""
         try:
             yield
         except dist.DistError as error:
