@@ -43,7 +43,7 @@ def fit(group: Group = None, rounds: int = 15) -> LinkProfile:
     ranks, rank = len(ranks_of(group)), rank_in(group)
     if ranks == 1:
         raise ValueError("fit measures links between ranks, and the group has one; call it in at least two")
-    memory = algorithm_choice.route(group).memory
+    memory = algorithm_choice.group_memory(group).memory
     small, large = torch.zeros(SMALL // 4), torch.zeros(2 * LARGE // 4)
 
     def seconds(run: Callable[[], object], calls: int = 1) -> float:
@@ -120,13 +120,13 @@ def _memory(memory: SharedMemory, seconds: Callable[..., float], group: Group) -
         def run() -> None:
             for chunk in chunks:
                 own.copy_(chunk)
-                memory.meet()
+                memory.barrier()
                 use(chunk)
-                memory.meet()
+                memory.barrier()
 
         return run
 
-    meet = seconds(memory.meet, 50)
+    meet = seconds(memory.barrier, 50)
     copied = seconds(put)
     taken = seconds(put_and(lambda chunk: chunk.copy_(other))) - 2 * len(chunks) * meet - copied
     combined = (

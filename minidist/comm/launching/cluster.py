@@ -1,8 +1,6 @@
-"""A cluster of warm local ranks: processes that have imported torch, formed a world and wait for functions.
+"""`Cluster`: local ranks that have imported torch, formed a world, and wait for functions to run.
 
-`Cluster.run` sends a function to every rank and brings back what each returned. Functions travel by
-cloudpickle, by value where no other process could import them, so those defined in a notebook cell, in a
-script or inside another function work too.
+`Cluster.run` sends a function to every rank and returns what each of them returned.
 """
 
 from __future__ import annotations
@@ -20,25 +18,25 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
-import cloudpickle
-
+from minidist._arguments import check_whole, is_number, is_whole
 from minidist.comm.errors import RankError
 from minidist.comm.launching.collect_results import collect
 from minidist.comm.launching.cores import available_cores as available_cores
-from minidist.comm.launching.notebook_sources import WithSource
 from minidist.comm.launching.rank_processes import RankProcess, supervisor
+from minidist.comm.launching.sending import WithSource, pickle_call, unpickle_result
 from minidist.comm.launching.worker import Setup
 
 START_TIMEOUT = 120.0
-"""Seconds that ranks may take to start: importing torch from a cold disk can take most of a minute."""
+"""Seconds that ranks may take to start. Importing torch from a cold disk can take most of a minute."""
 COLLECTIVE_TIMEOUT = 300.0
-"""Seconds that a collective waits where a run has no time limit of its own."""
+"""Seconds that a collective waits if the run has no time limit."""
 COLLECTIVE_MARGIN = 5.0
-"""Seconds that a collective waits beyond a run's own limit, which comes first and says where each rank is."""
+"""Seconds that a collective waits beyond the run's limit. The run's error comes first, since it says where
+each rank is."""
 KILL_TIMEOUT = 3.0
-"""Seconds that the supervisor gets to kill ranks before they are killed without it."""
+"""Seconds that the supervisor has to kill ranks; then the caller kills them itself."""
 LONGEST_TIMEOUT = 1e6
-"""Seconds: clocks of the libraries below overflow not far beyond."""
+"""Seconds. Beyond this the clocks of the libraries below soon overflow."""
 
 
 class Cluster:
@@ -48,19 +46,20 @@ class Cluster:
     ...     cluster.run(lambda: md.rank() ** 2)
     [0, 1, 4, 9]
 
-    What a rank prints appears in the caller, a line at a time, labelled with its rank. Ctrl-C stops them all.
-    After a failed run the cluster is usable again, with fresh processes: what the old ones held is gone.
-    Ranks never outlive the caller, however it ends.
+    What a rank prints appears in the caller, line by line, labelled with the rank. Ctrl-C stops all ranks.
+    After a failed run the cluster starts fresh processes; what the old ones held is gone. Ranks never outlive
+    the caller, however it ends.
 
     Args:
         ranks: number of processes, at least 1.
-        timeout: seconds that a run may take; None for no limit, and 300 s for each of its collectives.
-        threads: each rank's threads in torch, BLAS and Numba; by default the cores divided by the ranks, at
+        timeout: seconds that a run may take. None sets no limit, and gives each collective 300 s.
+        threads: threads of each rank in torch, BLAS and Numba; by default the cores divided by the ranks, at
             least 1.
         start_timeout: seconds that the ranks may take to start.
-        check: compare every call through the door with the other ranks' before it begins, so that a mismatch
-            is an error on all ranks that names both; see `minidist.comm.checking.compare_calls`.
-        may_fail: ranks whose failure does not stop the others, for functions that can do without them.
+        check: compare every call of the communication API with the other ranks' calls before it begins. A
+            mismatch is then an error on all ranks that names both calls; see
+            `minidist.comm.checking.compare_calls`.
+        may_fail: ranks whose failure does not stop the others.
 
     Raises:
         TypeError: an argument is of the wrong type.
@@ -78,15 +77,16 @@ class Cluster:
         may_fail: Iterable[int] = (),
     ) -> None:
         self.closed = True
-        self.ranks = _count("ranks", ranks)
-        share = max(1, available_cores() // self.ranks)
-        self.threads = share if threads is None else _count("threads", threads)
+        check_whole("ranks", ranks, 1)
+        self.ranks = ranks
+        self.threads = max(1, available_cores() // ranks) if threads is None else threads
+        check_whole("threads", self.threads, 1)
         self.timeout = None if timeout is None else _seconds("timeout", timeout)
         self.start_timeout = _seconds("start_timeout", start_timeout)
         if not isinstance(check, bool):
             raise TypeError(f"check is {check!r}; give True or False")
         self.check = check
-        self.may_fail = _members("may_fail", may_fail, self.ranks)
+        self.may_fail = _ranks("may_fail", may_fail, ranks)
         if check and self.may_fail:
             raise ValueError(
                 f"check=True compares every rank's calls, and may_fail names ranks {sorted(self.may_fail)}, "
@@ -94,7 +94,7 @@ class Cluster:
             )
         self._owner = os.getpid()
         self._running = threading.Lock()
-        # One list for the object's life: the finalizer stops what it holds at the end.
+        # The finalizer holds this very list, so it is emptied and filled, never replaced.
         self._processes: list[RankProcess] = []
         self._finalizer = weakref.finalize(self, _stop, self._processes, os.getpid(), 0.0)
         self._start()
@@ -104,15 +104,15 @@ class Cluster:
         """Run `function(*args, **kwargs)` on every rank.
 
         Returns:
-            What each rank returned, in rank order. For a rank of `may_fail` that failed, the RankError or
-            RankDied that says how; the next run then has fresh processes.
+            What each rank returned, in rank order. A rank of `may_fail` that failed has its RankError or
+            RankDied there; the next run then has fresh processes.
 
         Raises:
-            RankError: a rank raised; names the first that did, with its traceback.
+            RankError: a rank raised an exception. Names the first one that did, with its traceback.
             RankDied: a rank's process ended: killed, or out of memory.
-            RankTimeout: a rank had not returned in time; says where each one was.
-            TypeError: the function, or an argument, cannot be sent to another process.
-            RuntimeError: the cluster is closed, is running something in another thread, or belongs to the
+            RankTimeout: a rank had not returned in time. Says where each such rank was.
+            TypeError: the function or an argument cannot be sent to another process.
+            RuntimeError: the cluster is closed, is running a function in another thread, or belongs to the
                 process that this one was forked from.
         """
         if self.closed:
@@ -123,7 +123,7 @@ class Cluster:
             )
         if self.check and callable(function):
             function = WithSource(function)
-        call = _pickle_call(function, args, kwargs)
+        call = pickle_call(function, args, kwargs)
         if not self._running.acquire(blocking=False):
             raise RuntimeError("this Cluster is running another function; wait for it, or make a second one")
         try:
@@ -143,23 +143,23 @@ class Cluster:
             if self.closed:
                 _stop(self._processes, os.getpid(), 0.0)
             self._running.release()
-        return [_unpickle_result(rank, value) for rank, value in enumerate(values)]
+        return [unpickle_result(rank, value) for rank, value in enumerate(values)]
 
     def signal(self, number: int) -> None:
-        """Send a signal to every rank; also while they run a function, from a signal handler, say."""
+        """Send a signal to every rank. Works during a run, for example from a signal handler."""
         for process in self._processes:
             if process.process is not None and process.exit_code is None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.process, number)
 
     def close(self) -> None:
-        """Stop the ranks. A second call does nothing; a run in another thread ends with an error."""
+        """Stop the ranks. A run in another thread ends with an error; a second call does nothing."""
         self.closed = True
         if self._running.acquire(blocking=False):
             _stop(self._processes, os.getpid(), 1.0)
             self._running.release()
         elif os.getpid() == self._owner:
-            for process in self._processes:  # the run sees them end, and clears up
+            for process in self._processes:  # the run sees them end and cleans up
                 process.kill()
 
     def __enter__(self) -> Cluster:
@@ -180,8 +180,11 @@ class Cluster:
 
     def _start(self) -> None:
         """Start the ranks and wait until they have formed a world."""
-        # The listening socket of the world's store is made here and handed to rank 0: no port is guessed,
-        # so none is in use, and nothing but this machine can reach it.
+        # The caller opens the listening socket of the world's store and hands it to rank 0. So no port has to
+        # be guessed, and only this machine can reach it.
+        directory = "/"
+        with contextlib.suppress(FileNotFoundError):  # the directory has been removed
+            directory = os.getcwd()
         with socket.create_server(("127.0.0.1", 0), backlog=max(16, self.ranks)) as listener:
             limit = COLLECTIVE_TIMEOUT if self.timeout is None else self.timeout + COLLECTIVE_MARGIN
             setup = Setup(
@@ -192,9 +195,9 @@ class Cluster:
                 timeout=limit,
                 check=self.check,
                 run_timeout=self.timeout,
-                # A world of torchrun's that the caller belongs to is not the ranks' own.
+                # The caller may belong to a world of torchrun's; the ranks do not.
                 environment={k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")},
-                directory=_directory(),
+                directory=directory,
                 path=[entry for entry in sys.path if isinstance(entry, str)],
             )
             starter = supervisor()
@@ -209,16 +212,9 @@ class Cluster:
                 raise
 
 
-def _directory() -> str:
-    try:
-        return os.getcwd()
-    except FileNotFoundError:  # it has been removed: the ranks work somewhere else, then
-        return "/"
-
-
 def _stop(processes: list[RankProcess], owner: int, grace: float) -> None:
-    """Stop processes and empty the list: let them end by themselves for `grace` seconds, then kill them."""
-    if os.getpid() != owner:  # a fork of the caller: the ranks are not its to stop
+    """Stop processes and empty the list: give them `grace` seconds to end, then kill them."""
+    if os.getpid() != owner:  # a fork of the caller must not stop the ranks
         return
     stopping, processes[:] = processes[:], []
     deadline = time.monotonic() + grace
@@ -234,56 +230,17 @@ def _stop(processes: list[RankProcess], owner: int, grace: float) -> None:
         process.close()
 
 
-def _unpickle_result(rank: int, value: bytes | RankError) -> Any:
-    if isinstance(value, RankError):
-        return value
-    try:
-        return pickle.loads(value)
-    except Exception as error:
-        raise RankError(
-            f"rank {rank} returned what cannot be read in this process ({type(error).__name__}: {error}); "
-            "return tensors, arrays or plain Python values",
-            rank=rank,
-        ) from error
-
-
-def _pickle_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
-    if not callable(function):
-        raise TypeError(
-            f"function is {function!r}, of type {type(function).__name__}; give the function itself, "
-            "without calling it"
-        )
-    try:
-        return bytes(cloudpickle.dumps((function, args, kwargs)))
-    except Exception as error:
-        name = getattr(function, "__qualname__", repr(function))
-        raise TypeError(
-            f"{name} or one of its arguments cannot be sent to another process ({error}); "
-            "create such objects inside the function"
-        ) from error
-
-
-def _count(name: str, value: int) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name} is {value!r}; give a whole number, at least 1")
-    if value < 1:
-        raise ValueError(f"{name} is {value}; give at least 1")
-    return int(value)
-
-
-def _members(name: str, value: Iterable[int], ranks: int) -> frozenset[int]:
-    if not isinstance(value, Iterable):
-        raise TypeError(f"{name} is {value!r}; give ranks, such as (1, 2)")
-    members = tuple(value)
-    if not all(isinstance(rank, int) for rank in members):
-        raise TypeError(f"{name} is {members}; give ranks, such as (1, 2)")
-    if not set(members) <= set(range(ranks)):
-        raise ValueError(f"{name} is {members}; the ranks are 0 to {ranks - 1}: give some of them")
-    return frozenset(members)
+def _ranks(name: str, value: Iterable[int], ranks: int) -> frozenset[int]:
+    given = tuple(value) if isinstance(value, Iterable) else value
+    if not isinstance(given, tuple) or not all(map(is_whole, given)):
+        raise TypeError(f"{name} is {given!r}; give ranks, such as (1, 2)")
+    if not set(given) <= set(range(ranks)):
+        raise ValueError(f"{name} is {given}; the ranks are 0 to {ranks - 1}: give some of them")
+    return frozenset(given)
 
 
 def _seconds(name: str, value: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if not is_number(value):
         raise TypeError(f"{name} is {value!r}; give a number of seconds")
     if not 0 < value <= LONGEST_TIMEOUT:
         none = ", or None for no limit" if name == "timeout" else ""

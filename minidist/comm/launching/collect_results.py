@@ -1,7 +1,7 @@
-"""Waiting for what the ranks answer, and saying which of them failed first, and why.
+"""Wait for the ranks' results; if ranks fail, find out which failed first, and why.
 
-When one rank fails the others fail a moment later, in collectives whose peer is gone. Naming the first cause,
-not the first report, is what makes the message useful.
+When one rank fails, the others fail a moment later in collectives whose peer is gone. A message is useful if
+it names the first cause, which need not be the first report.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from minidist.comm.launching.rank_processes import RankProcess, signal_name
 from minidist.comm.launching.worker import Raised
 
 SETTLE = 0.1
-"""Seconds from the first report of a failure to the verdict. When a rank is killed its peers' connections
-break, and they may report that before the supervisor has reported the death."""
+"""Seconds from the first report of a failure to the verdict. When a rank is killed, its peers may report
+their broken connections before the supervisor reports the death."""
 STACK_PAUSE = 0.2
-"""Seconds that a stuck rank gets to write where it is."""
+"""Seconds that a stuck rank gets to write its stack."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A rank that raised, or that died where `raised` is None."""
+    """A rank that raised an exception, or that died if `raised` is None."""
 
     when: float
     process: RankProcess
@@ -42,29 +42,29 @@ def collect(
     remedy: str,
     may_fail: Collection[int] = (),
 ) -> list[Any]:
-    """Send what is queued, and wait until every rank has answered `wanted`. Prints what ranks print.
+    """Send what is queued, and wait until every rank has sent a `wanted` message. Prints what ranks print.
 
     Args:
         processes: the ranks.
-        wanted: the kind of answer that completes a rank's part.
+        wanted: the kind of message that completes a rank's part.
         limit: seconds to wait; None for no limit.
-        remedy: the argument that gives more of them.
-        may_fail: ranks whose failure is their answer: the error that it would raise elsewhere.
+        remedy: the argument that sets the limit, for the error.
+        may_fail: ranks whose error counts as their result.
 
     Returns:
-        The answers' values, in rank order.
+        The values of the messages, in rank order.
 
     Raises:
-        RankError: another rank raised. RankDied: its process ended. RankTimeout: `limit` seconds have passed.
+        RankError: a rank raised. RankDied: its process ended. RankTimeout: `limit` seconds have passed.
     """
     deadline = None if limit is None else time.monotonic() + limit
-    answers: dict[int, Any] = {}
+    results: dict[int, Any] = {}
     failures: dict[int, Failure] = {}
     with selectors.DefaultSelector() as selector:
         for process in processes:
             selector.register(process.channel.socket, selectors.EVENT_READ, process)
             selector.register(process.status, selectors.EVENT_READ, process)
-        while len(answers) < len(processes):
+        while len(results) < len(processes):
             for process in processes:
                 if process.channel.socket in selector.get_map():
                     events = selectors.EVENT_READ | selectors.EVENT_WRITE * process.channel.unsent
@@ -86,30 +86,30 @@ def collect(
                     elif kind == "raised":
                         failures.setdefault(process.rank, Failure(values[0].when, process, values[0]))
                     elif kind == wanted:
-                        answers[process.rank] = values[0] if values else None
+                        results[process.rank] = values[0] if values else None
                 if process.channel.ended and process.channel.socket in selector.get_map():
-                    selector.unregister(process.channel.socket)  # how it ended comes by its status
+                    selector.unregister(process.channel.socket)  # its status says how it ended
                 if process.exit_code is not None:
                     failures.setdefault(process.rank, Failure(time.monotonic(), process, None))
             for rank in failures.keys() & set(may_fail):
                 failure = failures.pop(rank)
-                answers.setdefault(rank, _first_cause([failure]))
-                failure.process.kill()  # where it raised: its peers learn of it as of a death
+                results.setdefault(rank, _first_cause([failure]))
+                failure.process.kill()  # if it only raised, its peers must still notice
             if failures:
                 settled = min(failure.when for failure in failures.values()) + SETTLE
                 deadline = settled if deadline is None else min(deadline, settled)
 
     if failures:
         raise _first_cause(list(failures.values()))
-    if len(answers) < len(processes):
-        stuck = [process for process in processes if process.rank not in answers]
+    if len(results) < len(processes):
+        stuck = [process for process in processes if process.rank not in results]
         raise _timed_out(stuck, limit or 0.0, remedy)
-    return [answers[process.rank] for process in processes]
+    return [results[process.rank] for process in processes]
 
 
 def _print_labelled(rank: int, stream: str, text: str) -> None:
     out = sys.stdout if stream == "stdout" else sys.stderr
-    if out is None:  # the caller was started without one
+    if out is None:  # the caller has no such stream
         return
     label = f"[rank {rank}] "
     text = "".join(f"{label}{line}\n" for line in text.removesuffix("\n").split("\n"))
@@ -119,10 +119,10 @@ def _print_labelled(rank: int, stream: str, text: str) -> None:
 
 
 def _first_cause(failures: list[Failure]) -> RankError:
-    """The error to raise: of the failures seen together, the one that the others follow from.
+    """Return the error to raise: of the failures seen together, the one that caused the others.
 
-    A death comes first: a peer's exception cannot cause it, while it causes exceptions in the peers. An
-    exception that was caused by what a peer told of its own comes last, whenever it was raised.
+    A death comes first: it causes exceptions in the peers, and a peer's exception cannot cause it. An
+    exception that follows from one that a peer reported comes last, whenever it was raised.
     """
 
     def order(failure: Failure) -> tuple[bool, bool, float]:
@@ -138,7 +138,7 @@ def _first_cause(failures: list[Failure]) -> RankError:
     summary = f"rank {rank} raised {first.raised.summary}{also}"
     error = RankError(summary, rank=rank, traceback=first.raised.traceback)
     if first.raised.exception is not None:
-        with contextlib.suppress(Exception):  # of a class that only the rank can import, say
+        with contextlib.suppress(Exception):  # the caller may be unable to import its class
             error.__cause__ = pickle.loads(first.raised.exception)
     return error
 
@@ -146,8 +146,8 @@ def _first_cause(failures: list[Failure]) -> RankError:
 _HINTS = {
     "SIGKILL": ": by `kill -9`, or by the system because memory ran out",
     "SIGABRT": (
-        ": a library gave up; most often ranks call a collective with different shapes or dtypes, and it has "
-        "written why above"
+        ": a library gave up and wrote why above; most often ranks call a collective with different shapes "
+        "or dtypes"
     ),
 }
 
@@ -170,7 +170,7 @@ def _timed_out(stuck: list[RankProcess], limit: float, remedy: str) -> RankTimeo
         process.ask_stack()
     time.sleep(STACK_PAUSE)
     stacks = "\n".join(
-        f"rank {process.rank} was at:\n{process.stack() or '  (it did not answer)'}" for process in stuck
+        f"rank {process.rank} was at:\n{process.stack() or '  (it did not respond)'}" for process in stuck
     )
     names = ", ".join(str(process.rank) for process in stuck)
     message = (

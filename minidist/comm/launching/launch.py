@@ -1,4 +1,4 @@
-"""Run a function on several fresh local ranks; or, under torchrun, on the ranks that it started."""
+"""`launch`: run a function on fresh local ranks, or on the ranks that torchrun has started."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ def launch(
 ) -> list[Any]:
     """Run `fn(*args)` on `ranks` fresh local processes that have formed a world.
 
-    Needs no `if __name__ == "__main__":` in a script. Under torchrun it starts nothing: `fn` runs in this
-    process, as the rank that torchrun gave it, so that one program serves both.
+    A script needs no `if __name__ == "__main__":`. Under torchrun no process is started: `fn` runs in this
+    process, as the rank that torchrun gave it, so one program serves both.
 
-    Modules that the environment variable MINIDIST_PRELOAD names are imported once for all ranks that this
-    process starts: with "torch._dynamo" none of them needs a second for its first optimizer.
+    The environment variable MINIDIST_PRELOAD names modules to import once for all ranks of this process.
+    "torch._dynamo" saves each rank a second at its first optimizer.
 
     Args:
         fn: any function: of a module, a script, a notebook cell, or a closure.
         ranks: number of processes, at least 1.
-        args: its positional arguments, the same on each rank.
-        timeout: seconds that the run may take; None for no limit, and 300 s for each of its collectives.
+        args: the positional arguments of `fn`, the same on each rank.
+        timeout: seconds that the run may take. None sets no limit, and gives each collective 300 s.
         check: compare the ranks' calls before they begin; see `Cluster`.
-        threads: each rank's threads; by default the cores divided by the ranks, at least 1.
+        threads: threads of each rank; by default the cores divided by the ranks, at least 1.
         start_timeout: seconds that the ranks may take to start.
-        may_fail: ranks whose failure does not stop the others, such as a parameter server's workers. Torchrun
-            does not ask: it stops all ranks when one fails.
+        may_fail: ranks whose failure does not stop the others, such as a parameter server's workers. Ignored
+            under torchrun, which stops all ranks when one fails.
 
     Returns:
-        What each rank returned, in rank order; for a rank of `may_fail` that failed, its RankError or
-        RankDied.
+        What each rank returned, in rank order. A rank of `may_fail` that failed has its RankError or RankDied
+        there.
 
     Raises:
         RankError, RankDied, RankTimeout, TypeError: as `Cluster.run`.

@@ -1,4 +1,4 @@
-"""The caller's side of its ranks: one supervisor per calling process, one `RankProcess` per rank."""
+"""The caller's handles: `Supervisor`, one per calling process, and `RankProcess`, one per rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 
-from minidist.comm.launching import supervisor as supervisor_process
+from minidist.comm.launching.safeguards import check_not_starting
 from minidist.comm.launching.supervisor import HEADER
 from minidist.comm.transport.channel import Connection
 
@@ -25,7 +25,7 @@ START_METHODS = ("fork", "spawn")
 
 
 def signal_name(number: int) -> str:
-    """SIGKILL for 9; a real-time signal has no name."""
+    """Return "SIGKILL" for 9, and "signal 40" for one without a name."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -33,14 +33,14 @@ def signal_name(number: int) -> str:
 
 
 class Supervisor:
-    """A running supervisor: takes requests to start and kill ranks. One serves all clusters of a process."""
+    """A running supervisor process, which starts and kills ranks for all clusters of this process."""
 
     def __init__(self, method: str) -> None:
-        supervisor_process.check_not_starting()
+        check_not_starting()
         self.method = method
         self.owner = os.getpid()
         self._keys = itertools.count()
-        # Reentrant: the garbage collector may end a forgotten Cluster, and so come here, at any moment.
+        # Reentrant: at any moment the garbage collector may end a forgotten Cluster, which comes here.
         self._lock = threading.RLock()
         self._control, theirs = socket.socketpair()
         code = (
@@ -48,15 +48,15 @@ class Supervisor:
             "from minidist.comm.launching import supervisor; supervisor.main({}, {!r})"
         )
         path = [entry for entry in sys.path if isinstance(entry, str)]
-        # The supervisor has this thread's mask from its first instruction: see its file.
+        # The supervisor inherits this thread's signal mask, so it never takes SIGTERM; see supervisor.py.
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", code.format(path, theirs.fileno(), method)],
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C in a terminal is the caller's to handle
-                # One thread in the process that forks; ranks set their own number when they start.
+                start_new_session=True,  # Ctrl-C in a terminal reaches the caller alone
+                # The process that forks has one thread; ranks set their number when they start.
                 env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
             )
         finally:
@@ -64,28 +64,28 @@ class Supervisor:
         theirs.close()
 
     def alive(self) -> bool:
-        """True where this process owns the supervisor, and it runs."""
+        """Whether this process owns the supervisor, and it runs."""
         return self.owner == os.getpid() and self._process.poll() is None
 
     def start(self, descriptors: list[int]) -> int:
-        """Ask for a rank that gets these descriptors; its key for `kill`."""
+        """Ask for a rank that gets these descriptors. Returns its key, for `kill`."""
         with self._lock:
             key = next(self._keys)
             self._send({"kind": "start", "key": key}, descriptors)
         return key
 
     def kill(self, key: int) -> None:
-        """Ask for a rank to be killed; no error where it, or the supervisor, is gone."""
+        """Ask for a rank to be killed. No error if the rank or the supervisor is gone."""
         with self._lock, contextlib.suppress(OSError):
             self._send({"kind": "kill", "key": key}, [])
 
     def _send(self, request: dict[str, object], descriptors: list[int]) -> None:
         text = json.dumps(request).encode()
-        # In one call: a request that Ctrl-C cuts in two would garble all that follow.
+        # One call: Ctrl-C must not cut a request in two, which would garble all later ones.
         socket.send_fds(self._control, [HEADER.pack(len(text)) + text], descriptors)
 
     def end(self) -> str:
-        """How it ended, now that it has closed its pipes."""
+        """Say how the supervisor ended, once it has closed its pipes."""
         subject = "the process that starts and watches ranks"
         with contextlib.suppress(subprocess.TimeoutExpired):
             if (code := self._process.wait(1.0)) < 0:
@@ -93,13 +93,13 @@ class Supervisor:
         return f"{subject} has ended; what it wrote is above"
 
     def abandon(self) -> None:
-        """Kill the supervisor, where it does not answer; the kernel kills its ranks with it."""
+        """Kill a supervisor that does not respond; the kernel then kills its ranks."""
         if self.alive():
             self._process.kill()
             self._process.wait()
 
     def stop(self) -> None:
-        """Close the socket, upon which the supervisor kills its ranks and ends."""
+        """Close the socket; the supervisor then kills its ranks and ends."""
         self._control.close()
         if self.owner == os.getpid():
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -114,9 +114,9 @@ _supervisors_lock = threading.Lock()
 
 
 def supervisor() -> Supervisor:
-    """This process's supervisor for the start method of now, started where there is none.
+    """Return this process's supervisor for the current start method, and start it if there is none.
 
-    It is kept between launches on purpose: it holds torch ready, which is most of what a launch costs.
+    It stays up between launches, because it holds torch ready, which is most of what a launch costs.
     """
     method = os.environ.get("MINIDIST_START_METHOD") or _default_method()
     if method not in START_METHODS:
@@ -147,15 +147,15 @@ def _stop_supervisor(method: str) -> None:
 
 
 class RankProcess:
-    """One rank's process: its channel, its exit status, and where it is when it is stuck.
+    """One rank's process: its channel, its exit status, and its stack when it is stuck.
 
     Attributes:
         rank: the rank.
         channel: messages to and from `minidist.comm.launching.worker.serve`.
-        status: readable when the process has started, and again when it has ended.
+        status: descriptor that is readable when the process has started, and again when it has ended.
         process: the process id, once known.
         exit_code: as `subprocess` gives it, once the process has ended: negative for a signal.
-        failure: why there is no such process, where that is not the process's own doing.
+        failure: why the process does not exist, if the process did not cause that itself.
     """
 
     def __init__(self, rank: int, supervisor: Supervisor, listener: socket.socket | None) -> None:
@@ -184,7 +184,7 @@ class RankProcess:
         self.status = read
 
     def read_status(self) -> None:
-        """Take in what the supervisor has reported; call it when `status` is readable."""
+        """Read what the supervisor has reported; call it when `status` is readable."""
         part = os.read(self.status, 4096)
         self._text += part.decode()
         for word, value in re.findall(r"^(\w+) (.*)\n", self._text, re.MULTILINE):
@@ -198,7 +198,7 @@ class RankProcess:
             self.failure, self.exit_code = self._supervisor.end(), 1
 
     def wait(self, limit: float) -> bool:
-        """Wait up to `limit` seconds for the process to end; True where it has."""
+        """Wait up to `limit` seconds for the process to end; True if it has."""
         deadline = time.monotonic() + limit
         while self.exit_code is None:
             poll = select.poll()
@@ -215,21 +215,21 @@ class RankProcess:
                 os.kill(self.process, signal.SIGUSR1)
 
     def stack(self) -> str:
-        """The main thread's stack as it was when asked, innermost call last; "" where it did not answer."""
+        """Return the main thread's stack, innermost call last; "" if the process did not write it."""
         self._stacks.seek(0)
         blocks = re.split(r"\n(?=(?:Current )?[Tt]hread 0x)", self._stacks.read().decode(errors="replace"))
         lines = [line.strip() for line in blocks[-1].splitlines() if line.strip().startswith("File ")]
-        own = re.compile(r"/minidist/comm/(worker|supervisor)\.py")
+        own = re.compile(r"/comm/launching/(worker|supervisor)\.py")
         user = [line for line in lines if not own.search(line) and 'File "<string>"' not in line]
         return "\n".join(f"  {line}" for line in reversed(user))
 
     def kill(self) -> None:
-        """Kill the process and what it has started; `wait` sees it end."""
+        """Kill the process and the processes that it started; then `wait` for it."""
         if self.exit_code is None:
             self._supervisor.kill(self._key)
 
     def kill_without_help(self) -> None:
-        """Kill the process where the supervisor does not: it is stopped, say. That is then killed too."""
+        """Kill the process without the supervisor, which may be stopped; then kill the supervisor."""
         if self.exit_code is None:
             if self.process is not None:
                 with contextlib.suppress(ProcessLookupError):
@@ -237,7 +237,7 @@ class RankProcess:
             self._supervisor.abandon()
 
     def close(self) -> None:
-        """Close the descriptors; an idle process ends by that."""
+        """Close the descriptors, which ends an idle process."""
         self.channel.close()
         os.close(self.status)
         self._stacks.close()

@@ -1,26 +1,25 @@
-"""The process that starts ranks, and lets none of them outlive the caller.
+"""The process that starts ranks, and kills them when the caller is gone.
 
-The caller starts one supervisor. It imports torch once and then forks a rank in milliseconds, where a fresh
-interpreter would need a second of both cores each time. A fork is safe here, and not in the caller, since
-this process never runs anything: no thread pool, no CUDA context, one thread.
+The caller starts one supervisor. The supervisor imports torch once and then forks each rank in milliseconds;
+a fresh interpreter would need a second of both cores. Forking is safe here and not in the caller, because
+this process runs nothing: it has no thread pool, no CUDA context, and one thread.
 
-It keeps two promises. Each rank's exit status is reported, signal included. And when the caller is gone, in
-whatever way, every rank is killed with the processes that it started: the supervisor sees the end of its
-control socket; should it be killed itself, the kernel kills its ranks (`prctl(PR_SET_PDEATHSIG)`; where
-there is none, a thread in each rank watches).
+It keeps two promises. It reports the exit status of each rank, signals included. And when the caller is gone,
+however that came about, it kills every rank and the processes that the rank started: it sees the end of its
+control socket. If the supervisor itself is killed, the kernel kills its ranks (`prctl(PR_SET_PDEATHSIG)`;
+elsewhere a thread in each rank watches).
 
-It takes no SIGTERM, which a scheduler sends to every process of a job at once: ranks that save before they
-leave need it until then. It ends with its caller.
+It blocks SIGTERM, which a scheduler sends to every process of a job at once: ranks that save before they
+leave still need the supervisor. It ends with its caller.
 
-macOS's frameworks do not survive a fork: with `method="spawn"` a rank is a fresh interpreter instead.
+macOS's frameworks do not survive a fork, so there `method="spawn"` starts each rank as a fresh interpreter.
 
-Run by `minidist.comm.launching.rank_processes.Supervisor`; not by hand.
+`minidist.comm.launching.rank_processes.Supervisor` runs this file; do not run it by hand.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import importlib
 import json
@@ -35,18 +34,17 @@ import time
 import traceback
 from types import FrameType
 
+from minidist.comm.launching.safeguards import die_with_parent, set_starting
+
 HEADER = struct.Struct("!I")
-"""Each request is a header with the length of a JSON text, then the text; descriptors ride on the header."""
+"""A request is the length of a JSON text, with file descriptors, and then the text."""
 MAX_DESCRIPTORS = 4
 
 PRELOAD = "MINIDIST_PRELOAD"
-"""Modules, with commas between them, that ranks have from their first instruction, imported once for all.
+"""Environment variable: modules, separated by commas, that the supervisor imports once for all ranks.
 
-They must start no thread. `torch._dynamo` is what torch imports at a rank's first optimizer, for a second.
+They must start no thread. torch imports `torch._dynamo` at a rank's first optimizer, which takes a second.
 """
-
-_PR_SET_PDEATHSIG = 1
-_starting = False
 
 
 def _preload(names: str) -> None:
@@ -58,55 +56,34 @@ def _preload(names: str) -> None:
 
 
 def preload_optimizers() -> None:
-    """Have ranks from now on start with what an optimizer needs, unless PRELOAD names modules already."""
+    """Preload what an optimizer needs in ranks started from now on, unless PRELOAD names modules already."""
     os.environ.setdefault(PRELOAD, "torch._dynamo")
-
-
-def starting(now: bool) -> None:
-    """Say whether this process is on its way to being a supervisor or a rank, and must not launch others."""
-    global _starting
-    _starting = now
-
-
-def check_not_starting() -> None:
-    """RuntimeError in a process that is being started: imports that launch would start ever more of them."""
-    if not _starting:
-        return
-    own = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code.co_filename.startswith((own, "<frozen")):
-        frame = frame.f_back
-    culprit = frame.f_code.co_filename if frame is not None else "a script"
-    raise RuntimeError(
-        f"{culprit} was imported while ranks were being started, and launches ranks itself; it probably has "
-        "the name of a module that others import, such as one of the standard library's: rename it"
-    )
 
 
 def main(control_descriptor: int, method: str) -> None:
     """Serve requests on `control_descriptor` until the caller closes it or dies."""
-    starting(True)
-    Supervise(socket.socket(fileno=control_descriptor), method).serve()
+    set_starting(True)
+    SupervisorServer(socket.socket(fileno=control_descriptor), method).serve()
 
 
-class Supervise:
-    """State of the supervisor: the control socket, and the ranks that live."""
+class SupervisorServer:
+    """Serves requests to start and kill ranks, and reports the exit status of each rank."""
 
     def __init__(self, control: socket.socket, method: str) -> None:
         self.control = control
         self.method = method
         self.caller = os.getppid()
-        self.ranks: dict[int, tuple[int, int]] = {}  # key of the request -> (process id, status descriptor)
+        self.ranks: dict[int, tuple[int, int]] = {}  # the request's key -> (process id, status descriptor)
         if method == "fork":
-            # Loaded here so that each rank has it from its first instruction.
+            # Imported before the fork, so that no rank has to.
             from minidist.comm import collectives, messages, world  # noqa: F401
             from minidist.comm.launching import worker  # noqa: F401
 
             _preload(os.environ.get(PRELOAD, ""))
-            gc.freeze()  # a collection in a rank need not look at torch's objects, nor copy their pages
+            gc.freeze()  # spare the ranks collecting, and so copying the pages of, torch's objects
 
     def serve(self) -> None:
-        """Start, kill and reap until the caller is gone, then kill what is left."""
+        """Start, kill and reap ranks until the caller is gone, then kill those that are left."""
         woken, wake = os.pipe()
         os.set_blocking(woken, False)
         os.set_blocking(wake, False)
@@ -117,7 +94,7 @@ class Supervise:
             for descriptor in (self.control.fileno(), woken):
                 poll.register(descriptor, select.POLLIN)
             while os.getppid() == self.caller:
-                # A second between looks at the parent: its death normally shows as the end of the socket.
+                # The caller's death normally ends the socket; the parent is looked at once a second as well.
                 ready = [descriptor for descriptor, _ in poll.poll(1000)]
                 if woken in ready:
                     os.read(woken, 4096)
@@ -133,7 +110,7 @@ class Supervise:
                 time.sleep(0.005)
 
     def handle(self) -> bool:
-        """Read one request and act on it; False where the caller has closed the socket."""
+        """Read one request and act on it; False if the caller has closed the socket."""
         header, descriptors, _, _ = socket.recv_fds(self.control, HEADER.size, MAX_DESCRIPTORS)
         if len(header) < HEADER.size:
             return False
@@ -145,22 +122,22 @@ class Supervise:
         return True
 
     def start(self, key: int, descriptors: list[int]) -> None:
-        """Start a rank; descriptors are its connection, status, stack file and perhaps a listening socket."""
+        """Start a rank. descriptors: its connection, status, stack file and perhaps a listening socket."""
         connection, status, *rest = descriptors
         with contextlib.ExitStack() as stack:
             for descriptor in (connection, *rest):
                 stack.callback(os.close, descriptor)
             try:
                 process = self.fork(connection, rest) if self.method == "fork" else _spawn(connection, rest)
-            except OSError as error:  # no process or memory left to start one
-                _report(status, f"failed none could be started ({error})")
+            except OSError as error:  # too many processes, or too little memory
+                _report(status, f"failed it could not be started ({error})")
                 os.close(status)
                 return
         self.ranks[key] = (process, status)
         _report(status, f"started {process}")
 
     def fork(self, connection: int, rest: list[int]) -> int:
-        """Fork a rank. The child keeps its own descriptors alone: a copy of another's would hide its end."""
+        """Fork a rank. It closes other ranks' descriptors: a copy would hide that a rank has ended."""
         supervisor = os.getpid()
         process = os.fork()
         if process:
@@ -180,35 +157,25 @@ class Supervise:
         except BaseException:
             traceback.print_exc()
         finally:
-            # Not sys.exit: the supervisor's own frames and handlers are not this process's to run.
+            # Not sys.exit, which would run the supervisor's frames and exit handlers.
             os._exit(code)
 
     def kill(self, key: int) -> None:
-        """Kill a rank and what it started; its status is reported when it is reaped."""
+        """Kill a rank and the processes that it started. `reap` reports its status."""
         if key in self.ranks:
             process, _ = self.ranks[key]
             _kill_group(process)
-            os.kill(process, signal.SIGKILL)  # a rank so young that it has no group of its own yet
+            os.kill(process, signal.SIGKILL)  # a young rank may not lead a process group yet
 
     def reap(self) -> None:
         """Report the exit status of each rank that has ended."""
         for key, (process, status) in list(self.ranks.items()):
             ended, wait_status = os.waitpid(process, os.WNOHANG)
             if ended:
-                _kill_group(process)  # the processes that the rank had started
+                _kill_group(process)  # kills what the rank had started
                 _report(status, f"exited {os.waitstatus_to_exitcode(wait_status)}")
                 os.close(status)
                 del self.ranks[key]
-
-
-def die_with_parent(parent: int) -> bool:
-    """Ask the kernel to kill this process when its parent dies; False where the system has no such call."""
-    if not sys.platform.startswith("linux"):
-        return False
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the call
-        os._exit(1)
-    return True
 
 
 def _spawn(connection: int, rest: list[int]) -> int:
@@ -221,18 +188,18 @@ def _spawn(connection: int, rest: list[int]) -> int:
     child = subprocess.Popen(
         arguments, pass_fds=(connection, *rest), start_new_session=True, stdin=subprocess.DEVNULL
     )
-    child.returncode = 0  # reaped by `reap`; Popen must not do it, nor warn that nobody did
+    child.returncode = 0  # `reap` waits for it; Popen must neither wait nor warn
     return child.pid
 
 
 def _kill_group(process: int) -> None:
-    """Kill the process group that a rank leads; no error where it has none (left)."""
+    """Kill the process group that a rank leads, if there is one."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process, signal.SIGKILL)
 
 
 def _report(status: int, line: str) -> None:
-    with contextlib.suppress(BrokenPipeError):  # a caller that no longer reads needs no report
+    with contextlib.suppress(BrokenPipeError):  # the caller no longer reads
         os.write(status, f"{line}\n".encode())
 
 
@@ -247,4 +214,4 @@ def _receive_exactly(connection: socket.socket, length: int) -> bytes:
 
 
 def _wake(number: int, frame: FrameType | None) -> None:
-    """Do nothing: the signal has done its work by writing to the wake-up descriptor."""
+    """Do nothing: the signal has already written to the wake-up descriptor."""

@@ -1,6 +1,6 @@
 """What runs in a rank: join the world, then run the functions that the caller sends.
 
-The caller's first message is a `Setup`; each later one is a pickled call. Answers are tuples:
+The caller's first message is a `Setup`; each later one is a pickled call. The rank sends tuples back:
 ("print", stream, text), ("ready",), ("returned", pickled value) or ("raised", Raised).
 """
 
@@ -22,19 +22,20 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+from minidist.comm.launching.safeguards import set_starting, watch_parent
 from minidist.comm.transport.channel import Connection
 
 LONGEST_LINE = 2**16
-"""Characters after which a line is sent that has not ended."""
+"""Characters after which an unfinished line is sent."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What a rank has to know before it can run anything."""
+    """What a rank needs before it can run anything."""
 
     rank: int
     ranks: int
-    port: int  # of the store on 127.0.0.1, whose listening socket rank 0 was given
+    port: int  # of the store on 127.0.0.1; rank 0 has its listening socket
     threads: int  # each library's threads in this rank
     timeout: float  # seconds that a collective may wait for the other ranks
     check: bool  # whether the ranks compare their calls before they begin
@@ -46,20 +47,18 @@ class Setup:
 
 @dataclass(frozen=True)
 class Raised:
-    """An exception as it left a rank."""
+    """An exception that a function raised in a rank."""
 
-    when: float  # time.monotonic(), which the processes of one machine share
+    when: float  # time.monotonic(), which all processes of a machine share
     summary: str  # "ValueError: ..."
     traceback: str
-    exception: bytes | None  # pickled, where it can be
+    exception: bytes | None  # pickled, if it can be
 
 
 def serve(connection_descriptor: int, stacks_descriptor: int, listener: int | None = None) -> int:
-    """Serve the caller until it closes the connection; the exit code."""
-    from minidist.comm.launching import supervisor
-
-    supervisor.starting(True)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # the supervisor's, and so this process's
+    """Serve the caller until it closes the connection. Returns the exit code."""
+    set_starting(True)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # blocked in the supervisor, and so here
     channel = Connection(socket.socket(fileno=connection_descriptor), blocking=True)
     received = channel.messages()
     faulthandler.register(signal.SIGUSR1, file=stacks_descriptor, all_threads=True)
@@ -78,26 +77,26 @@ def serve(connection_descriptor: int, stacks_descriptor: int, listener: int | No
     except BaseException as error:
         send("raised", _raised(error))
         return 1
-    supervisor.starting(False)
+    set_starting(False)
     send("ready")
     for call in received:
-        answer: tuple[str, object]
+        outcome: tuple[str, object]
         try:
-            answer = ("returned", _run(call, setup.run_timeout))
+            outcome = ("returned", _run(call, setup.run_timeout))
         except BaseException as error:
-            answer = ("raised", _raised(error))
+            outcome = ("raised", _raised(error))
         del call
-        sys.stdout, sys.stderr = streams  # the function may have put others in their place
+        sys.stdout, sys.stderr = streams  # the function may have replaced them
         for stream in streams:
             stream.finish_line()
-        send(*answer)
+        send(*outcome)
     with contextlib.suppress(BaseException):
         atexit._run_exitfuncs()
     return 0
 
 
 def _run(call: bytearray, limit: float | None) -> bytes:
-    """Run a pickled (function, args, kwargs), in `limit` seconds at most, and pickle what it returns."""
+    """Run a pickled (function, args, kwargs) in at most `limit` seconds, and pickle what it returns."""
     import cloudpickle
     import torch.distributed as dist
 
@@ -124,7 +123,7 @@ def _run(call: bytearray, limit: float | None) -> bytes:
 
 
 def _prepare(setup: Setup) -> None:
-    """Take over the caller's environment, and this rank's share of the cores."""
+    """Take over the caller's environment, and use this rank's share of the cores."""
     threads = str(setup.threads)
     os.environ.clear()
     os.environ.update(setup.environment)
@@ -140,28 +139,23 @@ def _prepare(setup: Setup) -> None:
         OPENBLAS_NUM_THREADS=threads,
         NUMBA_NUM_THREADS=threads,
     )
-    # Without it gloo looks up this host's name, and may bind an address that others can reach.
+    # Without it gloo looks up the host's name, and may bind an address that other machines can reach.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform.startswith("linux") else "lo0")
-    with contextlib.suppress(OSError):  # a directory that has been removed since
+    with contextlib.suppress(OSError):  # the directory has been removed
         os.chdir(setup.directory)
     sys.path[:] = setup.path
 
-    from minidist.comm.launching.supervisor import die_with_parent
-
-    if not die_with_parent(os.getppid()):
-        threading.Thread(
-            target=_end_with_parent, args=(os.getppid(),), daemon=True, name="minidist-parent"
-        ).start()
+    watch_parent()
 
     import torch
     from threadpoolctl import threadpool_limits
 
     torch.set_num_threads(setup.threads)
-    threadpool_limits(setup.threads)  # libraries that were loaded before the variables above were set
+    threadpool_limits(setup.threads)  # for libraries loaded before the variables above were set
 
 
 def _join(setup: Setup, listener: int | None) -> None:
-    """Form the world with the other ranks: a store in rank 0, then gloo (and NCCL where there are GPUs)."""
+    """Form the world with the other ranks: a store in rank 0, then gloo (and NCCL with GPUs)."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     from minidist.comm import world
@@ -179,39 +173,32 @@ def _join(setup: Setup, listener: int | None) -> None:
     world.join(store, setup.rank, setup.ranks, limit, setup.check)
 
 
-def _end_with_parent(parent: int) -> None:
-    """End this process within a second of its parent: for systems whose kernel does not see to it."""
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    os._exit(1)
-
-
 def _raised(error: BaseException) -> Raised:
     frames = traceback.TracebackException.from_exception(error)
     while frames.stack and frames.stack[0].filename == __file__:
-        del frames.stack[0]  # this file's own frames tell the reader nothing
+        del frames.stack[0]  # the user does not need this file's frames
     text = "".join(frames.format())
     try:
         import cloudpickle
 
         exception = cloudpickle.dumps(error)
-        pickle.loads(exception)  # some exceptions pickle, but cannot be made again
+        pickle.loads(exception)  # some exceptions can be pickled and not unpickled
     except BaseException:
         exception = None
     return Raised(time.monotonic(), "".join(frames.format_exception_only()).strip(), text, exception)
 
 
 class RankStream(io.TextIOBase):
-    """A rank's stdout or stderr: whole lines go to the caller, which prints them with the rank's label."""
+    """A rank's stdout or stderr. Sends whole lines to the caller, which labels them with the rank."""
 
     def __init__(self, send: Any, name: str, descriptor: int) -> None:
         self._send, self._name, self._descriptor = send, name, descriptor
-        self._parts: list[str] = []  # of the line that is not complete
+        self._parts: list[str] = []  # of the unfinished line
         self._length = 0
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
-        """Always UTF-8."""
+        """UTF-8."""
         return "utf-8"
 
     def writable(self) -> bool:
@@ -219,11 +206,11 @@ class RankStream(io.TextIOBase):
         return True
 
     def fileno(self) -> int:
-        """The process's own descriptor, for those who must write past Python."""
+        """Return the process's own descriptor, for libraries that write past Python."""
         return self._descriptor
 
     def write(self, text: str) -> int:
-        """Send the lines that are complete; keep the rest until it is, or has grown very long."""
+        """Send the complete lines; keep the rest until its line ends or grows very long."""
         complete, newline, rest = text.rpartition("\n")
         if newline:
             self._send("print", self._name, "".join((*self._parts, complete, newline)))
@@ -235,7 +222,7 @@ class RankStream(io.TextIOBase):
         return len(text)
 
     def finish_line(self) -> None:
-        """Send what is left of a line that was never ended."""
+        """Send the unfinished line."""
         if self._length:
             self._send("print", self._name, "".join((*self._parts, "\n")))
         self._parts, self._length = [], 0

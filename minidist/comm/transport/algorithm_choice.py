@@ -1,4 +1,4 @@
-"""Which way a collective takes: torch.distributed's own, shared memory, or an algorithm from messages."""
+"""Choose how a collective runs: by torch.distributed, in shared memory, or as an algorithm of messages."""
 
 from __future__ import annotations
 
@@ -25,29 +25,32 @@ ALGORITHMS = {
     "barrier": ("torch", "shared_memory"),
     "send": ("torch", "shared_memory"),
 }
-"""Names that each operation's `algorithm` takes beside "auto"; `send` and `recv` follow `using` alone."""
+"""The names that each operation's `algorithm` takes, besides "auto". `send` and `recv` take none, and follow
+`using` alone."""
 
 _preferred: list[str] = []
-"""What `using` names, the innermost last. Not a context variable: a backward pass runs in other threads."""
+"""The algorithms that `using` names, the innermost last. Not a context variable: backward passes run in other
+threads."""
 
 
 @dataclass(frozen=True)
-class Route:
-    """What a group's ranks have in common, kept between calls."""
+class GroupMemory:
+    """The shared memory of a group, kept between calls."""
 
-    memory: SharedMemory | None  # that of the group's ranks on this host, where they can have it
-    why_not: str  # all of the group cannot talk through it; empty where they can
+    memory: SharedMemory | None  # of the group's ranks on this host; None if they cannot share any
+    why_not: str  # why the whole group cannot use it; empty if it can
 
 
-_routes: dict[dist.ProcessGroup, Route] = {}
+_memories: dict[dist.ProcessGroup, GroupMemory] = {}
 _backgrounds: dict[dist.ProcessGroup, Background] = {}
 
 
 @contextmanager
 def using(algorithm: str) -> Iterator[None]:
-    """Let every collective inside that does not name an algorithm itself, strategies' too, take this one.
+    """Run every collective inside by this algorithm, including those of strategies.
 
-    Operations that have no such algorithm go on as before. All ranks of a group have to use the same.
+    A collective that names an algorithm itself keeps it, and an operation that lacks this algorithm runs as
+    before. All ranks of a group have to use the same algorithm.
 
     >>> with comm.using("ring"):
     ...     engine.step(inputs, targets)
@@ -66,20 +69,20 @@ def using(algorithm: str) -> Iterator[None]:
 
 
 def choose(operation: str, algorithm: str, group: Group, x: torch.Tensor, async_op: bool) -> str:
-    """Return the algorithm that a call takes, on all ranks the same.
+    """Return the algorithm of a call, the same on all ranks.
 
-    A group's first call through shared memory waits for its ranks, to make the memory. An asynchronous one
-    may not wait, so that "auto" is "torch" for those before the first that is synchronous.
+    A group's first call in shared memory waits for all its ranks, to make the memory. An asynchronous call
+    must not wait, so before the first synchronous call "auto" is "torch" for asynchronous ones.
 
     Args:
         operation: "all_reduce" and so on.
-        algorithm: as the caller named it.
+        algorithm: what the caller named.
         group: whose ranks make the call.
         x: the tensor, or any other on its device.
         async_op: whether the call returns at once.
 
     Raises:
-        ValueError: an unknown algorithm; or shared memory where there is none.
+        ValueError: the algorithm is unknown; or it is "shared_memory", and the group has none.
     """
     known = ALGORITHMS[operation]
     if algorithm not in known and algorithm != "auto":
@@ -94,16 +97,17 @@ def choose(operation: str, algorithm: str, group: Group, x: torch.Tensor, async_
     reason = f"its tensor is on {x.device}"
     if x.device.type == "cpu":
         what = f"{operation} of {described(x)}"
-        if not asked and async_op and not _known(group):
+        known_memory = (group or dist.group.WORLD) in _memories
+        if not asked and async_op and not known_memory:
             return "torch"
-        if not _known(group):  # making one is a collective, too, which other calls must not meet
+        if not known_memory:  # making it is a collective, which the ranks' other calls must not mix with
             dtype = str(x.dtype).removeprefix("torch.")
             check = checking.enter(
                 ledgers.Call(operation, algorithm, dtype, tuple(x.shape), ranks_of(group), 0, 0)
             )
             if check is not None:
                 check()
-        reason = route(group, what).why_not
+        reason = group_memory(group, what).why_not
     if not reason:
         return algorithm
     if not asked:
@@ -117,19 +121,19 @@ def preferred(operation: str) -> str:
     return next((name for name in reversed(_preferred) if name in known), "shared_memory")
 
 
-def route(group: Group, what: str = "a collective") -> Route:
-    """Return what a group's collectives run on. The group's first call, `what`, makes it: a collective.
+def group_memory(group: Group, what: str = "a collective") -> GroupMemory:
+    """Return a group's shared memory. The group's first call, named `what` in errors, makes it: a collective.
 
     Raises:
         CollectiveError: a peer is gone or late.
     """
     group = group or dist.group.WORLD
     assert group is not None
-    found = _routes.get(group)
+    found = _memories.get(group)
     if found is None:
         memory, why_not = None, ""
         try:
-            # A group that only counts what is sent brings memory of its own, and an end of its background.
+            # The group of a dry run, which only counts bytes, has memory and a background of its own.
             own = getattr(group, "shared_memory", None)
             memory = SharedMemory(group, limit_of(group)) if own is None else own()
         except Failed as error:
@@ -138,19 +142,19 @@ def route(group: Group, what: str = "a collective") -> Route:
             raise failed(what, ranks_of(group), error) from error
         if memory is not None and len(memory.hosts) > 1:
             why_not = f"the ranks are on {len(memory.hosts)} hosts"
-        found = _routes[group] = Route(memory, why_not)
+        found = _memories[group] = GroupMemory(memory, why_not)
     return found
 
 
 def empty_shared(
     shape: Sequence[int], dtype: torch.dtype = torch.float32, group: Group = None
 ) -> torch.Tensor:
-    """Make a tensor of zeros that collectives can read and write where it lies. A collective.
+    """Make a tensor of zeros that collectives read and write in place. A collective.
 
-    It lies in memory that all CPU ranks of this host map: collectives of the group on it, or on contiguous
-    slices of it, at the same place on all ranks, copy nothing into buffers and out of them. Where ranks can't
-    share memory it is an ordinary tensor. Once a collective on it has returned, its values are this rank's
-    own, which no other rank changes before the next one. The memory is freed with the last tensor in it.
+    It lies in memory that all CPU ranks of this host map. Collectives of the group on it, or on contiguous
+    slices that begin at the same offset on all ranks, need no copies through buffers. After a collective its
+    values belong to this rank: no other rank changes them before the next one. The memory is freed with the
+    last tensor in it. Where ranks can't share memory, it is an ordinary tensor.
 
     Args:
         shape: the same on all ranks.
@@ -161,7 +165,7 @@ def empty_shared(
         CollectiveError: a peer is gone or late.
     """
     size = tuple(shape)
-    memory = route(group).memory if len(ranks_of(group)) > 1 else None
+    memory = group_memory(group).memory if len(ranks_of(group)) > 1 else None
     try:
         shared = memory.empty(size, dtype) if memory is not None else None
     except RuntimeError as error:
@@ -170,9 +174,10 @@ def empty_shared(
 
 
 def background(group: Group) -> Background:
-    """Return what runs a group's collectives that are not torch's, in the order of their calls.
+    """Return the thread that runs a group's collectives in the order of their calls, except torch's own.
 
-    One for all: the hierarchical all-reduce sends messages too, and two at once would mix up theirs.
+    There is one for all algorithms, since the hierarchical all-reduce sends messages as well: two collectives
+    at once would mix them up.
     """
     group = group or dist.group.WORLD
     assert group is not None
@@ -183,15 +188,11 @@ def background(group: Group) -> Background:
     return found
 
 
-def _known(group: Group) -> bool:
-    return (group or dist.group.WORLD) in _routes
-
-
 def forget() -> None:
-    """Forget all groups, since their world has ended."""
+    """Forget all groups: their world has ended."""
     for running in _backgrounds.values():
         running.stop()
-    _routes.clear()
+    _memories.clear()
     _backgrounds.clear()
     mesh.forget()
     forget_groups()

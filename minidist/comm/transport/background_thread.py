@@ -1,4 +1,4 @@
-"""Collectives under way while this rank computes: a thread that runs them in the order of their calls."""
+"""A thread that runs collectives in the order of their calls, while this rank computes."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ import torch
 
 
 class Task:
-    """A collective that the thread runs, as torch's handles look: `wait` and `is_completed`.
+    """A collective to run, with `wait` and `is_completed` like torch's handles.
 
     Attributes:
-        began, completed: `time.perf_counter()` when it was run and when it was complete; None before.
+        began, completed: `time.perf_counter()` at its begin and end; None before.
     """
 
     def __init__(self, run: Callable[[], object], event: threading.Event | None = None) -> None:
         self._run = run
         self._error: BaseException | None = None
-        self._event = event  # set when it is complete; None where it is run before anybody can wait
+        self._event = event  # set at the end; None if it runs before anybody can wait
         self.began: float | None = None
         self.completed: float | None = None
 
     def run(self) -> None:
-        """Run it, here and now; an error is kept for those who wait."""
+        """Run it now. `wait` raises its error."""
         self.began = time.perf_counter()
         try:
-            # Elsewhere no tensor may be written to that was made in this mode; inside it all may be.
+            # Only in inference mode may all tensors be written to, those made in it included.
             with torch.inference_mode():
                 self._run()
         except BaseException as error:
@@ -39,19 +39,19 @@ class Task:
             self._event.set()
 
     def wait(self) -> None:
-        """Wait until it is complete. The collective's own time limit bounds this, too."""
+        """Wait until it is complete. The collective's own time limit bounds the wait."""
         if self._event is not None:
             self._event.wait()
         if self._error is not None:
             raise self._error
 
     def is_completed(self) -> bool:
-        """True where `wait` would not block."""
+        """Whether `wait` would return at once."""
         return self.completed is not None
 
 
 class Background:
-    """Runs collectives one after the other: asynchronous ones in a thread, others where they are called."""
+    """Runs collectives one after the other: asynchronous ones in its thread, others in the caller's."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -60,7 +60,7 @@ class Background:
         self._last: Task | None = None
 
     def start(self, run: Callable[[], object]) -> Task:
-        """Run it in the thread, after all that came before."""
+        """Run a collective in the thread, after all earlier ones."""
         task = Task(run, threading.Event())
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
@@ -70,7 +70,7 @@ class Background:
         return task
 
     def here(self, run: Callable[[], object]) -> Task:
-        """Run it, after all that came before; in this thread where nothing is under way."""
+        """Run a collective after all earlier ones; in the caller's thread if none is under way."""
         if self._last is not None and not self._last.is_completed():
             return self.start(run)
         task = Task(run)
@@ -78,7 +78,7 @@ class Background:
         return task
 
     def stop(self) -> None:
-        """End the thread once what it was given is done."""
+        """End the thread when it has run what it was given."""
         if self._thread is not None:
             self._queue.put(None)
             self._thread = None
@@ -86,4 +86,4 @@ class Background:
     def _serve(self) -> None:
         while (task := self._queue.get()) is not None:
             task.run()
-            del task  # its tensors, while the queue is empty
+            del task  # frees its tensors while the thread waits

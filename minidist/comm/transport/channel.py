@@ -1,8 +1,8 @@
-"""Messages over a socket: a length of 8 bytes, then so many bytes.
+"""Messages over a socket between the caller and a rank: a length of 8 bytes, then that many bytes.
 
-A rank sends and receives with blocking calls. The caller must not: a rank that is stopped in the middle of a
-message would stop the caller too. It queues what it sends and takes what has come, and waits for either with
-a time limit of its own.
+A rank sends and receives with blocking calls. The caller must not block, or a rank that is stopped in the
+middle of a message would stop the caller. So it queues what it sends, takes what has arrived, and waits for
+either with its own time limit.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ class Connection:
     """One end of a socket pair.
 
     Attributes:
-        socket: the end itself, to wait for.
-        ended: whether the other end is closed: nothing more comes, and what is sent is dropped.
+        socket: this end, to wait for.
+        ended: whether the other end is closed. Nothing more arrives, and what is sent is dropped.
     """
 
     def __init__(self, end: socket.socket, *, blocking: bool) -> None:
@@ -28,22 +28,24 @@ class Connection:
         self.socket = end
         self.ended = False
         self._outgoing: deque[memoryview] = deque()
-        self._incoming = memoryview(bytearray(LENGTH.size))  # the length, or the message that it announced
+        self._incoming = memoryview(
+            bytearray(LENGTH.size)
+        )  # for the length, or for the message of that length
         self._filled = 0
         self._in_message = False
 
     @property
     def unsent(self) -> bool:
-        """True where queued messages wait for room."""
+        """Whether queued messages wait for room in the socket."""
         return bool(self._outgoing)
 
     def send(self, message: bytes) -> None:
-        """Send a message; where that would block and must not, queue what there is no room for."""
+        """Send a message. A non-blocking connection queues what the socket has no room for."""
         self._outgoing.extend((memoryview(LENGTH.pack(len(message))), memoryview(message)))
         self.flush()
 
     def flush(self) -> None:
-        """Send what is queued, as far as there is room."""
+        """Send as much of the queue as there is room for."""
         try:
             while self._outgoing:
                 sent = self.socket.send(self._outgoing[0])
@@ -57,7 +59,7 @@ class Connection:
             self._outgoing.clear()
 
     def messages(self) -> Iterator[bytearray]:
-        """The messages that have come; on a blocking channel, all until the other end closes."""
+        """Yield the messages that have arrived; on a blocking connection, all until the other end closes."""
         while not self.ended:
             try:
                 count = self.socket.recv_into(self._incoming[self._filled :]) if self._incoming else 0

@@ -1,7 +1,7 @@
-"""How a collective is carried out where torch.distributed's own does not do it, and what it sends.
+"""Run a collective in shared memory, by an algorithm of messages, or by both, and count the bytes it sends.
 
-Each function returns a `Way` for the door to begin: through shared memory, by an algorithm of
-`minidist.comm.algorithms` from messages, or by both. Tensors are flat and contiguous; `mean` is done here.
+Each function returns a `Way`, which the communication API starts. Tensors are flat and contiguous. The sum of
+a mean is divided here.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ from typing import Any
 import torch
 
 from minidist.comm.transport import shared_collectives
-from minidist.comm.transport.algorithm_choice import background, route
+from minidist.comm.transport.algorithm_choice import background, group_memory
 from minidist.comm.transport.background_thread import Background
 from minidist.comm.transport.hierarchical_all_reduce import Hierarchy
 from minidist.comm.transport.shared_memory import SharedMemory
 from minidist.comm.work import Group, Way, bytes_of, rank_in, ranks_of
 
 
-def all_reduce(how: str, x: torch.Tensor, op: str, group: Group) -> Way:
+def all_reduce(algorithm: str, x: torch.Tensor, op: str, group: Group) -> Way:
     """Reduce x in place."""
     ranks = len(ranks_of(group))
-    memory = route(group).memory if how in ("shared_memory", "hierarchical") else None
-    if memory is not None and (how == "shared_memory" or len(memory.hosts) == 1):
+    memory = group_memory(group).memory if algorithm in ("shared_memory", "hierarchical") else None
+    if memory is not None and (algorithm == "shared_memory" or len(memory.hosts) == 1):
         run = partial(shared_collectives.all_reduce, memory, x, op)
         return _shared(memory, run, 2 * (ranks - 1) * bytes_of(x) // ranks)
     if memory is not None:
         hierarchy = Hierarchy(memory, x, op)
         return Way(partial(_begin, background(group), hierarchy.run), *hierarchy.bytes_sent())
     finish = partial(x.div_, ranks) if op == "mean" else None
-    return _messages("all_reduce", how, x, x, group, op, finish)
+    return _messages("all_reduce", algorithm, x, x, group, op, finish)
 
 
-def reduce_scatter(how: str, x: torch.Tensor, out: torch.Tensor, op: str, group: Group) -> Way:
-    """Reduce x, and leave this rank's share in out."""
+def reduce_scatter(algorithm: str, x: torch.Tensor, out: torch.Tensor, op: str, group: Group) -> Way:
+    """Reduce x, and put this rank's share into out."""
     ranks, rank = len(ranks_of(group)), rank_in(group)
-    if how == "shared_memory":
+    if algorithm == "shared_memory":
         memory, offsets = _memory(group), [i * len(out) for i in range(ranks + 1)]
         run = partial(shared_collectives.reduce_scatter, memory, x, out, op, offsets)
         return _shared(memory, run, bytes_of(x) - bytes_of(out))
@@ -50,53 +50,58 @@ def reduce_scatter(how: str, x: torch.Tensor, out: torch.Tensor, op: str, group:
         if op == "mean":
             out.div_(ranks)
 
-    return _messages("reduce_scatter", how, scratch, scratch, group, op, finish)
+    return _messages("reduce_scatter", algorithm, scratch, scratch, group, op, finish)
 
 
-def all_gather(how: str, x: torch.Tensor, out: torch.Tensor, group: Group) -> Way:
-    """Put all ranks' x into out, of which x may be a part."""
+def all_gather(algorithm: str, x: torch.Tensor, out: torch.Tensor, group: Group) -> Way:
+    """Put the x of all ranks into out. x may be a part of out."""
     ranks, rank = len(ranks_of(group)), rank_in(group)
-    if how == "shared_memory":
+    if algorithm == "shared_memory":
         memory, offsets = _memory(group), [i * len(x) for i in range(ranks + 1)]
         run = partial(shared_collectives.all_gather, memory, x, out, offsets)
         return _shared(memory, run, (ranks - 1) * bytes_of(x))
     own = out[rank * len(x) : (rank + 1) * len(x)]
     if own.data_ptr() != x.data_ptr():
         own.copy_(x)
-    return _messages("all_gather", how, out, out, group)
+    return _messages("all_gather", algorithm, out, out, group)
 
 
-def broadcast(how: str, x: torch.Tensor, source: int, group: Group) -> Way:
+def broadcast(algorithm: str, x: torch.Tensor, source: int, group: Group) -> Way:
     """Copy x from one rank to all."""
-    if how == "shared_memory":
+    if algorithm == "shared_memory":
         memory = _memory(group)
         run = partial(shared_collectives.broadcast, memory, x, source)
         sent = (len(ranks_of(group)) - 1) * bytes_of(x) if rank_in(group) == source else 0
         return _shared(memory, run, sent)
-    return _messages("broadcast", how, x, x, group, options={"source": source})
+    return _messages("broadcast", algorithm, x, x, group, options={"source": source})
 
 
 def all_to_all(
-    how: str, x: torch.Tensor, out: torch.Tensor, sends: Sequence[int], comes: Sequence[int], group: Group
+    algorithm: str,
+    x: torch.Tensor,
+    out: torch.Tensor,
+    sends: Sequence[int],
+    receives: Sequence[int],
+    group: Group,
 ) -> Way:
-    """Send x's parts, of these lengths, to the ranks; put theirs into out."""
-    if how == "shared_memory":
+    """Send each rank its part of x, and put the parts that arrive into out. The parts have these lengths."""
+    if algorithm == "shared_memory":
         memory = _memory(group)
-        run = partial(shared_collectives.all_to_all, memory, x, out, sends, comes)
+        run = partial(shared_collectives.all_to_all, memory, x, out, sends, receives)
         return _shared(memory, run, bytes_of(x) - sends[rank_in(group)] * x.element_size())
-    offsets = {"input_offsets": [0, *accumulate(sends)], "output_offsets": [0, *accumulate(comes)]}
-    return _messages("all_to_all", how, x, out, group, options=offsets)
+    offsets = {"input_offsets": [0, *accumulate(sends)], "output_offsets": [0, *accumulate(receives)]}
+    return _messages("all_to_all", algorithm, x, out, group, options=offsets)
 
 
 def barrier(group: Group) -> Way:
-    """Wait for the others, in shared memory."""
+    """Wait for the other ranks, in shared memory."""
     memory = _memory(group)
     return _shared(memory, partial(shared_collectives.barrier, memory), 0)
 
 
 def _memory(group: Group) -> SharedMemory:
-    memory = route(group).memory
-    assert memory is not None  # as `routes.choose` saw to
+    memory = group_memory(group).memory
+    assert memory is not None  # `algorithm_choice.choose` has checked it
     return memory
 
 
@@ -110,7 +115,7 @@ def _begin(runner: Background, run: Callable[[], None], at_once: bool) -> Any:
 
 def _messages(
     operation: str,
-    how: str,
+    algorithm: str,
     source: torch.Tensor,
     target: torch.Tensor,
     group: Group,
@@ -118,12 +123,12 @@ def _messages(
     finish: Callable[[], object] | None = None,
     options: dict[str, Any] | None = None,
 ) -> Way:
-    """Run an algorithm's steps, which send from `source` and receive into `target`, then finish."""
+    """Run an algorithm's steps, which send from `source` and receive into `target`; then call `finish`."""
     from minidist.comm.algorithms import ALGORITHMS, bytes_sent
     from minidist.comm.algorithms.execute import execute
 
     rank = rank_in(group)
-    steps = list(ALGORITHMS[operation][how](rank, len(ranks_of(group)), len(source), **(options or {})))
+    steps = list(ALGORITHMS[operation][algorithm](rank, len(ranks_of(group)), len(source), **(options or {})))
     sent = bytes_sent(steps, source.element_size(), rank)
 
     def run() -> None:

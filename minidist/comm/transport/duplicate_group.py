@@ -1,8 +1,8 @@
-"""Further groups of the same ranks, for messages that must not wait for each other.
+"""More groups of the same ranks, for messages that must not wait for each other.
 
-NCCL carries out what two ranks of a group send each other in the order in which each of them called it, in
-both directions. Two that both send first, or post a receive before a send, then wait for ever; with a
-group for each direction they do not. gloo needs none of it: there every message goes by itself.
+Over NCCL, two ranks of a group exchange all their messages in the order in which each of them made its calls.
+If both send first, or one posts a receive before a send, they wait for ever. With a group for each direction
+they do not. gloo needs none: there each message travels by itself.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from minidist.comm.work import Group, limit_of, ranks_of
 
 
 def duplicate_group(group: Group) -> Group:
-    """Make another group of the same ranks in the same order. They all call it, no others.
+    """Make another group of the same ranks in the same order. All of them call it, and no others.
 
-    Connections are made when they are first used. A group of one is its own twin.
+    Connections are made when they are first used. A group of one rank is returned as it is.
     """
     ranks = ranks_of(group)
     if len(ranks) == 1:

@@ -1,4 +1,7 @@
-"""What gloo leaves to be desired, or to be known: a lean reduce-scatter, and the shape of its broadcast."""
+"""Work around gloo: a reduce-scatter with half its bytes, and the shape of its broadcast tree.
+
+gloo's own reduce-scatter puts as many bytes on the wire as an all-reduce.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +19,21 @@ CHUNK = 2**23
 def scatter_by_chunks(
     parts: torch.Tensor, share: torch.Tensor, reduce: Callable[..., torch.Tensor], group: Group
 ) -> None:
-    """Reduce-scatter row by row, a part of all rows at a time: fresh memory for all would cost more."""
+    """Reduce-scatter by an all-to-all and a local reduction, a range of columns at a time, to save memory.
+
+    parts: (ranks, length), row r for rank r. share: (length,), this rank's result.
+    """
     ranks, length = parts.shape
     width = max(1, CHUNK // (ranks * parts.element_size()))
     sent, arrived = (parts.new_empty(ranks * min(width, length)) for _ in range(2))
     for low in range(0, length, width):
         part = parts[:, low : low + width]
-        gives, comes = (buffer[: part.numel()].view(part.shape) for buffer in (sent, arrived))
-        dist.all_to_all_single(comes, gives.copy_(part), group=group)
-        share[low : low + width].copy_(reduce(comes, dim=0))
+        outgoing, incoming = (buffer[: part.numel()].view(part.shape) for buffer in (sent, arrived))
+        dist.all_to_all_single(incoming, outgoing.copy_(part), group=group)
+        share[low : low + width].copy_(reduce(incoming, dim=0))
 
 
-def tree_children(place: int, ranks: int) -> int:
-    """Number of children of a rank in gloo's broadcast tree, `place` counted from the root."""
-    # A rank receives over its highest set bit, and then serves the higher ones.
-    return sum(place + (1 << bit) < ranks for bit in range(place.bit_length(), (ranks - 1).bit_length()))
+def tree_children(rank: int, ranks: int) -> int:
+    """Count the children of a rank in gloo's broadcast tree. rank: counted from the root."""
+    # A rank receives over its highest set bit, and then sends over the higher ones.
+    return sum(rank + (1 << bit) < ranks for bit in range(rank.bit_length(), (ranks - 1).bit_length()))

@@ -1,7 +1,8 @@
-"""Which ranks of a group share a host, and with it memory.
+"""Find out which ranks of a group share a host, and so can share memory.
 
-Each rank tells the others an identity of its host and its process id, once per group. What counts as one
-host is what can map one memory: the same boot of one kernel, and one namespace of process ids.
+Each rank tells the others its host's identity and its process id, once per group. Two processes are on one
+host if they can map the same memory: they run on the same boot of one kernel, in one namespace of process
+ids.
 """
 
 from __future__ import annotations
@@ -16,19 +17,19 @@ import torch
 import torch.distributed as dist
 
 HOST_VARIABLE = "MINIDIST_HOST"
-"""Where this is set, ranks with different values count as on different hosts, for trying things out."""
+"""Environment variable for experiments: ranks with different values count as on different hosts."""
 
 
 @dataclass(frozen=True)
 class Process:
-    """A rank's process, as its peers on one host see it."""
+    """A rank's process, as its peers on the host see it."""
 
-    host: tuple[int, int]  # checksums of what makes up a host's identity
+    host: tuple[int, int]  # two checksums of the host's identity
     id: int
-    started: int  # in clock ticks since the boot: a later process with the same id has another
+    started: int  # clock ticks since the boot; tells it from a later process with the same id
 
     def alive(self) -> bool:
-        """False once it has ended, also where nobody has reaped it yet."""
+        """Return False once it has ended, even if nobody has reaped it yet."""
         try:
             fields = Path(f"/proc/{self.id}/stat").read_text().rpartition(")")[2].split()
         except OSError:
@@ -37,7 +38,7 @@ class Process:
 
 
 def this_process() -> Process:
-    """Return what the other ranks have to know of this one."""
+    """Describe this process to the other ranks."""
     texts = [os.environ.get(HOST_VARIABLE, "")]
     started = 0
     if sys.platform.startswith("linux"):
@@ -50,7 +51,7 @@ def this_process() -> Process:
 
 
 def processes(group: dist.ProcessGroup) -> list[Process]:
-    """Return the processes of a group's ranks, in their order: an all-gather of 32 bytes a rank over gloo."""
+    """Return the processes of a group's ranks, in rank order. All-gathers 32 bytes a rank over gloo."""
     own = this_process()
     row = torch.tensor([*own.host, own.id, own.started])
     rows = [torch.empty_like(row) for _ in range(dist.get_world_size(group))]
@@ -59,7 +60,7 @@ def processes(group: dist.ProcessGroup) -> list[Process]:
 
 
 def by_host(everyone: list[Process]) -> list[tuple[int, ...]]:
-    """Return the ranks of each host, hosts in the order of their first rank."""
+    """Return the ranks of each host, with hosts in the order of their first rank."""
     hosts: dict[tuple[int, int], list[int]] = {}
     for rank, process in enumerate(everyone):
         hosts.setdefault(process.host, []).append(rank)

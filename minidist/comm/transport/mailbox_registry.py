@@ -1,8 +1,8 @@
-"""Which messages go through mailboxes (`mailbox.py`), and how ranks find those of each other.
+"""Decide which messages go through mailboxes (`mailbox.py`), and find the mailboxes of other ranks.
 
-Every rank makes one file without a name that has a mailbox for each other rank, and tells of it in the
-world's store as it joins. A sender opens the receiver's file at its first message. Where it cannot, it says
-so in the store, where the receiver looks that waits for a first message.
+Every rank makes one unnamed file with a mailbox for each other rank, and announces it in the world's store as
+it joins. A sender opens the receiver's file at its first message. If it cannot, it says so in the store,
+where a receiver that waits for a first message looks. Other messages go through torch.distributed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from minidist.comm.errors import FOLLOWS
-from minidist.comm.transport import mailbox, semaphores
+from minidist.comm.transport import mailbox, mailbox_receiver, semaphores
 from minidist.comm.transport.hosts import Process, this_process
 from minidist.comm.work import Group, limit_of, ranks_of
 
@@ -26,34 +26,34 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 LARGEST = 2**22
-"""Bytes of the largest message that goes through a mailbox. Both sides know the size, and so the way."""
+"""Bytes of the largest message that goes through a mailbox. Both sides know the size, so they agree."""
 
 _world: list[Mailboxes] = []
-"""Those of the world that this process has joined."""
+"""The mailboxes of the world that this process has joined, if any."""
 _numbers: dict[dist.ProcessGroup, int] = {}
 
 
 def start(store: Store, own: int, ranks: int) -> None:
-    """Make this rank's mailboxes and tell the others, before the world is complete."""
+    """Make this rank's mailboxes and announce them, before the world is complete."""
     stop()
     if ranks > 1:
         _world.append(Mailboxes(store, own, ranks))
 
 
 def stop() -> None:
-    """Forget them, since their world has ended."""
+    """Forget the mailboxes: their world has ended."""
     while _world:
         _world.pop().close()
     _numbers.clear()
 
 
-def incoming(source: int, x: torch.Tensor) -> mailbox.Incoming | None:
-    """Where a message from a rank of the world comes in; None where it comes another way."""
+def incoming(source: int, x: torch.Tensor) -> mailbox_receiver.Incoming | None:
+    """Return the mailbox for a message from a rank of the world; None if it needs torch.distributed."""
     return _world[0].incoming(source) if _world and _fits(x) else None
 
 
 def outgoing(destination: int, x: torch.Tensor) -> mailbox.Outgoing | None:
-    """Where a message to a rank of the world goes; None where it goes another way."""
+    """Return the mailbox for a message to a rank of the world; None if it needs torch.distributed."""
     return _world[0].outgoing(destination) if _world and _fits(x) else None
 
 
@@ -62,7 +62,7 @@ def _fits(x: torch.Tensor) -> bool:
 
 
 def number_of(group: Group) -> int:
-    """Return a number by which all ranks of a group know it."""
+    """Return a number of the group, the same on all its ranks."""
     whole = group or dist.group.WORLD
     assert whole is not None
     if whole not in _numbers:
@@ -72,28 +72,30 @@ def number_of(group: Group) -> int:
 
 
 def tag_elsewhere(tag: int) -> int:
-    """Return the tag of what finds no room: larger messages with its own may be asked for before it is."""
+    """Return the tag for a message that found no room; its own tag may be that of a larger message."""
     return 2**31 - 1 - tag
 
 
 class Arrival:
-    """A message that comes in, as torch's handles look: `wait` and `is_completed`.
+    """A message to receive, with `wait` and `is_completed` like torch's handles.
 
     Args:
-        box: where it comes in.
-        x: contiguous; what it goes into.
+        box: the mailbox that it arrives in.
+        x: contiguous; where it goes.
         group: of the ranks that talk.
-        source: the sender's place there.
+        source: the sender's rank in the group.
         tag: of the message.
     """
 
-    def __init__(self, box: mailbox.Incoming, x: torch.Tensor, group: Group, source: int, tag: int) -> None:
+    def __init__(
+        self, box: mailbox_receiver.Incoming, x: torch.Tensor, group: Group, source: int, tag: int
+    ) -> None:
         self._box, self._x, self._group, self._source, self._tag = box, x, group, source, tag
         self._key = number_of(group), tag
         self._expected = box.expect(self._key, x)
 
     def wait(self) -> None:
-        """Wait until it is there.
+        """Wait until the message has arrived.
 
         Raises:
             RuntimeError: the sender has ended, is late, has failed, or has sent another size.
@@ -107,31 +109,31 @@ class Arrival:
             dist.recv(self._x, group=self._group, tag=tag, group_src=self._source)
 
     def cancel(self) -> None:
-        """Ask no longer."""
+        """Stop asking for it."""
         self._box.cancel(self._key, self._expected)
 
     def is_completed(self) -> bool:
-        """True where `wait` would not block."""
+        """Whether `wait` would return at once."""
         self._box.look()
         return self._expected.came >= 0 and not self._expected.elsewhere
 
 
 class Mailboxes:
-    """This rank's mailboxes, and those of others that it sends to.
+    """This rank's mailboxes, and those of the ranks that it sends to.
 
     Args:
         store: of the world.
         own: this rank.
-        ranks: how many there are.
+        ranks: the world size.
     """
 
     def __init__(self, store: Store, own: int, ranks: int) -> None:
         self._store, self._own = store, own
         self._process, self._descriptor = this_process(), _created(ranks)
-        self._incoming: dict[int, mailbox.Incoming | None] = {}
+        self._incoming: dict[int, mailbox_receiver.Incoming | None] = {}
         self._outgoing: dict[int, mailbox.Outgoing | None] = {}
         self._lock = threading.Lock()
-        self._asked: Store | None = None
+        self._second_store: Store | None = None
         if self._descriptor >= 0:
             self._patient = ranks > len(os.sched_getaffinity(0))
             self._memory = memoryview(mmap.mmap(self._descriptor, ranks * mailbox.PITCH))
@@ -141,38 +143,38 @@ class Mailboxes:
         fields = (*process.host, process.id, process.started, self._descriptor)
         store.set(_key(own), " ".join(map(str, fields)))
 
-    def incoming(self, source: int) -> mailbox.Incoming | None:
-        """Where a rank's messages come in; None where they come another way."""
+    def incoming(self, source: int) -> mailbox_receiver.Incoming | None:
+        """Return the mailbox for a rank's messages; None if they need torch.distributed."""
         with self._lock:
             if source not in self._incoming:
                 self._incoming[source] = self._made(source)
             return self._incoming[source]
 
     def outgoing(self, destination: int) -> mailbox.Outgoing | None:
-        """Where messages to a rank go; None where they go another way."""
+        """Return the mailbox for messages to a rank; None if they need torch.distributed."""
         with self._lock:
             if destination not in self._outgoing:
                 self._outgoing[destination] = self._opened(destination)
             return self._outgoing[destination]
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files."""
         for box in self._outgoing.values():
             if box is not None:
                 box.close()
         if self._descriptor >= 0:
             os.close(self._descriptor)
 
-    def _made(self, source: int) -> mailbox.Incoming | None:
-        sender, _ = self._told(source)
+    def _made(self, source: int) -> mailbox_receiver.Incoming | None:
+        sender, _ = self._announced(source)
         if self._descriptor < 0 or sender.host != self._process.host:
             return None
         memory = self._memory[source * mailbox.PITCH :][: mailbox.PITCH]
         refused = partial(self._connection().check, [_refusal(source, self._own)])
-        return mailbox.Incoming(memory, sender, self._patient, refused)
+        return mailbox_receiver.Incoming(memory, sender, self._patient, refused)
 
     def _opened(self, destination: int) -> mailbox.Outgoing | None:
-        receiver, descriptor = self._told(destination)
+        receiver, descriptor = self._announced(destination)
         if descriptor < 0 or receiver.host != self._process.host:
             return None
         file = -1
@@ -183,23 +185,23 @@ class Mailboxes:
             if file >= 0:
                 os.close(file)
             self._connection().set(_refusal(self._own, destination), "")
-            return mailbox.Closed()
+            return mailbox.RefusedMailbox()
 
-    def _told(self, rank: int) -> tuple[Process, int]:
-        """What a rank has told of itself."""
+    def _announced(self, rank: int) -> tuple[Process, int]:
+        """Return the process and the file descriptor that a rank has announced."""
         fields = self._connection().get(_key(rank)).split()
         a, b, id, started, descriptor = map(int, fields)
         return Process((a, b), id, started), descriptor
 
     def _connection(self) -> Store:
-        """A connection of its own to the store: torch's is locked while it waits for other ranks."""
-        if self._asked is None:
-            self._asked = self._store.clone()  # type: ignore[attr-defined]
-        return self._asked
+        """Return a second connection to the store: torch locks its own while it waits for other ranks."""
+        if self._second_store is None:
+            self._second_store = self._store.clone()  # type: ignore[attr-defined]
+        return self._second_store
 
 
 def _created(ranks: int) -> int:
-    """Make a file for mailboxes from all ranks, whose memory is not there yet; -1 where that cannot be."""
+    """Make the file of a rank's mailboxes, almost without memory yet; -1 if that fails."""
     if not semaphores.available() or not hasattr(os, "memfd_create"):
         return -1
     descriptor = os.memfd_create("minidist")

@@ -1,8 +1,8 @@
-"""Memory that the ranks of one host share, and tensors in it.
+"""Segments: files in memory that the ranks of one host map, and tensors in them.
 
-A segment has a region for each rank, and every rank maps all of them. It is a file that never has a name
-(`memfd_create`): the others open it through the descriptor of the rank that made it, so a rank that is
-killed, at whatever moment, leaves nothing behind, and no mount's size limits it.
+A segment has a region for each rank, and every rank maps all regions. Its file never has a name
+(`memfd_create`): the other ranks open it through the descriptor of the rank that made it. So a rank that is
+killed leaves nothing behind, and no mount's size limits the segment.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import torch
 import torch.distributed as dist
 
 ALIGNMENT = 4096
-"""Regions begin on a page."""
+"""Bytes of a page; every region begins on one."""
 
 
 class Segment(mmap.mmap):
-    """A mapping of the regions of all ranks. It lives as long as a tensor in it does.
+    """A mapping of all ranks' regions. It lives as long as any tensor in it.
 
     Attributes:
         pitch: bytes from one region to the next.
-        number: of the segment, the same on all its ranks, and above 0.
-        owner: number of the `SharedMemory` whose ranks share it.
+        number: of the segment, above 0, the same on all its ranks.
+        owner: number of the `SharedMemory` that it belongs to.
     """
 
     pitch: int
@@ -33,24 +33,24 @@ class Segment(mmap.mmap):
     owner: int
 
     def region(self, rank: int, start: int, size: int) -> torch.Tensor:
-        """Return `size` bytes, at least 1, of a rank's region from byte `start` on: uint8."""
+        """Return `size` bytes (at least 1) of a rank's region, from byte `start` on, as uint8."""
         return torch.frombuffer(self, dtype=torch.uint8, count=size, offset=rank * self.pitch + start)
 
 
 _by_address: weakref.WeakValueDictionary[int, Segment] = weakref.WeakValueDictionary()
-"""Segments by the address of this rank's own region, which is that of the storage of tensors in it."""
+"""Segments by the address of this rank's region, which is the storage address of its tensors there."""
 
 
 def share(group: dist.ProcessGroup, hosts: Sequence[Sequence[int]], pitch: int) -> int | None:
-    """Make one file for each host's ranks, all zeros, and open it in all of them. A collective.
+    """Make one file of zeros on each host, and open it in all ranks there. A collective.
 
     Args:
-        group: whose ranks; they talk over gloo.
+        group: the ranks; they talk over gloo.
         hosts: the group's ranks, host by host.
         pitch: bytes for each rank.
 
     Returns:
-        This rank's descriptor of its host's file; None on all ranks where one of them could not have it.
+        The descriptor of this host's file; None on all ranks if any of them failed.
     """
     rank = dist.get_rank(group)
     members = next(host for host in hosts if rank in host)
@@ -63,7 +63,7 @@ def share(group: dist.ProcessGroup, hosts: Sequence[Sequence[int]], pitch: int) 
         process, descriptor = rows[members[0]].tolist()
         own = _opened(process, descriptor)
     worst = torch.tensor(own)
-    dist.all_reduce(worst, dist.ReduceOp.MIN, group=group)  # so that nobody closes it before all have it
+    dist.all_reduce(worst, dist.ReduceOp.MIN, group=group)  # also keeps the maker from closing it too early
     if worst >= 0:
         return own
     if own >= 0:
@@ -76,7 +76,7 @@ def _created(size: int) -> int:
         return -1
     descriptor = os.memfd_create("minidist")
     try:
-        # A write where memory has run out would kill the process; this says so at once.
+        # A write without memory behind it would kill the process; this raises an error at once.
         os.posix_fallocate(descriptor, 0, size)
     except OSError:
         os.close(descriptor)
@@ -85,7 +85,7 @@ def _created(size: int) -> int:
 
 
 def _opened(process: int, descriptor: int) -> int:
-    """Open the file behind another process's descriptor; -1 where that cannot be."""
+    """Open the file behind another process's descriptor; -1 if that fails."""
     try:
         return os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR) if descriptor >= 0 else -1
     except OSError:
@@ -93,7 +93,7 @@ def _opened(process: int, descriptor: int) -> int:
 
 
 def mapped(descriptor: int, ranks: int, pitch: int) -> Segment:
-    """Map a file of `ranks` regions, and close its descriptor."""
+    """Map a file of `ranks` regions and close its descriptor."""
     try:
         segment = Segment(descriptor, ranks * pitch, mmap.MAP_SHARED | mmap.MAP_POPULATE)
     finally:
@@ -103,7 +103,7 @@ def mapped(descriptor: int, ranks: int, pitch: int) -> Segment:
 
 
 def tensor_in(segment: Segment, own: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return the tensor that begins at a rank's own region; `find` knows it and its slices."""
+    """Return a tensor at the start of this rank's region; `find` then knows it and its slices."""
     size = torch.Size(shape).numel() * dtype.itemsize
     x = segment.region(own, 0, size).view(dtype).view(shape)
     _by_address[x.untyped_storage().data_ptr()] = segment
@@ -111,10 +111,10 @@ def tensor_in(segment: Segment, own: int, shape: tuple[int, ...], dtype: torch.d
 
 
 def find(x: torch.Tensor) -> Segment | None:
-    """Return the segment whose own region a tensor lies in, where there is one."""
+    """Return the segment in which a tensor of this rank lies, if any."""
     return _by_address.get(x.untyped_storage().data_ptr()) if _by_address else None
 
 
 def padded(size: int) -> int:
-    """Return a number of bytes rounded up to whole pages."""
+    """Round a number of bytes up to whole pages."""
     return -(-size // ALIGNMENT) * ALIGNMENT

@@ -1,12 +1,13 @@
-"""Meeting points in shared memory: POSIX semaphores, by which processes wait for each other with a limit.
+"""POSIX semaphores in shared memory, by which processes wait for each other with a time limit.
 
-Every rank has two semaphores, for meetings of even and of odd number. To meet, a rank posts to the
-semaphore of each other rank and takes as many tokens from its own. Two are needed, since a fast rank may
-come to the next meeting before a slow one has left this; it can't come to the one after that.
+`ProcessBarrier` gives every rank two semaphores, one for barriers of even number and one for odd. At a
+barrier a rank posts to the semaphore of every other rank and takes as many tokens from its own. One semaphore
+would not do: a fast rank may come to the next barrier before a slow one has left this one. It cannot reach
+the one after that.
 
-A semaphore orders memory on every processor: what was written before the post is seen after the wait.
-Where each rank has a core, a rank first looks again and again for a fraction of a millisecond, giving the
-core away between looks; after that, or at once where ranks outnumber cores, the kernel wakes it.
+A semaphore orders memory on every processor: what was written before the post is seen after the wait. If
+every rank has a core, a rank first spins for a fraction of a millisecond and yields the core between tries.
+After that, or at once if there are more ranks than cores, it sleeps until the kernel wakes it.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from collections.abc import Callable
 
 LINE = 64
 """Bytes from one semaphore to the next: a cache line, and more than a `sem_t` has on Linux."""
-LOOKS = 300
-"""Times that a rank looks for a token before it sleeps: about 0.1 ms."""
+SPINS = 300
+"""Times that a rank tries for a token before it sleeps: about 0.1 ms."""
 SLICE = 0.05
-"""Seconds asleep after which a rank sees whether its peers still live."""
+"""Seconds of sleep after which a rank checks whether its peers are alive."""
 
 
 class _Timespec(ctypes.Structure):
@@ -31,80 +32,79 @@ class _Timespec(ctypes.Structure):
 
 
 def available() -> bool:
-    """True where this system has semaphores that processes share."""
+    """Whether this system has semaphores that processes share."""
     return sys.platform.startswith("linux")
 
 
-class Meeting:
-    """Where `ranks` processes, which map the same memory, wait for each other.
+class ProcessBarrier:
+    """A barrier of `ranks` processes that map the same memory.
 
     Args:
-        memory: of `size(ranks)` bytes; one of them has called `prepare` on it before the others see it.
-        own: this process's place among them.
+        memory: `size(ranks)` bytes. One process has called `prepare` on it before the others see it.
+        own: this process's rank among them.
         ranks: how many they are.
-        patient: sleep at once, since ranks outnumber cores.
+        patient: sleep at once, without spinning, because there are more ranks than cores.
     """
 
     def __init__(self, memory: memoryview, own: int, ranks: int, patient: bool) -> None:
         library = _library()
-        self._library, self._post, self._look = library, library.sem_post, library.sem_trywait
+        self._library, self._post, self._try_wait = library, library.sem_post, library.sem_trywait
         address = address_of(memory)
-        places = [[address + LINE * (2 * rank + parity) for rank in range(ranks)] for parity in (0, 1)]
-        self._semaphore = [row[own] for row in places]
-        self._others = [[place for rank, place in enumerate(row) if rank != own] for row in places]
-        # How often each has come, which tells who is missing; tokens have no names.
+        rows = [[address + LINE * (2 * rank + parity) for rank in range(ranks)] for parity in (0, 1)]
+        self._semaphore = [row[own] for row in rows]
+        self._others = [[each for rank, each in enumerate(row) if rank != own] for row in rows]
+        # How often each rank has come. This tells who is missing; tokens do not say whose they are.
         self._counts = memory[2 * LINE * ranks : self.size(ranks)].cast("q")[:: LINE // 8]
-        self._own, self._looks = own, 0 if patient else LOOKS
+        self._own, self._spins = own, 0 if patient else SPINS
 
     @staticmethod
     def size(ranks: int) -> int:
-        """Bytes of shared memory that `ranks` need."""
+        """Return the bytes of shared memory that `ranks` need."""
         return 3 * LINE * ranks
 
     @staticmethod
     def prepare(memory: memoryview, ranks: int) -> None:
         """Make the semaphores, in memory that is all zeros."""
-        library, address = _library(), address_of(memory)
-        for place in range(2 * ranks):
-            library.sem_init(address + LINE * place, 1, 0)
+        for number in range(2 * ranks):
+            Semaphore.prepare(memory[LINE * number :])
 
-    def meet(self, limit: float, check: Callable[[Callable[[], list[int]]], None]) -> float:
-        """Wait until all have come; seconds that it took.
+    def wait(self, limit: float, check: Callable[[Callable[[], list[int]]], None]) -> float:
+        """Wait until all ranks have come, and return the seconds that it took.
 
         Args:
             limit: seconds to wait.
-            check: called from time to time while waiting, with what gives the places of those who have not
-                come by then; it raises where waiting for them is pointless.
+            check: called now and then while waiting, with a function that returns the ranks that are late. It
+                raises if waiting for them is pointless.
 
         Raises:
-            TimeoutError: they have not within `limit` seconds.
+            TimeoutError: some rank has not come within `limit` seconds.
         """
         count = self._counts[self._own] + 1
         for other in self._others[count % 2]:
             self._post(other)
-        self._counts[self._own] = count  # last: who is counted has no token to give any more
-        own, missing, look, looks = self._semaphore[count % 2], len(self._others[0]), self._look, self._looks
-        begun = time.perf_counter()
+        self._counts[self._own] = count  # last: a rank that is counted has posted all its tokens
+        own, missing, spins = self._semaphore[count % 2], len(self._others[0]), self._spins
+        try_wait, begun = self._try_wait, time.perf_counter()
         while missing:
-            if not look(own):
+            if not try_wait(own):
                 missing -= 1
-            elif looks > 0:
-                looks -= 1
+            elif spins > 0:
+                spins -= 1
                 os.sched_yield()
-            elif _asleep(self._library, own):
+            elif _timed_wait(self._library, own):
                 missing -= 1
             else:
                 check(lambda: self._late(count))
                 if time.perf_counter() - begun > limit:
-                    raise TimeoutError(f"timed out after {limit:g} s waiting for place {self._late(count)}")
+                    late = ", ".join(map(str, self._late(count)))
+                    raise TimeoutError(f"timed out after {limit:g} s waiting for rank {late} of this host")
         return time.perf_counter() - begun
 
     def _late(self, count: int) -> list[int]:
-        """The places of those who have not come to a meeting."""
         return [rank for rank, came in enumerate(self._counts) if came < count]
 
 
-class Tokens:
+class Semaphore:
     """One semaphore, by which a process tells another how often something has happened.
 
     Args:
@@ -123,24 +123,23 @@ class Tokens:
         """Add a token."""
         self._library.sem_post(self._address)
 
-    def look(self) -> bool:
-        """Take a token where there is one."""
+    def try_wait(self) -> bool:
+        """Take a token if there is one; return whether there was."""
         return bool(self._library.sem_trywait(self._address) == 0)
 
-    def sleep(self) -> bool:
-        """Take a token, and sleep for one in a short while if need be; False where none came."""
-        return _asleep(self._library, self._address)
+    def timed_wait(self) -> bool:
+        """Take a token, and sleep up to `SLICE` for one; return whether one came."""
+        return _timed_wait(self._library, self._address)
 
 
-def _asleep(library: ctypes.CDLL, semaphore: int) -> bool:
-    """Sleep for a token; False where none came in a while."""
+def _timed_wait(library: ctypes.CDLL, semaphore: int) -> bool:
     until = time.time() + SLICE
     when = _Timespec(int(until), int(until % 1 * 1e9))
     return bool(library.sem_timedwait(semaphore, ctypes.byref(when)) == 0)
 
 
 def address_of(memory: memoryview) -> int:
-    """Return where shared memory begins."""
+    """Return the address of a memory view's first byte."""
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 

@@ -1,13 +1,13 @@
-"""Collectives through shared memory: ranks of one host read each other's tensors where they lie.
+"""Collectives in shared memory: ranks of one host read each other's tensors in place.
 
-Each rank reduces its n-th of the tensor over all ranks' memory, and the others take the result from there:
-the ring's reduce-scatter and all-gather, with as many bytes read from other ranks as a ring sends, but in
-two steps in place of 2 (n - 1), and with no copy through a socket. Tensors pass through a core's cache in
-pieces, so that main memory is read once and written once.
+Each of n ranks reduces its n-th of the tensor from all ranks' memory, and the others read the result from
+there. This is the reduce-scatter and all-gather of a ring, and reads as many bytes from other ranks as a ring
+sends, but in two steps in place of 2 (n - 1), and without copies through sockets. Tensors pass through a
+core's cache in pieces, so that main memory is read once and written once.
 
-Where all ranks' tensors lie in shared memory (`comm.empty_shared`), that is all. Others go through staging
-buffers in chunks. While chunk i is reduced, chunk i + 1 is copied in; one meeting a chunk keeps the ranks
-closer together than the three buffers are apart.
+Tensors outside shared memory (see `comm.empty_shared`) go through staging buffers in chunks. While chunk i is
+reduced, chunk i + 1 is copied in. One barrier a chunk keeps the ranks closer together than three buffers
+allow.
 
 Source of the split: Patarasuk and Yuan 2009, section 3. The functions take flat, contiguous tensors.
 """
@@ -23,7 +23,7 @@ from torch import Tensor
 from minidist.comm.transport.shared_memory import STAGE, Failed, SharedMemory
 
 PIECE = 2**17
-"""Bytes that are reduced at once: those of a few ranks fit into the L2 cache of a core."""
+"""Bytes to reduce at once: the pieces of a few ranks fit into the L2 cache of a core."""
 
 COMBINE: dict[str, Callable[..., Tensor]] = {
     "sum": torch.add,
@@ -35,32 +35,32 @@ COMBINE: dict[str, Callable[..., Tensor]] = {
 
 
 Fill = Callable[[int], list[Tensor]]
-"""Puts this rank's chunk i, where there is one, into the next staging buffers, and returns these."""
+"""Puts this rank's chunk i, if there is one, into the next staging buffers, and returns the buffers."""
 
 
 def all_reduce(memory: SharedMemory, x: Tensor, op: str) -> None:
-    """Reduce x over the members, in place: all of them get the same bits."""
+    """Reduce x over the members, in place. All of them get the same bits."""
     with memory.call():
         fill, rounds = _by_chunks(memory, x, x.numel())
         buffer = _begin(memory, f"all_reduce ({op}) of {_words(x)}", x, fill)
         if buffer is None:
-            everyones = memory.everyones(x)
-            _reduce(memory, everyones, everyones, op)
-            memory.meet()
+            everywhere = memory.counterparts(x)
+            _reduce(memory, everywhere, everywhere, op)
+            memory.barrier()
             return
         for i in range(rounds):
             chunk = _chunk(x, i)
             staged = [part[: chunk.numel()] for part in buffer]
             _reduce(memory, staged, staged[:1], op)
             buffer = fill(i + 1)
-            memory.meet()
+            memory.barrier()
             chunk.copy_(staged[0])
 
 
 def reduce_scatter(memory: SharedMemory, x: Tensor, out: Tensor, op: str, offsets: Sequence[int]) -> None:
     """Reduce x over the members, and put this rank's share, x[offsets[own] : offsets[own + 1]], into out.
 
-    out may be that very part of x.
+    out may be that part of x.
     """
     n, own = len(memory.members), memory.own
     with memory.call():
@@ -77,22 +77,22 @@ def reduce_scatter(memory: SharedMemory, x: Tensor, out: Tensor, op: str, offset
 
         buffer = _begin(memory, f"reduce_scatter ({op}) of {_words(x)}", x, fill)
         if buffer is None:
-            shares = [part[offsets[own] : offsets[own + 1]] for part in memory.everyones(x)]
-            if shares[own].data_ptr() == out.data_ptr():  # a part of x, not to be overwritten unread
+            shares = [part[offsets[own] : offsets[own + 1]] for part in memory.counterparts(x)]
+            if shares[own].data_ptr() == out.data_ptr():  # out is read before it is overwritten
                 shares[0], shares[own] = shares[own], shares[0]
             _combine(shares, [out], op)
-            memory.meet()  # x may change from here on
+            memory.barrier()  # after it x may change
             return
         for i in range(rounds):
             share = out[i * chunk : (i + 1) * chunk]
             staged, buffer = [part[own * chunk :][: len(share)] for part in buffer], fill(i + 1)
             _combine(staged, [share], op)
             if i + 1 < rounds:
-                memory.meet()
+                memory.barrier()
 
 
 def all_gather(memory: SharedMemory, x: Tensor, out: Tensor, offsets: Sequence[int]) -> None:
-    """Put each member m's x into out[offsets[m] : offsets[m + 1]], of which x may be this rank's part."""
+    """Put each member m's x into out[offsets[m] : offsets[m + 1]]. x may be this rank's part of out."""
     parts = [out[low:high] for low, high in itertools.pairwise(offsets)]
     if parts[memory.own].data_ptr() != x.data_ptr():
         parts[memory.own].copy_(x)
@@ -101,7 +101,7 @@ def all_gather(memory: SharedMemory, x: Tensor, out: Tensor, offsets: Sequence[i
 
 
 def broadcast(memory: SharedMemory, x: Tensor, source: int) -> None:
-    """Copy x from the member at place `source` to all."""
+    """Copy x from member `source` to all."""
     here = memory.own == source
     what = f"broadcast from rank {memory.name(source)} of {_words(x)}"
     _spread(memory, what, x, len(x), [] if here else [(source, x)], gives=here)
@@ -115,14 +115,17 @@ def _spread(
     takes: Sequence[tuple[int, Tensor]],
     gives: bool = True,
 ) -> None:
-    """Show x, of which the members' longest has `longest` elements, to the others; take theirs."""
+    """Copy members' tensors: `takes` lists each member to read from, and where to.
+
+    longest: elements of the longest member's x. gives: whether this rank's x is read by others.
+    """
     with memory.call():
         fill, rounds = _by_chunks(memory, x, longest, gives)
         buffer = _begin(memory, what, x, fill)
         if buffer is None:
             for member, into in takes:
-                into.copy_(memory.everyones(x, len(into))[member])
-            memory.meet()  # x may change from here on
+                into.copy_(memory.counterparts(x, len(into))[member])
+            memory.barrier()  # after it x may change
             return
         for i in range(rounds):
             staged, buffer = buffer, fill(i + 1)
@@ -130,17 +133,17 @@ def _spread(
                 piece = _chunk(into, i)
                 piece.copy_(staged[member][: len(piece)])
             if i + 1 < rounds:
-                memory.meet()
+                memory.barrier()
 
 
 def all_to_all(
-    memory: SharedMemory, x: Tensor, out: Tensor, sends: Sequence[int], comes: Sequence[int]
+    memory: SharedMemory, x: Tensor, out: Tensor, sends: Sequence[int], receives: Sequence[int]
 ) -> None:
-    """Exchange parts: x holds one of length sends[m] for each member m, out gets comes[m] from each."""
+    """Exchange parts: x holds sends[m] elements for each member m, and out gets receives[m] from each."""
     n, own = len(memory.members), memory.own
     with memory.call():
         chunk = STAGE // n // x.element_size()
-        starts, ends = ([sum(sizes[:m]) for m in range(n)] for sizes in (sends, comes))
+        starts, ends = ([sum(sizes[:m]) for m in range(n)] for sizes in (sends, receives))
 
         def fill(i: int) -> list[Tensor]:
             buffer = memory.next_buffer(x.dtype)
@@ -150,23 +153,23 @@ def all_to_all(
             return buffer
 
         buffer = fill(0)
-        headers = memory.agree(f"all_to_all of {x.dtype}", sizes=(*sends, *comes))
+        headers = memory.agree(f"all_to_all of {x.dtype}", sizes=(*sends, *receives))
         for a, sender in enumerate(headers):
             for b, receiver in enumerate(headers):
                 if sender.sizes[b] != receiver.sizes[n + a]:
                     raise Failed(
                         f"all_to_all: rank {memory.name(a)} sends {sender.sizes[b]} elements to rank "
-                        f"{memory.name(b)}, which expects {receiver.sizes[n + a]}; its output_rows have to "
-                        "say what comes"
+                        f"{memory.name(b)}, which expects {receiver.sizes[n + a]}; give it "
+                        "output_rows that match"
                     )
         rounds = -(-max(max(header.sizes) for header in headers) // chunk)
         for i in range(rounds):
             staged, buffer = buffer, fill(i + 1)
             for m in range(n):
-                piece = out[ends[m] : ends[m] + comes[m]][i * chunk : (i + 1) * chunk]
+                piece = out[ends[m] : ends[m] + receives[m]][i * chunk : (i + 1) * chunk]
                 piece.copy_(staged[m][own * chunk : own * chunk + len(piece)])
             if i + 1 < rounds:
-                memory.meet()
+                memory.barrier()
 
 
 def barrier(memory: SharedMemory) -> None:
@@ -176,20 +179,20 @@ def barrier(memory: SharedMemory) -> None:
 
 
 def _begin(memory: SharedMemory, what: str, x: Tensor, fill: Fill) -> list[Tensor] | None:
-    """Agree on a call. None: everyone's x can be read in place; else the buffers with everyone's chunk 0."""
-    segment, offset = memory.place_of(x)
+    """Agree on a call. Returns None if every x can be read in place, else the buffers with every chunk 0."""
+    segment, offset = memory.locate(x)
     buffer = None if segment else fill(0)
     headers = memory.agree(what, segment, offset)
     if segment and all((header.segment, header.offset) == (segment, offset) for header in headers):
         return None
-    if any(header.segment for header in headers):  # some have not filled theirs
+    if any(header.segment for header in headers):  # those members have not filled their buffers
         buffer = fill(0) if buffer is None else buffer
-        memory.meet()
+        memory.barrier()
     return buffer
 
 
 def _by_chunks(memory: SharedMemory, x: Tensor, longest: int, gives: bool = True) -> tuple[Fill, int]:
-    """Return what fills this rank's buffer with x, unless it gives nothing, and the chunks of the longest."""
+    """Return the function that fills this rank's buffer with x (or nothing), and the number of chunks."""
 
     def fill(i: int) -> list[Tensor]:
         buffer, piece = memory.next_buffer(x.dtype), _chunk(x, i)
@@ -201,22 +204,22 @@ def _by_chunks(memory: SharedMemory, x: Tensor, longest: int, gives: bool = True
 
 
 def _chunk(x: Tensor, i: int) -> Tensor:
-    """Return what goes through the staging buffers at once; nothing past the end."""
+    """Return the i-th part of x that a staging buffer holds; empty past the end."""
     size = STAGE // x.element_size()
     return x[i * size : (i + 1) * size]
 
 
 def _reduce(memory: SharedMemory, sources: Sequence[Tensor], targets: Sequence[Tensor], op: str) -> None:
-    """Combine this rank's n-th of the sources into that of the targets."""
+    """Combine this rank's n-th of the sources into the same n-th of the targets."""
     length, n = sources[0].numel(), len(memory.members)
     own = slice(memory.own * length // n, (memory.own + 1) * length // n)
     _combine([part[own] for part in sources], [part[own] for part in targets], op)
 
 
 def _combine(sources: Sequence[Tensor], targets: Sequence[Tensor], op: str) -> None:
-    """Combine the sources, in their order, into all targets; targets are the sources or none of them.
+    """Combine the sources, in order, into all targets.
 
-    The first target may be the first source alone, too.
+    The targets may be the sources, or only the first source, or share no memory with them.
     """
     combine, size = COMBINE[op], max(1, PIECE // sources[0].element_size())
     for start in range(0, sources[0].numel(), size):

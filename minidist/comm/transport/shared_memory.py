@@ -1,9 +1,9 @@
-"""The ranks of a group that share a host, and the memory through which they talk.
+"""`SharedMemory`: the memory through which the ranks of a group on one host talk.
 
-Per rank there is a header, in which it writes what it is about to do, a pair of semaphores to meet the
-others at (`semaphores.py`), and three staging buffers for tensors that lie in no shared memory. Every
-collective begins with a meeting after which each rank reads all headers: ranks that make different calls
-learn it at once, and all of them. `shared_collectives.py` has the collectives.
+For each rank it has a header, in which the rank writes what it is about to do, a pair of semaphores for
+barriers (`semaphores.py`), and three staging buffers for tensors that lie outside shared memory. Every
+collective begins with a barrier, after which each rank reads all headers: if ranks make different calls, all
+of them learn it at once. `shared_collectives.py` has the collectives.
 """
 
 from __future__ import annotations
@@ -22,37 +22,37 @@ from minidist.comm.transport import segments, semaphores
 from minidist.comm.transport.hosts import by_host, processes
 
 STAGE = 2**20
-"""Bytes of a staging buffer. Those of all ranks together are to stay in the last-level cache."""
+"""Bytes of a staging buffer. The buffers of all ranks should fit into the last-level cache."""
 BUFFERS = 3
-"""Staging buffers of a rank: one is filled, one reduced and one emptied, by ranks that are a step apart."""
+"""Staging buffers of a rank. Ranks may be a step apart: one fills, one reduces, one empties a buffer."""
 
 _HEADER = struct.Struct("<3q104s")  # segment, first byte there, number of sizes; the call in words
 _numbers = itertools.count(1)
 
 
 class Failed(RuntimeError):
-    """A collective could not be completed through shared memory; the door makes a sentence of it."""
+    """A collective in shared memory failed; the communication API adds to it what and where."""
 
 
 @dataclass(frozen=True)
 class Header:
-    """What a member is about to do."""
+    """What a rank is about to do."""
 
-    segment: int  # that its tensor lies in; 0 where that is no shared memory
-    offset: int  # of the tensor there, bytes
-    sizes: tuple[int, ...]  # in an all-to-all: of what goes to each member, then of what comes from each
+    segment: int  # number of the segment with its tensor; 0 if that is not in shared memory
+    offset: int  # bytes before the tensor there
+    sizes: tuple[int, ...]  # in an all-to-all: elements to each member, then elements from each
 
 
 class SharedMemory:
-    """This rank's end of the memory that a group's ranks on one host share. Made by all ranks together.
+    """The memory that a group's ranks on one host share. All ranks make it together.
 
     Attributes:
         hosts: the group's ranks, host by host.
-        members: of these the ranks on this host.
-        own: this rank's place among the members.
+        members: the ranks on this host.
+        own: this rank's index in `members`; members are named by their index.
 
     Raises:
-        Failed: on all ranks, where one of them cannot map the memory.
+        Failed: on all ranks, if one of them cannot map the memory.
     """
 
     def __init__(self, group: dist.ProcessGroup, limit: float) -> None:
@@ -69,26 +69,28 @@ class SharedMemory:
         self._broken = ""
         self._calls = self._turn = 0
 
-        control = semaphores.Meeting.size(ranks) + 2 * ranks * _header_size(ranks)
-        pitch = segments.padded(BUFFERS * STAGE + control)  # the leader's region holds what is common
+        control = semaphores.ProcessBarrier.size(ranks) + 2 * ranks * _header_size(ranks)
+        pitch = segments.padded(
+            BUFFERS * STAGE + control
+        )  # the first member's region also holds the control part
         descriptor = segments.share(group, self.hosts, pitch)
         if descriptor is None:
             raise Failed("the ranks cannot map common memory: too little is left, or it is not allowed")
         self._memory = segments.mapped(descriptor, ranks, pitch)
         common = memoryview(self._memory)[BUFFERS * STAGE : BUFFERS * STAGE + control]
         if self.own == 0:
-            semaphores.Meeting.prepare(common, ranks)
+            semaphores.ProcessBarrier.prepare(common, ranks)
         dist.barrier(group)
         patient = ranks > len(os.sched_getaffinity(0))
-        self._meeting = semaphores.Meeting(common, self.own, ranks, patient)
-        self._headers = common[semaphores.Meeting.size(ranks) :]
+        self._barrier = semaphores.ProcessBarrier(common, self.own, ranks, patient)
+        self._headers = common[semaphores.ProcessBarrier.size(ranks) :]
         self._typed: dict[torch.dtype, list[list[torch.Tensor]]] = {}
 
     # Calls
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """Run a collective inside; after one that failed halfway there can be no other.
+        """Run a collective inside. After one has failed halfway, no other can run.
 
         Raises:
             Failed: a peer is gone, late, or makes another call; or an earlier call failed.
@@ -102,25 +104,25 @@ class SharedMemory:
             raise
 
     def agree(self, what: str, segment: int = 0, offset: int = 0, sizes: Sequence[int] = ()) -> list[Header]:
-        """Meet the others, and compare what each is about to do.
+        """Wait for the other members, and compare what each is about to do.
 
         Args:
-            what: the call, in words that are the same on all ranks.
+            what: describes the call, in the same words on all ranks.
             segment, offset, sizes: this rank's header.
 
         Returns:
             The members' headers.
 
         Raises:
-            Failed: they differ in what they do.
+            Failed: the members make different calls.
         """
         text = what.encode()[:104]
         self._calls += 1
-        parity = self._calls % 2  # a fast rank may write its next header before a slow one has read this
+        parity = self._calls % 2  # a fast rank may write its next header before a slow one has read this one
         at = self._header(self.own, parity)
         _HEADER.pack_into(self._headers, at, segment, offset, len(sizes), text)
         struct.pack_into(f"<{len(sizes)}q", self._headers, at + _HEADER.size, *sizes)
-        self.meet()
+        self.barrier()
         headers = []
         for member in range(len(self.members)):
             at = self._header(member, parity)
@@ -136,19 +138,19 @@ class SharedMemory:
             headers.append(Header(segment, offset, sizes))
         return headers
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Wait for the other members.
 
         Raises:
-            Failed: one of them has ended, or does not come within the limit.
+            Failed: a member has ended, or does not come within the limit.
         """
         try:
-            self._meeting.meet(self.limit, self._look_after)
+            self._barrier.wait(self.limit, self._look_after)
         except TimeoutError as error:
             raise Failed(str(error)) from None
 
     def name(self, member: int) -> int:
-        """Return the rank in the world of the member at a place."""
+        """Return a member's rank in the world."""
         return dist.get_global_rank(self.group, self.members[member])
 
     # Memory
@@ -156,7 +158,7 @@ class SharedMemory:
     def next_buffer(self, dtype: torch.dtype) -> list[torch.Tensor]:
         """Return the members' next staging buffers: (STAGE // itemsize,) each."""
         if dtype not in self._typed:
-            with torch.inference_mode(False):  # what is made in that mode cannot be written to outside it
+            with torch.inference_mode(False):  # tensors made in that mode are read-only outside it
                 self._typed[dtype] = [
                     [
                         self._memory.region(member, buffer * STAGE, STAGE).view(dtype)
@@ -167,15 +169,18 @@ class SharedMemory:
         self._turn += 1
         return self._typed[dtype][self._turn % BUFFERS]
 
-    def place_of(self, x: torch.Tensor) -> tuple[int, int]:
-        """Return the number of the segment that a tensor lies in, and its first byte there; or 0, 0."""
+    def locate(self, x: torch.Tensor) -> tuple[int, int]:
+        """Return a tensor's segment number and its first byte there; (0, 0) if it lies in no segment."""
         segment = segments.find(x)
         if segment is None or segment.owner != self.number:
             return 0, 0
         return segment.number, _start(x)
 
-    def everyones(self, x: torch.Tensor, length: int | None = None) -> list[torch.Tensor]:
-        """Return the members' counterparts of a flat tensor that `place_of` found, of `length` elements."""
+    def counterparts(self, x: torch.Tensor, length: int | None = None) -> list[torch.Tensor]:
+        """Return the members' tensors at x's location. x is flat; `length` elements, by default x's.
+
+        x must lie in a segment, as `locate` tells.
+        """
         segment = segments.find(x)
         assert segment is not None
         start, size = _start(x), (len(x) if length is None else length) * x.element_size()
@@ -184,10 +189,10 @@ class SharedMemory:
         return [segment.region(member, start, size).view(x.dtype) for member in range(len(self.members))]
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
-        """Make a tensor of which each member has its own, zeros, in one segment. A collective.
+        """Make a segment with a tensor of zeros for each member. A collective.
 
         Returns:
-            The tensor; None on all ranks where it would be empty or there is not enough memory.
+            This rank's tensor; None on all ranks if it would be empty or memory is short.
         """
         pitch = segments.padded(torch.Size(shape).numel() * dtype.itemsize)
         descriptor = segments.share(self.group, self.hosts, pitch) if pitch else None
@@ -198,9 +203,9 @@ class SharedMemory:
         return segments.tensor_in(segment, self.own, shape, dtype)
 
     def _look_after(self, late: Callable[[], list[int]]) -> None:
-        """Raise where one of those who have not come never will."""
+        """Raise if a member that is late has ended."""
         for member in late():
-            # Asked again once it has ended: it may have come, and then ended at once.
+            # It may have come and then ended, so ask again whether it is late.
             if not self._peers[member].alive() and member in late():
                 raise Failed(f"connection closed by peer: the process of rank {self.name(member)} has ended")
 

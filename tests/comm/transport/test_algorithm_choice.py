@@ -128,6 +128,6 @@ def test_a_world_that_ends_takes_its_memory_with_it() -> None:
     def leave() -> int:
         comm.all_reduce(torch.ones(1))
         algorithm_choice.forget()
-        return len(algorithm_choice._routes)
+        return len(algorithm_choice._memories)
 
     assert md.launch(leave, ranks=2) == [0, 0]

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import minidist as md
 from minidist import comm
 from minidist.comm import messages
-from minidist.comm.transport import mailbox, mailbox_registry
+from minidist.comm.transport import mailbox, mailbox_receiver, mailbox_registry
 from minidist.comm.transport.hosts import HOST_VARIABLE, this_process
 
 Clusters = Callable[[int], md.Cluster]
@@ -273,7 +273,7 @@ def test_too_many_messages_that_nobody_takes_are_refused() -> None:
     memory = memoryview(mmap.mmap(descriptor, mailbox.PITCH))
     mailbox.prepare(memory)
     sender = mailbox.Outgoing(descriptor, 0)
-    receiver = mailbox.Incoming(memory, this_process(), patient=True, refused=lambda: False)
+    receiver = mailbox_receiver.Incoming(memory, this_process(), patient=True, refused=lambda: False)
     for i in range(mailbox.RECORDS):
         assert sender.put((0, 0), torch.tensor([i]), lambda: 0.1)
     with pytest.raises(RuntimeError, match="timed out with 1024 messages that the receiver has not taken"):

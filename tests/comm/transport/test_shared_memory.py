@@ -47,12 +47,12 @@ def small_buffers(cluster_of: Clusters) -> Callable[[int], md.Cluster]:
     """Clusters whose staging buffers hold 64 bytes, so that a few elements take several chunks and pieces."""
 
     def shrink() -> None:
-        from minidist.comm.transport import algorithm_choice as routes
+        from minidist.comm.transport import algorithm_choice
 
         for module in (shared_memory, shared_collectives):
             module.STAGE = 64  # type: ignore[attr-defined]
         shared_collectives.PIECE = 16
-        routes.forget()
+        algorithm_choice.forget()
 
     def get(ranks: int) -> md.Cluster:
         cluster = cluster_of(ranks)
@@ -61,12 +61,12 @@ def small_buffers(cluster_of: Clusters) -> Callable[[int], md.Cluster]:
         return cluster
 
     def restore() -> None:
-        from minidist.comm.transport import algorithm_choice as routes
+        from minidist.comm.transport import algorithm_choice
 
         for module in (shared_memory, shared_collectives):
             module.STAGE = stage  # type: ignore[attr-defined]
         shared_collectives.PIECE = piece
-        routes.forget()
+        algorithm_choice.forget()
 
     stage, piece, used = shared_memory.STAGE, shared_collectives.PIECE, list[md.Cluster]()
     yield get
@@ -164,16 +164,16 @@ def test_large_tensors(cluster_of: Clusters, ranks: int, shared: bool) -> None:
         exact(other, first)
 
 
-def test_a_missing_meeting_is_noticed(small_buffers: Clusters) -> None:
-    """Without the second meeting results are read before they are there: the tests above do see that."""
+def test_a_missing_barrier_is_noticed(small_buffers: Clusters) -> None:
+    """Without the second barrier ranks read results too early, which the tests above would notice."""
 
     def reduce() -> bool:
-        from minidist.comm.transport import algorithm_choice as routes
+        from minidist.comm.transport import algorithm_choice
 
-        memory = routes.route(None).memory
+        memory = algorithm_choice.group_memory(None).memory
         assert memory is not None
-        meet, calls = memory.meet, iter(range(10**6))
-        memory.meet = lambda: meet() if next(calls) % 2 == 0 else None  # type: ignore[method-assign]
+        barrier, calls = memory.barrier, iter(range(10**6))
+        memory.barrier = lambda: barrier() if next(calls) % 2 == 0 else None  # type: ignore[method-assign]
         try:
             wrong = False
             x = comm.empty_shared((512,))
@@ -186,7 +186,7 @@ def test_a_missing_meeting_is_noticed(small_buffers: Clusters) -> None:
                 torch.distributed.barrier()
             return wrong
         finally:
-            del memory.meet
+            del memory.barrier
 
     assert any(small_buffers(2).run(reduce))
 
@@ -403,9 +403,9 @@ def test_hierarchical_in_place() -> None:
 @pytest.mark.parametrize("algorithm", ["auto", "ring"])
 def test_tensors_made_in_inference_mode(cluster_of: Clusters, algorithm: str) -> None:
     def evaluate() -> list[float]:
-        from minidist.comm.transport import algorithm_choice as routes
+        from minidist.comm.transport import algorithm_choice
 
-        routes.forget()  # so that the staging buffers are made here
+        algorithm_choice.forget()  # so that the staging buffers are made here
         comm.barrier()
         totals = []
         with torch.inference_mode():

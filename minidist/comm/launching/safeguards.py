@@ -1,0 +1,58 @@
+"""Two safeguards of a process that is being started: it launches no ranks, and it dies with its parent."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from types import FrameType
+
+_PR_SET_PDEATHSIG = 1
+_starting = False
+
+
+def set_starting(now: bool) -> None:
+    """Note whether this process is about to become a supervisor or a rank, and so must not launch ranks."""
+    global _starting
+    _starting = now
+
+
+def check_not_starting() -> None:
+    """RuntimeError while this process is being started: a script imported meanwhile would launch for ever."""
+    if not _starting:
+        return
+    package = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_filename.startswith((package, "<frozen")):
+        frame = frame.f_back
+    culprit = frame.f_code.co_filename if frame is not None else "a script"
+    raise RuntimeError(
+        f"{culprit} was imported while ranks were being started, and launches ranks itself; it probably has "
+        "the name of a module that others import, such as one of the standard library's: rename it"
+    )
+
+
+def die_with_parent(parent: int) -> bool:
+    """Ask the kernel to kill this process when its parent dies; False where the system has no such call."""
+    if not sys.platform.startswith("linux"):
+        return False
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # the parent died before the call
+        os._exit(1)
+    return True
+
+
+def watch_parent() -> None:
+    """Have this process end with its parent; where the kernel cannot do it, a thread does within a second."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(1)
+
+    if not die_with_parent(parent):
+        threading.Thread(target=watch, daemon=True, name="minidist-parent").start()
