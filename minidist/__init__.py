@@ -1,8 +1,17 @@
-"""minidist: from three loops that multiply matrices to ZeRO and 3-D parallel training.
+"""minidist trains a PyTorch model on many ranks, and counts every byte that they send.
 
 >>> import minidist as md
->>> md.launch(md.rank, ranks=4)
+>>> md.launch(md.rank, ranks=4)  # call a function on 4 processes of this machine
 [0, 1, 2, 3]
+
+Under torchrun every process first calls `md.init()`. Then choose:
+- Any mix of strategies: `engine = md.prepare(model, torch.optim.Adam, md.Layout(dp=2, tp=2))`,
+  then `engine.step(inputs, targets)`.
+- One strategy in a loop of your own: DataParallel, ZeroOptimizer, FullyShard, Pipeline, LayerByLayer,
+  LocalSGD, ParameterServer. Cast, TopK and PowerSGD compress gradients.
+- Layers cut between ranks: ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding.
+- Checkpoints that load in any layout: save, load, export. To find a mistake: compare, assert_in_sync.
+- Collectives by themselves: `md.comm`. Matrix multiplication step by step, on CPU and GPU: `md.kernels`.
 
 Names are imported when first used: `import minidist` itself does not even import torch.
 """

@@ -1,4 +1,4 @@
-"""`python -m minidist`, and `torchrun --nproc-per-node 2 -m minidist train --ranks 2`."""
+"""The command line: `python -m minidist`, or `torchrun --nproc-per-node 2 -m minidist train --ranks 2`."""
 
 from minidist.cli.commands import main
 

@@ -1,4 +1,4 @@
-"""Whether a file can be written, asked before the work that is to fill it."""
+"""Check that a file can be written, before the work whose result it is to hold."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from pathlib import Path
 
 
 def check_file(option: str, path: Path, make_folder: bool = False) -> None:
-    """Raise where no file can be written at `path`.
+    """Raise an error if no file can be written at `path`.
 
     Args:
-        option: what the user gave it with, such as "--out".
-        make_folder: whether its folder is made where there is none, and a file that is there replaced whole.
+        option: the command-line option that named the file, such as "--out", for the message.
+        make_folder: whether the caller makes a missing folder, and replaces an existing file as a whole.
 
     Raises:
-        ValueError: it is a folder, or has none, or one that takes no files; or it may not be written over.
+        ValueError: `path` is a folder or a file that may not be overwritten; its folder is missing or not
+            writable.
     """
     if path.is_dir():
         raise ValueError(f"{option} {path} is a folder; give the name of a file")
-    if path.exists() and not make_folder:  # it is written in place, also where its folder takes no other
+    if path.exists() and not make_folder:  # overwritten in place: its folder need not be writable
         if not os.access(path, os.W_OK):
             raise ValueError(f"{option} {path} may not be written; name another file")
         return

@@ -1,7 +1,7 @@
-"""Names of a package that are imported when they are first used.
+"""Import a package's public names when they are first used.
 
-`import minidist` and `minidist --help` take milliseconds, since torch is imported by the first thing that
-needs it. Type checkers and editors read the imports under `TYPE_CHECKING` beside each call of `lazy`.
+`import minidist` and `minidist --help` take milliseconds, because only the first name that needs torch
+imports it. Type checkers and editors read the imports under `TYPE_CHECKING` next to each call of `lazy`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 def lazy(
     package: str, homes: dict[str, tuple[str, ...]]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """`__getattr__`, `__dir__` and `__all__` for a package whose names live in other modules.
+    """Return `__getattr__`, `__dir__` and `__all__` for a package whose names are defined in other modules.
 
     Args:
         package: the package's name.
-        homes: for each module the public names that it defines; none where the module itself is the name.
+        homes: maps each module to the public names that it defines; to none if the module itself is the name.
     """
     modules = {name: module for module, names in homes.items() for name in names}
     modules |= {module.rpartition(".")[2]: module for module, names in homes.items() if not names}

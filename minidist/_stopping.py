@@ -1,7 +1,7 @@
-"""SIGTERM is no crash, but a request: a scheduler or a spot machine sends it some seconds before it kills.
+"""Treat SIGTERM as a request to stop: a scheduler or a spot machine sends it some seconds before it kills.
 
-While there is nothing to save yet, `Stopped` ends the program; later whoever trains asks whether SIGTERM
-came, saves, and leaves. Imports nothing large, so that a command can be ready for it from its first moment.
+Before there is anything to save, `Stopped` ends the program. Later the training loop asks whether SIGTERM has
+arrived, saves, and exits. This file imports nothing large, so a command can be ready from its first moment.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ STOPPED = 143
 
 
 class Stopped(SystemExit):
-    """SIGTERM ended the program where nothing was left to save. Uncaught, the exit code is 143."""
+    """SIGTERM ended the program when there was nothing to save. If it is not caught, the exit code is 143."""
 
     def __init__(self, message: str) -> None:
         super().__init__(STOPPED)
@@ -26,9 +26,11 @@ class Stopped(SystemExit):
 
 @contextmanager
 def termination(handle: Callable[[], None] | None = None) -> Iterator[Callable[[], bool]]:
-    """Inside, SIGTERM does not end this process: what is given says whether it came.
+    """Inside this context SIGTERM does not end the process; the yielded function says whether it has arrived.
 
-    handle: called when it comes. Only the main thread can take signals; in another nothing changes.
+    Only the main thread can handle signals; in any other thread nothing changes.
+
+    handle: called when SIGTERM arrives.
     """
     came = False
 
@@ -49,5 +51,5 @@ def termination(handle: Callable[[], None] | None = None) -> Iterator[Callable[[
 
 
 def give_up() -> None:
-    """Stop at once: training has not begun."""
+    """Stop at once, because training has not begun."""
     raise Stopped("stopped by SIGTERM before training began; the same command starts it")

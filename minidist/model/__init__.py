@@ -1,4 +1,4 @@
-"""What is trained, and on what: data sets, the sampler that deals their rows to ranks, models and their loss.
+"""What is trained, and on what: data sets, the sampler that deals rows to ranks, models and their loss.
 
 | File | Holds |
 |---|---|
@@ -6,11 +6,11 @@
 | sampler.py | the same global batches for any number of ranks |
 | configs.py | the shapes of GPT and BERT by name, with their parameter counts |
 | mlp.py, gpt.py | an MLP and a GPT, each a chain of layers |
-| seeding.py | first weights that depend on nothing but a seed and a name |
+| seeding.py | first weights that depend only on a seed and a name |
 | loss.py | cross-entropy and accuracy |
 | matmul.py | a linear layer that runs on any rung of the matmul ladders |
 
-`minidist.model.matmul` loads the ladders, and is imported by its full name where it is wanted.
+`minidist.model.matmul` loads the ladders, so import it by its full name where you need it.
 """
 
 from minidist.model.configs import CONFIGS, BERTConfig, GPTConfig, TransformerConfig, config

@@ -1,7 +1,7 @@
-"""The shapes of transformers, by name: how many layers, heads and parameters, before anything is built.
+"""The shapes of transformers, by name: layers, heads and parameter counts, without building anything.
 
-`config("gpt2-small")` is a shape to build (`GPT(config("byte-tiny"))`) or to reckon with: memory, FLOPs and
-communication all follow from these few numbers. BERT's shapes are for reckoning only.
+`config("gpt2-small")` is a shape to build (`GPT(config("byte-tiny"))`) or to calculate with: memory, FLOPs
+and communication all follow from these few numbers. BERT's shapes are only for calculating.
 
 Sources: GPT-2, Radford et al. 2019, table 2; GPT-3, Brown et al. 2020, table 2.1 (which gives the 13 B model
 a width of 5140; its 40 heads of 128 make 5120); BERT, Devlin et al. 2018, section 3; BERT tiny to medium,
@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from minidist._arguments import check_whole
 from minidist._names import unknown
 
 
@@ -21,11 +22,11 @@ from minidist._names import unknown
 class TransformerConfig(ABC):
     """What GPT and BERT share: embeddings, then blocks of attention and an MLP four times as wide.
 
-    Raises ValueError or TypeError, when made, for a size below 1 or not an integer, and for heads that do not
-    divide width.
+    The constructor raises TypeError for a size that is not an integer, and ValueError for a size below 1 or
+    for heads that do not divide width.
     """
 
-    vocabulary: int  # V: tokens that the model knows
+    vocabulary: int  # V: how many tokens the model knows
     context: int  # most tokens in a sequence
     layers: int  # blocks
     heads: int  # H: attention heads in a block
@@ -33,13 +34,9 @@ class TransformerConfig(ABC):
 
     def __post_init__(self) -> None:
         for size in ("vocabulary", "context", "layers", "heads", "width"):
-            value = getattr(self, size)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{size} is {value!r}: give a whole number")
-            if value < 1:
-                raise ValueError(f"{size} is {value}: give at least 1")
+            check_whole(size, getattr(self, size), 1)
         if self.width % self.heads:
-            raise ValueError(f"heads ({self.heads}) must divide width ({self.width}): change one of them")
+            raise ValueError(f"heads ({self.heads}) must divide width ({self.width}); change one of them")
 
     @property
     def head_size(self) -> int:
@@ -48,7 +45,7 @@ class TransformerConfig(ABC):
 
     @property
     def generates(self) -> bool:
-        """Whether it ends in a score for each token of the vocabulary."""
+        """Whether the model ends in a score for each token of the vocabulary."""
         return True
 
     @property
@@ -62,12 +59,12 @@ class TransformerConfig(ABC):
 
     @abstractmethod
     def parameters(self) -> int:
-        """Parameters of the whole model, a tied matrix counted once."""
+        """Parameters of the whole model, counting a tied matrix once."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig(TransformerConfig):
-    """The shape of a GPT (Radford et al. 2019). The vocabulary is one token a byte unless given."""
+    """The shape of a GPT (Radford et al. 2019). By default the vocabulary is one token for each byte."""
 
     vocabulary: int = 256
     tied: bool = True  # the output matrix is the token embedding
@@ -76,7 +73,7 @@ class GPTConfig(TransformerConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0.0 <= self.dropout < 1.0:
-            raise ValueError(f"dropout is {self.dropout}: give at least 0 and less than 1")
+            raise ValueError(f"dropout is {self.dropout}; give at least 0 and less than 1")
 
     @property
     def shares_matrix(self) -> bool:
@@ -84,22 +81,22 @@ class GPTConfig(TransformerConfig):
         return self.tied
 
     def parameters(self) -> int:
-        """(V + context) D in embeddings, the blocks, 2 D in the last norm, and V D more where not tied."""
+        """(V + context) D in embeddings, the blocks, 2 D in the last norm, and V D more if not tied."""
         matrices = self.vocabulary if self.tied else 2 * self.vocabulary
         return (matrices + self.context + 2) * self.width + self.layers * self.block_parameters()
 
 
 @dataclass(frozen=True, kw_only=True)
 class BERTConfig(TransformerConfig):
-    """The shape of a BERT (Devlin et al. 2018): with its pooler, for fine-tuning, or as it learns language.
+    """The shape of a BERT (Devlin et al. 2018), with its pooler or with the head that predicts masked tokens.
 
-    Raises ValueError for another head.
+    Raises ValueError for an unknown head.
     """
 
     vocabulary: int = 30522
     context: int = 512
-    segments: int = 2  # kinds of token: of the first sentence or the second
-    head: str = "pooler"  # reads the first token; "masked_lm": a score for each token, with a tied matrix
+    segments: int = 2  # a token belongs to the first sentence or to the second
+    head: str = "pooler"  # reads the first token; "masked_lm" scores each token, with a tied matrix
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -108,7 +105,7 @@ class BERTConfig(TransformerConfig):
 
     @property
     def generates(self) -> bool:
-        """Whether it ends in a score for each token of the vocabulary."""
+        """Whether the model ends in a score for each token of the vocabulary."""
         return self.head == "masked_lm"
 
     @property
@@ -119,7 +116,7 @@ class BERTConfig(TransformerConfig):
     def parameters(self) -> int:
         """(V + context + segments) D in embeddings, 2 D in their norm, the blocks, D^2 + D in the head's map.
 
-        With masked_lm 2 D more in a norm, and V in the scores' bias.
+        The masked_lm head has 2 D more in a norm, and V in the scores' bias.
         """
         embeddings = (self.vocabulary + self.context + self.segments + 2) * self.width
         scores = 2 * self.width + self.vocabulary if self.generates else 0
@@ -140,7 +137,7 @@ _BERT = {
 }
 CONFIGS: dict[str, TransformerConfig] = {
     "byte-tiny": GPTConfig(context=64, layers=2, heads=4, width=64),  # learns within seconds on one core
-    "byte-small": GPTConfig(context=128, layers=4, heads=4, width=256),  # what the benchmarks train
+    "byte-small": GPTConfig(context=128, layers=4, heads=4, width=256),  # the benchmarks train this one
     "gpt2-small": _gpt(layers=12, heads=12, width=768),
     "gpt2-medium": _gpt(layers=24, heads=16, width=1024),
     "gpt2-large": _gpt(layers=36, heads=20, width=1280),
@@ -155,10 +152,10 @@ CONFIGS: dict[str, TransformerConfig] = {
 
 
 def config(name: str, **changes: Any) -> TransformerConfig:
-    """The shape of that name, with fields changed: `config("gpt2-small", vocabulary=256, layers=6)`.
+    """Return the shape of that name, with fields changed: `config("gpt2-small", vocabulary=256, layers=6)`.
 
-    Raises ValueError for an unknown name or field, with the nearest known one, and for a change that makes no
-    model.
+    Raises ValueError for an unknown name or field, with the nearest known one, and for a change to an
+    impossible shape.
     """
     if name not in CONFIGS:
         raise unknown("model", name, CONFIGS)

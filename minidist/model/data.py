@@ -1,8 +1,7 @@
-"""Data that is on every machine: handwritten digits, and the source text of Python's own standard library.
+"""Data that every machine has: handwritten digits, and the source of Python's own standard library.
 
-Nothing is downloaded. Both come with a split that is fixed by a hash and not by a shuffle, so that it is the
-same on every machine, in every run and with every version of every library. `dataset(name)` gives either in
-one form:
+Nothing is downloaded. A hash, not a shuffle, splits each data set, so the split is the same on every machine,
+in every run and with every version of every library. `dataset(name)` gives either data set in one form:
 
     data = dataset("digits")
     inputs, targets = data.train[torch.arange(64)]
@@ -23,6 +22,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from minidist._arguments import check_whole
 from minidist._names import unknown
 from minidist.model.seeding import stable_hash
 
@@ -33,8 +33,8 @@ DATASETS = ("digits", "bytes")
 class Rows:
     """Rows of inputs and targets, taken by a sampler's index tensor: `inputs, targets = rows[indices]`.
 
-    Integers are kept as narrow as they came and widened to int64 as they are taken: a corpus stays one byte a
-    token.
+    Integers keep their narrow dtype until rows are taken, which widens them to int64: a corpus stays one byte
+    a token.
     """
 
     inputs: Tensor  # (N, ...)
@@ -42,7 +42,7 @@ class Rows:
 
     def __post_init__(self) -> None:
         if len(self.inputs) != len(self.targets):
-            raise ValueError(f"{len(self.inputs)} inputs have {len(self.targets)} targets: give one for each")
+            raise ValueError(f"{len(self.inputs)} inputs have {len(self.targets)} targets; give one for each")
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -53,7 +53,7 @@ class Rows:
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Rows to learn from and rows held out."""
+    """Rows to train on, and rows held out."""
 
     name: str
     train: Rows
@@ -61,7 +61,7 @@ class Dataset:
     classes: int  # targets lie from 0 to classes - 1
 
     def fingerprint(self) -> str:
-        """A hash of all values, to compare between machines: another Python has another standard library."""
+        """Return a hash of all values, to compare machines: another Python has another standard library."""
         digest = hashlib.sha256()
         for rows in (self.train, self.test):
             for values in (rows.inputs, rows.targets):
@@ -81,12 +81,14 @@ class Corpus:
 
 
 def digits(limit: int | None = None) -> Dataset:
-    """Handwritten digits of 8 x 8 pixels.
+    """Return the handwritten digits, images of 8 x 8 pixels.
 
-    Inputs are (N, 64) float32 from 0 to 1 in sixteenths, targets (N,) int64 from 0 to 9. 1437 rows to learn
-    from and 360 held out: those whose number has the lowest hashes. limit: take at most the first so many
-    rows of each. The same people's handwriting is in both, so accuracy is for this data set and not for new
-    writers. Raises ModuleNotFoundError where scikit-learn, which brings the images, is missing.
+    Inputs are (N, 64) float32 from 0 to 1 in sixteenths, targets (N,) int64 from 0 to 9. There are 1437 rows
+    to train on; the 360 rows whose numbers have the lowest hashes are held out. Both contain the handwriting
+    of the same people, so accuracy holds for this data set and not for new writers.
+
+    limit: take at most this many rows of each. Raises ModuleNotFoundError if scikit-learn, which contains the
+    images, is missing.
     """
     _check_limit(limit)
     try:
@@ -94,7 +96,7 @@ def digits(limit: int | None = None) -> Dataset:
     except ModuleNotFoundError as missing:
         raise ModuleNotFoundError(
             'the digits come with scikit-learn, which is not installed: pip install "minidist[bench]", '
-            'or train on "bytes", which need nothing',
+            'or train on "bytes", which needs nothing',
             name=missing.name,
         ) from missing
     pixels, labels = load_digits(return_X_y=True)
@@ -110,13 +112,14 @@ def digits(limit: int | None = None) -> Dataset:
 
 
 def stdlib_bytes(root: str | os.PathLike[str] | None = None, *, limit: int | None = None) -> Corpus:
-    """The running Python's own standard library, its *.py files, as bytes: 12 MB with Python 3.11.
+    """Return the running Python's standard library, its *.py files, as bytes: 12 MB with Python 3.11.
 
-    root: another folder to read. A file is held out for validation where the hash of its relative path is a
-    multiple of ten: one more file moves no other. Left out are installed packages, tests, and what differs
-    between two machines with the same Python. Files that can't be read are passed over. limit: at most the
-    first so many bytes of each half. Raises FileNotFoundError where there is no text for either half, as in a
-    Python that keeps its library in an archive.
+    A file is held out for validation if the hash of its relative path is a multiple of ten, so a new file
+    moves no other. Installed packages, tests, and files that differ between machines with the same Python are
+    left out, and unreadable files are skipped.
+
+    root: another folder to read. limit: read at most this many bytes for each half. Raises FileNotFoundError
+    if there is no text for a half, as in a Python that keeps its library in an archive.
     """
     _check_limit(limit)
     folder = Path(sysconfig.get_paths()["stdlib"] if root is None else root)
@@ -136,8 +139,8 @@ def stdlib_bytes(root: str | os.PathLike[str] | None = None, *, limit: int | Non
         sizes[half] += len(text)
     if 0 in sizes:
         raise FileNotFoundError(
-            f"{folder} holds {sizes[0]} bytes of readable Python source to learn from and {sizes[1]} to "
-            "validate on, and both are needed: give stdlib_bytes(root=...) a folder with more *.py files, or "
+            f"{folder} holds {sizes[0]} bytes of readable Python source to train on and {sizes[1]} to "
+            "validate on, but both are needed; give stdlib_bytes(root=...) a folder with more *.py files, or "
             "use a Python whose library is not in an archive"
         )
     train, validation = (torch.frombuffer(bytearray(b"".join(t)), dtype=torch.uint8)[:limit] for t in texts)
@@ -145,20 +148,21 @@ def stdlib_bytes(root: str | os.PathLike[str] | None = None, *, limit: int | Non
 
 
 def windows(corpus: Tensor, length: int, *, limit: int | None = None) -> Rows:
-    """A corpus (bytes,) as rows of `length` tokens, one after the other.
+    """Return a corpus (bytes,) as rows of `length` tokens, one after the other.
 
-    Inputs are (N, T), targets (N, T) the same one token on. Both are views of the corpus: nothing is copied
-    until rows are taken. The tail that fills no row is left out. limit: at most the first so many rows.
-    Raises ValueError where the corpus is too short for one row.
+    Inputs are (N, T); targets (N, T) are the same shifted by one token. Both are views of the corpus: nothing
+    is copied until rows are taken. A tail that does not fill a row is left out.
+
+    limit: return at most this many rows. Raises ValueError if the corpus is too short for one row.
     """
     _check_limit(limit)
     if corpus.dim() != 1 or corpus.is_floating_point():
-        raise TypeError(f"corpus is {corpus.dtype} of shape {tuple(corpus.shape)}: give one row of integers")
-    if length < 1:
-        raise ValueError(f"length is {length}: give at least 1")
+        raise TypeError(f"corpus is {corpus.dtype} of shape {tuple(corpus.shape)}; give one row of integers")
+    check_whole("length", length, 1)
     if len(corpus) <= length:
         raise ValueError(
-            f"the corpus has {len(corpus)} tokens, too few for length {length} and a target after it"
+            f"the corpus has {len(corpus)} tokens, too few for length {length} and one target more; "
+            "give a longer corpus or a shorter length"
         )
     rows = (len(corpus) - 1) // length
     rows = rows if limit is None else min(rows, limit)
@@ -167,17 +171,17 @@ def windows(corpus: Tensor, length: int, *, limit: int | None = None) -> Rows:
 
 
 def dataset(name: str, *, length: int | None = None, limit: int | None = None) -> Dataset:
-    """The data set of that name: "digits", or "bytes" in rows of `length` tokens (64 unless given).
+    """Return the data set of that name: "digits", or "bytes" in rows of `length` tokens (64 by default).
 
-    limit: at most so many rows to learn from and to test on. Raises ValueError for an unknown name, with the
-    nearest known one, and for a length with the digits, which have none.
+    limit: most rows to train on and to test on. Raises ValueError for an unknown name, with the nearest known
+    one, and for a length with "digits", which are not sequences.
     """
     if name not in DATASETS:
         raise unknown("data set", name, DATASETS)
     if name == "digits":
         if length is not None:
             raise ValueError(
-                f"length is {length}, and the digits are no sequences: leave it out, or take 'bytes'"
+                f"length is {length}, but the digits are not sequences; leave it out, or take 'bytes'"
             )
         return digits(limit)
     length = 64 if length is None else length
@@ -191,12 +195,12 @@ def _widened(x: Tensor) -> Tensor:
 
 
 _FOLDERS_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-# Written by the build or by the machine's owner: two machines with the same Python would differ.
+# The build or the machine's owner writes these, so they differ between machines with the same Python.
 _PREFIXES_LEFT_OUT = ("config-", "_sysconfigdata", "_sysconfig_vars", "sitecustomize", "usercustomize")
 
 
 def _python_files(folder: Path) -> Iterator[str]:
-    """Relative paths, with forward slashes, in the order that the disk gives them."""
+    """Relative paths, with forward slashes, in the order in which the disk gives them."""
     for parent, children, files in os.walk(folder):
         children[:] = [
             c for c in children if c not in _FOLDERS_LEFT_OUT and not c.startswith(_PREFIXES_LEFT_OUT)
@@ -207,5 +211,5 @@ def _python_files(folder: Path) -> Iterator[str]:
 
 
 def _check_limit(limit: int | None) -> None:
-    if limit is not None and limit < 1:
-        raise ValueError(f"limit is {limit}: give at least 1, or None for all")
+    if limit is not None:
+        check_whole("limit", limit, 1, ", or None for all")

@@ -25,34 +25,34 @@ Device = torch.device | str | None
 
 
 class UninitializedLinear(nn.Linear):
-    """Torch's, but that draws nothing when it is made: the weights come from seeding, once."""
+    """A torch Linear that draws no weights when it is made: `fill` draws them once, by name."""
 
     def reset_parameters(self) -> None:
-        """Leaves the memory as it is."""
+        """Leave the memory as it is."""
 
 
 class UninitializedEmbedding(nn.Embedding):
-    """Torch's embedding, but that draws nothing when it is made."""
+    """A torch Embedding that draws no weights when it is made."""
 
     def reset_parameters(self) -> None:
-        """Leaves the memory as it is."""
+        """Leave the memory as it is."""
 
 
 class Embedding(nn.Module):
-    """The first layer of a GPT: tokens and their positions, each a learned vector, added."""
+    """The first layer of a GPT: adds a learned vector for the token and one for its position."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.token = UninitializedEmbedding(config.vocabulary, config.width)
         self.position = UninitializedEmbedding(config.context, config.width)
         self.dropout = nn.Dropout(config.dropout)
-        self.positions: Callable[[Tensor], Tensor] | None = None  # of tokens (B, T); None for 0 to T - 1
+        self.positions: Callable[[Tensor], Tensor] | None = None  # from tokens (B, T); None for 0 to T - 1
 
     def forward(self, tokens: Tensor) -> Tensor:  # (B, T) integers -> (B, T, D)
-        """Raises ValueError where tokens are not (B, T) or more than the context in a row."""
+        """Raises ValueError if tokens are not (B, T), or T is more than the context."""
         context = self.position.num_embeddings
         if tokens.dim() != 2 or tokens.shape[1] > context:
-            raise ValueError(f"tokens are {tuple(tokens.shape)}: give (B, T) with T at most {context}")
+            raise ValueError(f"tokens are {tuple(tokens.shape)}; give (B, T) with T at most {context}")
         if self.positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
         else:
@@ -62,17 +62,17 @@ class Embedding(nn.Module):
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
-    """Causal attention, (B, H, T, D/H) each, with the keys of the queries' own positions."""
+    """Causal attention, (B, H, T, D/H) each; position i sees the keys of positions 0 to i."""
     return functional.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
 
 
 class Attention(nn.Module):
     """Causal self-attention: a token sees itself and those before it.
 
-    Queries, keys and values are maps of their own, with the rows of their weights in the order of the heads:
-    a cut by heads is a cut by rows. The number of heads is read off the width of what the maps give: with a
-    rank's part of them, this attends with that rank's heads. `attend` may be replaced by what does the same
-    where the sequence is cut, too.
+    Queries, keys and values have a map each, whose weight rows are in the order of the heads, so a cut by
+    rows is a cut by heads. The number of heads follows from the width of what the maps return: given a rank's
+    part of them, this layer attends with that rank's heads. `attend` can be replaced, for example where the
+    sequence is cut.
     """
 
     def __init__(self, config: GPTConfig) -> None:
@@ -86,7 +86,7 @@ class Attention(nn.Module):
         self.attend: Callable[[Tensor, Tensor, Tensor, float], Tensor] = attend
 
     def forward(self, x: Tensor) -> Tensor:  # (B, T, D) -> (B, T, D)
-        """Queries, keys and values by head; attention; the output map."""
+        """Split queries, keys and values into heads, attend, and map the result."""
         query, key, value = (self._heads(part(x)) for part in (self.query, self.key, self.value))
         mixed = self.attend(query, key, value, self.dropout if self.training else 0.0)
         x = self.output(mixed.transpose(1, 2).flatten(2))  # (B, T, H, D/H) -> (B, T, D)
@@ -129,7 +129,7 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """The last layer of a GPT: a norm, and a score for each token of the vocabulary."""
+    """The last layer of a GPT: a norm, then a score for each token of the vocabulary."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -151,21 +151,22 @@ def gpt_layers(
     dtype: torch.dtype | None = None,
     device: Device = None,
 ) -> list[nn.Module]:
-    """Layers start to stop of a GPT, stop left out, as range() counts.
+    """Return layers start to stop of a GPT, without stop, as range() counts.
 
-    Layer 0 is the embedding, 1 to config.layers are the blocks, config.layers + 1 is the head. Only those
-    asked for are built, with the weights that they have in the whole model. Where config.tied and both ends
-    are among them, they share one parameter; a head built without the embedding starts with an equal copy,
-    and its stage and the embedding's have to sum the gradient. dtype, device: torch's defaults unless given;
-    "meta" allocates nothing. Raises TypeError where config is not a GPTConfig, ValueError where the range is
-    empty or out of bounds.
+    Layer 0 is the embedding, 1 to config.layers are the blocks, config.layers + 1 is the head. Only these
+    layers are built, with the weights that they have in the whole model. If config.tied and both ends are
+    among them, they share one parameter. A head built without the embedding starts with an equal copy; its
+    stage and the embedding's then have to sum the gradient.
+
+    dtype, device: torch's defaults unless given; "meta" allocates nothing. Raises TypeError if config is not
+    a GPTConfig, ValueError if the range is empty or out of bounds.
     """
     if not isinstance(config, GPTConfig):
-        raise TypeError(f"config is a {type(config).__name__}, for sizing only: give a GPTConfig")
+        raise TypeError(f"config is a {type(config).__name__}, which cannot be built; give a GPTConfig")
     last = config.layers + 1
     stop = last + 1 if stop is None else stop
     if not 0 <= start < stop <= last + 1:
-        raise ValueError(f"layers are {start} to {stop}: give 0 <= start < stop <= {last + 1}, all of them")
+        raise ValueError(f"layers are {start} to {stop}; give 0 <= start < stop <= {last + 1}")
     with torch.device(device or torch.get_default_device()):
         stage = nn.ModuleDict({str(index): _layer(config, index) for index in range(start, stop)})
     stage.to(dtype=dtype or torch.get_default_dtype())
@@ -177,11 +178,11 @@ def gpt_layers(
 
 
 def _fill_gpt(parameters: Iterable[tuple[str, Tensor]], config: GPTConfig, seed: int) -> None:
-    """Give parameters of a GPT, by their names in the whole model, their first values."""
+    """Give parameters of a GPT their first values, by their names in the whole model."""
     first_matrix, last_matrix = "layers.0.token.weight", f"layers.{config.layers + 1}.output.weight"
 
     def deviation(name: str, _: Tensor) -> float:
-        # Each block adds twice to the stream: so scaled, the sum's variance does not grow with the layers.
+        # Each block adds twice to the stream; this scale keeps the sum's variance from growing with layers.
         residual = name.endswith(("attention.output.weight", "mlp.down.weight"))
         return 0.02 / math.sqrt(2 * config.layers) if residual else 0.02
 
@@ -198,11 +199,11 @@ def _layer(config: GPTConfig, index: int) -> nn.Module:
 
 
 class GPT(nn.Module):
-    """A GPT with GPT-2's shape: tokens (B, T), integers -> logits (B, T, V).
+    """A GPT with GPT-2's shape: integer tokens (B, T) -> logits (B, T, V).
 
-    Weights are drawn from N(0, 0.02^2), those of the projections onto the residual stream from 0.02 / sqrt(2
-    layers). dtype, device: torch's defaults unless given; on "meta" the parameters are counted and not
-    allocated. Raises as gpt_layers does.
+    Weights are drawn from N(0, 0.02^2), those of the projections onto the residual stream with deviation 0.02
+    / sqrt(2 layers). dtype, device: torch's defaults unless given; on "meta" parameters take no memory.
+    Raises the errors of gpt_layers.
     """
 
     def __init__(
@@ -223,7 +224,7 @@ class GPT(nn.Module):
         _fill_gpt(own_parameters(self, part), self.config, self.seed)
 
     def forward(self, tokens: Tensor) -> Tensor:  # (B, T) integers -> (B, T, V)
-        """The layers in order."""
+        """Run the layers in order."""
         x = tokens
         for layer in self.layers:
             x = layer(x)

@@ -1,7 +1,7 @@
 """The loss that every strategy trains on, and the accuracy that people read.
 
-A loss is the mean over its rows. That is what lets data parallelism weigh shares of unequal size: the mean
-over a global batch is the mean of the shares' losses, each weighted by its rows.
+A loss is the mean over its rows. So data parallelism can weigh shares of unequal size: the mean over a global
+batch is the mean of the shares' losses, each weighted by its rows.
 """
 
 from __future__ import annotations
@@ -12,27 +12,30 @@ from torch.nn import functional
 
 
 def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:  # (..., V), (...) -> ()
-    """Mean over all rows (or tokens) of -log softmax(outputs)[target], a scalar that gradients flow from.
+    """Return the mean over all rows (or tokens) of -log softmax(outputs)[target], a scalar with gradient.
 
-    outputs: (..., V), floating; float16 and bfloat16 are widened to float32 first, others keep their dtype.
-    targets: (...), integers from 0 to V - 1. Raises ValueError where the shapes do not fit or there are no
-    rows, TypeError where targets are not integers, and as torch does for a target out of range.
+    outputs: (..., V), floating; float16 and bfloat16 are first widened to float32. targets: (...), integers
+    from 0 to V - 1. Raises ValueError if the shapes do not fit or there are no rows, TypeError if targets are
+    not integers, and torch's error for a target out of range.
     """
     _check(outputs, targets)
     if targets.numel() == 0:
-        raise ValueError(f"outputs of shape {tuple(outputs.shape)} have no rows: the mean of none is no loss")
+        raise ValueError(
+            f"outputs of shape {tuple(outputs.shape)} have no rows, and the mean loss of an empty batch is "
+            "undefined; give at least one row"
+        )
     if outputs.dtype in (torch.float16, torch.bfloat16):
         outputs = outputs.float()
     rows, classes = outputs.reshape(-1, outputs.shape[-1]), targets.reshape(-1).long()
-    # Torch leaves out rows with target -100 by default, and the mean would no longer be over all rows.
+    # By default torch leaves out rows with target -100, so the mean would not be over all rows.
     return functional.cross_entropy(rows, classes, ignore_index=torch.iinfo(torch.int64).min)
 
 
 @torch.no_grad()
 def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:  # (..., V), (...) -> ()
-    """Share of rows (or tokens) whose largest output is the target's, a float64 scalar.
+    """Return the share of rows (or tokens) whose largest output is the target's, a float64 scalar.
 
-    NaN where there are no rows. Shapes, dtypes and errors as for cross_entropy.
+    It is NaN if there are no rows. Shapes, dtypes and errors are those of cross_entropy.
     """
     _check(outputs, targets)
     return (outputs.argmax(dim=-1) == targets).double().mean()
@@ -41,8 +44,8 @@ def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:  # (..., V), (...) -> 
 def _check(outputs: Tensor, targets: Tensor) -> None:
     if outputs.dim() == 0 or outputs.shape[:-1] != targets.shape:
         raise ValueError(
-            f"outputs of shape {tuple(outputs.shape)} do not fit targets of shape {tuple(targets.shape)}: "
+            f"outputs of shape {tuple(outputs.shape)} do not fit targets of shape {tuple(targets.shape)}; "
             "give outputs (..., classes) and targets (...)"
         )
     if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
-        raise TypeError(f"targets are {targets.dtype}: give the numbers of the classes, as torch.int64")
+        raise TypeError(f"targets are {targets.dtype}; give class numbers, as torch.int64")

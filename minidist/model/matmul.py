@@ -1,8 +1,8 @@
-"""Matmul as a part of a network: a product and a linear layer whose forward and gradients run on any rung.
+"""Matmul as a part of a network: a product and a linear layer that run forward and backward on any rung.
 
-The idea: with y = x w, and g the gradient of the loss by y, the gradients by x and w are products too, g w^T
-and x^T g. So one rung of a ladder is all that a linear layer needs to learn. Tensors and the rung's arrays
-share their memory, and w^T and x^T are views with their strides swapped: nothing is copied on the way.
+If y = x w and g is the gradient of the loss by y, the gradients by x and w are products too: g w^T and x^T g.
+So a linear layer needs only one rung of a ladder. Tensors and the rung's arrays share memory, and w^T and x^T
+are views with swapped strides, so nothing is copied.
 
     layer = Linear(64, 10, rung=rung("s4_loop_order"))
 
@@ -24,52 +24,50 @@ from minidist.kernels import Rung
 def matmul(x: Tensor, w: Tensor, rung: Rung) -> Tensor:
     """Multiply x (..., k) by w (k, n) on `rung`, and return y (..., n) in their dtype.
 
-    The gradients by x and w run on the rung too, each only where it is asked for; a gradient of a gradient is
-    refused. x may have any number of dimensions from 1; where no view has its rows in two dimensions, it is
-    copied.
+    The gradients by x and w also run on the rung, each only if it is needed; second gradients are refused. x
+    has one dimension or more; if no view arranges its rows as a matrix, it is copied.
 
-    Raises TypeError for what is no tensor and for dtypes that the rung does not take or that differ;
-    ValueError for shapes that do not multiply and for tensors on another device than the rung's.
+    Raises TypeError for arguments that are not tensors, and for dtypes that differ or that the rung does not
+    take; ValueError for shapes that do not multiply, and for tensors on another device than the rung's.
     """
     for name, tensor in (("x", x), ("w", w)):
         if not isinstance(tensor, Tensor):
             raise TypeError(
-                f"{name} is a {type(tensor).__name__}, not a tensor: pass torch.as_tensor({name})"
+                f"{name} is a {type(tensor).__name__}, not a tensor; pass torch.as_tensor({name})"
             )
-        # A CUDA rung also takes tensors in main memory: its emulator works there, a GPU gets copies.
+        # A CUDA rung also takes CPU tensors: its emulator works on them, and a GPU gets copies.
         if tensor.device.type not in ("cpu", rung.device):
             raise ValueError(
-                f"{name} is on {tensor.device}, and rung {rung.name} runs on {rung.device}: "
+                f"{name} is on {tensor.device}, but rung {rung.name} runs on {rung.device}; "
                 f"move the tensor with .to({rung.device!r}), or take a rung for {tensor.device.type}"
             )
         dtype = str(tensor.dtype).removeprefix("torch.")
         if dtype not in rung.dtypes:
             raise TypeError(
-                f"{name} has dtype {dtype}, and rung {rung.name} takes {' or '.join(rung.dtypes)}: "
+                f"{name} has dtype {dtype}, but rung {rung.name} takes {' or '.join(rung.dtypes)}; "
                 f"convert it with .to(torch.{rung.dtypes[0]})"
             )
     if x.dtype != w.dtype:
         raise TypeError(
-            f"x is {x.dtype} and w is {w.dtype}: convert one with .to(), so that both are the same"
+            f"x is {x.dtype} and w is {w.dtype}; convert one with .to(), so that both are the same"
         )
     if x.ndim < 1 or w.ndim != 2 or x.shape[-1] != w.shape[0]:
         raise ValueError(
-            f"x has shape {tuple(x.shape)} and w has shape {tuple(w.shape)}, which do not multiply: "
-            "x has to be (..., k) and w (k, n), with the same k"
+            f"x of shape {tuple(x.shape)} and w of shape {tuple(w.shape)} do not multiply; "
+            "give x (..., k) and w (k, n), with the same k"
         )
-    # The number of rows is counted, as reshape can't infer it where a size is 0.
+    # Count the rows: reshape cannot infer their number if another size is 0.
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     y: Tensor = _Product.apply(rows, w, rung)  # type: ignore[no-untyped-call]
     return y.reshape(*x.shape[:-1], w.shape[1])
 
 
 class Linear(nn.Module):
-    """y = x W^T + b as torch.nn.Linear, on a rung: x (..., in_features) -> y (..., out_features).
+    """y = x W^T + b, as torch.nn.Linear, on a rung: x (..., in_features) -> y (..., out_features).
 
-    Parameters: weight (out_features, in_features) and bias (out_features,), drawn as torch.nn.Linear draws
-    them, from the uniform distribution within 1 / sqrt(in_features), by `generator` where that is given.
-    `dtype` and `device`: torch's defaults unless given. Raises ValueError for a negative size; a call raises
-    as `matmul` does.
+    weight (out_features, in_features) and bias (out_features,) are drawn as torch.nn.Linear draws them,
+    uniformly within 1 / sqrt(in_features), by `generator` if given. dtype, device: torch's defaults unless
+    given. Raises ValueError for a negative size; a call raises the errors of `matmul`.
     """
 
     weight: Tensor
@@ -89,7 +87,7 @@ class Linear(nn.Module):
         super().__init__()
         if in_features < 0 or out_features < 0:
             raise ValueError(
-                f"in_features is {in_features} and out_features is {out_features}: neither may be negative"
+                f"in_features is {in_features} and out_features is {out_features}; neither may be negative"
             )
         self.in_features = in_features
         self.out_features = out_features
@@ -101,12 +99,12 @@ class Linear(nn.Module):
             nn.init.uniform_(parameter, -bound, bound, generator=generator)
 
     def forward(self, x: Tensor) -> Tensor:  # (..., in) -> (..., out)
-        """The product on the rung, then the bias."""
+        """Multiply on the rung, then add the bias."""
         y = matmul(x, self.weight.T, self.rung)
         return y if self.bias is None else y + self.bias
 
     def extra_repr(self) -> str:
-        """What print(layer) shows between the brackets."""
+        """The text between the brackets of print(layer)."""
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, rung={self.rung.name}"
 
 
@@ -114,7 +112,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, rung: Rung) -> Tensor:  # (m, k), (k, n) -> (m, n)
         x_needs_grad, w_needs_grad, _ = ctx.needs_input_grad
-        # Each gradient needs the other factor: what no gradient needs is not kept.
+        # Each gradient needs the other factor; keep only a factor that some gradient needs.
         ctx.save_for_backward(x if w_needs_grad else None, w if x_needs_grad else None)
         ctx.rung = rung
         ctx.w_is_transposed = w.stride(0) < w.stride(1)
@@ -128,7 +126,7 @@ class _Product(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             x_grad = _multiply(ctx.rung, g, w.T)  # (m, k)
         if ctx.needs_input_grad[1]:
-            # (k, n), in w's own order in memory, or becoming .grad would cost a copy: Linear's w is weight.T.
+            # (k, n), in w's memory order (Linear passes weight.T), so that it becomes .grad without a copy.
             w_grad = _multiply(ctx.rung, g.T, x).T if ctx.w_is_transposed else _multiply(ctx.rung, x.T, g)
         return x_grad, w_grad, None
 

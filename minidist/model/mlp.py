@@ -22,18 +22,18 @@ def _he(_: str, weight: Tensor) -> float:
 
 
 class Dense(nn.Module):
-    """One layer of an MLP: a linear map, and a ReLU where it is not the last."""
+    """One layer of an MLP: a linear map, and a ReLU unless it is the last layer."""
 
     def __init__(self, linear: nn.Module, relu: bool) -> None:
         super().__init__()
         self.linear = linear
         self.relu = relu
-        self.width: int | None = None  # of inputs, where they are checked
+        self.width: int | None = None  # checked of the inputs, if given
 
     def forward(self, x: Tensor) -> Tensor:  # (..., in) -> (..., out)
         """The linear map, then the ReLU."""
         if self.width is not None and (x.dim() == 0 or x.shape[-1] != self.width):
-            raise ValueError(f"inputs are {tuple(x.shape)}: give (..., {self.width}), the MLP's first size")
+            raise ValueError(f"inputs are {tuple(x.shape)}; give (..., {self.width}), the MLP's first size")
         x = self.linear(x)
         return functional.relu(x) if self.relu else x
 
@@ -41,10 +41,10 @@ class Dense(nn.Module):
 class MLP(nn.Module):
     """A multi-layer perceptron with ReLU between its layers: (..., sizes[0]) -> (..., sizes[-1]).
 
-    linear: what makes a layer, called `linear(inputs, outputs)`;
-    `functools.partial(minidist.model.matmul.Linear, rung=...)` runs the network on a rung. Its weights are
-    the same whatever makes the layers. dtype, device: torch's defaults unless given. Raises ValueError for
-    fewer than two sizes or a size below 1, and for inputs of another width.
+    linear: makes a layer, called as `linear(inputs, outputs)`;
+    `functools.partial(minidist.model.matmul.Linear, rung=...)` runs the network on a rung. The weights do not
+    depend on it. dtype, device: torch's defaults unless given. Raises ValueError for fewer than two sizes,
+    for a size below 1, and for inputs of another width.
     """
 
     def __init__(
@@ -58,13 +58,13 @@ class MLP(nn.Module):
     ) -> None:
         super().__init__()
         if len(sizes) < 2 or min(sizes) < 1:
-            raise ValueError(f"sizes are {tuple(sizes)}: give two or more, each at least 1")
+            raise ValueError(f"sizes are {tuple(sizes)}; give two or more, each at least 1")
         self.sizes = tuple(sizes)
         pairs = list(zip(self.sizes, self.sizes[1:], strict=False))
-        # What a linear draws for itself it draws in here: the global state is then put back.
+        # `linear` may draw weights of its own; fork_rng restores the global random state afterwards.
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             made = [Dense(linear(*pair), relu=pair is not pairs[-1]) for pair in pairs]
-        made[0].width = self.sizes[0]  # a batch of another is the caller's mistake
+        made[0].width = self.sizes[0]
         self.layers = nn.ModuleList(made)
         self.to(device=device or torch.get_default_device(), dtype=dtype or torch.get_default_dtype())
         self.seed = seed
@@ -75,7 +75,7 @@ class MLP(nn.Module):
         fill(own_parameters(self, part), _he, seed=self.seed)
 
     def forward(self, x: Tensor) -> Tensor:  # (..., sizes[0]) -> (..., sizes[-1])
-        """The layers in order."""
+        """Run the layers in order."""
         for layer in self.layers:
             x = layer(x)
         return x

@@ -1,9 +1,9 @@
-"""The sampler: which rows make up a step's global batch, and which of those are this rank's.
+"""The sampler: which rows form a step's global batch, and which of them belong to this rank.
 
-Order is drawn first, for everybody, and dealt second: an epoch's permutation depends on (seed, epoch) alone,
-a global batch is the next slice of it, and a rank's share is a contiguous part of that slice. So the global
-batches are the same for any number of ranks, no rank needs to hear from another, and a run resumes at any
-step by asking for it.
+The order is drawn first, the same for all ranks, and dealt second. An epoch's permutation depends only on
+(seed, epoch), a global batch is the next slice of it, and a rank's share is a contiguous part of that slice.
+So the global batches are the same for any number of ranks, ranks need not communicate, and a run resumes at
+any step by asking for that step.
 """
 
 from __future__ import annotations
@@ -13,21 +13,22 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from minidist._arguments import check_whole
 from minidist.model.seeding import generator
 
 
 class Sampler:
     """Deals `rows` rows in global batches to `ranks` data-parallel ranks, shuffled anew in every epoch.
 
-    rows: rows of the data set. global_batch: rows that all ranks together take in one step. rank, ranks: this
-    one of how many data-parallel ranks (ranks that differ only in tensor, pipeline or context parallelism
-    have the same number). seed: of the order. drop_last: leave out an epoch's last batch where it would be
-    smaller than the others.
+    rows: rows of the data set. global_batch: rows that all ranks together take in one step. rank, ranks: the
+    index of this data-parallel rank, and how many there are (ranks that differ only in tensor, pipeline or
+    context parallelism have the same index). seed: of the order. drop_last: leave out an epoch's last batch
+    if it is smaller than the others.
 
-    Shares differ by at most one row, the first ranks having more: 512 rows on 8 ranks are 64 each, 13 on 4
+    Shares differ by at most one row, and the first ranks have more: 512 rows on 8 ranks are 64 each, 13 on 4
     are 4, 3, 3, 3. Nothing is communicated. Memory: one permutation, 8 bytes a row.
 
-    Raises ValueError where an argument is out of range, or where a rank would go without a row in any batch.
+    Raises TypeError or ValueError if an argument is wrong, or if a rank would get no row in some batch.
     """
 
     def __init__(
@@ -41,27 +42,24 @@ class Sampler:
         drop_last: bool = False,
     ) -> None:
         for name, value in (("rows", rows), ("global_batch", global_batch), ("ranks", ranks)):
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name} is {value!r}: give a whole number")
-            if value < 1:
-                raise ValueError(f"{name} is {value}: give at least 1")
+            check_whole(name, value, 1)
         if not 0 <= rank < ranks:
-            raise ValueError(f"rank is {rank} with {ranks} ranks: give a rank from 0 to {ranks - 1}")
+            raise ValueError(f"rank is {rank} with {ranks} ranks; give a rank from 0 to {ranks - 1}")
         if ranks > global_batch:
             raise ValueError(
-                f"{ranks} ranks are more than a global batch has rows ({global_batch}): "
+                f"{ranks} ranks are more than a global batch has rows ({global_batch}); "
                 f"give a global_batch of at least {ranks}, or fewer ranks"
             )
         full, ragged = divmod(rows, global_batch)
         if drop_last and not full:
             raise ValueError(
-                f"drop_last leaves no batch: the data set has {rows} rows, a global batch {global_batch}, so "
+                f"drop_last leaves no batch: the data set has {rows} rows and a global batch {global_batch}; "
                 f"give a global_batch of at most {rows}, or drop_last=False"
             )
         if not drop_last and 0 < ragged < ranks:
             raise ValueError(
                 f"{ranks} ranks are more than the last batch of an epoch has rows ({ragged}: {rows} rows are "
-                f"{full} global batches of {global_batch} and {ragged} over): give drop_last=True, another "
+                f"{full} global batches of {global_batch} and {ragged} over); give drop_last=True, another "
                 "global_batch, or fewer ranks"
             )
         self.rows, self.global_batch, self.drop_last = rows, global_batch, drop_last
@@ -70,27 +68,27 @@ class Sampler:
         self._order = (-1, torch.empty(0, dtype=torch.int64))  # the last epoch asked for, and its permutation
 
     def __len__(self) -> int:
-        """Steps in an epoch."""
+        """The number of steps in an epoch."""
         return self.steps_per_epoch
 
     def batch(self, step: int) -> Tensor:  # (rows of the global batch,) int64
-        """The rows of all ranks in `step`.
+        """Return the rows of all ranks in `step`.
 
-        Steps count from 0 and on through the epochs: step len(self) opens the second. Raises ValueError for a
-        negative step.
+        Steps count from 0 through all epochs: step len(self) is the first of the second epoch. Raises
+        ValueError for a negative step.
         """
         if step < 0:
-            raise ValueError(f"step is {step}: steps count from 0")
+            raise ValueError(f"step is {step}; steps count from 0")
         epoch, position = divmod(step, self.steps_per_epoch)
         start = position * self.global_batch
         return self._permutation(epoch)[start : start + self.global_batch].clone()
 
     def share(self, step: int) -> Tensor:  # (this rank's rows,) int64
-        """The rows of this rank in `step`: a contiguous part of batch(step), in its order."""
+        """Return this rank's rows in `step`: a contiguous part of batch(step), in its order."""
         return self.batch(step).tensor_split(self.ranks)[self.rank]
 
     def epoch(self, number: int = 0) -> Iterator[Tensor]:
-        """This rank's shares through one epoch: `for indices in sampler.epoch(3): data.train[indices]`."""
+        """Yield this rank's shares in one epoch: `for indices in sampler.epoch(3): data.train[indices]`."""
         first = number * self.steps_per_epoch
         return (self.share(step) for step in range(first, first + self.steps_per_epoch))
 

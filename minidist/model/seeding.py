@@ -1,9 +1,9 @@
-"""Seeding by name: every parameter has a generator of its own, seeded by a hash of (seed, full name).
+"""Seeding by name: every parameter has its own generator, seeded by a hash of (seed, full name).
 
-A weight then depends on nothing but the seed and its own name and shape: not on how the model is cut into
-stages, on the rank or the order in which its layers are built, nor on what else has used the global random
-state, which is neither read nor moved. Values are drawn in float64 on the CPU and rounded once, so that a
-float32 and a float64 model, or one on a GPU, start from the same numbers.
+So a weight depends only on the seed and its own name and shape. It does not depend on the rank, on how the
+model is cut into stages, on the order in which layers are built, or on the global random state, which is
+neither read nor changed. Values are drawn in float64 on the CPU and rounded once, so a float32 and a float64
+model, or one on a GPU, start from the same numbers.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from torch import Tensor, nn
 
 
 def stable_hash(*parts: object) -> int:
-    """63 bits from the text of `parts`, the same in every process and on every machine, as hash() is not."""
+    """Return 63 bits from the text of `parts`, the same in every process and machine, unlike hash()."""
     text = "\0".join(str(part) for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 def generator(*parts: object) -> torch.Generator:
-    """A CPU generator seeded by `parts`, for example (seed, "epoch", 3).
+    """Return a CPU generator seeded by `parts`, for example (seed, "epoch", 3).
 
-    Torch's CPU generator keeps the low 32 bits of a seed. That two of a thousand names share a stream has a
-    chance of 1 in 8,600, and would be a correlation and no error.
+    Torch's CPU generator keeps the low 32 bits of a seed. The chance that two of a thousand names share a
+    stream is 1 in 8,600; that would be a correlation, not an error.
     """
     return torch.Generator(device="cpu").manual_seed(stable_hash(*parts))
 
@@ -36,9 +36,9 @@ def fill(
 ) -> None:
     """Give each parameter its first value, in place: (full name, parameter) pairs, of any dtype and device.
 
-    Matrices are drawn from N(0, deviation(name, parameter)^2); a vector named weight is the scale of a norm
+    Matrices are drawn from N(0, deviation(name, parameter)^2). A vector named weight is the scale of a norm
     and becomes one; any other vector is a bias and becomes zero. Parameters on the meta device have no values
-    and are passed over.
+    and are skipped.
     """
     for name, parameter in parameters:
         if parameter.is_meta:
@@ -52,7 +52,7 @@ def fill(
 
 
 def own_parameters(model: nn.Module, part: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The parameters of a submodule, not those below it, with their names in the whole model."""
+    """Yield a submodule's own parameters, without its children's, by their names in the whole model."""
     name = next(name for name, each in model.named_modules() if each is part)
     for attribute, parameter in part.named_parameters(recurse=False):
         yield f"{name}.{attribute}" if name else attribute, parameter

@@ -39,16 +39,16 @@ arrived |
 | pipeline/split_backward.py, pipeline/tied_parameters.py | a backward pass in two parts; a parameter that two
 stages share |
 | compression/sparse_gradients.py | sparse gradients: rows are gathered |
-| compression/compressor.py, compression/top_k.py, compression/power_sgd.py | fewer bytes: rounded, the
+| compression/by_name.py, compression/top_k.py, compression/power_sgd.py | fewer bytes: rounded, the
 largest only, two thin factors |
 | tensor/parallelize.py | `parallelize`: a model whose matrices ranks share, by a plan that names them |
 | tensor/styles.py, tensor/plans.py | a plan read and checked; plans for a GPT and an MLP, and their bytes |
 | tensor/operators.py | the pairs of operators between what all ranks compute and what they share |
-| tensor/column_parallel.py, tensor/column_function.py | layers cut by their outputs; several of one input as
+| tensor/column_parallel.py | layers cut by their outputs; several of one input as
 one |
-| tensor/row_parallel.py, tensor/whole_layers.py | layers cut by their inputs; what is cut |
+| tensor/row_parallel.py | layers cut by their inputs |
 | tensor/vocabulary.py | a table of tokens cut by rows; a cross entropy that never sees all logits |
-| tensor/cuts.py, tensor/collectives.py | where a tensor is cut; collectives along any dimension |
+| tensor/cuts.py | where a tensor is cut; a part of a whole layer |
 | tensor/sequence_parallel.py, training/random_state.py | norms and dropout on a share of the sequence; what
 dropout draws |
 | debugging/compare.py, debugging/recording.py, debugging/assembling.py | `compare`: the first layer at which

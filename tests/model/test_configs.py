@@ -36,8 +36,8 @@ def test_unknown_names_and_fields_offer_the_nearest():
     ("changes", "error", "message"),
     [
         ({"heads": 3}, ValueError, r"heads \(3\) must divide width \(64\)"),
-        ({"layers": 0}, ValueError, "layers is 0: give at least 1"),
-        ({"width": 64.0}, TypeError, r"width is 64\.0: give a whole number"),
+        ({"layers": 0}, ValueError, "layers is 0; give at least 1"),
+        ({"width": 64.0}, TypeError, r"width is 64\.0 \(float\); give an integer"),
         ({"dropout": 1.0}, ValueError, r"dropout is 1\.0"),
         ({"dropout": math.nan}, ValueError, "dropout is nan"),
     ],

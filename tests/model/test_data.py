@@ -53,7 +53,7 @@ def test_a_limit_takes_the_first_rows_of_both_halves():
     assert torch.equal(few.train.inputs, all_rows.train.inputs[:7])
     assert few.fingerprint() != all_rows.fingerprint()
     assert len(digits(limit=10_000).test) == 360
-    with pytest.raises(ValueError, match="limit is 0: give at least 1"):
+    with pytest.raises(ValueError, match="limit is 0; give at least 1"):
         digits(limit=0)
 
 

@@ -45,7 +45,7 @@ def test_the_formula_counts_what_the_module_has(name, tied):
 
 
 def test_bert_is_for_sizing():
-    with pytest.raises(TypeError, match="BERTConfig, for sizing only"):
+    with pytest.raises(TypeError, match="BERTConfig, which cannot be built"):
         GPT(config("bert-tiny"))
     assert isinstance(config("bert-tiny"), BERTConfig)
 
@@ -147,7 +147,7 @@ def test_any_batch_and_length_up_to_the_context(shape):
 
 
 def test_tokens_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match=r"tokens are \(1, 9\): give \(B, T\) with T at most 8"):
+    with pytest.raises(ValueError, match=r"tokens are \(1, 9\); give \(B, T\) with T at most 8"):
         GPT(TINY)(draw_tokens((1, 9)))
     with pytest.raises(ValueError, match="tokens are"):
         GPT(TINY)(draw_tokens((4,)))
@@ -241,7 +241,7 @@ def test_an_mlp_checks_its_sizes(sizes):
 
 
 def test_an_mlp_checks_its_inputs():
-    with pytest.raises(ValueError, match=r"inputs are \(2, 8\): give \(\.\.\., 64\)"):
+    with pytest.raises(ValueError, match=r"inputs are \(2, 8\); give \(\.\.\., 64\)"):
         MLP()(torch.rand(2, 8))
 
 

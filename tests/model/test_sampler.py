@@ -96,7 +96,7 @@ def test_one_row_is_an_epoch():
     [
         (
             {"rows": 100, "global_batch": 4, "ranks": 8},
-            r"8 ranks are more than a global batch has rows \(4\): give",
+            r"8 ranks are more than a global batch has rows \(4\); give",
         ),
         (
             {"rows": 1437, "global_batch": 718, "ranks": 2},
@@ -104,12 +104,12 @@ def test_one_row_is_an_epoch():
         ),
         ({"rows": 3, "global_batch": 8, "ranks": 4}, r"4 ranks .* last batch of an epoch has rows \(3"),
         ({"rows": 7, "global_batch": 8, "drop_last": True}, "drop_last leaves no batch"),
-        ({"rows": 0, "global_batch": 8}, "rows is 0: give at least 1"),
+        ({"rows": 0, "global_batch": 8}, "rows is 0; give at least 1"),
         ({"rows": 8, "global_batch": 0}, "global_batch is 0"),
         ({"rows": 8, "global_batch": 8, "ranks": 0}, "ranks is 0"),
         (
             {"rows": 8, "global_batch": 8, "ranks": 2, "rank": 2},
-            "rank is 2 with 2 ranks: give a rank from 0 to 1",
+            "rank is 2 with 2 ranks; give a rank from 0 to 1",
         ),
         ({"rows": 8, "global_batch": 8, "ranks": 2, "rank": -1}, "rank is -1"),
     ],
@@ -124,7 +124,7 @@ def test_drop_last_is_the_remedy_for_a_ragged_end():
 
 
 def test_steps_and_sizes_are_whole_numbers_from_zero():
-    with pytest.raises(ValueError, match="step is -1: steps count from 0"):
+    with pytest.raises(ValueError, match="step is -1; steps count from 0"):
         Sampler(8, 4).batch(-1)
-    with pytest.raises(TypeError, match=r"rows is 8\.0: give a whole number"):
+    with pytest.raises(TypeError, match=r"rows is 8\.0 \(float\); give an integer"):
         Sampler(8.0, 4)

@@ -23,7 +23,7 @@ from minidist import comm
 from minidist.model import GPT, config
 from minidist.parallel.engine import parameter_placement, partition_model, step_executor, training_step
 from minidist.parallel.sharding import data_parallel_strategy
-from minidist.parallel.tensor import column_function
+from minidist.parallel.tensor import column_parallel
 from tests.helpers import contract
 
 Clusters = Callable[[int], md.Cluster]
@@ -143,7 +143,7 @@ def with_the_tied_sum_first(patch: pytest.MonkeyPatch) -> None:
 
 def without_a_tensor_parallel_sum(patch: pytest.MonkeyPatch) -> None:
     """The gradient of a cut layer's input stays this rank's part of it."""
-    patch.setattr(column_function, "start_all_reduce", lambda x, *_: lambda: x)
+    patch.setattr(column_parallel, "start_all_reduce", lambda x, *_: lambda: x)
 
 
 def with_equal_shares_of_tokens(patch: pytest.MonkeyPatch) -> None:

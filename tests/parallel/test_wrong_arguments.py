@@ -42,11 +42,15 @@ def compared(batches: Any, **options: Any) -> object:
 
 MISTAKES: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: ring_attention(None, X, X), TypeError, "q, k and v are NoneType, Tensor, Tensor; give"),  # type: ignore[arg-type]
-    (lambda: RING(length=4.0), TypeError, "length is 4.0; give a whole number"),
-    (lambda: RING(length="4"), TypeError, "length is '4'; give a whole number"),
-    (lambda: RING(length=-4), ValueError, "length is -4; give the number"),
-    (lambda: RING(tile=1.5), TypeError, "tile is 1.5; give a whole number"),
-    (lambda: RING(tile="a"), TypeError, "tile is 'a'; give a whole number"),
+    (lambda: RING(length=4.0), TypeError, "length is 4.0 (float); give an integer, the positions"),
+    (lambda: RING(length="4"), TypeError, "length is '4' (str); give an integer"),
+    (
+        lambda: RING(length=-4),
+        ValueError,
+        "length is -4; give at least 0, the positions of the whole",
+    ),
+    (lambda: RING(tile=1.5), TypeError, "tile is 1.5 (float); give an integer, the keys"),
+    (lambda: RING(tile="a"), TypeError, "tile is 'a' (str); give an integer"),
     (lambda: RING(scale="x"), TypeError, "scale is 'x'; give a number"),
     (lambda: RING(group=3), TypeError, "group is 3; give a process group"),
     (lambda: BYTES(8, 0, 0), ValueError, "rank is 0 of 0; give at least 1 rank"),

@@ -1,9 +1,9 @@
 """Local SGD: every rank trains by itself, and every k steps the ranks average their parameters.
 
-Data parallelism sends a gradient in each step. Here a rank sends its parameters every k-th, so k times
-fewer bytes; in between the copies drift apart, which costs accuracy where k is large. With k = 1, equal
-shares and plain SGD it is data parallelism: the mean of x - lr g over the ranks is x - lr (mean of g). So it
-is with momentum, which is linear in the gradients too, and not with Adam.
+Data parallelism sends a gradient in each step. Here a rank sends its parameters in every k-th step, so k
+times fewer bytes. In between, the copies drift apart, which costs accuracy if k is large. With k = 1, equal
+shares and plain SGD it equals data parallelism: the mean of x - lr g over the ranks is x - lr (mean of g).
+The same holds for momentum, which is linear in the gradients, but not for Adam.
 
 Sources: Stich 2019, "Local SGD Converges Fast and Communicates Little", algorithm 1; Lin et al. 2020, "Don't
 Use Large Mini-Batches, Use Local SGD", section 4, for averaging in every step at first (post-local SGD).
@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from minidist import comm
+from minidist._arguments import check_whole
 from minidist.comm.work import Group
 from minidist.parallel.flat.buckets import MB, Bucket, GradientComm, broadcast_together, cut, require_same
 
@@ -30,17 +31,17 @@ class LocalSGD(nn.Module):
     >>> optimizer.step()
     >>> model.synchronize()
 
-    Parameters and buffers are broadcast from the group's rank 0 when it is made. The parameters that get
-    gradients are averaged; an optimizer's state and the buffers stay each rank's own. Memory: one more copy
-    of the parameters, in which they are averaged.
+    The constructor broadcasts parameters and buffers from the group's rank 0. Averaging covers the parameters
+    that get gradients; the optimizer's state and the buffers stay each rank's own. Memory: one more copy of
+    the parameters, in which they are averaged.
 
     Args:
         module: the model; the same architecture on all ranks.
-        every: steps from one averaging to the next, k.
+        every: k, the steps between two averagings.
         group: the ranks that average; None for all.
-        warmup: steps at the start after each of which the ranks average.
-        bucket_mb: megabytes that are sent at once, at most.
-        algorithm: how; see `comm.all_reduce`.
+        warmup: how many steps at the start each end with an averaging.
+        bucket_mb: most megabytes in one message.
+        algorithm: see `comm.all_reduce`.
 
     Raises:
         TypeError, ValueError: an argument is wrong, or the ranks' modules differ.
@@ -58,9 +59,8 @@ class LocalSGD(nn.Module):
         super().__init__()
         if not isinstance(module, nn.Module):
             raise TypeError(f"module is a {type(module).__name__}; give a torch.nn.Module")
-        for name, value, least in (("every", every, 1), ("warmup", warmup, 0)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} is {value!r}; give a whole number of steps, at least {least}")
+        check_whole("every", every, 1, ", the steps between two averagings")
+        check_whole("warmup", warmup, 0, ", the steps at the start that each end with an averaging")
         self.module, self.every, self.warmup = module, every, warmup
         self.steps = 0  # optimizer steps so far
         self._exchange, self._limit = GradientComm(group, algorithm), int(bucket_mb * MB)
@@ -72,11 +72,11 @@ class LocalSGD(nn.Module):
         broadcast_together([tensor for _, tensor in state], group)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module returns for this rank's share of the batch."""
+        """Return the module's outputs for this rank's share of the batch."""
         return self.module(*args, **kwargs)
 
     def synchronize(self) -> bool:
-        """Count a step, and average the parameters where it is time to: call it after the optimizer's step.
+        """Count a step, and average the parameters if it is time. Call this after the optimizer's step.
 
         Returns:
             Whether they were averaged.
@@ -92,7 +92,7 @@ class LocalSGD(nn.Module):
 
     @torch.no_grad()
     def average(self) -> None:
-        """Average the parameters now, as at the end of training. Bytes sent: 2 (n - 1) / n of them."""
+        """Average the parameters now, as at the end of training. Sends 2 (n - 1) / n of their bytes."""
         exchange = self._exchange
         if exchange.ranks == 1:
             return

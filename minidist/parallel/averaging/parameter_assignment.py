@@ -1,11 +1,11 @@
-"""Which server holds which parameters, and what a part of them looks like as one message.
+"""Which server holds which parameters, and how a server's part becomes one message.
 
 A part is a list of whole parameters. All values of a part travel in one message of bytes, whatever their
-dtypes, so a pull or a push is one message to each server. Parameters stand in it with the widest dtype first:
-then each begins at a multiple of its own width, with no gap.
+dtypes, so a pull or a push is one message to each server. The parameters with the widest dtype come first, so
+each begins at a multiple of its own width, without gaps.
 
 Source: Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server", section 4.2, whose
-servers hold ranges of keys; whole parameters let each server run any torch optimizer.
+servers hold ranges of keys. Whole parameters let each server run any torch optimizer.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from minidist.comm.work import bytes_of
 
 HEAD = 16
-"""Bytes of two integers that open a message of parameters: updates that they hold, and 0. Two, so that the
-widest dtype begins at a multiple of its width."""
+"""Bytes of two integers that open a message of parameters: how many updates they contain, and a 0 that lets
+the widest dtype begin at a multiple of its width."""
 
 
 @dataclass(frozen=True)
@@ -35,43 +35,43 @@ class ServerPart:
         return sum(map(bytes_of, self.parameters))
 
     def empty_values(self) -> Tensor:  # (16 + S,) uint8
-        """Room for a message of parameters."""
+        """Return room for a message of parameters."""
         return torch.empty(HEAD + self.bytes, dtype=torch.uint8)
 
     def pack_values(self, updates: int) -> Tensor:  # (16 + S,) uint8
-        """The parameters as a message."""
+        """Return the parameters as a message."""
         message = self.empty_values()
         message[:HEAD].view(torch.int64).copy_(torch.tensor([updates, 0]))
-        for place, parameter in zip(self._split(message[HEAD:]), self.parameters, strict=True):
-            place.copy_(parameter.detach())
+        for view, parameter in zip(self._split(message[HEAD:]), self.parameters, strict=True):
+            view.copy_(parameter.detach())
         return message
 
     def load_values(self, message: Tensor) -> int:
-        """Put a message's values into the parameters; the updates that they hold."""
+        """Copy a message's values into the parameters; return how many updates they contain."""
         with torch.no_grad():
             for parameter, value in zip(self.parameters, self._split(message[HEAD:]), strict=True):
                 parameter.copy_(value)
         return int(message[:HEAD].view(torch.int64)[0])
 
     def empty_gradients(self) -> Tensor:  # (S + P,) uint8
-        """Room for a message of gradients."""
+        """Return room for a message of gradients."""
         return torch.empty(self.bytes + len(self.parameters), dtype=torch.uint8)
 
     def pack_gradients(self) -> Tensor:  # (S + P,) uint8
-        """The gradients as a message: zeros where there is none, and a byte for each that says so."""
+        """Return the gradients as a message, with a byte for each that says whether it is missing (zeros)."""
         message = self.empty_gradients()
         flags = message[self.bytes :]
-        for i, (place, parameter) in enumerate(zip(self._split(message), self.parameters, strict=True)):
+        for i, (view, parameter) in enumerate(zip(self._split(message), self.parameters, strict=True)):
             gradient = parameter.grad
             flags[i] = gradient is not None
             if gradient is None:
-                place.zero_()
+                view.zero_()
             else:
-                place.copy_(gradient.to_dense())
+                view.copy_(gradient.to_dense())
         return message
 
     def unpack_gradients(self, message: Tensor) -> list[Tensor | None]:
-        """For each parameter its gradient, which shares the message's memory, or None where there is none."""
+        """Return each parameter's gradient, as a view of the message, or None if it has none."""
         used = message[self.bytes :].tolist()
         return [g if flag else None for g, flag in zip(self._split(message), used, strict=True)]
 
@@ -86,7 +86,7 @@ class ServerPart:
 
 
 def divide(parameters: Sequence[nn.Parameter], servers: int) -> list[ServerPart]:
-    """One part for each server, of about the same bytes: each parameter, largest first, to the lightest part.
+    """Deal the parameters to the servers: each parameter, largest first, goes to the lightest part.
 
     No part has more bytes than 4/3 of the least possible (Graham 1969, "Bounds on Multiprocessing Timing
     Anomalies").
@@ -96,12 +96,12 @@ def divide(parameters: Sequence[nn.Parameter], servers: int) -> list[ServerPart]
     """
     if servers > len(parameters):
         raise ValueError(
-            f"servers is {servers} and the model has {len(parameters)} trainable parameters; a server holds "
-            "at least one, so use fewer servers"
+            f"servers is {servers}, but the model has {len(parameters)} trainable parameters, and a server "
+            "holds at least one; use fewer servers"
         )
     held: list[list[nn.Parameter]] = [[] for _ in range(servers)]
     for parameter in sorted(parameters, key=bytes_of, reverse=True):
-        # Of equally light ones that with the fewest: empty parameters are spread too.
+        # Among equally light parts, the one with the fewest parameters: this also spreads empty ones.
         min(held, key=lambda part: (sum(map(bytes_of, part)), len(part))).append(parameter)
     order = {parameter: i for i, parameter in enumerate(parameters)}
     return [ServerPart(sorted(part, key=lambda p: (-p.element_size(), order[p]))) for part in held]

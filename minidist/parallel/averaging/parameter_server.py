@@ -1,13 +1,13 @@
 """The parameter server: workers pull parameters, push gradients, and need not wait for each other.
 
 Servers hold the parameters and the optimizer. A worker pulls the parameters, computes gradients on its own
-rows and pushes them; the server makes its update as soon as they come. Nobody waits for a slow worker, nor
-for a dead one. The price is staleness: while a worker computes, the updates of others change the parameters
-that it computes for. It is measured, and bounded on request: with bound 0 this is the classical synchronous
-parameter server.
+rows and pushes them; the server updates the parameters as soon as they arrive. Nobody waits for a slow or
+dead worker. The price is staleness: while a worker computes, updates from other workers change the parameters
+that it computes for. Staleness is measured, and bounded on request. With bound 0 this is the classical
+synchronous parameter server.
 
-`server.py` is what a server does, `staleness.py` the rule by which it makes updates,
-`parameter_assignment.py` which server holds which parameters.
+server.py is what a server does, staleness.py its rule for making updates, parameter_assignment.py which
+server holds which parameters.
 
 Sources: Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server" (OSDI), sections 3
 and 5; Dean et al. 2012, "Large Scale Distributed Deep Networks" (NeurIPS), section 4.1 (Downpour SGD).
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from minidist import comm
+from minidist._arguments import check_whole
 from minidist.comm.work import bytes_of
 from minidist.parallel.averaging.parameter_assignment import HEAD, divide
 from minidist.parallel.averaging.server import Ask, ServerReport, Serving, Tag
@@ -28,9 +29,9 @@ from minidist.parallel.contract.engine import MakeOptimizer
 
 
 class ParameterServer:
-    """Training by workers that do not wait for each other, in a loop that the user writes.
+    """Trains with workers that do not wait for each other, in a loop that the user writes.
 
-    Every rank makes one. The first `servers` ranks then serve and the others work:
+    Every rank makes one. The first `servers` ranks then serve, and the others work:
 
     >>> server = md.ParameterServer(model, partial(torch.optim.SGD, lr=0.1))
     >>> if server.is_server:
@@ -42,36 +43,37 @@ class ParameterServer:
     ...         server.push(rows=len(inputs))
     ...     server.done()
 
-    `Sampler(rows, batch, rank=server.worker, ranks=server.workers)` deals a worker its rows. For fast workers
-    to do more than their share, let each go on `while server.pull() < updates`. At the end all ranks that
-    live hold the same parameters; buffers are each rank's own.
+    `Sampler(rows, batch, rank=server.worker, ranks=server.workers)` deals a worker its rows. To let fast
+    workers do more than their share, loop `while server.pull() < updates`. At the end all living ranks hold
+    the same parameters; buffers are each rank's own.
 
-    As in every call, nobody waits longer than the world's time limit: no step may take longer, and no worker
-    may be done so much earlier than the others.
+    Nobody waits longer than the world's time limit, as in every call. So no step may take longer, and no
+    worker may be done so much earlier than the others.
 
-    Once all have made one, a worker that dies does not stop the others where the launcher lets it, as in
+    Once all ranks have made one, a worker that dies does not stop the others if the launcher allows it, as in
     `md.launch(work, 3, may_fail=(1, 2))`. What it had pushed counts, and the report names it; with several
-    servers its last push may have reached only some. A server that dies stops all.
+    servers, its last push may have reached only some. A server that dies stops all ranks.
 
-    Each step of a worker sends, for P trainable parameters of S bytes and K servers: the worker 32 K + P + S,
-    the servers 16 K + S; see `bytes_per_step`. Making one broadcasts parameters and buffers from rank 0, and
-    the end costs a pull more. Messages go through the CPU, also where the model is on a GPU.
+    For P trainable parameters of S bytes and K servers, one step of a worker sends 32 K + P + S bytes from
+    the worker and 16 K + S from the servers; see `bytes_per_step`. The constructor broadcasts parameters and
+    buffers from rank 0, and the end costs one more pull. Messages go through the CPU even if the model is on
+    a GPU.
 
     Args:
         model: the same architecture on all ranks.
-        optimizer: a function from parameters to a torch optimizer; each server calls it for its own part, so
-            one that looks at all parameters together, such as by their global norm, needs `servers=1`.
-        servers: how many ranks serve. Each holds whole parameters, and of all bytes about the same.
-        max_staleness: most updates that may lie between a worker's pull and the update that its push goes
-            into. Workers that are ahead then wait in `pull`, and pushes that would get too old share an
-            update, which takes their mean over rows. 0 is the synchronous parameter server: each update takes
-            one push of every worker, as one process would. None: no bound, each push is an update by itself.
+        optimizer: a function from parameters to a torch optimizer. Each server calls it for its own part, so
+            an optimizer that looks at all parameters together, say at their global norm, needs `servers=1`.
+        servers: how many ranks serve. Each holds whole parameters, of about the same number of bytes.
+        max_staleness: the most updates between a worker's pull and the update that contains its push. Workers
+            that are ahead then wait in `pull`, and pushes that would become too old share an update, which
+            takes their mean over rows. 0 is the synchronous parameter server: each update takes one push of
+            every worker, as one process would. None: no bound, and each push is an update by itself.
 
     Attributes:
         model: the module.
         is_server: whether this rank serves.
-        worker: this rank's number among the workers, from 0; -1 on a server.
-        workers: how many there are.
+        worker: this rank's index among the workers, from 0; -1 on a server.
+        workers: how many workers there are.
         optimizer: on a server, the optimizer of its part; None on a worker.
 
     Raises:
@@ -104,13 +106,13 @@ class ParameterServer:
     def pull(self) -> int:
         """Load the newest parameters into the model, on a worker. Sends 16 bytes to each server.
 
-        Under a bound it waits until this worker's last push is in an update.
+        With a bound on staleness, this waits until the worker's last push is in an update.
 
         Returns:
-            Updates that these parameters hold; with several servers, of the one that has made the fewest.
+            How many updates these parameters contain; with several servers, the fewest on any of them.
 
         Raises:
-            RuntimeError: on a server, or after `done`.
+            RuntimeError: called on a server, or after `done`.
             CollectiveError: a server is gone or late.
         """
         self._check_working("pull")
@@ -119,21 +121,21 @@ class ParameterServer:
         return updates
 
     def push(self, rows: int) -> None:
-        """Send the model's gradients to the servers and clear them; it does not wait for the update.
+        """Send the model's gradients to the servers and clear them, without waiting for the update.
 
         Sends 16 K + P + S bytes.
 
         Args:
-            rows: how many rows the gradients are the mean over, at least 1. Pushes that share an update are
-                weighted by it.
+            rows: how many rows the gradients are the mean over, at least 1; the weight of this push in a
+                shared update.
 
         Raises:
-            TypeError, ValueError: `rows` is no number of rows.
-            RuntimeError: on a server, after `done`, or without a `pull` since the last push.
+            TypeError, ValueError: `rows` is not a positive integer.
+            RuntimeError: called on a server, after `done`, or without a `pull` since the last push.
             CollectiveError: a server is gone.
         """
         self._check_working("push")
-        _whole("rows", rows, least=1)
+        check_whole("rows", rows, 1)
         if not self._pulled:
             raise RuntimeError("push was called without a pull before it; call pull before each step")
         self._pulled = False
@@ -144,12 +146,12 @@ class ParameterServer:
             parameter.grad = None
 
     def done(self) -> None:
-        """Say that this worker has no more to do, wait for the others, and load the final parameters.
+        """Tell the servers that this worker is done, wait for the others, and load the final parameters.
 
         Sends 32 bytes to each server.
 
         Raises:
-            RuntimeError: on a server, or a second time.
+            RuntimeError: called on a server, or a second time.
             CollectiveError: a server is gone or late.
         """
         self._check_working("done")
@@ -159,17 +161,17 @@ class ParameterServer:
         self._let_go()
 
     def serve(self, after_update: Callable[[int], object] | None = None) -> ServerReport:
-        """Make updates until every worker is done or dead, on a server. Sends 16 + S_k bytes a pull.
+        """Make updates until every worker is done or dead, on a server. Sends 16 + S_k bytes for each pull.
 
-        S_k are the bytes of this server's part; at the end it sends them to each other server too.
+        S_k is the bytes of this server's part; at the end it also sends the part to each other server.
 
         Args:
-            after_update: called after each update with their number so far: for a schedule of the learning
-                rate, or to evaluate the model. Workers that pull wait for it.
+            after_update: called after each update with the number of updates so far, say to change the
+                learning rate or to evaluate the model. Workers that pull wait for it.
 
         Raises:
-            RuntimeError: on a worker, or a second time.
-            CollectiveError: another server is gone, or somebody is late.
+            RuntimeError: called on a worker, or a second time.
+            CollectiveError: another server is gone, or a rank is late.
         """
         if self.optimizer is None:
             raise RuntimeError(
@@ -196,7 +198,7 @@ class ParameterServer:
         self._sending.append(comm.send(message, server, tag, async_op=True))
 
     def _let_go(self) -> None:
-        """Wait for what was sent to have left. It has: the servers have answered, or are told good-bye."""
+        """Wait until all messages have left. The servers have answered them, or this worker is leaving."""
         while self._sending:
             self._sending.pop().wait()
 
@@ -208,9 +210,9 @@ class ParameterServer:
 
 
 def bytes_per_step(model: nn.Module, servers: int = 1) -> tuple[int, int]:
-    """Bytes that one worker's pull and push send: by the worker, and by all servers together."""
+    """Return the bytes that one worker's pull and push send: (from the worker, from all servers)."""
     sizes = [bytes_of(parameter) for parameter in _trainable(model)]
-    # The worker: two requests to each server, a byte a parameter that says whether it has a gradient.
+    # The worker sends two requests to each server, and a byte a parameter that marks a missing gradient.
     return 2 * HEAD * servers + len(sizes) + sum(sizes), HEAD * servers + sum(sizes)
 
 
@@ -226,18 +228,11 @@ def _check(model: nn.Module, optimizer: MakeOptimizer, servers: int, max_stalene
             f"optimizer is a {type(optimizer).__name__}; give a function from parameters to an optimizer, "
             "such as functools.partial(torch.optim.SGD, lr=0.1)"
         )
-    _whole("servers", servers, least=1)
+    check_whole("servers", servers, 1)
     if max_staleness is not None:
-        _whole("max_staleness", max_staleness, least=0, other=", or None for no bound")
+        check_whole("max_staleness", max_staleness, 0, ", or None for no bound")
     if servers >= comm.size():
         raise ValueError(
-            f"servers is {servers} and the world has {comm.size()} ranks; start at least {servers + 1}, so "
+            f"servers is {servers}, but the world has {comm.size()} ranks; start at least {servers + 1}, so "
             "that one of them works"
         )
-
-
-def _whole(name: str, value: int, least: int, other: str = "") -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} is {value!r}; give a whole number, at least {least}{other}")
-    if value < least:
-        raise ValueError(f"{name} is {value}; give at least {least}{other}")

@@ -1,9 +1,9 @@
-"""What a parameter server does: read what workers ask, make updates, and answer.
+"""The server side of a parameter server: read the workers' requests, make updates, and answer.
 
-A thread for each worker waits for its next message and puts it into one queue; the main thread alone takes
-from it, changes parameters and answers. A thread each, since a receive that is under way cannot be asked
-whether it is complete, and one from any rank does not notice that one of them has died: a receive from a
-single rank ends with an error when that rank's process does.
+One thread for each worker waits for its next message and puts it into a common queue. The main thread alone
+takes from the queue, changes parameters and answers. There is a thread for each worker because a receive
+cannot be asked whether it is complete, and a receive from any rank does not notice that one rank has died; a
+receive from a single rank ends with an error when that rank's process does.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Ask(IntEnum):
 
     PULL = 0
     PUSH = 1
-    DONE = 2  # the answer comes when all are done
-    LEAVE = 3  # it has arrived
+    DONE = 2  # answered when all workers are done
+    LEAVE = 3  # that answer has arrived
 
 
 class Tag(IntEnum):
@@ -46,9 +46,9 @@ class ServerReport:
 
     Attributes:
         updates: optimizer steps.
-        staleness: {s: pushes that went into an update, s updates after their pull}.
+        staleness: {s: pushes that went into an update s updates after their pull}.
         pushes: {worker's rank: its pushes}.
-        died: ranks of the workers that ended before they were done, in the order in which that was seen.
+        died: ranks of the workers that ended before they were done, in the order in which they were noticed.
     """
 
     updates: int
@@ -59,12 +59,12 @@ class ServerReport:
 
 @dataclass(frozen=True)
 class _Request:
-    """A worker's request as its thread read it; or the error that ended the thread."""
+    """A worker's request as its thread read it, or the error that ended the thread."""
 
     worker: int
     what: int = Ask.LEAVE
     rows: int = 0
-    gradients: Sequence[Tensor | None] = ()  # of a push, one for each parameter of the part
+    gradients: Sequence[Tensor | None] = ()  # of a push: one for each parameter of the part
     error: BaseException | None = None
 
 
@@ -74,7 +74,7 @@ class Serving:
     Args:
         parts: every server's part; server k is rank k.
         optimizer: of this rank's part.
-        workers: their ranks.
+        workers: the workers' ranks.
         max_staleness: the bound on staleness; None for none.
     """
 
@@ -92,7 +92,7 @@ class Serving:
         self.pushes = Counter(dict.fromkeys(workers, 0))
         self._inbox: queue.SimpleQueue[_Request] = queue.SimpleQueue()
         self._pulling: set[int] = set()  # workers that wait for parameters
-        self._pushed: dict[int, _Request] = {}  # by worker, until they are in an update
+        self._pushed: dict[int, _Request] = {}  # worker -> its push, until an update contains it
         self._sending: dict[int, comm.Work] = {}  # the last answer to each worker
 
     def run(self, after_update: Callable[[int], object] | None) -> ServerReport:
@@ -122,7 +122,7 @@ class Serving:
         )
 
     def _read(self, worker: int) -> None:
-        """A worker's thread: pass on its requests until it leaves or dies."""
+        """Pass on one worker's requests until it leaves or dies; runs in that worker's thread."""
         try:
             request = torch.zeros(2, dtype=torch.int64)
             while int(request[0]) != Ask.LEAVE:
@@ -142,7 +142,7 @@ class Serving:
             self._bury(worker, request.error)
             return
         if worker in self._sending:
-            self._sending.pop(worker).wait()  # it has this answer, or it would not ask again
+            self._sending.pop(worker).wait()  # the worker asks again, so this answer has arrived
         if request.what == Ask.PULL:
             self._pulling.add(worker)
         elif request.what == Ask.PUSH:
@@ -156,7 +156,7 @@ class Serving:
             self.connected.remove(worker)
 
     def _bury(self, worker: int, error: BaseException) -> None:
-        """Go on without a worker that has died; anything else that ended its thread is raised."""
+        """Go on without a worker that has died; raise any other error that ended its thread."""
         if not is_death(error):
             raise error
         self.died.append(worker)
@@ -169,10 +169,10 @@ class Serving:
             self._sending.pop(worker).forget()
 
     def _update(self, pushes: list[_Request]) -> None:
-        """An optimizer step with the mean of the gradients over the pushes' rows."""
+        """Make an optimizer step with the mean of the gradients over the pushes' rows."""
         rows = sum(push.rows for push in pushes)
         for i, parameter in enumerate(self.part.parameters):
-            parameter.grad = None  # and so it stays where no push has used it, as in one process
+            parameter.grad = None  # stays None if no push has a gradient, as in one process
             for push in pushes:
                 gradient = push.gradients[i]
                 if gradient is None:
@@ -182,7 +182,7 @@ class Serving:
         self.optimizer.step()
 
     def _answer(self, worker: int) -> None:
-        """Send the parameters as they are; where the worker is dead, its thread will say so."""
+        """Send the current parameters; if the worker is dead, its thread will report it."""
         values = self.part.pack_values(self.updates.made)
         try:
             self._sending[worker] = comm.send(values, worker, Tag.VALUES, async_op=True)
@@ -191,7 +191,7 @@ class Serving:
                 raise
 
     def _exchange(self) -> None:
-        """Give the other servers this one's final part, and load theirs."""
+        """Send this server's final part to the other servers, and load theirs."""
         values = self.part.pack_values(self.updates.made)
         others = [rank for rank in range(len(self.parts)) if rank != comm.rank()]
         sending = [comm.send(values, rank, Tag.VALUES, async_op=True) for rank in others]
@@ -202,5 +202,5 @@ class Serving:
 
 
 def is_death(error: BaseException) -> bool:
-    """Whether an error says that the peer's process has ended, and not that it was late, say."""
+    """Whether an error says that the peer's process has ended, rather than, say, that it was late."""
     return isinstance(error, comm.CollectiveError) and "process has ended" in str(error)

@@ -1,14 +1,7 @@
-"""Compression: fewer bytes for a bucket's gradients, at the price of their being rounded, or late.
+"""The interface of a compression, and the two that keep every element: none at all, and 16-bit numbers.
 
-`DataParallel(compression=...)` takes a name or one of the objects:
-
-| Name | Object | What is sent |
-|---|---|---|
-| "float16", "bfloat16" | `Cast(dtype)` | every element, rounded to 2 bytes |
-| "topk" | `TopK(ratio)` | the largest elements and their places |
-| "powersgd" | `PowerSGD(rank)` | two thin factors of each matrix |
-
-The last two leave most of a gradient out, and add what they left out to the next one: error feedback.
+`DataParallel` asks a `Compression` for one `Reduction` for each bucket. The reduction sums the bucket's
+gradients over the ranks, and keeps what it needs from one step to the next.
 """
 
 from __future__ import annotations
@@ -20,47 +13,52 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minidist._names import unknown
 from minidist.comm.work import bytes_of
 from minidist.parallel.flat.buckets import Bucket, GradientComm, PendingMessage
 
 
 class Reduction(ABC):
-    """How one bucket's gradients are summed over the ranks; keeps what it needs from one step to the next."""
+    """How one bucket's gradients are summed over the ranks, and what is kept from one step to the next."""
+
+    error: Tensor | None = None  # error feedback: what earlier steps did not send, added to the next gradient
 
     @abstractmethod
     def run(self) -> Iterator[PendingMessage]:
         """Replace the gradients in the bucket by their sum over the ranks, in steps.
 
-        It yields each message as soon as that is on its way, and is resumed when it is complete: backward
-        goes on in between. It yields as many on every rank.
+        It yields each message as soon as the message is under way, and is resumed when it is complete; the
+        backward pass continues in between. It yields the same number of messages on every rank.
         """
 
-    def rescale(self, factor: float) -> None:  # noqa: B027 - most keep nothing
-        """Multiply what was kept back of former gradients."""
+    def rescale(self, factor: float) -> None:
+        """Multiply what error feedback has left over from earlier gradients."""
+        if self.error is not None:
+            self.error.mul_(factor)
 
-    def forget(self) -> None:  # noqa: B027
-        """Drop what was kept back of former gradients."""
+    def forget(self) -> None:
+        """Drop what error feedback has left over from earlier gradients."""
+        if self.error is not None:
+            self.error.zero_()
 
 
 class Compression(ABC):
-    """Makes each bucket's reduction."""
+    """Makes the reduction of each bucket."""
 
     compresses = True
-    """Whether anything is lost: if so, counts that have to be exact are sent apart."""
+    """Whether anything is lost. If so, counts that must be exact are sent separately."""
 
     @abstractmethod
     def reduction(self, bucket: Bucket, exchange: GradientComm, number: int) -> Reduction:
-        """How bucket `number` is reduced."""
+        """Make the reduction of bucket `number`."""
 
     @abstractmethod
     def bytes_sent(self, tensors: Sequence[Tensor], ranks: int, more: int = 0) -> int:
-        """Bytes that a rank sends for a bucket of gradients of `tensors`, and `more` elements at its end."""
+        """Return the bytes that a rank sends for a bucket of `tensors`, with `more` elements at its end."""
 
 
 @dataclass(frozen=True)
 class NoCompression(Compression):
-    """All-reduce the bucket where it lies."""
+    """Sends the bucket as it is."""
 
     compresses = False
 
@@ -75,10 +73,10 @@ class NoCompression(Compression):
 
 @dataclass(frozen=True)
 class Cast(Compression):
-    """All-reduce in a dtype of 2 bytes: half of float32's, a quarter of float64's.
+    """All-reduces in a dtype of 2 bytes: half of float32's, a quarter of float64's.
 
-    A sum's relative error is about n roundings of 2^-11 (float16) or 2^-8 (bfloat16). float16 takes
-    gradients below 6e-8 for zero and those above 65504 for infinity: scale the loss where they are.
+    A sum's relative error is about n roundings of 2^-11 (float16) or 2^-8 (bfloat16). float16 turns gradients
+    below 6e-8 into zero and those above 65504 into infinity: scale the loss if there are any.
     """
 
     dtype: torch.dtype
@@ -116,38 +114,10 @@ class _Rounded(Reduction):
 
 
 def all_reduce_bytes(size: int, ranks: int) -> int:
-    """Bytes that a rank sends in an all-reduce of `size` bytes: 2 (n - 1) / n of them."""
+    """Return the bytes that a rank sends in an all-reduce of `size` bytes: 2 (n - 1) / n of them."""
     return 2 * (ranks - 1) * size // ranks
 
 
 def elements_of(tensors: Sequence[Tensor]) -> int:
-    """How many numbers the tensors hold together."""
+    """Return how many numbers the tensors hold together."""
     return sum(tensor.numel() for tensor in tensors)
-
-
-def compression_of(given: str | Compression | None) -> Compression:
-    """The object for a name; None is none.
-
-    Raises:
-        TypeError, ValueError: it is neither a name nor an object, or an unknown name.
-    """
-    from minidist.parallel.compression.power_sgd import PowerSGD
-    from minidist.parallel.compression.top_k import TopK
-
-    named = {
-        "float16": Cast(torch.float16),
-        "bfloat16": Cast(torch.bfloat16),
-        "topk": TopK(),
-        "powersgd": PowerSGD(),
-    }
-    if given is None:
-        return NoCompression()
-    if isinstance(given, Compression):
-        return given
-    if not isinstance(given, str):
-        raise TypeError(
-            f"compression is {given!r}; give one of {', '.join(named)}, an object such as TopK(0.01), or None"
-        )
-    if given not in named:
-        raise unknown("compression", given, named)
-    return named[given]

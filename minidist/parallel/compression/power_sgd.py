@@ -1,8 +1,8 @@
-"""PowerSGD: send a matrix's gradient as a product of two thin factors.
+"""PowerSGD: send a matrix's gradient as the product of two thin factors.
 
-M (m x k) is approximated by P Q^T with r columns each. One step of the power method a training step is
-enough, since it starts from the last step's Q, and since what the product leaves out is added to the next
-gradient (error feedback). Both factors are linear in M for a given other one, so ranks can sum them by an
+M (m x k) is approximated by P Q^T with r columns each. One step of the power method for each training step is
+enough, because it starts from the last step's Q and because error feedback adds what the product leaves out
+to the next gradient. Each factor is linear in M if the other is fixed, so ranks can sum them with an
 all-reduce.
 
 Source: Vogels et al. 2019, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization",
@@ -17,34 +17,34 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from minidist._arguments import check_whole
 from minidist.parallel.compression.compressor import Compression, Reduction, all_reduce_bytes
 from minidist.parallel.flat.buckets import Bucket, GradientComm, PendingMessage
 
 
 @dataclass(frozen=True)
 class PowerSGD(Compression):
-    """Factors of `rank` columns for each matrix; vectors, and matrices too small to gain, are sent in full.
+    """Sends factors of `rank` columns for each matrix; vectors and matrices too small to gain are sent whole.
 
-    A parameter of more than two dimensions is a matrix of its first dimension and all others. With V
-    elements sent in full a rank sends two all-reduces, of the sum of m r, plus V, and of the sum of k r
+    A parameter with more than two dimensions is a matrix of its first dimension and all others. With V
+    elements sent whole, a rank sends two all-reduces: of the sum of m r, plus V, and of the sum of k r
     elements. Memory: one more copy of the gradients.
     """
 
     rank: int = 4  # r, columns of a factor
-    error_feedback: bool = True  # False drops what the factors leave out: for comparison
+    error_feedback: bool = True  # False drops what the factors leave out, for comparison
     warm_start: bool = True  # False draws a new Q in every step
     seed: int = 0  # of the first Q, the same on all ranks
 
     def __post_init__(self) -> None:
-        if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1:
-            raise ValueError(f"rank is {self.rank!r}; give a whole number of columns, at least 1")
+        check_whole("rank", self.rank, 1, ", the columns of a factor")
 
     def reduction(self, bucket: Bucket, exchange: GradientComm, number: int) -> Reduction:
         """Two all-reduces, of all the bucket's P and of all its Q."""
         return _LowRank(bucket, exchange, self, number)
 
     def bytes_sent(self, tensors: Sequence[Tensor], ranks: int, more: int = 0) -> int:
-        """2 (n - 1) / n of P and what is sent in full, and of Q."""
+        """2 (n - 1) / n of P and what is sent whole, and of Q."""
         shapes = [self.matrix(tensor.shape) for tensor in tensors]
         whole = sum(tensor.numel() for tensor, shape in zip(tensors, shapes, strict=True) if shape is None)
         rows, columns = (sum(shape[side] for shape in shapes if shape is not None) for side in (0, 1))
@@ -53,7 +53,7 @@ class PowerSGD(Compression):
         return sum(all_reduce_bytes(elements * element, ranks) for elements in messages)
 
     def matrix(self, shape: torch.Size) -> tuple[int, int] | None:
-        """Rows and columns that a parameter is taken to have, rows being fewer; None: it is sent in full."""
+        """Return a parameter's rows and columns as a matrix, fewer rows; None if it is sent whole."""
         if len(shape) < 2 or not shape.numel():
             return None
         m, k = sorted((shape[0], shape.numel() // shape[0]))
@@ -61,7 +61,7 @@ class PowerSGD(Compression):
 
 
 def sent_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What factors are computed and sent in: there is no QR in half precision."""
+    """Return the dtype in which factors are computed and sent: there is no QR in half precision."""
     return dtype if dtype.itemsize > 2 else torch.float32
 
 
@@ -69,9 +69,9 @@ class _LowRank(Reduction):
     def __init__(self, bucket: Bucket, exchange: GradientComm, options: PowerSGD, number: int) -> None:
         flat, r = bucket.flat, options.rank
         self._flat, self._exchange, self._options = flat, exchange, options
-        self._error = torch.zeros_like(flat) if options.error_feedback else None
+        self.error = torch.zeros_like(flat) if options.error_feedback else None
         self._generator = torch.Generator().manual_seed(options.seed + number)
-        # The shorter side is the rows of M (m, k): P (m, r), once orthogonal, then spans all of it if r is m.
+        # The shorter side is the rows of M (m, k), so that an orthogonal P (m, r) spans all of M if r is m.
         matrices = [view.flatten(1) for view in bucket.views if options.matrix(view.shape)]
         self._matrices = [m if m.shape[0] <= m.shape[1] else m.t() for m in matrices]
         self._whole = [view.view(-1) for view in bucket.views if not options.matrix(view.shape)]
@@ -93,9 +93,9 @@ class _LowRank(Reduction):
     def run(self) -> Iterator[PendingMessage]:
         if not self._options.warm_start:
             self._draw()
-        if self._error is not None:
-            self._flat += self._error
-            self._error.copy_(self._flat)
+        if self.error is not None:
+            self._flat += self.error
+            self.error.copy_(self._flat)
         for matrix, p, q in zip(self._matrices, self._ps, self._qs, strict=True):
             torch.matmul(matrix.to(q.dtype), q, out=p)
         for view, sent in zip(self._whole, self._sent_whole, strict=True):
@@ -112,31 +112,18 @@ class _LowRank(Reduction):
             matrix.copy_(p @ q.t())
         for view, sent in zip(self._whole, self._sent_whole, strict=True):
             view.copy_(sent)
-        if self._error is not None:  # each rank keeps its gradient, less its part of what was applied
-            self._error.sub_(self._flat, alpha=1 / self._exchange.ranks)
-            for error in _same_places(self._whole, self._flat, self._error):
-                error.zero_()
-
-    def rescale(self, factor: float) -> None:
-        if self._error is not None:
-            self._error.mul_(factor)
-
-    def forget(self) -> None:
-        if self._error is not None:
-            self._error.zero_()
+        if self.error is not None:  # each rank keeps its gradient, less its part of what was applied
+            self.error.sub_(self._flat, alpha=1 / self._exchange.ranks)
+            for view in self._whole:
+                start = view.storage_offset() - self._flat.storage_offset()
+                self.error[start : start + view.numel()].zero_()
 
 
 def _views(flat: Tensor, shapes: list[tuple[int, ...]]) -> list[Tensor]:
-    """Tensors of these shapes, one after the other in `flat`."""
+    """Views of `flat` in these shapes, one after the other."""
     views, start = [], 0
     for shape in shapes:
         size = torch.Size(shape).numel()
         views.append(flat[start : start + size].view(shape))
         start += size
     return views
-
-
-def _same_places(views: list[Tensor], flat: Tensor, other: Tensor) -> list[Tensor]:
-    """What lies in `other` where `views` lie in `flat`."""
-    start = flat.storage_offset()
-    return [other[v.storage_offset() - start :][: v.numel()] for v in views]

@@ -1,7 +1,7 @@
-"""Sparse gradients, as of `nn.Embedding(..., sparse=True)`: indices and values are gathered from all ranks.
+"""Sparse gradients, as from `nn.Embedding(..., sparse=True)`: gather indices and values from all ranks.
 
-A batch touches few rows of a large table. An all-reduce would send the whole table; an all-gather sends the
-rows that were touched, and their numbers, and every rank adds them up.
+A batch uses few rows of a large table. An all-reduce would send the whole table. An all-gather sends only the
+rows that were used and their indices, and every rank adds them up.
 
 Source: Horovod's all-reduce of sparse tensors (Sergeev and Del Balso 2018, "Horovod: fast and easy
 distributed deep learning in TensorFlow").
@@ -22,7 +22,7 @@ def gather_sparse(
 ) -> Iterator[PendingMessage]:
     """Sum sparse gradients over the ranks, each multiplied by `scale`; in steps, as `Reduction.run`.
 
-    A rank without a gradient takes part with no rows. Bytes sent: `sparse_bytes`.
+    A rank without a gradient takes part with no rows. `sparse_bytes` gives the bytes.
     """
     ranks = exchange.ranks
     grads = [_coalesced(parameter) for parameter in parameters]
@@ -32,30 +32,30 @@ def gather_sparse(
     rows = work.wait().view(ranks, -1)  # (ranks, parameters)
     longest = rows.amax(dim=0).tolist()
 
-    works = []  # padded, since ranks have to send as much as each other
+    works = []  # padded, because an all-gather takes the same number of rows from every rank
     for grad, most in zip(grads, longest, strict=True):
         works.append(exchange.all_gather(_padded(grad.indices().t(), most)))
         works.append(exchange.all_gather(_padded(grad.values() * scale, most)))
     yield from works
 
-    for place, parameter in enumerate(parameters):
-        indices, values = (work.wait() for work in works[2 * place : 2 * place + 2])
-        kept = torch.arange(longest[place], device=rows.device) < rows[:, place, None]  # (ranks, longest)
+    for i, parameter in enumerate(parameters):
+        indices, values = (work.wait() for work in works[2 * i : 2 * i + 2])
+        kept = torch.arange(longest[i], device=rows.device) < rows[:, i, None]  # (ranks, longest)
         parameter.grad = torch.sparse_coo_tensor(
             indices[kept.flatten()].t(), values[kept.flatten()], parameter.shape, check_invariants=False
         ).coalesce()
 
 
 def sparse_bytes(rows: int, columns: int, element: int, ranks: int) -> int:
-    """Bytes that a rank sends for one sparse gradient: (n - 1) (8 + rows (8 + columns element)).
+    """Return the bytes that a rank sends for one sparse gradient: (n - 1) (8 + rows (8 + columns element)).
 
-    rows: the most that a rank's batch touches. Indices, and their count, are int64.
+    rows: the most that any rank's batch uses. Indices and their count are int64.
     """
     return (ranks - 1) * (8 + rows * (8 + columns * element))
 
 
 def _coalesced(parameter: nn.Parameter) -> Tensor:
-    """The gradient with each row once, sparse in its first dimension alone; empty where there is none."""
+    """The gradient with each row once, sparse in its first dimension alone; empty if there is none."""
     grad = parameter.grad
     if grad is None:
         grad = parameter.detach().new_zeros(parameter.shape).to_sparse(1)

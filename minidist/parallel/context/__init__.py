@@ -1,1 +1,13 @@
-"""A sequence cut across ranks: ring attention, and a model on its share."""
+"""Context parallelism: each rank holds a share of a sequence that is too long for one rank.
+
+Start with `apply` in sequence_share.py, which makes a model work on its share; `ring_attention` is the one
+layer in which ranks need each other's data.
+
+| File | Holds |
+|---|---|
+| ring_attention.py | `ring_attention`: keys and values travel around a ring of ranks; `ring_bytes` |
+| sequence_share.py | `SequenceShare`: cuts sequences and puts them together; `apply`: a model on its share |
+| zigzag_order.py | which positions a rank holds, so that causal attention is balanced |
+| blockwise_attention.py | softmax over one block of keys after another, and its gradient |
+| arguments.py | checks of one rank's arguments, and of all ranks' together |
+"""

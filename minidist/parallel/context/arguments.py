@@ -1,7 +1,7 @@
-"""What ring attention takes: one rank's arguments, and those of all ranks together.
+"""Check the arguments of ring attention, on one rank and across ranks.
 
-Ranks that differ in a shape would be found too late, in the middle of a block, or not at all where the bytes
-are as many: so each tells the others eight numbers before the first block goes round.
+If ranks differ in a shape, gloo ends the process in the middle of a block, or gives wrong numbers if the
+block has the expected number of bytes. So each rank sends eight numbers before the first block travels.
 """
 
 from __future__ import annotations
@@ -10,19 +10,20 @@ import torch
 from torch import Tensor
 
 from minidist import comm
+from minidist._arguments import check_whole, is_number
 from minidist.comm.work import Group, ranks_of
 from minidist.parallel.context import zigzag_order
 
 TOLD = 8
-"""Numbers that a rank tells the others of its arguments."""
+"""How many int64 numbers describe a rank's arguments to the others."""
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def agreed_length(q: Tensor, k: Tensor, length: int | None, causal: bool, group: Group) -> int:
-    """The length of the whole sequence, where the ranks' arguments go together.
+    """Return the length of the whole sequence, after checking that the ranks' arguments fit together.
 
-    Every call asks: a rank that asked for shapes that are new to it alone would wait for ranks that do not.
-    A block of another rank's size would end the process in gloo, one of the same size give wrong numbers.
+    Every call checks: a rank that checked only shapes that are new to it would wait for ranks that do not
+    check.
     """
     ranks = len(ranks_of(group))
     batch, heads, own, width = q.shape
@@ -32,16 +33,16 @@ def agreed_length(q: Tensor, k: Tensor, length: int | None, causal: bool, group:
     for rank, each in enumerate(found):
         if each[1:] != found[0][1:]:
             raise ValueError(
-                f"the ranks give ring_attention other arguments: rank 0 {_described(found[0])}, and "
-                f"rank {rank} {_described(each)}; give all the same but for the positions, T"
+                f"the ranks give ring_attention different arguments: rank 0 {_described(found[0])}, and "
+                f"rank {rank} {_described(each)}; only the number of positions, T, may differ"
             )
     sizes = [each[0] for each in found]
     length = sum(sizes) if length is None else length
     wanted = [zigzag_order.size(length, ranks, rank) for rank in range(ranks)]
     if sizes != wanted:
         raise ValueError(
-            f"the ranks have {sizes} positions, and a sequence of {length} is dealt in {wanted} in "
-            "zigzag order; cut the sequence with SequenceShare"
+            f"the ranks have {sizes} positions, but zigzag order cuts a sequence of {length} into {wanted}; "
+            "cut the sequence with SequenceShare"
         )
     return length
 
@@ -58,14 +59,14 @@ def _described(told: list[int]) -> str:
 def check_arguments(
     q: Tensor, k: Tensor, v: Tensor, tile: int, length: int | None, scale: float | None
 ) -> None:
-    """TypeError or ValueError where this rank's arguments are wrong; see `ring_attention`."""
+    """Raise TypeError or ValueError if this rank's arguments are wrong; see `ring_attention`."""
     if not all(isinstance(x, Tensor) for x in (q, k, v)):
         kinds = ", ".join(type(x).__name__ for x in (q, k, v))
         raise TypeError(f"q, k and v are {kinds}; give torch tensors")
-    for name, value in (("length", length), ("tile", tile)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-            raise TypeError(f"{name} is {value!r}; give a whole number")
-    if scale is not None and not isinstance(scale, int | float):
+    if length is not None:
+        check_whole("length", length, 0, ", the positions of the whole sequence")
+    check_whole("tile", tile, 1, ", the keys to compute with at once")
+    if scale is not None and not is_number(scale):
         raise TypeError(f"scale is {scale!r}; give a number, or None for 1 / sqrt(D)")
     if not q.is_floating_point() or not q.dtype == k.dtype == v.dtype:
         raise TypeError(f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}; give one floating dtype")
@@ -76,7 +77,3 @@ def check_arguments(
         raise ValueError(f"{shapes}; give the heads of all three one width of at least 1")
     if not k.shape[1] or q.shape[1] % k.shape[1]:
         raise ValueError(f"{shapes}; the number of key heads has to divide that of query heads")
-    if length is not None and length < 0:
-        raise ValueError(f"length is {length}; give the number of positions of the whole sequence")
-    if tile < 1:
-        raise ValueError(f"tile is {tile}; give at least 1 key")

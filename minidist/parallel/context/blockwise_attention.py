@@ -1,15 +1,16 @@
-"""Attention to one block of keys after another: softmax without the whole row, and its gradient.
+"""Attention over one block of keys after another: softmax without the whole row, and its gradient.
 
-A row's softmax needs its largest score and the sum of the exponentials. Both can be kept as they are so far,
-together with the sum of values that they weight: a new block that raises the largest score makes what was
-summed fade by the exponential of the difference. What stays is one number a row, the log of the sum, from
-which the backward pass computes each block's weights again. No matrix is larger than queries by `tile` keys.
+The softmax of a row needs the row's largest score and the sum of its exponentials. Both can be kept for the
+keys seen so far, together with the weighted sum of values. When a new block raises the largest score, the
+sums are multiplied by the exponential of the difference. What remains is one number a row, the log of the
+sum, from which the backward pass computes each block's weights again. No matrix is larger than queries by
+`tile` keys.
 
 Sources: Milakov and Gimelshein 2018, "Online normalizer calculation for softmax", section 3; Rabe and Staats
 2021, "Self-attention Does Not Need O(n^2) Memory", section 2; Dao et al. 2022, "FlashAttention", section 3.1
 and appendix B (the backward pass).
 
-N batch times key heads, G query heads that share a key head, T queries, S keys, D width of a head.
+N is batch times key heads, G the query heads that share a key head, T queries, S keys, D the width of a head.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from torch import Tensor
 
 
 class OnlineSoftmax:
-    """Rows of attention as far as keys have come: `add` blocks in any order, then `finish`.
+    """Rows of attention over the keys seen so far: `add` blocks in any order, then `finish`.
 
-    Each row has to see a key of the first block that is added with any. Everything is in the dtype of the
-    queries that come; sums are kept in it, so let it be float32 or float64.
+    The first block with any keys must give each row at least one key that it sees. Sums are kept in the dtype
+    of the queries, so use float32 or float64.
     """
 
     def __init__(self, queries: Tensor) -> None:  # (N, G, T, D)
@@ -32,9 +33,9 @@ class OnlineSoftmax:
         self.total = queries.new_zeros(rows)
 
     def add(self, q: Tensor, k: Tensor, v: Tensor, first: int, diagonal: bool, tile: int) -> None:
-        """Add keys k and values v, both (N, S, D), for the queries from `first` on.
+        """Add keys k and values v, both (N, S, D), for the queries from index `first` on.
 
-        q: (N, G, T, D), all queries, scaled. diagonal: query i sees keys 0 to i.
+        q: (N, G, T, D), all queries, already scaled. diagonal: query i sees keys 0 to i.
         """
         for start in range(0, k.shape[1], tile):
             keys, rows = slice(start, start + tile), slice(start if diagonal else first, None)
@@ -48,20 +49,20 @@ class OnlineSoftmax:
             largest.copy_(higher)
 
     def finish(self) -> tuple[Tensor, Tensor]:
-        """The weighted means of the values, (N, G, T, D), and the log of each row's sum, (N, G, T, 1)."""
+        """Return the weighted means of the values, (N, G, T, D), and the log of each sum, (N, G, T, 1)."""
         return self.mixed.div_(self.total), self.largest.add_(self.total.log_())
 
 
 class SoftmaxGradient:
-    """The gradient of `OnlineSoftmax`: blocks again in any order, each of which gets its keys' and values'.
+    """The gradient of `OnlineSoftmax`: add the same blocks, in any order.
 
     Attributes:
-        queries: (N, G, T, D), the gradient of the scaled queries, from the blocks that were added.
+        queries: (N, G, T, D), the gradient of the scaled queries from the blocks added so far.
     """
 
     def __init__(self, q: Tensor, mixed: Tensor, log_total: Tensor, gradient: Tensor) -> None:
         self._q, self._gradient, self._log_total = q, gradient, log_total
-        # The sum over all keys of weight times weight's gradient, a row: from what the row became.
+        # A row's sum over all keys of weight times the weight's gradient, from the row's result.
         self._mean = (gradient * mixed).sum(-1, keepdim=True)  # (N, G, T, 1)
         self.queries = torch.zeros_like(q, memory_format=torch.contiguous_format)
 
@@ -78,7 +79,7 @@ class SoftmaxGradient:
 
 
 def _scores(q: Tensor, k: Tensor, diagonal: bool = False) -> Tensor:  # (N, G, T, D), (N, S, D)
-    """Products of all queries and keys, (N, G, T, S); where `diagonal`, -inf for keys after a query."""
+    """Return the products of all queries and keys, (N, G, T, S); with `diagonal`, -inf for later keys."""
     scores = torch.bmm(q.flatten(1, 2), k.transpose(1, 2)).view(*q.shape[:3], k.shape[1])
     if diagonal:
         size = k.shape[1]
@@ -92,5 +93,5 @@ def _times(weights: Tensor, v: Tensor) -> Tensor:  # (N, G, T, S), (N, S, D) -> 
 
 
 def _times_transposed(weights: Tensor, x: Tensor) -> Tensor:  # (N, G, T, S), (N, G, T, D) -> (N, S, D)
-    """Summed over queries, those of all heads that share a key head."""
+    """Sum over the queries of all heads that share a key head."""
     return torch.bmm(weights.flatten(1, 2).transpose(1, 2), x.flatten(1, 2))

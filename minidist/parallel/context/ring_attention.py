@@ -1,13 +1,14 @@
 """Ring attention: exact attention over a sequence that is cut across ranks.
 
-Each rank holds the queries, keys and values of its positions. Keys and values travel round the ring, a
-neighbour's block arrives while the queries compute with the one that is here, and the softmax is put together
-block by block: after n - 1 hops every query has seen all keys, and no rank ever held more than two blocks of
-them. In the backward pass they travel again, and their gradients behind them, in float32 at least, until
-those arrive where the keys live: a sum over n ranks is rounded as one over blocks on one rank is.
+Each rank holds the queries, keys and values of its positions. Blocks of keys and values travel around the
+ring: a rank computes with the block that it has while the next one arrives, and puts the softmax together
+block by block. After n - 1 hops every query has seen all keys, and no rank has ever held more than two
+blocks. In the backward pass the blocks travel again. Their gradients follow one hop behind, in float32 or
+wider, until they reach the rank that owns the keys; so a sum over n ranks is rounded like a sum over blocks
+on one rank.
 
-Positions are dealt in the zigzag order (zigzag_order.py): causal masks then leave each rank as much to
-compute. A rank computes no block that the mask leaves out.
+Positions are dealt in zigzag order (zigzag_order.py), so that causal masks leave each rank the same amount of
+work. A rank skips the blocks that the mask hides completely.
 
 Sources: Liu, Zaharia and Abbeel 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context",
 section 3; Brandon et al. 2023, "Striped Attention", section 3, for the balance.
@@ -31,7 +32,7 @@ from minidist.parallel.context.arguments import TOLD, agreed_length, check_argum
 from minidist.parallel.context.blockwise_attention import OnlineSoftmax, SoftmaxGradient
 
 TILE = 512
-"""Keys that are computed with at once: the largest matrix is a rank's queries by these."""
+"""Keys that a rank computes with at once: the largest matrix is its queries by TILE keys."""
 
 
 def ring_attention(
@@ -45,32 +46,32 @@ def ring_attention(
     scale: float | None = None,
     tile: int = TILE,
 ) -> Tensor:
-    """Attention of this rank's queries to the keys of all ranks; all ranks of the group call it.
+    """Attend from this rank's queries to the keys of all ranks; all ranks of the group call it.
 
     >>> share = SequenceShare()
     >>> q, k, v = (share.cut(x, dim=2) for x in (q, k, v))   # or computed from a share of the tokens
     >>> mixed = ring_attention(q, k, v, length=share.length)
 
-    Forward: keys and values go n - 1 hops round the ring. Backward: they go again, with their gradients n - 1
-    hops behind. What a rank sends is `ring_bytes`. Kept for the backward pass are q, k, v, the result, and a
-    number for each query and head. First the ranks tell each other their shapes, which block by block would
-    be found too late, or not at all.
+    Forward: keys and values go n - 1 hops around the ring. Backward: they go again, and their gradients
+    follow for n - 1 hops. `ring_bytes` gives the bytes that a rank sends. The backward pass needs q, k, v,
+    the result, and one number for each query and head. Each call first compares the ranks' shapes; otherwise
+    a difference would show up in the middle of a block, or never.
 
     Args:
         q: (B, H, T, D), floating; the queries at this rank's positions, in zigzag order.
         k, v: (B, K, T, D), of q's dtype; K divides H, and query head h attends to key head h K // H.
-        causal: a position sees itself and those before it; else all.
+        causal: a position sees itself and earlier ones; if False, all.
         group: the ranks that share the sequence; None for all.
         length: of the whole sequence; None for the sum of the ranks' positions.
-        scale: of the scores; None for 1 / sqrt(D).
-        tile: keys that are computed with at once.
+        scale: multiplies the scores; None for 1 / sqrt(D).
+        tile: keys to compute with at once.
 
     Returns:
-        (B, H, T, D), of q's dtype. Sums are kept in float32, or float64 where q is.
+        (B, H, T, D), of q's dtype. Sums are kept in float32, or in float64 if q is float64.
 
     Raises:
-        TypeError: q, k and v are not floating tensors of one dtype, or another argument is of a wrong type.
-        ValueError: shapes do not fit, on this rank or to those of another, or T is not its share of the
+        TypeError: q, k and v are not floating tensors of one dtype, or another argument has a wrong type.
+        ValueError: shapes do not fit, on this rank or between ranks, or T is not this rank's share of the
             length.
         CollectiveError: a peer is gone or late.
     """
@@ -94,15 +95,15 @@ def ring_bytes(
     dtype: torch.dtype = torch.float32,
     backward: bool = False,
 ) -> int:
-    """Bytes that a rank sends in `ring_attention`'s forward pass, or in its backward pass.
+    """Return the bytes that a rank sends in `ring_attention`'s forward pass, or in its backward pass.
 
-    With S_j bytes of the keys of rank j, forward: 2 S_j of every rank but its successor, and 64 (n - 1) for
-    the shapes. Backward: 2 S_j of these, and of every rank but itself in the dtype of the sums. But for the
-    shapes that is, over all ranks, 2 (n - 1) S for all keys' bytes S; backward twice that where the dtype is
-    that of the sums.
+    S_j is the bytes of rank j's keys. Forward: 2 S_j for every rank but its successor, and 64 (n - 1) for the
+    shapes. Backward: the same 2 S_j, and 2 S_j for every rank but itself in the dtype of the sums. Over all
+    ranks, without the shapes, that is 2 (n - 1) S forward, where S is the bytes of all keys, and twice that
+    backward if q has the dtype of the sums.
 
     Raises:
-        ValueError: no ranks, or a rank that is none of them.
+        ValueError: there are no ranks, or `rank` is not one of them.
     """
     if ranks < 1 or not 0 <= rank < ranks:
         raise ValueError(f"rank is {rank} of {ranks}; give at least 1 rank, and one from 0 to ranks - 1")
@@ -117,7 +118,7 @@ def ring_bytes(
 
 @dataclass(frozen=True)
 class _Ring:
-    """This rank's place, and what it sees of the others."""
+    """This rank's position in the ring, and what its queries see of the other ranks' keys."""
 
     group: Group
     rank: int
@@ -127,7 +128,7 @@ class _Ring:
     tile: int
 
     def owner(self, step: int) -> int:
-        """Whose block is here after so many hops."""
+        """The rank whose block is here after `step` hops."""
         return (self.rank - step) % self.ranks
 
     def size(self, owner: int) -> int:
@@ -137,10 +138,10 @@ class _Ring:
         return zigzag_order.sight(self.length, self.ranks, self.rank, owner, self.causal)
 
     def pass_on(self, block: Tensor, into: Tensor, tag: int) -> list[Work]:
-        """Send a block to the next rank and receive one of the rank before, both still under way."""
+        """Send a block to the next rank and receive one from the rank before; both are still under way."""
         following, before = (self.rank + 1) % self.ranks, (self.rank - 1) % self.ranks
         works = []
-        # In turns: NCCL runs the messages of a pair in their order, and two that both send first would wait.
+        # Even ranks send first: NCCL runs a pair's messages in order, so two ranks that both send would wait.
         for sends in (self.rank % 2 == 0, self.rank % 2 == 1):
             if sends and block.numel():
                 works.append(comm.send(block, following, tag, self.group, async_op=True))
@@ -149,7 +150,7 @@ class _Ring:
         return works
 
     def go_on(self, block: Tensor, step: int) -> tuple[list[Work], Tensor]:
-        """Send keys and values on, and receive the next ones, still under way; nothing at the last step."""
+        """Send the keys and values on and start to receive the next ones; do nothing at the last step."""
         if step + 1 == self.ranks:
             return [], block
         coming = _empty(block, self.size(self.owner(step + 1)))
@@ -165,7 +166,7 @@ class _RingAttention(torch.autograd.Function):
         block = torch.stack((k.flatten(0, 1), v.flatten(0, 1)))  # (2, N, T, D)
         softmax = OnlineSoftmax(queries)
         for step in range(ring.ranks):
-            # Launch: the block goes on while it is computed with.
+            # Launch: send the block on while computing with it.
             works, coming = ring.go_on(block, step)
             # Compute.
             first, keys, diagonal = ring.sight(ring.owner(step))
@@ -199,8 +200,8 @@ class _RingAttention(torch.autograd.Function):
             here = block[:, :, :keys].to(queries.dtype)
             found = torch.zeros_like(block, dtype=queries.dtype)
             softmax.add(here[0], here[1], found[:, :, :keys], first, diagonal, ring.tile)
-            # Wait; add what the ranks before found for this block, and send the sum on. A block's own rank
-            # keeps what it finds until the others' comes home: a hop less.
+            # Wait; add the gradients that earlier ranks found for this block, and send the sum on. The
+            # block's owner keeps its own part until the others' sum arrives, which saves a hop.
             for work in (*works, *arriving):
                 work.wait()
             if step == 0:
@@ -225,7 +226,7 @@ class _RingAttention(torch.autograd.Function):
 
 
 def _grouped(x: Tensor, key_heads: int) -> Tensor:  # (B, H, T, D) -> (N, G, T, D)
-    """By key head, in the dtype of the sums."""
+    """Group the heads by key head, in the dtype of the sums."""
     batch, heads, size, width = x.shape
     return x.to(_wide(x.dtype)).reshape(batch * key_heads, heads // key_heads, size, width)
 

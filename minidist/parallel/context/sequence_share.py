@@ -1,9 +1,9 @@
 """A rank's share of a sequence, and a model that works on it: context parallelism for a whole GPT.
 
-Most of a transformer looks at one position at a time, and is the same on a share of the sequence. Two things
-are not: positions have to be those of the whole, and attention has to see the keys of the other ranks, which
-is `ring_attention`. Parameters are whole on each rank; their gradients are sums over the ranks, since each
-has some of the positions.
+Most of a transformer treats each position by itself, so it computes the same on a share of the sequence. Two
+parts do not: the positions must be those in the whole sequence, and attention must see the keys of the other
+ranks, which is `ring_attention`. Parameters are whole on each rank. Their gradients are summed over the
+ranks, since each rank has only some of the positions.
 
 Source: NVIDIA, Megatron-LM's context parallelism; attention and order of positions: ring_attention.py.
 """
@@ -34,13 +34,13 @@ class SequenceShare:
     >>> outputs, targets = model(share.cut(tokens)), share.cut(targets)
     >>> loss = cross_entropy(outputs, targets) * share.part    # gradients: summed over the ranks
 
-    A rank may have no position where there are fewer than two a rank; its loss is then 0, and it has to run
+    If there are fewer than two positions a rank, a rank may have none. Its loss is then 0, and it has to run
     forward and backward like the others.
 
     Attributes:
-        rank, ranks: this rank's place in the group.
+        rank, ranks: this rank in the group, and the size of the group.
         length: of the whole sequence of the last cut; None before the first.
-        positions: of the last cut, (T,), ascending; on the device of what was cut.
+        positions: of the last cut, (T,), ascending; on the device of the tensor that was cut.
     """
 
     def __init__(self, group: Group = None) -> None:
@@ -50,18 +50,18 @@ class SequenceShare:
 
     @property
     def size(self) -> int:
-        """Positions of this rank, of the last cut."""
+        """How many positions this rank has in the last cut."""
         return len(self.positions)
 
     @property
     def part(self) -> float:
-        """The share of all positions that this rank has; 0 of none."""
+        """This rank's fraction of all positions; 0 if there are none."""
         return self.size / self.length if self.length else 0.0
 
     def cut(self, x: Tensor, dim: int = 1) -> Tensor:
-        """This rank's part of a sequence that all ranks have whole: (..., length, ...) -> (..., T, ...).
+        """Return this rank's part of a whole sequence: (..., length, ...) -> (..., T, ...).
 
-        Gradients flow back to the part that was cut. Sends nothing.
+        Gradients flow back to that part. Sends nothing.
         """
         length = x.shape[dim]
         if length != self.length or self.positions.device != x.device:
@@ -70,17 +70,17 @@ class SequenceShare:
         return x.index_select(dim, self.positions)
 
     def restore(self, parts: Sequence[Tensor], dim: int = 1) -> Tensor:
-        """The whole sequence from all ranks' parts, in rank order. The inverse of `cut`; sends nothing.
+        """Undo `cut`: return the whole sequence from all ranks' parts, in rank order. Sends nothing.
 
         Raises:
-            ValueError: there are not as many parts as ranks, or their sizes are not those of a zigzag cut.
+            ValueError: there is not one part for each rank, or the sizes are not those of a zigzag cut.
         """
         sizes = [part.shape[dim] for part in parts]
         length = sum(sizes)
         wanted = [zigzag_order.size(length, self.ranks, rank) for rank in range(self.ranks)]
         if sizes != wanted:
             raise ValueError(
-                f"the parts have {sizes} positions, and a sequence of {length} is cut into {wanted}; give "
+                f"the parts have {sizes} positions, but a sequence of {length} is cut into {wanted}; give "
                 "the parts of all ranks, in rank order"
             )
         order = torch.cat([zigzag_order.positions(length, self.ranks, rank) for rank in range(self.ranks)])
@@ -88,19 +88,19 @@ class SequenceShare:
         return joined.index_select(dim, order.argsort().to(joined.device))
 
     def gather(self, x: Tensor, dim: int = 1) -> Tensor:
-        """The whole sequence on every rank from each one's part of the last cut; all ranks call it.
+        """Return the whole sequence on every rank, from each rank's part of the last cut; all ranks call it.
 
         Forward: an all-gather of parts padded to the longest; sends (n - 1) times its bytes. Backward: each
-        rank takes its own part of the gradient and sends nothing, so that each has to compute the same from
-        the whole; parameters' gradients are then sums over the ranks, too.
+        rank takes its own part of the gradient and sends nothing. So every rank must compute the same from
+        the whole sequence, and gradients of parameters are still summed over the ranks.
 
         Raises:
             ValueError: `x` is not as long as this rank's part of the last cut.
         """
         if x.shape[dim] != self.size or self.length is None:
             raise ValueError(
-                f"x has {x.shape[dim]} positions and this rank's part of the last cut {self.size}; give "
-                "what was computed from that part"
+                f"x has {x.shape[dim]} positions, but this rank's part of the last cut has {self.size}; give "
+                "a tensor computed from that part"
             )
         whole: Tensor = _GatherShares.apply(x, dim, self)  # type: ignore[no-untyped-call]
         return whole
@@ -128,23 +128,23 @@ class _GatherShares(torch.autograd.Function):
 
 
 def apply(model: Module, share: SequenceShare, causal: bool = True) -> Module:
-    """Have `model` work on its rank's share of the sequence that `share` cut last.
+    """Make `model` work on this rank's share of the sequence that `share` cut last.
 
-    Modules with an attribute `attend`, as GPT's attention, attend by `ring_attention`, also with a part of
-    the heads; modules with one `positions`, as GPT's embedding, take those of the share. A model that adds
-    positions in another way has to use `share.positions` itself. To be called while all layers are there,
-    before a pipeline takes some away. The parameters are not touched.
+    Modules with an attribute `attend`, such as GPT's attention, then use `ring_attention`, also with a part
+    of the heads. Modules with an attribute `positions`, such as GPT's embedding, use the positions of the
+    share; a model that adds positions in another way has to read `share.positions` itself. Call this while
+    all layers are present, before a pipeline takes some away. The parameters do not change.
 
     Args:
         model: changed in place.
-        share: whose cuts it is called with.
-        causal: what its attention is without.
+        share: makes the cuts that the model is called with.
+        causal: whether the model's attention is causal.
 
     Returns:
         `model`.
 
     Raises:
-        ValueError: no module has an attribute `attend`, or one drops attention weights.
+        ValueError: no module has an attribute `attend`, or a module drops attention weights.
     """
     parts = [part for part in model.modules() if callable(getattr(part, "attend", None))]
     if not parts:
@@ -154,10 +154,10 @@ def apply(model: Module, share: SequenceShare, causal: bool = True) -> Module:
         )
     for part in parts:
         dropout = getattr(part, "dropout", 0.0)
-        dropout = getattr(dropout, "p", dropout)  # of a module
+        dropout = getattr(dropout, "p", dropout)  # from an nn.Dropout
         if isinstance(dropout, float) and dropout > 0:
             raise ValueError(
-                f"dropout is {dropout} in the model's attention, and ring attention drops no weights; "
+                f"dropout is {dropout} in the model's attention, but ring attention cannot drop weights; "
                 "set it to 0, or leave cp out"
             )
     for part in parts:
@@ -172,15 +172,17 @@ def _attend(
     share: SequenceShare, causal: bool, query: Tensor, key: Tensor, value: Tensor, dropout: float
 ) -> Tensor:
     if dropout > 0:
-        raise ValueError(f"dropout is {dropout} in attention; ring attention drops no weights, set it to 0")
+        raise ValueError(
+            f"dropout is {dropout} in attention; ring attention cannot drop weights: set it to 0"
+        )
     return ring_attention(query, key, value, causal, share.group, length=share.length)
 
 
 def _positions(share: SequenceShare, embedding: nn.Module, tokens: Tensor) -> Tensor:
-    """Those of the last cut, of which `tokens` (B, T) have to be."""
+    """Return the positions of the last cut, after checking that `tokens` (B, T) are from that cut."""
     if share.length is None or tokens.shape[1] != share.size:
         raise ValueError(
-            f"tokens are {tuple(tokens.shape)} and this rank's part of the last cut has {share.size} "
+            f"tokens are {tuple(tokens.shape)}, but this rank's part of the last cut has {share.size} "
             "positions; give the model share.cut(tokens)"
         )
     context = getattr(getattr(embedding, "position", None), "num_embeddings", None)

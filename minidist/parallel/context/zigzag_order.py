@@ -1,10 +1,9 @@
-"""The zigzag order: which positions of a sequence a rank holds, and which keys of the others its queries see.
+"""The zigzag order: which positions of a sequence a rank holds, and which keys its queries see.
 
 The sequence is cut into 2 n chunks for n ranks, and rank r holds chunks r and 2 n - 1 - r: one early, one
-late. Under a causal mask the late queries of one rank see as many keys more as its early ones see fewer, so
-that all ranks compute 2 n + 1 of the n (2 n + 1) pairs of chunks; cut in the plain order, the last would
-compute 2 n times what the first does. Lengths that 2 n does not divide give chunks that differ by one
-position; they may be empty.
+late. Under a causal mask a rank's late queries see as many keys more as its early ones see fewer, so every
+rank computes 2 n + 1 of the n (2 n + 1) pairs of chunks. In plain order the last rank would compute 2 n times
+as much as the first. If 2 n does not divide the length, chunks differ by one position; they may be empty.
 
 Sources: Brandon et al. 2023, "Striped Attention: Faster Ring Attention for Causal Transformers", section 3,
 for the imbalance and balance by position; two chunks a rank: Llama Team 2024, "The Llama 3 Herd of Models",
@@ -20,36 +19,36 @@ from torch import Tensor
 
 
 def chunk(length: int, ranks: int, index: int) -> range:
-    """Positions of a chunk, counted from 0 to 2 ranks - 1."""
+    """Return the positions of a chunk; chunks count from 0 to 2 ranks - 1."""
     return range(index * length // (2 * ranks), (index + 1) * length // (2 * ranks))
 
 
 def share(length: int, ranks: int, rank: int) -> tuple[range, range]:
-    """The positions of a rank: an early chunk and a late one, which are held in this order."""
+    """Return the positions of a rank: an early chunk and a late one, held in this order."""
     return chunk(length, ranks, rank), chunk(length, ranks, 2 * ranks - 1 - rank)
 
 
 def size(length: int, ranks: int, rank: int) -> int:
-    """How many positions a rank has."""
+    """Return how many positions a rank has."""
     return sum(map(len, share(length, ranks, rank)))
 
 
 def positions(length: int, ranks: int, rank: int) -> Tensor:
-    """The positions of a rank, (size,), ascending int64."""
+    """Return the positions of a rank, (size,), ascending int64."""
     early, late = share(length, ranks, rank)
     return torch.tensor([*early, *late], dtype=torch.int64)
 
 
 class Sight(NamedTuple):
-    """What the queries of one rank see of the keys of another: a rectangle, or the lower triangle."""
+    """What the queries of one rank see of another rank's keys: a rectangle, or the lower triangle."""
 
-    first_query: int  # of the rank's own; those before it see nothing
-    keys: int  # of the owner's, from its first on
+    first_query: int  # the rank's queries before this one see nothing
+    keys: int  # how many of the owner's keys are seen, from the first on
     diagonal: bool  # query i sees keys 0 to i only
 
 
 def sight(length: int, ranks: int, rank: int, owner: int, causal: bool) -> Sight:
-    """What the queries of `rank` see of the keys of `owner`."""
+    """Return what the queries of `rank` see of the keys of `owner`."""
     early, _ = share(length, ranks, owner)
     if not causal:
         return Sight(0, size(length, ranks, owner), False)
@@ -62,7 +61,7 @@ def sight(length: int, ranks: int, rank: int, owner: int, causal: bool) -> Sight
 
 
 def computed_pairs(length: int, ranks: int, rank: int, causal: bool = True) -> int:
-    """Pairs of a query and a key for which a rank computes scores, for one head."""
+    """Return how many pairs of a query and a key a rank computes scores for, in one head."""
     queries, total = size(length, ranks, rank), 0
     for owner in range(ranks):
         first, keys, diagonal = sight(length, ranks, rank, owner, causal)

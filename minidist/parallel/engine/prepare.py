@@ -17,9 +17,8 @@ from minidist.parallel.contract.strategy import Strategy
 from minidist.parallel.engine.partition_model import RankModel, checked, partition_model
 from minidist.parallel.engine.prepare_checks import check_model, check_types, put_back_on_error
 from minidist.parallel.engine.training_step import HybridEngine
-from minidist.parallel.guards.agreement import require_alike
 from minidist.parallel.guards.ownership import ENGINE, claim, require_free
-from minidist.parallel.guards.refusals import refuse_renormed
+from minidist.parallel.guards.refusals import refuse_renormed, require_alike
 from minidist.parallel.sharding.data_parallel_strategy import Replicated
 from minidist.parallel.sharding.fully_shard_strategy import FullySharded
 from minidist.parallel.sharding.zero_strategy import ShardedState

@@ -1,1 +1,7 @@
-"""What is refused before training starts, and what ranks must agree on."""
+"""Checks that every strategy shares: they refuse a mistake before it trains a model wrongly.
+
+| File | Holds |
+|---|---|
+| ownership.py | which object trains a parameter: one at a time |
+| refusals.py | models, batches and optimizers that cannot train; arguments that differ between ranks |
+"""

@@ -1,8 +1,8 @@
-"""Who trains a parameter: one object at a time, or gradients would be summed and applied twice.
+"""Record which object trains a parameter: one at a time, or gradients would be summed and applied twice.
 
 `DataParallel`, `ZeroOptimizer`, `FullyShard` and the engines of `prepare` claim the parameters that they put
-hooks on, and whoever comes second is told. A claim ends with its object, whose hooks end with it, too; that
-of a `FullyShard` stays, for what it leaves of parameters has no values.
+hooks on; a second owner gets an error. A claim ends with its owner, because the hooks end with it. The claim
+of a `FullyShard` stays, because the parameters that it leaves behind have no values.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from torch.utils.weak import WeakIdKeyDictionary
 class _Claim:
     owner: weakref.ref[Any]
     kind: str
-    takes_values: bool  # whether they are in shards from now on
+    takes_values: bool  # whether the owner moved the values into shards
 
 
 DATA_PARALLEL, ZERO, ENGINE = "a DataParallel", "a ZeroOptimizer", "an engine of prepare"
 FULLY_SHARD = "a FullyShard, or prepare with zero=3,"
 
-_claims: Any = WeakIdKeyDictionary()  # from parameters to their claims, the last first
+_claims: Any = WeakIdKeyDictionary()  # parameter -> its claims, the latest first
 
 
 def claim(owner: object, kind: str, parameters: Iterable[Tensor], takes_values: bool = False) -> None:
-    """`owner`, which is `kind`, trains these parameters for as long as it lives."""
+    """Record that `owner`, an object of this `kind`, trains these parameters for as long as it lives."""
     new = _Claim(weakref.ref(owner), kind, takes_values)
     for parameter in parameters:
         others = [each for each in _claims_on(parameter) if each.owner() is not owner]
@@ -39,15 +39,15 @@ def claim(owner: object, kind: str, parameters: Iterable[Tensor], takes_values: 
 
 
 def owners(parameters: Iterable[Tensor], kind: str) -> list[Any]:
-    """The objects of this kind that are alive and train some of the parameters, each once."""
+    """Return the living objects of this kind that train any of the parameters, each once."""
     alive = [each.owner() for p in parameters for each in _claims_on(p) if each.kind == kind]
     return [*{id(owner): owner for owner in alive if owner is not None}.values()]
 
 
 def release(parameters: Iterable[Tensor]) -> None:
-    """Who was made of these parameters is not to train them: its making failed, or that of what has it.
+    """End the claims on these parameters, because making their owner failed.
 
-    An error's traceback may keep it alive for long.
+    The traceback of the error may keep the owner alive for long.
     """
     released = [*parameters]
     for kind in (DATA_PARALLEL, ZERO):
@@ -59,17 +59,17 @@ def release(parameters: Iterable[Tensor]) -> None:
 
 
 def require_free(named: Iterable[tuple[str, Tensor]], beside: Sequence[str] = ()) -> None:
-    """ValueError where another object trains one of the parameters, or has taken its values.
+    """Raise ValueError if another object trains one of the parameters, or has taken its values.
 
-    A frozen parameter may serve several, as long as none of them takes its values.
+    Several objects may share a frozen parameter, as long as none of them takes its values.
 
     Args:
         named: the parameters with their names.
-        beside: kinds of objects that the new one may stand beside.
+        beside: kinds of owners that the new one may share parameters with.
     """
     parameters = [*named]
     if _first(parameters, beside) is not None:
-        gc.collect()  # what nobody refers to any more may wait for it
+        gc.collect()  # an owner without references may still wait to be collected
     found = _first(parameters, beside)
     if found is None:
         return
@@ -86,7 +86,7 @@ def require_free(named: Iterable[tuple[str, Tensor]], beside: Sequence[str] = ()
 
 
 def _claims_on(parameter: Tensor) -> list[_Claim]:
-    """Those that hold."""
+    """The claims that still hold."""
     return [each for each in _claims.get(parameter, ()) if each.takes_values or each.owner() is not None]
 
 

@@ -1,18 +1,62 @@
-"""What would train wrongly, or fail in the middle of a step: told before any is touched."""
+"""Refuse what would train wrongly or fail in the middle of a step, before anything is changed.
+
+`require_alike` compares the arguments of all ranks: ranks that were called differently would wait for
+messages that nobody sends.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from minidist import comm
+from minidist.comm.work import Group, ranks_of
+
+
+def require_alike(what: str, values: Mapping[str, object], group: Group) -> None:
+    """Raise ValueError on every rank if the ranks' values differ; the error names two ranks and their values.
+
+    Ranks compare a hash: each sends 16 (n - 1) bytes. Only if the hashes differ do they exchange the values.
+
+    Args:
+        what: the function or class whose arguments these are, for the message.
+        values: argument -> value, compared by its text. All ranks name the same arguments.
+        group: the ranks, all of which call this; None for all.
+    """
+    ranks = ranks_of(group)
+    if len(ranks) == 1:
+        return
+    text = json.dumps({name: str(value) for name, value in values.items()}).encode()
+    digest = int.from_bytes(hashlib.sha256(text).digest()[:7], "big")
+    own = torch.tensor([digest, len(text)], device=comm.device())
+    gathered = comm.all_gather(own, group=group).view(-1, 2)
+    if bool((gathered == gathered[0]).all()):
+        return
+    longest = int(gathered[:, 1].max())
+    padded = torch.tensor([*text.ljust(longest)], dtype=torch.uint8, device=own.device)
+    rows = comm.all_gather(padded, group=group).view(-1, longest).tolist()
+    found = [json.loads(bytes(row)) for row in rows]
+    name = next(name for name in found[0] if len({each[name] for each in found}) > 1)
+    texts = [each[name] for each in found]
+    most = texts.index(Counter(texts).most_common(1)[0][0])
+    other = next(index for index, value in enumerate(texts) if value != texts[most])
+    raise ValueError(
+        f"{what} got {name} {texts[other]} on rank {ranks[other]} and {texts[most]} on rank {ranks[most]}; "
+        "give all ranks the same"
+    )
+
 
 def refuse_renormed(model: nn.Module) -> None:
-    """ValueError where an embedding has max_norm.
+    """Raise ValueError if an embedding has max_norm.
 
-    Its forward pass shortens the rows that it reads, in place: on each rank others, so that the ranks' tables
-    differ, and in copies of the parameters that are gathered or rounded, so that it is forgotten.
+    Its forward pass shortens the rows that it reads, in place. Each rank reads other rows, so the ranks'
+    tables would differ; and where the rows are gathered or rounded copies, the change would be lost.
     """
     for name, part in model.named_modules():
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
@@ -24,7 +68,7 @@ def refuse_renormed(model: nn.Module) -> None:
 
 
 def refuse_meta(what: str, named: Any) -> None:
-    """ValueError where a parameter or buffer has no values yet."""
+    """Raise ValueError if a parameter or buffer is on the meta device, where it has no values."""
     for name, tensor in named:
         if tensor.is_meta:
             raise ValueError(
@@ -34,7 +78,7 @@ def refuse_meta(what: str, named: Any) -> None:
 
 
 def require_trained(what: str, parameters: Any) -> None:
-    """ValueError where no parameter gets gradients."""
+    """Raise ValueError if no parameter gets gradients."""
     found = [*parameters]
     if not any(parameter.requires_grad for parameter in found):
         have = "all of its parameters are frozen" if found else "it has no parameters"
@@ -42,7 +86,7 @@ def require_trained(what: str, parameters: Any) -> None:
 
 
 def require_optimizer(made: object, name: str = "optimizer") -> None:
-    """TypeError where a function that was to make an optimizer made something else."""
+    """Raise TypeError if a function that should make an optimizer made something else."""
     if not isinstance(made, torch.optim.Optimizer):
         raise TypeError(
             f"{name} made a {type(made).__name__}; give a function from parameters to a "
@@ -51,7 +95,7 @@ def require_optimizer(made: object, name: str = "optimizer") -> None:
 
 
 def require_batch(inputs: object, targets: object) -> None:
-    """TypeError where a batch is no two tensors."""
+    """Raise TypeError if a batch is not two tensors whose first dimension is the rows."""
     for name, value in (("inputs", inputs), ("targets", targets)):
         if not isinstance(value, Tensor) or not value.dim():
             given = "tensor without dimensions" if isinstance(value, Tensor) else type(value).__name__
@@ -59,7 +103,7 @@ def require_batch(inputs: object, targets: object) -> None:
 
 
 def require_metric(metric: object) -> None:
-    """TypeError where it is no function, nor None for the loss."""
+    """Raise TypeError if `metric` is neither a function nor None, which stands for the loss."""
     if metric is not None and not callable(metric):
         raise TypeError(
             f"metric is {metric!r}; give a function from outputs and targets to the mean over their rows, or "

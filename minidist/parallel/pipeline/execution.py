@@ -22,8 +22,7 @@ from minidist.comm.work import Group, rank_in, ranks_of
 from minidist.model.loss import cross_entropy
 from minidist.parallel.contract.engine import Loss, check_rows
 from minidist.parallel.contract.evaluation_mode import evaluating, require_gradients
-from minidist.parallel.guards.agreement import require_alike
-from minidist.parallel.guards.refusals import require_batch, require_metric
+from minidist.parallel.guards.refusals import require_alike, require_batch, require_metric
 from minidist.parallel.pipeline import schedules
 from minidist.parallel.pipeline.arguments import check_arguments, check_stages, fingerprint
 from minidist.parallel.pipeline.broadcast_loss import broadcast_loss

@@ -10,7 +10,7 @@ the fast one, each with one idea more:
 | `overlap=False` | after backward, flat buckets of many gradients: few messages |
 | (none) | each bucket as soon as its gradients are there, while backward computes the others |
 | `with model.no_sync()` | nothing: gradients add up on the rank, and the last micro-batch sends their sum |
-| `compression="powersgd"` | fewer bytes, with an error: see compression/compressor.py |
+| `compression="powersgd"` | fewer bytes, with an error: see compression/by_name.py |
 
 Source: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", section 3.
 """
@@ -29,7 +29,8 @@ from torch import nn
 
 from minidist import comm
 from minidist.comm.work import Group
-from minidist.parallel.compression.compressor import Compression, compression_of
+from minidist.parallel.compression.by_name import compression_of
+from minidist.parallel.compression.compressor import Compression
 from minidist.parallel.flat.buckets import MB, GradientComm, broadcast_together, cut, require_same
 from minidist.parallel.guards.ownership import DATA_PARALLEL, ZERO, claim, require_free
 from minidist.parallel.guards.refusals import refuse_meta, refuse_renormed

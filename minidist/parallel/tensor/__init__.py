@@ -1,1 +1,16 @@
-"""Tensor parallelism: column, row and vocabulary layers, and plans that name them."""
+"""Tensor parallelism: ranks share each matrix of a model, and combine their results inside every layer.
+
+Start with `parallelize`, which cuts a model by a plan. The layers can also be used by themselves.
+
+| File | Holds |
+|---|---|
+| parallelize.py | `parallelize`: cut a model, by a plan of styles; the table of styles |
+| plans.py | plans for a GPT and an MLP, and the bytes that a pass sends |
+| styles.py | a plan resolved to modules and checked; cuts between attention heads |
+| column_parallel.py | `ColumnParallelLinear`: a layer cut by its outputs; several layers of one input |
+| row_parallel.py | `RowParallelLinear`: a layer cut by its inputs |
+| vocabulary.py | an embedding cut by rows; a cross entropy that never holds all logits |
+| sequence_parallel.py | norms, dropout and attention that work on a rank's own tokens or heads |
+| operators.py | collectives forward and backward between whole and shared parts |
+| cuts.py | where a tensor is cut between ranks; a rank's part of a whole layer |
+"""

@@ -1,48 +1,146 @@
-"""Linear layers cut between ranks by their outputs: each rank computes some of the features, of all inputs.
+"""Linear layers cut by their outputs: each rank computes some of the features, from all inputs.
 
-The first half of a pair; the other is row_parallel.py. y = f(x A) B takes one message each way where A is
-cut by columns, so that each rank has some of the hidden features and applies f to them, and B by the rows
-that multiply these. The names are those of the paper, where y = x A; `weight` is A^T, as torch has it, so
-that a column of A is a row of `weight`.
+This is the first half of a pair; row_parallel.py has the second. If y = f(x A) B cuts A by columns and B by
+rows, each rank computes some hidden features, applies f to them, and multiplies them by its rows of B: one
+message forward and one backward. The names follow the paper, where y = x A; torch's `weight` is A^T, so a
+column of A is a row of `weight`.
 
-Source: Shoeybi et al. 2019, "Megatron-LM", section 3; sequence parallelism: Korthikanti et al. 2022,
-section 4.2. n is the number of ranks; sizes that it does not divide are cut as evenly as can be.
+Attention's queries, keys and values read the same input. As three layers they would each sum the gradient of
+that input over the ranks; `column_linear` computes them as one operation with three outputs, so they send one
+message. It computes the gradients of the weights, which need nothing of that sum, while the sum is under way.
+
+Sources: Shoeybi et al. 2019, "Megatron-LM", section 3 (f in front of the three maps); Korthikanti et al.
+2022, section 4.2.2 (sequence parallelism: keep the share of the input, and gather it again in the backward
+pass while the input's gradient is computed).
+
+n ranks; sizes that n does not divide are cut as evenly as possible. Shapes: x (..., T, K); a weight (M, K),
+where M is the rank's features; y (..., T, M). Under sequence parallelism x is a share (..., T / n, K), and y
+is of the whole sequence.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
 
 from minidist.comm.work import Group
-from minidist.parallel.tensor.column_function import column_linear
-from minidist.parallel.tensor.cuts import Cut, TensorParallel, share
-from minidist.parallel.tensor.operators import gather_from_ranks
-from minidist.parallel.tensor.whole_layers import Device, check_linear, drawn, part_of
+from minidist.parallel.tensor.cuts import (
+    Cut,
+    Device,
+    TensorParallel,
+    check_linear,
+    new_linear,
+    part_of,
+    share,
+)
+from minidist.parallel.tensor.operators import (
+    gather_from_ranks,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+)
+
+SEQUENCE = -2
+
+
+def column_linear(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    group: Group = None,
+    sequence_parallel: bool = False,
+    overlap: bool = True,
+) -> list[Tensor]:
+    """Map x by every weight: `copy_to_ranks` or `gather_sequence`, followed by the linear maps.
+
+    Forward: sends nothing; under sequence parallelism it gathers x, (n - 1) S. Backward: sums the gradient of
+    x, 2 (n - 1) / n S; under sequence parallelism it gathers x again, (n - 1) S, and reduces and scatters the
+    gradient, also (n - 1) S. S is the bytes of x. If x needs no gradient, nothing is summed.
+
+    overlap: compute the gradients of the weights while that of x is under way.
+    """
+    return list(
+        _ColumnLinear.apply(x, group, sequence_parallel, overlap, len(weights), *weights, *biases)  # type: ignore[no-untyped-call]
+    )
+
+
+class _ColumnLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        group: Group,
+        sequence_parallel: bool,
+        overlap: bool,
+        count: int,
+        *parameters: Tensor | None,
+    ) -> tuple[Tensor, ...]:
+        weights: Any = parameters[:count]
+        biases: Any = parameters[count:]
+        ctx.save_for_backward(x, *weights)
+        ctx.group, ctx.sequence_parallel, ctx.overlap, ctx.count = group, sequence_parallel, overlap, count
+        whole = start_all_gather(x, SEQUENCE, group)() if sequence_parallel else x
+        return tuple(functional.linear(whole, w, b) for w, b in zip(weights, biases, strict=True))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        x, *weights = ctx.saved_tensors
+        needs_x, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[5:]
+        needs_w, needs_b = needs[: ctx.count], needs[ctx.count :]
+        rows = [grad.reshape(-1, w.shape[0]) for grad, w in zip(grads, weights, strict=True)]  # (N, M)
+
+        # Launch: gather the input again if this rank kept only a share.
+        again = None
+        if ctx.sequence_parallel and any(needs_w):
+            again = start_all_gather(x, SEQUENCE, ctx.group, overlap=ctx.overlap)
+
+        # Compute the gradient by the input, and launch its sum.
+        summed = None
+        if needs_x:
+            x_grad = rows[0] @ weights[0]
+            for g, w in zip(rows[1:], weights[1:], strict=True):
+                x_grad.addmm_(g, w)
+            x_grad = x_grad.view(*grads[0].shape[:-1], x.shape[-1])
+            if ctx.sequence_parallel:
+                summed = start_reduce_scatter(x_grad, SEQUENCE, ctx.group, ctx.overlap)
+            else:
+                summed = start_all_reduce(x_grad, ctx.group, ctx.overlap)
+
+        # Compute the gradients by the parameters.
+        inputs = (x if again is None else again()).reshape(-1, x.shape[-1])  # (N, K)
+        w_grads = [g.t() @ inputs if need else None for g, need in zip(rows, needs_w, strict=True)]
+        b_grads = [g.sum(0) if need else None for g, need in zip(rows, needs_b, strict=True)]
+
+        # Wait.
+        return None if summed is None else summed(), None, None, None, None, *w_grads, *b_grads
 
 
 class ColumnParallelLinear(TensorParallel):
-    """y = x W^T + b, of which each rank computes some features: x (..., in) -> y (..., out / n).
+    """y = x W^T + b, where each rank computes some of the features: x (..., in) -> y (..., out / n).
 
-    Forward: `copy_to_ranks`, the map, and where asked for `gather_from_ranks`. Under sequence parallelism
-    `gather_sequence` stands in place of the copy, and x is (..., T / n, in). Bytes sent: see these and
-    `column_linear`; the layer's own sum is under way while it computes the gradient of its weight.
+    Forward: `copy_to_ranks`, the linear map, and on request `gather_from_ranks`. Under sequence parallelism
+    `gather_sequence` replaces the copy, and x is (..., T / n, in). The operators and `column_linear` say how
+    many bytes they send. In the backward pass the sum over the ranks overlaps the gradient of the weight.
 
-    A new layer draws its weights as `torch.nn.Linear`, whole, and takes those of the group's first rank; to
-    cut a layer that is there, see `from_linear`.
+    A new layer draws whole weights as `torch.nn.Linear` does, and uses those of the group's first rank.
+    `from_linear` cuts an existing layer.
 
     Args:
         in_features, out_features, bias: of the whole layer.
         gather_output: return all features, (..., out), on every rank.
-        group: the ranks that share it; None for all.
+        group: the ranks that share the layer; None for all.
         sequence_parallel: x is this rank's share of the sequence, the last dimension but one.
-        unit: features that stay together, such as those of an attention head.
+        unit: number of features that stay together, such as those of an attention head.
         overlap: see `column_linear`.
 
     Raises:
-        ValueError: fewer units than ranks; or units that do not divide the features.
+        ValueError: there are fewer units than ranks, or `unit` does not divide the features.
     """
 
     weight: nn.Parameter  # (out / n, in)
@@ -67,9 +165,9 @@ class ColumnParallelLinear(TensorParallel):
         self.gather_output, self.group, self.sequence_parallel = gather_output, group, sequence_parallel
         self.overlap = overlap
         self.own = share(out_features, group, unit, "the outputs of a column-parallel layer")
-        self.is_vocabulary = False  # whether the features are scores of the vocabulary's tokens
+        self.is_vocabulary = False  # whether the features are the scores of tokens
         self.shared: SharedInput | None = None
-        self._take(drawn(in_features, out_features, bias, group, dtype, device))
+        self._take(new_linear(in_features, out_features, bias, group, dtype, device))
 
     @classmethod
     def from_linear(
@@ -82,9 +180,9 @@ class ColumnParallelLinear(TensorParallel):
         unit: int = 1,
         overlap: bool = True,
     ) -> ColumnParallelLinear:
-        """This rank's part of a layer whose weights are the same on all ranks. Nothing is sent.
+        """Keep this rank's part of a layer whose weights are the same on all ranks. Sends nothing.
 
-        Raises as the class does, and TypeError where `linear` is no `torch.nn.Linear`.
+        Raises the class's errors, and TypeError if `linear` is not a `torch.nn.Linear`.
         """
         check_linear(linear)
         options = {"unit": unit, "overlap": overlap, "device": "meta"}
@@ -99,7 +197,7 @@ class ColumnParallelLinear(TensorParallel):
         self.bias = None if whole.bias is None else part_of(whole.bias, rows)
 
     def forward(self, x: Tensor) -> Tensor:  # (..., in) -> (..., out / n)
-        """See the class."""
+        """Return this rank's features, or all of them with gather_output."""
         if self.shared is None:
             (y,) = map_together([self], x)
         else:
@@ -107,7 +205,7 @@ class ColumnParallelLinear(TensorParallel):
         return gather_from_ranks(y, -1, self.out_features, self.group) if self.gather_output else y
 
     def cuts(self) -> dict[str, Cut]:
-        """The weight is cut by rows, and so is the bias."""
+        """The weight and the bias are cut by rows."""
         start, rows = self.own.start, len(self.own)
         found = {"weight": Cut((self.out_features, self.in_features), (start, 0), (rows, self.in_features))}
         if self.bias is not None:
@@ -115,12 +213,12 @@ class ColumnParallelLinear(TensorParallel):
         return found
 
     def extra_repr(self) -> str:
-        """What print(layer) shows between the brackets."""
+        """The text between the brackets of print(layer)."""
         return f"{self.in_features}, {self.own.start}-{self.own.stop} of {self.out_features}"
 
 
 class SharedInput:
-    """Column-parallel layers that read one input: the first that is called on it computes for all of them."""
+    """Column-parallel layers that read one input: the first one called on it computes the outputs of all."""
 
     def __init__(self, layers: Sequence[ColumnParallelLinear]) -> None:
         self.layers = layers
@@ -128,7 +226,7 @@ class SharedInput:
         self._outputs: dict[ColumnParallelLinear, Tensor] = {}
 
     def output(self, layer: ColumnParallelLinear, x: Tensor) -> Tensor:
-        """What `layer` makes of x."""
+        """Return the output of `layer` for x."""
         if x is not self._input or layer not in self._outputs:
             self._input = x
             self._outputs = dict(zip(self.layers, map_together(self.layers, x), strict=True))
@@ -139,7 +237,7 @@ class SharedInput:
 
 
 def map_together(layers: Sequence[ColumnParallelLinear], x: Tensor) -> list[Tensor]:
-    """The outputs of layers that are alike but for their sizes, with one message for the input's gradient."""
+    """Return the outputs of layers that differ only in size; the gradient of x is summed in one message."""
     first = layers[0]
     return column_linear(
         x,

@@ -1,7 +1,8 @@
-"""Where a tensor is cut between ranks: sizes that they do not divide are split as evenly as can be.
+"""Where a tensor is cut between ranks, and how a rank gets its part of a whole layer.
 
-Rank r of n gets units u r / n to u (r + 1) / n of u, so that shares differ by one unit at most. A unit is one
-row or column, or what must stay together, such as the rows of an attention head. Nothing is padded.
+Rank r of n gets units u r / n to u (r + 1) / n of u, so parts differ by at most one unit. A unit is one row
+or column, or a group of them that must stay together, such as the rows of an attention head. Nothing is
+padded.
 """
 
 from __future__ import annotations
@@ -10,17 +11,21 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from minidist import comm
 from minidist.comm.work import Group, rank_in, ranks_of
+
+Device = torch.device | str | None
 
 
 @dataclass(frozen=True)
 class Cut:
     """The box of a whole tensor that a rank holds.
 
-    The first `sizes` elements in each dimension of the rank's tensor are that box; what is padding beyond is
-    zero, has gradient zero, and stays so.
+    It is the first `sizes` elements in each dimension of the rank's tensor. Anything beyond is padding: it is
+    zero, has gradient zero, and stays zero.
     """
 
     shape: tuple[int, ...]  # of the whole tensor
@@ -29,11 +34,11 @@ class Cut:
 
 
 class TensorParallel(nn.Module, ABC):
-    """A module that holds its rank's part of some parameters.
+    """A module that holds this rank's part of some parameters.
 
     Attributes:
         group: the ranks that share them; None for all.
-        sequence_parallel: whether each rank has a share of the sequence outside of the parts that are cut.
+        sequence_parallel: whether each rank has only a share of the sequence outside the cut layers.
     """
 
     group: Group
@@ -41,14 +46,14 @@ class TensorParallel(nn.Module, ABC):
 
     @abstractmethod
     def cuts(self) -> dict[str, Cut]:
-        """For each own parameter that is cut its `Cut`."""
+        """Return the `Cut` of each of the module's own parameters that is cut."""
 
 
 def cuts(module: nn.Module) -> dict[str, Cut]:
-    """For the name of each parameter of `module` that is cut where in the whole this rank's part is.
+    """Return, for each parameter of `module` that is cut, which box of the whole this rank has.
 
-    The others are whole on every rank, and so are their gradients after a backward pass, the same on all. A
-    tied parameter is there under each of its names.
+    The other parameters are whole on every rank, and so are their gradients after a backward pass. A tied
+    parameter appears under each of its names.
     """
     found = {}
     for prefix, part in module.named_modules(remove_duplicate=False):
@@ -59,9 +64,9 @@ def cuts(module: nn.Module) -> dict[str, Cut]:
 
 
 def share(size: int, group: Group = None, unit: int = 1, what: str = "the tensor") -> range:
-    """This rank's part of `size` elements, that are cut between units.
+    """Return this rank's part of `size` elements, cut between units.
 
-    what: for the error: what is cut.
+    what: names what is cut, for the error.
 
     Raises:
         ValueError: there are more ranks than units, or `unit` does not divide `size`.
@@ -79,11 +84,39 @@ def share(size: int, group: Group = None, unit: int = 1, what: str = "the tensor
 
 
 def share_of(size: int, rank: int, ranks: int, unit: int = 1) -> range:
-    """The part of `size` elements that is a rank's; it may be empty."""
+    """Return a rank's part of `size` elements, which may be empty."""
     units = size // unit
     return range(units * rank // ranks * unit, units * (rank + 1) // ranks * unit)
 
 
 def sizes_of(size: int, ranks: int, unit: int = 1) -> Sequence[int]:
-    """How many elements each rank has."""
+    """Return how many elements each rank has."""
     return [len(share_of(size, rank, ranks, unit)) for rank in range(ranks)]
+
+
+def check_linear(linear: object) -> None:
+    """Raise TypeError if a layer does not compute what `torch.nn.Linear` does."""
+    if not isinstance(linear, nn.Linear) or type(linear).forward is not nn.Linear.forward:
+        raise TypeError(f"a {type(linear).__name__} cannot be cut between ranks; give a torch.nn.Linear")
+
+
+def new_linear(
+    in_features: int, out_features: int, bias: bool, group: Group, dtype: torch.dtype | None, device: Device
+) -> nn.Linear:
+    """Return a whole layer with the weights that the group's first rank drew."""
+    whole = nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
+    send_whole(whole, group)
+    return whole
+
+
+def send_whole(module: nn.Module, group: Group) -> None:
+    """Copy the parameters and buffers of the group's first rank to all ranks; a collective."""
+    for tensor in [*module.parameters(), *module.buffers()]:
+        if not tensor.is_meta:
+            comm.broadcast(tensor.detach(), group=group)
+
+
+def part_of(whole: Tensor, index: slice | tuple[slice, ...]) -> nn.Parameter:
+    """Return a copy of a part of a parameter, as a parameter of its own."""
+    part = whole.detach()[index].clone(memory_format=torch.contiguous_format)
+    return nn.Parameter(part, requires_grad=whole.requires_grad)

@@ -1,8 +1,8 @@
-"""The pairs of operators between the parts of a model that all ranks compute and those that they share.
+"""The collectives between the parts of a model that every rank computes and the parts that ranks share.
 
-A tensor outside of a shared part is the same on all ranks, and so is its gradient; inside, each rank has a
-part of the features, or a summand of the whole. Where activations cross that line a collective runs, forward
-or backward. Operators come in pairs: what one does forward the other does backward.
+Outside a shared part, a tensor and its gradient are the same on all ranks. Inside, each rank has some of the
+features, or one summand of the whole. An operator takes activations across that line. Operators come in
+pairs: the forward pass of one is the backward pass of the other.
 
 | | forward | backward | where |
 |---|---|---|---|
@@ -10,115 +10,201 @@ or backward. Operators come in pairs: what one does forward the other does backw
 | `reduce_from_ranks` | all-reduce | identity | after a row-parallel layer |
 | `split_to_ranks` | own part | all-gather | a whole tensor enters |
 | `gather_from_ranks` | all-gather | own part | a cut tensor leaves |
-| `gather_sequence` | all-gather | reduce-scatter | in place of copy, where the sequence is cut outside |
-| `scatter_sequence` | reduce-scatter | all-gather | in place of reduce, there |
+| `gather_sequence` | all-gather | reduce-scatter | instead of copy, if the sequence is cut outside |
+| `scatter_sequence` | reduce-scatter | all-gather | instead of reduce, likewise |
 
-The first two are Megatron's f and g: Shoeybi et al. 2019, "Megatron-LM", section 3, figure 3. The last two,
-its g and g-bar of sequence parallelism: Korthikanti et al. 2022, section 4.2. They send as many bytes as the
-first two, since an all-reduce is a reduce-scatter and an all-gather.
+The first two are Megatron's f and g: Shoeybi et al. 2019, "Megatron-LM", section 3, figure 3. The last two
+are the g and g-bar of sequence parallelism: Korthikanti et al. 2022, section 4.2. They send as many bytes as
+the first two, since an all-reduce is a reduce-scatter and an all-gather.
 
-In the docstrings n is the number of ranks and S the bytes of the tensor passed. Results are contiguous, like
-those of the layers that stand in one process where these do.
+n is the number of ranks, S the bytes of the tensor that is passed. Results are contiguous, like those of the
+layers that one process has in these positions.
+
+`minidist.comm` gathers and scatters along the first dimension, but activations are (B, T, D) and cut in T or
+in D. So each `start_...` function works along any dimension. It starts a collective and returns a function
+that finishes it, so that the caller can compute in between; with overlap=False the collective is already
+complete.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from minidist import comm
 from minidist.comm.work import Group, rank_in, ranks_of
-from minidist.parallel.tensor.collectives import start_all_gather, start_all_reduce, start_reduce_scatter
 from minidist.parallel.tensor.cuts import share, share_of, sizes_of
+
+Finish = Callable[[], Tensor]
 
 
 def copy_to_ranks(x: Tensor, group: Group = None) -> Tensor:
-    """Enter a shared part with a tensor that all ranks have whole.
+    """Enter a shared part with a tensor that every rank has whole.
 
-    Forward: x itself; sends nothing. Backward: the ranks' gradients are summed, an all-reduce, since each has
-    seen only its own part's; sends 2 (n - 1) / n S.
+    Forward: returns x and sends nothing. Backward: an all-reduce sums the ranks' gradients, since each rank
+    has seen only its own part; it sends 2 (n - 1) / n S.
     """
     (result,) = copy_all_to_ranks([x], group)
     return result
 
 
 def copy_all_to_ranks(tensors: Sequence[Tensor], group: Group = None) -> list[Tensor]:
-    """The same for several tensors of one dtype, whose gradients travel in one message."""
+    """Do the same for several tensors of one dtype; their gradients travel in one message."""
     return list(_Copy.apply(group, *tensors))  # type: ignore[no-untyped-call]
 
 
 def reduce_from_ranks(x: Tensor, group: Group = None) -> Tensor:
-    """Leave a shared part: each rank has a summand, and gets the sum.
+    """Leave a shared part: each rank passes a summand and gets the sum.
 
-    Forward: an all-reduce; sends 2 (n - 1) / n S. Backward: the gradient itself; sends nothing.
+    Forward: an all-reduce, which sends 2 (n - 1) / n S. Backward: returns the gradient and sends nothing.
     """
-    result: Tensor = _Reduce.apply(x, group)  # type: ignore[no-untyped-call]
-    return result
+    return _pair(x, lambda x: start_all_reduce(_copied(x), group)(), lambda grad: grad)
 
 
 def split_to_ranks(x: Tensor, dim: int = -1, group: Group = None) -> Tensor:
-    """Take this rank's part, along `dim`, of a tensor that all ranks have whole.
+    """Take this rank's part, along `dim`, of a tensor that every rank has whole.
 
-    Forward: sends nothing. Backward: the ranks' gradients are joined, an all-gather; sends (n - 1) times the
-    largest part. Raises ValueError where there are more ranks than elements.
+    Forward: sends nothing. Backward: an all-gather joins the ranks' gradients; it sends (n - 1) times the
+    largest part. Raises ValueError if there are more ranks than elements.
     """
-    result: Tensor = _Split.apply(x, dim, group)  # type: ignore[no-untyped-call]
-    return result
+    own = share(x.shape[dim], group, what=f"dimension {dim}")
+    sizes = sizes_of(x.shape[dim], len(ranks_of(group)))
+    return _pair(
+        x,
+        lambda x: _copied(x.narrow(dim, own.start, len(own))),
+        lambda grad: start_all_gather(grad, dim, group, sizes)(),
+    )
 
 
 def gather_from_ranks(x: Tensor, dim: int = -1, size: int | None = None, group: Group = None) -> Tensor:
     """Join the ranks' parts along `dim`.
 
-    Forward: an all-gather; sends (n - 1) times the largest part. Backward: this rank's part of the gradient;
-    sends nothing.
+    Forward: an all-gather, which sends (n - 1) times the largest part. Backward: takes this rank's part of
+    the gradient and sends nothing.
 
-    size: of the whole, cut as `split_to_ranks` cuts it; None where all parts are as large as this one. Raises
-    ValueError where x is no part of that size.
+    size: of the whole tensor, cut as by `split_to_ranks`; None if all parts are as large as this one. Raises
+    ValueError if x does not have this rank's size.
     """
     ranks, rank = len(ranks_of(group)), rank_in(group)
     whole = x.shape[dim] * ranks if size is None else size
-    wanted = len(share_of(whole, rank, ranks))
-    if x.shape[dim] != wanted:
+    own, sizes = share_of(whole, rank, ranks), sizes_of(whole, ranks)
+    if x.shape[dim] != len(own):
         raise ValueError(
-            f"x has {x.shape[dim]} elements in dimension {dim}, and rank {rank} of {ranks} has {wanted} of "
+            f"x has {x.shape[dim]} elements in dimension {dim}, and rank {rank} of {ranks} has {len(own)} of "
             f"{whole}; give the size of the whole, and cut it as split_to_ranks does"
         )
-    result: Tensor = _Gather.apply(x, dim, whole, group)  # type: ignore[no-untyped-call]
-    return result
+    return _pair(
+        x,
+        lambda x: start_all_gather(x, dim, group, sizes)().contiguous(),
+        lambda grad: grad.narrow(dim, own.start, len(own)),
+    )
 
 
 def gather_sequence(x: Tensor, dim: int = -2, group: Group = None) -> Tensor:
     """Enter a shared part with this rank's share of a sequence: (..., T / n, D) -> (..., T, D).
 
-    Forward: an all-gather; sends (n - 1) S. Backward: the ranks' gradients are summed, and each keeps its
-    share, a reduce-scatter; sends (n - 1) S.
+    Forward: an all-gather, which sends (n - 1) S. Backward: a reduce-scatter sums the ranks' gradients, and
+    each rank keeps its share; it sends (n - 1) S.
     """
-    result: Tensor = _GatherSequence.apply(x, dim, group)  # type: ignore[no-untyped-call]
-    return result
+    return _pair(
+        x,
+        lambda x: start_all_gather(x, dim, group)().contiguous(),
+        lambda grad: start_reduce_scatter(grad, dim, group)(),
+    )
 
 
 def scatter_sequence(x: Tensor, dim: int = -2, group: Group = None) -> Tensor:
     """Leave a shared part with a share of the sequence: summands (..., T, D) -> sums (..., T / n, D).
 
-    Forward: a reduce-scatter; sends (n - 1) / n S. Backward: the ranks' gradients are joined, an all-gather;
-    sends (n - 1) / n S. Raises ValueError where the ranks do not divide T.
+    Forward: a reduce-scatter, which sends (n - 1) / n S. Backward: an all-gather joins the ranks' gradients;
+    it sends (n - 1) / n S. Raises ValueError if the number of ranks does not divide T.
     """
     check_sequence(x.shape[dim], group)
-    result: Tensor = _ScatterSequence.apply(x, dim, group)  # type: ignore[no-untyped-call]
-    return result
+    return _pair(
+        x,
+        lambda x: start_reduce_scatter(x, dim, group)().contiguous(),
+        lambda grad: start_all_gather(grad, dim, group)(),
+    )
 
 
 def check_sequence(length: int, group: Group) -> None:
-    """ValueError where the ranks do not divide a sequence of that length."""
+    """Raise ValueError if the number of ranks does not divide a sequence of this length."""
     ranks = len(ranks_of(group))
     if length % ranks:
         raise ValueError(
             f"a sequence of {length} tokens is not divided by {ranks} tensor-parallel ranks; pad it to "
             f"{-(-length // ranks) * ranks}, or set sequence_parallel=False"
         )
+
+
+def start_all_reduce(x: Tensor, group: Group, overlap: bool = False) -> Finish:
+    """Sum x over the ranks, in place. Sends 2 (n - 1) / n S."""
+    work = comm.all_reduce(x, group=group, async_op=overlap)  # type: ignore[call-overload]
+    return _finish(work, lambda total: total)
+
+
+def start_all_gather(
+    x: Tensor, dim: int, group: Group, sizes: Sequence[int] | None = None, overlap: bool = False
+) -> Finish:
+    """Join the ranks' x along `dim`. Sends (n - 1) S, where S is the size of the largest part.
+
+    sizes: of the ranks' parts, None if they are equal. Smaller parts are padded for the message.
+    """
+    ranks = len(ranks_of(group))
+    front = x.movedim(dim, 0)
+    longest = len(front) if sizes is None else max(sizes)
+    if len(front) < longest:
+        front = torch.cat([front, front.new_zeros(longest - len(front), *front.shape[1:])])
+    work = comm.all_gather(front.contiguous(), group=group, async_op=overlap)  # type: ignore[call-overload]
+
+    def joined(gathered: Tensor) -> Tensor:
+        if sizes is not None and min(sizes) < longest:
+            parts = gathered.view(ranks, longest, *gathered.shape[1:])
+            gathered = torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+        return gathered.movedim(0, dim)
+
+    return _finish(work, joined)
+
+
+def start_reduce_scatter(x: Tensor, dim: int, group: Group, overlap: bool = False) -> Finish:
+    """Sum x over the ranks, and keep this rank's part of the sum along `dim`. Sends (n - 1) / n S."""
+    front = x.movedim(dim, 0).contiguous()
+    work = comm.reduce_scatter(front, group=group, async_op=overlap)  # type: ignore[call-overload]
+    return _finish(work, lambda part: part.movedim(0, dim))
+
+
+def _finish(result: Any, then: Callable[[Tensor], Tensor]) -> Finish:
+    if isinstance(result, comm.Work):
+        return lambda: then(result.wait())
+    return lambda: then(result)
+
+
+def _copied(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _pair(x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Tensor:
+    """Apply `forward` to x, and `backward` to the gradient."""
+    result: Tensor = _Pair.apply(x, forward, backward)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Pair(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        ctx.of_gradient = backward
+        return forward(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.of_gradient(grad), None, None
 
 
 class _Copy(torch.autograd.Function):
@@ -130,70 +216,8 @@ class _Copy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        if len(grads) == 1:  # a copy: the gradient may be another operator's, too
-            return None, start_all_reduce(grads[0].clone(memory_format=torch.contiguous_format), ctx.group)()
+        if len(grads) == 1:  # all-reduce a copy: another operator may use the same gradient
+            return None, start_all_reduce(_copied(grads[0]), ctx.group)()
         flat = start_all_reduce(torch.cat([grad.reshape(-1) for grad in grads]), ctx.group)()
         parts = torch.split_with_sizes(flat, [grad.numel() for grad in grads])
         return None, *(part.view(grad.shape) for part, grad in zip(parts, grads, strict=True))
-
-
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        return start_all_reduce(x.clone(memory_format=torch.contiguous_format), group)()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
-class _Split(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: Group) -> Tensor:
-        ctx.dim, ctx.group, ctx.size = dim, group, x.shape[dim]
-        own = share(ctx.size, group, what=f"dimension {dim}")
-        return x.narrow(dim, own.start, len(own)).clone(memory_format=torch.contiguous_format)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        sizes = sizes_of(ctx.size, len(ranks_of(ctx.group)))
-        return start_all_gather(grad, ctx.dim, ctx.group, sizes)(), None, None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, size: int, group: Group) -> Tensor:
-        ranks = len(ranks_of(group))
-        ctx.dim, ctx.own = dim, share_of(size, rank_in(group), ranks)
-        return start_all_gather(x, dim, group, sizes_of(size, ranks))().contiguous()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return grad.narrow(ctx.dim, ctx.own.start, len(ctx.own)), None, None, None
-
-
-class _GatherSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: Group) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return start_all_gather(x, dim, group)().contiguous()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return start_reduce_scatter(grad, ctx.dim, ctx.group)(), None, None
-
-
-class _ScatterSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: Group) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return start_reduce_scatter(x, dim, group)().contiguous()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return start_all_gather(grad, ctx.dim, ctx.group)(), None, None

@@ -1,29 +1,29 @@
-"""Tensor parallelism: a model whose matrices are shared by ranks, by a plan that names them.
+"""Cut a model's matrices between ranks, by a plan that names its layers.
 
 >>> parallelize(model, {"layers.*.fc1": "column", "layers.*.fc2": "row"})
 
-| style | for | what becomes of it |
+| style | for | effect |
 |---|---|---|
-| "column" | a Linear | its outputs are cut; each rank returns its own |
-| "column_gathered" | a Linear | its outputs are cut; every rank returns all of them |
-| "row" | a Linear | its inputs are cut, as a "column" layer before it returns them |
-| "row_split" | a Linear | its inputs are cut; they come whole, and are split first |
-| "vocabulary" | an Embedding | its rows are cut; every rank returns all of the vectors |
+| "column" | a Linear | cuts its outputs; each rank returns its own |
+| "column_gathered" | a Linear | cuts its outputs; every rank returns all of them |
+| "row" | a Linear | cuts its inputs, as a "column" layer before it returns them |
+| "row_split" | a Linear | cuts its inputs; they arrive whole and are split first |
+| "vocabulary" | an Embedding | cuts its rows; every rank returns whole vectors |
 | "vocabulary" | a Linear | the last layer; each rank returns its part of the logits |
 | "sequence" | norms, dropout | under sequence parallelism, works on a share of the sequence |
 | "split" | an Embedding | under sequence parallelism, returns a share of the sequence |
-| "random" | attention | has dropout inside, on this rank's heads: its random numbers are its own |
+| "random" | attention | has dropout inside, on this rank's heads: draws this rank's own random numbers |
 
-A last layer with style "vocabulary" goes with `vocab_parallel_cross_entropy`, or with `gather_logits` for
-other losses. Layers of one parent that read one input, such as attention's queries, keys and values, are
-named together with "|", as "layers.*.attention.query|key|value": they then send one message and not three.
+After a last layer with style "vocabulary", use `vocab_parallel_cross_entropy`, or `gather_logits` for other
+losses. Name layers of one parent that read one input, such as attention's queries, keys and values, together:
+"layers.*.attention.query|key|value". They then send one message instead of three.
 
-What random numbers the other parts draw has to be the same on all ranks: they get the same state to start
-with, and everything else that draws has to draw alike. A part with a `head_size` (or `head_dim`) is cut
-between its heads; where keys and values have fewer, between these, with the queries that share them. Its
-`forward` has to find the number of heads and the length in what its layers return, as in
-`self.query(x).unflatten(-1, (-1, self.head_size))`: each rank has some of the heads, and under sequence
-parallelism x is a share of the sequence, while what the layers return is of all of it.
+All other parts must draw the same random numbers on all ranks. They start from the same state, so whatever
+else draws has to draw alike. A part with a `head_size` (or `head_dim`) is cut between its heads; if it has
+fewer heads of keys and values, between those, together with the queries that share them. Its `forward` must
+read the number of heads and the length from what its layers return, as in `self.query(x).unflatten(-1, (-1,
+self.head_size))`: each rank has some of the heads, and under sequence parallelism x is a share of the
+sequence but the layers return all of it.
 
 Sources: Shoeybi et al. 2019, "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model
 Parallelism", section 3; Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer
@@ -38,7 +38,7 @@ from torch import Tensor, nn
 
 from minidist.comm.work import Group, ranks_of
 from minidist.parallel.tensor.column_parallel import ColumnParallelLinear, SharedInput
-from minidist.parallel.tensor.cuts import TensorParallel
+from minidist.parallel.tensor.cuts import TensorParallel, send_whole
 from minidist.parallel.tensor.row_parallel import RowParallelLinear
 from minidist.parallel.tensor.sequence_parallel import OnOwnTokens, SplitAfter, WithOwnRandomNumbers
 from minidist.parallel.tensor.styles import (
@@ -50,11 +50,10 @@ from minidist.parallel.tensor.styles import (
     resolve,
 )
 from minidist.parallel.tensor.vocabulary import VocabParallelEmbedding
-from minidist.parallel.tensor.whole_layers import send_whole
 from minidist.parallel.training.random_state import share_random_state
 
 _AROUND = {"sequence": OnOwnTokens, "split": SplitAfter}
-"""What goes around a part under sequence parallelism."""
+"""Styles that wrap a module under sequence parallelism."""
 
 
 def parallelize(
@@ -66,30 +65,29 @@ def parallelize(
 ) -> nn.Module:
     """Cut the parts of `module` that `plan` names, in place. A collective: all ranks of the group call it.
 
-    The weights are those of the group's first rank, and so is the state of torch's random numbers from then
-    on: both are sent to all, the whole model once. Each rank keeps its parts, under the names of the whole;
-    `cuts` says where in the whole they are. Make the optimizer afterwards, recompute afterwards, and add
-    hooks afterwards: what is cut becomes a new module.
+    The first rank of the group sends its weights, the whole model once, and its random state to all. Each
+    rank keeps its parts under the same names; `cuts` says which box of the whole they are. Cut layers are new
+    modules, so make the optimizer, call `recompute` and add hooks afterwards.
 
-    Forward and backward: each layer's and operator's docstring says what it sends.
+    The docstrings of the layers and operators say what they send forward and backward.
 
     Args:
         module: the whole model, on every rank.
-        plan: for patterns of names, where "*" stands for any letters between two dots, a style; see the top
-            of this file.
+        plan: pattern -> style. In a pattern "*" stands for any letters between two dots; the top of this file
+            lists the styles.
         group: the ranks that share the model; None for all.
-        sequence_parallel: between the cut layers each rank has a share of the sequence, the last dimension
-            but one of the activations, in place of a copy.
+        sequence_parallel: between the cut layers, each rank has a share of the sequence (the last dimension
+            but one of the activations) instead of a copy.
         overlap: see `column_linear`.
 
     Returns:
         `module`.
 
     Raises:
-        ValueError: a pattern that fits no part, with the nearest names; an unknown style; two styles for one
-            part; more ranks than heads, rows or columns; a tied parameter that is cut in one place only;
-            under sequence parallelism a parameter that the plan says nothing of.
-        TypeError: a part that its style cannot cut.
+        ValueError: a pattern fits no part (the error suggests the nearest names); a style is unknown; a part
+            has two styles; there are more ranks than heads, rows or columns; a tied parameter is cut under
+            only one of its names; or, under sequence parallelism, the plan leaves out a parameter.
+        TypeError: a style cannot cut the part that it is given for.
     """
     parts, together = resolve(module, plan)
     check_ties(module, parts)

@@ -1,10 +1,11 @@
-"""Plans that cut all of this project's models, and the bytes that a pass through them sends.
+"""Plans that cut this project's models, and the bytes that one pass through such a model sends.
 
-A GPT: attention by heads, the MLP by its middle, the tables of tokens and of logits by the vocabulary. What
-is left whole are the norms, the positions, and the biases that are added to sums. An MLP: pairs of layers.
+In a GPT, attention is cut by heads, the MLP by its hidden features, and the tables of tokens and logits by
+the vocabulary. The norms, the positions, and the biases that are added to sums stay whole. In an MLP, pairs
+of layers are cut.
 
-Source: Shoeybi et al. 2019, "Megatron-LM", section 3, figure 4: two all-reduces in a block's forward pass and
-two in its backward pass.
+Source: Shoeybi et al. 2019, "Megatron-LM", section 3, figure 4: a block has two all-reduces in the forward
+pass and two in the backward pass.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from minidist.model.mlp import MLP
 
 
 def plan_for(model: nn.Module) -> dict[str, str]:
-    """The plan for `parallelize` that cuts all of a GPT or an MLP.
+    """Return the plan for `parallelize` that cuts a whole GPT or MLP.
 
     The outputs of a GPT, and of an MLP with an odd number of layers, are then each rank's part of the logits;
     see `vocabulary_of`.
 
     Raises:
-        TypeError: for other models, which need a plan of their own.
+        TypeError: `model` is another model, which needs a plan of its own.
     """
     if isinstance(model, GPT):
         return _gpt_plan(model)
@@ -66,15 +67,15 @@ def bytes_per_pass(
     sequence_parallel: bool = False,
     element_size: int = 4,
 ) -> int:
-    """Bytes that a rank sends in one forward and backward pass of a GPT cut by `plan_for`, and its loss.
+    """Return the bytes that a rank sends in one forward and backward pass of a GPT cut by `plan_for`.
 
-    With S the bytes of the stream, rows x tokens x D: an all-reduce of S is 2 (n - 1) / n S. There are four
-    in each block, two forward and two backward, one for the token table forward, one for the logits'
-    input backward; and the loss gathers three numbers a token.
+    The loss is included: it gathers three numbers a token. S, the bytes of the stream, is rows x tokens x D
+    elements; an all-reduce of it sends 2 (n - 1) / n S. Each block has four, two forward and two backward.
+    The token table has one forward, and the input of the logits one backward.
 
-    Under sequence parallelism a reduce-scatter and an all-gather, (n - 1) / n S each, take the place of each,
-    and every column-parallel layer gathers its input once more in the backward pass. The gradients of norms,
-    of biases after sums, and of positions are joined too.
+    Under sequence parallelism a reduce-scatter and an all-gather, (n - 1) / n S each, replace each
+    all-reduce, and every column-parallel layer gathers its input once more in the backward pass. The
+    gradients of norms, of biases after sums, and of positions are combined, too.
 
     rows: of this rank's micro-batch. tokens: T, in a row. element_size: bytes of an activation.
     """
@@ -83,7 +84,7 @@ def bytes_per_pass(
     loss = (n - 1) * 3 * rows * tokens * max(element_size, 4)
     if not sequence_parallel:
         return (4 * config.layers + 2) * _all_reduce(stream, n) + loss
-    # Entered by a gather, left by a scatter; the token table and the head are half of one each.
+    # A gather enters a region and a scatter leaves it; the token table and the head are half a region each.
     regions = 2 * config.layers + 1
     exchanges = 5 * regions * ((n - 1) * stream // n)
     norms = regions * _all_reduce(2 * width * element_size, n)

@@ -1,9 +1,9 @@
-"""Linear layers cut between ranks by their inputs: each rank has a summand of all outputs.
+"""Linear layers cut by their inputs: each rank computes a summand of all outputs.
 
-The second half of a pair; the first is column_parallel.py.
+This is the second half of a pair; column_parallel.py has the first.
 
-Source: Shoeybi et al. 2019, "Megatron-LM", section 3; sequence parallelism: Korthikanti et al. 2022,
-section 4.2. n is the number of ranks.
+Sources: Shoeybi et al. 2019, "Megatron-LM", section 3; sequence parallelism: Korthikanti et al. 2022, section
+4.2. n is the number of ranks.
 """
 
 from __future__ import annotations
@@ -13,32 +13,40 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from minidist.comm.work import Group
-from minidist.parallel.tensor.cuts import Cut, TensorParallel, share
+from minidist.parallel.tensor.cuts import (
+    Cut,
+    Device,
+    TensorParallel,
+    check_linear,
+    new_linear,
+    part_of,
+    share,
+)
 from minidist.parallel.tensor.operators import (
     copy_to_ranks,
     reduce_from_ranks,
     scatter_sequence,
     split_to_ranks,
 )
-from minidist.parallel.tensor.whole_layers import Device, check_linear, drawn, part_of
 
 
 class RowParallelLinear(TensorParallel):
-    """y = x W^T + b, where each rank has some of the inputs: x (..., in / n) -> y (..., out), on every rank.
+    """y = x W^T + b, where each rank has some of the inputs: x (..., in / n) -> y (..., out) on every rank.
 
-    Forward: the map of the rank's part, `reduce_from_ranks`, and the bias, which every rank has whole. Under
-    sequence parallelism `scatter_sequence` stands in place of the sum, and y is (..., T / n, out). Bytes
-    sent: see these; under sequence parallelism 2 (n - 1) / n of the bias in the backward pass, too.
+    Forward: the map of this rank's part, `reduce_from_ranks`, and the bias, which every rank has whole. Under
+    sequence parallelism `scatter_sequence` replaces the sum, and y is (..., T / n, out). The operators say
+    how many bytes they send; under sequence parallelism the backward pass also sends 2 (n - 1) / n of the
+    bias.
 
-    New weights and cutting a layer that is there: as for `ColumnParallelLinear`.
+    Weights are drawn, or taken from an existing layer, as in `ColumnParallelLinear`.
 
     Args:
         in_features, out_features, bias: of the whole layer.
-        input_is_parallel: x is this rank's part; False where it is whole, and is to be split here.
+        input_is_parallel: x is this rank's part; if False, x is whole and is split here.
         group, sequence_parallel, unit: as for `ColumnParallelLinear`.
 
     Raises:
-        ValueError: as for `ColumnParallelLinear`; sequence parallelism with a whole input.
+        ValueError: as for `ColumnParallelLinear`, or for sequence parallelism with a whole input.
     """
 
     weight: nn.Parameter  # (out, in / n)
@@ -60,14 +68,14 @@ class RowParallelLinear(TensorParallel):
         super().__init__()
         if sequence_parallel and not input_is_parallel:
             raise ValueError(
-                "a row-parallel layer whose input is whole has no share of the sequence to return: give "
-                "input_is_parallel=True after a column-parallel layer, or sequence_parallel=False"
+                "sequence_parallel needs input_is_parallel: give input_is_parallel=True after a "
+                "column-parallel layer, or sequence_parallel=False"
             )
         self.in_features, self.out_features = in_features, out_features
         self.input_is_parallel = input_is_parallel
         self.group, self.sequence_parallel = group, sequence_parallel
         self.own = share(in_features, group, unit, "the inputs of a row-parallel layer")
-        self._take(drawn(in_features, out_features, bias, group, dtype, device))
+        self._take(new_linear(in_features, out_features, bias, group, dtype, device))
 
     @classmethod
     def from_linear(
@@ -79,7 +87,7 @@ class RowParallelLinear(TensorParallel):
         *,
         unit: int = 1,
     ) -> RowParallelLinear:
-        """See `ColumnParallelLinear.from_linear`."""
+        """Keep this rank's part of a layer; see `ColumnParallelLinear.from_linear`."""
         check_linear(linear)
         sizes = (linear.in_features, linear.out_features, False)
         layer = cls(*sizes, input_is_parallel, group, sequence_parallel, unit=unit, device="meta")
@@ -91,7 +99,7 @@ class RowParallelLinear(TensorParallel):
         self.bias = None if whole.bias is None else part_of(whole.bias, slice(None))
 
     def forward(self, x: Tensor) -> Tensor:  # (..., in / n) -> (..., out)
-        """See the class."""
+        """Return the sum over the ranks, plus the bias."""
         if not self.input_is_parallel:
             x = split_to_ranks(x, -1, self.group)
         y = functional.linear(x, self.weight)
@@ -100,7 +108,7 @@ class RowParallelLinear(TensorParallel):
             y = reduce_from_ranks(y, self.group)
         else:
             y = scatter_sequence(y, -2, self.group)
-            # Each rank adds it to other tokens, and so has a part of its gradient.
+            # Each rank adds the bias to its own tokens, so it has only a part of the bias's gradient.
             bias = None if bias is None else copy_to_ranks(bias, self.group)
         return y if bias is None else y + bias
 
@@ -110,5 +118,5 @@ class RowParallelLinear(TensorParallel):
         return {"weight": Cut(shape, (0, self.own.start), (self.out_features, len(self.own)))}
 
     def extra_repr(self) -> str:
-        """What print(layer) shows between the brackets."""
+        """The text between the brackets of print(layer)."""
         return f"{self.own.start}-{self.own.stop} of {self.in_features}, {self.out_features}"

@@ -1,8 +1,8 @@
-"""What lies between the cut layers under sequence parallelism: norms and dropout on a share of the sequence.
+"""Sequence parallelism between the cut layers: norms and dropout work on a share of the sequence.
 
-Each rank then computes them for its own tokens alone, and keeps those activations alone. Their parameters are
-whole on every rank, and each rank's gradient is that of its tokens: it is summed as it leaves the part. What
-they draw is for other tokens on other ranks, and so are their random numbers.
+Each rank computes them for its own tokens and keeps only those activations. Their parameters are whole on
+every rank; each rank's gradient covers only its own tokens, so it is summed over the ranks in the backward
+pass. Dropout draws for different tokens on each rank, so the ranks draw different random numbers.
 
 Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 4.2.
 """
@@ -21,55 +21,55 @@ from minidist.parallel.tensor.operators import check_sequence, copy_all_to_ranks
 from minidist.parallel.training.random_state import own_random_state
 
 _DRAW_NOTHING = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
-"""Parts that need no random numbers, and are spared the time that a stream of them takes."""
+"""Modules that draw no random numbers, so they need not spend time on a stream of their own."""
 
 
 class _Around(ABC):
-    """Another `forward` for a module that is there, around its own."""
+    """A `forward` that wraps the one that a module has."""
 
     def __init__(self, part: nn.Module, group: Group) -> None:
         self.part, self.group = part, group
-        # Where somebody else has replaced that of the class, it stays inside.
+        # Another wrapper may already have replaced the class's forward; it stays inside this one.
         self.own = part.__dict__.get("forward") or partial(type(part).forward, part)
         part.forward = self
 
     @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module's `forward` is now."""
+        """Replaces the module's `forward`."""
 
 
 class OnOwnTokens(_Around):
-    """Works on this rank's share of the sequence.
+    """Make a module work on this rank's share of the sequence.
 
-    Forward: sends nothing. Backward: the gradients of the part's parameters are summed, an all-reduce of all
-    of them in one message; sends 2 (n - 1) / n of their bytes.
+    Forward: sends nothing. Backward: one all-reduce sums the gradients of all its parameters; it sends 2 (n -
+    1) / n of their bytes.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the part returns."""
-        places = [
+        """Call the module with copies of its parameters, whose gradients are summed."""
+        trained = [
             (module._parameters, name, parameter)
             for module in self.part.modules()
             for name, parameter in module._parameters.items()
             if parameter is not None and parameter.requires_grad
         ]
-        summed = copy_all_to_ranks([parameter for *_, parameter in places], self.group) if places else []
-        for (parameters, name, _), copy in zip(places, summed, strict=True):
+        summed = copy_all_to_ranks([parameter for *_, parameter in trained], self.group) if trained else []
+        for (parameters, name, _), copy in zip(trained, summed, strict=True):
             parameters[name] = copy  # type: ignore[assignment]
         try:
             draws = self.part.training and not isinstance(self.part, _DRAW_NOTHING)
             with own_random_state(self.group) if draws else nullcontext():
                 return self.own(*args, **kwargs)
         finally:
-            for parameters, name, parameter in places:
+            for parameters, name, parameter in trained:
                 parameters[name] = parameter
 
 
 class WithOwnRandomNumbers(_Around):
-    """Draws other random numbers on each rank, while it trains. Sends nothing."""
+    """Make a module draw different random numbers on each rank while it trains. Sends nothing."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the part returns."""
+        """Call the module with this rank's random numbers."""
         if not self.part.training:
             return self.own(*args, **kwargs)
         with own_random_state(self.group):
@@ -77,14 +77,14 @@ class WithOwnRandomNumbers(_Around):
 
 
 class SplitAfter(_Around):
-    """Computes for the whole sequence, and returns this rank's share: (..., T, D) -> (..., T / n, D).
+    """Make a module compute on the whole sequence, but return this rank's share (..., T / n, D).
 
     Forward: sends nothing. Backward: an all-gather of the gradient, (n - 1) / n of its bytes. Raises
-    ValueError where the ranks do not divide T.
+    ValueError if the number of ranks does not divide T.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        """This rank's share of what the part returns."""
+        """Return this rank's share of the module's output."""
         x: Tensor = self.own(*args, **kwargs)
         check_sequence(x.shape[-2], self.group)
         return split_to_ranks(x, -2, self.group)

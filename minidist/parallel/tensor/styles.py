@@ -1,7 +1,6 @@
-"""A plan of tensor parallelism read and checked: which parts of a model get which style, and what that needs.
+"""Read and check a tensor-parallel plan: which module gets which style, and what the styles need.
 
-The styles themselves are explained in parallelize.py. What a plan gets wrong is found here, before any
-part of the model is changed.
+parallelize.py explains the styles. Mistakes in a plan are found here, before the model is changed.
 """
 
 from __future__ import annotations
@@ -11,11 +10,9 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from minidist._names import unknown
-from minidist.parallel.guards.name_patterns import fits, fits_none
-from minidist.parallel.tensor.cuts import TensorParallel
+from minidist._names import fits, fits_none, unknown
+from minidist.parallel.tensor.cuts import TensorParallel, check_linear
 from minidist.parallel.tensor.vocabulary import check_embedding
-from minidist.parallel.tensor.whole_layers import check_linear
 
 STYLES = ("column", "column_gathered", "row", "row_split", "vocabulary", "sequence", "split", "random")
 ROWS = ("row", "row_split")
@@ -32,25 +29,25 @@ class StyledModule:
 
     @property
     def dimension(self) -> int | None:
-        """In which the weight is cut."""
+        """The dimension in which the weight is cut; None if it stays whole."""
         if self.style in ("sequence", "split", "random"):
             return None
         return 1 if self.style in ROWS else 0
 
     @property
     def size(self) -> int:
-        """Of the weight, in the dimension that is cut."""
+        """The size of the weight in the dimension that is cut."""
         assert isinstance(self.module, nn.Linear)
         return self.module.in_features if self.dimension else self.module.out_features
 
     @property
     def parent(self) -> str:
-        """The name of the module that it is in."""
+        """The name of the module that contains this one."""
         return self.name.rpartition(".")[0]
 
 
 def resolve(module: nn.Module, plan: Mapping[str, str]) -> tuple[dict[str, StyledModule], list[list[str]]]:
-    """The parts that a plan names, and those that read one input."""
+    """Return the modules that a plan names, and the groups of names that read one input."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"module is {module!r}; give a torch.nn.Module, whole, on every rank")
     if not isinstance(plan, Mapping):
@@ -101,8 +98,8 @@ def _check_kind(part: StyledModule) -> None:
 
 
 def check_ties(module: nn.Module, parts: Mapping[str, StyledModule]) -> None:
-    """A parameter with several names has to be cut alike under each."""
-    by_module = {part.module: part for part in parts.values()}  # which may be in several places, too
+    """Raise ValueError if a tied parameter is not cut alike under each of its names."""
+    by_module = {part.module: part for part in parts.values()}  # a module may have several names, too
     cut: dict[Tensor, tuple[str, int | None]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         owner, _, last = name.rpartition(".")
@@ -119,19 +116,18 @@ def check_ties(module: nn.Module, parts: Mapping[str, StyledModule]) -> None:
 
 
 def check_sequence(module: nn.Module, parts: Mapping[str, StyledModule]) -> None:
-    """Every gradient has to be summed over the shares of the sequence by somebody."""
+    """Raise ValueError if a gradient that covers only a share of the sequence would not be summed."""
     for name, _ in module.named_parameters():
         owner = name.rpartition(".")[0]
         above = [".".join(owner.split(".")[:end]) for end in range(1, owner.count(".") + 2)]
         if not any(each in parts and parts[each].style != "random" for each in above):
             raise ValueError(
-                f"the plan says nothing of {owner or 'the module itself'}, whose gradients would be of a "
-                "share of the sequence only; give it a style, such as 'sequence', or leave out "
-                "sequence_parallel"
+                f"the plan does not name {owner or 'the module itself'}, whose gradients would cover only a "
+                "share of the sequence; give it a style, such as 'sequence', or leave out sequence_parallel"
             )
     if not any(part.style == "sequence" for part in parts.values()):
         raise ValueError(
-            "sequence_parallel is True, and no part of the plan has style 'sequence'; say which parts work "
+            "sequence_parallel is True, but no part of the plan has style 'sequence'; say which parts work "
             "on a share of the sequence, or leave it out"
         )
 
@@ -139,10 +135,10 @@ def check_sequence(module: nn.Module, parts: Mapping[str, StyledModule]) -> None
 def cut_between_heads(
     module: nn.Module, parts: Mapping[str, StyledModule], together: Sequence[Sequence[str]], ranks: int
 ) -> None:
-    """Give the linear parts of attention the units that they can be cut into.
+    """Set the units that the linear layers of attention can be cut into.
 
-    Queries, keys and values are the parts that read one input; where no plan says so, all in their parent.
-    What reads the heads' results has as many inputs as there are queries.
+    Queries, keys and values are the layers that read one input; if the plan does not say which, all layers of
+    their parent. The layer that reads the heads' results has as many inputs as there are query features.
     """
     by_parent: dict[str, list[StyledModule]] = {}
     for part in parts.values():
@@ -156,14 +152,17 @@ def cut_between_heads(
         joined = [[parts[name] for name in names] for names in together if parts[names[0]].parent == parent]
         units: dict[int, int] = {}
         for members in joined or [siblings]:
-            if not any(part.size % head for part in members):  # else it is no map to heads
+            if not any(part.size % head for part in members):  # else these layers do not map to heads
                 units |= _units_of(parent, members, head, ranks)
         for part in siblings:
             part.unit = units.get(part.size, 1)
 
 
 def _units_of(parent: str, members: Sequence[StyledModule], head: int, ranks: int) -> dict[int, int]:
-    """For each size of some maps to heads what stays together: the heads that share keys and values."""
+    """Return, for each size of the layers that map to heads, how many features stay together.
+
+    They are the features of the heads that share keys and values.
+    """
     heads = min(part.size for part in members) // head
     if heads < ranks:
         raise ValueError(
@@ -173,7 +172,7 @@ def _units_of(parent: str, members: Sequence[StyledModule], head: int, ranks: in
     for part in members:
         if part.size % (heads * head):
             raise ValueError(
-                f"{part.name} has size {part.size}, which is no multiple of {heads} heads of {head}; give "
-                f"{parent} queries in a multiple of the heads of its keys and values"
+                f"{part.name} has size {part.size}, which is not a multiple of {heads} heads of {head}; make "
+                f"the query heads of {parent} a multiple of its key and value heads"
             )
     return {part.size: part.size // heads for part in members}

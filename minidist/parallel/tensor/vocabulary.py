@@ -1,8 +1,8 @@
-"""A vocabulary cut between ranks: the table of tokens, and a cross entropy that never sees all logits.
+"""A vocabulary cut between ranks: the token table, and a cross entropy that never holds all logits.
 
-The logits are the largest activations of a small language model, tokens times vocabulary. Where each rank
-has the scores of its own tokens of the vocabulary, the softmax needs three numbers of each rank for every
-row: the largest score, the sum of the exponentials below it, and the target's score where the rank has it.
+The logits, tokens times vocabulary, are the largest activations of a small language model. If each rank has
+the scores of its own tokens, the softmax of a row needs only three numbers from each rank: the largest score,
+the sum of the exponentials relative to it, and the target's score if the rank has it.
 
 Source: Shoeybi et al. 2019, "Megatron-LM", section 3 ("fuse the output of the parallel GEMM with the cross
 entropy loss"). n is the number of ranks, N the rows, V the vocabulary.
@@ -20,19 +20,18 @@ from torch.nn import functional
 from minidist import comm
 from minidist.comm.work import Group, rank_in, ranks_of
 from minidist.parallel.tensor.column_parallel import ColumnParallelLinear
-from minidist.parallel.tensor.cuts import Cut, TensorParallel, share, share_of
+from minidist.parallel.tensor.cuts import Cut, TensorParallel, send_whole, share, share_of
 from minidist.parallel.tensor.operators import gather_from_ranks, reduce_from_ranks, scatter_sequence
-from minidist.parallel.tensor.whole_layers import send_whole
 
 
 class VocabParallelEmbedding(TensorParallel):
-    """A table of vectors, of which each rank has some rows: tokens (...), integers -> (..., D) on every rank.
+    """An embedding of which each rank has some rows: integer tokens (...) -> (..., D) on every rank.
 
-    Forward: each rank looks up the tokens that it has, with zeros for the others, and `reduce_from_ranks`
-    sums; under sequence parallelism `scatter_sequence` does, and the result is (..., T / n, D). Bytes sent:
-    see these. Backward: sends nothing; under sequence parallelism an all-gather.
+    Forward: each rank looks up the tokens that it has, and zeros for the others; `reduce_from_ranks` sums the
+    results. Under sequence parallelism `scatter_sequence` sums them, and the result is (..., T / n, D). These
+    operators say how many bytes they send. Backward: sends nothing; under sequence parallelism an all-gather.
 
-    A new table is drawn as `torch.nn.Embedding` draws it, whole, and is that of the group's first rank.
+    A new table is drawn whole, as by `torch.nn.Embedding`, and is that of the group's first rank.
 
     Args:
         num_embeddings, embedding_dim, padding_idx: of the whole table.
@@ -41,7 +40,7 @@ class VocabParallelEmbedding(TensorParallel):
 
     Raises:
         ValueError: there are more ranks than rows.
-        IndexError: in a call, for a token that is none of the table's (on a CPU).
+        IndexError: a call gets a token that is not in the table (checked on a CPU).
     """
 
     weight: nn.Parameter  # (V / n, D)
@@ -70,10 +69,10 @@ class VocabParallelEmbedding(TensorParallel):
     def from_embedding(
         cls, embedding: nn.Embedding, group: Group = None, sequence_parallel: bool = False
     ) -> VocabParallelEmbedding:
-        """This rank's part of a table that is the same on all ranks. Nothing is sent.
+        """Keep this rank's part of a table that is the same on all ranks. Sends nothing.
 
-        Raises as the class does; TypeError where `embedding` is no `torch.nn.Embedding`; ValueError for one
-        with max_norm, scale_grad_by_freq or sparse.
+        Raises the class's errors, TypeError if `embedding` is not a `torch.nn.Embedding`, and ValueError if
+        it has max_norm, scale_grad_by_freq or sparse.
         """
         check_embedding(embedding)
         layer = cls(
@@ -92,7 +91,7 @@ class VocabParallelEmbedding(TensorParallel):
         self.weight = nn.Parameter(rows, requires_grad=whole.weight.requires_grad)
 
     def forward(self, tokens: Tensor) -> Tensor:  # (...) -> (..., D)
-        """See the class."""
+        """Look up this rank's tokens, and sum over the ranks."""
         _check_tokens(tokens, self.num_embeddings)
         local, elsewhere = _localise(tokens, self.own)
         padding = self.padding_idx
@@ -108,29 +107,29 @@ class VocabParallelEmbedding(TensorParallel):
         return {"weight": Cut(shape, (self.own.start, 0), (len(self.own), self.embedding_dim))}
 
     def extra_repr(self) -> str:
-        """What print(layer) shows between the brackets."""
+        """The text between the brackets of print(layer)."""
         return f"{self.own.start}-{self.own.stop} of {self.num_embeddings}, {self.embedding_dim}"
 
 
 def vocab_parallel_cross_entropy(
     local_logits: Tensor, targets: Tensor, group: Group = None, vocabulary: int | None = None
 ) -> Tensor:  # (..., V / n), (...) -> ()
-    """Mean over all rows of -log softmax(logits)[target], from each rank's part of the logits.
+    """Return the mean over all rows of -log softmax(logits)[target], from each rank's part of the logits.
 
-    The same number on all ranks, as `minidist.cross_entropy` of the whole logits gives it; float16 and
-    bfloat16 are widened to float32 first. Forward: an all-gather of three numbers for each row; sends
-    3 (n - 1) N times the bytes of a logit. Backward: sends nothing.
+    All ranks get the number that `minidist.cross_entropy` gives for the whole logits; float16 and bfloat16
+    are first widened to float32. Forward: an all-gather of three numbers for each row, which sends 3 (n - 1)
+    N times the bytes of a logit. Backward: sends nothing.
 
     Args:
-        local_logits: (..., V / n), this rank's part of the vocabulary, cut as `share` does.
+        local_logits: (..., V / n), this rank's part of the vocabulary, cut as by `share`.
         targets: (...), integers from 0 to V - 1, the same on all ranks.
         group: the ranks that share the logits; None for all.
-        vocabulary: V; None to ask the ranks, 8 (n - 1) bytes more.
+        vocabulary: V; None to ask the ranks, which sends 8 (n - 1) bytes more.
 
     Raises:
-        ValueError: shapes that do not fit each other or the vocabulary, or no rows.
+        ValueError: the shapes do not fit each other or the vocabulary, or there are no rows.
         TypeError: targets are not integers.
-        IndexError: a target is none of the vocabulary's (on a CPU).
+        IndexError: a target is not in the vocabulary (checked on a CPU).
     """
     columns = local_logits.shape[-1] if local_logits.dim() else 0
     if vocabulary is None:
@@ -144,9 +143,12 @@ def vocab_parallel_cross_entropy(
             f"give local_logits (..., {len(own)}) and targets (...)"
         )
     if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
-        raise TypeError(f"targets are {targets.dtype}: give the numbers of the classes, as torch.int64")
+        raise TypeError(f"targets are {targets.dtype}; give class numbers, as torch.int64")
     if targets.numel() == 0:
-        raise ValueError(f"targets of shape {tuple(targets.shape)} are none: the mean of none is no loss")
+        raise ValueError(
+            f"targets of shape {tuple(targets.shape)} are empty, and the mean loss of an empty batch is "
+            "undefined; give at least one row"
+        )
     _check_tokens(targets, vocabulary)
     if local_logits.dtype in (torch.float16, torch.bfloat16):
         local_logits = local_logits.float()
@@ -159,7 +161,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, own: range, group: Group) -> Tensor:
         local, elsewhere = _localise(targets, own)  # (N,)
-        # Not below the smallest number: where all scores of a rank are -inf, their difference were NaN.
+        # Clamp at the smallest number: if all of a rank's scores are -inf, -inf - -inf would be NaN.
         largest = logits.amax(dim=1).clamp(min=torch.finfo(logits.dtype).min)
         exponentials = (logits - largest[:, None]).exp_()
         score = logits.gather(1, local[:, None])[:, 0].masked_fill(elsewhere, 0)
@@ -182,20 +184,20 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def gather_logits(local_logits: Tensor, group: Group = None, vocabulary: int | None = None) -> Tensor:
-    """All logits on every rank, (..., V / n) -> (..., V), for a loss that needs them all.
+    """Return all logits on every rank, (..., V / n) -> (..., V), for a loss that needs them all.
 
     Forward: an all-gather; sends (n - 1) times the largest part. Backward: sends nothing.
 
-    vocabulary: V; None where all parts are equal.
+    vocabulary: V; None if all parts are equal.
     """
     return gather_from_ranks(local_logits, -1, vocabulary, group)
 
 
 def vocabulary_of(model: nn.Module) -> int | None:
-    """The whole vocabulary's size, where the outputs of `model` are each rank's part of the logits.
+    """Return the whole vocabulary's size if `model` returns only this rank's part of the logits, else None.
 
-    So they are where a plan has cut the last layer as "vocabulary": `vocab_parallel_cross_entropy` takes
-    them as they are, and `gather_logits` makes them whole. None where the outputs are whole.
+    It does so after a plan has cut its last layer as "vocabulary": `vocab_parallel_cross_entropy` takes these
+    outputs as they are, and `gather_logits` makes them whole.
     """
     for part in model.modules():
         if isinstance(part, ColumnParallelLinear) and part.is_vocabulary:
@@ -204,7 +206,7 @@ def vocabulary_of(model: nn.Module) -> int | None:
 
 
 def check_embedding(embedding: object) -> None:
-    """Raise where a table cannot be cut: TypeError, or ValueError for its options."""
+    """Raise an error if a table cannot be cut: TypeError for its type, ValueError for its options."""
     if not isinstance(embedding, nn.Embedding) or type(embedding).forward is not nn.Embedding.forward:
         raise TypeError(f"a {type(embedding).__name__} cannot be cut by rows; give a torch.nn.Embedding")
     for option in ("max_norm", "scale_grad_by_freq", "sparse"):
@@ -217,13 +219,13 @@ def _check_tokens(tokens: Tensor, vocabulary: int) -> None:
         low, high = (int(end) for end in torch.aminmax(tokens))
         if low < 0 or high >= vocabulary:
             raise IndexError(
-                f"tokens go from {low} to {high}, and the vocabulary has {vocabulary}; "
+                f"tokens range from {low} to {high}, but the vocabulary has {vocabulary}; "
                 f"give 0 to {vocabulary - 1}"
             )
 
 
 def _localise(tokens: Tensor, own: range) -> tuple[Tensor, Tensor]:
-    """Numbers in this rank's part, 0 where another has the token; and where that is so."""
+    """Return the tokens' indices in this rank's part, 0 for tokens of other ranks, and the mask of those."""
     local = tokens - own.start
     elsewhere = (local < 0) | (local >= len(own))
     return local.masked_fill(elsewhere, 0), elsewhere

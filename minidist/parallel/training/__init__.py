@@ -1,1 +1,13 @@
-"""Around a step: precision, clipping, recomputation, random state."""
+"""What changes a training step whatever the strategy is: number formats, clipping, memory, random numbers.
+
+To add an activation checkpoint policy, start at recompute.py: its docstring says where a policy goes.
+
+| File | Holds |
+|---|---|
+| recompute.py | `recompute`: activations that are computed again in the backward pass |
+| activation_memory.py | a counter of the activations that the forward pass keeps |
+| precision.py | bf16 and fp16: what is converted; the scale of the loss |
+| master_weights.py | an optimizer that updates float32 copies of 16-bit parameters |
+| clipping.py | `clip_grad_norm`: shorten gradients by their norm over all ranks |
+| random_state.py | random numbers that are the same, or different, on tensor-parallel ranks |
+"""

@@ -1,9 +1,10 @@
-"""Activations: the bytes that the forward pass keeps for the backward pass.
+"""Count activations: the bytes that the forward pass keeps for the backward pass.
 
-Autograd hands over every tensor that an operation saves for its gradient, and drops it once the gradient is
-computed. Counted are the storages that these tensors lie in, each once however many tensors share it, from
-when the first is saved until the last is dropped; parameters and buffers are not activations. What the
-formulas for a transformer layer leave out, such as the statistics of norms, is counted too.
+Autograd calls a hook for every tensor that an operation saves for its gradient, and drops the tensor once it
+has computed the gradient. The counter counts the storages of these tensors: each storage once, however many
+tensors share it, from when the first is saved until the last is dropped. Parameters and buffers are not
+activations. The counter includes what formulas for a transformer layer leave out, such as the statistics of
+norms.
 
 Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 4.1.
 """
@@ -11,7 +12,7 @@ Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Tra
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
@@ -29,24 +30,24 @@ class ActivationCounter:
     ...     loss.backward()
     >>> counter.peak
 
-    A model's inputs count where they are saved, once, and a view counts with the whole storage that it is of.
-    It costs some microseconds for each saved tensor.
+    The model's inputs count once, if an operation saves them. A view counts as its whole storage. Counting
+    takes some microseconds for each saved tensor.
 
     Args:
-        module: whose parameters and buffers are left out. Parameters of other modules are too; their buffers
-            are not.
-        others: tensors whose storages are left out, too, such as a batch that its owner keeps anyway.
+        module: its parameters and buffers are not counted. Parameters of other modules are not counted
+            either, but their buffers are.
+        others: further tensors whose storages are not counted, such as a batch that its owner keeps anyway.
 
     Attributes:
         saved: bytes that are kept now.
-        peak: the most that were kept at one time; set it to `saved`, and it counts anew.
+        peak: the most that were kept at one time; set it to `saved` to start counting afresh.
     """
 
     def __init__(self, module: nn.Module | None = None, others: Iterable[Tensor] = ()) -> None:
         self.saved = self.peak = 0
         self._module, self._others = module, [*others]
         self._excluded: set[int] = set()
-        self._live: dict[int, list[int]] = {}  # for each storage, how many hold it, and its bytes
+        self._live: dict[int, list[int]] = {}  # storage -> [tensors that hold it, bytes]
         self._hooks: list[saved_tensors_hooks] = []
 
     def __enter__(self) -> ActivationCounter:
@@ -65,40 +66,37 @@ class ActivationCounter:
         self._hooks.pop().__exit__(kind, error, trace)
 
     def pack(self, tensor: Tensor) -> Tensor | _Kept:
-        """Called by autograd when it saves a tensor."""
+        """Autograd calls this when it saves a tensor."""
         if not self._counts(tensor):
             return tensor
         return _Kept(self, tensor.detach() if tensor.requires_grad else tensor)
 
     def unpack(self, kept: Tensor | _Kept) -> Tensor:
-        """Called by autograd when it needs the tensor."""
+        """Autograd calls this when it needs the tensor."""
         return kept.tensor if isinstance(kept, _Kept) else kept
 
     @staticmethod
     def active() -> ActivationCounter | None:
-        """The counter that counts what is saved now, where there is one."""
-        pack, _ = _hooks_of_now()
-        counter = getattr(getattr(pack, "__self__", None), "counter", None)
-        return counter if isinstance(counter, ActivationCounter) else None
-
-    @property
-    def counter(self) -> ActivationCounter:
-        """This object, as `active` asks for it."""
-        return self
+        """Return the counter that counts now, or None."""
+        pack, _ = _current_hooks()
+        hooks = getattr(pack, "__self__", None)
+        if isinstance(hooks, _CountingHooks):
+            return hooks.counter
+        return hooks if isinstance(hooks, ActivationCounter) else None
 
     @contextmanager
-    def beside(self) -> Iterator[None]:
-        """Inside, count also what other hooks keep, which autograd calls in place of this counter's.
+    def with_other_hooks(self) -> Iterator[None]:
+        """Inside, also count what other hooks keep, which autograd calls instead of this counter's.
 
-        They say nothing of when they drop a tensor, so it counts until its memory is freed. For tensors that
-        are kept by nobody else: those that recomputation makes.
+        Other hooks do not report when they drop a tensor, so a tensor counts until its memory is freed. Use
+        this for tensors that nothing else keeps, such as those that recomputation makes.
         """
-        beside = _Beside(self, *_hooks_of_now())
-        with saved_tensors_hooks(beside.pack, beside.unpack):
+        hooks = _CountingHooks(self, *_current_hooks())
+        with saved_tensors_hooks(hooks.pack, hooks.unpack):
             yield
 
     def _watch(self, tensor: Tensor) -> None:
-        """Count a tensor's storage until it is freed, where it is not counted already."""
+        """Count a tensor's storage until it is freed, unless it is counted already."""
         storage = _storage(tensor) if self._counts(tensor) else None
         if storage is not None and storage._cdata not in self._live:
             self._hold(storage._cdata, storage.nbytes())
@@ -138,8 +136,8 @@ class _Kept:
         self.counter._release(self.key)
 
 
-class _Beside:
-    """Hooks that count, and leave the rest to others."""
+class _CountingHooks:
+    """Hooks that count a tensor, then call other hooks."""
 
     def __init__(self, counter: ActivationCounter, pack: Any, unpack: Any) -> None:
         self.counter, self._pack, self._unpack = counter, pack, unpack
@@ -153,25 +151,9 @@ class _Beside:
         return tensor
 
 
-def _hooks_of_now() -> tuple[Any, Any]:
-    """What autograd calls to save a tensor and to get it back; None for both where there are no hooks."""
+def _current_hooks() -> tuple[Any, Any]:
+    """The functions that autograd calls to save a tensor and to get it back, or (None, None)."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) or (None, None)
-
-
-def saved_activations(fn: Callable[[], Any], module: nn.Module | None = None) -> int:
-    """Bytes that are kept for the backward pass when `fn` has returned.
-
-    >>> saved_activations(lambda: model(inputs))
-
-    Args:
-        fn: a forward pass; what it returns is held until the bytes are counted.
-        module: see `ActivationCounter`.
-    """
-    with ActivationCounter(module) as counter:
-        outputs = fn()
-    saved = counter.saved
-    del outputs
-    return saved
 
 
 def _storage(tensor: Tensor) -> torch.UntypedStorage:

@@ -1,8 +1,8 @@
-"""Gradient clipping by the global norm: one long step does not throw a model off its way.
+"""Clip gradients by their global norm, so that one long step does not throw the model off course.
 
-All gradients are seen as one vector; where it is longer than `max_norm` it is shortened to that, so its
-direction stays. The norm is that of the gradients over all ranks: where each rank holds a share of them, the
-sums of squares are summed over the ranks, which is one number.
+All gradients are treated as one vector. If it is longer than `max_norm` it is shortened to that length, and
+keeps its direction. The norm covers all ranks: if each rank holds a share of the gradients, the ranks sum one
+number, their sums of squares.
 
 Source: Pascanu et al. 2013, "On the difficulty of training recurrent neural networks", section 3.2.
 """
@@ -17,27 +17,28 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from minidist import comm
+from minidist._arguments import is_number
 from minidist.comm.work import Group
 
 Why = Callable[[bool], str | None]
-"""Why gradients cannot be clipped as they are, as if this rank had all or not; None where they can."""
-_guards = WeakIdKeyDictionary()  # by parameter, for as long as it lives
+"""From whether this rank has whole gradients to the reason they cannot be clipped; None if they can."""
+_guards = WeakIdKeyDictionary()  # parameter -> its `Why`, while the parameter lives
 
 
 def global_norm(
     gradients: Iterable[Tensor], sharded: bool = False, group: Group = None, norm_type: float = 2.0
 ) -> float:
-    """The norm of all gradients together, as one vector, summed up in float64.
+    """Return the norm of all gradients as one vector, summed in float64.
 
     Args:
-        gradients: of any shapes and floating dtypes, sparse ones too; there may be none.
-        sharded: whether they are this rank's share, and over the ranks every element comes once. Sends
-            2 (n - 1) / n 8 bytes. Otherwise each rank has all, and nothing is sent.
+        gradients: of any shapes and floating dtypes, dense or sparse; may be empty.
+        sharded: whether they are this rank's share, such that each element is on one rank. Sends 2 (n - 1) /
+            n 8 bytes. If False, each rank has all gradients and nothing is sent.
         group: the ranks that share them; None for all.
         norm_type: the p of the p-norm, above 0: 2 for the Euclidean, `math.inf` for the largest element.
 
     Returns:
-        The norm, the same on all ranks; infinite or NaN where an element is.
+        The norm, the same on all ranks; infinite or NaN if an element is.
     """
     largest = norm_type == math.inf
     powers = []
@@ -52,7 +53,7 @@ def global_norm(
     if sharded:
         total = total.to(comm.device())
         if largest:
-            total = total.nan_to_num(nan=math.inf, posinf=math.inf)  # not every maximum lets a NaN through
+            total = total.nan_to_num(nan=math.inf, posinf=math.inf)  # some backends' maximum drops a NaN
         comm.all_reduce(total, "max" if largest else "sum", group=group)
     if largest:
         return float(total)
@@ -60,7 +61,7 @@ def global_norm(
 
 
 def clip_factor(norm: float, max_norm: float) -> float:
-    """What gradients of that norm are multiplied by: torch's formula, 1 at most, and NaN for NaN."""
+    """Return the factor for gradients of this norm: torch's formula, at most 1, and NaN for NaN."""
     factor = max_norm / (norm + 1e-6)
     return 1.0 if factor >= 1 else factor
 
@@ -75,22 +76,22 @@ def clip_grad_norm(
 ) -> float:
     """Shorten gradients whose global norm is above `max_norm`, in place, for a loop that the user writes.
 
-    As `torch.nn.utils.clip_grad_norm_`, over all ranks. A norm that is not finite makes gradients that are
-    not finite, too: to skip such a step is the loop's.
+    This is `torch.nn.utils.clip_grad_norm_` over all ranks. If the norm is not finite, the gradients are not
+    finite afterwards; the loop has to skip such a step itself.
 
     Args:
-        parameters: whose gradients are clipped; those without one are passed over.
+        parameters: their gradients are clipped; parameters without a gradient are skipped.
         max_norm: above 0.
-        sharded: whether this rank has its share of the parameters only, as with `FullyShard`, or all.
+        sharded: whether this rank has only its share of the parameters, as with `FullyShard`.
         group: the ranks that share them; None for all.
         norm_type: see `global_norm`.
 
     Returns:
-        The norm before.
+        The norm before clipping.
 
     Raises:
-        ValueError: `max_norm` or `norm_type` is not above 0; or the parameters are those of a `FullyShard` or
-            `ZeroOptimizer` and their gradients are not what it will use: these have a `clip_grad_norm`.
+        ValueError: `max_norm` or `norm_type` is not above 0; or the parameters belong to a `FullyShard` or
+            `ZeroOptimizer` that will not use these gradients as they are. Call its own `clip_grad_norm`.
         CollectiveError: a peer is gone or late.
     """
     check_max_norm("max_norm", max_norm)
@@ -110,18 +111,18 @@ def clip_grad_norm(
 
 
 def guard(parameters: Iterable[Tensor], why: Why) -> None:
-    """Have `clip_grad_norm` refuse these where `why` gives a reason."""
+    """Make `clip_grad_norm` refuse these parameters whenever `why` returns a reason."""
     for parameter in parameters:
         _guards[parameter] = why
 
 
 def check_norm_type(value: float) -> None:
-    """ValueError where it is no norm's."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+    """Raise ValueError if `value` is not the p of a p-norm."""
+    if not is_number(value) or not value > 0:
         raise ValueError(f"norm_type is {value!r}; give the p of a p-norm, above 0, or math.inf")
 
 
 def check_max_norm(name: str, value: float) -> None:
-    """ValueError where it is no norm to clip to."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+    """Raise ValueError if `value` is not a norm to clip to."""
+    if not is_number(value) or not value > 0:
         raise ValueError(f"{name} is {value!r}; give the largest norm that gradients may have, above 0")

@@ -1,10 +1,10 @@
 """Master weights: the optimizer updates float32 copies of half-precision parameters.
 
-An update is often smaller than half the distance between two neighbouring numbers in half precision: bfloat16
-holds 8 bits, so a parameter of 1 stays where it is for any update below 0.002. Summed up in float32 the
-updates count, and the model computes with the sum, rounded.
+An update is often smaller than half the distance between two neighbouring numbers in half precision. bfloat16
+holds 8 bits, so a parameter of 1 does not change for any update below 0.002. In a float32 sum the updates
+count, and the model computes with the rounded sum.
 
-Source: Micikevicius et al. 2018, "Mixed Precision Training", section 3.1; the 12 bytes a parameter that the
+Sources: Micikevicius et al. 2018, "Mixed Precision Training", section 3.1; the 12 bytes a parameter that the
 copies and Adam's two moments take: Rajbhandari et al. 2020, "ZeRO", section 3.1.
 """
 
@@ -21,25 +21,25 @@ from minidist.parallel.guards.refusals import require_optimizer
 
 
 class MasterWeights(torch.optim.Optimizer):
-    """An optimizer whose parameters are copies, in another dtype, of those that a model computes with.
+    """An optimizer whose parameters are copies, in another dtype, of the model's parameters.
 
     >>> optimizer = MasterWeights(model.parameters(), partial(torch.optim.AdamW, lr=3e-4))
     >>> loss.backward()
     >>> optimizer.step()
 
-    `step` casts the gradients to the copies' dtype, has the wrapped optimizer update the copies, and casts
-    the result back into the parameters. Groups, state and defaults are the wrapped optimizer's, so that
-    learning-rate schedulers work and a `state_dict` is one of its own. Between steps it holds, in float32,
-    4 bytes for each parameter, and the optimizer's state; while it steps 4 more, the gradients.
+    `step` casts the gradients to the masters' dtype, lets the wrapped optimizer update the masters, and casts
+    the result back into the parameters. Groups, state and defaults are those of the wrapped optimizer, so
+    learning-rate schedulers work and a `state_dict` is one of its own. In float32 it holds 4 bytes for each
+    parameter between steps, plus the optimizer's state; during a step it needs 4 more, for the gradients.
 
     Args:
-        parameters: the model's. Those of the masters' dtype, or not floating, are their own masters.
-        make: from parameters to the optimizer.
+        parameters: the model's. Parameters of the masters' dtype, and integer ones, are their own masters.
+        make: makes the optimizer from the masters.
         dtype: of the masters.
 
     Attributes:
-        masters: for each parameter its master, in the order of `parameters`.
-        factor: what the next step multiplies the gradients by once they are cast; then it is 1 again.
+        masters: each parameter's master, in the order of `parameters`.
+        factor: the next step multiplies the cast gradients by this, then resets it to 1.
 
     Raises:
         ValueError: `make` gave the optimizer other parameters than it was called with.
@@ -58,7 +58,7 @@ class MasterWeights(torch.optim.Optimizer):
         known = set(map(id, self.masters))
         if any(id(p) not in known for group in self.param_groups for p in group["params"]):
             raise ValueError(
-                "optimizer did not take the parameters that it was called with, which are float32 copies of "
+                "optimizer did not use the parameters that it was called with, which are float32 copies of "
                 "the model's; give a function of its parameters, such as "
                 "functools.partial(torch.optim.AdamW, lr=3e-4)"
             )
@@ -70,12 +70,12 @@ class MasterWeights(torch.optim.Optimizer):
         return nn.Parameter(parameter.detach().to(dtype), requires_grad=parameter.requires_grad)
 
     def _follow(self) -> None:
-        """One set of groups and state: the wrapped optimizer's."""
+        """Use the wrapped optimizer's groups and state."""
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
         self.defaults = self.inner.defaults
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of the model's parameters."""
+        """Clear the gradients of the model's parameters."""
         for parameter in self.parameters:
             if set_to_none:
                 parameter.grad = None
@@ -108,12 +108,12 @@ class MasterWeights(torch.optim.Optimizer):
         return loss
 
     def gradients(self) -> list[Tensor]:
-        """Those of the masters, inside a step."""
+        """Return the gradients of the masters, during a step."""
         return [master.grad for master in self.masters if master.grad is not None]
 
     @torch.no_grad()
     def copy_back(self) -> None:
-        """Have the model's parameters be the masters, rounded."""
+        """Copy the masters, rounded, into the model's parameters."""
         for parameter, master in self._pairs():
             parameter.copy_(master)
 
@@ -122,14 +122,14 @@ class MasterWeights(torch.optim.Optimizer):
         return [(parameter, master) for parameter, master in pairs if parameter is not master]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The wrapped optimizer's state; the masters are not part of it."""
+        """Load the wrapped optimizer's state; the masters are not part of it."""
         self.inner.load_state_dict(state_dict)
         self._follow()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Further parameters of the model."""
+        """Add further parameters of the model."""
         if self.param_groups is not self.inner.param_groups:
-            return  # torch calls it while this object is made; the wrapped optimizer has its groups already
+            return  # torch calls this from its constructor, when the wrapped optimizer already has its groups
         given: Any = param_group["params"]
         parameters: list[Any] = [given] if isinstance(given, Tensor) else [*given]
         masters = [self._master(parameter, self._dtype) for parameter in parameters]
@@ -139,6 +139,6 @@ class MasterWeights(torch.optim.Optimizer):
 
 
 def scale(gradients: Iterable[Tensor], factor: float) -> None:
-    """Multiply tensors, sparse ones too, in place."""
+    """Multiply dense or sparse tensors in place."""
     for gradient in gradients:
         gradient.mul_(factor)

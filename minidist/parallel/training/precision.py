@@ -1,9 +1,10 @@
 """Mixed precision: parameters, activations and gradients in 16 bits, the optimizer in 32.
 
-Two bytes instead of four for what the model computes with and sends. bfloat16 has float32's range and 8 bits;
-float16 has 11 bits and underflows below 6e-8, where many gradients are: so the loss is multiplied by a large
-number before the backward pass, and the gradients divided by it in float32. The number is found by trial: it
-is halved, and the step skipped, where a gradient overflowed, and doubled after many steps without that.
+The model computes with and sends two bytes instead of four. bfloat16 has float32's range and 8 bits. float16
+has 11 bits, but underflows below 6e-8, where many gradients are. So the loss is multiplied by a large number
+before the backward pass, and the gradients are divided by it in float32. The number is found by trial: if a
+gradient overflows, the number is halved and the step skipped; after many steps without overflow it is
+doubled.
 
 | In 16 bits | In float32 |
 |---|---|
@@ -41,13 +42,13 @@ class LossScale:
     """
 
     start: float = 2.0**16
-    good_steps: int = 2000  # it is doubled after as many steps one after the other without overflow
+    good_steps: int = 2000  # consecutive steps without overflow after which it is doubled
     smallest: float = 1.0  # an overflow at this scale is an error: the loss itself diverges
 
     def __post_init__(self) -> None:
         if not 0 < self.smallest <= self.start < math.inf:
             raise ValueError(
-                f"a loss scale that starts at {self.start} and is at least {self.smallest} is none; give "
+                f"a loss scale cannot start at {self.start} and be at least {self.smallest}; give "
                 "0 < smallest <= start"
             )
         if self.good_steps < 1:
@@ -58,24 +59,24 @@ class Precision:
     """What an engine does for a layout's precision.
 
     Args:
-        name: "fp32", in which nothing is converted, "bf16" or "fp16".
+        name: "fp32", which converts nothing, "bf16" or "fp16".
         loss_scale: for "fp16" only.
 
     Attributes:
-        dtype: that the model computes in; None for its parameters' own.
-        master: that the optimizer updates in; None for the parameters' own.
+        dtype: the model computes in it; None for its parameters' own.
+        master: the optimizer updates in it; None for the parameters' own.
         scales: whether the loss is scaled.
-        scale: what the next step's loss is multiplied by.
-        skipped: steps that were not made, since a gradient was not finite.
+        scale: the next step's loss is multiplied by this.
+        skipped: how many steps were skipped because a gradient was not finite.
 
     Raises:
-        ValueError: a loss scale for another precision than "fp16".
+        ValueError: a loss scale is given for another precision than "fp16".
     """
 
     def __init__(self, name: str, loss_scale: LossScale | None = None) -> None:
         if loss_scale is not None and name != "fp16":
             raise ValueError(
-                f"loss_scale is for precision='fp16', and the layout has precision={name!r}; leave it out"
+                f"loss_scale is for precision='fp16', but the layout has precision={name!r}; leave it out"
             )
         self.name = name
         self.dtype = DTYPES.get(name)
@@ -87,11 +88,11 @@ class Precision:
         self._good = 0  # steps since the scale changed
 
     def convert(self, model: nn.Module) -> dict[str, Tensor]:
-        """Have `model` compute in 16 bits; its parameters stay the same objects.
+        """Make `model` compute in 16 bits; its parameters stay the same objects.
 
         Returns:
-            The values, in float32, of those that were converted and are not on the meta device, by their
-            names: what the masters begin with, see `fill_masters`.
+            The float32 values, by name, of the parameters that were converted and are not on the meta device.
+                The masters start from them; see `fill_masters`.
 
         Raises:
             ValueError: a floating parameter is not float32.
@@ -125,15 +126,15 @@ class Precision:
         }
 
     def inputs(self, inputs: Tensor) -> Tensor:
-        """As the model takes them: floating ones in its dtype."""
+        """Return floating inputs in the model's dtype, and others as they are."""
         return inputs if self.dtype is None or not inputs.is_floating_point() else inputs.to(self.dtype)
 
     def outputs(self, outputs: Tensor) -> Tensor:
-        """As the loss takes them: in float32, not 16 bits."""
+        """Return the outputs as the loss takes them: in float32 instead of 16 bits."""
         return outputs.float() if outputs.dtype == self.dtype else outputs
 
     def skips(self, norm: float) -> bool:
-        """Whether the step is to be skipped, for the global norm of its gradients; the scale follows it.
+        """Update the scale, and return whether to skip the step, given the global norm of its gradients.
 
         Raises:
             FloatingPointError: the scale cannot become smaller.
@@ -147,7 +148,7 @@ class Precision:
             return False
         if self.scale / 2 < self.rule.smallest:
             raise FloatingPointError(
-                f"a gradient is not finite with the loss scale {self.scale:g}, the smallest; look for "
+                f"a gradient is not finite although the loss scale is {self.scale:g}, the smallest; look for "
                 "infinities in the data, give a smaller learning rate, or train with precision='bf16'"
             )
         self.scale, self._good = self.scale / 2, 0
@@ -155,7 +156,7 @@ class Precision:
         return True
 
     def settings(self) -> dict[str, Any]:
-        """What a run that goes on needs to know."""
+        """Return the state that a resumed run needs."""
         return {
             "scale": self.scale if self.scales else None,
             "good": self._good,
@@ -163,7 +164,7 @@ class Precision:
         }
 
     def load_settings(self, settings: Mapping[str, Any]) -> None:
-        """Go on from there. The precision may be another: then a scale starts anew."""
+        """Resume from saved settings. If the precision has changed to fp16, the scale starts afresh."""
         self.skipped = settings["skipped"]
         if self.scales and settings["scale"] is not None:
             self.scale, self._good = settings["scale"], settings["good"]
@@ -175,14 +176,14 @@ def fill_masters(
     exact: Mapping[str, Tensor],
     own: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = dict,
 ) -> None:
-    """Let master weights begin with rank 0's float32 values, and not with what 16 bits have left of them.
+    """Make the master weights start from rank 0's float32 values instead of the rounded 16-bit ones.
 
-    A collective where there are any; rank 0's values are sent once, as `comm.broadcast` does.
+    A collective if there are any values; rank 0 sends them once, as by `comm.broadcast`.
 
     Args:
-        strategy: one with masters, just made.
-        exact: the values by the parameters' names, of the same shapes on all ranks; they become rank 0's.
-        own: what of them the rank has.
+        strategy: a new one, with masters.
+        exact: parameter name -> value, of the same shapes on all ranks; overwritten with rank 0's values.
+        own: selects the part of `exact` that this rank has.
     """
     if not exact:
         return

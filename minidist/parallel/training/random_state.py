@@ -1,13 +1,14 @@
-"""Random numbers of tensor-parallel ranks: the same where they compute the same, others where they do not.
+"""Random numbers of tensor-parallel ranks: the same where ranks compute the same, different elsewhere.
 
-What all ranks compute they have to drop alike, or their copies part. What each has a part of, its heads or
-its share of the sequence, is to be dropped independently. So ranks start with the same state; in a part of
-their own, they draw one number from it, alike, which with the rank seeds a stream that lasts for that part.
-The common state moves on by one draw on every rank, however much each rank drew. And since the stream follows
-from the common state, recomputation that restores the one restores the other.
+Ranks that all compute one thing must drop the same units, or their copies diverge. For a part of its own, its
+heads or its share of the sequence, each rank must drop independently. So ranks start with the same state. On
+entering a part of its own, every rank draws the same number from the common state, and seeds a temporary
+stream with it and its rank. The common state thus advances by one draw on every rank, however much each rank
+draws inside. And because the stream follows from the common state, recomputation that restores the common
+state also restores the stream.
 
-Source of the two streams: Shoeybi et al. 2019, "Megatron-LM", appendix B.2 (there a second generator that is
-kept, and that recomputation has to restore as well).
+Source of the two streams: Shoeybi et al. 2019, "Megatron-LM", appendix B.2 (which keeps a second generator
+that recomputation has to restore as well).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from minidist.model.seeding import stable_hash
 def share_random_state(group: Group = None) -> None:
     """Give all ranks of a group the state of torch's generators on its first rank.
 
-    Sends some 5,000 bytes to each child in `comm.broadcast`'s tree.
+    Sends about 5,000 bytes to each child in `comm.broadcast`'s tree.
     """
     state = torch.get_rng_state()
     torch.set_rng_state(comm.broadcast(state, group=group))
@@ -36,22 +37,23 @@ def share_random_state(group: Group = None) -> None:
 
 @contextmanager
 def own_random_state(group: Group = None) -> Iterator[None]:
-    """Inside, torch's random numbers differ from rank to rank of a group whose ranks have the same state.
+    """Inside, torch's random numbers differ between the ranks of a group that start with the same state.
 
-    Afterwards the state is as if one number had been drawn, on every rank. Sends nothing.
+    Afterwards every rank's state is as if it had drawn one number. Sends nothing.
     """
     with random_state_of(rank_in(group)):
         yield
 
 
 @contextmanager
-def random_state_of(place: int) -> Iterator[None]:
-    """Inside, torch's random numbers follow from the state and a place; afterwards one has been drawn.
+def random_state_of(stream: int) -> Iterator[None]:
+    """Inside, torch's random numbers follow from the current state and `stream`; afterwards one is drawn.
 
-    The engine gives each pipeline stage and each share of the batch and of the sequence a place of its own:
-    ranks start alike unless a program seeds them otherwise, and would drop the same units everywhere.
+    The engine gives a stream of its own to each pipeline stage and to each share of the batch and of the
+    sequence. Ranks start with the same state unless a program seeds them otherwise, and would drop the same
+    units everywhere.
     """
-    seed = stable_hash(int(torch.randint(2**62, ())), place)
+    seed = stable_hash(int(torch.randint(2**62, ())), stream)
     on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     with torch.random.fork_rng(devices=[torch.cuda.current_device()] if on_gpu else []):
         torch.default_generator.manual_seed(seed)

@@ -1,10 +1,20 @@
-"""Activation recomputation: keep a part's inputs only, and compute the rest again for its backward pass.
+"""Activation recomputation: keep only the inputs of some parts, and compute the rest again in backward.
 
-A layer's activations are many times its input. Where each layer keeps its input and computes the others again
-when the backward pass arrives, what a model keeps at one time is an input a layer and the activations of one:
-for a third more computation, one more forward pass. Chosen parts alone, such as attention, save most of it
-for less. Random numbers are drawn as the first time, so dropout drops the same; gradients are the same to
-the last bit.
+A layer's activations are many times its input. If each layer keeps its input and computes the others again
+when the backward pass arrives, a model holds one input a layer and the activations of one layer. The price is
+one more forward pass, a third more computation. Recomputing only chosen parts, such as attention, saves most
+of the memory for less. Dropout draws the same numbers the second time, so gradients are the same to the last
+bit.
+
+To add an activation checkpoint policy:
+
+1. If it chooses which parts are recomputed, return their names from a function like `_layers`, and call that
+in
+   `recompute`. If it chooses what a part keeps, or where (on the CPU, say), change the two contexts that
+   `_Recomputed.__call__` gives to torch's `checkpoint`.
+2. `md.prepare` calls `recompute` if `Layout.recompute` is set: engine/prepare.py, contract/layout.py. 3.
+Teach the models what it keeps and what it computes again: `_kept` in scale/memory/estimates.py, and
+   `PassWork.again` in scale/time/layer_work.py. tests/parallel/training/test_recompute.py measures both.
 
 Sources: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", section 4; Korthikanti et al.
 2022, "Reducing Activation Recomputation in Large Transformer Models", section 5 (chosen parts).
@@ -21,24 +31,23 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from minidist.parallel.guards.name_patterns import fits, fits_none
+from minidist._names import fits, fits_none
 from minidist.parallel.training.activation_memory import ActivationCounter
 
 
 def recompute(module: nn.Module, parts: str | Sequence[str] | None = None) -> nn.Module:
-    """Have parts of `module` compute their activations again in the backward pass, from now on.
+    """Make parts of `module` compute their activations again in the backward pass, from now on.
 
     >>> recompute(model)  # whole layers
     >>> recompute(model, ["layers.*.attention", "layers.*.mlp"])
 
-    Parts may lie in one another. Buffers that a part changes, such as BatchNorm's statistics, change once.
-    Outside of training, where no gradient is wanted, nothing is kept nor computed again.
+    Parts may contain each other. Buffers that a part updates, such as BatchNorm's statistics, are updated
+    once. Where no gradients are computed, nothing is kept or computed again.
 
     Args:
-        module: changed in place: parts get another `forward`, and every name stays.
-        parts: names of submodules, as `named_modules` gives them, where "*" in a name between two dots stands
-            for any letters; None for the layers: the children of each `ModuleList` and `Sequential` that is
-            in no other.
+        module: changed in place: parts get another `forward`; all names stay.
+        parts: names of submodules, as in `named_modules`, where "*" stands for any letters between two dots;
+            None for the layers, which are the children of each outermost `ModuleList` and `Sequential`.
 
     Returns:
         `module`.
@@ -68,12 +77,12 @@ def recompute(module: nn.Module, parts: str | Sequence[str] | None = None) -> nn
 
 
 def recomputes(module: nn.Module) -> bool:
-    """Whether `recompute` was called for a part of it."""
+    """Whether `recompute` has changed `module` or one of its parts."""
     return any(isinstance(part.__dict__.get("forward"), _Recomputed) for part in module.modules())
 
 
 def _layers(module: nn.Module, prefix: str = "") -> list[str]:
-    """The children of the outermost lists of layers."""
+    """The names of the children of the outermost lists of layers."""
     found = []
     for name, child in module.named_children():
         # A ModuleList among the layers is never called itself; a Sequential is.
@@ -85,11 +94,11 @@ def _layers(module: nn.Module, prefix: str = "") -> list[str]:
 
 
 class _Recomputed:
-    """The `forward` of a part whose activations are computed again."""
+    """The `forward` of a part that is recomputed."""
 
     def __init__(self, part: nn.Module) -> None:
         self._part = part
-        self._own = part.__dict__.get("forward")  # where somebody else has replaced that of the class
+        self._own = part.__dict__.get("forward")  # set if another wrapper has replaced the class's forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = partial(self._own or partial(type(self._part).forward, self._part), **kwargs)
@@ -102,12 +111,12 @@ class _Recomputed:
 
 @contextmanager
 def _again(part: nn.Module, counter: ActivationCounter | None) -> Iterator[None]:
-    """While a part computes a second time, its buffers are copies, and a counter counts what it keeps."""
+    """While a part computes again, give it copies of its buffers, and let a counter count what it keeps."""
     kept = [(module._buffers, dict(module._buffers)) for module in part.modules() if module._buffers]
     for buffers, originals in kept:
         buffers.update({name: b if b is None else b.clone() for name, b in originals.items()})
     try:
-        with nullcontext() if counter is None else counter.beside():
+        with nullcontext() if counter is None else counter.with_other_hooks():
             yield
     finally:
         for buffers, originals in kept:

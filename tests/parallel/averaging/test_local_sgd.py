@@ -92,13 +92,13 @@ def test_a_group_a_frozen_parameter_and_several_buckets(cluster_of: Clusters) ->
 
 
 @pytest.mark.parametrize(
-    ("options", "text"),
+    ("options", "error", "text"),
     [
-        ({"every": 0}, "every is 0; give a whole number of steps, at least 1"),
-        ({"every": 1.5}, "every is 1.5; give a whole number"),
-        ({"warmup": -1}, "warmup is -1; give a whole number of steps, at least 0"),
+        ({"every": 0}, ValueError, "every is 0; give at least 1, the steps between two averagings"),
+        ({"every": 1.5}, TypeError, r"every is 1.5 \(float\); give an integer, the steps"),
+        ({"warmup": -1}, ValueError, "warmup is -1; give at least 0, the steps at the start"),
     ],
 )
-def test_wrong_arguments(options: dict[str, int], text: str) -> None:
-    with pytest.raises(ValueError, match=text):
+def test_wrong_arguments(options: dict[str, int], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
         md.LocalSGD(nn.Linear(1, 1), **options)

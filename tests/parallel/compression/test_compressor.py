@@ -117,9 +117,9 @@ def applied_and_kept(compression: Compression, dtype: torch.dtype) -> tuple[Tens
     kept = torch.zeros(numel, dtype=dtype)
     starts = dict(zip(range(3), (0, 108, 115), strict=True))
     for bucket, reduction in zip(plan.buckets, plan.reductions, strict=True):
-        if reduction._error is None:
+        if reduction.error is None:
             continue
-        error = comm.all_reduce(reduction._error.clone())
+        error = comm.all_reduce(reduction.error.clone())
         for place, view in zip(bucket.places, bucket.views, strict=True):
             start = view.storage_offset()
             kept[starts[place] : starts[place] + view.numel()] = error[start : start + view.numel()]
@@ -287,7 +287,7 @@ def test_wrong_compressions(compression: Any, error: type[Exception], text: str)
     [
         (lambda: md.TopK(0), "ratio is 0; give a share"),
         (lambda: md.TopK(1.1), "ratio is 1.1; give a share"),
-        (lambda: md.PowerSGD(0), "rank is 0; give a whole number"),
+        (lambda: md.PowerSGD(0), "rank is 0; give at least 1, the columns of a factor"),
         (lambda: Cast(torch.float32), "dtype is torch.float32; give torch.float16"),
     ],
 )

@@ -371,10 +371,12 @@ def test_other_mistakes_are_refused(cluster_of: Clusters) -> None:
     with pytest.raises(ValueError, match="tile is 0"):
         ring_attention(x, x, x, tile=0)
     with pytest.raises(
-        ValueError, match=r"the ranks have \[3\] positions, and a sequence of 4 is dealt in \[4\]"
+        ValueError, match=r"the ranks have \[3\] positions, but zigzag order cuts a sequence of 4 into \[4\]"
     ):
         ring_attention(x, x, x, length=4)
-    with pytest.raises(md.RankError, match=r"the ranks have \[3, 6\] positions.* dealt in \[5, 4\]"):
+    with pytest.raises(
+        md.RankError, match=r"the ranks have \[3, 6\] positions.* cuts a sequence of 9 into \[5, 4\]"
+    ):
         cluster_of(2).run(lambda: ring_attention(*[torch.zeros(1, 1, 3 * (1 + md.rank()), 2)] * 3))
 
 
@@ -393,7 +395,7 @@ def other(what: str) -> str:
         q = k = q.view(2, 1, 4, 16) if last else q
     elif last:
         options[what] = {"length": 99, "causal": False}[what]
-    with pytest.raises(ValueError, match="the ranks give ring_attention other arguments") as caught:
+    with pytest.raises(ValueError, match="the ranks give ring_attention different arguments") as caught:
         ring_attention(q, k, k, **options)
     return str(caught.value)
 

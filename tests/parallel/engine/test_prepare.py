@@ -35,7 +35,7 @@ def test_one_process_needs_no_world_and_no_layout() -> None:
             ValueError,
             "precision='bf16' starts from a float32 model, and weight is torch.float64; call model.float",
         ),
-        ({"loss_scale": LossScale()}, ValueError, "loss_scale is for precision='fp16', and the layout has"),
+        ({"loss_scale": LossScale()}, ValueError, "loss_scale is for precision='fp16', but the layout has"),
         ({"layout": md.Layout(recompute=True)}, ValueError, "a Linear has no ModuleList or Sequential"),
         ({"clip_norm": 0}, ValueError, "clip_norm is 0; give the largest norm"),
         ({"clip_norm": float("nan")}, ValueError, "clip_norm is nan; give the largest norm"),

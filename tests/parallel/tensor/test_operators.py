@@ -11,9 +11,9 @@ from torch import Tensor
 
 import minidist as md
 from minidist import comm
-from minidist.parallel.tensor import column_function, vocabulary
+from minidist.parallel.tensor import column_parallel, vocabulary
 from minidist.parallel.tensor import operators as operators
-from minidist.parallel.tensor.column_function import column_linear
+from minidist.parallel.tensor.column_parallel import column_linear
 from minidist.parallel.tensor.operators import (
     copy_all_to_ranks,
     copy_to_ranks,
@@ -115,13 +115,15 @@ def _tuple(result: Any) -> tuple[Any, ...]:
 
 FUNCTIONS = {
     operators._Copy: copied_and_reduced,
-    operators._Reduce: copied_and_reduced,
-    operators._Split: split_and_gathered,
-    operators._Gather: split_and_gathered,
-    operators._GatherSequence: sequence_gathered_and_scattered,
-    operators._ScatterSequence: sequence_gathered_and_scattered,
-    column_function._ColumnLinear: mapped_by_columns,
+    column_parallel._ColumnLinear: mapped_by_columns,
     vocabulary._CrossEntropy: lost,
+}
+PAIRED = {
+    "reduce_from_ranks": copied_and_reduced,
+    "split_to_ranks": split_and_gathered,
+    "gather_from_ranks": split_and_gathered,
+    "gather_sequence": sequence_gathered_and_scattered,
+    "scatter_sequence": sequence_gathered_and_scattered,
 }
 
 
@@ -139,6 +141,30 @@ def test_a_wrong_sign_in_any_backward_is_caught(cluster_of: Clusters, function: 
             patch.setattr(planted, "backward", staticmethod(wrong_sign(planted.backward)))
             with pytest.raises(RuntimeError, match="Jacobian mismatch"):
                 check_gradients(operation, OPERATIONS[operation])
+
+    cluster_of(2).run(check)
+
+
+@pytest.mark.parametrize("operator", PAIRED)
+def test_a_wrong_sign_in_any_pair_is_caught(cluster_of: Clusters, operator: str) -> None:
+    operation = PAIRED[operator]
+
+    def check() -> None:
+        pair = operators._pair
+        planted = 0
+
+        def wrong(x: Tensor, forward: Callable[..., Tensor], backward: Callable[..., Tensor]) -> Tensor:
+            nonlocal planted
+            if not backward.__qualname__.startswith(operator):
+                return pair(x, forward, backward)
+            planted += 1
+            return pair(x, forward, lambda grad: -backward(grad))
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(operators, "_pair", wrong)
+            with pytest.raises(RuntimeError, match="Jacobian mismatch"):
+                check_gradients(operation, OPERATIONS[operation])
+        assert planted
 
     cluster_of(2).run(check)
 
@@ -263,7 +289,7 @@ def test_the_sum_is_under_way_while_weights_get_their_gradients(cluster_of: Clus
                     events.append("product")
                 return func(*args, **(kwargs or {}))
 
-        start = column_function.start_all_reduce
+        start = column_parallel.start_all_reduce
 
         def watched(x: Tensor, group: Any, overlap: bool) -> Callable[[], Tensor]:
             events.append("launch")
@@ -280,7 +306,7 @@ def test_the_sum_is_under_way_while_weights_get_their_gradients(cluster_of: Clus
         weight = torch.ones(2, 3, requires_grad=True)
         (y,) = column_linear(x, [weight], [None], overlap=overlap)
         with pytest.MonkeyPatch.context() as patch, Watch(), comm.ledger() as ledger:
-            patch.setattr(column_function, "start_all_reduce", watched)
+            patch.setattr(column_parallel, "start_all_reduce", watched)
             y.sum().backward()
         assert len(ledger.calls) == 1
         return events

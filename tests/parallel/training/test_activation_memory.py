@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from minidist.model import GPT, config
 from minidist.model.loss import cross_entropy
-from minidist.parallel.training.activation_memory import ActivationCounter, saved_activations
+from minidist.parallel.training.activation_memory import ActivationCounter
+from tests.helpers.activations import saved_activations
 
 
 def test_a_linear_layer_keeps_its_input() -> None:

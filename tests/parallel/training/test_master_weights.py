@@ -110,7 +110,7 @@ def test_frozen_unused_and_other_parameters() -> None:
 
 def test_an_optimizer_of_other_parameters() -> None:
     model = half()
-    with pytest.raises(ValueError, match="did not take the parameters that it was called with"):
+    with pytest.raises(ValueError, match="did not use the parameters that it was called with"):
         MasterWeights(model.parameters(), lambda _: torch.optim.SGD(model.parameters(), lr=0.1))
 
 

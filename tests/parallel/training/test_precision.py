@@ -185,7 +185,9 @@ def test_an_overflow_at_the_smallest_scale_is_an_error() -> None:
     inputs[0, 0] = float("inf")
     engine.step(inputs, targets)
     assert (engine.loss_scale, engine.skipped) == (1.0, 1)
-    with pytest.raises(FloatingPointError, match="not finite with the loss scale 1, the smallest; look for"):
+    with pytest.raises(
+        FloatingPointError, match="not finite although the loss scale is 1, the smallest; look for"
+    ):
         engine.step(inputs, targets)
 
 
@@ -260,8 +262,8 @@ def test_settings_take_the_scale_along() -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"start": float("inf")}, "starts at inf and is at least 1.0 is none"),
-        ({"start": 2.0, "smallest": 4.0}, "starts at 2.0 and is at least 4.0 is none"),
+        ({"start": float("inf")}, "cannot start at inf and be at least 1.0; give 0 < smallest"),
+        ({"start": 2.0, "smallest": 4.0}, "cannot start at 2.0 and be at least 4.0; give 0 < smallest"),
         ({"good_steps": 0}, "good_steps is 0; give at least 1"),
     ],
 )

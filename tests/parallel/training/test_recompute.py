@@ -14,9 +14,10 @@ from torch import Tensor, nn
 import minidist as md
 from minidist.model import GPT, MLP, config
 from minidist.model.loss import cross_entropy
-from minidist.parallel.training.activation_memory import ActivationCounter, saved_activations
+from minidist.parallel.training.activation_memory import ActivationCounter
 from minidist.parallel.training.recompute import recompute
 from tests.helpers import contract
+from tests.helpers.activations import saved_activations
 
 Clusters = Callable[[int], md.Cluster]
 PARTS = {
