@@ -1,4 +1,7 @@
-"""Ladders of matrix multiplications, from three Python loops upwards: one idea a rung, one rung a file.
+"""Ladders of matrix multiplications, from three Python loops to a GPU's tensor cores.
+
+Each rung is one file, complete in itself, and adds one idea to the rung before it. Around the ladders stand
+the tools that check them, time them and run CUDA kernels on a machine without a GPU.
 
     from minidist.kernels import CPU_LADDER, CUDA_LADDER, rung
 
@@ -6,11 +9,19 @@
     for step in CPU_LADDER:
         print(step.number, step.name, step.idea)
 
-`CUDA_LADDER` runs in an emulator where there is no GPU. It imports Numba, when it is first asked for.
+| File or folder | Holds |
+|---|---|
+| rung.py | what a rung is, and the checks that all rungs share |
+| cache_folder.py | the user's folder for measured peaks and compiled kernels |
+| cpu/ | the CPU ladder, s1 to s7 |
+| cuda/ | the CUDA ladder, s1 to s10 |
+| emulator/ | runs compiled CUDA kernels (PTX) without a GPU |
+| tpu/ | a systolic array cycle by cycle, and a model of tensor cores |
+| measure/ | correctness checks, timers, this machine's peaks, the roofline |
+| roofline.py, systolic.py | short import paths of `measure/roofline.py` and `tpu/systolic.py` |
 
-To add a rung: write its file (see `cpu/s1_python_loops.py`, the shortest) and name it in the ladder
-(`cpu/__init__.py`, `cuda/__init__.py`). Tests, benchmarks and `Linear` go over the ladder, so they take it
-from there.
+`CUDA_LADDER` imports Numba when it is first asked for. To add a rung, write its file and name it in
+`cpu/__init__.py` or `cuda/__init__.py`; tests, benchmarks and `Linear` go over the ladders.
 """
 
 from __future__ import annotations
@@ -37,13 +48,13 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-# Named like the module that Rung comes from, which imports still find.
+# The function hides the module of the same name here; `from minidist.kernels.rung import ...` still works.
 def rung(name_or_number: str | int, ladder: Sequence[Rung] | None = None) -> Rung:
-    """Return the rung of `ladder` that has this name ("s4_loop_order"), short name ("s4") or number (4).
+    """Return the rung of `ladder` with this name ("s4_loop_order"), short name ("s4") or number (4).
 
-    Without a ladder, short names and numbers are the CPU's, and full names ("s9_tensor_core") are those of
-    either ladder. Raises ValueError, with the nearest name, where there is none, and ImportError for a CUDA
-    rung where numba-cuda is not installed.
+    Without a ladder, short names and numbers mean the CPU ladder, and full names ("s9_tensor_core") either.
+    Raises ValueError, with the nearest name, if there is no such rung, and ImportError for a CUDA rung if
+    numba-cuda is not installed.
     """
     asked = str(name_or_number)
     steps = CPU_LADDER if ladder is None else ladder

@@ -1,4 +1,4 @@
-"""The user's cache folder: measured peaks and compiled kernels are kept there."""
+"""The user's cache folder, which keeps measured peaks and compiled kernels."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """Return the folder, which need not exist: $MINIDIST_CACHE_DIR, or the system's place for caches."""
+    """Return the folder, which may not exist yet: $MINIDIST_CACHE_DIR, or the system's place for caches."""
     named = os.environ.get("MINIDIST_CACHE_DIR")
     if named:
         return Path(named)

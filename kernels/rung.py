@@ -1,9 +1,8 @@
 """A rung: one way to multiply two matrices, as a callable that says what it is.
 
-A ladder is a tuple of rungs, and each rung adds one idea to those below it. Tests, benchmarks, lessons and
-the neural network's `Linear` all take a rung and call `rung.matmul(a, b)`; none knows which rungs there are.
-What every rung needs (checks of shapes, dtypes and memory, sizes of 0, a fresh result) stands here once, so
-that a rung's file holds its kernel and nothing else.
+A ladder is a tuple of rungs. Tests, benchmarks, lessons and the network's `Linear` take a rung and call
+`rung.matmul(a, b)`; they work with any rung. The checks that all rungs need (shapes, dtypes, memory, sizes
+of 0) are here, so that a rung's file holds its kernel and nothing else.
 
 Letters, here and in every rung: a is (m, k), b is (k, n), c and out are (m, n); i, j and p run
 over m, n and k.
@@ -20,8 +19,8 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 Array = NDArray[Any]
-OperandT = TypeVar("OperandT")  # a NumPy array; a CUDA rung takes torch's tensors too
-Compute = Callable[[Any, Any, Any], None]  # compute(a, b, out): arrays, or what a kind of rung makes of them
+OperandT = TypeVar("OperandT")  # a NumPy array; CUDA rungs also take torch tensors
+Compute = Callable[[Any, Any, Any], None]  # compute(a, b, out): arrays, or a CUDA rung's matrices
 
 
 CACHE_LINE = 64  # bytes
@@ -30,8 +29,8 @@ CACHE_LINE = 64  # bytes
 def empty(rows: int, columns: int, dtype: DTypeLike) -> Array:
     """Return a new (rows, columns) array in C order that starts on a cache line; its values are arbitrary.
 
-    NumPy promises 16 bytes. Where rows then start inside a line, vectors straddle two: rung 4 takes twice as
-    long at 64 x 64 (1.2 times at 512), and which it is changes from run to run.
+    NumPy promises only 16 bytes. If rows start inside a cache line, vectors straddle two lines: rung 4 then
+    takes twice as long at 64 x 64 (1.2 times at 512), and the start changes from run to run.
     """
     kind = np.dtype(dtype)
     size = rows * columns * kind.itemsize
@@ -47,16 +46,16 @@ class Rung:
     A rung's file ends with one of these: `RUNG = Rung(number=..., name=..., ..., compute=compute)`.
     """
 
-    number: int  # its place in the ladder, from 1
-    name: str  # the name of its file, as in "s1_python_loops"
+    number: int  # in the ladder, from 1
+    name: str  # of its file: "s1_python_loops"
     device: Literal["cpu", "cuda"]  # where the kernel runs
     idea: str  # one sentence: the one change from the rung before it, and why that is faster
     dtypes: tuple[str, ...]  # NumPy's names of the dtypes that it takes
-    # Fills `out` whatever it held, without warnings; called only with m, n and k >= 1, with aligned arrays of
-    # any strides, and an `out` that shares no memory with a or b.
+    # Overwrites `out`, without warnings. It is called with m, n and k >= 1, aligned arrays of any strides,
+    # and an `out` that shares no memory with a or b.
     compute: Compute
     cores: Literal["one", "all"] = "one"  # how many cores of a CPU it uses
-    tf32: bool = False  # whether it rounds factors of float32 to TF32, for tensor cores
+    tf32: bool = False  # whether it rounds float32 factors to TF32, for tensor cores
 
     def __post_init__(self) -> None:
         if self.device not in ("cpu", "cuda"):
@@ -67,13 +66,13 @@ class Rung:
     def matmul(self, a: OperandT, b: OperandT, out: OperandT | None = None) -> OperandT:
         """Multiply a (m, k) by b (k, n), and return c (m, n) in their dtype.
 
-        Any size is fine, 0 too (k = 0 gives zeros), and any strides: transposed views, slices, negative
-        steps. NaN and infinity travel as IEEE 754 has it, without warnings. The result is `out` where that is
-        given, else a new array in C order.
+        Sizes may be anything, also 0 (k = 0 gives zeros), and so may strides: transposed views, slices,
+        negative steps. NaN and infinity follow IEEE 754, without warnings. The result is `out` if given, else
+        a new array in C order.
 
-        Raises TypeError for what is no NumPy array, and for a dtype that this rung does not take or that
-        differs between the arguments; ValueError for shapes that do not multiply, and for an `out` of another
-        shape, one that can't be written, or one that shares memory with a or b.
+        Raises TypeError for an argument that is not a NumPy array, and for a dtype that this rung does not
+        take or that differs between the arguments; ValueError for shapes that do not multiply, and for an
+        `out` that has another shape, is read-only, or shares memory with a or b.
         """
         x, y = self._matrix("a", a), self._matrix("b", b)
         if x.dtype != y.dtype:
@@ -94,15 +93,15 @@ class Rung:
         return result
 
     def sums(self, dtype: str) -> str:
-        """Return the name of the dtype in which it adds the products of factors of `dtype`."""
+        """Return the name of the dtype in which this rung adds products of factors of `dtype`."""
         return dtype
 
     def _fill(self, a: Array, b: Array, out: Array) -> None:
-        """Fill `out` with the product. A kind of rung whose kernels take no arrays overrides this."""
+        """Fill `out` with the product. `CudaRung`, whose kernels take matrices, overrides this."""
         self.compute(a, b, out)
 
     def _matrix(self, name: str, x: Any) -> Array:
-        """Return x as a plain aligned 2-D array, or say what it should have been."""
+        """Return x as a plain aligned 2-D array, or raise what is wrong with it."""
         if not isinstance(x, np.ndarray):
             raise TypeError(_not_an_array(name, x))
         if x.ndim != 2:
@@ -114,15 +113,15 @@ class Rung:
                 f"{name} has dtype {x.dtype}, and rung {self.name} takes {' or '.join(self.dtypes)}: "
                 f"convert it with .astype({self.dtypes[-1]!r})"
             )
-        # Compiled code counts on aligned loads: a view that is not, a field of a packed record, is copied.
-        # (`require` takes a microsecond to find that nothing is to be done, a fifth of a small product.)
+        # Compiled code uses aligned loads, so an unaligned view (a field of a packed record) is copied. The
+        # test comes first because `require` takes a microsecond, a fifth of a small product.
         if type(x) is np.ndarray and x.flags.aligned:
             return x
         return np.require(x, requirements=["ALIGNED", "ENSUREARRAY"])
 
     @functools.cached_property
     def _dtypes(self) -> tuple[np.dtype[Any], ...]:
-        """`dtypes` as NumPy has them: a byte-swapped float64 is named "float64" too."""
+        """`dtypes` as NumPy objects. Names do not suffice: a byte-swapped float64 is named "float64" too."""
         return tuple(np.dtype(name) for name in self.dtypes)
 
     def _check_out(self, a: Array, b: Array, out: Array) -> None:
@@ -142,7 +141,7 @@ class Rung:
                 raise shared_memory(name)
 
     def _takes_out(self, dtype: str, out: str) -> bool:
-        """Return whether a product of `dtype` may be written to an `out` of another one."""
+        """Return whether a product of dtype `dtype` may be written to an `out` of dtype `out`."""
         return False
 
 
@@ -163,7 +162,7 @@ def shared_memory(name: str) -> ValueError:
 
 
 def _not_an_array(name: str, x: object) -> str:
-    # By the module's name: importing torch only to refuse its tensors would cost a second.
+    # Compare the module's name: importing torch only to refuse its tensors would cost a second.
     if type(x).__module__.partition(".")[0] == "torch":
         return f"{name} is a torch tensor: pass tensor.numpy(), or use minidist.model.matmul.matmul"
     return f"{name} is a {type(x).__name__}, not a NumPy array: convert it with numpy.asarray()"

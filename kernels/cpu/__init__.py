@@ -1,6 +1,18 @@
-"""The CPU's ladder: each file changes one thing, and says why it is faster and by how much.
+"""The CPU ladder: seven ways to multiply two matrices, each with one idea more than the one before.
 
-To add a rung, write its file and name it here, in both lines; nothing else in the project lists rungs.
+A rung's docstring names its idea, why that is faster, and by how much. To add a rung, write its file and
+name it here, in both lists; nothing else in the project lists rungs.
+
+| File | The one idea |
+|---|---|
+| s1_python_loops | the definition: three Python loops |
+| s2_vectors | one NumPy operation for a whole row |
+| s3_compiled | the loops of s1, compiled by Numba |
+| s4_loop_order | the inner loop walks along rows, so the compiler can use SIMD |
+| s5_cache_blocks | blocks of b stay in the first cache |
+| s6_register_tile | a tile of the result stays in registers |
+| s7_threads | all cores share the work |
+| support/ | what the upper rungs build on |
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Rung 3: the loops of rung 1, compiled.
 
-The idea: the very function of rung 1, handed to Numba, which infers that every value is a machine number and
-lets LLVM write the loops as machine code. Nothing is boxed, looked up or freed; a multiply-add is two loads,
-a multiplication and an addition.
+The idea: give the three loops to Numba. It infers that every value is a machine number, and LLVM turns the
+loops into machine code. Nothing is boxed, looked up or freed any more: a multiply-add is two loads, a
+multiplication and an addition.
 
 Measured: rung 2 takes 7 times as long (250 x 250 x 250, float32: 79 ms and 11 ms, 2.9 GFLOP/s). It is still
-one scalar at a time: the compiler may not use SIMD here, since that would add the products in another order,
-and each addition waits for the one before it.
+one scalar at a time. SIMD would add the products in another order, which the compiler may not do, and so
+each addition waits for the one before it.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Rung 6: a tile of the product stays in registers, and what it reads is packed for it.
+"""Rung 6: a tile of the product stays in registers.
 
-The idea: rung 5 still loads and stores an element of out for every four multiply-adds. Here 14 x 32 elements
-of out (float32 and AVX-512; the machine decides) stay in registers while the sum runs over p. An element of a
-is used 32 times once it is loaded, one of b 14 times, and arithmetic is the limit. No compiler makes that of
-a loop: `support/register_tile.py` builds the tile from vector instructions.
+The idea: rung 5 still loads and stores an element of out for every four multiply-adds. Here a tile of out,
+14 x 32 elements (float32 with AVX-512; other machines have other sizes), stays in registers while the sum
+runs over p. A loaded element of a is used 32 times and one of b 14 times, so arithmetic is the limit. No
+compiler makes that of a loop; `support/register_tile.py` builds the tile from vector instructions.
 
-A tile so fast has to be fed. Blocks of b and a are packed into the order in which it reads them
-(`support/packed_product.py`): one of b for the last cache, and then one of a after the other for the second,
-of the sizes that `support/block_sizes.py` derives from this machine's caches.
+A tile this fast has to be fed. Blocks of b and a are packed into the order in which the tile reads them
+(`support/packed_product.py`): a block of b sized for the last cache, then one block of a after the other
+sized for the second. `support/block_sizes.py` derives the sizes from this machine's caches.
 
 Measured: rung 5 takes 2.2 times as long (1000 x 1000 x 1000, float32: 40 ms and 19 ms, 108 GFLOP/s, 92% of
 what the core's multiply-adds allow), and OpenBLAS 1.05 times.
@@ -40,7 +40,7 @@ def _multiply(a: Array, b: Array, out: Array, space: Array, height: int, width: 
     for j0 in range(0, n, width):
         j1 = min(j0 + width, n)
         for d in range(depths):
-            p0, p1 = d * k // depths, (d + 1) * k // depths  # equal parts, rather than whole ones and a rest
+            p0, p1 = d * k // depths, (d + 1) * k // depths  # equal parts, with no short rest
             packed_product.pack_panels(b[p0:p1, j0:j1], packed_b)
             for t0 in range(0, tiles, height):
                 t1 = min(t0 + height, tiles)
@@ -50,7 +50,7 @@ def _multiply(a: Array, b: Array, out: Array, space: Array, height: int, width: 
 
 def compute(a: Array, b: Array, out: Array) -> None:
     """Fill out (m, n) with a (m, k) times b (k, n)."""
-    if out.strides[0] < out.strides[1]:  # columns lie in memory one after another: the transposed product
+    if out.strides[0] < out.strides[1]:  # Fortran order: compute the transposed product
         a, b, out = b.T, a.T, out.T
     kind = out.dtype.char
     size = blocks(kind)

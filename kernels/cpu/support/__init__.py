@@ -1,1 +1,13 @@
-"""What the CPU ladder's upper rungs build on: register tile, packing, caches, threads, compilation."""
+"""What the upper rungs of the CPU ladder build on.
+
+| File | Holds |
+|---|---|
+| caches | the sizes of this machine's caches |
+| vector_unit | the width and number of its vector registers |
+| compiling | compiles a rung's loops at the first call, and keeps the machine code |
+| vector_instructions | vector operations in LLVM's language |
+| register_tile | the innermost loop of rungs 6 and 7 |
+| block_sizes | how large packed blocks are, and the memory they lie in |
+| packed_product | packs blocks, and multiplies packed ones |
+| thread_pool, atomic | threads that share out a task, and the counters they share |
+"""

@@ -1,7 +1,7 @@
-"""Counters that threads share: a step of `fetch_add` can't be divided by another thread's.
+"""Counters that threads share: no other thread can come between the parts of a `fetch_add`.
 
-Both take the address of an 8-byte integer. Counters that are used at the same time belong on different cache
-lines: two cores that write to one line take it from each other.
+Each function takes the address of an 8-byte integer. Counters in use at the same time belong on different
+cache lines: two cores that write to one line keep taking it from each other.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .vector_instructions import INT64, Value
 
 @intrinsic
 def fetch_add(context: Any, address: Any, amount: Any) -> Any:
-    """fetch_add(address, amount): add to the counter, and return what it was before."""
+    """fetch_add(address, amount): add to the counter, and return its value before."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Value:
         counter = builder.inttoptr(arguments[0], INT64.as_pointer())
@@ -27,7 +27,7 @@ def fetch_add(context: Any, address: Any, amount: Any) -> Any:
 
 @intrinsic
 def read(context: Any, address: Any) -> Any:
-    """read(address): the counter, and with it all that others wrote before they added to it."""
+    """read(address): the counter; whatever others wrote before they added to it is then visible."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Value:
         counter = builder.inttoptr(arguments[0], INT64.as_pointer())
@@ -38,6 +38,6 @@ def read(context: Any, address: Any) -> Any:
 
 @njit("void(intp, intp, intp)", nogil=True)
 def wait(address: int, value: int, patience: int) -> None:
-    """Return when the counter has reached this value, or after that many looks at it."""
+    """Return when the counter has reached `value`, or after `patience` looks at it."""
     while patience > 0 and read(address) < value:
         patience -= 1

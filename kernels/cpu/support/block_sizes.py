@@ -1,4 +1,4 @@
-"""How large the packed blocks of a product are, by the sizes of the caches, and the memory they lie in."""
+"""The sizes of a product's packed blocks, derived from the cache sizes, and the memory they lie in."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from ...rung import Array, empty
 from .caches import caches
 
-LEAST_WIDTH = 512  # columns: a is packed again for every block of b, at the price of about ten columns
+LEAST_WIDTH = 512  # columns; a is packed again for every block of b, which costs as much as ten columns
 
 
 @dataclass(frozen=True)
@@ -23,12 +23,12 @@ class Blocks:
     tiles: int  # tiles one below the other in a block of a: it fills half of a core's second cache
     width: int  # columns of a block of b: it fills a quarter of the last cache
     depth: int  # rows of a block of b, and columns of one of a, at most
-    memory: int  # elements that a thread needs for a block of a, and for a tile
+    memory: int  # elements that a thread needs for a block of a and a tile
 
 
 @functools.cache
 def blocks(kind: str) -> Blocks:
-    """Return the sizes for a dtype, given as NumPy's character ("f" or "d"): its name takes a microsecond."""
+    """Return the block sizes for NumPy's dtype character ("f" or "d"): a dtype's name takes a microsecond."""
     from . import register_tile
 
     dtype = np.dtype(kind)
@@ -57,10 +57,10 @@ _kept = _KeptMemory()
 
 
 def memory(purpose: str, kind: str, elements: int) -> Array:
-    """Return this thread's memory for a purpose, (1, elements) or longer, with what it held when last used.
+    """Return this thread's memory for a purpose, (1, elements) or longer, with the content of its last use.
 
-    It is kept from call to call: fresh memory comes from the system page by page, each cleared at its first
-    use, which takes as long as packing a block into it. What is never used takes no room.
+    It is kept between calls. Fresh memory comes from the system page by page, and each page is cleared at its
+    first use, which takes as long as packing a block into it. Pages that are never used take no memory.
     """
     found = _kept.memory.get((purpose, kind))
     if found is None or found.shape[1] < elements:

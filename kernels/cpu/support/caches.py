@@ -1,8 +1,8 @@
 """The sizes of this machine's data caches, as the operating system reports them.
 
-A product that reuses its operands reuses them from a cache, so a block has to fit one; and an array that is
-to come from main memory must not. Linux describes the caches of each CPU in sysfs, macOS in sysctl. A size
-that neither gives is taken to be a small one of today: 32 KiB of L1, 512 KiB of L2, no L3.
+A block has to fit the cache from which it is used again, and an array meant to come from main memory must not
+fit any. Linux describes the caches of each CPU in sysfs, macOS in sysctl. A size that neither reports is
+assumed small: 32 KiB of L1, 512 KiB of L2, no L3.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SYSFS = Path("/sys/devices/system/cpu")
-# "perflevel0" are the fast cores of a machine that has two kinds; the plain names are those of the slow ones.
+# On a machine with two kinds of cores, "perflevel0" names the fast ones and the plain names mean the slow
+# ones.
 SYSCTL_NAMES = {
     "l1_data": ("hw.perflevel0.l1dcachesize", "hw.l1dcachesize"),
     "l2": ("hw.perflevel0.l2cachesize", "hw.l2cachesize"),
@@ -31,12 +32,12 @@ class Caches:
 
     l1_data: int = 32 * 2**10  # of one core
     l2: int = 512 * 2**10  # of one core, or of the few that share it
-    l3: int = 0  # of the one that a core reaches and shares with others; 0 where there is none
-    l3_total: int = 0  # of all that the cores of this process reach: a CPU made of several chips has several
+    l3: int = 0  # of the one that a core reaches and shares with others; 0 if there is none
+    l3_total: int = 0  # of all L3s that this process's cores reach; a CPU of several chips has several
 
     @property
     def last_level(self) -> int:
-        """Return the bytes that all cores of this process can keep in their last caches, taken together."""
+        """Return the bytes that the last caches of all cores of this process hold together."""
         return self.l3_total or self.l2 * len(available_cpus())
 
 
@@ -49,7 +50,7 @@ def available_cpus() -> list[int]:
 
 @functools.cache
 def caches() -> Caches:
-    """Return the sizes of this machine's caches; where the system keeps them to itself, the defaults."""
+    """Return the sizes of this machine's caches; the defaults if the system does not report them."""
     try:
         if sys.platform == "darwin":
             names = [name for each in SYSCTL_NAMES.values() for name in each]
@@ -61,10 +62,10 @@ def caches() -> Caches:
 
 
 def from_sysfs(root: Path, cpus: Iterable[int]) -> Caches:
-    """Return what the files `cpu*/cache/index*/{level,type,size,shared_cpu_list}` below `root` say.
+    """Return the sizes in the files `cpu*/cache/index*/{level,type,size,shared_cpu_list}` below `root`.
 
-    L1 and L2 are those of the first of `cpus`. The CPUs that share an L3 with one already seen are passed
-    over, so that a machine with hundreds of CPUs is read as fast as a small one.
+    L1 and L2 are those of the first of `cpus`. CPUs that share an L3 with one already seen are skipped, so a
+    machine with hundreds of CPUs is read as fast as a small one.
     """
     sizes: dict[str, int] = {}
     l3_total = 0
@@ -78,7 +79,7 @@ def from_sysfs(root: Path, cpus: Iterable[int]) -> Caches:
                 level, kind, size = ((index / name).read_text().strip() for name in ("level", "type", "size"))
                 bytes_ = _bytes(size)
                 shared = _cpu_list((index / "shared_cpu_list").read_text())
-            except (OSError, ValueError):  # virtual machines leave some of the files out
+            except (OSError, ValueError):  # virtual machines lack some of the files
                 continue
             name = {"1": "l1_data", "2": "l2", "3": "l3"}.get(level)
             if name is None or kind == "Instruction" or bytes_ == 0:
@@ -93,7 +94,7 @@ def from_sysfs(root: Path, cpus: Iterable[int]) -> Caches:
 
 
 def from_sysctl(text: str) -> Caches:
-    """Return what macOS's `sysctl` says, in lines such as "hw.l2cachesize: 4194304"."""
+    """Return the sizes in the output of macOS's `sysctl`, lines such as "hw.l2cachesize: 4194304"."""
     said = {}
     for line in text.splitlines():
         name, _, value = line.partition(":")

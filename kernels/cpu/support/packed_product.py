@@ -1,9 +1,8 @@
-"""Packing, and the product of what is packed: the loops around the register tile.
+"""Packing, and the product of packed blocks: the loops around the register tile.
 
-A block is copied to where the tile reads it, element after element, and is then read many times. What the
-tile needs next lies next to what it has: in the same cache lines and the same pages of memory, where the
-processor fetches ahead by itself. A block is read in place, whatever its strides: a transposed view costs no
-copy of its own.
+Packing copies a block into the order in which the tile reads it. The block is then read many times, and what
+the tile needs next lies in the same cache lines and pages as what it has, where the processor fetches ahead
+by itself. Packing reads the source in place, whatever its strides, so a transposed view costs no extra copy.
 
 Source: Goto and van de Geijn, Anatomy of High-Performance Matrix Multiplication, ACM TOMS 2008, section 4.
 """
@@ -23,8 +22,8 @@ STRIP = 8  # rows that are packed at a time over all panels
 def pack(x: Any, to: Any, pitch: int) -> None:
     """Copy x (rows, columns), an array of any strides, so that to[r * pitch + c] = x[r, c].
 
-    Where one of the strides is one element, vectors are moved. The last of a row start back from its end:
-    they write some elements twice, and none outside.
+    If one of the strides is one element, whole vectors are moved. The last vector of a row starts back from
+    the row's end: it writes some elements twice, and none outside.
     """
     rows, columns = x.shape
     vector = register_tile.vector(x)
@@ -51,7 +50,7 @@ def pack(x: Any, to: Any, pitch: int) -> None:
 
 @njit(boundscheck=False)
 def put(tile: Any, pitch: int, out: Any, add: int) -> None:
-    """The way back: out[r, c] = tile[r * pitch + c], or with add +=, for an out of any strides."""
+    """Unpack: out[r, c] = tile[r * pitch + c], or += with `add`, for an out of any strides."""
     rows, columns = out.shape
     for r in range(rows):
         for c in range(columns):
@@ -62,19 +61,20 @@ def put(tile: Any, pitch: int, out: Any, add: int) -> None:
 def pack_panels(b: Any, to: Any) -> None:
     """Copy b (depth, n) as panels, one after another: a tile's columns row by row, then the next columns.
 
-    The last panel is as wide as the others; what it has beyond b is 0.
+    The last panel is as wide as the others, filled up with zeros.
     """
     depth, n = b.shape
     columns = register_tile.columns(b)
-    # Where rows lie one after another in memory, a strip of them is copied at a time over all panels: a whole
-    # panel at a time would step from page to page, at half the rate.
+    # If b is in C order, copy a strip of rows over all panels at a time. A whole panel at a time would step
+    # from page to page, at half the rate.
     strip = STRIP if b.strides[1] == b.itemsize else depth
     for p0 in range(0, depth, strip):
         p1 = min(p0 + strip, depth)
         for j in range(0, n, columns):
             panel = register_tile.offset(to, j * depth + p0 * columns)
             pack(b[p0:p1, j : j + columns], panel, columns)
-            # Only what lies beyond b: rung 7 packs a part again while it may be read already.
+            # Zeros only beyond b: in rung 7 another thread may already read this part while it is packed
+            # again.
             for p in range(p1 - p0):
                 for c in range(n - j, columns):
                     panel[p * columns + c] = 0
@@ -82,7 +82,7 @@ def pack_panels(b: Any, to: Any) -> None:
 
 @njit(boundscheck=False)
 def pack_part(b: Any, to: Any, part: int, parts: int) -> None:
-    """Pack a part of b (k, n): of the `parts` side by side in each of its depths, the one of this number.
+    """Pack one part of b (k, n): number `part` of the `parts` side by side in each of its depths.
 
     When all parts are packed, `to` holds b's depths one after another, each as `pack_panels` leaves it.
     """
@@ -97,10 +97,10 @@ def pack_part(b: Any, to: Any, part: int, parts: int) -> None:
 
 @njit(boundscheck=False)
 def multiply(a: Any, packed_b: Any, out: Any, memory: Any, tiles: int, add: int) -> None:
-    """out (m, n) = a (m, depth) b (depth, n), or with add +=, where b is packed as `pack_panels` does it.
+    """out (m, n) = a (m, depth) b (depth, n), or += with `add`, for a b packed by `pack_panels`.
 
-    `tiles` is how many tiles lie one below the other. They are of equal height, to within a row: a low one
-    would cost as much around it as a high one. `memory` has place for the packed a and a tile.
+    `tiles` tiles lie one below the other, of equal height to within a row, since a low tile has the same
+    overhead as a high one. `memory` has room for the packed a and one tile.
     """
     m, depth = a.shape
     n = out.shape[1]
@@ -120,6 +120,7 @@ def multiply(a: Any, packed_b: Any, out: Any, memory: Any, tiles: int, add: int)
                 c = register_tile.pointer(out, i, j)
                 register_tile.multiply(rows, width, depth, a_rows, panel, c, stride, add)
             else:
-                # A vector would go beyond the edge, or out's rows are no vectors: by way of a tile in memory.
+                # A vector would cross the edge, or out's rows are not contiguous: go through a tile in
+                # memory.
                 register_tile.multiply(rows, width, depth, a_rows, panel, memory, columns, 0)
                 put(memory, columns, out[i : i + rows, j : j + width], add)

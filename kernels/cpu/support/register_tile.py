@@ -1,13 +1,13 @@
 """The register tile: the innermost loop of a matrix product, built from vector instructions.
 
-A tile of the product, ROWS by two vectors, stays in registers while the sum runs over p. Each p loads two
-vectors of b, and for each row one element of a, spread over a vector; with them it does two fused
-multiply-adds a row. With AVX-512 that is 16 loads for 28 operations on 16 elements each, and no store:
-arithmetic is the limit, not memory.
+A tile of the product, ROWS rows of two vectors, stays in registers while the sum runs over p. Each p loads
+two vectors of b and, for each row, one element of a, spread over a vector. That gives two fused multiply-adds
+a row. With AVX-512 these are 16 loads for 28 operations on 16 elements each, and no store, so arithmetic is
+the limit, not memory.
 
-A tile written as a Numba array does not stay in registers (it is 50 times slower). So the tile is written in
-LLVM's language, as functions that Numba's code calls like its own; how they are used stands in
-`packed_product.py`. Pointers are Numba's `CPointer` to an element, and strides count elements.
+A tile written as a Numba array does not stay in registers and is 50 times slower. So the tile is written in
+LLVM's language, as functions that Numba's code calls like its own; `packed_product.py` uses them. Pointers
+are Numba's `CPointer` to an element, and strides count elements.
 
 Source: Van Zee and van de Geijn, BLIS: A Framework for Rapidly Instantiating BLAS Functionality, ACM TOMS
 2015, section 3.
@@ -29,11 +29,11 @@ from .vector_unit import vector_unit
 
 VECTORS = 2  # in a row of the tile
 ROWS = vector_unit().tile_rows
-# Elements from a row of packed a to the next. A constant, so that a row is one address with another offset;
-# and no power of two, so that the rows of a tile fall into different sets of the cache.
+# Elements between rows of packed a. It is a constant, so that a row is the same address with another offset,
+# and not a power of two, so that the rows of a tile fall into different sets of the cache.
 PITCH = 784
 DEPTH = 768  # elements of such a row that are used at most
-LATE = 48  # steps of p before the end of a sum at which the lines of c are asked for
+LATE = 48  # steps of p before the end of a sum, when the lines of c are prefetched
 
 
 def intrinsic(define: Callable[..., Any]) -> Any:
@@ -62,7 +62,7 @@ def vector(context: Any, array: Any) -> Any:
 
 @intrinsic
 def pointer(context: Any, array: Any, i: Any, j: Any) -> Any:
-    """pointer(array, i, j): where array[i, j] lies; for an array of any strides."""
+    """pointer(array, i, j): the address of array[i, j], for an array of any strides."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Value:
         made = context.make_array(signature.args[0])(context, builder, arguments[0])
@@ -74,7 +74,7 @@ def pointer(context: Any, array: Any, i: Any, j: Any) -> Any:
 
 @intrinsic
 def offset(context: Any, start: Any, elements: Any) -> Any:
-    """offset(pointer, elements): the pointer, so many elements further."""
+    """offset(pointer, elements): the pointer, advanced by `elements`."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Value:
         return builder.gep(arguments[0], [arguments[1]])
@@ -96,10 +96,11 @@ def move(context: Any, to: Any, source: Any) -> Any:
 
 @intrinsic
 def transpose(context: Any, to: Any, pitch: Any, source: Any, stride: Any) -> Any:
-    """transpose(to, pitch, source, stride): to[r * pitch + c] = source[c * stride + r], a vector square.
+    """transpose(to, pitch, source, stride): to[r * pitch + c] = source[c * stride + r], in a square.
 
-    Zipping the first half of a sequence of vectors with the second turns each element's index (vector, lane)
-    by one bit; after as many rounds as the lanes have bits, vector and lane have changed places.
+    The square's side is one vector. Zipping the first half of a sequence of vectors with the second rotates
+    each element's index (vector, lane) by one bit. After as many rounds as the lanes have bits, vector and
+    lane have changed places.
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Value:
@@ -125,14 +126,14 @@ def transpose(context: Any, to: Any, pitch: Any, source: Any, stride: Any) -> An
 def multiply(
     context: Any, rows: Any, width: Any, depth: Any, a: Any, b: Any, c: Any, stride: Any, add: Any
 ) -> Any:
-    """multiply(rows, width, depth, a, b, c, stride, add): a tile of c = a b, or of c += a b with add.
+    """multiply(rows, width, depth, a, b, c, stride, add): a tile of c = a b, or of c += a b with `add`.
 
-    a: 1 to ROWS packed rows, PITCH apart. b: `depth` packed rows of a tile's columns. c: its rows are
-    `stride` apart; whole vectors are written, one where `width` columns fit into one, else two.
+    a: 1 to ROWS packed rows, PITCH apart. b: `depth` packed rows of a tile's columns. c: rows `stride` apart.
+    Whole vectors are written: one if `width` columns fit into one, else two.
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Value:
-        # A function for each shape of the tile: its sums are registers, and registers have no index.
+        # Each shape of the tile has its own function: the sums are registers, and registers have no index.
         rows_, width_, *others = arguments
         done = builder.append_basic_block("done")
         narrow = builder.icmp_signed("<=", width_, ir.Constant(INT64, lanes(a.dtype)))
@@ -151,7 +152,7 @@ def multiply(
 
 
 def _tile(module: Any, element: Any, rows: int, vectors: int) -> Any:
-    """The function (depth, a, b, c, stride, add) that multiplies a tile of this shape."""
+    """Return the function (depth, a, b, c, stride, add) that multiplies a tile of this shape."""
     pointers = [Vectors(ir.IRBuilder(), element).pointer] * 3
     function = cgutils.get_or_insert_function(
         module,
@@ -170,7 +171,7 @@ def _tile(module: Any, element: Any, rows: int, vectors: int) -> Any:
     def place(row: int, column: int) -> Value:
         return v.offset(v.offset(c, builder.mul(stride, ir.Constant(INT64, row))), column)
 
-    # Variables on the stack, which LLVM turns into registers.
+    # Stack variables, which LLVM turns into registers.
     sums = {at: cgutils.alloca_once_value(builder, v.zero) for at in grid}
 
     def add_products(start: Value, stop: Value) -> None:
@@ -184,8 +185,8 @@ def _tile(module: Any, element: Any, rows: int, vectors: int) -> Any:
                     total = sums[row, column]
                     builder.store(v.multiply_add(a_element, b_vector, builder.load(total)), total)
 
-    # The lines of c are asked for shortly before they are needed: at the start they would be pushed out of
-    # the first cache again by b, which flows through it. Without the request a product takes 3% longer.
+    # Prefetch the lines of c shortly before they are needed; earlier, b would push them out of the first
+    # cache again. Without the prefetch a product takes 3% longer.
     zero = ir.Constant(INT64, 0)
     early = builder.sub(depth, ir.Constant(INT64, LATE))
     late = builder.select(builder.icmp_signed(">", early, zero), early, zero)

@@ -1,7 +1,7 @@
-"""A task in several threads at once: compiled code that needs no interpreter (`nogil`) runs on all cores.
+"""Run a task in several threads at once: compiled code without the GIL (`nogil`) runs on all cores.
 
-A product of 64 x 4096 x 64 takes two cores 0.2 ms. The futures of `concurrent.futures` cost a third of that,
-hence this pool, which does one thing: let threads take part in work that they share out among themselves.
+A product of 64 x 4096 x 64 takes two cores 0.2 ms, and the futures of `concurrent.futures` cost a third of
+that. This pool does one thing only: it lets threads take part in work that they share out among themselves.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from queue import SimpleQueue
 import numpy as np
 
 _inbox: SimpleQueue[_Job] = SimpleQueue()
-_bell = np.zeros(1, np.int64)  # counts the jobs, for workers that wait for one awake
-_workers: dict[int, frozenset[int]] = {}  # the CPUs that each may run on, by its number in the system
+_bell = np.zeros(1, np.int64)  # counts the jobs, for workers that spin until the next one
+_workers: dict[int, frozenset[int]] = {}  # the CPUs that each may run on, by the worker's system thread id
 PATIENCE = 1_000_000  # looks at a counter, of a cycle or two each: some 0.3 ms
 
 
@@ -38,7 +38,7 @@ class _Job:
                 return
             self._running += 1
         try:
-            # What it could not do, for lack of memory say, is left to the others.
+            # If it fails, for lack of memory say, the others do its share.
             with contextlib.suppress(Exception):
                 self._task()
         finally:
@@ -47,9 +47,9 @@ class _Job:
                 self._changed.notify()
 
     def close(self, done: Callable[[], bool]) -> None:
-        """Let no more workers begin, and wait for those that run, unless all is done.
+        """Let no more workers begin, and wait for the running ones unless all is done.
 
-        They write to memory that the caller is going to use again: an interrupt waits as well.
+        They write to memory that the caller will use again, so even an interrupt waits for them.
         """
         interrupt: BaseException | None = None
         while True:
@@ -57,7 +57,7 @@ class _Job:
                 with self._changed:
                     self._open = False
                     if not done():
-                        _bell[0] += 1  # calls that wait for the next job return
+                        _bell[0] += 1  # makes calls return that wait for the next job
                         self._changed.wait_for(lambda: self._running == 0)
                 break
             except BaseException as stop:
@@ -69,7 +69,7 @@ class _Job:
 def threads() -> int:
     """Return how many threads compiled code may use: this process's cores, or NUMBA_NUM_THREADS.
 
-    Numba reads that environment variable when it is imported; ranks on one machine have theirs set.
+    Numba reads that environment variable when it is imported; the launcher sets it for ranks on one machine.
     """
     from numba import config
 
@@ -79,23 +79,23 @@ def threads() -> int:
 def bell() -> tuple[int, int]:
     """Return the address of the counter of jobs, and its value.
 
-    The caller's own call of a task adds 1 to it when it is in compiled code, so that the workers who wait for
-    it find the interpreter free: a thread that meets another one there is put to sleep, and to be woken takes
-    longer than to multiply. A worker's call waits for the next job in compiled code, for the same reason.
+    The caller's own call of a task adds 1 to it once it is in compiled code. Workers that wait for it then
+    find the GIL free: a thread that meets another one there is put to sleep, and waking up takes longer than
+    multiplying. For the same reason a worker waits for the next job in compiled code.
     """
     return _bell.ctypes.data, int(_bell[0])
 
 
 def run(task: Callable[[], None], count: int, done: Callable[[], bool]) -> None:
-    """Call task() in this thread and, as far as they wake up in time, in count - 1 others.
+    """Call task() in this thread and, if they wake up in time, in count - 1 others.
 
-    The calls share the work out among themselves: when this thread's call has returned, none is left to take.
-    `done` says whether all that was taken is finished, too. Where not, calls that have begun are waited for,
-    also when this thread is interrupted: they write to memory that its caller would use again. Those
+    The calls share out the work among themselves, so when this thread's call returns nothing is left to take.
+    `done` says whether all work taken is also finished. If not, `run` waits for the calls that have begun,
+    also when this thread is interrupted, because they write to memory that its caller will use again. Calls
     that have not begun never will.
     """
     job = _Job(task)
-    # Where no more threads are allowed, or the interpreter is ending, those that are there have to do.
+    # If no more threads can start (a limit, or the interpreter is ending), the present ones do the work.
     with contextlib.suppress(RuntimeError):
         while len(_workers) < count - 1:
             _start_worker()
@@ -109,13 +109,13 @@ def run(task: Callable[[], None], count: int, done: Callable[[], bool]) -> None:
 
 
 def _start_worker() -> None:
-    """Start a thread that takes part in whatever comes; it ends with the process."""
+    """Start a thread that takes part in every job; it ends with the process."""
     from . import atomic
 
     def work() -> None:
         while True:
             _inbox.get().take_part()
-            # The next product often follows at once, and to be woken can take longer than to multiply.
+            # The next product often follows at once, and waking up can take longer than multiplying.
             jobs = int(_bell[0])
             if _inbox.empty():
                 atomic.wait(_bell.ctypes.data, jobs + 1, PATIENCE)
@@ -127,10 +127,10 @@ def _start_worker() -> None:
 
 
 def _keep_off_this_cpu() -> None:
-    """Let the workers run on any of this process's CPUs but the one that the caller is on.
+    """Let the workers run on any of this process's CPUs except the caller's.
 
-    Linux likes to wake a thread on the CPU of the thread that woke it, which here goes on computing: where it
-    does not see that another is idle (in many virtual machines), both share one CPU for milliseconds.
+    Linux likes to wake a thread on the CPU of the thread that woke it, which here goes on computing. Where it
+    does not see that another CPU is idle (in many virtual machines), both share one CPU for milliseconds.
     """
     this_cpu = _sched_getcpu()
     if this_cpu is None:
@@ -154,7 +154,7 @@ def _sched_getcpu() -> Callable[[], int] | None:
 
 
 def _forget() -> None:
-    """Threads don't survive a fork: the child starts its own, and jobs in the inbox are the parent's."""
+    """Threads don't survive a fork: the child starts its own, and the jobs in the inbox are the parent's."""
     global _inbox
     _inbox = SimpleQueue()
     _workers.clear()

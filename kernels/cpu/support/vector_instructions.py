@@ -1,8 +1,8 @@
-"""Vector operations in LLVM's language, where a vector is a type, for `@intrinsic` functions of Numba.
+"""Vector operations in LLVM's language, where a vector is a type, for Numba's `@intrinsic` functions.
 
-A compiler given a loop over scalars has to prove that it may use vectors, and finds its own arrangement. Here
-the arrangement is ours, and LLVM chooses the instructions and the registers. Pointers are to one element,
-offsets count elements.
+Given a loop over scalars, a compiler has to prove that it may use vectors, and chooses its own arrangement.
+Here the arrangement is ours; LLVM chooses the instructions and the registers. Pointers are to one element,
+and offsets count elements.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def lanes(element: Any) -> int:
 
 
 class Vectors:
-    """Writes vector operations for one element type where an IR builder stands."""
+    """Writes vector operations for one element type at the position of an IR builder."""
 
     def __init__(self, builder: Any, element: Any) -> None:
         self.builder = builder
@@ -42,16 +42,16 @@ class Vectors:
         self.undefined = ir.Constant(self.type, ir.Undefined)
 
     def offset(self, pointer: Value, elements: Value | int) -> Value:
-        """The pointer, so many elements further."""
+        """The pointer, advanced by `elements`."""
         count = ir.Constant(INT64, elements) if isinstance(elements, int) else elements
         return self.builder.gep(pointer, [count])
 
     def load(self, pointer: Value) -> Value:
-        """The vector that starts at this element; no alignment is asked for."""
+        """The vector that starts at this element; it need not be aligned."""
         return self.builder.load(self.builder.bitcast(pointer, self.type.as_pointer()), align=self.bytes)
 
     def store(self, vector: Value, pointer: Value) -> None:
-        """Write the vector from this element on."""
+        """Write the vector to memory, starting at this element."""
         place = self.builder.bitcast(pointer, self.type.as_pointer())
         self.builder.store(vector, place, align=self.bytes)
 
@@ -67,14 +67,14 @@ class Vectors:
         return self.builder.shuffle_vector(x, y, mask)
 
     def multiply_add(self, x: Value, y: Value, total: Value) -> Value:
-        """x * y + total, rounded once where the machine has an instruction for that."""
+        """x * y + total, rounded once if the machine has an instruction for it."""
         if not vector_unit().fused:  # LLVM would call a function for every element
             return self.builder.fadd(self.builder.fmul(x, y), total)
         fma = self._function(f"llvm.fma.v{self.lanes}f{8 * self.bytes}", self.type, [self.type] * 3)
         return self.builder.call(fma, [x, y, total])
 
     def prefetch_for_writing(self, pointer: Value) -> None:
-        """Ask for a cache line before it is needed, and go on."""
+        """Request a cache line before it is needed, without waiting."""
         prefetch = self._function("llvm.prefetch.p0", VOID, [BYTES, INT32, INT32, INT32])
         flags = [ir.Constant(INT32, flag) for flag in (1, 3, 1)]  # to write, keep in the first cache, data
         self.builder.call(prefetch, [self.builder.bitcast(pointer, BYTES), *flags])

@@ -1,7 +1,7 @@
 """The vector unit of this machine's CPU, as Numba compiles for it.
 
-A vector instruction (SIMD: single instruction, multiple data) handles a register full of numbers at once.
-How wide a register is, and how many there are, decides the shape of a register tile.
+A vector instruction (SIMD: single instruction, multiple data) handles a register full of numbers at once. The
+width and the number of the registers decide the shape of a register tile.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from numpy.typing import DTypeLike
 
 @dataclass(frozen=True)
 class VectorUnit:
-    """What one core has: the name of its instructions, and its registers."""
+    """What one core has: the name of its vector instructions, and its registers."""
 
     name: str
     register_bytes: int
     registers: int
-    # Rows of two vectors of sums that registers hold beside what is multiplied: the most for which LLVM's
-    # machine code, with its way to load an element into all lanes, leaves them there.
+    # Rows of a register tile: the most for which LLVM keeps all sums, two vectors a row, in registers while
+    # it also loads the factors.
     tile_rows: int
-    fused: bool  # multiplies and adds in one instruction; where not, the product is rounded in between
+    fused: bool  # multiplies and adds in one instruction; otherwise it rounds the product in between
 
     def lanes(self, dtype: DTypeLike) -> int:
         """Return how many elements of `dtype` a register holds."""
@@ -38,10 +38,10 @@ SSE = VectorUnit("SSE", register_bytes=16, registers=16, tile_rows=6, fused=Fals
 
 @functools.cache
 def vector_unit() -> VectorUnit:
-    """Return the widest vector unit that the machine code of Numba uses here.
+    """Return the widest vector unit that Numba's machine code uses here.
 
-    It is the host's, or where the environment variables NUMBA_CPU_NAME and NUMBA_CPU_FEATURES name another
-    (for code that is to run on an older machine too), that one's.
+    That is the host's, or the one named by the environment variables NUMBA_CPU_NAME and NUMBA_CPU_FEATURES
+    (for code that must also run on an older machine).
     """
     from numba.core.registry import cpu_target
 
@@ -50,7 +50,7 @@ def vector_unit() -> VectorUnit:
 
 
 def choose(triple: str, features: str) -> VectorUnit:
-    """Return the unit of a machine that LLVM describes so: "x86_64-unknown-linux-gnu", "+avx2,+fma,..."."""
+    """Return the unit that LLVM describes as, say, "x86_64-unknown-linux-gnu", "+avx2,+fma,..."."""
     if triple.startswith(("aarch64", "arm64")):
         return NEON
     present = features.split(",")
