@@ -1,8 +1,25 @@
-"""The CUDA ladder in Numba: each file changes one thing, and says why it is faster.
+"""The CUDA ladder in Numba: ten kernels, each with one idea more than the one before.
 
-One source runs on a GPU, in an emulator of its instructions where there is none, and in Numba's simulator
-(`device.backend`). To add a rung, write its file and name it in RUNGS; nothing else in the project lists
-rungs. `CUDA_LADDER` imports them, and Numba with them, when it is first asked for.
+The same source runs on a GPU, in an emulator of the GPU's instructions if there is none, and in Numba's
+simulator. To add a rung, write its file and name it in RUNGS; nothing else in the project lists rungs.
+
+| File or folder | Holds |
+|---|---|
+| s1_naive | one thread for each element of c |
+| s2_coalesced | neighbouring threads read neighbouring elements |
+| s3_shared_tile | tiles of a and b in shared memory |
+| s4_thread_tile_1d | eight elements of a column per thread |
+| s5_thread_tile_2d | 8 x 8 elements per thread |
+| s6_vector_loads | loads and stores of 16 bytes |
+| s7_async_copy | copies that run while the block multiplies |
+| s8_warp_tile | square warp tiles, loaded a step ahead |
+| s9_tensor_core | tensor cores |
+| s10_hopper | the copy engine and the matrix instructions of Hopper |
+| rung.py | what a CUDA rung is: checks, and copies to a GPU and back |
+| tiling/ | tiles in shared memory and registers |
+| runtime/ | compiling and launching kernels, and a GPU's memory |
+| instructions/ | PTX instructions as functions |
+| warp.py, emulator.py | short import paths of `instructions/` and `kernels/emulator` |
 """
 
 from __future__ import annotations
@@ -37,7 +54,7 @@ def __getattr__(name: str) -> Any:
 
 
 def load(name: str) -> CudaRung:
-    """Return the rung with this name, as in RUNGS. Raises ImportError where numba-cuda is not installed."""
+    """Return the rung with this name from RUNGS. Raises ImportError if numba-cuda is not installed."""
     from .runtime.device import require_toolkit
 
     require_toolkit()

@@ -1,27 +1,27 @@
 """Rung 10: the copy engine, matrix instructions that read shared memory, and warp groups with one job each.
 
-In rung 9 all that is multiplied passes through registers, and every warp also computes addresses and copies.
-On Hopper neither has to be:
+The idea: in rung 9 everything passes through registers before it is multiplied, and every warp also computes
+addresses and copies. On Hopper neither is necessary:
 
-- one thread, the producer, tells the copy engine (`instructions/tma.py`) which boxes of a and b come next, up
-  to four steps ahead. A step is 64 of k. What lies outside of a matrix comes as zeros: no size is a case of
-  its own;
-- two warp groups, the consumers, begin multiplications (`instructions/wgmma.py`) of what lies in shared
-  memory. Of the block's tile, 128 x 256, each has 64 rows of sums, 128 registers a thread, for which the
-  producer's warp
-  group gives up its own (setmaxnreg). Both read the same part of b;
-- they wait for each other by mbarriers (`instructions/barriers.py`): a slot of the ring is full when its
-  bytes are there, and empty when all that read it have multiplied it;
-- two blocks on neighbouring multiprocessors form a cluster. They have the same columns of b, and each loads
-  half of them for both (multicast): 32 KB a step and block from the L2 cache, not 48. The tensor cores of a
-  multiprocessor do 2048 multiply-adds a clock, so that a step lasts 1024 clocks: 32 bytes each, not 48;
-- blocks stay, one a multiprocessor, and take tile after tile (`tiling/tile_order.py`). While the consumers
+- One thread, the producer, tells the copy engine (`instructions/tma.py`) which boxes of a and b come next, up
+  to four steps ahead; a step is 64 of k. Elements outside a matrix arrive as zeros, so no size is a special
+  case.
+- Two warp groups, the consumers, start multiplications (`instructions/wgmma.py`) of tiles in shared memory.
+  Each has 64 rows of the block's 128 x 256 tile: 128 sums a thread, for which the producer's warp group gives
+  up its registers (setmaxnreg). Both read the same part of b.
+- Producer and consumers wait for each other by mbarriers (`instructions/barriers.py`): a slot of the ring is
+  full when its bytes have arrived, and empty when all its readers have multiplied it.
+- Two blocks on neighbouring multiprocessors form a cluster. They have the same columns of b, and each loads
+  half of them for both (multicast): 32 KB a step and block from the L2 cache instead of 48. The tensor cores
+  of a multiprocessor do 2048 multiply-adds a clock, so a step lasts 1024 clocks: 32 bytes a clock instead of
+  48.
+- Blocks stay, one a multiprocessor, and take tile after tile (`tiling/tile_order.py`). While the consumers
   round and store their sums (`tiling/wgmma_store.py`), the producer loads the next tile.
 
-c^T = b^T a^T: with the operands exchanged, a c in columns is a c in rows. What does not lie in rows or
-columns that are a multiple of 16 bytes apart is copied, a and b before (`packed`), c after.
+A c in columns becomes a c in rows by exchanging the operands: c^T = b^T a^T. A matrix that is not in rows or
+columns a multiple of 16 bytes apart is copied: a and b before (`packed`), c after.
 
-Sources: NVIDIA, CUTLASS documentation, "Efficient GEMM in CUDA", with warp specialisation; PTX ISA as in the
+Sources: NVIDIA, CUTLASS documentation, "Efficient GEMM in CUDA" (warp specialisation); PTX ISA, as in the
 files named; NVIDIA H100 Tensor Core GPU Architecture (2022), for the rates.
 """
 
@@ -41,13 +41,13 @@ COLUMNS = (256, 128)  # of a tile: the most that one wgmma takes, and for produc
 DEPTH = 64  # of a step in k: 128 bytes, the widest swizzle
 CLUSTER = 2  # blocks below each other that share their columns of b: 1, 2 or 4
 CONSUMERS = 2  # warp groups that multiply
-BEHIND = 1  # steps whose multiplications may be under way while the next are begun; 0 waits for each
-BUFFERS = 2  # of 64 lines of 128 bytes, on each consumer's way out
+BEHIND = 1  # steps that may still be multiplying when the next begins; 0 waits for each
+BUFFERS = 2  # of 64 lines of 128 bytes, for each consumer's stores
 SHARED = 225 * 1024  # bytes that a block may ask for: of 227 KB, mbarriers and alignment take up to 2
-GROUP = 8  # clusters below each other that are done together: 8 x 2 x 128 = 2048 rows
+GROUP = 8  # rows of cluster tiles done together: 8 x 2 x 128 = 2048 rows
 THREADS = 128 * (1 + CONSUMERS)
-# Registers of a thread, given and taken. 384 threads begin with 168 each: 65536 / 384, in steps of 8. Since
-# 40 + 2 * 232 = 3 * 168, nothing is left over; with more they would wait for ever.
+# Registers of a thread after the exchange. 384 threads begin with 168 each: 65536 / 384, in steps of 8. Since
+# 40 + 2 * 232 = 3 * 168, none is left over; asking for more would wait for ever.
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
 
 BOX = 64  # elements, 128 bytes
@@ -59,8 +59,9 @@ OUT_BYTES = CONSUMERS * BUFFERS * BOX_BYTES
 def kernel(dtype: str, result: str, a_across: bool, b_across: bool, columns: int) -> Kernel:
     """Return the kernel for "float16" or "bfloat16" factors, and c of that dtype or "float32".
 
-    `a_across` says that a's unit stride is along m, across k, and `b_across` that b's is along n. Arguments:
-    tensor maps of a, b and c, and m, n and k. Any number of clusters of CLUSTER blocks will do.
+    `a_across` says that a's unit stride is along m, across k; `b_across` that b's is along n. The kernel's
+    arguments are tensor maps of a, b and c, then m, n and k. Any number of clusters of CLUSTER blocks will
+    do.
     """
     from numba import cuda, float32, int32, int64, uint32, uint64
 
@@ -80,7 +81,7 @@ def kernel(dtype: str, result: str, a_across: bool, b_across: bool, columns: int
     sums_each = columns // 2
     share = columns // CLUSTER  # of b's columns, that one block loads
     others = BUFFERS - 1
-    # Places in shared memory count words of 32 bits.
+    # Indices into shared memory count words of 32 bits.
     a_words, share_words, box_words = ROWS * DEPTH // 2, share * DEPTH // 2, BOX_BYTES // 4
     slot_words = a_words + CLUSTER * share_words
     slot_bytes = 4 * slot_words
@@ -114,7 +115,7 @@ def kernel(dtype: str, result: str, a_across: bool, b_across: bool, columns: int
         sync.cluster_wait()
 
         # Producer and consumers go through the same tiles, steps and slots; `parity` changes with each turn
-        # of the ring. An mbarrier's phase before the first counts as over, and its parity as 1.
+        # of the ring. The phase before an mbarrier's first has parity 1 and counts as over.
         if warp_group == 0:
             wgmma.setmaxnreg_dec(PRODUCER_REGISTERS)
             if thread == 0:
@@ -217,7 +218,8 @@ def compute(a: Matrix, b: Matrix, c: Matrix) -> None:
         return -(-tile_count(c, columns) // available)
 
     columns = min(COLUMNS, key=lambda columns: turns(columns) * columns)
-    # As few clusters as need no more turns: 1024 tiles take 16 turns of 66, and of 64.
+    # The fewest clusters that need no more turns: 1024 tiles take 16 turns with 66 clusters, and also with
+    # 64.
     clusters = -(-tile_count(c, columns) // turns(columns))
     kernel(a.dtype, c.dtype, a_across, b_across, columns).launch(
         (clusters * CLUSTER,),
@@ -235,7 +237,7 @@ def compute(a: Matrix, b: Matrix, c: Matrix) -> None:
 
 
 def tile_count(c: Matrix, columns: int) -> int:
-    """Return how many tiles of clusters cover c."""
+    """Return how many cluster tiles cover c."""
     return -(-c.rows // (CLUSTER * ROWS)) * -(-c.columns // columns)
 
 
@@ -245,7 +247,7 @@ def stage_bytes(columns: int) -> int:
 
 
 def stages(columns: int) -> int:
-    """Return how many slots the ring has: what fits beside the buffers for c."""
+    """Return how many slots of the ring fit beside the buffers for c."""
     return (SHARED - OUT_BYTES) // stage_bytes(columns)
 
 

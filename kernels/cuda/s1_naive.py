@@ -1,16 +1,16 @@
-"""Rung 1: a thread for each element of c.
+"""Rung 1: one thread for each element of c.
 
 The idea: the m x n sums don't depend on one another, so each gets a thread, and a GPU runs 2048 threads on
 each multiprocessor at a time. 32 of them make a warp, which executes one instruction for all; here they are
 32 neighbours down a column of c.
 
-That direction is the wrong one, on purpose. Memory is read in sectors of 32 bytes. For b[p, j] all 32
-threads want the same element: one sector. For a[i, p] they want 32 elements that are a row of a apart: 32
-sectors, of which 4 bytes each are used. And the warp stores its column of c into 32 sectors.
+That direction is wrong, on purpose. Memory is read in sectors of 32 bytes. For b[p, j] all 32 threads want
+the same element: one sector. For a[i, p] they want 32 elements that are a row of a apart: 32 sectors, with
+only 4 bytes used of each. And the warp stores its column of c into 32 sectors.
 
-Counted, float32, everything in rows: 33 sectors for a step of p in a warp, which does 64 FLOP: 16.5 bytes
-moved per FLOP. In machine code (sm_90) 14.5 instructions for each multiply-add: two loads, their addresses,
-the loop.
+Counted, float32, all matrices in rows: a warp reads 33 sectors for a step of p, which is 64 FLOP: 16.5 bytes
+per FLOP. In machine code (sm_90) it takes 14.5 instructions for each multiply-add: two loads, their
+addresses, the loop.
 
 Source: CUDA C++ Best Practices Guide, "Coalesced Access to Global Memory".
 """
@@ -28,10 +28,11 @@ COLUMNS = 8  # of c, in a block: one for each warp
 
 
 def naive(a, b, c):  # type: ignore[no-untyped-def]
-    """A thread computes c[i, j]: the sum over p of a[i, p] * b[p, j]."""
+    """Compute c[i, j] in one thread: the sum over p of a[i, p] * b[p, j]."""
     m, n = c.shape
-    across = (n + COLUMNS - 1) // COLUMNS  # blocks side by side; only along x may a grid have millions
-    # Unsigned, since a negative index counts from the end in Python: testing for it would double the loop.
+    across = (n + COLUMNS - 1) // COLUMNS  # blocks side by side; a grid may have millions only along x
+    # Unsigned: a signed index may be negative, counted from the end, and testing for that would double the
+    # loop.
     i = uint32(cuda.blockIdx.x // across * ROWS + cuda.threadIdx.x % ROWS)
     j = uint32(cuda.blockIdx.x % across * COLUMNS + cuda.threadIdx.x // ROWS)
     if i < m and j < n:

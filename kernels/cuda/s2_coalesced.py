@@ -1,13 +1,13 @@
 """Rung 2: rung 1 turned, so that a warp walks along a row of c.
 
-The idea: in memory the elements of a row lie side by side. With neighbouring threads on neighbouring
-columns, a warp's 32 elements of b[p, j] are 128 bytes in a row: 4 sectors, each used whole, where rung 1
-fetched 32 for its elements of a. This is coalescing. All threads of the warp now want the same a[i, p],
-which is one sector for all of them; and a row of c is stored in 4 sectors, not 32.
+The idea: in memory the elements of a row lie side by side. With neighbouring threads on neighbouring columns,
+a warp's 32 elements of b[p, j] are 128 consecutive bytes: 4 sectors, each fully used, where rung 1 fetched 32
+for its elements of a. This is called coalescing. All threads of the warp now want the same a[i, p], one
+sector for all of them, and a row of c is stored in 4 sectors instead of 32.
 
-Counted, float32, everything in rows: 5 sectors for a step of p in a warp where rung 1 has 33: 2.5 bytes
-moved per FLOP, not 16.5. The instructions are those of rung 1. (Where b is transposed this rung is the slow
-one: the 32 columns of a warp then lie a column apart.)
+Counted, float32, all matrices in rows: a warp reads 5 sectors for a step of p, where rung 1 has 33: 2.5 bytes
+per FLOP instead of 16.5. The instructions are those of rung 1. (If b is transposed this rung is the slow one:
+the 32 columns of a warp then lie a column apart.)
 
 Source: CUDA C++ Best Practices Guide, "Coalesced Access to Global Memory".
 """
@@ -25,7 +25,7 @@ COLUMNS = 32  # of c, in a block: the threads of a warp
 
 
 def coalesced(a, b, c):  # type: ignore[no-untyped-def]
-    """A thread computes c[i, j]: the sum over p of a[i, p] * b[p, j]."""
+    """Compute c[i, j] in one thread: the sum over p of a[i, p] * b[p, j]."""
     m, n = c.shape
     across = (n + COLUMNS - 1) // COLUMNS
     i = uint32(cuda.blockIdx.x // across * ROWS + cuda.threadIdx.x // COLUMNS)

@@ -1,20 +1,20 @@
 """Rung 3: a block copies a tile of a and one of b to shared memory, and all its threads read them there.
 
 The idea: the threads of a block want the same elements. In rung 2 each warp fetches its row of a and its
-columns of b for itself. Here 32 x 32 threads copy a tile of a and a tile of b, an element of each per
-thread, wait for each other (a barrier), and take 32 steps of p from shared memory, which is on the chip.
-Each element that was fetched is used 32 times.
+columns of b for itself. Here 32 x 32 threads copy a tile of a and a tile of b, one element of each per
+thread. They wait for each other (a barrier), then take 32 steps of p from shared memory, which is on the
+chip. Each fetched element is used 32 times.
 
 For tiles of S x S, a step of p takes 2 S elements from global memory for 2 S * S FLOP: 4 / S bytes per FLOP
-in float32. So S is as large as a block can be, which has 1024 threads at most: 32. Launch bounds hold the
-kernel to 32 registers (none spilled), with which two such blocks, 2048 threads, fill a multiprocessor, and
-one can compute while the other waits at its barrier.
+in float32. S is as large as a block allows, which has at most 1024 threads: 32. Launch bounds hold the kernel
+to 32 registers (none spilled). Two such blocks, 2048 threads, then fill a multiprocessor, and one can compute
+while the other waits at its barrier.
 
-Counted, float32, in rows: 0.125 bytes per FLOP from global memory, where rung 2 has 2.5. No bank conflicts:
-a warp reads one element of tile_a, the same for all, and 32 neighbours of tile_b. In machine code (sm_90)
-3.6 instructions for each multiply-add, not 14.5, since the loop over 32 steps is unrolled, and with it its
-addresses become constants. 1.25 of them are loads from shared memory, which serves one a cycle while the
-arithmetic units could do four multiply-adds: this rung can't pass a fifth of the peak.
+Counted, float32, in rows: 0.125 bytes per FLOP from global memory, where rung 2 has 2.5. No bank conflicts: a
+warp reads one element of tile_a, the same for all, and 32 neighbours of tile_b. In machine code (sm_90) each
+multiply-add takes 3.6 instructions instead of 14.5, since the loop over 32 steps is unrolled and its
+addresses become constants. 1.25 of them are loads from shared memory. It serves one a cycle while the
+arithmetic units could do four multiply-adds, so this rung can't pass a fifth of the peak.
 
 Source: CUDA C++ Programming Guide, "Shared Memory" (the same product with tiles of 16).
 """
@@ -36,11 +36,11 @@ TILE = (SIDE, SIDE)
 
 @functools.cache
 def kernel(dtype: str) -> Kernel:
-    """Return the kernel for "float32" or "float64": the dtype of shared memory is known when compiling."""
+    """Return the kernel for "float32" or "float64"; shared memory needs its dtype when compiling."""
     element = getattr(numba, dtype)
 
     def shared_tile(a, b, c):  # type: ignore[no-untyped-def]
-        """A thread computes c[i, j]; its block the tile around it."""
+        """Compute c[i, j] in one thread, and the tile around it in the block."""
         tile_a = cuda.shared.array(TILE, element)
         tile_b = cuda.shared.array(TILE, element)
         m, n = c.shape
@@ -52,7 +52,7 @@ def kernel(dtype: str) -> Kernel:
         j = uint32(cuda.blockIdx.x % across * SIDE + x)
         total = element(0)
         for p0 in range(0, k, SIDE):
-            p = uint32(p0 + x)  # beyond the edges lie zeros, which add nothing
+            p = uint32(p0 + x)  # zeros beyond the edges add nothing
             tile_a[y, x] = a[i, p] if i < m and p < k else element(0)
             p = uint32(p0 + y)
             tile_b[y, x] = b[p, j] if p < k and j < n else element(0)

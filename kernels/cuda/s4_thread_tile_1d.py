@@ -1,15 +1,15 @@
 """Rung 4: a thread computes eight elements of c, one below the other.
 
-The idea: rung 3 waits for shared memory, with two reads for each multiply-add. A thread that has eight
-elements of a column of c reads the element of tile_b once for all of them: 9 reads for 8 multiply-adds. The
-tile of c grows to 64 x 64 with 512 threads: 4 / 64 bytes per FLOP from global memory. The tiles of a and b
-are 8 steps deep, so that each thread copies one element of each.
+The idea: rung 3 waits for shared memory, with two reads for each multiply-add. A thread with eight elements
+of a column of c reads the element of tile_b once for all of them: 9 reads for 8 multiply-adds. The tile of c
+grows to 64 x 64 with 512 threads: 4 / 64 bytes per FLOP from global memory. The tiles of a and b are 8 steps
+deep, so that each thread copies one element of each.
 
 Counted, float32, in rows: 0.0625 bytes per FLOP from global memory, where rung 3 has 0.125. No bank
-conflicts. In machine code (sm_90) 2.2 instructions for each multiply-add, not 3.6, of which 0.375 are loads
-from shared memory, not 1.25: the assembler takes four steps of a row of tile_a at once. With one load a
-cycle that allows two thirds of the peak. It does so with 90 registers, of which a multiprocessor has enough
-for one block: nothing is done while the block waits at its barriers.
+conflicts. In machine code (sm_90) each multiply-add takes 2.2 instructions instead of 3.6, of which 0.375 are
+loads from shared memory instead of 1.25: the assembler reads four steps of a row of tile_a at once. With one
+load a cycle that allows two thirds of the peak. The price is 90 registers per thread: only one block fits a
+multiprocessor, and nothing runs while it waits at its barriers.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def kernel(dtype: str) -> Kernel:
     element = getattr(numba, dtype)
 
     def thread_tile_1d(a, b, c):  # type: ignore[no-untyped-def]
-        """A thread computes c[i0 + y : i0 + y + OWN, j0 + x]."""
+        """Compute c[i0 + y : i0 + y + OWN, j0 + x] in one thread."""
         tile_a = cuda.shared.array(TILE_A, element)
         tile_b = cuda.shared.array(TILE_B, element)
         sums = cuda.local.array(OWN, element)  # registers, since every index is known when compiling
@@ -58,7 +58,7 @@ def kernel(dtype: str) -> Kernel:
             tile_b[b_p, b_j] = b[p, j] if p < k and j < n else element(0)
             cuda.syncthreads()
             q = 0
-            while q < DEPTH:  # LLVM unrolls it, but not a range(), for which Numba keeps a second counter
+            while q < DEPTH:  # LLVM unrolls this, but not a range(), for which Numba keeps a second counter
                 factor = tile_b[q, x]
                 for e in range(OWN):
                     sums[e] += tile_a[y + e, q] * factor

@@ -1,18 +1,17 @@
 """Rung 5: a thread computes 8 x 8 elements of c.
 
-The idea: a rectangle of sums uses what is read in both directions. For a step of p a thread reads 8
-elements of tile_a and 8 of tile_b into registers, and multiplies each by each: 16 reads for 64
-multiply-adds, where rung 4 takes 9 for 8. The tile of c grows to 128 x 128 with 256 threads: 4 / 128 bytes
-per FLOP from global memory.
+The idea: a rectangle of sums uses each read in both directions. For a step of p a thread reads 8 elements of
+tile_a and 8 of tile_b into registers, and multiplies each by each: 16 reads for 64 multiply-adds, where rung
+4 takes 9 for 8. The tile of c grows to 128 x 128 with 256 threads: 4 / 128 bytes per FLOP from global memory.
 
-A thread's rows, and its columns, lie 16 apart, not side by side. So a warp, 16 threads wide and 2 high,
-reads 16 neighbours of tile_b at once, in 16 banks. Eight columns side by side would put the 16 threads 8
-elements apart, in four banks: four passes for each read. And c is stored in runs of 64 bytes.
+A thread's rows lie 16 apart, and so do its columns. A warp, 16 threads wide and 2 high, therefore reads 16
+neighbours of tile_b at once, in 16 banks. Eight columns side by side would put the 16 threads 8 elements
+apart, in four banks: four passes for each read. And c is stored in runs of 64 bytes.
 
 Counted, float32, in rows: 0.031 bytes per FLOP from global memory, where rung 4 has 0.0625. No bank
-conflicts. In machine code (sm_90) 1.7 instructions for each multiply-add, not 2.2, of which 0.25 are loads
-from shared memory: one a cycle now keeps up with the arithmetic. 95 registers allow two blocks on a
-multiprocessor; 64 sums in float64 take twice as many, and allow one.
+conflicts. In machine code (sm_90) each multiply-add takes 1.7 instructions instead of 2.2, of which 0.25 are
+loads from shared memory: one a cycle now keeps up with the arithmetic. 95 registers allow two blocks on a
+multiprocessor; in float64 64 sums take twice as many, and allow one.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ def kernel(dtype: str) -> Kernel:
     element = getattr(numba, dtype)
 
     def thread_tile_2d(a, b, c):  # type: ignore[no-untyped-def]
-        """A thread computes c[i0 + y :: APART, j0 + x :: APART], OWN rows and columns of it."""
+        """Compute c[i0 + y :: APART, j0 + x :: APART] in one thread, OWN rows and columns of it."""
         tile_a = cuda.shared.array(TILE_A, element)
         tile_b = cuda.shared.array(TILE_B, element)
         sums = cuda.local.array(SUMS, element)

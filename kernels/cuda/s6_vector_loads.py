@@ -1,21 +1,21 @@
-"""Rung 6: accesses of 16 bytes, in global and in shared memory.
+"""Rung 6: loads and stores of 16 bytes, in global and in shared memory.
 
-The idea: four neighbours are one load where they were four, with four addresses. So a thread's rows and
-columns now come in groups of four side by side: for a step of p it reads two groups of a and two of b, 4
-loads for 64 multiply-adds where rung 5 has 16. Its share of a panel, four elements of each, comes from
-global memory in one load each, and c is stored four by four.
+The idea: load four neighbours with one instruction and one address instead of four. A thread's rows and
+columns now come in groups of four side by side. For a step of p it reads two groups of a and two of b: 4
+loads for 64 multiply-adds, where rung 5 has 16. It loads its share of a panel, four elements of each operand,
+in one load each, and stores c four by four.
 
-Four rows of a are neighbours only if a step of p is a row in shared memory: a panel is (DEPTH, SIDE) there,
-for both operands. Where an operand has unit stride along p (a in rows, b in columns) a thread has loaded
-four steps of one row, and stores them one by one, turned. Steps 128 + 4 elements apart then keep the 32
-stores of a warp in 32 banks; with 128 they would meet in 16.
+Four rows of a are neighbours only if a step of p is a row in shared memory, so a panel is (DEPTH, SIDE) there
+for both operands. If an operand has unit stride along p (a in rows, b in columns), a thread loads four steps
+of one row and stores them one by one, transposed. Steps lie 128 + 4 elements apart, which puts the 32 stores
+of a warp into 32 banks; with 128 they would meet in 16.
 
-The orders of a and b are known when compiling, so that transposed operands run at full speed. What it
-costs: an operand without unit stride, or whose rows do not begin and end on 16 bytes, is copied first
-(`packed`), which reads and writes it once.
+The storage orders of a and b are known when compiling, so transposed operands run at full speed. The price:
+an operand without unit stride, or whose rows do not begin and end on 16 bytes, is copied first (`packed`),
+which reads and writes it once.
 
-Counted, float32, in rows (sm_90): 1.26 instructions for each multiply-add, where rung 5 has 1.72. A step of
-p is 75, of which 64 multiply; 45 copy a panel of each for 8 steps, where rung 5 takes 183.
+Counted, float32, in rows (sm_90): 1.26 instructions for each multiply-add, where rung 5 has 1.72. A step of p
+is 75, of which 64 multiply; copying both panels for 8 steps takes 45, where rung 5 takes 183.
 """
 
 from __future__ import annotations
@@ -43,9 +43,10 @@ GROUPS = SIDE // 4  # in a step of a panel
 
 
 def putting(order: StorageOrder) -> tuple[Function, Function]:
-    """Return place(t), the (p, i) of four elements in a panel, and put(panel, p, i, four), which stores them.
+    """Return place(t), the (p, i) of thread t's four elements in a panel, and put(panel, p, i, four).
 
-    The panel's operand is seen as (SIDE, DEPTH): of order "rows" its neighbours are four steps p.
+    put stores the four. The panel's operand is seen as (SIDE, DEPTH): in order "rows" its neighbours are four
+    steps p.
     """
     if order == "rows":
 
@@ -69,13 +70,13 @@ def putting(order: StorageOrder) -> tuple[Function, Function]:
 
 @functools.cache
 def kernel(a_order: StorageOrder, b_order: StorageOrder, vectors: bool) -> Kernel:
-    """Return the kernel for a of this order, b of this order when transposed, and c stored so."""
+    """Return the kernel for a and the transposed b of these orders; `vectors` says how c is stored."""
     place_a, put_a = putting(a_order)
     place_b, put_b = putting(b_order)
     store = store_four(vectors)
 
     def vector_loads(a, b, c, m, n, k, a_row, a_column, b_row, b_column, c_row, c_column):  # type: ignore[no-untyped-def]
-        """A thread computes 8 x 8 elements of c, in groups of 4 x 4."""
+        """Compute 8 x 8 elements of c in one thread, in groups of 4 x 4."""
         panel_a = cuda.shared.array(PANEL, float32, alignment=ALIGNMENT)
         panel_b = cuda.shared.array(PANEL, float32, alignment=ALIGNMENT)
         sums = cuda.local.array(SUMS, float32)

@@ -1,22 +1,22 @@
-"""Rung 7: copies from global to shared memory that go on by themselves, three panels ahead.
+"""Rung 7: asynchronous copies from global to shared memory, three panels ahead.
 
-The idea: rung 6 loads a panel, waits for it, multiplies, and loads the next: while a block waits for
-memory, hundreds of cycles, it does nothing. An asynchronous copy (cp.async) is an instruction after which
-the thread goes on. Shared memory holds a ring of four pairs of panels: one is multiplied while three are on
-their way, and the registers through which rung 6's copies went are free.
+The idea: rung 6 loads a panel, waits for it, multiplies, and loads the next; while a block waits for memory,
+hundreds of cycles, it does nothing. After an asynchronous copy (cp.async) the thread goes on at once. Shared
+memory holds a ring of four pairs of panels: one is multiplied while three are on their way. The copies no
+longer pass through registers.
 
-One barrier a panel is enough where rung 6 has two. It says two things: the copies of this panel, each
-thread having waited for its own, are there for all; and all threads have done with the panel before, into
-whose place the next copies go. Beyond the edges of a and b a copy writes zeros and reads nothing, past the
-last panel too.
+One barrier per panel is enough, where rung 6 has two. It says two things: this panel's copies have arrived
+for all threads, each having waited for its own; and all threads are done with the panel before, into whose
+slot the next copies go. Beyond the edges of a and b, and past the last panel, a copy writes zeros and reads
+nothing.
 
-A copy moves 16 bytes and can't turn them. Where an operand has unit stride along p it moves 4 at a time
-(`tiles.panel`): four instructions where rung 6 has one load and four stores, from rows that begin anywhere.
+A copy of 16 bytes can't transpose. If an operand has unit stride along p, a copy moves 4 bytes
+(`tiling.panels.panel`): four instructions where rung 6 has one load and four stores, from rows that begin
+anywhere.
 
-Counted, float32, in rows (sm_90): the 5 copies of a thread for a panel of each come with 65 instructions
-for addresses, edges and the ring, 1.31 in all for each multiply-add, where rung 6 has 1.26. What is gained
-is the waiting: three panels are 1800 instructions of each warp, and 33 KB of shared memory, with two
-blocks.
+Counted, float32, in rows (sm_90): a thread's 5 copies for a pair of panels come with 65 instructions for
+addresses, edges and the ring; in all 1.31 for each multiply-add, where rung 6 has 1.26. The gain is in the
+waiting: three panels are 1800 instructions of each warp, and 33 KB of shared memory, with two blocks.
 
 Source: PTX ISA, "Data Movement and Conversion Instructions: cp.async".
 """
@@ -51,13 +51,13 @@ THREADS = SIDE * SIDE // SUMS
 
 @functools.cache
 def kernel(a_order: StorageOrder, b_order: StorageOrder, vectors: bool) -> Kernel:
-    """Return the kernel for a of this order, b of this order when transposed, and c stored so."""
+    """Return the kernel for a and the transposed b of these orders; `vectors` says how c is stored."""
     place_a, index_a, copy_a = panel(a_order, SIDE, DEPTH, ROW, THREADS)
     place_b, index_b, copy_b = panel(b_order, SIDE, DEPTH, ROW, THREADS)
     store = store_four(vectors)
 
     def async_copy(a, b, c, m, n, k, a_pitch, b_pitch, c_row, c_column):  # type: ignore[no-untyped-def]
-        """A thread computes 8 x 8 elements of c, in groups of 4 x 4."""
+        """Compute 8 x 8 elements of c in one thread, in groups of 4 x 4."""
         ring = cuda.shared.array(RING, float32, alignment=ALIGNMENT)
         sums = cuda.local.array(SUMS, float32)
         column = cuda.local.array(OWN, float32)  # a step of the panel of a

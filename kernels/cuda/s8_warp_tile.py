@@ -1,28 +1,27 @@
 """Rung 8: an inner loop of multiply-adds, and as little else as the instruction set allows.
 
-The idea: a multiprocessor of an H100 issues four warp instructions a cycle, and can do four multiply-adds:
-any other instruction takes the place of one. Here a step of p is 128 multiply-adds and 6 loads of 16 bytes.
+The idea: a multiprocessor of an H100 issues four warp instructions a cycle, and can do four multiply-adds;
+every other instruction takes the place of one. Here a step of p is 128 multiply-adds and 6 loads of 16 bytes.
 
-- A thread has 8 x 16 sums, which need 8 + 16 elements a step. Registers hold them twice, so that those of
-  the next step (fragments) are loaded while this one is multiplied. 215 registers: one block of 256
-  threads.
-- A warp's 32 threads are 8 x 4 on a tile of 64 x 64: it reads 64 + 64 different elements for 4096
+- A thread has 8 x 16 sums, which need 8 + 16 elements a step. Registers hold these fragments twice: the next
+  step's are loaded while this step's are multiplied. 215 registers: one block of 256 threads.
+- A warp's 32 threads lie 8 x 4 on a tile of 64 x 64: it reads 64 + 64 different elements for 4096
   multiply-adds, where rung 7's warps, 2 x 16 on 16 x 128, read 144 for 2048. Neighbouring lanes share
-  columns and those two apart rows, so that eight lanes, which a load of 16 bytes serves at once, ask for no
-  more than 64 bytes.
-- The 8 steps of a panel are unrolled, so that their addresses are constants. Sums are taken up and down in
-  turns: a multiply-add shares a factor with the one before it, and gets it from there (the reuse cache).
-- The ragged panel, where k is no multiple of 8, comes first: after it no copy asks for k, and where a copy
-  is beyond m or n it is so in all panels, a predicate.
+  columns, and lanes two apart share rows, so eight lanes, which a load of 16 bytes serves at once, ask for at
+  most 64 bytes.
+- The 8 steps of a panel are unrolled, so their addresses are constants. Sums are visited up and down in
+  turns, so that a multiply-add shares a factor with the one before it and gets it from the reuse cache.
+- The ragged panel, where k is not a multiple of 8, comes first. After it no copy checks k, and whether a copy
+  is beyond m or n is the same in all panels: one predicate.
 - Blocks take tiles of c in groups of 16 rows of tiles, for the L2 cache (`tiling/tile_order.py`).
 
-Counted, float32, in rows (sm_90): 1.09 instructions for each multiply-add, where rung 7 has 1.31: 1117 in
-the loop for 1024, of which 48 load fragments and 6 copy. A warp alone needs 1164 cycles for them, by the
-stalls that the assembler wrote, and two share a scheduler. With b transposed it is 1.12. From global memory
-0.023 bytes per FLOP. 4096 x 4096 are 512 tiles, 3.88 for each of 132 multiprocessors: 97% of four rounds.
+Counted, float32, in rows (sm_90): 1.09 instructions for each multiply-add, where rung 7 has 1.31: 1117 in the
+loop for 1024, of which 48 load fragments and 6 copy. A warp alone needs 1164 cycles for them, by the stalls
+that the assembler wrote, and two share a scheduler. With b transposed it is 1.12. From global memory 0.023
+bytes per FLOP. 4096 x 4096 are 512 tiles, 3.88 for each of 132 multiprocessors: 97% of four rounds.
 
-Where such tiles are too few for all multiprocessors, or leave the last round nearly empty, they are 64 x 128
-with 128 threads, four blocks on each: 1.16 instructions.
+If there are too few such tiles for all multiprocessors, or they leave the last round nearly empty, tiles are
+64 x 128 with 128 threads, four blocks on each multiprocessor: 1.16 instructions.
 
 Source: NVIDIA, CUTLASS documentation, "Efficient GEMM in CUDA".
 """
@@ -44,7 +43,7 @@ from .tiling.tile_order import grouped
 
 DEPTH = 8  # steps of p in a panel
 DOWN, ACROSS = 8, 4  # threads of a warp on its tile of c
-GROUP = 16  # tiles below each other that are taken together
+GROUP = 16  # rows of tiles done together
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ SMALL = Tile(rows=64, columns=128, own_rows=8, own_columns=8, stages=4, blocks=4
 
 @functools.cache
 def kernel(a_order: StorageOrder, b_order: StorageOrder, vectors: bool, tile: Tile) -> Kernel:
-    """Return the kernel for a of this order, b of this order when transposed, and c stored so."""
+    """Return the kernel for a and the transposed b of these orders; `vectors` says how c is stored."""
     rows, columns, own_rows, own_columns = tile.rows, tile.columns, tile.own_rows, tile.own_columns
     a_step, b_step = rows + 4, columns + 4  # elements from a step of a panel to the next
     b_start = DEPTH * a_step  # of the panel of b in a stage
@@ -93,7 +92,7 @@ def kernel(a_order: StorageOrder, b_order: StorageOrder, vectors: bool, tile: Ti
 
     @inlined
     def load(p, column, row, ring, from_a, from_b):  # type: ignore[no-untyped-def]
-        """Load the fragments of step p, into the registers whose turn it is."""
+        """Load the fragments of step p into one of the two sets of registers."""
         for e in range(row_groups):
             there = from_a + p % DEPTH * a_step + e * 4 * DOWN
             load_128(column, p % 2 * own_rows + e * 4, ring, there)
@@ -127,7 +126,7 @@ def kernel(a_order: StorageOrder, b_order: StorageOrder, vectors: bool, tile: Ti
     store_all = unrolled(store_group, sums_size // 4)
 
     def warp_tile(a, b, c, m, n, k, a_pitch, b_pitch, c_row, c_column):  # type: ignore[no-untyped-def]
-        """A thread computes own_rows x own_columns elements of c, in groups of 4 x 4."""
+        """Compute own_rows x own_columns elements of c in one thread, in groups of 4 x 4."""
         ring = cuda.shared.array(ring_size, float32, alignment=ALIGNMENT)
         sums = cuda.local.array(sums_size, float32)
         column = cuda.local.array(columns_size, float32)
@@ -178,7 +177,7 @@ def kernel(a_order: StorageOrder, b_order: StorageOrder, vectors: bool, tile: Ti
             cp_async_wait(pending)
             cuda.syncthreads()
             write = read
-            if left > 1:  # else there is no further panel, and what is loaded is not used
+            if left > 1:  # otherwise this was the last panel, and what is loaded next is not used
                 read = int32(read + stage) if read < last_stage else int32(0)
             load(DEPTH, column, row, ring, read + from_a, read + from_b)
             multiply(DEPTH - 1, column, row, sums)
@@ -194,7 +193,7 @@ def compute(a: Matrix, b: Matrix, c: Matrix) -> None:
 
 
 def choose(m: int, n: int) -> Tile:
-    """Return the tile with which the multiprocessor that gets most of c (m, n) has the least to do."""
+    """Return the tile that leaves the busiest multiprocessor the least to do for c (m, n)."""
     multiprocessors = gpu_driver.multiprocessors()
 
     def work(tile: Tile) -> float:
@@ -205,7 +204,7 @@ def choose(m: int, n: int) -> Tile:
 
 
 def multiply_tiles(a: Matrix, b: Matrix, c: Matrix, tile: Tile) -> None:
-    """Enqueue c = a b, in these tiles."""
+    """Enqueue c = a b in tiles of this kind."""
     if c.order == "columns":  # rows of the transposed product
         a, b, c = b.T, a.T, c.T
     x, y = operand(a), operand(b.T)

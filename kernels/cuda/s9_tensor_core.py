@@ -1,22 +1,23 @@
 """Rung 9: tensor cores, which multiply small matrices in one instruction of a warp.
 
-`mma.sync` (`instructions/warp.py`) multiplies 16 x 16 by 16 x 8 elements of 16 bits, 2048 multiply-adds where
-a warp's plain instruction does 32, and sums in float32. To keep it busy a block, with 128 x 256 of c,
+The idea: `mma.sync` (`instructions/warp.py`) multiplies 16 x 16 by 16 x 8 elements of 16 bits and sums in
+float32. That is 2048 multiply-adds, where a warp's plain instruction does 32. To keep the tensor cores busy,
+a block with a 128 x 256 tile of c
 
 - has eight warps with 64 x 64 sums each, 128 registers a thread: a slice of k, 16 deep, takes 8 loads of
   fragments for 32 multiplications;
-- loads the fragments of the next slice while it multiplies this one: two sets of registers in turns;
-- copies asynchronously into a ring of tiles (`tiling/fragment_tiles.py`): the one two steps ahead is under
-  way while this one is multiplied. One barrier a step says that a tile is there, and that another is free;
-- comes in an order that keeps lines of a and b in the L2 cache (`tiling/tile_order.py`).
+- loads the fragments of the next slice while it multiplies this one, with two sets of registers in turns;
+- copies asynchronously into a ring of tiles (`tiling/fragment_tiles.py`): the tile two steps ahead is under
+  way while this one is multiplied. One barrier a step says that one tile has arrived and another is free;
+- takes tiles in an order that keeps lines of a and b in the L2 cache (`tiling/tile_order.py`).
 
-float32 is multiplied as TF32: factors rounded to 11 significant bits, sums still float32.
+float32 is multiplied as TF32: factors are rounded to 11 significant bits, sums are still float32.
 
-Tiles are copied as they lie in memory, in rows or in columns. A matrix with neither, and one whose rows are
-no multiple of 16 bytes long and apart, is copied before (`packed`): read and written once. c^T = b^T a^T:
-with the operands exchanged, a c in columns is a c in rows.
+Tiles are copied as they lie in memory, in rows or in columns. A matrix in neither, or whose rows are not a
+multiple of 16 bytes long and apart, is copied first (`packed`), which reads and writes it once. A c in
+columns becomes a c in rows by exchanging the operands: c^T = b^T a^T.
 
-Sources: NVIDIA, CUTLASS documentation, "Efficient GEMM in CUDA"; PTX ISA as in the files named.
+Sources: NVIDIA, CUTLASS documentation, "Efficient GEMM in CUDA"; PTX ISA, as in the files named.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from .tiling.packing import copy_back, packed, scratch
 
 @dataclass(frozen=True)
 class BlockTile:
-    """How a block's tile of c is shared by its warps; each has warp_rows x WARP_COLUMNS of it."""
+    """A block's tile of c, shared out among its warps: warp_rows x WARP_COLUMNS each."""
 
     warps_down: int
     warps_across: int
@@ -65,15 +66,15 @@ WARP_COLUMNS = 64
 LARGE = BlockTile(warps_down=2, warps_across=4, warp_rows=64, stages=3)  # 128 x 256, 144 KB
 TIGHT = BlockTile(warps_down=2, warps_across=4, warp_rows=64, stages=2)  # 96 KB: some GPUs give a block 99
 SMALL = BlockTile(warps_down=2, warps_across=2, warp_rows=32, stages=3)  # 64 x 128, 72 KB: for small products
-GROUP = 16  # tiles below each other that are done together: 2048 rows of large ones
+GROUP = 16  # rows of tiles done together: 2048 rows of c with large tiles
 
 
 @functools.cache
 def kernel(dtype: str, result: str, a_across: bool, b_across: bool, tile: BlockTile) -> Kernel:
     """Return the kernel for factors of `dtype` and c of dtype `result`, the same or "float32".
 
-    `a_across` says that a's unit stride is along m, across k, and `b_across` that b's is along n.
-    Arguments: a, b, c, the other strides of each, m, n, k. A block for each tile.
+    `a_across` says that a's unit stride is along m, across k; `b_across` that b's is along n. The kernel's
+    arguments are a, b, c, the non-unit stride of each, m, n, k. Launch one block for each tile.
     """
     from numba import cuda, float32, int32, uint32
 
@@ -108,7 +109,7 @@ def kernel(dtype: str, result: str, a_across: bool, b_across: bool, tile: BlockT
 
     @cuda.jit(device=True, forceinline=True)
     def load(part, shared, a_fragments, a_place, b_fragments, b_place):  # type: ignore[no-untyped-def]
-        """Load the fragments of a slice, into the set whose turn it is."""
+        """Load the fragments of a slice into one of the two sets of registers."""
         for x in range(high):
             read_a(a_fragments, part % 2 * a_set + x * 4, shared, a_place, x, part)
         for x in range(half_wide):
@@ -139,7 +140,7 @@ def kernel(dtype: str, result: str, a_across: bool, b_across: bool, tile: BlockT
         for e in range(all_sums):
             sums[e] = float32(0)
 
-        # Begin to copy the first tiles; beyond k they are zeros, and so there are always as many groups.
+        # Begin to copy the first tiles. Beyond k they are zeros, so the number of groups is always the same.
         from_a, from_b = source_a(a_stride, row, thread), source_b(b_stride, column, thread)
         p, into = int32(0), int32(0)
         for _ in range(ahead):
@@ -218,14 +219,14 @@ def compute(a: Matrix, b: Matrix, c: Matrix) -> None:
 
 
 def choose(m: int, n: int) -> BlockTile:
-    """Return the tile for c (m, n) with which the busiest multiprocessor has the smallest part of c."""
+    """Return the tile that gives the busiest multiprocessor the smallest part of c (m, n)."""
     large = LARGE if gpu_driver.shared_memory() >= LARGE.shared else TIGHT
     multiprocessors = gpu_driver.multiprocessors()
 
     def part(tile: BlockTile) -> int:
         return -(-tile_count(m, n, tile) // multiprocessors) * tile.rows * tile.columns
 
-    return min((large, SMALL), key=part)  # the first one, where both have the same
+    return min((large, SMALL), key=part)  # the large one in a tie
 
 
 def tile_count(m: int, n: int, tile: BlockTile) -> int:
