@@ -1,1 +1,12 @@
-"""Instructions of the GPU as functions that Numba's kernels call: copies, barriers, matrix instructions."""
+"""GPU instructions as functions that Numba's kernels call. This is the lowest folder of the CUDA ladder.
+
+| File | Holds |
+|---|---|
+| inline_ptx | how a PTX instruction becomes a function |
+| copies | vector loads and stores, asynchronous copies |
+| warp | what a warp does for its tensor core: ldmatrix, mma, conversions |
+| barriers | mbarriers, clusters, fences (Hopper) |
+| tma | the copy engine (Hopper) |
+| wgmma | matrix instructions of a warp group (Hopper) |
+| simulator_twins | Python in place of copy instructions, for Numba's simulator |
+"""

@@ -1,11 +1,11 @@
-"""Vector moves, and copies from global to shared memory that go on by themselves.
+"""Vector loads and stores, and asynchronous copies from global to shared memory.
 
-One instruction that moves 16 bytes takes one slot of the load/store units, where four of 4 bytes take four.
-The compiler does not join them by itself: it can't know that the address is aligned.
+One instruction that moves 16 bytes takes one slot of the load/store units; four of 4 bytes take four. The
+compiler does not join them by itself, because it can't know that the address is aligned.
 
 An asynchronous copy does not pass through registers, and the thread does not wait for it. A thread groups its
-copies (commit), and later waits until at most so many of its groups are under way: the loads of one tile run
-while another is multiplied. It waits for its own copies only; a barrier of the block makes them visible to
+copies (commit), and later waits until at most so many of its groups are under way. So the loads of one tile
+run while another is multiplied. A thread waits for its own copies only; a barrier of the block shows them to
 the other threads.
 
 Source: PTX ISA, "Data Movement and Conversion Instructions": ld, st, cp.async.
@@ -41,7 +41,7 @@ def _move_out(
 
 def _vector_pointer(to: Assembler, size: int, array: AsmOperand, index: AsmOperand) -> Value:
     element = to.pointer(array, index)
-    # Of 8 elements of 16 bits LLVM makes two moves.
+    # LLVM would split a vector of 8 elements of 16 bits into two moves.
     word = element.type.pointee if array.element_bytes >= 4 else INT32
     vector = ir.VectorType(word, size // max(array.element_bytes, 4))
     return to.builder.bitcast(element, vector.as_pointer())
@@ -51,8 +51,8 @@ def _vector_pointer(to: Assembler, size: int, array: AsmOperand, index: AsmOpera
 def load_128(to: Assembler, into: AsmOperand, i: AsmOperand, source: AsmOperand, j: AsmOperand) -> None:
     """load_128(into, i, source, j): into[i : i + n] = source[j : j + n], by one load of 16 bytes.
 
-    `source` is global or shared memory, and the address of element j is a multiple of 16 bytes; `into` is a
-    local array. Elements of different sizes keep their bits. PTX: ld.v4.b32 (v2.b64). Any architecture.
+    `source` is global or shared memory, and element j lies at a multiple of 16 bytes; `into` is a local
+    array. Elements of different sizes keep their bits. PTX: ld.v4.b32 (v2.b64). Any architecture.
     """
     _move_in(to, 16, into, i, source, j)
 
@@ -67,8 +67,8 @@ def load_64(to: Assembler, into: AsmOperand, i: AsmOperand, source: AsmOperand, 
 def store_128(to: Assembler, into: AsmOperand, i: AsmOperand, source: AsmOperand, j: AsmOperand) -> None:
     """store_128(into, i, source, j): into[i : i + n] = source[j : j + n], by one store of 16 bytes.
 
-    `into` is global or shared memory, and the address of element i is a multiple of 16 bytes; `source` is a
-    local array. Elements of different sizes keep their bits. PTX: st.v4.b32 (v2.b64). Any architecture.
+    `into` is global or shared memory, and element i lies at a multiple of 16 bytes; `source` is a local
+    array. Elements of different sizes keep their bits. PTX: st.v4.b32 (v2.b64). Any architecture.
     """
     _move_out(to, 16, into, i, source, j)
 
@@ -83,8 +83,8 @@ def store_64(to: Assembler, into: AsmOperand, i: AsmOperand, source: AsmOperand,
 def cp_async_16(to: Assembler, shared: AsmOperand, i: AsmOperand, source: AsmOperand, j: AsmOperand) -> None:
     """cp_async_16(shared, i, source, j): begin to copy 16 bytes from global source[j] to shared[i].
 
-    Both addresses are multiples of 16 bytes. The data go past the first-level cache (.cg), and the second
-    level is asked for the whole 128-byte line. PTX: cp.async.cg.shared.global.L2::128B. sm_80.
+    Both addresses are multiples of 16 bytes. The data bypass the first-level cache (.cg), and the second
+    level fetches the whole 128-byte line. PTX: cp.async.cg.shared.global.L2::128B. sm_80.
     """
     operands = [to.shared_address(shared, i), to.global_address(source, j)]
     to.ptx("cp.async.cg.shared.global.L2::128B [$0], [$1], 16;", "r,l", operands)
@@ -94,10 +94,10 @@ def cp_async_16(to: Assembler, shared: AsmOperand, i: AsmOperand, source: AsmOpe
 def cp_async_16_zfill(
     to: Assembler, shared: AsmOperand, i: AsmOperand, source: AsmOperand, j: AsmOperand, valid: AsmOperand
 ) -> None:
-    """cp_async_16_zfill(shared, i, source, j, valid): as `cp_async_16`, of which only `valid` bytes are read.
+    """cp_async_16_zfill(shared, i, source, j, valid): as `cp_async_16`, but read only `valid` bytes.
 
-    The rest of the 16 becomes zeros: what lies beyond the edge of a matrix adds nothing to a product. With
-    valid = 0 nothing is read; the address must still be aligned. PTX: cp.async with src-size. sm_80.
+    The rest of the 16 becomes zeros, so what lies beyond the edge of a matrix adds nothing to a product. With
+    valid = 0 nothing is read, but the address must still be aligned. PTX: cp.async with src-size. sm_80.
     """
     operands = [to.shared_address(shared, i), to.global_address(source, j), to.integer(valid)]
     to.ptx("cp.async.cg.shared.global.L2::128B [$0], [$1], 16, $2;", "r,l,r", operands)
@@ -107,10 +107,10 @@ def cp_async_16_zfill(
 def cp_async_16_or_zeros(
     to: Assembler, shared: AsmOperand, i: AsmOperand, source: AsmOperand, j: AsmOperand, inside: AsmOperand
 ) -> None:
-    """cp_async_16_or_zeros(shared, i, source, j, inside): as `cp_async_16` where `inside` holds, else zeros.
+    """cp_async_16_or_zeros(shared, i, source, j, inside): as `cp_async_16` if `inside`, else write zeros.
 
-    One predicate, where a number of bytes takes four instructions more; nothing is read where it does not
-    hold. PTX: cp.async with ignore-src. sm_80.
+    This takes one predicate, where a number of bytes takes four more instructions. Outside, nothing is read.
+    PTX: cp.async with ignore-src. sm_80.
     """
     text = """{
     .reg .pred outside;
@@ -126,7 +126,7 @@ def cp_async_4_zfill(
 ) -> None:
     """cp_async_4_zfill(shared, i, source, j, valid): as `cp_async_16_zfill`, 4 bytes, through all caches.
 
-    For what is not aligned to 16 bytes, or is turned while it is copied. PTX: cp.async.ca. sm_80.
+    For data that are not aligned to 16 bytes, or are transposed on the way. PTX: cp.async.ca. sm_80.
     """
     operands = [to.shared_address(shared, i), to.global_address(source, j), to.integer(valid)]
     to.ptx("cp.async.ca.shared.global [$0], [$1], 4, $2;", "r,l,r", operands)
@@ -134,16 +134,13 @@ def cp_async_4_zfill(
 
 @instruction(twin=simulator_twins.commit)
 def cp_async_commit(to: Assembler) -> None:
-    """cp_async_commit(): make a group of this thread's copies since the last one.
-
-    PTX: cp.async.commit_group. sm_80.
-    """
+    """cp_async_commit(): make a group of this thread's copies since the last one. sm_80."""
     to.ptx("cp.async.commit_group;", "")
 
 
 @instruction(twin=simulator_twins.wait, literals=("groups",))
 def cp_async_wait(to: Assembler, groups: AsmOperand) -> None:
-    """cp_async_wait(groups): wait until at most so many of this thread's groups are under way, the youngest.
+    """cp_async_wait(groups): wait until at most `groups` of this thread's groups are under way, the youngest.
 
     `groups` is known when compiling. PTX: cp.async.wait_group. sm_80.
     """

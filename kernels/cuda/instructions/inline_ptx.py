@@ -1,14 +1,15 @@
-"""How an instruction of PTX becomes a function that Numba's kernels call.
+"""How a PTX instruction becomes a function that Numba's kernels call.
 
 Numba has no tensor cores, no asynchronous copies and no 16-byte loads. But a function may write LLVM code
 where it is called (Numba's `@intrinsic`), and LLVM takes an instruction as text ("inline assembly").
-`@instruction` joins the two: the function below it gets an `Assembler` and the arguments of the call, and
-writes one instruction. In Numba's simulator, which compiles nothing, a function in Python takes its place.
+`@instruction` joins the two: the decorated function gets an `Assembler` and the arguments of the call, and
+writes one instruction. Numba's simulator compiles nothing, so there a Python function, the twin, takes its
+place.
 
-Where PTX takes an address these functions take (array, index): the element at that index of an array of one
-dimension. Bounds are not checked, and a negative index does not count from the end.
+Where PTX takes an address these functions take (array, index), the element at that index of a 1-D array.
+Bounds are not checked, and a negative index does not count from the end.
 
-Source: LLVM Language Reference, "Inline Assembler Expressions"; PTX ISA (every docstring names its section).
+Source: LLVM Language Reference, "Inline Assembler Expressions"; PTX ISA (each file names its sections).
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class AsmOperand:
 
     @property
     def literal(self) -> int:
-        """The number itself, where it is known when compiling."""
+        """The number itself, if it is known when compiling."""
         number: int = self.type.literal_value
         return number
 
@@ -57,7 +58,7 @@ class Assembler:
         self.builder = builder
 
     def integer(self, x: AsmOperand, kind: str = "int32") -> Value:
-        """An integer argument as Numba's type `kind`."""
+        """An integer argument, cast to Numba's type `kind`."""
         from numba.cuda import types
 
         return self.context.cast(self.builder, x.value, x.type, getattr(types, kind))
@@ -91,11 +92,11 @@ class Assembler:
         return self.builder.add(first, self.builder.mul(self.integer(index), size))
 
     def load(self, array: AsmOperand, index: AsmOperand | int, count: int) -> list[Value]:
-        """The values of `count` elements: of a local array under constant indices, registers."""
+        """The values of `count` elements; of a local array under constant indices these are registers."""
         return [self.builder.load(self.pointer(array, index, e)) for e in range(count)]
 
     def store(self, array: AsmOperand, index: AsmOperand | int, values: Sequence[Value]) -> None:
-        """Write values to the elements from index on."""
+        """Write values to the elements from `index` on."""
         for e, value in enumerate(values):
             self.builder.store(value, self.pointer(array, index, e))
 
@@ -108,18 +109,18 @@ class Assembler:
         kind: Any = INT32,
         pure: bool = False,
     ) -> list[Value]:
-        """Write one instruction, and return its results: so many, each of this LLVM type.
+        """Write one instruction, and return its `results` results, each of LLVM type `kind`.
 
         In `text` $0 is the first result, and the operands follow the results. `constraints` names the kind of
         each as LLVM does: h, r and l are integers of 16, 32 and 64 bits, f is float32; = marks a result. An
-        instruction that is not `pure` keeps its place among the accesses to memory.
+        instruction that is not `pure` keeps its position among the accesses to memory.
         """
         if not pure:
             constraints = f"{constraints},~{{memory}}".lstrip(",")
         returned = VOID if results == 0 else kind if results == 1 else ir.LiteralStructType([kind] * results)
         function = ir.FunctionType(returned, [operand.type for operand in operands])
         made = ir.InlineAsm(function, text, constraints, side_effect=not pure)
-        # Convergent: the threads of a warp may have to get there together, so no branch may part them first.
+        # Convergent: the threads of a warp may have to arrive together, so LLVM must not branch around it.
         value = self.builder.call(made, list(operands), attrs=("convergent",))
         if results < 2:
             return [value] * results
@@ -131,8 +132,8 @@ def instruction(
 ) -> Callable[[Function], Function]:
     """Make an instruction of `lower(assembler, *operands)`, which writes it.
 
-    In Numba's simulator (NUMBA_ENABLE_CUDASIM=1) the instruction is its `twin` instead. `literals` names the
-    parameters whose values have to be known when compiling; `returns` is Numba's name of the result's type.
+    In Numba's simulator (NUMBA_ENABLE_CUDASIM=1) the instruction is its `twin` instead. `literals` names
+    parameters whose values must be known when compiling; `returns` is Numba's name of the result's type.
     """
 
     def decorate(lower: Function) -> Function:

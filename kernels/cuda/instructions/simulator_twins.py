@@ -1,7 +1,9 @@
-"""Twins of the instructions in `instructions/copies.py`, in Python, for Numba's CUDA simulator.
+"""Python in place of the instructions of `copies.py`, for Numba's CUDA simulator.
 
-In the simulator a thread of the GPU is a thread of Python and an array is NumPy's. A copy is done at once, so
-there is nothing to commit or to wait for. That hides a wait which is missing: the emulator shows it.
+The simulator (NUMBA_ENABLE_CUDASIM=1) runs a kernel's Python source: each GPU thread is a Python thread, and
+arrays are NumPy's. It can't run PTX, so each copy instruction has a twin here that does the same in Python. A
+twin copies at once, so there is nothing to commit or to wait for. That hides a missing wait; the emulator
+shows it.
 """
 
 from __future__ import annotations
@@ -50,8 +52,8 @@ def copy_4_and_fill(shared: SimulatedArray, i: int, source: SimulatedArray, j: i
 
 
 def commit() -> None:
-    """Nothing: the copies are done."""
+    """Do nothing: the copies are done."""
 
 
 def wait(groups: int) -> None:
-    """Nothing: the copies are done."""
+    """Do nothing: the copies are done."""

@@ -1,10 +1,9 @@
 """Hopper's copy engine, the tensor memory accelerator (TMA): one thread moves a box of a matrix.
 
-The engine knows the matrix from a tensor map (`runtime/tensor_map.py`), so that a copy names only the corner
-of the
-box: column x, row y. It computes the addresses, swizzles, and writes zeros for what lies outside of the
-matrix; a store leaves that out. With the 128-byte swizzle the box begins at a multiple of 1024 bytes, its
-rows are 128 bytes, and 16 bytes numbered c in row r lie at c ^ (r % 8): eight rows of a column lie in
+The engine knows the matrix from a tensor map (`runtime/tensor_map.py`), so a copy names only the corner of
+the box: column x, row y. The engine computes the addresses, swizzles, and loads zeros for elements outside
+the matrix; a store skips those. With the 128-byte swizzle the box begins at a multiple of 1024 bytes, its
+rows are 128 bytes, and the 16-byte chunk c of row r lies at c ^ (r % 8): eight rows of a column lie in
 different banks.
 
 Source: PTX ISA, "Data Movement and Conversion Instructions: Tensor copy", cp.async.bulk.tensor, and "Tensors:
@@ -34,8 +33,7 @@ def tma_load_2d(
 ) -> None:
     """tma_load_2d(shared, i, tensor, x, y, barriers, j): begin to load a box of `tensor` to shared[i].
 
-    When it is there, its bytes (all of the box's) are counted at the mbarrier barriers[j].
-    PTX: cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.
+    On arrival all bytes of the box are counted at the mbarrier barriers[j]. PTX: cp.async.bulk.tensor.2d.
     """
     to.ptx(
         f"{_LOAD} [$0], [$1, {{$2, $3}}], [$4];", "r,l,r,r,r", _load(to, shared, i, tensor, x, y, barriers, j)
@@ -54,10 +52,10 @@ def tma_load_2d_multicast(
     j: AsmOperand,
     ranks: AsmOperand,
 ) -> None:
-    """tma_load_2d_multicast(shared, i, tensor, x, y, barriers, j, ranks): to several blocks.
+    """tma_load_2d_multicast(shared, i, tensor, x, y, barriers, j, ranks): load a box to several blocks.
 
     The box is read once, and written to shared[i] of every block of the cluster whose bit is set in `ranks`;
-    each counts it at its own barriers[j]. PTX: as `tma_load_2d`, with .multicast::cluster.
+    each block counts it at its own barriers[j]. PTX: as `tma_load_2d`, with .multicast::cluster.
     """
     operands = _load(to, shared, i, tensor, x, y, barriers, j)
     mask = to.builder.trunc(to.integer(ranks), INT16)
@@ -65,23 +63,10 @@ def tma_load_2d_multicast(
     to.ptx(text, "r,l,r,r,r,h", [*operands, mask])
 
 
-def _load(
-    to: Assembler,
-    shared: AsmOperand,
-    i: AsmOperand,
-    tensor: AsmOperand,
-    x: AsmOperand,
-    y: AsmOperand,
-    barriers: AsmOperand,
-    j: AsmOperand,
-) -> list[Value]:
-    return [
-        to.shared_address(shared, i),
-        _address(to, tensor),
-        to.integer(x),
-        to.integer(y),
-        to.shared_address(barriers, j),
-    ]
+def _load(to: Assembler, *operands: AsmOperand) -> list[Value]:
+    shared, i, tensor, x, y, barriers, j = operands
+    addresses = [to.shared_address(shared, i), _address(to, tensor)]
+    return [*addresses, to.integer(x), to.integer(y), to.shared_address(barriers, j)]
 
 
 @instruction()
@@ -90,8 +75,7 @@ def tma_store_2d(
 ) -> None:
     """tma_store_2d(tensor, x, y, shared, i): begin to store the box at shared[i] to `tensor`.
 
-    Stores are grouped and waited for as the copies of `copies.py`, by the thread that began them.
-    PTX: cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group.
+    The thread that began stores groups them and waits for them, as for the copies of `copies.py`.
     """
     operands = [_address(to, tensor), to.integer(x), to.integer(y), to.shared_address(shared, i)]
     to.ptx(f"{_STORE} [$0, {{$1, $2}}], [$3];", "l,r,r,r", operands)
@@ -105,7 +89,7 @@ def tma_store_commit(to: Assembler) -> None:
 
 @instruction(literals=("groups",))
 def tma_store_wait(to: Assembler, groups: AsmOperand) -> None:
-    """tma_store_wait(groups): wait until at most so many groups are not written yet; known when compiling.
+    """tma_store_wait(groups): wait until at most `groups` groups, known when compiling, are not yet written.
 
     PTX: cp.async.bulk.wait_group.
     """
@@ -114,7 +98,7 @@ def tma_store_wait(to: Assembler, groups: AsmOperand) -> None:
 
 @instruction(literals=("groups",))
 def tma_store_wait_read(to: Assembler, groups: AsmOperand) -> None:
-    """tma_store_wait_read(groups): as `tma_store_wait`, until shared memory is read and may be written again.
+    """tma_store_wait_read(groups): as `tma_store_wait`, but only until shared memory may be written again.
 
     PTX: cp.async.bulk.wait_group.read.
     """
@@ -125,7 +109,7 @@ def tma_store_wait_read(to: Assembler, groups: AsmOperand) -> None:
 def tensor_map_acquire(to: Assembler, tensor: AsmOperand) -> None:
     """tensor_map_acquire(tensor): see the tensor map in global memory as the host wrote it.
 
-    Once by each thread that begins copies. PTX: fence.proxy.tensormap::generic.acquire.sys.
+    Each thread that begins copies calls it once. PTX: fence.proxy.tensormap::generic.acquire.sys.
     """
     to.ptx("fence.proxy.tensormap::generic.acquire.sys [$0], 128;", "l", [_address(to, tensor)])
 

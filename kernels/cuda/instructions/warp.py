@@ -1,8 +1,8 @@
 """What a warp does together for its tensor core: load fragments, multiply them, store them.
 
 A tensor core multiplies small matrices whose elements are spread over the registers of a warp's 32 lanes: a
-"fragment". Everywhere below g = lane / 4 (its group, 0 to 7) and t = lane % 4 (its place there). A register
-of 32 bits holds two elements of 16 bits, the first in its low half, or one of 32 bits.
+"fragment". Below, g = lane / 4 is a lane's group (0 to 7) and t = lane % 4 its number in the group. A
+register of 32 bits holds two elements of 16 bits, the first in its low half, or one of 32 bits.
 
     mma.m16n8k16   a (16, 16): registers 0 to 3 hold rows g, g + 8, g, g + 8; columns 2t and 2t + 1, from
     16 bits                    register 2 on 8 further
@@ -22,7 +22,7 @@ from .inline_ptx import FLOAT32, AsmOperand, Assembler, Function, Value, instruc
 
 
 def numbered(first: int, count: int) -> str:
-    """Return operands as inline assembly names them: "{$4, $5}" of 2 from 4 on."""
+    """Return `count` operands from number `first` on, as inline assembly names them: "{$4, $5}"."""
     return "{" + ", ".join(f"${first + e}" for e in range(count)) + "}"
 
 
@@ -33,10 +33,10 @@ def ldmatrix_x4(
     """ldmatrix_x4(fragment, i, shared, j): load four 8 x 8 matrices of 16-bit elements to fragment[i] on.
 
     A row of a matrix is 16 bytes of shared memory. Lanes 8q to 8q + 7 give the index j of the first element
-    of rows 0 to 7 of matrix q, a multiple of 16 bytes, and register q of a lane gets row g, columns 2t and
-    2t + 1 of matrix q. Of 32-bit elements a row holds four, and the lane gets column t. `fragment` is a local
-    array of uint32. The load is free of bank conflicts where the eight rows of a matrix differ in bits 4 to 6
-    of their addresses. PTX: ldmatrix.sync.aligned.m8n8.x4.shared.b16. sm_75.
+    of rows 0 to 7 of matrix q, a multiple of 16 bytes, and register q of a lane gets row g, columns 2t and 2t
+    + 1 of matrix q. With 32-bit elements a row holds four, and the lane gets column t. `fragment` is a local
+    array of uint32. There are no bank conflicts if the eight rows of a matrix differ in bits 4 to 6 of their
+    addresses. PTX: ldmatrix.sync.aligned.m8n8.x4.shared.b16. sm_75.
     """
     _load_matrices(to, "", fragment, i, shared, j)
 
@@ -65,8 +65,8 @@ def load_shared(
 ) -> None:
     """load_shared(fragment, i, shared, j): fragment[i] = shared[j], a word of 32 bits, by 32-bit addresses.
 
-    For what ldmatrix can't load: an index j of a sum with a constant costs no instruction of its own, as it
-    does in shared[j], whose address has 64 bits. PTX: ld.shared.b32. Any architecture.
+    For words that ldmatrix can't load. A constant added to the index j costs no instruction here; in
+    shared[j], whose address has 64 bits, it does. PTX: ld.shared.b32. Any architecture.
     """
     to.store(
         fragment, i, to.ptx("ld.shared.b32 $0, [$1];", "=r,r", [to.shared_address(shared, j)], results=1)
@@ -86,7 +86,7 @@ def stmatrix_x4(
 
 
 def _mma(name: str, shape: str, dtype: str, words: str) -> Function:
-    """An instruction c += a b of this shape, with float32 sums, for elements of this dtype."""
+    """Return the instruction c += a b of this shape, with float32 sums, for elements of this dtype."""
     text = (
         f"mma.sync.aligned.{shape}.row.col.f32.{dtype}.{dtype}.f32 "
         f"{numbered(0, 4)}, {numbered(4, 4)}, {numbered(8, 2)}, {numbered(10, 4)};"
@@ -130,7 +130,7 @@ def cvt_bf16x2(to: Assembler, low: AsmOperand, high: AsmOperand) -> Value:
 
 @instruction(returns="uint32")
 def cvt_f16x2(to: Assembler, low: AsmOperand, high: AsmOperand) -> Value:
-    """cvt_f16x2(low, high): as `cvt_bf16x2`, to float16; too large is infinity.
+    """cvt_f16x2(low, high): as `cvt_bf16x2`, to float16; values that are too large become infinity.
 
     PTX: cvt.rn.f16x2.f32. sm_80.
     """
@@ -141,8 +141,8 @@ def cvt_f16x2(to: Assembler, low: AsmOperand, high: AsmOperand) -> Value:
 def cvt_tf32(to: Assembler, word: AsmOperand) -> Value:
     """cvt_tf32(word): round a float32, given as its bits, to the 11 significant bits of TF32, as bits again.
 
-    To nearest, ties away from 0. Without it the tensor core cuts off low bits, with twice the error.
-    PTX: cvt.rna.tf32.f32. sm_80.
+    To nearest, ties away from 0. Without it the tensor core cuts off the low bits, with twice the error. PTX:
+    cvt.rna.tf32.f32. sm_80.
     """
     number = to.builder.bitcast(to.integer(word, "uint32"), FLOAT32)
     return to.ptx("cvt.rna.tf32.f32 $0, $1;", "=r,f", [number], 1, pure=True)[0]
@@ -152,7 +152,7 @@ def cvt_tf32(to: Assembler, word: AsmOperand) -> Value:
 def uniform(to: Assembler, x: AsmOperand) -> Value:
     """uniform(x): the first lane's x in every lane, so that the compiler knows it to be the same.
 
-    It keeps such a number in a uniform register, where wgmma's descriptors have to be. All lanes call it.
+    The compiler then keeps it in a uniform register, where wgmma's descriptors have to be. All lanes call it.
     PTX: shfl.sync.idx.b32. Any architecture.
     """
     return to.ptx("shfl.sync.idx.b32 $0, $1, 0, 31, -1;", "=r,r", [to.integer(x)], 1, pure=True)[0]

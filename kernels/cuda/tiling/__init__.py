@@ -1,1 +1,11 @@
-"""Tiles of matrices in shared memory and registers: how they are loaded, ordered and stored."""
+"""Tiles of matrices in shared memory and registers. This folder builds on `instructions` and `runtime`.
+
+| File | Holds |
+|---|---|
+| packing | copies a matrix into rows that kernels can read 16 bytes at a time |
+| panels | panels of a and b for rungs 6 to 8 |
+| tile_order | the order in which blocks take tiles |
+| fragment_tiles | tiles of a and b for the tensor cores of rung 9 |
+| warp_store | stores rung 9's sums |
+| wgmma_store | stores rung 10's sums |
+"""

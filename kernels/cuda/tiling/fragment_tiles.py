@@ -1,24 +1,23 @@
 """A tile of a or b in shared memory, for mma.sync: copied from global memory, and read as fragments.
 
-A tile is `extent` rows of a, or columns of b, by one step of k: 128 bytes, which are 64 elements of 16 bits
-or 32 of 32 bits, and four slices of which each is the depth of one mma. It lies in shared memory as it does
-in global memory, so that a copy moves 16 bytes at both ends. There are two layouts:
+A tile is `extent` rows of a, or columns of b, by one step of k. A step is 128 bytes: 64 elements of 16 bits
+or 32 of 32 bits, in four slices, each the depth of one mma. The tile lies in shared memory as it does in
+global memory, so that a copy moves 16 bytes at both ends. There are two layouts:
 
     along k    a line is one row of a, 128 bytes of k
     across k   a line is one of k, `extent` elements long
 
-The 8 rows of a matrix that ldmatrix reads at once lie a line apart, and all would begin in the same bank.
-So the 16-byte chunks of a line change places: chunk c of line r lies at c ^ (r % 8). Within 128 bytes,
-which are the 32 banks, eight lines after each other then have it in eight different places. TF32 across k
-can't be transposed by ldmatrix, which moves pairs of 16 bits: lanes read single words, two chunks of four
-lines at once, and c ^ 2 (r % 4) keeps those apart.
+The 8 rows of a matrix that ldmatrix reads at once lie a line apart, and would all begin in the same bank. So
+the 16-byte chunks of a line are permuted: chunk c of line r lies at c ^ (r % 8). Within 128 bytes, the width
+of the 32 banks, eight consecutive lines then have it in eight different positions. ldmatrix can't transpose
+TF32 across k, since it moves pairs of 16 bits; there lanes read single words, two chunks of four lines at
+once, and c ^ 2 (r % 4) keeps those apart.
 
-All indices into shared memory count words of 32 bits. What they have in common is computed once, as a lane's
-`place`; from there each fragment is a constant away: added, or by XOR where it is among the chunks that
-change places.
+All indices into shared memory count words of 32 bits. Their common part is computed once, as a lane's
+`place`. Each fragment is a constant away: added, or by XOR among the chunks that are permuted.
 
 Sources: PTX ISA, ldmatrix (the fragments are in `instructions/warp.py`); Kerr, Developing CUDA Kernels to
-Push Tensor Cores to the Absolute Limit on NVIDIA A100 (GTC 2020), for the places of the chunks.
+Push Tensor Cores to the Absolute Limit on NVIDIA A100 (GTC 2020), for the permutation of the chunks.
 """
 
 from __future__ import annotations
@@ -40,16 +39,16 @@ LINE_WORDS = LINE // 4
 class FragmentTile(NamedTuple):
     """The device functions for one operand's tiles."""
 
-    # source(stride, first, thread): the index of the first element that a thread copies for p = 0, int64,
-    # of an operand with this other stride than 1, and a tile that begins with its row (b: column) `first`.
+    # source(stride, first, thread): the index (int64) of the first element that a thread copies for p = 0.
+    # `stride` is the operand's non-unit stride; the tile begins with its row (b: column) `first`.
     source: Any
     # advance(stride): by how much `source` grows from step to step.
     advance: Any
-    # copy(shared, start, x, source, stride, first, count, p, k, thread): begin to copy the step p of the
-    # tile to shared[start]; zeros for what is not before `count` rows and k.
+    # copy(shared, start, x, source, stride, first, count, p, k, thread): begin to copy step p of the tile to
+    # shared[start]; zeros beyond `count` rows and beyond k.
     copy: Any
-    # place(first, lane): where in a tile a lane begins to read its warp's fragments, of rows `first` on, a
-    # multiple of what the warp reads.
+    # place(first, lane): where in a tile a lane begins to read its warp's fragments, which begin with row
+    # `first`, a multiple of what the warp reads.
     place: Any
     # read(fragments, at, shared, place, x, part): fragments[at : at + 4] of rows 16x to 16x + 15 and slice
     # `part` of k: a fragment of a, or two of b for 8 columns each. x and part are constants.
@@ -61,12 +60,12 @@ class FragmentTile(NamedTuple):
 def fragment_tile(dtype: str, operand: str, extent: int, across: bool, threads: int) -> FragmentTile:
     """Return the functions for tiles of operand "a" or "b", which `threads` threads copy together.
 
-    `dtype` is "float16", "bfloat16" or "float32", read as TF32; `across` says that k is not the side with
-    unit stride. That side is a multiple of 16 bytes long, and every line of it begins on one.
+    `dtype` is "float16", "bfloat16" or "float32", read as TF32; `across` says that the unit stride is not
+    along k. The side with unit stride is a multiple of 16 bytes long, and every line of it begins on one.
     """
     size = 4 if dtype == "float32" else 2
-    # Lanes 8q to 8q + 7 name the rows of matrix q of four: of a the second one has 8 rows more, the third
-    # the other half of the depth; of b it is the other way round.
+    # Lanes 8q to 8q + 7 name the rows of matrix q of four. For a, matrix 1 lies 8 rows further and matrix 2
+    # in the other half of the depth; for b it is the other way round.
     more_rows, more_depth = (3, 4) if operand == "a" else (4, 3)
     copies = _copies_across(size, extent, threads) if across else _copies_along(size, extent, threads)
     if not across:

@@ -1,10 +1,14 @@
-"""Copy a matrix between any strides, so that reads and writes both are of consecutive elements.
+"""Copy matrices into a layout that kernels can read 16 bytes at a time, and results back to any strides.
 
-A warp reads 32 elements at once; where they lie one after another that is one or two transactions with
-memory, where they lie a pitch apart it is 32. When the source has its unit stride along columns and the
-target along rows, one of both would be scattered. So a block takes a tile of 32 x 32 through shared memory:
-its warps read along the source's unit stride and write along the target's. The rows of the tile are 33
-elements apart, so that a column of it lies in 32 different banks.
+Callers bring matrices of any strides. Kernels that copy 16 bytes at once need one side with unit stride and
+rows that begin on 16 bytes; `packed` copies a matrix that has neither, at the cost of reading and writing it
+once. A product reads it far more often.
+
+A warp reads 32 elements at once. If they are consecutive, that is one or two memory transactions; if they lie
+a pitch apart it is 32. When the source has its unit stride along columns and the target along rows, one of
+the two would be scattered. So a block takes a tile of 32 x 32 through shared memory: its warps read along the
+source's unit stride and write along the target's. Rows of the tile are 33 elements apart, so a column of it
+lies in 32 different banks.
 """
 
 from __future__ import annotations
@@ -29,10 +33,10 @@ MOST_ACROSS = 65535  # blocks along y, of any grid; there may be more tiles
 def packed(x: Matrix, multiple: int, padded: bool = False) -> Matrix:
     """Return x with unit stride on one side, and with pitch and address multiples of `multiple` elements.
 
-    That is x itself where it is so already, else a copy in the order that x has (rows where it has neither),
-    whose pitch is so rounded up; from the last column to the pitch it holds zeros. With `padded` it is a copy
-    too where the unit-stride side is no multiple, so that whole groups of `multiple` elements may be read at
-    the edge. The copy is enqueued on the current stream.
+    That is x itself if it is so already. Otherwise it is a copy in x's storage order (rows if it has neither)
+    with its pitch rounded up; columns beyond the last hold zeros. With `padded`, x is also copied if its
+    unit-stride side is not a multiple, so that a kernel may read whole groups of `multiple` elements at the
+    edge. The copy is enqueued on the current stream.
     """
     if x.order == "columns":
         p = packed(x.T, multiple, padded)
@@ -51,10 +55,10 @@ def packed(x: Matrix, multiple: int, padded: bool = False) -> Matrix:
 
 
 def scratch(rows: int, columns: int, dtype: str, multiple: int) -> Matrix:
-    """Return a matrix in rows, uninitialised, whose pitch is a multiple of `multiple` elements.
+    """Return an uninitialised matrix in rows, whose pitch is a multiple of `multiple` elements.
 
-    It begins on a cache line, and memory reaches to the end of the last row's pitch. On a GPU it is allocated
-    in the order of the current stream.
+    It begins on a cache line, and its memory reaches to the end of the last row's pitch. On a GPU it is
+    allocated in the order of the current stream.
     """
     pitch = -(-columns // multiple) * multiple
     kind = "uint16" if BYTES[dtype] == 2 else dtype
@@ -115,7 +119,7 @@ def kernel(dtype: str) -> Kernel:
 
 
 def _copy(x: Matrix, into: Matrix, width: int) -> None:
-    """Copy x to the first columns of `into`, and zeros to those from there to `width`; same dtype."""
+    """Copy x to the first columns of `into`, and zeros to the columns from there to `width`; same dtype."""
     if backend() == "simulator":  # where a kernel takes a Python thread for each of its own
         into.view2d()[...] = x.view2d()
         if width > x.columns:

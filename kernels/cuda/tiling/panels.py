@@ -1,8 +1,8 @@
 """What rungs 6 to 8 share: panels of a and b in shared memory, stores of four elements of c, unrolled loops.
 
-A panel is what a block needs of one operand for some steps of p: (depth, side) elements in shared memory, a
-step in a row, so that four neighbours of it are one load of 16 bytes. An operand is seen as (side, depth),
-which is a itself, or b transposed; of order "rows" it has unit stride along p.
+A panel is what a block needs of one operand for some steps of p: (depth, side) elements in shared memory, one
+step per row, so that four neighbours of it are one load of 16 bytes. An operand is seen as (side, depth): a
+itself, or b transposed. In order "rows" it has unit stride along p.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from .packing import packed
 
 Function = Callable[..., Any]
 
-# Of shared arrays, in bytes, for accesses of 16 bytes. Numba's simulator takes no alignment, and needs none.
+# Bytes, of shared arrays that are accessed 16 bytes at a time. Numba's simulator takes no alignment.
 ALIGNMENT = None if config.ENABLE_CUDASIM else 16
 
 
 def inlined(function: Function) -> Function:
-    """Make a function for kernels; its code goes to where it is called, and its local arrays to registers."""
+    """Make a function for kernels that is inlined at its call, so its local arrays become registers."""
     options = {} if config.ENABLE_CUDASIM else {"forceinline": True}
     made: Function = cuda.jit(device=True, **options)(function)
     return made
@@ -33,7 +33,7 @@ def inlined(function: Function) -> Function:
 def unrolled(step: Function, count: int) -> Function:
     """Return a function that calls step(p, *its arguments) for p from 0 to count - 1, without a loop.
 
-    p is a constant in each call, by which registers can be chosen. LLVM unrolls loops only if they are short.
+    p is a constant in each call, so it can select registers. LLVM unrolls only short loops.
     """
     last = count - 1
     if last == 0:
@@ -52,10 +52,10 @@ def unrolled(step: Function, count: int) -> Function:
 
 
 def operand(x: Matrix) -> Matrix:
-    """Return x (side, depth) as `panel` copies it: x itself, or packed, which reads and writes it once more.
+    """Return x (side, depth) as `panel` can copy it: x itself, or packed, which reads and writes it once.
 
-    It is packed where neither side has unit stride, and where side has it but what lies along it does not
-    begin and end on 16 bytes.
+    It is packed if neither side has unit stride, or if the side has it and its lines do not begin and end on
+    16 bytes.
     """
     return x if x.order == "rows" else packed(x, 4, padded=True)
 
@@ -68,16 +68,16 @@ def pitch(x: Matrix) -> int:
 def panel(
     order: StorageOrder, side: int, depth: int, row: int, threads: int
 ) -> tuple[Function, Function, Function]:
-    """Return functions by which `threads` threads copy a panel of float32, of an operand of this order.
+    """Return functions by which `threads` threads copy a panel of float32, of an operand in this order.
 
-    place(t) is (p, i): where in the panel the first copy of thread t lies. index(p, i, pitch) is the index of
-    an element of the operand. copy(shared, to, source, at, pitch, deep, wide) begins all copies of a thread,
-    the first from source[at] to shared[to]: zeros for what lies `deep` steps or more behind that, or `wide`
+    place(t) is (p, i): where thread t's first copy lies in the panel. index(p, i, pitch) is the index of an
+    element of the operand. copy(shared, to, source, at, pitch, deep, wide) begins all copies of a thread, the
+    first from source[at] to shared[to], with zeros for elements `deep` steps or more behind that, or `wide`
     elements or more beside it. Steps are `row` elements apart in shared memory.
 
-    With unit stride along side, a copy moves 16 bytes. Along p it moves 4, and so turns the operand: `depth`
-    threads read as many steps of one row, a whole sector of 32 bytes if depth is 8. If then row is 4 more
-    than a multiple of 32, a warp writes its four rows of 8 steps into 32 banks.
+    With unit stride along side, a copy moves 16 bytes. Along p it moves 4, and so transposes the operand:
+    `depth` threads read as many steps of one row, a whole sector of 32 bytes if depth is 8. If `row` is 4
+    more than a multiple of 32, a warp writes its four rows of 8 steps into 32 banks.
     """
     if order == "rows":
         apart = threads // depth
@@ -123,8 +123,8 @@ def stores_vectors(c: Matrix) -> bool:
 def store_four(vectors: bool) -> Function:
     """Return store(c, at, stride, sums, e, left): c[at], c[at + stride], ... = sums[e], sums[e + 1], ...
 
-    Four of them, or fewer where only `left` are before the edge. With `vectors` they are stored at once:
-    stride is 1 then, and c[at] begins on 16 bytes.
+    It stores four, or fewer if only `left` are before the edge. With `vectors` it stores them at once: stride
+    is then 1, and c[at] begins on 16 bytes.
     """
 
     def store(c, at, stride, sums, e, left):  # type: ignore[no-untyped-def]

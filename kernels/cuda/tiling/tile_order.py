@@ -1,10 +1,10 @@
-"""The order in which blocks take the tiles of a product: those at work at once share rows and columns.
+"""The order in which blocks take the tiles of a product, so that blocks at work share rows and columns.
 
-Blocks at work at once read the same lines of a and b at about the same time, so that most come from the
-second-level cache (L2). How many different lines that are depends on the order. Of a c with 8192 columns,
-128 tiles of 128 x 256 are, row by row, 512 rows of a and all 8192 columns of b; in groups of 16 rows of
-tiles, down each column of the group, they are 2048 rows and 2048 columns, less than half. Every other group
-goes back the way that the one before came, over columns that were read last.
+Blocks at work at the same time read the same lines of a and b, so most lines come from the second-level cache
+(L2). How many different lines they read depends on the order. In a c with 8192 columns, 128 tiles of 128 x
+256 are, row by row, 512 rows of a and all 8192 columns of b. In groups of 16 rows of tiles, down each column
+of the group, they are 2048 rows and 2048 columns, less than half. Every other group runs in the opposite
+direction, over the columns that were read last.
 
 Source: Tillet, Kung and Cox, Triton (MAPL 2019), and its tutorial on matrix multiplication, "L2 cache
 optimizations".

@@ -1,8 +1,8 @@
-"""The way of a warp's sums out of registers, to rows of c.
+"""Store a warp's sums from registers to rows of c (rung 9).
 
-A lane holds two neighbouring sums of a row, eight rows in eight groups of lanes. As float32 the four lanes
-of a row store 32 bytes, all of a sector of the caches. Of 16 bits that would be half a sector; so the warp
-passes its sums through shared memory, by itself, and stores whole lines of 128 bytes.
+A lane holds two neighbouring sums of a row, and eight groups of lanes hold eight rows. In float32 the four
+lanes of a row store 32 bytes, a whole sector of the caches. In 16 bits that would be half a sector, so the
+warp passes its sums through shared memory, without the other warps, and stores whole lines of 128 bytes.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from ..instructions.warp import cvt_bf16x2, cvt_f16x2
 def sums_writer(result: str, rows: int, columns: int) -> Any:
     """Return the device function that stores a warp's sums (rows, columns), columns 64, as this dtype.
 
-    write(c, stride, m, n, row, column, sums, shared, warp, lane): to c's rows from `row` and columns from
-    `column` on, as far as c (m, n) goes. `sums` holds for each 16 rows and 8 columns the registers of an
-    mma. `shared` counts words of 32 bits, of which each warp of the block uses 32 times `rows`. Rows of c
-    begin on 16 bytes.
+    write(c, stride, m, n, row, column, sums, shared, warp, lane) writes c from `row` and `column` on, as far
+    as c (m, n) goes. `sums` holds for each 16 rows and 8 columns the registers of an mma. `shared` counts
+    words of 32 bits, of which each warp of the block uses 32 times `rows`. Rows of c begin on 16 bytes.
     """
     return _floats_writer(rows, columns) if result == "float32" else _halves_writer(result, rows, columns)
 
@@ -62,7 +61,7 @@ def _halves_writer(result: str, rows: int, columns: int) -> Any:
         for x in range(2 * high):
             for y in range(wide):
                 e = (x // 2 * wide + y) * 4 + x % 2 * 2
-                # Chunks of 16 bytes change places as in `fragment_tiles.py`: no two groups meet in a bank.
+                # Chunks of 16 bytes are permuted as in `fragment_tiles.py`: no two groups meet in a bank.
                 word = start + (x * 8 + (lane >> 2)) * line + (y ^ (lane >> 2)) * 4 + (lane & 3)
                 shared[uint32(word)] = convert(sums[e], sums[e + 1])
         cuda.syncwarp()

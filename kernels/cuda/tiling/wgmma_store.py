@@ -1,7 +1,7 @@
-"""The way of wgmma's sums out of registers: rounded, and laid down in shared memory for the copy engine.
+"""Round wgmma's sums and lay them out in shared memory, from where the copy engine stores them (rung 10).
 
-A slab is 64 rows of 128 bytes, the sums of one warp group for 64 columns of 16-bit elements or 32 of float32.
-It is swizzled as the copy engine expects: 16 bytes numbered c in row r lie at c ^ (r % 8). So the eight rows
+A slab is 64 rows of 128 bytes: the sums of one warp group for 64 columns of 16-bit elements or 32 of float32.
+It is swizzled as the copy engine expects: the 16-byte chunk c of row r lies at c ^ (r % 8). So the eight rows
 of 16 bytes that stmatrix stores at once lie in different banks.
 """
 
