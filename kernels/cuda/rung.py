@@ -1,9 +1,9 @@
-"""A rung of the CUDA ladder: takes NumPy arrays and torch tensors, and gives its kernels matrices.
+"""A rung of the CUDA ladder: takes NumPy arrays or torch tensors, and gives its kernels matrices.
 
     RUNG = CudaRung(number=2, name="s2_...", device="cuda", idea="...", dtypes=("float32",), compute=compute)
 
-`compute(a, b, c)` gets a `Matrix` each, in the memory of the back end, and enqueues its kernels. What all
-rungs need stands here: checks, sizes of 0, strides that kernels don't take, copies to a GPU and back.
+`compute(a, b, c)` gets three `Matrix` objects in the memory of the back end, and enqueues its kernels. What
+all rungs need is here: checks, sizes of 0, strides that kernels don't take, copies to a GPU and back.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from .runtime.device import architecture_on, backend, capability
 from .runtime.gpu_memory import DeviceArray, allocate, download, upload
 from .runtime.matrix import Matrix, element_strides, host_matrix
 
-PITCH = 16  # bytes: what the rows of an uploaded matrix begin on
-_fits: set[tuple[gpu_driver.Gpu, int, str]] = set()  # GPUs and the architectures that they were found to run
+PITCH = 16  # bytes; each row of an uploaded matrix begins on a multiple
+_fits: set[tuple[gpu_driver.Gpu, int, str]] = set()  # GPUs, and architectures that they can run
 
 
 @dataclass(frozen=True)
@@ -42,17 +42,17 @@ class CudaRung(Rung):
     def matmul(self, a: Any, b: Any, out: Any = None) -> Any:
         """Multiply a (m, k) by b (k, n), and return c (m, n): NumPy arrays, or torch tensors on any device.
 
-        As `Rung.matmul`: any size, any strides, the same errors. The result is of the kind of the inputs, and
-        on their device: CUDA tensors are multiplied in place, on torch's current stream, without waiting for
-        the result; NumPy arrays and tensors in main memory are copied to the GPU and back, or multiplied
-        where they lie by the emulator. bfloat16 arrays are ml_dtypes'. c has the dtype of a and b; for
-        float16 and bfloat16 `out` may be float32, as the sums are. Gradients are not recorded.
+        As `Rung.matmul`: any size, any strides, the same errors. The result has the kind and device of the
+        inputs. CUDA tensors are multiplied in place, on torch's current stream, without waiting for the
+        result. NumPy arrays and CPU tensors are copied to the GPU and back, or multiplied by the emulator
+        without a copy. bfloat16 arrays are ml_dtypes'. c has the dtype of a and b; for float16 and bfloat16
+        `out` may be float32, as the sums are. Gradients are not recorded.
 
-        Raises also TypeError for a tensor with an array, for tensors on different devices, and for a tensor
-        whose gradient is asked for (minidist.model.matmul computes it); RuntimeError where this GPU is too
+        Also raises TypeError for a tensor mixed with an array, for tensors on different devices, and for a
+        tensor that requires a gradient (minidist.model.matmul computes it); RuntimeError if this GPU is too
         old for the rung.
         """
-        torch: Any = sys.modules.get("torch")  # whoever has a tensor has imported it
+        torch: Any = sys.modules.get("torch")  # a caller with a tensor has imported it
         if torch is not None and (isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor)):
             return self._matmul_tensors(torch, a, b, out)
         return super().matmul(a, b, out)
@@ -87,7 +87,7 @@ class CudaRung(Rung):
         elif backend() == "gpu":
             with torch_tensors.on_device(torch, a.device.index):
                 self._fill_tensors(torch, a, b, out)
-        else:  # asked for, on a machine with a GPU: main memory is where the emulator works
+        else:  # the emulator was asked for on a machine with a GPU; it works in main memory
             there = torch.empty_like(out, device="cpu")
             out.copy_(self._matmul_tensors(torch, a.cpu(), b.cpu(), there))
         return out
@@ -108,7 +108,7 @@ class CudaRung(Rung):
         )
 
     def sums(self, dtype: str) -> str:
-        """Return the name of the dtype in which it adds the products of factors of `dtype`."""
+        """Return the name of the dtype in which this rung adds products of factors of `dtype`."""
         return "float32" if dtype in ("float16", "bfloat16") else dtype
 
     def _fill(self, a: Array, b: Array, out: Array) -> None:
@@ -117,7 +117,7 @@ class CudaRung(Rung):
     def _fill_arrays(self, a: Array, b: Array, out: Array, dtype: str, out_dtype: str) -> None:
         """Fill `out` with the product of arrays in main memory, none of them empty.
 
-        `dtype` and `out_dtype` are what their elements are: those of 2 bytes may come as uint16.
+        `dtype` and `out_dtype` name the element types: elements of 2 bytes may come as uint16.
         """
         where = backend()
         if where == "gpu":
@@ -137,13 +137,13 @@ class CudaRung(Rung):
                 "unset NUMBA_ENABLE_CUDASIM for the emulator"
             )
         c = host_matrix(out, out_dtype)
-        copied = not np.may_share_memory(c.data, out)  # where a stride of out is none that kernels take
+        copied = not np.may_share_memory(c.data, out)  # because kernels don't take a stride of out
         self.compute(host_matrix(a, dtype), host_matrix(b, dtype), c)
         if copied:
             out[...] = c.view2d().view(out.dtype)
 
     def _check_gpu(self) -> None:
-        """Raise RuntimeError where the current GPU can't run this rung; it names both."""
+        """Raise RuntimeError, which names both, if the current GPU can't run this rung."""
         g = gpu_driver.get()
         device = g.current()
         if (g, device, self.architecture) not in _fits:
@@ -153,7 +153,7 @@ class CudaRung(Rung):
 
     @functools.cached_property
     def _dtypes(self) -> tuple[np.dtype[Any], ...]:
-        """`dtypes` as NumPy has them: bfloat16 only where ml_dtypes, which brings it, is installed."""
+        """`dtypes` as NumPy objects; bfloat16 only if ml_dtypes, which defines it, is installed."""
         if "bfloat16" in self.dtypes:
             with contextlib.suppress(ImportError):
                 import ml_dtypes  # noqa: F401

@@ -1,1 +1,14 @@
-"""How fast a product is, and how fast the machine allows: harness, timers, peaks, roofline."""
+"""Check a product, time it, and compare its speed with what the machine allows. Stands above `cpu/support`.
+
+| File | Holds |
+|---|---|
+| harness | inputs, reference, error bound, timing in turns |
+| gpu_timer | times work on a GPU by its own clock |
+| peaks | what bounds a kernel on one machine, as data |
+| cpu_peaks, peak_loops | measure a CPU's peaks |
+| gpu_peaks | measures a GPU's peaks |
+| peaks_file | keeps measured peaks in the user's cache folder |
+| points | a product on the roofline: its time and intensity |
+| roofline | the roofline: `measure`, `attainable`, `place`, `plot`, and the command |
+| roofline_plot | draws it |
+"""

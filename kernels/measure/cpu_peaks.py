@@ -1,11 +1,11 @@
 """Measure one core's and all cores' peaks: fused multiply-adds in registers, and a STREAM triad.
 
-A peak is a maximum: each figure is the best of a few short repetitions, so that a neighbour's burst of work,
-or a clock that has yet to rise, costs one of them and not the figure. All cores is the same loop in one
-thread a core, started together; its rate is the work of all over the time from first start to last end. The
-matrix units of some CPUs, which Apple's library uses, are left out: what runs on them may go above the peak.
-On a virtual machine, bandwidth may change with what the host does: two cores of an AMD EPYC (Zen 4), idle
-otherwise, had 82 GB/s, and 43 within the next 20 seconds.
+A peak is a maximum, so each figure is the best of a few short repetitions: a neighbour's burst of work, or a
+clock that has yet to rise, then costs one repetition and not the figure. For all cores, one thread a core
+runs the same loop, all started together; the rate is their total work over the time from first start to last
+end. The matrix units of some CPUs, which Apple's library uses, are left out; code that uses them may exceed
+the peak. On a virtual machine, bandwidth may change with what the host does: two cores of an AMD EPYC (Zen
+4), idle otherwise, had 82 GB/s, and 43 within the next 20 seconds.
 
 Sources: Williams, Waterman, Patterson, CACM 52(4), 2009 (which peaks make a roofline); McCalpin, STREAM, 1995
 (the triad, its 24 bytes an element, arrays of four times the last caches).
@@ -29,27 +29,27 @@ from .peaks import Roof
 
 TimedLoop = Callable[[], float]  # does a share of work without the GIL, and returns how much: FLOP or bytes
 
-TURNS = 200_000  # of the FMA loop in one call: a millisecond, beside which a call from Python is nothing
+TURNS = 200_000  # of the FMA loop in one call: a millisecond, so the call from Python costs nothing
 CHUNK = 2**18  # elements of each array that one call of the triad goes over: 6 MiB in all
-UNKNOWN_CACHE = 64 * 2**20  # bytes that the last cache is taken to have where the system names none
-LARGEST = 2**30  # bytes of an array at most, which bounds the time that its pages take to arrive
+UNKNOWN_CACHE = 64 * 2**20  # bytes assumed for the last cache if the system reports none
+LARGEST = 2**30  # bytes of an array, which bounds the time to allocate its pages
 
 
 @dataclass(frozen=True)
 class Rate:
-    """What threads did together, and whether they were let."""
+    """What threads did together, and how much of the time they were allowed to run."""
 
     per_second: float
-    granted: float  # of the time that the threads asked for, the share in which they ran
+    granted: float  # share of the measured time in which the threads ran
 
 
 def roofs(seconds: float = 0.04, repetitions: int = 8, memory: int | None = None) -> tuple[Roof, Roof]:
     """Measure and return the roof of one core and that of all cores.
 
     Each of `repetitions` takes `seconds`, for each dtype and each kind of store, on one core and on all:
-    eight times their product. The triad's arrays take four times the last caches each, or what `memory` in
-    bytes has room for, by default a quarter of what is free. Where that is less than the caches, it is their
-    bandwidth that is measured.
+    eight times their product. Each of the triad's arrays takes four times the last caches, if `memory` bytes
+    (by default a quarter of what is free) have room for all three. If they are smaller than the caches, it
+    measures the bandwidth of the caches.
     """
     memory = available_memory() // 4 if memory is None else memory
     cache, cores = caches(), len(available_cpus())
@@ -57,7 +57,7 @@ def roofs(seconds: float = 0.04, repetitions: int = 8, memory: int | None = None
     if cores == 1:
         return one, one
     together = _roof(f"{cores} cores", cores, cache.l3_total, seconds, repetitions, memory)
-    # Who has all cores may use one: where memory is slower for many, or others work, that is the maximum.
+    # All cores include the case of one: if memory is slower for many, or others work, that is the maximum.
     flops = {dtype: max(rate, one.flops[dtype]) for dtype, rate in together.flops.items()}
     bandwidth = max(together.bandwidth, one.bandwidth)
     return one, replace(together, flops=flops, bandwidth=bandwidth)
@@ -82,9 +82,9 @@ def _roof(name: str, threads: int, cache: int, seconds: float, repetitions: int,
 
 
 def rate(works: Sequence[TimedLoop], seconds: float) -> Rate:
-    """Call each of `works` again and again for `seconds`, a thread each, and count what they did.
+    """Call each of `works` again and again for `seconds`, one thread each, and count what they did.
 
-    Each is called once before, untimed. What one raises is raised here.
+    Each is called once before, untimed. An exception in one is raised here.
     """
     cpus = available_cpus()
     together = threading.Barrier(len(works))
@@ -118,7 +118,7 @@ def rate(works: Sequence[TimedLoop], seconds: float) -> Rate:
 
 
 def _fma_work(dtype: str) -> TimedLoop:
-    from . import peak_loops  # Numba with it: not before there is something to compile
+    from . import peak_loops  # imports Numba, so only when there is something to compile
 
     registers = peak_loops.registers(dtype)
     flops = float(TURNS * peak_loops.flops_per_turn(dtype))
@@ -131,9 +131,9 @@ def _fma_work(dtype: str) -> TimedLoop:
 
 
 class _Share:
-    """A thread's own part of a, b and c, which it goes round, a chunk at a call.
+    """A thread's own part of a, b and c, of which each call processes the next chunk.
 
-    The thread makes it itself, at its first call: a page lies next to the core that first writes to it.
+    The thread allocates it at its first call, because a page lies next to the core that first writes to it.
     """
 
     def __init__(self, chunks: int) -> None:
@@ -162,7 +162,7 @@ class _Share:
 
 
 def available_memory(meminfo: str = "/proc/meminfo", cgroup: str = "/sys/fs/cgroup") -> int:
-    """Return the bytes of memory that are free, within a container's limit; 1 GiB where nothing tells."""
+    """Return the bytes of free memory, within a container's limit; 1 GiB if nothing reports it."""
     found = []
     with contextlib.suppress(OSError, ValueError, IndexError):
         lines = Path(meminfo).read_text().splitlines()

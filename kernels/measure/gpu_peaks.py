@@ -1,8 +1,8 @@
 """Measure a GPU's peaks with torch: a copy within its memory, and the vendor's product in each dtype.
 
-A GPU's arithmetic can't be filled from Python with a loop of our own, as a core's can, so the product of its
-vendor's library (cuBLAS) stands for it, at a size where arithmetic is the limit. The true peak is a little
-above it. CUDA events time the GPU's own clock, not the calls; each figure is the best of several.
+A Python loop can't saturate a GPU's arithmetic, so the product of the vendor's library (cuBLAS) stands for
+it, at a size where arithmetic is the limit. The true peak is a little higher. CUDA events time the GPU's own
+clock, not the calls; each figure is the best of several.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 
 from .peaks import Roof
 
-# dtype: n of the n x n x n product. Larger where the arithmetic is fast. "tf32" is float32 whose factors are
-# rounded to 10 bits of mantissa, for the tensor cores.
+# n of the n x n x n product, larger for fast arithmetic. "tf32" is float32 with factors rounded to 10 bits of
+# mantissa, for the tensor cores.
 SIZES = {"float32": 4096, "tf32": 8192, "float16": 8192, "bfloat16": 8192, "float64": 4096}
 TENSOR_CORES_ONLY = {"tf32", "bfloat16"}  # older GPUs run these as something else
 COPY = 2**30  # bytes: many times any GPU's caches
@@ -23,9 +23,9 @@ CALLS = 4  # between two events, so that the GPU does not wait for Python
 
 
 def roof(seconds: float = 0.2) -> Roof | None:
-    """Measure and return the roof of torch's current GPU, `seconds` for each figure; None without one.
+    """Measure and return the roof of torch's current GPU, `seconds` for each figure; None without a GPU.
 
-    Raises RuntimeError where torch sees a GPU that it can't use: memory that others fill, a build without
+    Raises RuntimeError if torch sees a GPU but can't use it: others fill its memory, or this build has no
     code for it.
     """
     if importlib.util.find_spec("torch") is None:
@@ -49,7 +49,7 @@ def roof(seconds: float = 0.2) -> Roof | None:
 
 
 def _product_rate(torch: Any, dtype: str, n: int, seconds: float) -> float:
-    """Return FLOP/s of an n x n x n product, n halved until its matrices take half of the free memory."""
+    """Return FLOP/s of an n x n x n product; n is halved until its matrices take half of the free memory."""
     kind = torch.float32 if dtype == "tf32" else getattr(torch, dtype)
     while 3 * n * n * kind.itemsize > torch.cuda.mem_get_info()[0] // 2 and n > 1:
         n //= 2
@@ -61,7 +61,7 @@ def _product_rate(torch: Any, dtype: str, n: int, seconds: float) -> float:
 
 
 def _copy_rate(torch: Any, seconds: float) -> float:
-    """Return the bytes that a copy reads and writes in a second."""
+    """Return the bytes that a copy reads and writes per second."""
     size: int = min(COPY, torch.cuda.mem_get_info()[0] // 4)
     source, target = (torch.ones(size, device="cuda", dtype=torch.uint8) for _ in range(2))
     return 2 * size / _best_seconds(torch, lambda: target.copy_(source), seconds)

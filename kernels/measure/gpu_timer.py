@@ -1,9 +1,9 @@
-"""Time what a GPU does, by its own clock, also where Python is slower to give it work than it is to do it.
+"""Time work on a GPU by its own clock, even if Python takes longer to launch it than the GPU to run it.
 
-Work for a GPU is put into a queue (a stream), and a call returns before it is done. CUDA events, put into the
-same queue, note when the GPU passes them: the time between two of them is the GPU's, unless it had to wait
-for Python in between, which may need longer for a launch than a small product takes. So the GPU is held
-first, by a kernel that does nothing for a while, until all launches between the events are in the queue.
+Work for a GPU goes into a queue (a stream), and a call returns before the work is done. CUDA events in the
+same queue note when the GPU passes them. The time between two of them is the GPU's, unless it waited for
+Python in between, which may need longer for a launch than a small product takes. So a kernel that does
+nothing for a while first holds the GPU, until all launches between the events are in the queue.
 
 Source: NVIDIA, CUDA Driver API, Event Management.
 """
@@ -15,10 +15,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-LIMIT = 30.0  # seconds after which a kernel counts as one that never ends
-HOLD_A_CALL = 50e-6  # seconds that Python may need for a call; doubled until that is enough
+LIMIT = 30.0  # seconds after which a kernel is assumed never to end
+HOLD_A_CALL = 50e-6  # seconds that Python may need for a call; doubled until it is enough
 LONGEST_HOLD = 50e-3
-CYCLES = 1_000_000  # held at first, to learn how many make a second: about half a millisecond
+CYCLES = 1_000_000  # of the first hold, about half a millisecond, which measures cycles per second
 
 
 class GpuTimer:
@@ -28,14 +28,15 @@ class GpuTimer:
 
     def __init__(self, torch: Any) -> None:
         self._cuda = torch.cuda
-        # Not documented, though torch's own tests use it. Without it the time of short work has Python's in.
+        # Not documented, though torch's own tests use it. Without it, short work is timed with Python's
+        # share.
         self._sleep: Callable[[int], None] | None = getattr(torch.cuda, "_sleep", None)
         self._cycles_a_second = 0.0
 
     def seconds(self, program: Callable[[], object], calls: int = 1) -> float:
         """Return the GPU's seconds for one call of `program`, from `calls` of them between two events.
 
-        Call the program once before: compiling would count. Raises RuntimeError where the GPU has not
+        Call the program once before, or you time the compiler. Raises RuntimeError if the GPU has not
         finished after half a minute.
         """
         hold = min(LONGEST_HOLD, HOLD_A_CALL * (calls + 1))
@@ -54,13 +55,13 @@ class GpuTimer:
             hold = min(LONGEST_HOLD, 2 * hold)
 
     def wait(self) -> None:
-        """Return when the GPU has done all that it was given; raises RuntimeError after half a minute."""
+        """Return when the GPU has finished all its work; raise RuntimeError after half a minute."""
         end = self._cuda.Event()
         end.record()
         self._await(end)
 
     def _hold(self, seconds: float) -> None:
-        """Let the GPU do nothing for about so long, before what is put into the queue next."""
+        """Make the GPU do nothing for about `seconds` before the next work in the queue."""
         if self._sleep is None:
             return
         if not self._cycles_a_second:
@@ -74,7 +75,7 @@ class GpuTimer:
         self._sleep(int(seconds * self._cycles_a_second))
 
     def _await(self, event: Any) -> None:
-        """As event.synchronize(), but for kernels that wait for each other and never end."""
+        """Wait as event.synchronize() does, but give up on kernels that wait for each other and never end."""
         latest = time.monotonic() + LIMIT
         while not event.query():
             if time.monotonic() > latest:
@@ -86,7 +87,7 @@ class GpuTimer:
 
 
 def find() -> GpuTimer | None:
-    """Return a clock for torch's current GPU; None where torch has none."""
+    """Return a clock for torch's current GPU; None if torch has none."""
     if importlib.util.find_spec("torch") is None:
         return None
     import torch

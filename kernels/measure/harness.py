@@ -1,9 +1,9 @@
 """What every test and benchmark of a product needs: inputs, a reference, an error bound, work and timing.
 
-The bound is the one that holds for any order of summation, fused multiply-adds or not: Higham, Accuracy and
+The bound holds for any order of summation, with fused multiply-adds or without: Higham, Accuracy and
 Stability of Numerical Algorithms, 2nd edition, equation (3.13): |computed - exact| <= gamma_k |a||b|, element
-by element, with gamma_k = k u / (1 - k u) and u half the spacing of the dtype's numbers at 1. So no correct
-rung fails it by bad luck. `error_bound` widens it for tensor cores, by what is known of their sums.
+by element, with gamma_k = k u / (1 - k u) and u half the spacing of the dtype's numbers at 1. So a correct
+rung never fails by bad luck. `error_bound` widens the bound for tensor cores, by what is known of their sums.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from ..rung import Array, Rung, empty
 
 
 def shapes(rng: np.random.Generator, count: int, largest: int) -> list[tuple[int, int, int]]:
-    """Return `count` triples (m, n, k), each size drawn from 0 to `largest`: ragged, and 0 and 1 among them.
+    """Return `count` triples (m, n, k), each size drawn from 0 to `largest`: ragged, with 0 and 1 among them.
 
-    The first four don't depend on chance: a 0 in each place, then all 1.
+    The first four are fixed: a 0 for each of the sizes, then all 1.
     """
     edges = [(0, largest, 2), (largest, 0, 2), (2, largest, 0), (1, 1, 1)]
     drawn = rng.integers(0, largest, size=(max(0, count - len(edges)), 3), endpoint=True)
@@ -31,11 +31,10 @@ def shapes(rng: np.random.Generator, count: int, largest: int) -> list[tuple[int
 def inputs(m: int, n: int, k: int, dtype: DTypeLike, seed: int) -> tuple[Array, Array]:
     """Return a (m, k) and b (k, n), random, with magnitudes in [0.5, 1.5) and random signs.
 
-    No element is near 0: a product that a kernel leaves out, or counts twice, changes the result by 0.25 at
-    least. With gamma_k |a||b| about k * k * u, that is past the bound for k up to about 2000 in float32, 1400
-    on tensor cores, and 100 in TF32.
-
-    Raises ImportError for "bfloat16" where ml_dtypes, which brings it to NumPy, is not installed.
+    No element is near 0, so a product that a kernel omits, or counts twice, changes the result by at least
+    0.25. With gamma_k |a||b| about k * k * u, that exceeds the bound for k up to about 2000 in float32, 1400
+    on tensor cores, and 100 in TF32. Raises ImportError for "bfloat16" if ml_dtypes, which adds it to NumPy,
+    is not installed.
     """
     rng = np.random.default_rng(seed)
     dtype = numpy_dtype(dtype)
@@ -58,20 +57,20 @@ def reference(a: Array, b: Array) -> Array:
 def assert_product(
     c: Array, a: Array, b: Array, message: str = "", *, sums: DTypeLike | None = None, tf32: bool = False
 ) -> None:
-    """Raise AssertionError unless c (m, n) is a (m, k) times b (k, n), but for rounding.
+    """Raise AssertionError unless c (m, n) is a (m, k) times b (k, n), up to rounding.
 
-    `sums` is the dtype in which the products were added, c's own unless given; `tf32` says that factors of
-    float32 were rounded to TF32. A NaN or an infinity in c never passes; a and b have to be finite.
+    `sums` is the dtype in which the products were added, by default c's own; `tf32` says that float32 factors
+    were rounded to TF32. A NaN or an infinity in c never passes; a and b have to be finite.
     """
     k = a.shape[1]
     expected = reference(a, b)
     if c.shape != expected.shape:
         raise AssertionError(f"{message}: the result has shape {c.shape}, not {expected.shape}")
-    # Divided by |a||b|, the error has one bound for all elements. Where |a||b| is 0 the sum is exactly 0.
+    # Divided by |a||b|, the error has one bound for all elements. If |a||b| is 0 the sum is exactly 0.
     scale = reference(np.abs(a), np.abs(b))
     scale[scale == 0] = 1
     added = numpy_dtype(c.dtype if sums is None else sums)
-    # The reference is rounded too, which counts where c is float64 itself: hence the sum of both bounds.
+    # Add the reference's own bound: it is rounded too, which counts if c is float64 itself.
     tolerance = error_bound(k, a.dtype, added, tf32) + _gamma(k, unit_roundoff(np.float64))
     rounding = 0.0
     if added != c.dtype:  # each sum is rounded once more, or to a subnormal number
@@ -90,15 +89,15 @@ def assert_product(
 def error_bound(k: int, dtype: DTypeLike, sums: DTypeLike, tf32: bool = False) -> float:
     """Return the largest error of a sum of k products of factors of `dtype`, over the sum of their sizes.
 
-    Where `sums` is the factors' own dtype that is gamma_k. Tensor cores, which take factors of 2 bytes and
-    TF32, don't round as IEEE 754 has it (Fasi, Higham, Mikaitis and Pranesh, PeerJ Computer Science 7:e330,
-    2021; the models in `tensor_core`, of 2025). They add N products (4 to 16) and the sum so far at once, cut
-    each to 23 + e bits below the largest, and the result to float32. With e >= 1, as from the A100 on, a term
-    loses less than 2**-24 of the largest, and a result less than 2**-23: with k / N + 1 such steps, of N + 1
-    terms each, that is at most (k (1/2 + 1/(2 N) + 1/N) + 1) 2**-23, and so gamma_(k+1) with u = 2**-23. All
+    If `sums` is the factors' own dtype that is gamma_k. Tensor cores, which take factors of 2 bytes and TF32,
+    don't round as IEEE 754 says (Fasi, Higham, Mikaitis and Pranesh, PeerJ Computer Science 7:e330, 2021; the
+    models in `tensor_core`, of 2025). They add N products (4 to 16) and the sum so far at once, cut each to
+    23 + e bits below the largest, and the result to float32. With e >= 1, as from the A100 on, a term loses
+    less than 2**-24 of the largest, and a result less than 2**-23. With k / N + 1 such steps, of N + 1 terms
+    each, that is at most (k (1/2 + 1/(2 N) + 1/N) + 1) 2**-23, and so gamma_(k+1) with u = 2**-23. All
     partial sums are at most the sum of the sizes, times 1 + gamma.
 
-    TF32 keeps 10 bits of each factor's fraction: cut off, not rounded, it loses less than 2**-10.
+    TF32 keeps 10 bits of each factor's fraction: cut off instead of rounded, it loses less than 2**-10.
     """
     if not tf32 and numpy_dtype(sums) == numpy_dtype(dtype):
         return _gamma(k, unit_roundoff(sums))
@@ -107,7 +106,7 @@ def error_bound(k: int, dtype: DTypeLike, sums: DTypeLike, tf32: bool = False) -
 
 
 def numpy_dtype(dtype: DTypeLike) -> np.dtype[Any]:
-    """Return the dtype, "bfloat16" too. Raises ImportError where that needs ml_dtypes."""
+    """Return the dtype, also for "bfloat16". Raises ImportError if that needs ml_dtypes."""
     if dtype == "bfloat16":
         try:
             import ml_dtypes
@@ -135,11 +134,11 @@ def check(
     rng: np.random.Generator,
     out_dtype: DTypeLike | None = None,
 ) -> None:
-    """Raise AssertionError unless `rung` multiplies fresh random (m, k) by (k, n) rightly.
+    """Raise AssertionError unless `rung` multiplies fresh random (m, k) by (k, n) correctly.
 
-    `out` holds NaN at first, so that an element never written, or one that is added to, fails; a and b must
-    come through unchanged. The message has the seed that makes `inputs` draw the same numbers again.
-    `out_dtype` is the inputs' unless given.
+    `out` is full of NaN at first, so an element that is never written, or only added to, fails; a and b must
+    stay unchanged. The message has the seed with which `inputs` draws the same numbers again. `out_dtype` is
+    the inputs' unless given.
     """
     seed = int(rng.integers(2**63))
     dtype = numpy_dtype(dtype)
@@ -168,10 +167,10 @@ def bytes(m: int, n: int, k: int, dtype: DTypeLike) -> int:
 def time_in_turns(functions: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
     """Call the functions in turn, A B A B, `rounds` times each, and return the seconds of each call by name.
 
-    Machines drift (clocks, temperature, neighbours): in turns, a drift meets all alike, so that the ratio of
-    two medians stands where two separate timings would mislead. Each function is called once before, untimed,
-    for what happens only once: compiling, page faults, cold caches. A function that starts work elsewhere, on
-    a GPU, has to wait for its end itself.
+    Machines drift (clocks, temperature, neighbours). In turns a drift affects all functions alike, so the
+    ratio of two medians holds where separate timings would mislead. Each function is called once before,
+    untimed, for what happens only once: compiling, page faults, cold caches. A function that starts work
+    elsewhere, on a GPU, has to wait for its end.
     """
     if rounds < 1:
         raise ValueError(f"rounds is {rounds}: time at least one")

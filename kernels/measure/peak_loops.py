@@ -1,8 +1,8 @@
 """Two loops that do one thing as fast as a core can: multiply and add in registers, and stream from memory.
 
-Both are written in LLVM's language, since a loop in Python would leave to the compiler what is to be
-measured: that the first holds nothing but fused multiply-adds, and that the second can write its result
-without reading it first. Importing this file imports Numba; a loop is compiled at its first call.
+Both are written in LLVM's language. A loop in Python would leave to the compiler what is to be measured: that
+the first loop holds nothing but fused multiply-adds, and that the second writes its result without reading it
+first. Importing this file imports Numba; a loop is compiled at its first call.
 
 Source of the second: McCalpin, Memory Bandwidth and Machine Balance in Current High Performance Computers,
 IEEE TCCA Newsletter, December 1995 (STREAM), the kernel called triad.
@@ -32,10 +32,10 @@ SUMS = vector_unit().registers * 3 // 4
 
 
 def registers(dtype: DTypeLike) -> Array:
-    """Return what `fma` starts from, (2 + SUMS, lanes): a factor, an addend, and the sums.
+    """Return the start values of `fma`, (2 + SUMS, lanes): a factor, an addend, and the sums.
 
-    x = x * 0.5 + 1 nears 2 from anywhere: it neither overflows nor decays to denormal numbers, which some
-    cores handle slowly. The sums start differently, or the compiler would keep one of them only.
+    x = x * 0.5 + 1 approaches 2 from anywhere: it neither overflows nor decays to denormal numbers, which
+    some cores handle slowly. The sums start differently; otherwise the compiler would keep only one of them.
     """
     rows = empty(2 + SUMS, vector_unit().lanes(dtype), dtype)
     rows[0], rows[1] = 0.5, 1.0
@@ -72,7 +72,7 @@ def _repeat(_: Any, rows: Any, turns: Any) -> Any:
 def fma(rows: Array, turns: int) -> None:
     """Do sum = sum * factor + addend with each sum, `turns` times; `rows` is what `registers` returns.
 
-    The sums stay in registers until the end. Where the machine has no FMA, a turn is a multiplication and an
+    The sums stay in registers until the end. On a machine without FMA, a turn is a multiplication and an
     addition each.
     """
     _repeat(rows, turns)
@@ -83,9 +83,8 @@ def triad(streaming: bool) -> Callable[[Array, Array, Array, float], None]:
     """Return the function triad(a, b, c, scale): a = b + scale * c, float64 arrays of one length.
 
     With `streaming` the stores are non-temporal: the result goes to memory past the caches. An ordinary store
-    first reads the cache line that it writes, 8 bytes more an element than the 24 that STREAM counts.
-
-    The arrays have to start on a cache line and to fill their last one: nothing checks it here.
+    first reads the cache line that it writes, 8 bytes more per element than the 24 that STREAM counts. The
+    arrays must start on a cache line and fill their last one; nothing checks that here.
     """
 
     @intrinsic

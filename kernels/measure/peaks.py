@@ -1,8 +1,8 @@
 """What bounds a kernel on one machine, as data: its rates of arithmetic, and its memory's bandwidth.
 
-An operation needs operands. A kernel that does I operations for each byte that it moves can't go faster than
-I times the bandwidth, nor faster than the arithmetic itself: its rate is at most the smaller of the two.
-Drawn against I the bound looks like a roof, and its ridge is the I at which memory stops being the limit.
+A kernel that does I operations for each byte that it moves can't go faster than I times the bandwidth, nor
+faster than the arithmetic itself: its rate is at most the smaller of the two. Drawn against I, the bound
+looks like a roof; its ridge is the I at which memory stops being the limit.
 
 Source: Williams, Waterman, Patterson, Roofline: An Insightful Visual Performance Model for Multicore
 Architectures, Communications of the ACM 52(4), 2009.
@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 
 def dtype_name(dtype: DTypeLike | str) -> str:
-    """Return "float32" for numpy.float32, "f4" and "float32" alike; other names ("tf32") as they are."""
+    """Return "float32" for numpy.float32, "f4" and "float32" alike; other names ("tf32") unchanged."""
     try:
         name: str = np.dtype(dtype).name
     except TypeError:
@@ -47,7 +47,7 @@ class Roof:
             raise ValueError(f"granted is {self.granted!r}: pass a share of time, from 0.0 to 1.0")
 
     def peak(self, dtype: DTypeLike | str = "float32") -> float:
-        """Return the FLOP/s of arithmetic in `dtype`; ValueError where that was not measured."""
+        """Return the FLOP/s of arithmetic in `dtype`; raise ValueError if that was not measured."""
         name = dtype_name(dtype)
         if name not in self.flops:
             raise ValueError(
@@ -57,7 +57,7 @@ class Roof:
         return self.flops[name]
 
     def ridge(self, dtype: DTypeLike | str = "float32") -> float:
-        """Return the intensity in FLOP/byte from which on arithmetic, not memory, is the limit."""
+        """Return the intensity in FLOP/byte at which arithmetic, not memory, becomes the limit."""
         return self.peak(dtype) / self.bandwidth
 
     @overload
@@ -80,7 +80,7 @@ class Roof:
 
 @dataclass(frozen=True)
 class Peaks:
-    """The roofs of one machine, as they were measured on one day."""
+    """The roofs of one machine, as measured on one day."""
 
     machine: str  # the CPU's name
     vector_unit: str  # "AVX-512": what the FMA loop was compiled for
@@ -96,12 +96,12 @@ class Peaks:
 
     @property
     def roofs(self) -> tuple[Roof, ...]:
-        """Return the roofs that there are: one core, all cores where there are several, the GPU if any."""
+        """Return the roofs: one core, all cores if there are several, the GPU if there is one."""
         several = (self.all,) if self.cores > 1 else ()
         return (self.one, *several, *((self.gpu,) if self.gpu else ()))
 
     def roof(self, cores: str) -> Roof:
-        """Return the roof of "one" core, of "all", or of the "gpu"; ValueError for what there is not."""
+        """Return the roof of "one" core, of "all", or of the "gpu"; raise ValueError if there is none."""
         found = {"one": self.one, "all": self.all, "gpu": self.gpu}.get(cores)
         if found is None:
             there = ["one", "all", *(["gpu"] if self.gpu else [])]
@@ -110,7 +110,7 @@ class Peaks:
 
     @property
     def busy(self) -> bool:
-        """Whether other programs ran while this was measured, so that the peaks are too low."""
+        """Whether other programs ran during the measurement, so that the peaks are too low."""
         return any(roof.granted < 0.9 for roof in self.roofs)
 
     def __str__(self) -> str:
@@ -123,12 +123,12 @@ class Peaks:
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what `from_dict` takes, ready for JSON."""
+        """Return the fields as `from_dict` takes them, ready for JSON."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Peaks:
-        """Return the Peaks that `to_dict` was called on; TypeError or ValueError where it can't be."""
+        """Return the Peaks that `to_dict` was called on; raise TypeError or ValueError for anything else."""
         roofs = {name: Roof(**fields[name]) for name in ("one", "all")}
         gpu = None if fields["gpu"] is None else Roof(**fields["gpu"])
         return cls(**{**fields, **roofs, "gpu": gpu})

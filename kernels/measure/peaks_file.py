@@ -1,7 +1,7 @@
 """Keep a machine's peaks in the user's cache folder, so that they are measured once.
 
-The file is named after what the peaks depend on: the CPU, how many of its cores the process may use, the
-vector unit, the GPU. A home folder that several machines share thus holds a file for each.
+The file's name holds what the peaks depend on: the CPU, how many of its cores the process may use, the vector
+unit, the GPU. So several machines can share a home folder, with a file for each.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..cpu.support.caches import available_cpus
 from ..cpu.support.vector_unit import vector_unit
 from .peaks import Peaks
 
-FORMAT = 1  # of the file; a file of another is measured again
+FORMAT = 1  # of the file; with another format the peaks are measured again
 
 
 def path() -> Path:
@@ -31,7 +31,7 @@ def path() -> Path:
 
 
 def load(file: Path) -> Peaks | None:
-    """Return the peaks in the file; None where there is no such file, or it can't be used."""
+    """Return the peaks in the file; None if there is no such file, or it can't be used."""
     try:
         kept = json.loads(file.read_text(encoding="utf-8"))
         peaks = Peaks.from_dict(kept["peaks"]) if kept["format"] == FORMAT else None
@@ -42,9 +42,9 @@ def load(file: Path) -> Peaks | None:
 
 
 def save(peaks: Peaks, file: Path) -> bool:
-    """Write the file, whole or not at all, and return whether that could be done."""
+    """Write the file, whole or not at all, and return whether that succeeded."""
     text = json.dumps({"format": FORMAT, "peaks": peaks.to_dict()}, indent=1)
-    # A name of its own, then a rename: another process reads the old file or the new, never a part.
+    # Write under another name, then rename: other processes read the old file or the new, never a part.
     beside = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -58,7 +58,7 @@ def save(peaks: Peaks, file: Path) -> bool:
 
 
 def cpu_name(cpuinfo: str = "/proc/cpuinfo") -> str:
-    """Return the CPU's name; where it has none, as on ARM under Linux, its architecture and part number."""
+    """Return the CPU's name; without one, as on ARM under Linux, its architecture and part number."""
     if sys.platform == "darwin":
         with contextlib.suppress(OSError, subprocess.SubprocessError):
             asked = ["sysctl", "-n", "machdep.cpu.brand_string"]
@@ -79,7 +79,7 @@ def cpu_name(cpuinfo: str = "/proc/cpuinfo") -> str:
 
 
 def gpu_names(root: str = "/proc/driver/nvidia/gpus") -> list[str]:
-    """Return the names of NVIDIA's GPUs as its driver gives them, each once: torch takes a second to ask."""
+    """Return the names of NVIDIA's GPUs, each once. The driver's files tell; asking torch takes a second."""
     names = set()
     for file in Path(root).glob("*/information"):
         with contextlib.suppress(OSError):

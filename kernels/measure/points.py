@@ -1,8 +1,9 @@
-"""A point of a roofline: what a product took, beside what the machine allows at its intensity.
+"""A point of a roofline: how fast a product ran, and what the machine allows at its intensity.
 
-The intensity is that of the fewest bytes that a product can move: a and b read once, c written once. A kernel
-that fetches operands again has less, and may be at its own roof where it is placed below this one. Where all
-three fit the caches, a repeated call moves no such bytes at all, and may be above the slope of the roof.
+The intensity counts the fewest bytes that a product can move: a and b read once, c written once. A kernel
+that fetches operands again has a lower intensity, and may be at its own roof although it appears below this
+one. If all three fit the caches, a repeated call moves no such bytes at all, and may be above the slope of
+the roof.
 
 Source: Williams, Waterman, Patterson, CACM 52(4), 2009, which counts bytes between caches and main memory.
 """
@@ -24,8 +25,8 @@ from . import gpu_timer, harness
 from .peaks import Roof
 
 Multiplication = Rung | Callable[..., Any]  # a rung, numpy.matmul, or any function of two arrays
-# What has elements of the same size: TF32 is a way to round float32 in registers, and NumPy has bfloat16 only
-# with ml_dtypes.
+# A dtype of the same size that NumPy has: TF32 only rounds float32 in registers, and bfloat16 needs
+# ml_dtypes.
 IN_MEMORY = {"tf32": "float32", "bfloat16": "float16"}
 
 
@@ -40,7 +41,7 @@ def intensity(m: int, n: int, k: int, dtype: DTypeLike = "float32") -> float:
 
 
 def fewest_bytes(m: int, n: int, k: int, dtype: DTypeLike = "float32") -> int:
-    """Return the bytes of a, b and c, each moved once; `dtype` may be "tf32" and "bfloat16", too."""
+    """Return the bytes of a, b and c, each moved once; `dtype` may also be "tf32" or "bfloat16"."""
     return harness.bytes(m, n, k, IN_MEMORY.get(str(dtype), dtype))
 
 
@@ -64,7 +65,7 @@ class Point:
 
     @property
     def rate(self) -> float:
-        """Return the FLOP/s that were measured."""
+        """Return the measured FLOP/s."""
         return harness.flops(self.m, self.n, self.k) / self.seconds
 
     @property
@@ -74,7 +75,7 @@ class Point:
 
     @property
     def intensity(self) -> float:
-        """Return the FLOP/byte with so few bytes: the most that any kernel for this product has."""
+        """Return the FLOP/byte with the fewest bytes: no kernel for this product has more."""
         return intensity(self.m, self.n, self.k, self.dtype)
 
     @property
@@ -84,12 +85,12 @@ class Point:
 
     @property
     def share(self) -> float:
-        """Return `rate` over `attainable`: above 1 where operands come from caches, not from memory."""
+        """Return `rate` over `attainable`; it is above 1 if operands come from caches, not from memory."""
         return self.rate / self.attainable
 
     @property
     def bound(self) -> Literal["memory", "arithmetic"]:
-        """Return what limits this intensity: memory left of the ridge, arithmetic from there on."""
+        """Return the limit at this intensity: memory left of the ridge, arithmetic from there on."""
         return "memory" if self.intensity < self.roof.ridge(self.dtype) else "arithmetic"
 
     def __str__(self) -> str:
@@ -103,15 +104,15 @@ class Point:
 def median_seconds(
     product: Multiplication, m: int, n: int, k: int, dtype: DTypeLike, threads: int, seconds: float
 ) -> float:
-    """Return the median time of a call with (m, k) and (k, n): calls for `seconds`, and three at least.
+    """Return the median time of a call with (m, k) and (k, n): calls for `seconds`, but at least three.
 
-    One call before is not timed. BLAS and OpenMP get `threads` threads meanwhile.
+    One call before is not timed. BLAS and OpenMP get `threads` threads.
     """
     from threadpoolctl import threadpool_limits
 
     a, b = harness.inputs(m, n, k, dtype, seed=0)
     function = product.matmul if isinstance(product, Rung) else product
-    # Memory that is there already: the pages of a new array would be a part of the time.
+    # Use memory that exists already, or the time would include the pages of a new array.
     out = {"out": empty(m, n, dtype)} if isinstance(product, (Rung, np.ufunc)) else {}
     times: list[float] = []
     with threadpool_limits(threads):
@@ -129,7 +130,7 @@ def median_gpu_seconds(
 ) -> float:
     """Return the median time of a call with tensors (m, k) and (k, n) on torch's GPU, by the GPU's own clock.
 
-    As `median_seconds`: calls for `seconds`, and three at least, after one that is not timed.
+    As in `median_seconds`: calls for `seconds`, but at least three, after one that is not timed.
     """
     import torch
 
@@ -147,9 +148,9 @@ def median_gpu_seconds(
 
 
 def product_name(product: Multiplication) -> str:
-    """Return what to call it: the rung's name, "numpy.matmul", a function's own name.
+    """Return the name of a product: the rung's, "numpy.matmul", or a function's own.
 
-    Raises TypeError for what can't be called.
+    Raises TypeError if it can't be called.
     """
     if isinstance(product, Rung):
         return product.name

@@ -1,10 +1,10 @@
-"""How fast this machine can be at all, and how near a kernel comes to that.
+"""How fast this machine can be, and how near a kernel comes to that.
 
     python -m minidist.kernels.measure.roofline --place s4 512 --place numpy 512 --plot roofline.png
 
-`measure` takes this machine's peaks once, in about five seconds, and keeps them. `attainable` says what
-rate an arithmetic intensity allows; `place` times a rung, or any other product, and says what share of that
-rate it reaches; `plot` draws both.
+`measure` takes this machine's peaks once, in about five seconds, and keeps them. `attainable` returns the
+rate that an arithmetic intensity allows. `place` times a rung, or any other product, and returns the share of
+that rate that it reaches. `plot` draws both.
 
 Source: Williams, Waterman, Patterson, Roofline: An Insightful Visual Performance Model for Multicore
 Architectures, Communications of the ACM 52(4), 2009.
@@ -41,10 +41,10 @@ _measured: dict[Path, Peaks] = {}  # for machines whose cache folder can't be wr
 
 
 def measure(fresh: bool = False) -> Peaks:
-    """Return this machine's peaks: those that are kept, or else measured now, and kept.
+    """Return this machine's peaks: the kept ones, or else measure them now and keep them.
 
-    `fresh` measures again: when a machine that was busy (`.busy`) is idle, or when something changed that the
-    file's name (`peaks_file.path()`) does not show. Where no file can be written, this process keeps them.
+    `fresh` measures again: when a busy machine (`.busy`) has become idle, or when something changed that the
+    file's name (`peaks_file.path()`) does not show. If no file can be written, this process keeps them.
     """
     file = peaks_file.path()
     if not fresh:
@@ -97,14 +97,14 @@ def place(
     peaks: Peaks | None = None,
     seconds: float = 0.2,
 ) -> Point:
-    """Time `product` with (m, k) and (k, n), and return where that stands on the roofline.
+    """Time `product` with (m, k) and (k, n), and return its point on the roofline.
 
-    `product` is a rung, a NumPy function such as numpy.matmul, or any function of two arrays; what it
-    computes is not checked here (`harness.check` does that). `cores` names the roof: "one" core; "all" for
-    what uses threads, of which BLAS gets as many; "gpu", for which the product gets tensors in the memory of
-    torch's GPU. A rung knows its own; others count as "one". The time is the median of calls for `seconds`,
-    three at least; on a GPU its own time, without Python's. A rung that multiplies float32 as TF32 stands
-    below the roof of that.
+    `product` is a rung, a NumPy function such as numpy.matmul, or any function of two arrays; its result is
+    not checked here (`harness.check` does that). `cores` names the roof: "one" core; "all" for a product that
+    uses threads (BLAS gets as many); "gpu" for a product that takes tensors in the memory of torch's GPU. A
+    rung knows its own; others count as "one". The time is the median of calls for `seconds`, at least three;
+    on a GPU it is the GPU's own time, without Python's. A rung that multiplies float32 as TF32 is placed
+    below the roof of TF32.
 
     Raises ValueError for a size below 1, and for a dtype or cores that were not measured.
     """
@@ -135,7 +135,7 @@ def point(
     cores: Cores = "one",
     peaks: Peaks | None = None,
 ) -> Point:
-    """Return the point of a product that took `seconds`, timed elsewhere; raises ValueError as `place`."""
+    """Return the point of a product that took `seconds`, timed elsewhere; raises ValueError like `place`."""
     return Point(name, m, n, k, dtype_name(dtype), seconds, (peaks or measure()).roof(cores))
 
 
@@ -146,11 +146,11 @@ def plot(
     peaks: Peaks | None = None,
     axes: Axes | None = None,
 ) -> Axes:
-    """Draw the roofs of one core and of all, the GPU's too if any, with points from `place`; return the axes.
+    """Draw the roofs of one core, all cores and the GPU if any, with points from `place`; return the axes.
 
-    The roofs are those of the points' dtypes, or of `dtype` where there are no points. With `path` the figure
-    is saved there, as its suffix says (.png, .svg, .pdf), and not shown; without, a notebook shows it. With
-    `axes` it is drawn there.
+    The roofs are those of the points' dtypes, or of `dtype` if there are no points. With `path` the figure is
+    saved there, in the format of its suffix (.png, .svg, .pdf), and not shown; without, a notebook shows it.
+    With `axes` it is drawn there.
     """
     from .roofline_plot import draw
 

@@ -1,7 +1,7 @@
 """Draw rooflines and the points on them, both axes logarithmic.
 
-The points of a product at several sizes are joined. All names stand in one column beside the axes, where
-nothing else is drawn, at the height of what they name; those that would overlap are moved apart.
+A line joins the points of a product at several sizes. All names stand in one column beside the axes, where
+nothing else is drawn, at the height of what they name; names that would overlap are moved apart.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def draw(
     path: str | PathLike[str] | None,
     axes: Axes | None,
 ) -> Axes:
-    """Draw as `roofline.plot` says; raise ImportError with the remedy where matplotlib is missing."""
+    """Draw as `roofline.plot` says; raise ImportError with the remedy if matplotlib is missing."""
     try:
         import matplotlib.style
         from matplotlib.figure import Figure
@@ -44,9 +44,9 @@ def draw(
     if axes is not None:
         _draw(axes, peaks, points, roofs)
     else:
-        with matplotlib.style.context("default"):  # a dark theme has colours that are not for this one
+        with matplotlib.style.context("default"):  # a dark theme would clash with these colours
             if path is not None:
-                axes = Figure(figsize=SIZE, layout="constrained").subplots()  # pyplot never knows of it
+                axes = Figure(figsize=SIZE, layout="constrained").subplots()  # not registered in pyplot
             else:
                 import matplotlib.pyplot as plt
 
@@ -75,7 +75,7 @@ def _draw(axes: Axes, peaks: Peaks, points: Sequence[Point], roofs: list[tuple[R
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(MUTED)
-    alone = len({roof.name for roof, _ in roofs}) == 1  # then points need not say which they stand under
+    alone = len({roof.name for roof, _ in roofs}) == 1  # then points need not name their roof
     names = _draw_roofs(axes, roofs) + _draw_points(axes, points, alone)
     sizes = _draw_sizes(axes, points)
     axes.figure.canvas.figure.draw_without_rendering()  # settles where everything is, in pixels
@@ -151,7 +151,7 @@ def _draw_points(axes: Axes, points: Sequence[Point], alone: bool) -> list[Any]:
 
 
 def _draw_sizes(axes: Axes, points: Sequence[Point]) -> list[Any]:
-    """Write n below the points of n x n x n, and other shapes in full; return the texts, from the left."""
+    """Write n below the points of n x n x n, and other shapes in full; return the texts from the left."""
     found: dict[tuple[float, tuple[int, int, int]], str] = {}
     for point in sorted(points, key=lambda point: point.intensity):
         sizes = (point.m, point.n, point.k)
@@ -176,7 +176,7 @@ def _draw_sizes(axes: Axes, points: Sequence[Point]) -> list[Any]:
 
 
 def _name(axes: Axes, text: str, x: float, y: float, color: str) -> Any:
-    """Write beside the axes, at the height of the point (x, y), and join the two."""
+    """Write beside the axes at the height of (x, y), and connect the two."""
     return axes.annotate(
         text,
         (x, y),
@@ -196,7 +196,7 @@ def _number(x: float) -> str:
 
 
 def _move_apart(axes: Axes, names: Sequence[Any]) -> None:
-    """Move names up and down, by as little as leaves none on another."""
+    """Move names up and down, by as little as possible, until none overlaps another."""
     heights = {name: axes.transData.transform((1, name.get_position()[1]))[1] for name in names}
     order = sorted(heights, key=lambda name: heights[name])
     apart = 1.1 * max(name.get_window_extent().height for name in names)
@@ -206,7 +206,7 @@ def _move_apart(axes: Axes, names: Sequence[Any]) -> None:
 
 
 def _stack(texts: Sequence[Any]) -> None:
-    """Move texts, which come from the left, up by a row where they would lie on one before them."""
+    """Move texts, which come from the left, up by a row if they would overlap one before them."""
     ends: list[float] = []  # of each row, in pixels
     for text in texts:
         box = text.get_window_extent()
@@ -218,13 +218,13 @@ def _stack(texts: Sequence[Any]) -> None:
 def spread(wanted: Sequence[float], apart: float) -> list[float]:
     """Return positions in the order of `wanted`, which ascends, at least `apart` from each other.
 
-    They are those nearest to the wanted ones, in least squares: neighbours that would come too near share the
-    mean of their wishes (isotonic regression by pooling adjacent violators: Barlow, Bartholomew, Bremner and
+    They are nearest to the wanted ones in least squares: neighbours that would come too near share the mean
+    of their wishes (isotonic regression by pooling adjacent violators: Barlow, Bartholomew, Bremner and
     Brunk, Statistical Inference under Order Restrictions, 1972).
     """
     pools: list[list[float]] = []
     for i, position in enumerate(wanted):
-        pools.append([position - i * apart])  # so shifted, they have to ascend, and no more
+        pools.append([position - i * apart])  # shifted like this, they only have to ascend
         while len(pools) > 1 and fmean(pools[-2]) >= fmean(pools[-1]):
             last = pools.pop()
             pools[-1] += last

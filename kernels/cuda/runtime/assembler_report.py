@@ -1,8 +1,8 @@
-"""What the assembler made of a kernel: registers, spills, stack, shared memory; and how many blocks fit.
+"""What the assembler reports of a kernel (registers, spills, shared memory), and the occupancy that follows.
 
 A multiprocessor hides the latency of one warp behind the work of others, as many as its registers and shared
-memory have room for. So these numbers, which are known without a GPU, say much of what a kernel's speed can
-be; occupancy is their sum.
+memory have room for: the occupancy. These numbers are known without a GPU and say much about a kernel's
+possible speed.
 
 Source: NVIDIA, CUDA C++ Programming Guide, table "Technical Specifications per Compute Capability", and the
 rules of allocation in the CUDA Occupancy Calculator (Nsight Compute).
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from .device import capability
 
 WARP = 32
-REGISTERS = 65536  # of 4 bytes, in a multiprocessor: 7.5 to 12.1 are alike
+REGISTERS = 65536  # of 4 bytes, in a multiprocessor of any architecture from 7.5 to 12.1
 REGISTER_UNIT = 256  # a warp gets whole units; the register file has four parts, and a warp lies in one
 SHARED_UNIT = {7: 256}  # bytes that are allocated at once, by major version; 128 from 8.0 on
 RESERVED_SHARED = 1024  # bytes of a block's shared memory that the system keeps, from 8.0 on
@@ -53,8 +53,8 @@ class Report:
 
     architecture: str
     registers: int  # per thread
-    spill_stores: int  # bytes per thread that did not fit registers, stored to and
-    spill_loads: int  # loaded from local memory
+    spill_stores: int  # bytes per thread that did not fit registers and are stored to local memory
+    spill_loads: int  # bytes per thread that are loaded back
     stack: int  # bytes per thread: local arrays that did not become registers
     shared: int  # bytes per block that the source declares; dynamic shared memory comes on top
     warnings: tuple[str, ...] = ()  # of the assembler
@@ -62,10 +62,7 @@ class Report:
 
 
 def parse(log: str, architecture: str) -> Report:
-    """Return the report from the log of the assembler's `-v`.
-
-    Raises ValueError where the log does not speak of a kernel.
-    """
+    """Return the report from the log of the assembler's `-v`; raise ValueError if the log has no kernel."""
 
     def number(pattern: str) -> int:
         match = re.search(pattern, log)
@@ -73,7 +70,7 @@ def parse(log: str, architecture: str) -> Report:
             raise ValueError(f"the assembler's log has no {pattern!r}: {log!r}")
         return int(match[1])
 
-    # The machine code's own section for it has the system's 1024 bytes too, from 9.0 on.
+    # Not from the machine code's section: from 9.0 on that includes the system's 1024 bytes.
     shared = re.search(r"(\d+) bytes smem", log)
     entry = re.search(r"Compiling entry function '([^']+)'", log)
     return Report(
@@ -94,15 +91,15 @@ class Occupancy:
 
     blocks: int
     warps: int
-    limit: str  # what allows no more: "registers", "shared memory", "warps" or "blocks"
+    limit: str  # the scarcest resource: "registers", "shared memory", "warps" or "blocks"
     share: float  # warps over the most that a multiprocessor holds
 
 
 def occupancy(report: Report, threads: int, dynamic_shared: int = 0, architecture: str = "") -> Occupancy:
     """Return the occupancy of a kernel in blocks of `threads`, with `dynamic_shared` bytes beyond its own.
 
-    `architecture` is the report's own unless given. Raises ValueError for one whose limits are not known and
-    for a block that no multiprocessor holds.
+    `architecture` is the report's own unless given. Raises ValueError for an architecture whose limits are
+    not known, and for a block that no multiprocessor can hold.
     """
     major, minor, _ = capability(architecture or report.architecture)
     limits = LIMITS.get((major, minor))

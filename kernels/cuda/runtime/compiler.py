@@ -1,11 +1,10 @@
-"""Compile a kernel to PTX or to machine code, for any architecture, with no GPU and no driver.
+"""Compile a kernel to PTX or to machine code, for any architecture, without a GPU or a driver.
 
-The path: Numba types and lowers the function, NVVM makes PTX of it, or LTO-IR, from which nvJitLink makes a
-cubin for one architecture. All of these are wheels. PTX is what the emulator executes; the cubin is what a
-GPU loads, already machine code: a driver older than the toolkit could not assemble its PTX. Link-time
-optimisation also is the only path on which `setmaxnreg` has an effect (otherwise ignored, warning C7504).
-
-Results are kept on disk (`kernel_cache.py`).
+Numba types and lowers the function. NVVM turns that into PTX, or into LTO-IR from which nvJitLink makes a
+cubin for one architecture. All of these are wheels. The emulator executes PTX. A GPU loads the cubin, which
+is already machine code: a driver older than the toolkit could not assemble its PTX. Link-time optimisation is
+also the only path on which `setmaxnreg` has an effect (elsewhere it is ignored, warning C7504). Results are
+kept on disk (`kernel_cache.py`).
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ def compile_ptx(
 ) -> str:
     """Return the PTX of a kernel whose arguments have these Numba types, for "sm_80", "sm_90a", ...
 
-    `threads` a block and at least `blocks` of them on a multiprocessor are the launch bounds, from which the
+    The launch bounds are `threads` a block and at least `blocks` blocks on a multiprocessor; from them the
     assembler derives how many registers a thread may have. With `lineinfo` each instruction names its line of
-    Python. Raises ImportError where the compiler is not installed, ValueError for what is no architecture,
-    and Numba's own errors for what it can't compile.
+    Python. Raises ImportError if the compiler is not installed, ValueError for an unknown architecture, and
+    Numba's own errors.
     """
     require_compiler()
     bounds = (threads, blocks)
@@ -65,9 +64,9 @@ def compile_cubin(
     fastmath: bool = False,
     lineinfo: bool = True,
 ) -> tuple[bytes, Report]:
-    """Return the machine code of a kernel, and what the assembler says of it; arguments as `compile_ptx`.
+    """Return a kernel's machine code and the assembler's report on it; arguments as for `compile_ptx`.
 
-    Raises RuntimeError, with the log of nvJitLink, where it can't assemble the kernel.
+    Raises RuntimeError, with the log of nvJitLink, if that can't assemble the kernel.
     """
     require_compiler()
     bounds = (threads, blocks)
@@ -88,7 +87,7 @@ def compile_cubin(
 def link(code: bytes, architecture: str, name: str = "kernel") -> tuple[bytes, str]:
     """Return the cubin that nvJitLink makes of LTO-IR, and the assembler's log.
 
-    Raises RuntimeError, with what it says, where it can't.
+    Raises RuntimeError, with nvJitLink's message, if that fails.
     """
     core: Any = importlib.import_module("cuda.core")
     options = core.LinkerOptions(
@@ -99,7 +98,7 @@ def link(code: bytes, architecture: str, name: str = "kernel") -> tuple[bytes, s
         linker = core.Linker(core.ObjectCode.from_ltoir(code, name=name), options=options)
         cubin: bytes = linker.link("cubin").code
         log: str = linker.get_info_log()
-    except Exception as error:  # a class of its own for each kind of failure, and of each release
+    except Exception as error:  # each kind of failure has its own class, which changes with releases
         said = str((linker.get_error_log() if linker is not None else "") or error)
         if "OUTDATED_LIBRARY" in said or "newer version of nvJitLink" in said:
             raise RuntimeError(
@@ -142,9 +141,9 @@ def _compile(
 def _assumed_device(cc: tuple[int, int]) -> Iterator[None]:
     """Let Numba think that the current device has compute capability `cc`.
 
-    A function that a kernel calls (also Numba's own: `array.view`) is compiled for the current device, which
-    takes a driver, and on a machine with one is not the device that was asked for. `cuda.compile` has no
-    option for it (numba-cuda 0.30), so its look-up is replaced, under the lock that every compilation takes.
+    Numba compiles a function that a kernel calls (also its own, such as `array.view`) for the current device.
+    That needs a driver, and the current device may not be the target. `cuda.compile` has no option for it
+    (numba-cuda 0.30), so its look-up is replaced, under the lock that every compilation takes.
     """
     dispatcher: Any = importlib.import_module("numba.cuda.dispatcher")
     lock: Any = importlib.import_module("numba.cuda.core.compiler_lock").global_compiler_lock
@@ -159,7 +158,7 @@ def _assumed_device(cc: tuple[int, int]) -> Iterator[None]:
 
 @functools.cache
 def _versions() -> tuple[str, ...]:
-    """Return the versions and settings of all that makes the code: with others, what was kept is not used."""
+    """Return the versions and settings that the code depends on; they are part of its key on disk."""
     found = []
     for package in PACKAGES + PACKAGES_OF_12:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

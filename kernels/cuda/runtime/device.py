@@ -1,11 +1,12 @@
 """Where the CUDA ladder runs: on a GPU, in the emulator of its instructions, or in Numba's simulator.
 
-One source serves all three. With a usable GPU kernels run on it; without, their PTX is executed in NumPy
-(`emulator/`), so that tests and lessons need no hardware. Numba's own simulator, which runs the Python source
-thread by thread, is chosen by NUMBA_ENABLE_CUDASIM=1. MINIDIST_CUDA_BACKEND overrides this choice.
+The same source serves all three. With a usable GPU, kernels run on it. Without one, NumPy executes their PTX
+(`emulator/`), so tests and lessons need no hardware. NUMBA_ENABLE_CUDASIM=1 selects Numba's own simulator,
+which runs the Python source thread by thread. MINIDIST_CUDA_BACKEND overrides this choice.
 
-What is missing or does not fit is said in one sentence with its remedy, before a CUDA error code could be.
-Source for versions: NVIDIA, CUDA Compatibility (a driver of the toolkit's major version runs what it built).
+Missing or mismatched software is reported in one sentence with its remedy, before a CUDA error code could
+appear. Source for versions: NVIDIA, CUDA Compatibility (a driver of the toolkit's major version runs what it
+built).
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ DRIVERS = {12: 525, 13: 580}
 def backend() -> Backend:
     """Return "gpu", "emulator" or "simulator": where kernels run now.
 
-    $MINIDIST_CUDA_BACKEND if it is set, else "simulator" under NUMBA_ENABLE_CUDASIM=1, else "gpu" where there
-    is one and its driver fits, else "emulator". Raises ValueError for another word in the variable, and
-    RuntimeError where "simulator" is asked for in a process that did not start as one, where "gpu" is asked
-    for and there is none, and where the driver is too old.
+    $MINIDIST_CUDA_BACKEND decides if it is set. Otherwise it is "simulator" under NUMBA_ENABLE_CUDASIM=1,
+    "gpu" if there is one and its driver fits, else "emulator". Raises ValueError for another value of the
+    variable, and RuntimeError if "simulator" is asked for in a process that did not start as one, if "gpu" is
+    asked for and there is none, and if the driver is too old.
     """
     named = os.environ.get(VARIABLE)
     simulated = os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("", "0")
@@ -61,7 +62,7 @@ def backend() -> Backend:
 def has_gpu() -> bool:
     """Return whether there is an NVIDIA GPU that this process may use.
 
-    Raises RuntimeError where there is one whose driver is older than the installed toolkit.
+    Raises RuntimeError if its driver is older than the installed toolkit.
     """
     try:
         driver: Any = importlib.import_module("cuda.bindings.driver")
@@ -82,13 +83,13 @@ def has_gpu() -> bool:
 
 
 def toolkit_major() -> int:
-    """Return the major version of the CUDA toolkit that the installed wheels are of."""
+    """Return the major version of the installed CUDA toolkit wheels."""
     version: str = importlib.import_module("cuda.bindings").__version__
     return int(version.partition(".")[0])
 
 
 def check_driver(version: int, toolkit: int) -> None:
-    """Raise RuntimeError where a driver for CUDA `version` (12080 is 12.8) is older than `toolkit` (13)."""
+    """Raise RuntimeError if a driver for CUDA `version` (12080 is 12.8) is older than `toolkit` (13)."""
     if version // 1000 >= toolkit:
         return
     raise RuntimeError(
@@ -99,7 +100,7 @@ def check_driver(version: int, toolkit: int) -> None:
 
 
 def require_toolkit() -> None:
-    """Raise ImportError, with the command that helps, where what compiles kernels is missing or broken."""
+    """Raise ImportError, with the command that helps, if the compiler packages are missing or broken."""
     if importlib.util.find_spec("numba_cuda") is None:
         raise ImportError(f"the CUDA ladder needs numba-cuda, which is not installed: {INSTALL}")
     if version("numba-cuda") < (0, 31) and version("numpy") >= (2, 5):  # which has no `row_stack` any more
@@ -115,7 +116,7 @@ def version(package: str) -> tuple[int, int]:
 
 @functools.cache
 def require_compiler() -> None:
-    """Raise ImportError where NVVM, NVRTC or nvJitLink are missing: wheels, which need no GPU."""
+    """Raise ImportError if NVVM, NVRTC or nvJitLink are missing; these wheels need no GPU."""
     require_toolkit()
     pathfinder: Any = importlib.import_module("cuda.pathfinder")
     for name in ("nvvm", "nvrtc", "nvJitLink"):
@@ -126,10 +127,7 @@ def require_compiler() -> None:
 
 
 def capability(architecture: str) -> tuple[int, int, str]:
-    """Return (9, 0, "a") for "sm_90a", (7, 5, "") for "sm_75": major, minor and specific features.
-
-    Raises ValueError for what is no architecture.
-    """
+    """Return (9, 0, "a") for "sm_90a", (7, 5, "") for "sm_75"; raise ValueError for anything else."""
     match = re.fullmatch(r"sm_(\d+)(\d)([af]?)", architecture)
     if not match:
         raise ValueError(f"architecture is {architecture!r}: pass one as in 'sm_80', 'sm_90a' or 'sm_100'")
@@ -139,8 +137,8 @@ def capability(architecture: str) -> tuple[int, int, str]:
 def architecture_on(needed: str, device: tuple[int, int], kernel: str, gpu: str) -> str:
     """Return the architecture to compile `kernel` for on a GPU of compute capability `device`.
 
-    `needed` is the oldest on which the kernel runs. "sm_90a" has instructions of Hopper alone: such a kernel
-    runs on 9.0, and on nothing newer. Raises RuntimeError where this GPU does not run it; `gpu` is its name.
+    `needed` is the oldest on which the kernel runs. "sm_90a" has instructions that only Hopper knows: such a
+    kernel runs on 9.0 and nothing newer. Raises RuntimeError if this GPU, called `gpu`, can't run it.
     """
     major, minor, features = capability(needed)
     has = f"{gpu} has compute capability {device[0]}.{device[1]}"

@@ -1,8 +1,8 @@
-"""A GPU's driver: which GPUs there are, the current one, its stream, memory, and errors in words.
+"""A GPU's driver: which GPUs there are, the current one, its stream and memory, and errors in words.
 
-Everything goes through `cuda.bindings.driver`, the driver API one to one, since numba-cuda's own launches
-stop at 48 KB of dynamic shared memory, know no clusters and no tensor maps. Torch decides which GPU and which
-stream are current where it has one in use: kernels then run in the order of its work.
+Everything goes through `cuda.bindings.driver`, the driver API one to one, because numba-cuda's own launches
+stop at 48 KB of dynamic shared memory and know neither clusters nor tensor maps. If torch uses a GPU, torch
+decides which GPU and which stream are current, so kernels run in the order of its work.
 
 Source: NVIDIA, CUDA Driver API (sections Context, Memory, Stream Ordered Memory Allocator).
 """
@@ -21,7 +21,7 @@ from .device import backend, check_driver, toolkit_major
 
 @dataclass(frozen=True)
 class Properties:
-    """What a GPU is."""
+    """The properties of a GPU."""
 
     name: str  # "NVIDIA H200"
     capability: tuple[int, int]  # (9, 0)
@@ -33,7 +33,7 @@ class Properties:
 
 
 class Gpu:
-    """The driver of this process. `driver` is the module `cuda.bindings.driver`, or what stands for it."""
+    """The driver of this process; `driver` is the module `cuda.bindings.driver` or a fake."""
 
     def __init__(self, driver: Any) -> None:
         self.driver = driver
@@ -46,17 +46,17 @@ class Gpu:
         self._thread = threading.local()
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """Call a function of the driver and return what it returns; raise RuntimeError with its error."""
+        """Call a function of the driver and return its result; raise RuntimeError if it fails."""
         error, *values = getattr(self.driver, name)(*arguments)
         if int(error):
             raise self.error(name, error)
         return values[0] if len(values) == 1 else tuple(values)
 
     def error(self, name: str, error: Any) -> RuntimeError:
-        """Return the exception for an error that the driver's function `name` gave."""
+        """Return the exception for an error of the driver's function `name`."""
         try:
             words = self.driver.cuGetErrorString(error)[1].decode()
-        except Exception:  # whatever happens here must not hide the error itself
+        except Exception:  # a failure here must not hide the error itself
             words = "unknown error"
         label = getattr(error, "name", str(error))
         if label == "CUDA_ERROR_OUT_OF_MEMORY":
@@ -64,9 +64,9 @@ class Gpu:
         return RuntimeError(f"the GPU's driver refused {name} ({label}): {words}")
 
     def current(self) -> int:
-        """Return the number of the current GPU: torch's, where it has one in use, or that of this thread.
+        """Return the number of the current GPU: torch's, if torch uses one, or else this thread's.
 
-        Its primary context is current afterwards, where this thread had none yet.
+        Afterwards its primary context is current if this thread had none.
         """
         device = self._current_device()
         if not getattr(self._thread, "ready", False):
@@ -90,7 +90,7 @@ class Gpu:
         return self._contexts[device]
 
     def stream(self) -> int:
-        """Return the address of the stream that work goes to: torch's current one, or the default one."""
+        """Return the address of the current stream: torch's, or the default one."""
         torch: Any = sys.modules.get("torch")
         if torch is not None and torch.cuda.is_initialized():
             # What torch.cuda.current_stream().cuda_stream is, without the objects made for it.
@@ -104,7 +104,7 @@ class Gpu:
         return int(self.call("cuDeviceGetAttribute", which, self.call("cuDeviceGet", device)))
 
     def properties(self, device: int) -> Properties:
-        """Return what the GPU with this number is."""
+        """Return the properties of the GPU with this number."""
         if device not in self._properties:
             handle = self.call("cuDeviceGet", device)
             ask = functools.partial(self.attribute, device)
@@ -120,7 +120,7 @@ class Gpu:
         return self._properties[device]
 
     def allocate(self, size: int, stream: int) -> int:
-        """Return the address of `size` bytes, from `stream`'s next work on; aligned to 256 bytes."""
+        """Return the address of `size` bytes, valid from `stream`'s next work on; aligned to 256 bytes."""
         if self._pooled(self.current()):
             return int(self.call("cuMemAllocAsync", size, self.driver.CUstream(stream)))
         return int(self.call("cuMemAlloc", size))
@@ -172,20 +172,21 @@ class Gpu:
         self.call("cuMemcpy2DAsync", copy, stream)
 
     def synchronize(self) -> None:
-        """Wait for all work of the current stream; raises RuntimeError where a kernel failed."""
+        """Wait for all work of the current stream; raise RuntimeError if a kernel failed."""
         self.call("cuStreamSynchronize", self.driver.CUstream(self.stream()))
 
 
 @functools.cache
 def get() -> Gpu:
-    """Return the driver of this process. Raises RuntimeError where there is no GPU, or an old driver."""
+    """Return the driver of this process. Raises RuntimeError if there is no GPU or its driver is too old."""
     return Gpu(importlib.import_module("cuda.bindings.driver"))
 
 
 def multiprocessors() -> int:
     """Return how many multiprocessors the current GPU has; in the emulator 132, an H100's.
 
-    A kernel whose blocks take tile after tile is launched with as many blocks as run at a time.
+    Rungs choose their tiles by it, and a kernel whose blocks take tile after tile gets as many blocks as run
+    at a time.
     """
     if backend() != "gpu":
         return 132
@@ -194,7 +195,7 @@ def multiprocessors() -> int:
 
 
 def shared_memory() -> int:
-    """Return how many bytes of shared memory a block may have: 163 KB on an A100, 227 on an H100."""
+    """Return the bytes of shared memory that a block may have: 163 KB on an A100, 227 on an H100."""
     if backend() != "gpu":
         return 227 * 1024
     gpu = get()

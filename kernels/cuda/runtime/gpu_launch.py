@@ -1,6 +1,6 @@
 """Load a kernel's machine code on a GPU, and launch it.
 
-Everything that is the same from call to call is made once for each kernel, GPU and tuple of argument types:
+Everything that stays the same between calls is made once for each kernel, GPU and tuple of argument types:
 the loaded code, the layout of its parameters, a buffer for them and the pointers into it. A launch fills the
 buffer and calls the driver, which copies it.
 
@@ -23,14 +23,14 @@ from .gpu_memory import DeviceArray
 from .gpu_tensor_maps import on_gpu
 from .tensor_map import TensorMap
 
-PLAIN_SHARED = 48 * 1024  # bytes of a block's shared memory, from which on a kernel has to opt in
+PLAIN_SHARED = 48 * 1024  # bytes of a block's shared memory; for more, a kernel has to opt in
 LARGEST_CLUSTER = 8  # blocks, on every GPU that has clusters
 CONFIGURATIONS = 64  # launches with clusters that a kernel remembers
 MOST_BLOCKS = (2**31 - 1, 65535, 65535)
 
 
 def check_grid(name: str, grid: tuple[int, ...]) -> None:
-    """Raise ValueError where no GPU takes such a grid: of the kernel `name`."""
+    """Raise ValueError if no GPU takes this grid, of the kernel `name`."""
     if not 1 <= len(grid) <= 3 or any(not 1 <= n <= most for n, most in zip(grid, MOST_BLOCKS, strict=False)):
         raise ValueError(f"the grid of {name} is {grid}: a GPU takes 1 to {MOST_BLOCKS} blocks each way")
 
@@ -52,14 +52,14 @@ class LoadedKernel:
         self.properties = g.properties(device)
         try:
             self._library = g.call("cuLibraryLoadData", cubin, [], [], 0, [], [], 0)
-        except RuntimeError as error:  # though drivers take what newer toolkits of their major version made
+        except RuntimeError as error:  # rare: drivers take code of newer toolkits of their major version
             toolkit = f"{self.properties.driver}.*"
             raise RuntimeError(
                 f"{error}: if the driver is older than the toolkit, update it, or "
                 f"pip install nvidia-nvvm=={toolkit} nvidia-nvjitlink=={toolkit}"
             ) from error
         self._handle = g.call("cuLibraryGetKernel", self._library, self.report.entry.encode())
-        # The driver takes a kernel without a context for a function.
+        # The driver accepts a kernel, which belongs to no context, as a function.
         self._function = g.driver.CUfunction(int(self._handle))
         self._allowed = PLAIN_SHARED - self.report.shared  # bytes of dynamic shared memory
         self._layout = struct.Struct("@" + "".join(_format(x) for x in args))
@@ -105,7 +105,7 @@ class LoadedKernel:
             raise self._failure(failed, (x, y, z), cluster)
 
     def _allow(self, shared: int) -> None:
-        """Let the kernel have so much dynamic shared memory: above 48 KB in all, it has to ask once."""
+        """Allow the kernel this much dynamic shared memory: above 48 KB in all, it has to ask once."""
         most = self.properties.shared_per_block - self.report.shared
         if shared > most:
             raise ValueError(
@@ -150,7 +150,7 @@ class LoadedKernel:
 
 
 def _format(x: Any) -> str:
-    """Return the parameters of an argument, as `struct` has them."""
+    """Return the format of an argument's parameters, as `struct` has them."""
     if isinstance(x, DeviceArray):
         return "QQqqQ" + "q" * 2 * x.ndim
     return "QQqqQqq" if isinstance(x, TensorMap) else "i"

@@ -1,7 +1,7 @@
-"""Arrays in a GPU's memory: where they lie, who owns them, and copies from and to NumPy arrays.
+"""Arrays in a GPU's memory: their address, their owner, and copies from and to NumPy arrays.
 
-A tensor of torch is used in place. Memory of our own comes from torch's allocator where torch has a GPU in
-use, so that both share one pool, and else from the driver's, both in the order of the current stream: it may
+A torch tensor is used in place. Memory of our own comes from torch's allocator if torch uses a GPU, so that
+both share one pool, and else from the driver's. Both work in the order of the current stream, so memory may
 be given back while kernels that use it are still to run.
 """
 
@@ -18,7 +18,7 @@ ITEMSIZE = {"uint8": 1, "uint16": 2, "float16": 2, "bfloat16": 2, "float32": 4, 
 
 
 class DeviceArray:
-    """An array in a GPU's memory, as kernels take it. `owner` keeps that memory."""
+    """An array in a GPU's memory, as kernels take it. `owner` keeps that memory alive."""
 
     __slots__ = ("address", "dtype", "key", "owner", "shape", "words")
 
@@ -74,16 +74,16 @@ def allocate(count: int, dtype: str) -> DeviceArray:
 
 
 def upload(x: np.ndarray[Any, Any], into: DeviceArray, pitch: int) -> None:
-    """Begin to copy a 2-D array, each row contiguous, to rows that are `pitch` elements apart.
+    """Begin to copy a 2-D array with contiguous rows to rows that are `pitch` elements apart.
 
-    x has to stay until the stream has come to its end (`download` waits for it).
+    Keep x until the stream has finished (`download` waits for it).
     """
     g = gpu_driver.get()
     g.copy_2d(x.ctypes.data, x.strides[0], into.address, pitch * x.itemsize, x.shape, x.itemsize, True)
 
 
 def download(x: DeviceArray, pitch: int, into: np.ndarray[Any, Any]) -> None:
-    """Copy rows that are `pitch` elements apart to a 2-D array, each row contiguous, and wait for the end."""
+    """Copy rows that are `pitch` elements apart to a 2-D array with contiguous rows, and wait."""
     g = gpu_driver.get()
     size = into.itemsize
     g.copy_2d(into.ctypes.data, into.strides[0], x.address, pitch * size, into.shape, size, False)

@@ -1,8 +1,8 @@
-"""Tensor maps on a GPU: encoded by the driver, put into its memory once, and found again by what they say.
+"""Tensor maps on a GPU: encoded by the driver, written to its memory once, and kept for the next launch.
 
-A product that is repeated finds its maps here: encoding takes the driver microseconds, and the map has to be
-in global memory before the kernel runs. Its 128 bytes are written by memsets in the order of the stream, so
-that nothing waits and no host memory has to outlive the call.
+Encoding takes the driver microseconds, and the map has to be in global memory before the kernel runs. A
+repeated product finds its maps here. Memsets write the map's 128 bytes in the order of the stream, so nothing
+waits and no host memory has to outlive the call.
 
 Source: CUDA Driver API, cuTensorMapEncodeTiled; CUDA C++ Programming Guide, "Using TMA".
 """
@@ -23,8 +23,8 @@ from .gpu_driver import Gpu
 from .gpu_memory import DeviceArray, allocate
 from .tensor_map import BYTES, SIZE, TensorMap
 
-# Maps, 512 bytes each: the one whose last use is longest ago goes first. A step of training has three for
-# every product; were they too few, each product would encode and write its own again.
+# Maps, 512 bytes each; the least recently used one goes first. A training step has three for every product,
+# and with too few kept each product would encode and write its own again.
 KEPT = 4096
 _maps: OrderedDict[tuple[Any, ...], DeviceArray] = OrderedDict()
 _lock = threading.Lock()
@@ -33,11 +33,11 @@ _lock = threading.Lock()
 def on_gpu(g: Gpu, x: TensorMap, device: int, stream: int) -> DeviceArray:
     """Return an array of 128 bytes on the GPU that holds the map, for a launch on `stream`.
 
-    Whoever launches keeps it until then. While torch captures a graph, work of the stream is not done but
-    recorded, and memory is the graph's, which lives as long: a graph gets maps of its own.
+    The caller keeps it until the launch. While torch captures a graph, the stream's work is recorded and not
+    done, and memory belongs to the graph and lives as long; so each graph gets maps of its own.
     """
-    captured = stream != 0 and _capturing()  # never on the default stream, which saves asking
-    # Memory is given back in the order of the stream that it was taken on: each stream has its own.
+    captured = stream != 0 and _capturing()  # the default stream is never captured
+    # Each stream has its own maps: memory is given back in the order of the stream that it was allocated on.
     what = (x.array.address, x.rows, x.columns, x.pitch, x.box_rows, x.box_columns, x.dtype, x.swizzle)
     key = (what, device, stream)
     with _lock:
@@ -92,10 +92,10 @@ def encode(g: Gpu, x: TensorMap) -> list[int]:
 
 @functools.lru_cache(maxsize=8)
 def _encoder(g: Gpu) -> Callable[..., int]:
-    """Return cuTensorMapEncodeTiled as the driver has it.
+    """Return the driver's cuTensorMapEncodeTiled.
 
-    It wants the map's memory on 64 bytes (cuda.h declares 128), and that of a CUtensorMap in cuda.bindings,
-    as of version 13.5, is on 16: what the driver does with it depends on where Python put the object.
+    It wants the map's memory on 64 bytes (cuda.h declares 128). A CUtensorMap of cuda.bindings, as of version
+    13.5, lies on 16, so the driver's answer would depend on where Python put the object.
     """
     address, _ = g.call("cuGetProcAddress", b"cuTensorMapEncodeTiled", 12000, 0)
     pointer, number = ctypes.c_void_p, ctypes.c_int

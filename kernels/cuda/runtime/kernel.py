@@ -1,13 +1,13 @@
-"""A kernel: a function in Numba's Python with what its launch needs, compiled at the first launch.
+"""A kernel: a function in Numba's Python with everything its launch needs, compiled at the first launch.
 
     SCALE = Kernel(scale, threads=256)
     SCALE.launch((blocks,), x, factor, n)
 
-Where it runs is seen from its arguments and `device.backend`: arrays in a GPU's memory run its machine code
-there; NumPy arrays run its PTX in the emulator, or its source in Numba's simulator. The types that a kernel
-is compiled for are those of its arguments: int32 for an int, `dtype[::1]` for a 1-D array, a 2-D array with
-any strides, uint8[::1] for a tensor map. float16 and bfloat16 travel as uint16, since Numba has no bfloat16
-in shared memory; what they mean is the business of the instructions.
+Its arguments and `device.backend` decide where it runs: with arrays in a GPU's memory, its machine code runs
+there; with NumPy arrays, its PTX runs in the emulator, or its source in Numba's simulator. A kernel is
+compiled for the types of its arguments: int32 for an int, `dtype[::1]` for a 1-D array, any strides for a 2-D
+array, uint8[::1] for a tensor map. float16 and bfloat16 travel as uint16, since Numba has no bfloat16 in
+shared memory; the instructions know what they mean.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LARGEST_INT = 2**31 - 1
 
 @dataclass(frozen=True)
 class Compiled:
-    """A kernel for one tuple of types and one architecture. Each part is made when it is asked for."""
+    """A kernel for one tuple of types and one architecture. Each part is made when it is first used."""
 
     kernel: Kernel
     types: tuple[Any, ...]  # Numba's
@@ -52,7 +52,7 @@ class Compiled:
 
     @property
     def report(self) -> Report:
-        """What the assembler says of it."""
+        """The assembler's report."""
         return self._linked[1]
 
     @functools.cached_property
@@ -66,14 +66,14 @@ class Compiled:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel and its launch bounds. Cheap to make: nothing is compiled before it is needed."""
+    """A kernel and its launch bounds. Nothing is compiled before it is needed."""
 
-    function: Callable[..., None]  # what its closure and globals hold is constant when it is compiled
+    function: Callable[..., None]  # values in its closure and globals are compiled in as constants
     threads: int  # in a block, which has one dimension
-    blocks: int = 1  # at least this many blocks fit a multiprocessor: fewer registers for each thread
+    blocks: int = 1  # at least this many must fit a multiprocessor, which limits the registers of a thread
     architecture: str = "sm_75"  # the oldest on which it runs
     fastmath: bool = False
-    # What launches find again: compiled code, or what a launch on a GPU needs, by the arguments' types.
+    # Kept between launches, by the arguments' types: compiled code, and kernels loaded on a GPU.
     _ready: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -102,10 +102,10 @@ class Kernel:
         bytes, also above 48 KB. `cluster` blocks along x form a cluster. On a GPU this returns before the
         kernel has run; it runs on `stream` (a CUstream's address), or on torch's current one.
 
-        Raises TypeError for another argument, ValueError for an int that int32 can't hold, RuntimeError where
+        Raises TypeError for another kind of argument, ValueError for an int beyond int32, RuntimeError if
         this GPU can't run the kernel.
         """
-        for x in args:  # the first array tells, in less time than `backend` takes
+        for x in args:  # the first array decides; that is faster than asking `backend`
             if type(x) is TensorMap:
                 x = x.array
             if type(x) is DeviceArray:
@@ -118,8 +118,8 @@ class Kernel:
         check_grid(self.name, grid)
         arrays = tuple(_host_argument(self.name, i, x) for i, x in enumerate(args))
         if where == "simulator":
-            # As arrays of its own, used in place. Others it copies, but not views, and back, but not to what
-            # can't be written.
+            # The simulator's own arrays are used in place. Others it copies there and back, which fails for
+            # views and for read-only arrays.
             there: Any = importlib.import_module("numba.cuda.simulator.cudadrv.devicearray").FakeCUDAArray
             own = (there(x) if isinstance(x, np.ndarray) else x for x in arrays)
             self._simulated()[tuple(grid), self.threads, 0, shared](*own)
@@ -166,7 +166,7 @@ class Kernel:
 
     @functools.cached_property
     def _names(self) -> list[str]:
-        """The arguments' names, by which the emulator calls them in its errors."""
+        """The names of the arguments, for the emulator's error messages."""
         return list(inspect.signature(self.function).parameters)
 
     def _simulated(self) -> Any:
@@ -193,7 +193,7 @@ def _numba_type(x: Any) -> Any:
 
 
 def _host_argument(kernel: str, position: int, x: Any) -> Any:
-    """Return the argument as the emulator and the simulator take it, or say what it should have been."""
+    """Return the argument as the emulator and the simulator take it, or raise what is wrong with it."""
     if isinstance(x, np.ndarray):
         if x.ndim == 1 and not x.flags.c_contiguous:
             raise TypeError(

@@ -1,11 +1,11 @@
-"""Keep compiled kernels in the user's cache folder, under a name that is a checksum of all they depend on.
+"""Keep compiled kernels in the user's cache folder, under a checksum of everything they depend on.
 
 A kernel's code depends on its function and everything that it refers to: the constants of its closure, the
-functions and intrinsics that it calls, and theirs. Where such a thing is none whose value is known here, or
-the function has no file (a notebook's cell), the kernel is compiled in every process instead.
+functions and intrinsics that it calls, and theirs. If one of these values has no checksum, or the function
+has no file (a notebook's cell), each process compiles the kernel again.
 
-Several processes may read and write at once: a file is written beside its place and renamed. It begins with a
-checksum of its content, so that one that is cut short or damaged is as good as none.
+Several processes may read and write at once, so a file is written under another name and renamed. It begins
+with a checksum of its content; a truncated or damaged file counts as missing.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ import numpy as np
 
 from ...cache_folder import cache_folder
 
-MOST = 1000  # files: when there are more, the half that was written first goes
-HERE = str(__package__).rpartition(".")[0]  # kernels.cuda: the sources of whose modules are in every checksum
+MOST = 1000  # files; beyond that the older half is deleted
+HERE = str(__package__).rpartition(".")[0]  # kernels.cuda: all its sources are in every checksum
 KNOWN_MODULES = ("numba", "llvmlite", "numpy", "math", "operator", "builtins")
 CONSTANTS = (int, float, complex, str, bytes, bool, type(None), type(Ellipsis), np.generic, np.dtype)
 
 
 class Unknown(Exception):
-    """A value of which no checksum can be made that would tell it from another."""
+    """A value without a checksum that would distinguish it from others."""
 
 
 def key(function: Callable[..., None], *more: object) -> str | None:
-    """Return a name for the code of `function` with what else it depends on; None where it can't be told."""
+    """Return a name for the code of `function` and all it depends on; None if there is no checksum."""
     code = getattr(function, "__code__", None)
     if code is None or not os.path.isfile(code.co_filename):
         return None
@@ -48,7 +48,7 @@ def key(function: Callable[..., None], *more: object) -> str | None:
 
 
 def load(name: str | None) -> bytes | None:
-    """Return what was saved under this name, or None where it was not, or is damaged."""
+    """Return what was saved under this name, or None if there is nothing or it is damaged."""
     if name is None:
         return None
     try:
@@ -60,7 +60,7 @@ def load(name: str | None) -> bytes | None:
 
 
 def save(name: str | None, content: bytes) -> bool:
-    """Write the file, whole or not at all, and return whether that could be done."""
+    """Write the file, whole or not at all, and return whether that succeeded."""
     if name is None:
         return False
     file = _path(name)
@@ -82,7 +82,7 @@ def _path(name: str) -> Path:
 
 
 def _forget(where: Path) -> None:
-    """Each change of a source leaves files behind that nobody asks for again."""
+    """Delete old files: each change of a source leaves some behind that nobody asks for again."""
     files = list(where.iterdir())
     if len(files) <= MOST:
         return
@@ -92,7 +92,7 @@ def _forget(where: Path) -> None:
 
 @functools.cache
 def _sources() -> bytes:
-    """A checksum of every file of `kernels/cuda`: kernels reach some functions by the module."""
+    """Return a checksum of every file of `kernels/cuda`: kernels reach some functions through the module."""
     checksum = hashlib.sha256()
     for file in sorted(Path(__file__).parent.parent.rglob("*.py")):
         checksum.update(file.read_bytes())
@@ -100,7 +100,7 @@ def _sources() -> bytes:
 
 
 def _add(checksum: Any, value: object, seen: dict[int, int]) -> None:
-    """Add the value to the checksum; raise Unknown where it has no such value."""
+    """Add the value to the checksum; raise Unknown if that is not possible."""
     if id(value) in seen:  # a function that calls itself, or two that share a third
         checksum.update(b"again %d" % seen[id(value)])
         return
@@ -117,7 +117,11 @@ def _add(checksum: Any, value: object, seen: dict[int, int]) -> None:
             raise Unknown(repr(value))
         checksum.update(f"module {value.__name__};".encode())
     elif isinstance(value, types.CodeType):
-        lines = (value.co_filename, value.co_firstlineno, value.co_linetable)  # they are in the code too
+        lines = (
+            value.co_filename,
+            value.co_firstlineno,
+            value.co_linetable,
+        )  # line info is part of the result
         names = (value.co_names, value.co_varnames, value.co_freevars, value.co_argcount)
         _add(checksum, (value.co_code, value.co_consts, names, lines), seen)
     elif isinstance(value, types.FunctionType):
@@ -144,10 +148,10 @@ def _add(checksum: Any, value: object, seen: dict[int, int]) -> None:
 
 
 def _variables(function: types.FunctionType) -> list[tuple[str, Any]]:
-    """Return the names and values of what `function`, and those defined inside of it, take from outside."""
+    """Return the names and values that `function`, and functions inside it, take from outside."""
     code, globals_found = [function.__code__], {}
     for part in code:
-        for name in part.co_names:  # of attributes too: one that is no global does no harm
+        for name in part.co_names:  # attribute names too, which does no harm
             if name in function.__globals__:
                 globals_found[name] = function.__globals__[name]
         code.extend(constant for constant in part.co_consts if isinstance(constant, types.CodeType))

@@ -1,8 +1,7 @@
 """A matrix in the memory of the back end, as kernels take it: a 1-D array, two sizes and two strides.
 
-Whoever calls a rung may bring rows or columns that lie one after another, every second row, a slice. Kernels
-that copy 16 bytes at once need one side with unit stride and rows that begin on 16 bytes: `packed` copies a
-matrix which is not so, at the cost of reading and writing it once (a product reads it far more often).
+Callers of a rung may bring rows or columns that lie one after another, every second row, or a slice.
+`tiling/packing.py` copies matrices for kernels that need more.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from .gpu_memory import DeviceArray
 from .tensor_map import BYTES
 
 StorageOrder = Literal["rows", "columns", "neither"]
-FREE_PITCH = 128  # a stride along which there is one element is of no account: a multiple that suits all
+FREE_PITCH = 128  # a stride along a side of one element is never used: take a multiple that suits all kernels
 
 
 class Matrix(NamedTuple):  # made in less than half of a frozen dataclass's time, three for each product
@@ -24,13 +23,13 @@ class Matrix(NamedTuple):  # made in less than half of a frozen dataclass's time
     data: Any  # 1-D, from element (0, 0) to the last; float16 and bfloat16 travel as uint16
     rows: int
     columns: int
-    row_stride: int  # in elements; strides are never negative, and 0 only where nothing is behind it
+    row_stride: int  # in elements; never negative, and 0 only along one element
     column_stride: int
     dtype: str  # "float32", "float64", "float16", "bfloat16"
 
     @property
     def order(self) -> StorageOrder:
-        """Which side has unit stride: "rows" (C order), "columns" (Fortran's), or "neither"."""
+        """The storage order: "rows" (C order), "columns" (Fortran order), or "neither"."""
         if self.column_stride == 1:
             return "rows"
         return "columns" if self.row_stride == 1 else "neither"
@@ -62,10 +61,10 @@ class Matrix(NamedTuple):  # made in less than half of a frozen dataclass's time
 
 
 def host_matrix(x: np.ndarray[Any, Any], dtype: str) -> Matrix:
-    """Return the matrix of a 2-D NumPy array, in its own memory where its strides allow that, else a copy.
+    """Return the matrix of a 2-D NumPy array, in its own memory if its strides allow that, else of a copy.
 
-    `dtype` is what its elements are: float16 and bfloat16 may come as uint16. A negative stride, or one of 0
-    along more than one element, is copied.
+    `dtype` is what its elements are: float16 and bfloat16 may come as uint16. Negative strides, and a stride
+    of 0 along more than one element, need a copy.
     """
     size = x.dtype.itemsize
     if any(n > 1 and (s <= 0 or s % size) for n, s in zip(x.shape, x.strides, strict=True)):
@@ -80,7 +79,7 @@ def host_matrix(x: np.ndarray[Any, Any], dtype: str) -> Matrix:
 
 
 def element_strides(rows: int, columns: int, row_stride: int, column_stride: int) -> tuple[int, int]:
-    """Return the strides, with such for sides of one element as make the matrix packed where it can be."""
+    """Return the strides; along a side of one element, choose one with which no copy is needed."""
     if columns == 1 and (row_stride == 1 or rows == 1):
         if rows == 1:
             return FREE_PITCH, 1

@@ -1,9 +1,9 @@
-"""A tensor map: what Hopper's copy engine (TMA) is told of a matrix, so that one thread can fetch a tile.
+"""A tensor map: what Hopper's copy engine (TMA) knows of a matrix, so that one thread can fetch a tile.
 
-Address, sizes, pitch, the box that one copy moves, and the swizzle in which it is laid down in shared memory,
-so that a copy names only the coordinates of its corner; elements outside of the matrix arrive as zeros. In a
-kernel it is an argument of type uint8[::1]. On a GPU that is the driver's CUtensorMap, 128 bytes in global
-memory; the emulator gets this object itself.
+It holds address, sizes, pitch, the box that one copy moves, and the swizzle of the box in shared memory. A
+copy then names only the coordinates of its corner; elements outside the matrix arrive as zeros. In a kernel
+it is an argument of type uint8[::1]. On a GPU that is the driver's CUtensorMap, 128 bytes in global memory;
+the emulator gets this object itself.
 
 Sources: PTX ISA, "Tensors" (bounding box, swizzling modes); CUDA Driver API, cuTensorMapEncodeTiled, which
 has the rules that are checked here.
@@ -20,7 +20,7 @@ LARGEST_BOX = 256  # elements, each way
 SIZE = 128  # bytes of a CUtensorMap
 
 
-@dataclass(eq=False)  # frozen, it would take twice as long to make, three times for each product
+@dataclass(eq=False)  # not frozen: that would take twice as long to make, and a product makes three
 class TensorMap:
     """A row-major matrix (rows, columns), and the box (box_rows, box_columns) that one copy moves.
 

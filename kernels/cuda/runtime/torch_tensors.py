@@ -1,7 +1,7 @@
-"""A rung's product of torch tensors: on a GPU in place, in main memory as the NumPy arrays that they are.
+"""Torch tensors as a CUDA rung's operands: checks, and views as matrices or NumPy arrays.
 
 Torch allocates the result and keeps the order of work: kernels go to its current stream, and nothing here
-waits for them. What a CUDA tensor meets on its way is kept short: while Python checks, the GPU may be idle.
+waits for them. The checks are short, because the GPU may be idle while Python runs them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .matrix import Matrix, element_strides
 
 
 def device_matrix(x: Any) -> Matrix | None:
-    """Return the matrix of a CUDA tensor, in its own memory; None where one element stands for several."""
+    """Return the matrix of a CUDA tensor, in its own memory; None if one element stands for several."""
     rows, columns = x.shape
     row_stride, column_stride = x.stride()
     if rows == 1 or columns == 1 or not row_stride or not column_stride:
@@ -32,7 +32,7 @@ def device_matrix(x: Any) -> Matrix | None:
 
 
 def as_array(torch: Any, x: Any) -> Any:
-    """Return a tensor in main memory as the NumPy array that shares it; elements of 2 bytes as uint16."""
+    """Return a tensor in main memory as the NumPy array that shares it; 2-byte elements as uint16."""
     x = x.detach()
     if x.dtype.itemsize == 2:
         return x.view(torch.int16).numpy().view(np.uint16)
@@ -40,7 +40,7 @@ def as_array(torch: Any, x: Any) -> Any:
 
 
 def checked(torch: Any, name: str, x: Any, rung: str, dtypes: tuple[str, ...]) -> Any:
-    """Return x as a plain strided 2-D tensor, or say what it should have been."""
+    """Return x as a plain strided 2-D tensor, or raise what is wrong with it."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(
             f"{name} is a {type(x).__name__} and the other a torch tensor: pass torch.as_tensor({name})"
@@ -65,7 +65,7 @@ def checked(torch: Any, name: str, x: Any, rung: str, dtypes: tuple[str, ...]) -
 
 
 def check_out(torch: Any, a: Any, b: Any, out: Any, sums: str) -> None:
-    """Raise unless out can take a times b; its dtype is that of a, or the one called `sums`."""
+    """Raise unless `out` can take a times b, in a's dtype or the one called `sums`."""
     if not isinstance(out, torch.Tensor):
         raise TypeError(f"out is a {type(out).__name__}, and a and b are torch tensors: pass a tensor")
     shape = (a.shape[0], b.shape[1])
@@ -94,12 +94,12 @@ def _overlap(x: Any, y: Any) -> bool:
     """Return whether two tensors have a byte in common."""
     if x.untyped_storage().data_ptr() != y.untyped_storage().data_ptr():
         return False
-    # NumPy solves this exactly from addresses and strides, and reads nothing at them.
+    # NumPy solves this exactly from addresses and strides, without reading memory.
     return bool(np.shares_memory(_addresses(x), _addresses(y)))
 
 
 def _addresses(x: Any) -> Any:
-    """Return an array of bytes that covers the tensor's elements, at its address, wherever that is."""
+    """Return an array that covers the tensor's elements at their addresses; nothing is read there."""
     size = x.dtype.itemsize
 
     class Interface:
