@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from minidist import comm
-from minidist.comm.work import failed
+from minidist.comm.failures import failed
 
 T = TypeVar("T")
 

@@ -1,69 +1,43 @@
-"""The door: every strategy communicates through these functions, and never calls torch.distributed itself.
+"""Collectives: the part of the communication API in which all ranks of a group make the same call.
 
-Each call is checked, counted in the open ledgers, and fails in a sentence. All ranks of the group make the
-same calls in the same order with the same shapes and dtypes. With `async_op=True` a function returns a
-`Work` at once; the result is there after its `wait()`.
+Every strategy communicates through these functions, and never calls torch.distributed itself. Each call is
+checked and counted in the open ledgers. All ranks of the group make the same calls in the same order with the
+same shapes and dtypes. With `async_op=True` a function returns a `Work` at once; the result is there after
+its `wait()`.
 
 `algorithm` says how. "auto" takes what `comm.using` names, else shared memory where all ranks are CPU ranks
-of one host, else torch.distributed's own over gloo or NCCL, which is "torch". "ring", "tree" and the others
-are the algorithms of `minidist.comm.algorithms`, from messages.
+of one host, else "torch", which is torch.distributed over gloo or NCCL. "ring", "tree" and the others are the
+algorithms of `minidist.comm.algorithms`, which send messages.
 
-The letters in the formulas: n is the number of ranks in the group, S the bytes of the tensor passed. Bytes
-sent are what other ranks get from this one, payload only: through sockets (`Ledger.bytes_on_wire`), or read
-from its memory. The formulas hold for "torch" and "shared_memory". Over NCCL the library picks the algorithm;
-counted is then the one named here, which NCCL uses for large tensors. In a world of one nothing is sent.
+In the formulas n is the number of ranks in the group, and S the bytes of the tensor passed. Bytes sent are
+the payload that other ranks get from this one, through sockets (`Ledger.bytes_on_wire`) or from its memory.
+The formulas hold for "torch" and "shared_memory". NCCL picks its own algorithm; the ledger then counts the
+one named here, which NCCL uses for large tensors. In a world of one nothing is sent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
 
+from minidist.comm import arguments
+from minidist.comm.may_be_async import may_be_async
 from minidist.comm.transport import dispatch, gloo_workarounds
 from minidist.comm.transport.algorithm_choice import choose
-from minidist.comm.work import (
-    Group,
-    Work,
-    by_torch,
-    bytes_of,
-    call_of,
-    check_member,
-    check_name,
-    check_tensor,
-    rank_in,
-    ranks_of,
-    run,
-)
+from minidist.comm.work import Group, by_torch, bytes_of, copy_back, rank_in, ranks_of, run
 
 # Renamed in torch 2.13, where the former names warn.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-OPERATIONS: dict[str, tuple[Any, Callable[..., torch.Tensor]]] = {
-    "sum": (dist.ReduceOp.SUM, torch.sum),
-    "mean": (dist.ReduceOp.SUM, torch.sum),  # divided after: not every backend averages
-    "min": (dist.ReduceOp.MIN, torch.amin),
-    "max": (dist.ReduceOp.MAX, torch.amax),
-    "product": (dist.ReduceOp.PRODUCT, torch.prod),
-}
-"""For each `op` its name in torch.distributed, and the function that reduces dimension 0 on one rank."""
 
-
-@overload
-def all_reduce(
-    x: torch.Tensor, op: str = ..., algorithm: str = ..., group: Group = ..., async_op: Literal[False] = ...
-) -> torch.Tensor: ...
-@overload
-def all_reduce(
-    x: torch.Tensor, op: str = ..., algorithm: str = ..., group: Group = ..., *, async_op: Literal[True]
-) -> Work: ...
+@may_be_async
 def all_reduce(
     x: torch.Tensor, op: str = "sum", algorithm: str = "auto", group: Group = None, async_op: bool = False
-) -> Any:
+) -> torch.Tensor:
     """Reduce `x`, of any shape, over all ranks, in place; each rank gets the result.
 
     Sends 2 (n - 1) / n S: gloo and NCCL run a ring, which is a reduce-scatter and an all-gather
@@ -72,7 +46,7 @@ def all_reduce(
     Args:
         x: the same shape and dtype on all ranks; it receives the result.
         op: "sum", "mean", "min", "max" or "product".
-        algorithm: how: "auto", "torch", "shared_memory", "ring", "tree", "halving_doubling", "hierarchical"
+        algorithm: "auto", "torch", "shared_memory", "ring", "tree", "halving_doubling", "hierarchical"
             (shared memory inside a host, a ring between hosts) or "naive".
         group: the ranks that take part; None for all.
         async_op: return a `Work` at once.
@@ -85,45 +59,25 @@ def all_reduce(
         TypeError: not a dense tensor, or a mean of integers.
         CollectiveError: a peer is gone or late.
     """
-    data, ranks = _reducible("all_reduce", x, op), len(ranks_of(group))
+    data, ranks = arguments.check_reducible("all_reduce", x, op), len(ranks_of(group))
     how = choose("all_reduce", algorithm, group, x, async_op)
     buffer = data.contiguous()
 
     def result() -> torch.Tensor:
         if op == "mean" and ranks > 1 and how == "torch":
             buffer.div_(ranks)
-        if buffer.data_ptr() != data.data_ptr():
-            data.copy_(buffer)
-        return x
+        return copy_back(buffer, x)
 
     if how == "torch":
-        operation, _ = OPERATIONS[op]
+        operation, _ = arguments.OPERATIONS[op]
         start = partial(dist.all_reduce, buffer, operation, group=group, async_op=True)
         way = by_torch(start, 2 * (ranks - 1) * bytes_of(x) // ranks)
     else:
         way = dispatch.all_reduce(how, buffer.view(-1), op, group)
-    return run(call_of("all_reduce", x, group, how, way), way.start, result, async_op)
+    return run("all_reduce", how, x, group, way, result, async_op)
 
 
-@overload
-def reduce_scatter(
-    x: torch.Tensor,
-    op: str = ...,
-    algorithm: str = ...,
-    group: Group = ...,
-    out: torch.Tensor | None = ...,
-    async_op: Literal[False] = ...,
-) -> torch.Tensor: ...
-@overload
-def reduce_scatter(
-    x: torch.Tensor,
-    op: str = ...,
-    algorithm: str = ...,
-    group: Group = ...,
-    out: torch.Tensor | None = ...,
-    *,
-    async_op: Literal[True],
-) -> Work: ...
+@may_be_async
 def reduce_scatter(
     x: torch.Tensor,
     op: str = "sum",
@@ -131,7 +85,7 @@ def reduce_scatter(
     group: Group = None,
     out: torch.Tensor | None = None,
     async_op: bool = False,
-) -> Any:
+) -> torch.Tensor:
     """Reduce `x` over all ranks and leave each with its share: rank r gets rows r k to (r + 1) k of it.
 
     Sends (n - 1) / n S. Over gloo that is an all-to-all and a local sum in rank order, so that the result
@@ -149,14 +103,14 @@ def reduce_scatter(
         ValueError: n does not divide the first dimension, or `out` has another shape or dtype.
         TypeError, CollectiveError: as for `all_reduce`.
     """
-    data, ranks = _reducible("reduce_scatter", x, op).contiguous(), len(ranks_of(group))
+    data, ranks = arguments.check_reducible("reduce_scatter", x, op).contiguous(), len(ranks_of(group))
     how = choose("reduce_scatter", algorithm, group, x, async_op)
-    share = _out("reduce_scatter", out, data, (_share_of("reduce_scatter", x, ranks), *x.shape[1:]))
+    rows = arguments.rows_per_rank("reduce_scatter", x, ranks)
+    share = arguments.output("reduce_scatter", out, data, (rows, *x.shape[1:]))
     if how != "torch":
         way = dispatch.reduce_scatter(how, data.view(-1), share.view(-1), op, group)
-        call = call_of("reduce_scatter", x, group, how, way)
-        return run(call, way.start, lambda: share if out is None else out, async_op)
-    operation, reduce = OPERATIONS[op]
+        return run("reduce_scatter", how, x, group, way, lambda: share if out is None else out, async_op)
+    operation, reduce = arguments.OPERATIONS[op]
     by_library = x.is_cuda and ranks > 1  # NCCL's own sends no more than it must
     by_chunks = not by_library and not async_op and ranks > 1 and bytes_of(x) > gloo_workarounds.CHUNK
     # Row r of what arrives is rank r's contribution to this rank's share.
@@ -172,40 +126,22 @@ def reduce_scatter(
     if by_library:
         start = partial(_reduce_scatter_single, share, data, operation, group=group, async_op=True)
     elif by_chunks:
-        start = partial(
-            gloo_workarounds.scatter_by_chunks, data.view(ranks, -1), share.view(-1), reduce, group
-        )
+        parts = data.view(ranks, -1)
+        start = partial(gloo_workarounds.scatter_by_chunks, parts, share.view(-1), reduce, group)
     else:
-        start = partial(_exchange, arrived, data, None, None, group)
+        start = partial(dist.all_to_all_single, arrived, data, group=group, async_op=True)
     way = by_torch(start, (ranks - 1) * bytes_of(x) // ranks)
-    call = call_of("reduce_scatter", x, group, how, way)
-    return run(call, way.start, result, async_op, alone=partial(arrived.copy_, data))
+    return run("reduce_scatter", how, x, group, way, result, async_op, partial(arrived.copy_, data))
 
 
-@overload
-def all_gather(
-    x: torch.Tensor,
-    algorithm: str = ...,
-    group: Group = ...,
-    out: torch.Tensor | None = ...,
-    async_op: Literal[False] = ...,
-) -> torch.Tensor: ...
-@overload
-def all_gather(
-    x: torch.Tensor,
-    algorithm: str = ...,
-    group: Group = ...,
-    out: torch.Tensor | None = ...,
-    *,
-    async_op: Literal[True],
-) -> Work: ...
+@may_be_async
 def all_gather(
     x: torch.Tensor,
     algorithm: str = "auto",
     group: Group = None,
     out: torch.Tensor | None = None,
     async_op: bool = False,
-) -> Any:
+) -> torch.Tensor:
     """Give every rank the tensors of all ranks, one after the other along the first dimension.
 
     Sends (n - 1) S: around a ring, each rank passes on what it receives.
@@ -222,38 +158,27 @@ def all_gather(
         ValueError: `out` has another shape or dtype, or `x` has no dimension.
         CollectiveError: a peer is gone or late.
     """
-    data, ranks = check_tensor("all_gather", x).contiguous(), len(ranks_of(group))
-    rows = _share_of("all_gather", x, 1)
-    gathered = _out("all_gather", out, data, (ranks * rows, *x.shape[1:]))
+    data, ranks = arguments.check_tensor("all_gather", x).contiguous(), len(ranks_of(group))
+    rows = arguments.rows_per_rank("all_gather", x, 1)
+    gathered = arguments.output("all_gather", out, data, (ranks * rows, *x.shape[1:]))
     how = choose("all_gather", algorithm, group, x, async_op)
     if how == "torch":
         start = partial(_all_gather_single, gathered, data, group=group, async_op=True)
         way = by_torch(start, (ranks - 1) * bytes_of(x))
     else:
         way = dispatch.all_gather(how, data.view(-1), gathered.view(-1), group)
-    result, call = gathered if out is None else out, call_of("all_gather", x, group, how, way)
-    return run(call, way.start, lambda: result, async_op, alone=partial(gathered.copy_, data))
+    result, alone = gathered if out is None else out, partial(gathered.copy_, data)
+    return run("all_gather", how, x, group, way, lambda: result, async_op, alone)
 
 
-@overload
-def broadcast(
-    x: torch.Tensor,
-    source: int = ...,
-    algorithm: str = ...,
-    group: Group = ...,
-    async_op: Literal[False] = ...,
-) -> torch.Tensor: ...
-@overload
-def broadcast(
-    x: torch.Tensor, source: int = ..., algorithm: str = ..., group: Group = ..., *, async_op: Literal[True]
-) -> Work: ...
+@may_be_async
 def broadcast(
     x: torch.Tensor, source: int = 0, algorithm: str = "auto", group: Group = None, async_op: bool = False
-) -> Any:
+) -> torch.Tensor:
     """Copy `x` from one rank to all, in place.
 
     Sends S to each of this rank's children in a binomial tree: ceil(log2 n) of them for the source, none for
-    the leaves, n - 1 over all ranks together. Through shared memory all are the source's.
+    the leaves, n - 1 over all ranks together. Through shared memory the source counts all n - 1.
 
     Args:
         x: the same shape and dtype on all ranks; the source's values reach the others.
@@ -264,48 +189,23 @@ def broadcast(
         `x`, or the `Work` whose `wait()` returns it.
 
     Raises:
-        ValueError: `source` is no rank of the group.
+        ValueError: `source` is not a rank of the group.
         CollectiveError: a peer is gone or late.
     """
-    data, ranks = check_tensor("broadcast", x), len(ranks_of(group))
-    check_member("source", source, ranks)
+    data, ranks = arguments.check_tensor("broadcast", x), len(ranks_of(group))
+    arguments.check_member("source", source, ranks)
     how = choose("broadcast", algorithm, group, x, async_op)
     buffer = data.contiguous()
-
-    def result() -> torch.Tensor:
-        if buffer.data_ptr() != data.data_ptr():
-            data.copy_(buffer)
-        return x
-
     if how == "torch":
         start = partial(dist.broadcast, buffer, group=group, async_op=True, group_src=source)
-        way = by_torch(
-            start, gloo_workarounds.tree_children((rank_in(group) - source) % ranks, ranks) * bytes_of(x)
-        )
+        children = gloo_workarounds.tree_children((rank_in(group) - source) % ranks, ranks)
+        way = by_torch(start, children * bytes_of(x))
     else:
         way = dispatch.broadcast(how, buffer.view(-1), source, group)
-    return run(call_of("broadcast", x, group, how, way), way.start, result, async_op)
+    return run("broadcast", how, x, group, way, partial(copy_back, buffer, x), async_op)
 
 
-@overload
-def all_to_all(
-    x: torch.Tensor,
-    input_rows: Sequence[int] | None = ...,
-    output_rows: Sequence[int] | None = ...,
-    algorithm: str = ...,
-    group: Group = ...,
-    async_op: Literal[False] = ...,
-) -> torch.Tensor: ...
-@overload
-def all_to_all(
-    x: torch.Tensor,
-    input_rows: Sequence[int] | None = ...,
-    output_rows: Sequence[int] | None = ...,
-    algorithm: str = ...,
-    group: Group = ...,
-    *,
-    async_op: Literal[True],
-) -> Work: ...
+@may_be_async
 def all_to_all(
     x: torch.Tensor,
     input_rows: Sequence[int] | None = None,
@@ -313,7 +213,7 @@ def all_to_all(
     algorithm: str = "auto",
     group: Group = None,
     async_op: bool = False,
-) -> Any:
+) -> torch.Tensor:
     """Send a part of `x` to each rank, and get a part from each: a transpose of rows between ranks.
 
     Sends all of `x` but the part that this rank keeps: (n - 1) / n S where the parts are equal.
@@ -325,14 +225,15 @@ def all_to_all(
         algorithm, group, async_op: as for `all_reduce`.
 
     Returns:
-        What came from rank 0, then from rank 1, and so on; or the `Work` whose `wait()` returns it.
+        The part from rank 0, then that from rank 1, and so on; or the `Work` whose `wait()` returns them.
 
     Raises:
         ValueError: n does not divide the rows, or the parts do not add up to them.
         CollectiveError: a peer is gone or late, or sends other sizes than this rank expects of it.
     """
-    data, ranks = check_tensor("all_to_all", x).contiguous(), len(ranks_of(group))
-    sends, comes = _parts("input_rows", input_rows, x, ranks), _parts("output_rows", output_rows, x, ranks)
+    data, ranks = arguments.check_tensor("all_to_all", x).contiguous(), len(ranks_of(group))
+    sends = arguments.check_rows("input_rows", input_rows, x, ranks)
+    comes = arguments.check_rows("output_rows", output_rows, x, ranks)
     if sum(sends) != len(x):
         raise ValueError(
             f"input_rows {sends} add up to {sum(sends)}, and x has {len(x)} rows; they have to agree"
@@ -341,64 +242,9 @@ def all_to_all(
     width = x.shape[1:].numel()  # also where x has no rows
     how = choose("all_to_all", algorithm, group, x, async_op)
     if how == "torch":
-        start = partial(_exchange, received, data, comes, sends, group)
+        start = partial(dist.all_to_all_single, received, data, comes, sends, group=group, async_op=True)
         way = by_torch(start, bytes_of(x) - sends[rank_in(group)] * width * x.element_size())
     else:
         gives, takes = ([rows * width for rows in parts] for parts in (sends, comes))
         way = dispatch.all_to_all(how, data.view(-1), received.view(-1), gives, takes, group)
-    call = call_of("all_to_all", x, group, how, way)
-    return run(call, way.start, lambda: received, async_op, alone=partial(received.copy_, data))
-
-
-def _exchange(
-    received: torch.Tensor,
-    sent: torch.Tensor,
-    comes: list[int] | None,
-    sends: list[int] | None,
-    group: Group,
-) -> Any:
-    return dist.all_to_all_single(received, sent, comes, sends, group=group, async_op=True)
-
-
-def _reducible(name: str, x: torch.Tensor, op: str) -> torch.Tensor:
-    check_name("op", op, OPERATIONS)
-    data = check_tensor(name, x)
-    if op == "mean" and not (x.is_floating_point() or x.is_complex()):
-        raise TypeError(
-            f"{name} cannot average {x.dtype}; use op='sum', or convert to a floating-point dtype"
-        )
-    return data
-
-
-def _share_of(name: str, x: torch.Tensor, ranks: int) -> int:
-    if x.dim() == 0:
-        raise ValueError(
-            f"{name} takes a tensor with at least one dimension, not a scalar; x.view(1) makes one"
-        )
-    if len(x) % ranks:
-        raise ValueError(
-            f"{name} takes a first dimension that the {ranks} ranks divide, not {len(x)}; "
-            f"pad it to {-(-len(x) // ranks) * ranks}"
-        )
-    return len(x) // ranks
-
-
-def _parts(name: str, rows: Sequence[int] | None, x: torch.Tensor, ranks: int) -> list[int]:
-    if rows is None:
-        return [_share_of("all_to_all", x, ranks)] * ranks
-    if len(rows) != ranks or any(count < 0 for count in rows):
-        raise ValueError(f"{name} is {list(rows)}; give {ranks} counts of rows, one for each rank")
-    return list(rows)
-
-
-def _out(name: str, out: torch.Tensor | None, x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    if out is None:
-        return x.new_empty(shape)
-    if out.shape != shape or out.dtype != x.dtype or out.device != x.device:
-        raise ValueError(
-            f"{name}: out is {out.dtype}{list(out.shape)} on {out.device} and has to be "
-            f"{x.dtype}{list(shape)} on {x.device}"
-        )
-    if not out.is_contiguous():
-        raise ValueError(f"{name}: out has to be contiguous; its strides are {out.stride()}")
-    return out.detach()
+    return run("all_to_all", how, x, group, way, lambda: received, async_op, partial(received.copy_, data))

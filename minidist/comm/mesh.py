@@ -21,16 +21,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from minidist._names import unknown
 from minidist.comm import world
-from minidist.comm.work import Group, limit_of
+from minidist.comm.work import Group, limit_of, subgroups
 
 AXES = ("pp", "dp", "cp", "tp")
 """Outermost first: neighbouring ranks differ in the last."""
 TOGETHER = {"dp_cp": ("dp", "cp")}
 """Axes that are one group, too: gradients are summed over ranks that have other rows or other tokens."""
-
-_groups: dict[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = {}
-"""For each world the groups that this rank is in: meshes of other shapes have some in common, and programs
-that make many meshes would else make them anew each time."""
 
 
 class Mesh:
@@ -107,7 +103,7 @@ class Mesh:
             return None
         everyone = dist.group.WORLD
         assert everyone is not None
-        made = _groups.setdefault(everyone, {})
+        made = subgroups.setdefault(everyone, {})
         if members not in made:
             # A new group's limit is 30 minutes unless it is told; each waits as long as the world does.
             limit = timedelta(seconds=limit_of(None))
@@ -142,8 +138,3 @@ def check_ranks(sizes: dict[str, int], ranks: int) -> None:
             remedy = f"change the layout, to {axis}={ranks // others} for one, or start {needed} ranks"
             break
     raise ValueError(f"the layout needs {needed} ranks ({product}) and the world has {ranks}; {remedy}")
-
-
-def forget() -> None:
-    """Forget all groups, since their world has ended."""
-    _groups.clear()

@@ -1,4 +1,4 @@
-"""The rest of the door: one rank to one rank, one to all, all to one, and waiting for each other.
+"""Messages: from one rank to another, from one to all, from all to one; and waiting for each other.
 
 The same rules hold as in `collectives.py`. Ranks are counted inside the group.
 """
@@ -6,12 +6,14 @@ The same rules hold as in `collectives.py`. Ranks are counted inside the group.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Literal, overload
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
+from minidist.comm.arguments import check_member, check_tensor, rows_per_rank
 from minidist.comm.ledgers import MessageIdentity
+from minidist.comm.may_be_async import may_be_async
 from minidist.comm.transport import dispatch, mailbox_registry
 from minidist.comm.transport.algorithm_choice import choose, preferred
 from minidist.comm.work import (
@@ -21,8 +23,7 @@ from minidist.comm.work import (
     by_torch,
     bytes_of,
     call_of,
-    check_member,
-    check_tensor,
+    copy_back,
     limit_of,
     rank_in,
     ranks_of,
@@ -30,24 +31,20 @@ from minidist.comm.work import (
 )
 
 
-@overload
+@may_be_async
 def send(
-    x: torch.Tensor, destination: int, tag: int = ..., group: Group = ..., async_op: Literal[False] = ...
-) -> torch.Tensor: ...
-@overload
-def send(
-    x: torch.Tensor, destination: int, tag: int = ..., group: Group = ..., *, async_op: Literal[True]
-) -> Work: ...
-def send(x: torch.Tensor, destination: int, tag: int = 0, group: Group = None, async_op: bool = False) -> Any:
+    x: torch.Tensor, destination: int, tag: int = 0, group: Group = None, async_op: bool = False
+) -> torch.Tensor:
     """Send `x` to one rank, which has to `recv` the same shape and dtype with the same tag. Sends S.
 
-    To a rank of the same host up to 4 MiB go through shared memory, and need not wait for the receiver.
+    A message of up to 4 MiB to a rank of the same host goes through shared memory, and does not wait for the
+    receiver.
 
     Returns:
-        `x`, or the `Work` whose `wait()` returns it; `x` must not change before.
+        `x`, or the `Work` whose `wait()` returns it; `x` must not change before that.
 
     Raises:
-        ValueError: `destination` is no other rank of the group.
+        ValueError: `destination` is not another rank of the group.
         CollectiveError: the peer is gone or late.
     """
     data = check_tensor("send", x).contiguous()
@@ -60,7 +57,7 @@ def send(x: torch.Tensor, destination: int, tag: int = 0, group: Group = None, a
     box = mailbox_registry.outgoing(message.destination, data) if _may_share() else None
     if box is None:
         way = by_torch(partial(by_library, tag=tag), bytes_of(x))
-        return run(call_of("send", x, group, "torch", way, message), way.start, lambda: x, async_op)
+        return run("send", "torch", x, group, way, lambda: x, async_op, message=message)
 
     def start(at_once: bool) -> Any:
         if box.put((message.group, tag), data, partial(limit_of, group)):
@@ -68,37 +65,26 @@ def send(x: torch.Tensor, destination: int, tag: int = 0, group: Group = None, a
         call.bytes_on_wire = bytes_of(x)
         return by_library(tag=mailbox_registry.tag_elsewhere(tag))
 
-    call = call_of("send", x, group, "shared_memory", Way(start, bytes_of(x), 0), message)
-    return run(call, start, lambda: x, async_op)
+    call = call_of("send", "shared_memory", x, group, Way(start, bytes_of(x), 0), message)
+    work = Work(call, start, lambda: x, async_op)
+    return cast("torch.Tensor", work if async_op else work.wait())
 
 
-@overload
+@may_be_async
 def recv(
-    x: torch.Tensor, source: int, tag: int = ..., group: Group = ..., async_op: Literal[False] = ...
-) -> torch.Tensor: ...
-@overload
-def recv(
-    x: torch.Tensor, source: int, tag: int = ..., group: Group = ..., *, async_op: Literal[True]
-) -> Work: ...
-def recv(x: torch.Tensor, source: int, tag: int = 0, group: Group = None, async_op: bool = False) -> Any:
+    x: torch.Tensor, source: int, tag: int = 0, group: Group = None, async_op: bool = False
+) -> torch.Tensor:
     """Receive into `x` what one rank sends, in place. Sends nothing.
 
     Returns:
         `x`, or the `Work` whose `wait()` returns it; its values are there only then.
 
     Raises:
-        ValueError: `source` is no other rank of the group.
+        ValueError: `source` is not another rank of the group.
         CollectiveError: the peer is gone or late.
     """
-    data = check_tensor("recv", x)
+    buffer = check_tensor("recv", x).contiguous()
     _check_peer("source", source, group)
-    buffer = data.contiguous()
-
-    def result() -> torch.Tensor:
-        if buffer.data_ptr() != data.data_ptr():
-            data.copy_(buffer)
-        return x
-
     ranks = ranks_of(group)
     message = MessageIdentity(ranks[source], ranks[rank_in(group)], tag, mailbox_registry.number_of(group))
     box = mailbox_registry.incoming(message.source, buffer) if _may_share() else None
@@ -106,18 +92,18 @@ def recv(x: torch.Tensor, source: int, tag: int = 0, group: Group = None, async_
         way = by_torch(partial(dist.irecv, buffer, group=group, tag=tag, group_src=source), 0)
     else:
         way = by_torch(partial(mailbox_registry.Arrival, box, buffer, group, source, tag), 0)
-    call = call_of("recv", x, group, "shared_memory" if box else "torch", way, message)
-    return run(call, way.start, result, async_op)
+    how = "shared_memory" if box else "torch"
+    return run("recv", how, x, group, way, partial(copy_back, buffer, x), async_op, message=message)
 
 
 def tell_failure(destination: int, tag: int = 0, group: Group = None) -> None:
-    """Have one rank's next `recv` with this tag raise CollectiveError: this rank has failed and sends none.
+    """Make one rank's next `recv` with this tag raise CollectiveError, because this rank failed to send.
 
-    What was sent before arrives first. Goes through the shared memory of a host: a rank that is elsewhere, or
-    waits for a larger message than goes there, is not told, and waits for its time limit.
+    Messages that were sent before arrive first. The word goes through the shared memory of a host: a rank of
+    another host, or one that waits for a message too large for it, is not told, and waits for its time limit.
 
     Raises:
-        ValueError: `destination` is no other rank of the group.
+        ValueError: `destination` is not another rank of the group.
     """
     _check_peer("destination", destination, group)
     box = mailbox_registry.outgoing(ranks_of(group)[destination], torch.empty(0)) if _may_share() else None
@@ -125,18 +111,13 @@ def tell_failure(destination: int, tag: int = 0, group: Group = None) -> None:
         box.fail((mailbox_registry.number_of(group), tag), partial(limit_of, group))
 
 
-@overload
+@may_be_async
 def gather(
-    x: torch.Tensor, destination: int = ..., group: Group = ..., async_op: Literal[False] = ...
-) -> torch.Tensor | None: ...
-@overload
-def gather(
-    x: torch.Tensor, destination: int = ..., group: Group = ..., *, async_op: Literal[True]
-) -> Work: ...
-def gather(x: torch.Tensor, destination: int = 0, group: Group = None, async_op: bool = False) -> Any:
+    x: torch.Tensor, destination: int = 0, group: Group = None, async_op: bool = False
+) -> torch.Tensor | None:
     """Bring the tensors of all ranks to one rank, one after the other along the first dimension.
 
-    Sends S, but from the destination nothing.
+    Every rank but the destination sends S.
 
     Args:
         x: (k, ...), the same shape and dtype on all ranks.
@@ -148,15 +129,12 @@ def gather(x: torch.Tensor, destination: int = 0, group: Group = None, async_op:
         (n k, ...) on the destination and None elsewhere; or the `Work` whose `wait()` returns it.
 
     Raises:
-        ValueError: `destination` is no rank of the group, or `x` has no dimension.
+        ValueError: `destination` is not a rank of the group, or `x` has no dimension.
         CollectiveError: a peer is gone or late.
     """
     data, ranks = check_tensor("gather", x).contiguous(), len(ranks_of(group))
     check_member("destination", destination, ranks)
-    if x.dim() == 0:
-        raise ValueError(
-            "gather takes a tensor with at least one dimension, not a scalar; x.view(1) makes one"
-        )
+    rows_per_rank("gather", x, 1)
     here = rank_in(group) == destination
     gathered = data.new_empty((ranks, *x.shape)) if here else None
     parts = list(gathered) if gathered is not None else None
@@ -166,35 +144,21 @@ def gather(x: torch.Tensor, destination: int = 0, group: Group = None, async_op:
 
     start = partial(dist.gather, data, parts, group=group, async_op=True, group_dst=destination)
     way = by_torch(start, 0 if here else bytes_of(x))
-    call = call_of("gather", x, group, "torch", way)
-    return run(
-        call, way.start, result, async_op, alone=lambda: gathered is not None and gathered[0].copy_(data)
-    )
+
+    def alone() -> None:
+        if gathered is not None:
+            gathered[0].copy_(data)
+
+    return run("gather", "torch", x, group, way, result, async_op, alone)
 
 
-@overload
-def scatter(
-    x: torch.Tensor | None,
-    out: torch.Tensor,
-    source: int = ...,
-    group: Group = ...,
-    async_op: Literal[False] = ...,
-) -> torch.Tensor: ...
-@overload
-def scatter(
-    x: torch.Tensor | None,
-    out: torch.Tensor,
-    source: int = ...,
-    group: Group = ...,
-    *,
-    async_op: Literal[True],
-) -> Work: ...
+@may_be_async
 def scatter(
     x: torch.Tensor | None, out: torch.Tensor, source: int = 0, group: Group = None, async_op: bool = False
-) -> Any:
-    """Give each rank its part of one rank's tensor, in place of `out`: rank r gets rows r k to (r + 1) k.
+) -> torch.Tensor:
+    """Give each rank its part of one rank's tensor, into `out`: rank r gets rows r k to (r + 1) k.
 
-    Sends (n - 1) / n S from the source, from the others nothing.
+    The source sends (n - 1) / n S, the others nothing.
 
     Args:
         x: (n k, ...) on the source; ignored elsewhere, where None is fine.
@@ -207,7 +171,7 @@ def scatter(
         `out`, or the `Work` whose `wait()` returns it.
 
     Raises:
-        ValueError: `source` is no rank of the group, or the shapes or dtypes of `x` and `out` do not fit.
+        ValueError: `source` is not a rank of the group, or the shapes or dtypes of `x` and `out` do not fit.
         CollectiveError: a peer is gone or late.
     """
     part, ranks = check_tensor("scatter", out), len(ranks_of(group))
@@ -226,17 +190,16 @@ def scatter(
         parts, sent = list(data.chunk(ranks)) if len(out) else [part] * ranks, (ranks - 1) * bytes_of(out)
     start = partial(dist.scatter, part, parts, group=group, async_op=True, group_src=source)
     way = by_torch(start, sent)
-    call = call_of("scatter", out, group, "torch", way)
-    return run(
-        call, way.start, lambda: out, async_op, alone=lambda: parts is not None and part.copy_(parts[0])
-    )
+
+    def alone() -> None:
+        if parts is not None:
+            part.copy_(parts[0])
+
+    return run("scatter", "torch", out, group, way, lambda: out, async_op, alone)
 
 
-@overload
-def barrier(group: Group = ..., async_op: Literal[False] = ...) -> None: ...
-@overload
-def barrier(group: Group = ..., *, async_op: Literal[True]) -> Work: ...
-def barrier(group: Group = None, async_op: bool = False) -> Any:
+@may_be_async
+def barrier(group: Group = None, async_op: bool = False) -> None:
     """Wait until every rank of the group has come here. Sends no payload.
 
     Returns:
@@ -251,7 +214,7 @@ def barrier(group: Group = None, async_op: bool = False) -> Any:
         way = by_torch(partial(dist.barrier, group=group, async_op=True), 0)
     else:
         way = dispatch.barrier(group)
-    return run(call_of("barrier", nothing, group, how, way), way.start, lambda: None, async_op)
+    return run("barrier", how, nothing, group, way, lambda: None, async_op)
 
 
 def _may_share() -> bool:

@@ -1,47 +1,48 @@
-"""One call through the door: checked, started, waited for, counted; and its failure told in a sentence."""
+"""A call under way: checked, counted, started and waited for. And the members of the group that makes it."""
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
-from minidist._names import unknown
 from minidist.comm import checking, ledgers
 from minidist.comm.errors import CollectiveError
+from minidist.comm.failures import describe_tensor, failed
 
 Group = dist.ProcessGroup | None
 """A process group of torch.distributed; None is the whole world."""
 
+Result = TypeVar("Result")
+
 
 class Way(NamedTuple):
-    """How a collective is carried out, ready to begin."""
+    """How a call is carried out."""
 
-    start: Callable[[bool], Any]  # begins it, and returns at once where told to; the handle to wait on
+    start: Callable[[bool], Any]  # begins it, and with True returns at once; gives the handle to wait on
     bytes_sent: int  # what the other ranks get from this one
     bytes_on_wire: int  # of these, through sockets
 
 
 def by_torch(start: Callable[[], Any], bytes_sent: int) -> Way:
-    """torch.distributed's own way, which always returns at once."""
+    """A call of torch.distributed, which always returns at once."""
     return Way(lambda at_once: start(), bytes_sent, bytes_sent)
 
 
 MANY = 64
-"""Calls under way from which on those that are complete are forgotten."""
+"""From so many calls under way on, those that are complete are forgotten."""
 _under_way: set[Work] = set()
-"""Calls that nobody has waited for yet. They are kept, since gloo drops the message of a send whose handle is
-dropped, and its receiver then waits in vain."""
+"""Calls that nobody has waited for yet. They are kept because gloo drops the message of a send with its
+handle, and the receiver then waits in vain."""
 
 
 class Work:
-    """A collective under way. `wait` completes it and gives its result; results are not valid before.
+    """A call under way. Its `wait` completes it and returns its result, which is not valid before.
 
-    Wait for every one, sends too: a handle holds its tensors until then.
+    Wait for every one, also for sends: a handle holds its tensors until then.
     """
 
     def __init__(
@@ -66,12 +67,12 @@ class Work:
         for watcher in ledgers.watchers:
             watcher.called(call, self._started, returned, at_once, self._handle is None)
         if len(_under_way) >= MANY:
-            # A copy: other threads call, too.
+            # A copy, because other threads make calls too.
             _under_way.difference_update([work for work in list(_under_way) if work.done()])
         _under_way.add(self)
 
     def wait(self) -> Any:
-        """Wait until the collective is complete; its result. A second call returns the same at once.
+        """Wait until the call is complete, and return its result. A second `wait` returns the same at once.
 
         Raises:
             CollectiveError: a peer is gone, or did not make the same call within the time limit.
@@ -85,7 +86,7 @@ class Work:
             try:
                 if handle is not None:
                     handle.wait()
-                    # The background thread knows; of torch's handles nobody asks before the wait.
+                    # Only handles of the background thread know their times.
                     began, completed = getattr(handle, "began", None), getattr(handle, "completed", None)
             except RuntimeError as error:
                 raise self._failed(error) from error
@@ -112,58 +113,54 @@ class Work:
 
     def _failed(self, error: RuntimeError) -> CollectiveError:
         call = self._call
-        return failed(f"{call.name} of {_described(call.dtype, call.shape)}", call.group, error)
+        return failed(f"{call.name} of {describe_tensor(call.dtype, call.shape)}", call.group, error)
 
 
-def failed(what: str, ranks: Sequence[int], error: RuntimeError) -> CollectiveError:
-    """The error for a call that the backend could not complete, with the reason in words."""
-    text = str(error)
-    if "imed out" in text:
-        reason = (
-            "the other ranks did not all make this call within the time limit; one may have skipped it, "
-            "or still be computing: look there, or give a longer timeout="
-        )
-        if _several_hosts():
-            reason += "; or their hosts may no longer reach each other: try ping from one to the other"
-    elif any(sign in text for sign in ("closed by peer", "reset by peer", "Broken pipe", "refused")):
-        reason = "another rank's process has ended; its own error says why"
-    elif "scalar type" in text:
-        reason = "the backend cannot send this dtype; convert the tensor first, as in x.to(torch.int32)"
-    else:
-        reason = text
-    return CollectiveError(
-        f"{what} on rank {dist.get_rank()} with ranks {', '.join(map(str, ranks))}: {reason}"
-    )
-
-
-def _several_hosts() -> bool:
-    """Whether a launcher said that it started fewer ranks here than there are."""
-    here = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return here.isdigit() and dist.is_initialized() and int(here) < dist.get_world_size()
+def call_of(
+    name: str,
+    algorithm: str,
+    x: torch.Tensor,
+    group: Group,
+    way: Way,
+    message: ledgers.MessageIdentity | None = None,
+) -> ledgers.Call:
+    """The ledger's entry for a call."""
+    dtype = str(x.dtype).removeprefix("torch.")
+    sent = way.bytes_sent, way.bytes_on_wire
+    return ledgers.Call(name, algorithm, dtype, tuple(x.shape), ranks_of(group), *sent, message=message)
 
 
 def run(
-    call: ledgers.Call,
-    start: Callable[[bool], Any],
-    result: Callable[[], Any],
+    name: str,
+    algorithm: str,
+    x: torch.Tensor,
+    group: Group,
+    way: Way,
+    result: Callable[[], Result],
     async_op: bool,
-    alone: Callable[[], Any] | None = None,
-) -> Any:
+    alone: Callable[[], object] | None = None,
+    message: ledgers.MessageIdentity | None = None,
+) -> Result:
     """Start a call, and wait for its result unless told not to.
 
     Args:
-        call: the ledger's entry.
-        start: begins it, at once or not, and returns a handle with `wait` and `is_completed`.
-        result: completes it after the wait and returns what the caller gets.
-        async_op: return the `Work` and not its result.
-        alone: done in place of `start` in a group of one, where there is nobody to talk to.
+        name, algorithm, x, group, message: what the ledger's entry says.
+        way: how the call is carried out.
+        result: completes it after the wait, and returns what the caller gets.
+        async_op: return the `Work` instead of the result.
+        alone: runs instead of the call in a group of one, which communicates with nobody.
     """
+    call, start = call_of(name, algorithm, x, group, way, message), way.start
     if len(call.group) == 1:
         if alone is not None:
             alone()
         start = _nothing
     work = Work(call, start, result, async_op)
-    return work if async_op else work.wait()
+    return cast("Result", work if async_op else work.wait())
+
+
+def _nothing(at_once: bool) -> None:
+    """Start nothing: a group of one waits for nobody."""
 
 
 def finish() -> None:
@@ -176,17 +173,12 @@ def finish() -> None:
         work.wait()
 
 
-def _nothing(at_once: bool) -> None:
-    """A group of one waits for nobody."""
-
-
-def described(x: torch.Tensor) -> str:
-    """A tensor in an error: float32[3x4]."""
-    return _described(str(x.dtype).removeprefix("torch."), x.shape)
-
-
-def _described(dtype: str, shape: Sequence[int]) -> str:
-    return f"{dtype}[{'x'.join(map(str, shape)) or 'scalar'}]"
+def copy_back(buffer: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Copy a contiguous buffer into `x`, unless it lies in the memory of `x`; returns `x`."""
+    data = x.detach()
+    if buffer.data_ptr() != data.data_ptr():
+        data.copy_(buffer)
+    return x
 
 
 def bytes_of(x: torch.Tensor) -> int:
@@ -194,31 +186,34 @@ def bytes_of(x: torch.Tensor) -> int:
     return x.numel() * x.element_size()
 
 
+_memberships: dict[dist.ProcessGroup, tuple[tuple[int, ...], int]] = {}
+"""A group's members, and this rank's number among them. torch takes microseconds to answer, and every call
+asks several times."""
+subgroups: dict[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = {}
+"""For each world the groups that this rank has made, by their members. Meshes of different shapes share some,
+and a program that makes many meshes would otherwise make them anew each time."""
+
+
 def ranks_of(group: Group) -> tuple[int, ...]:
     """The members of a group, as ranks of the world; (0,) where there is no world.
 
     Raises:
-        TypeError: it is no group.
+        TypeError: it is not a group.
         ValueError: this rank is not one of them.
     """
     return _membership(group)[0]
 
 
 def rank_in(group: Group) -> int:
-    """This rank's place in a group.
+    """This rank's number in a group, from 0.
 
     Raises:
-        ValueError: it has none.
+        ValueError: this rank is not a member.
     """
     return _membership(group)[1]
 
 
-_memberships: dict[dist.ProcessGroup, tuple[tuple[int, ...], int]] = {}
-"""Kept, since torch takes some microseconds to answer, and every call asks several times."""
-
-
 def _membership(group: Group) -> tuple[tuple[int, ...], int]:
-    """A group's members, and this rank's place among them."""
     if group is None:
         group = dist.group.WORLD
         if group is None:  # there is no world
@@ -229,12 +224,12 @@ def _membership(group: Group) -> tuple[tuple[int, ...], int]:
         )
     found = _memberships.get(group)
     if found is None:
-        place = dist.get_rank(group)
-        if place < 0:
+        own = dist.get_rank(group)
+        if own < 0:
             raise ValueError(
                 f"rank {dist.get_rank()} is not a member of the group; only members may call its collectives"
             )
-        found = _memberships[group] = tuple(dist.get_process_group_ranks(group)), place
+        found = _memberships[group] = tuple(dist.get_process_group_ranks(group)), own
     return found
 
 
@@ -248,42 +243,6 @@ def limit_of(group: Group) -> float:
 
 
 def forget_groups() -> None:
-    """Forget what is known of groups, since their world has ended."""
+    """Forget what is known of groups, because their world has ended."""
     _memberships.clear()
-
-
-def check_tensor(name: str, x: object) -> torch.Tensor:
-    """The tensor without its graph, or a TypeError."""
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{name} takes a torch tensor, not a {type(x).__name__}; torch.as_tensor makes one")
-    if x.layout != torch.strided:
-        raise TypeError(f"{name} takes a dense tensor, not {x.layout}; x.to_dense() makes one")
-    return x.detach()
-
-
-def check_name(what: str, name: str, known: Collection[str]) -> None:
-    """ValueError with the nearest known name where `name` is not one of them."""
-    if name not in known:
-        raise unknown(what, name, known)
-
-
-def check_member(what: str, place: int, ranks: int) -> None:
-    """TypeError where `place` is no number, ValueError where it is no rank of a group of `ranks`."""
-    if isinstance(place, bool) or not isinstance(place, int):
-        raise TypeError(f"{what} is {place!r}; give a rank, from 0 to {ranks - 1}")
-    if not 0 <= place < ranks:
-        raise ValueError(f"{what} is {place}; the group's ranks are 0 to {ranks - 1}")
-
-
-def call_of(
-    name: str,
-    x: torch.Tensor,
-    group: Group,
-    algorithm: str,
-    way: Way,
-    message: ledgers.MessageIdentity | None = None,
-) -> ledgers.Call:
-    """The ledger's entry for a call."""
-    dtype = str(x.dtype).removeprefix("torch.")
-    sent = way.bytes_sent, way.bytes_on_wire
-    return ledgers.Call(name, algorithm, dtype, tuple(x.shape), ranks_of(group), *sent, message=message)
+    subgroups.clear()

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from minidist.comm.failures import describe_tensor
 from minidist.comm.ledgers import Call
 
 WINDOW = 64
@@ -95,7 +96,7 @@ class Record:
         """The call in words, with so many lines of the stack."""
         words = [self.name]
         if self.name != "barrier":
-            words.append(f"of {self.dtype}[{'x'.join(map(str, self.shape)) or 'scalar'}]")
+            words.append(f"of {describe_tensor(self.dtype, self.shape)}")
         if self.label:
             words.append(f"({self.label})")
         if self.op:

@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 
 from minidist._names import unknown
-from minidist.comm import checking, ledgers, mesh
+from minidist.comm import checking, ledgers
+from minidist.comm.failures import described, failed
 from minidist.comm.transport.background_thread import Background
 from minidist.comm.transport.shared_memory import Failed, SharedMemory
-from minidist.comm.work import Group, described, failed, forget_groups, limit_of, ranks_of
+from minidist.comm.work import Group, forget_groups, limit_of, ranks_of
 
 _MESSAGES = ("ring", "tree")
 ALGORITHMS = {
@@ -194,5 +195,4 @@ def forget() -> None:
         running.stop()
     _memories.clear()
     _backgrounds.clear()
-    mesh.forget()
     forget_groups()

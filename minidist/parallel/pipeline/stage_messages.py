@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from minidist import comm
+from minidist.comm.failures import described
 from minidist.comm.messages import tell_failure
 from minidist.comm.transport.duplicate_group import duplicate_group
-from minidist.comm.work import Group, described, ranks_of
+from minidist.comm.work import Group, ranks_of
 from minidist.parallel.pipeline.instructions import Channel, Instruction, StageMessage, message_of
 from minidist.parallel.pipeline.send_completion import CompletionPlan, Receipts
 

@@ -143,7 +143,7 @@ def check_sequence(length: int, group: Group) -> None:
 
 def start_all_reduce(x: Tensor, group: Group, overlap: bool = False) -> Finish:
     """Sum x over the ranks, in place. Sends 2 (n - 1) / n S."""
-    work = comm.all_reduce(x, group=group, async_op=overlap)  # type: ignore[call-overload]
+    work = comm.all_reduce(x, group=group, async_op=overlap)
     return _finish(work, lambda total: total)
 
 
@@ -159,7 +159,7 @@ def start_all_gather(
     longest = len(front) if sizes is None else max(sizes)
     if len(front) < longest:
         front = torch.cat([front, front.new_zeros(longest - len(front), *front.shape[1:])])
-    work = comm.all_gather(front.contiguous(), group=group, async_op=overlap)  # type: ignore[call-overload]
+    work = comm.all_gather(front.contiguous(), group=group, async_op=overlap)
 
     def joined(gathered: Tensor) -> Tensor:
         if sizes is not None and min(sizes) < longest:
@@ -173,7 +173,7 @@ def start_all_gather(
 def start_reduce_scatter(x: Tensor, dim: int, group: Group, overlap: bool = False) -> Finish:
     """Sum x over the ranks, and keep this rank's part of the sum along `dim`. Sends (n - 1) / n S."""
     front = x.movedim(dim, 0).contiguous()
-    work = comm.reduce_scatter(front, group=group, async_op=overlap)  # type: ignore[call-overload]
+    work = comm.reduce_scatter(front, group=group, async_op=overlap)
     return _finish(work, lambda part: part.movedim(0, dim))
 
 
