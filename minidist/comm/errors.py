@@ -1,15 +1,15 @@
-"""What can go wrong between ranks, as exceptions that name the rank."""
+"""Exceptions for what goes wrong between ranks; they name the rank."""
 
 from __future__ import annotations
 
 from typing import Any
 
 FOLLOWS = "; its own error says why"
-"""How a sentence ends that tells of another rank's failure: whose error has it is not the first cause."""
+"""The end of an error that only follows from another rank's failure, and is thus not the first cause."""
 
 
 def _restored(kind: type[RankError], args: tuple[Any, ...], attributes: dict[str, Any]) -> RankError:
-    """An error that has travelled to another process."""
+    """Restore an error in another process."""
     error = kind.__new__(kind)
     error.args = args
     error.__dict__.update(attributes)
@@ -20,8 +20,8 @@ class RankError(RuntimeError):
     """A rank failed, and the others were stopped.
 
     Attributes:
-        rank: the rank whose failure came first; the others' failures only follow from it.
-        traceback: that rank's traceback (or stack, where it was stuck), as text; empty where it was killed.
+        rank: the rank that failed first; the others' failures only follow from it.
+        traceback: the text of that rank's traceback, or of its stack if it was stuck; empty if it was killed.
     """
 
     def __init__(self, message: str, *, rank: int, traceback: str = "") -> None:
@@ -38,7 +38,7 @@ class RankDied(RankError):
     """A rank's process ended before it returned: killed by a signal, or by `os._exit`.
 
     Attributes:
-        signal: the signal's name, such as "SIGKILL", or None where the process ended by itself.
+        signal: the signal's name, such as "SIGKILL"; None if the process ended by itself.
         exit_code: the exit code, as `subprocess` gives it: negative for a signal.
     """
 
@@ -56,8 +56,8 @@ class OutOfSync(RuntimeError):
     """The ranks' copies of a model differ.
 
     Attributes:
-        rank: the first rank, of the world, that has another value than most.
-        name: of the first tensor that differs, without the word for what it is.
+        rank: the first rank of the world whose value differs from that of most.
+        name: the first tensor that differs, without the word for what it is.
     """
 
     def __init__(self, message: str, rank: int = -1, name: str = "") -> None:
@@ -67,4 +67,4 @@ class OutOfSync(RuntimeError):
 
 
 class CollectiveError(RuntimeError):
-    """A collective could not be completed: a peer is gone, did not call it in time, or called another one."""
+    """A call was not completed: a peer is gone, did not make the call in time, or made another one."""

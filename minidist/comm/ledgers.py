@@ -1,4 +1,4 @@
-"""The ledger: what every collective sent and how long it took, so that communication is measured.
+"""The ledger: how many bytes every call sent, and how long it took.
 
 >>> with comm.ledger() as ledger:
 ...     engine.step(inputs, targets)
@@ -15,17 +15,17 @@ from typing import NamedTuple, Protocol
 
 
 class MessageIdentity(NamedTuple):
-    """What both sides of a message know it by. Equal ones arrive in the order in which they are sent."""
+    """How both sides of a message know it. Messages of equal identity arrive in the order of sending."""
 
     source: int  # ranks of the world
     destination: int
     tag: int
-    group: int  # a number that its ranks know it by
+    group: int  # a number by which its ranks know it
 
 
 @dataclass
 class Call:
-    """One call through the door, as this rank made it."""
+    """One call of the communication API, as this rank made it."""
 
     name: str  # "all_reduce"
     algorithm: str  # "torch"
@@ -33,10 +33,10 @@ class Call:
     shape: tuple[int, ...]  # of the tensor that was passed
     group: tuple[int, ...]  # the group's members, as ranks of the world
     bytes_sent: int  # what the other ranks got from this one
-    bytes_on_wire: int = 0  # of these, through sockets and not through shared memory
+    bytes_on_wire: int = 0  # the part of them that went through sockets, not through shared memory
     seconds: float = 0.0  # from the call to its completion, as far as this rank saw it
-    waited: float = 0.0  # of these, how long this rank was held up
-    message: MessageIdentity | None = field(default=None, compare=False)  # of a send or a receive alone
+    waited: float = 0.0  # the part of them in which this rank could do nothing else
+    message: MessageIdentity | None = field(default=None, compare=False)  # only of a send or a receive
 
 
 @dataclass
@@ -52,7 +52,7 @@ class Ledger:
 
     @property
     def bytes_on_wire(self) -> int:
-        """Of these, what went through sockets: not what ranks of one host read in each other's memory."""
+        """The part of them that went through sockets; ranks of one host read each other's memory instead."""
         return sum(call.bytes_on_wire for call in self.calls)
 
     @property
@@ -62,9 +62,9 @@ class Ledger:
 
     @property
     def comm_overlap(self) -> float:
-        """Share of the communication's time that was hidden: in which this rank did something else, 0 to 1.
+        """Share of the communication's time, 0 to 1, in which this rank did something else.
 
-        A handle of torch's does not say when it was complete: such a call counts until its `wait` returned.
+        A handle of torch does not say when it completed, so its call counts until its `wait` returned.
         """
         seconds = self.seconds
         return 1 - sum(call.waited for call in self.calls) / seconds if seconds else 0.0
@@ -89,29 +89,29 @@ class Ledger:
 
 
 _open: list[Ledger] = []
-"""The ledgers that are open in this process. Not a context variable: hooks of a backward pass run in
+"""The ledgers that are open in this process. Not a context variable, because hooks of a backward pass run in
 autograd's threads, and their calls count too."""
 
 
 class Watcher(Protocol):
-    """Is told of calls with their times, in seconds of `time.perf_counter`, in the thread that makes them."""
+    """An observer of calls; times are seconds of `time.perf_counter`. It runs in the thread of the call."""
 
     def called(self, call: Call, begun: float, returned: float, at_once: bool, complete: bool) -> None:
-        """A call has begun; with `at_once` its caller goes on, and else waits for it now."""
+        """A call has begun. With `at_once` its caller goes on, otherwise it waits now."""
 
     def waited(
         self, call: Call, begun: float, ended: float, began: float | None, completed: float | None
     ) -> None:
-        """Its caller has waited for it. In a thread of its own it ran between the last two."""
+        """The caller has waited for it. A call in a thread of its own ran from `began` to `completed`."""
 
 
 watchers: list[Watcher] = []
-"""Who is told of every call: the traces that are open."""
+"""The traces that are open, which observe every call."""
 
 
 @contextmanager
 def ledger() -> Iterator[Ledger]:
-    """Count what goes through the door inside the `with`; ledgers nest, and each counts."""
+    """Count the calls inside the `with`. Ledgers nest, and each of them counts."""
     new = Ledger()
     _open.append(new)
     try:
@@ -122,6 +122,6 @@ def ledger() -> Iterator[Ledger]:
 
 
 def enter(call: Call) -> None:
-    """Write a call into every open ledger; the door does, when the call starts."""
+    """Write a call that starts into every open ledger."""
     for opened in _open:
         opened.calls.append(call)

@@ -1,9 +1,9 @@
-"""The mesh: ranks in a grid, one axis for each way in which they share the work.
+"""The mesh: ranks in a grid, with one axis for each way in which they share the work.
 
-A rank's place in the grid says which pipeline stage it has, which rows, which part of each row and which part
-of each matrix. Tensor parallelism talks most, in each layer, so its ranks are neighbours, on one host where
-that is possible; then come context, data and, with the fewest bytes, pipeline parallelism. All ranks that
-differ in one coordinate alone are a group, in which the collectives of that axis run.
+A rank's coordinates say which pipeline stage it has, which rows, which part of each row and which part of
+each matrix. Tensor parallelism communicates most, in every layer, so its ranks are neighbours, on one host
+where possible; then come context, data and, with the fewest bytes, pipeline parallelism. Ranks that differ in
+one coordinate alone form a group, in which the collectives of that axis run.
 
 Source: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using
 Megatron-LM", section 3.
@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from minidist._arguments import is_whole
 from minidist._names import unknown
 from minidist.comm import world
 from minidist.comm.work import Group, limit_of, subgroups
@@ -26,36 +27,36 @@ from minidist.comm.work import Group, limit_of, subgroups
 AXES = ("pp", "dp", "cp", "tp")
 """Outermost first: neighbouring ranks differ in the last."""
 TOGETHER = {"dp_cp": ("dp", "cp")}
-"""Axes that are one group, too: gradients are summed over ranks that have other rows or other tokens."""
+"""Axes that form a group together: gradients are summed over ranks with other rows or other tokens."""
 
 
 class Mesh:
-    """The ranks of the world in a grid of pp x dp x cp x tp. Every rank makes it; a collective where new.
+    """The ranks of the world in a grid of pp x dp x cp x tp. Every rank makes it: new groups need them all.
 
     >>> mesh = Mesh(dp=2, tp=2)
     >>> comm.all_reduce(x, group=mesh.group("tp"))
 
     Attributes:
-        device_mesh: torch's `DeviceMesh` of the same groups, for what else works with one; None in a process
-            that has joined no world.
+        device_mesh: torch's `DeviceMesh` of the same groups, for other libraries; None in a process that has
+            joined no world.
 
     Raises:
-        TypeError: an axis is no whole number.
-        ValueError: an axis is below 1, or the mesh has other ranks than the world.
+        TypeError: an axis is not a whole number.
+        ValueError: an axis is below 1, or the mesh does not have as many ranks as the world.
     """
 
     def __init__(self, pp: int = 1, dp: int = 1, cp: int = 1, tp: int = 1) -> None:
         self.sizes = {"pp": pp, "dp": dp, "cp": cp, "tp": tp}
         for axis, size in self.sizes.items():
-            if isinstance(size, bool) or not isinstance(size, int):
+            if not is_whole(size):
                 raise TypeError(f"{axis} is {size!r}; give a whole number of ranks")
             if size < 1:
                 raise ValueError(f"{axis} is {size}; give at least 1")
         check_ranks(self.sizes, world.size())
         self.grid = torch.arange(world.size()).view(pp, dp, cp, tp)
-        place = (self.grid == world.rank()).nonzero()[0].tolist()
-        self._places = dict(zip(AXES, place, strict=True))
-        # In the same order on all ranks: making a group waits for its members.
+        coordinates = (self.grid == world.rank()).nonzero()[0].tolist()
+        self._coordinates = dict(zip(AXES, coordinates, strict=True))
+        # In the same order on all ranks, because making a group waits for its members.
         self._groups = {axis: self._group(axis) for axis in (*AXES, *TOGETHER)}
         self.device_mesh: DeviceMesh | None = None
         if dist.is_initialized():
@@ -68,7 +69,7 @@ class Mesh:
     def group(self, axis: str) -> Group:
         """This rank's group along an axis, or along "dp_cp"; None where that is the whole world.
 
-        A group of one rank is there, too; its collectives send nothing.
+        The group may have one rank; its collectives then send nothing.
         """
         self._check(axis)
         return self._groups[axis]
@@ -79,18 +80,18 @@ class Mesh:
         return math.prod(self.sizes[each] for each in _parts(axis))
 
     def rank(self, axis: str) -> int:
-        """This rank's place in the group along an axis."""
+        """This rank's number in the group along an axis."""
         self._check(axis)
-        place = 0
+        number = 0
         for each in _parts(axis):
-            place = place * self.sizes[each] + self._places[each]
-        return place
+            number = number * self.sizes[each] + self._coordinates[each]
+        return number
 
     def ranks(self, axis: str) -> tuple[int, ...]:
         """The group along an axis, as ranks of the world."""
         self._check(axis)
         parts = _parts(axis)
-        index: tuple[Any, ...] = tuple(slice(None) if a in parts else self._places[a] for a in AXES)
+        index: tuple[Any, ...] = tuple(slice(None) if a in parts else self._coordinates[a] for a in AXES)
         return tuple(self.grid[index].flatten().tolist())
 
     def __repr__(self) -> str:
@@ -105,9 +106,9 @@ class Mesh:
         assert everyone is not None
         made = subgroups.setdefault(everyone, {})
         if members not in made:
-            # A new group's limit is 30 minutes unless it is told; each waits as long as the world does.
+            # A new group would wait for 30 minutes; this one waits as long as the world does.
             limit = timedelta(seconds=limit_of(None))
-            # torch numbers groups: each rank makes those of the others, too, which takes it no message.
+            # torch numbers groups, so each rank also makes those of the others, which takes no message.
             dims = [AXES.index(each) for each in _parts(axis)]
             others = [dim for dim in range(len(AXES)) if dim not in dims]
             for row in self.grid.permute(*others, *dims).reshape(-1, len(members)).tolist():
@@ -126,13 +127,13 @@ def _parts(axis: str) -> tuple[str, ...]:
 
 
 def check_ranks(sizes: dict[str, int], ranks: int) -> None:
-    """ValueError where axes of these sizes do not make up so many ranks; names the axis that could."""
+    """ValueError where axes of these sizes do not multiply to `ranks`; suggests a size that would."""
     needed = math.prod(sizes.values())
     if needed == ranks:
         return
     product = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
     remedy = f"change the layout, or start {needed} ranks"
-    for axis in ("dp", "pp", "cp", "tp"):  # data parallelism is what fits any model
+    for axis in ("dp", "pp", "cp", "tp"):  # data parallelism first: it fits any model
         others = needed // sizes[axis]
         if ranks % others == 0:
             remedy = f"change the layout, to {axis}={ranks // others} for one, or start {needed} ranks"

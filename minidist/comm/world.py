@@ -1,7 +1,7 @@
-"""The world: who am I, how many are we, and joining and leaving it.
+"""The world: which rank this process is, of how many; joining and leaving it.
 
-The only state is torch.distributed's own default process group. A process that has joined no world is a
-world of one: rank 0 of 1. So the same program runs alone, under `minidist.launch`, and under torchrun.
+The only state is the default process group of torch.distributed. A process that has joined no world is a
+world of one, rank 0 of 1. So the same program runs alone, under `minidist.launch`, and under torchrun.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import sys
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-# torch is imported by the functions that need it: a script that only launches others does not pay for it.
+# The functions that need torch import it: a script that only launches others does not pay for it.
 if TYPE_CHECKING:
     import torch
     from torch._C._distributed_c10d import Store
 
 DEFAULT_TIMEOUT = 300.0
-"""Seconds that a collective waits for the other ranks where nobody said otherwise."""
+"""Seconds that a collective waits for the other ranks by default."""
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _joined_here = False  # whether `init` made the world, so that `shutdown` may end it
@@ -28,8 +28,8 @@ _joined_here = False  # whether `init` made the world, so that `shutdown` may en
 def init(timeout: float = DEFAULT_TIMEOUT, check: bool = False) -> None:
     """Join the world that torchrun (or RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT) describes.
 
-    Does nothing in a rank of `minidist.launch` or `minidist.Cluster`, which has joined already, nor where no
-    world is described: that process is a world of one.
+    It does nothing in a rank of `minidist.launch` or `minidist.Cluster`, which has joined already, nor in a
+    process without these variables, which is a world of one.
 
     Args:
         timeout: seconds to wait for the other ranks, here and in every collective.
@@ -77,7 +77,7 @@ def init(timeout: float = DEFAULT_TIMEOUT, check: bool = False) -> None:
             ) from error
         raise TimeoutError(
             f"rank {own} found no world of {ranks} at {host}:{port} within {timeout:g} s; "
-            "is rank 0 running, and is that its address?"
+            "start rank 0, and see that this is its address"
         ) from error
     except dist.DistStoreError as error:
         raise TimeoutError(
@@ -91,7 +91,7 @@ def init(timeout: float = DEFAULT_TIMEOUT, check: bool = False) -> None:
 def join(store: Store, own: int, ranks: int, limit: timedelta, check: bool = False) -> None:
     """Form the default group: gloo, and NCCL for tensors on a GPU where each rank has one to itself.
 
-    With `check=True` the door's calls are compared between the ranks before they begin.
+    With `check=True` the ranks compare their calls before these begin.
     """
     import torch
     import torch.distributed as dist
@@ -135,7 +135,7 @@ def local_rank() -> int:
 
 
 def device() -> torch.device:
-    """Where this rank computes: its own GPU where NCCL joins the ranks, else the CPU."""
+    """The device on which this rank computes: its own GPU where NCCL joins the ranks, else the CPU."""
     import torch
     import torch.distributed as dist
 
@@ -145,7 +145,7 @@ def device() -> torch.device:
 
 
 def shutdown() -> None:
-    """Leave the world that `init` joined; does nothing where there is none, or where a launcher owns it."""
+    """Leave the world that `init` joined. Without one, or in a launcher's world, it does nothing."""
     global _joined_here
     if _joined_here:
         import torch.distributed as dist
@@ -162,13 +162,13 @@ def shutdown() -> None:
 
 
 def _shutdown_at_exit() -> None:
-    """Leave the world before the interpreter goes: a thread of gloo's that it still had would abort it."""
+    """Leave the world before the interpreter ends, which a running thread of gloo would abort."""
     shutdown()
-    gc.collect()  # what holds a group, in a cycle
+    gc.collect()  # objects that hold a group in a cycle
 
 
 def _is_joined() -> bool:
-    """True in a process that belongs to a world: one that has not imported torch does not."""
+    """True in a process that belongs to a world, which one that has not imported torch does not."""
     if "torch.distributed" not in sys.modules:
         return False
     import torch.distributed as dist

@@ -1,25 +1,35 @@
-"""Collectives of our own: each is a generator that says, for one rank, who sends what to whom.
+"""Our own collectives: each is a generator of the messages that one rank sends and receives.
 
 >>> from minidist.comm import algorithms
 >>> for step in algorithms.ring_all_reduce(rank=0, ranks=4, elements=16):
 ...     print(step)
 >>> schedule = algorithms.schedule("all_reduce", "ring", ranks=4, elements=16)
->>> algorithms.check(schedule)   # proves with no process that it ends, and that the result is right
+>>> algorithms.check(schedule)   # proves without a process that it ends, and that the result is right
 >>> algorithms.draw(schedule)    # a figure: a line for each rank, an arrow for each message
 >>> comm.all_reduce(x, algorithm="ring")    # runs it
 
-A generator yields `Step`s of `Message`s, which name elements of a buffer and move nothing. `execute` runs a
-rank's steps over torch.distributed's send and receive, `check` runs those of all ranks in one process,
-`draw` draws them. So each file of an algorithm reads like the paper that it comes from.
+The files of algorithms are a ladder: each reads like the paper that it comes from.
 
-Horovod's words, where a reader comes from there: `hvd.size()` is `minidist.size()`, the number of ranks;
-`hvd.rank()` is `minidist.rank()`; `hvd.local_rank()` is `minidist.local_rank()`, the rank's place on its own
-host, which picks its GPU; `hvd.allreduce(x)` is `comm.all_reduce(x, op="mean")` (Horovod averages unless
-told otherwise, and returns a new tensor, where ours sums and works in place); `hvd.allgather(x)` is
-`comm.all_gather(x)`; `hvd.broadcast(x, root_rank=0)` is `comm.broadcast(x, source=0)`, in place as Horovod's
-`broadcast_`; `hvd.alltoall(x, splits)` is `comm.all_to_all(x, splits, ...)`. What made Horovod's name is
-`ring_all_reduce` (Sergeev and Del Balso 2018), and its hierarchical all-reduce is
-`hierarchical_all_reduce`.
+naive              everything to rank 0 and back
+ring               each rank talks to two neighbours
+tree               few steps, for small tensors
+halving_doubling   a ring's bytes in a tree's number of steps
+hierarchical       inside a host first, then between hosts
+pairwise           all-to-all, one peer at a time
+steps              what all are made of: messages, and steps of them
+registry           every algorithm by operation and name; the schedule of all ranks
+formulas           bytes that a rank sends, in closed form
+proof              runs a schedule in one process, and checks its result
+drawing            draws a schedule
+message_segments   cuts messages into segments, and finds what each waits for
+execute            runs a rank's steps over torch.distributed
+
+For readers of Horovod: `hvd.size()`, `hvd.rank()` and `hvd.local_rank()` are `minidist.size()`,
+`minidist.rank()` and `minidist.local_rank()`; `hvd.allreduce(x)` is `comm.all_reduce(x, op="mean")`, since
+Horovod averages by default and returns a new tensor, where ours sums and works in place; `hvd.allgather(x)`
+is `comm.all_gather(x)`; `hvd.broadcast_(x, root_rank=0)` is `comm.broadcast(x, source=0)`;
+`hvd.alltoall(x, splits)` is `comm.all_to_all(x, splits, ...)`. Horovod became known for `ring_all_reduce`
+(Sergeev and Del Balso 2018); its hierarchical all-reduce is `hierarchical_all_reduce`.
 """
 
 from __future__ import annotations
@@ -29,8 +39,6 @@ from typing import TYPE_CHECKING
 from minidist._lazy import lazy
 
 if TYPE_CHECKING:
-    from minidist.comm.algorithms.checks import ScheduleError as ScheduleError
-    from minidist.comm.algorithms.checks import check as check
     from minidist.comm.algorithms.drawing import draw as draw
     from minidist.comm.algorithms.formulas import formula as formula
     from minidist.comm.algorithms.halving_doubling import (
@@ -39,6 +47,8 @@ if TYPE_CHECKING:
     from minidist.comm.algorithms.hierarchical import hierarchical_all_reduce as hierarchical_all_reduce
     from minidist.comm.algorithms.naive import naive_all_reduce as naive_all_reduce
     from minidist.comm.algorithms.pairwise import pairwise_all_to_all as pairwise_all_to_all
+    from minidist.comm.algorithms.proof import ScheduleError as ScheduleError
+    from minidist.comm.algorithms.proof import check as check
     from minidist.comm.algorithms.registry import ALGORITHMS as ALGORITHMS
     from minidist.comm.algorithms.registry import CollectiveSchedule as CollectiveSchedule
     from minidist.comm.algorithms.registry import schedule as schedule
@@ -60,7 +70,7 @@ _HERE = "minidist.comm.algorithms"
 __getattr__, __dir__, __all__ = lazy(
     __name__,
     {
-        f"{_HERE}.checks": ("ScheduleError", "check"),
+        f"{_HERE}.proof": ("ScheduleError", "check"),
         f"{_HERE}.drawing": ("draw",),
         f"{_HERE}.formulas": ("formula",),
         f"{_HERE}.halving_doubling": ("halving_doubling_all_reduce",),

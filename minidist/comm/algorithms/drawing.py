@@ -1,14 +1,14 @@
 """Draw a schedule: a line for each rank, time to the right, and an arrow for each message.
 
-An arrow leads from where both ends of a message have come to it, one unit of time on; it carries the elements
-that the message names, as a Python slice.
+An arrow starts when both ends of a message have reached it, and takes one unit of time. Its label is the
+Python slice of the elements that it carries.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from minidist.comm.algorithms.checks import Delivery, run, start
+from minidist.comm.algorithms.proof import Delivery, run, start
 from minidist.comm.algorithms.registry import CollectiveSchedule
 
 if TYPE_CHECKING:
@@ -22,10 +22,9 @@ OVERWRITTEN: tuple[str, Literal["--"]] = "#D55E00", "--"
 
 
 def draw(schedule: CollectiveSchedule) -> Figure:
-    """The figure of a schedule, which a notebook shows and `figure.savefig(path)` keeps.
+    """Draw a schedule; a notebook shows the figure, and `figure.savefig(path)` keeps it.
 
-    Messages that carry nothing are left out, and a rank's messages to itself. It is meant for few ranks and
-    few steps.
+    It leaves out empty messages, and messages of a rank to itself. Meant for few ranks and few steps.
 
     Raises:
         ScheduleError: the schedule does not end.
@@ -35,14 +34,16 @@ def draw(schedule: CollectiveSchedule) -> Figure:
         import matplotlib.style
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("matplotlib is missing, which draws: pip install 'minidist[bench]'") from error
+        raise ImportError(
+            "matplotlib is missing, and drawing needs it: pip install 'minidist[bench]'"
+        ) from error
     messages = [
         delivery
         for delivery in run(schedule, *start(schedule))
         if delivery.sent.elements and delivery.sender != delivery.receiver
     ]
     end = max((message.begins + 1 for message in messages), default=1)
-    with matplotlib.style.context("default"):  # a dark theme has colours that are not for this one
+    with matplotlib.style.context("default"):  # a dark theme would change the colours
         size = (max(4.0, 1.2 + 1.35 * end), 1.4 + 0.85 * schedule.ranks)
         figure = Figure(figsize=size, layout="constrained")
         axes = figure.subplots()
@@ -75,7 +76,7 @@ def _lines(axes: Axes, schedule: CollectiveSchedule, end: int) -> None:
 
 
 def _arrow(axes: Axes, message: Delivery, along: float) -> None:
-    """Draw one message, with its elements at the part `along` of the way."""
+    """Draw one message, with its label at the fraction `along` of the arrow."""
     color, line = COMBINED if message.received.reduce else OVERWRITTEN
     style = {
         "arrowstyle": "-|>",
@@ -103,17 +104,17 @@ def _point(message: Delivery, along: float) -> tuple[float, float]:
 
 
 def _clearest(message: Delivery, others: list[Delivery], labels: list[tuple[float, float]]) -> float:
-    """How far along its arrow a message's label is farthest from other arrows and from labels."""
+    """The fraction of an arrow at which a label is farthest from other arrows and labels."""
 
     def clearance(along: float) -> float:
         x, y = _point(message, along)
-        # At the same time of another arrow, and of a label anywhere: labels are wider than high.
+        # From arrows at the same time, and from labels, which are wider than high.
         arrows = (abs(_point(other, along)[1] - y) for other in others)
         boxes = (max(2 * abs(a - x), 2 * abs(b - y)) for a, b in labels)
         lines = abs(y - round(y)) if abs(message.receiver - message.sender) > 1 else 1.0
         return min([0.5, *arrows, *boxes, 2 * lines])
 
-    # The earliest of those that are clear enough.
+    # The earliest of the clearest.
     return max((0.25 + 0.05 * i for i in range(11)), key=lambda along: (clearance(along), -along))
 
 

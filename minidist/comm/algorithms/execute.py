@@ -1,13 +1,12 @@
 """Run one rank's steps over torch.distributed's send and receive.
 
-Messages are cut into segments (`plan.py`). Each is sent as soon as what it carries has arrived, be it steps
-ahead, and a few receives are always posted ahead, so that the links carry data while this rank adds. What
-arrives to be added lands in as many segments of scratch.
+Messages are cut into segments (`message_segments.py`). A segment is sent as soon as the data that it carries
+has arrived, even steps ahead, and a few receives are always posted ahead, so that the links carry data while
+this rank adds. Data to be added lands in as many segments of scratch.
 
-That this ends wherever `check` finds that the schedule ends rests on three rules. Receives are posted and
-awaited in the program's order. A rank that waits in a step has offered all sends of that step and of those
-before it. It waits for a send only to overwrite what that sent in an earlier step, and when it has come to
-that step.
+If `check` finds that a schedule ends, it ends here too, for three reasons. Receives are posted and awaited in
+the program's order. A rank that waits in a step has offered all sends of that step and of those before it. It
+waits for a send only to overwrite data that was sent in an earlier step.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from collections.abc import Callable, Iterable
 import torch
 import torch.distributed as dist
 
-from minidist.comm.algorithms.plan import Receive, Send, plan
+from minidist.comm.algorithms.message_segments import Receive, Send, plan
 from minidist.comm.algorithms.steps import Step, meet
 
 TAG = 2**30
-"""Tag of the messages, which no others should use."""
+"""Tag of these messages, which no others should use."""
 AHEAD = 4
-"""Receives that are posted ahead, and so the segments of scratch."""
+"""Receives that are posted ahead, and thus the segments of scratch."""
 
 Combine = Callable[[torch.Tensor, torch.Tensor], object]
 COMBINE: dict[str, Combine] = {
@@ -33,10 +32,10 @@ COMBINE: dict[str, Combine] = {
     "min": lambda into, x: torch.minimum(into, x, out=into),
     "max": lambda into, x: torch.maximum(into, x, out=into),
 }
-"""For each `op` what combines a tensor with another in place."""
+"""For each `op` the function that combines a tensor with another in place."""
 
 _kept = threading.local()
-"""A thread's scratch, at most `AHEAD` segments of it."""
+"""A thread's scratch, at most `AHEAD` segments."""
 
 
 def execute(
@@ -46,16 +45,16 @@ def execute(
     op: str = "sum",
     group: dist.ProcessGroup | None = None,
 ) -> int:
-    """Run this rank's steps to their end; every rank of the group does so at once, with its own.
+    """Run this rank's steps to their end, while every other rank of the group runs its own.
 
-    It may run in any thread. Nothing else may use the group's tag `TAG` meanwhile: of two calls on one group
-    the second starts when the first is through.
+    It may run in any thread. Nothing else may use the group's tag `TAG` meanwhile, so a second call on the
+    group has to wait for the first.
 
     Args:
-        steps: one rank's, with peers counted inside the group.
-        source: flat and contiguous; what sends name elements of. It is `target` itself or shares no memory
-            with it.
-        target: flat and contiguous, of the same dtype; what receives name elements of.
+        steps: this rank's, with peers counted inside the group.
+        source: flat and contiguous; sends name its elements. It is `target` itself, or shares no memory with
+            it.
+        target: flat and contiguous, of the same dtype; receives name its elements.
         op: "sum", "min", "max" or "product", for receives that reduce.
         group: the ranks that take part; None for all.
 
@@ -64,7 +63,7 @@ def execute(
 
     Raises:
         ValueError: an unknown `op`, or a tensor that is not flat and contiguous.
-        RuntimeError: torch's own, where a peer is gone or late.
+        RuntimeError: from torch, if a peer is gone or late.
     """
     if op not in COMBINE:
         raise ValueError(
@@ -84,7 +83,7 @@ def execute(
     try:
         _run(sends, receives, source, target, COMBINE[op], group)
     except BaseException:
-        vars(_kept).clear()  # what was to arrive may still do so
+        vars(_kept).clear()  # late data may still arrive in it
         raise
     return sum(send.stop - send.start for send in sends) * source.element_size()
 
@@ -114,7 +113,7 @@ def _run(
         while posted < min(done + AHEAD, len(receives)):
             following = receives[posted]
             if not following.reduce:
-                # A send of a step that this rank has not come to may wait for what it has yet to do.
+                # A send of a step that this rank has not reached may wait for work that it has yet to do.
                 early = any(
                     send.number > sent or (send.step > receive.step and not send.copied)
                     for send in following.overwrites
@@ -145,7 +144,7 @@ def _run(
 def _launch(
     sends: list[Send], sent: int, done: int, source: torch.Tensor, group: dist.ProcessGroup | None
 ) -> int:
-    """Start the sends whose data is there, in order; how many have been started."""
+    """Start the sends whose data is there, in order; returns how many have been started."""
     while sent < len(sends) and sends[sent].needs <= done:
         send = sends[sent]
         data = source[send.start : send.stop]
@@ -156,7 +155,7 @@ def _launch(
 
 
 def _finish(sends: list[Send], copied: bool = False) -> None:
-    """Wait for sends: to overwrite what they send, or, with those `copied`, to end."""
+    """Wait for sends whose data is to be overwritten; with `copied` also for sends of copies."""
     for send in sends:
         if send.work is not None and (copied or not send.copied):
             send.work.wait()
@@ -164,7 +163,7 @@ def _finish(sends: list[Send], copied: bool = False) -> None:
 
 
 def _scratch(elements: int, like: torch.Tensor) -> torch.Tensor:
-    """This thread's scratch, kept for the next call: fresh memory costs as much to touch as to add."""
+    """This thread's scratch, kept for the next call because touching fresh memory costs as much as adding."""
     size = elements * like.element_size()
     kept: torch.Tensor | None = getattr(_kept, "scratch", None)
     if kept is None or kept.numel() < size:
@@ -180,10 +179,10 @@ def in_batches(
     rank: int,
     group: dist.ProcessGroup | None,
 ) -> int:
-    """As `execute`, with one batch a step, for tensors on GPUs.
+    """Run the steps with one batch of messages a step, for tensors on GPUs.
 
-    NCCL runs a pair's messages one after the other unless they are started together, so that two ranks that
-    both receive first would wait for ever.
+    NCCL runs a pair's messages one after the other unless they are started together, so two ranks that both
+    receive first would wait for ever.
     """
     elements = 0
     for step in steps:
@@ -200,8 +199,8 @@ def in_batches(
                     dist.P2POp(dist.isend, piece, group=group, tag=TAG, group_peer=message.peer)
                 )
         for message in step.receives:
-            place = target[message.start : message.stop]
-            arrived = torch.empty_like(place) if message.reduce else place
+            into = target[message.start : message.stop]
+            arrived = torch.empty_like(into) if message.reduce else into
             if message.peer == rank:
                 arrived.copy_(to_itself.pop(0))
             elif message.elements:
@@ -209,9 +208,9 @@ def in_batches(
                     dist.P2POp(dist.irecv, arrived, group=group, tag=TAG, group_peer=message.peer)
                 )
             if message.reduce:
-                arrivals.append((place, arrived))
+                arrivals.append((into, arrived))
         for work in dist.batch_isend_irecv(operations) if operations else ():
             work.wait()
-        for place, arrived in arrivals:
-            combine(place, arrived)
+        for into, arrived in arrivals:
+            combine(into, arrived)
     return elements * source.element_size()

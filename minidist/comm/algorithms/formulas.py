@@ -1,8 +1,8 @@
-"""How many bytes a rank sends, in closed form: what the algorithms' docstrings say, as functions.
+"""The bytes that a rank sends, in closed form: the formulas of the algorithms' docstrings, as functions.
 
-n is the number of ranks, S the bytes of the buffer (of the (n k) input or output, where one of the two is
-smaller). The formulas hold exactly where the parts that an algorithm cuts are equal; otherwise `bytes_sent`
-counts. They come out as fractions, so that a test can compare them exactly.
+n is the number of ranks, S the bytes of the buffer, which is the larger of input and output. The formulas are
+exact where an algorithm cuts equal parts; otherwise `bytes_sent` counts. They return fractions, which a test
+can compare exactly.
 """
 
 from __future__ import annotations
@@ -25,51 +25,51 @@ def formula(
     Args:
         operation: "all_reduce", ...
         algorithm: "ring", ...
-        rank: which rank.
+        rank: the rank that sends.
         ranks: n, how many there are.
         size: S, bytes of the buffer.
-        source: of a broadcast.
-        node: of a hierarchical all-reduce: ranks of each node, which divide n; None for all on one.
+        source: for a broadcast.
+        node: for a hierarchical all-reduce: the ranks of a node, which divide n; None for one node.
 
     Raises:
-        KeyError: no such operation or algorithm.
+        KeyError: an unknown operation or algorithm.
     """
-    place = (rank - source) % ranks
+    index = (rank - source) % ranks
     if algorithm == "hierarchical":
         return _hierarchical(ranks, size, node or ranks)
-    return _FORMULAS[operation, algorithm](place, ranks, size)
+    return _FORMULAS[operation, algorithm](index, ranks, size)
 
 
-def children(place: int, ranks: int) -> int:
-    """Children of a rank in the binomial tree, counted from the root: the bits below its lowest set bit."""
-    return sum(place % (2 << i) == 0 and place + (1 << i) < ranks for i in range((ranks - 1).bit_length()))
+def children(index: int, ranks: int) -> int:
+    """Children in the binomial tree of a rank, numbered from the root: the bits below its lowest set bit."""
+    return sum(index % (2 << i) == 0 and index + (1 << i) < ranks for i in range((ranks - 1).bit_length()))
 
 
-def subtree(place: int, ranks: int) -> int:
-    """Ranks in a rank's subtree of the binomial tree, with itself: at most its lowest set bit."""
-    return min(place & -place, ranks - place) if place else ranks
+def subtree(index: int, ranks: int) -> int:
+    """Ranks in the subtree of a rank, with itself: at most its lowest set bit."""
+    return min(index & -index, ranks - index) if index else ranks
 
 
-def _ring_broadcast(place: int, n: int, size: int) -> Fraction:
-    return Fraction(size if place < n - 1 else 0)
+def _ring_broadcast(index: int, n: int, size: int) -> Fraction:
+    return Fraction(size if index < n - 1 else 0)
 
 
-def _tree_all_reduce(place: int, n: int, size: int) -> Fraction:
-    return Fraction(((place > 0) + children(place, n)) * size)
+def _tree_all_reduce(index: int, n: int, size: int) -> Fraction:
+    return Fraction(((index > 0) + children(index, n)) * size)
 
 
-def _tree_reduce_scatter(place: int, n: int, size: int) -> Fraction:
-    return (place > 0) * size + Fraction(subtree(place, n) - 1, n) * size
+def _tree_reduce_scatter(index: int, n: int, size: int) -> Fraction:
+    return (index > 0) * size + Fraction(subtree(index, n) - 1, n) * size
 
 
-def _tree_all_gather(place: int, n: int, size: int) -> Fraction:
-    return (place > 0) * Fraction(subtree(place, n), n) * size + children(place, n) * size
+def _tree_all_gather(index: int, n: int, size: int) -> Fraction:
+    return (index > 0) * Fraction(subtree(index, n), n) * size + children(index, n) * size
 
 
-def _halving_doubling(place: int, n: int, size: int) -> Fraction:
+def _halving_doubling(index: int, n: int, size: int) -> Fraction:
     power = 1 << (n.bit_length() - 1)
-    folds = place < 2 * (n - power)
-    if folds and place % 2 == 0:
+    folds = index < 2 * (n - power)
+    if folds and index % 2 == 0:
         return Fraction(size)
     return 2 * Fraction(power - 1, power) * size + folds * size
 
@@ -80,15 +80,15 @@ def _hierarchical(n: int, size: int, node: int) -> Fraction:
 
 
 _FORMULAS: dict[tuple[str, str], Callable[[int, int, int], Fraction]] = {
-    ("all_reduce", "ring"): lambda place, n, size: 2 * Fraction(n - 1, n) * size,
+    ("all_reduce", "ring"): lambda index, n, size: 2 * Fraction(n - 1, n) * size,
     ("all_reduce", "tree"): _tree_all_reduce,
     ("all_reduce", "halving_doubling"): _halving_doubling,
-    ("all_reduce", "naive"): lambda place, n, size: Fraction(size if place else (n - 1) * size),
-    ("reduce_scatter", "ring"): lambda place, n, size: Fraction(n - 1, n) * size,
+    ("all_reduce", "naive"): lambda index, n, size: Fraction(size if index else (n - 1) * size),
+    ("reduce_scatter", "ring"): lambda index, n, size: Fraction(n - 1, n) * size,
     ("reduce_scatter", "tree"): _tree_reduce_scatter,
-    ("all_gather", "ring"): lambda place, n, size: Fraction(n - 1, n) * size,
+    ("all_gather", "ring"): lambda index, n, size: Fraction(n - 1, n) * size,
     ("all_gather", "tree"): _tree_all_gather,
     ("broadcast", "ring"): _ring_broadcast,
-    ("broadcast", "tree"): lambda place, n, size: Fraction(children(place, n) * size),
-    ("all_to_all", "pairwise"): lambda place, n, size: Fraction(n - 1, n) * size,
+    ("broadcast", "tree"): lambda index, n, size: Fraction(children(index, n) * size),
+    ("all_to_all", "pairwise"): lambda index, n, size: Fraction(n - 1, n) * size,
 }

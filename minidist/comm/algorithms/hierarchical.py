@@ -1,13 +1,13 @@
 """Hierarchical: first inside a node, where links are fast, then between nodes, where they are slow.
 
 A reduce-scatter inside each node leaves each of its L ranks with 1/L of the tensor, reduced over the node.
-The ranks with the same part, one in each node, all-reduce it around a ring: L rings between the nodes at
-once, each with 1/L of the tensor. An all-gather inside the node completes it. Each of the M nodes so sends
-2 (M - 1) / M S to others, however many ranks it has, where one ring through all n ranks has
-2 (n - 1) rounds to wait for the slowest link.
+The ranks with the same part, one in each node, all-reduce it around a ring: L rings run between the nodes at
+once, each with 1/L of the tensor. An all-gather inside the node completes the tensor. Each of the M nodes
+sends 2 (M - 1) / M S to others, however many ranks it has; one ring through all n ranks would wait for the
+slowest link in 2 (n - 1) rounds.
 
-Where nodes differ in size, there are as many parts as the smallest node has ranks; the ranks beyond these
-only help inside their node.
+If nodes differ in size, there are as many parts as the smallest node has ranks; further ranks only help
+inside their node.
 
 Jia et al., "Highly scalable deep learning training system with mixed-precision", 2018; Horovod's
 hierarchical all-reduce.
@@ -26,15 +26,15 @@ def hierarchical_all_reduce(
 ) -> Iterator[Step]:
     """All-reduce in place.
 
-    With M nodes of L ranks each, sends 2 (L - 1) / L S inside the node and 2 (M - 1) / M S / L to another,
-    in 2 (L - 1) + 2 (M - 1) steps.
+    With M nodes of L ranks each, a rank sends 2 (L - 1) / L S inside the node and 2 (M - 1) / M S / L to
+    another, in 2 (L - 1) + 2 (M - 1) steps.
 
     Args:
         rank: this rank.
-        ranks: how many there are; those of a node follow each other.
+        ranks: how many there are; those of a node are numbered consecutively.
         elements: of the tensor.
-        node: ranks of a node, of which the last may have fewer; or the number of each node's ranks; None
-            where all are on one node.
+        node: the ranks of a node, of which the last may have fewer; or a list of each node's ranks; None for
+            one node.
 
     Raises:
         ValueError: the nodes' ranks do not add up to `ranks`.
@@ -42,23 +42,23 @@ def hierarchical_all_reduce(
     sizes = node_sizes(ranks, node)
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     mine = max(i for i, start in enumerate(starts) if start <= rank)
-    place, size = rank - starts[mine], sizes[mine]
+    index, size = rank - starts[mine], sizes[mine]
     members = range(starts[mine], starts[mine] + size)
     parts = min(sizes)
     bounds = offsets(elements, parts) + [elements] * (size - parts)
 
-    yield from reduce_scatter_among(members, place, bounds)
-    if place < parts:
-        start, stop = bounds[place], bounds[place + 1]
-        peers = [first + place for first in starts]  # one in each node
+    yield from reduce_scatter_among(members, index, bounds)
+    if index < parts:
+        start, stop = bounds[index], bounds[index + 1]
+        peers = [first + index for first in starts]  # one in each node
         within = [start + offset for offset in offsets(stop - start, len(sizes))]
         yield from reduce_scatter_among(peers, mine, within)
         yield from all_gather_among(peers, mine, within)
-    yield from all_gather_among(members, place, bounds)
+    yield from all_gather_among(members, index, bounds)
 
 
 def node_sizes(ranks: int, node: int | Sequence[int] | None) -> list[int]:
-    """How many ranks each node has, from what `hierarchical_all_reduce` takes as `node`."""
+    """How many ranks each node has, from the argument `node` of `hierarchical_all_reduce`."""
     if node is None:
         return [ranks]
     if isinstance(node, int):

@@ -1,8 +1,8 @@
 """Naive: send everything to one rank, which reduces it and sends the result back.
 
-That is what a parameter server amounts to when its workers are synchronous. It takes two steps, but rank 0
-receives n - 1 tensors and sends n - 1, while the other ranks' links lie idle: its time grows with n, where a
-ring's does not.
+A parameter server with synchronous workers does the same. It takes two steps, but rank 0 receives n - 1
+tensors and sends n - 1 while the links between the other ranks lie idle, so its time grows with n; a ring's
+does not.
 
 Li et al., "Scaling distributed machine learning with the parameter server", 2014.
 """
@@ -15,9 +15,9 @@ from minidist.comm.algorithms.steps import Message, Step
 
 
 def naive_all_reduce(rank: int, ranks: int, elements: int) -> Iterator[Step]:
-    """All-reduce in place, all of it on rank 0.
+    """All-reduce in place; rank 0 adds.
 
-    Sends (n - 1) S from rank 0 and S from each other rank, in two steps.
+    Rank 0 sends (n - 1) S and each other rank S, in two steps.
     """
     if rank > 0:
         yield Step(sends=(Message(0, 0, elements),))

@@ -1,6 +1,6 @@
 """Pairwise exchange: an all-to-all in which each rank talks to one other at a time.
 
-In step k a rank sends to the rank k after it and receives from the rank k before it, so that no rank gets two
+In step k a rank sends to the rank k after it and receives from the rank k before it, so no rank gets two
 messages at once while another gets none.
 
 Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", 2005, section
@@ -23,19 +23,18 @@ def pairwise_all_to_all(
 ) -> Iterator[Step]:
     """All-to-all from one buffer into another: sends name elements of the input, receives of the output.
 
-    Sends all of the input but the part that stays here, (n - 1) / n S where the parts are equal, in n - 1
-    steps; the first step copies the part that stays, which is a message of this rank to itself.
+    A rank sends all of the input but its own part, (n - 1) / n S if the parts are equal, in n - 1 steps.
+    Before them a first step copies its own part, as a message to itself.
 
     Args:
         rank: this rank.
         ranks: how many there are.
-        elements: of the input, and of the output, where the parts are equal.
-        input_offsets: the part for rank i is [input_offsets[i], input_offsets[i + 1]) of the input; None
-            for equal parts.
-        output_offsets: the part from rank i, likewise, in the output; None for equal parts.
+        elements: of the input, and of the output if the parts are equal.
+        input_offsets: input[input_offsets[i] : input_offsets[i + 1]] is for rank i; None for equal parts.
+        output_offsets: likewise the part of the output from rank i; None for equal parts.
     """
     gives = offsets(elements, ranks) if input_offsets is None else input_offsets
-    # What comes from others are parts of their tensors that are as large as this rank's own part of its own.
+    # With equal parts, each part that arrives is as large as this rank's own part.
     own = gives[rank + 1] - gives[rank]
     takes = [own * i for i in range(ranks + 1)] if output_offsets is None else output_offsets
     for distance in range(ranks):

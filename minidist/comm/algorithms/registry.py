@@ -41,14 +41,14 @@ ALGORITHMS: dict[str, dict[str, Callable[..., Iterator[Step]]]] = {
 }
 """Operation -> name -> generator(rank, ranks, elements, **options) of one rank's steps.
 
-`elements` are those of the buffer that the messages name: of the tensor for all_reduce and broadcast, of the
-(n k) input for reduce_scatter, the (n k) output for all_gather, the input for all_to_all.
+`elements` is the size of the buffer that the messages name: the tensor of all_reduce and broadcast, the (n k)
+input of reduce_scatter, the (n k) output of all_gather, the input of all_to_all.
 """
 
 
 @dataclass(frozen=True)
 class CollectiveSchedule:
-    """The steps of all ranks, and what they are meant to do."""
+    """The steps of all ranks, and the operation that they carry out."""
 
     operation: str  # "all_reduce"
     elements: int  # of the buffer, as `ALGORITHMS` says
@@ -59,7 +59,7 @@ class CollectiveSchedule:
 
     @property
     def ranks(self) -> int:
-        """How many take part."""
+        """Number of ranks."""
         return len(self.steps)
 
 
@@ -71,19 +71,19 @@ def schedule(
     counts: Sequence[Sequence[int]] | None = None,
     **options: Any,
 ) -> CollectiveSchedule:
-    """The steps of all ranks, to be checked, drawn or counted with no process running.
+    """The steps of all ranks, to check, draw or count without a process.
 
     Args:
         operation: "all_reduce", "reduce_scatter", "all_gather", "broadcast" or "all_to_all".
-        algorithm: "ring", "tree", "halving_doubling", "hierarchical", "naive" or "pairwise", as far as the
-            operation has them.
-        ranks: how many take part.
+        algorithm: one that the operation has: "ring", "tree", "halving_doubling", "hierarchical", "naive" or
+            "pairwise".
+        ranks: number of ranks.
         elements: of the buffer, as `ALGORITHMS` says.
         counts: for an all-to-all with uneven parts, counts[i][j] elements go from rank i to rank j.
-        options: the generator's own: `node`, `source`, `segment`.
+        options: of the generator: `node`, `source`, `segment`.
 
     Raises:
-        ValueError: no such operation or algorithm.
+        ValueError: an unknown operation or algorithm.
     """
     if operation not in ALGORITHMS:
         raise unknown("operation", operation, ALGORITHMS)

@@ -46,14 +46,14 @@ def inputs(seed: int, elements: int, dtype: torch.dtype, ranks: int) -> torch.Te
 @contextmanager
 def small_segments(segment: int, ahead: int) -> Iterator[None]:
     """Cut small tensors as large ones are cut."""
-    from minidist.comm.algorithms import execute, plan
+    from minidist.comm.algorithms import execute, message_segments
 
-    former = plan.SEGMENT_BYTES, execute.AHEAD
-    plan.SEGMENT_BYTES, execute.AHEAD = (segment, 4 * segment), ahead
+    former = message_segments.SEGMENT_BYTES, execute.AHEAD
+    message_segments.SEGMENT_BYTES, execute.AHEAD = (segment, 4 * segment), ahead
     try:
         yield
     finally:
-        plan.SEGMENT_BYTES, execute.AHEAD = former
+        message_segments.SEGMENT_BYTES, execute.AHEAD = former
 
 
 @contextmanager

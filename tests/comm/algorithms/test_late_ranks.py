@@ -20,8 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minidist.comm import algorithms
-from minidist.comm.algorithms import CollectiveSchedule, Message, Step, plan
-from minidist.comm.algorithms.checks import run
+from minidist.comm.algorithms import CollectiveSchedule, Message, Step, message_segments
+from minidist.comm.algorithms.proof import run
 
 execute = importlib.import_module("minidist.comm.algorithms.execute")
 ELEMENTS = 24
@@ -109,7 +109,7 @@ def run_late(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(execute, "dist", transport)
         patch.setattr(execute, "AHEAD", ahead)
-        patch.setattr(plan, "SEGMENT_BYTES", (8 * segment, 16 * segment))
+        patch.setattr(message_segments, "SEGMENT_BYTES", (8 * segment, 16 * segment))
         threads = [
             threading.Thread(
                 target=transport.run,

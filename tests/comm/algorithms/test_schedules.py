@@ -22,11 +22,11 @@ from minidist.comm.algorithms import (
     ScheduleError,
     Step,
     check,
+    message_segments,
     schedule,
 )
-from minidist.comm.algorithms import plan as plan_module
-from minidist.comm.algorithms.checks import run, start
-from minidist.comm.algorithms.plan import Receive, plan
+from minidist.comm.algorithms.message_segments import Receive, plan
+from minidist.comm.algorithms.proof import run, start
 from minidist.comm.algorithms.ring import all_gather_among
 
 matplotlib.use("Agg")
@@ -227,7 +227,7 @@ def two(first: Step, second: Step, elements: int = 4) -> CollectiveSchedule:
         (wrong_part, "element 0 of rank 0 ends with rank .* once; it should be rank 0's once, rank 1's once"),
         (
             both_wait,
-            "nobody goes on: rank 0 waits in step 0 for a message from rank 1; "
+            "no rank goes on: rank 0 waits in step 0 for a message from rank 1; "
             "rank 1 waits in step 0 for a message from rank 0",
         ),
         (
@@ -290,7 +290,9 @@ def test_a_plan_waits_for_what_it_must_and_no_more(data: st.DataObject) -> None:
     one = data.draw(schedules(operation, name))
     rank = data.draw(st.integers(0, one.ranks - 1))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan_module, "SEGMENT_BYTES", data.draw(st.sampled_from([(4, 8), (8, 40), (20, 20)])))
+        patch.setattr(
+            message_segments, "SEGMENT_BYTES", data.draw(st.sampled_from([(4, 8), (8, 40), (20, 20)]))
+        )
         sends, receives = plan(one.steps[rank], 4, rank, in_place=True)
     assert 4 * sum(send.stop - send.start for send in sends) == algorithms.bytes_sent(one.steps[rank], 4)
 
@@ -330,7 +332,7 @@ def test_nothing_is_drawn_where_nothing_is_sent() -> None:
 def test_without_matplotlib_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.style", None)
     with pytest.raises(
-        ImportError, match=r"^matplotlib is missing, which draws: pip install 'minidist\[bench\]'$"
+        ImportError, match=r"^matplotlib is missing, and drawing needs it: pip install 'minidist\[bench\]'$"
     ):
         algorithms.draw(schedule("all_reduce", "ring", 2, 2))
 

@@ -1,9 +1,9 @@
-"""Prove with no process running that a schedule ends and that its result is right.
+"""Prove without starting a process that a schedule ends and that its result is right.
 
-All ranks' steps are run in one process by the rules in `steps.py`, on buffers that hold, for each element,
-how often each rank's contribution is in it. The result is right where each is in it exactly once. Nothing is
-assumed about timing: a message is taken only when both ends have come to it, the strictest rule there is, so
-a schedule that ends here ends with any buffering.
+All ranks' steps run in one process by the rules in `steps.py`. The buffers count, for each element, how often
+it contains each rank's contribution: a reduction is right if it contains each exactly once. A message is
+taken only when both ends have reached it. That is the strictest rule about timing, so a schedule that ends
+here ends with any buffering.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ Contents = NDArray[np.int64]
 
 
 class ScheduleError(ValueError):
-    """A schedule that does not end, or whose result is wrong; the message names rank and step."""
+    """A schedule does not end, or its result is wrong; the message names rank and step."""
 
 
 @dataclass(frozen=True)
 class Delivery:
-    """A message that was taken: who sent it in which of its steps, and who took it in which of its own."""
+    """A message that was taken: its sender and its receiver, and the step of each."""
 
     sender: int
     receiver: int
@@ -35,17 +35,17 @@ class Delivery:
     received: Message
     send_step: int
     receive_step: int
-    begins: int  # the time at which both ends had come to it, where each message takes 1
+    begins: int  # when both ends had reached it, if each message takes 1 unit of time
     data: Contents = field(repr=False, compare=False)
 
 
 def check(schedule: CollectiveSchedule) -> None:
-    """Check that every send meets its receive, that nobody waits for ever, and that the result is right.
+    """Check that every send meets its receive, that no rank waits for ever, and that the result is right.
 
-    Takes time and memory in proportion to ranks x ranks x elements: meant for small tensors.
+    Time and memory grow with ranks x ranks x elements: it is meant for small tensors.
 
     Raises:
-        ScheduleError: in one sentence, which rank and step is at fault.
+        ScheduleError: names the rank and the step at fault.
     """
     inputs, buffers = start(schedule)
     for _ in run(schedule, inputs, buffers):
@@ -57,12 +57,12 @@ def run(schedule: CollectiveSchedule, inputs: list[Contents], buffers: list[Cont
     """Run all ranks' steps, and yield each message as it is taken.
 
     Args:
-        schedule: what to run.
-        inputs: for each rank, what its sends name rows of.
-        buffers: for each rank, what its receives name rows of; the same arrays where it works in place.
+        schedule: the schedule to run.
+        inputs: for each rank, the rows that its sends name.
+        buffers: for each rank, the rows that its receives name; the same arrays where it works in place.
 
     Raises:
-        ScheduleError: as `check` does, for all but a wrong result.
+        ScheduleError: as in `check`, but for a wrong result.
     """
     in_place = schedule.operation != "all_to_all"
     ranks = [_Rank(number, steps, in_place) for number, steps in enumerate(schedule.steps)]
@@ -82,27 +82,31 @@ def run(schedule: CollectiveSchedule, inputs: list[Contents], buffers: list[Cont
                 rank.enter(ranks, inputs[rank.number], rank.free)
     waiting = [rank for rank in ranks if not rank.ended()]
     if waiting:
-        raise ScheduleError(f"nobody goes on: {'; '.join(rank.waits_for() for rank in waiting)}")
+        raise ScheduleError(f"no rank goes on: {'; '.join(rank.waits_for() for rank in waiting)}")
 
 
 @dataclass
 class _Rank:
-    """Where one rank has come to."""
+    """How far one rank has come."""
 
     number: int
     steps: tuple[Step, ...]
     in_place: bool  # whether its sends and receives name elements of one buffer
     step: int = -1
-    entered: int = 0  # when it came to this step
-    free: int = 0  # when the last of this step's messages was through
-    offered: list[tuple[Message, Contents]] = field(default_factory=list)  # of this step, not yet taken
-    taken: list[tuple[Message, Contents]] = field(default_factory=list)  # what came in this step
+    entered: int = 0  # when it reached this step
+    free: int = 0  # when the last message of this step was taken
+    offered: list[tuple[Message, Contents]] = field(
+        default_factory=list
+    )  # this step's sends that are not taken yet
+    taken: list[tuple[Message, Contents]] = field(
+        default_factory=list
+    )  # this step's receives that have arrived
 
     def ended(self) -> bool:
         return self.step >= len(self.steps)
 
     def enter(self, ranks: list[_Rank], sent: Contents, now: int) -> None:
-        """Come to the next step: offer what it sends, as it is now."""
+        """Go to the next step, and offer what it sends, as it is now."""
         self.step += 1
         self.entered = self.free = now
         if self.ended():
@@ -117,15 +121,15 @@ class _Rank:
         self.taken = []
 
     def take(self, ranks: list[_Rank]) -> Delivery | None:
-        """The next message of this step, where its sender has come to it."""
+        """The next message of this step, if its sender has reached it."""
         if self.ended() or len(self.taken) == len(self.steps[self.step].receives):
             return None
         message = self.steps[self.step].receives[len(self.taken)]
         sender = ranks[message.peer]
-        mine = [offer for offer in sender.offered if offer[0].peer == self.number]
-        if not mine:
+        offers = [offer for offer in sender.offered if offer[0].peer == self.number]
+        if not offers:
             return None
-        offer = mine[0]
+        offer = offers[0]
         sent, data = offer
         if sent.elements != message.elements:
             raise ScheduleError(
@@ -144,13 +148,13 @@ class _Rank:
         return Delivery(sender.number, self.number, sent, message, sender.step, self.step, begins, data)
 
     def through(self) -> bool:
-        """Whether all messages of this step are."""
+        """Whether all messages of this step have been taken."""
         return (
             not self.ended() and not self.offered and len(self.taken) == len(self.steps[self.step].receives)
         )
 
     def finish(self, buffer: Contents) -> None:
-        """Put what came where it belongs."""
+        """Store or add the messages that arrived in this step."""
         for message, data in self.taken:
             _check_range(f"rank {self.number} in step {self.step}", "receives", message, len(buffer))
             if message.reduce:
@@ -159,7 +163,7 @@ class _Rank:
                 buffer[message.start : message.stop] = data
 
     def waits_for(self) -> str:
-        """What holds this rank up, in words."""
+        """What this rank waits for, in words."""
         reasons = [f"for rank {message.peer} to take a message" for message, _ in self.offered]
         if len(self.taken) < len(self.steps[self.step].receives):
             peer = self.steps[self.step].receives[len(self.taken)].peer
@@ -173,10 +177,11 @@ def _check_range(who: str, what: str, message: Message, size: int) -> None:
 
 
 def start(schedule: CollectiveSchedule) -> tuple[list[Contents], list[Contents]]:
-    """What the buffers hold before: (elements, ranks + 1) counts of contributions, the last for what is none.
+    """The inputs and outputs of all ranks at the start; the same arrays where the operation works in place.
 
-    In an all-to-all, where elements move, it is (elements, 2): whose an element was and which. Returns the
-    inputs and the outputs of all ranks, the same arrays where the operation works in place.
+    Each is (elements, ranks + 1): how often an element contains each rank's contribution, and in the last
+    column whether it was never filled. In an all-to-all, which only moves elements, it is (elements, 2): the
+    rank that had the element, and its index there.
     """
     n, size = schedule.ranks, schedule.elements
     if schedule.operation == "all_to_all":
@@ -211,7 +216,7 @@ def _check_result(schedule: CollectiveSchedule, buffers: list[Contents]) -> None
 
 
 def _wanted(schedule: CollectiveSchedule, rank: int) -> Contents:
-    """What rank `rank` should end with; one row where it is the same for all elements."""
+    """What `rank` should end with; one row if it is the same for all elements."""
     n, size = schedule.ranks, schedule.elements
     contribution: Contents = np.eye(n + 1, dtype=np.int64)
     if schedule.operation == "all_to_all":

@@ -1,9 +1,9 @@
 """Cut one rank's messages into segments, in the program's order, and find what each has to wait for.
 
-A segment to send waits for the receives that bring what it carries. A received one that overwrites waits
-until what was there has been sent, and until what was to come there before has come. Nothing else waits: so
-a ring's all-gather begins before its reduce-scatter has ended, and a tree passes on the beginning of a tensor
-whose end has not come yet.
+A send waits for the receives that bring its data. A receive that overwrites data waits until that data has
+been sent, and until earlier receives into the same range have arrived. Nothing else waits: a ring's
+all-gather begins before its reduce-scatter has ended, and a tree passes on the beginning of a tensor whose
+end has not arrived.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 from minidist.comm.algorithms.steps import Message, Step
 
 SEGMENT_BYTES = 2**20, 2**22
-"""The least and the most of a segment, which is half a message in between. Smaller ones cost more for waking
+"""The smallest and the largest segment; in between it is half a message. Smaller ones cost more for waking
 the threads at both ends than they gain by overlapping; larger ones need more scratch and gain nothing."""
 
 
@@ -26,11 +26,11 @@ class Send:
     peer: int
     start: int
     stop: int
-    step: int  # which it is of
+    step: int  # whose message it is part of
     number: int  # from 1, in the program's order
-    needs: int = 0  # receives that have to be complete before: it carries what they bring
-    copied: bool = False  # whether something arrives in its place in the same step: a copy is sent then
-    work: Any = None  # torch's handle, kept until it was waited for, or gloo drops the message
+    needs: int = 0  # so many receives have to be complete before it, which bring its data
+    copied: bool = False  # a copy is sent, because data arrives in its range in the same step
+    work: Any = None  # torch's handle, kept until its wait, because gloo drops the message with it
 
 
 @dataclass
@@ -43,9 +43,9 @@ class Receive:
     step: int
     reduce: bool
     number: int  # from 1, in the program's order
-    needs: int = 0  # receives that have to be complete before anything is written to its place
-    overwrites: list[Send] = field(default_factory=list)  # sends of what is there now
-    copy_from: int = -1  # of this rank's message to itself: where it begins in the source
+    needs: int = 0  # so many receives have to be complete before it writes to its range
+    overwrites: list[Send] = field(default_factory=list)  # sends of the data that it overwrites
+    copy_from: int = -1  # start in the source, for this rank's message to itself
     work: Any = None
 
 
@@ -53,9 +53,9 @@ def plan(steps: Iterable[Step], itemsize: int, rank: int, in_place: bool) -> tup
     """The segments of one rank's messages.
 
     Args:
-        steps: the rank's.
+        steps: those of the rank.
         itemsize: bytes of an element.
-        rank: the rank; a message to itself becomes a copy, and the message that receives it is of that step.
+        rank: the rank; a message to itself becomes a copy, in the step that receives it.
         in_place: whether sends and receives name elements of the same buffer.
     """
     sends: list[Send] = []
@@ -79,7 +79,7 @@ def plan(steps: Iterable[Step], itemsize: int, rank: int, in_place: bool) -> tup
                 receive.overwrites = read.overlapping(start, stop)
                 for send in receive.overwrites:
                     send.copied |= send.step == index
-                # Who comes after this one waits for it, and so for all that it waits for.
+                # Later segments wait for this one, and so for all that it waits for.
                 read.forget(start, stop)
                 written.forget(start, stop)
                 written.add(receive)
@@ -90,7 +90,7 @@ def plan(steps: Iterable[Step], itemsize: int, rank: int, in_place: bool) -> tup
 
 
 def _segments(message: Message, itemsize: int) -> Iterator[tuple[int, int]]:
-    """Cut from the message's start, so that both ends cut alike wherever the elements lie."""
+    """Cut a message from its start, so that both ends cut alike at any offset."""
     least, most = (size // itemsize for size in SEGMENT_BYTES)
     width = min(max(least, (message.elements + 1) // 2), most)
     for start in range(message.start, message.stop, width):
@@ -101,7 +101,7 @@ _Segment = TypeVar("_Segment", Send, Receive)
 
 
 class _Cells(Generic[_Segment]):
-    """Segments by the cell of the buffer that they lie in: those that overlap one are found among a few."""
+    """Segments by the cells of the buffer in which they lie, so that a few are searched for overlaps."""
 
     def __init__(self, width: int) -> None:
         self.width = width
@@ -123,7 +123,7 @@ class _Cells(Generic[_Segment]):
         ]
 
     def forget(self, start: int, stop: int) -> None:
-        """Forget those that lie inside."""
+        """Forget the segments inside a range."""
         for cell in self.of(start, stop):
             if cell in self.cells:
                 self.cells[cell] = [
