@@ -1,21 +1,29 @@
-"""Checkpoints: a training's whole state in one directory, whoever wrote it and however many ranks read it.
+"""Checkpoints: the whole state of a training in one directory, for any number of ranks to read.
 
-`save` writes, `load` reads, `export` makes one file of the weights. torch.distributed.checkpoint plans who
-writes what and what is read from where; the format is this package's own, since that library's metadata is a
-pickle, and a pickle runs code when it is read. A checkpoint is a directory:
+`save` writes a checkpoint, `load` reads it, and `export` makes one file of the weights. A checkpoint holds:
 
-    index.json       who, what, where: the step, the settings, and for each tensor its dtype, shape and boxes,
-                     each with its place in a file; the bytes and the CRC-32 of every file, its own included
+    index.json       the step, the settings, and for each tensor its dtype, shape and boxes, each with its
+    file and
+                     first byte there; the bytes and the CRC-32 of every file, its own included
     rank-00000.bin   boxes of tensors, one after the other, little-endian, row-major, each at a multiple of 64
-    ...              bytes; one file a rank that had something to write
+    ...              bytes; one file for each rank that had something to write
 
-Nothing in it is ever executed. Boxes are read in any other cut, so that the ranks and the ZeRO stage may
-change. A save writes beside its path, has every file and directory synced to the disk, and renames at the
-end: at any moment a path holds a whole checkpoint, or what was there before.
+Nothing in it is ever executed; torch.distributed.checkpoint, in contrast, keeps its metadata in a pickle,
+which runs code when it is read. Boxes can be read in any other cut, so the ranks and the ZeRO stage may
+change. A save writes next to its path, syncs every file and directory to the disk, and renames at the end: at
+any moment a path holds a whole checkpoint, or what was there before.
 
-`saving.py` and `loading.py` say what happens in which order; `transfer.py` calls
-torch.distributed.checkpoint, which calls `planners.py` and `storage.py`; `index.py` reads and checks;
-`folders.py` names and renames.
+- `saving.py`: `save`, in the foreground or in a thread
+- `writing.py`: who writes which box; the files; the index
+- `loading.py`: `load`, in its order: check, compare, fill
+- `reading.py`: tensors from files, in another cut
+- `compatibility.py`: does a checkpoint fit this model, optimizer, scheduler and sampler?
+- `state.py`: what a rank contributes: chunks, settings, random states
+- `values.py`: settings as JSON and back
+- `index.py`: write, read and verify the index
+- `folders.py`: names in a folder; how a directory gets its name in one step; what is kept
+- `exporting.py`: `export` and `state_dict`: the weights alone
+- `errors.py`: the errors, and how all ranks raise the same one
 """
 
 from minidist.checkpoint.errors import CheckpointError as CheckpointError

@@ -1,13 +1,12 @@
-"""What can go wrong with a checkpoint, and how all ranks come to raise the same error.
+"""The errors of checkpoints, and how all ranks come to raise the same one.
 
-One rank's disk is full, and the others have written their parts: none of them has a checkpoint then, and all
-have to say so. Whatever may fail on one rank alone is run through `agree`.
+When one rank's disk is full, the others have written their files, but no rank has a checkpoint, and all have
+to say so. Everything that may fail on one rank alone runs through `agree`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -23,20 +22,21 @@ class CheckpointError(RuntimeError):
 
 
 class DamagedCheckpoint(CheckpointError):
-    """A checkpoint is not whole: a file is missing, cut short or altered. The message names it."""
+    """A checkpoint is not whole: the file that the message names is missing, cut short or altered."""
 
 
-def agree(function: Callable[[], T], doing: str) -> list[T]:
-    """Run `function` on every rank; what it returned on each, or the first rank's error, on all of them.
+def agree(function: Callable[[], T], doing: str, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Run `function` on every rank, and return what each rank's returned; an error is raised on all ranks.
 
-    Sends what it returns to all ranks, pickled; that comes from the ranks and never from a file.
+    The results are sent pickled. They come from the ranks, never from a file.
 
     Args:
         function: makes no collective.
-        doing: what it does, such as "write /runs/7"; for the error's sentence.
+        doing: what it does, such as "write /runs/7", for the error.
+        group: all ranks; None for the world.
 
     Raises:
-        ValueError, TypeError, CheckpointError: as the function raised it; any other error as a
+        ValueError, TypeError, CheckpointError: as the first rank's function raised it; any other error as a
             CheckpointError.
         CollectiveError: a peer is gone or late.
     """
@@ -44,31 +44,24 @@ def agree(function: Callable[[], T], doing: str) -> list[T]:
     try:
         outcome = (True, function())
     except Exception as error:
-        outcome = (False, explained(error, comm.rank(), doing))
+        outcome = (False, _explained(error, comm.rank(), doing))
     outcomes: list[Any] = [outcome]
     if comm.size() > 1:
         outcomes *= comm.size()
-        with peers(doing):
-            dist.all_gather_object(outcomes, outcome)
+        try:
+            dist.all_gather_object(outcomes, outcome, group)
+        except RuntimeError as error:
+            raise failed(f"what it takes to {doing}", range(comm.size()), error) from error
     for good, value in outcomes:
         if not good:
             raise value
     return [value for _, value in outcomes]
 
 
-@contextmanager
-def peers(doing: str) -> Iterator[None]:
-    """Inside, a collective of torch.distributed's own that fails is a CollectiveError, in words."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise failed(f"what it takes to {doing}", range(comm.size()), error) from error
-
-
-def explained(error: BaseException, rank: int, doing: str) -> Exception:
-    """The error that all ranks raise, in one sentence, for what went wrong on one."""
+def _explained(error: Exception, rank: int, doing: str) -> Exception:
+    """Return the error for all ranks, in one sentence, for what went wrong on one."""
     if type(error) in (ValueError, TypeError, CheckpointError, DamagedCheckpoint):
-        return error  # type: ignore[return-value]
+        return error
     why = f"{type(error).__name__}: {error}"
     if isinstance(error, OSError) and error.strerror:
         why = f"{error.filename}: {error.strerror}" if error.filename else error.strerror

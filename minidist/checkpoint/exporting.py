@@ -1,4 +1,4 @@
-"""`export`: the weights alone, in one file that other programs read."""
+"""`export`: write the weights alone into one file for other programs."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from minidist import comm
-from minidist.checkpoint.boxes import read_whole, stored_names
 from minidist.checkpoint.errors import agree
 from minidist.checkpoint.folders import WRITING, sync_directory
 from minidist.checkpoint.index import read_index, verify
+from minidist.checkpoint.reading import read_whole, stored_names
 from minidist.parallel.contract.engine import Engine
 
 
@@ -23,21 +23,21 @@ def export(source: Engine | str | os.PathLike[str], path: str | os.PathLike[str]
     >>> md.export(engine, "model.safetensors")
     >>> md.export("runs/digits/step-00000100", "model.pt")     # torch.load("model.pt", weights_only=True)
 
-    Of an engine every rank calls it, and rank 0 writes what its `full_state_dict` would give. Of a checkpoint
-    one process reads and checks the files, without an engine; the weights then are in the precision in which
-    they are updated. The whole model is in that one process's memory.
+    With an engine, every rank calls it, and rank 0 writes what `full_state_dict` would return. With a
+    checkpoint, one process reads and checks the files and needs no engine; the weights are in the precision
+    in which they are updated. The writing process holds the whole model in memory.
 
     Args:
         source: an engine, or a checkpoint's directory.
         path: ends in ".safetensors", or in ".pt" or ".pth" for a `state_dict` by `torch.save`.
 
     Returns:
-        The path of the file. It is replaced at once or not at all.
+        The path of the file. An old file is replaced in one step or not at all.
 
     Raises:
-        ValueError: another ending.
-        TypeError: a dtype that the safetensors format does not have.
-        CheckpointError: the file could not be written, on all ranks; or no whole checkpoint is there.
+        ValueError: the path ends in something else.
+        TypeError: the safetensors format lacks a dtype of the weights.
+        CheckpointError: the file could not be written (on all ranks); or there is no whole checkpoint.
     """
     path = Path(path).absolute()
     if path.suffix not in (".safetensors", ".pt", ".pth"):
@@ -55,11 +55,11 @@ def export(source: Engine | str | os.PathLike[str], path: str | os.PathLike[str]
 
 
 def state_dict(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """The parameters and buffers of a checkpoint, whole, on the CPU, without an engine.
+    """Return a checkpoint's parameters and buffers, whole, on the CPU, without an engine.
 
     Raises:
-        DamagedCheckpoint: a file is missing, cut short or altered; names it.
-        CheckpointError: no checkpoint is there, or one of another version.
+        DamagedCheckpoint: a file, which the message names, is missing, cut short or altered.
+        CheckpointError: there is no checkpoint, or it has another version.
     """
     index = read_index(Path(path).absolute())
     verify(index, sorted(index.files))

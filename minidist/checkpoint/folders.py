@@ -1,12 +1,12 @@
-"""Where checkpoints lie: their names in a folder, and how one takes its place at once or not at all.
+"""Checkpoints in a folder: their names, their order, and how one gets its name in one step.
 
-POSIX's rename is atomic, and lasts a power failure once the files, their directory and the directory above
-have been synced. A directory that stands already is exchanged with the new one in one step (Linux's
-renameat2), and only then removed. Where that cannot be done it is called `.old.writing` for a moment; should
-the program end in it, that name still is the checkpoint's.
+POSIX's rename is atomic. It survives a power failure once the files, their directory and the directory above
+have been synced. If the name is taken, the new directory and the old one exchange names in one step (Linux's
+renameat2), and then the old one is removed. Where that is impossible, the old one is called `.old.writing`
+for a moment; if the program ends then, that name still counts as the checkpoint's.
 
-In a folder the newest checkpoint is the one that was saved last, whatever its step: who goes back to an
-earlier step and saves from there on has left the later ones behind. Each save has a number, in its index.
+The newest checkpoint of a folder is the one that was saved last, whatever its step: a training that goes back
+to an earlier step and saves from there has abandoned the later ones. So each save has a number, in its index.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from minidist.checkpoint.index import FILE, INDEX, save_number, seems_whole
 
 WRITING = ".writing"
-"""The end of the name of a directory that is being written, or removed: never a checkpoint."""
+"""How the name of a directory ends that is being written or removed; it is never a checkpoint."""
 _OLD = ".old" + WRITING
 _STEP = re.compile(r"step-(\d{8,})(\.old\.writing)?")
 _LEFT = re.compile(r"step-\d{8,}(\.old)?(\.writing)+")
@@ -31,14 +31,14 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 def step_name(step: int) -> str:
-    """A checkpoint's name in its folder: step-00000100."""
+    """Return a checkpoint's name in its folder, such as step-00000100."""
     return f"step-{step:08d}"
 
 
 def checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
-    """The checkpoints in a folder, whole or not, the one saved last first; none where there is no folder.
+    """Return the checkpoints in a folder, whole or not, the last saved first; none if there is no folder.
 
-    One whose index does not tell when it was saved comes before the first one of an earlier step.
+    One whose index does not say when it was saved comes before the first one of an earlier step.
     """
     folder = Path(folder)
     names = sorted(os.listdir(folder), reverse=True) if folder.is_dir() else []  # "x" after "x.old.writing"
@@ -50,24 +50,24 @@ def checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
         reverse=True,
     )
     for step in sorted(step for step in steps if numbers[step] is None):
-        place = next((place for place, other in enumerate(order) if other < step), len(order))
-        order.insert(place, step)
+        earlier = next((i for i, other in enumerate(order) if other < step), len(order))
+        order.insert(earlier, step)
     return [steps[step] for step in order]
 
 
 def next_number(folder: Path) -> int:
-    """The number of the next save into a folder: above all that are there."""
+    """Return the number of the next save into a folder, above all numbers there."""
     return 1 + max((save_number(path) or 0 for path in checkpoints(folder)), default=0)
 
 
 def standing(path: Path) -> Path:
-    """Where the checkpoint called `path` is: at another name where an exchange with a newer was cut short."""
+    """Return where the checkpoint called `path` is: under its old name if a replacement was cut short."""
     old = path.with_name(path.name + _OLD)
     return old if old.is_dir() and not os.path.lexists(path) else path
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a path holds a checkpoint, or in a folder's step-N what is left of one."""
+    """Whether a path holds a checkpoint, or is a folder's step-N with the remains of one."""
     if (path / INDEX).is_file():
         return True
     if not path.is_dir() or not _STEP.fullmatch(path.name):
@@ -76,7 +76,7 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory and those above it that are missing, and have their names reach the disk."""
+    """Make a directory and its missing parents, and sync their names to the disk."""
     missing = [each for each in (path, *path.parents) if not each.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for each in missing:
@@ -84,16 +84,16 @@ def make_directory(path: Path) -> None:
 
 
 def written_aside(path: Path) -> Path:
-    """Where a checkpoint is written before it is called `path`: in the same directory, so on its disk."""
+    """Return where a checkpoint is written before it is renamed to `path`: next to it, on the same disk."""
     return path.with_name(path.name + WRITING)
 
 
 def put_in_place(aside: Path, path: Path) -> None:
-    """Give a complete directory its name; what had it before is removed."""
+    """Give a complete directory its name, and remove what had the name before."""
     sync_directory(aside)
     if not os.path.lexists(path):
         os.rename(aside, path)
-    elif not _exchange(aside, path):  # for a moment neither has the name, and `aside` is whole
+    elif not _exchange(aside, path):  # for a moment nothing has the name, and `aside` is whole
         old = path.with_name(path.name + _OLD)
         discard(old)
         os.rename(path, old)
@@ -104,15 +104,15 @@ def put_in_place(aside: Path, path: Path) -> None:
 
 
 def keep_newest(folder: Path, keep: int) -> None:
-    """Remove what comes behind the `keep` whole checkpoints of a folder that were saved last; and leftovers.
+    """Keep the `keep` whole checkpoints of a folder that were saved last; remove older ones and leftovers.
 
-    A damaged one counts for none: it goes when so many whole ones are before it.
+    A damaged checkpoint does not count; it goes once that many whole ones are newer.
     """
     others = checkpoints(folder)
     while keep and others:
         keep -= seems_whole(others.pop(0))
     for path in others:
-        doomed = written_aside(path)  # a removal that is cut short must not look like a checkpoint
+        doomed = written_aside(path)  # a half-removed one must not look like a checkpoint
         with contextlib.suppress(OSError):
             os.rename(path, doomed)
         discard(doomed)
@@ -123,19 +123,19 @@ def keep_newest(folder: Path, keep: int) -> None:
 
 
 def begin_writing(directory: Path) -> int:
-    """Make an empty directory, and lock it; the lock's descriptor.
+    """Make an empty directory and lock it. Returns the lock's descriptor.
 
-    The system lets go of it when this process ends, so that what a killed save left is no other's.
+    The system releases the lock when this process ends, so a killed save does not keep it.
     """
     directory.mkdir()
     descriptor = os.open(directory, os.O_RDONLY)
-    with contextlib.suppress(OSError):  # a file system without locks
+    with contextlib.suppress(OSError):  # the file system has no locks
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     return descriptor
 
 
 def being_written(directory: Path) -> bool:
-    """Whether a save that is under way, of this process or another, writes to a directory."""
+    """Whether a save of this or another process is writing to a directory."""
     try:
         descriptor = os.open(directory, os.O_RDONLY)
     except OSError:
@@ -152,19 +152,19 @@ def being_written(directory: Path) -> bool:
 
 
 def end_writing(descriptor: int) -> None:
-    """Let go of what `begin_writing` locked, also where a fork of this process has the descriptor."""
+    """Release the lock of `begin_writing`, even if a fork of this process has its descriptor."""
     with contextlib.suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_UN)
     os.close(descriptor)
 
 
 def discard(directory: Path) -> None:
-    """Remove a directory that is no checkpoint, as far as that is possible."""
+    """Remove a directory that is no checkpoint, as far as possible."""
     shutil.rmtree(directory, ignore_errors=True)
 
 
 def sync_directory(path: Path) -> None:
-    """Have the names in a directory reach the disk."""
+    """Sync the names in a directory to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -173,7 +173,7 @@ def sync_directory(path: Path) -> None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Exchange two names in one step; False where the system or the file system cannot."""
+    """Exchange two names in one step; False if the system or the file system cannot."""
     rename = getattr(ctypes.CDLL(None), "renameat2", None) if sys.platform.startswith("linux") else None
     if rename is None:
         return False

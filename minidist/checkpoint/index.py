@@ -1,9 +1,9 @@
-"""A checkpoint's index: what is where, and whether all of it is still there as it was written.
+"""A checkpoint's index: what is where, and whether everything is still as it was written.
 
-The index says how many bytes each file has and what their CRC-32 is; its own stands at its very beginning,
-over all else of it. A CRC-32 finds every flipped bit and every altered run of up to 32 bits, and all but
-one in four billion of other changes. It guards against disks, not against somebody who forges: forged numbers
-are numbers, too, since nothing here is executed.
+The index holds the length and the CRC-32 of each file. The CRC-32 of the index itself stands at its beginning
+and covers the rest. A CRC-32 detects every flipped bit, every altered run of up to 32 bits, and all but one
+in four billion other changes. It protects against failing disks, not against forgery; but forged numbers are
+still only numbers, since nothing here is executed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _WHOLE_HEAD = re.compile(rb'\{"minidist checkpoint": ([1-9]\d{0,8}), "crc32": "(
 FILE = re.compile(r"rank-\d+\.bin")
 """Names of the files beside the index."""
 _NUMBER = re.compile(rb'"saved":(\d{1,18}),')
-_PIECE = 2**20  # bytes of a file that are in memory at a time while they are counted
+_PIECE = 2**20  # bytes of a file to read at a time
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a checkpoint: its boxes hold every element once."""
+    """A tensor in a checkpoint. Its boxes hold every element once."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -57,7 +57,7 @@ class Index:
     """What a checkpoint holds."""
 
     path: Path
-    files: Mapping[str, tuple[int, int]]  # for each its bytes and CRC-32
+    files: Mapping[str, tuple[int, int]]  # each file's length and CRC-32
     tensors: Mapping[str, Stored]
     facts: Mapping[str, Any]  # step, ranks, settings, ...
 
@@ -69,7 +69,7 @@ def write_index(
     facts: Mapping[str, Any],
     number: int = 0,
 ) -> None:
-    """Write the index, and have it reach the disk. number: of the save, among those of its folder."""
+    """Write the index and sync it to the disk. number: of the save, among those in its folder."""
     listed = {
         name: {
             "dtype": str(stored.dtype).removeprefix("torch."),
@@ -92,8 +92,8 @@ def read_index(path: Path) -> Index:
     """Read and check the index of a checkpoint.
 
     Raises:
-        CheckpointError: there is none at this path, or another version of the format.
-        DamagedCheckpoint: it has been altered, or never was one.
+        CheckpointError: there is no checkpoint at this path, or it has another version of the format.
+        DamagedCheckpoint: the index is missing or altered.
     """
     try:
         data = (path / INDEX).read_bytes()
@@ -101,8 +101,8 @@ def read_index(path: Path) -> Index:
         if not path.is_dir():
             raise CheckpointError(f"there is no checkpoint at {path}; give the directory of one") from None
         raise DamagedCheckpoint(
-            f"{path} has no {INDEX}: it is no checkpoint, or one that lost it; give latest=True for a folder "
-            "of checkpoints"
+            f"{path} has no {INDEX}: it is no checkpoint, or its index is lost; give latest=True for a "
+            "folder of checkpoints"
         ) from None
     except OSError as error:
         raise DamagedCheckpoint(f"{path / INDEX} cannot be read: {error.strerror}; load another") from error
@@ -128,7 +128,7 @@ def read_index(path: Path) -> Index:
 
 
 def save_number(path: Path) -> int | None:
-    """The number that a checkpoint's save had in its folder, unchecked; None where no index tells."""
+    """Return a checkpoint's save number, unchecked; None if there is no index with one."""
     try:
         with open(path / INDEX, "rb") as file:
             beginning = file.read(200)
@@ -140,7 +140,7 @@ def save_number(path: Path) -> int | None:
 
 
 def seems_whole(path: Path) -> bool:
-    """Whether a checkpoint's index is whole and its files have their lengths; what is in them is not read."""
+    """Whether a checkpoint's index is whole and its files have the right lengths. Does not read the files."""
     try:
         return all((path / name).stat().st_size == size for name, (size, _) in read_index(path).files.items())
     except (OSError, CheckpointError):
@@ -148,7 +148,7 @@ def seems_whole(path: Path) -> bool:
 
 
 def _checksum(version: int, body: bytes) -> int:
-    """Of an index: over the version, too, or a flipped bit of it would look like another format."""
+    """Return the CRC-32 of version and body. It covers the version, where a bit may flip as well."""
     return zlib.crc32(body, zlib.crc32(b"%d" % version))
 
 
@@ -174,7 +174,7 @@ def _parsed(path: Path, content: dict[str, Any]) -> Index:
 def check_boxes(
     name: str, shape: Sequence[int], boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
 ) -> None:
-    """ValueError unless these boxes, each offsets and sizes, hold every element of a tensor exactly once."""
+    """ValueError unless these boxes (offsets, sizes) hold every element of a tensor exactly once."""
     for offsets, sizes in boxes:
         if len(offsets) != len(shape) or len(sizes) != len(shape):
             raise ValueError(f"a box of {name} has {len(sizes)} dimensions and the tensor {len(shape)}")
@@ -186,10 +186,10 @@ def check_boxes(
             f"the boxes of {name} hold {held} elements, and the tensor of shape {tuple(shape)} has "
             f"{math.prod(shape)}"
         )
-    # In the order of the first dimension, a box can only meet those that begin before it ends.
+    # Sorted by the first dimension, a box can only overlap those that begin before it ends.
     full = sorted(box for box in boxes if math.prod(box[1]))
-    for place, (offsets, sizes) in enumerate(full):
-        for others, other_sizes in full[place + 1 :]:
+    for i, (offsets, sizes) in enumerate(full):
+        for others, other_sizes in full[i + 1 :]:
             if shape and others[0] >= offsets[0] + sizes[0]:
                 break
             if all(
@@ -200,10 +200,10 @@ def check_boxes(
 
 
 def verify(index: Index, files: Iterable[str]) -> None:
-    """Read files in full, and compare them with the index; about a second a gigabyte.
+    """Read files in full and compare them with the index; takes about a second a gigabyte.
 
     Raises:
-        DamagedCheckpoint: the first that is missing, cut short or altered.
+        DamagedCheckpoint: names the first file that is missing, cut short or altered.
     """
     for name in files:
         size, crc = index.files[name]

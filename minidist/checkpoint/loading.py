@@ -1,43 +1,52 @@
-"""`load`: a training goes on where a checkpoint left it, on as many ranks as there are now."""
+"""`load`: continue a training from a checkpoint, on any number of ranks."""
 
 from __future__ import annotations
 
 import os
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from minidist import comm
 from minidist.checkpoint import folders
-from minidist.checkpoint.errors import CheckpointError, DamagedCheckpoint, agree
-from minidist.checkpoint.fitting import (
+from minidist.checkpoint.compatibility import (
     check_classes,
     check_model,
     check_optimizer,
     check_sampler,
     model_shapes,
 )
+from minidist.checkpoint.errors import CheckpointError, DamagedCheckpoint, agree
 from minidist.checkpoint.index import Index, read_index, verify
-from minidist.checkpoint.random_state import set_random_state
+from minidist.checkpoint.reading import MappedFiles, overlaps
 from minidist.checkpoint.saving import check_engine
 from minidist.checkpoint.state import (
     Scheduler,
+    buffer_names,
     classes,
     optimizer_state,
+    own_name,
+    random_name,
+    set_random_state,
 )
 from minidist.checkpoint.values import decode
 from minidist.model.sampler import Sampler
 from minidist.parallel.contract.engine import Engine
+from minidist.parallel.contract.strategy import TensorBox
 from minidist.parallel.engine.training_step import HybridEngine
+from minidist.parallel.flat.ranges import narrowed
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """What was loaded, beside the state that the engine has now."""
+    """What a checkpoint held besides the engine's state."""
 
     path: Path
-    step: int  # steps done when it was saved: the next that the sampler is asked for
+    step: int  # steps done when it was saved, and so the next step of the sampler
     extra: Any
     ranks: int  # that saved it
 
@@ -50,26 +59,27 @@ def load(
     scheduler: Scheduler | None = None,
     sampler: Sampler | None = None,
 ) -> Loaded:
-    """Load a checkpoint into an engine, saved on any number of ranks and under any ZeRO stage.
+    """Load a checkpoint into an engine. It may come from any number of ranks and any ZeRO stage.
 
     >>> loaded = md.load(engine, "runs/digits", latest=True, sampler=sampler)
     >>> for step in range(loaded.step, 1000): ...
 
-    Every rank calls it, with an engine made for the same model and optimizer. Under the layout that saved it
-    the training goes on bit for bit as if it had never stopped; under others to rounding, and a rank then
-    takes the random states that were saved of its number, or keeps its own where there are none. Numbers are
+    Every rank calls it, with an engine for the same model and optimizer. Under the layout that saved it, the
+    training continues bit for bit as if it had never stopped. Under another layout it does to rounding, and a
+    rank takes the random states saved for its number, or keeps its own if there are none. Numbers are
     converted to the engine's dtype. Options of the optimizer's groups, such as lr, become the saved ones, as
     with torch's `load_state_dict`; change them afterwards. Nothing from the files is executed.
 
-    An asynchronous save of this engine that is under way is waited for; where it fails, that is a warning
-    here. Every file is read once to be checked, each by one rank, before anything of the engine is changed;
-    then each rank reads its own part. Sent are the names and shapes of the model's tensors.
+    An asynchronous save of this engine that is under way is waited for first; if it fails, `load` warns of
+    it. Every file is read once to check it, each by one rank, before anything of the engine changes. Then
+    each rank reads its own part. Sends the names and shapes of the model's tensors.
 
     Args:
-        engine: of `md.prepare`.
+        engine: what `md.prepare` returned.
         path: the checkpoint's directory; with `latest`, a folder of them.
-        latest: take the one saved last of those that are whole, whatever its step; rank 0 warns of each that
-            was passed over, and why.
+        latest: take the whole checkpoint that was saved last, whatever its step. Rank 0 warns of each one
+        that it
+            passes over, and says why.
         scheduler: as in `save`; takes its state.
         sampler: as in `save`; is compared with the saved one.
 
@@ -77,10 +87,11 @@ def load(
         The step, `extra`, and which checkpoint it was.
 
     Raises:
-        DamagedCheckpoint: a file is missing, cut short or altered; names it. The engine is unchanged.
-        CheckpointError: no checkpoint there, another version of the format, or one of another model or
-            optimizer or scheduler, whose first difference is named; the engine is unchanged. The same on all
-            ranks.
+        DamagedCheckpoint: a file, which the message names, is missing, cut short or altered. The engine is
+            unchanged.
+        CheckpointError: there is no checkpoint; or it has another version, or belongs to another model,
+        optimizer
+            or scheduler, whose first difference is named. The engine is unchanged. The same on all ranks.
         CollectiveError: a peer is gone or late.
         ValueError: the sampler deals rows in another order, or a sampler or scheduler is given and none was
             saved.
@@ -89,13 +100,13 @@ def load(
     if hybrid.saving is not None:
         try:
             hybrid.saving.wait()
-        except Exception as error:  # the same on all ranks, and no reason not to load what is whole
+        except Exception as error:  # the same on all ranks; a whole checkpoint can still be loaded
             if comm.rank() == 0:
                 warnings.warn(f"an earlier save failed: {error}", stacklevel=2)
     path = Path(os.path.realpath(path))
-    found = agree(lambda: folders.checkpoints(path) if latest else [folders.standing(path)], f"read {path}")[
-        0
-    ]
+    found, *_ = agree(
+        lambda: folders.checkpoints(path) if latest else [folders.standing(path)], f"read {path}"
+    )
     if not found:
         raise CheckpointError(
             f"there is no checkpoint in {path}; save one with step=, or give another folder"
@@ -116,22 +127,20 @@ def load(
 
 
 def _checked(engine: HybridEngine, path: Path) -> Index:
-    """A checkpoint's index, where it is whole; each rank reads a share of the files."""
+    """Return a checkpoint's index if it is whole. Each rank reads a share of the files."""
+    own: list[Index] = []
 
-    def check() -> Index:
+    def check() -> None:
         index = read_index(path)
         verify(index, sorted(index.files)[comm.rank() :: comm.size()])
-        return index
+        own.append(index)
 
-    doing = f"read {path}"
-    own: list[Index] = []
-    agree(lambda: own.append(check()), doing)
-    (index,) = own
-    return index
+    agree(check, f"read {path}")
+    return own[0]
 
 
 def _load(engine: HybridEngine, index: Index, scheduler: Scheduler | None, sampler: Sampler | None) -> Loaded:
-    """Take everything from a checkpoint that is whole, where it fits."""
+    """Take everything from a whole checkpoint, if it fits."""
     doing = f"load {index.path}"
     facts: dict[str, Any] = {}
     agree(lambda: facts.update(_decoded(index)), doing)
@@ -152,10 +161,7 @@ def _load(engine: HybridEngine, index: Index, scheduler: Scheduler | None, sampl
     agree(fits, doing)
     state = optimizer_state(index.tensors)
     agree(lambda: engine.load_state_settings(facts["settings"], state), doing)
-    from minidist.checkpoint.transfer import read
-
-    drawn = read(engine, index)
-
+    drawn = _fill(engine, index, doing)
     engine.strategy.loaded()
 
     def rest() -> None:
@@ -167,6 +173,35 @@ def _load(engine: HybridEngine, index: Index, scheduler: Scheduler | None, sampl
 
     agree(rest, doing)
     return Loaded(index.path, facts["step"], facts["extra"], facts["ranks"])
+
+
+def _fill(engine: HybridEngine, index: Index, doing: str) -> Tensor | None:
+    """Fill the engine's tensors, and return this rank's random states, if any were saved."""
+    rank, files = comm.rank(), MappedFiles(index.path)
+    name = random_name(rank)
+    stored = index.tensors.get(name)
+    drawn = None if stored is None else torch.empty(stored.shape, dtype=stored.dtype)
+    parts: list[Any] = []
+
+    def find() -> None:
+        chunks, buffers = [*engine.chunks()], buffer_names(engine)
+        if comm.size() == index.facts["ranks"]:  # a rank takes its own buffers again
+            own = {each: own_name(rank, each) for each in buffers}
+            chunks = [
+                replace(chunk, name=own[chunk.name]) if own.get(chunk.name) in index.tensors else chunk
+                for chunk in chunks
+            ]
+        if drawn is not None:
+            chunks.append(TensorBox(name, tuple(drawn.shape), (0,), drawn))
+        parts.extend(overlaps(index, chunks))
+
+    def copy() -> None:
+        for target, tensor, box, offsets in parts:
+            target.copy_(narrowed(files.box(tensor, box), offsets, target.shape))
+
+    agree(find, doing)
+    agree(copy, doing)
+    return drawn
 
 
 def _decoded(index: Index) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`save`: one call that leaves a whole checkpoint at a path, or what was there before."""
+"""`save`: leave a whole checkpoint at a path, or what was there before. A thread may do the writing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +14,21 @@ import torch
 import torch.distributed as dist
 
 from minidist import comm
+from minidist._arguments import check_whole
 from minidist.checkpoint import folders
+from minidist.checkpoint.errors import agree
 from minidist.checkpoint.state import CheckpointState, Scheduler, take
+from minidist.checkpoint.writing import write
 from minidist.model.sampler import Sampler
 from minidist.parallel.contract.engine import Engine
 from minidist.parallel.engine.training_step import HybridEngine
 
 
 class Saving:
-    """A save that is under way, or done.
+    """A save that is under way or done.
 
     Attributes:
-        path: where the checkpoint is when `wait` has returned.
+        path: where the checkpoint is once `wait` has returned.
     """
 
     def __init__(self, path: Path, work: Callable[[], None], aside: bool) -> None:
@@ -36,7 +38,7 @@ class Saving:
         if aside:
             self._thread = threading.Thread(target=self._run, args=(work,), name="minidist-save")
             self._thread.start()
-            atexit.register(self._thread.join)  # a rank that ends must not cut it short
+            atexit.register(self._thread.join)  # a rank that ends must finish its save
         else:
             work()
 
@@ -47,11 +49,12 @@ class Saving:
             self._error = error
 
     def wait(self) -> Path:
-        """Wait until the checkpoint is whole on the disk; where it is.
+        """Wait until the checkpoint is whole on the disk, and return its path.
 
         Raises:
-            CheckpointError: it could not be written, on this rank or another; once, here or at the next
-                save. A load that comes before warns of it instead.
+            CheckpointError: it could not be written, on this rank or another. Raised once, here or at the
+            next
+                save; a load that comes before warns of it instead.
         """
         thread, self._thread = self._thread, None
         if thread is not None:
@@ -79,66 +82,70 @@ def save(
     sampler: Sampler | None = None,
     extra: Any = None,
 ) -> Saving:
-    """Save a training, so that it can go on from here on any number of ranks. Every rank calls it.
+    """Save a training, so that it can continue on any number of ranks. Every rank calls it.
 
     >>> md.save(engine, "runs/digits", step=100, keep=3, sampler=sampler, extra={"losses": losses})
 
-    Saved are the parameters (in the precision in which they are updated), buffers, the optimizer's state, the
-    random states of each rank (torch, the GPU's, numpy, Python) and what else is given. Not saved: what
-    compression kept back of gradients. `minidist.checkpoint` describes the files.
+    Saves the parameters (in the precision in which they are updated), the buffers, the optimizer's state, the
+    random states of each rank (torch, the GPU's, numpy, Python) and the arguments below. It does not save
+    what compression has kept back of gradients. `minidist.checkpoint` describes the files.
 
-    Written are the bytes of the state once, each box by one of the ranks that hold it, and read to be counted
-    (CRC-32, about a second a gigabyte); all ranks need the same file system. Sent are descriptions of the
-    boxes, some hundred bytes each, through torch.distributed's own collectives, outside of the ledger.
+    Writes the bytes of the state once, each box by one of the ranks that hold it, and computes their CRC-32
+    (about a second a gigabyte). All ranks need the same file system. Sends descriptions of the boxes, some
+    hundred bytes each, by torch.distributed's own collectives, which no ledger counts.
 
     Args:
-        engine: of `md.prepare`.
-        path: the checkpoint's directory, which is replaced where there is one; with `step`, a folder of them,
-            of this training alone. Where it is a symbolic link, all of this is what it points to.
-        step: steps done so far. With it the checkpoint is path/step-00000100.
-        keep: how many checkpoints of the folder to keep, those saved last, whatever their steps: after going
-            back to an earlier step, the later ones are the first to go. One that is damaged, as far as its
-            index and the lengths of its files tell, counts for none. None to keep all. Takes `step`.
-        asynchronous: copy the state to the CPU's memory, which takes its bytes there once more, and return;
-            a thread writes. Call the result's `wait` before the program ends.
+        engine: what `md.prepare` returned.
+        path: the checkpoint's directory, which is replaced if it exists. With `step`, a folder of checkpoints
+        of
+            this training alone. If it is a symbolic link, this all holds for what it points to.
+        step: steps done so far. The checkpoint is then path/step-00000100.
+        keep: how many checkpoints of the folder to keep: those that were saved last, whatever their steps.
+        After
+            going back to an earlier step, the later ones go first. A checkpoint that is damaged, judging by
+            its index and its files' lengths, does not count. None keeps all. Needs `step`.
+        asynchronous: copy the state to the CPU's memory, which takes its bytes there once more, and return; a
+            thread writes. Call `wait` on the result before the program ends.
         scheduler: of the learning rate, with a `state_dict`.
-        sampler: whose order of rows the training follows; a load with another order is an error.
+        sampler: the training's order of rows; a load with another order is an error.
         extra: anything that JSON can hold, such as the losses so far; rank 0's is saved.
 
     Returns:
-        A `Saving`, whose `wait` returns the checkpoint's path. Where an earlier save of this engine is under
-        way, it is waited for first.
+        A `Saving`, whose `wait` returns the checkpoint's path. An earlier save of this engine that is under
+        way is waited for first.
 
     Raises:
         ValueError: keep without step, a number out of range, or path is the root of all files.
         TypeError: an argument of the wrong type, or something in the settings that JSON cannot hold.
-        CheckpointError: on all ranks, where one of them could not write (a full disk, a read-only path); what
-            was at the path before is untouched. Also where the save before, asynchronous, had failed.
+        CheckpointError: on all ranks, if one of them could not write (a full disk, a read-only path); what
+        was at
+            the path before is untouched. Also if the asynchronous save before this one had failed.
         CollectiveError: a peer is gone or late.
     """
     hybrid = check_engine(engine)
-    if step is not None and (isinstance(step, bool) or not isinstance(step, int) or step < 0):
-        raise ValueError(f"step is {step!r}; give the number of steps done, from 0")
-    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
-        raise ValueError(f"keep is {keep!r}; give at least 1, or None to keep all")
+    if step is not None:
+        check_whole("step", step, 0)
+    if keep is not None:
+        check_whole("keep", keep, 1)
     if keep is not None and step is None:
-        raise ValueError(f"keep={keep} needs step=: checkpoints of a folder are named by their steps")
-    folder = Path(os.path.realpath(path))  # what is behind a link is replaced, and the link stays one
+        raise ValueError(f"keep={keep} needs step=, after which the checkpoints of a folder are named")
+    folder = Path(os.path.realpath(path))  # a link stays, and what it points to is replaced
     target = folder if step is None else Path(os.path.realpath(folder / folders.step_name(step)))
     if not target.name:
         raise ValueError(f"path is {path}, the root of all files; give the name of a directory to make there")
     if hybrid.saving is not None:
         hybrid.saving.wait()
 
-    from minidist.checkpoint.transfer import write
-
-    # First, since it may be a collective, which no rank enters alone: from here on one may fail by itself.
-    taking = _attempt(partial(take, hybrid, step or 0, scheduler, sampler, extra, asynchronous))
-    group = _own_group() if asynchronous else None
+    states: list[CheckpointState] = []
+    agree(
+        lambda: states.append(take(hybrid, step or 0, scheduler, sampler, extra, asynchronous)),
+        f"write {target}",
+    )
+    group = _thread_group() if asynchronous else None
 
     def work() -> None:
         try:
-            write(taking, target, keep, group)
+            write(states.pop(), target, keep, group)
         finally:
             if group is not None:
                 dist.destroy_process_group(group)
@@ -148,28 +155,14 @@ def save(
 
 
 def check_engine(engine: Engine) -> HybridEngine:
-    """TypeError for what is no engine of `md.prepare`."""
+    """TypeError unless `engine` is what `md.prepare` returned."""
     if not isinstance(engine, HybridEngine):
         raise TypeError(f"engine is a {type(engine).__name__}; give what md.prepare returned")
     return engine
 
 
-def _attempt(taking: Callable[[], CheckpointState]) -> Callable[[], CheckpointState]:
-    """Take the state now; the error, if any, is for the planner to raise, which tells all ranks."""
-    try:
-        state = taking()
-    except Exception as error:
-        failure = error
-
-        def fail() -> CheckpointState:
-            raise failure
-
-        return fail
-    return lambda: state
-
-
-def _own_group() -> dist.ProcessGroup | None:
-    """A group for a thread: collectives of the training's own group must not meet its."""
+def _thread_group() -> dist.ProcessGroup | None:
+    """Make a group for the thread, whose collectives must not mix with the training's."""
     if comm.size() == 1:
         return None
     world = dist.group.WORLD

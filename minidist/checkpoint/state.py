@@ -1,30 +1,31 @@
-"""What a checkpoint is made of: this rank's chunks and settings, as they are or copied.
+"""What a rank contributes to a checkpoint: chunks of tensors, and settings.
 
-Beside the strategy's chunks there are a rank's own: its random states, and its buffers. Buffers that training
-changes, such as a BatchNorm's statistics, are each rank's own; those that differ from rank 0's are kept under
-the rank's name, for a load on as many ranks.
+The strategy gives the chunks of the training state. A rank adds two of its own. One is its random states. The
+others are its buffers, because training changes some of them, such as a BatchNorm's statistics, on each rank
+alone. Those that differ from rank 0's are kept under the rank's name, for a load on as many ranks.
 """
 
 from __future__ import annotations
 
+import json
+import random
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
 from minidist import comm
-from minidist.checkpoint.random_state import random_state
 from minidist.checkpoint.values import encode
 from minidist.model.sampler import Sampler
 from minidist.parallel.contract.strategy import TensorBox
 from minidist.parallel.engine.training_step import HybridEngine
 
 Scheduler = Any
-"""A learning-rate scheduler of torch's: something with `state_dict` and `load_state_dict`."""
-
+"""A learning-rate scheduler of torch's, or anything with `state_dict` and `load_state_dict`."""
 
 Shaped = tuple[tuple[int, ...], torch.dtype]
 """A tensor's shape and dtype."""
@@ -35,17 +36,17 @@ class CheckpointState:
     """One rank's part of a checkpoint."""
 
     chunks: list[TensorBox]
-    own: dict[str, tuple[str, int]]  # its own buffers: for each chunk's name the buffer's, and its CRC-32
-    facts: dict[str, Any]  # the same on all ranks but for the optimizer's, as JSON can hold them
+    own: dict[str, tuple[str, int]]  # its own buffers: chunk name -> (buffer name, CRC-32)
+    facts: dict[str, Any]  # settings as JSON can hold them; the optimizer's may differ between ranks
 
 
 def own_name(rank: int, name: str) -> str:
-    """The name of a rank's own copy of a tensor."""
+    """Return the name of a rank's own copy of a tensor."""
     return f"rank {rank}.{name}"
 
 
 def random_name(rank: int) -> str:
-    """The name of a rank's random states."""
+    """Return the name of a rank's random states."""
     return own_name(rank, "random")
 
 
@@ -57,7 +58,7 @@ def take(
     extra: Any,
     copied: bool,
 ) -> CheckpointState:
-    """This rank's state. copied: to the CPU's memory, so that training may go on."""
+    """Return this rank's state. copied: copy it to the CPU's memory, so that training may go on."""
     rank = comm.rank()
     chunks, own = [*engine.chunks()], {}
     buffers = buffer_names(engine)
@@ -84,7 +85,7 @@ def take(
 
 
 def classes(engine: HybridEngine, scheduler: Scheduler | None) -> dict[str, str | None]:
-    """Of which classes the optimizer and the scheduler are: many a state fits another's fields."""
+    """Return the class names of the optimizer and the scheduler: a state may fit another class's fields."""
     optimizer = getattr(engine.optimizer, "inner", engine.optimizer)  # of a ZeroOptimizer or MasterWeights
     return {
         "optimizer": type(optimizer).__name__,
@@ -93,23 +94,23 @@ def classes(engine: HybridEngine, scheduler: Scheduler | None) -> dict[str, str 
 
 
 def buffer_names(engine: HybridEngine) -> set[str]:
-    """The chunks of `engine` that are buffers."""
+    """Return the names of the chunks that are buffers."""
     return {"model." + name for name, _ in engine.model.named_buffers(remove_duplicate=False)}
 
 
 def sampler_settings(sampler: Sampler) -> dict[str, Any]:
-    """What the order of rows depends on; with the step it is the sampler's position."""
+    """Return the settings that determine, with the step, which rows come next."""
     return {name: getattr(sampler, name) for name in ("rows", "global_batch", "seed", "drop_last")}
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
-    """A tensor's elements in order, as they lie in memory; those of a GPU, or with gaps, are copied."""
+    """Return the bytes of a tensor's elements in order. Copies a tensor on a GPU or with gaps."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def optimizer_state(tensors: Mapping[str, Any]) -> dict[str, dict[str, Shaped]]:
-    """For each parameter the keys of its optimizer state, with shapes and dtypes, from an index's tensors."""
+    """Return each parameter's optimizer state from an index's tensors: key -> (shape, dtype)."""
     state: dict[str, dict[str, Shaped]] = {}
     for name, stored in tensors.items():
         kind, _, rest = name.partition(".")
@@ -121,3 +122,31 @@ def optimizer_state(tensors: Mapping[str, Any]) -> dict[str, dict[str, Shaped]]:
 
 def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+def random_state() -> Tensor:  # (bytes,) uint8
+    """Return the random states of torch, a GPU, numpy and Python, as JSON: some ten thousand bytes."""
+    kept: dict[str, Any] = {
+        "torch": bytes(torch.get_rng_state().tolist()).hex(),
+        "python": random.getstate(),
+        "numpy": numpy.random.get_state(legacy=False),  # noqa: NPY002 - what `numpy.random.rand` draws from
+    }
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        kept["cuda"] = bytes(torch.cuda.get_rng_state().tolist()).hex()
+    text = json.dumps(kept, default=lambda array: array.tolist())
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+
+
+def set_random_state(state: Tensor) -> None:
+    """Set the states that `random_state` returned. ValueError, KeyError or TypeError for anything else."""
+    kept = json.loads(bytes(state.tolist()))
+    version, words, gauss = kept["python"]
+    random.setstate((version, tuple(words), gauss))
+    numpy.random.set_state(kept["numpy"])  # noqa: NPY002
+    torch.set_rng_state(_tensor_of(kept["torch"]))
+    if "cuda" in kept and torch.cuda.is_available():
+        torch.cuda.set_rng_state(_tensor_of(kept["cuda"]))
+
+
+def _tensor_of(text: str) -> Tensor:
+    return torch.frombuffer(bytearray(bytes.fromhex(text)), dtype=torch.uint8)

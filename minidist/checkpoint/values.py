@@ -1,8 +1,8 @@
 """Settings as JSON and back, to the same Python values: tuples stay tuples, and nothing is ever executed.
 
-JSON knows lists, and keys that are text. What a scheduler or an optimizer's group has beside these (tuples,
-keys that are numbers, small tensors) is written as an object with one key that begins with a dollar sign.
-Floats keep all their digits; infinities and NaN are written as Python writes them.
+JSON has only lists, and only text as keys. The settings of a scheduler or an optimizer's group may also hold
+tuples, keys that are numbers, and small tensors; each is written as an object with one key that begins with a
+dollar sign. Floats keep all their digits. Infinities and NaN are written as Python writes them.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import torch
 
 
 def encode(value: Any, where: str) -> Any:
-    """A value as JSON can hold it.
+    """Return a value as JSON can hold it. where: its name, for the error.
 
     Raises:
-        TypeError: it has something else in it than None, booleans, real numbers, text, lists, tuples,
+        TypeError: it contains something other than None, booleans, real numbers, text, lists, tuples,
             dictionaries, counters and real tensors.
     """
     if value is None or isinstance(value, (bool, int, float, str)):
@@ -26,9 +26,9 @@ def encode(value: Any, where: str) -> Any:
     if isinstance(value, (numpy.bool_, numpy.integer, numpy.floating)):
         return value.item()
     if isinstance(value, list):
-        return [encode(each, f"{where}[{place}]") for place, each in enumerate(value)]
+        return [encode(each, f"{where}[{i}]") for i, each in enumerate(value)]
     if isinstance(value, tuple):
-        return {"$tuple": [encode(each, f"{where}[{place}]") for place, each in enumerate(value)]}
+        return {"$tuple": [encode(each, f"{where}[{i}]") for i, each in enumerate(value)]}
     if isinstance(value, dict):
         if type(value) is dict and all(isinstance(key, str) and key[:1] != "$" for key in value):
             return {key: encode(each, f"{where}.{key}") for key, each in value.items()}
@@ -45,7 +45,7 @@ def encode(value: Any, where: str) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """The value that `encode` was given. ValueError, TypeError or AttributeError for what it never wrote."""
+    """Return the value that `encode` was given. ValueError, TypeError or AttributeError for other input."""
     if isinstance(value, list):
         return [decode(each) for each in value]
     if not isinstance(value, dict):
@@ -66,8 +66,8 @@ def decode(value: Any) -> Any:
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """torch.float32 for "float32". ValueError for a name that is no dtype's."""
+    """Return torch.float32 for "float32". ValueError for a name of no dtype."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{name!r} is no dtype of torch's")
+        raise ValueError(f"{name!r} is no dtype of torch")
     return dtype

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import minidist as md
-from minidist.checkpoint import checkpoints, folders, index, state, state_dict, storage
+from minidist.checkpoint import checkpoints, folders, index, state, state_dict, writing
 from minidist.model import MLP, Sampler
 from minidist.parallel.contract.strategy import TensorBox
 from minidist.parallel.sharding.data_parallel_strategy import Replicated
@@ -488,15 +488,15 @@ def failing_save(folder: Path, fault: str, asynchronous: bool) -> str:
                 chunks = Replicated.chunks
                 patch.setattr(Replicated, "chunks", lambda self: list(moved(chunks(self))))
             elif fault == "forgotten":
-                write = storage.Writer.write_data
+                write = writing.write_boxes
 
-                def forget(self: Any, plan: Any, planner: Any) -> Any:
-                    del plan.items[-1]
-                    return write(self, plan, planner)
+                def forget(path: Path, boxes: Any) -> Any:
+                    boxes.popitem()
+                    return write(path, boxes)
 
-                patch.setattr(storage.Writer, "write_data", forget)
+                patch.setattr(writing, "write_boxes", forget)
             elif fault == "killed":
-                patch.setattr(storage.Writer, "write_data", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+                patch.setattr(writing, "write_boxes", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         elif fault == "killed before the rename":
             patch.setattr(folders, "put_in_place", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         try:
@@ -545,7 +545,7 @@ def failing_saves(folder: Path, zero: int) -> list[str]:
     for steps in range(2):
         for target in (Path("/proc"), folder / "file" / "under", folder):
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(storage.folders, "seems_whole", lambda _: 1 / 0)
+                patch.setattr(folders, "seems_whole", lambda _: 1 / 0)
                 for asynchronous in (False, True):
                     with pytest.raises(md.CheckpointError) as error:
                         md.save(made, target, step=steps, keep=1, asynchronous=asynchronous).wait()
@@ -621,7 +621,7 @@ def test_an_error_in_the_thread_surfaces_at_the_next_save(tmp_path: Path, monkey
 
     def fail() -> Any:
         with monkeypatch.context() as patch:
-            patch.setattr(storage, "_write_all", full)
+            patch.setattr(writing, "_write_all", full)
             saving = md.save(made, tmp_path / "one", asynchronous=True)
             while not saving.done:
                 pass

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minidist.checkpoint import folders, index, random_state, values
+from minidist.checkpoint import folders, index, state, values
 from minidist.checkpoint.index import check_boxes
 from minidist.parallel.flat.ranges import boxes
 
@@ -104,9 +104,9 @@ def test_random_states_come_back() -> None:
         return random.random(), random.gauss(0, 1), float(numpy.random.randn()), float(torch.rand(()))  # noqa: NPY002
 
     draw()  # gauss and randn keep half of what they drew
-    state = random_state.random_state()
+    saved = state.random_state()
     expected = [draw() for _ in range(3)]
-    random_state.set_random_state(state)
+    state.set_random_state(saved)
     assert [draw() for _ in range(3)] == expected
 
 

@@ -18,8 +18,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from minidist.checkpoint import folders
-from minidist.checkpoint.storage import Writer
+from minidist.checkpoint import folders, writing
 from minidist.cli.train import TrainConfig, train
 from minidist.comm.launching.launch import launch
 from minidist.parallel.engine.training_step import HybridEngine
@@ -34,7 +33,7 @@ PLACES = {
     "backward 1": (ShardedState, "begin_final_backward"),
     "backward 2": (ShardedState, "begin_final_backward"),
     "backward 3": (FullySharded, "begin_final_backward"),
-    "write": (Writer, "write_data"),
+    "write": (writing, "write_boxes"),
     "rename": (folders, "put_in_place"),
 }
 

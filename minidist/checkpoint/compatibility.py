@@ -1,6 +1,6 @@
-"""Does a checkpoint fit: is it of the model, optimizer, scheduler and order of rows that it is loaded into?
+"""Check that a checkpoint fits the model, optimizer, scheduler and order of rows that it is loaded into.
 
-Asked before anything of an engine is changed. Each check raises an error that names the first difference.
+The checks run before anything of the engine changes. Each raises an error that names the first difference.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from minidist.checkpoint.boxes import stored_names
 from minidist.checkpoint.errors import CheckpointError
 from minidist.checkpoint.index import Index
+from minidist.checkpoint.reading import stored_names
 from minidist.checkpoint.state import sampler_settings
 from minidist.model.sampler import Sampler
 from minidist.parallel.engine.training_step import HybridEngine
@@ -23,11 +23,11 @@ _OF_SCHEDULERS = {
     "base_momentum",
     "swa_lr",
 }
-"""What schedulers add to an optimizer's groups."""
+"""Keys that schedulers add to an optimizer's groups."""
 
 
 def model_shapes(engine: HybridEngine) -> dict[str, tuple[int, ...]]:
-    """Of this rank's tensors of the model those of the wholes, by name."""
+    """Return the whole shapes of the model's tensors of which this rank holds a part, by name."""
     return {
         chunk.name.partition(".")[2]: chunk.shape
         for chunk in engine.chunks()
@@ -36,7 +36,7 @@ def model_shapes(engine: HybridEngine) -> dict[str, tuple[int, ...]]:
 
 
 def check_model(index: Index, here: dict[str, tuple[int, ...]]) -> None:
-    """CheckpointError that names the first difference between the saved model and this one."""
+    """CheckpointError for the first difference between the saved model and this one."""
     saved = {name: stored.shape for name, stored in stored_names(index.tensors, "model").items()}
     for name in [*saved, *here]:
         mine, theirs = here.get(name), saved.get(name)
@@ -51,7 +51,7 @@ def check_model(index: Index, here: dict[str, tuple[int, ...]]) -> None:
 
 
 def check_classes(path: Path, here: dict[str, str | None], saved: dict[str, str | None] | None) -> None:
-    """CheckpointError for another optimizer or scheduler; older checkpoints do not say which they were of."""
+    """CheckpointError for another class of optimizer or scheduler. Older checkpoints do not name theirs."""
     for what, theirs in (saved or {}).items():
         mine = here[what]
         if None not in (mine, theirs) and mine != theirs:
@@ -62,7 +62,7 @@ def check_classes(path: Path, here: dict[str, str | None], saved: dict[str, str 
 
 
 def check_optimizer(path: Path, here: dict[str, Any], saved: dict[str, Any]) -> None:
-    """CheckpointError where the groups have settings of other names, as those of another optimizer do."""
+    """CheckpointError if the optimizer's groups have other settings, as those of another optimizer do."""
     for number, (mine, theirs) in enumerate(zip(here["groups"], saved["groups"], strict=False)):
         different = ({*mine} ^ {*theirs}) - _OF_SCHEDULERS
         if different:
@@ -75,7 +75,7 @@ def check_optimizer(path: Path, here: dict[str, Any], saved: dict[str, Any]) -> 
 
 
 def check_sampler(path: Path, sampler: Sampler | None, saved: dict[str, Any] | None) -> None:
-    """ValueError where a sampler deals rows in another order than the saved one, or none was saved."""
+    """ValueError if the sampler deals rows in another order than the saved one, or none was saved."""
     if sampler is None:
         return
     if saved is None:
@@ -83,6 +83,6 @@ def check_sampler(path: Path, sampler: Sampler | None, saved: dict[str, Any] | N
     for name, mine in sampler_settings(sampler).items():
         if mine != saved[name]:
             raise ValueError(
-                f"the sampler has {name}={mine} and that of {path} had {saved[name]}; rows would come in "
-                "another order: give a sampler as when it was saved"
+                f"the sampler has {name}={mine} and that of {path} had {saved[name]}, so rows would come in "
+                "another order; give the sampler that was saved"
             )
