@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 
 from minidist.benchmarks.harness.pipeline_steps import (
-    CHUNKS,
     PEERS,
     Case,
     Timed,
@@ -29,13 +28,13 @@ from minidist.benchmarks.harness.pipeline_steps import (
 )
 from minidist.benchmarks.harness.strategy_rounds import Worlds
 from minidist.benchmarks.harness.turns import Benchmark, compared, record
+from minidist.parallel.contract.schedule_kinds import SCHEDULES
 from minidist.parallel.pipeline import schedules
 
 RANKS, CASE = 2, Case("byte-small", rows=16, micro_batches=8)
 STEPS = "Pipelines: a byte GPT of 3 M parameters on 2 ranks, 16 rows of 128 in 8 micro-batches"
 BUBBLE = "Pipelines: seconds in which ranks wait in a step, beside the simulation"
-NAMES = (*PEERS, "zero_bubble")
-SCHEDULES = (*NAMES, "interleaved")
+NAMES = [name for name, kind in SCHEDULES.items() if not kind.chunked]
 Measure = Callable[[], list[dict[str, Timed]]]
 
 
@@ -74,7 +73,7 @@ def test_bubble(benchmark: Benchmark, full: bool, worlds: Worlds, name: str) -> 
     """The share of time in which ranks wait, and what each rank did when in the median step."""
     message = max(worlds(RANKS).run(message_seconds, CASE))
     ranks = worlds(RANKS).run(passes, CASE, name, 30 if full else 8)
-    schedule = schedules.by_name(name, RANKS, CASE.micro_batches, CHUNKS.get(name, 1))
+    schedule = schedules.by_name(name, RANKS, CASE.micro_batches, SCHEDULES[name].least_chunks)
     steps, waited, simulated, shares = [*zip(*ranks, strict=True)], [], [], []
     for step in steps:
         first, last = min(own[0].start for own in step), max(own[-1].end for own in step)

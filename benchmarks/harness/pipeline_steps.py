@@ -23,14 +23,13 @@ from minidist.kernels.measure.harness import time_in_turns
 from minidist.model.configs import GPTConfig, config
 from minidist.model.data import dataset
 from minidist.model.gpt import GPT
+from minidist.parallel.contract.schedule_kinds import SCHEDULES
 from minidist.parallel.pipeline.instructions import Instruction, stage_of
 from minidist.parallel.pipeline.layer_by_layer import cut, measure
 from minidist.parallel.pipeline.simulation import Event
 
 PEERS = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}
 """Of our schedules those that torch's pipelining has too, by the names of its classes."""
-CHUNKS = {"interleaved": 2}
-"""Of the schedules that have several on a rank."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +156,7 @@ def _ours(name: str, stage: nn.Module, micro_batches: int) -> Callable[[Tensor, 
 
 def passes(case: Case, name: str, rounds: int) -> list[list[Pass]]:
     """For each of several steps when this rank ran which pass."""
-    stages, (batch,) = case.stages(CHUNKS.get(name, 1)), case.batches(1)
+    stages, (batch,) = case.stages(SCHEDULES[name].least_chunks), case.batches(1)
     pipeline = md.Pipeline(stages, name, case.micro_batches)
     steps = []
     for number in range(rounds + 1):

@@ -11,8 +11,9 @@ from minidist.benchmarks.report import verdicts
 from minidist.benchmarks.report.chapters import chapter_of
 from minidist.benchmarks.report.finding import Finding, Number, finding
 from minidist.parallel.contract.layout import Layout
+from minidist.parallel.contract.schedule_kinds import SCHEDULES
 
-SHOWN = {"gpipe": "GPipe", "1f1b": "1F1B", "zero_bubble": "zero bubble", "interleaved": "interleaved 1F1B"}
+SHOWN = {name: kind.title for name, kind in SCHEDULES.items()}
 
 
 def strategies(entries: list[Entry], found: Results) -> Finding | None:

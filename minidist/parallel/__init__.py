@@ -1,66 +1,36 @@
-"""Strategies: how several ranks train one model to the weights that one process would have reached.
+"""Strategies: several ranks train one model, to the weights that one process would have reached.
 
-| File | Holds |
-|---|---|
-| contract/layout.py | `Layout`: how many ranks do what |
-| engine/prepare.py | `prepare`: from model, optimizer and layout to an engine |
-| contract/engine.py, engine/training_step.py | `Engine`: what `prepare` returns; a step: the mean over rows,
-in no message more |
-| engine/partition_model.py, engine/parameter_placement.py | the part of a model that a rank has; where it
-lies in the whole |
-| engine/step_executor.py | forward and backward passes of a step: through all layers, or through a pipeline |
-| contract/strategy.py, contract/training_state.py | `Strategy`: what an engine asks of one; state by the
-names of parameters |
-| sharding/data_parallel.py | `DataParallel`: each rank computes on its share of the batch; gradients are
-averaged |
-| sharding/data_parallel_strategy.py | its `Strategy`: the whole state on every rank |
-| training/precision.py, training/master_weights.py | bf16 and fp16: what is converted, the loss's scale;
-float32 masters |
-| training/clipping.py | `clip_grad_norm`: gradients shortened by their norm over all ranks |
-| training/recompute.py, training/activation_memory.py | activations computed again in backward; a count of
-those that are kept |
-| context/ring_attention.py, context/sequence_share.py | `ring_attention`, a sequence cut across ranks; a
-model on a share |
-| context/arguments.py | what ring attention takes, on one rank and on all together |
-| context/zigzag_order.py, context/blockwise_attention.py | the order that balances causal work; softmax block
-by block, and its gradient |
-| flat/buckets.py, sharding/bucket_assignment.py, sharding/reducer.py | many gradients in one message; which;
-sent while backward still runs |
-| averaging/local_sgd.py | `LocalSGD`: ranks train alone, and average their parameters every few steps |
-| pipeline/layer_by_layer.py | `LayerByLayer`: the layers cut over the ranks, one batch at a time; where to
-cut |
-| pipeline/schedules.py | pipeline schedules as data: made here, of what pipeline/instructions.py has |
-| pipeline/schedule_proof.py, pipeline/simulation.py, pipeline/schedule_plot.py | proved, simulated and drawn
-without a process |
-| pipeline/execution.py, pipeline/stage_passes.py | `Pipeline`: executes a schedule; micro-batches flow
-through the stages |
-| pipeline/stage_messages.py, pipeline/send_completion.py | what goes between stages; when it is known to have
-arrived |
-| pipeline/split_backward.py, pipeline/tied_parameters.py | a backward pass in two parts; a parameter that two
-stages share |
-| compression/sparse_gradients.py | sparse gradients: rows are gathered |
-| compression/by_name.py, compression/top_k.py, compression/power_sgd.py | fewer bytes: rounded, the
-largest only, two thin factors |
-| tensor/parallelize.py | `parallelize`: a model whose matrices ranks share, by a plan that names them |
-| tensor/styles.py, tensor/plans.py | a plan read and checked; plans for a GPT and an MLP, and their bytes |
-| tensor/operators.py | the pairs of operators between what all ranks compute and what they share |
-| tensor/column_parallel.py | layers cut by their outputs; several of one input as
-one |
-| tensor/row_parallel.py | layers cut by their inputs |
-| tensor/vocabulary.py | a table of tokens cut by rows; a cross entropy that never sees all logits |
-| tensor/cuts.py | where a tensor is cut; a part of a whole layer |
-| tensor/sequence_parallel.py, training/random_state.py | norms and dropout on a share of the sequence; what
-dropout draws |
-| debugging/compare.py, debugging/recording.py, debugging/assembling.py | `compare`: the first layer at which
-two layouts part |
-| debugging/in_sync.py | `assert_in_sync`: the ranks' copies of a model are the same, or the first difference
-is named |
-| averaging/parameter_server.py | servers hold the parameters; workers pull and push, and need not wait for
-each other |
-| averaging/server.py, averaging/staleness.py, averaging/parameter_assignment.py | what a server does; when it
-updates; what it holds |
+A package imports only from the floors below it:
 
-To add a strategy, write its file with a `Strategy`, and let `prepare` pick it. It talks through
-`minidist.comm` alone, imports no other strategy, and is held to the contract in `tests/helpers/contract.py`:
-in float64 every parameter equals single-process training.
+| Floor | Package | Holds |
+|---|---|---|
+| 6 | debugging/ | `compare`: where two layouts differ; `assert_in_sync`: whether ranks hold the same model |
+| 5 | engine/ | `prepare`, the training step, a rank's part of the model and where it lies in the whole |
+| 4 | sharding/ | data parallelism and ZeRO 1 to 3 |
+| 4 | pipeline/ | schedules (the order of 1F1B is made in schedules.py), their proof and their execution |
+| 4 | tensor/ | layers cut by columns, rows or vocabulary; the plans that say how |
+| 3 | training/ | precision, master weights, clipping, recomputation (its policies: recompute.py), memory |
+| 3 | averaging/ | parameter server, local SGD |
+| 2 | contract/ | `Layout`, `Engine`, `Strategy`, what is true of each schedule, the training state |
+| 2 | compression/ | float16, top-k, PowerSGD, sparse rows |
+| 1 | context/ | ring attention, a share of a sequence |
+| 1 | flat/ | parameters in flat buckets, and ranges of them |
+| 1 | guards/ | who trains a parameter, what is refused, what ranks must agree on |
+
+The files beside this one are public import paths; the code is in the packages.
+
+To add a strategy:
+
+1. Implement `Strategy` (contract/strategy.py) in a package of floor 4. It communicates through
+   `minidist.comm` alone, and imports no other strategy.
+2. Give `Layout` (contract/layout.py) a field or a value that selects it. Pick it in `_strategy`
+   (engine/prepare.py), and refuse in `check_available` there the axes that it does not work with.
+3. Add it to the models of memory (scale/memory/state_bytes.py) and time (scale/time/gradient_exchange.py),
+   and to the layouts that the planner tries (scale/planning/candidates.py).
+4. Add its layouts to tests/parallel/test_layouts.py. These tests hold it to the contract in
+   tests/helpers/contract.py: in float64, every parameter equals single-process training to 1e-10.
+
+To add a pipeline schedule, write a function from ranks, micro-batches and chunks to instruction lists in
+pipeline/schedules.py, and add it to `SCHEDULES` in contract/schedule_kinds.py. `Layout`, `Pipeline`, the
+planner, the models of memory and time and the pipeline benchmark read that record.
 """

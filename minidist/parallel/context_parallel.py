@@ -1,8 +1,5 @@
-"""Ring attention, under the path that lessons and programs import; see `context/ring_attention.py`."""
+"""The public import path of `context/ring_attention.py`."""
 
-from minidist.parallel.context.ring_attention import (
-    ring_attention as ring_attention,
-)
-from minidist.parallel.context.ring_attention import (
-    ring_bytes as ring_bytes,
-)
+from minidist.parallel.context.ring_attention import ring_attention, ring_bytes
+
+__all__ = ["ring_attention", "ring_bytes"]

@@ -1,8 +1,5 @@
-"""A share of a sequence, under the path that lessons and programs import; see `context/sequence_share.py`."""
+"""The public import path of `context/sequence_share.py`."""
 
-from minidist.parallel.context.sequence_share import (
-    SequenceShare as SequenceShare,
-)
-from minidist.parallel.context.sequence_share import (
-    apply as apply,
-)
+from minidist.parallel.context.sequence_share import SequenceShare, apply
+
+__all__ = ["SequenceShare", "apply"]

@@ -1,5 +1,5 @@
-"""Tensor parallelism, under the path that lessons and programs import; see `tensor/parallelize.py`."""
+"""The public import path of `tensor/parallelize.py`."""
 
-from minidist.parallel.tensor.parallelize import (
-    parallelize as parallelize,
-)
+from minidist.parallel.tensor.parallelize import parallelize
+
+__all__ = ["parallelize"]

@@ -64,10 +64,10 @@ MISTAKES: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: parallelize(net(), {}, group="x"), TypeError, "group is 'x'; give"),  # type: ignore[arg-type]
     (lambda: compared(None), TypeError, "batches is a NoneType; give a list of pairs"),
     (lambda: compared(5), TypeError, "batches is a int; give a list of pairs"),
-    (lambda: compared([X]), TypeError, "batch 0 is a Tensor that is no pair"),
-    (lambda: compared((X[0, 0], Y)), TypeError, "batch 0 is a Tensor that is no pair"),
+    (lambda: compared([X]), TypeError, "batch 0 is a Tensor, not a pair"),
+    (lambda: compared((X[0, 0], Y)), TypeError, "batch 0 is a Tensor, not a pair"),
     (lambda: compared([(X, Y)], repeats=-1), ValueError, "repeats is -1; give"),
-    (lambda: compared([(X, Y)], repeats=1.5), TypeError, "repeats is 1.5; give"),
+    (lambda: compared([(X, Y)], repeats=1.5), TypeError, "repeats is 1.5 (float); give"),
     (lambda: differences(None, None), TypeError, "a is a NoneType; give"),  # type: ignore[arg-type]
     (lambda: md.Layout.parse(None), TypeError, "the layout is None; give text"),  # type: ignore[arg-type]
     (lambda: md.Layout.parse("dp=²"), ValueError, "dp is '²'; give a whole number"),

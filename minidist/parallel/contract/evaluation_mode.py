@@ -1,4 +1,4 @@
-"""Evaluation mode for a while, put back as it was: also of parts that were not in training mode."""
+"""Evaluation mode for a while, and the check that gradients are on before a step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 @contextmanager
 def evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside, these modules and their parts are in evaluation mode, and nothing keeps a graph."""
+    """Inside, all parts of these modules are in evaluation mode without gradients; then each as it was."""
     modes = [(part, part.training) for module in modules for part in module.modules()]
     for part, _ in modes:
         part.training = False
@@ -24,7 +24,7 @@ def evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def require_gradients() -> None:
-    """RuntimeError where a backward pass would find no graph."""
+    """RuntimeError if gradients are off."""
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         raise RuntimeError(
             "gradients are off here, as in torch.no_grad() or torch.inference_mode(), and a step trains; "

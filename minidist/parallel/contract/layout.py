@@ -1,11 +1,11 @@
-"""A layout: how many ranks work in each direction, and what else belongs to a strategy."""
+"""`Layout`: how many ranks share the batch, the layers, the matrices and the tokens, and how."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
 from minidist._names import unknown
-from minidist.parallel.pipeline.schedules import SCHEDULES
+from minidist.parallel.contract.schedule_kinds import DEFAULT_SCHEDULE, SCHEDULES, schedule_kind
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 
@@ -14,27 +14,29 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 class Layout:
     """How a model is trained on `dp * tp * pp * cp` ranks.
 
-    All axes go together, and each with micro-batches, every precision and recomputation; ZeRO's stage 1 goes
-    with all of them, its stages 2 and 3 with all but pp.
+    All axes can be combined, with micro-batches, every precision and recomputation. ZeRO stage 1 works with
+    all of them, stages 2 and 3 with all but pp.
 
     >>> Layout(dp=4)
     >>> Layout.parse("dp=2,tp=2,pp=2,micro_batches=4")
 
     Raises:
-        TypeError: a field is of another type than its default.
-        ValueError: a field is out of range, or does not go with another, which is named.
+        TypeError: a field has another type than its default.
+        ValueError: a field is out of range, or conflicts with another one, which is named.
     """
 
     dp: int = 1  # data parallel: ranks that share the rows of a batch
     tp: int = 1  # tensor parallel: ranks that share each layer's matrices
     pp: int = 1  # pipeline: ranks that share the layers
-    zero: int = 0  # ZeRO stage: 1 shards the optimizer's state over dp and cp, 2 gradients, 3 parameters too
-    micro_batches: int = 1  # parts that a rank's rows are cut into; gradients add up over them
+    zero: int = (
+        0  # ZeRO stage: 1 shards the optimizer's state over dp and cp, 2 also gradients, 3 also parameters
+    )
+    micro_batches: int = 1  # into how many parts a rank's rows are cut, over which gradients add up
     precision: str = "fp32"  # "fp32" computes in the parameters' own dtype; "bf16" and "fp16" mix
     recompute: bool = False  # recompute activations in the backward pass instead of keeping them
     cp: int = 1  # context parallel: ranks that share the tokens of each row
-    sequence_parallel: bool = False  # with tp: norms and dropout on a share of the tokens, too
-    schedule: str = "1f1b"  # with pp: the order of forward and backward passes, see pipeline/schedules.py
+    sequence_parallel: bool = False  # with tp: norms and dropout on a share of the tokens
+    schedule: str = DEFAULT_SCHEDULE  # with pp: the order of forward and backward passes
     chunks: int = 1  # with pp: parts of the model on each rank, for the interleaved schedule
 
     def __post_init__(self) -> None:
@@ -49,30 +51,30 @@ class Layout:
             raise ValueError(f"zero is {self.zero}; give stage 1, 2 or 3, or 0 for none")
         if self.precision not in PRECISIONS:
             raise unknown("precision", self.precision, PRECISIONS)
-        if self.schedule not in SCHEDULES:
-            raise unknown("schedule", self.schedule, SCHEDULES)
+        schedule = schedule_kind(self.schedule)
         if self.sequence_parallel and self.tp == 1:
             raise ValueError("sequence_parallel is True with tp=1; give tp of 2 or more, or leave it out")
-        if self.pp == 1 and (self.schedule, self.chunks) != ("1f1b", 1):
+        if self.pp == 1 and (self.schedule, self.chunks) != (DEFAULT_SCHEDULE, 1):
             raise ValueError(
                 f"schedule is {self.schedule!r} and chunks {self.chunks} with pp=1, where there is no "
                 "pipeline; give pp of 2 or more, or leave them out"
             )
-        if (self.chunks > 1) != (self.schedule == "interleaved"):
+        if (self.chunks > 1) != schedule.chunked:
+            chunked = " or ".join(name for name, kind in SCHEDULES.items() if kind.chunked)
             raise ValueError(
-                f"chunks is {self.chunks} with schedule={self.schedule!r}; a layout has chunks of 2 or "
-                "more with the interleaved schedule, and 1 with any other"
+                f"chunks is {self.chunks} with schedule={self.schedule!r}; a layout has chunks of 2 or more "
+                f"with the schedule {chunked}, and 1 with any other"
             )
-        if self.recompute and self.schedule == "zero_bubble":
+        if self.recompute and not schedule.allows_recompute:
             raise ValueError(
-                "recompute is True with schedule='zero_bubble': activations that are computed again are kept "
-                "for one backward pass, so that none is left to fill the bubble; give another schedule, or "
+                f"recompute is True with schedule={self.schedule!r}: recomputed activations are kept for one "
+                "backward pass, so that none is left to fill the bubble; give another schedule, or "
                 "recompute=False"
             )
 
     @property
     def ranks(self) -> int:
-        """Ranks that the layout needs: dp * tp * pp * cp."""
+        """How many ranks the layout needs: dp * tp * pp * cp."""
         return self.dp * self.tp * self.pp * self.cp
 
     @classmethod
@@ -80,8 +82,8 @@ class Layout:
         """A layout from text such as "dp=2,tp=2" or "dp=4,precision=bf16".
 
         Raises:
-            TypeError: no text.
-            ValueError: an unknown field, with the nearest known one, or a value that does not fit it.
+            TypeError: `text` is not a string.
+            ValueError: an unknown field, with the nearest known one, or a value that the field does not take.
         """
         if not isinstance(text, str):
             raise TypeError(f"the layout is {text!r}; give text such as 'dp=2,tp=2', or a Layout itself")
@@ -99,7 +101,7 @@ class Layout:
         return cls(**values)  # type: ignore[arg-type]
 
     def __str__(self) -> str:
-        """The fields that differ from their defaults, as `parse` reads them; "dp=1" where none does."""
+        """The fields that differ from their defaults, as `parse` reads them; "dp=1" if none does."""
         changed = [f for f in fields(self) if getattr(self, f.name) != f.default]
         return ",".join(f"{f.name}={getattr(self, f.name)}" for f in changed) or "dp=1"
 

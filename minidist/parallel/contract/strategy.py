@@ -1,7 +1,6 @@
-"""What a strategy gives an engine: how the data-parallel ranks agree, and where the training state lies.
+"""`Strategy`: how data-parallel ranks sum gradients, who updates which parameters, and where the state lies.
 
-An engine's step is the same for all of them, see `engine/training_step.py`; a strategy says how gradients
-become sums over the ranks, who updates which parameters, and where every piece of the state is.
+The engine's step (engine/training_step.py) is the same for all strategies and calls these methods.
 """
 
 from __future__ import annotations
@@ -23,17 +22,18 @@ from minidist.parallel.flat.ranges import boxes, narrowed
 class TensorBox:
     """A box of a tensor of the training state, as this rank holds it.
 
-    A checkpoint writes chunks and reads others, cut in another way: what counts is the place in the whole.
+    Checkpoints save such boxes and load them into other ones, so a box says where it lies in the whole
+    tensor.
     """
 
     name: str  # "model.layers.0.weight", "optimizer.layers.0.weight.exp_avg"
     shape: tuple[int, ...]  # of the whole tensor
     offsets: tuple[int, ...]  # where this box begins in it
-    tensor: Tensor  # its values, a view of the state: who writes to it changes the state
+    tensor: Tensor  # its values, a view of the state: writing to it changes the state
 
 
 def cut_chunks(name: str, shape: tuple[int, ...], start: int, values: Tensor) -> Iterator[TensorBox]:
-    """Chunks of a tensor's elements from `start` on, which `values` holds."""
+    """The boxes of a tensor that together hold its elements from `start` on, whose values are `values`."""
     flat, done = values.reshape(-1), 0
     for offsets, sizes in boxes(shape, start, start + len(flat)):
         count = torch.Size(sizes).numel()
@@ -43,7 +43,7 @@ def cut_chunks(name: str, shape: tuple[int, ...], start: int, values: Tensor) ->
 
 @dataclass(frozen=True, eq=False)
 class ResidentTensors:
-    """The tensors that a rank keeps between steps, by what they are for. Storages count once."""
+    """The tensors that a rank keeps between steps, by purpose."""
 
     parameters: Sequence[Tensor]
     gradients: Sequence[Tensor]
@@ -54,18 +54,18 @@ class ResidentTensors:
 class Strategy(ABC):
     """How the ranks of a data-parallel group train one model together.
 
-    In a step the engine calls `zero_grad`, then `forward` and a backward pass for each micro-batch, all but
-    the last inside `no_sync`, with `begin_final_backward` before the last backward; then `synchronize`,
-    perhaps `rescale`; then perhaps `multiply`, and `update`, or `drop` where the step is skipped. Where it is
-    not `forward` that computes, but a pipeline with parts of the model, `ready` comes first, and
-    `begin_final_backward` before the last backward pass, or after it where all were inside `no_sync`.
+    In a step the engine calls `zero_grad`, then `forward` and a backward pass for each micro-batch. All but
+    the last are inside `no_sync`, and `begin_final_backward` comes before the last backward pass. Then follow
+    `synchronize`, perhaps `rescale` and `multiply`, and `update`, or `drop` if the step is skipped. A
+    pipeline computes without `forward`: it calls `ready` first, and `begin_final_backward` before the last
+    backward pass, or after it if all were inside `no_sync`.
 
     Attributes:
         group: the ranks that train it together; None for all of the world.
-        model: the whole of it, where each rank has it.
+        model: the whole model, if each rank has it.
         optimizer: for the parameters, or this rank's share of them; learning-rate schedulers take it.
-        sharded: whether `gradients` are this rank's share of them, or all.
-        gathers: whether `forward` is a collective, which a rank without rows takes part in, too.
+        sharded: whether `gradients` returns this rank's share, instead of all.
+        gathers: whether `forward` is a collective, which a rank without rows also has to call.
     """
 
     group: Group
@@ -76,95 +76,100 @@ class Strategy(ABC):
 
     @abstractmethod
     def forward(self, inputs: Tensor) -> Tensor:
-        """What the whole model returns for this rank's rows."""
+        """The whole model's outputs for this rank's rows."""
 
-    def ready(self) -> None:  # noqa: B027 (not all have something to do)
-        """Do what has to be done before forward passes; `forward` does it itself."""
+    def ready(self) -> None:  # noqa: B027 (most strategies have nothing to do)
+        """Prepare for forward passes that do not call `forward`."""
 
     @abstractmethod
     def zero_grad(self) -> None:
-        """Forget the gradients of the step before."""
+        """Drop the gradients of the previous step."""
 
     @abstractmethod
     def no_sync(self) -> AbstractContextManager[None]:
-        """Inside, backward passes add up gradients and need not send anything."""
+        """Inside, backward passes accumulate gradients and may send nothing."""
 
     @abstractmethod
     def begin_final_backward(self, rows: float, loss_sum: Tensor, waits: bool = True) -> None:
-        """The backward pass that follows completes the gradients: they become sums over the ranks.
+        """Announce the backward pass that completes the gradients, which then become sums over the ranks.
 
-        rows, loss_sum: this rank's, to be summed as well. waits: whether its end may wait for the sums.
+        Args:
+            rows, loss_sum: this rank's, which are summed as well.
+            waits: whether the end of that pass may wait for the sums.
         """
 
     @abstractmethod
     def synchronize(self) -> tuple[float, float]:
-        """Complete the gradients; rows and loss, summed over the ranks."""
+        """Wait until the gradients are complete; returns rows and loss, summed over the ranks."""
 
     @abstractmethod
     def rescale(self, factor: float) -> None:
-        """Multiply the gradients, and what was kept back of them."""
+        """Multiply the gradients, including what compression has kept back."""
 
     @abstractmethod
     def gradients(self) -> list[Tensor]:
-        """The gradients that this rank's update takes: over the ranks every element once, or all on each."""
+        """The gradients that this rank's update uses: all, or a share with each element on one rank."""
 
     @abstractmethod
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """The elements of `gradients` with the names of their parameters, of each the first."""
+        """The tensors of `gradients` with the first names of their parameters."""
 
     def multiply(self, factor: float) -> None:
-        """Multiply the gradients that `update` takes, in its precision where that is higher than theirs."""
+        """Multiply the gradients that `update` uses, in its precision if that is higher than theirs."""
         for gradient in self.gradients():
             gradient.mul_(factor)
 
     def drop(self) -> None:
-        """Forget the gradients, and what was kept back of them, since the step is skipped."""
+        """Drop the gradients, including what compression has kept back, because the step is skipped."""
         self.zero_grad()
 
     @abstractmethod
     def update(self) -> None:
-        """The optimizer's step; after it every rank computes with the new parameters."""
+        """Take the optimizer's step; every rank then computes with the new parameters."""
 
     def whole(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter and buffer; see `Engine.whole`. Nothing is sent where each rank has all."""
+        """Every parameter and buffer, as for `Engine.whole`. Sends nothing if each rank has all of them."""
         for name, value in self.model.state_dict().items():
             yield name, value.detach()
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Copies of every parameter and buffer; a collective. See `Engine.full_state_dict`."""
+        """Copies of every parameter and buffer; a collective."""
         return {name: value.clone() for name, value in self.whole()}
 
     @abstractmethod
     def held(self) -> ResidentTensors:
-        """What this rank holds now."""
+        """The tensors that this rank holds now."""
 
     @abstractmethod
     def chunks(self) -> Iterator[TensorBox]:
-        """The training state on this rank, in an order that is the same on all ranks of equal places.
+        """The training state on this rank, in an order that is the same on all replicas of the rank.
 
-        Parameters come as "model.NAME", in the precision in which they are updated; buffers too; each tensor
-        of the optimizer's state as "optimizer.NAME.KEY". Replicas hold the same boxes.
+        Parameters, in the precision in which they are updated, and buffers are named "model.NAME". Tensors of
+        the optimizer's state are named "optimizer.NAME.KEY". Replicas hold the same boxes.
         """
 
     @abstractmethod
     def settings(self) -> dict[str, Any]:
-        """The state that is no tensor: the optimizer's groups by names of parameters, and numbers.
+        """The state that is not a tensor: the optimizer's groups by names of parameters, and numbers.
 
-        Under "order", where it is known, the names of parameters in the order in which gradients come: a list
-        for each time that some were dealt to buckets, none before the first backward pass.
+        "order", if known, holds the names of parameters in the order in which their gradients come: a list
+        for each time that parameters were assigned to buckets, none before the first backward pass.
         """
 
     @abstractmethod
     def load_settings(self, settings: Mapping[str, Any], state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Take `settings`, and make room for optimizer state, so that `chunks` holds all that is loaded.
+        """Restore `settings`, and allocate the optimizer state, so that `chunks` yields all that is loaded.
 
-        state: for each parameter the keys of its optimizer state, each with its whole shape and dtype.
+        Args:
+            settings: as the method `settings` returns them.
+            state: for each parameter the keys of its optimizer state, each with its whole shape and dtype.
         """
 
     def begin_masters(self, exact: Mapping[str, Tensor]) -> None:
-        """Before the first step: let master weights begin with these values.
+        """Set the master weights before the first step.
 
-        exact: whole, by the parameters' names, in the masters' dtype; the same on all ranks.
+        Args:
+            exact: whole values by the parameters' names, in the masters' dtype; the same on all ranks.
         """
         for chunk in self.chunks():
             value = exact.get(chunk.name.removeprefix("model.")) if chunk.name.startswith("model.") else None
@@ -172,7 +177,7 @@ class Strategy(ABC):
                 chunk.tensor.copy_(narrowed(value, chunk.offsets, chunk.tensor.shape))
 
     def loaded(self) -> None:  # noqa: B027 (most strategies have nothing to do)
-        """The tensors of `chunks` have been written: have what follows from them be made again.
+        """Recompute what depends on the tensors of `chunks`, which have been overwritten.
 
-        A collective: all ranks call it, when all have written.
+        A collective: all ranks call it when all have written.
         """

@@ -1,7 +1,7 @@
-"""The training state by names: what an optimizer of torch's keeps, under the names that the model gives.
+"""A torch optimizer's state under the parameters' names.
 
-torch numbers an optimizer's parameters in the order in which it was given them; a state that outlives its
-layout has to go by the names of the parameters.
+torch numbers parameters in the order in which the optimizer got them. That order depends on the layout, so a
+state that another layout can load has to use names.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from minidist.parallel.contract.strategy import TensorBox
 
 
 def names_of(model: nn.Module) -> dict[Tensor, str]:
-    """The name of each parameter, the first where there are several."""
+    """The first name of each parameter."""
     return {parameter: name for name, parameter in reversed([*model.named_parameters()])}
 
 
 def optimizer_tensors(
     optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]
 ) -> Iterator[tuple[str, str, Tensor]]:
-    """The tensors of an optimizer's state: parameter's name, key and tensor, in the order of its groups."""
+    """Parameter name, key and tensor of all tensors in an optimizer's state, in the order of its groups."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             for key, value in optimizer.state.get(parameter, {}).items():
@@ -34,10 +34,7 @@ def optimizer_tensors(
 def whole_chunks(
     model: nn.Module, optimizer: torch.optim.Optimizer, masters: Mapping[Tensor, Tensor] | None = None
 ) -> Iterator[TensorBox]:
-    """Chunks of a model and an optimizer that this rank has whole.
-
-    masters: for parameters what the optimizer updates in their place.
-    """
+    """The boxes of a model and an optimizer that this rank has whole, with `masters` for parameters."""
     masters = masters or {}
     values = model.state_dict(keep_vars=True)
     named = [("model." + name, masters.get(value, value)) for name, value in values.items()]
@@ -48,7 +45,7 @@ def whole_chunks(
 
 
 def optimizer_settings(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> dict[str, Any]:
-    """The optimizer's groups, with names for parameters, and what of its state is no tensor."""
+    """The optimizer's groups, with names for parameters, and the values in its state that are not tensors."""
     groups = [
         {**group, "params": [names[parameter] for parameter in group["params"]]}
         for group in optimizer.param_groups
@@ -61,7 +58,7 @@ def optimizer_settings(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, 
 
 
 def require_same_groups(have: Sequence[Sequence[str]], settings: Mapping[str, Any]) -> None:
-    """ValueError where an optimizer's groups have other parameters than those of the settings."""
+    """ValueError if an optimizer's groups have other parameters than the saved groups."""
     saved = [group["params"] for group in settings["groups"]]
     if [*map(list, have)] != [*map(list, saved)]:
         raise ValueError(
@@ -76,16 +73,13 @@ def load_optimizer(
     settings: Mapping[str, Any],
     state: Mapping[str, Mapping[str, Any]],
 ) -> None:
-    """Take the groups of `settings`, and have empty tensors for the optimizer state that is to be loaded.
+    """Restore an optimizer's groups, and allocate tensors for the state that is to be loaded.
 
     Args:
-        optimizer: whose parameters `names` names, in the same groups as those of the settings.
-        names: of the parameters.
-        settings: as `optimizer_settings` gives them.
+        optimizer, names: the optimizer, and its parameters' names.
+        settings: as `optimizer_settings` returned them; ValueError if their groups differ from the
+            optimizer's.
         state: for each name the keys of its optimizer state, each with shape and dtype.
-
-    Raises:
-        ValueError: other groups than the settings'.
     """
     have = [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
     require_same_groups(have, settings)

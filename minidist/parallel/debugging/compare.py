@@ -1,9 +1,9 @@
-"""Do two layouts train alike? The first layer at which they part is named, with what rounding explains.
+"""`compare`: the first layer at which two layouts differ by more than rounding explains.
 
-A loss that is a little off says that something is wrong, and not where. Both layouts take the same batches
-from the same weights; outputs of the layers, their gradients and the parameters' updates are compared in the
-order in which they are computed. Whatever differs first by more than rounding moves it (recording.py) is
-where to look: what follows from it differs, too.
+A loss that is slightly off says that something is wrong, but not where. Here both layouts train on the same
+batches from the same weights. The layers' outputs, their gradients and the parameters' updates are compared
+in the order in which they are computed. Look at the first one that differs by more than rounding changes it
+(recording.py): everything that is computed from it differs as a consequence.
 
 >>> print(md.compare(engine_a, engine_b, batches))
 """
@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,23 +22,24 @@ from minidist.parallel.debugging.assembling import RankCopies, distance
 from minidist.parallel.debugging.recording import REPEATS, Recording, pairs_of, record
 
 MARGIN = 16
-"""What rounding explains is so many times what the last bits' moving changed. Layouts that train alike differ
-by up to four times that: sums in another order round many times where a result moves once, and of few random
-trials none need be the worst. A wrong gradient differs by thousands, but in 16 bits."""
+"""Rounding explains this many times the change that moving the last bits causes. Layouts that train alike
+differ by up to four times that change: a sum in another order rounds many times while a result is moved once,
+and a few random trials need not contain the worst. A wrong gradient differs by thousands of times, except in
+16 bits."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A tensor that two layouts do not agree about."""
+    """A tensor in which two layouts differ."""
 
     step: int  # counted from 1; 0 before the first
-    layer: str | None  # "layers.2", which computed it; None for the loss and what is outside of the layers
+    layer: str | None  # "layers.2", which computed it; None for the loss and for what is outside the layers
     what: str  # in words: "its output"
-    difference: float  # of the elements that differ most, over the tensor's largest magnitude
-    explained: float  # what rounding explains, in the same terms
+    difference: float  # the largest difference of elements, over the tensor's largest magnitude
+    explained: float  # the difference that rounding explains, in the same unit
 
     def __str__(self) -> str:
-        """A sentence."""
+        """Where and by how much they differ, in a sentence."""
         where = self.layer or "the model"
         when = f"in step {self.step}" if self.step else "before the first step"
         by = f"by {self.difference:.2g} of its size"
@@ -50,27 +50,27 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What came of comparing two recordings."""
+    """The result of comparing two recordings."""
 
     a: str  # the layouts
     b: str
     steps: int
-    tensors: int  # compared
-    differences: tuple[Difference, ...]  # beyond rounding, in the order in which they were computed
+    tensors: int  # how many were compared
+    differences: tuple[Difference, ...]  # beyond rounding, in the order of computation
     closest: float  # the largest difference of a tensor that agrees, over what rounding explains
 
     @property
     def agree(self) -> bool:
-        """Whether rounding explains all."""
+        """Whether rounding explains every difference."""
         return not self.differences
 
     @property
     def first(self) -> Difference | None:
-        """The first difference, from which the others may follow."""
+        """The first difference, of which the others may be consequences."""
         return self.differences[0] if self.differences else None
 
     def __str__(self) -> str:
-        """What a person wants to know, in a few lines."""
+        """The result in a few lines."""
         steps = "1 step" if self.steps == 1 else f"{self.steps} steps"
         compared = f"{self.a} and {self.b}, {steps}, {self.tensors} tensors"
         why = (
@@ -90,30 +90,31 @@ def compare(
     batches: Iterable[tuple[Tensor, Tensor]],
     repeats: int = REPEATS,
 ) -> Comparison:
-    """Take both engines, on the same ranks, through the same batches, and compare; all ranks call it.
+    """Train two engines on the same ranks with the same batches, and compare them; all ranks call it.
 
-    Both are left as they were, see `record`. For layouts with other numbers of ranks: `record` in a launch
-    each, then `differences`; or the command `minidist compare`. An optimizer that divides a gradient by its
-    size, such as Adam, hides a gradient that is scaled from the updates: `torch.optim.SGD` shows it.
+    Both are restored afterwards, as by `record`. To compare layouts with different numbers of ranks, `record`
+    each in its own launch and call `differences`, or use the command `minidist compare`. Adam and other
+    optimizers that divide a gradient by its size hide a wrongly scaled gradient from the updates;
+    `torch.optim.SGD` shows it.
 
     Args:
-        engine_a, engine_b: of `prepare`, with equal weights.
+        engine_a, engine_b: from `prepare`, with equal weights.
         batches: inputs and targets of whole global batches, the same on all ranks.
-        repeats: how often to measure what rounding moves.
+        repeats: how often to measure the effect of rounding.
 
     Raises:
-        TypeError, ValueError: as `record` does; or the models have other layers or parameters.
+        TypeError, ValueError: as for `record`; or the models have different layers or parameters.
     """
     given = pairs_of(batches)
     return differences(record(engine_a, given, repeats), record(engine_b, given, repeats))
 
 
 def differences(a: Recording, b: Recording) -> Comparison:
-    """Compare what `record` saw of two layouts on the same batches.
+    """Compare the recordings of two layouts on the same batches.
 
     Raises:
-        TypeError: one is no recording.
-        ValueError: they took other numbers of steps, or their models have other layers or parameters.
+        TypeError: one is not a recording.
+        ValueError: their numbers of steps, or their models' layers or parameters, differ.
     """
     for name, recording in (("a", a), ("b", b)):
         if not isinstance(recording, Recording):
@@ -130,7 +131,7 @@ def differences(a: Recording, b: Recording) -> Comparison:
     for step, layer, what, x, y, rounding, whole in _pairs(a, b):
         tensors += 1
         size = _size(*x, *y)
-        # What no moved result goes into is rounded, too, once; and an update is a difference of parameters.
+        # A tensor that depends on no moved result still rounds once; an update is a difference of parameters.
         bits = max(torch.finfo(copy.dtype).eps for copy in (*x, *y))
         explained = MARGIN * max(rounding, bits * size) + bits * whole
         apart = distance(x, y) if x and y else math.inf
@@ -143,36 +144,29 @@ def differences(a: Recording, b: Recording) -> Comparison:
     return Comparison(a.layout, b.layout, len(a.steps), tensors, tuple(found), closest)
 
 
-class _Pair(NamedTuple):
-    """A tensor of both layouts."""
-
-    step: int
-    layer: str | None  # that computed it
-    what: str
-    a: RankCopies  # none where it was not seen
-    b: RankCopies
-    rounding: float  # what moving results changed
-    whole: float  # the size of the parameter that it is an update of
+_Pair = tuple[int, str | None, str, RankCopies, RankCopies, float, float]
+"""A tensor of both layouts: step, layer that computed it, description, both values (empty if not recorded),
+the change when results were moved, and for an update the size of the parameter."""
 
 
 def _pairs(a: Recording, b: Recording) -> Iterator[_Pair]:
-    """What is compared, in the order in which it is computed."""
+    """The tensors to compare, in the order in which they are computed."""
     for name in a.start:
-        yield _Pair(0, _layer_of(name, a.layers), f"its {name}", [a.start[name]], [b.start[name]], 0.0, 0.0)
+        yield 0, _layer_of(name, a.layers), f"its {name}", [a.start[name]], [b.start[name]], 0.0, 0.0
     for number, (x, y) in enumerate(zip(a.steps, b.steps, strict=True)):
         for key, layer, what in _order(a.layers, _first_names(a)):
             if key in x or key in y:
                 rounding = max(each.rounding[number].get(key, 0.0) for each in (a, b))
                 kind, _, name = key.partition(" ")
                 whole = _size(a.start[name]) if kind == "update" else 0.0
-                yield _Pair(number + 1, layer, what, x.get(key, []), y.get(key, []), rounding, whole)
+                yield number + 1, layer, what, x.get(key, []), y.get(key, []), rounding, whole
 
 
 def _order(layers: list[str], first_names: dict[str, str]) -> Iterator[tuple[str, str | None, str]]:
-    """Keys of a recording with the layers that compute them, and words: forward, then backward."""
+    """Keys of a recording, with the layer that computes each and a description: forward, then backward."""
     updates: dict[str | None, list[tuple[str, str]]] = {}
     for name, first in first_names.items():
-        # The gradient of a tied parameter is complete when the first of its layers has added its part.
+        # The gradient of a tied parameter is complete once the first of its layers has added its part.
         what = f"the update of {name}" + (f", tied to {first}," if first != name else "")
         updates.setdefault(_layer_of(first, layers), []).append((f"update {name}", what))
     for layer in layers:
@@ -189,7 +183,7 @@ def _order(layers: list[str], first_names: dict[str, str]) -> Iterator[tuple[str
 
 
 def _first_names(a: Recording) -> dict[str, str]:
-    """For each parameter the first that always was equal to it: itself, or what it is tied to."""
+    """For each parameter the first one that was always equal to it: itself, or the one that it is tied to."""
     values = {name: [a.start[name], *(step[f"update {name}"][0] for step in a.steps)] for name in a.start}
     found: dict[str, str] = {}
     for name, value in values.items():
@@ -208,5 +202,5 @@ def _layer_of(parameter: str, layers: list[str]) -> str | None:
 
 
 def _size(*tensors: Tensor) -> float:
-    """The largest magnitude of a finite element."""
+    """The largest magnitude of the finite elements."""
     return max(float(x.double().abs().nan_to_num(0, 0).max()) if x.numel() else 0.0 for x in tensors)

@@ -1,9 +1,9 @@
-"""What goes through an engine's layers in a few steps, and by how much rounding may move it.
+"""`record`: outputs, gradients and updates of an engine's layers in a few steps, and the effect of rounding.
 
-A layout adds the same numbers in another order, so that two layouts never agree to the last bit, and how far
-they part depends on the model: a sum that cancels magnifies what went into it. So it is measured. The same
-engine takes the same steps again while every module's results, forward and backward, are moved by their last
-bit, at random: what that changes is what rounding explains.
+Two layouts add the same numbers in a different order, so they never agree to the last bit. How far they
+differ depends on the model: a sum that cancels magnifies errors in its terms. Therefore the effect is
+measured. The engine takes the same steps again while the last bit of every module's results, forward and
+backward, is moved at random. Rounding explains the changes that this causes.
 
 Source: Parker 1997, "Monte Carlo Arithmetic: exploiting randomness in floating-point arithmetic", section 2.
 """
@@ -13,8 +13,8 @@ from __future__ import annotations
 import copy
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from minidist._arguments import check_whole
 from minidist.parallel.contract.engine import Engine
 from minidist.parallel.contract.strategy import TensorBox
 from minidist.parallel.debugging.assembling import RankCopies, assemble, distance, distinct
@@ -29,15 +30,15 @@ from minidist.parallel.engine.training_step import HybridEngine
 from minidist.parallel.flat.ranges import narrowed
 
 REPEATS = 2
-"""Times that the steps are taken again with moved results."""
+"""How often the steps are taken again with moved results."""
 
 
 @dataclass(frozen=True, eq=False)
 class Recording:
-    """What `record` saw, the same on all ranks. Tensors are whole, as one process would have them, on CPUs.
+    """The tensors of a few steps, the same on all ranks: whole, as one process would have them, on the CPU.
 
-    Each step's tensors go by "output NAME" and "gradient NAME", of a layer's output, and "update NAME", of a
-    parameter: in this order they are computed, but that gradients and updates run from the last layer back.
+    A step's tensors are named "output NAME" and "gradient NAME" (of the output) for a layer, and "update
+    NAME" for a parameter.
     """
 
     layout: str
@@ -45,34 +46,31 @@ class Recording:
     start: dict[str, Tensor]  # the parameters before the first step
     losses: list[float]
     steps: list[dict[str, RankCopies]]
-    rounding: list[dict[str, float]]  # for each, the largest change of an element when results were moved
+    rounding: list[dict[str, float]]  # by the same names, the largest change when results were moved
 
 
 def record(engine: Engine, batches: Iterable[tuple[Tensor, Tensor]], repeats: int = REPEATS) -> Recording:
-    """Train `engine` on global batches and record its layers; then put it back as it was.
+    """Train `engine` on global batches and record its layers; then restore it.
 
-    All ranks call it, with the same batches. It takes the steps `repeats` + 1 times, and gathers every output
-    and gradient of a layer on every rank: for small models and a few steps. Not put back is what compression
-    of gradients keeps: what it left out is dropped, and PowerSGD's factors stay.
+    All ranks call it with the same batches. It takes the steps `repeats` + 1 times and gathers every layer's
+    outputs and gradients on every rank, so use it for small models and few steps. It does not restore the
+    state of gradient compression: what compression kept back is dropped, and PowerSGD's factors stay.
 
     Args:
-        engine: of `prepare`; its model has a chain of layers, `model.layers`, or its children are taken.
-            Where they run in another order, or its `forward` does more than call them, which
-            `chain.require_chain` tells, a difference is found all the same, but a later layer may be named.
+        engine: from `prepare`. Its layers are `model.layers`, or the model's children. If they run in another
+            order, or `forward` does more than call them (`layer_chain.require_chain` tells), a difference is
+            still found, but a later layer may be named.
         batches: inputs and targets of whole global batches.
-        repeats: how often to measure what rounding moves.
+        repeats: how often to measure the effect of rounding.
 
     Raises:
-        TypeError: the engine is not one of `prepare`, or batches are no pairs of tensors.
+        TypeError: the engine is not from `prepare`, or batches are not pairs of tensors.
         ValueError: no batches, repeats below 0, or a model with dropout, whose masks depend on the layout.
     """
     if not isinstance(engine, HybridEngine):
         raise TypeError(f"engine is a {type(engine).__name__}; give one that md.prepare returned")
     given = pairs_of(batches)
-    if isinstance(repeats, bool) or not isinstance(repeats, int):
-        raise TypeError(f"repeats is {repeats!r}; give a whole number")
-    if repeats < 0:
-        raise ValueError(f"repeats is {repeats}; give how often to take the steps again, or 0 for not at all")
+    check_whole("repeats", repeats, 0)
     for name, module in engine.model.named_modules():
         dropout = getattr(module, "dropout", getattr(module, "p", 0.0))
         if isinstance(dropout, float) and dropout > 0:
@@ -96,25 +94,21 @@ def record(engine: Engine, batches: Iterable[tuple[Tensor, Tensor]], repeats: in
 
 
 def pairs_of(batches: Iterable[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
-    """The batches as a list, or an error that says what is wrong with them."""
+    """The batches as a list; TypeError or ValueError if they are not pairs of tensors."""
     remedy = "give a list of pairs, [(inputs, targets), ...], of tensors"
     if isinstance(batches, Tensor) or not isinstance(batches, Iterable):
         raise TypeError(f"batches is a {type(batches).__name__}; {remedy}")
     given = [*batches]
     if not given:
-        raise ValueError("batches are none; give at least one pair of inputs and targets")
-    for place, pair in enumerate(given):
-        if (
-            not isinstance(pair, tuple | list)
-            or len(pair) != 2
-            or not all(isinstance(x, Tensor) for x in pair)
-        ):
-            raise TypeError(f"batch {place} is a {type(pair).__name__} that is no pair of tensors; {remedy}")
+        raise ValueError("batches is empty; give at least one pair of inputs and targets")
+    for index, pair in enumerate(given):
+        if not isinstance(pair, tuple | list) or [isinstance(x, Tensor) for x in pair] != [True, True]:
+            raise TypeError(f"batch {index} is a {type(pair).__name__}, not a pair of tensors; {remedy}")
     return given
 
 
 def layers_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The chain of layers, by name."""
+    """The model's layers with their names."""
     chain = getattr(model, "layers", None)
     if isinstance(chain, nn.ModuleList | nn.Sequential):
         return [(f"layers.{name}", layer) for name, layer in chain.named_children()]
@@ -124,12 +118,13 @@ def layers_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
 def _run(
     engine: HybridEngine, batches: Sequence[tuple[Tensor, Tensor]], repeat: int | None
 ) -> tuple[list[float], list[dict[str, RankCopies]]]:
-    """Take the steps, with results moved where `repeat` is not None; losses and whole tensors."""
+    """Take the steps, with moved results unless `repeat` is None; returns losses and whole tensors."""
     losses, steps = [], []
     before = _parameters(engine)
     for inputs, targets in batches:
         rows = slice(*(len(inputs) * (engine.data_rank + i) // engine.data_ranks for i in (0, 1)))
-        with _moved(engine.model, repeat), _watched(engine.model) as pieces:
+        pieces: dict[str, dict[int, Tensor]] = defaultdict(dict)
+        with _moved(engine.model, repeat), _hooks(layers_of(engine.model), partial(_keep, pieces)):
             scale = engine.loss_scale
             losses.append(engine.step(inputs[rows], targets[rows]))
         own = {
@@ -147,7 +142,7 @@ def _run(
 
 
 def _parameters(engine: HybridEngine) -> dict[str, Tensor]:
-    """All parameters in full: this rank's own copies, of those that it has a whole copy of."""
+    """All parameters in full; this rank's own copy of each one that it holds whole."""
     own = engine.strategy.full_state_dict()
     return {
         name: (own[name] if name in own and own[name].shape == value.shape else value).cpu()
@@ -156,36 +151,39 @@ def _parameters(engine: HybridEngine) -> dict[str, Tensor]:
     }
 
 
+def _keep(
+    pieces: dict[str, dict[int, Tensor]], name: str, layer: nn.Module, inputs: Any, output: Any
+) -> None:
+    """Keep a layer's output and later its gradient, by name and by call (one for each micro-batch)."""
+
+    def keep(key: str, call: int, value: Tensor) -> None:
+        pieces[key][call] = value.detach().cpu().clone()
+
+    if isinstance(output, Tensor):
+        call = len(pieces[f"output {name}"])
+        keep(f"output {name}", call, output)
+        if output.requires_grad:
+            output.register_hook(partial(keep, f"gradient {name}", call))  # type: ignore[no-untyped-call]
+
+
 @contextmanager
-def _watched(model: nn.Module) -> Iterator[dict[str, dict[int, Tensor]]]:
-    """What the layers give, and its gradients: by name, and by call, of which micro-batches make several."""
-    pieces: dict[str, dict[int, Tensor]] = defaultdict(dict)
-
-    def keep(name: str, call: int, value: Tensor) -> None:
-        pieces[name][call] = value.detach().cpu().clone()
-
-    def after(name: str, layer: nn.Module, inputs: Any, output: Any) -> None:
-        if isinstance(output, Tensor):
-            call = len(pieces[f"output {name}"])
-            keep(f"output {name}", call, output)
-            if output.requires_grad:
-                output.register_hook(partial(keep, f"gradient {name}", call))  # type: ignore[no-untyped-call]
-
-    handles = [layer.register_forward_hook(partial(after, name)) for name, layer in layers_of(model)]
+def _hooks(modules: Iterable[tuple[str, nn.Module]], after: Callable[..., Any]) -> Iterator[None]:
+    """Inside, call `after` with the name of each module, and what a forward hook gets."""
+    handles = [module.register_forward_hook(partial(after, name)) for name, module in modules]
     try:
-        yield pieces
+        yield
     finally:
         for handle in handles:
             handle.remove()
 
 
-@contextmanager
-def _moved(model: nn.Module, repeat: int | None) -> Iterator[None]:
-    """Move the results of all modules without children by their last bit, forward and backward."""
+def _moved(model: nn.Module, repeat: int | None) -> AbstractContextManager[None]:
+    """Move the last bit of the results of all modules without children, forward and backward."""
+    if repeat is None:
+        return nullcontext()
 
     def move(name: str, x: Tensor) -> Tensor:
-        # The same in every call: what is computed again for the backward pass has to be the same, and so
-        # have the copies of ranks that hold the same.
+        # The same in every call: recomputed activations have to be the same, and so do copies on other ranks.
         seed = zlib.crc32(f"{name} {repeat}".encode())
         generator = torch.Generator().manual_seed(seed)
         noise = torch.rand(x.shape, generator=generator, dtype=torch.float64).mul_(2).sub_(1)
@@ -199,17 +197,11 @@ def _moved(model: nn.Module, repeat: int | None) -> Iterator[None]:
             result.register_hook(partial(move, f"{name} backward"))  # type: ignore[no-untyped-call]
         return result
 
-    leaves = [(name, part) for name, part in model.named_modules() if not any(True for _ in part.children())]
-    handles = [part.register_forward_hook(partial(after, name)) for name, part in leaves]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    return _hooks([(name, part) for name, part in model.named_modules() if not [*part.children()]], after)
 
 
 class _KeptTensors:
-    """An engine's state, to be put back: what a checkpoint has of it, copied, and the random numbers."""
+    """A copy of an engine's state and of the random state, to restore the engine."""
 
     def __init__(self, engine: HybridEngine) -> None:
         self.engine, self.settings, self.norm = engine, engine.settings(), engine.grad_norm
@@ -220,7 +212,7 @@ class _KeptTensors:
             self.chunks[chunk.name].append(replace(chunk, tensor=chunk.tensor.clone()))
 
     def restore(self) -> None:
-        """As a checkpoint is loaded: the optimizer has the state that it had, none before its first step."""
+        """Restore the engine, as loading a checkpoint would; an unused optimizer has no state."""
         strategy = self.engine.strategy
         state: dict[str, dict[str, Any]] = defaultdict(dict)
         for full, (chunk, *_) in self.chunks.items():
@@ -229,7 +221,7 @@ class _KeptTensors:
                 name, _, key = name.rpartition(".")
                 state[name][key] = chunk.shape, chunk.tensor.dtype
         strategy.load_settings(copy.deepcopy(self.of_strategy), state)
-        strategy.drop()  # gradients, and what compression kept back of them
+        strategy.drop()
         for chunk in strategy.chunks():
             for kept in self.chunks[chunk.name]:
                 _copy_common(kept, chunk)
@@ -240,7 +232,7 @@ class _KeptTensors:
 
 
 def _copy_common(source: TensorBox, target: TensorBox) -> None:
-    """Copy what is in both boxes of a tensor: a first step may have dealt it out in others."""
+    """Copy the elements that two boxes have in common: the first step may have moved the boxes."""
     first = [max(each) for each in zip(source.offsets, target.offsets, strict=True)]
     ends = ((o + n for o, n in zip(c.offsets, c.tensor.shape, strict=True)) for c in (source, target))
     sizes = [min(each) - start for start, *each in zip(first, *ends, strict=True)]

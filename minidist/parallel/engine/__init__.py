@@ -1,1 +1,12 @@
-"""`prepare` and the step: a rank's part of the model, and where it lies in the whole."""
+"""The engine: from a model, an optimizer and a layout to a training step on every rank.
+
+| File | Holds |
+|---|---|
+| prepare.py, prepare_checks.py | `prepare`: makes an engine; checks before the model is touched |
+| training_step.py | `HybridEngine`: the step, evaluation, memory and state |
+| step_executor.py | forward and backward passes: through the whole model, or through a pipeline |
+| partition_model.py | this rank's part of a model: its layers, its parts of matrices, its tokens |
+| parameter_placement.py | where a rank's tensors lie in the whole model |
+| meta_device.py | values for a model that was made without memory |
+| activation_peaks.py | the activations that `engine.memory()` reports |
+"""

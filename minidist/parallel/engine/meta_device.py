@@ -1,14 +1,14 @@
-"""Values for this rank's part of a model that was made on the meta device, and fits on no rank whole.
+"""Give values to this rank's part of a model on the meta device, which may fit on no rank whole.
 
-Without memory the model is divided as any other. Then rank 0 gives its modules their values, one after the
-other in the model's order, as one process would, and sends each to all ranks, which keep their parts of it.
-So no rank has more than its part and one module.
+The model is partitioned without memory, like any other. Then rank 0 initializes one module after the other,
+in the order in which one process would, and sends each to all ranks, which keep their parts of it. No rank
+ever holds more than its part and one module.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -23,35 +23,29 @@ Initialize = Callable[[nn.Module], object]
 
 
 class Skeleton:
-    """The whole model, as it was before it was divided, without memory.
+    """A copy of the whole model without memory, from before it was partitioned.
 
     Args:
         model: with parameters on the meta device; others are shared, not copied.
         initialize: gives a submodule's own parameters their first values; None for the model's method
-            `initialize_part`, else each submodule's `reset_parameters`.
+            `initialize_part`, or each submodule's `reset_parameters`.
     """
 
     def __init__(self, model: nn.Module, initialize: Initialize | None) -> None:
         real = [tensor for tensor in [*model.parameters(), *model.buffers()] if not tensor.is_meta]
         self.device = device_for("model", model)
-        # A copy, since what fills a module may look for its place in the model.
+        # A copy, because the function that fills a module may look at the model around it.
         self._whole = copy.deepcopy(model, {id(tensor): tensor for tensor in real})
         self._initialize = initialize or getattr(self._whole, "initialize_part", None)
 
     def fill(self, part: nn.Module, cuts: Mapping[str, Cut]) -> None:
-        """Give the meta parameters and buffers of a rank's part their values; a collective of all ranks.
+        """Give the meta tensors of this rank's `part` of the model their values; a collective of all ranks.
 
-        Sends what `comm.broadcast` of the whole model's meta tensors does.
-
-        Args:
-            part: of the model, with its names; changed in place.
-            cuts: which box of a whole parameter it has, by name, where it is cut.
-
-        Raises:
-            ValueError: nothing says how a module's parameters begin.
+        Sends as many bytes as `comm.broadcast` of the whole model's meta tensors. `cuts` says which box of a
+        whole parameter this rank has. Raises ValueError if nothing says how to initialize a module.
         """
-        names, places = _places(self._whole)
-        entries = [(names[key][0], parameter, places[key]) for key, parameter in _parameters(self._whole)]
+        names, slots = _names_and_slots(self._whole)
+        entries = [(names[id(p)][0], p, slots[id(p)]) for p in self._whole.parameters()]
         beginning = MetaInitializer(entries, self.device, self._initialize, draws=comm.rank() == 0)
         buffers = [name for name, buffer in self._whole.named_buffers() if buffer.is_meta]
         done: set[nn.Module] = set()
@@ -61,10 +55,10 @@ class Skeleton:
             done.add(module)
             beginning.fill([parameter])
             own = [each for each in entries if each[1].is_meta and each[2][0][0] is module]
-            broadcast_together([_held(where) for _, _, where in own], None)
+            broadcast_together([_value(where) for _, _, where in own], None)
             for _, meta, where in own:
-                _install(part, names[id(meta)], _held(where), cuts)
-                for holder, attribute in where:  # let its memory go
+                _install(part, names[id(meta)], _value(where), cuts)
+                for holder, attribute in where:  # free its memory
                     holder._parameters[attribute] = meta
         beginning.fill_buffers(self._whole)
         filled = dict(self._whole.named_buffers())
@@ -75,32 +69,27 @@ class Skeleton:
             part.get_submodule(owner)._buffers[attribute] = filled[name]
 
 
-def _parameters(model: nn.Module) -> Iterator[tuple[int, nn.Parameter]]:
-    for parameter in model.parameters():
-        yield id(parameter), parameter
-
-
-def _places(model: nn.Module) -> tuple[dict[int, list[str]], dict[int, list[ParameterSlot]]]:
-    """For each parameter all its names, and the modules and attributes that hold it."""
+def _names_and_slots(model: nn.Module) -> tuple[dict[int, list[str]], dict[int, list[ParameterSlot]]]:
+    """By the identity of each parameter: all its names, and the modules and attributes that hold it."""
     names: dict[int, list[str]] = {}
-    places: dict[int, list[ParameterSlot]] = {}
+    slots: dict[int, list[ParameterSlot]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owner, _, attribute = name.rpartition(".")
         names.setdefault(id(parameter), []).append(name)
-        places.setdefault(id(parameter), []).append((model.get_submodule(owner), attribute))
-    return names, places
+        slots.setdefault(id(parameter), []).append((model.get_submodule(owner), attribute))
+    return names, slots
 
 
-def _held(places: list[ParameterSlot]) -> Tensor:
-    """What has taken a parameter's place."""
-    module, attribute = places[0]
+def _value(slots: list[ParameterSlot]) -> Tensor:
+    """The tensor that a module holds now."""
+    module, attribute = slots[0]
     parameter = module._parameters[attribute]
     assert parameter is not None
     return parameter.detach()
 
 
 def _install(part: nn.Module, names: list[str], whole: Tensor, cuts: Mapping[str, Cut]) -> None:
-    """Have this rank's part of a parameter take the place of what has no memory, under each name."""
+    """Replace a meta parameter by this rank's part of the whole one, under each of its names."""
     own = dict(part.named_parameters(remove_duplicate=False))
     made: dict[nn.Parameter, nn.Parameter] = {}
     for name in (name for name in names if name in own):

@@ -1,9 +1,9 @@
-"""Where this rank's part of the training state lies in the whole model's.
+"""Where this rank's part of the training state lies in the whole model.
 
-A strategy knows the tensors of its own rank: parts of matrices, where tensor parallelism cut them, and some
-layers of all, where a pipeline did. A placement says which box of which whole tensor each is, what is counted
-twice, and under which name it would be in one process. So checkpoints go from any layout to any other, and a
-norm is that of one process.
+A strategy knows the tensors of its own rank: parts of matrices with tensor parallelism, some of the layers
+with a pipeline. A placement says which box of which whole tensor each one is, which copies count, and the
+name of the tensor in one process. It makes checkpoints independent of the layout, and norms equal to those of
+one process.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class PlacedParameter:
 
     shape: torch.Size
     dtype: torch.dtype
-    stage: int  # of the pipeline, that has it
+    stage: int  # of the pipeline that holds it
 
 
 class Whole:
-    """What has to be remembered of a whole model before it is cut: names, shapes and ties."""
+    """Names, shapes and ties of a whole model, recorded before it is cut."""
 
     def __init__(self, model: nn.Module) -> None:
         state = model.state_dict(keep_vars=True)
@@ -46,14 +46,14 @@ class Whole:
 
 
 class Placement:
-    """Of the part `model` of a model that was `whole`.
+    """The placement of this rank's part of a model.
 
     Args:
         mesh: of all ranks.
         whole: the model before it was cut.
         model: this rank's part, with the names of the whole.
         cuts: of parameters that tensor parallelism cut, by name.
-        stage_of: for the name of a tensor the pipeline's stage that has it.
+        stage_of: the pipeline stage that holds a tensor, by name.
     """
 
     def __init__(
@@ -71,25 +71,23 @@ class Placement:
             name: PlacedParameter(tensor.shape, tensor.dtype, stage_of.get(name, 0))
             for name, tensor in whole.tensors.items()
         }
-        # A cut holds for every name of a parameter that has several.
+        # If a parameter has several names, its cut holds for all of them.
         own = dict(model.named_parameters(remove_duplicate=False))
         by_identity = {id(own[name]): cut for name, cut in cuts.items() if name in own}
         self.cuts = {name: by_identity[id(p)] for name, p in own.items() if id(p) in by_identity}
         self._shapes = {name: tuple(p.shape) for name, p in own.items()}
         self._local = {whole.first[name]: name for _, name in reversed(names_of(model).items())}
-        # A tied parameter is on several stages; the stage of its first name has it for all.
+        # A tied parameter is on several stages; the copy on the stage of its first name counts.
         self._elsewhere = {n for n in own if stage_of.get(self.first[n], 0) != mesh.rank("pp")}
         self._groups: list[list[str]] | None = None  # of the optimizer, with all stages' parameters
 
-    # The optimizer's groups: over the stages together they are those of one process.
-
     def join(self, strategy: Strategy) -> None:
-        """Learn of the other stages' groups; a collective where there are stages.
+        """Join the optimizer's groups of all stages into those of one process; a collective with a pipeline.
 
         Sends 2 (n - 1) / n 8 (P + 2) bytes for P parameters of the whole model.
 
         Raises:
-            ValueError: the optimizer's function made another number of groups on another stage.
+            ValueError: the optimizer function made different numbers of groups on two stages.
         """
         if self.mesh.size("pp") == 1:
             return
@@ -106,7 +104,7 @@ class Placement:
         self._groups = [[n for n, g in zip(self._order, numbers, strict=True) if g == i] for i in range(most)]
 
     def settings(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """A strategy's settings, as one process would have them."""
+        """Turn a strategy's settings into those of one process."""
         groups = settings["groups"]
         if self._groups is not None:
             joined = zip(groups, self._groups, strict=True)
@@ -117,12 +115,12 @@ class Placement:
     def load_settings(
         self, strategy: Strategy, settings: Mapping[str, Any], state: Mapping[str, Mapping[str, Any]]
     ) -> None:
-        """Have a strategy take the settings of one process; see `Strategy.load_settings`."""
+        """Restore a strategy from the settings of one process; the arguments of `Strategy.load_settings`."""
         have = [group["params"] for group in strategy.settings()["groups"]]
         groups = []
         for number, group in enumerate(settings["groups"]):
             saved = [self._local[name] for name in group["params"] if name in self._local]
-            order = {name: place for place, name in enumerate(have[number])} if number < len(have) else {}
+            order = {name: index for index, name in enumerate(have[number])} if number < len(have) else {}
             groups.append({**group, "params": sorted(saved, key=lambda name: order.get(name, -1))})
         own = {self._local[name]: values for name, values in settings["state"].items() if name in self._local}
         shapes = {
@@ -139,10 +137,8 @@ class Placement:
         here = cut is not None and tuple(shape) == tuple(cut.shape)
         return self._shapes[name] if here else tuple(shape), dtype
 
-    # Boxes.
-
     def chunks(self, chunks: Iterable[TensorBox]) -> Iterator[TensorBox]:
-        """A strategy's chunks, as boxes of the whole model's tensors; paddings are left out."""
+        """Turn a strategy's boxes into boxes of the whole model's tensors, without padding."""
         for chunk in chunks:
             kind, _, name = chunk.name.partition(".")
             full = chunk.name
@@ -174,10 +170,10 @@ class Placement:
         }
 
     def full_state_dict(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The whole model's tensors from all ranks' own ones; a collective.
+        """The whole model's tensors from those of all ranks; a collective.
 
-        Each tensor that tp cut is summed over tp, 2 (t - 1) / t of its bytes; with pp the stage that has a
-        tensor sends it to the others, see `comm.broadcast`.
+        Each tensor that tp cut is summed over tp, which sends 2 (t - 1) / t of its bytes. With pp, the stage
+        that holds a tensor broadcasts it to the others.
         """
         if self.mesh.size("tp") * self.mesh.size("pp") == 1:
             return dict(own)
@@ -190,7 +186,7 @@ class Placement:
         return whole
 
     def whole(self, own: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The same one by one; see `Engine.whole`."""
+        """The items of `full_state_dict` one by one, as for `Engine.whole`."""
         if self.mesh.size("pp") > 1:
             here = dict(own)
             own = ((name, here.get(name)) for name in self.entries)  # type: ignore[misc]
@@ -203,7 +199,7 @@ class Placement:
             yield name, whole
 
     def _room(self, name: str, own: Tensor | None) -> Tensor:
-        """Of the whole tensor's shape; this rank's box of it where it is cut, among zeros."""
+        """A tensor of the whole shape, with this rank's box among zeros if the tensor is cut."""
         entry = self.entries[name]
         if own is None:
             return torch.empty(entry.shape, dtype=entry.dtype, device=self.device)
@@ -214,24 +210,22 @@ class Placement:
         narrowed(room, box.offsets, box.sizes).copy_(narrowed(own, _start(own), box.sizes))
         return room
 
-    # The norm: over all ranks each element of the whole model's gradient counts once.
-
     def norm(self, strategy: Strategy) -> float:
-        """The norm of the gradients of the whole model, the same on all ranks.
+        """The norm of the whole model's gradients, in which each element counts once; the same on all ranks.
 
-        Sends 2 (n - 1) / n 8 bytes over all ranks of the world where parameters are cut or on other stages,
-        and otherwise over those that share the gradients, if any do.
+        Sends 2 (n - 1) / n 8 bytes: with tp or pp over all ranks of the world, otherwise over the ranks that
+        share the gradients, if any do.
         """
         if self.mesh.size("tp") * self.mesh.size("pp") == 1:
             return global_norm(strategy.gradients(), strategy.sharded, strategy.group)
         mine = strategy.sharded or self.mesh.rank("dp_cp") == 0
         named = strategy.named_gradients() if mine else ()
-        # Copies count as zeros, but for what is not finite in them: that all ranks have to hear of.
+        # Copies count as zeros. The difference keeps what is not finite, which all ranks have to learn of.
         once = (gradient if self._counts(name) else gradient - gradient for name, gradient in named)
         return global_norm(once, sharded=True)
 
     def _counts(self, name: str) -> bool:
-        """Whether this rank's copy of a parameter is the one that counts."""
+        """Whether this rank's copy of a parameter counts in the norm."""
         return name not in self._elsewhere and (name in self.cuts or self.mesh.rank("tp") == 0)
 
 

@@ -1,11 +1,11 @@
-"""From a model to this rank's part of it: its tokens, its parts of matrices, its layers.
+"""Reduce a model to this rank's part: its tokens, its parts of matrices, its layers.
 
-Every rank builds the whole model, or its shape on the meta device, and rank 0's weights go to all. Then
-context parallelism has attention and positions work on the rank's tokens, tensor parallelism cuts matrices,
-and a pipeline takes away the layers that other stages have. Names stay those of the whole model.
+Every rank builds the whole model, possibly on the meta device, and rank 0's weights go to all. Then context
+parallelism makes attention and positions work on the rank's tokens, tensor parallelism cuts matrices, and a
+pipeline removes the layers of other stages. Names stay those of the whole model.
 
 Source: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using
-Megatron-LM", section 3, for how the three go together.
+Megatron-LM", section 3, on combining the three.
 """
 
 from __future__ import annotations
@@ -37,29 +37,29 @@ from minidist.parallel.tensor.vocabulary import gather_logits, vocab_parallel_cr
 
 
 class RemoteLayer(nn.Module):
-    """In place of a layer that another stage of the pipeline has."""
+    """Stands for a layer that another stage of the pipeline holds."""
 
     def __init__(self, stage: int) -> None:
         super().__init__()
         self.stage = stage
 
     def forward(self, x: Tensor) -> Tensor:
-        """Raises RuntimeError: the layer is not here."""
+        """Raise RuntimeError, since the layer is on another rank."""
         raise RuntimeError(
             f"this layer is on stage {self.stage} of the pipeline; call engine.step or engine.evaluate, "
             "which go through all stages"
         )
 
     def extra_repr(self) -> str:
-        """What print(layer) shows between the brackets."""
+        """Show the stage when the layer is printed."""
         return f"stage {self.stage}"
 
 
 @dataclass(frozen=True)
 class Tied:
-    """A parameter that several stages of a pipeline have a copy of."""
+    """A parameter of which several stages of a pipeline hold a copy."""
 
-    name: str | None  # on this rank; None where it has none
+    name: str | None  # on this rank; None if it has no copy
     stages: tuple[int, ...]
 
 
@@ -72,9 +72,9 @@ class RankModel:
         mesh: of all ranks.
         placement: where its parameters lie in the whole.
         share: of the tokens; None without cp.
-        stages: what a pipeline calls in turn on this rank, one a chunk; none without pp.
-        tied: parameters whose gradients are sums over stages.
-        vocabulary: its size, where outputs are this rank's part of the logits; None where they are whole.
+        stages: the modules of this rank's pipeline chunks; empty without pp.
+        tied: parameters whose gradients are summed over stages.
+        vocabulary: its size if outputs are this rank's part of the logits; None if outputs are whole.
     """
 
     model: nn.Module
@@ -86,12 +86,13 @@ class RankModel:
     vocabulary: int | None
 
     def loss(self, loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
-        """A loss or a metric of this rank's outputs: of whole logits, but for `cross_entropy`.
+        """A loss or a metric of this rank's outputs.
 
-        For that see `vocab_parallel_cross_entropy`, for others `gather_logits`, which sends more.
+        If the ranks share the logits, `cross_entropy` becomes `vocab_parallel_cross_entropy`; for any other
+        function the logits are gathered, which sends more.
         """
         if not targets.numel():
-            return outputs.sum()  # no rows, or none of their tokens: 0
+            return outputs.sum()  # 0, as this rank has no rows or no tokens of them
         if self.vocabulary is None:
             return loss(outputs, targets)
         group = self.mesh.group("tp")
@@ -100,10 +101,10 @@ class RankModel:
         return loss(gather_logits(outputs, group, self.vocabulary), targets)
 
     def cut(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, float]:
-        """This rank's tokens of its rows, (B, T) each, and the share of all tokens that they are.
+        """This rank's tokens of its rows, (B, T) each, and their share of all tokens.
 
         Raises:
-            ValueError: with cp, where inputs and targets are not both (B, T).
+            ValueError: with cp, if inputs and targets are not both (B, T).
         """
         if self.share is None:
             return inputs, targets, 1.0
@@ -123,21 +124,20 @@ def partition_model(
     plan: Mapping[str, str] | None = None,
     initialize: Initialize | None = None,
 ) -> RankModel:
-    """This rank's part of `model`, which is changed; a collective.
+    """Reduce `model` in place to this rank's part; a collective.
 
-    Where layers are cut, sends what `comm.broadcast` of the model does, over pp; where matrices are, over tp:
-    with what the strategies do over dp and cp, rank 0's weights reach all ranks. What is on the meta device
-    gets memory and values once it is divided, see meta_device.py.
+    Broadcasts the model over pp if layers are cut, and over tp if matrices are. Together with what the
+    strategies send over dp and cp, rank 0's weights reach all ranks. Tensors on the meta device get memory
+    and values after the model is cut (meta_device.py).
 
     Args:
         model: the same architecture on all ranks.
-        layout: how it is divided.
-        mesh: of the layout's ranks.
-        plan: which module is cut in which way by tp; None for `plan_for(model)`.
+        layout, mesh: how to partition it, and over which ranks.
+        plan: how tp cuts each module; None for `plan_for(model)`.
         initialize: see `prepare`.
 
     Raises:
-        ValueError: the model cannot be divided so; names the axis.
+        ValueError: the model cannot be partitioned like this; names the axis.
     """
     if plan is not None and layout.tp == 1:
         raise ValueError("plan is given and the layout has tp=1, which cuts nothing; leave one of them out")
@@ -169,13 +169,13 @@ def partition_model(
 
 
 def whole_model(model: nn.Module) -> RankModel:
-    """All of a model, on every rank."""
+    """The whole of a model, on every rank."""
     mesh = Mesh(dp=comm.size())
     return RankModel(model, mesh, Placement(mesh, Whole(model), model, {}, {}), None, (), (), None)
 
 
 def _agree(model: nn.Module, layout: Layout, mesh: Mesh) -> None:
-    """See that all ranks have the same model, and give the stages the first one's weights."""
+    """Check that all ranks have the same model, and give all stages the weights of the first."""
     state = [*model.named_parameters(), *model.named_buffers()]
     require_same("parameters and buffers", state, None)
     if layout.pp > 1:
@@ -185,11 +185,11 @@ def _agree(model: nn.Module, layout: Layout, mesh: Mesh) -> None:
 def _take_layers(
     model: nn.Module, layout: Layout, own: int, whole: Whole
 ) -> tuple[tuple[nn.Module, ...], dict[str, int]]:
-    """Keep this stage's layers alone; they, chunk by chunk, and for each tensor's name its stage."""
+    """Keep only this stage's layers; returns them chunk by chunk, and the stage of each tensor by name."""
     layers: Any = model.layers
     parts = layout.pp * layout.chunks
     number_of = {name: number for number, name in enumerate(layers._modules)}
-    # Sizes of the whole layers: the cut is the same on all ranks that share them.
+    # With the sizes of whole layers, the cut is the same on all ranks that share a layer.
     sizes = [0] * len(layers)
     for name in whole.first:
         sizes[number_of[name.split(".")[1]]] += whole.tensors[name].numel()
@@ -204,7 +204,7 @@ def _take_layers(
 
 
 def _tied(model: nn.Module, whole: Whole, stage_of: Mapping[str, int], own: int) -> tuple[Tied, ...]:
-    """Trained parameters with names on several stages, in the same order on all ranks."""
+    """The trained parameters that have names on several stages, in the same order on all ranks."""
     stages: dict[str, dict[int, str]] = {}
     for name, first in whole.first.items():
         stages.setdefault(first, {}).setdefault(stage_of.get(name, 0), name)
@@ -216,7 +216,7 @@ def _tied(model: nn.Module, whole: Whole, stage_of: Mapping[str, int], own: int)
 
 
 def checked(optimizer: MakeOptimizer, layout: Layout) -> MakeOptimizer:
-    """An optimizer's function that refuses, when it makes one, what cannot train a part of a model."""
+    """Wrap an optimizer function: refuse an optimizer that cannot train a part of a model."""
 
     def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         given = [*parameters]
@@ -225,7 +225,7 @@ def checked(optimizer: MakeOptimizer, layout: Layout) -> MakeOptimizer:
         except ValueError:
             if given:
                 raise
-            # torch refuses no parameters, and takes a group of none: a stage may have no weights.
+            # A stage may have no weights: torch refuses an empty list, but takes a group without parameters.
             nothing: Any = [{"params": []}]
             made = optimizer(nothing)
         name = type(made).__name__

@@ -1,4 +1,4 @@
-"""From a model, an optimizer and a layout to the engine that trains it."""
+"""`prepare`: make the engine that trains a model on the ranks of a layout."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from minidist.parallel.training.clipping import check_max_norm
 from minidist.parallel.training.precision import LossScale, Precision, fill_masters
 from minidist.parallel.training.recompute import recompute
 
-OPTIONS = {"bucket_mb", "overlap", "compression", "algorithm", "broadcast_buffers"}
-"""Of `DataParallel`, that `prepare` passes on; its group is the layout's."""
+DATA_PARALLEL = {"bucket_mb", "overlap", "compression", "algorithm", "broadcast_buffers"}
+"""The options of `DataParallel` that `prepare` passes on. The layout gives the group."""
 FULLY_SHARD = {"offload", "units", "initialize", "prefetch"}
-"""Of `FullyShard`, likewise; master copies are the precision's."""
+"""The options of `FullyShard` that `prepare` passes on. The precision decides about master weights."""
 
 
 def prepare(
@@ -49,29 +49,26 @@ def prepare(
     >>> engine = md.prepare(model, partial(torch.optim.AdamW, lr=3e-4), md.Layout(dp=2))
     >>> loss = engine.step(inputs, targets)
 
-    The model trains where its parameters are, and is changed in place to this rank's part of it. The ranks
-    need not start from the same weights: rank 0's are sent to all. With precision "bf16" or "fp16" in the
-    layout the model, which is a float32 one, is converted, and what the optimizer updates begins with its
-    float32 values; see training/precision.py. With `recompute` its layers keep their inputs only; see
-    training/recompute.py.
+    The model stays on its device and is changed in place to this rank's part. Ranks need not start from the
+    same weights: rank 0 sends its own to all. With precision "bf16" or "fp16" a float32 model is converted,
+    and the optimizer updates master weights that start from its float32 values (training/precision.py). With
+    `recompute` layers keep only their inputs (training/recompute.py).
 
-    | Axis | What it takes of the model, and of the step |
+    | Axis | What it needs |
     |---|---|
-    | dp | anything; each rank has its own rows |
+    | dp | nothing; each rank has its own rows |
     | tp | a plan of matrices to cut; GPT and MLP have one |
-    | pp | a chain `model.layers`, each from a tensor to a tensor, and nothing beside it: see
-    pipeline/layer_chain.py |
-    | cp | attention with an attribute `attend`, as GPT's; inputs and targets are (B, T) |
+    | pp | a model that is a chain `model.layers`, each from tensor to tensor (pipeline/layer_chain.py) |
+    | cp | attention with an attribute `attend`, as in GPT; inputs and targets (B, T) |
 
-    Ranks that differ in tp, pp or cp alone pass the same rows. All axes go together. ZeRO's stage 1 goes with
-    all of them; 2 and 3 with dp, tp and cp: with pp they would send gradients, or parameters, once for each
+    Ranks that differ only in tp, pp or cp pass the same rows. All axes can be combined, with ZeRO stage 1
+    too. Stages 2 and 3 do not work with pp: they would send gradients, or parameters, once for each
     micro-batch.
 
-    A model that fits on no rank whole is made on the meta device, for a layout with tp, pp or zero=3: ranks
-    get memory for their parts alone, and for one module at a time. Rank 0 gives modules the values that one
-    process would, and sends them.
+    A model that fits on no rank can be made on the meta device for a layout with tp, pp or zero=3. Ranks then
+    get memory for their parts and for one module at a time; rank 0 initializes modules as one process would.
 
-    Where this raises an error, the model is as it was before, but for values that rank 0 has sent.
+    If `prepare` raises an error, the model is as it was, except for values that rank 0 has sent.
 
     Args:
         model: the same architecture on all ranks.
@@ -79,20 +76,20 @@ def prepare(
         layout: how many ranks do what; None for one rank.
         loss: from outputs and targets to the mean over their rows.
         data_parallel: options of `DataParallel`, such as {"compression": "float16"}.
-        clip_norm: shorten the gradients where their norm over all ranks is larger; None never does. As with
-            `torch.nn.utils.clip_grad_norm_`, a norm that is not finite makes weights that are not.
+        clip_norm: the largest norm of the gradients over all ranks; None for no clipping. As with
+            `torch.nn.utils.clip_grad_norm_`, a norm that is not finite makes weights that are not finite.
         loss_scale: for precision "fp16", how the factor on the loss starts and grows.
         fully_shard: options of `FullyShard` for zero=3, such as {"offload": "/scratch"}.
-        plan: for tp, names of modules and how each is cut, see `parallelize`; None for the model's own.
-        initialize: gives a submodule's own parameters and buffers, which were on the meta device, their
-            values, such as those of a file; None for the model's method `initialize_part`, else each
-            submodule's `reset_parameters`.
+        plan: for tp, how to cut each module, as for `parallelize`; None for the model's own plan.
+        initialize: gives a submodule's own parameters and buffers their values, for example from a file, if
+            they were on the meta device; None for the model's method `initialize_part`, or each submodule's
+            `reset_parameters`.
 
     Raises:
-        TypeError: an argument is of the wrong type.
-        ValueError: the layout's ranks are not the world's, or layouts differ between ranks; the model, the
-            optimizer or an option does not go with one of its axes, which is named; or another object trains
-            the model.
+        TypeError: an argument has the wrong type.
+        ValueError: the layout has another number of ranks than the world, or differs between ranks; the
+            model, the optimizer or an option does not work with an axis, which is named; or another object
+            trains the model.
     """
     layout = Layout() if layout is None else layout
     if not isinstance(model, nn.Module):
@@ -110,7 +107,7 @@ def prepare(
     require_free(model.named_parameters())
     if layout.ranks > 1 or layout.zero == 3 or layout.precision != "fp32":
         refuse_renormed(model)
-    _check_options("data_parallel", data_parallel, OPTIONS)
+    _check_options("data_parallel", data_parallel, DATA_PARALLEL)
     _check_options("fully_shard", fully_shard, FULLY_SHARD)
     if fully_shard and layout.zero != 3:
         raise ValueError(
@@ -128,7 +125,7 @@ def prepare(
         fully_shard = {**(fully_shard or {}), "initialize": initialize}
     if clip_norm is not None:
         check_max_norm("clip_norm", clip_norm)
-    # Before anything that takes all ranks: those of other layouts would wait for others.
+    # Before any other collective: ranks with other layouts would wait in other ones.
     require_alike("md.prepare", {**vars(layout), "clip_norm": clip_norm}, None)
     mesh = Mesh(pp=layout.pp, dp=layout.dp, cp=layout.cp, tp=layout.tp)
     precision = Precision(layout.precision, loss_scale)
@@ -152,7 +149,7 @@ def _strategy(
     precision: Precision,
     fully_shard: Mapping[str, Any] | None,
 ) -> Strategy:
-    """How the ranks with one part of the model train it together."""
+    """The strategy by which the ranks with the same part of the model train it."""
     model, master, group = part.model, precision.master, part.mesh.group("dp_cp")
     if layout.tp * layout.pp > 1:
         optimizer = checked(optimizer, layout)
@@ -170,7 +167,7 @@ def _check_options(name: str, options: Mapping[str, Any] | None, known: set[str]
 
 
 def check_available(layout: Layout) -> None:
-    """ValueError where a layout has axes that do not go together in training."""
+    """ValueError if a layout combines axes that training does not support together."""
     if layout.pp > 1 and layout.zero > 1:
         moved = "gradients" if layout.zero == 2 else "parameters"
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What `prepare` checks before it touches the model, and how the model is put back where it fails later."""
+"""Checks before `prepare` touches the model, and how it restores the model after a later error."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from minidist.parallel.training.precision import LossScale
 
 
 def check_types(loss: object, data_parallel: object, fully_shard: object, loss_scale: object) -> None:
-    """TypeError where an argument of `prepare` is of the wrong type."""
+    """TypeError if an argument of `prepare` has the wrong type."""
     if not callable(loss):
         raise TypeError(
             f"loss is {loss!r}; give a function from outputs and targets to the mean over their rows, such "
@@ -33,23 +33,22 @@ def check_types(loss: object, data_parallel: object, fully_shard: object, loss_s
 
 
 def check_model(model: nn.Module, layout: Layout) -> None:
-    """ValueError where there is nothing to train, or ranks would need what has no memory whole."""
+    """ValueError if there is nothing to train, or a rank would need the whole of a model without memory."""
     require_trained("model", model.parameters())
     if layout.zero < 3 and layout.tp * layout.pp == 1:
         refuse_meta("model", [*model.named_parameters(), *model.named_buffers()])
 
 
 REPLACED = ("forward", "attend", "positions")
-"""What recomputation, tensor and context parallelism give a module in place of its class's."""
+"""The attributes that recomputation, tensor and context parallelism override on a module."""
 
 
 @contextmanager
 def put_back_on_error(model: nn.Module, converts: bool) -> Iterator[None]:
-    """Inside, where an error is raised, the model has its parts, parameters and buffers again.
+    """After an error inside, give the model its submodules, parameters and buffers back, and remove hooks.
 
-    What hooks were put on them are off. Values that rank 0 has sent already stay its.
-
-    converts: whether parameters get other memory. They keep their old one until the end then.
+    Values that rank 0 has sent stay. If the precision `converts` parameters, their old memory is kept until
+    the end of the block.
     """
     parts = [*model.modules()]
     own = [(part.__dict__, {n: part.__dict__[n] for n in REPLACED if n in part.__dict__}) for part in parts]

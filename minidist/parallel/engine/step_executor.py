@@ -1,7 +1,7 @@
 """Forward and backward passes of a step on one rank: through the whole model, or through a pipeline's stages.
 
-Either way a batch is cut into micro-batches by rows, each loss is multiplied by a weight, and gradients add
-up; what differs is who says when a backward pass is the last, and where the loss is known.
+Both cut a batch into micro-batches by rows, multiply each loss by a weight, and add up gradients. They differ
+in when they know that a backward pass is the last one, and on which rank the loss is.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from minidist.parallel.pipeline.tied_parameters import sum_tied, take_first
 from minidist.parallel.training.precision import Precision
 
 Weight = Callable[[int], float]
-"""From a micro-batch's rows to what its loss is multiplied by."""
+"""From a micro-batch's rows to the factor on its loss."""
 
 
 class StepExecutor(ABC):
-    """Passes of `part`, this rank's part of a model, whose gradients `strategy` sums."""
+    """Runs the passes of `part`, this rank's part of a model; `strategy` sums the gradients."""
 
     def __init__(
         self, part: RankModel, strategy: Strategy, layout: Layout, loss: Loss, precision: Precision
@@ -37,24 +37,24 @@ class StepExecutor(ABC):
 
     @abstractmethod
     def train(self, inputs: Tensor, targets: Tensor, weight: Weight, share: float) -> None:
-        """Forward and backward; announces this rank's rows and loss, both times `share`."""
+        """Forward and backward passes; passes this rank's rows and loss, times `share`, to the strategy."""
 
-    def summed(self) -> None:  # noqa: B027 (only a pipeline has copies)
-        """The strategy has summed the gradients over its ranks: let copies of parameters have the same."""
+    def summed(self) -> None:  # noqa: B027 (only a pipeline has tied copies)
+        """Give tied copies equal gradients, after the strategy has summed them over its ranks."""
 
-    def updated(self) -> None:  # noqa: B027 (likewise)
-        """The strategy has updated the parameters: let their copies be the same."""
+    def updated(self) -> None:  # noqa: B027 (only a pipeline has tied copies)
+        """Give tied copies equal values, after the strategy has updated the parameters."""
 
     @abstractmethod
     def evaluate(self, inputs: Tensor, targets: Tensor, metric: Loss) -> Tensor:
-        """The sum over rows of a metric, () float64; without rows, or before a pipeline's last stage, 0."""
+        """The sum of a metric over rows, () float64; 0 without rows, and before a pipeline's last stage."""
 
     def parts(self, rows: int) -> int:
-        """Micro-batches of so many rows. Where each pass is a collective, all ranks make as many."""
+        """How many micro-batches `rows` make. If passes are collectives, all ranks need the same number."""
         return self.layout.micro_batches if self.strategy.gathers else min(self.layout.micro_batches, rows)
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """That of a micro-batch."""
+        """The loss of a micro-batch."""
         return self.part.loss(self.given, self.precision.outputs(outputs), targets)
 
 
@@ -62,7 +62,7 @@ class WholePasses(StepExecutor):
     """A forward and a backward pass through all layers for each micro-batch."""
 
     def train(self, inputs: Tensor, targets: Tensor, weight: Weight, share: float) -> None:
-        """See `StepExecutor.train`: gradients are sent while the last backward pass runs."""
+        """Run all micro-batches; gradients are sent while the last backward pass runs."""
         rows, parts = len(inputs), self.parts(len(inputs))
         loss_sum = torch.zeros((), dtype=torch.float64, device=inputs.device)
         pairs = zip(inputs.tensor_split(parts), targets.tensor_split(parts), strict=True)
@@ -76,14 +76,14 @@ class WholePasses(StepExecutor):
                 (loss * weight(len(x))).backward()  # type: ignore[no-untyped-call]
 
     def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        outputs = self._forward(inputs)  # let go when this returns, before the backward pass
+        outputs = self._forward(inputs)  # freed when this returns, before the backward pass
         return self.loss(outputs, targets)
 
     def _forward(self, inputs: Tensor) -> Tensor:
         return self.strategy.forward(self.precision.inputs(inputs))
 
     def evaluate(self, inputs: Tensor, targets: Tensor, metric: Loss) -> Tensor:
-        """See `StepExecutor.evaluate`."""
+        """The metric of the whole model's outputs, times rows."""
         outputs = self.precision.outputs(self._forward(inputs))
         return self.part.loss(metric, outputs, targets).double() * len(inputs)
 
@@ -91,14 +91,14 @@ class WholePasses(StepExecutor):
 class StagedPasses(StepExecutor):
     """A pipeline's schedule of passes through this rank's stages.
 
-    Gradients are sent in the last of the backward passes, and summed when the schedule is done: a stage's
-    last message to the one before it waits for no sum. With several chunks a rank, each with a last pass of
-    its own, and where gradients are sharded and have to be summed over stages first, they are sent after all.
+    Gradients are sent during the last backward pass and summed after the schedule, so that a stage's last
+    message to the stage before waits for no sum. They are sent after all passes if a rank has several chunks,
+    each with a last pass of its own, or if sharded gradients have to be summed over stages first.
 
-    Tied parameters have a gradient on each stage that uses them. The sum over these stages is formed last, so
-    that all copies take the same step to the last bit. Where gradients are sharded, no rank has a whole one
-    then: the sum is formed first, the copies take the same step but for rounding, and the first stage's
-    values go to the others.
+    Tied parameters have a gradient on each stage that uses them. The sum over these stages comes last, so
+    that all copies take the same step to the last bit. With sharded gradients no rank has a whole gradient at
+    that point: then the sum comes first, copies differ by rounding after the step, and take the first stage's
+    values.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class StagedPasses(StepExecutor):
         )
 
     def train(self, inputs: Tensor, targets: Tensor, weight: Weight, share: float) -> None:
-        """See `StepExecutor.train`."""
+        """Run the schedule; gradients are sent in the last backward pass if `overlaps`, or else after it."""
         strategy, rows = self.strategy, len(inputs) * share
         strategy.ready()
         with ExitStack() as accumulating:
@@ -131,16 +131,16 @@ class StagedPasses(StepExecutor):
 
     @property
     def overlaps(self) -> bool:
-        """Whether gradients are sent in the last backward pass."""
+        """Whether gradients are sent during the last backward pass."""
         return self.layout.chunks == 1 and not (self.strategy.sharded and self.part.tied)
 
     def summed(self) -> None:
-        """See `StepExecutor.summed`."""
+        """Sum the gradients of tied copies over the stages."""
         if not self.strategy.sharded:
             self._with_tied(sum_tied)
 
     def updated(self) -> None:
-        """See `StepExecutor.updated`."""
+        """Give tied copies the first stage's values, if their gradients were sharded."""
         if self.strategy.sharded:
             self._with_tied(take_first)
 
@@ -150,7 +150,7 @@ class StagedPasses(StepExecutor):
             act(parameter, self.group, tied.stages)
 
     def evaluate(self, inputs: Tensor, targets: Tensor, metric: Loss) -> Tensor:
-        """See `StepExecutor.evaluate`."""
+        """The metric of the pipeline's outputs, times rows, on the last stage."""
 
         def own(outputs: Tensor, y: Tensor) -> Tensor:
             return self.part.loss(metric, self.precision.outputs(outputs), y)

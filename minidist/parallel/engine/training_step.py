@@ -1,9 +1,8 @@
-"""The engine: a step whose result is that of one process on the whole batch, whatever the layout.
+"""`HybridEngine`: a training step with the result of one process on the whole batch, for any layout.
 
-The mean over rows where shares or micro-batches differ in size, the loss over all ranks, and the order of
-forward, backward, communication and update are done here. How data-parallel ranks share the work is a
-strategy's; what part of the model a rank has, and how a batch goes through it, see `partition_model.py` and
-`step_executor.py`.
+This file has the order of forward, backward, communication and update, the mean over rows if shares or
+micro-batches differ in size, and the loss over all ranks. A strategy decides how data-parallel ranks share
+the work, partition_model.py which part of the model a rank has, step_executor.py how a batch goes through it.
 """
 
 from __future__ import annotations
@@ -18,10 +17,11 @@ from torch import Tensor, nn
 
 from minidist import comm
 from minidist.parallel.contract.engine import Engine, Loss, check_rows
-from minidist.parallel.contract.evaluation_mode import require_gradients
+from minidist.parallel.contract.evaluation_mode import evaluating, require_gradients
 from minidist.parallel.contract.layout import Layout
-from minidist.parallel.contract.memory_report import ActivationPeaks, Memory, count
+from minidist.parallel.contract.memory_report import Memory, count
 from minidist.parallel.contract.strategy import Strategy, TensorBox
+from minidist.parallel.engine.activation_peaks import ActivationPeaks
 from minidist.parallel.engine.partition_model import RankModel, whole_model
 from minidist.parallel.engine.step_executor import StagedPasses, StepExecutor, WholePasses
 from minidist.parallel.guards.refusals import require_batch, require_metric
@@ -31,10 +31,13 @@ from minidist.parallel.training.random_state import random_state_of
 
 
 class HybridEngine(Engine):
-    """Trains `model` by `strategy` with the ranks that have the same part of it.
+    """Trains `model` with `strategy`, together with the ranks that have the same part of it.
 
-    precision: to which the model was converted; None for its own. clip_norm: see `prepare`. part: what the
-    model is of a whole; None where it is whole.
+    Args:
+        model, strategy, layout, loss: as `prepare` made or got them.
+        precision: to which the model was converted; None for its own.
+        clip_norm: see `prepare`.
+        part: this rank's part of a model; None if `model` is whole.
     """
 
     def __init__(
@@ -51,7 +54,7 @@ class HybridEngine(Engine):
         self.precision, self.clip_norm = precision or Precision("fp32"), clip_norm
         self.part = part or whole_model(model)
         kind = StagedPasses if layout.pp > 1 else WholePasses
-        self.passes: StepExecutor = kind(self.part, strategy, layout, loss, self.precision)
+        self.executor: StepExecutor = kind(self.part, strategy, layout, loss, self.precision)
         self.mesh, self.placement = self.part.mesh, self.part.placement
         self.optimizer = strategy.optimizer
         self.data_rank, self.data_ranks = self.mesh.rank("dp"), self.mesh.size("dp")
@@ -62,19 +65,20 @@ class HybridEngine(Engine):
         self.placement.join(strategy)
 
     def __deepcopy__(self, memo: Any) -> HybridEngine:
-        """Refuse: groups of ranks, hooks and shared memory have no copies."""
+        """Refuse: groups of ranks, hooks and shared memory cannot be copied."""
         raise TypeError(
             "an engine cannot be copied, since its ranks talk to each other through it; prepare another one, "
             "and give its model these weights, engine.full_state_dict(), or load a checkpoint into it"
         )
 
     def step(self, inputs: Tensor, targets: Tensor) -> float:
-        """Train on one global batch; see `Engine.step`.
+        """Train on one global batch.
 
-        Bytes sent: the strategy's, tensor and context parallelism's in each pass and the pipeline's; in the
-        first step 2 (n - 1) / n 8 for the rows, too, and what agreeing on the buckets takes. With pp as many
-        over the stages for the loss; and where gradients are sharded or parts of the model are, and the step
-        clips or has precision "fp16", as many for the norm, over all that share them.
+        Sends the bytes of the strategy, of tensor and context parallelism in each pass, and of the pipeline.
+        The first step adds 2 (n - 1) / n 8 bytes for the rows, and what agreeing on the buckets takes. With
+        pp, each step sends as many bytes over the stages for the loss. With clipping or "fp16", and with
+        sharded gradients or parts of the model, it sends as many for the norm, over all ranks that share
+        them.
         """
         rows = check_rows(inputs, targets, self.data_ranks)
         require_gradients()
@@ -89,21 +93,21 @@ class HybridEngine(Engine):
             total = torch.tensor(float(rows), dtype=torch.float64, device=self.device)
             self._rows = float(comm.all_reduce(total, group=strategy.group))
 
-        # Compute, and send as gradients come. Each loss is weighted with its rows, since shares may differ in
-        # size and so may micro-batches; sums over ranks are then means over rows. The number of all rows is
-        # taken to be that of the last step, which all ranks know: to hear this step's would cost a message.
-        # (Not 1, and the gradients divided later: that would cost a pass over them.)
+        # Compute, and send gradients as they come. Shares and micro-batches differ in size, so each loss is
+        # weighted with its rows: sums over ranks are then means over rows. The global number of rows is taken
+        # from the last step, because this step's would cost a message, and dividing the gradients later would
+        # cost a pass over them.
         expected, scale = self._rows, self.precision.scale
         with self._random_state():
-            self.passes.train(inputs, targets, lambda count: scale * count * share / expected, share)
+            self.executor.train(inputs, targets, lambda count: scale * count * share / expected, share)
         all_rows, all_loss = strategy.synchronize()
-        self.passes.summed()
+        self.executor.summed()
         if all_rows != expected:
             strategy.rescale(expected / all_rows)
             self._rows = all_rows
         loss = self._on_all_stages(all_loss) / all_rows
 
-        # Skip or shorten, and update. All ranks have the same norm.
+        # Clip, and update or skip. All ranks have the same norm.
         factor = 1 / scale
         if self.clip_norm is not None or self.precision.scales:
             self.grad_norm = norm = self.placement.norm(strategy) * factor
@@ -115,18 +119,18 @@ class HybridEngine(Engine):
         if factor != 1:
             strategy.multiply(factor)
         strategy.update()
-        self.passes.updated()
+        self.executor.updated()
         return loss
 
     def _random_state(self) -> AbstractContextManager[None]:
-        """Dropout is the same on the ranks that tensors are cut over, and independent of it on others."""
+        """Make dropout the same on ranks that tp cuts tensors over, and independent on all others."""
         mesh, shares = self.mesh, self.mesh.size("dp_cp")
         if mesh.size("pp") * shares == 1:
             return nullcontext()
         return random_state_of(mesh.rank("pp") * shares + mesh.rank("dp_cp"))
 
     def _on_all_stages(self, value: float) -> float:
-        """What the last stage knows, and the others have as 0."""
+        """Give all stages the value of the last one; the others pass 0."""
         if self.mesh.size("pp") == 1:
             return value
         known = torch.tensor(value, dtype=torch.float64, device=self.device)
@@ -134,71 +138,65 @@ class HybridEngine(Engine):
 
     @property
     def loss_scale(self) -> float:
-        """What the next step's loss is multiplied by; see `Engine`."""
+        """The factor on the next step's loss."""
         return self.precision.scale
 
     @property
     def skipped(self) -> int:
-        """Steps that were not made; see `Engine`."""
+        """How many steps were skipped."""
         return self.precision.skipped
 
     def evaluate(self, inputs: Tensor, targets: Tensor, metric: Loss | None = None) -> float:
-        """The mean of a metric over a global batch; see `Engine.evaluate`.
+        """The mean of a metric over a global batch.
 
-        Sends 32 (n - 1) / n bytes, with pp 16 (p - 1) / p more, and what forward passes send. With tp a
-        metric other than `cross_entropy` has the logits gathered.
+        Sends 32 (n - 1) / n bytes, with pp 16 (p - 1) / p more, and the bytes of forward passes. With tp, a
+        metric other than `cross_entropy` gathers the logits.
         """
         require_batch(inputs, targets)
         require_metric(metric)
         total = torch.zeros(2, dtype=torch.float64, device=self.device)
-        training = {module: module.training for module in self.model.modules()}  # frozen parts may not be
-        self.model.eval()
-        try:
-            if len(inputs) or self.strategy.gathers:
-                x, y, share = self.part.cut(inputs.to(self.device), targets.to(self.device))
-                with torch.no_grad():
-                    total[0] = self.passes.evaluate(x, y, metric or self.loss) * share
-                total[1] = len(inputs) * share
-        finally:
-            for module, mode in training.items():
-                module.training = mode
+        if len(inputs) or self.strategy.gathers:
+            x, y, share = self.part.cut(inputs.to(self.device), targets.to(self.device))
+            with evaluating([self.model]):
+                total[0] = self.executor.evaluate(x, y, metric or self.loss) * share
+            total[1] = len(inputs) * share
         comm.all_reduce(total, group=self.strategy.group)
         value, rows = total.tolist()
         return self._on_all_stages(value) / rows if rows else math.nan
 
     def whole(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter and buffer, one after the other; see `Engine.whole` and `Placement.whole`."""
+        """Every parameter and buffer in full, one after the other."""
         return self.placement.whole(self.strategy.whole())
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Every parameter and buffer; see `Engine.full_state_dict` and `Placement.full_state_dict`."""
+        """Copies of every parameter and buffer in full."""
         return self.placement.full_state_dict(self.strategy.full_state_dict())
 
     def memory(self) -> Memory:
-        """What this rank holds; see `Engine.memory`."""
+        """Bytes that this rank holds."""
         return count(self.strategy.held(), self._activations.last)
 
-    # The training state, in the terms of one process: what a checkpoint saves and loads.
+    # The training state in the terms of one process, for checkpoints.
 
     def chunks(self) -> Iterator[TensorBox]:
-        """This rank's boxes of the whole state; see `Strategy.chunks`."""
+        """This rank's boxes of the whole state, as for `Strategy.chunks`."""
         return self.placement.chunks(self.strategy.chunks())
 
     def state_settings(self) -> dict[str, Any]:
-        """The state that is no tensor; see `Strategy.settings`."""
+        """The state that is not a tensor, as for `Strategy.settings`."""
         return self.placement.settings(self.strategy.settings())
 
     def load_state_settings(
         self, settings: Mapping[str, Any], state: Mapping[str, Mapping[str, Any]]
     ) -> None:
-        """Make room for what is loaded; see `Strategy.load_settings`."""
+        """Restore the settings and allocate the state, as for `Strategy.load_settings`."""
         self.placement.load_settings(self.strategy, settings, state)
 
     def settings(self) -> dict[str, Any]:
-        """What a step depends on beside the strategy's state; plain values, the same on all ranks."""
+        """The engine's own state besides the strategy's: plain values, the same on all ranks."""
         return {"rows": self._rows, "precision": self.precision.settings()}
 
     def load_settings(self, settings: Mapping[str, Any]) -> None:
-        """Take what `settings` gave, here or on another number of ranks."""
+        """Restore what `settings` returned, on this or another number of ranks."""
         self._rows = settings["rows"]
         self.precision.load_settings(settings["precision"])

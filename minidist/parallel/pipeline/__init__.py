@@ -1,1 +1,21 @@
-"""Pipeline schedules, their proof, simulation and picture, and their execution."""
+"""Pipeline parallelism: each rank holds some of the layers, and micro-batches flow through the ranks.
+
+A schedule is data: it is made, proved, simulated and drawn without a process, and then executed by
+`Pipeline`.
+
+| File | Holds |
+|---|---|
+| schedules.py | the order of passes in GPipe, 1F1B, interleaved 1F1B and zero bubble |
+| instructions.py | `Instruction` and `Schedule`, their messages and channels |
+| replay.py | executes a schedule without a process, or reports a deadlock |
+| schedule_proof.py | `check`: every rank can execute a schedule |
+| simulation.py | `simulate`: seconds, bubbles and live activations |
+| schedule_plot.py | `plot`: a Gantt chart |
+| send_completion.py | which receive tells a rank that its sends have arrived |
+| execution.py, arguments.py | `Pipeline`: executes a schedule; checks of its arguments |
+| stage_passes.py, split_backward.py | forward and backward passes; a backward pass in two parts |
+| stage_messages.py, broadcast_loss.py | messages between stages; the loss from the last rank to all |
+| tied_parameters.py | parameters that several stages share |
+| layer_by_layer.py | `LayerByLayer`: one batch at a time; `cut`: where to cut a model |
+| layer_chain.py | whether a model is the chain of its layers |
+"""

@@ -1,25 +1,41 @@
-"""What `Pipeline` refuses when it is made: arguments of the wrong type, in a sentence each."""
+"""The checks of `Pipeline`'s arguments and batches, on this rank and over all ranks."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
 
-from torch import nn
+from torch import Tensor, nn
 
-from minidist.parallel.pipeline.instructions import require_schedule
+from minidist.comm.work import Group, ranks_of
+from minidist.parallel.guards.refusals import require_alike
+from minidist.parallel.pipeline.instructions import Schedule, require_schedule, sizes
+from minidist.parallel.pipeline.schedule_proof import check
+
+MICRO_BATCHES = 8
+"""Micro-batches of a batch, unless the caller says otherwise."""
 
 
 def check_stages(stages: object) -> list[nn.Module]:
-    """This rank's modules, one a chunk; TypeError where they are none."""
+    """This rank's modules, one for each chunk; TypeError for anything else."""
+    if isinstance(stages, nn.Module) and not isinstance(stages, nn.ModuleList):
+        return [stages]
     found = [*stages] if isinstance(stages, Sequence | nn.ModuleList) else []
     if not found or not all(isinstance(stage, nn.Module) for stage in found):
         raise TypeError(f"stages is {stages!r}; give this rank's module, or one for each chunk")
     return found
 
 
-def check_arguments(schedule: object, loss: object, reduction: object, tied: object) -> None:
-    """TypeError or ValueError where an argument cannot be what it has to be."""
+def check_arguments(
+    schedule: str | Schedule,
+    micro_batches: int | None,
+    chunks: int,
+    loss: object,
+    reduction: object,
+    tied: Sequence[nn.Parameter | None],
+    group: Group,
+) -> int:
+    """The number of micro-batches; TypeError or ValueError if an argument is wrong or ranks differ in one."""
     if not isinstance(schedule, str | Sequence):
         given = f"the function {schedule.__name__}" if hasattr(schedule, "__name__") else repr(schedule)
         raise TypeError(
@@ -41,8 +57,34 @@ def check_arguments(schedule: object, loss: object, reduction: object, tied: obj
             f"tied is {kinds}; give a list with a parameter, or None, for each that several ranks hold a "
             "copy of"
         )
+    # Ranks that follow different schedules would wait for messages that nobody sends.
+    named = isinstance(schedule, str)
+    fingerprint = hashlib.sha256(repr(schedule).encode()).hexdigest()[:8]
+    alike = {
+        "schedule": repr(schedule) if named else f"of your own, {fingerprint},",
+        "micro_batches": micro_batches,
+        "chunks": chunks,
+        "reduction": reduction,
+        "tied copies": len(tied),
+    }
+    require_alike("Pipeline", alike, group)
+    if isinstance(schedule, str):
+        return MICRO_BATCHES if micro_batches is None else micro_batches
+    check(schedule, micro_batches, chunks)
+    ranks = len(ranks_of(group))
+    if len(schedule) != ranks:
+        raise ValueError(f"the schedule is for {len(schedule)} ranks and the group has {ranks} ranks")
+    return sizes(schedule)[1]
 
 
-def fingerprint(schedule: object) -> str:
-    """A short text by which ranks tell two schedules apart."""
-    return hashlib.sha256(repr(schedule).encode()).hexdigest()[:8]
+def count_micro_batches(inputs: Tensor, targets: Tensor, most: int, fixed: bool) -> int:
+    """How many micro-batches a batch has: `most`, or with fewer rows one for each unless that is `fixed`."""
+    rows = len(inputs)
+    if rows != len(targets):
+        raise ValueError(f"inputs have {rows} rows and targets {len(targets)}; give one target for each row")
+    if fixed and 0 < rows < most:
+        raise ValueError(
+            f"inputs have {rows} rows and the schedule {most} micro-batches; give at least a row for each, "
+            "or name a schedule, which is then made for the rows that there are"
+        )
+    return min(most, rows)

@@ -1,4 +1,4 @@
-"""The last rank of a pipeline knows the loss; here the others hear of it, and nobody waits for them."""
+"""Send the loss from the last rank of a pipeline, which computes it, to the other ranks."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from minidist.comm.work import Group, rank_in, ranks_of
 from minidist.parallel.pipeline.stage_messages import next_run
 
 FIRST_TAG = 2**30
-"""Of these messages, above those of the stages; each step has the next."""
+"""The first tag of these messages, above those of the stages. Each step uses the next one."""
 
 
 @contextmanager
 def broadcast_loss(group: Group, device: torch.device) -> Iterator[Callable[[Tensor], float]]:
-    """Inside, a function that gives all ranks the last one's total, a float64 scalar: 8 (p - 1) bytes.
+    """Yield a function that gives all ranks the last rank's total, a float64 scalar; sends 8 (p - 1) bytes.
 
-    The others' receive is posted at the beginning: the last rank then need not wait for them. Each step has a
-    tag of its own, so that what a failed one has left is never taken for another's.
+    The other ranks post their receives on entry, so that the last rank does not wait for them. Each step has
+    its own tag, so that a message of a failed step is never taken for that of a later one.
     """
     rank, last = rank_in(group), len(ranks_of(group)) - 1
     tag = FIRST_TAG + next_run(group)

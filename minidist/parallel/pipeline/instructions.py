@@ -1,15 +1,15 @@
-"""What a pipeline's schedule is made of: small instructions, in a list for each rank.
+"""The instructions of a pipeline schedule: a list for each rank.
 
-A model's layers are cut into `ranks * chunks` stages; stage s is chunk s // ranks of rank s % ranks, so
-that a micro-batch goes round the ranks once for each chunk (Narayanan et al. 2021, section 2.2).
+A model's layers are cut into `ranks * chunks` stages. Stage s is chunk s // ranks of rank s % ranks, so a
+micro-batch goes round the ranks once for each chunk (Narayanan et al. 2021, section 2.2).
 
 | Kind | What the rank does with its chunk and a micro-batch |
 |---|---|
-| `forward` | the stage's forward pass; on the last stage the loss too |
+| `forward` | the stage's forward pass, with the loss on the last stage |
 | `backward` | the whole backward pass: gradients of the stage's input and of its weights |
-| `backward_input`, `backward_weight` | the same in two parts, which may lie apart |
-| `recv_forward`, `send_forward` | the stage's input, from the stage before; its output, to the next stage |
-| `recv_backward`, `send_backward` | the gradient of its output, from the next; of its input, sent back |
+| `backward_input`, `backward_weight` | the same in two parts, with other instructions between them |
+| `recv_forward`, `send_forward` | receive the stage's input from the stage before; send its output on |
+| `recv_backward`, `send_backward` | receive the gradient of its output; send that of its input back |
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from minidist._arguments import check_whole
 from minidist._names import unknown
 
 COMPUTE = ("forward", "backward", "backward_input", "backward_weight")
@@ -28,10 +29,10 @@ _SHORT = dict(zip(KINDS, ("F", "B", "I", "W", "recv F", "send F", "recv B", "sen
 
 @dataclass(frozen=True)
 class Instruction:
-    """One thing that one rank does. Printed short: F3 is the forward pass of micro-batch 3.
+    """One thing that one rank does. Prints short: F3 is the forward pass of micro-batch 3.
 
     Raises:
-        TypeError, ValueError: an unknown kind, or no whole number of 0 or more.
+        TypeError, ValueError: an unknown kind, or a number that is not a whole one of 0 or more.
     """
 
     kind: str  # one of KINDS
@@ -41,30 +42,24 @@ class Instruction:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise unknown("kind of instruction", self.kind, KINDS)
-        if type(self.micro_batch) is not int or type(self.chunk) is not int:
-            raise TypeError(
-                f"micro_batch is {self.micro_batch!r} and chunk {self.chunk!r}; give whole numbers from 0 on"
-            )
-        if self.micro_batch < 0 or self.chunk < 0:
-            raise ValueError(
-                f"micro_batch is {self.micro_batch} and chunk {self.chunk}; both count from 0 upwards"
-            )
+        check_whole("micro_batch", self.micro_batch, 0)
+        check_whole("chunk", self.chunk, 0)
 
     def __str__(self) -> str:
         return f"{_SHORT[self.kind]}{self.micro_batch}" + (f" of chunk {self.chunk}" if self.chunk else "")
 
     @property
     def computes(self) -> bool:
-        """Whether it takes arithmetic; the others are messages."""
+        """Whether it is a pass; the others are messages."""
         return self.kind in COMPUTE
 
 
 Schedule = Sequence[Sequence[Instruction]]
-"""For each rank what it does, in order."""
+"""For each rank its instructions, in order."""
 
 
 class Channel(NamedTuple):
-    """The messages of one kind from one rank to another, which arrive in the order in which they are sent."""
+    """Messages of one kind from one rank to another; they arrive in the order in which they are sent."""
 
     kind: str  # "forward" or "backward"
     source: int
@@ -72,20 +67,20 @@ class Channel(NamedTuple):
 
 
 class StageMessage(NamedTuple):
-    """What travels, the same on both sides: the output of a stage, or the gradient of that output."""
+    """One message, the same on both sides: a stage's output, or the gradient of that output."""
 
     kind: str  # "forward" or "backward"
-    stage: int  # whose output it is, or whose output's gradient
+    stage: int  # that computes the output
     micro_batch: int
 
 
 def stage_of(rank: int, chunk: int, ranks: int) -> int:
-    """The stage that is a rank's chunk."""
+    """The stage that a chunk of a rank holds."""
     return chunk * ranks + rank
 
 
 def require_schedule(schedule: object) -> None:
-    """TypeError where it is no list of instructions for each rank."""
+    """TypeError if `schedule` is not a list of instructions for each rank."""
     if isinstance(schedule, str) or not isinstance(schedule, Sequence):
         raise TypeError(
             f"schedule is {schedule!r}; give a list of instructions for each rank, as "
@@ -103,7 +98,7 @@ def require_schedule(schedule: object) -> None:
 
 
 def sizes(schedule: Schedule) -> tuple[int, int, int]:
-    """How many ranks, micro-batches and chunks a rank a schedule has; 0 of the latter where it is empty."""
+    """A schedule's numbers of ranks, micro-batches and chunks per rank; an empty one has 0 of the latter."""
     everything = [instruction for rank in schedule for instruction in rank]
     return (
         len(schedule),
@@ -113,7 +108,7 @@ def sizes(schedule: Schedule) -> tuple[int, int, int]:
 
 
 def message_of(instruction: Instruction, rank: int, ranks: int) -> tuple[Channel, StageMessage]:
-    """What a message's instruction sends or receives, and where it travels."""
+    """The message that an instruction sends or receives, and its channel."""
     role, kind = instruction.kind.split("_")
     stage = stage_of(rank, instruction.chunk, ranks)
     # `backward_input` of a stage sends the gradient of the output of the stage before.

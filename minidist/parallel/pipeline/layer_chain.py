@@ -1,13 +1,14 @@
-"""Is a model the chain of its layers? A pipeline runs the layers alone, so what else happens would be lost.
+"""Check that a model is the chain of its layers, since a pipeline runs the layers alone.
 
-`model.forward` may do more than call one layer after the other: apply a function between two of them, skip
-one, or call one twice. The stages of a pipeline would then train another model, and nobody would be told. So
-`forward` is called once with nothing that can be computed with, while the layers only note who called them.
+`model.forward` may do more than call one layer after the other: apply a function between two layers, skip
+one, or call one twice. A pipeline would then silently train another model. So `forward` is called once with
+an object that no function can compute with, while each layer only notes that it was called.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,22 +17,22 @@ from torch import nn
 from minidist.parallel.contract.layout import Layout
 
 CALL = "_compiled_call_impl"
-"""What a module's call looks for first, before hooks."""
+"""The attribute that a module's call looks for first, before hooks."""
 
 
 class _Broken(Exception):
-    """The chain is broken, in words."""
+    """The chain is broken; the message says how."""
 
 
 class _Passed:
-    """What goes from layer to layer: nothing that any function takes."""
+    """The object that goes from layer to layer; no function can compute with it."""
 
     def __init__(self, what: str) -> None:
         self.what = what
 
 
 def check_layers(model: nn.Module, layout: Layout) -> None:
-    """ValueError where a pipeline cannot have the model's layers, or they are not all of it."""
+    """ValueError if a pipeline cannot cut the model into its stages, or the model is more than its layers."""
     layers = getattr(model, "layers", None)
     if not isinstance(layers, nn.ModuleList | nn.Sequential):
         raise ValueError(
@@ -54,12 +55,12 @@ def check_layers(model: nn.Module, layout: Layout) -> None:
 
 
 def require_chain(model: nn.Module) -> None:
-    """See that `model.forward(x)` is `model.layers`, each called once with what the one before gave.
+    """Check that `model.forward(x)` calls each of `model.layers` once, with the output of the one before.
 
     Needs no data, runs no layer and no hook, and leaves the model as it was.
 
     Raises:
-        ValueError: it is not, or the model has no `layers`; with what it does instead.
+        ValueError: the model has no `layers`, or does something else; says what.
     """
     layers = getattr(model, "layers", None)
     if not isinstance(layers, nn.ModuleList | nn.Sequential):
@@ -67,7 +68,7 @@ def require_chain(model: nn.Module) -> None:
             f"a {type(model).__name__} has no `layers`, an nn.ModuleList of functions from tensor to tensor"
         )
     if getattr(model.forward, "__func__", None) is nn.Module.forward:
-        return  # it has none of its own, that would do anything else
+        return  # the model defines no forward that could do anything else
     problem = _problem(model, [*layers])
     if problem:
         raise ValueError(
@@ -78,23 +79,22 @@ def require_chain(model: nn.Module) -> None:
 
 
 def _problem(model: nn.Module, layers: Sequence[nn.Module]) -> str:
-    """What breaks the chain, in words; empty where nothing does."""
+    """What breaks the chain, in words; empty if nothing does."""
     begin = _Passed("the model's input")
-    chain = [begin]
+    chain: list[_Passed] = [begin]
 
     def called(layer: nn.Module, *args: Any, **kwargs: Any) -> _Passed:
-        place = len(chain) - 1
+        index = len(chain) - 1
         name = f"layers.{next(i for i, each in enumerate(layers) if each is layer)}"
-        if place == len(layers):
+        if index == len(layers):
             raise _Broken(f"{name} is called after the last one")
-        if layer is not layers[place]:
-            raise _Broken(f"{name} is called where layers.{place} is next")
+        if layer is not layers[index]:
+            raise _Broken(f"{name} is called where layers.{index} is next")
         if kwargs or len(args) != 1:
             raise _Broken(f"{name} is called with {len(args) + len(kwargs)} arguments and should get one")
         if args[0] is not chain[-1]:
-            what = args[0].what if isinstance(args[0], _Passed) else f"a {type(args[0]).__name__}"
-            raise _Broken(f"{name} is called with {what} and should get {chain[-1].what}")
-        given = _Passed(f"what layers.{place} gave")
+            raise _Broken(f"{name} is called with {_described(args[0])} and should get {chain[-1].what}")
+        given = _Passed(f"what layers.{index} gave")
         chain.append(given)
         return given
 
@@ -106,16 +106,16 @@ def _problem(model: nn.Module, layers: Sequence[nn.Module]) -> str:
             if id(part) not in own:
                 part.__dict__[CALL] = part.forward
         for layer in layers:
-            direct = _caller(called, layer)
+            direct = partial(called, layer)
             layer.__dict__.update({CALL: direct, "forward": direct})
         with torch.random.fork_rng(devices=[]):
             result = forward(begin)
     except _Broken as broken:
         return str(broken)
     except Exception as error:
-        at = chain[-1].what
         said = str(error).strip().splitlines()
-        return f"it computes with {at} itself ({type(error).__name__}{': ' + said[0] if said else ''})"
+        kind = f"{type(error).__name__}{': ' + said[0] if said else ''}"
+        return f"it computes with {chain[-1].what} itself ({kind})"
     finally:
         for part, attributes in before:
             part.__dict__.clear()
@@ -123,10 +123,9 @@ def _problem(model: nn.Module, layers: Sequence[nn.Module]) -> str:
     if len(chain) <= len(layers):
         return f"layers.{len(chain) - 1} is not called"
     if result is not chain[-1]:
-        what = result.what if isinstance(result, _Passed) else f"a {type(result).__name__}"
-        return f"it returns {what} and not {chain[-1].what}"
+        return f"it returns {_described(result)} and not {chain[-1].what}"
     return ""
 
 
-def _caller(called: Any, layer: nn.Module) -> Any:
-    return lambda *args, **kwargs: called(layer, *args, **kwargs)
+def _described(value: object) -> str:
+    return value.what if isinstance(value, _Passed) else f"a {type(value).__name__}"

@@ -1,4 +1,4 @@
-"""A schedule as a Gantt chart: a row for each rank, a box for each pass, and white where a rank waits."""
+"""Draw a schedule as a Gantt chart: a row for each rank, a box for each pass, white while a rank waits."""
 
 from __future__ import annotations
 
@@ -11,19 +11,13 @@ from minidist.parallel.pipeline.simulation import PassTimes, simulate
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-COLORS = {
-    "forward": "#56B4E9",
-    "backward": "#E69F00",
-    "backward_input": "#E69F00",
-    "backward_weight": "#009E73",
+DRAWN = {
+    "forward": ("forward", "#56B4E9"),
+    "backward": ("backward", "#E69F00"),
+    "backward_input": ("backward, inputs", "#E69F00"),
+    "backward_weight": ("backward, weights", "#009E73"),
 }
-"""Those of Okabe and Ito, which people with any colour vision tell apart."""
-LABELS = {
-    "forward": "forward",
-    "backward": "backward",
-    "backward_input": "backward, inputs",
-    "backward_weight": "backward, weights",
-}
+"""Labels and colours. People with any colour vision can tell apart this palette, of Okabe and Ito."""
 
 
 def plot(
@@ -32,19 +26,19 @@ def plot(
     ax: Axes | None = None,
     path: str | PathLike[str] | None = None,
 ) -> Axes:
-    """Draw who does what when, with the number of the micro-batch in each box.
+    """Draw a schedule as a Gantt chart, with the number of the micro-batch in each box.
 
-    The first of several chunks is pale, the last is strong; the legend says which is which.
+    The first of several chunks is pale, the last is strong.
 
     Args:
         schedule: for each rank its instructions.
         times: of the passes; see `simulate`.
-        ax: where to draw; None for a figure of its own.
+        ax: where to draw; None for a new figure.
         path: a file to write, such as a .png or .svg; None for none.
 
     Raises:
         ImportError: matplotlib is missing.
-        TypeError: an argument is of the wrong type.
+        TypeError: an argument has the wrong type.
         ValueError: the schedule fails `check`, or the times do not fit it.
     """
     try:
@@ -62,11 +56,11 @@ def plot(
     drawn = {event.instruction.kind for events in simulation.timeline for event in events}
     shades = [
         Patch(
-            color=COLORS[kind],
+            color=color,
             alpha=_strength(chunk, chunks),
-            label=LABELS[kind] + (f", chunk {chunk}" if chunks > 1 else ""),
+            label=label + (f", chunk {chunk}" if chunks > 1 else ""),
         )
-        for kind in LABELS
+        for kind, (label, color) in DRAWN.items()
         if kind in drawn
         for chunk in range(chunks)
     ]
@@ -79,7 +73,7 @@ def plot(
     for rank, events in enumerate(simulation.timeline):
         for each, start, end in events:
             alpha = _strength(each.chunk, chunks)
-            ax.barh(rank, end - start, left=start, color=COLORS[each.kind], alpha=alpha, edgecolor="white")
+            ax.barh(rank, end - start, left=start, color=DRAWN[each.kind][1], alpha=alpha, edgecolor="white")
             middle = (start + end) / 2
             ax.text(middle, rank, str(each.micro_batch), ha="center", va="center", fontsize=7)
     ax.legend(handles=shades, loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
@@ -96,5 +90,5 @@ def plot(
 
 
 def _strength(chunk: int, chunks: int) -> float:
-    """How strong a chunk's colour is."""
+    """The opacity of a chunk's colour."""
     return 1.0 if chunks == 1 else 0.45 + 0.55 * chunk / (chunks - 1)

@@ -1,12 +1,8 @@
 """A proof, without a process, that a schedule is complete, in order and free from deadlock.
 
-What is assumed of messages is what `Pipeline` does: a send returns at once and keeps its tensor until it is
-received, however many there are; a receive waits. Messages of one kind from one rank to another arrive in
-the order in which they were sent. (Sends that wait for their receivers would be more: 1F1B's neighbours,
-which send to each other at the same time, would wait for ever.)
-
-Under these rules ranks depend on each other by receives alone, so one execution proves all: where every
-rank comes to its end in one order of events, it does so in each.
+Each rank's list is checked alone first, then the order of the messages on each channel; at last the whole is
+executed once by `replay`, whose rules are those of `Pipeline`. (If sends waited for their receivers, which
+`Pipeline`'s do not, 1F1B would hang: its neighbours send to each other at the same time.)
 """
 
 from __future__ import annotations
@@ -24,22 +20,23 @@ from minidist.parallel.pipeline.instructions import (
     sizes,
     stage_of,
 )
+from minidist.parallel.pipeline.replay import replay
 
 
 def check(schedule: Schedule, micro_batches: int | None = None, chunks: int | None = None) -> None:
-    """Prove that every rank can execute a schedule, and that together they train on every micro-batch.
+    """Prove that the ranks can execute a schedule, and that they then train on every micro-batch.
 
-    That is: each stage runs each micro-batch forward once and backward once, whole or in two parts; what
-    a pass needs is there before it; every message is sent once, received once, and in the same order on both
-    sides; and no rank waits for ever.
+    Each stage runs each micro-batch forward once and backward once, whole or in two parts. Each pass comes
+    after what it needs. Each message is sent once and received once, in the same order on both sides. No rank
+    waits for ever.
 
     Args:
         schedule: for each rank its instructions.
-        micro_batches, chunks: how many there have to be; None for as many as the schedule names.
+        micro_batches, chunks: how many there have to be; None for as many as the schedule has.
 
     Raises:
-        TypeError: it is no list of instructions for each rank.
-        ValueError: which rank breaks which rule, and where.
+        TypeError: it is not a list of instructions for each rank.
+        ValueError: a rule is broken; names the rule, the rank and the instruction.
     """
     require_schedule(schedule)
     ranks, found_micro_batches, found_chunks = sizes(schedule)
@@ -55,9 +52,8 @@ def check(schedule: Schedule, micro_batches: int | None = None, chunks: int | No
         _check_complete(rank, own, ranks, found_micro_batches, found_chunks)
         _check_order(rank, own, ranks, found_chunks)
     _check_channels(schedule)
-    reason = stuck(schedule)
-    if reason:
-        raise ValueError(reason)
+    for _ in replay(schedule):
+        pass  # raises Deadlock where no rank can go on
 
 
 def _check_complete(
@@ -91,7 +87,7 @@ def _check_complete(
 
 def _messages_needed(stage: int, ranks: int, chunks: int) -> set[str]:
     if ranks == 1:
-        return set()  # the stages hand over to each other on the rank
+        return set()  # a stage hands over to the next one on the same rank
     first = {"recv_forward", "send_backward"} if stage > 0 else set()
     return first | ({"send_forward", "recv_backward"} if stage < ranks * chunks - 1 else set())
 
@@ -102,25 +98,24 @@ _BEFORE = {
     "backward": ("forward", "recv_backward"),
     "backward_input": ("forward", "recv_backward"),
     "backward_weight": ("backward_input",),
-    "send_backward": (("backward", "backward_input"),),
+    "send_backward": ("backward", "backward_input"),
 }
-"""What has to come before, of the same micro-batch and chunk, where the schedule has it at all."""
+"""For each kind, the kinds that come earlier for the same micro-batch and chunk, if the schedule has them."""
 
 
 def _check_order(rank: int, own: Sequence[Instruction], ranks: int, chunks: int) -> None:
-    place = {each: index for index, each in enumerate(own)}
+    index = {each: i for i, each in enumerate(own)}
 
     def require(earlier: Instruction, later: Instruction) -> None:
-        if earlier in place and place[earlier] > place[later]:
+        if earlier in index and index[earlier] > index[later]:
             raise ValueError(f"rank {rank} has {later} before {earlier}, which it needs")
 
     for each in own:
-        for kinds in _BEFORE.get(each.kind, ()):
-            for kind in (kinds,) if isinstance(kinds, str) else kinds:
-                require(Instruction(kind, each.micro_batch, each.chunk), each)
+        for kind in _BEFORE.get(each.kind, ()):
+            require(Instruction(kind, each.micro_batch, each.chunk), each)
         if ranks > 1:
             continue
-        # With one rank the next stage is the rank's own next chunk.
+        # With one rank, the next stage is the rank's own next chunk.
         if each.kind == "forward" and each.chunk:
             require(Instruction("forward", each.micro_batch, each.chunk - 1), each)
         if each.kind in ("backward", "backward_input") and each.chunk < chunks - 1:
@@ -144,30 +139,3 @@ def _check_channels(schedule: Schedule) -> None:
                     f"rank {channel.destination} receives micro-batch {here.micro_batch} of stage "
                     f"{here.stage} ({channel.kind}); messages arrive in the order in which they are sent"
                 )
-
-
-def stuck(schedule: Schedule) -> str:
-    """In a sentence, which ranks wait for each other for ever; empty where none does."""
-    ranks = len(schedule)
-    places = [0] * ranks
-    arrived: set[StageMessage] = set()
-    moved = True
-    while moved:
-        moved = False
-        for rank, own in enumerate(schedule):
-            while places[rank] < len(own):
-                each = own[places[rank]]
-                if each.kind.startswith("send"):
-                    arrived.add(message_of(each, rank, ranks)[1])
-                elif each.kind.startswith("recv") and message_of(each, rank, ranks)[1] not in arrived:
-                    break
-                places[rank] += 1
-                moved = True
-    waiting = {rank: own[places[rank]] for rank, own in enumerate(schedule) if places[rank] < len(own)}
-    if not waiting:
-        return ""
-    said = ", ".join(
-        f"rank {rank} waits at {each} for rank {message_of(each, rank, ranks)[0].source}"
-        for rank, each in waiting.items()
-    )
-    return f"the schedule never ends: {said}"

@@ -1,29 +1,31 @@
 """Pipeline schedules: in which order each rank runs forward and backward passes of the micro-batches.
 
-A schedule is data, a list of instructions for each rank (instructions.py). So it is checked
-(schedule_proof.py), simulated (simulation.py) and drawn (schedule_plot.py) without a process, and
-`Pipeline` executes it, or a schedule of your own.
+A schedule is data, a list of instructions for each rank (instructions.py). It can therefore be proved
+(schedule_proof.py), simulated (simulation.py) and drawn (schedule_plot.py) without a process. `Pipeline`
+executes it, or a schedule of your own. contract/schedule_kinds.py holds what is true of each by name.
 
-With p ranks, m micro-batches, v chunks a rank and equal stages, the share of time in which ranks wait:
+With p ranks, m micro-batches, v chunks a rank and equal stages, the share of time in which ranks wait is:
 
 | Schedule | Bubble | Live micro-batches on rank r | Source |
 |---|---|---|---|
 | `gpipe` | (p - 1) / (m + p - 1) | m | Huang et al. 2019, 2.3 |
 | `one_f_one_b` | (p - 1) / (m + p - 1) | min(m, p - r) | Narayanan et al. 2019, 3.2 |
 | `interleaved` | (p - 1) / (v m + p - 1) | (v - 1) p + 2 (p - r) - 1 chunks | Narayanan et al. 2021, 2.2 |
-| `zero_bubble` | (p - 1) / (3 m + p - 1), where F, I, W take as long | min(m, p) | Qi et al. 2023, ZB-H1 |
+| `zero_bubble` | (p - 1) / (3 m + p - 1) if F, I, W take the same time | min(m, p) | Qi et al. 2023, ZB-H1 |
 
 Nothing here needs torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from minidist._names import unknown
+from minidist._arguments import is_whole
+from minidist.parallel.contract.schedule_kinds import SCHEDULES, schedule_kind
 from minidist.parallel.pipeline.instructions import Instruction, Schedule, require_schedule, sizes, stage_of
-from minidist.parallel.pipeline.schedule_proof import check, stuck
+from minidist.parallel.pipeline.replay import Deadlock, replay
+from minidist.parallel.pipeline.schedule_proof import check
 from minidist.parallel.pipeline.simulation import Event, Simulation, simulate
 
 __all__ = [
@@ -46,9 +48,9 @@ __all__ = [
 
 
 def gpipe(ranks: int, micro_batches: int, chunks: int = 1) -> list[list[Instruction]]:
-    """All forward passes, then all backward passes: simple, and every activation is live in between.
+    """All forward passes, then all backward passes (GPipe). In between, every activation is live.
 
-    With several chunks all micro-batches go through a chunk before the next begins.
+    With several chunks, all micro-batches go through one chunk before the next chunk begins.
 
     Raises:
         ValueError: an argument is below 1.
@@ -60,10 +62,10 @@ def gpipe(ranks: int, micro_batches: int, chunks: int = 1) -> list[list[Instruct
 
 
 def one_f_one_b(ranks: int, micro_batches: int, chunks: int = 1) -> list[list[Instruction]]:
-    """After as many forward passes as there are ranks behind, one forward and one backward in turn (1F1B).
+    """One forward and one backward pass in turn (1F1B), after a forward pass for each rank that follows.
 
-    The bubble is GPipe's; but a backward pass frees activations before the next forward pass makes new ones,
-    so that rank r never holds more than `ranks - r` micro-batches.
+    The bubble is that of GPipe. But a backward pass frees activations before the next forward pass makes new
+    ones, so rank r never holds more than `ranks - r` micro-batches.
 
     Raises:
         ValueError: an argument is below 1, or there are several chunks.
@@ -74,11 +76,11 @@ def one_f_one_b(ranks: int, micro_batches: int, chunks: int = 1) -> list[list[In
 
 
 def interleaved(ranks: int, micro_batches: int, chunks: int = 1) -> list[list[Instruction]]:
-    """1F1B with several chunks a rank: the pipeline fills and drains by chunks, which divide the bubble.
+    """1F1B with several chunks a rank: the pipeline fills and drains by chunks, so chunks divide the bubble.
 
-    Micro-batches go in groups of as many as there are ranks: a group passes all of a rank's chunks before the
-    next group begins. Where the ranks do not divide the micro-batches, the last group is smaller, and the
-    first forward passes are as many more as it takes for no rank to wait in vain.
+    Micro-batches go in groups, one micro-batch for each rank: a group passes all of a rank's chunks before
+    the next group begins. If the ranks do not divide the micro-batches, the last group is smaller, and ranks
+    start with as many more forward passes as it takes to avoid a deadlock.
 
     Raises:
         ValueError: an argument is below 1.
@@ -92,17 +94,21 @@ def interleaved(ranks: int, micro_batches: int, chunks: int = 1) -> list[list[In
     for longer in range(len(forwards)):
         warm_ups = [(chunks - 1) * ranks + 2 * (ranks - 1 - rank) + longer for rank in range(ranks)]
         schedule = with_messages([_alternating(forwards, backwards, warm_up) for warm_up in warm_ups])
-        if not stuck(schedule):
-            return schedule
-    raise AssertionError("with all forward passes first no rank waits in vain")
+        try:
+            for _ in replay(schedule):
+                pass
+        except Deadlock:
+            continue
+        return schedule
+    raise AssertionError("with all forward passes first there is no deadlock")
 
 
 def zero_bubble(ranks: int, micro_batches: int, chunks: int = 1) -> list[list[Instruction]]:
-    """1F1B with the backward pass in two: what nobody waits for, the weights' gradients, fills the bubble.
+    """1F1B with the backward pass in two: no rank waits for the weights' gradients, so they fill the bubble.
 
-    It is ZB-H1: rank r keeps the weights' gradients of r micro-batches back, so that its activations are
-    never more than 1F1B's on rank 0. With times F, I and W of the three passes, I and F at least W, the
-    ranks wait for (p - 1) (F + I - W), where 1F1B's wait for (p - 1) (F + I + W).
+    This is ZB-H1: rank r postpones the weights' gradients of r micro-batches, so that it never holds more
+    activations than rank 0 does in 1F1B. With times F, I and W of the three passes, I and F at least W, each
+    rank waits for (p - 1) (F + I - W), and for (p - 1) (F + I + W) in 1F1B.
 
     Raises:
         ValueError: an argument is below 1, or there are several chunks.
@@ -127,7 +133,7 @@ def forward_only(schedule: Schedule) -> list[list[Instruction]]:
     """The forward passes of a schedule and their messages, for evaluation.
 
     Raises:
-        TypeError: it is no list of instructions for each rank.
+        TypeError: it is not a list of instructions for each rank.
     """
     require_schedule(schedule)
     kept = ("forward", "send_forward", "recv_forward")
@@ -135,14 +141,14 @@ def forward_only(schedule: Schedule) -> list[list[Instruction]]:
 
 
 def with_messages(compute: Schedule) -> list[list[Instruction]]:
-    """A schedule from what ranks compute: a receive goes before what needs it, a send after what makes it.
+    """A schedule from its passes: a receive is put before the pass that needs it, a send after its pass.
 
     Args:
         compute: for each rank its instructions, without messages.
 
     Raises:
-        TypeError: it is no list of instructions for each rank.
-        ValueError: it has messages.
+        TypeError: it is not a list of instructions for each rank.
+        ValueError: it has messages already.
     """
     require_schedule(compute)
     for rank, own in enumerate(compute):
@@ -157,41 +163,31 @@ def with_messages(compute: Schedule) -> list[list[Instruction]]:
     for rank, own in enumerate(compute):
         schedule.append([])
         for each in own:
-            stage, place = stage_of(rank, each.chunk, ranks), (each.micro_batch, each.chunk)
+            stage, which = stage_of(rank, each.chunk, ranks), (each.micro_batch, each.chunk)
             kind, first_end, last_end = (
                 ("forward", 0, last) if each.kind == "forward" else ("backward", last, 0)
             )
             sends = ranks > 1 and each.kind != "backward_weight"
             if sends and stage != first_end:
-                schedule[-1].append(Instruction(f"recv_{kind}", *place))
+                schedule[-1].append(Instruction(f"recv_{kind}", *which))
             schedule[-1].append(each)
             if sends and stage != last_end:
-                schedule[-1].append(Instruction(f"send_{kind}", *place))
+                schedule[-1].append(Instruction(f"send_{kind}", *which))
     return schedule
 
 
 def by_name(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> list[list[Instruction]]:
-    """The schedule "gpipe", "1f1b", "interleaved" or "zero_bubble".
+    """The schedule of a name in `SCHEDULES`: "gpipe", "1f1b", "interleaved" or "zero_bubble".
 
     Raises:
-        ValueError: an unknown name, or sizes that it does not take.
+        ValueError: an unknown name, or sizes that the schedule does not take.
     """
-    if name not in [*SCHEDULES]:  # a list, since a name may be of any type
-        raise unknown("schedule", name, SCHEDULES)
-    return SCHEDULES[name](ranks, micro_batches, chunks)
-
-
-SCHEDULES: dict[str, Callable[[int, int, int], list[list[Instruction]]]] = {
-    "gpipe": gpipe,
-    "1f1b": one_f_one_b,
-    "interleaved": interleaved,
-    "zero_bubble": zero_bubble,
-}
-"""By the names that `Pipeline` and `Layout` take."""
+    made: list[list[Instruction]] = schedule_kind(name)(ranks, micro_batches, chunks)
+    return made
 
 
 def plot(schedule: Schedule, times: Any = None, ax: Any = None, path: Any = None) -> Any:
-    """Draw who does what when; see `minidist.parallel.pipeline.schedule_plot.plot`."""
+    """Draw a schedule as a Gantt chart; see `minidist.parallel.pipeline.schedule_plot.plot`."""
     from minidist.parallel.pipeline.schedule_plot import plot as draw
 
     return draw(schedule, times, ax, path)
@@ -200,7 +196,7 @@ def plot(schedule: Schedule, times: Any = None, ax: Any = None, path: Any = None
 def _alternating(
     forwards: Sequence[tuple[int, int]], backwards: Sequence[tuple[int, int]], warm_up: int
 ) -> list[Instruction]:
-    """The first forward passes, then one forward and one backward in turn, then the last backward passes."""
+    """`warm_up` forward passes, then one forward and one backward in turn, then the other backward passes."""
     warm_up = min(warm_up, len(forwards))
     order = [("forward", *each) for each in forwards[:warm_up]]
     for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
@@ -215,7 +211,7 @@ def _list(order: Iterable[tuple[str, int, int]]) -> list[Instruction]:
 
 def _check_sizes(ranks: int, micro_batches: int, chunks: int, most_chunks: int | None = None) -> None:
     for name, value in (("ranks", ranks), ("micro_batches", micro_batches), ("chunks", chunks)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        if not is_whole(value) or value < 1:
             raise ValueError(f"{name} is {value!r}; give a whole number of at least 1")
     if most_chunks is not None and chunks > most_chunks:
         raise ValueError(f"chunks is {chunks}, and this schedule has one chunk a rank; take interleaved")

@@ -1,7 +1,7 @@
-"""What a schedule costs, without a process: when each rank does what, how long it waits, what it holds.
+"""Simulate a schedule without a process: when each pass runs, how long ranks wait, how much they hold.
 
-Each rank runs its instructions in order; a receive waits for its message, all else takes the time that is
-given for it. It is the model behind the formulas of the papers named in schedules.py.
+Each rank runs its instructions in order. A receive waits for its message; every pass takes the time that is
+given for it. The papers named in schedules.py derive their formulas from this model.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from minidist.parallel.pipeline.instructions import (
     Instruction,
     Schedule,
     StageMessage,
-    message_of,
     sizes,
     stage_of,
 )
+from minidist.parallel.pipeline.replay import replay
 from minidist.parallel.pipeline.schedule_proof import check
 
 PassTimes = Mapping[str, float | Sequence[float | Sequence[float]]]
-"""Seconds of "forward", "backward", "backward_input", "backward_weight" and "message": a number, or one for
-each stage (of a message: for each stage that sends it), or for each stage one for each micro-batch."""
+"""Seconds of "forward", "backward", "backward_input", "backward_weight" and "message": one number for all,
+one for each stage (of a message: the stage that sends it), or for each stage a list, one per micro-batch."""
 
 DEFAULTS = {"forward": 1.0, "backward_input": 1.0, "backward_weight": 1.0, "message": 0.0}
-"""A backward pass takes twice a forward pass's time: it has two products where that has one."""
+"""A backward pass takes twice the time of a forward pass: two matrix products for each one."""
 
 
 class Event(NamedTuple):
@@ -40,15 +40,15 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Simulation:
-    """What came of a schedule.
+    """What a simulated schedule takes.
 
     Attributes:
-        timeline: for each rank what it computed, in order.
-        seconds: from the beginning to the end of the last rank's last pass.
-        bubble: the share of all ranks' time in which they waited.
+        timeline: for each rank its passes, in order.
+        seconds: from the beginning to the end of the last pass.
+        bubble: the share of all ranks' time in which they wait.
         bubbles: the same for each rank.
-        peak_activations: for each rank the most passes (a micro-batch through a chunk) that were live at a
-            time: begun forward, and not yet through the backward pass, weights included.
+        peak_activations: for each rank the largest number of micro-batch passes through a chunk that are live
+            at a time: the forward pass has begun, and the backward pass, weights included, is not done.
     """
 
     timeline: list[list[Event]]
@@ -59,19 +59,19 @@ class Simulation:
 
 
 def simulate(schedule: Schedule, times: PassTimes | None = None) -> Simulation:
-    """Execute a schedule in thought.
+    """When each rank of a schedule computes, and how long it waits.
 
     >>> simulate(gpipe(4, 8), {"forward": 1, "backward": 2}).bubble  # (p - 1) / (m + p - 1)
     0.2727...
 
     Args:
         schedule: for each rank its instructions.
-        times: see `PassTimes`; what is not given takes 1 s, a message none, a whole backward pass as long as
-            its two parts.
+        times: see `PassTimes`. A pass that is not given takes 1 s, a message 0 s, and a whole backward pass
+            as long as its two parts.
 
     Raises:
-        TypeError: times are no dict.
-        ValueError: the schedule fails `check`; or times are negative, unknown, or too few or too many.
+        TypeError: times is not a dict.
+        ValueError: the schedule fails `check`, or times are negative, unknown, too few or too many.
     """
     check(schedule)
     if times is not None and not isinstance(times, Mapping):
@@ -81,27 +81,17 @@ def simulate(schedule: Schedule, times: PassTimes | None = None) -> Simulation:
     ranks, micro_batches, chunks = sizes(schedule)
     seconds = _by_pass(times or {}, ranks * chunks, micro_batches)
     timeline: list[list[Event]] = [[] for _ in schedule]
-    clocks, places = [0.0] * ranks, [0] * ranks
+    clocks = [0.0] * ranks
     arrivals: dict[StageMessage, float] = {}
-    while any(places[rank] < len(own) for rank, own in enumerate(schedule)):
-        for rank, own in enumerate(schedule):
-            while places[rank] < len(own):
-                each = own[places[rank]]
-                if each.computes:
-                    start = clocks[rank]
-                    stage = stage_of(rank, each.chunk, ranks)
-                    clocks[rank] += seconds[each.kind][stage][each.micro_batch]
-                    timeline[rank].append(Event(each, start, clocks[rank]))
-                else:
-                    _, message = message_of(each, rank, ranks)
-                    if each.kind.startswith("send"):
-                        sender = stage_of(rank, each.chunk, ranks)
-                        arrivals[message] = clocks[rank] + seconds["message"][sender][each.micro_batch]
-                    elif message in arrivals:
-                        clocks[rank] = max(clocks[rank], arrivals[message])
-                    else:
-                        break
-                places[rank] += 1
+    for rank, each, message in replay(schedule):
+        stage, start = stage_of(rank, each.chunk, ranks), clocks[rank]
+        if message is None:
+            clocks[rank] = start + seconds[each.kind][stage][each.micro_batch]
+            timeline[rank].append(Event(each, start, clocks[rank]))
+        elif each.kind.startswith("send"):
+            arrivals[message] = start + seconds["message"][stage][each.micro_batch]
+        else:
+            clocks[rank] = max(start, arrivals[message])
     total = max(clocks)
     busy = [sum(event.end - event.start for event in events) for events in timeline]
     bubbles = [1 - each / total if total else 0.0 for each in busy]
@@ -109,7 +99,7 @@ def simulate(schedule: Schedule, times: PassTimes | None = None) -> Simulation:
 
 
 def peak_live(instructions: Sequence[Instruction]) -> int:
-    """The most passes of one rank that are live at a time; see `Simulation`."""
+    """The largest number of one rank's passes that are live at a time, as in `Simulation`."""
     live = peak = 0
     for each in instructions:
         live += each.kind == "forward"
@@ -119,7 +109,7 @@ def peak_live(instructions: Sequence[Instruction]) -> int:
 
 
 def _by_pass(times: PassTimes, stages: int, micro_batches: int) -> dict[str, list[list[float]]]:
-    """For each kind and stage the seconds of each micro-batch."""
+    """Seconds by kind, stage and micro-batch."""
     known = (*COMPUTE, "message")
     found: dict[str, list[list[float]]] = {}
     for name, value in {**DEFAULTS, **times}.items():

@@ -1,10 +1,10 @@
 """A backward pass in two parts: first the gradient of the input, later those of the weights.
 
-A layer's two gradients depend on the gradient of its output, not on each other; only the input's is waited
-for, by the stage before. In autograd's graph the operations between a stage's output and its input are the
-trunk; where the trunk leaves towards a weight, the first part notes what arrives there, and the second part
-goes on from the notes, one engine call for each such operation. Nothing is computed twice; but a hook on an
-activation runs in both parts, on the same gradient.
+A layer's two gradients depend on the gradient of its output, not on each other, and the stage before waits
+for the input's alone. In autograd's graph, the operations between a stage's output and its input are the
+trunk. Where the trunk branches off to a weight, the first part notes the gradient that arrives, and the
+second part continues from the notes, with one call of the autograd engine for each such operation. Nothing is
+computed twice, but a hook on an activation runs in both parts, on the same gradient.
 
 Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2.
 """
@@ -24,15 +24,16 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 class SplitBackward:
     """The backward pass of one micro-batch through one stage, in two calls.
 
-    Parameters that the stage uses in several places, or in an autograd function of Python's, which computes
-    all its gradients at once, get theirs computed in the first part and added in the second.
+    Some gradients are computed in the first part and only added in the second: those of parameters that the
+    stage uses several times, and of those in a Python autograd function, which computes all of its gradients
+    at once.
 
     Args:
-        root: where it begins: the edge of the stage's output, or of the loss.
-        x: the stage's input, a leaf; None where there is none that needs a gradient: all is then left to the
-            second part.
-        at_once: compute all in the first part, and only add in the second: for a stage whose activations are
-            recomputed, which a second pass through the graph would do again.
+        root: the edge of the stage's output, or of the loss.
+        x: the stage's input, a leaf. If it is None, for an input that needs no gradient, the second part does
+            everything.
+        at_once: compute all gradients in the first part: for a stage that recomputes activations, which a
+            second pass through the graph would do again.
     """
 
     def __init__(self, root: GradientEdge, x: Tensor | None, at_once: bool = False) -> None:
@@ -42,17 +43,12 @@ class SplitBackward:
         self._ready: list[tuple[Tensor, Tensor]] = []
 
     def input_gradient(self, gradient: Tensor | None) -> Tensor | None:
-        """The first part: the gradient of the input, None where it has none.
-
-        Args:
-            gradient: of the output; None for a loss.
-        """
-        trunk, leaves = (
-            ({}, {}) if self._x is None else _trunk(self._root.node, get_gradient_edge(self._x).node)
-        )
+        """The first part: from the gradient of the output, or None for a loss, that of the input, if any."""
+        trunk = {} if self._x is None else _trunk(self._root.node, get_gradient_edge(self._x).node)
         if self._x is None or self._root.node not in trunk:
             self._whole = (gradient,)
             return None
+        leaves: dict[Node, list[Tensor]] = {}
         branches = {node: _weights(node, trunk, leaves) for node in trunk}
         uses = Counter(id(weight) for weights in branches.values() for weight in weights)
         at_once: dict[int, Tensor] = {}
@@ -67,13 +63,9 @@ class SplitBackward:
         edges = [edge for _, each in later for edge in each]
         wanted: Any = [self._x, *at_once.values(), *edges]  # torch takes both kinds in one list
         found, *others = torch.autograd.grad(
-            [self._root],
-            wanted,
-            [gradient],
-            retain_graph=True,
-            allow_unused=True,
+            [self._root], wanted, [gradient], retain_graph=True, allow_unused=True
         )
-        # What arrives at an edge is noted before hooks on activations change it: they run again.
+        # The notes hold gradients before hooks on activations change them, since the hooks run again.
         arrived = iter(others[len(at_once) :])
         for own, each in later:
             pairs = [(edge, note) for edge, note in zip(each, arrived, strict=False) if note is not None]
@@ -84,7 +76,7 @@ class SplitBackward:
         return result
 
     def weight_gradients(self) -> None:
-        """The second part: add the gradients of the weights to their `.grad`, as a whole backward would."""
+        """The second part: add the gradients of the weights to `.grad`, as a whole backward pass would."""
         if self._whole is not None:
             torch.autograd.backward([self._root], [*self._whole])
         for weights, pairs in self._notes:
@@ -95,10 +87,10 @@ class SplitBackward:
         self._notes, self._ready, self._whole = [], [], None
 
 
-def _trunk(root: Node, x: Node) -> tuple[dict[Node, None], dict[Node, list[Tensor]]]:
-    """The operations between the output and the input; and a place to keep what is below the others.
+def _trunk(root: Node, x: Node) -> dict[Node, None]:
+    """The operations between the output and the input.
 
-    In an order that follows from the graph alone, since branches may hold collectives.
+    Their order follows from the graph alone and is the same on all ranks: branches may hold collectives.
     """
     trunk: dict[Node, None] = {x: None}
     seen, stack = {x}, [(root, False)]
@@ -112,11 +104,11 @@ def _trunk(root: Node, x: Node) -> tuple[dict[Node, None], dict[Node, list[Tenso
             seen.add(node)
             stack.append((node, True))
             stack += [(each, False) for each in below if each not in seen]
-    return trunk, {}
+    return trunk
 
 
 def _weights(node: Node, trunk: Container[Node], known: dict[Node, list[Tensor]]) -> list[Tensor]:
-    """The leaves that an operation of the trunk leads to beside the trunk, each once."""
+    """The leaves below an operation of the trunk that are reached outside the trunk, each once."""
     found: dict[int, Tensor] = {}
     for below, _ in node.next_functions:
         if below is not None and below not in trunk:

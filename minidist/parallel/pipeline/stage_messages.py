@@ -1,8 +1,8 @@
-"""Messages between the stages of a pipeline: sent at once, received in order, and posted ahead.
+"""Messages between the stages of a pipeline: sent at once, received in order, with receives posted ahead.
 
-A receiver has to know what it will get. The first time that a stage's output for a micro-batch of some shape
-is sent, its shape and dtype go before it; both sides remember them. From then on receives are posted before
-they are needed, so that messages arrive while the rank computes.
+A receiver has to know the shape and dtype of what it will get. The first time that a stage sends its output
+for a micro-batch of some shape, it sends that form first, and both sides remember it. From then on receives
+are posted before they are needed, so that messages arrive while the rank computes.
 """
 
 from __future__ import annotations
@@ -20,24 +20,19 @@ from minidist.comm.messages import tell_failure
 from minidist.comm.transport.duplicate_group import duplicate_group
 from minidist.comm.work import Group, ranks_of
 from minidist.parallel.pipeline.instructions import Channel, Instruction, StageMessage, message_of
-from minidist.parallel.pipeline.send_completion import CompletionPlan, Receipts
+from minidist.parallel.pipeline.send_completion import CompletedSends
 
 AHEAD = 2
-"""Receives that are posted at a time: one is waited for while the other one's message travels."""
+"""Receives that are posted at a time: while the rank waits for one, the message of the other travels."""
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 MOST_DIMS = 8
 TensorForm = tuple[torch.Size, torch.dtype]
 
 
 class StageMessages:
-    """One rank's messages to and from its neighbours.
+    """The messages of one `rank` of a pipeline's group to and from its neighbours.
 
-    Bytes sent: those of the tensors; and 80 for each output of a stage whose form is not known yet.
-
-    Args:
-        group: the ranks of the pipeline.
-        rank: this one's place among them.
-        device: where the tensors are.
+    Sends the bytes of the tensors, and 80 for each output of a stage whose form is not known yet.
     """
 
     def __init__(self, group: Group, rank: int, device: torch.device) -> None:
@@ -47,7 +42,7 @@ class StageMessages:
         self._posted: deque[tuple[StageMessage, comm.Work]] = deque()
         self._waiting: deque[Instruction] = deque()
         self._sent: dict[Instruction, list[comm.Work]] = {}
-        self._receipts: Receipts = {}
+        self._completed: CompletedSends = {}
         self._kinds: Sequence[Hashable] = ()
         self._tag = 0
         self._channels: list[Channel] = []  # along which this rank sends
@@ -57,27 +52,28 @@ class StageMessages:
                 for upwards in (True, False):
                     self._lanes[kind, upwards] = duplicate_group(group)
 
-    def begin(self, plan: CompletionPlan, kinds: Sequence[Hashable]) -> None:
-        """Start on this rank's part of a schedule.
+    def begin(
+        self, instructions: Sequence[Instruction], completed: CompletedSends, kinds: Sequence[Hashable]
+    ) -> None:
+        """Start on this rank's instructions, of which each receive acknowledges the sends in `completed`.
 
-        Args:
-            plan: the instructions, and when it is known that what they send has been received.
-            kinds: for each micro-batch what the forms of its activations follow from, the same on all ranks.
+        `kinds` determine the forms of each micro-batch's activations, and are the same on all ranks.
         """
-        self._kinds, self._receipts = kinds, plan.receipts
-        # What a failed run has left behind is never taken for this one's; nor are messages of another size,
-        # which would end the process, where ranks are given different batches.
+        self._kinds, self._completed = kinds, completed
+        # The tag keeps this run from receiving messages of a failed one, and messages of another size, which
+        # would end the process if ranks are given different batches.
         self._tag = next_run(self.group) * 2**14 + zlib.crc32(repr(kinds).encode()) % 2**14
-        sends = (each for each in plan.instructions if each.kind.startswith("send"))
+        sends = (each for each in instructions if each.kind.startswith("send"))
         self._channels = [*dict.fromkeys(message_of(each, self.rank, self.ranks)[0] for each in sends)]
-        self._waiting.extend(each for each in plan.instructions if each.kind.startswith("recv"))
-        self._post()
+        self._waiting.extend(each for each in instructions if each.kind.startswith("recv"))
+        self.post()
 
     def send(self, instruction: Instruction, x: Tensor) -> None:
         """Send an output or a gradient, without waiting. `x` must not change until it is received.
 
         Raises:
-            TypeError, ValueError: it is no tensor to send; or another one than before.
+            TypeError: `x` is not floating-point, or has more than 8 dimensions.
+            ValueError: it has another shape or dtype than before.
         """
         channel, message = message_of(instruction, self.rank, self.ranks)
         key, form = self._key(message), (x.shape, x.dtype)
@@ -97,30 +93,21 @@ class StageMessages:
         self._sent[instruction] = [comm.send(x, channel.destination, tag, self._lane(channel), async_op=True)]
 
     def receive(self, instruction: Instruction) -> Tensor:
-        """The output or the gradient that the neighbour sends.
-
-        Raises:
-            CollectiveError: it is gone or late.
-        """
+        """Wait for the output or the gradient that the neighbour sends."""
         channel, message = message_of(instruction, self.rank, self.ranks)
         if not self._posted:
             self._waiting.popleft()
-            received = receive_unknown(
-                channel.source, self._lane(channel), self.device, self._tag_of(channel)
-            )
+            lane = self._lane(channel)
+            received = receive_unknown(channel.source, lane, self.device, self._tag_of(channel))
             self._forms[self._key(message)] = received.shape, received.dtype
         else:
             expected, work = self._posted.popleft()
             assert expected == message  # as the schedule's check has proved
             received = work.wait()
-        for sent in self._receipts.get(instruction, ()):
+        for sent in self._completed.get(instruction, ()):
             self._complete(sent)
-        self._post()
+        self.post()
         return received
-
-    def post(self) -> None:
-        """Post receives for which there is room: once a forward pass has told the form of its gradient."""
-        self._post()
 
     def finish(self) -> None:
         """Wait until all that was sent is received."""
@@ -128,14 +115,14 @@ class StageMessages:
             self._complete(sent)
 
     def _complete(self, sent: Instruction) -> None:
-        """Let go of what was sent, which does not wait where it has been received."""
+        """Free the tensor of a send. Its wait returns at once if it is known to be received."""
         for work in self._sent.pop(sent):
             work.wait()
 
     def drop(self) -> None:
-        """Give up on what is under way, after a failure, and tell the neighbours that wait for this rank.
+        """After a failure, give up on all messages under way and tell the neighbours that wait for this rank.
 
-        Each of them fails, too, and tells its own, so that no stage of this host waits in vain.
+        Each neighbour then fails and tells its own neighbours, so that no stage of this host waits in vain.
         """
         sent = [work for works in self._sent.values() for work in works]
         for work in [*sent, *(work for _, work in self._posted)]:
@@ -149,7 +136,8 @@ class StageMessages:
     def _key(self, message: StageMessage) -> Hashable:
         return message.stage, self._kinds[message.micro_batch]
 
-    def _post(self) -> None:
+    def post(self) -> None:
+        """Post receives ahead, as far as their forms are known: a forward pass tells that of its gradient."""
         while self._waiting and len(self._posted) < AHEAD:
             channel, message = message_of(self._waiting[0], self.rank, self.ranks)
             if self._key(message) not in self._forms:
@@ -168,32 +156,28 @@ class StageMessages:
 
 
 _runs: dict[Group, int] = {}
-"""How often pipelines over a group have run, so that each run has tags of its own."""
+"""How often pipelines over a group have run: each run has its own tags."""
 
 
 def agree_on_runs(group: Group) -> None:
-    """Have all ranks of a group count on from the same number; a collective, of 2 (n - 1) / n 8 bytes."""
+    """Start all ranks of a group from the same number of runs; a collective, of 2 (n - 1) / n 8 bytes."""
     last = torch.tensor([_runs.get(group, 0)], device=comm.device())
     _runs[group] = int(comm.all_reduce(last, "max", group=group))
 
 
 def next_run(group: Group) -> int:
-    """A number below 2^14, the same on all ranks."""
+    """The number of the next run, modulo 2^14; the same on all ranks."""
     _runs[group] = _runs.get(group, 0) + 1
     return _runs[group] % 2**14
 
 
 def needs_lanes(device: torch.device) -> bool:
-    """Whether messages between two ranks wait for each other, unless they go by groups of their own."""
+    """Whether each channel needs a group of its own, as with NCCL, where messages wait for each other."""
     return device.type == "cuda"
 
 
 def send_unknown(x: Tensor, destination: int, group: Group, tag: int = 0) -> list[comm.Work]:
-    """Send a tensor whose shape and dtype the receiver does not know, in 80 bytes before it.
-
-    Raises:
-        TypeError: it is not floating-point, or has more than 8 dimensions.
-    """
+    """Send a tensor whose shape and dtype the receiver does not know, which go before it in 80 bytes."""
     if x.dtype not in DTYPES or x.dim() > MOST_DIMS:
         raise TypeError(
             f"a stage gave {described(x)}; between stages goes one floating-point tensor of at most "
@@ -205,7 +189,7 @@ def send_unknown(x: Tensor, destination: int, group: Group, tag: int = 0) -> lis
 
 
 def receive_unknown(source: int, group: Group, device: torch.device, tag: int = 0) -> Tensor:
-    """Receive what `send_unknown` sends."""
+    """Receive a tensor that `send_unknown` sent."""
     header = torch.empty(2 + MOST_DIMS, dtype=torch.int64, device=device)
     dtype, dims, *sizes = comm.recv(header, source, tag, group).tolist()
     return comm.recv(torch.empty(sizes[:dims], dtype=DTYPES[dtype], device=device), source, tag, group)

@@ -1,4 +1,4 @@
-"""What a rank does for each instruction of a schedule: forward and backward passes of its stages.
+"""Carry out the instructions of a schedule: forward and backward passes of a rank's stages.
 
 Source: Huang et al. 2019, "GPipe", section 2.3.
 """
@@ -21,24 +21,24 @@ from minidist.parallel.training.recompute import recomputes
 
 
 class _Changeable(torch.autograd.Function):
-    """The same values, in the same memory."""
+    """The identity, in the same memory, with an output that is neither a leaf nor a view of one."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        """Not as a view, which could not be written to either."""
+        """Detach: a view of a leaf could not be written to either."""
         return x.detach()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        """The gradient as it is."""
+        """Pass the gradient on."""
         return gradients[0]
 
 
 def changeable(x: Tensor) -> Tensor:
-    """A stage's input as a tensor that a layer may change in place, such as `nn.ReLU(inplace=True)` does.
+    """A stage's input as a tensor that a layer may change in place, as `nn.ReLU(inplace=True)` does.
 
-    In one process it may, on what the layer before gives; but not on a leaf whose gradient is asked for. What
-    a stage has received nobody else needs, so that it is not copied.
+    torch refuses to change a leaf that requires a gradient, which a received input is. Nobody else needs that
+    input, so it is not copied.
     """
     if not x.requires_grad:
         return x
@@ -50,14 +50,14 @@ def changeable(x: Tensor) -> Tensor:
 class StagePass:
     """A micro-batch in a stage, between its forward and its backward pass."""
 
-    x: Tensor | None  # the stage's input where it needs a gradient
-    root: GradientEdge | None = None  # where the backward pass begins; None where nothing is trained
+    x: Tensor | None  # the stage's input, if it needs a gradient
+    root: GradientEdge | None = None  # where the backward pass begins; None if nothing is trained
     split: SplitBackward | None = None
 
 
 @dataclass
 class StagePasses:
-    """One execution of a schedule on this rank: a batch, and what of it is between two passes."""
+    """One execution of a schedule on this rank: the batch, and the tensors that wait between two passes."""
 
     stages: Sequence[nn.Module]  # this rank's, by chunk
     rank: int
@@ -66,31 +66,31 @@ class StagePasses:
     inputs: Sequence[Tensor]  # for each micro-batch
     targets: Sequence[Tensor]
     loss: Loss
-    total: Tensor  # to which losses are added, each times its rows
-    weight: Callable[[int], float] | None = None  # by which a loss is multiplied before its backward pass
-    by_rows: bool = True  # whether the loss is a mean over rows; else it is added as it is
+    total: Tensor  # the sum of the losses so far, each times its rows
+    weight: Callable[[int], float] | None = None  # factor on a loss before its backward pass, from its rows
+    by_rows: bool = True  # whether the loss is a mean over rows; a sum is added without a factor
     live: dict[tuple[int, int], StagePass] = field(default_factory=dict)
     arrived: dict[tuple[str, int, int], Tensor] = field(default_factory=dict)  # inputs and gradients to come
     leaving: dict[tuple[str, int, int], Tensor] = field(default_factory=dict)  # outputs and gradients to send
 
     def execute(self, each: Instruction, messages: StageMessages) -> None:
-        """Do one instruction."""
+        """Carry out one instruction."""
         role, _, kind = each.kind.partition("_")
-        place = (each.micro_batch, each.chunk)
-        key = (kind, *place)
+        which = (each.micro_batch, each.chunk)
+        key = (kind, *which)
         if role == "recv":
             self.arrived[key] = messages.receive(each)
         elif role == "send":
             messages.send(each, self.leaving.pop(key))
             messages.post()
         elif role == "forward":
-            self._forward(*place)
+            self._forward(*which)
         elif each.kind == "backward":
-            self._backward(*place)
+            self._backward(*which)
         elif each.kind == "backward_input":
-            self._backward_input(*place)
+            self._backward_input(*which)
         else:
-            split = self.live.pop(place).split
+            split = self.live.pop(which).split
             if split is not None:
                 split.weight_gradients()
 
@@ -116,7 +116,7 @@ class StagePasses:
                     f"stage {stage} gave a {type(outputs).__name__}; between stages goes one floating-point "
                     "tensor"
                 )
-            # The edge alone is kept: the output's memory is free once it is sent, where no layer needs it.
+            # Keep the edge alone: then the output's memory is free once it is sent, unless a layer saved it.
             root = get_gradient_edge(outputs) if outputs.requires_grad else None
             self._leave("forward", micro_batch, chunk, outputs.detach())
         if train:
@@ -141,11 +141,10 @@ class StagePasses:
             self._leave_gradient(micro_batch, chunk, one.x, found)
 
     def _leave_gradient(self, micro_batch: int, chunk: int, x: Tensor, gradient: Tensor | None) -> None:
-        gradient = torch.zeros_like(x) if gradient is None else gradient
-        self._leave("backward", micro_batch, chunk, gradient)
+        self._leave("backward", micro_batch, chunk, torch.zeros_like(x) if gradient is None else gradient)
 
     def _leave(self, kind: str, micro_batch: int, chunk: int, x: Tensor) -> None:
-        """Keep what the next instruction sends; or hand it over, where the rank's own next chunk takes it."""
+        """Keep a tensor until it is sent, or with one rank give it to the rank's own next chunk."""
         if self.ranks == 1:
             self.arrived[kind, micro_batch, chunk + (1 if kind == "forward" else -1)] = x
         else:

@@ -1,9 +1,9 @@
-"""A parameter that two or more ranks of a pipeline hold, such as the token table of a tied GPT.
+"""Parameters that two or more ranks of a pipeline hold, such as the token table of a tied GPT.
 
-Each rank's copy gets the gradient of its own use; the gradient of the one parameter is their sum. With equal
-gradients and equal optimizer steps copies that start equal stay so. With data parallelism the sum over the
-stages therefore comes last: sums over three or more ranks are added up in an order that depends on where in a
-bucket a gradient lies, which differs from stage to stage.
+Each rank's copy gets the gradient of its own use; the gradient of the one parameter is their sum. Copies that
+start equal stay equal if they get equal gradients and equal optimizer steps. With data parallelism the sum
+over the stages therefore comes last: a data-parallel sum over three or more ranks adds in an order that
+depends on where in a bucket a gradient lies, and that differs from stage to stage.
 
 Source: Shoeybi et al. 2019, "Megatron-LM"; Press and Wolf 2017 on tying the two.
 """
@@ -26,13 +26,10 @@ def sum_tied(parameter: nn.Parameter | None, group: Group, ranks: Sequence[int])
     order of the ranks, so that the sums are the same to the last bit. Other ranks do nothing.
 
     Args:
-        parameter: this rank's copy, which counts as zeros where it has no gradient; None where it has none.
-            Copies that are frozen, which they are on all holders or none, are left alone.
-        group: of the pipeline.
-        ranks: the holders' places in the group; the same on all of them.
-
-    Raises:
-        CollectiveError: a holder is gone or late.
+        parameter: this rank's copy, or None. A copy without a gradient counts as zeros. Frozen copies, which
+            are frozen on all holders, are left alone.
+        group: the ranks of the pipeline.
+        ranks: the indices of the holders in the group; the same on all of them.
     """
     if parameter is None or len(ranks) < 2 or not parameter.requires_grad:
         return
@@ -48,7 +45,7 @@ def sum_tied(parameter: nn.Parameter | None, group: Group, ranks: Sequence[int])
 
 
 def exchange(x: Tensor, group: Group, ranks: Sequence[int]) -> list[Tensor]:
-    """Every one of `ranks` gets the others' tensors, in their order, its own as it is."""
+    """The tensors of all `ranks`, in their order; each sends its own to every other one."""
     others = [rank for rank in ranks if rank != rank_in(group)]
     came = {rank: torch.empty_like(x, memory_format=torch.contiguous_format) for rank in others}
     works = [comm.send(x, rank, group=group, async_op=True) for rank in others]
@@ -59,7 +56,7 @@ def exchange(x: Tensor, group: Group, ranks: Sequence[int]) -> list[Tensor]:
 
 
 def start_equal(parameter: nn.Parameter | None, group: Group) -> list[int]:
-    """Give all copies of a parameter the first holder's values; the holders' places. All ranks call it."""
+    """Give all copies of a parameter the first holder's values, and return the holders. All ranks call it."""
     held = comm.all_gather(torch.tensor([parameter is not None]), group=group)
     ranks = [rank for rank, holds in enumerate(held.tolist()) if holds]
     take_first(parameter, group, ranks)
@@ -67,9 +64,9 @@ def start_equal(parameter: nn.Parameter | None, group: Group) -> list[int]:
 
 
 def take_first(parameter: nn.Parameter | None, group: Group, ranks: Sequence[int]) -> None:
-    """Give all copies of a parameter the values of the first of `ranks`, which hold one.
+    """Give all copies of a parameter the values of the first of `ranks`, which hold them.
 
-    That one sends (h - 1) S bytes for h holders. Other ranks do nothing.
+    That rank sends (h - 1) S bytes for h holders. Other ranks do nothing.
     """
     if parameter is None or len(ranks) < 2:
         return

@@ -114,7 +114,7 @@ def axis_names(mesh: Mesh) -> Callable[[Call], str]:
 @contextmanager
 def phases_of(engine: HybridEngine, recorder: Recorder) -> Iterator[None]:
     """Inside, the recorder learns which phase a step of this engine is in."""
-    passes, strategy = engine.passes, engine.strategy
+    passes, strategy = engine.executor, engine.strategy
     replaced: list[tuple[Any, str]] = []
 
     def around(owner: Any, name: str, inside: str, after: str) -> None:

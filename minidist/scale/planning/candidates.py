@@ -1,10 +1,10 @@
 """Layouts of a number of ranks: which there are, which `prepare` takes, which fit, and how long each takes.
 
 Every way to write the ranks as dp x tp x pp x cp is tried, with every ZeRO stage, sequence parallelism and
-three schedules. Micro-batches are powers of two: as few as fit, since more of them make products smaller; a
-pipeline's one to eight a stage, as they shrink its bubble. Tensor parallelism, which sends most, stays on a
-host (Narayanan et al. 2021, section 3.2, takeaway 1). Activations are recomputed where they do not fit
-otherwise, or where they take so many micro-batches.
+the schedules of contract/schedule_kinds.py that are planned. Micro-batches are powers of two: as few as fit,
+since more of them make products smaller; a pipeline's one to eight a stage, as they shrink its bubble. Tensor
+parallelism, which sends most, stays on a host (Narayanan et al. 2021, section 3.2, takeaway 1). Activations
+are recomputed where they do not fit otherwise, or where they take so many micro-batches.
 
 What does not go together says `prepare`, by its own checks.
 """
@@ -19,6 +19,7 @@ from typing import Any
 
 from minidist.model.configs import GPTConfig, TransformerConfig
 from minidist.parallel.contract.layout import Layout
+from minidist.parallel.contract.schedule_kinds import DEFAULT_SCHEDULE, SCHEDULES
 from minidist.parallel.engine.prepare import check_available
 from minidist.scale.memory import estimates
 from minidist.scale.memory.arguments import refuse_cut_rows
@@ -28,8 +29,6 @@ from minidist.scale.time.rates import Hardware
 from minidist.scale.time.stages import Simulated
 from minidist.scale.time.step_time import StepTime, check_fits, predict_step
 
-SCHEDULES = (("1f1b", 1), ("zero_bubble", 1), ("interleaved", 2))
-"""Of pipelines, with chunks. GPipe takes as long as 1F1B, and more memory."""
 A_STAGE = 8
 """Micro-batches for each stage of a pipeline, up to which more are tried: then a ninth is bubble."""
 
@@ -87,10 +86,10 @@ def candidates(question: Question) -> Iterator[Candidate | Refused]:
     for dp, tp, pp, cp in _grids(question.ranks):
         if tp > question.hardware.ranks_per_host:
             continue
-        schedules = SCHEDULES if pp > 1 else SCHEDULES[:1]
+        planned = [name for name, kind in SCHEDULES.items() if kind.planned] if pp > 1 else [DEFAULT_SCHEDULE]
         stages = range(4) if dp * cp > 1 else range(1)
         sequence = (False, True) if tp > 1 else (False,)
-        for zero, shared, (schedule, chunks) in product(stages, sequence, schedules):
+        for zero, shared, schedule in product(stages, sequence, planned):
             fields = {
                 "dp": dp,
                 "tp": tp,
@@ -100,7 +99,7 @@ def candidates(question: Question) -> Iterator[Candidate | Refused]:
                 "precision": question.precision,
                 "sequence_parallel": shared,
                 "schedule": schedule,
-                "chunks": chunks,
+                "chunks": SCHEDULES[schedule].least_chunks,
             }
             yield from _of_one_form(question, fields)
 
@@ -130,7 +129,7 @@ def _of_one_form(question: Question, fields: dict[str, object]) -> Iterator[Cand
         yield Refused(written or "dp=1", str(error))
         return
     forms = [layout]
-    if layout.schedule != "zero_bubble":  # which keeps what it would compute again
+    if SCHEDULES[layout.schedule].allows_recompute:
         forms.append(replace(layout, recompute=True))
     most, last, found = share(question.rows, layout.dp), None, False
     for form in forms:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from minidist.model.configs import TransformerConfig
 from minidist.model.configs import config as config_of
 from minidist.parallel.contract.layout import Layout
+from minidist.parallel.contract.schedule_kinds import DEFAULT_SCHEDULE
 from minidist.scale.memory.estimates import Estimate
 from minidist.scale.memory.state_bytes import OPTIMIZERS
 from minidist.scale.planning.candidates import Candidate, Question, Refused, candidates, frugal
@@ -153,7 +154,7 @@ def family_of(layout: Layout) -> str:
 def effort(layout: Layout) -> tuple[float, ...]:
     """How much there is to it: axes beside dp, ZeRO's stage, what else is switched on, micro-batches."""
     axes = sum(size > 1 for size in (layout.tp, layout.pp, layout.cp))
-    more = layout.recompute + layout.sequence_parallel + (layout.schedule != "1f1b")
+    more = layout.recompute + layout.sequence_parallel + (layout.schedule != DEFAULT_SCHEDULE)
     return axes, layout.zero + more, layout.micro_batches
 
 

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from minidist.parallel.pipeline.instructions import Schedule, StageMessage, message_of, stage_of
+from minidist.parallel.pipeline.instructions import Schedule, StageMessage, stage_of
+from minidist.parallel.pipeline.replay import replay
 from minidist.scale.memory.estimates import schedule_of
 
 Seconds = Mapping[str, Sequence[Sequence[float]]]
@@ -55,28 +56,19 @@ def passes_of(name: str, ranks: int, micro_batches: int, chunks: int) -> list[Ti
 
 
 def _ordered(schedule: Schedule) -> list[TimedPass]:
-    """Of a schedule whose messages lie as `with_messages` puts them: beside the pass that they belong to."""
+    """The passes of a schedule whose messages lie beside their passes, as `with_messages` puts them."""
     ranks = len(schedule)
-    places, waits = [0] * ranks, [ALONE] * ranks
-    latest = [ALONE] * ranks  # each rank's last pass
+    waits, latest = [ALONE] * ranks, [ALONE] * ranks  # each rank's message to wait for; its last pass
     made: dict[StageMessage, int] = {}
     found: list[TimedPass] = []
-    while any(places[rank] < len(own) for rank, own in enumerate(schedule)):
-        for rank, own in enumerate(schedule):
-            while places[rank] < len(own):
-                each = own[places[rank]]
-                if each.computes:
-                    stage = stage_of(rank, each.chunk, ranks)
-                    latest[rank] = len(found)
-                    found.append(TimedPass(rank, each.kind, stage, each.micro_batch, waits[rank]))
-                    waits[rank] = ALONE
-                else:
-                    message = message_of(each, rank, ranks)[1]
-                    if each.kind.startswith("send"):
-                        made[message] = latest[rank]
-                    elif message in made:
-                        waits[rank] = made[message]
-                    else:
-                        break
-                places[rank] += 1
+    for rank, each, message in replay(schedule):
+        if message is None:
+            stage = stage_of(rank, each.chunk, ranks)
+            latest[rank] = len(found)
+            found.append(TimedPass(rank, each.kind, stage, each.micro_batch, waits[rank]))
+            waits[rank] = ALONE
+        elif each.kind.startswith("send"):
+            made[message] = latest[rank]
+        else:
+            waits[rank] = made[message]
     return found

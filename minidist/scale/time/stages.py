@@ -15,6 +15,7 @@ from typing import Any
 from minidist.model.configs import TransformerConfig
 from minidist.parallel.context import zigzag_order
 from minidist.parallel.contract.layout import Layout
+from minidist.parallel.contract.schedule_kinds import SCHEDULES
 from minidist.scale.memory import parameter_sizes
 from minidist.scale.memory.estimates import schedule_of
 from minidist.scale.memory.parameter_sizes import ModelPart, parts, share
@@ -168,7 +169,7 @@ class StepStages:
         tp_forward, tp_backward = self._tensor_parallel(of, layers, blocks)
         again = rates.seconds(passes.again, precision) if layout.recompute else 0.0
         backward = rates.seconds(passes.backward, precision, backward=True)
-        if layout.schedule == "zero_bubble":
+        if SCHEDULES[layout.schedule].splits_backward:
             backward *= 1 + SPLIT
             backward += 0.0 if rates.asynchronous else SPLIT_CALLS * passes.backward.calls * rates.call
         hidden = 0.0

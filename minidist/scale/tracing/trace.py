@@ -97,8 +97,8 @@ class Tracer:
             self._place = {axis: mesh.rank(axis) for axis in mesh.sizes if mesh.size(axis) > 1}
             self.layout = str(what.layout)
             self._named += _parts(what.model, prefix)
-            if isinstance(what.passes, StagedPasses):
-                self._pipelines.append(what.passes.pipeline)
+            if isinstance(what.executor, StagedPasses):
+                self._pipelines.append(what.executor.pipeline)
         elif isinstance(what, Pipeline):
             self._pipelines.append(what)
             for number, stage in enumerate(what.stages):

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 import minidist as md
 from minidist.model import GPT, MLP, config
-from minidist.parallel.contract import memory_report as memory
 from minidist.parallel.contract.memory_report import Memory, Storages, count, size
 from minidist.parallel.contract.strategy import ResidentTensors
 from minidist.parallel.sharding.data_parallel_strategy import Replicated
+from minidist.parallel.training import activation_memory
 
 Clusters = Callable[[int], md.Cluster]
 ADAM = partial(torch.optim.Adam, lr=1e-3)
@@ -156,8 +156,10 @@ def test_activations_are_those_of_the_last_step() -> None:
 
 def test_only_the_first_step_with_a_shape_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     entered = []
-    enter = memory.ActivationCounter.__enter__
-    monkeypatch.setattr(memory.ActivationCounter, "__enter__", lambda self: entered.append(1) or enter(self))
+    enter = activation_memory.ActivationCounter.__enter__
+    monkeypatch.setattr(
+        activation_memory.ActivationCounter, "__enter__", lambda self: entered.append(1) or enter(self)
+    )
     engine = md.prepare(MLP((6, 3)), SGD)
     for rows in (4, 4, 8, 4, 8):
         engine.step(torch.randn(rows, 6), torch.zeros(rows, dtype=torch.int64))

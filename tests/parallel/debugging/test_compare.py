@@ -478,7 +478,7 @@ def test_no_optimizer_hides_a_gradient(name: str) -> None:
 def test_mistakes_are_refused() -> None:
     model, batches = gpt(torch.float32)
     engine = md.prepare(model, SGD)
-    with pytest.raises(ValueError, match="batches are none"):
+    with pytest.raises(ValueError, match="batches is empty"):
         record(engine, [])
     with pytest.raises(TypeError, match="engine is a GPT"):
         record(model, batches)  # type: ignore[arg-type]

@@ -75,7 +75,7 @@ WRONG: dict[str, tuple[Callable[..., Any], str]] = {
     "path": (partial(schedules.plot, ONE, path=3), "path is 3; give the name of a file to write"),
     "micro-batch": (
         partial(Instruction, "forward", "0"),
-        "micro_batch is '0' and chunk 0; give whole numbers",
+        r"micro_batch is '0' \(str\); give an integer",
     ),
 }
 

@@ -13,7 +13,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from minidist.parallel.pipeline import schedules
 from minidist.parallel.pipeline.instructions import Instruction, message_of
 from minidist.parallel.pipeline.schedules import Schedule
-from minidist.parallel.pipeline.send_completion import receipts
+from minidist.parallel.pipeline.send_completion import completed_sends
 
 SIZES = [(p, m) for p in (1, 2, 3, 4, 7) for m in (1, 2, 3, 4, 7, 8, 12)]
 TIMES = ({}, {"forward": 1, "backward": 1}, {"forward": 3, "backward": 2}, {"forward": 1, "backward": 3})
@@ -226,7 +226,7 @@ def test_with_one_rank_the_order_of_the_chunks_is_checked() -> None:
         schedules.check(swapped(schedules.gpipe(1, 1, 2), 0, F("forward", 0), F("forward", 0, 1)))
 
 
-def test_a_receipt_is_known_exactly_where_it_follows() -> None:
+def test_a_send_is_known_to_be_complete_exactly_where_that_follows() -> None:
     for name, p, m, v in (
         ("gpipe", 3, 4, 1),
         ("1f1b", 4, 6, 1),
@@ -250,7 +250,7 @@ def test_a_receipt_is_known_exactly_where_it_follows() -> None:
                     follows(taken[message_of(each, node[0], p)[1]], seen)  # noqa: B023
                 node = node[0], node[1] + 1
 
-        for rank, found in enumerate(receipts(schedule)):
+        for rank, found in enumerate(completed_sends(schedule)):
             own = schedule[rank]
             known: set[Instruction] = set()
             for place, each in enumerate(own):
@@ -270,7 +270,7 @@ def test_a_receipt_is_known_exactly_where_it_follows() -> None:
 def test_1f1b_lets_go_of_what_it_sent() -> None:
     """No more tensors that are sent and perhaps not received than there are live micro-batches."""
     p, m = 4, 32
-    for rank, found in enumerate(receipts(schedules.one_f_one_b(p, m))):
+    for rank, found in enumerate(completed_sends(schedules.one_f_one_b(p, m))):
         kept = most = 0
         for each in schedules.one_f_one_b(p, m)[rank]:
             kept += each.kind.startswith("send")

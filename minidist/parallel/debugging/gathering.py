@@ -1,0 +1,40 @@
+"""Bytes of tensors, and the bytes of all ranks on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from minidist import comm
+from minidist.comm.work import Group, ranks_of
+
+
+def bytes_of(x: Tensor) -> bytes:
+    """A tensor's bytes."""
+    dense = x.to_dense() if x.layout != torch.strided else x
+    flat = dense.detach().cpu().contiguous().view(-1)
+    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+
+
+def tensor_of(raw: bytes, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+    """The tensor with these bytes."""
+    flat = torch.frombuffer(bytearray(raw), dtype=dtype) if raw else torch.empty(0, dtype=dtype)
+    return flat.view(shape)
+
+
+def gather_equal(data: bytes, group: Group = None) -> list[bytes]:
+    """The bytes of every rank, the same number on all; sends n - 1 times as many."""
+    if not data:
+        return [b""] * len(ranks_of(group))
+    own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    everyones = bytes(comm.all_gather(own, group=group).numpy())
+    return [everyones[start : start + len(data)] for start in range(0, len(everyones), len(data))]
+
+
+def gather(data: bytes, group: Group = None) -> list[bytes]:
+    """The bytes of every rank; sends n - 1 times 8 bytes, and n - 1 times the length of the longest."""
+    sizes = [int.from_bytes(size, "little") for size in gather_equal(len(data).to_bytes(8, "little"), group)]
+    padded = gather_equal(data.ljust(max(sizes)), group)
+    return [raw[:size] for raw, size in zip(padded, sizes, strict=True)]

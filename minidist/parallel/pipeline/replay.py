@@ -1,0 +1,59 @@
+"""Execute a schedule without a process: the instructions of all ranks in an order in which they can run.
+
+The rules are those of `Pipeline`. A send returns at once and keeps its tensor until it is received; a receive
+waits for its message. Ranks therefore depend on each other through receives alone, and one execution proves
+all: if every rank comes to its end in one order of events, it does so in every order.
+
+The proof, the simulation, the acknowledgements of sends and the planner's times are all loops over `replay`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from minidist.parallel.pipeline.instructions import Instruction, Schedule, StageMessage, message_of
+
+
+class Deadlock(ValueError):
+    """Every rank that has instructions left waits for a message that nobody will send.
+
+    Attributes:
+        waiting: for each such rank, its receive.
+    """
+
+    def __init__(self, waiting: Mapping[int, Instruction], ranks: int) -> None:
+        self.waiting = waiting
+        said = ", ".join(
+            f"rank {rank} waits at {each} for rank {message_of(each, rank, ranks)[0].source}"
+            for rank, each in waiting.items()
+        )
+        super().__init__(f"the schedule never ends: {said}")
+
+
+def replay(schedule: Schedule) -> Iterator[tuple[int, Instruction, StageMessage | None]]:
+    """Yield every instruction, after all that it depends on, with its rank and the message that it moves.
+
+    Each rank runs as far as it can before the next rank has its turn.
+
+    Raises:
+        Deadlock: no rank can go on.
+    """
+    ranks = len(schedule)
+    done = [0] * ranks  # instructions of each rank
+    sent: set[StageMessage] = set()
+    while any(done[rank] < len(own) for rank, own in enumerate(schedule)):
+        before = sum(done)
+        for rank, own in enumerate(schedule):
+            while done[rank] < len(own):
+                each = own[done[rank]]
+                message = None if each.computes else message_of(each, rank, ranks)[1]
+                if message is not None:
+                    if each.kind.startswith("send"):
+                        sent.add(message)
+                    elif message not in sent:
+                        break
+                yield rank, each, message
+                done[rank] += 1
+        if sum(done) == before:
+            left = {rank: own[done[rank]] for rank, own in enumerate(schedule) if done[rank] < len(own)}
+            raise Deadlock(left, ranks)
