@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "lessons" / "README.md"]
+PAGES = [
+    ROOT / name for name in ("README.md", "lessons/README.md", "docs/architecture.md", "docs/measurements.md")
+]
 BLOCKS = [
     block for page in PAGES for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
 ]

@@ -1,0 +1,96 @@
+"""The map is true and the floors hold: names in docs/architecture.md exist, and a wrong import is found."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "architecture.md"
+NAMED = re.findall(r"\[`([\w.]+)`\]\(\.\./([\w/]+\.py)\)", PAGE.read_text())
+PACKAGES = ("minidist", "kernels", "benchmarks")
+
+
+def names_in(path: Path) -> set[str]:
+    """Every class, function, method and variable that a file defines: "Reducer", "Reducer.arrived"."""
+    found = set()
+
+    def collect(body: list[ast.stmt], prefix: str) -> None:
+        for node in body:
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                found.add(prefix + node.name)
+                collect(node.body, f"{prefix}{node.name}.")
+            elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                found.update(prefix + target.id for target in targets if isinstance(target, ast.Name))
+
+    collect(ast.parse(path.read_text()).body, "")
+    return found
+
+
+def test_the_map_follows_every_strategy() -> None:
+    assert len(NAMED) > 60
+
+
+@pytest.mark.parametrize("path", sorted({path for _, path in NAMED}))
+def test_what_the_map_names_is_there(path: str) -> None:
+    assert (ROOT / path).is_file()
+    assert {name for name, file in NAMED if file == path} <= names_in(ROOT / path)
+
+
+def test_every_package_names_its_files() -> None:
+    """The `__init__.py` of a package is its map: it names each file beside it."""
+    missing = []
+    for init in [*ROOT.glob("minidist/**/__init__.py"), *ROOT.glob("kernels/**/__init__.py")]:
+        text = ast.get_docstring(ast.parse(init.read_text())) or ""
+        files = [path for path in init.parent.glob("*.py") if not path.stem.startswith("_")]
+        missing += [str(path.relative_to(ROOT)) for path in files if path.stem not in text]
+    assert not missing
+
+
+def lint(folder: Path) -> str:
+    """What import-linter says of the package in `folder`; "" where every contract is kept."""
+    program = "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(no_cache=True))"
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(folder)!r}); {program}"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    return "" if done.returncode == 0 else done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("file", "planted", "broken"),
+    [
+        ("minidist/comm/errors.py", None, ""),
+        ("minidist/parallel/flat/buckets.py", "minidist.parallel.engine.prepare", "parallel.flat"),
+        ("minidist/comm/errors.py", "minidist.model.gpt", "minidist.comm"),
+        ("minidist/model/loss.py", "minidist.scale.memory", "minidist.model"),
+        ("kernels/rung.py", "minidist.comm.errors", "minidist.kernels"),
+        ("kernels/cpu/s4_loop_order.py", "minidist.kernels.cpu.s3_compiled", "s4_loop_order"),
+        ("minidist/comm/errors.py", "minidist.comm.world", "minidist.comm"),
+    ],
+)
+def test_an_import_from_a_lower_floor_to_a_higher_one_is_found(
+    file: str, planted: str | None, broken: str, tmp_path: Path
+) -> None:
+    """Also an import inside of a function, as all planted ones are."""
+    for name in PACKAGES:
+        to = tmp_path / (name if name == "minidist" else f"minidist/{name}")
+        shutil.copytree(
+            ROOT / name, to, ignore=shutil.ignore_patterns("__pycache__", "kernels", "benchmarks", "results")
+        )
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    if planted is not None:
+        there = tmp_path / (file if file.startswith("minidist") else f"minidist/{file}")
+        there.write_text(f"{there.read_text()}\n\ndef planted() -> None:\n    import {planted}  # noqa\n")
+    found = lint(tmp_path)
+    assert (broken in found) if planted else found == ""
