@@ -52,7 +52,9 @@ def counted(checks: str, names: tuple[str, ...]) -> list[str]:
 def exercises(folder: Path) -> list[tuple[str, str]]:
     """The stems of all lessons, with their exercises that count a cost."""
     found = []
-    for source, lesson in zip(sorted(folder.glob("[0-9][0-9]_*.py")), lessons.lessons(folder), strict=True):
+    for source, lesson in zip(
+        sorted(folder.glob("[0-9][0-9]_*.py")), lessons.read_lessons(folder), strict=True
+    ):
         checks = (folder / "checks" / f"{source.stem[3:]}.py").read_text(encoding="utf-8")
         found += [(source.stem, name) for name in counted(checks, lesson.exercises)]
     return found

@@ -1,4 +1,17 @@
-"""The command `minidist`: one file for each subcommand, and what it runs."""
+"""The command `minidist`. It is the top floor: it imports the library, and nothing imports it.
+
+Modules with a command import torch only when the command runs.
+
+| File | Holds |
+|---|---|
+| commands.py | the commands train, compare and doctor; the list of all commands; exit codes |
+| trace.py, bench.py, report.py, plan.py, dryrun.py, lessons.py | one command each |
+| options.py, output.py | options that commands share; what they print |
+| train_config.py | the description of a training, its model and its data |
+| train.py, resuming.py | the training that `minidist train` runs; its checkpoints |
+| compare_layouts.py, traced_step.py | what `minidist compare` and `minidist trace` run |
+| doctor.py, doctor_probe.py | what `minidist doctor` looks at; what it loads in another process |
+"""
 
 from minidist.cli.commands import app as app
 from minidist.cli.commands import main as main

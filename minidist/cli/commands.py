@@ -3,10 +3,10 @@
     minidist train --data digits --ranks 2
     minidist bench && minidist report
 
-Every command imports what it needs when it runs, so that `minidist --help` takes a tenth of a second and not
-torch's one and a half. An error is one line that says what to do; `--debug` adds the traceback. Exit codes:
-0, 1 for what went wrong underway, 2 for bad input, 130 after Ctrl-C, 143 for a training with --save that
-SIGTERM stopped: it is saved, or had not begun (the same command goes on with it).
+Every command imports what it needs when it runs, so `minidist --help` takes a tenth of a second; importing
+torch takes one and a half. An error is one line that says what to do; `--debug` adds the
+traceback. Exit codes: 0; 1 for a failure while running; 2 for bad input; 130 after Ctrl-C; 143 for a training
+with --save that SIGTERM stopped after saving it, or before it began (the same command continues it).
 """
 
 from __future__ import annotations
@@ -23,20 +23,14 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from minidist.cli import dryrun, plan, report, trace
-from minidist.cli.output import (
-    Debug,
-    Json,
-    console,
-    explain,
-    print_json,
-    require,
-    say,
-    short,
-    show,
-    speaks,
-    waiting,
-)
+from minidist.cli.bench import bench
+from minidist.cli.dryrun import dryrun
+from minidist.cli.lessons import lessons
+from minidist.cli.options import Batch, ClipNorm, Debug, Dtype, GPTOrMLP, Json, Seed, Timeout
+from minidist.cli.output import console, explain, print_json, say, show, speaks, waiting
+from minidist.cli.plan import plan
+from minidist.cli.report import report
+from minidist.cli.trace import trace
 
 if TYPE_CHECKING:
     from minidist.cli.train import TrainConfig, TrainResult
@@ -50,65 +44,57 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 
-BatchOption = Annotated[int, typer.Option(help="Rows of a global batch, over all ranks.")]
-Dtype = Annotated[str, typer.Option(help="float32 or float64.")]
-Seed = Annotated[int, typer.Option(help="Of the weights and of the order of rows.")]
 
-
-@app.command(epilog="Example: minidist train --data bytes --model byte-tiny --ranks 2 --steps 100")
 def train(
-    data: Annotated[str, typer.Option(help="What to learn: digits or bytes.")] = "digits",
-    model: Annotated[str | None, typer.Option(help="mlp, byte-tiny, byte-small, ...; fits the data.")] = None,
-    ranks: Annotated[
-        int | None, typer.Option(min=1, help="Data-parallel ranks: short for --layout dp=N.")
+    data: Annotated[str, typer.Option(help="Data to learn: digits or bytes.")] = "digits",
+    model: Annotated[
+        str | None, typer.Option(help="mlp, byte-tiny, byte-small, ...; default: the data's.")
     ] = None,
+    ranks: Annotated[int | None, typer.Option(min=1, help="Data-parallel ranks: --layout dp=N.")] = None,
     layout: Annotated[
-        str | None,
-        typer.Option(help="Such as dp=2,tp=2,pp=2,micro_batches=4: the fields of md.Layout."),
+        str | None, typer.Option(help="Fields of md.Layout, such as dp=2,tp=2,pp=2,micro_batches=4.")
     ] = None,
     steps: Annotated[int, typer.Option(help="Global batches to train on.")] = 230,
-    batch: BatchOption = 64,
+    batch: Batch = 64,
     lr: Annotated[float, typer.Option(help="Learning rate.")] = 3e-3,
     optimizer: Annotated[str, typer.Option(help="adamw or sgd.")] = "adamw",
-    rung: Annotated[str | None, typer.Option(help="Matmul rung for the mlp: s4_loop_order.")] = None,
+    rung: Annotated[str | None, typer.Option(help="The mlp's matmul rung, such as s4_loop_order.")] = None,
     dtype: Dtype = "float32",
     seed: Seed = 0,
-    clip_norm: Annotated[float | None, typer.Option(help="Largest norm of the gradients: 1.0.")] = None,
+    clip_norm: ClipNorm = None,
     save: Annotated[
-        Path | None, typer.Option(help="A folder for checkpoints; the same command goes on from them.")
+        Path | None, typer.Option(help="A folder for checkpoints; the same command continues from them.")
     ] = None,
     save_every: Annotated[int, typer.Option(min=1, help="Steps from one checkpoint to the next.")] = 50,
-    keep: Annotated[int, typer.Option(min=1, help="Checkpoints that stay, the newest.")] = 3,
+    keep: Annotated[int, typer.Option(min=1, help="How many of the newest checkpoints to keep.")] = 3,
     resume: Annotated[
-        bool, typer.Option(help="Go on from the folder's newest whole checkpoint, or refuse to.")
+        bool, typer.Option(help="Continue from the folder's newest whole checkpoint, or refuse to.")
     ] = True,
-    timeout: Annotated[float | None, typer.Option(help="Seconds that the run may take.")] = None,
+    timeout: Timeout = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Train a model on one rank or on several. With --save, a run that was stopped or killed goes on.
+    """Train a model on one or several ranks. With --save, a run that was stopped or killed can continue.
 
-    SIGTERM saves at the end of a step and leaves with exit code 143. Where any rank may be killed:
+    SIGTERM saves at the end of a step and exits with code 143. If ranks may be killed at any time:
     TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --nproc-per-node 2 --max-restarts 9
     -m minidist train --save FOLDER
     """
     from minidist._stopping import STOPPED, give_up, termination
 
-    # From here on, since loading torch and starting the ranks take seconds.
+    # SIGTERM may come while torch loads and the ranks start, which takes seconds.
     with termination(give_up) if save is not None else contextlib.nullcontext():
         from minidist.cli.train import TrainConfig, run
         from minidist.comm.launching.supervisor import preload_optimizers
         from minidist.parallel.contract.layout import Layout
 
         preload_optimizers()
-        # Under torchrun there are as many ranks as it has started.
+        # torchrun has started the ranks already.
         started = int(os.environ.get("WORLD_SIZE", "1")) if "TORCHELASTIC_RUN_ID" in os.environ else 1
-        chosen = (
-            Layout.parse(layout) if layout is not None else Layout(dp=started if ranks is None else ranks)
-        )
+        chosen = Layout(dp=ranks or started) if layout is None else Layout.parse(layout)
         if ranks is not None and chosen.ranks != ranks:
             raise ValueError(
-                f"--layout {layout} needs {chosen.ranks} ranks and --ranks is {ranks}; leave it out"
+                f"--layout {layout} needs {chosen.ranks} ranks and --ranks is {ranks}; leave --ranks out"
             )
         config = TrainConfig(
             data=data,
@@ -135,7 +121,8 @@ def train(
     if as_json:
         print_json({"config": dataclasses.asdict(config), **dataclasses.asdict(result)})
     elif result.stopped:
-        say(f"stopped by SIGTERM after {len(result.losses)} steps, saved in {save}; the same command goes on")
+        steps = len(result.losses)
+        say(f"stopped by SIGTERM after {steps} steps, saved in {save}; the same command continues")
     elif math.isfinite(last):
         show(_trained(config, result))
     if not math.isfinite(last):
@@ -148,14 +135,14 @@ def train(
 
 
 def _trained(config: TrainConfig, result: TrainResult) -> str:
-    """How a training went, in two lines."""
+    """Summarize a training in two lines."""
     done = len(result.losses) - result.resumed_at
     if done:
         went = f"{done} steps in {result.seconds:.1f} s, {result.rows_per_second:,.0f} rows/s"
         if result.resumed_at:
-            went += f", from step {result.resumed_at} on, where the run in {config.save} was saved"
+            went += f", continued from step {result.resumed_at}, saved in {config.save}"
     else:
-        went = f"the run in {config.save} has {result.resumed_at} steps already, and nothing was left to do"
+        went = f"the run in {config.save} has all {result.resumed_at} steps already"
     return (
         f"{config.model_name} on {config.data}, {result.parameters:,} parameters, layout {config.layout}: "
         f"{went}\nloss {result.losses[0]:.4f} -> {result.losses[-1]:.4f}; held out: loss "
@@ -164,24 +151,23 @@ def _trained(config: TrainConfig, result: TrainResult) -> str:
     )
 
 
-@app.command(epilog="Example: minidist compare --model gpt --a dp=1 --b tp=2,pp=2")
 def compare(
-    a: Annotated[str, typer.Option("--a", help="A layout that is right: dp=1.")],
-    b: Annotated[str, typer.Option("--b", help="The one in question: tp=2,pp=2.")],
-    model: Annotated[str, typer.Option(help="gpt (byte-tiny), byte-small, ..., or mlp.")] = "gpt",
-    steps: Annotated[int, typer.Option(help="Global batches to take both through.")] = 2,
-    batch: BatchOption = 8,
+    a: Annotated[str, typer.Option("--a", help="A layout known to be right: dp=1.")],
+    b: Annotated[str, typer.Option("--b", help="The layout in question: tp=2,pp=2.")],
+    model: GPTOrMLP = "gpt",
+    steps: Annotated[int, typer.Option(help="Global batches that both train on.")] = 2,
+    batch: Batch = 8,
     lr: Annotated[float, typer.Option(help="Learning rate of plain SGD.")] = 0.1,
     dtype: Dtype = "float32",
     seed: Seed = 0,
-    timeout: Annotated[float | None, typer.Option(help="Seconds that each layout may take.")] = None,
+    timeout: Timeout = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Say whether two layouts train alike, or the first layer at which they part.
+    """Check whether two layouts train alike; if not, find the first layer at which they differ.
 
-    Both take the same batches from the same weights, each on as many fresh ranks as it needs. Exit code 1
-    where activations, gradients or updates differ by more than rounding explains.
+    Both train on the same batches from the same weights, each on as many new ranks as it needs. The exit code
+    is 1 if activations, gradients or updates differ by more than rounding explains.
     """
     from minidist.cli.compare_layouts import compare_layouts
     from minidist.comm.launching.supervisor import preload_optimizers
@@ -207,87 +193,8 @@ def compare(
     raise typer.Exit(0 if found.agree else 1)
 
 
-trace.register(app)
-
-
-@app.command(epilog="Example: minidist bench launch --full. On a GPU: minidist bench cuda")
-def bench(
-    suites: Annotated[
-        list[str] | None,
-        typer.Argument(help="cpu_matmul, cuda, collectives, training, zero, ...; all unless given."),
-    ] = None,
-    full: Annotated[bool, typer.Option("--full", help="All sizes and more rounds.")] = False,
-    keyword: Annotated[
-        str, typer.Option("-k", metavar="EXPRESSION", help="Only benchmarks that match, as in pytest.")
-    ] = "",
-    out: Annotated[Path | None, typer.Option(help="The results file.")] = None,
-    compare: Annotated[
-        Path | None, typer.Option(metavar="OLD.json", help="An earlier results file: say what got slower.")
-    ] = None,
-    as_json: Json = False,
-    debug: Debug = False,
-) -> None:
-    """Measure this machine, and keep the results. With --compare, exit code 1 where something got slower."""
-    require("bench", "pytest", "pytest_benchmark")
-    from minidist.benchmarks.harness.run import run
-
-    done = run(suites or (), full=full, keyword=keyword, out=out, compare=compare)
-    compared = done.compared
-    if as_json:
-        found = None if compared is None else compared.as_json()
-        print_json(dataclasses.asdict(done) | {"path": str(done.path), "compared": found})
-    else:
-        for line in done.skipped:
-            show(f"skipped {line}", style="yellow")
-        many = "benchmark" if done.measured == 1 else "benchmarks"
-        kept = "so nothing is kept."
-        if done.measured:
-            where = "" if out is None else f" --results {short(out.parent)}"
-            kept = f"kept in {short(done.path)}. To read them: minidist report{where}"
-        show(f"{done.measured} {many} in {done.seconds:.0f} s, {kept}")
-        if "bench_cuda" in done.suites:
-            from minidist.benchmarks.report import ladder
-
-            ladder.show(console(), ladder.pick({done.path.stem: done.results}))
-        for line in [] if compared is None else compared.lines():
-            show(line, style="yellow" if ": slower, " in line else "")
-    if compared is not None and compare is not None and compared.slower:
-        say(f"{len(compared.having('slower'))} slower than in {short(compare)}")
-    if done.failed:
-        say(f"{len(done.failed)} failed: {'; '.join(done.failed)}")
-    if done.failed or (compared is not None and compared.slower):
-        raise typer.Exit(1)
-
-
-report.register(app)
-plan.register(app)
-dryrun.register(app)
-
-
-@app.command(epilog="Example: minidist lessons --progress")
-def lessons(
-    progress: Annotated[bool, typer.Option("--progress", help="Print the table only.")] = False,
-    as_json: Json = False,
-    debug: Debug = False,
-) -> None:
-    """Show which exercises have passed, and open JupyterLab in the lessons' folder. Ctrl-C ends it."""
-    from minidist.cli import lessons as folder_of
-
-    place = folder_of.folder()
-    found = folder_of.lessons(place)
-    if as_json:
-        print_json({"folder": str(place), "lessons": [dataclasses.asdict(each) for each in found]})
-        return
-    folder_of.show(console(), found)
-    if not progress:
-        code = folder_of.open_lab(place)
-        if code:
-            raise typer.Exit(1)
-
-
-@app.command(epilog="Example: minidist doctor --json")
 def doctor(as_json: Json = False, debug: Debug = False) -> None:
-    """Say what this machine has, and how to get what is missing."""
+    """List what this machine has for parallel training, and how to install what is missing."""
     from minidist.cli import doctor as examination
 
     parts = examination.examine()
@@ -299,8 +206,22 @@ def doctor(as_json: Json = False, debug: Debug = False) -> None:
         raise typer.Exit(1)
 
 
+for command, example in (
+    (train, "train --data bytes --model byte-tiny --ranks 2 --steps 100"),
+    (compare, "compare --model gpt --a dp=1 --b tp=2,pp=2"),
+    (trace, "trace --layout dp=2,pp=2,micro_batches=4 --plot trace.svg"),
+    (bench, "bench launch --full. On a GPU: minidist bench cuda"),
+    (report, "report --out report.html. For a README: --markdown"),
+    (plan, "plan --model bert-large --memory 16GB --ranks 8"),
+    (dryrun, "dryrun --model gpt2-xl --layout dp=64,tp=4,pp=4,zero=1"),
+    (lessons, "lessons --progress"),
+    (doctor, "doctor --json"),
+):
+    app.command(epilog=f"Example: minidist {example}")(command)
+
+
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run the command and exit. `arguments` are the words after `minidist`; None for those of the process."""
+    """Run the command and exit. `arguments` are the words after `minidist`; None for the process's own."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     from minidist._stopping import STOPPED, Stopped
 

@@ -1,7 +1,7 @@
-"""What this machine has for parallel training, what each missing part costs, and the command that brings it.
+"""What this machine has for parallel training, what each missing part costs, and how to install it.
 
-`minidist doctor` prints the table. Nothing here needs a GPU or a network, and nothing can hang: whatever
-loads foreign code (torch, CUDA's libraries) runs in a process of its own, with a time limit.
+`minidist doctor` prints the table. Nothing here needs a GPU or a network, and nothing can hang: foreign code
+(torch, CUDA's libraries) is loaded in another process with a time limit.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from rich.text import Text
 from minidist.benchmarks.harness import machine
 from minidist.comm.launching.cores import available_cores
 
-PROBE_TIMEOUT = 60.0  # seconds; importing torch from a cold disk takes a good part of a minute
-SHARED_MEMORY = 2**30  # bytes of /dev/shm that ranks of one host want for large exchanges
+PROBE_TIMEOUT = 60.0  # seconds; importing torch from a cold disk may take most of a minute
+SHARED_MEMORY = 2**30  # bytes of /dev/shm that ranks of one host need for large exchanges
 
 
 @dataclass(frozen=True)
 class MachinePart:
-    """One part of the machine: what was found, and where it is missing what that costs and what brings it."""
+    """A part of the machine: what was found, or what its absence costs and how to install it."""
 
     name: str
     ok: bool
     found: str
-    cost: str = ""  # what does not work, or works slower, without it
-    remedy: str = ""  # a command, or a sentence where there is none
+    cost: str = ""  # what does not work, or is slower, without it
+    remedy: str = ""  # a command, or a sentence if there is none
     required: bool = False  # nothing trains without it
 
 
@@ -45,7 +45,7 @@ LIBRARIES = ("nvvm", "nvrtc", "nvJitLink")
 
 
 def examine() -> list[MachinePart]:
-    """Look at every part, in the order of the table."""
+    """Examine every part, in the order of the table."""
     found = probe()
     gpus = machine.gpus()
     return [
@@ -69,19 +69,14 @@ def examine() -> list[MachinePart]:
 
 
 def probe(program: str | None = None, timeout: float = PROBE_TIMEOUT) -> dict[str, Any]:
-    """What a fresh process finds; the same error for each item where the process fails or takes too long.
+    """Run doctor_probe.py, or `program`, in a new process and return what it finds.
 
-    It runs `doctor_probe.py`, or `program` where one is given.
+    If the process fails or takes too long, every item has its error.
     """
     asked = ["-m", "minidist.cli.doctor_probe"] if program is None else ["-c", program]
+    command, none = [sys.executable, *asked], subprocess.DEVNULL
     try:
-        done = subprocess.run(
-            [sys.executable, *asked],
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            stdin=subprocess.DEVNULL,
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, stdin=none)
         found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
         return found
     except subprocess.TimeoutExpired:
@@ -98,8 +93,8 @@ def cores() -> MachinePart:
     found = f"{usable} of {all_of_them}, {machine.cpu_model()}"
     if usable > 1:
         return MachinePart("cores", True, found)
-    remedy = "give this process more cores (taskset, the container or the job scheduler sets them)"
-    return MachinePart("cores", False, found, "ranks take turns: more of them are never faster here", remedy)
+    remedy = "give this process more cores; taskset, the container or the job scheduler limits them"
+    return MachinePart("cores", False, found, "ranks take turns, so more ranks are never faster", remedy)
 
 
 def memory() -> MachinePart:
@@ -112,10 +107,8 @@ def blas() -> MachinePart:
     """numpy's BLAS, the yardstick of the matmul ladder."""
     found = machine.blas()
     if found is None:
-        cost = "no figure for its threads; its speed is unknown"
-        return MachinePart(
-            "BLAS", False, "none recognised behind numpy", cost, "pip install --force-reinstall numpy"
-        )
+        cost, remedy = "its threads and speed are unknown", "pip install --force-reinstall numpy"
+        return MachinePart("BLAS", False, "none recognised in numpy", cost, remedy)
     text = f"{found['name']} {found['version']}, {found['architecture']}, {found['threads']} threads"
     return MachinePart("BLAS", True, text)
 
@@ -123,13 +116,11 @@ def blas() -> MachinePart:
 def torch(found: dict[str, Any]) -> MachinePart:
     """torch itself, without which nothing trains."""
     if "error" in found:
-        return MachinePart(
-            "torch", False, found["error"], "everything but the ladder", "pip install torch", required=True
-        )
+        cost, remedy = "everything except the ladder", "pip install torch"
+        return MachinePart("torch", False, found["error"], cost, remedy, required=True)
     build = f"CUDA {found['cuda']}" if found["cuda"] else "CPU only"
-    return MachinePart(
-        "torch", True, f"{found['version']}, {build}, {found['threads']} threads", required=True
-    )
+    text = f"{found['version']}, {build}, {found['threads']} threads"
+    return MachinePart("torch", True, text, required=True)
 
 
 def gloo(found: dict[str, Any]) -> MachinePart:
@@ -145,34 +136,32 @@ def shared_memory(folder: str = "/dev/shm") -> MachinePart:
     try:
         size = os.statvfs(folder)
     except (OSError, AttributeError):
-        cost = "none for gloo; libraries that share tensors between processes use files instead"
+        cost = "nothing for gloo; libraries that share tensors between processes use files instead"
         return MachinePart("shared memory", True, f"no {folder}", cost)
     total = size.f_frsize * size.f_blocks
     text = f"{total / 2**30:.1f} GiB in {folder}"
     if total >= SHARED_MEMORY:
         return MachinePart("shared memory", True, text)
     remedy = "docker run --shm-size=2g, or mount -o remount,size=2g /dev/shm"
-    return MachinePart("shared memory", False, text, "NCCL and data loaders run out of it and stop", remedy)
+    return MachinePart("shared memory", False, text, "NCCL and data loaders run out of it and fail", remedy)
 
 
 def compiler_cache() -> MachinePart:
-    """Where numba keeps machine code from one process to the next."""
+    """The folder in which numba keeps machine code from one process to the next."""
     from minidist import kernels
 
-    beside = Path(kernels.__file__).parent / "cpu" / "support" / "__pycache__"
+    package = Path(kernels.__file__).parent / "cpu" / "support" / "__pycache__"
     named = os.environ.get("NUMBA_CACHE_DIR")
-    choices = [Path(named)] if named else [beside, Path.home() / ".cache" / "numba"]
+    choices = [Path(named)] if named else [package, Path.home() / ".cache" / "numba"]
     for folder in choices:
         if _writable(folder):
             return MachinePart("compiler cache", True, str(folder))
-    cost = "compiled rungs are compiled anew by each process, a second or so each"
-    return MachinePart(
-        "compiler cache", False, f"{choices[0]} can't be written", cost, "export NUMBA_CACHE_DIR=/tmp/numba"
-    )
+    cost, remedy = "every process compiles each rung again: a second", "export NUMBA_CACHE_DIR=/tmp/numba"
+    return MachinePart("compiler cache", False, f"{choices[0]} can't be written", cost, remedy)
 
 
 def _writable(folder: Path) -> bool:
-    """Whether a file can be made in a folder, or in what would be the folder's nearest parent."""
+    """Whether a file can be made in a folder, or in its nearest existing parent."""
     while not folder.exists() and folder.parent != folder:
         folder = folder.parent
     try:
@@ -185,19 +174,15 @@ def _writable(folder: Path) -> bool:
 def gpu(gpus: list[dict[str, Any]] | None, found: dict[str, Any]) -> MachinePart:
     """NVIDIA GPUs, their driver, and whether this torch can use them."""
     if gpus is None:
-        cost = "products and training run on the CPU"
+        found_none, remedy = "none", "nothing to install: all of minidist works without one"
         if shutil.which("nvidia-smi"):
-            return MachinePart(
-                "GPU", False, "nvidia-smi finds none", cost, "nvidia-smi, which says what is wrong"
-            )
-        return MachinePart(
-            "GPU", False, "none", cost, "nothing to install: all of minidist works without one"
-        )
+            found_none, remedy = "nvidia-smi finds none", "run nvidia-smi, which says what is wrong"
+        return MachinePart("GPU", False, found_none, "products and training run on the CPU", remedy)
     text = f"{len(gpus)} x {gpus[0]['name']}, driver {gpus[0]['driver']}"
     if found.get("devices"):
         return MachinePart("GPU", True, text)
     why = "a CPU-only build" if found.get("cuda") is None else f"built for CUDA {found['cuda']}"
-    cost = "torch trains on the CPU, though there is a GPU"
+    cost = "torch trains on the CPU although there is a GPU"
     remedy = "pip install --force-reinstall torch, without constraints.txt; or a newer driver"
     return MachinePart("GPU", False, f"{text}; torch, {why}, can't use it", cost, remedy)
 
@@ -207,7 +192,7 @@ def nccl(gpus: list[dict[str, Any]] | None, found: dict[str, Any]) -> MachinePar
     if found.get("nccl"):
         return MachinePart("NCCL", True, "in torch")
     if gpus is None:
-        return MachinePart("NCCL", True, "not in this torch, and not needed without a GPU")
+        return MachinePart("NCCL", True, "not in this torch; not needed without a GPU")
     remedy = "pip install --force-reinstall torch, without constraints.txt"
     return MachinePart("NCCL", False, "not in this torch", "ranks on GPUs can't talk", remedy)
 
@@ -216,30 +201,25 @@ def numba_cuda(found: Any) -> MachinePart:
     """The compiler of the CUDA rungs."""
     if isinstance(found, str):
         return MachinePart("numba-cuda", True, found)
-    return MachinePart(
-        "numba-cuda",
-        False,
-        found["error"],
-        "kernels for a GPU can't be written in Python",
-        "pip install 'minidist[cuda]'",
-    )
+    cost = "kernels for a GPU can't be written in Python"
+    return MachinePart("numba-cuda", False, found["error"], cost, "pip install 'minidist[cuda]'")
 
 
 def library(name: str, found: Any) -> MachinePart:
-    """One of CUDA's compiler libraries, which come as wheels and need no GPU."""
+    """One of CUDA's compiler libraries, which come as wheels and do not need a GPU."""
     title = name if name == "nvJitLink" else name.upper()
     if isinstance(found, str):
         version = machine.version(f"nvidia-{name.lower()}") or machine.version(f"nvidia-cuda-{name.lower()}")
         return MachinePart(title, True, f"{version}, from {found}" if version else f"from {found}")
-    cost = "kernels for a GPU can't be compiled, not even to be looked at"
+    cost = "kernels for a GPU can't be compiled, not even to read their code"
     return MachinePart(title, False, "not found", cost, "pip install 'minidist[cuda]'")
 
 
 def ladder(found: dict[str, Any]) -> MachinePart:
-    """Where the CUDA ladder runs, and whether the driver fits the toolkit that compiles it."""
+    """Where the CUDA ladder runs, and whether the driver supports the toolkit that compiles it."""
     if "error" in found:
         cost = "the rungs of the CUDA ladder can't run, not even in the emulator"
-        # The ladder's own errors end with what to do.
+        # The ladder's own errors end with the remedy.
         error = found["error"].partition(": ")[2] or found["error"]
         return MachinePart("CUDA ladder", False, error, cost, error.rpartition(": ")[2])
     where, toolkit = found["backend"], found["toolkit"]
@@ -253,7 +233,7 @@ def ladder(found: dict[str, Any]) -> MachinePart:
 
 
 def extra(distribution: str, group: str, cost: str) -> MachinePart:
-    """A package that one of the extras brings."""
+    """A package that one of minidist's extras installs."""
     version = machine.version(distribution)
     if version:
         return MachinePart(distribution, True, version)
@@ -261,7 +241,7 @@ def extra(distribution: str, group: str, cost: str) -> MachinePart:
 
 
 def show(console: Console, parts: list[MachinePart]) -> None:
-    """Print the table, and under it what is missing."""
+    """Print the table, then what is missing."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("", "part", "found"):
         table.add_column(heading)

@@ -1,6 +1,6 @@
-"""What `minidist doctor` asks in a process of its own, since it loads foreign code that may fail or hang.
+"""What `minidist doctor` looks up in another process, since it loads foreign code that may fail or hang.
 
-Prints one JSON object; each item is found on its own, so that one failure hides no other.
+It prints one JSON object. Each item is looked up separately, so that no failure hides another.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 
 def attempt(find: Callable[[], object]) -> object:
-    """What `find` returns, or {"error": ...}."""
+    """What `find` returns, or {"error": ...} if it fails."""
     try:
         return find()
     except Exception as error:
@@ -21,7 +21,7 @@ def attempt(find: Callable[[], object]) -> object:
 
 
 def torch() -> dict[str, Any]:
-    """The build, and what of it works here."""
+    """torch's build, and which of its parts work here."""
     import torch
     import torch.distributed as dist
 
@@ -47,7 +47,7 @@ def library(name: str) -> str:
 
 
 def ladder() -> dict[str, Any]:
-    """Where the CUDA ladder runs, and the versions that have to fit each other."""
+    """Where the CUDA ladder runs, and the versions that must be compatible."""
     from minidist.kernels.cuda.runtime import device
 
     device.require_toolkit()

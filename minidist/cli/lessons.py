@@ -1,11 +1,12 @@
-"""`minidist lessons`: how far a reader has come, and JupyterLab in the folder of the lessons.
+"""The command `minidist lessons`: a reader's progress, and JupyterLab in the lessons' folder.
 
-What has passed is in lessons/.progress.json, which the lessons' checks write; deleting it begins anew.
+The lessons' checks write passed exercises to lessons/.progress.json; delete that file to start again.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.util
 import json
 import os
@@ -13,50 +14,72 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from minidist.cli.options import Debug, Json
+from minidist.cli.output import console, print_json
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 STOP_TIMEOUT = 10.0
-"""Seconds that JupyterLab gets to end after Ctrl-C."""
+"""Seconds that JupyterLab has to end after Ctrl-C."""
 
 
-@dataclass(frozen=True)
+def lessons(
+    progress: Annotated[bool, typer.Option("--progress", help="Print only the table.")] = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Show which exercises have passed, then open JupyterLab in the lessons' folder; Ctrl-C ends it."""
+    at = folder()
+    found = read_lessons(at)
+    if as_json:
+        print_json({"folder": str(at), "lessons": [dataclasses.asdict(each) for each in found]})
+        return
+    show(console(), found)
+    if not progress and open_lab(at):
+        raise typer.Exit(1)
+
+
+@dataclasses.dataclass(frozen=True)
 class Lesson:
-    """A lesson as its file has it."""
+    """A lesson with its exercises."""
 
     number: int
     title: str
     exercises: tuple[str, ...]  # names, in order
-    passed: tuple[str, ...]  # of these
-    seconds: float | None  # from top to bottom, as recorded
+    passed: tuple[str, ...]  # names of the passed exercises
+    seconds: float | None  # recorded duration of the whole notebook
 
 
 def folder() -> Path:
-    """The folder of the lessons: of this checkout, or below the current directory.
+    """The folder of the lessons: this checkout's, or one in the current directory.
 
     Raises:
         ValueError: there is none.
     """
     here = Path.cwd()
-    for place in (Path(__file__).resolve().parents[2] / "lessons", here / "lessons", here):
-        if (place / "checks" / "exercises.py").exists():
-            return place
+    for path in (Path(__file__).resolve().parents[2] / "lessons", here / "lessons", here):
+        if (path / "checks" / "exercises.py").exists():
+            return path
     raise ValueError(
-        "the lessons are notebooks of minidist's repository, and no folder of it is here: clone it, and call "
-        "minidist lessons there"
+        "the lessons are notebooks of minidist's repository, which is not here: clone it and run minidist "
+        "lessons there"
     )
 
 
-def lessons(place: Path) -> list[Lesson]:
-    """The lessons of a folder, in order, with what has passed."""
-    passed = _read_progress(place)
-    costs = _read(place / "costs.json")
+def read_lessons(at: Path) -> list[Lesson]:
+    """Read the lessons of a folder, in order, with the exercises that have passed."""
+    progress = Path(os.environ.get("MINIDIST_LESSONS_PROGRESS") or at / ".progress.json")
+    passed = _read(progress).get("passed", {})
+    passed = passed if isinstance(passed, dict) else {}
+    costs = _read(at / "costs.json")
     found = []
-    for source in sorted(place.glob("[0-9][0-9]_*.py")):
+    for source in sorted(at.glob("[0-9][0-9]_*.py")):
         text = source.read_text(encoding="utf-8")
         title = re.search(r"^# # \d+\. (.+)$", text, re.MULTILINE)
         names = re.findall(r"^(\w+) = or_solution\(\1\)", text, re.MULTILINE)
@@ -74,16 +97,16 @@ def lessons(place: Path) -> list[Lesson]:
     return found
 
 
-def open_lab(place: Path) -> int:
-    """Run JupyterLab in the folder until it ends, or Ctrl-C ends it; its exit code.
+def open_lab(at: Path) -> int:
+    """Run JupyterLab in a folder until it ends or Ctrl-C ends it; return its exit code.
 
     Raises:
         ValueError: JupyterLab is not installed.
     """
     if importlib.util.find_spec("jupyterlab") is None:
         raise ValueError("minidist lessons needs jupyterlab: pip install 'minidist[lessons]'")
-    # Ctrl-C reaches both processes: with -y the server ends without a question, and this one waits for that.
-    server = subprocess.Popen([sys.executable, "-m", "jupyterlab", "-y"], cwd=place)
+    # Ctrl-C reaches both processes. With -y the server ends without asking, and this process waits for it.
+    server = subprocess.Popen([sys.executable, "-m", "jupyterlab", "-y"], cwd=at)
     try:
         return server.wait()
     except KeyboardInterrupt:
@@ -96,12 +119,6 @@ def open_lab(place: Path) -> int:
             server.wait()
 
 
-def _read_progress(place: Path) -> dict[str, Any]:
-    path = Path(os.environ.get("MINIDIST_LESSONS_PROGRESS") or place / ".progress.json")
-    passed = _read(path).get("passed", {})
-    return passed if isinstance(passed, dict) else {}
-
-
 def _read(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -110,7 +127,7 @@ def _read(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def show(console: Console, found: Sequence[Lesson]) -> None:
+def show(terminal: Console, found: Sequence[Lesson]) -> None:
     """Print the table of lessons."""
     from rich import box
     from rich.table import Table
@@ -123,4 +140,4 @@ def show(console: Console, found: Sequence[Lesson]) -> None:
         style = "green" if all_of_them and done == all_of_them else ""
         minutes = "" if each.seconds is None else f"{max(0.1, each.seconds / 60):.1f} min"
         table.add_row(f"{each.number:02d}", each.title, f"{done} of {all_of_them}", minutes, style=style)
-    console.print(table)
+    terminal.print(table)

@@ -1,4 +1,4 @@
-"""What commands write, and how an error ends them: results on stdout, all else in a line on stderr."""
+"""What commands print: results on stdout, errors as one line on stderr; and the options --profile here."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import math
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -20,21 +20,17 @@ if TYPE_CHECKING:
 
     from minidist.scale.time.rates import Hardware
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else, on stdout.")]
-# Read by `cli.main` alone, which sees the errors.
-Debug = Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")]
 HERE = "here"
-"""The --profile that is this machine, measured."""
+"""The --profile for this machine, measured."""
 MOST_HERE = 16
-"""Ranks that are started to measure it, at most."""
+"""The most ranks that are started to measure it."""
 
 
 def explain(error: Exception) -> int:
-    """Say an error in one line; return the exit code."""
+    """Print an error in one line; return the exit code."""
     from minidist.comm.errors import RankError
 
-    # typer either imports click or brings it along, so its usage error is reached through what typer itself
-    # exports.
+    # click may be installed or vendored by typer, so its usage error is reached through typer's exports.
     usage_error = typer.BadParameter.__mro__[1]
     if isinstance(error, usage_error):
         say(f"{error.format_message()} (minidist --help)")  # type: ignore[attr-defined]
@@ -53,24 +49,23 @@ def explain(error: Exception) -> int:
 
 
 def require(command: str, *modules: str) -> None:
-    """ValueError where a command lacks optional packages."""
+    """ValueError if optional packages that a command needs are missing."""
     missing = [name.replace("_", "-") for name in modules if importlib.util.find_spec(name) is None]
     if missing:
         raise ValueError(f"minidist {command} needs {' and '.join(missing)}: pip install 'minidist[bench]'")
 
 
 def say(message: str) -> None:
-    """One line on stderr."""
+    """Print one line on stderr."""
     print(f"minidist: {' '.join(message.split())}", file=sys.stderr)
 
 
 def print_json(value: Any) -> None:
-    """One object on stdout; NaN and infinity as null."""
+    """Print a value as JSON on stdout, with null for NaN and infinity, which JSON does not have."""
     print(json.dumps(_finite(value), indent=1, ensure_ascii=False, allow_nan=False))
 
 
 def _finite(value: Any) -> Any:
-    """The value with null for NaN and infinity, which JSON does not have."""
     if isinstance(value, dict):
         return {key: _finite(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
@@ -79,12 +74,12 @@ def _finite(value: Any) -> Any:
 
 
 def show(text: str, **style: Any) -> None:
-    """Text on stdout, as it is: a pipe gets whole lines, and brackets are no markup."""
+    """Print text on stdout without wrapping lines or interpreting brackets as markup."""
     console().print(text, highlight=False, markup=False, soft_wrap=True, **style)
 
 
 def console(wide: bool = False) -> Any:
-    """rich's, for tables and colours. A file or a pipe has no width to keep to: `wide` gives it one."""
+    """rich's console. A file or a pipe has no width of its own; `wide` gives it 140 columns."""
     from rich.console import Console
 
     found = Console()
@@ -94,38 +89,38 @@ def console(wide: bool = False) -> Any:
 
 
 def speaks() -> bool:
-    """Whether this process is the one that prints and writes: under torchrun rank 0 does so for all."""
+    """Whether this process prints and writes; under torchrun only rank 0 does."""
     return "TORCHELASTIC_RUN_ID" not in os.environ or not int(os.environ.get("RANK", "0"))
 
 
 def short(path: Path) -> str:
-    """A path as seen from here, where that is shorter."""
+    """A path relative to the current directory, if it lies there."""
     return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def waiting(words: str, quiet: bool) -> AbstractContextManager[Any]:
-    """Say what is waited for, while it is; nothing where quiet."""
+    """Show what the command waits for while the context is open, unless quiet."""
     return contextlib.nullcontext() if quiet else console().status(words)
 
 
 def check_here(profile: str | None, ranks: int, figures: Path | None) -> None:
-    """ValueError where there are figures for no measurement, or too many ranks would be started for one."""
+    """ValueError if --figures is given without a measurement, or a measurement would start too many ranks."""
     if profile != HERE and figures is not None:
         asked = "no --profile is given" if profile is None else f"--profile is {profile}"
         raise ValueError(
-            f"--figures are this machine's and {asked}; leave them out, or give --profile {HERE}"
+            f"--figures is for this machine's figures and {asked}; leave it out, or give --profile {HERE}"
         )
     if figures is not None:
         check_file("--figures", figures)
     if profile == HERE and ranks > MOST_HERE:
         raise ValueError(
-            f"{ranks} ranks would be started to measure this machine; give at most {MOST_HERE}, or a machine "
-            "by name, such as --profile h100"
+            f"measuring this machine would start {ranks} ranks; give at most {MOST_HERE}, or a machine by "
+            "name, such as --profile h100"
         )
 
 
 def measured(ranks: int, figures: Path | None, quiet: bool) -> Hardware:
-    """This machine with so many ranks, as --profile here wants it; `figures` keeps what was measured."""
+    """Measure this machine with so many ranks, for --profile here; the file `figures` keeps the result."""
     from minidist.comm.launching.supervisor import preload_optimizers
     from minidist.scale.time.hardware import this_machine
 

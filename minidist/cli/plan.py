@@ -1,13 +1,15 @@
-"""`minidist plan`: which layout to train a model with."""
+"""The command `minidist plan`: which layout to train a model with."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from minidist.cli.output import HERE, Debug, Json, check_here, console, measured, print_json, show, waiting
+from minidist.cli.options import Debug, Json
+from minidist.cli.output import HERE, check_here, console, measured, print_json, show, waiting
 
 if TYPE_CHECKING:
     from minidist.scale.time.rates import Hardware
@@ -15,40 +17,43 @@ if TYPE_CHECKING:
 
 def plan(
     model: Annotated[str, typer.Option(help="bert-large, gpt2-xl, byte-small, ...")],
-    ranks: Annotated[int, typer.Option(min=1, help="All are used.")] = 8,
+    ranks: Annotated[int, typer.Option(min=1, help="Number of ranks; a layout uses all of them.")] = 8,
     memory: Annotated[
-        str | None, typer.Option(help="Of each rank: 16GB, 24GiB; the profile's unless given.")
+        str | None, typer.Option(help="Memory of each rank: 16GB, 24GiB; default: the profile's.")
     ] = None,
     profile: Annotated[
         str | None,
         typer.Option(help="h100, a100, a100-40gb, v100-16gb, t4, cpu-xeon-8480, or here: this machine."),
     ] = None,
     batch: Annotated[
-        int | None, typer.Option(min=1, help="Rows of a global batch; 32 a rank, here 8, unless given.")
+        int | None, typer.Option(min=1, help="Rows of a global batch; default: 32 per rank, here 8.")
     ] = None,
-    tokens: Annotated[int | None, typer.Option(min=1, help="In a row; the model's context.")] = None,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens in a row; default: the model's context.")
+    ] = None,
     precision: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16.")] = None,
     optimizer: Annotated[str, typer.Option(help="adam, momentum or sgd.")] = "adam",
     measure: Annotated[
         bool, typer.Option("--measure", help="Run the best three on this machine, in turns.")
     ] = False,
-    rounds: Annotated[int, typer.Option(min=1, help="Steps of each that --measure times.")] = 9,
+    rounds: Annotated[int, typer.Option(min=1, help="Steps of each layout that --measure times.")] = 9,
     figures: Annotated[
-        Path | None, typer.Option(help="With --profile here or --measure, a JSON file for its figures.")
+        Path | None,
+        typer.Option(help="With --profile here or --measure, a JSON file that keeps its figures."),
     ] = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Say which layout to train a model with, and why: all that fit, ranked by predicted time.
+    """Find the layout to train a model with, and say why: all that fit, ranked by predicted time.
 
-    Memory as `python -m minidist.scale.memory` counts it, a GPU's context and its allocator's rest not among
-    it; time from the model's operations, bytes and messages on a machine by name, or on this one, measured.
+    Memory is what `python -m minidist.scale.memory` counts, without a GPU's context and allocator losses.
+    Time follows from the model's operations, bytes and messages on a named machine, or on this one, measured.
     """
     from minidist.model.configs import config
     from minidist.scale.memory.largest_batch import parse_bytes
     from minidist.scale.planning import report as plan_words
-    from minidist.scale.planning.planner import check
     from minidist.scale.planning.planner import plan as find
+    from minidist.scale.planning.planner import question_of
     from minidist.scale.planning.trial import require_trainable, trial
     from minidist.scale.time.hardware import hardware as hardware_of
 
@@ -68,7 +73,10 @@ def plan(
         per_rank = 8 if profile == HERE else 32
         rows = (batch or per_rank * ranks, tokens)
     if profile == HERE:
-        check(model, ranks=ranks, memory=budget, batch=rows, precision=precision, optimizer=optimizer)
+        # Check everything before this machine is measured, which takes a while. A GPU stands in for it: a
+        # measured machine has rates for the same precisions.
+        stand_in = replace(hardware_of("h100"), name="this machine")
+        question_of(model, ranks, budget, stand_in, rows, precision, optimizer)
         machine = measured(ranks, figures, quiet=as_json)
     with waiting(f"looking at layouts of {ranks} ranks", as_json):
         found = find(
@@ -92,13 +100,8 @@ def plan(
     raise typer.Exit(0 if found.fitting else 1)
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command(epilog="Example: minidist plan --model bert-large --memory 16GB --ranks 8")(plan)
-
-
 def _print(found: Any, tried: dict[str, float] | None) -> None:
-    """The answer, the table, and why others do not fit."""
+    """Print the answer, the table, and why other layouts do not fit."""
     from minidist.scale.planning import report as plan_words
     from minidist.scale.planning.trial import verdict
 

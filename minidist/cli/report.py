@@ -1,4 +1,4 @@
-"""The command `minidist report`: what was measured, as tables, as a page, as Markdown or as JSON."""
+"""The command `minidist report`: benchmark results as tables, a page, Markdown or JSON."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ from typing import Annotated
 import typer
 
 from minidist._files import check_file
-from minidist.cli.output import Debug, Json, console, print_json, require, short, show
+from minidist.cli.options import Debug, Json
+from minidist.cli.output import console, print_json, require, short, show
 
 
 def report(
     machine: Annotated[str | None, typer.Option(help="The machine to show first.")] = None,
     results: Annotated[Path | None, typer.Option(help="The folder of results.")] = None,
-    out: Annotated[Path | None, typer.Option(help="The file to write; report.html unless given.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The file to write; default: report.html.")] = None,
     markdown: Annotated[
         bool, typer.Option("--markdown", help="Write Markdown for a README instead, to stdout or --out.")
     ] = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Show what was measured: tables and findings here, and a page with figures."""
+    """Show benchmark results: print tables and findings, and write a page with figures."""
     from minidist.benchmarks.harness import results as kept
     from minidist.benchmarks.report import ladder, short_form
     from minidist.benchmarks.report import report as tables
@@ -58,7 +59,7 @@ def report(
             show("This machine has no results yet: run minidist bench", style="yellow")
         others = list(found)[1:]
         if others:
-            show(f"Also there, with --machine: {', '.join(others)}")
+            show(f"Other machines, for --machine: {', '.join(others)}")
     if out is not None:
         require("report", "matplotlib")
         from minidist.benchmarks.report.page import page
@@ -66,8 +67,3 @@ def report(
         out.write_text(page(found), encoding="utf-8")
         if not as_json:
             show(f"Page with figures: {short(out)}")
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command(epilog="Example: minidist report --out report.html. For a README: --markdown")(report)

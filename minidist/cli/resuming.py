@@ -1,9 +1,9 @@
-"""A training that is stopped at any moment and goes on: what `minidist train --save` does beside the steps.
+"""Checkpoints of `minidist train --save`, so that a run which is stopped at any moment can continue.
 
-A killed rank takes the run with it; torchrun, or whoever gives the command again, starts it anew, and it goes
-on from the newest checkpoint that is whole. What came after that is trained again, to the same bits, since
-order, random states and sums are the same. SIGTERM, which a spot machine sends shortly before it goes, is no
-crash: ranks agree at the end of the step, save, and leave.
+If a rank is killed, the run ends. When torchrun or the user starts the command again, it continues from the
+newest whole checkpoint and repeats the steps after it, to the same bits, since order, random states and sums
+are the same. SIGTERM, which a spot machine sends shortly before it goes, is not a crash: the ranks agree at
+the end of a step, save and exit.
 """
 
 from __future__ import annotations
@@ -28,16 +28,20 @@ from minidist.model import Sampler
 from minidist.parallel.contract.engine import Engine
 
 LOCK = ".lock"
-"""A file in the folder, which the run that saves there holds locked until its rank 0 ends, in any way."""
+"""A file in the folder that the run which saves there keeps locked until its rank 0 ends, however it ends."""
 PATIENCE = 10.0
-"""Seconds that a folder's lock is waited for: ranks whose launcher was killed may take one or two to end."""
+"""Seconds to wait for a folder's lock: ranks whose launcher was killed may take one or two to end."""
 
 
 class Resuming:
-    """Saves a training as it goes, and takes it up again.
+    """Saves a training every so many steps, and continues it.
 
-    folder: of the checkpoints. every: steps from one to the next. keep: how many. description: what the
-    losses depend on beside the step; a folder of another description is refused.
+    Args:
+        engine, sampler: what to save.
+        folder: of the checkpoints.
+        every: steps from one checkpoint to the next.
+        keep: how many of the newest to keep.
+        description: what the losses depend on besides the step; a folder with another one is refused.
     """
 
     def __init__(
@@ -54,10 +58,10 @@ class Resuming:
         self.saved: int | None = None  # the step that was saved last
 
     def losses(self, resume: bool = True) -> list[float]:
-        """Those of the steps done so far, which the engine has then: none where the folder has no checkpoint.
+        """Load the newest whole checkpoint and return the losses of its steps; none if there is none.
 
         Raises:
-            ValueError: the folder has checkpoints, and they are another training's, or `resume` is False.
+            ValueError: the checkpoints are another training's, or there are some and `resume` is False.
             CheckpointError: none of them is whole.
         """
         found = torch.tensor(len(checkpoints(self.folder)), device=comm.device())
@@ -65,30 +69,30 @@ class Resuming:
             return []
         if not resume:
             raise ValueError(
-                f"{self.folder} has checkpoints, and the training is not to go on from them; give another "
+                f"{self.folder} has checkpoints, and the training must not continue from them; give another "
                 "folder, or resume"
             )
         with warnings.catch_warnings(record=True) as passed:
             warnings.filterwarnings("always", "passed over a checkpoint")
             loaded = load(self.engine, self.folder, latest=True, sampler=self.sampler)
-        for warning in passed:  # for who gives a command, where in the code is no help
+        for warning in passed:  # without the line of code, which does not help the command's user
             print(f"minidist: {warning.message}", file=sys.stderr)
         saved = loaded.extra["training"]
         for name, mine in self.description.items():
             if saved.get(name) != mine:
                 raise ValueError(
                     f"{loaded.path} is of a training with {name}={saved.get(name)!r}, and this one has "
-                    f"{mine!r}; give what it was started with, or another folder"
+                    f"{mine!r}; give the same {name}, or another folder"
                 )
         self.saved = loaded.step
         losses: list[float] = loaded.extra["losses"]
         return losses
 
     def step_done(self, losses: list[float], last: bool, asked: bool) -> bool:
-        """Save where it is time to; whether the training is to stop here, the same on all ranks.
+        """Save if it is time to; return whether the training should stop, the same on all ranks.
 
-        losses: of all steps so far. last: whether these are all. asked: whether this rank was asked to stop.
-        Sends 2 (n - 1) / n 8 bytes.
+        `losses` are those of all steps so far, `last` says whether these are all steps, `asked` whether this
+        rank was asked to stop. Each rank sends 2 (n - 1) / n 8 bytes.
         """
         stop = torch.tensor(int(asked), device=comm.device())
         comm.all_reduce(stop, "max")
@@ -102,10 +106,10 @@ class Resuming:
 
 @contextlib.contextmanager
 def reserved(folder: str) -> Iterator[None]:
-    """Inside, this run alone saves into a folder, which is made where there is none. Every rank calls it.
+    """Lock a folder, and make it if needed, so that only this run saves there. A collective.
 
     Raises:
-        ValueError: nothing can be written there, or another run saves there; the same on all ranks.
+        ValueError: the folder cannot be written, or another run saves there; the same on all ranks.
     """
     held: list[int] = []
     agree(lambda: held.append(_lock(folder)) if comm.rank() == 0 else None, f"lock {folder}")
@@ -117,12 +121,12 @@ def reserved(folder: str) -> Iterator[None]:
 
 
 def _lock(folder: str) -> int:
-    """The descriptor of a folder's lock, which is free when it is closed."""
+    """Lock a folder; return the lock's descriptor, which frees it when closed."""
     try:
         os.makedirs(folder, exist_ok=True)
         descriptor = os.open(os.path.join(folder, LOCK), os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as error:
-        why = "it is no folder" if error.errno in (errno.EEXIST, errno.ENOTDIR) else error.strerror
+        why = "it is not a folder" if error.errno in (errno.EEXIST, errno.ENOTDIR) else error.strerror
         raise ValueError(f"no checkpoint can be saved in {folder}: {why}; give another folder") from None
     deadline = time.monotonic() + PATIENCE
     while True:
@@ -134,7 +138,7 @@ def _lock(folder: str) -> int:
                 continue
             os.close(descriptor)
             raise ValueError(
-                f"another run saves in {folder}; wait for its end, or give another folder"
+                f"another run saves in {folder}; wait until it ends, or give another folder"
             ) from None
         except OSError:  # a file system without locks
             pass

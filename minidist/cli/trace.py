@@ -8,29 +8,30 @@ from typing import Annotated
 import typer
 
 from minidist._files import check_file
-from minidist.cli.output import Debug, Json, print_json, require, short, show, speaks, waiting
+from minidist.cli.options import Batch, Debug, Dtype, GPTOrMLP, Json, Seed, Timeout
+from minidist.cli.output import print_json, require, short, show, speaks, waiting
 
 PICTURES = (".svg", ".png", ".pdf")
 
 
 def trace(
     layout: Annotated[str, typer.Option(help="Such as dp=2,pp=2,micro_batches=4.")],
-    model: Annotated[str, typer.Option(help="gpt (byte-tiny), byte-small, ..., or mlp.")] = "gpt",
+    model: GPTOrMLP = "gpt",
     out: Annotated[Path, typer.Option(help="The file, for ui.perfetto.dev.")] = Path("trace.json"),
-    plot: Annotated[Path | None, typer.Option(help="A picture of it, too: trace.svg.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="A picture to draw as well: trace.svg.")] = None,
     steps: Annotated[int, typer.Option(help="Steps before the one that is traced.")] = 3,
-    batch: Annotated[int, typer.Option(help="Rows of a global batch, over all ranks.")] = 32,
+    batch: Batch = 32,
     optimizer: Annotated[str, typer.Option(help="adamw or sgd.")] = "adamw",
-    dtype: Annotated[str, typer.Option(help="float32 or float64.")] = "float32",
-    seed: Annotated[int, typer.Option(help="Of the weights and of the order of rows.")] = 0,
-    timeout: Annotated[float | None, typer.Option(help="Seconds that the run may take.")] = None,
+    dtype: Dtype = "float32",
+    seed: Seed = 0,
+    timeout: Timeout = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
     """Show what every rank does in one step: who computes, who waits for whom, and what is sent.
 
-    The table has each rank's shares of the time: at work in modules and the optimizer, at other work, held up
-    by communication under way, and idle until another rank comes.
+    The table has each rank's shares of the time: computing in modules and the optimizer, other work, waiting
+    for communication in progress, and idle until another rank makes the same call.
     """
     _check(out, plot)
     from minidist.cli.traced_step import trace_layout
@@ -72,7 +73,7 @@ def trace(
 
 
 def _check(out: Path, plot: Path | None) -> None:
-    """Before anything is started, see that the files can be written."""
+    """ValueError if a file cannot be written, before anything is started."""
     for option, path in (("--out", out), ("--plot", plot)):
         if path is not None:
             check_file(option, path)
@@ -80,10 +81,5 @@ def _check(out: Path, plot: Path | None) -> None:
         if plot.suffix not in PICTURES:
             raise ValueError(f"--plot {plot} has to end in {', '.join(PICTURES)}")
         if plot.absolute() == out.absolute():
-            raise ValueError(f"--plot and --out are both {out}; give each a file of its own")
+            raise ValueError(f"--plot and --out are both {out}; give two different files")
         require("trace --plot", "matplotlib")
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command(epilog="Example: minidist trace --layout dp=2,pp=2,micro_batches=4 --plot trace.svg")(trace)

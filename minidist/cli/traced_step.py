@@ -8,13 +8,13 @@ from __future__ import annotations
 from functools import partial
 
 from minidist import comm
-from minidist.cli.train_config import DEFAULT_MODEL, OPTIMIZERS, TrainConfig, build
+from minidist._arguments import check_whole
+from minidist.cli.train_config import OPTIMIZERS, TrainConfig, build, config_of
 from minidist.comm.launching.launch import launch
 from minidist.model import Sampler
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.engine.prepare import prepare
-from minidist.scale.tracing.all_ranks import Trace
-from minidist.scale.tracing.trace import trace
+from minidist.scale.tracing.trace import Trace, trace
 
 
 def trace_layout(
@@ -29,35 +29,13 @@ def trace_layout(
     seed: int = 0,
     timeout: float | None = None,
 ) -> Trace:
-    """Train for some steps, which start what is made when it is first used, then trace one.
+    """Train for `steps` steps on new ranks, which create what is made on first use, then trace one step.
 
-    Args:
-        layout: how many ranks do what; they are started fresh.
-        model: "mlp", which learns digits, or a GPT of bytes by name; "gpt" is the smallest.
-        steps: before the one that is traced; with 0 that is the first.
-        batch, learning_rate, optimizer, dtype, seed: as for `TrainConfig`.
-        timeout: seconds that the launch may take; None for no limit.
-
-    Raises:
-        TypeError: a value is of the wrong type.
-        ValueError: an unknown name, a number out of range, or a layout that does not fit.
-        RankError: a rank failed; the message says which and why.
+    `model` is "mlp", which learns digits, or the name of a GPT of bytes. `timeout` is the most seconds.
     """
-    if isinstance(steps, bool) or not isinstance(steps, int):
-        raise TypeError(f"steps is {steps!r}; give a whole number")
-    if steps < 0:
-        raise ValueError(f"steps is {steps}; give how many to take before the one that is traced, or 0")
-    config = TrainConfig(
-        data="digits" if model == "mlp" else "bytes",
-        model=DEFAULT_MODEL["bytes"] if model == "gpt" else model,
-        layout=layout,
-        steps=steps + 1,
-        batch=batch,
-        learning_rate=learning_rate,
-        optimizer=optimizer,
-        dtype=dtype,
-        seed=seed,
-    )
+    check_whole("steps", steps, 0)
+    fields = {"learning_rate": learning_rate, "optimizer": optimizer, "dtype": dtype, "seed": seed}
+    config = config_of(model, layout, steps=steps + 1, batch=batch, **fields)
     found: Trace | None = launch(traced, layout.ranks, (config,), timeout)[0]
     assert found is not None  # rank 0 has it
     return found

@@ -1,4 +1,4 @@
-"""Training from a description: what `minidist train` runs, and a model of a loop of one's own.
+"""Train from a description: what `minidist train` runs, and an example of a training loop.
 
 >>> from minidist.cli.train import TrainConfig, train
 >>> md.launch(train, ranks=2, args=(TrainConfig(layout=md.Layout(dp=2)),))
@@ -33,33 +33,33 @@ from minidist.parallel.contract.engine import Engine
 from minidist.parallel.engine.prepare import prepare
 
 TEST_ROWS = 512
-"""Held-out rows that an evaluation takes at most: the digits have fewer, the corpus many more."""
+"""The most held-out rows in an evaluation: the digits have fewer, the corpus many more."""
 
 
 @dataclass(frozen=True)
 class TrainResult:
-    """How a training went, the same on every rank but for `seconds` and `bytes_sent`."""
+    """How a training went; the same on every rank except for `seconds`, its rate and `bytes_sent`."""
 
-    losses: list[float]  # the mean over each global batch, also of the steps before it was resumed
-    test_loss: float  # NaN where it was stopped
+    losses: list[float]  # mean over each global batch, including steps of earlier runs
+    test_loss: float  # NaN if it was stopped
     test_accuracy: float
     parameters: int
-    seconds: float  # for the steps alone, on this rank
+    seconds: float  # of the steps alone, on this rank
     rows_per_second: float
     bytes_sent: int  # by this rank, in the steps of this run
     stopped: bool = False  # whether SIGTERM ended it, with everything saved
-    resumed_at: int = 0  # the steps that were saved before, which this run did not do
+    resumed_at: int = 0  # steps of earlier runs
 
 
 def run(config: TrainConfig, timeout: float | None = None, progress: bool = True) -> TrainResult:
-    """Train on as many fresh local ranks as the layout asks for; under torchrun, on those that it started.
+    """Train on as many new local ranks as the layout needs; under torchrun, on the ranks that it started.
+
+    With `config.save`, SIGTERM to this process or to a rank saves and stops at the end of a step.
 
     Args:
         config: what to train.
         timeout: seconds that the whole run may take; None for no limit.
-        progress: draw a progress bar where the standard error is a terminal.
-
-    With `config.save`, SIGTERM to this process or to a rank ends the training at the end of a step, saved.
+        progress: draw a progress bar if standard error is a terminal.
 
     Raises:
         RankError: a rank failed; the message says which and why.
@@ -80,35 +80,35 @@ def run(config: TrainConfig, timeout: float | None = None, progress: bool = True
                 if not checkpoints(config.save):
                     give_up()
                 raise Stopped(
-                    f"stopped by SIGTERM; the same command goes on with what is saved in {config.save}"
+                    f"stopped by SIGTERM; the same command continues with what is saved in {config.save}"
                 ) from death
     return results[0]
 
 
 def train(config: TrainConfig, progress: bool = False) -> TrainResult:
-    """Train on this rank, with the others of the world.
+    """Train on this rank, together with the other ranks of the world.
 
     Raises:
-        ValueError: the world does not fit the layout, a batch has fewer rows than there are ranks, or nothing
-            can be saved where it is to be, or another run saves there.
+        ValueError: the world does not fit the layout, a batch has fewer rows than there are ranks, the folder
+            for checkpoints cannot be written, or another run saves there.
         RuntimeError: the ranks read different data, or end with different weights.
     """
     if config.save is None:
-        return _train(config, progress, _never)
+        return _train(config, progress, lambda: False)
     with termination() as asked, reserved(os.path.abspath(config.save)):
         return _train(config, progress, asked)
 
 
 def _train(config: TrainConfig, progress: bool, asked: Callable[[], bool]) -> TrainResult:
-    """See `train`. asked: whether this rank was asked to stop."""
+    """Train; `asked` returns whether this rank was asked to stop."""
     model, data = build(config)
     _require_equal("data set", data.fingerprint(), "install the same Python and scikit-learn on all machines")
     if config.batch > len(data.train):
         raise ValueError(
-            f"batch is {config.batch}, and {config.data} has {len(data.train)} rows; give at most that"
+            f"batch is {config.batch}, and {config.data} has {len(data.train)} rows; give at most so many"
         )
     optimizer = partial(OPTIMIZERS[config.optimizer], lr=config.learning_rate)
-    parameters = sum(parameter.numel() for parameter in model.parameters())  # the ranks then cut it
+    parameters = sum(parameter.numel() for parameter in model.parameters())  # before `prepare` divides it
     engine = prepare(model, optimizer, config.layout, clip_norm=config.clip_norm)
     sampler = Sampler(
         len(data.train),
@@ -116,7 +116,7 @@ def _train(config: TrainConfig, progress: bool, asked: Callable[[], bool]) -> Tr
         rank=engine.data_rank,
         ranks=engine.data_ranks,
         seed=config.seed,
-        drop_last=True,  # or an epoch could end in a batch too small for the ranks
+        drop_last=True,  # otherwise an epoch could end in a batch too small for the ranks
     )
     resuming, losses, rows, stopped = None, list[float](), 0, False
     if config.save is not None:
@@ -155,14 +155,10 @@ def _train(config: TrainConfig, progress: bool, asked: Callable[[], bool]) -> Tr
     )
 
 
-def _never() -> bool:
-    return False
-
-
 def evaluate(
     engine: Engine, rows: Rows, config: TrainConfig, metric: Callable[[Tensor, Tensor], Tensor] | None
 ) -> float:
-    """The mean of a metric over the first held-out rows, each data-parallel rank on its share."""
+    """The mean of a metric over the first held-out rows; each data-parallel rank takes a share of them."""
     count = min(len(rows), TEST_ROWS)
     total = 0.0
     for start in range(0, count, config.batch):
@@ -182,7 +178,7 @@ def _fingerprint(state: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def _require_equal(what: str, fingerprint: str, remedy: str) -> None:
-    """RuntimeError, on every rank, where ranks have different fingerprints: 64 hexadecimal digits."""
+    """RuntimeError, on every rank, if ranks have different fingerprints (64 hexadecimal digits)."""
     everyones = comm.all_gather(torch.tensor([int(fingerprint[:15], 16)], device=comm.device())).tolist()
     different = [rank for rank, each in enumerate(everyones) if each != everyones[0]]
     if different:
@@ -191,14 +187,14 @@ def _require_equal(what: str, fingerprint: str, remedy: str) -> None:
 
 @contextmanager
 def _progress(config: TrainConfig, wanted: bool) -> Iterator[Callable[[float, int], None]]:
-    """What to call with each step's loss; it moves a bar where the process's standard error is a terminal."""
+    """A function to call with each step's loss; it moves a progress bar if standard error is a terminal."""
     if not wanted or not os.isatty(2):
         yield lambda loss, done: None
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    # The descriptor itself: a rank's sys.stderr sends whole lines to the caller.
+    # Write to the descriptor, since a rank's sys.stderr forwards whole lines to the caller.
     with os.fdopen(os.dup(2), "w") as terminal:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(

@@ -1,6 +1,6 @@
-"""What is trained, on what, and how: the description that a run starts from, and the model and data of it.
+"""The description of a training (model, data, layout, optimizer), and how to build its model and data.
 
-Two runs of equal descriptions take the same batches from the same weights, whatever their layouts.
+Two runs with equal descriptions train on the same batches from the same weights, whatever their layouts.
 """
 
 from __future__ import annotations
@@ -9,13 +9,16 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from minidist import comm
+from minidist._arguments import check_whole
 from minidist._names import unknown
-from minidist.model import CONFIGS, GPT, MLP, Dataset, GPTConfig, config, dataset
+from minidist.model import CONFIGS, GPT, MLP, Dataset, GPTConfig, dataset
+from minidist.model import config as shape_of
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.engine.prepare import check_available
 from minidist.parallel.training.clipping import check_max_norm
@@ -33,12 +36,7 @@ HIDDEN = 128
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """What to train, on what, and how.
-
-    Raises:
-        ValueError: an unknown name, with the nearest known one; a number out of range; a model that does not
-            fit the data.
-    """
+    """What to train, on what, and how; making one raises ValueError for what is unknown or does not fit."""
 
     data: str = "digits"  # or "bytes"
     model: str | None = None  # "mlp" for digits; a GPT's name for bytes; None for the data's default
@@ -51,10 +49,10 @@ class TrainConfig:
     dtype: str = "float32"
     seed: int = 0  # of the weights and of the order of rows
     clip_norm: float | None = None  # the largest norm that gradients may have; None for any
-    save: str | None = None  # a folder for checkpoints, from which a run that was stopped goes on
-    save_every: int = 50  # steps from one checkpoint to the next; the end is one, too
-    keep: int = 3  # checkpoints that stay, the newest
-    resume: bool = True  # go on from the folder's newest whole checkpoint; False refuses a folder with some
+    save: str | None = None  # a folder for checkpoints, from which a stopped run continues
+    save_every: int = 50  # steps from one checkpoint to the next; the end is saved as well
+    keep: int = 3  # how many of the newest checkpoints to keep
+    resume: bool = True  # continue from the newest whole checkpoint; False refuses a folder that has some
 
     def __post_init__(self) -> None:
         for what, name, known in (
@@ -67,7 +65,7 @@ class TrainConfig:
                 raise unknown(what, name, known)
         if (self.data == "digits") != (self.model_name == "mlp"):
             fitting = "the mlp" if self.data == "digits" else f"a GPT, such as {DEFAULT_MODEL['bytes']}"
-            raise ValueError(f"the model {self.model_name} cannot train on {self.data}; that takes {fitting}")
+            raise ValueError(f"the model {self.model_name} cannot train on {self.data}; give {fitting}")
         if self.rung is not None:
             from minidist.kernels import rung
 
@@ -77,12 +75,9 @@ class TrainConfig:
                     f"a rung ({self.rung}) is for the mlp's layers, and the model is {self.model_name}; "
                     "leave the rung out, or train the mlp"
                 )
-        numbers = ("steps", "batch", "seed", "save_every", "keep")
-        for what, value in ((name, getattr(self, name)) for name in numbers):
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{what} is {value!r}; give a whole number")
-            if value < 1 and what != "seed":
-                raise ValueError(f"{what} is {value}; give at least 1")
+        for what in ("steps", "batch", "save_every", "keep"):
+            check_whole(what, getattr(self, what), 1)
+        check_whole("seed", self.seed)
         if not 0 < self.learning_rate < math.inf:
             raise ValueError(f"learning_rate is {self.learning_rate}; give a number above 0")
         if self.clip_norm is not None:
@@ -92,7 +87,7 @@ class TrainConfig:
         check_available(self.layout)
         if self.layout.precision != "fp32" and self.dtype != "float32":
             raise ValueError(
-                f"precision={self.layout.precision} starts from float32, and dtype is {self.dtype}; leave "
+                f"precision={self.layout.precision} needs dtype float32, and dtype is {self.dtype}; leave "
                 "one of them out"
             )
         if self.batch < self.layout.dp:
@@ -103,30 +98,35 @@ class TrainConfig:
 
     @property
     def model_name(self) -> str:
-        """The model, or the data's default where none was named."""
+        """The model's name, by default the data's model."""
         return self.model or DEFAULT_MODEL.get(self.data, "")
 
     @property
     def description(self) -> dict[str, str | int | float | None]:
-        """What the losses depend on beside the ranks: the same in all runs that go on from each other."""
+        """What the losses depend on besides the ranks; equal in all runs that continue each other."""
         names = ("data", "batch", "learning_rate", "optimizer", "rung", "dtype", "seed", "clip_norm")
         described = {name: getattr(self, name) for name in names}
         return {"model": self.model_name, "precision": self.layout.precision, **described}
 
     def converted(self, inputs: Tensor) -> Tensor:
-        """Inputs in the dtype that is trained in; bytes stay as they are."""
+        """Inputs in the training's dtype; bytes stay integers."""
         return inputs.to(DTYPES[self.dtype]) if inputs.is_floating_point() else inputs
 
 
+def config_of(model: str, layout: Layout, **fields: Any) -> TrainConfig:
+    """The description for "mlp", which learns digits, or a GPT of bytes; "gpt" is the smallest GPT."""
+    name = DEFAULT_MODEL["bytes"] if model == "gpt" else model
+    return TrainConfig("digits" if model == "mlp" else "bytes", name, layout, **fields)
+
+
 def build(config: TrainConfig) -> tuple[nn.Module, Dataset]:
-    """The model, on this rank's device, and the data."""
+    """Build the model, on this rank's device, and the data."""
     dtype, device = DTYPES[config.dtype], comm.device() if config.rung is None else torch.device("cpu")
     if config.model_name != "mlp":
-        shape = _gpt(config.model_name)
-        return (
-            GPT(shape, seed=config.seed, dtype=dtype, device=device),
-            dataset("bytes", length=shape.context),
-        )
+        shape = shape_of(config.model_name, vocabulary=256)  # of bytes, whatever the name's text was
+        assert isinstance(shape, GPTConfig)
+        model = GPT(shape, seed=config.seed, dtype=dtype, device=device)
+        return model, dataset("bytes", length=shape.context)
     data = dataset("digits")
     sizes = (data.train.inputs.shape[1], HIDDEN, data.classes)
     linear: Callable[[int, int], nn.Module] = nn.Linear
@@ -136,10 +136,3 @@ def build(config: TrainConfig) -> tuple[nn.Module, Dataset]:
 
         linear = partial(Linear, rung=rung(config.rung))
     return MLP(sizes, seed=config.seed, dtype=dtype, device=device, linear=linear), data
-
-
-def _gpt(name: str) -> GPTConfig:
-    """A GPT's shape for bytes: a vocabulary of 256, whatever text it is named after."""
-    shape = config(name, vocabulary=256)
-    assert isinstance(shape, GPTConfig)
-    return shape

@@ -1,8 +1,5 @@
-"""The dry run, under the path that programs import; see `dry_run/run.py`."""
+"""The dry run at its public import path; see `dry_run/run.py`."""
 
-from minidist.scale.dry_run.run import (
-    DryRun as DryRun,
-)
-from minidist.scale.dry_run.run import (
-    dryrun as dryrun,
-)
+from minidist.scale.dry_run.run import DryRun, dryrun
+
+__all__ = ["DryRun", "dryrun"]

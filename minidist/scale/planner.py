@@ -1,8 +1,5 @@
-"""The planner, under the path that programs import; see `planning/planner.py`."""
+"""The planner at its public import path; see `planning/planner.py`."""
 
-from minidist.scale.planning.planner import (
-    Plan as Plan,
-)
-from minidist.scale.planning.planner import (
-    plan as plan,
-)
+from minidist.scale.planning.planner import Plan, plan
+
+__all__ = ["Plan", "plan"]

@@ -1,8 +1,5 @@
-"""The time of a step, under the path that lessons and programs import; see `time/step_time.py`."""
+"""The prediction of a step's time at its public import path; see `time/step_time.py`."""
 
-from minidist.scale.time.step_time import (
-    StepTime as StepTime,
-)
-from minidist.scale.time.step_time import (
-    predict_step as predict_step,
-)
+from minidist.scale.time.step_time import StepTime, predict_step
+
+__all__ = ["StepTime", "predict_step"]

@@ -1,8 +1,5 @@
-"""Traces, under the path that programs import; see `tracing/trace.py`."""
+"""Traces at their public import path; see `tracing/trace.py`."""
 
-from minidist.scale.tracing.trace import (
-    Tracer as Tracer,
-)
-from minidist.scale.tracing.trace import (
-    trace as trace,
-)
+from minidist.scale.tracing.trace import Tracer, trace
+
+__all__ = ["Tracer", "trace"]

@@ -1,4 +1,4 @@
-"""The doctor: on this machine, on machines that lack one thing, and where what it asks hangs or breaks."""
+"""The doctor on this machine, on machines that lack one part, and with a probe that hangs or breaks."""
 
 import io
 import json

@@ -28,7 +28,7 @@ second = or_solution(second)
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of one lesson, of whose two exercises one has passed."""
+    """A folder with one lesson, one of whose two exercises has passed."""
     (tmp_path / "checks").mkdir()
     (tmp_path / "checks" / "exercises.py").touch()
     (tmp_path / "03_small_things.py").write_text(LESSON)
@@ -69,9 +69,9 @@ def test_json_has_the_same(capfd: pytest.CaptureFixture[str], folder: Path) -> N
 
 def test_without_progress_or_with_a_damaged_file_nothing_has_passed(folder: Path) -> None:
     (folder / ".progress.json").write_text("{")
-    assert folder_of.lessons(folder)[0].passed == ()
+    assert folder_of.read_lessons(folder)[0].passed == ()
     (folder / ".progress.json").unlink()
-    assert folder_of.lessons(folder)[0].passed == ()
+    assert folder_of.read_lessons(folder)[0].passed == ()
 
 
 @pytest.mark.usefixtures("folder")
@@ -96,7 +96,7 @@ def test_where_the_folder_is_missing_it_says_where_it_is(
 
 
 def test_ctrl_c_ends_jupyterlab(tmp_path: Path) -> None:
-    """A server stands in for it: like JupyterLab with -y, it ends at Ctrl-C, in its own time."""
+    """A server stands in for JupyterLab: as with -y, it ends some time after Ctrl-C."""
     stand_in = tmp_path / "jupyterlab"
     stand_in.mkdir()
     (stand_in / "__init__.py").touch()

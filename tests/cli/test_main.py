@@ -1,4 +1,4 @@
-"""The command: help in no time, errors in one line, exit codes, and the four commands doing their work."""
+"""The command: fast help, errors in one line, exit codes, and what each command does."""
 
 import contextlib
 import json
@@ -20,7 +20,7 @@ COMMAND = [sys.executable, "-c", "from minidist.cli.commands import main; main()
 
 
 def run(capfd, *words):
-    """What `minidist WORDS` exits with and prints."""
+    """Run `minidist WORDS`; return its exit code and output."""
     with pytest.raises(SystemExit) as ended:
         commands.main(words)
     out, err = capfd.readouterr()
@@ -153,8 +153,8 @@ def test_train_says_what_it_learned(capfd):
     ("before", "told"),
     [
         (0, "3 steps in 2.0 s, 5 rows/s\n"),
-        (2, "1 steps in 2.0 s, 5 rows/s, from step 2 on, where the run in some/folder was saved\n"),
-        (3, "the run in some/folder has 3 steps already, and nothing was left to do\n"),
+        (2, "1 steps in 2.0 s, 5 rows/s, continued from step 2, saved in some/folder\n"),
+        (3, "the run in some/folder has all 3 steps already\n"),
     ],
 )
 def test_train_says_where_it_went_on(capfd, monkeypatch, before, told):
@@ -264,7 +264,7 @@ def bench(folder, *words, **variables):
 @pytest.fixture
 def suite(tmp_path):
     (tmp_path / "bench_fake.py").write_text(FAKE_SUITE)
-    # A project's own settings and plugins are not meant for benchmarks.
+    # Benchmarks ignore a project's own settings and plugins.
     (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --benchmark-disable\nfilterwarnings = error\n")
     return tmp_path
 

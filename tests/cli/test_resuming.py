@@ -1,4 +1,4 @@
-"""A training that is killed, stopped or damaged goes on, and ends as if nothing had happened."""
+"""A training that is killed, stopped or damaged continues, and ends as if nothing had happened."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def words(config: TrainConfig) -> list[str]:
 
 @contextlib.contextmanager
 def torchrun(ranks: int, restarts: int, arguments: list[str], **environment: str) -> Iterator[Any]:
-    """torchrun on this machine, gone with its ranks at the end."""
+    """torchrun on this machine; it and its ranks end with the test."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--monitor-interval", "0.1"]
     command += ["--nproc-per-node", str(ranks), "--max-restarts", str(restarts)]
     environment |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -70,7 +70,7 @@ def torchrun(ranks: int, restarts: int, arguments: list[str], **environment: str
 
 
 def run_with_kills(configs: list[TrainConfig], kills: list[tuple[int, str, float]], timeout: float) -> Any:
-    """Train under torchrun, in one life more than there are kills; losses and test loss of each training."""
+    """Train under torchrun, killed so many times; return losses and test loss of each training."""
     program = [str(HERE / "helpers/killed_training.py"), *(pickle.dumps(config).hex() for config in configs)]
     with torchrun(configs[0].layout.ranks, len(kills), program, KILLS=json.dumps(kills)) as process:
         out, err = process.communicate(timeout=timeout)
@@ -160,13 +160,13 @@ def test_a_folder_of_another_training_is_refused(cluster_of: Clusters, tmp_path:
         for said in cluster_of(2).run(refused, replace(config, **other)):
             assert f"is of a training with {text}" in said
     for said in cluster_of(2).run(refused, replace(config, resume=False)):
-        assert "has checkpoints, and the training is not to go on from them" in said
+        assert "has checkpoints, and the training must not continue from them" in said
 
 
 def signalled(
     process: Any, config: TrainConfig, number: signal.Signals, everyone: bool = False
 ) -> tuple[str, str]:
-    """Send a signal once there is a checkpoint; what the command printed, when it and its ranks are gone.
+    """Send a signal once there is a checkpoint; return what the command printed, once its ranks are gone.
 
     everyone: ranks and supervisor are signalled, too, as by a scheduler or by `systemctl stop`.
     """
@@ -226,8 +226,8 @@ def test_where_nothing_can_be_saved_is_said_before_the_first_step(
 
     (tmp_path / "file").write_text("no folder")
     for save, why in (
-        (tmp_path / "file", "it is no folder"),
-        (tmp_path / "file" / "runs", "it is no folder"),
+        (tmp_path / "file", "it is not a folder"),
+        (tmp_path / "file" / "runs", "it is not a folder"),
         (Path("/proc/runs"), "No such file or directory"),
     ):
         expected = f"no checkpoint can be saved in {save}: {why}; give another folder"
@@ -245,7 +245,7 @@ def test_two_runs_in_one_folder_are_refused(cluster_of: Clusters, tmp_path: Path
                 return str(error)
 
     config = replace(CONFIG, steps=2, save=str(tmp_path))
-    expected = f"another run saves in {tmp_path}; wait for its end, or give another folder"
+    expected = f"another run saves in {tmp_path}; wait until it ends, or give another folder"
     with open(tmp_path / resuming.LOCK, "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert cluster_of(2).run(impatient, config) == [expected, expected]

@@ -1,4 +1,4 @@
-"""Training from a description: it learns, it is the same on any number of ranks, and it checks its input."""
+"""Training from a description: it learns, equals itself on any number of ranks, and checks its input."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Clusters = Callable[[int], md.Cluster]
 
 
 def train_briefly(config: TrainConfig) -> TrainResult:
-    """With 23 held-out rows, which fill no whole number of batches, nor of ranks."""
+    """With 23 held-out rows, which neither batches nor ranks divide evenly."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "TEST_ROWS", 23)
         return train.train(config)
@@ -105,7 +105,7 @@ def test_ranks_with_different_data_are_found(cluster_of: Clusters) -> None:
     [
         ({"data": "digit"}, "did you mean 'digits'"),
         ({"model": "mpl"}, "did you mean 'mlp'"),
-        ({"model": "byte-tiny"}, "the model byte-tiny cannot train on digits; that takes the mlp"),
+        ({"model": "byte-tiny"}, "the model byte-tiny cannot train on digits; give the mlp"),
         ({"data": "bytes", "model": "mlp"}, "the model mlp cannot train on bytes"),
         ({"data": "bytes", "model": "bert-tiny"}, "unknown model 'bert-tiny'"),
         ({"optimizer": "adam"}, "did you mean 'adamw'"),
@@ -117,7 +117,7 @@ def test_ranks_with_different_data_are_found(cluster_of: Clusters) -> None:
         ({"clip_norm": 0.0}, "clip_norm is 0.0; give the largest norm"),
         (
             {"dtype": "float64", "layout": md.Layout(precision="bf16")},
-            "precision=bf16 starts from float32, and dtype is float64; leave one of",
+            "precision=bf16 needs dtype float32, and dtype is float64; leave one of",
         ),
         ({"learning_rate": float("nan")}, "learning_rate is nan"),
         (

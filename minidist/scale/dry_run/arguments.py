@@ -1,4 +1,4 @@
-"""What a dry run is asked for: sizes that fit, and what cannot be run dry, said before anything is built."""
+"""Checks of a dry run's arguments before anything is built, and the kinds of ranks that a layout has."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ from minidist.parallel.engine.prepare import check_available
 from minidist.parallel.tensor.cuts import share_of
 from minidist.scale.dry_run.fake_world import WAYS
 from minidist.scale.memory.arguments import check_types, refuse_cut_rows
+from minidist.scale.memory.estimates import AXES
 
-SIZES = ("pp", "dp", "cp", "tp")
-"""Of the mesh, the last the innermost."""
 MOST_RANKS = 2**18
-"""What ranks tell each other of themselves is data, and has to stay small (`dry_tensors.LARGE`)."""
+"""Numbers that ranks exchange about themselves are computed, so they must stay below `fake_tensors.LARGE`."""
 
 
 def check(
     shape: TransformerConfig, layout: Layout, batch: int | tuple[int, int] | None, rank: int, way: str
 ) -> tuple[int, int]:
-    """The rows and tokens of the global batch.
+    """Check the arguments of `dryrun`; return the rows and tokens of the global batch.
 
     Raises:
         TypeError, ValueError: see `dryrun`.
@@ -32,7 +31,7 @@ def check(
     if not isinstance(layout, Layout):
         raise TypeError(f"layout is {layout!r}; give a Layout, such as Layout(dp=2)")
     if rank is None:
-        raise TypeError("rank is None; give one rank, such as 0: each has its own dry run")
+        raise TypeError("rank is None; give one rank, such as 0")
     check_types(layout, 0 if batch is None else batch, rank)
     if layout.ranks > MOST_RANKS:
         raise ValueError(
@@ -47,7 +46,7 @@ def check(
     rows, tokens = batch if isinstance(batch, tuple) else (batch, shape.context)
     if rows < layout.dp:
         raise ValueError(
-            f"batch is {rows} rows and dp is {layout.dp} in the layout; give each of these at least one row"
+            f"batch is {rows} rows and dp is {layout.dp} in the layout; give each dp rank at least one row"
         )
     if not 1 <= tokens <= shape.context:
         raise ValueError(f"batch has rows of {tokens} tokens; give 1 to {shape.context}, the model's context")
@@ -57,24 +56,25 @@ def check(
     fewest = rows // layout.dp
     if layout.zero == 2 and fewest < layout.micro_batches and rows % layout.dp:
         raise ValueError(
-            f"batch is {rows} rows, of which dp={layout.dp} ranks have {fewest} or {fewest + 1}, and with "
-            f"zero=2 they would make other numbers of micro-batches; give a multiple of {layout.dp} rows"
+            f"batch is {rows} rows, so dp={layout.dp} ranks would have {fewest} or {fewest + 1}, and with "
+            f"zero=2 different numbers of micro-batches; give a multiple of {layout.dp} rows"
         )
     return rows, tokens
 
 
 def check_options(data_parallel: object, fully_shard: object) -> None:
-    """ValueError where an option of `prepare` needs values, or memory, that a dry run has not."""
+    """ValueError if an option of `prepare` needs values or files, which a dry run does not have."""
     options = data_parallel if isinstance(data_parallel, Mapping) else {}
     algorithm, compression = options.get("algorithm", "auto"), options.get("compression")
     if algorithm not in ("auto", *WAYS):
         raise ValueError(
-            f"algorithm is {algorithm!r} in data_parallel, whose messages no dry run makes; leave it out"
+            f"algorithm is {algorithm!r} in data_parallel, and a dry run cannot count its messages; leave "
+            "it out"
         )
     if compression == "topk":
         raise ValueError(
-            "compression is 'topk' in data_parallel, which looks for large gradients, and a dry run computes "
-            "none; give another, or None"
+            "compression is 'topk' in data_parallel, which depends on values of gradients, and a dry run "
+            "computes none; give another, or None"
         )
     offload = fully_shard.get("offload", False) if isinstance(fully_shard, Mapping) else False
     if offload not in (False, "cpu"):
@@ -84,51 +84,27 @@ def check_options(data_parallel: object, fully_shard: object) -> None:
         )
 
 
-def split_rank(layout: Layout, rank: int) -> dict[str, int]:
-    """A rank's place along each axis."""
-    place = {}
-    for axis in reversed(SIZES):
-        size = getattr(layout, axis)
-        place[axis], rank = rank % size, rank // size
-    return {axis: place[axis] for axis in SIZES}
-
-
-def join_rank(layout: Layout, place: dict[str, int]) -> int:
-    """The rank at a place."""
-    rank = 0
-    for axis in SIZES:
-        rank = rank * getattr(layout, axis) + place[axis]
-    return rank
-
-
 def kinds(shape: TransformerConfig, layout: Layout, batch: tuple[int, int]) -> list[tuple[int, int]]:
-    """The ranks that differ in what they hold or send: the first of each kind, and how many are like it.
+    """The first rank of each kind, and how many ranks are of that kind.
 
-    Every stage of a pipeline is one; within it, ranks with other numbers of rows, tokens, heads or scores.
+    Ranks of different kinds hold or send something different: they are on different stages of the pipeline,
+    or have different numbers of rows, tokens, heads or scores.
     """
     rows, tokens = batch
-    places: dict[str, list[tuple[int, ...]]] = {
+    cut = (shape.heads, shape.vocabulary, 4 * shape.width)
+    # A ring's rank sends all keys that pass it, which are all but the next rank's.
+    lengths = [zigzag_order.size(tokens, layout.cp, index) for index in range(layout.cp)]
+    keys: dict[str, list[tuple[int, ...]]] = {
         "pp": [(stage,) for stage in range(layout.pp)],
-        "dp": [(len(range(place, rows, layout.dp)),) for place in range(layout.dp)],
-        "cp": [_tokens(tokens, layout.cp, place) for place in range(layout.cp)],
-        "tp": [
-            tuple(
-                len(share_of(size, place, layout.tp))
-                for size in (shape.heads, shape.vocabulary, 4 * shape.width)
-            )
-            for place in range(layout.tp)
-        ],
+        "dp": [(len(range(index, rows, layout.dp)),) for index in range(layout.dp)],
+        "cp": list(zip(lengths, lengths[1:] + lengths[:1], strict=True)),
+        "tp": [tuple(len(share_of(size, index, layout.tp)) for size in cut) for index in range(layout.tp)],
     }
-    found = [(dict[str, int](), 1)]
-    for axis in SIZES:
+    found = [(0, 1)]  # ranks, and how many are of their kind
+    for axis in AXES:
         classes: dict[tuple[int, ...], list[int]] = {}
-        for place, key in enumerate(places[axis]):
-            classes.setdefault(key, []).append(place)
-        alike = [*classes.values()]
-        found = [({**at, axis: each[0]}, count * len(each)) for at, count in found for each in alike]
-    return sorted((join_rank(layout, at), count) for at, count in found)
-
-
-def _tokens(length: int, ranks: int, place: int) -> tuple[int, ...]:
-    """Of a rank, and of the one to which it does not pass its own keys on."""
-    return zigzag_order.size(length, ranks, place), zigzag_order.size(length, ranks, (place + 1) % ranks)
+        for index, key in enumerate(keys[axis]):
+            classes.setdefault(key, []).append(index)
+        size, alike = getattr(layout, axis), [*classes.values()]
+        found = [(rank * size + each[0], count * len(each)) for rank, count in found for each in alike]
+    return sorted(found)

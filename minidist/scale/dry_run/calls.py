@@ -1,15 +1,15 @@
-"""The calls of a dry run, as the ledger has them, each with its axis and its phase.
+"""The calls of a dry run as the ledger has them, each with its axis and its phase.
 
-An axis is found by a call's group, and where several axes have one group by what it sends. The phases are
-those of a step: a forward pass, a backward pass, which ends with sums of gradients, and the update with all
-that comes behind these: the norm, the loss told to all, parameters gathered again.
+A call's group determines its axis; where several axes share a group, what it sends does. The phases of a step
+are the forward pass, the backward pass, which ends with the sums of gradients, and the update: the clipping
+norm, the loss sent to all ranks, and the gathering of parameters.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from minidist.parallel.engine.step_executor import StagedPasses
 from minidist.parallel.engine.training_step import HybridEngine
 
 AXES = ("dp", "tp", "pp", "cp", "world")
-"""Of calls: dp are those that have other rows or tokens, and share gradients; world are all ranks."""
+"""Axes of calls. The dp ranks have different rows or tokens and sum gradients; world is all ranks."""
 PHASES = ("prepare", "forward", "backward", "update")
 _RING = ("send", "recv")
 
@@ -35,13 +35,13 @@ class DryCall(Call):
 
     @property
     def kind(self) -> tuple[str, str, str, str, int]:
-        """Axis, phase, name, dtype and ranks: what a table has a line for."""
+        """Axis, phase, name, dtype and ranks: a table has a line for each kind."""
         return self.axis, self.phase, self.name, self.dtype, len(self.group)
 
 
 @dataclass(frozen=True)
 class CallSummary:
-    """Calls of one kind."""
+    """The calls of one kind together."""
 
     axis: str
     phase: str
@@ -53,7 +53,7 @@ class CallSummary:
 
 
 def lines(calls: Iterable[DryCall]) -> list[CallSummary]:
-    """A line for each kind of call between ranks, by axis and phase, in the order of the first of each."""
+    """A summary of each kind of call between ranks, by axis and phase, then in the order of first calls."""
     found: dict[tuple[str, str, str, str, int], list[int]] = {}
     for call in calls:
         if call.axis:
@@ -63,11 +63,11 @@ def lines(calls: Iterable[DryCall]) -> list[CallSummary]:
 
 
 class Recorder(list[Any]):
-    """What a ledger writes calls into.
+    """The list into which a ledger writes its calls, which adds axis and phase to each.
 
     Attributes:
-        phase: of what comes now, outside of backward passes.
-        message: "forward" or "backward" of the last message between a pipeline's stages; None before one.
+        phase: of the next calls, outside of backward passes.
+        message: "forward" or "backward", the direction of the last message between stages; None before one.
     """
 
     def __init__(self, phase: str = "prepare") -> None:
@@ -76,9 +76,9 @@ class Recorder(list[Any]):
         self.names: Callable[[Call], str] = lambda call: "world"
 
     def append(self, call: Call) -> None:
-        """Called by the ledger."""
+        """Add a call with its axis and phase; the ledger calls this."""
         phase, axis = self.phase, self.names(call) if len(call.group) > 1 else ""
-        if self.message is not None and call.name in _RING and axis == "pp":  # a ring's are cp's
+        if self.message is not None and call.name in _RING and axis == "pp":  # not ring attention's messages
             phase = self.message
         elif phase == "forward" and torch._C._current_graph_task_id() != -1:
             phase = "backward"
@@ -88,7 +88,7 @@ class Recorder(list[Any]):
 
 @contextmanager
 def recorded(phase: str, names: Callable[[Call], str] | None = None) -> Iterator[Recorder]:
-    """Inside, calls are written down, with this phase until told otherwise."""
+    """Record the calls made inside, with this phase until the recorder's phase is changed."""
     recorder = Recorder(phase)
     if names is not None:
         recorder.names = names
@@ -98,12 +98,12 @@ def recorded(phase: str, names: Callable[[Call], str] | None = None) -> Iterator
 
 
 def axis_names(mesh: Mesh) -> Callable[[Call], str]:
-    """From a call to the axis along which it goes."""
+    """A function from a call to its axis."""
     groups = {mesh.ranks(axis): axis for axis in ("tp", "pp", "cp", "dp") if mesh.size(axis) > 1}
     gradients = mesh.ranks("dp_cp")
 
     def name(call: Call) -> str:
-        # Of ranks that share the tokens the ring's messages are, and what they tell each other before.
+        # Messages, and the sizes that are exchanged before them (int64), are ring attention's.
         if call.group == gradients and call.name not in _RING and call.dtype != "int64":
             return "dp"
         return groups.get(call.group, "dp" if call.group == gradients else "world")
@@ -113,7 +113,7 @@ def axis_names(mesh: Mesh) -> Callable[[Call], str]:
 
 @contextmanager
 def phases_of(engine: HybridEngine, recorder: Recorder) -> Iterator[None]:
-    """Inside, the recorder learns which phase a step of this engine is in."""
+    """Keep the recorder's phase up to date during a step of this engine."""
     passes, strategy = engine.executor, engine.strategy
     replaced: list[tuple[Any, str]] = []
 
@@ -138,7 +138,7 @@ def phases_of(engine: HybridEngine, recorder: Recorder) -> Iterator[None]:
         messages = passes.pipeline._messages
         tag_of = messages._tag_of
 
-        def tag(channel: Any) -> int:  # asked for each message, just before it
+        def tag(channel: Any) -> int:  # called just before each message
             recorder.message = channel.kind
             return tag_of(channel)
 
@@ -149,8 +149,3 @@ def phases_of(engine: HybridEngine, recorder: Recorder) -> Iterator[None]:
     finally:
         for owner, name in replaced:
             delattr(owner, name)
-
-
-def as_json(calls: Iterable[DryCall]) -> list[dict[str, Any]]:
-    """The lines, as plain values."""
-    return [asdict(line) for line in lines(calls)]

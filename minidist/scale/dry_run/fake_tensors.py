@@ -1,22 +1,20 @@
-"""Tensors that hold no data: shapes, dtypes, memory and a graph of gradients, and nothing is computed.
+"""Tensors without data: they have shapes, dtypes, storages and gradients, but nothing is computed.
 
-Inside `DryTensors` every operation of torch comes here before it would run. What has to do with a model's
-parameters, activations and gradients is not computed: a new tensor gets an address in a range that is
-reserved and never touched, so that it takes no memory. Everything else is: a few numbers, such as counts of
-rows, that ranks tell each other and that the code decides by. So the same code runs as in training, and
-`untyped_storage()`, views, hooks and `data_ptr()` say what they say there.
+Inside `DryTensors` every torch operation is intercepted. Operations on a model's parameters, activations and
+gradients are not computed: each new tensor gets an address in a reserved range that is never touched, so it
+takes no memory. A few small numbers are computed, such as counts of rows, which ranks exchange and on which
+the code bases decisions. So the same code runs as in training, and `untyped_storage()`, views, hooks and
+`data_ptr()` behave the same.
 
-Where a buffer has both, as gradients and counts of use in one bucket, its bytes are told apart: what was
-copied from a tensor without data has none. Shapes of results are what torch's fake tensors say for the same
-arguments on a CPU, asked once for each kind of call.
+A buffer may hold both, such as a bucket with gradients and counts of use. Then its bytes are tracked: those
+copied from a tensor without data have none. Shapes of results come from torch's fake tensors, which are asked
+once for each kind of call.
 """
 
 from __future__ import annotations
 
 import math
-import mmap
 import weakref
-from functools import cache
 from typing import Any
 
 import torch
@@ -32,30 +30,26 @@ from minidist.scale.dry_run.operations import (
     signature,
     tensors_in,
 )
-from minidist.scale.dry_run.storage_spans import Spans, extent
+from minidist.scale.dry_run.storage import Spans, address, extent, reserve
 
 LARGE = 2**20
-"""Elements from which on nothing is computed with a tensor, whatever it holds."""
-RESERVED = 2**46
-"""Bytes of addresses, at most: no address is given twice in a run."""
+"""Nothing is computed with a tensor of more elements, whatever it holds."""
 ALIGNMENT = 64
-DISTINCT_CALLS = 2**14
-"""Kinds of calls whose results are remembered."""
 
 aten = torch.ops.aten
 _READS = {aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default}
 
 
 class NoData(RuntimeError):
-    """The program asks for the value of a tensor that holds none."""
+    """The program reads the value of a tensor without data."""
 
 
 class DryTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside, tensors made by `empty`, and all that follows from them, hold no data.
+    """A context in which tensors from `empty`, and all tensors computed from them, hold no data.
 
     >>> with DryTensors() as dry:
     ...     x = dry.empty((4, 1024, 1600))
-    ...     y = torch.nn.functional.gelu(x)    # at once, in no memory
+    ...     y = torch.nn.functional.gelu(x)    # immediate, takes no memory
 
     Attributes:
         calls: operations that were not computed.
@@ -63,22 +57,20 @@ class DryTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._room = _reserve()
-        self._first = _address(self._room)
+        self._room = reserve()
+        self._first = address(self._room)
         self._end = self._first + len(self._room)
         self._next = 0
-        self._mixed: dict[int, Spans] = {}  # for storages elsewhere the bytes that hold no data
+        self._mixed: dict[int, Spans] = {}  # bytes without data, in other storages
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._known: dict[Any, Any] = {}
         self._kinds: dict[Any, OperationKind] = {}
         self.calls = 0
 
-    # Tensors.
-
     def empty(
         self, shape: Any, dtype: torch.dtype = torch.float32, strides: tuple[int, ...] | None = None
     ) -> Tensor:
-        """A tensor without data, of this shape, dense unless strides are given."""
+        """A tensor without data; dense unless strides are given."""
         with torch.utils._python_dispatch._disable_current_modes():
             return self._empty(torch.Size(shape), strides, dtype)
 
@@ -97,7 +89,7 @@ class DryTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return torch.empty(0, dtype=dtype).set_(held.untyped_storage(), 0, shape, strides)
 
     def holds_data(self, x: Tensor) -> bool:
-        """Whether its values are those of a training."""
+        """Whether a tensor's values are those that training would compute."""
         return not self._is_dry(x)
 
     def _is_dry(self, x: Tensor) -> bool:
@@ -111,7 +103,7 @@ class DryTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return spans is not None and spans.overlaps(*extent(x))
 
     def write(self, x: Tensor) -> None:
-        """From now on `x`, or what it is a view of there, holds no data: it was copied from such a tensor."""
+        """Record that the bytes of `x` hold no data, since they were copied from such a tensor."""
         if x.is_meta or not x.numel() or self._first <= x.data_ptr() < self._end:
             return
         storage = x.untyped_storage()
@@ -123,7 +115,7 @@ class DryTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         spans.add(*extent(x))
 
     def parts_with_data(self, x: Tensor) -> list[Tensor]:
-        """The parts of a contiguous tensor that hold data, as flat views; none of a long one."""
+        """The parts of a contiguous tensor that hold data, as flat views; parts above LARGE are left out."""
         if self._first <= x.data_ptr() < self._end or not x.numel():
             return []
         spans, (start, stop) = self._mixed.get(x.untyped_storage()._cdata), extent(x)
@@ -132,10 +124,8 @@ class DryTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         found = [flat[(low - start) // each : (high - start) // each] for low, high in gaps]
         return [part for part in found if 0 < part.numel() <= LARGE]
 
-    # Operations.
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Called by torch for each operation."""
+        """Run or imitate one operation; torch calls this."""
         kwargs = kwargs or {}
         kind = self._kinds.get(func)
         if kind is None:
@@ -152,7 +142,8 @@ class DryTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.calls += 1
         if func in _READS:
             raise NoData(
-                f"the program reads a value ({func}) of a tensor of the model, and a dry run computes none"
+                f"the program reads a value ({func}) of one of the model's tensors, which a dry run does not "
+                "compute; decide by sizes instead"
             )
         named = {**dict(zip(kind.names, args, strict=False)), **kwargs}
         if kind.written:
@@ -166,7 +157,7 @@ class DryTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._made(func, kind, args, kwargs, named)
 
     def _made(self, func: Any, kind: OperationKind, args: Any, kwargs: Any, named: dict[str, Any]) -> Any:
-        """New tensors, as the operation would make them."""
+        """The results of an operation, as new tensors without data."""
         key = func, signature(args), signature(tuple(sorted(kwargs.items())))
         found = self._known.get(key)
         if found is None:
@@ -175,11 +166,9 @@ class DryTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     found = described(func(*fakes(args), **fakes(kwargs)))
             except (RuntimeError, NotImplementedError) as error:
                 raise NoData(
-                    f"the operation {func} of the model has no shape without values ({_first_line(error)}), "
-                    "so that it cannot be run dry"
+                    f"the shape of the model's operation {func} depends on values ({_first_line(error)}), "
+                    "so it cannot be run dry"
                 ) from error
-            if len(self._known) >= DISTINCT_CALLS:
-                self._known.clear()
             self._known[key] = found
         results = found if isinstance(found, list) else [found]
         made = [
@@ -196,35 +185,15 @@ class DryTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not isinstance(described, TensorShape):
             return described
         shape, strides, dtype = described.shape, described.strides, described.dtype
-        # One number, such as a loss or a norm, may be looked at: all that is known of it is that it is one.
+        # The program may read a single number, such as a loss or a norm; it gets 0.
         if shape.numel() == 1:
             return torch.zeros(shape, dtype=dtype)
         return self._empty(shape, strides, dtype)
 
 
 def _dense(shape: torch.Size) -> tuple[int, ...]:
-    return tuple(math.prod(max(n, 1) for n in shape[place + 1 :]) for place in range(len(shape)))
+    return tuple(math.prod(max(n, 1) for n in shape[i + 1 :]) for i in range(len(shape)))
 
 
 def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
-
-
-@cache
-def _reserve() -> mmap.mmap:
-    """Addresses without memory: a page has some once it is written to, and none ever is.
-
-    Every dry run of a process begins with the first again; what is left of earlier ones holds no data either.
-    """
-    size, flags = RESERVED, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
-    while True:
-        try:
-            return mmap.mmap(-1, size, flags=flags)
-        except (OSError, ValueError):
-            if size <= 2**30:
-                raise
-            size //= 2
-
-
-def _address(room: mmap.mmap) -> int:
-    return torch.frombuffer(room, dtype=torch.uint8, count=1).data_ptr()

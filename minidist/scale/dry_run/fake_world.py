@@ -1,9 +1,9 @@
-"""One rank of a world whose other ranks are not there: a process group that answers for them.
+"""A world with only one real rank: its process group answers for all others.
 
-The rank joins a world of any size, and makes its groups, meshes and calls as in training; the door counts
-them in its ledgers. Nothing is sent. What comes back is what would if all ranks were alike: a sum over n
-ranks is n times this rank's number, and what the others gather or send is this rank's own. Where ranks are
-known to differ, such as in how many tokens of a sequence they have, `Peers` says what theirs is.
+The rank joins a world of any size and makes groups, meshes and calls as in training; the communication API
+counts them in its ledgers. Nothing is sent. The answers assume that all ranks are alike: a sum over n ranks
+is n times this rank's number, and whatever other ranks gather or send is this rank's own. Where ranks differ,
+such as in their numbers of tokens, `Peers` has the answers.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -31,37 +32,37 @@ WAYS = ("torch", "shared_memory")
 
 
 class Peers:
-    """What the other ranks would say, where it is not what this one does."""
+    """What the other ranks send, where that differs from what this rank sends."""
 
     def gathered(self, own: Tensor, ranks: tuple[int, ...]) -> list[Tensor]:
-        """What each of a group's ranks gives to an all-gather, for this rank's share of it."""
+        """What each rank of a group gives to an all-gather, if this rank gives `own`."""
         return [own] * len(ranks)
 
     def message(self, into: Tensor, source: int) -> Tensor | None:
-        """What a rank of the world sends that this one is to receive into `into`; None for no data."""
+        """The message from rank `source` that this rank receives into `into`; None for one without data."""
         return None
 
 
 class CountingGroup(dist.ProcessGroup):
-    """A process group of which this process is one rank, and whose other ranks are like it."""
+    """A process group in which this process is the only rank; it answers as if the others were alike."""
 
-    def __init__(self, name: str, members: tuple[int, ...], place: int, world: _World) -> None:
-        super().__init__(place, len(members))  # type: ignore[call-arg]
-        self._name, self._members, self._place, self._world = name, members, place, world
+    def __init__(self, name: str, members: tuple[int, ...], rank: int, world: _World) -> None:
+        super().__init__(rank, len(members))  # type: ignore[call-arg]
+        self._name, self._members, self._rank, self._world = name, members, rank, world
 
-    # What torch and the door ask of a group.
+    # Called by torch and the communication API.
 
     def getBackendName(self) -> str:
-        """Of the backend."""
+        """The backend's name."""
         return NAME
 
     def getGroupName(self) -> str:
-        """Of the group."""
+        """The group's name."""
         return self._name
 
     @property
     def group_name(self) -> Any:
-        """Of the group."""
+        """The group's name."""
         return self._name
 
     @property
@@ -72,19 +73,19 @@ class CountingGroup(dist.ProcessGroup):
         return SimpleNamespace(options=SimpleNamespace(_timeout=LIMIT))
 
     def shared_memory(self) -> Any:
-        """In place of memory that the ranks of a host share, see `routes.route`."""
+        """Stands in for a host's shared memory; see `algorithm_choice.route`."""
         if self._world.way == "torch":
             raise Failed("this is a dry run of ranks that talk over a network")
         return SimpleNamespace(group=self, hosts=[self._members], empty=lambda shape, dtype: None)
 
     def background(self) -> _Answers:
-        """In place of what runs collectives in shared memory, see `routes.background`."""
+        """Stands in for the thread that runs collectives; see `algorithm_choice.background`."""
         return _Answers(self)
 
-    # Collectives, as torch.distributed calls them.
+    # Collectives, called by torch.distributed.
 
     def allreduce(self, tensors: list[Tensor], options: Any) -> Work:  # type: ignore[override]
-        """A sum of n equal summands; of equal numbers the largest is any."""
+        """A sum is n times this rank's number; a minimum or maximum is this rank's number."""
         name = next((name for name, each in _OPERATIONS.items() if options.reduceOp == each), "")
         for x in tensors:
             self._reduced(x, name)
@@ -95,19 +96,19 @@ class CountingGroup(dist.ProcessGroup):
             for part in self._world.tensors.parts_with_data(x):
                 part.mul_(self.size())
         elif operation not in ("mean", "min", "max"):
-            raise ValueError("a dry run answers sums, means, minima and maxima alone; use one of them")
+            raise ValueError("a dry run supports only sums, means, minima and maxima; use one of them")
 
     def broadcast(self, tensors: list[Tensor], options: Any) -> Work:  # type: ignore[override]
-        """The source has what this rank has."""
+        """The source has what this rank has, so nothing changes."""
         return _Done()
 
     def _allgather_base(self, into: Tensor, x: Tensor, options: Any = None) -> Work:
-        """Each rank's part, as `Peers` says."""
+        """Fill in each rank's part, as `Peers` says."""
         self._gathered(into, x)
         return _Done()
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
-        """Its name from torch 2.13 on."""
+        """The name of `_allgather_base` from torch 2.13 on."""
         return self._allgather_base(output, input, opts)
 
     def _gathered(self, into: Tensor, x: Tensor) -> None:
@@ -115,14 +116,14 @@ class CountingGroup(dist.ProcessGroup):
             self._world.tensors.write(into)
         elif x.numel():
             parts = self._world.peers.gathered(x.clone(), self._members)
-            for place, (room, part) in enumerate(zip(into.view(len(parts), -1), parts, strict=True)):
-                if place != self._place or room.data_ptr() != x.data_ptr():
+            for rank, (room, part) in enumerate(zip(into.view(len(parts), -1), parts, strict=True)):
+                if rank != self._rank or room.data_ptr() != x.data_ptr():
                     room.copy_(part.view(-1))
 
     def alltoall_base(
         self, into: Tensor, x: Tensor, comes: list[int], goes: list[int], options: Any = None
     ) -> Work:
-        """Every rank sends this one what it keeps of its own."""
+        """Every rank sends this rank the same as this rank keeps for itself."""
         self._exchanged(into, x, goes)
         return _Done()
 
@@ -131,16 +132,16 @@ class CountingGroup(dist.ProcessGroup):
             self._world.tensors.write(into)
             return
         sizes = list(goes) or [len(x) // self.size()] * self.size()
-        own = torch.split(x, sizes)[self._place]
+        own = torch.split(x, sizes)[self._rank]
         if len(into) == len(own) * self.size():
             into.copy_(torch.cat([own] * self.size()))
 
     def send(self, tensors: list[Tensor], destination: int, tag: int) -> Work:
-        """It is received."""
+        """Nothing is sent."""
         return _Done()
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> Work:
-        """What `Peers` says."""
+        """Receive what `Peers` says."""
         for x in tensors:
             message = self._world.peers.message(x, self._members[source])
             if message is None:
@@ -150,12 +151,12 @@ class CountingGroup(dist.ProcessGroup):
         return _Done()
 
     def barrier(self, options: Any = None) -> Work:
-        """All are there."""
+        """All ranks are there."""
         return _Done()
 
 
 class _Done(Work):
-    """A call that is complete."""
+    """A completed call."""
 
     def wait(self, timeout: Any = None) -> bool:
         return True
@@ -165,7 +166,7 @@ class _Done(Work):
 
 
 class _Answers:
-    """Runs what the door hands to a group's background: a collective in shared memory, answered."""
+    """Answers the shared-memory collectives that the communication API hands to a group's thread."""
 
     completed = None
 
@@ -173,7 +174,7 @@ class _Answers:
         self._group = group
 
     def start(self, run: Any) -> _Answers:
-        """The collective's function and arguments say what it is: see shared_collectives.py."""
+        """Answer a collective; its function and arguments are those of shared_collectives.py."""
         name, (_, *args), group = run.func.__name__, run.args, self._group
         tensors = group._world.tensors
         if name == "all_reduce":
@@ -181,7 +182,7 @@ class _Answers:
         elif name == "reduce_scatter":
             x, out, op, offsets = args
             if tensors.holds_data(x):
-                out.copy_(x[offsets[group._place] : offsets[group._place + 1]])
+                out.copy_(x[offsets[group._rank] : offsets[group._rank + 1]])
                 group._reduced(out, op)
             else:
                 tensors.write(out)
@@ -194,19 +195,21 @@ class _Answers:
     here = start
 
     def wait(self) -> None:
-        """It is complete."""
+        """Return at once."""
 
     def is_completed(self) -> bool:
-        """It is."""
+        """Always true."""
         return True
 
     def stop(self) -> None:
-        """Nothing runs."""
+        """Do nothing, since nothing runs."""
 
 
+@dataclass
 class _World:
-    def __init__(self, tensors: DryTensors, peers: Peers, way: str) -> None:
-        self.tensors, self.peers, self.way = tensors, peers, way
+    tensors: DryTensors
+    peers: Peers
+    way: str
 
 
 _now: list[_World] = []
@@ -219,27 +222,19 @@ def _group(options: Any, _: Any = None) -> CountingGroup:
 
 @contextmanager
 def dry_world(rank: int, ranks: int, tensors: DryTensors, peers: Peers, way: str = "torch") -> Iterator[None]:
-    """Inside, this process is a rank of a world of so many, and the only one.
+    """Make this process rank `rank` of a world of `ranks` ranks, the only real one.
 
-    Args:
-        rank, ranks: its own, and how many.
-        tensors: that tell which tensors hold data.
-        peers: what the others say.
-        way: how the ranks talk: "torch" through torch.distributed, as over a network or NCCL, or
-            "shared_memory" as those of one host without GPUs do.
-
-    Raises:
-        ValueError: this process is in a world already.
+    `tensors` knows which tensors hold data, `peers` what other ranks send. `way` is how ranks communicate:
+    "torch", as over a network or NCCL, or "shared_memory", as on one host without GPUs.
     """
     if dist.is_initialized():
         raise ValueError(
-            "a dry run makes a world of its own, and this process has joined one already; call it in another "
-            "process"
+            "a dry run makes its own world, and this process has joined one; call it in another process"
         )
     if NAME.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(NAME, _group, extended_api=True, devices=["cpu", "cuda"])
     _now.append(_World(tensors, peers, way))
-    hook = sys.excepthook  # torch puts the rank before every error from now on
+    hook = sys.excepthook  # init_process_group replaces it by one that prints the rank before each error
     try:
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(NAME, store=store, rank=rank, world_size=ranks, timeout=LIMIT)
@@ -250,4 +245,4 @@ def dry_world(rank: int, ranks: int, tensors: DryTensors, peers: Peers, way: str
             dist.destroy_process_group()
     finally:
         sys.excepthook = hook
-        _now.pop().__dict__.clear()  # groups may outlive their world, and are not to hold what was in it
+        _now.pop().__dict__.clear()  # groups may outlive their world and must not keep its tensors alive

@@ -1,10 +1,10 @@
-"""Models for a dry run, by their shapes: the GPT of this project, and a BERT, which is here for this alone.
+"""Models for a dry run: minidist's GPT, and a BERT that exists only for this purpose.
 
-A model is made on the meta device and given tensors without data in place of its parameters, so that to the
-rest of the code it looks like one that was made with memory.
+A model is built on the meta device, then its parameters are replaced by tensors without data. To the rest of
+the code it looks like an ordinary model.
 
-Source of the BERT: Devlin et al. 2018, section 3: norms behind each residual step, and a pooler; or, named
-"-mlm", the head that scores each token of the vocabulary by the tied matrix.
+Source of the BERT: Devlin et al. 2018, section 3: a norm after each residual sum, and a pooler; the "-mlm"
+variants have a head that scores each token of the vocabulary with the tied matrix.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from minidist.scale.dry_run.fake_tensors import DryTensors
 
 
 def build(shape: TransformerConfig, tensors: DryTensors) -> nn.Module:
-    """The model of a shape, whole, as each rank of a training has it at first."""
+    """Build the whole model of a shape, as each rank of a training does."""
     model = GPT(shape, device="meta") if isinstance(shape, GPTConfig) else BERT(shape)
-    made: dict[int, nn.Parameter] = {}  # a tied one stays one
+    made: dict[int, nn.Parameter] = {}  # a tied parameter stays one parameter
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
@@ -34,7 +34,7 @@ def build(shape: TransformerConfig, tensors: DryTensors) -> nn.Module:
 
 
 def plan_of(shape: TransformerConfig, tp: int) -> dict[str, str] | None:
-    """How tensor parallelism cuts it; None for what the model says itself."""
+    """The plan by which tensor parallelism cuts a BERT; None for a GPT, which has its own."""
     if tp == 1 or isinstance(shape, GPTConfig):
         return None
     plan = {
@@ -48,7 +48,7 @@ def plan_of(shape: TransformerConfig, tp: int) -> dict[str, str] | None:
 
 
 def loss_of(shape: TransformerConfig) -> Loss:
-    """Of tokens, where there are scores for them; of a pooler the mean of what it gives."""
+    """Cross entropy for a model with scores; for a pooler the mean of its output."""
     return cross_entropy if shape.generates else _mean
 
 
@@ -57,12 +57,12 @@ def _mean(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
-    """To all tokens of a row, before and behind."""
+    """Attention to all tokens of a row."""
     return functional.scaled_dot_product_attention(query, key, value, dropout_p=dropout)
 
 
 class BERT(nn.Module):
-    """A chain of layers, on the meta device: tokens (B, T) -> (B, T, V), or of the pooler (B, D)."""
+    """A BERT on the meta device: tokens (B, T) -> scores (B, T, V), or the pooler's (B, D)."""
 
     def __init__(self, shape: TransformerConfig) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class BERT(nn.Module):
             last.scores.weight = first.token.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """The layers in order."""
+        """Apply the layers in order."""
         x = tokens
         for layer in self.layers:
             x = layer(x)
@@ -98,14 +98,7 @@ class _Embedding(nn.Module):
 class _BertBlock(nn.Module):
     def __init__(self, shape: BERTConfig) -> None:
         super().__init__()
-        # A GPT's parts take what they need of a shape: width, heads, and what is dropped.
-        sizes = GPTConfig(
-            vocabulary=shape.vocabulary,
-            context=shape.context,
-            layers=shape.layers,
-            heads=shape.heads,
-            width=shape.width,
-        )
+        sizes = GPTConfig(context=shape.context, layers=shape.layers, heads=shape.heads, width=shape.width)
         self.attention, self.mlp = Attention(sizes), FeedForward(sizes)
         self.attention.attend = _attend
         self.attention_norm, self.mlp_norm = nn.LayerNorm(shape.width), nn.LayerNorm(shape.width)

@@ -1,4 +1,4 @@
-"""What an operation does with its arguments, by its schema; arguments as keys, and as fake tensors."""
+"""What torch's schema says about an operation, and its arguments as a cache key or as fake tensors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class TensorShape:
-    """What is known of a tensor before it is made."""
+    """Shape, strides and dtype of a tensor that does not exist yet."""
 
     __slots__ = ("dtype", "shape", "strides")
 
@@ -19,7 +19,7 @@ class TensorShape:
 
 
 class OperationKind:
-    """What an operation does with its arguments, by its schema."""
+    """Which arguments an operation views, writes or returns, according to its schema."""
 
     def __init__(self, func: Any) -> None:
         schema = func._schema
@@ -40,12 +40,12 @@ class OperationKind:
         self.size = self.names.index("size") if "size" in self.names else None
 
     def outputs(self, count: int) -> list[str | None]:
-        """For each result the argument that it is; None where it is new."""
+        """For each result the name of the argument that it is; None for a new tensor."""
         return [None] * count if self.gives_list else self._outputs
 
 
 def tensors_in(values: Any) -> Iterator[Tensor]:
-    """The tensors among arguments, and in lists of them."""
+    """The tensors among arguments, including those in lists."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -54,7 +54,7 @@ def tensors_in(values: Any) -> Iterator[Tensor]:
 
 
 def signature(value: Any) -> Any:
-    """What the shapes of results follow from: a key for a call's arguments."""
+    """A key for a call's arguments; calls with equal keys have results of equal shapes."""
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype, value.device
     if isinstance(value, list | tuple):
@@ -63,7 +63,7 @@ def signature(value: Any) -> Any:
 
 
 def fakes(value: Any) -> Any:
-    """Arguments with fake tensors in place of real ones; call it in torch's fake mode."""
+    """Arguments with fake tensors in place of real ones; call this inside torch's fake mode."""
     if isinstance(value, Tensor):
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
     if isinstance(value, list | tuple):
@@ -74,7 +74,7 @@ def fakes(value: Any) -> Any:
 
 
 def described(value: Any) -> Any:
-    """Results with what is known of tensors in place of them."""
+    """Results with a `TensorShape` in place of each tensor."""
     if isinstance(value, Tensor):
         return TensorShape(value)
     return [described(each) for each in value] if isinstance(value, list | tuple) else value

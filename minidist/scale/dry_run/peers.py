@@ -1,6 +1,6 @@
-"""What the other ranks of a layout would tell a rank: the sizes of their tokens, the form of what they send.
+"""What the other ranks of a layout would send: their numbers of tokens and the shapes of their activations.
 
-In a dry run all ranks are alike but for these two, which follow from the layout.
+In a dry run all ranks are taken to be alike, except for these two, which follow from the layout.
 """
 
 from __future__ import annotations
@@ -19,22 +19,18 @@ from minidist.scale.dry_run.fake_world import Peers
 
 
 class LayoutPeers(Peers):
-    """The peers of one rank of a layout.
+    """The peers of a rank on one stage of a layout.
 
-    Args:
-        layout: of all ranks.
-        stage: of the pipeline, that the rank has.
-        stream: tokens and features of what goes from stage to stage: (T, D).
-        dtype: of it.
+    `stream` is the tokens and features (T, D) of the activations that stages send each other, `dtype` theirs.
     """
 
     def __init__(self, layout: Layout, stage: int, stream: tuple[int, int], dtype: torch.dtype) -> None:
         self.layout, self.stage, self.stream, self.dtype = layout, stage, stream, dtype
-        self._told: set[tuple[int, int]] = set()  # chunks and rows whose form this rank has been told
+        self._told: set[tuple[int, int]] = set()  # chunks and rows whose shape this rank knows
         self._forms: deque[list[int]] = deque()
 
     def begin(self, rows: int) -> None:
-        """A step begins: in its order come messages whose form is not known yet."""
+        """Prepare the shapes that this rank receives in the coming step, in the schedule's order."""
         if self.layout.pp == 1:
             return
         parts = min(self.layout.micro_batches, rows)
@@ -48,20 +44,20 @@ class LayoutPeers(Peers):
                 self._forms.append([DTYPES.index(self.dtype), len(shape), *shape])
 
     def message(self, into: Tensor, source: int) -> Tensor | None:
-        """The form of a stage's output comes as numbers, all else holds no data."""
+        """The shape of a stage's output, sent as numbers; None for other messages, which hold no data."""
         if into.dtype != torch.int64 or not self._forms:
             return None
         numbers = self._forms.popleft()
         return torch.tensor([*numbers, *[0] * (2 + MOST_DIMS - len(numbers))])
 
     def gathered(self, own: Tensor, ranks: tuple[int, ...]) -> list[Tensor]:
-        """Ring attention's ranks tell how many tokens they have; see ring_arguments.py."""
+        """How many tokens each rank of ring attention has; see `parallel/context/arguments.py`."""
         if self.layout.cp == 1 or own.dtype != torch.int64 or own.numel() != TOLD:
             return super().gathered(own, ranks)
         length = int(own.view(-1)[TOLD - 2])
         found = []
-        for place in range(len(ranks)):
+        for index in range(len(ranks)):
             theirs = own.clone()
-            theirs.view(-1)[0] = zigzag_order.size(length, len(ranks), place)
+            theirs.view(-1)[0] = zigzag_order.size(length, len(ranks), index)
             found.append(theirs)
         return found

@@ -1,4 +1,4 @@
-"""What a dry run found, to be read: tables of calls and memory, the time of a step and what it assumes."""
+"""The result of a dry run as tables and JSON: calls, memory, the predicted time and its assumptions."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from rich.table import Table
 from rich.text import Text
 
 from minidist.parallel.contract.memory_report import PARTS, size
-from minidist.scale.dry_run.arguments import SIZES
-from minidist.scale.dry_run.calls import AXES, as_json
+from minidist.scale.dry_run.calls import AXES as CALL_AXES
+from minidist.scale.dry_run.calls import lines
 from minidist.scale.dry_run.run import DryRun
+from minidist.scale.memory.estimates import AXES
 from minidist.scale.time.hardware import Hardware
 from minidist.scale.time.step_time import HIDDEN, StepTime
 
@@ -22,7 +23,7 @@ NAMES = {"dp": "data", "tp": "tensor", "pp": "pipeline", "cp": "context", "world
 
 
 def heading(found: DryRun) -> str:
-    """What was run dry."""
+    """The model, the layout and the batch of a dry run."""
     rows, tokens = found.batch
     ranks = "1 rank" if found.layout.ranks == 1 else f"{found.layout.ranks:,} ranks"
     many = "1 row" if rows == 1 else f"{rows:,} rows"
@@ -33,33 +34,31 @@ def heading(found: DryRun) -> str:
 
 
 def place(found: DryRun) -> str:
-    """Where the rank stands."""
-    at = [f"{axis} {found.place[axis]}" for axis in SIZES if getattr(found.layout, axis) > 1]
+    """A rank with its coordinates in the mesh."""
+    at = [f"{axis} {found.place[axis]}" for axis in AXES if getattr(found.layout, axis) > 1]
     return f"rank {found.rank}" + (f" ({', '.join(at)})" if at else "")
 
 
 def calls_table(found: DryRun) -> Table:
     """A line for each kind of call in a step."""
-    table = _table(f"What {place(found)} sends in a step", "axis", "phase", "collective", "dtype")
-    for name in ("ranks", "calls", "bytes sent"):
-        table.add_column(name, justify="right")
+    texts, numbers = ("axis", "phase", "collective", "dtype"), ("ranks", "calls", "bytes sent")
+    table = _table(f"What {place(found)} sends in a step", texts, numbers)
     axis = None
     for line in found.lines:
         if axis is not None and line.axis != axis:
             table.add_section()
         axis = line.axis
-        numbers = (f"{line.ranks:,}", f"{line.calls:,}", f"{line.bytes_sent:,}")
-        table.add_row(NAMES[line.axis], line.phase, line.name, line.dtype, *numbers)
+        counts = (f"{line.ranks:,}", f"{line.calls:,}", f"{line.bytes_sent:,}")
+        table.add_row(NAMES[line.axis], line.phase, line.name, line.dtype, *counts)
     table.add_section()
     table.add_row("all", "", "", "", "", f"{sum(x.calls for x in found.lines):,}", f"{found.bytes_sent:,}")
     return table
 
 
 def memory_table(found: DryRun, hardware: Hardware) -> Table:
-    """Bytes of each part, and of all beside what the device has."""
-    table = _table(f"What it holds: {found.parameters:,} parameters", "for")
-    for name in ("bytes", "", "share"):
-        table.add_column(name, justify="right")
+    """The bytes of each part, and their sum as a share of the device's memory."""
+    title = f"What it holds: {found.parameters:,} parameters"
+    table = _table(title, ("for",), ("bytes", "", "share"))
     whole = max(found.memory.total, 1)
     for part in PARTS:
         count = getattr(found.memory, part)
@@ -70,10 +69,8 @@ def memory_table(found: DryRun, hardware: Hardware) -> Table:
 
 
 def time_table(time: StepTime, hardware: Hardware) -> Table:
-    """Seconds of each part."""
-    table = _table(f"How long a step takes on {hardware.name}", "for")
-    for name in ("ms", "share"):
-        table.add_column(name, justify="right")
+    """The milliseconds of each part of a step."""
+    table = _table(f"How long a step takes on {hardware.name}", ("for",), ("ms", "share"))
     for name, seconds in time.parts.items():
         if seconds:
             share = "" if name.endswith(HIDDEN) else f"{seconds / time.seconds:.0%}"
@@ -84,23 +81,22 @@ def time_table(time: StepTime, hardware: Hardware) -> Table:
 
 
 def one(found: DryRun, hardware: Hardware, time: StepTime) -> Group:
-    """All of one rank's."""
+    """All tables of one rank."""
     first, before = (sum(c.bytes_sent for c in calls) for calls in (found.first_step, found.prepare))
-    also = f"In its first step it sends {first:,} bytes, and before that, to begin alike, {before:,}."
+    also = f"It sends {before:,} bytes so that all ranks start alike, and {first:,} in its first step."
     sent = Text(heading(found)), calls_table(found), Text(also)
     return Group(*sent, memory_table(found, hardware), time_table(time, hardware), Text(_assumed(time)))
 
 
 def many(found: Sequence[tuple[DryRun, int]], hardware: Hardware, time: StepTime) -> Group:
-    """A line for each kind of rank."""
-    axes = [axis for axis in AXES if any(axis in run.by_axis for run, _ in found)]
-    table = _table("Ranks of each kind: bytes that one sends in a step, and what it holds")
-    for name in ("rank", "alike", *(axis for axis in SIZES if getattr(found[0][0].layout, axis) > 1)):
-        table.add_column(name, justify="right")
-    for name in (*(f"{axis} bytes" for axis in axes), "bytes sent", "parameters", "activations", "memory"):
-        table.add_column(name, justify="right")
+    """A table with a line for each kind of rank, and the time of a step."""
+    axes = [axis for axis in CALL_AXES if any(axis in run.by_axis for run, _ in found)]
+    grid = [axis for axis in AXES if getattr(found[0][0].layout, axis) > 1]
+    numbers = ("rank", "alike", *grid, *(f"{axis} bytes" for axis in axes), "bytes sent", "parameters")
+    title = "One rank of each kind: the bytes that it sends in a step, and what it holds"
+    table = _table(title, (), (*numbers, "activations", "memory"))
     for run, count in found:
-        at = [str(run.place[axis]) for axis in SIZES if getattr(run.layout, axis) > 1]
+        at = [str(run.place[axis]) for axis in grid]
         sent = [f"{run.by_axis.get(axis, 0):,}" for axis in axes]
         held = f"{run.parameters:,}", size(run.memory.activations), size(run.memory.total)
         table.add_row(f"{run.rank}", f"{count:,}", *at, *sent, f"{run.bytes_sent:,}", *held)
@@ -113,14 +109,14 @@ def many(found: Sequence[tuple[DryRun, int]], hardware: Hardware, time: StepTime
 
 def _assumed(time: StepTime) -> str:
     held = (
-        "memory: tensors after a step, as torch makes them on a CPU; a device's own context, what its "
-        "allocator loses and what lives within an operation come on top"
+        "memory: tensors after a step, as torch makes them on a CPU; a device's own context, its allocator's "
+        "losses and temporaries within an operation come on top"
     )
     return "Assumed:\n" + "\n".join(f"  - {line}" for line in (held, *time.assumptions))
 
 
 def values(found: DryRun, alike: int | None = None) -> dict[str, Any]:
-    """One rank's, as plain values."""
+    """One rank's dry run as plain values."""
     said = {"alike": alike} if alike is not None else {}
     return {
         "rank": found.rank,
@@ -131,9 +127,9 @@ def values(found: DryRun, alike: int | None = None) -> dict[str, Any]:
         "bytes_sent": found.bytes_sent,
         "by_axis": found.by_axis,
         "by_phase": found.by_phase,
-        "calls": as_json(found.calls),
-        "first_step": as_json(found.first_step),
-        "prepare": as_json(found.prepare),
+        "calls": [asdict(line) for line in lines(found.calls)],
+        "first_step": [asdict(line) for line in lines(found.first_step)],
+        "prepare": [asdict(line) for line in lines(found.prepare)],
         "seconds": found.seconds,
     }
 
@@ -141,7 +137,7 @@ def values(found: DryRun, alike: int | None = None) -> dict[str, Any]:
 def document(
     found: Sequence[tuple[DryRun, int | None]], hardware: Hardware, time: StepTime
 ) -> dict[str, Any]:
-    """What a program may read."""
+    """The JSON document of dry runs, the predicted time and its assumptions."""
     first = found[0][0]
     return {
         "model": first.model,
@@ -159,8 +155,9 @@ def document(
     }
 
 
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in columns:
-        table.add_column(name)
+def _table(title: str, texts: Sequence[str], numbers: Sequence[str]) -> Table:
+    """An empty table with columns of texts and columns of numbers."""
+    table = Table(*texts, title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in numbers:
+        table.add_column(name, justify="right")
     return table

@@ -1,11 +1,11 @@
-"""A dry run: the code of a training, run as one rank of a layout of any size, with nobody else and no data.
+"""A dry run: the training's own code, run as one rank of a layout of any size, without other ranks or data.
 
 >>> found = dryrun("gpt2-xl", Layout(dp=64, tp=4, pp=4, zero=1))
 >>> found.bytes_sent, found.memory
 
-The engine is prepared and makes two steps. Tensors hold no data (fake_tensors.py), the other ranks are not
-there (fake_world.py), and the ledgers count each call with its axis and phase (calls.py). What a step
-sends is therefore exact, and memory what `engine.memory()` says on that rank; nothing of it is a formula.
+It prepares the engine and makes two steps. Tensors hold no data (fake_tensors.py), a process group answers
+for the other ranks (fake_world.py), and the ledgers count each call with its axis and phase (calls.py). So
+the bytes sent are exact, and the memory is what `engine.memory()` returns on that rank. No formula is used.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ from minidist.parallel.contract.memory_report import Memory
 from minidist.parallel.engine.prepare import prepare
 from minidist.parallel.engine.training_step import HybridEngine
 from minidist.parallel.training.precision import DTYPES
-from minidist.scale.dry_run.arguments import check, check_options, kinds, split_rank
+from minidist.scale.dry_run.arguments import check, check_options, kinds
 from minidist.scale.dry_run.calls import CallSummary, DryCall, axis_names, lines, phases_of, recorded
 from minidist.scale.dry_run.fake_tensors import DryTensors, NoData
 from minidist.scale.dry_run.fake_world import dry_world
 from minidist.scale.dry_run.models import build, loss_of, plan_of
 from minidist.scale.dry_run.peers import LayoutPeers
+from minidist.scale.memory.estimates import coordinates
 
 if TYPE_CHECKING:
     from minidist.scale.time.rates import Hardware
@@ -52,30 +53,30 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
 class DryRun:
     """What one rank of a layout would send and hold."""
 
-    model: str  # its name, or its shape
+    model: str  # name, or shape
     config: TransformerConfig
     layout: Layout
     batch: tuple[int, int]  # rows of the global batch, tokens in a row
     rank: int
-    place: dict[str, int]  # along each axis
-    parameters: int  # elements on this rank, as it computes with them; of a whole model where zero is 3
+    place: dict[str, int]  # the rank's coordinate along each axis
+    parameters: int  # elements that this rank computes with; with zero=3, before sharding
     memory: Memory  # bytes on this rank after a step
-    optimizer: str  # as `predict_step` names it: "adam", "momentum" or "sgd"; empty for one of your own
-    calls: tuple[DryCall, ...] = field(repr=False)  # of a step, but the first
-    # Of the first, in which ranks agree on buckets, forms and orders.
+    optimizer: str  # "adam", "momentum" or "sgd", as in `predict_step`; empty for your own function
+    calls: tuple[DryCall, ...] = field(repr=False)  # of a step after the first
+    # Of the first step, in which ranks agree on buckets, shapes and orders.
     first_step: tuple[DryCall, ...] = field(repr=False)
-    prepare: tuple[DryCall, ...] = field(repr=False)  # before it: the model is sent to all
-    seconds: float  # that this dry run took
-    options: tuple[str, ...] = ()  # of data_parallel and fully_shard, as they were given
+    prepare: tuple[DryCall, ...] = field(repr=False)  # of `prepare`, which sends the model to all ranks
+    seconds: float  # the duration of this dry run
+    options: tuple[str, ...] = ()  # data_parallel and fully_shard, as given
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes that the other ranks get from this one in a step."""
+        """Bytes that this rank sends in a step."""
         return sum(call.bytes_sent for call in self.calls)
 
     @property
     def by_axis(self) -> dict[str, int]:
-        """Bytes sent in a step along each axis that there is."""
+        """Bytes sent in a step along each axis."""
         return self._sums(lambda call: call.axis)
 
     @property
@@ -85,25 +86,25 @@ class DryRun:
 
     @property
     def lines(self) -> list[CallSummary]:
-        """A step's calls, those of one axis, phase, name and dtype together."""
+        """A summary of the calls of a step for each axis, phase, name and dtype."""
         return lines(self.calls)
 
     def predict(self, hardware: str | Hardware = "h100") -> StepTime:
-        """The time of a step on a machine, with what that assumes; see `predict_step`.
+        """Predict the time of a step on a machine; see `predict_step`.
 
-        It knows no options of `prepare`: where some were given, the assumptions say that they are left out.
+        The prediction ignores options of `prepare`; if some were given, the assumptions say so.
         """
         from minidist.scale.time.step_time import predict_step
 
         if not self.optimizer:
             raise ValueError(
-                "the optimizer is a function of your own, whose update has no known time; give 'adamw', "
+                "the optimizer is your own function, and the time of its update is unknown; give 'adamw', "
                 "'adam', 'momentum' or 'sgd'"
             )
         found = predict_step(self.config, self.layout, self.batch, hardware, optimizer=self.optimizer)
         if not self.options:
             return found
-        left_out = f"the time is that without {' and '.join(self.options)}, which change what is sent or when"
+        left_out = f"the time ignores {' and '.join(self.options)}, which change what is sent or when"
         return replace(found, assumptions=[*found.assumptions, left_out])
 
     def _sums(self, key: Callable[[DryCall], str]) -> dict[str, int]:
@@ -126,23 +127,24 @@ def dryrun(
     fully_shard: Mapping[str, Any] | None = None,
     way: str = "torch",
 ) -> DryRun:
-    """Run a rank of a layout dry: two steps of the engine that `prepare` makes.
+    """Run two steps of the training as one rank of a layout, without other ranks or data.
 
     Args:
         model: a shape, or the name of one.
         layout: of all ranks.
-        batch: rows of the global batch and tokens in each; rows alone have the model's context; None for a
-            row a micro-batch on each data-parallel rank.
-        rank: which of them; ranks lie as in `comm.mesh`.
-        optimizer: "adamw", "adam", "momentum" (SGD with it), "sgd", or a function from parameters to one.
+        batch: rows of the global batch, or (rows, tokens in each row), by default the model's context; None
+            for one row per micro-batch on each data-parallel rank.
+        rank: the rank to run, numbered as in `comm.mesh`.
+        optimizer: "adamw", "adam", "momentum" (SGD with momentum), "sgd", or a function from parameters to
+            an optimizer.
         clip_norm, data_parallel, fully_shard: see `prepare`.
-        way: how ranks talk: "torch", as over a network and between GPUs, or "shared_memory", as those of one
-            host without GPUs; it decides who sends in a broadcast.
+        way: how ranks communicate: "torch", as over a network and between GPUs, or "shared_memory", as on one
+            host without GPUs. It determines who sends in a broadcast.
 
     Raises:
-        TypeError: an argument is of a wrong type.
-        ValueError: an unknown name, a number out of range, or a layout or an option that cannot be run dry;
-            or this process is in a world already.
+        TypeError: an argument has the wrong type.
+        ValueError: a name is unknown, a number is out of range, a layout or an option cannot be run dry, or
+            this process has joined a world already.
     """
     shape = config_of(model) if isinstance(model, str) else model
     rows, tokens = check(shape, layout, batch, rank, way)
@@ -152,7 +154,7 @@ def dryrun(
     make = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
     named = optimizer.removesuffix("w") if isinstance(optimizer, str) else ""
     began = time.perf_counter()
-    place = split_rank(layout, rank)
+    place = coordinates(layout, rank)
     own_rows = len(range(place["dp"], rows, layout.dp))
     own_tokens = zigzag_order.size(tokens, layout.cp, place["cp"]) if layout.cp > 1 else tokens
     outside = own_tokens // layout.tp if layout.sequence_parallel else own_tokens
@@ -200,7 +202,7 @@ def dryrun(
             f"{name}={value!r}"
             for options in (data_parallel, fully_shard)
             for name, value in (options or {}).items()
-            if name != "initialize"  # which no step comes to
+            if name != "initialize"  # has no effect on a step
         ),
     )
 
@@ -214,14 +216,10 @@ def dryrun_kinds(
     done: Callable[[int, int], object] = lambda done, of: None,
     **options: Any,
 ) -> list[tuple[DryRun, int]]:
-    """One rank of each kind: stages of a pipeline differ, and ranks whose shares are of other sizes.
+    """Run one rank of each kind dry: ranks on different stages, or with shares of different sizes.
 
-    Args:
-        model, layout, batch, optimizer, options: see `dryrun`.
-        done: called after each with how many are done, and of how many.
-
-    Returns:
-        The dry runs by rank, each with the number of ranks that are like it; together all of the layout's.
+    Takes `dryrun`'s arguments, and `done`, which is called after each dry run with the numbers of finished
+    ones and of all. Returns the dry runs by rank, each with the number of ranks of its kind.
     """
     shape = config_of(model) if isinstance(model, str) else model
     found: list[tuple[DryRun, int]] = []
@@ -239,7 +237,7 @@ def _step(
     batch: tuple[int, int],
     names: Any,
 ) -> tuple[DryCall, ...]:
-    """The calls of one step."""
+    """Make a step; return its calls."""
     peers.begin(batch[0])
     inputs, targets = (tensors.empty(batch, torch.int64) for _ in range(2))
     with recorded("forward", names) as calls, phases_of(engine, calls):

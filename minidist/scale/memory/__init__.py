@@ -1,4 +1,19 @@
-"""Where the memory of training goes, and what fits in it; `python -m minidist.scale.memory` prints that."""
+"""Memory of training on each rank, estimated from a model's shape and a layout.
+
+`estimate` predicts the bytes, `fits` finds the largest batch in a budget, `plot` draws them.
+`python -m minidist.scale.memory` prints a table of what fits.
+
+| File | Holds |
+|---|---|
+| parameter_sizes.py | elements of each parameter on a rank |
+| state_bytes.py | bytes of parameters, gradients and optimizer state |
+| saved_activations.py | bytes that the forward pass saves |
+| arguments.py | checks of what is asked |
+| estimates.py | `estimate`: all of these, on the rank with the most bytes |
+| largest_batch.py | `fits` |
+| bar_chart.py | `plot` |
+| __main__.py | the command |
+"""
 
 from minidist.parallel.contract.memory_report import Memory as Memory
 from minidist.scale.memory.bar_chart import plot as plot

@@ -1,12 +1,8 @@
-"""Where the memory of training goes, and what fits in it.
+"""The command that prints which models train in a budget of memory, with how many rows.
 
     python -m minidist.scale.memory --budget 16GB
     python -m minidist.scale.memory --budget 24GB --models bert-base,gpt2-xl --ranks 4 --tokens 128
     python -m minidist.scale.memory --models gpt2-medium --plot memory.png
-
-`estimate` reckons the bytes of parameters, gradients, optimizer state and activations on each rank of a
-layout without building anything; `engine.memory()` counts the same; `fits` finds the largest batch in a
-budget; `plot` draws any of them as stacked bars.
 
 Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models".
 """
@@ -22,31 +18,29 @@ from rich.console import Console
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.memory_report import Memory
 from minidist.scale.memory.bar_chart import check_path, plot
-from minidist.scale.memory.estimates import Estimate, estimate
-from minidist.scale.memory.largest_batch import MODELS, Fit, fits, parse_bytes, table, ways
-
-__all__ = ["Estimate", "Fit", "Memory", "estimate", "fits", "main", "plot"]
+from minidist.scale.memory.estimates import estimate
+from minidist.scale.memory.largest_batch import MODELS, Fit, fits, parse_bytes, standard_layouts, table
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; returns its exit code: 0, or 2 for bad input."""
+    """Run the command; return its exit code: 0, or 2 for bad input."""
     parser = argparse.ArgumentParser(
         prog="python -m minidist.scale.memory",
-        description="Which BERT or GPT trains in a budget of memory, with how many rows on a rank, and what "
-        "makes it fit: half precision, recomputed activations, ZeRO's stages.",
+        description="Print which BERTs and GPTs train in a budget of memory, with how many rows on a rank, "
+        "and what makes them fit: half precision, recomputed activations or ZeRO's stages.",
         epilog="Example: python -m minidist.scale.memory --budget 16GB --tokens 512 --ranks 4",
     )
-    parser.add_argument("--budget", default="16GB", help="bytes of each rank: 16GB, 24GiB (default 16GB)")
+    parser.add_argument("--budget", default="16GB", help="memory of each rank: 16GB, 24GiB (default 16GB)")
     parser.add_argument("--models", default=",".join(MODELS), help="names, such as bert-base,gpt2-small")
-    parser.add_argument("--ranks", type=int, default=8, help="that ZeRO shards over (default 8)")
-    parser.add_argument("--tokens", type=int, help="in a row (default: each model's context)")
+    parser.add_argument("--ranks", type=int, default=8, help="ranks that ZeRO shards over (default 8)")
+    parser.add_argument("--tokens", type=int, help="tokens in a row (default: each model's context)")
     parser.add_argument(
-        "--plot", metavar="PATH", help="draw the first model's bytes in each ZeRO stage, with one row a rank"
+        "--plot", metavar="PATH", help="draw the first model's bytes in each ZeRO stage, one row on each rank"
     )
     given = parser.parse_args(arguments)
     names = list(dict.fromkeys(name.strip() for name in given.models.split(",") if name.strip()))
     try:
-        budget, layouts = parse_bytes(given.budget), ways(given.ranks)
+        budget, layouts = parse_bytes(given.budget), standard_layouts(given.ranks)
         if given.tokens is not None and given.tokens < 1:
             raise ValueError(f"tokens is {given.tokens}; give at least 1")
         if not names:
@@ -61,13 +55,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     console = Console()
     if not console.is_terminal:
-        console.width = 130  # a file or a pipe has no width to keep to
+        console.width = 130  # a file or a pipe has no width of its own
     console.print(table(found, budget))
     return 0
 
 
 def _stages(fit: Fit, ranks: int) -> dict[str, Memory]:
-    """Stages 0 to 3 of a model with one row on each rank, in bf16."""
+    """Estimates of ZeRO's stages 0 to 3 for a model in bf16, with one row on each rank."""
     return {
         "no ZeRO" if stage == 0 else f"ZeRO-{stage}": estimate(
             fit.config, Layout(dp=ranks, zero=stage, precision="bf16"), batch=(ranks, fit.tokens)

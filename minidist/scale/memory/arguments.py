@@ -1,36 +1,75 @@
-"""What `estimate` is asked about: types that Python would take, or fail on somewhere inside."""
+"""Checks of the arguments of `estimate`, which the planner and the dry run share."""
 
 from __future__ import annotations
 
+import math
+
+from minidist._arguments import is_number, is_whole
+from minidist._names import unknown
 from minidist.model.configs import GPTConfig, TransformerConfig
 from minidist.parallel.contract.layout import Layout
+from minidist.scale.memory.saved_activations import ATTENTIONS
+from minidist.scale.memory.state_bytes import BYTES, OPTIMIZERS
 
 
 def check_types(layout: object, batch: object, rank: object) -> None:
-    """TypeError, in a sentence, where one of them is no layout, no batch or no rank."""
+    """TypeError if one of them is no layout, no batch or no rank."""
     if layout is not None and not isinstance(layout, Layout):
         raise TypeError(f"layout is {layout!r}; give a Layout, such as Layout(dp=2), or None for one rank")
-    pair = isinstance(batch, tuple) and len(batch) == 2 and all(map(_is_whole, batch))
-    if not (pair or _is_whole(batch)):
+    pair = isinstance(batch, tuple) and len(batch) == 2 and all(map(is_whole, batch))
+    if not (pair or is_whole(batch)):
         raise TypeError(
             f"batch is {batch!r}; give whole numbers: rows, such as 8, or rows and tokens, such as (8, 128)"
         )
-    if rank is not None and not _is_whole(rank):
+    if rank is not None and not is_whole(rank):
         raise TypeError(f"rank is {rank!r}; give a whole number, or None for the rank with the most bytes")
 
 
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def refuse_cut_rows(shape: TransformerConfig, layout: Layout) -> None:
-    """ValueError where a layout cuts the rows of a model that `prepare` does not cut so.
+    """ValueError if the layout divides the tokens of a BERT, which `prepare` does not support.
 
-    With cp it has causal attention go round a ring, which a BERT's is not; for sequence_parallel its plan
-    would have to say whose gradients are summed, and no BERT has one here.
+    With cp the engine runs causal ring attention, and a BERT's attention is not causal. sequence_parallel
+    needs a plan that says whose gradients are summed, and there is none for a BERT.
     """
     if not isinstance(shape, GPTConfig) and (layout.cp > 1 or layout.sequence_parallel):
         axis = "cp" if layout.cp > 1 else "sequence_parallel"
         raise ValueError(
-            f"the layout has {axis}, and a BERT is not cut by tokens here; leave it out, or take a GPT"
+            f"the layout has {axis}, which divides the tokens, and this is a BERT; leave it out, or use a GPT"
+        )
+
+
+def check(
+    config: object,
+    layout: Layout,
+    precision: str,
+    optimizer: str,
+    attention: str | None = None,
+    rank: int | None = None,
+) -> None:
+    """TypeError or ValueError if a value is unknown or out of range, or the model cannot be divided so."""
+    for what, value, known in (
+        ("precision", precision, BYTES),
+        ("optimizer", optimizer, OPTIMIZERS),
+        ("attention", attention or "fused", ATTENTIONS),
+    ):
+        if value not in known:
+            raise unknown(what, value, known)
+    if rank is not None and not 0 <= rank < layout.ranks:
+        raise ValueError(f"rank is {rank}; give 0 to {layout.ranks - 1}, a rank of the layout, or None")
+    if isinstance(config, TransformerConfig):
+        if config.heads < layout.tp:
+            raise ValueError(
+                f"tp is {layout.tp} in the layout and heads are {config.heads}; give at most that"
+            )
+        if config.layers + 2 < layout.pp * layout.chunks:
+            raise ValueError(
+                f"pp is {layout.pp} with chunks={layout.chunks} in the layout, and {config.layers} blocks "
+                "and two ends cannot be cut into as many parts; give fewer"
+            )
+    elif not is_number(config):
+        raise TypeError(f"config is {config!r}; give a GPTConfig, a BERTConfig, a name, or a number")
+    elif not 0 <= config < math.inf or layout.tp * layout.pp * layout.cp > 1:
+        raise ValueError(
+            f"config is {config} parameters and the layout {layout}; give 0 or more, and for tp, pp and "
+            "cp a model's shape"
         )

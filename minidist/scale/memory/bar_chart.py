@@ -1,7 +1,7 @@
-"""A rank's memory as stacked bars, one a layout: what each stage of ZeRO takes away is seen at a glance.
+"""A rank's memory as stacked bars, one for each layout.
 
-Measured bars stand beside estimated ones, hatched, so that both are read off one axis. Colours are those of
-Okabe and Ito, which people with any colour vision tell apart.
+Where there are measurements, each estimated bar is hatched and its measured one stands next to it. The
+colours are Okabe and Ito's, which people with any colour vision can tell apart.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ COLORS = {
     "buffers": "#707070",
 }
 LEAST = 0.055
-"""Of the axis's height: a lower part has no room for its bytes in letters."""
+"""Share of the axis's height below which a part has no room for its number."""
 
 
 def plot(
@@ -34,20 +34,20 @@ def plot(
     measured: Mapping[str, Memory] | None = None,
     title: str = "",
 ) -> Axes:
-    """Draw a stacked bar for each layout, and beside it what was measured.
+    """Draw a stacked bar for each layout, and next to it the measured one.
 
     >>> plot({f"ZeRO-{z}": estimate("gpt2-small", Layout(dp=8, zero=z)) for z in range(4)}, "memory.png")
 
     Args:
-        estimates: for the name of each layout the bytes of a rank, estimated or measured.
-        path: a file to write, such as a .png or .svg; None for none.
-        measured: for some of the same names what `engine.memory()` gave.
-        title: above the figure.
+        estimates: bytes of a rank by the layout's name.
+        path: a file to write, such as a .png or .svg; None to write none.
+        measured: what `engine.memory()` returned, for some of the same names.
+        title: text above the figure.
 
     Raises:
         ImportError: matplotlib is missing.
-        ValueError: there is nothing to draw, `measured` has a name that `estimates` lacks, or `path` names no
-            file.
+        ValueError: there is nothing to draw, `measured` has a name that `estimates` lacks, or `path` is not a
+            file's.
     """
     if path is not None:
         check_path(path)
@@ -55,14 +55,14 @@ def plot(
         import matplotlib.style
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("matplotlib is missing, which draws: pip install 'minidist[bench]'") from error
+        raise ImportError("drawing needs matplotlib: pip install 'minidist[bench]'") from error
     measured = measured or {}
     if not estimates or not measured.keys() <= estimates.keys():
         raise ValueError(
             f"estimates are for {', '.join(estimates) or 'nothing'} and measured for "
             f"{', '.join(measured) or 'nothing'}; give one bar or more, and measured ones for the same names"
         )
-    with matplotlib.style.context("default"):  # a dark theme has colours that are not for this one
+    with matplotlib.style.context("default"):  # a dark theme's text would not suit these colours
         slots = len(estimates) + len(measured)
         figure = Figure(figsize=(max(5.2, 2.2 + 0.85 * slots), 4.4), layout="constrained")
         axes = figure.subplots()
@@ -73,7 +73,7 @@ def plot(
 
 
 def check_path(path: str | PathLike[str]) -> None:
-    """ValueError where `path` names no file: matplotlib writes a hidden one to a directory's name."""
+    """ValueError if `path` is a directory or empty, since matplotlib would write a hidden file there."""
     text = os.fspath(path)
     if not os.path.basename(text) or os.path.isdir(text):
         what = "a directory" if text else "no name"
@@ -87,11 +87,11 @@ def _draw(axes: Axes, estimates: Mapping[str, Memory], measured: Mapping[str, Me
     unit, scale = _unit(highest)
     top = 1.12 * max(highest, 1) / scale
     width, drawn = (0.4, 0.42) if measured else (0.62, 0.0)
-    for place, (name, bar) in enumerate(estimates.items()):
-        beside = measured.get(name)
-        _bar(axes, place - (drawn / 2 if beside else 0), width, bar, scale, top, hatched=bool(measured))
-        if beside is not None:
-            _bar(axes, place + drawn / 2, width, beside, scale, top, hatched=False)
+    for x, (name, bar) in enumerate(estimates.items()):
+        other = measured.get(name)
+        _bar(axes, x - (drawn / 2 if other else 0), width, bar, scale, top, hatched=bool(measured))
+        if other is not None:
+            _bar(axes, x + drawn / 2, width, other, scale, top, hatched=False)
     axes.set_xticks(range(len(estimates)), list(estimates))
     axes.set(ylim=(0, top), xlim=(-0.55, len(estimates) - 0.45), ylabel=f"{unit} on each rank")
     axes.set_title(title, loc="left", fontsize=10, color=MUTED)
@@ -109,46 +109,30 @@ def _draw(axes: Axes, estimates: Mapping[str, Memory], measured: Mapping[str, Me
 
 
 def _bar(axes: Axes, x: float, width: float, bar: Memory, scale: float, top: float, hatched: bool) -> None:
-    """One bar: its parts from the bottom, each with its bytes where there is room, and the total above."""
-    bottom = 0.0
+    """Draw one bar: its parts from the bottom, each with its number if there is room, and the total above."""
+    bottom, hatch = 0.0, "///" if hatched else None
     for part in PARTS:
-        height = getattr(bar, part) / scale
+        height, color = getattr(bar, part) / scale, COLORS[part]
         if not height:
             continue
-        axes.bar(
-            x,
-            height,
-            width,
-            bottom,
-            color=COLORS[part],
-            edgecolor="white",
-            linewidth=0.8,
-            hatch="///" if hatched else None,
-        )
+        axes.bar(x, height, width, bottom, color=color, edgecolor="white", linewidth=0.8, hatch=hatch)
         if height / top > LEAST:
-            axes.text(
-                x,
-                bottom + height / 2,
-                _number(height, top),
-                ha="center",
-                va="center",
-                fontsize=8,
-                color="black" if part in ("gradients", "activations") else "white",
-                bbox={"facecolor": COLORS[part], "edgecolor": "none", "pad": 1.0},
-            )
+            ink = "black" if part in ("gradients", "activations") else "white"
+            box = {"facecolor": color, "edgecolor": "none", "pad": 1.0}
+            at = x, bottom + height / 2
+            axes.text(*at, _number(height, top), ha="center", va="center", fontsize=8, color=ink, bbox=box)
         bottom += height
-    axes.text(
-        x, bottom + 0.012 * top, _number(bottom, top), ha="center", va="bottom", fontsize=9, weight="bold"
-    )
+    at = x, bottom + 0.012 * top
+    axes.text(*at, _number(bottom, top), ha="center", va="bottom", fontsize=9, weight="bold")
 
 
 def _unit(highest: float) -> tuple[str, float]:
-    """The unit of an axis, and its bytes: that in which the highest bar is written."""
+    """The axis's unit, which is that of the highest bar, and its bytes."""
     scales = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
     unit = size(highest).split()[1]
     return unit, scales[unit]
 
 
 def _number(x: float, top: float) -> str:
-    """With as many decimals as all numbers on an axis that ends at `top`."""
+    """A number with the decimals that suit an axis ending at `top`."""
     return f"{x:,.{0 if top >= 200 else 1 if top >= 20 else 2}f}"

@@ -1,11 +1,12 @@
-"""What fits: the largest batch of each model in a number of bytes, and what makes it fit.
+"""The largest batch of each model that fits in a budget of bytes, and the measure that makes it fit.
 
-The ways that people try are tried in turn: half precision, recomputing activations, ZeRO's stages over more
-ranks. The bytes of a batch grow with its rows, so the largest is found by halving.
+The usual measures are tried in turn: half precision, recomputed activations, ZeRO's stages over more ranks.
+Memory grows with the rows of a batch, so bisection finds the largest.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -20,7 +21,7 @@ from minidist.scale.memory.estimates import Estimate, estimate
 
 MODELS = tuple(name for name in CONFIGS if not name.startswith("byte-"))
 EXACT_ROWS = 10**7
-"""Rows from which on a table rounds them."""
+"""From this number of rows on, a table rounds."""
 UNITS = {"": 1, "B": 1} | {
     letter + end: base**power
     for power, letter in enumerate("KMGT", 1)
@@ -34,10 +35,10 @@ class Fit:
 
     name: str
     config: TransformerConfig
-    layout: Layout  # its precision, ZeRO stage and ranks, and whether it recomputes
+    layout: Layout
     tokens: int  # in a row
-    rows: int  # on each data-parallel rank; 0 where not even one row fits
-    memory: Estimate  # with these rows; with one row where none fits
+    rows: int  # on each data-parallel rank; 0 if not even one row fits
+    memory: Estimate  # with these rows; with one row if none fits
 
     @property
     def batch(self) -> int:
@@ -45,8 +46,8 @@ class Fit:
         return self.rows * self.layout.dp
 
 
-def ways(ranks: int = 8) -> list[Layout]:
-    """Layouts in the order in which they are tried, each with one measure more."""
+def standard_layouts(ranks: int = 8) -> list[Layout]:
+    """The layouts that are tried, in order: each adds one measure to the one before."""
     mixed = Layout(precision="bf16")
     recomputed = replace(mixed, recompute=True)
     return [Layout(), mixed, recomputed, *(replace(recomputed, dp=ranks, zero=stage) for stage in (1, 2, 3))]
@@ -59,18 +60,18 @@ def fits(
     tokens: int | None = None,
     attention: str | None = None,
 ) -> list[Fit]:
-    """The largest batch of each model in each layout that `budget_bytes` a rank hold.
+    """Find the largest batch of each model in each layout, with `budget_bytes` on each rank.
 
     >>> fits(16 * 10**9, ["bert-base"])
 
-    Counted are the states, the activations and the transient bytes of `estimate`, with Adam; a GPU's context
-    and what its allocator can't use come on top.
+    The budget covers the `peak` of `estimate`, with Adam. A GPU's context and memory that its allocator
+    cannot use come on top.
 
     Args:
-        budget_bytes: for each rank.
+        budget_bytes: of each rank.
         models: shapes, or their names.
-        layouts: those of `ways()` unless given.
-        tokens: in a row; a model's context where that is shorter, and where None.
+        layouts: `standard_layouts()` unless given.
+        tokens: in a row; the model's context if that is shorter, or if None.
         attention: see `estimate`.
 
     Returns:
@@ -84,7 +85,7 @@ def fits(
         shape = config_of(model) if isinstance(model, str) else model
         name = model if isinstance(model, str) else f"{shape.layers} layers of {shape.width}"
         length = min(tokens or shape.context, shape.context)
-        for layout in ways() if layouts is None else layouts:
+        for layout in standard_layouts() if layouts is None else layouts:
             found.append(_largest(name, shape, layout, length, budget_bytes, attention))
     return found
 
@@ -95,29 +96,27 @@ def _largest(
     def take(rows: int) -> Estimate:
         return estimate(shape, layout, batch=(rows * layout.dp, tokens), attention=attention)
 
-    fitting, too_many = 0, 1
-    while take(too_many).peak <= budget:  # each row takes bytes, so this ends
-        fitting, too_many = too_many, 2 * too_many
-    while too_many - fitting > 1:
-        middle = (fitting + too_many) // 2
-        if take(middle).peak <= budget:
-            fitting = middle
-        else:
-            too_many = middle
+    too_many = 1
+    while take(too_many).peak <= budget:  # ends, since each row takes bytes
+        too_many *= 2
+    fitting = bisect_right(range(1, too_many), budget, key=lambda rows: take(rows).peak)
     return Fit(name, shape, layout, tokens, fitting, take(max(fitting, 1)))
 
 
 def table(found: Sequence[Fit], budget_bytes: int) -> Table:
-    """A line a model, a column a layout: rows on a rank, or a dash and the bytes that one row would take."""
-    found = list(dict.fromkeys(found))  # who asks for a model twice gets one line
+    """A table with a line per model and a column per layout.
+
+    A cell has the rows on a rank, or a dash and the bytes that one row would take.
+    """
+    found = list(dict.fromkeys(found))  # a model that was named twice gets one line
     layouts = list(dict.fromkeys(fit.layout for fit in found))
     drawn = Table(
         box=box.SIMPLE_HEAD,
         pad_edge=False,
         title=f"Rows that fit in {size(budget_bytes)} on each rank, trained with Adam",
         title_justify="left",
-        caption="A dash: not even one row, which takes what is written behind it. A BERT is fine-tuned and\n"
-        "reads each row's first token; as -mlm it learns language: a score for each token of the vocabulary.",
+        caption="A dash: not even one row fits, which would take the bytes behind it. A BERT is fine-tuned\n"
+        "and reads each row's first token; a -mlm scores each token of the vocabulary.",
         caption_justify="left",
     )
     drawn.add_column("model", no_wrap=True)
@@ -140,17 +139,17 @@ def table(found: Sequence[Fit], budget_bytes: int) -> Table:
 
 
 def _rows(count: int) -> str:
-    """A number of rows, as wide as a column has room for: "1,234,567", "1.23e+19"."""
+    """A number of rows that fits a column: "1,234,567", "1.23e+19"."""
     return f"{count:,}" if count < EXACT_ROWS else f"{count:.2e}"
 
 
 def _measure(layout: Layout, layouts: Sequence[Layout]) -> str:
-    """The last measure of a layout, in words."""
+    """The last measure that a layout adds, in words."""
     return "nothing more" if layout == layouts[0] else heading(layout).splitlines()[-1]
 
 
 def heading(layout: Layout) -> str:
-    """A layout in few words, a line for each measure."""
+    """A layout in a few words, with a line for each measure."""
     lines = [layout.precision] if layout.ranks == 1 else [f"{layout.ranks} ranks", layout.precision]
     if layout.recompute:
         lines.append("recompute")
@@ -160,7 +159,7 @@ def heading(layout: Layout) -> str:
 
 
 def count(number: int) -> str:
-    """A number of parameters, as papers give it: "110 M"."""
+    """A number of parameters as papers write it: "110 M"."""
     for unit, scale in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= 0.9995 * scale:
             value = number / scale
@@ -172,7 +171,7 @@ def parse_bytes(text: str) -> int:
     """Bytes from text such as "16GB" (10^9), "16GiB" (2^30) or "17179869184".
 
     Raises:
-        ValueError: it is no such text.
+        ValueError: the text is not of this form.
     """
     number = text.strip().upper().rstrip("KMGTIB").strip()
     unit = text.strip().upper()[len(number) :].strip()
@@ -183,5 +182,5 @@ def parse_bytes(text: str) -> int:
     except (ValueError, KeyError):
         raise ValueError(f"memory is {text!r}; give bytes such as 16GB, 16GiB or 512MB") from None
     if unit == "" and value < 1024:
-        raise ValueError(f"memory is {text!r}, which are bytes; give bytes such as 16GB, 16GiB or 512MB")
+        raise ValueError(f"memory is {text!r} without a unit; give bytes such as 16GB, 16GiB or 512MB")
     return int(value)

@@ -1,10 +1,10 @@
-"""The parameters of a transformer as a rank has them: how many elements each, layer by layer.
+"""Elements of each parameter that a rank holds, layer by layer.
 
-A pipeline cuts the chain of layers; tensor parallelism cuts matrices inside each layer.
+A pipeline divides the chain of layers among the ranks; tensor parallelism divides the matrices of each layer.
 
-Source of the cuts: Shoeybi et al. 2019, "Megatron-LM: Training Multi-Billion Parameter Language Models Using
-Model Parallelism", section 3: queries, keys, values and the MLP's first matrix by columns, with their biases;
-the two projections onto the residual stream by rows, their biases whole; embeddings by vocabulary.
+Source: Shoeybi et al. 2019, "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model
+Parallelism", section 3. Queries, keys, values and the MLP's first matrix are cut by columns, with their
+biases; the two projections onto the residual stream by rows, with whole biases; embeddings by vocabulary.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from minidist.parallel.pipeline.layer_by_layer import cut
 from minidist.parallel.tensor.cuts import share_of
 
 Sizes = list[int]
-"""Elements of each parameter of a layer, in the order in which they are registered."""
+"""Elements of each parameter of a layer, in the order of registration."""
 
 
 def share(count: int, ranks: int, rank: int = 0) -> int:
-    """How many of `count` a rank has where they are dealt as evenly as can be, rank 0 at least as many."""
+    """How many of `count` items a rank has if they are dealt evenly; the first ranks get the remainder."""
     return (count + ranks - 1 - rank) // ranks
 
 
 @dataclass(frozen=True)
 class ModelPart:
-    """A rank's place among those that share a model's layers and matrices."""
+    """Which layers of the model a rank has (its stage) and which slice of their matrices (its tp_rank)."""
 
     tp: int = 1  # tensor-parallel ranks
     pp: int = 1  # pipeline ranks
-    chunks: int = 1  # parts of the model on each of these
+    chunks: int = 1  # parts of the model on each pipeline rank
     tp_rank: int = 0
     stage: int = 0
 
-    def part(self, count: int) -> int:
-        """Of `count` heads, columns or tokens of the vocabulary, those of this tensor-parallel rank."""
+    def own(self, count: int) -> int:
+        """How many of `count` heads, columns or vocabulary entries this tensor-parallel rank has."""
         return len(share_of(count, self.tp_rank, self.tp))
 
 
@@ -47,65 +47,65 @@ ALONE = ModelPart()
 
 @lru_cache(maxsize=256)
 def parts(config: TransformerConfig, pp: int, chunks: int) -> list[range]:
-    """Which layers, the embeddings 0 and the head the last, are each part of a pipeline's model.
+    """The layer numbers of each part of a pipeline; the embeddings are layer 0 and the head is the last.
 
-    Part i is on stage i % pp. Parts are as even in parameters as can be; see `layerwise.cut`.
+    Part i is on stage i % pp. The parts have as equal numbers of parameters as possible; see `cut`.
     """
     block_size, whole = sum(block(config)), [sum(embeddings(config))]
     whole += [block_size] * config.layers + [sum(head(config, owns_matrix=True))]
-    layers = [nn.Identity() for _ in whole]  # whose weights are given
+    layers = [nn.Identity() for _ in whole]  # stand-ins: `cut` goes by the given weights
     return cut(layers, pp * chunks, weights=whole)
 
 
-def layers(config: TransformerConfig, place: ModelPart = ALONE) -> list[Sizes]:
-    """The layers of a pipeline's stage: the embeddings first, then blocks, then the head.
+def layers(config: TransformerConfig, part: ModelPart = ALONE) -> list[Sizes]:
+    """The layers of a rank's pipeline stage, in order.
 
-    Where the output matrix is tied and the two ends lie on different stages, the last has a copy.
+    If the output matrix is tied and the two ends lie on different stages, the last stage has a copy.
     """
     found, last = [], config.layers + 1
-    own = [i for part in parts(config, place.pp, place.chunks)[place.stage :: place.pp] for i in part]
+    own = [i for chunk in parts(config, part.pp, part.chunks)[part.stage :: part.pp] for i in chunk]
     for i in own:
         if i == 0:
-            found.append(embeddings(config, place))
+            found.append(embeddings(config, part))
         else:
-            found.append(block(config, place) if i < last else head(config, place, 0 not in own))
+            found.append(block(config, part) if i < last else head(config, part, 0 not in own))
     return found
 
 
-def units(config: TransformerConfig, place: ModelPart = ALONE) -> list[int]:
-    """Elements of what is gathered together in ZeRO's stage 3: the root unit first, then each layer.
+def units(config: TransformerConfig, part: ModelPart = ALONE) -> list[int]:
+    """Elements of each unit that ZeRO's stage 3 gathers: the root unit first, then each layer.
 
-    The root has what several layers share, the tied matrix, where a stage has both its ends.
+    The root unit has the tied matrix, if one stage has both of its uses.
     """
-    found = [sum(layer) for layer in layers(config, place)]
-    tied = config.shares_matrix and place.pp == 1
-    root = embeddings(config, place)[0] if tied else 0
+    found = [sum(layer) for layer in layers(config, part)]
+    tied = config.shares_matrix and part.pp == 1
+    root = embeddings(config, part)[0] if tied else 0
     return [root, found[0] - root, *found[1:]]
 
 
-def embeddings(config: TransformerConfig, place: ModelPart = ALONE) -> Sizes:
-    """Tokens, positions; for BERT segments and a norm, too."""
+def embeddings(config: TransformerConfig, part: ModelPart = ALONE) -> Sizes:
+    """Token and position tables; for BERT also segments and a norm."""
     width = config.width
-    tables = [place.part(config.vocabulary) * width, config.context * width]
+    tables = [part.own(config.vocabulary) * width, config.context * width]
     return [*tables, config.segments * width, width, width] if isinstance(config, BERTConfig) else tables
 
 
-def block(config: TransformerConfig, place: ModelPart = ALONE) -> Sizes:
-    """A norm, four maps of attention, a norm, two maps of the MLP: weight and bias each."""
-    width, own = config.width, place.part(config.heads) * config.head_size
-    middle = place.part(4 * width)
+def block(config: TransformerConfig, part: ModelPart = ALONE) -> Sizes:
+    """A norm, attention's four maps, a norm, the MLP's two maps: a weight and a bias each."""
+    width, own = config.width, part.own(config.heads) * config.head_size
+    middle = part.own(4 * width)
     columns = [width * own, own]
     norm, rows = [width, width], [width * own, width]
     up, down = [width * middle, middle], [width * middle, width]
     return [*norm, *columns * 3, *rows, *norm, *up, *down]
 
 
-def head(config: TransformerConfig, place: ModelPart = ALONE, owns_matrix: bool = False) -> Sizes:
-    """GPT's last norm, and its output matrix unless that is the token embedding; BERT's pooler.
+def head(config: TransformerConfig, part: ModelPart = ALONE, owns_matrix: bool = False) -> Sizes:
+    """GPT's last norm and its output matrix, unless that is the token table; or BERT's pooler.
 
-    A masked-LM head is a map and a norm, the tied matrix, and a bias.
+    BERT's masked-LM head is a map, a norm, the tied matrix, and a bias.
     """
-    width, vocabulary = config.width, place.part(config.vocabulary)
+    width, vocabulary = config.width, part.own(config.vocabulary)
     pooler = [] if isinstance(config, GPTConfig) else [width * width, width]
     if not config.generates:
         return pooler

@@ -1,17 +1,18 @@
-"""Bytes of the training state on a rank: by the ZeRO paper's formulas, and as minidist's strategies hold it.
+"""Bytes of parameters, gradients and optimizer state on a rank: the ZeRO paper's, and minidist's.
 
-With Adam a parameter takes in fp32 4 bytes, its gradient 4, the optimizer 8; in bf16 and fp16 2 and 2, and
-the optimizer 12: a copy in float32 and its own 8. Of n data-parallel ranks each keeps an n-th of the
-optimizer's part in stage 1, of the gradients too in stage 2, of the parameters too in stage 3.
+With Adam in fp32 a parameter takes 4 bytes, its gradient 4 and the optimizer 8. In bf16 and fp16 they take 2,
+2 and 12: a float32 copy and Adam's 8. Of n data-parallel ranks each keeps 1/n of the optimizer state in stage
+1, of the gradients as well in stage 2, and of the parameters as well in stage 3.
 
-What minidist holds beside that, which for a large model is little:
+minidist holds a little more than these formulas say:
 
-- Adam's step, 4 bytes for each tensor that it updates: parameters in stage 0, a bucket's or all shares else;
-- stage 0 on several ranks: in the last bucket two numbers and one for each parameter, where it is no half;
-- stages 1 and 2: each bucket of 25 MB is padded to a multiple of n elements;
-- stage 2: the memory of two buckets, in which gradients lie until they are sent;
-- stage 3: each unit (a layer; a tied matrix) is padded likewise; gradients are summed in the precision of the
-  update, and two buffers as long as the largest unit hold them until they are sent.
+- Adam's step takes 4 bytes per tensor that it updates: a parameter in stage 0, a bucket in stages 1 and 2,
+  one tensor of all shares in stage 3.
+- Stage 0 on several ranks, not in half precision: the last bucket has 2 + one number per parameter.
+- Stages 1 and 2 pad each bucket of 25 MB to a multiple of n elements.
+- Stage 2 holds gradients in two buckets until they are sent.
+- Stage 3 pads each unit (a layer, or the tied matrix) to a multiple of n. It sums gradients in the precision
+  of the update, and two buffers as long as the largest unit hold them until they are sent.
 
 Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
 sections 3.1 and 5, and figure 1.
@@ -28,33 +29,31 @@ from minidist.parallel.flat.buckets import MB
 from minidist.scale.memory import parameter_sizes
 
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
-"""Of an element of the parameters and activations."""
+"""Per element of parameters and activations."""
 OPTIMIZERS = {"adam": 2, "momentum": 1, "sgd": 0}
-"""Tensors of a parameter's shape in the optimizer's state. AdamW is as Adam."""
+"""Tensors of the parameter's shape in the optimizer's state; AdamW has as many as Adam."""
 BUCKET = 25 * MB
 TAIL = 2
-"""Numbers that travel with the gradients beside one a parameter: rows and loss."""
+"""Numbers sent with the gradients besides one per parameter: rows and loss."""
 
 
 @dataclass(frozen=True)
 class States:
-    """Bytes on one rank.
-
-    gathered: beside these in stage 3, while it computes: the root's parameters, those of two more units, as
-        where the next is gathered ahead, and the gradients of one.
-    update: beside these while the optimizer steps: gradients cast to the masters' precision, and Adam's
-        denominators, which torch makes for all parameters at once on a GPU.
-    """
+    """Bytes on one rank."""
 
     parameters: int
     gradients: int
     optimizer: int
+    # Temporary, during passes in stage 3: parameters of the root and of two units, since the next one is
+    # gathered ahead, and the gradients of one unit.
     gathered: int = 0
+    # Temporary, during the update: gradients cast to the masters' precision, and Adam's denominators, which
+    # torch computes for all parameters at once on a GPU.
     update: int = 0
 
 
 def by_formula(parameters: int, ranks: int, zero: int, precision: str, optimizer: str) -> States:
-    """The ZeRO paper's, for a number of parameters."""
+    """The ZeRO paper's formulas, for a number of parameters."""
     element, _, each = _bytes(precision, optimizer)
     own = parameter_sizes.share(parameters, ranks)
     return States(
@@ -71,17 +70,17 @@ def held(
     zero: int,
     precision: str,
     optimizer: str,
-    place: parameter_sizes.ModelPart = parameter_sizes.ALONE,
+    part: parameter_sizes.ModelPart = parameter_sizes.ALONE,
 ) -> States:
-    """What minidist's strategies hold, on a rank at one place of the model.
+    """What minidist's strategies hold on a rank with one `part` of the model.
 
-    ranks: that share the gradients and, by ZeRO's `zero`, the states: those of dp and cp.
+    `ranks` counts those that share gradients and, from stage `zero` = 1 on, states: dp times cp.
     """
     element, updated, each = _bytes(precision, optimizer)
     adam = optimizer == "adam"
-    layers = parameter_sizes.layers(config, place)
+    layers = parameter_sizes.layers(config, part)
     sizes = [size for layer in layers for size in layer]
-    temporary = updated * (adam + (updated != element and zero < 3))  # for an element that is updated
+    temporary = updated * (adam + (updated != element and zero < 3))  # per updated element
     if not zero:
         elements, count = sum(sizes), len(sizes)
         tail = (count + TAIL) * element if ranks > 1 and element >= 4 else 0
@@ -94,7 +93,7 @@ def held(
         gradients = (own + lent if zero == 2 else own * ranks) * element
         state = own * each + 4 * len(buckets) * adam
         return States(own * ranks * element, gradients, state, 0, own * temporary)
-    units = parameter_sizes.units(config, place)
+    units = parameter_sizes.units(config, part)
     own, longest = _shares(units, ranks)
     gathered = (units[0] + sum(sorted(units[1:])[-2:]) + longest) * element
     gradients = own * updated + 2 * longest * element
@@ -102,7 +101,7 @@ def held(
 
 
 def cut(sizes: Iterable[int], limit: int) -> list[int]:
-    """Elements of each bucket where tensors come in this order: at most `limit`, or one tensor's."""
+    """Elements of each bucket, for tensors in this order: at most `limit`, or a single larger tensor."""
     buckets: list[int] = []
     for size in sizes:
         if buckets and buckets[-1] + size <= limit:
@@ -113,13 +112,13 @@ def cut(sizes: Iterable[int], limit: int) -> list[int]:
 
 
 def _shares(parts: Iterable[int], ranks: int) -> tuple[int, int]:
-    """Elements of a rank's shares of all parts, and of the longest part with its padding."""
+    """Elements of a rank's shares of all parts, and of the longest part including padding."""
     shares = [parameter_sizes.share(part, ranks) for part in parts]
     return sum(shares), max(shares, default=0) * ranks
 
 
 def _bytes(precision: str, optimizer: str) -> tuple[int, int, int]:
-    """Of a parameter's element: as the model has it, as it is updated, and what the optimizer has for it."""
+    """Bytes per element: in the model, in the update, and in the optimizer's state."""
     element = BYTES[precision]
     updated = max(element, 4)
     return element, updated, updated * OPTIMIZERS[optimizer] + (updated if updated != element else 0)

@@ -1,15 +1,15 @@
-"""Predicted steps beside measured ones, on this machine: does the model of time hold?
+"""Compare predicted steps with measured ones on this machine.
 
     python -m minidist.scale.planning.calibration --rounds 15
     python -m minidist.scale.planning.calibration --ranks 2,4 --json calibration.json
 
-For each number of ranks the machine is measured, and at once, before it drifts, steps of two byte GPTs under
-data parallelism, ZeRO, tensor parallelism, pipelines and several of them together are timed in turns, all in
-one launch; and that three times, of which the one with the median ratio counts. Run it while nothing else
-runs. Exit code 1 where a prediction is off by more than 30%.
+For each number of ranks it measures the machine, then at once, before the machine drifts, times steps of two
+byte GPTs in turns in one launch: with data parallelism, ZeRO, tensor parallelism, pipelines and combinations.
+It does so three times and keeps the one with the median ratio. Run it while nothing else runs. The exit code
+is 1 if a prediction is off by more than 30%.
 
-On a machine that others use, too, all steps of a launch take longer alike. So each ratio is given beside the
-median of its launch, as well: that says whether layouts are told apart rightly.
+On a machine with other users, all steps of a launch take longer alike. So the table also has each ratio over
+the median of its launch, which shows whether layouts are ranked rightly.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ LAYOUTS: dict[int, tuple[str, ...]] = {
     4: ("dp=4", "dp=4,zero=2", "dp=4,zero=3", "tp=4", "dp=2,tp=2", "dp=2,pp=2,micro_batches=4"),
     8: ("dp=8", "dp=8,zero=1", "dp=4,tp=2", "dp=2,tp=2,pp=2,micro_batches=2", "dp=2,pp=4,micro_batches=4"),
 }
-"""By number of ranks, as `Layout.parse` reads them."""
+"""Layouts by number of ranks, as `Layout.parse` reads them."""
 BATCHES = {"byte-small": (16, 128), "byte-tiny": (32, 64)}
-"""Rows of the global batch, and tokens in each."""
+"""Rows of the global batch and tokens in each row, by model."""
 TURNS = 3
-"""Of measuring the machine and then its steps: an odd number, which has a median."""
+"""How often to measure the machine and then the steps: an odd number, so that there is a median."""
 
 
 @dataclass(frozen=True)
 class Compared:
-    """One step."""
+    """Predicted and measured seconds of one layout's step."""
 
     model: str
     ranks: int
@@ -68,13 +68,10 @@ class Compared:
 def calibrate(
     ranks: Sequence[int], rounds: int, models: Sequence[str] = tuple(BATCHES), figures: str | None = None
 ) -> list[Compared]:
-    """Measure, predict and compare.
+    """Measure, predict and compare all layouts of these numbers of ranks.
 
-    Args:
-        ranks: numbers of ranks, among those of LAYOUTS.
-        rounds: steps of each layout, in all turns together.
-        models: among those of BATCHES.
-        figures: a file that keeps the machine's figures; measured anew in each turn where None.
+    `rounds` counts the steps of each layout in all turns together. The file `figures` keeps the machine's
+    figures; without it they are measured again in each turn.
     """
     found = []
     for count in ranks:
@@ -88,7 +85,7 @@ def calibrate(
 
 
 def _turn(machine: Hardware, count: int, models: Sequence[str], rounds: int) -> Iterator[Compared]:
-    """All layouts of so many ranks, once."""
+    """Compare all layouts of so many ranks once."""
     layouts = [Layout.parse(text) for text in LAYOUTS[count]]
     for model in models:
         measured = trial(config(model), layouts, BATCHES[model], rounds=rounds)
@@ -98,7 +95,7 @@ def _turn(machine: Hardware, count: int, models: Sequence[str], rounds: int) -> 
 
 
 def relative(found: Sequence[Compared]) -> list[float]:
-    """Each ratio over the median of those of the same model on as many ranks."""
+    """Each ratio over the median ratio of the same model and number of ranks."""
     launches: dict[tuple[str, int], list[float]] = {}
     for each in found:
         launches.setdefault((each.model, each.ranks), []).append(each.ratio)
@@ -106,35 +103,30 @@ def relative(found: Sequence[Compared]) -> list[float]:
 
 
 def table(found: Sequence[Compared]) -> Table:
-    """A line a step."""
+    """A table with a line for each step."""
     drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("model", "ranks", "layout", "predicted", "measured", "ratio", "to its launch", "parts, ms"):
         drawn.add_column(name, justify="left" if name in ("model", "layout") else "right")
-    for each, beside in zip(found, relative(found), strict=True):
+    for each, to_launch in zip(found, relative(found), strict=True):
         parts = ", ".join(f"{name} {1e3 * s:.1f}" for name, s in each.parts.items() if s > 5e-5)
-        drawn.add_row(
-            each.model,
-            str(each.ranks),
-            each.layout,
-            f"{1e3 * each.predicted:.1f} ms",
-            f"{1e3 * each.measured:.1f} ms",
-            f"{each.ratio:.2f}",
-            f"{beside:.2f}",
-            parts,
-        )
+        times = f"{1e3 * each.predicted:.1f} ms", f"{1e3 * each.measured:.1f} ms"
+        ratios = f"{each.ratio:.2f}", f"{to_launch:.2f}"
+        drawn.add_row(each.model, str(each.ranks), each.layout, *times, *ratios, parts)
     return drawn
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; returns its exit code."""
+    """Run the command; return its exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m minidist.scale.planning.calibration", description=(__doc__ or "").partition("\n")[0]
     )
-    parser.add_argument("--ranks", default=",".join(map(str, RANKS)), help="numbers of ranks: 1,2,4,8")
-    parser.add_argument("--models", default=",".join(BATCHES), help="byte-small,byte-tiny")
+    parser.add_argument(
+        "--ranks", default=",".join(map(str, RANKS)), help="numbers of ranks (default 1,2,4,8)"
+    )
+    parser.add_argument("--models", default=",".join(BATCHES), help="default byte-small,byte-tiny")
     parser.add_argument("--rounds", type=int, default=15, help="steps of each layout (default 15)")
     parser.add_argument("--figures", help="a file that keeps this machine's figures")
-    parser.add_argument("--json", metavar="FILE", help="write the comparison there")
+    parser.add_argument("--json", metavar="FILE", help="a file to write the comparison to")
     given = parser.parse_args(arguments)
     preload_optimizers()
     try:
@@ -160,8 +152,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     inside = [each for each in found if abs(each.ratio - 1) <= NEAR]
     alike = sum(abs(each - 1) <= NEAR for each in relative(found))
     print(
-        f"{len(inside)} of {len(found)} predictions within {NEAR:.0%} of what was measured, {alike} of "
-        f"{len(found)} of the median of their launch"
+        f"{len(inside)} of {len(found)} predictions are within {NEAR:.0%} of the measured time; {alike} of "
+        f"{len(found)} ratios are within {NEAR:.0%} of the median of their launch"
     )
     if given.json:
         Path(given.json).write_text(json.dumps([asdict(each) for each in found], indent=1), encoding="utf-8")

@@ -1,12 +1,11 @@
-"""Layouts of a number of ranks: which there are, which `prepare` takes, which fit, and how long each takes.
+"""All layouts of a number of ranks that `prepare` takes, with their memory and predicted time.
 
-Every way to write the ranks as dp x tp x pp x cp is tried, with every ZeRO stage, sequence parallelism and
-the schedules of contract/schedule_kinds.py that are planned. Micro-batches are powers of two: as few as fit,
-since more of them make products smaller; a pipeline's one to eight a stage, as they shrink its bubble. Tensor
-parallelism, which sends most, stays on a host (Narayanan et al. 2021, section 3.2, takeaway 1). Activations
-are recomputed where they do not fit otherwise, or where they take so many micro-batches.
-
-What does not go together says `prepare`, by its own checks.
+Every product dp x tp x pp x cp of the ranks is tried, with every ZeRO stage, sequence parallelism and the
+schedules of contract/schedule_kinds.py that are planned. Micro-batches are powers of two: as few as fit,
+since more of them make products smaller; in a pipeline one to eight per stage, which shrink its bubble.
+Tensor parallelism sends the most and stays within a host (Narayanan et al. 2021, section 3.2, takeaway 1).
+Activations are recomputed if they do not fit otherwise, or only with many micro-batches. `prepare`'s own
+checks decide which options go together.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ from minidist.model.configs import GPTConfig, TransformerConfig
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.schedule_kinds import DEFAULT_SCHEDULE, SCHEDULES
 from minidist.parallel.engine.prepare import check_available
-from minidist.scale.memory import estimates
-from minidist.scale.memory.arguments import refuse_cut_rows
+from minidist.scale.memory.arguments import check, refuse_cut_rows
 from minidist.scale.memory.estimates import Estimate, estimate
 from minidist.scale.memory.parameter_sizes import share
 from minidist.scale.time.rates import Hardware
@@ -30,12 +28,12 @@ from minidist.scale.time.stages import Simulated
 from minidist.scale.time.step_time import StepTime, check_fits, predict_step
 
 A_STAGE = 8
-"""Micro-batches for each stage of a pipeline, up to which more are tried: then a ninth is bubble."""
+"""The most micro-batches per stage of a pipeline to try; with so many, a ninth of the time is bubble."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """What a plan is asked for."""
+    """What to plan for."""
 
     name: str  # of the model
     shape: TransformerConfig
@@ -43,22 +41,22 @@ class Question:
     memory: int  # bytes of each rank
     hardware: Hardware
     rows: int  # of the global batch
-    tokens: int
+    tokens: int  # in each row
     precision: str
     optimizer: str = "adam"
     simulated: Simulated = field(default_factory=dict, compare=False)
 
     @property
     def batch(self) -> tuple[int, int]:
-        """Rows, and tokens in each."""
+        """Rows, and tokens in each row."""
         return self.rows, self.tokens
 
     def estimate(self, layout: Layout) -> Estimate:
-        """The memory of the fullest rank; see `minidist.scale.memory`."""
+        """Memory of the fullest rank."""
         return estimate(self.shape, layout, batch=self.batch, optimizer=self.optimizer)
 
     def predict(self, layout: Layout) -> StepTime:
-        """The time of a step."""
+        """Time of a step."""
         return predict_step(
             self.shape, layout, self.batch, self.hardware, optimizer=self.optimizer, simulated=self.simulated
         )
@@ -70,19 +68,19 @@ class Candidate:
 
     layout: Layout
     memory: Estimate
-    step: StepTime | None  # None where it does not fit
+    step: StepTime | None  # None if it does not fit
 
 
 @dataclass(frozen=True)
 class Refused:
-    """A layout that it does not."""
+    """A layout that `prepare` refuses."""
 
     fields: str
     reason: str
 
 
 def candidates(question: Question) -> Iterator[Candidate | Refused]:
-    """All of them; of those that differ in micro-batches alone what the top of this file says."""
+    """Yield all candidates; this file's docstring says which micro-batches are tried."""
     for dp, tp, pp, cp in _grids(question.ranks):
         if tp > question.hardware.ranks_per_host:
             continue
@@ -105,7 +103,7 @@ def candidates(question: Question) -> Iterator[Candidate | Refused]:
 
 
 def frugal(question: Question) -> Iterator[Layout]:
-    """Layouts along one axis beside dp that take little memory: a row at a time, recomputed, sharded."""
+    """Layouts with at most one axis besides dp that save memory: one row at a time, recomputed, ZeRO."""
     for dp, tp, pp, cp in _grids(question.ranks):
         if sum(size > 1 for size in (tp, pp, cp)) > 1:
             continue
@@ -119,7 +117,7 @@ def frugal(question: Question) -> Iterator[Layout]:
 
 
 def _of_one_form(question: Question, fields: dict[str, object]) -> Iterator[Candidate | Refused]:
-    """Of layouts that differ in micro-batches."""
+    """Candidates that differ only in micro-batches and recomputation."""
     try:
         layout = Layout(**fields)  # type: ignore[arg-type]
         require_supported(question.shape, layout, question.rows, question.tokens, question.hardware)
@@ -133,7 +131,7 @@ def _of_one_form(question: Question, fields: dict[str, object]) -> Iterator[Cand
         forms.append(replace(layout, recompute=True))
     most, last, found = share(question.rows, layout.dp), None, False
     for form in forms:
-        least = 0  # micro-batches with which it fits
+        least = 0  # the fewest micro-batches that fit
         for micro in _powers(most):
             if micro < min(layout.pp, most):
                 continue
@@ -158,10 +156,10 @@ def _of_one_form(question: Question, fields: dict[str, object]) -> Iterator[Cand
 def require_supported(
     shape: TransformerConfig, layout: Layout, rows: int, tokens: int, hardware: Hardware
 ) -> None:
-    """ValueError where `prepare` would refuse a layout, or a step the batch: from their own checks."""
+    """ValueError if `prepare` would refuse the layout, or a step the batch, by their own checks."""
     check_available(layout)
     refuse_cut_rows(shape, layout)
-    estimates.check(shape, layout, layout.precision, "adam", None, None)
+    check(shape, layout, layout.precision, "adam")
     check_fits(shape, layout, rows, tokens, hardware)
     if isinstance(shape, GPTConfig) and layout.pp * layout.tp > 1:
         _check_parts(shape, layout.pp, layout.chunks, layout.schedule, layout.tp)
@@ -169,7 +167,7 @@ def require_supported(
 
 @lru_cache(maxsize=1024)
 def _check_parts(shape: GPTConfig, pp: int, chunks: int, schedule: str, tp: int) -> None:
-    """That the model's layers can be cut into stages, and its matrices over ranks."""
+    """ValueError if the layers cannot be cut into stages, or the matrices over ranks."""
     from minidist.parallel.pipeline.layer_chain import check_layers
     from minidist.parallel.tensor.plans import plan_for
     from minidist.parallel.tensor.styles import check_ties, cut_between_heads, resolve
@@ -185,14 +183,14 @@ def _check_parts(shape: GPTConfig, pp: int, chunks: int, schedule: str, tp: int)
 
 @lru_cache(maxsize=2)
 def _model(shape: GPTConfig) -> Any:
-    """Without memory."""
+    """The model on the meta device, without memory."""
     from minidist.model.gpt import GPT
 
     return GPT(shape, device="meta")
 
 
 def _grids(ranks: int) -> Iterator[tuple[int, int, int, int]]:
-    """All dp, tp, pp, cp whose product is the ranks."""
+    """All (dp, tp, pp, cp) whose product is the number of ranks."""
     divisors = [size for size in range(1, ranks + 1) if ranks % size == 0]
     for tp, pp, cp in product(divisors, repeat=3):
         if ranks % (tp * pp * cp) == 0:
@@ -200,7 +198,7 @@ def _grids(ranks: int) -> Iterator[tuple[int, int, int, int]]:
 
 
 def _powers(rows: int) -> Iterator[int]:
-    """1, 2, 4, ... up to a row each."""
+    """1, 2, 4, ... and the number of rows."""
     micro = 1
     while micro < rows:
         yield micro

@@ -1,20 +1,21 @@
-"""Which layout to train a model with on so many ranks of so much memory: every one that fits, by its time.
+"""Find the layout to train a model with, on so many ranks with so much memory.
 
 >>> plan("bert-large", ranks=8, memory=16 * 10**9).answer.layout
 
-The answer is the simplest layout that no other beats by more than a tenth: predictions are no better than
-that, and plain data parallelism is the easiest to live with. Sharding comes after it, then what cuts layers
-and matrices. What does not fit says why: its memory by kind, or what `prepare` refuses.
+A plan has every layout that fits, ranked by predicted time, and the reason why others do not fit. Its answer
+is the simplest layout that no other beats by more than a tenth, since predictions are no better than that.
+Plain data parallelism is the simplest, then sharding, then layouts that cut layers and matrices.
 
-Source: for when which pays, Narayanan et al. 2021, section 3; Rajbhandari et al. 2020, section 2.
+Source: Narayanan et al. 2021, section 3; Rajbhandari et al. 2020, section 2, for which layout pays when.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+from minidist._arguments import check_whole
 from minidist.model.configs import TransformerConfig
 from minidist.model.configs import config as config_of
 from minidist.parallel.contract.layout import Layout
@@ -27,39 +28,31 @@ from minidist.scale.time.hardware import smallest
 from minidist.scale.time.rates import Hardware
 
 MEANINGFUL = 0.1
-"""Share of a step's time from which on a layout is faster, and not just predicted so."""
+"""A predicted difference counts from this share of a step's time on."""
 ROWS = {True: 8, False: 32}
-"""Of a batch for each rank where none is asked for: on processors that were measured, and on devices."""
-FAMILIES = ("plain", "sharded", "pipeline", "tensor", "context", "mixed")
-"""Plain data parallelism; ZeRO beside it; one axis more, with or without ZeRO; several."""
+"""Rows per rank of the default batch: on a machine that was measured, and on others."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What was found.
-
-    Attributes:
-        fitting: layouts that fit, the answer first, then by their time.
-        too_large: those that take more memory.
-        refused: those that `prepare` does not take.
-    """
+    """All layouts for a question."""
 
     question: Question
-    fitting: list[Candidate]
-    too_large: list[Candidate]
+    fitting: list[Candidate]  # the answer, then the others by time
+    too_large: list[Candidate]  # by memory
     refused: list[Refused]
 
     @property
     def answer(self) -> Candidate | None:
-        """What to use; None where nothing fits."""
+        """The layout to use; None if nothing fits."""
         return self.fitting[0] if self.fitting else None
 
     def best(self, family: str) -> Candidate | None:
-        """The fastest of a family that fits."""
+        """The fastest layout of a family that fits; None if none does."""
         return min((c for c in self.fitting if family_of(c.layout) == family), key=seconds, default=None)
 
     def least(self, *families: str) -> tuple[Layout, Estimate] | None:
-        """The layout of some families that takes the least memory, however long; None where none is."""
+        """The layout of these families that takes the least memory, or None."""
         found = [
             (form, self.question.estimate(form))
             for form in frugal(self.question)
@@ -79,23 +72,23 @@ def plan(
     optimizer: str = "adam",
     progress: Callable[[], object] | None = None,
 ) -> Plan:
-    """Every layout of `ranks` ranks that trains the model, and how long a step takes.
+    """Find every layout of `ranks` ranks that trains the model, and predict the time of a step.
 
     Args:
         model: a name, or a shape.
-        ranks: all of which are used.
-        memory: bytes of each; None for the machine's.
-        hardware: the machine, or its name; None for the GPU with the least memory that has as much.
-        batch: rows of the global batch and tokens in each; rows alone have the model's context; None for 32
-            rows a rank, or 8 on a machine that was measured.
-        precision: None for bfloat16, else float16, where the machine is a GPU, and float32 on processors.
+        ranks: number of ranks; a layout uses all of them.
+        memory: bytes of each rank; None for the machine's.
+        hardware: a machine, or its name; None for the GPU with the least memory that has `memory`.
+        batch: rows of the global batch, or (rows, tokens in each row), by default the model's context; None
+            for 32 rows per rank, or 8 on a machine that was measured.
+        precision: None for bfloat16 (or float16) on a GPU and float32 on a CPU.
         optimizer: "adam", "momentum" or "sgd".
         progress: called for each layout.
 
     Raises:
         TypeError, ValueError: an argument is unknown or out of range.
     """
-    question = _question(model, ranks, memory, hardware, batch, precision, optimizer)
+    question = question_of(model, ranks, memory, hardware, batch, precision, optimizer)
     fitting, too_large, refused = [], [], []
     for each in candidates(question):
         if progress is not None:
@@ -117,33 +110,17 @@ def plan(
     return Plan(question, fitting, too_large, refused)
 
 
-def check(
-    model: str | TransformerConfig,
-    *,
-    ranks: int,
-    memory: int | None = None,
-    batch: int | tuple[int, int] | None = None,
-    precision: str | None = None,
-    optimizer: str = "adam",
-) -> None:
-    """Raise what `plan` would for a machine that is yet to be measured, which takes a while.
-
-    It has rates for the precisions that a GPU has, so one stands in for it.
-
-    Raises:
-        TypeError, ValueError: see `plan`.
-    """
-    machine = replace(hardware_of("h100"), name="this machine")
-    _question(model, ranks, memory, machine, batch, precision, optimizer)
-
-
 def seconds(candidate: Candidate) -> float:
-    """Of a step; infinite for what does not fit."""
+    """Seconds of a step; infinite for a layout that does not fit."""
     return math.inf if candidate.step is None else candidate.step.seconds
 
 
 def family_of(layout: Layout) -> str:
-    """One of FAMILIES."""
+    """The family of a layout.
+
+    "plain" data parallelism; "sharded" with ZeRO; "pipeline", "tensor" or "context" with one more axis, with
+    or without ZeRO; "mixed" with several.
+    """
     sizes = {"pipeline": layout.pp, "tensor": layout.tp, "context": layout.cp}
     axes = [name for name, size in sizes.items() if size > 1]
     if len(axes) > 1:
@@ -152,13 +129,13 @@ def family_of(layout: Layout) -> str:
 
 
 def effort(layout: Layout) -> tuple[float, ...]:
-    """How much there is to it: axes beside dp, ZeRO's stage, what else is switched on, micro-batches."""
+    """How complex a layout is: axes besides dp; ZeRO's stage and other options; micro-batches."""
     axes = sum(size > 1 for size in (layout.tp, layout.pp, layout.cp))
     more = layout.recompute + layout.sequence_parallel + (layout.schedule != DEFAULT_SCHEDULE)
     return axes, layout.zero + more, layout.micro_batches
 
 
-def _question(
+def question_of(
     model: str | TransformerConfig,
     ranks: int,
     memory: int | None,
@@ -167,9 +144,10 @@ def _question(
     precision: str | None,
     optimizer: str,
 ) -> Question:
-    for what, value in (("ranks", ranks), ("memory", memory)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ValueError(f"{what} is {value!r}; give a whole number of at least 1")
+    """Check `plan`'s arguments and fill in the defaults."""
+    check_whole("ranks", ranks, 1)
+    if memory is not None:
+        check_whole("memory", memory, 1)
     shape = config_of(model) if isinstance(model, str) else model
     if not isinstance(shape, TransformerConfig):
         raise TypeError(f"model is {model!r}; give the name of one, or a GPTConfig or BERTConfig")
@@ -195,6 +173,6 @@ def _question(
             f"{' or '.join(machine.peak)}"
         )
     name = model if isinstance(model, str) else f"{shape.layers} layers of {shape.width}"
-    sharing = min(ranks, machine.ranks_per_host) if machine.cores else 1  # ranks of a host share its memory
+    sharing = min(ranks, machine.ranks_per_host) if machine.cores else 1  # they share a host's memory
     budget = machine.memory // sharing if memory is None else memory
     return Question(name, shape, ranks, budget, machine, rows, tokens, precision, optimizer)

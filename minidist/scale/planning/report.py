@@ -1,7 +1,4 @@
-"""A plan in words: which layout to use and why, a table of the best, and what does not fit.
-
-All sentences are computed from the plan's numbers.
-"""
+"""A plan in words: which layout to use and why, a table of the best layouts, and what does not fit."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from minidist.scale.planning.candidates import Candidate
 from minidist.scale.planning.planner import MEANINGFUL, Plan, family_of, seconds
 
 BEST = 12
-"""Lines of the table."""
+"""How many layouts the table has."""
 NAMES = {
     "plain": "plain data parallelism",
     "sharded": "sharding (ZeRO)",
@@ -31,7 +28,7 @@ NAMES = {
 
 
 def answer(plan: Plan) -> str:
-    """What to use, in one sentence."""
+    """Say in one sentence which layout to use."""
     question, chosen = plan.question, plan.answer
     many = "1 rank" if question.ranks == 1 else f"{question.ranks} ranks"
     where = f"{many} of {size(question.memory)}"
@@ -41,7 +38,7 @@ def answer(plan: Plan) -> str:
         least = plan.too_large[0]
         return (
             f"{question.name} does not fit on {where}: the smallest layout, {written(least.layout)}, takes "
-            f"{size(least.memory.peak)} ({most(least.memory)})."
+            f"{size(least.memory.peak)} ({largest_parts(least.memory)})."
         )
     family, step = family_of(chosen.layout), chosen.step
     first = {
@@ -50,23 +47,23 @@ def answer(plan: Plan) -> str:
         "pipeline": "Cut the layers: a pipeline",
         "tensor": "Cut the matrices: tensor parallelism",
         "context": "Cut the rows: context parallelism",
-        "mixed": "Take several axes together",
+        "mixed": "Combine several axes",
     }[family]
     if question.ranks == 1:
         first = "One rank is enough"
     return (
         f"{first}: {written(chosen.layout)} trains {question.name} on {where} in {duration(step.seconds)} a "
         f"step of {question.rows} rows ({rows_a_second(step.rows_per_second)} rows/s, {step.used:.0%} of the "
-        f"peak) and takes {size(chosen.memory.peak)} a rank."
+        f"peak) and takes {size(chosen.memory.peak)} per rank."
     )
 
 
 def reasons(plan: Plan) -> list[str]:
-    """When which family of layouts earns its keep, a sentence each."""
+    """Say when each family of layouts earns its keep, in a sentence each."""
     chosen, question = plan.answer, plan.question
     if chosen is None or question.ranks == 1:
         return []
-    found = [_beside(plan, chosen)]
+    found = [_fastest(plan, chosen)]
     if family_of(chosen.layout) != "plain":
         found.append(_why_not_plain(plan, chosen))
     for family in ("sharded", "pipeline", "tensor"):
@@ -75,14 +72,14 @@ def reasons(plan: Plan) -> list[str]:
     return [each for each in found if each]
 
 
-def _beside(plan: Plan, chosen: Candidate) -> str:
+def _fastest(plan: Plan, chosen: Candidate) -> str:
     fastest = min(plan.fitting, key=seconds)
     if fastest is chosen:
         return "No other layout is predicted to be faster."
     saves = 1 - seconds(fastest) / seconds(chosen)
     return (
-        f"The fastest, {written(fastest.layout)}, would save {saves:.1%} of the time, which is less than the "
-        f"{MEANINGFUL:.0%} that a prediction can tell."
+        f"The fastest, {written(fastest.layout)}, would save {saves:.1%} of the time, which is less than a "
+        f"prediction can tell ({MEANINGFUL:.0%})."
     )
 
 
@@ -98,18 +95,18 @@ def _why_not_plain(plan: Plan, chosen: Candidate) -> str:
     layout, memory = least
     return (
         f"Plain data parallelism does not fit: at the least, {written(layout)}, it takes {size(memory.peak)} "
-        f"({most(memory)})."
+        f"({largest_parts(memory)})."
     )
 
 
 def _earns(plan: Plan, chosen: Candidate, family: str) -> str:
-    """What a family would cost or save here, and from which memory on it is needed."""
+    """Say what a family would cost or save, and below which memory it is needed."""
     best, least = plan.best(family), plan.least(family)
     if least is None:
         return ""
     name = NAMES[family][0].upper() + NAMES[family][1:]
     if best is None or best.step is None:
-        return f"{name} does not fit: at the least, {written(least[0])}, {size(least[1].peak)} a rank."
+        return f"{name} does not fit: at the least, {written(least[0])}, {size(least[1].peak)} per rank."
     ratio, costs = seconds(best) / seconds(chosen), waits(best)
     compared = f"takes {ratio:.2f} times as long" if ratio >= 1 else f"would save {1 - ratio:.1%} of the time"
     text = f"{name} {compared}, {written(best.layout)}{f': {costs}' if costs else ''}"
@@ -126,27 +123,25 @@ def _earns(plan: Plan, chosen: Candidate, family: str) -> str:
 
 
 def waits(candidate: Candidate) -> str:
-    """The largest part of a step that is no arithmetic, as a share of it."""
-    assert candidate.step is not None
-    parts, names = (
-        candidate.step.parts,
-        {
-            "bubble": "waiting in the pipeline",
-            "tp": "the all-reduces in each layer",
-            "cp": "keys and values on their way",
-            "dp": "gradients and parameters on their way",
-            "recompute": "computing activations again",
-            "gradients": "adding gradients up, and copying them",
-            "optimizer": "the update",
-        },
-    )
-    name = max(names, key=lambda each: parts.get(each, 0.0))
-    share = parts.get(name, 0.0) / candidate.step.seconds
+    """The largest part of a step besides forward and backward passes, as a share of it."""
+    step = candidate.step
+    assert step is not None
+    names = {
+        "bubble": "waiting in the pipeline",
+        "tp": "the all-reduces in each layer",
+        "cp": "sending keys and values",
+        "dp": "sending gradients and parameters",
+        "recompute": "recomputing activations",
+        "gradients": "adding and copying gradients",
+        "optimizer": "the update",
+    }
+    name = max(names, key=lambda each: step.parts.get(each, 0.0))
+    share = step.parts.get(name, 0.0) / step.seconds
     return f"{share:.0%} of it is {names[name]}" if share >= 0.02 else ""
 
 
 def table(plan: Plan, measured: dict[str, float] | None = None) -> Table:
-    """The best dozen, the answer first."""
+    """A table of the best layouts, the answer first."""
     question = plan.question
     drawn = Table(
         box=box.SIMPLE_HEAD,
@@ -160,52 +155,39 @@ def table(plan: Plan, measured: dict[str, float] | None = None) -> Table:
         drawn.add_column(heading, justify="right", no_wrap=True)
     drawn.add_column("of the step")
     for each in plan.fitting[:BEST]:
-        assert each.step is not None
-        own = (
-            [duration(measured[str(each.layout)]) if str(each.layout) in measured else ""] if measured else []
-        )
-        drawn.add_row(
-            written(each.layout),
-            duration(each.step.seconds),
-            *own,
-            rows_a_second(each.step.rows_per_second),
-            size(each.memory.peak),
-            f"{each.step.used:.0%}",
-            shares(each),
-        )
+        step, name = each.step, str(each.layout)
+        assert step is not None
+        shares = [
+            f"{part} {value / step.seconds:.0%}"
+            for part, value in step.parts.items()
+            if not part.endswith("hidden") and value >= 0.005 * step.seconds
+        ]
+        took = [duration(measured[name]) if name in measured else ""] if measured else []
+        speed, peak = rows_a_second(step.rows_per_second), size(each.memory.peak)
+        row = written(each.layout), duration(step.seconds), *took, speed, peak, f"{step.used:.0%}"
+        drawn.add_row(*row, ", ".join(shares))
     return drawn
 
 
 def rows_a_second(number: float) -> str:
-    """To three digits at least: "0.123", "4.56", "1,230"."""
+    """A rate with at least three digits: "0.123", "4.56", "1,230"."""
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
-def shares(candidate: Candidate) -> str:
-    """Where a step's time goes."""
-    assert candidate.step is not None
-    whole = candidate.step.seconds
-    found = [
-        f"{name} {value / whole:.0%}"
-        for name, value in candidate.step.parts.items()
-        if not name.endswith("hidden") and value >= 0.005 * whole
-    ]
-    return ", ".join(found)
-
-
 def unfit(plan: Plan) -> list[str]:
-    """Why others don't fit, a line for each kind of reason."""
+    """Say why other layouts do not fit, with a line for each kind of reason."""
     found: list[str] = []
     kinds: dict[str, list[Candidate]] = {}
     for each in plan.too_large:
-        kinds.setdefault(_kind(each.layout), []).append(each)
+        zero = f" with ZeRO-{each.layout.zero}" if each.layout.zero else ""
+        kinds.setdefault(NAMES[family_of(each.layout)] + zero, []).append(each)
     for name, group in kinds.items():
         least = min(group, key=lambda each: each.memory.peak)
         found.append(
             f"{_many(len(group))} of {name}: at the least, {written(least.layout)}, "
-            f"{size(least.memory.peak)} ({most(least.memory)})"
+            f"{size(least.memory.peak)} ({largest_parts(least.memory)})"
         )
-    refused: dict[str, list[str]] = {}
+    refused: dict[str, list[str]] = {}  # reasons that differ only in numbers are one kind
     for other in plan.refused:
         refused.setdefault(re.sub(r"\d+", "N", other.reason.split(";")[0]), []).append(other.reason)
     found += [f"{_many(len(group))} that prepare refuses: {group[0]}" for group in refused.values()]
@@ -216,29 +198,25 @@ def _many(count: int) -> str:
     return "1 layout" if count == 1 else f"{count} layouts"
 
 
-def _kind(layout: Layout) -> str:
-    return NAMES[family_of(layout)] + (f" with ZeRO-{layout.zero}" if layout.zero else "")
-
-
-def most(memory: Estimate) -> str:
-    """The kinds of memory that take a tenth or more of it."""
-    kinds = {**{kind: getattr(memory, kind) for kind in KINDS}, "for a moment": memory.transient}
+def largest_parts(memory: Estimate) -> str:
+    """The parts that take a tenth or more of the memory."""
+    kinds = {**{kind: getattr(memory, kind) for kind in KINDS}, "temporary": memory.transient}
     return ", ".join(f"{kind} {size(n)}" for kind, n in kinds.items() if n >= 0.1 * memory.peak)
 
 
 def written(layout: Layout) -> str:
-    """A layout as `--layout` takes it, without its precision, which all have in common."""
+    """A layout as `--layout` takes it, without the precision, which all layouts share."""
     parts = [part for part in str(layout).split(",") if not part.startswith("precision=")]
     return ",".join(parts) or "dp=1"
 
 
 def duration(value: float) -> str:
-    """Seconds with three digits, in a unit that fits."""
+    """A duration with three digits, in s or ms."""
     return f"{value:.3g} s" if value >= 0.9995 else f"{1e3 * value:.3g} ms"
 
 
 def as_json(plan: Plan, measured: dict[str, float] | None = None) -> dict[str, Any]:
-    """Everything, for programs."""
+    """The whole plan as plain values."""
     question, chosen = plan.question, plan.answer
     return {
         "model": question.name,

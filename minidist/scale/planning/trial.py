@@ -1,7 +1,7 @@
-"""Layouts tried for real on this machine, in turns, beside what was predicted.
+"""Time real steps of several layouts on this machine, and compare them with predictions.
 
-All take the same random tokens from the same weights, in one launch, a step each in turn, so that a machine
-that slows down meanwhile does so for all of them.
+All layouts take the same random tokens from the same weights. They take a step each in turn in one launch, so
+a machine that slows down does so for all of them.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
 TIMEOUT = 540.0
 MOST_PARAMETERS = 50_000_000
 NEAR = 0.3
-"""How far a prediction may be off."""
+"""By how much a prediction may be off."""
 
 
 def require_trainable(shape: TransformerConfig) -> None:
-    """ValueError where a model is no GPT, or not small enough to be run here."""
+    """ValueError if a model is not a GPT, or too large to train here."""
     if not isinstance(shape, GPTConfig):
         raise ValueError(
-            "--measure trains the model, and a BERT's shape is for reckoning only; give a GPT, such as "
+            "--measure trains the model, and a BERT's shape is for estimates only; give a GPT, such as "
             "byte-small"
         )
     if shape.parameters() > MOST_PARAMETERS:
@@ -56,23 +56,17 @@ def trial(
     rounds: int = 9,
     optimizer: str = "adam",
 ) -> dict[str, float]:
-    """Seconds of a step of each layout, the median over rounds of the slowest rank's.
+    """Measure the seconds of a step of each layout: the slowest rank's, the median over `rounds` steps.
 
-    Args:
-        shape: of a GPT.
-        layouts: all of the same number of ranks, which are launched once.
-        batch: rows of the global batch, and tokens in each.
-        rounds: steps of each, in turns, after two that warm up.
-        optimizer: "adam", "momentum" or "sgd".
-
-    Raises:
-        ValueError: layouts of different numbers of ranks, or a model that is no GPT.
-        RankError: a rank failed.
+    All layouts have the same number of ranks, launched once. `batch` is the rows of the global batch
+    and the tokens in each row. `optimizer` is "adam", "momentum" or "sgd".
     """
     require_trainable(shape)
     sizes = {layout.ranks for layout in layouts}
     if len(sizes) != 1:
-        raise ValueError(f"the layouts have {sorted(sizes)} ranks; give such as have the same number")
+        raise ValueError(
+            f"the layouts have {sorted(sizes)} ranks; give layouts with the same number of ranks"
+        )
     everyones = launch(in_rank, sizes.pop(), (shape, list(layouts), batch, rounds, optimizer), TIMEOUT)
     return {
         name: statistics.median(max(times) for times in zip(*(each[name] for each in everyones), strict=True))
@@ -83,7 +77,7 @@ def trial(
 def in_rank(
     shape: TransformerConfig, layouts: Sequence[Layout], batch: tuple[int, int], rounds: int, optimizer: str
 ) -> dict[str, list[float]]:
-    """On each rank: seconds of each step by the layout's text."""
+    """On each rank: measure the seconds of each step, by the layout's text."""
     engines: dict[str, Engine] = {
         str(layout): prepare(GPT(shape), OPTIMIZERS[optimizer], layout) for layout in layouts
     }
@@ -97,12 +91,12 @@ def in_rank(
         comm.barrier()
 
     for engine in engines.values():
-        step(engine)  # the first makes the buckets, and counts the activations
+        step(engine)  # the first step makes the buckets and counts the activations
     return time_in_turns({name: partial(step, engine) for name, engine in engines.items()}, rounds)
 
 
 def verdict(candidates: Sequence[Candidate], measured: dict[str, float]) -> str:
-    """How well what was measured had been predicted, in a sentence or two."""
+    """Say in a sentence how well the predictions agree with the measurements."""
     pairs = [
         (c, c.step.seconds, measured[str(c.layout)])
         for c in candidates
@@ -114,11 +108,11 @@ def verdict(candidates: Sequence[Candidate], measured: dict[str, float]) -> str:
     fastest = min(pairs, key=lambda pair: pair[2])
     first = pairs[0]
     order = (
-        "the answer was the fastest of them, too"
+        "the answer was the fastest of them"
         if fastest is first
         else f"{fastest[0].layout} was the fastest, at {fastest[2] / first[2]:.2f} of the answer's time"
     )
     return (
-        f"Measured: predictions were {min(ratios):.2f} to {max(ratios):.2f} of what the steps took, {inside} "
+        f"Measured: predictions were {min(ratios):.2f} to {max(ratios):.2f} of the measured times, {inside} "
         f"of {len(ratios)} within {NEAR:.0%} (the worst {worst:.2f}); {order}."
     )

@@ -1,1 +1,17 @@
-"""Seconds of a step, from a model's shape, a layout and a machine."""
+"""Seconds of a training step, predicted from a model's shape, a layout and a machine.
+
+`predict_step` adds up computation, messages, pipeline bubble, gradient exchange and update.
+
+| File | Holds |
+|---|---|
+| layer_work.py | operations, bytes and calls of each layer |
+| rates.py | `Rates`, `Crowd` and `Hardware`, which describe a machine |
+| traffic.py | seconds of messages, by axis |
+| gradient_exchange.py | seconds of the gradient exchange and the update |
+| pipeline_time.py | seconds of a pipeline's schedule |
+| stages.py | all parts of a step, stage by stage |
+| rank_timing.py | what each rank times when a machine is measured |
+| measure_machine.py | `this_machine`: from these times to rates, kept in a JSON file |
+| hardware.py | machines by name, with sources |
+| step_time.py | `predict_step` |
+"""

@@ -1,15 +1,15 @@
-"""Machines by name: what their data sheets say, and what share of it training attains.
+"""Machines by name: figures from their data sheets, and the share of the peak that training attains.
 
 >>> HARDWARE["h100"].memory
 80000000000
 >>> this_machine()  # measured here, in seconds
 
-A peak is what the arithmetic units could do if nothing ever waited. The share that large products attain,
-`attained`, is set so that the whole step comes out at what was published for a real training on that device;
-`tests/scale/time/test_step_time.py` holds it to that. Links have the rates that NCCL reaches, not those of
-the wires. Rates between hosts are one rank's share of the network cards.
+The peak is what the arithmetic units could do if nothing ever waited. `attained`, the share that large
+products reach, is set so that a whole step agrees with a published training on that device;
+`tests/scale/time/test_step_time.py` checks that. Links have the rates that NCCL reaches, not those of the
+wires. Rates between hosts are one rank's share of the network cards.
 
-Sources: the `source` and `attained_source` of each.
+Sources: the `source` and `attained_source` of each machine.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from minidist.scale.time.rates import Hardware as Hardware
 from minidist.scale.time.rates import Rates
 
 MEMORY = 0.8
-"""Share of the published bandwidth of a GPU's memory that operators between products reach."""
+"""Share of a GPU's published memory bandwidth that operators between products reach."""
 CALL = 6e-6
-"""Seconds that PyTorch takes to call an operator and start its kernel; the device runs behind."""
+"""Seconds that PyTorch takes to call an operator and launch its kernel, which runs asynchronously."""
 ATTENTION = 0.5
-"""Of the rate of products, what fused attention attains; Dao 2023, "FlashAttention-2", figure 5: about half
-of what the products of large matrices do, forward and backward, on heads of 64 to 128."""
+"""Rate of fused attention over that of large matrix products. Dao 2023, "FlashAttention-2", figure 5: about
+half, forward and backward, with heads of 64 to 128."""
 HOP, NETWORK_HOP = 3.4e-6, 14e-6
-"""Seconds of a hop in a host, and between hosts, in NCCL's model (src/graph/tuning.cc, ring, Simple)."""
+"""Seconds of a hop within a host, and between hosts, in NCCL's model (src/graph/tuning.cc, ring, Simple)."""
 
 
 def _gpu(
@@ -41,11 +41,10 @@ def _gpu(
     attained_source: str,
     memory: int,
     bandwidth: float,
-    ranks_per_host: int,
     inside: tuple[str, float],
     between: tuple[str, float],
 ) -> Hardware:
-    """A GPU, with bytes a second of its links as NCCL reaches them."""
+    """A GPU, eight to a host; `inside` and `between` have the bytes per second that NCCL reaches."""
     add = 3 / bandwidth  # a sum reads two operands and writes one
     return Hardware(
         name,
@@ -55,7 +54,7 @@ def _gpu(
         attained_source,
         memory,
         bandwidth,
-        ranks_per_host,
+        8,
         LinkProfile(f"inside a host of {name}", inside[0], {"messages": Link(HOP, 1 / inside[1])}, add),
         LinkProfile(
             f"between hosts of {name}", between[0], {"messages": Link(NETWORK_HOP, 1 / between[1])}, add
@@ -91,33 +90,22 @@ HARDWARE: dict[str, Hardware] = {
             "43% of the peak, on 8192 and 16384 H100s",
             80 * 10**9,
             3.35e12,
-            8,
-            ("NVLink 4, 450 GB/s each way, of which NCCL reaches 370 (NVIDIA/nccl-tests issue 212)", 370e9),
-            ("InfiniBand NDR, 400 Gbit/s a GPU, of which 97% carry data", 48.5e9),
+            ("NVLink 4, 450 GB/s each way; NCCL reaches 370 (NVIDIA/nccl-tests issue 212)", 370e9),
+            ("InfiniBand NDR, 400 Gbit/s per GPU, of which 97% carry data", 48.5e9),
         ),
-        _gpu(
-            "a100",
-            "NVIDIA A100 datasheet, 80 GB SXM, without sparsity",
-            {"bf16": 312e12, "fp16": 312e12, "fp32": 19.5e12},
-            0.6,
-            _MEGATRON,
-            80 * 10**9,
-            2.039e12,
-            8,
-            ("NVLink 3, 300 GB/s each way, of which NCCL reaches 230 (NVIDIA/nccl-tests issue 149)", 230e9),
-            ("InfiniBand HDR, 200 Gbit/s a GPU, of which 94% carry data", 23.5e9),
-        ),
-        _gpu(
-            "a100-40gb",
-            "NVIDIA A100 datasheet, 40 GB SXM, without sparsity",
-            {"bf16": 312e12, "fp16": 312e12, "fp32": 19.5e12},
-            0.6,
-            _MEGATRON,
-            40 * 10**9,
-            1.555e12,
-            8,
-            ("NVLink 3, 300 GB/s each way, of which NCCL reaches 230 (NVIDIA/nccl-tests issue 149)", 230e9),
-            ("InfiniBand HDR, 200 Gbit/s a GPU, of which 94% carry data", 23.5e9),
+        *(
+            _gpu(
+                name,
+                f"NVIDIA A100 datasheet, {gigabytes} GB SXM, without sparsity",
+                {"bf16": 312e12, "fp16": 312e12, "fp32": 19.5e12},
+                0.6,
+                _MEGATRON,
+                gigabytes * 10**9,
+                bandwidth,
+                ("NVLink 3, 300 GB/s each way; NCCL reaches 230 (NVIDIA/nccl-tests issue 149)", 230e9),
+                ("InfiniBand HDR, 200 Gbit/s per GPU, of which 94% carry data", 23.5e9),
+            )
+            for name, gigabytes, bandwidth in (("a100", 80, 2.039e12), ("a100-40gb", 40, 1.555e12))
         ),
         _gpu(
             "v100-16gb",
@@ -125,11 +113,10 @@ HARDWARE: dict[str, Hardware] = {
             {"fp16": 125e12, "fp32": 15.7e12},
             0.5,
             'NVIDIA, "MegatronLM\'s Supercharged V1.0": a GPT of 1.2 billion parameters at 62.4 TFLOP/s with '
-            "kernels of its own, 48% of the peak, and 39 before",
+            "its own kernels, 48% of the peak, and 39 TFLOP/s before",
             16 * 10**9,
             900e9,
-            8,
-            ("NVLink 2, 150 GB/s each way, of which NCCL counts on 120 (its src/graph/topo.h)", 120e9),
+            ("NVLink 2, 150 GB/s each way; NCCL counts on 120 (its src/graph/topo.h)", 120e9),
             ("four InfiniBand EDR cards of 100 Gbit/s for eight GPUs, as in a DGX-1", 6e9),
         ),
         _gpu(
@@ -137,23 +124,22 @@ HARDWARE: dict[str, Hardware] = {
             "NVIDIA T4 datasheet; no bfloat16",
             {"fp16": 65e12, "fp32": 8.1e12},
             0.35,
-            "an assumption: less than a V100's, as its clock falls under load at 70 W (Jia et al. 2019, "
+            "an assumption: less than a V100's, since its clock falls under load at 70 W (Jia et al. 2019, "
             '"Dissecting the NVidia Turing T4 GPU via Microbenchmarking", chapter 4)',
             16 * 10**9,
             320e9,
-            8,
             ("PCI Express 3 x16, 12 GB/s in NCCL's src/graph/topo.h", 12e9),
             ("100 Gbit/s for eight GPUs", 1.5e9),
         ),
         Hardware(
             "cpu-xeon-8480",
-            "Intel's specification of the Xeon Platinum 8480+, a rank a socket: 56 cores at the base clock "
-            "of 2 GHz, two AVX-512 units (64 operations a cycle) and AMX (2048 in bfloat16), 8 channels of "
+            "Intel's specification of the Xeon Platinum 8480+, a rank per socket: 56 cores at the base clock "
+            "of 2 GHz, two AVX-512 units (64 operations per cycle) and AMX (2048 in bfloat16), 8 channels of "
             "DDR5-4800",
             {"fp32": _XEON_CORES * _XEON_CLOCK * 64, "bf16": _XEON_CORES * _XEON_CLOCK * 2048},
             0.5,
-            "an assumption: MKL's large products come to nine tenths of the peak that one core shows, and "
-            "layers' smaller ones on many cores to less",
+            "an assumption: MKL's large products reach nine tenths of the peak on one core, and the smaller "
+            "products of layers on many cores reach less",
             256 * 10**9,
             307.2e9,
             2,
@@ -183,7 +169,7 @@ HARDWARE: dict[str, Hardware] = {
 
 
 def hardware(name: str | Hardware) -> Hardware:
-    """The machine of that name, or the one given.
+    """The machine of that name; a `Hardware` is returned as it is.
 
     Raises:
         ValueError: an unknown name, with the nearest known one.
@@ -196,7 +182,7 @@ def hardware(name: str | Hardware) -> Hardware:
 
 
 def smallest(memory: int) -> Hardware:
-    """The GPU with the least memory that has `memory` bytes; the largest where none has."""
+    """The GPU with the least memory that has `memory` bytes; the largest GPU if none has."""
     gpus = [each for each in HARDWARE.values() if each.rates is not None and each.rates.asynchronous]
     enough = [each for each in gpus if each.memory >= memory]
     if not enough:

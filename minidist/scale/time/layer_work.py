@@ -1,10 +1,9 @@
-"""What a layer computes: operations of its products, bytes that the rest moves, and how many calls it takes.
+"""The work of each layer: operations of products, bytes that everything else moves, and operator calls.
 
-A linear map of n tokens from K features to M takes 2 n K M operations forward, and twice that backward, for
-the gradients of its input and of its weight. Attention multiplies queries by keys and weights by values: 4 d
-operations for each pair of a query and a key that it sees, for heads of width d; a fused kernel's backward
-pass has five products where the forward pass has two. All the rest (norms, GELU, sums, copies) is bound by
-the bytes that it moves.
+A linear map of n tokens from K features to M takes 2 n K M operations forward, and twice that backward for
+the gradients of its input and its weight. Attention multiplies queries by keys and weights by values: 4 d
+operations for each query and each key that it sees, with heads of width d. A fused kernel has two products
+forward and five backward. Everything else (norms, GELU, sums, copies) is bound by the bytes that it moves.
 
 Sources: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using
 Megatron-LM", appendix (operations of a transformer); Dao et al. 2022, "FlashAttention", appendix B (backward
@@ -22,18 +21,18 @@ from minidist.model.configs import BERTConfig, GPTConfig, TransformerConfig
 from minidist.scale.memory.parameter_sizes import ALONE, ModelPart
 
 RING_CALLS = 25
-"""Operators of a hop of ring attention."""
+"""Operators in a hop of ring attention."""
 
 
 @dataclass(frozen=True)
 class Computation:
-    """What a pass computes on one rank."""
+    """The work of a pass on one rank."""
 
     products: float = 0.0  # operations of matrix products
-    attention: float = 0.0  # operations of attention's products, of the pairs that its mask leaves
+    attention: float = 0.0  # operations of attention's products, for the pairs that its mask leaves
     operands: float = 0.0  # bytes that the products read and write
     moved: float = 0.0  # bytes that everything else reads and writes
-    calls: float = 0.0  # operators that are called
+    calls: float = 0.0  # calls of operators
 
     def __add__(self, other: Computation) -> Computation:
         return Computation(*(a + b for a, b in zip(self.amounts, other.amounts, strict=True)))
@@ -46,22 +45,22 @@ class Computation:
 
     @property
     def amounts(self) -> tuple[float, ...]:
-        """The numbers, in order."""
+        """All fields, in order."""
         return self.products, self.attention, self.operands, self.moved, self.calls
 
     @property
     def flops(self) -> float:
-        """Operations in all."""
+        """Operations of all products."""
         return self.products + self.attention
 
 
 @dataclass(frozen=True)
 class PassWork:
-    """The passes of a layer, or of several."""
+    """The work of the passes of one or several layers."""
 
     forward: Computation = Computation()
     backward: Computation = Computation()
-    again: Computation = Computation()  # of the forward pass what recomputation does once more
+    again: Computation = Computation()  # the part of the forward pass that recomputation repeats
 
     def __add__(self, other: PassWork) -> PassWork:
         return PassWork(
@@ -74,43 +73,39 @@ class PassWork:
 
 @dataclass(frozen=True)
 class LayerWork:
-    """The passes of each kind of layer for one micro-batch on one rank.
+    """The work of each kind of layer for one micro-batch on one rank.
 
-    Recomputation stops once what the backward pass needs is there: a layer's last product is not done again.
-
-    rows: of the micro-batch. tokens: of each row on this rank. length: of the whole row, with context
-    parallelism. element: bytes of an activation. place: whose part of the matrices. sequence_parallel: norms
-    and sums on a share of the tokens.
+    Recomputation stops once it has what the backward pass needs, so a layer's last product is not repeated.
     """
 
     config: TransformerConfig
-    rows: int
-    tokens: int
-    length: int
-    element: int = 4
-    place: ModelPart = ALONE
-    sequence_parallel: bool = False
+    rows: int  # of the micro-batch
+    tokens: int  # of each row, on this rank
+    length: int  # tokens of the whole row; with context parallelism more than `tokens`
+    element: int = 4  # bytes of an activation
+    part: ModelPart = ALONE
+    sequence_parallel: bool = False  # norms and sums work on a share of the tokens
 
     @cached_property
     def stream(self) -> float:
-        """Bytes of one stream of activations, where they are whole."""
+        """Bytes of one whole stream of activations."""
         return float(self.element * self.rows * self.tokens * self.config.width)
 
     @cached_property
     def outside(self) -> float:
-        """The same outside of the parts that are cut."""
-        return self.stream / self.place.tp if self.sequence_parallel else self.stream
+        """Bytes of a stream in the norms and residual sums."""
+        return self.stream / self.part.tp if self.sequence_parallel else self.stream
 
     @cached_property
     def pairs(self) -> float:
-        """Queries times the keys that each sees, on this rank: a causal mask leaves about half."""
+        """Pairs of a query and a key that it sees, on this rank; a causal mask leaves about half."""
         seen = (self.length + 1) / 2 if isinstance(self.config, GPTConfig) else self.length
         return self.rows * self.tokens * seen
 
     def _linear(
         self, features: int, outputs: int, tokens: float | None = None
     ) -> tuple[Computation, Computation]:
-        """A linear map's passes: forward and backward."""
+        """The forward and backward pass of a linear map."""
         count = self.rows * self.tokens if tokens is None else tokens
         bytes_ = self.element * (count * (features + outputs) + features * outputs)
         forward = Computation(products=2 * count * features * outputs, operands=bytes_, calls=1)
@@ -118,30 +113,30 @@ class LayerWork:
 
     @cached_property
     def block(self) -> PassWork:
-        """Two norms, four maps of attention, the MLP's two, two residual sums."""
-        config, own = self.config, self.place.part(self.config.heads) * self.config.head_size
-        middle = self.place.part(4 * config.width)
+        """Two norms, attention with its four maps, the MLP's two maps, two residual sums."""
+        config, own = self.config, self.part.own(self.config.heads) * self.config.head_size
+        middle = self.part.own(4 * config.width)
         heads, inner = self.stream * own / config.width, self.stream * middle / config.width
         attended = Computation(attention=4 * self.pairs * own, operands=4 * heads, calls=1)
         scores = 0.0
         if self.tokens < self.length:  # ring attention is not fused: it writes the scores of each block
-            scores = 4 * self.pairs * self.place.part(config.heads)
+            scores = 4 * self.pairs * self.part.own(config.heads)
             attended += Computation(calls=RING_CALLS * self.length / self.tokens)
         maps = [self._linear(config.width, own)] * 3 + [self._linear(own, config.width)]
         maps += [self._linear(config.width, middle), self._linear(middle, config.width)]
         forward = sum((f for f, _ in maps), Computation()) + attended
-        # Norms 4 S, residual sums 6 S; heads put together 2; the GELU reads and writes 2 of the inner width.
+        # Norms 4 S, residual sums 6 S, joined heads 2; the GELU reads and writes 2 of the inner width.
         forward += Computation(moved=10 * self.outside + 2 * heads + 2 * inner + 6 * scores, calls=18)
         backward = sum((b for _, b in maps), Computation()) + attended * 2.5
-        # Norms 8 S, residual gradients 6 S, those of queries, keys and values added up 6 S, biases 2 S.
+        # Norms 8 S, residual gradients 6 S, sum of those of queries, keys and values 6 S, biases 2 S.
         backward += Computation(moved=22 * self.outside + 11 * heads + 4 * inner + 8 * scores, calls=26)
         return PassWork(forward, backward, forward - maps[-1][0])
 
     @cached_property
     def embedding(self) -> PassWork:
-        """Tokens and positions looked up and added; BERT's have segments and a norm."""
+        """Look up tokens and positions and add them; BERT adds segments and a norm."""
         more = isinstance(self.config, BERTConfig)
-        table = self.element * (self.place.part(self.config.vocabulary) + self.config.context)
+        table = self.element * (self.part.own(self.config.vocabulary) + self.config.context)
         forward = Computation(moved=(5 + 5 * more) * self.outside, calls=6 + 3 * more)
         backward = Computation(
             moved=(4 + 5 * more) * self.outside + table * self.config.width, calls=6 + 3 * more
@@ -150,7 +145,7 @@ class LayerWork:
 
     @cached_property
     def head(self) -> PassWork:
-        """The last norm, a score for each token of the vocabulary, and the loss; or BERT's pooler."""
+        """The last norm, a score for each entry of the vocabulary, and the loss; or BERT's pooler."""
         config = self.config
         if not config.generates:
             forward, backward = self._linear(config.width, config.width, self.rows)
@@ -158,7 +153,7 @@ class LayerWork:
             return PassWork(
                 again, backward + Computation(moved=2 * self.outside, calls=4), Computation(calls=2)
             )
-        own, wide = self.place.part(config.vocabulary), max(self.element, 4)
+        own, wide = self.part.own(config.vocabulary), max(self.element, 4)
         logits = wide * self.rows * self.tokens * own
         scores = self._linear(config.width, own)
         maps = [self._linear(config.width, config.width)] if isinstance(config, BERTConfig) else []
@@ -169,11 +164,11 @@ class LayerWork:
         return PassWork(
             forward + scores[0] + loss,
             backward + scores[1] + Computation(moved=3 * logits + cast, calls=6),
-            forward,  # the loss is outside of the layer, and the scores are its last product
+            forward,  # the scores are the layer's last product, and the loss is not part of it
         )
 
     def layers(self, numbers: range) -> PassWork:
-        """Those of consecutive layers, where 0 is the embedding and the last the head."""
+        """The work of consecutive layers; layer 0 is the embedding and the last one the head."""
         last = self.config.layers + 1
         blocks = len([i for i in numbers if 1 <= i < last])
         found = self.block * blocks
@@ -183,6 +178,6 @@ class LayerWork:
 
 
 def model_flops(config: TransformerConfig, rows: int, tokens: int) -> float:
-    """Operations that a step of a batch takes at least, on all ranks: forward and backward, nothing twice."""
+    """Operations of a step on all ranks: forward and backward, without recomputation."""
     whole = LayerWork(config, rows, tokens, tokens).layers(range(config.layers + 2))
     return (whole.forward + whole.backward).flops

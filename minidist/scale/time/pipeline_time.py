@@ -1,48 +1,44 @@
-"""Seconds of a schedule that is asked for with many times: its order is found once, and then only added up.
+"""Seconds of a pipeline's schedule: with a device for each rank, or with ranks that share a host's cores.
 
-`schedules.simulate` takes any schedule, so it first proves that it is one, and it keeps a time line. A
-planner asks hundreds of times for each of the library's own, which tests/parallel/pipeline/test_schedules.py
-proves, and wants one number, the end: planning gpt2-xl on 64 ranks takes 9 s so, and 23 s with simulations.
+With a device for each rank, the order of the passes is found once and then only added up. A planner asks for
+each schedule hundreds of times and needs one number: so planning gpt2-xl on 64 ranks takes 9 s. It took 23 s
+with `schedules.simulate`, which first proves that a schedule is valid and keeps a time line.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from minidist.parallel.pipeline.instructions import Schedule, StageMessage, stage_of
+from minidist.parallel.pipeline.instructions import Schedule, StageMessage, message_of, stage_of
 from minidist.parallel.pipeline.replay import replay
 from minidist.scale.memory.estimates import schedule_of
 
 Seconds = Mapping[str, Sequence[Sequence[float]]]
-"""For each kind of pass, for each stage, of each micro-batch."""
-ALONE = -1
+"""By kind of pass, stage and micro-batch."""
+NONE = -1
 
 
 class TimedPass(NamedTuple):
-    """A pass, behind all those that it waits for."""
+    """A pass in a list in which it comes after all passes that it waits for."""
 
     rank: int
     kind: str
     stage: int
     micro_batch: int
-    waits: int  # for the message of which pass before, by its number; ALONE for none
+    waits: int  # index of the pass whose message it waits for, or NONE
 
 
 def seconds_of(passes: Sequence[TimedPass], ranks: int, seconds: Seconds, message: float) -> float:
-    """Seconds until the last rank's last pass ends, as `schedules.simulate` finds them.
+    """Seconds until the last pass ends, with a device for each rank; equal to `schedules.simulate`.
 
-    Args:
-        passes: see `passes_of`.
-        ranks: that the schedule has.
-        seconds: see `Seconds`.
-        message: seconds from a send to its arrival.
+    `message` is the seconds from a send to its arrival.
     """
     clocks, ends = [0.0] * ranks, list[float]()
     for rank, kind, stage, micro_batch, waits in passes:
         start = clocks[rank]
-        if waits != ALONE:
+        if waits != NONE:
             start = max(start, ends[waits] + message)
         clocks[rank] = end = start + seconds[kind][stage][micro_batch]
         ends.append(end)
@@ -51,14 +47,12 @@ def seconds_of(passes: Sequence[TimedPass], ranks: int, seconds: Seconds, messag
 
 @lru_cache(maxsize=256)
 def passes_of(name: str, ranks: int, micro_batches: int, chunks: int) -> list[TimedPass]:
-    """The passes of a schedule by name, in an order in which they can be executed; not to be changed."""
-    return _ordered(schedule_of(name, ranks, micro_batches, chunks))
+    """The passes of a schedule, in an order in which they can run; do not change the list.
 
-
-def _ordered(schedule: Schedule) -> list[TimedPass]:
-    """The passes of a schedule whose messages lie beside their passes, as `with_messages` puts them."""
-    ranks = len(schedule)
-    waits, latest = [ALONE] * ranks, [ALONE] * ranks  # each rank's message to wait for; its last pass
+    Relies on `with_messages`, which puts each message next to the pass that it belongs to.
+    """
+    schedule = schedule_of(name, ranks, micro_batches, chunks)
+    waits, latest = [NONE] * ranks, [NONE] * ranks  # each rank's message to wait for; its last pass
     made: dict[StageMessage, int] = {}
     found: list[TimedPass] = []
     for rank, each, message in replay(schedule):
@@ -66,9 +60,60 @@ def _ordered(schedule: Schedule) -> list[TimedPass]:
             stage = stage_of(rank, each.chunk, ranks)
             latest[rank] = len(found)
             found.append(TimedPass(rank, each.kind, stage, each.micro_batch, waits[rank]))
-            waits[rank] = ALONE
+            waits[rank] = NONE
         elif each.kind.startswith("send"):
             made[message] = latest[rank]
         else:
             waits[rank] = made[message]
     return found
+
+
+def seconds_on_shared_cores(
+    schedule: Schedule, seconds: Seconds, message: float, pace: Callable[[int], float]
+) -> float:
+    """Seconds of a schedule whose ranks share cores.
+
+    A rank that waits leaves its core to the others, so a bubble is no loss as long as others have work. All
+    passes that run at a time progress together, at the pace that their number allows.
+
+    Args:
+        schedule: the instructions of each rank; it passes `schedules.check`.
+        seconds: of each pass while all ranks compute.
+        message: seconds from a send to its arrival.
+        pace: from how many ranks compute to the seconds of a pass, over those while all compute.
+    """
+    ranks = len(schedule)
+    steps, left = [0] * ranks, [0.0] * ranks  # each rank's next instruction, and the rest of its pass
+    arrivals: dict[StageMessage, float] = {}
+    now = 0.0
+
+    def go_on(rank: int) -> bool:
+        """Carry out what takes no time, up to the next pass; return whether there was anything."""
+        begun = steps[rank]
+        while not left[rank] and steps[rank] < len(schedule[rank]):
+            each = schedule[rank][steps[rank]]
+            if each.computes:
+                left[rank] = seconds[each.kind][stage_of(rank, each.chunk, ranks)][each.micro_batch]
+            else:
+                _, what = message_of(each, rank, ranks)
+                if each.kind.startswith("send"):
+                    arrivals[what] = now + message
+                elif arrivals.get(what, float("inf")) > now:
+                    break
+            steps[rank] += 1
+        return steps[rank] > begun
+
+    while True:
+        while sum(go_on(rank) for rank in range(ranks)):
+            pass
+        working = [rank for rank in range(ranks) if left[rank]]
+        awaited = [when - now for when in arrivals.values() if when > now]
+        if not working and not awaited:
+            return now
+        slower = pace(len(working)) if working else 1.0
+        # Advance to the next end of a pass or arrival of a message, when others may begin.
+        passed = min([*awaited, *(slower * left[rank] for rank in working)])
+        now += passed
+        for rank in working:
+            rest = left[rank] - passed / slower
+            left[rank] = rest if rest > 1e-9 * left[rank] else 0.0

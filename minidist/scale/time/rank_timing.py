@@ -1,8 +1,8 @@
-"""What the ranks of a machine time, while all of them work: passes, updates, links.
+"""What each rank of a machine times while all ranks work: passes, updates and links.
 
-Ranks of one thread are timed by the processor's clock, which stands still while another program has the core:
-where there are more ranks than cores they take turns, and a pass takes as many times longer. A rank of
-several threads is timed by the wall's.
+A rank with one thread is timed by the process clock, which stops while another program has the core. If there
+are more ranks than cores, they take turns, so its times are multiplied by the ranks per core. A rank with
+several threads is timed by the wall clock.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ from minidist.parallel.engine.prepare import prepare
 Case = tuple[int, int, int]
 """Width, tokens and rows of a GPT with two blocks."""
 CASES: tuple[Case, ...] = ((64, 64, 2), (64, 64, 16), (128, 64, 4), (256, 128, 1), (256, 128, 4))
-"""Some passes are calls mostly, others products."""
+"""In some cases calls dominate the passes, in others products."""
 ENOUGH = 0.05
-"""Seconds for which each is repeated in a round."""
+"""Seconds for which each case is repeated in a round."""
 ROUNDS = 7
 PATIENCE = 12.0
-"""Seconds after which no further round begins, on a machine where others compute."""
+"""Seconds after which no further round begins, for machines on which other programs compute."""
 PRODUCT = (64, 256, 256)
 HALVES = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 @dataclass(frozen=True)
 class Measured:
-    """On one rank: seconds."""
+    """Seconds on one rank."""
 
     passes: list[tuple[float, ...]]  # forward and backward, for each of CASES
     alone: float  # the last of CASES while the other ranks wait
-    halves: dict[str, float]  # of a product in half precision, over one in float32
-    updates: list[float]  # of Adam, for the parameters of the first and of the last of CASES
-    step: float  # of an engine's step, less that of a plain loop
+    halves: dict[str, float]  # a product in half precision over one in float32
+    updates: list[float]  # Adam, for the parameters of the first and the last of CASES
+    step: float  # an engine's step, less that of a plain loop
     links: LinkProfile | None
 
 
 def measure() -> Measured:
-    """On each rank; a collective."""
+    """Time everything on this rank. A collective."""
     ranks = comm.size()
     clock = _Clock.of(ranks)
     comm.barrier()
@@ -70,12 +70,8 @@ def measure() -> Measured:
     return Measured(passes, alone, halves, updates, step, fit(rounds=9) if ranks > 1 else None)
 
 
-def _model(case: Case) -> GPT:
-    return GPT(shape_of(case))
-
-
 def shape_of(case: Case) -> GPTConfig:
-    """Its shape."""
+    """The shape of a case's model."""
     return GPTConfig(context=case[1], layers=2, heads=4, width=case[0])
 
 
@@ -86,22 +82,22 @@ def _batch(case: Case) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Clock:
-    """Seconds as a rank sees them."""
+    """The clock that suits a rank."""
 
     read: Callable[[], float]
-    turns: float  # ranks a core, which take turns
+    turns: float  # ranks per core, which take turns
 
     @classmethod
     def of(cls, ranks: int) -> _Clock:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         if torch.get_num_threads() > 1:
-            return cls(time.perf_counter, 1.0)  # threads that wait for each other take processor time, too
+            return cls(time.perf_counter, 1.0)  # the process clock would count threads that wait
         return cls(time.process_time, max(1.0, ranks / cores))
 
     def medians(self, parts_of: Sequence[Callable[[], tuple[float, ...]]]) -> list[tuple[float, ...]]:
-        """Of the parts of several calls, each the median of ROUNDS means, after a round that warms up.
+        """For each call, the medians over ROUNDS of the mean seconds of its parts, after a warm-up round.
 
-        The calls take turns, so that a second in which another program computes slows one round of each, and
+        The calls take turns: if another program computes for a second, that slows one round of each call and
         not all rounds of one.
         """
         means: list[list[list[float]]] = [[] for _ in parts_of]
@@ -116,7 +112,7 @@ class _Clock:
         return [tuple(map(statistics.median, zip(*found, strict=True))) for found in means]
 
     def seconds(self, calls: Sequence[Callable[[], object]]) -> list[float]:
-        """Of each call, as `medians`."""
+        """Median seconds of each call."""
 
         def timed(call: Callable[[], object]) -> tuple[float]:
             begun = self.read()
@@ -133,8 +129,8 @@ class _Clock:
 
 
 def _passes(case: Case, clock: _Clock) -> Callable[[], tuple[float, float]]:
-    """A forward and a backward pass, which return their seconds."""
-    model, tokens = _model(case), _batch(case)
+    """A function that runs a forward and a backward pass and returns their seconds."""
+    model, tokens = GPT(shape_of(case)), _batch(case)
 
     def run() -> tuple[float, float]:
         for parameter in model.parameters():
@@ -149,7 +145,7 @@ def _passes(case: Case, clock: _Clock) -> Callable[[], tuple[float, float]]:
 
 
 def _update(case: Case) -> Callable[[], object]:
-    model = _model(case)
+    model = GPT(shape_of(case))
     optimizer = torch.optim.AdamW(model.parameters())
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -157,11 +153,11 @@ def _update(case: Case) -> Callable[[], object]:
 
 
 def _overhead(clock: _Clock) -> float:
-    """Seconds of an engine's step beside what a plain loop does."""
+    """Seconds that an engine's step takes longer than a plain loop's."""
     case = CASES[0]
-    tokens, plain = _batch(case), _model(case)
+    tokens, plain = _batch(case), GPT(shape_of(case))
     optimizer = torch.optim.AdamW(plain.parameters())
-    engine = prepare(_model(case), torch.optim.AdamW)
+    engine = prepare(GPT(shape_of(case)), torch.optim.AdamW)
 
     def loop() -> None:
         optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""How fast a rank works through the parts of a step, and how ranks that share cores slow each other down."""
+"""What describes a machine: published figures, one rank's rates, and ranks that share cores."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from minidist.scale.time.layer_work import Computation
 
 @dataclass(frozen=True)
 class Rates:
-    """What one rank attains."""
+    """The rates that one rank attains."""
 
-    flops: Mapping[str, float]  # operations a second in matrix products, by precision
-    attention: float  # of that, the share that attention's products attain
-    moved: float  # bytes a second that operators between the products move
-    memory: float  # bytes a second of the main memory, which the optimizer's state comes from
-    call: float  # seconds of calling an operator
-    backward_call: float  # the same in a backward pass, which Python has no part in
-    tensor: float  # seconds that a parameter takes in an update, whatever its size
-    step: float = 0.0  # seconds of a step that are in none of these
-    asynchronous: bool = False  # whether calls are hidden behind the work of those before, as on a GPU
+    flops: Mapping[str, float]  # operations per second in matrix products, by precision
+    attention: float  # rate of attention's products, as a share of `flops`
+    moved: float  # bytes per second that operators between the products move
+    memory: float  # bytes per second of main memory, from which the optimizer reads its state
+    call: float  # seconds to call an operator
+    backward_call: float  # the same in a backward pass, which does not involve Python
+    tensor: float  # seconds per parameter in an update, whatever its size
+    step: float = 0.0  # other seconds per step
+    asynchronous: bool = False  # calls overlap the work of earlier calls, as on a GPU
 
     def seconds(self, work: Computation, precision: str, backward: bool = False) -> float:
-        """Of a pass: products and what lies between them one after the other."""
+        """Seconds of a pass: its products and everything between them, one after the other."""
         rate = self.flops[precision]
         products = max(
             work.products / rate + work.attention / (rate * self.attention), work.operands / self.moved
@@ -35,7 +35,7 @@ class Rates:
         return max(busy, calls) if self.asynchronous else busy + calls
 
     def scaled(self, factor: float) -> Rates:
-        """The same where everything takes `factor` times as long."""
+        """Rates at which everything takes `factor` times as long."""
         return replace(
             self,
             flops={name: rate / factor for name, rate in self.flops.items()},
@@ -50,17 +50,17 @@ class Rates:
 
 @dataclass(frozen=True)
 class Crowd:
-    """Ranks of one host that all work at once: what was measured for so many."""
+    """Figures for a number of ranks on one host that all work at once."""
 
     ranks: int
     rates: Rates
-    links: LinkProfile | None  # between them; None for one rank
-    alone: float = 1.0  # seconds of a pass while the others wait, over those while all work
+    links: LinkProfile | None  # between these ranks; None for one rank
+    alone: float = 1.0  # seconds of a pass while the other ranks wait, over those while all work
 
     def pace(self, working: float, cores: int) -> float:
-        """Seconds of a pass while `working` of the ranks work, over those while all do.
+        """Seconds of a pass while `working` of the ranks work, over those while all work.
 
-        Ranks beyond the cores take turns; up to the cores they slow each other down through memory only.
+        If there are more ranks than cores, they take turns; otherwise they only share the memory's bandwidth.
         """
         if self.ranks == 1:
             return 1.0
@@ -75,30 +75,26 @@ class Crowd:
 
 @dataclass(frozen=True)
 class Hardware:
-    """Machines that ranks run on: what is published of them, and what a rank attains of it.
-
-    Attributes:
-        crowds: for numbers of ranks on a host what was measured while all worked; empty for machines that are
-            known from their data sheets, where each rank has a device of its own.
-    """
+    """A kind of machine: its published figures, and the rates that a rank attains on it."""
 
     name: str
     source: str  # of the published figures
-    peak: Mapping[str, float]  # operations a second of one rank's device, by precision
+    peak: Mapping[str, float]  # operations per second of one rank's device, by precision
     attained: float  # share of the peak that the products of a transformer reach
     attained_source: str
     memory: int  # bytes of one rank's device
-    bandwidth: float  # bytes a second of its memory
+    bandwidth: float  # bytes per second of its memory
     ranks_per_host: int
     inside: LinkProfile  # links between ranks of one host
-    between: LinkProfile  # links between hosts, of one rank's share of the network cards
+    between: LinkProfile  # links between hosts: one rank's share of the network cards
     overlaps: bool = True  # messages travel while the device computes
     rates: Rates | None = None
-    cores: int | None = None  # that the ranks of a host share; None where each has its own device
+    cores: int | None = None  # shared by the ranks of a host; None if each rank has its own device
+    # Measured figures by number of ranks on a host; empty for machines known from data sheets.
     crowds: Mapping[int, Crowd] = field(default_factory=dict)
 
     def crowd(self, ranks: int) -> Crowd:
-        """What holds for so many ranks on a host: as measured, or scaled from the nearest number measured."""
+        """Figures for so many ranks on a host: measured, or scaled from the nearest measured number."""
         if not self.crowds:
             assert self.rates is not None
             return Crowd(ranks, self.rates, self.inside)
@@ -106,7 +102,7 @@ class Hardware:
             return self.crowds[ranks]
         nearest = min(self.crowds, key=lambda known: (abs(math.log(known / ranks)), known))
         found, cores = self.crowds[nearest], self.cores or 1
-        # Ranks beyond the cores take turns, and so does everything that each does.
+        # With more ranks than cores, everything takes as many times longer as there are ranks per core.
         slower = max(ranks, cores) / max(nearest, cores)
         links = found.links or next((c.links for c in self.crowds.values() if c.links), None)
         return Crowd(ranks, found.rates.scaled(slower), links, found.alone / slower)

@@ -1,8 +1,8 @@
-"""A step of one layout, stage by stage: its passes, its schedule, its gradients and its update, in seconds.
+"""Seconds of a step of one layout, stage by stage: passes, schedule, gradients and update.
 
-Of ranks that do the same the one with most to do counts: the last of its tensor-parallel group, which has the
-most of what does not divide evenly, with the most rows. Of a pipeline's stages all are reckoned, since the
-schedule has to be simulated with each one's times; what is summed up is then the slowest.
+Among ranks with the same task, the one with the most work counts: the last of its tensor-parallel group, with
+the most rows. In a pipeline the times of all stages are predicted, since the simulation of the schedule needs
+them; the parts of the step are those of the slowest stage.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from minidist.scale.memory import parameter_sizes
 from minidist.scale.memory.estimates import schedule_of
 from minidist.scale.memory.parameter_sizes import ModelPart, parts, share
 from minidist.scale.memory.state_bytes import BYTES
-from minidist.scale.time import pipeline_time, shared_cores
+from minidist.scale.time import pipeline_time
 from minidist.scale.time.gradient_exchange import GradientTime
 from minidist.scale.time.layer_work import Computation, LayerWork
-from minidist.scale.time.rates import Crowd, Hardware
+from minidist.scale.time.rates import Hardware
 from minidist.scale.time.traffic import Wires
 
 OVERLAPPED = 7 / 24
-"""Of a block's backward products what an all-reduce can hide behind: the weights' gradients, half of all, of
-queries, keys, values and the MLP's first map, 7 of 12 parts."""
+"""Share of a block's backward products that can hide an all-reduce: gradients of weights (half of all) of
+queries, keys, values and the MLP's first map (7 of 12 parts)."""
 SPLIT, SPLIT_CALLS = 0.05, 3
-"""What a backward pass in two parts takes longer: a share of it, and calls for each of its operators. On one
-core three blocks of byte-small took 1.26, 1.23 and 1.09 of the time in two parts, with 1, 2 and 8 rows."""
+"""Cost of a backward pass in two parts: a share of its time, and calls per operator. On one core three blocks
+of byte-small took 1.26, 1.23 and 1.09 times as long in two parts, with 1, 2 and 8 rows."""
 OPERATOR = 6
-"""Calls of operators that a tensor-parallel collective takes beside the message itself."""
+"""Calls of operators per tensor-parallel collective, besides the message itself."""
 
 
 Simulated = dict[Hashable, Any]
-"""Seconds of passes and of pipelines that were reckoned before, of one model on one machine."""
+"""A cache of predicted seconds of passes and pipelines, for one model on one machine."""
 
 
 @dataclass(frozen=True)
@@ -53,21 +53,21 @@ class StageTimes:
     cp_forward: float = 0.0
     cp_backward: float = 0.0
     cp_hidden: float = 0.0
-    weights: float = 0.0  # of the backward pass, the weights' gradients
+    weights: float = 0.0  # the part of the backward pass that computes gradients of weights
 
     @property
     def whole_forward(self) -> float:
-        """With what is sent."""
+        """Computation and communication of the forward pass."""
         return self.forward + self.tp_forward + self.cp_forward
 
     @property
     def whole_backward(self) -> float:
-        """With what is sent, and what is computed again."""
+        """Computation, recomputation and communication of the backward pass."""
         return self.backward + self.again + self.tp_backward + self.cp_backward
 
 
 class StepStages:
-    """See `predict_step`."""
+    """Predicts the parts of a step; `predict_step` documents the arguments."""
 
     def __init__(
         self,
@@ -87,15 +87,15 @@ class StepStages:
         count = min(layout.micro_batches, own)
         self.micro_rows = [share(own, count, part) for part in range(count)]
         self.element = BYTES[layout.precision]
-        self.crowd: Crowd = hardware.crowd(min(layout.ranks, hardware.ranks_per_host))
+        self.crowd = hardware.crowd(min(layout.ranks, hardware.ranks_per_host))
         self.rates = self.crowd.rates
         self.wires = Wires(hardware, self.crowd, layout)
         self.chunks = parts(shape, layout.pp, layout.chunks)
-        self._form = replace(layout, zero=0), tokens  # ZeRO's stage is nothing to passes and pipelines
+        self._form = replace(layout, zero=0), tokens  # passes and pipelines do not depend on ZeRO
         self._times: dict[tuple[int, int], StageTimes] = self.simulated.setdefault(self._form, {})
 
     def parts(self) -> dict[str, float]:
-        """Seconds by what they are for."""
+        """Seconds by purpose."""
         layout = self.layout
         stage = max(range(layout.pp), key=lambda stage: sum(map(self._total, self._on(stage))))
         done = self._on(stage)
@@ -112,28 +112,31 @@ class StepStages:
         }
         if layout.pp > 1:
             whole = self._pipeline()
-            # Where ranks share cores, passes are faster while others wait: then there is less than no bubble.
+            # Where ranks share cores, passes run faster while other ranks wait, so whole may be below passes.
             faster = min(1.0, whole / passes)
             for name in ("compute", "recompute", "tp", "cp"):
                 found[name] *= faster
             waits = whole - faster * passes
-            found["pp"] = min(waits, 2 * (layout.pp - 1) * self._message)  # to fill and to drain it
+            found["pp"] = min(waits, 2 * (layout.pp - 1) * self._message)  # to fill and drain the pipeline
             found["bubble"] = waits - found["pp"]
-        gradients = GradientTime(self, max(range(layout.pp), key=self._parameters))
+        fullest = max(range(layout.pp), key=self._parameters)
+        gradients = GradientTime(
+            self.shape, self.part(fullest), self.wires, len(self.micro_rows), self.optimizer
+        )
         found |= gradients.parts(done[-1].whole_backward, passes)
         found["pp"] += gradients.tied
         found["step"] = self.rates.step
         return found
 
     def _parameters(self, stage: int) -> int:
-        return sum(map(sum, parameter_sizes.layers(self.shape, self.place(stage))))
+        return sum(map(sum, parameter_sizes.layers(self.shape, self.part(stage))))
 
-    def place(self, stage: int = 0) -> ModelPart:
-        """Of the rank that has most to do on a stage."""
+    def part(self, stage: int = 0) -> ModelPart:
+        """The part of the model of the rank that has the most work on a stage."""
         return ModelPart(self.layout.tp, self.layout.pp, self.layout.chunks, self.layout.tp - 1, stage)
 
     def _on(self, stage: int) -> list[StageTimes]:
-        """Of each micro-batch through each chunk of a stage's rank."""
+        """Times of each micro-batch through each chunk of a stage's rank."""
         chunks = range(stage, len(self.chunks), self.layout.pp)
         return [self.times(chunk, rows) for rows in self.micro_rows for chunk in chunks]
 
@@ -141,27 +144,18 @@ class StepStages:
     def _total(times: StageTimes) -> float:
         return times.whole_forward + times.whole_backward
 
-    # One micro-batch through one part of the model.
-
     def work(self, rows: int) -> LayerWork:
-        """Of the layers for a micro-batch."""
-        return LayerWork(
-            self.shape,
-            rows,
-            self.own_tokens,
-            self.length,
-            self.element,
-            self.place(),
-            self.layout.sequence_parallel,
-        )
+        """The work of the layers for a micro-batch of so many rows."""
+        tokens, cut = (self.own_tokens, self.length), self.layout.sequence_parallel
+        return LayerWork(self.shape, rows, *tokens, self.element, self.part(), cut)
 
     def times(self, chunk: int, rows: int) -> StageTimes:
-        """Of a micro-batch of so many rows through a part of the model."""
+        """Times of a micro-batch of so many rows through a part of the model."""
         if (chunk, rows) not in self._times:
-            self._times[chunk, rows] = self._reckon(self.chunks[chunk], rows)
+            self._times[chunk, rows] = self._predict(self.chunks[chunk], rows)
         return self._times[chunk, rows]
 
-    def _reckon(self, layers: range, rows: int) -> StageTimes:
+    def _predict(self, layers: range, rows: int) -> StageTimes:
         layout, precision, rates = self.layout, self.layout.precision, self.rates
         of = self.work(rows)
         passes = of.layers(layers)
@@ -177,8 +171,8 @@ class StepStages:
             products = passes.backward.products / rates.flops[precision]
             hidden = min(tp_backward, OVERLAPPED * products)
         if layout.recompute:
-            tp_forward, tp_backward = tp_forward, tp_backward + tp_forward
-        keys = of.stream * of.place.part(self.shape.heads) / self.shape.heads
+            tp_backward += tp_forward
+        keys = of.stream * of.part.own(self.shape.heads) / self.shape.heads
         cp_forward, cp_backward = (blocks * each for each in self.wires.ring(keys, self.element))
         cp_hidden = [0.0, 0.0]
         if self.hardware.overlaps and layout.cp > 1:
@@ -217,15 +211,13 @@ class StepStages:
         calls = self.rates.seconds(Computation(calls=OPERATOR * collectives), self.layout.precision) / 2
         return forward + calls, backward + calls
 
-    # All micro-batches through all stages.
-
     @cached_property
     def _message(self) -> float:
-        """Seconds from one stage to the next."""
+        """Seconds of a message from one stage to the next."""
         return self.wires.message(self.work(self.micro_rows[0]).outside, "pp")
 
     def _pipeline(self) -> float:
-        """Seconds of the schedule."""
+        """Seconds of the schedule, from the cache if it has them."""
         key = *self._form, tuple(self.micro_rows)
         if key not in self.simulated:
             self.simulated[key] = self._simulate()
@@ -244,7 +236,7 @@ class StepStages:
         cores = self.hardware.cores
         if cores is None:
             return pipeline_time.seconds_of(pipeline_time.passes_of(*form), layout.pp, seconds, message)
-        together = layout.ranks // layout.pp  # pipelines side by side, and ranks of a stage
-        return shared_cores.simulate(
+        together = layout.ranks // layout.pp  # ranks of a stage, in all pipelines
+        return pipeline_time.seconds_on_shared_cores(
             schedule_of(*form), seconds, message, lambda working: self.crowd.pace(working * together, cores)
         )

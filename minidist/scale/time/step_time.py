@@ -1,12 +1,11 @@
-"""Seconds of a training step, from a model's shape, a layout and a machine, before anything runs.
+"""Predict the seconds of a training step from a model's shape, a layout and a machine.
 
 >>> predict_step("gpt2-xl", Layout(dp=8, zero=2, precision="bf16"), (64, 1024), "h100").seconds
 
-A step is the passes of each micro-batch (`LayerWork`: products at the rate that the device attains, the rest
-at that of its memory), with what tensor and context parallelism send in them (`traffic.py`); where layers are
-cut, a schedule of these (`schedules.simulate`); the gradients' way over the data-parallel ranks, as much of
-it hidden behind the backward pass as the device allows; and the update. It is told part by part, and with
-what it assumes.
+A step consists of the passes of each micro-batch (layer_work.py: products at the device's attained rate, the
+rest at its memory's), the messages of tensor and context parallelism in them (traffic.py), the schedule of a
+pipeline (pipeline_time.py), and the gradient exchange and update (gradient_exchange.py), hidden behind the
+backward pass as far as the device allows. The result lists each part and the assumptions.
 
 Sources: Narayanan et al. 2021, section 3 (how the axes go together); Li et al. 2020, section 3.2 (buckets and
 overlap); Williams et al. 2009 (roofline).
@@ -19,9 +18,8 @@ from dataclasses import dataclass, field
 from minidist.model.configs import TransformerConfig
 from minidist.model.configs import config as config_of
 from minidist.parallel.contract.layout import Layout
-from minidist.scale.memory.arguments import check_types
-from minidist.scale.memory.estimates import ModelShape, check
-from minidist.scale.memory.state_bytes import OPTIMIZERS
+from minidist.scale.memory.arguments import check, check_types
+from minidist.scale.memory.estimates import ModelShape
 from minidist.scale.time.hardware import hardware as hardware_of
 from minidist.scale.time.layer_work import model_flops
 from minidist.scale.time.rates import Hardware
@@ -33,34 +31,26 @@ HIDDEN = " hidden"
 
 @dataclass(frozen=True)
 class StepTime:
-    """A step's time, predicted.
-
-    Attributes:
-        seconds: of a step.
-        parts: seconds by what they are for, of the rank that has most to do; they add up to `seconds`, but
-            for those whose names end in " hidden", which pass while the device computes.
-        assumptions: what this rests on, in sentences.
-        rows: of the global batch.
-        flops: operations that the batch takes, nothing computed twice.
-        ranks, peak: how many, and the operations a second of each one's device, or share of a host's cores.
-    """
+    """The predicted time of a step."""
 
     seconds: float
+    # Seconds by purpose, on the rank with the most work. They add up to `seconds`, without those whose names
+    # end in " hidden", which pass while the device computes.
     parts: dict[str, float]
-    assumptions: list[str] = field(repr=False)
-    rows: int = 0
-    flops: float = 0.0
+    assumptions: list[str] = field(repr=False)  # sentences
+    rows: int = 0  # of the global batch
+    flops: float = 0.0  # operations for the batch, without recomputation
     ranks: int = 1
-    peak: float = float("nan")
+    peak: float = float("nan")  # operations per second of a rank's device, or of its share of a host's cores
 
     @property
     def rows_per_second(self) -> float:
-        """Of all ranks together."""
+        """Rows per second of all ranks together."""
         return self.rows / self.seconds if self.seconds else 0.0
 
     @property
     def flops_per_rank(self) -> float:
-        """Operations a second of each rank, nothing counted that is computed twice."""
+        """Operations per second of each rank, without recomputation."""
         return self.flops / self.seconds / self.ranks if self.seconds else 0.0
 
     @property
@@ -69,7 +59,7 @@ class StepTime:
         return self.flops_per_rank / self.peak
 
     def __str__(self) -> str:
-        """The parts, a line each, and the sum."""
+        """A line for each part, and the sum."""
         lines = [f"{name:<13} {seconds:>12.6f} s" for name, seconds in self.parts.items() if seconds]
         return "\n".join([*lines, f"{'step':<13} {self.seconds:>12.6f} s"])
 
@@ -83,30 +73,29 @@ def predict_step(
     optimizer: str = "adam",
     simulated: Simulated | None = None,
 ) -> StepTime:
-    """Seconds of a step in which a global batch goes through a layout.
+    """Predict the time in which a layout trains on one global batch.
 
     Args:
         config: a GPTConfig or BERTConfig, or the name of one.
-        layout: None for one rank. Its precision counts.
-        batch: rows of the global batch and tokens in each; rows alone have the model's context.
-        hardware: the name of one of `HARDWARE`, or what `this_machine` measured.
+        layout: ranks and precision; None for one rank.
+        batch: rows of the global batch, or (rows, tokens in each row); by default the model's context.
+        hardware: a name in `HARDWARE`, or what `this_machine` measured.
         optimizer: "adam", "momentum" or "sgd".
-        simulated: a dict to keep seconds of passes and pipelines in, for who asks for many layouts of one
+        simulated: a dict that keeps seconds of passes and pipelines, to share between many layouts of one
             model on one machine.
 
     Raises:
-        TypeError, ValueError: as `estimate`; an unknown machine, a precision that it has no rate for, fewer
-            rows than data-parallel ranks, or tokens that the layout's ranks cannot share.
+        TypeError, ValueError: as `estimate`; or the machine is unknown or has no rate for the precision, the
+            batch has fewer rows than data-parallel ranks, or the ranks cannot share its tokens.
     """
     check_types(layout, batch, None)
     layout, machine = layout or Layout(), hardware_of(hardware)
     shape = config_of(config) if isinstance(config, str) else config
-    check(shape, layout, layout.precision, optimizer, None, None)
+    check(shape, layout, layout.precision, optimizer)
     if not isinstance(shape, TransformerConfig):
         raise TypeError(f"config is {config!r}; give a model's shape, whose layers can be timed")
     rows, tokens = batch if isinstance(batch, tuple) else (batch, shape.context)
     check_fits(shape, layout, rows, tokens, machine)
-    assert optimizer in OPTIMIZERS
     parts = StepStages(shape, layout, rows, tokens, machine, optimizer, simulated).parts()
     seconds = sum(value for name, value in parts.items() if not name.endswith(HIDDEN))
     return StepTime(
@@ -121,7 +110,7 @@ def predict_step(
 
 
 def check_fits(shape: TransformerConfig, layout: Layout, rows: int, tokens: int, hardware: Hardware) -> None:
-    """ValueError where a batch does not go through a layout, or a machine lacks its precision."""
+    """ValueError if the layout cannot train on the batch, or the machine lacks its precision."""
     if layout.precision not in hardware.peak:
         raise ValueError(
             f"precision is {layout.precision!r}, and {hardware.name} has no rate for it; give "
@@ -145,7 +134,7 @@ def check_fits(shape: TransformerConfig, layout: Layout, rows: int, tokens: int,
 
 
 def device_peak(hardware: Hardware, layout: Layout) -> float:
-    """Operations a second of a rank's device, or of its share of a host's cores."""
+    """Operations per second of a rank's device, or of its share of a host's cores."""
     sharing = min(layout.ranks, hardware.ranks_per_host) if hardware.cores else 1
     return hardware.peak[layout.precision] / sharing
 
@@ -157,7 +146,7 @@ def _micro_batches(count: int) -> str:
 def assumptions(
     shape: TransformerConfig, layout: Layout, batch: tuple[int, int], hardware: Hardware, optimizer: str
 ) -> list[str]:
-    """What a prediction rests on."""
+    """What a prediction assumes, as sentences."""
     precision, rows = layout.precision, -(-batch[0] // layout.dp)
     rates = hardware.crowd(min(layout.ranks, hardware.ranks_per_host)).rates
     rate = rates.flops[precision]
@@ -165,10 +154,10 @@ def assumptions(
     attained = f"{rate / 1e12:.3g} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:.3g} GFLOP/s"
     found = [
         f"{hardware.name}: {hardware.source}",
-        f"products attain {attained} a rank in {precision}, {share:.0%} of the peak: "
+        f"products attain {attained} per rank in {precision}, {share:.0%} of the peak: "
         f"{hardware.attained_source}",
         f"each data-parallel rank has {rows} {'row' if rows == 1 else 'rows'} of {batch[1]} tokens, in "
-        f"{_micro_batches(min(rows, layout.micro_batches))}; data is there when it is needed",
+        f"{_micro_batches(min(rows, layout.micro_batches))}; loading data takes no time",
     ]
     if layout.ranks > 1:
         host = (
@@ -181,24 +170,24 @@ def assumptions(
         found.append(f"between hosts {hardware.between.source}")
     if layout.dp * layout.cp > 1:
         found.append(
-            "gradients travel while the last backward pass computes, and what is longer is waited for"
+            "gradients are sent during the last backward pass; ranks wait for what takes longer"
             if hardware.overlaps
-            else "ranks that send compute nothing meanwhile, since both take the same cores"
+            else "a rank does not compute while it sends, since both take the same cores"
         )
     if layout.tp > 1 and hardware.overlaps:
         found.append("backward all-reduces of tensor parallelism hide behind the gradients of the weights")
     if layout.pp > 1:
         found.append(f"the pipeline is simulated with the {layout.schedule} schedule, stage by stage")
     if layout.recompute:
-        found.append("a layer's forward pass is computed again, up to its last product")
+        found.append("each layer's forward pass is recomputed, up to its last product")
     updates = {
         "adam": "Adam's in one fused kernel, which reads four tensors and writes three"
         if rates.asynchronous
-        else "Adam's, operator by operator as torch makes it: 20 passes over its elements",
+        else "Adam's, operator by operator as torch runs it: 20 passes over its elements",
         "momentum": "SGD's with momentum: 5 passes over its elements",
         "sgd": "SGD's: 3 passes over its elements",
     }
     found.append(f"the update is {updates[optimizer]}")
     if not hasattr(shape, "tied"):
-        found.append("a BERT's layers are reckoned as the GPT's are, with attention to all tokens")
+        found.append("a BERT's layers are predicted like the GPT's, with attention to all tokens")
     return found

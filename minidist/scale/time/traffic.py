@@ -1,12 +1,11 @@
-"""Seconds of the messages between ranks: which links they take, and what each axis of a layout sends.
+"""Seconds of the messages between ranks: which links they use, and what each axis of a layout sends.
 
-Ranks lie as in `comm.mesh`: tp innermost, then cp, dp and pp. A group whose ranks are all on one host talks
-inside it; any other at the rate of the network, over as many cards as it has ranks on a host.
+Ranks are numbered as in `comm.mesh`: tp innermost, then cp, dp and pp. A group that lies on one host uses the
+links inside the host. Any other group uses the network, with as many cards as it has ranks on a host.
 
-Sources: NVIDIA/nccl, src/graph/tuning.cc (a ring's hops between hosts, and the rest); Shoeybi et al. 2019,
+Sources: NVIDIA/nccl, src/graph/tuning.cc (a ring's hops within and between hosts); Shoeybi et al. 2019,
 section 3 (tp); Korthikanti et al. 2022, section 4 (sequence parallelism); Liu et al. 2023 (cp). The bytes are
-those that minidist's strategies document: see
-`tensor_plans.bytes_per_pass`, `context_parallel.ring_bytes` and each strategy.
+those that minidist's strategies document.
 """
 
 from __future__ import annotations
@@ -23,38 +22,35 @@ ALGORITHMS = {
     "reduce_scatter": ("ring",),
     "all_gather": ("ring",),
 }
-"""What is taken between devices: rings, and for small tensors an algorithm of few rounds, as NCCL's trees."""
+"""Algorithms between devices: rings, and for small tensors one with few rounds, such as NCCL's trees."""
 
 
 @dataclass(frozen=True)
 class Wires:
-    """How the ranks of a layout are connected.
-
-    hardware: the machines. crowd: what holds for the ranks of one host. layout: who talks to whom.
-    """
+    """The links between the ranks of a layout."""
 
     hardware: Hardware
-    crowd: Crowd
+    crowd: Crowd  # figures for the ranks of one host
     layout: Layout
-    known: dict[tuple[str, float, str], float] = field(default_factory=dict, compare=False)  # asked before
+    known: dict[tuple[str, float, str], float] = field(default_factory=dict, compare=False)  # a cache
 
     def stride(self, axis: str) -> int:
-        """Ranks from one member of the axis's groups to the next."""
+        """The difference in rank between neighbours in the axis's groups."""
         layout = self.layout
         return {
             "tp": 1,
             "cp": layout.tp,
-            "dp": layout.tp,  # with cp: gradients are summed over both
+            "dp": layout.tp,  # gradients are summed over dp and cp together
             "pp": layout.tp * layout.cp * layout.dp,
         }[axis]
 
     def size(self, axis: str) -> int:
-        """Ranks of the axis's groups; dp's have cp's, too."""
+        """Ranks in each of the axis's groups; dp includes cp."""
         layout = self.layout
         return layout.dp * layout.cp if axis == "dp" else int(getattr(layout, axis))
 
     def collective(self, operation: str, bytes_: float, axis: str) -> float:
-        """Seconds of a collective in which each rank passes a tensor of so many bytes."""
+        """Seconds of a collective to which each rank gives a tensor of so many bytes."""
         ranks, key = self.size(axis), (operation, bytes_, axis)
         if ranks == 1 or not bytes_:
             return 0.0
@@ -66,10 +62,10 @@ class Wires:
         return self.known[key]
 
     def _profile(self, axis: str, algorithm: str) -> LinkProfile:
-        """The links of a group: a host's; or the network's, over the cards of all its ranks on a host.
+        """The links of a group: a host's, or the network's with the cards of all its ranks on a host.
 
-        Where a host has several of its ranks, most hops of a ring are inside of one; all those of halving and
-        doubling are reckoned as the network's.
+        If a host has several of its ranks, most hops of a ring stay inside a host. All hops of halving and
+        doubling count as the network's.
         """
         stride, here = self.stride(axis), self.hardware.ranks_per_host
         if stride * self.size(axis) <= here:
@@ -93,22 +89,22 @@ class Wires:
         busy = link.beta if link.busy_beta is None else link.busy_beta
         return link.alpha + busy * bytes_
 
-    # Tensor parallelism: what a layer's passes send, for a stream of activations of so many bytes.
+    # Tensor parallelism. `stream` is the bytes of a stream of activations.
 
     def tensor_parallel(self, stream: float, vector: float) -> tuple[float, float]:
-        """Seconds of what a block sends forward, and backward; `vector` are the bytes of a bias."""
+        """Seconds of a block's messages, forward and backward; `vector` is the bytes of a bias."""
         if self.layout.tp == 1:
             return 0.0, 0.0
         if not self.layout.sequence_parallel:
             each = self.collective("all_reduce", stream, "tp")
             return 2 * each, 2 * each
         gather, scatter = self._gather(stream), self.collective("reduce_scatter", stream, "tp")
-        # Backward inputs are gathered again; two biases and two norms have a part of the gradient on each.
+        # The backward pass gathers inputs again, and sums the gradients of two biases and of two norms.
         bias, norm = (self.collective("all_reduce", many * vector, "tp") for many in (1, 2))
         return 2 * (gather + scatter), 2 * (2 * gather + scatter + bias + norm)
 
     def first_layer(self, stream: float, positions: float) -> tuple[float, float]:
-        """Of the token table, which is cut by the vocabulary, and of so many bytes of positions."""
+        """Seconds of messages for the token table, cut by vocabulary, and so many bytes of positions."""
         if self.layout.tp == 1:
             return 0.0, 0.0
         if not self.layout.sequence_parallel:
@@ -117,7 +113,7 @@ class Wires:
         return self.collective("reduce_scatter", stream, "tp"), gathered
 
     def last_layer(self, stream: float, vector: float, tokens: int) -> tuple[float, float]:
-        """Of the norm, the scores and the loss, which gathers three numbers a token, in float32."""
+        """Seconds of messages for norm, scores and loss, which gathers three float32 numbers per token."""
         if self.layout.tp == 1:
             return 0.0, 0.0
         loss = self.collective("all_gather", 12.0 * tokens, "tp")
@@ -129,10 +125,11 @@ class Wires:
     def _gather(self, stream: float) -> float:
         return self.collective("all_gather", stream / self.layout.tp, "tp")
 
-    # Context parallelism: keys and values go round; backward their gradients, in float32 at least, behind.
-
     def ring(self, keys: float, element: int) -> tuple[float, float]:
-        """Seconds of a block's ring of attention forward and backward, for so many bytes of a rank's keys."""
+        """Seconds of a block's ring attention, forward and backward, for so many bytes of a rank's keys.
+
+        Keys and values go round the ring; backward, their gradients follow in float32 or wider.
+        """
         if self.layout.cp == 1:
             return 0.0, 0.0
         hops = self.layout.cp - 1

@@ -1,1 +1,14 @@
-"""What every rank does in a step, on one time line."""
+"""Trace a step on all ranks: who computes, who waits for whom, and what is sent.
+
+Each rank records slices of time; rank 0 gathers them on one clock, saves them for Perfetto and draws them.
+
+| File | Holds |
+|---|---|
+| slices.py | a slice, and backward passes built from operations |
+| modules.py, calls.py | what a rank records: computation, communication |
+| clocks.py | the offset of each rank's clock |
+| all_ranks.py | the slices of all ranks: messages, waits, shares of the time |
+| perfetto.py | the file |
+| plot.py | the picture |
+| trace.py | `trace` |
+"""

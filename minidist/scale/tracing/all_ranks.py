@@ -1,4 +1,4 @@
-"""The trace of all ranks: who waited for whom, which share of the time went into what, and tables of it."""
+"""The slices of all ranks on one clock: messages, who waited for whom, and shares of the time."""
 
 from __future__ import annotations
 
@@ -6,21 +6,17 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from os import PathLike
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from minidist.scale.tracing.slices import AUTOGRAD, CALLS, COMPUTE, MAIN, Slice
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 STATES = (*COMPUTE[:3], "backward_weight", "optimizer", "other", "communication", "idle")
-"""What a rank may be at, at any time: computing, of several kinds; other work, such as the loss, filling
-buckets, and Python's own; held up by a call under way; or by one that another rank has not come to yet."""
+"""States of a rank: several kinds of computation; other work, such as the loss, buckets and Python itself;
+waiting for a call in progress (communication); waiting for another rank to make the call (idle)."""
 
 
 class Stretch(NamedTuple):
-    """Some time in which a rank was in one state."""
+    """A stretch of time in which a rank was in one state."""
 
     state: str
     start: float
@@ -28,7 +24,7 @@ class Stretch(NamedTuple):
 
 
 class Arrow(NamedTuple):
-    """A message, from the slice that sent it to the one that received it."""
+    """A message, with the slices that sent and received it."""
 
     source: int
     sent: Slice
@@ -37,8 +33,8 @@ class Arrow(NamedTuple):
 
     @property
     def arrival(self) -> Slice:
-        """The part of the receiving slice since it was sent, which the file has, too: arrows end there."""
-        # A viewer takes an arrow to lead from the slice that begins first, and receives are posted ahead.
+        """The part of the receiving slice after the send; the file has it, and arrows end there."""
+        # A viewer assumes that an arrow leads from the slice that begins first; receives are posted early.
         start = min(max(self.received.start, self.sent.start + 1e-9), self.received.end)
         name = f"message from rank {self.source}"
         args = {"bytes": self.sent.args["bytes_sent"]}
@@ -47,55 +43,45 @@ class Arrow(NamedTuple):
 
 @dataclass
 class RankTrace:
-    """One rank's part, in the time of rank 0's clock."""
+    """One rank's slices, in rank 0's time."""
 
     rank: int
-    place: dict[str, int]  # among those that share the work, for each axis of more than one rank: {"dp": 0}
+    place: dict[str, int]  # its coordinate along each axis of more than one rank: {"dp": 0}
     slices: list[Slice]
     offset: float = 0.0  # seconds that its clock was behind rank 0's at the beginning
-    error: float = 0.0  # by how many this may be wrong
+    error: float = 0.0  # by how many seconds the offset may be wrong
 
     @property
     def calls(self) -> list[Slice]:
-        """The calls through the door, in the ledger's order."""
-        return sorted(
-            (each for each in self.slices if each.kind in CALLS), key=lambda each: each.args["number"]
-        )
+        """The calls of the communication API, in the ledger's order."""
+        calls = (each for each in self.slices if each.kind in CALLS)
+        return sorted(calls, key=lambda each: each.args["number"])
 
     @property
     def instructions(self) -> list[Slice]:
-        """The pipeline's, in order."""
+        """The pipeline's instructions, in order."""
         return [each for each in self.slices if each.kind == "instruction"]
 
     @property
     def bytes_sent(self) -> int:
-        """What the other ranks got from this one."""
+        """Bytes that this rank sent."""
         return sum(each.args["bytes_sent"] for each in self.calls)
 
     @property
     def step(self) -> Slice:
-        """All that was traced."""
+        """The slice of everything that was traced."""
         return next(each for each in self.slices if each.kind == "span" and each.name == "step")
 
 
 @dataclass
-class Trace:
-    """What all ranks did, in the time of rank 0's clock.
-
-    Attributes:
-        ranks: each one's slices.
-        layout: of the engine; "" where there was none.
-        bytes_moved: to gather it, over all ranks.
-        arrows: messages, with both ends.
-        meetings: for each rank and call when the last of the ranks came that it needs: by rank and the call's
-            number in its ledger.
-    """
+class AllRanks:
+    """The slices of all ranks, in rank 0's time."""
 
     ranks: list[RankTrace]
-    layout: str
-    bytes_moved: int
+    layout: str  # of the engine; "" if there was none
+    bytes_moved: int  # to gather the slices, over all ranks
     arrows: list[Arrow]
-    meetings: dict[tuple[int, int], float]
+    meetings: dict[tuple[int, int], float]  # by rank and call number: when the last rank came to the call
 
     @property
     def start(self) -> float:
@@ -104,16 +90,16 @@ class Trace:
 
     @property
     def end(self) -> float:
-        """When the last rank was done."""
+        """When the last rank ended."""
         return max(each.step.end for each in self.ranks)
 
     @cached_property
     def timelines(self) -> list[list[Stretch]]:
-        """For each rank what it was at, from `start` to `end`, without gaps."""
+        """For each rank its states from `start` to `end`, without gaps."""
         return [self._timeline(each) for each in self.ranks]
 
     def shares(self, rank: int) -> dict[str, float]:
-        """Of the time from `start` to `end`: "compute", "other", "communication" and "idle"; in all 1."""
+        """Shares of the time from `start` to `end`: "compute", "other", "communication" and "idle"."""
         found = dict.fromkeys(("compute", "other", "communication", "idle"), 0.0)
         whole = self.end - self.start
         for state, start, end in self.timelines[rank]:
@@ -121,7 +107,7 @@ class Trace:
         return found
 
     def table(self) -> str:
-        """A text table: a line for each rank."""
+        """A text table with a line for each rank."""
         names = [" ".join(f"{axis}{at}" for axis, at in each.place.items()) for each in self.ranks]
         wide = max(4, *(len(name) + 2 for name in names))
         lines = [
@@ -133,32 +119,20 @@ class Trace:
             lines.append(f"{each.rank:>4}  {name:<{wide}}{shares}{len(each.calls):>8}{each.bytes_sent:>14,}")
         return "\n".join(lines)
 
-    def save(self, path: str | PathLike[str]) -> None:
-        """Write it as a Chrome trace, which Perfetto opens; see perfetto.py."""
-        from minidist.scale.tracing.perfetto import save
-
-        save(self, path)
-
-    def plot(self, path: str | PathLike[str] | None = None) -> Axes:
-        """Draw it as a Gantt chart; see plot.py."""
-        from minidist.scale.tracing.plot import plot
-
-        return plot(self, path)
-
     def _timeline(self, of: RankTrace) -> list[Stretch]:
-        """Of the slices that are open at a time the one that began last says what the rank was at."""
+        """A rank's states; at any time the open slice that began last determines the state."""
         found = [Stretch("idle", self.start, of.step.start)]
-        borders = defaultdict[float, tuple[list[Slice], list[Slice]]](lambda: ([], []))
+        ends = defaultdict[float, tuple[list[Slice], list[Slice]]](lambda: ([], []))
         for each in of.slices:
             if each.lane in (MAIN, AUTOGRAD) and each.end > each.start:
-                borders[each.start][0].append(each)
-                borders[each.end][1].append(each)
+                ends[each.start][0].append(each)
+                ends[each.end][1].append(each)
         open_: list[Slice] = []
         before = of.step.start
-        for now in sorted(borders):
+        for now in sorted(ends):
             if open_ and now > before:
                 found += self._states(of.rank, open_, before, now)
-            begun, ended = borders[now]
+            begun, ended = ends[now]
             open_ = [each for each in open_ if not any(each is other for other in ended)]
             open_ += sorted(begun, key=lambda each: -each.end)
             before = now
@@ -166,7 +140,7 @@ class Trace:
         return _joined(found)
 
     def _states(self, rank: int, open_: Sequence[Slice], start: float, end: float) -> list[Stretch]:
-        """What a rank was at in a time in which these slices were open, and none began or ended."""
+        """A rank's states while these slices were open and none began or ended."""
         inner = open_[-1]
         if inner.kind in CALLS or inner.kind == "wait":
             came = min(end, max(start, self.meetings.get((rank, inner.args.get("number", -1)), start)))
@@ -179,7 +153,7 @@ class Trace:
 
 
 def _joined(stretches: Iterable[Stretch]) -> list[Stretch]:
-    """Without empty ones, and with those of one state that follow each other as one."""
+    """Join neighbours of the same state, and leave out empty stretches."""
     found: list[Stretch] = []
     for each in stretches:
         if each.end <= each.start:
@@ -192,10 +166,10 @@ def _joined(stretches: Iterable[Stretch]) -> list[Stretch]:
 
 
 def matched(ranks: Sequence[RankTrace]) -> tuple[list[Arrow], dict[tuple[int, int], float]]:
-    """The messages, and when the last rank came to each call; see `Trace`.
+    """Find the messages, and when the last rank came to each call; see `AllRanks`.
 
-    Messages between two ranks with one tag in one group arrive in the order in which they are sent; and the
-    members of a group make its collectives in one order.
+    Messages between two ranks with the same tag and group arrive in the order of their sends, and all members
+    of a group make its collectives in the same order.
     """
     sent: dict[tuple[int, ...], list[Slice]] = defaultdict(list)
     received: dict[tuple[int, ...], list[Slice]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""Notes when calls through the door begin, are waited for, and end: the ledger's calls with their times."""
+"""Records when calls of the communication API begin, are waited for, and end."""
 
 from __future__ import annotations
 
@@ -17,51 +17,51 @@ MESSAGES = ("send", "recv")
 
 @dataclass
 class Noted:
-    """A call, as it went."""
+    """A call with its times."""
 
     call: Call
     thread: int
     begun: float
     returned: float
-    at_once: bool  # the caller went on
+    at_once: bool  # asynchronous: the caller went on
     complete: bool  # when the call returned
     waits: list[tuple[int, float, float]] = field(default_factory=list)  # thread, from, until
-    ran: tuple[float | None, float | None] = (None, None)  # in a thread of its own
+    ran: tuple[float | None, float | None] = (None, None)  # from, until, if it ran in its own thread
 
     @property
-    def beside(self) -> bool:
-        """Whether it went on while its caller did."""
+    def in_background(self) -> bool:
+        """Whether the call went on while its caller did something else."""
         return self.at_once and not self.complete
 
 
 class Calls:
-    """Watches the door between `open` and `close`; see `ledgers.Watcher`."""
+    """Records the communication API's calls between `open` and `close`, as a `ledgers.Watcher`."""
 
     def __init__(self) -> None:
         self.noted: list[Noted] = []
         self._by_call: dict[int, Noted] = {}
-        self._earlier: list[tuple[Call, int, float, float]] = []  # waits for calls from before
+        self._earlier: list[tuple[Call, int, float, float]] = []  # waits for calls from before `open`
         self._closed = 0.0
 
     def open(self) -> None:
-        """Begin."""
+        """Start recording."""
         ledgers.watchers.append(self)
 
     def close(self) -> None:
-        """End."""
+        """Stop recording."""
         ledgers.watchers.remove(self)
         self._closed = time.perf_counter()
 
     def called(self, call: Call, begun: float, returned: float, at_once: bool, complete: bool) -> None:
-        """See `ledgers.Watcher`."""
+        """Record a call that has returned."""
         noted = Noted(call, get_ident(), begun, returned, at_once, complete)
         self.noted.append(noted)
-        self._by_call[id(call)] = noted  # which lives as long as it is noted
+        self._by_call[id(call)] = noted  # `noted` keeps the call alive, so the id stays unique
 
     def waited(
         self, call: Call, begun: float, ended: float, began: float | None, completed: float | None
     ) -> None:
-        """See `ledgers.Watcher`."""
+        """Record a wait for an asynchronous call, and when that call ran."""
         noted = self._by_call.get(id(call))
         if noted is None:
             self._earlier.append((call, get_ident(), begun, ended))
@@ -70,14 +70,14 @@ class Calls:
             noted.ran = began, completed
 
     def slices(self) -> tuple[dict[int, list[Slice]], list[Slice], list[Slice]]:
-        """For each thread what held it up; and what ran beside it: collectives, and messages."""
+        """The slices in which each thread waited, and the collectives and messages in the background."""
         held: dict[int, list[Slice]] = defaultdict(list)
-        beside: tuple[list[Slice], list[Slice]] = [], []
+        background: tuple[list[Slice], list[Slice]] = [], []
         for number, each in enumerate(self.noted):
             call = each.call
             kind = call.name if call.name in MESSAGES else CALLS[0]
             args = {"number": number, "called": each.begun, **_described(call)}
-            if not each.beside:
+            if not each.in_background:
                 end = each.waits[0][2] if each.waits and not each.at_once else each.returned
                 held[each.thread].append(Slice("", kind, call.name, each.begun, end, args))
                 continue
@@ -86,21 +86,20 @@ class Calls:
             if completed is None:
                 completed = each.waits[-1][2] if each.waits else self._closed
                 args["end"] = "when it was waited for" if each.waits else "not within the trace"
-            lane = beside[kind in MESSAGES]
-            lane.append(Slice("", kind, call.name, start, completed, args))
+            background[kind in MESSAGES].append(Slice("", kind, call.name, start, completed, args))
             for thread, begun, ended in each.waits:
-                held[thread].append(
-                    Slice("", "wait", f"wait for {call.name}", begun, ended, {"number": number})
-                )
+                held[thread].append(_wait(call, begun, ended, {"number": number}))
         for call, thread, begun, ended in self._earlier:
-            held[thread].append(
-                Slice("", "wait", f"wait for {call.name}", begun, ended, {"of": "a call from before"})
-            )
-        return held, *beside
+            held[thread].append(_wait(call, begun, ended, {"of": "a call from before"}))
+        return held, *background
+
+
+def _wait(call: Call, begun: float, ended: float, args: dict[str, Any]) -> Slice:
+    return Slice("", "wait", f"wait for {call.name}", begun, ended, args)
 
 
 def _described(call: Call) -> dict[str, Any]:
-    """What the ledger knows of a call, and who talked."""
+    """What the ledger knows about a call."""
     found: dict[str, Any] = {
         "algorithm": call.algorithm,
         "dtype": call.dtype,

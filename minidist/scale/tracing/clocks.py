@@ -1,8 +1,8 @@
-"""How far each rank's clock is from rank 0's: measured by round trips, before and after what is traced.
+"""The offset of each rank's clock from rank 0's, measured by round trips before and after a trace.
 
-A rank sends rank 0 a message and gets back what rank 0's clock shows. That was read between the sending and
-the answer: in the middle, but for half of the round trip at most. Of several round trips the shortest tells
-most. Two readings some time apart tell how the clocks drift, too.
+A rank sends rank 0 a message and gets back the time of rank 0's clock. Rank 0 read it between the send and
+the answer: in the middle, with an error of at most half the round trip. Of several round trips the shortest
+is the most exact. Two readings, before and after, also show how the clocks drift.
 
 Source: Mills 1991, "Internet Time Synchronization: The Network Time Protocol", section IV (the filter).
 """
@@ -17,29 +17,23 @@ import torch
 from minidist import comm
 
 ROUNDS = 16
-"""Round trips a reading: the shortest of them is one that nothing delayed."""
+"""Round trips per reading, so that the shortest is one that nothing delayed."""
 BYTES = 8 * ROUNDS
-"""That each other rank sends for a reading; rank 0 sends as many to each."""
+"""Bytes that rank 0 and each other rank send each other for a reading."""
 TAG = 2**29 + 8
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What a rank knows of rank 0's clock. Seconds of `time.perf_counter`.
+    """The offset of a rank's clock from rank 0's, in seconds of `time.perf_counter`."""
 
-    Attributes:
-        at: this rank's clock when it was read.
-        offset: what is to be added to this rank's clock to get rank 0's.
-        error: by how much the offset may be wrong, half of the shortest round trip.
-    """
-
-    at: float
-    offset: float
-    error: float
+    at: float  # time of this rank's clock
+    offset: float  # rank 0's clock minus this rank's
+    error: float  # by how much the offset may be wrong: half of the shortest round trip
 
 
 def read() -> Reading:
-    """Read rank 0's clock; all ranks do it together. Sends `BYTES`, and from rank 0 as many to each."""
+    """Read rank 0's clock. A collective; each rank exchanges `BYTES` with rank 0."""
     own, shown = comm.rank(), torch.zeros((), dtype=torch.float64, device=comm.device())
     best = Reading(time.perf_counter(), 0.0, 0.0)
     for other in range(1, comm.size()):
@@ -63,23 +57,23 @@ def _round_trip(shown: torch.Tensor) -> Reading:
 
 @dataclass(frozen=True)
 class Clock:
-    """From this rank's clock to rank 0's, by a reading before and one after."""
+    """Converts this rank's times to rank 0's, by a reading before the trace and one after."""
 
     first: Reading
     last: Reading
 
     @property
     def same(self) -> bool:
-        """Whether the two clocks are one, as far as can be told: on one host they are."""
+        """Whether the readings allow that both ranks use the same clock, as on one host."""
         return all(abs(reading.offset) <= reading.error for reading in (self.first, self.last))
 
     @property
     def error(self) -> float:
-        """By how many seconds `align` may be wrong; 0 where the clocks are one."""
+        """By how many seconds `align` may be wrong; 0 for the same clock."""
         return 0.0 if self.same else max(self.first.error, self.last.error)
 
     def align(self, at: float) -> float:
-        """What rank 0's clock showed when this rank's showed `at`. In between, clocks drift evenly."""
+        """The time of rank 0's clock when this rank's showed `at`, if the clocks drift evenly."""
         if self.same:
             return at
         span = self.last.at - self.first.at

@@ -1,8 +1,8 @@
-"""Notes when modules and optimizers compute: their forward passes, backward passes and steps.
+"""Records when modules and optimizers compute: forward passes, backward passes and steps.
 
-Forward passes are seen by hooks on the modules. Operations that a module's forward pass has recorded for the
-backward pass belong to it, the innermost where modules lie in one another; hooks on these operations see its
-backward pass, and change nothing in the graph. Hooks cost some microseconds for each operation.
+Hooks on the modules record forward passes. The operations that a forward pass leaves for the backward pass
+belong to the innermost module that it runs in; hooks on these operations record its backward pass, and do not
+change the graph. Hooks cost some microseconds per operation.
 
 Source: Paszke et al. 2017, "Automatic differentiation in PyTorch" (the graph of operations).
 """
@@ -24,35 +24,28 @@ from minidist.parallel.sharding.unit_hooks import tensors_in
 from minidist.scale.tracing.slices import Atom, Slice
 
 KEY = "minidist.trace"
-"""Under which an operation keeps the trace that watches it."""
+"""The key under which an operation's metadata names the trace that records it."""
 
 
 class Modules:
-    """Watches modules, and every optimizer of this process, between `open` and `close`.
-
-    Args:
-        named: the modules with the names to call them by.
-
-    Attributes:
-        slices: for each thread what was seen, but for backward passes.
-        atoms: for each thread the operations of backward passes.
-    """
+    """Records the named modules, and all optimizers of this process, between `open` and `close`."""
 
     def __init__(self, named: Sequence[tuple[str, nn.Module]]) -> None:
-        self._named = named
-        self.slices: dict[int, list[Slice]] = defaultdict(list)
-        self.atoms: dict[int, list[Atom]] = defaultdict(list)
+        first = {id(module): (name, module) for name, module in reversed(named)}
+        self._named = [*reversed(first.values())]  # each module once, by its first name
+        self.slices: dict[int, list[Slice]] = defaultdict(list)  # by thread; all but backward passes
+        self.atoms: dict[int, list[Atom]] = defaultdict(list)  # by thread; operations of backward passes
         self._open: dict[int, list[tuple[object, str, float, int]]] = defaultdict(list)
-        self._inside: dict[int, int] = defaultdict(int)  # operations of a backward pass under way
-        self._mark = object()  # of this trace, since an operation may outlive it
+        self._inside: dict[int, int] = defaultdict(int)  # operations of a backward pass in progress
+        self._mark = object()  # identifies this trace, since an operation may outlive it
         self._handles: list[Any] = []
 
     def open(self) -> None:
-        """Begin."""
+        """Start recording."""
         for name, module in self._named:
             self._handles += [
                 module.register_forward_pre_hook(self._before(name), prepend=True),
-                # Also where it raises an error, as what is computed again does once it has all that it needs.
+                # Call it on errors as well: recomputation raises one once it has all that it needs.
                 module.register_forward_hook(self._after, always_call=True),
             ]
         self._handles += [
@@ -61,7 +54,7 @@ class Modules:
         ]
 
     def close(self) -> None:
-        """End, and leave no hook behind."""
+        """Stop recording and remove all hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -85,11 +78,11 @@ class Modules:
             owner, name, start, recorded = stack.pop()
             kind = "recompute" if again else "forward"
             self.slices[thread].append(Slice("", kind, name, start, ended))
-        if not again:  # what is computed again is never gone back through
+        if not again:  # no backward pass goes through recomputed operations
             self._watch(outputs, recorded, path)
 
     def _watch(self, outputs: Any, first: int, path: tuple[str, ...]) -> None:
-        """Watch the operations that were recorded from number `first` on, and that nobody watches."""
+        """Put hooks on the operations recorded from number `first` on that have none yet."""
         stack: list[Node | None] = [x.grad_fn for x in tensors_in(outputs)]
         while stack:
             node = stack.pop()
@@ -127,3 +120,14 @@ class Modules:
         if stack and stack[-1][0] is optimizer:
             _, name, start, _ = stack.pop()
             self.slices[thread].append(Slice("", "optimizer", name, start, ended))
+
+
+def named_parts(module: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]:
+    """A module and its submodules with their names, except compiled modules and what they contain."""
+    found, compiled = [], list[nn.Module]()
+    for name, part in module.named_modules():
+        if part._compiled_call_impl is not None or "_orig_mod" in part._modules:
+            compiled += part.modules()
+        if not any(part is each for each in compiled):
+            found.append((prefix + (name or type(part).__name__), part))
+    return found

@@ -1,9 +1,9 @@
-"""A trace as a file: the JSON object form of Chrome's trace events, which Perfetto opens.
+"""A trace as a JSON file of Chrome's trace events, which Perfetto opens.
 
-A process is a rank, a thread is a lane. Slices are complete events (X), messages are flow events from the
-sender's slice (s) to the receiver's (f). Times are microseconds from the beginning, in whole nanoseconds.
+A process is a rank, a thread is a lane. Slices are complete events (X); messages are flow events from the
+sender's slice (s) to the receiver's (f). Times are microseconds from the start, rounded to nanoseconds.
 
-Source: "Trace Event Format", Google 2016, a document that perfetto.dev/docs links under "JSON trace format".
+Source: "Trace Event Format", Google 2016, which perfetto.dev/docs links under "JSON trace format".
 """
 
 from __future__ import annotations
@@ -16,31 +16,26 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from minidist.scale.tracing.all_ranks import RankTrace, Trace
+from minidist.scale.tracing.all_ranks import AllRanks, RankTrace
 from minidist.scale.tracing.slices import AUTOGRAD, MAIN, Slice
 
 MESSAGE = "message"
 """Name and category of the arrows."""
 PROCESS = 1000
-"""What a rank's number is added to, to be a process's: Perfetto takes number 0 for the kernel's own."""
+"""Rank 0's process number; Perfetto takes process 0 for the kernel."""
 
 
-def save(trace: Trace, path: str | PathLike[str]) -> None:
-    """Write a trace to a file, which takes its place at once or not at all.
-
-    Raises:
-        TypeError: the path is no name of a file.
-        OSError: it cannot be written.
-    """
+def save(trace: AllRanks, path: str | PathLike[str]) -> None:
+    """Write a trace to a file, atomically; `Trace.save` documents the errors."""
     if not isinstance(path, str | PathLike):
         raise TypeError(f"path is {path!r}; give the name of a file to write, such as 'trace.json'")
-    beside = Path(f"{os.fspath(path)}.part")
-    beside.write_text(json.dumps(document(trace), allow_nan=False), encoding="utf-8")
-    beside.replace(path)
+    part = Path(f"{os.fspath(path)}.part")
+    part.write_text(json.dumps(document(trace), allow_nan=False), encoding="utf-8")
+    part.replace(path)
 
 
-def document(trace: Trace) -> dict[str, Any]:
-    """The file's one object."""
+def document(trace: AllRanks) -> dict[str, Any]:
+    """The file's JSON object."""
     start = trace.start
     events: list[dict[str, Any]] = []
     arrivals: dict[int, list[Slice]] = defaultdict(list)
@@ -52,16 +47,13 @@ def document(trace: Trace) -> dict[str, Any]:
     for number, arrow in enumerate(trace.arrows, 1):
         common = {"name": MESSAGE, "cat": MESSAGE, "id": number}
         sent, received = arrow.sent, arrow.arrival
-        # An arrow ends in a slice, and at its very end that is over.
+        # One nanosecond before the slice's end, since at the end itself the slice is over.
         end = max(_nanoseconds(received.start - start), _nanoseconds(received.end - start) - 1)
-        events += [
-            common
-            | {"ph": "s", "ts": _nanoseconds(sent.start - start) / 1e3}
-            | {"pid": PROCESS + arrow.source, "tid": lanes[arrow.source][sent.lane]},
-            common
-            | {"ph": "f", "bp": "e", "ts": end / 1e3}
-            | {"pid": PROCESS + arrow.destination, "tid": lanes[arrow.destination][received.lane]},
-        ]
+        ends = (
+            (arrow.source, sent.lane, {"ph": "s", "ts": _nanoseconds(sent.start - start) / 1e3}),
+            (arrow.destination, received.lane, {"ph": "f", "bp": "e", "ts": end / 1e3}),
+        )
+        events += [common | own | {"pid": PROCESS + r, "tid": lanes[r][lane]} for r, lane, own in ends]
     about = {
         "made_by": "minidist trace",
         "layout": trace.layout,
@@ -76,7 +68,7 @@ def document(trace: Trace) -> dict[str, Any]:
 def _of_rank(
     rank: RankTrace, lanes: dict[str, int], arrivals: list[Slice], start: float
 ) -> Iterator[dict[str, Any]]:
-    """A rank's names and slices."""
+    """The events that name a rank and its lanes, and its slices."""
     place = ", ".join(f"{axis} {at}" for axis, at in rank.place.items())
     name = f"rank {rank.rank}" + (f" ({place})" if place else "")
     pid = PROCESS + rank.rank
@@ -88,7 +80,7 @@ def _of_rank(
     for each in sorted([*rank.slices, *arrivals], key=lambda each: (each.start, -each.end)):
         begun, ended = _nanoseconds(each.start - start), _nanoseconds(each.end - start)
         yield {
-            "name": _title(each),
+            "name": f"{each.name} {each.kind}" if each.kind in ("backward", "recompute") else each.name,
             "cat": each.kind,
             "ph": "X",
             "ts": begun / 1e3,
@@ -100,29 +92,22 @@ def _of_rank(
 
 
 def _arguments(each: Slice, start: float) -> dict[str, Any]:
-    """What is told of a slice, in the file's time."""
+    """A slice's arguments, with times of the file."""
     found = {name: value for name, value in each.args.items() if name != "called"}
     if "called" in each.args:
         found["called_us"] = _nanoseconds(each.args["called"] - start) / 1e3
     return found
 
 
-def _title(each: Slice) -> str:
-    """What stands on a slice."""
-    if each.kind in ("backward", "recompute"):
-        return f"{each.name} {each.kind}"
-    return each.name
-
-
 def _lanes(rank: RankTrace) -> dict[str, int]:
-    """A number for each lane: threads first, then what runs beside them. The first has the process's own."""
+    """A number for each lane: threads, then background lanes. The main thread has the process's number."""
     order = (MAIN, AUTOGRAD, "thread", "background", "messages")
 
-    def place(lane: str) -> tuple[int, int, str]:
+    def position(lane: str) -> tuple[int, int, str]:
         return next((i for i, name in enumerate(order) if lane.startswith(name)), len(order)), len(lane), lane
 
     pid = PROCESS + rank.rank
-    ordered = sorted({each.lane for each in rank.slices} - {MAIN}, key=place)
+    ordered = sorted({each.lane for each in rank.slices} - {MAIN}, key=position)
     return {MAIN: pid} | {lane: 100 * pid + number for number, lane in enumerate(ordered, 1)}
 
 

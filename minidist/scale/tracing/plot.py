@@ -1,8 +1,8 @@
-"""A trace as a Gantt chart, for those who open no tool: a row for each rank, white where it waits for others.
+"""A trace as a Gantt chart: a row for each rank, white where it waits for other ranks.
 
-The wide bar says what the rank was at. Letters and numbers in it are a pipeline's passes and micro-batches:
-F0 is the forward pass of the first, B0 its backward pass, which may be in two parts, I0 for the inputs and W0
-for the weights. Narrow bars are collectives that ran beside it, and arrows are messages.
+The wide bar shows the rank's state. Its labels are a pipeline's passes and micro-batches: F0 is the forward
+pass of the first micro-batch, B0 its backward pass, or I0 and W0 the backward pass in two parts, for inputs
+and weights. Narrow bars are collectives in the background, and arrows are messages.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from os import PathLike
 from typing import TYPE_CHECKING
 
 from minidist.parallel.pipeline.instructions import COMPUTE
-from minidist.scale.tracing.all_ranks import STATES, RankTrace, Trace
+from minidist.scale.tracing.all_ranks import STATES, AllRanks, RankTrace
 from minidist.scale.tracing.slices import Slice
 
 if TYPE_CHECKING:
@@ -27,37 +27,27 @@ COLORS = {
     "communication": "#0072B2",
     "idle": "#FFFFFF",
 }
-"""Those of Okabe and Ito, which people with any colour vision tell apart; as in schedule_plot.py."""
+"""Okabe and Ito's colours, which people with any colour vision can tell apart; as in schedule_plot.py."""
 LABELS = {
-    "recompute": "forward, again",
+    "recompute": "forward, recomputed",
     "backward_weight": "backward, weights",
     "other": "other work: loss, buckets, Python",
     "communication": "communication; narrow bars: in the background",
-    "idle": "idle: another rank has not come",
+    "idle": "idle: waits for another rank",
 }
 ARROWS = 400
-"""More are not drawn: they would hide the rest."""
+"""More arrows are not drawn, since they would hide the rest."""
 LETTER = 0.0075
-"""The width of one in a box, as a part of the whole; what does not fit is left out."""
+"""A letter's width as a share of the axis; a label that does not fit is left out."""
 
 
-def plot(trace: Trace, path: str | PathLike[str] | None = None) -> Axes:
-    """Draw what each rank was at, in ms.
-
-    Args:
-        trace: of all ranks.
-        path: a file to write, such as a .png or .svg; None for none.
-
-    Raises:
-        ImportError: matplotlib is missing.
-        TypeError: the path is no name of a file.
-        ValueError: matplotlib knows no such kind of file.
-    """
+def plot(trace: AllRanks, path: str | PathLike[str] | None = None) -> Axes:
+    """Draw each rank's states over ms; `Trace.plot` documents arguments and errors."""
     try:
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch
     except ImportError as error:
-        raise ImportError("matplotlib is missing, which draws: pip install 'minidist[bench]'") from error
+        raise ImportError("drawing needs matplotlib: pip install 'minidist[bench]'") from error
     if path is not None and not isinstance(path, str | PathLike):
         raise TypeError(f"path is {path!r}; give the name of a file to write, such as 'trace.svg'")
     figure = Figure(figsize=(11, 1.5 + 0.62 * len(trace.ranks)), layout="constrained")
@@ -65,11 +55,11 @@ def plot(trace: Trace, path: str | PathLike[str] | None = None) -> Axes:
     for rank in trace.ranks:
         _states(axes, trace, rank)
         _instructions(axes, trace, rank)
-        _beside(axes, trace, rank)
+        _background(axes, trace, rank)
     if len(trace.arrows) <= ARROWS:
         _arrows(axes, trace)
     drawn = {stretch.state for timeline in trace.timelines for stretch in timeline}
-    if any(_collectives_beside(rank) for rank in trace.ranks):
+    if any(_in_background(rank) for rank in trace.ranks):
         drawn.add("communication")
     handles = [
         Patch(facecolor=COLORS[state], edgecolor="#888888", linewidth=0.5, label=LABELS.get(state, state))
@@ -105,8 +95,8 @@ def _name(rank: RankTrace) -> str:
     return f"rank {rank.rank}" + (f"\n{place}" if place else "")
 
 
-def _states(axes: Axes, trace: Trace, rank: RankTrace) -> None:
-    """The wide bar."""
+def _states(axes: Axes, trace: AllRanks, rank: RankTrace) -> None:
+    """Draw the wide bar."""
     for state in STATES:
         spans = [
             ((start - trace.start) * 1e3, (end - start) * 1e3)
@@ -119,8 +109,8 @@ def _states(axes: Axes, trace: Trace, rank: RankTrace) -> None:
     axes.broken_barh(*box, facecolors="none", edgecolors="#CCCCCC", linewidth=0.5)
 
 
-def _instructions(axes: Axes, trace: Trace, rank: RankTrace) -> None:
-    """A box with a number for each pass of a pipeline's schedule."""
+def _instructions(axes: Axes, trace: AllRanks, rank: RankTrace) -> None:
+    """Draw a labelled box for each pass of a pipeline's schedule."""
     chunks = any(each.args["chunk"] for each in rank.instructions)
     for each in rank.instructions:
         if each.args["kind"] not in COMPUTE:
@@ -134,27 +124,24 @@ def _instructions(axes: Axes, trace: Trace, rank: RankTrace) -> None:
             axes.text(start + width / 2, rank.rank, text, ha="center", va="center", fontsize=7, clip_on=True)
 
 
-def _beside(axes: Axes, trace: Trace, rank: RankTrace) -> None:
-    """The narrow bars, one for each lane of collectives."""
-    own = _collectives_beside(rank)
+def _background(axes: Axes, trace: AllRanks, rank: RankTrace) -> None:
+    """Draw a narrow bar for each lane of collectives in the background."""
+    own = _in_background(rank)
     lanes = sorted({each.lane for each in own}, key=lambda lane: (len(lane), lane))
     height = 0.14 / max(len(lanes), 1)
-    for place, lane in enumerate(lanes):
-        spans = [_span(trace, each) for each in own if each.lane == lane]
-        bottom = rank.rank + 0.35 + place * height
+    for index, lane in enumerate(lanes):
+        on_lane = [each for each in own if each.lane == lane]
+        spans = [((each.start - trace.start) * 1e3, (each.end - each.start) * 1e3) for each in on_lane]
+        bottom = rank.rank + 0.35 + index * height
         axes.broken_barh(spans, (bottom, 0.9 * height), facecolors=COLORS["communication"], linewidth=0)
 
 
-def _collectives_beside(rank: RankTrace) -> list[Slice]:
+def _in_background(rank: RankTrace) -> list[Slice]:
     return [each for each in rank.slices if not each.on_thread and each.kind == "collective"]
 
 
-def _span(trace: Trace, each: Slice) -> tuple[float, float]:
-    return (each.start - trace.start) * 1e3, (each.end - each.start) * 1e3
-
-
-def _arrows(axes: Axes, trace: Trace) -> None:
-    """Messages, from the bar of the sender to that of the receiver."""
+def _arrows(axes: Axes, trace: AllRanks) -> None:
+    """Draw an arrow for each message, from the sender's bar to the receiver's."""
     for arrow in trace.arrows:
         down = arrow.destination > arrow.source
         begin = (arrow.sent.start - trace.start) * 1e3, arrow.source + (0.32 if down else -0.32)

@@ -1,4 +1,4 @@
-"""What a trace consists of: slices of time on lanes, in the order and the nesting in which they ran."""
+"""Slices of time on lanes, of which a trace consists, and how to build them from recorded operations."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ KINDS = (*COMPUTE, *CALLS, "wait", "message", "instruction", "span")
 """
 | Kind | What the rank does |
 |---|---|
-| `forward`, `recompute`, `backward` | a module's pass; a forward pass once more, for the backward pass |
+| `forward`, `recompute`, `backward` | a module's pass; `recompute` repeats a forward pass |
 | `optimizer` | an optimizer's step |
-| `collective`, `send`, `recv` | a call through the door, one slice for each call in the ledger |
-| `wait` | waits for a call that was begun before |
-| `message` | the part of a `recv` in which the message is under way: it has been sent |
-| `instruction` | one of a pipeline's schedule |
-| `span` | what the user named; "step" is all that was traced |
+| `collective`, `send`, `recv` | a call of the communication API; one slice for each call in the ledger |
+| `wait` | wait for a call that began earlier |
+| `message` | the part of a `recv` after the message was sent |
+| `instruction` | an instruction of a pipeline's schedule |
+| `span` | what the user named; "step" is everything that was traced |
 """
 MAIN = "main"
 AUTOGRAD = "autograd"
-"""The lanes of threads in which modules compute."""
+"""The lanes of the threads in which modules compute."""
 
 
 @dataclass
 class Slice:
-    """Something that a rank did."""
+    """A stretch of time in which a rank did one thing."""
 
     lane: str
     kind: str  # one of KINDS
     name: str
     start: float  # seconds
     end: float
-    args: dict[str, Any] = field(default_factory=dict)  # what JSON can say
+    args: dict[str, Any] = field(default_factory=dict)  # JSON values
 
     @property
     def on_thread(self) -> bool:
-        """Whether it held up the thread that called it; else it ran in the background."""
+        """Whether it occupied the thread that called it; otherwise it ran in the background."""
         return self.lane in (MAIN, AUTOGRAD) or self.lane.startswith("thread")
 
 
@@ -49,25 +49,21 @@ class Atom:
     start: float
     end: float
     path: tuple[str, ...]  # names of the modules that it belongs to, outermost first
-    pass_: int  # which backward pass
+    pass_: int  # number of the backward pass
 
 
 def passes(lane: str, atoms: Iterable[Atom], around: Sequence[Slice]) -> list[Slice]:
-    """The backward passes of modules, from their operations, which run one after the other in one thread.
+    """The backward passes of modules, built from the operations of one thread.
 
-    Operations that follow each other and belong to one module are one slice, with what is between them.
-
-    Args:
-        lane: the thread's.
-        atoms: the operations.
-        around: the other slices of that thread. None of these passes crosses the border of one.
+    Consecutive operations of one module become one slice. No slice extends over the start or the end of one
+    of the thread's other slices, `around`.
     """
     found: list[Slice] = []
     ordered = sorted(atoms, key=lambda atom: atom.start)
     open_: list[Slice] = []  # outermost first
     before: tuple[int, int] | None = None
     for atom, container in zip(ordered, _containers(ordered, around), strict=True):
-        # A schedule's instruction may have many passes, one an operation, where weights come last.
+        # Where gradients of weights come last, an instruction has one backward pass per operation.
         within = -1 if container is None else id(container)
         whole = container is not None and container.kind == "instruction"
         now = within, 0 if whole else atom.pass_
@@ -87,23 +83,20 @@ def passes(lane: str, atoms: Iterable[Atom], around: Sequence[Slice]) -> list[Sl
 
 
 def _containers(atoms: Sequence[Atom], around: Sequence[Slice]) -> list[Slice | None]:
-    """For each atom the innermost slice that it lies in."""
-    waiting = sorted(around, key=lambda each: (each.start, -each.end))
-    open_: list[Slice] = []
+    """For each atom the innermost slice that contains it."""
+    waiting = sorted(around, key=lambda each: (-each.start, each.end))  # the earliest comes last
+    open_: list[Slice] = []  # in the order of their starts
     found: list[Slice | None] = []
-    place = 0
     for atom in atoms:
-        while place < len(waiting) and waiting[place].start <= atom.start:
-            open_.append(waiting[place])
-            place += 1
-        # In the order of their starts; those that have ended are never looked at again.
+        while waiting and waiting[-1].start <= atom.start:
+            open_.append(waiting.pop())
         open_ = [each for each in open_ if each.end >= atom.end]
         found.append(open_[-1] if open_ else None)
     return found
 
 
 def lanes(slices: Iterable[Slice], name: str) -> None:
-    """Put slices that overlap on lanes of their own: "background", "background 2", ..."""
+    """Put slices that overlap on different lanes: "background", "background 2", ..."""
     ends: list[float] = []
     for each in sorted(slices, key=lambda each: (each.start, each.end)):
         number = next((i for i, end in enumerate(ends) if end <= each.start), len(ends))

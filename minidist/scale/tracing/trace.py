@@ -1,8 +1,8 @@
-"""A trace: what every rank does in a step, on one time line, to be opened in Perfetto or drawn.
+"""Trace what every rank does in a step, on one time line, for Perfetto or as a picture.
 
-Each rank notes when its modules compute, when it calls collectives and waits for them, what it sends and
-receives, and which instruction of a pipeline's schedule it is at. Rank 0 gets it all, in the time of its own
-clock. It takes nothing where no trace is open, and some microseconds for each slice where one is.
+Each rank records when its modules compute, when it calls collectives and waits for them, what it sends and
+receives, and which instruction of a pipeline's schedule it executes. Rank 0 gathers the slices of all ranks
+and converts them to its own clock. A slice costs some microseconds; without an open trace there is no cost.
 
 >>> with trace(engine) as t:
 ...     engine.step(inputs, targets)
@@ -12,16 +12,7 @@ clock. It takes nothing where no trace is open, and some microseconds for each s
 ...     found.plot("trace.svg")
 ...     print(found.table())
 
-On a GPU the slices of modules are the time in which work was handed over, not that in which it was done.
-
-| File | Holds |
-|---|---|
-| trace.py | `trace` |
-| modules.py, calls.py | what a rank notes |
-| clocks.py | how far its clock is from rank 0's |
-| slices.py, all_ranks.py | what comes of it: slices, and the `Trace` of all ranks |
-| perfetto.py, check.py | the file, and what is wrong with one |
-| plot.py | the picture |
+On a GPU a module's slice is the time in which its kernels are launched, not the time in which they run.
 """
 
 from __future__ import annotations
@@ -32,8 +23,10 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from os import PathLike
 from threading import get_ident
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -44,34 +37,60 @@ from minidist.parallel.engine.step_executor import StagedPasses
 from minidist.parallel.engine.training_step import HybridEngine
 from minidist.parallel.pipeline.execution import Pipeline
 from minidist.parallel.pipeline.simulation import Event
-from minidist.scale.tracing import clocks
-from minidist.scale.tracing.all_ranks import RankTrace, Trace, matched
+from minidist.scale.tracing import clocks, perfetto, plot
+from minidist.scale.tracing.all_ranks import AllRanks, RankTrace, matched
 from minidist.scale.tracing.calls import Calls
-from minidist.scale.tracing.modules import Modules
+from minidist.scale.tracing.modules import Modules, named_parts
 from minidist.scale.tracing.slices import AUTOGRAD, MAIN, Slice, lanes, passes
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 _open: list[Tracer] = []
-"""The one that is open in this process."""
+"""The tracer that is open in this process, if any."""
+
+
+class Trace(AllRanks):
+    """What all ranks did, in rank 0's time: `save` it for Perfetto, `plot` it, or print its `table`."""
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write it, atomically, as a Chrome trace, which Perfetto opens.
+
+        Raises:
+            TypeError: `path` is not a path.
+            OSError: the file cannot be written.
+        """
+        perfetto.save(self, path)
+
+    def plot(self, path: str | PathLike[str] | None = None) -> Axes:
+        """Draw it as a Gantt chart, and write it to `path`, such as a .png or .svg, if there is one.
+
+        Raises:
+            ImportError: matplotlib is missing.
+            TypeError: `path` is not a path.
+            ValueError: matplotlib does not know the kind of file.
+        """
+        return plot.plot(self, path)
 
 
 def trace(*what: Engine | Pipeline | nn.Module) -> Tracer:
-    """Trace what this rank does inside a `with`; every rank of the world opens one, at the same place.
+    """Trace what this rank does inside a `with`. A collective: every rank of the world opens a trace.
 
-    Each rank but the first sends 128 bytes, and gets as many, before and after, to compare clocks, and there
-    is a barrier: they are not in the trace.
+    To compare clocks, each rank exchanges 128 bytes with rank 0 before and after, and there is a barrier;
+    neither is in the trace.
 
     Args:
-        what: whose modules to watch: an engine of `md.prepare`; a `md.Pipeline`; or any module, such as the
-            model, or what wraps it, in a loop of your own. None of them traces communication alone.
+        what: whose modules to trace: engines of `md.prepare`, a `md.Pipeline`, or any modules. With no
+            arguments only communication is traced.
 
     Raises:
-        TypeError: it is something else.
+        TypeError: an argument is something else.
     """
     return Tracer(*what)
 
 
 class Tracer:
-    """This rank's part of a trace, see `trace`: a `with`, then `gather`."""
+    """This rank's part of a trace: a `with`, then `gather`; made by `trace`."""
 
     def __init__(self, *what: Engine | Pipeline | nn.Module) -> None:
         self._named: list[tuple[str, nn.Module]] = []
@@ -82,7 +101,7 @@ class Tracer:
         for number, each in enumerate(what):
             several = f"{number}: " if kinds[type(each).__name__] > 1 else ""
             self._take(each, several)
-        self._calls, self._modules = Calls(), Modules(_once(self._named))
+        self._calls, self._modules = Calls(), Modules(self._named)
         self._spans: list[Slice] = []
         self._events: list[list[Event]] = []
         self._stack = ExitStack()
@@ -91,20 +110,22 @@ class Tracer:
         self._thread = 0
 
     def _take(self, what: object, prefix: str) -> None:
-        """Find the modules and the pipelines of what was given."""
+        """Collect the modules and pipelines of an argument."""
         if isinstance(what, HybridEngine):
             mesh = what.mesh
             self._place = {axis: mesh.rank(axis) for axis in mesh.sizes if mesh.size(axis) > 1}
             self.layout = str(what.layout)
-            self._named += _parts(what.model, prefix)
+            self._named += named_parts(what.model, prefix)
             if isinstance(what.executor, StagedPasses):
                 self._pipelines.append(what.executor.pipeline)
         elif isinstance(what, Pipeline):
             self._pipelines.append(what)
             for number, stage in enumerate(what.stages):
-                self._named += _parts(stage, f"{prefix}chunk {number}, " if len(what.stages) > 1 else prefix)
+                self._named += named_parts(
+                    stage, f"{prefix}chunk {number}, " if len(what.stages) > 1 else prefix
+                )
         elif isinstance(what, nn.Module):
-            self._named += _parts(what, prefix)
+            self._named += named_parts(what, prefix)
         else:
             raise TypeError(
                 f"trace was given a {type(what).__name__}; give an engine of md.prepare, a md.Pipeline or a "
@@ -115,7 +136,7 @@ class Tracer:
         if _open:
             raise RuntimeError("a trace is open in this process already; leave its `with` first")
         if self._readings:
-            raise RuntimeError("this trace has been taken; make another one: with trace(...) as t")
+            raise RuntimeError("this trace has been taken already; make another one: with trace(...) as t")
         with ExitStack() as stack:
             stack.callback(self._modules.close)
             self._modules.open()
@@ -135,12 +156,12 @@ class Tracer:
     ) -> None:
         self._ended = time.perf_counter()
         self._stack.close()
-        if kind is None:  # else others may be gone
+        if kind is None:  # after an error the other ranks may be gone
             self._readings.append(clocks.read())
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """Call what is done inside by a name, as in `with t.span("load the batch")`."""
+        """Name what is done inside, as in `with t.span("load the batch")`."""
         own = Slice(MAIN, "span", name, time.perf_counter(), 0.0)
         try:
             yield
@@ -149,9 +170,9 @@ class Tracer:
             self._spans.append(own)
 
     def gather(self) -> Trace | None:
-        """What all ranks did, on rank 0; None on the others. A collective.
+        """Gather the slices of all ranks on rank 0; the others return None. A collective.
 
-        Each rank but the first sends its slices, some 250 bytes each: `Trace.bytes_moved` says how many.
+        Every other rank sends its slices, some 250 bytes each; `Trace.bytes_moved` counts them.
 
         Raises:
             RuntimeError: the `with` has not been left, or was left by an error.
@@ -179,7 +200,7 @@ class Tracer:
         return Trace(ranks, self.layout, moved, arrows, meetings)
 
     def _slices(self) -> list[Slice]:
-        """All of this rank's, on their lanes, in its own time."""
+        """All slices of this rank on their lanes, in its own time."""
         held, collectives, messages = self._calls.slices()
         lanes(collectives, "background")
         lanes(messages, "messages")
@@ -206,25 +227,8 @@ class Tracer:
         return found
 
 
-def _parts(module: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]:
-    """A module and those in it with their names, but for compiled ones and what is in them."""
-    found, compiled = [], list[nn.Module]()
-    for name, part in module.named_modules():
-        if part._compiled_call_impl is not None or "_orig_mod" in part._modules:
-            compiled += part.modules()
-        if not any(part is each for each in compiled):
-            found.append((prefix + (name or type(part).__name__), part))
-    return found
-
-
-def _once(named: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
-    """Each module once, by the first of its names."""
-    first = {id(module): (name, module) for name, module in reversed(named)}
-    return [*reversed(first.values())]
-
-
 def _to_first(own: bytes) -> tuple[list[bytes], int]:
-    """Every rank's bytes, on rank 0; and how many bytes this moved over all ranks."""
+    """Gather every rank's bytes on rank 0; also return how many bytes all ranks sent for it."""
     device, ranks = comm.device(), comm.size()
     sizes = comm.all_gather(torch.tensor([len(own)], device=device)).tolist()
     moved = sum(sizes[1:]) + 8 * ranks * (ranks - 1)

@@ -1,4 +1,4 @@
-"""Dry runs: what real ranks send and hold, exactly, along every axis; what mistakes show; what is refused."""
+"""Dry runs: they equal what real ranks send and hold along every axis; planted mistakes show; bad input."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_dry_run_sends_and_holds_what_ranks_do(cluster_of: Clusters, case: Cas
 
 @pytest.fixture(scope="module")
 def real(cluster_of: Clusters) -> list[Measured]:
-    """Measured once, for all mistakes."""
+    """A dry run and its measurement, made once for all mistakes."""
     run: Any = cluster_of(2).run
     found: list[Measured] = run(measure, PLANTED)
     return found
@@ -103,7 +103,7 @@ def test_tensors_take_no_memory_and_know_their_shapes() -> None:
         assert x.grad.shape == x.shape
         assert x.grad.untyped_storage().nbytes() == 2**42
         assert x.detach().view(-1).data_ptr() == x.data_ptr() != x.grad.data_ptr()
-        assert float(x.detach().sum()) == 0.0  # a number that may be looked at, and that is not known
+        assert float(x.detach().sum()) == 0.0  # a single number may be read; its value is unknown
 
 
 def test_numbers_beside_them_are_computed() -> None:
@@ -123,7 +123,7 @@ def test_a_value_that_no_dry_run_has_is_an_error() -> None:
         x = dry.empty((3, 4))
         with pytest.raises(NoData, match="reads a value"):
             x[0, 0].item()
-        with pytest.raises(NoData, match="no shape without values"):
+        with pytest.raises(NoData, match="depends on values"):
             x.nonzero()
 
 
@@ -192,13 +192,13 @@ def test_axes_that_share_a_group_are_told_apart() -> None:
 
 
 def test_a_rings_messages_are_of_the_pass_that_sends_them() -> None:
-    # Three micro-batches on a stage of two layers with attention: keys and values once forward; backward they
-    # go round again, and their gradients behind them.
+    # Three micro-batches on a stage of two layers with attention: keys and values go round once forward;
+    # backward they go round again, and then their gradients.
     found = dryrun("byte-small", md.Layout(cp=2, pp=2, micro_batches=3), (6, 128))
     sent = {line.phase: line.calls for line in found.lines if (line.axis, line.name) == ("cp", "send")}
     assert sent == {"forward": 6, "backward": 12}
     passed = {(line.phase, line.name): line.calls for line in found.lines if line.axis == "pp"}
-    assert (passed["forward", "send"], passed["backward", "recv"]) == (3, 3 + 1)  # and of the tied matrix
+    assert (passed["forward", "send"], passed["backward", "recv"]) == (3, 3 + 1)  # and the tied matrix
 
 
 def test_kinds_are_all_ranks() -> None:
@@ -265,7 +265,7 @@ def test_a_program_may_read_it(capsys: Any) -> None:
         ("--model byte-tiny --layout dp=2 --rank 2", "rank is 2; give 0 to 1"),
         ("--model byte-tiny --layout dp=2 --rank all", "or kinds"),
         ("--model byte-tiny --layout dp=2 --profile b52", "hardware profile"),
-        ("--model byte-tiny --layout dp=2 --figures f.json", "--figures are this machine's"),
+        ("--model byte-tiny --layout dp=2 --figures f.json", "--figures is for this machine's"),
         ("--model byte-tiny --layout dp=17 --profile here", "17 ranks would be started"),
         ("--model byte-tiny --layout dp=4 --batch 3", "batch is 3 rows and dp is 4"),
         ("--model byte-tiny --layout dp=4 --tokens 65", "give 1 to 64"),
@@ -273,7 +273,7 @@ def test_a_program_may_read_it(capsys: Any) -> None:
         ("--model byte-tiny --layout pp=2,zero=2", "give zero=1"),
         ("--model byte-tiny --layout tp=8", "4 heads"),
         ("--model byte-tiny --layout dp=4,zero=2,micro_batches=2 --batch 5", "give a multiple of 4"),
-        ("--model bert-tiny --layout cp=2", "a BERT is not cut by tokens"),
+        ("--model bert-tiny --layout cp=2", "which divides the tokens, and this is a BERT"),
         (f"--model byte-tiny --layout dp={10**26}", "a dry run takes 262,144 at most"),
         ("--model byte-tiny --layout dp=131073,tp=2,zero=3 --rank kinds", "has 262,146 ranks"),
     ],
@@ -309,7 +309,7 @@ def test_a_time_says_which_options_it_leaves_out() -> None:
     usual = assumed(plain)
     *rest, said = assumed(plain, data_parallel={"compression": "float16", "bucket_mb": 1})
     assert rest == usual == assumed(plain, data_parallel={})
-    assert said.startswith("the time is that without compression='float16' and bucket_mb=1, which")
+    assert said.startswith("the time ignores compression='float16' and bucket_mb=1, which")
     assert "offload='cpu'" in assumed(sharded, fully_shard={"offload": "cpu"})[-1]
 
 

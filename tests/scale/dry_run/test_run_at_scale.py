@@ -1,4 +1,4 @@
-"""Dry runs held to every rank of many layouts, to the clock, and to a minute and 2 GB themselves.
+"""Dry runs compared with every rank of many layouts and with the clock; they take a minute and 2 GB at most.
 
     pytest tests/scale/dry_run/test_run_at_scale.py -m scale -s
 
@@ -71,7 +71,7 @@ MODEL, ROWS, STEPS, TURNS = "byte-small", 16, 5, 3
 
 
 def seconds(text: str) -> list[float]:
-    """Of steps, on each rank of a cluster."""
+    """Seconds of steps, on each rank of a cluster."""
     shape = config(MODEL)
     engine = md.prepare(GPT(shape), OPTIMIZERS["adamw"], md.Layout.parse(text))
     own = len(range(engine.data_rank, ROWS, engine.data_ranks))
@@ -88,7 +88,7 @@ _pairs: dict[int, dict[str, list[tuple[float, float]]]] = {}
 
 
 def pairs(clusters: Clusters, ranks: int) -> dict[str, list[tuple[float, float]]]:
-    """For each layout on so many ranks, seconds predicted and measured.
+    """Predicted and measured seconds of each layout on so many ranks.
 
     In turns with the machine's own measurement: one that others compute on, too, may be a third slower a
     minute later.

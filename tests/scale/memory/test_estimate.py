@@ -1,4 +1,4 @@
-"""What training takes, reckoned beforehand, against what ranks count; what fits; and the papers' figures."""
+"""Estimated memory against what ranks count, what fits in a budget, and the papers' figures."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from minidist.parallel.training.recompute import recompute
 from minidist.scale.memory import estimates, parameter_sizes, plot, saved_activations, state_bytes
 from minidist.scale.memory.__main__ import main
 from minidist.scale.memory.estimates import Estimate, estimate
-from minidist.scale.memory.largest_batch import fits, heading, parse_bytes, table, ways
+from minidist.scale.memory.largest_batch import fits, heading, parse_bytes, standard_layouts, table
 
 Clusters = Callable[[int], md.Cluster]
 ADAMW = partial(torch.optim.AdamW, lr=1e-3)
@@ -56,7 +56,7 @@ def test_weights_of_bert() -> None:
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_a_block_is_what_the_formula_of_korthikanti_says(precision: str) -> None:
-    # 34 s b h without two masks of one byte, which is 32; the statistics and log-sums are what is left out.
+    # 34 s b h without two masks of one byte is 32; the paper leaves out statistics and log-sums.
     shape = CONFIGS["gpt3-2.7b"]
     found = saved_activations.Saved(shape, 4, 2048, 2).block() / (4 * 2048 * shape.width)
     assert 32 <= found < 32.1
@@ -234,7 +234,7 @@ def trained(shape: GPTConfig, layout: md.Layout, rows: int = 5) -> Memory:
 
 
 def check(found: Memory, expected: Estimate) -> None:
-    """To 1% for each part of the states, and 10% for the activations."""
+    """Equal to 1% for each part of the states, and to 10% for the activations."""
     for part in ("parameters", "gradients", "optimizer"):
         assert getattr(found, part) == pytest.approx(getattr(expected, part), rel=0.01), part
     assert found.activations == pytest.approx(expected.activations, rel=0.1)
@@ -247,7 +247,7 @@ FORMS = (("fp32", False), ("fp32", True), ("bf16", True))
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("stage", range(4))
-def test_engines_count_what_was_reckoned(cluster_of: Clusters, stage: int, ranks: int) -> None:
+def test_engines_count_what_was_estimated(cluster_of: Clusters, stage: int, ranks: int) -> None:
     shape = SHAPES[ranks % len(SHAPES)]
     layouts = [md.Layout(ranks, zero=stage, precision=p, recompute=again) for p, again in FORMS]
 
@@ -326,7 +326,7 @@ def test_activations_left_out_are_caught(
     monkeypatch.setattr(estimates, "_activations", estimates._activations.__wrapped__)  # which keeps nothing
     monkeypatch.setattr(saved_activations.Saved, part, lambda _: 0)
     expected = estimate(TINY, md.Layout(dp=2, zero=1), batch=(5, 24), rank=0).activations
-    if part in ("block", "head"):  # what the others save is within the tolerance of engines, not of a byte
+    if part in ("block", "head"):  # the others save less than the tolerance of this comparison
         assert measured.activations != pytest.approx(expected, rel=0.1 if part == "block" else 0.01)
     assert saved_by(TINY, "fp32", 5, again=False) != estimate(TINY, batch=(5, 24)).activations
 
@@ -380,7 +380,7 @@ def test_no_rank_is_the_fullest() -> None:
 def test_tensor_parallelism_divides_what_the_paper_says() -> None:
     shape = config("gpt3-2.7b")
     one, four = (
-        saved_activations.Saved(shape, 1, 2048, 2, place=parameter_sizes.ModelPart(ranks)).block()
+        saved_activations.Saved(shape, 1, 2048, 2, part=parameter_sizes.ModelPart(ranks)).block()
         / (2048 * 2560)
         for ranks in (1, 4)
     )
@@ -460,7 +460,7 @@ def test_what_fits_in_16_gb() -> None:
     assert found["gpt2-xl", "8 ranks\nbf16\nrecompute\nZeRO-1"] > 0
     assert found["gpt3-175b", "8 ranks\nbf16\nrecompute\nZeRO-3"] == 0
     for shape in ("bert-large", "gpt2-medium"):
-        rows = [found[shape, heading(layout)] for layout in ways()]
+        rows = [found[shape, heading(layout)] for layout in standard_layouts()]
         assert rows == sorted(rows), "each measure makes room for more rows"
 
 
@@ -505,7 +505,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
 
 
 def test_a_million_ranks_take_no_longer(capsys: pytest.CaptureFixture[str]) -> None:
-    """Ranks of a stage are alike, so that none is walked; walking these would take minutes."""
+    """Ranks of a stage are alike, so `estimate` does not loop over them; looping would take minutes."""
     many, few = (estimate("bert-tiny", md.Layout(dp=ranks, zero=3)) for ranks in (10**12, 10**3))
     assert many.parameters < few.parameters
     assert main(["--ranks", "1000000000000", "--models", "bert-tiny"]) == 0

@@ -1,4 +1,4 @@
-"""Predicted steps beside measured ones; the comparison itself takes minutes on an idle machine."""
+"""The calibration command, without its measurements, which take minutes on an idle machine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_the_command_says_how_many_hold(
     found = [Compared("byte-tiny", 2, "dp=2", 0.012, 0.010, {"compute": 0.012})]
     monkeypatch.setattr(calibration, "calibrate", lambda *_: found)
     assert main(["--ranks", "2"]) == 0
-    assert "1 of 1 predictions within 30%" in capsys.readouterr().out
+    assert "1 of 1 predictions are within 30%" in capsys.readouterr().out
     found.append(Compared("byte-tiny", 2, "tp=2", 0.012, 0.020, {"compute": 0.012}))
     assert main(["--ranks", "2"]) == 1
     assert "1 of 2 predictions" in capsys.readouterr().out

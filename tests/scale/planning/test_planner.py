@@ -1,4 +1,4 @@
-"""Plans: verdicts about memory are `estimate`'s, refusals `prepare`'s, answers a person's."""
+"""Plans: they agree with `estimate` on memory, with `prepare` on refusals, and with common sense."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_model_of_a_billion_and_a_half_needs_sharding(xl: Plan) -> None:
     assert family_of(xl.answer.layout) == "sharded"
     assert xl.best("plain") is None
     assert "Plain data parallelism does not fit" in report.reasons(xl)[1]
-    # As the table of what fits says: half precision and recomputation are not enough, ZeRO is.
+    # The table of `fits` agrees: half precision and recomputation are not enough, ZeRO is.
     found = fits(16 * GB, ["gpt2-xl"])
     assert [fit.rows > 0 for fit in found if fit.layout.ranks == 1] == [False] * 3
     assert [fit.rows > 0 for fit in found if fit.layout.zero] == [True] * 3
@@ -86,7 +86,7 @@ def test_a_model_of_a_billion_and_a_half_needs_sharding(xl: Plan) -> None:
 
 
 def test_a_planted_fault_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Whoever forgets the optimizer's state calls plain data parallelism enough.
+    # Without the optimizer's state plain data parallelism would seem enough.
     from minidist.scale.planning.candidates import Question
 
     whole = Question.estimate
@@ -122,7 +122,7 @@ def test_a_bert_is_planned_as_a_dry_run_takes_it(large: Plan) -> None:
     assert not any(each.layout.cp > 1 or each.layout.sequence_parallel for each in large.fitting)
     assert not any(each.layout.cp > 1 or each.layout.sequence_parallel for each in large.too_large)
     for fields in ("cp=8", "dp=4,tp=2,sequence_parallel=True"):
-        with pytest.raises(ValueError, match="a BERT is not cut by tokens here") as error:
+        with pytest.raises(ValueError, match="which divides the tokens, and this is a BERT") as error:
             dryrun("bert-large", md.Layout.parse(fields), 64)
         assert str(error.value) in [each.reason for each in large.refused]
     assert any(each.layout.cp > 1 for each in plan("gpt2-small", ranks=2, memory=16 * GB, batch=2).fitting)
@@ -158,7 +158,7 @@ def test_gpus_train_in_half_precision_and_processors_in_float32_unless_asked() -
 
 
 def forms(ranks: int) -> tuple[list[md.Layout], list[str]]:
-    """Layouts of byte-tiny that fit, without those that differ in micro-batches alone, and those refused."""
+    """Layouts of byte-tiny that fit, one for all micro-batches, and the refused ones."""
     question = plan("byte-tiny", ranks=1, memory=GB, hardware="cpu-xeon-8480", batch=8).question
     taken, refused = {}, []
     for each in candidates(replace(question, ranks=ranks)):
@@ -170,7 +170,7 @@ def forms(ranks: int) -> tuple[list[md.Layout], list[str]]:
 
 
 def prepared(layouts: list[str], refused: list[str]) -> list[str]:
-    """On each rank: layouts of the first that `prepare` refuses, and of the second that it takes."""
+    """On each rank: which of the first layouts `prepare` refuses, and which of the second it takes."""
     wrong = []
     for texts, expected in ((layouts, True), (refused, False)):
         for text in texts:
@@ -262,7 +262,7 @@ def test_what_fits_nowhere_is_an_exit_code(capsys: pytest.CaptureFixture[str]) -
         (("--model", "bert-large", "--profile", "t4", "--precision", "bf16"), "has no rate for it"),
         (("--model", "bert-large", "--memory", "16GB", "--precision", "int8"), "has no rate for it"),
         (("--model", "bert-large", "--memory", "16GB", "--optimizer", "lion"), "optimizer is 'lion'"),
-        (("--model", "bert-large", "--measure"), "a BERT's shape is for reckoning only"),
+        (("--model", "bert-large", "--measure"), "a BERT's shape is for estimates only"),
         (("--model", "gpt2-xl", "--measure"), "give one of at most 50,000,000"),
         (("--model", "byte-tiny", "--measure", "--profile", "h100"), "--measure runs on this machine"),
         (("--model", "bert-large", "--ranks", "0"), "--ranks"),

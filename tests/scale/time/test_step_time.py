@@ -1,4 +1,4 @@
-"""Predicted times: every operation counted, every part there, and what was published."""
+"""Predicted times: operations against torch's count, each part of a step, and published trainings."""
 
 from __future__ import annotations
 
@@ -21,12 +21,10 @@ from minidist.parallel.pipeline import schedules
 from minidist.parallel.training.recompute import recompute
 from minidist.scale.dry_run.run import dryrun
 from minidist.scale.memory.parameter_sizes import ModelPart
-from minidist.scale.time import measure_machine, pipeline_time, shared_cores
+from minidist.scale.time import measure_machine, pipeline_time
 from minidist.scale.time.hardware import HARDWARE, hardware, smallest
-from minidist.scale.time.hardware_file import load, save
 from minidist.scale.time.layer_work import Computation, LayerWork, model_flops
-from minidist.scale.time.least_squares import nonnegative
-from minidist.scale.time.measure_machine import solve, this_machine
+from minidist.scale.time.measure_machine import load, nonnegative, save, solve, this_machine
 from minidist.scale.time.rank_timing import CASES, Measured
 from minidist.scale.time.rates import Crowd, Hardware, Rates
 from minidist.scale.time.stages import StepStages
@@ -41,7 +39,7 @@ UNTIED = GPTConfig(vocabulary=50, context=16, layers=1, heads=2, width=24, tied=
 
 
 def counted(shape: GPTConfig, rows: int, again: bool) -> int:
-    """Operations of products that torch counts in a forward and a backward pass; not those of attention."""
+    """Operations of products, without attention's, that torch counts in a forward and a backward pass."""
     model = GPT(shape)
     if again:
         recompute(model)
@@ -86,7 +84,7 @@ def test_six_operations_a_parameter_and_token() -> None:
 def test_tensor_parallel_ranks_share_all_products(ranks: int) -> None:
     whole = LayerWork(SHAPE, 2, 24, 24).layers(range(5))
     parts = [
-        LayerWork(SHAPE, 2, 24, 24, place=ModelPart(tp=ranks, tp_rank=rank)).layers(range(5))
+        LayerWork(SHAPE, 2, 24, 24, part=ModelPart(tp=ranks, tp_rank=rank)).layers(range(5))
         for rank in range(ranks)
     ]
     for name in ("forward", "backward"):
@@ -125,7 +123,7 @@ def test_the_parts_add_up(name: str, layout: md.Layout) -> None:
 
 
 def with_links(machine: Hardware, factor: float) -> Hardware:
-    """The same with links that are as many times slower."""
+    """The same machine with links that are `factor` times slower."""
 
     def slower(profile: LinkProfile) -> LinkProfile:
         links = {name: Link(factor * link.alpha, factor * link.beta) for name, link in profile.links.items()}
@@ -193,7 +191,7 @@ SENT: dict[str, Callable[[float, int], float]] = {
     "reduce_scatter": lambda size, ranks: (ranks - 1) / ranks * size,
     "all_gather": lambda size, ranks: (ranks - 1) * size,
 }
-"""Bytes that a rank sends of a tensor that it passes."""
+"""Bytes that a rank sends in a collective, by the bytes of its tensor."""
 
 
 @pytest.mark.parametrize("layout", ["tp=2", "tp=2,sequence_parallel=true", "tp=4,sequence_parallel=true"])
@@ -206,7 +204,7 @@ def test_tensor_parallel_layers_send_what_a_dry_run_counts(
     step = StepStages(SHAPE, chosen, 2, 24, HARDWARE["h100"], "adam")
 
     def told(collective: Callable[[str, float], float]) -> tuple[float, float]:
-        """What is told for each collective of a forward and a backward pass, but for operators' seconds."""
+        """Messages of a forward and a backward pass, without the operators' seconds."""
         monkeypatch.setattr(Wires, "collective", lambda self, name, size, axis: collective(name, size))
         return step._tensor_parallel(step.work(2), range(SHAPE.layers + 2), SHAPE.layers)
 
@@ -247,7 +245,7 @@ def test_megatron_on_a100s_within_30_percent(case: tuple[int, ...]) -> None:
     dp = gpus // tp // pp
     layout = md.Layout(dp, tp, pp, micro_batches=max(1, rows // dp // 4), precision="fp16", recompute=True)
     seconds = predict_step(shape, layout, rows, "a100").seconds
-    # The paper's own count of operations, its equation 3: what is computed again is among them.
+    # The paper's count of operations, equation 3, which includes recomputation.
     operations = 96 * rows * 2048 * layers * width**2 * (1 + 2048 / 6 / width + 51200 / 16 / layers / width)
     assert operations / seconds / gpus / 1e12 == pytest.approx(measured, rel=0.3)
 
@@ -360,7 +358,7 @@ def test_ranks_that_share_cores() -> None:
     assert machine.crowd(2).rates.flops["fp32"] == pytest.approx(machine.crowd(4).rates.flops["fp32"] * 2)
     crowd = machine.crowd(4)
     assert [crowd.pace(working, 2) for working in (1, 2, 3, 4)] == pytest.approx([0.5, 0.5, 0.75, 1])
-    # A pipeline's bubble is filled by others: it takes less than with a device for each rank.
+    # Other ranks fill a pipeline's bubble, so it takes less time than with a device for each rank.
     layout = md.Layout(pp=4, micro_batches=4)
     apart = replace(machine, cores=None)
     shared = predict_step("byte-small", layout, 8, machine)
@@ -399,9 +397,11 @@ def test_with_a_core_each_shared_cores_are_none(name: str) -> None:
         for k, kind in enumerate(kinds)
     }
     expected = schedules.simulate(schedule, {**seconds, "message": 0.25}).seconds
-    assert shared_cores.simulate(schedule, seconds, 0.25, lambda _: 1.0) == pytest.approx(expected)
-    # On one core all passes come one after the other, whoever waits.
-    one = shared_cores.simulate(schedule, seconds, 0.0, lambda working: working / 3)
+    assert pipeline_time.seconds_on_shared_cores(schedule, seconds, 0.25, lambda _: 1.0) == pytest.approx(
+        expected
+    )
+    # On one core all passes run one after the other.
+    one = pipeline_time.seconds_on_shared_cores(schedule, seconds, 0.0, lambda working: working / 3)
     ran = [each for own in schedule for each in own if each.computes]
     total = sum(
         seconds[each.kind][each.chunk * 3 + rank][each.micro_batch]
@@ -419,7 +419,7 @@ def test_a_machine_is_kept_in_a_file(tmp_path: Any) -> None:
     save(machine, file)
     assert load(file) == machine == this_machine([4], file)
     file.write_text("{}")
-    with pytest.raises(ValueError, match="holds no machine's figures"):
+    with pytest.raises(ValueError, match="does not hold a machine's figures"):
         load(file)
     with pytest.raises(ValueError, match="give numbers of at least 1"):
         this_machine([0])

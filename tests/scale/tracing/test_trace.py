@@ -1,4 +1,4 @@
-"""Traces: they tell what the ledger and the schedule do, in times that can be; and faults are seen."""
+"""Traces: they agree with the ledger and the schedule, their times are possible, and planted faults show."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from minidist.comm import ledgers
 from minidist.model import GPT, MLP, GPTConfig
 from minidist.parallel.pipeline import schedules
 from minidist.scale.tracing import clocks
-from minidist.scale.tracing.all_ranks import RankTrace, Stretch, Trace, matched
-from minidist.scale.tracing.check import check, problems
+from minidist.scale.tracing.all_ranks import RankTrace, Stretch, matched
 from minidist.scale.tracing.clocks import Clock, Reading
 from minidist.scale.tracing.perfetto import PROCESS, document
 from minidist.scale.tracing.slices import Atom, Slice, lanes, passes
-from minidist.scale.tracing.trace import trace
+from minidist.scale.tracing.trace import Trace, trace
+from tests.helpers.trace_problems import check, problems
 
 Clusters = Callable[[int], md.Cluster]
 TINY = GPTConfig(vocabulary=13, context=8, layers=2, heads=2, width=8)
@@ -66,7 +66,7 @@ def told(each: Slice) -> tuple[Any, ...]:
 
 
 def traced(layout: str, shift: float = 0.0) -> tuple[Trace | None, list[Any], bool]:
-    """A tiny GPT's second step; what the ledger had, and whether a twin that is not traced did alike."""
+    """A tiny GPT's second step, its ledger, and whether an untraced twin did the same."""
     chosen = md.Layout.parse(layout)
     engines = [md.prepare(GPT(TINY), SGD, chosen) for _ in range(2)]
     for engine in engines:
@@ -134,7 +134,7 @@ def test_a_trace_tells_what_the_ledger_and_the_schedule_do(trace_of: Any, layout
     for rank, own in zip(found.ranks, calls, strict=True):
         assert [told(each) for each in rank.calls] == own
         assert rank.bytes_sent == sum(call[5] for call in own)
-    # Every message has both ends; a file of it keeps all rules.
+    # Every message has both ends, and the file has no problems.
     kinds = Counter(each.kind for rank in found.ranks for each in rank.slices)
     assert len(found.arrows) == kinds["send"] == kinds["recv"]
     assert all(arrow.sent.start < arrow.received.end for arrow in found.arrows)
@@ -150,7 +150,7 @@ def test_a_trace_tells_what_the_ledger_and_the_schedule_do(trace_of: Any, layout
             own = [tuple(each.args.values()) for each in rank.instructions]
             assert own == [tuple(vars(each).values()) for each in whole[rank.place["pp"]]]
             assert [each.name for each in rank.instructions] == [*map(str, whole[rank.place["pp"]])]
-    # Every layer of a rank goes forward as often as back; whole shares are shares of the whole.
+    # Every layer of a rank goes forward as often as backward; the shares add up to 1.
     for rank in found.ranks:
         passes = Counter((each.kind, each.name) for each in rank.slices)
         layers = {name for kind, name in passes if kind == "forward" and name.count(".") == 1}
@@ -191,7 +191,7 @@ def test_a_clock_that_is_off_is_put_right(cluster_of: Clusters) -> None:
     late = sum(arrow.sent.start > arrow.received.end + found.ranks[1].error for arrow in found.arrows)
     assert found.arrows
     assert not late
-    # The same without the correction is found out.
+    # Without the correction, the problem is found.
     for each in found.ranks[1].slices:
         each.start, each.end = each.start + 1000, each.end + 1000
     assert "the clocks are not aligned" in "; ".join(problems(document(found)))
@@ -350,7 +350,7 @@ def test_a_trace_that_lacks_a_send_is_found_out(trace_of: Any) -> None:
         if each.kind == "send":
             ranks = [replace(rank, slices=[*rank.slices]) for rank in whole.ranks]
             del ranks[0].slices[place]
-            # Those that follow with its tag are taken for it, and the last is nobody's.
+            # Later messages with the same tag take its role, and the last one has no partner.
             found = problems(document(Trace(ranks, "", 0, *matched(ranks))))
             assert sum("rank 1 has a recv at" in each and "nobody has sent" in each for each in found) == 1
     check(document(hand_made()))

@@ -1,10 +1,10 @@
-"""Is a file a trace that can be believed? The rules of the format, and those that time itself imposes.
+"""What is wrong with a trace file: breaches of the format, and events that cannot have happened.
 
 >>> problems(json.loads(Path("trace.json").read_text()))
 []
 
-Slices of a lane lie in one another or apart; an arrow begins in a slice and ends in one, not before it began;
-every message that was received was sent, and every one that was sent was received.
+Slices of a lane are nested or apart. An arrow begins in a slice and ends in one, not before it began. Every
+message that was received was sent, and every one that was sent was received.
 """
 
 from __future__ import annotations
@@ -22,19 +22,15 @@ REQUIRED: dict[str, dict[str, Any]] = {
     "s": {"name": str, "cat": str, "id": int, "ts": int | float, "pid": int, "tid": int},
     "f": {"name": str, "cat": str, "id": int, "ts": int | float, "pid": int, "tid": int},
 }
-"""What an event of each phase must have."""
+"""The fields that an event of each phase must have."""
 NAMES = ("process_name", "process_sort_index", "thread_name", "thread_sort_index")
-"""Of metadata events."""
+"""Names of metadata events."""
 TraceEvent = dict[str, Any]
 Lane = tuple[int, int]
 
 
 def check(document: object) -> None:
-    """See that there are no problems.
-
-    Raises:
-        ValueError: there are; says the first, and how many.
-    """
+    """Raise ValueError with the first problem and the number of problems, if there are any."""
     found = problems(document)
     if found:
         more = f"; and {len(found) - 1} more" if len(found) > 1 else ""
@@ -42,15 +38,15 @@ def check(document: object) -> None:
 
 
 def problems(document: object) -> list[str]:
-    """What is wrong with a trace that was read from a file, a sentence each; none where it is right."""
+    """The problems of a trace that was read from a file, a sentence each."""
     if not isinstance(document, dict) or not isinstance(document.get("traceEvents"), list):
         return ["it is no object with a list of traceEvents"]
     found: list[str] = []
     events = []
-    for place, event in enumerate(document["traceEvents"]):
+    for index, event in enumerate(document["traceEvents"]):
         wrong = _malformed(event)
         if wrong:
-            found.append(f"event {place} {wrong}")
+            found.append(f"event {index} {wrong}")
         else:
             events.append(event)
     slices: dict[Lane, list[TraceEvent]] = defaultdict(list)
@@ -64,7 +60,7 @@ def problems(document: object) -> list[str]:
 
 
 def _malformed(event: object) -> str:
-    """What is wrong with an event on its own; "" where nothing is."""
+    """What is wrong with a single event; "" if nothing is."""
     if not isinstance(event, dict):
         return "is no object"
     required = REQUIRED.get(event.get("ph", ""))
@@ -82,7 +78,7 @@ def _malformed(event: object) -> str:
 
 
 def _crossing(pid: int, tid: int, slices: list[TraceEvent]) -> list[str]:
-    """Slices of a lane that begin in another one and end after it."""
+    """Slices of a lane that begin inside another slice and end after it."""
     found = []
     open_: list[tuple[int, str]] = []
     for event in sorted(slices, key=lambda event: (event["ts"], -event["dur"])):
@@ -99,7 +95,7 @@ def _crossing(pid: int, tid: int, slices: list[TraceEvent]) -> list[str]:
 def _unmatched(
     events: list[TraceEvent], slices: dict[Lane, list[TraceEvent]], errors: Sequence[float]
 ) -> list[str]:
-    """Arrows with one end, backwards or into nothing, and messages without an arrow."""
+    """Arrows with one end, with an end outside of messages, or backwards; and messages without an arrow."""
     found = []
     arrows: dict[int, dict[str, TraceEvent]] = defaultdict(dict)
     for event in events:
@@ -134,7 +130,7 @@ def _unmatched(
 def _message_at(
     event: TraceEvent, messages: dict[Lane, list[TraceEvent]], taken: set[int]
 ) -> TraceEvent | None:
-    """The send or the receive in which an arrow ends, and no other one does."""
+    """The send or receive that contains the end of an arrow and of no other arrow."""
     at = round(event["ts"] * 1e3)
     for each in messages.get((event["pid"], event["tid"]), ()):
         start, end = _span(each)
@@ -144,7 +140,7 @@ def _message_at(
 
 
 def _backwards(number: int, both: dict[str, TraceEvent], errors: Sequence[float]) -> list[str]:
-    """An arrow that ends before it begins, by more than the clocks may be wrong."""
+    """A problem if an arrow ends before it begins, by more than the clocks' error."""
     if len(both) < 2:
         return []
     ranks = [both[phase]["pid"] - PROCESS for phase in "sf"]
@@ -157,6 +153,6 @@ def _backwards(number: int, both: dict[str, TraceEvent], errors: Sequence[float]
 
 
 def _span(event: TraceEvent) -> tuple[int, int]:
-    """From when to when, in nanoseconds."""
+    """Start and end in nanoseconds."""
     start = round(event["ts"] * 1e3)
     return start, start + round(event["dur"] * 1e3)
