@@ -1,4 +1,4 @@
-"""The import path of the emulator that lessons and programs use; the code is in `kernels/emulator`."""
+"""The emulator under the import path of lessons and programs; the code is in `kernels/emulator`."""
 
 from ..emulator import EmulatorError, Fault, Profile, launch, profile, profiled
 

@@ -1,8 +1,26 @@
-"""Run compiled CUDA kernels without a GPU, and find what a GPU would not forgive.
+"""Run compiled CUDA kernels without a GPU, and find mistakes that a GPU would not show.
 
-The PTX that NVVM makes of a Numba kernel is executed in NumPy, many threads at once. `launch` runs a kernel
-of yours, `profile` also says what it did: instructions by class, sectors of global memory for each request,
-bank conflicts, matrix instructions, bytes moved.
+The emulator executes the PTX that NVVM makes of a Numba kernel in NumPy, many threads at once. `launch` runs
+a kernel. `profile` also counts what it did: instructions by class, sectors of global memory for each request,
+bank conflicts, matrix instructions, bytes moved. A `Fault` names the thread, the line and the mistake.
+
+Each package imports only from the packages above it in this list:
+
+| Package | Holds |
+|---|---|
+| ptx | the program: reading PTX, and analysing it |
+| machine | the state of some blocks: registers, memory, clocks; **the race detectors** |
+| base | how an instruction is registered, and how it reads its operands |
+| arithmetic | what instructions compute |
+| synchronization | barriers, mbarriers, groups of asynchronous operations, atomics' ordering |
+| memory | loads and stores with their checks |
+| checks | checks of asynchronous accesses and of exceptions |
+| copies | asynchronous and tensor copies, clusters |
+| instructions | all other instructions |
+| execution | the schedule of instructions, lanes and blocks; `run_kernel` |
+| report | `launch`, `profile`, and the table of counts |
+
+Races are found in `machine/races_in_shared_memory.py` and `machine/races_in_global_memory.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Show what the rungs of the CUDA ladder do, counted in the emulator, without a GPU.
+"""Count in the emulator what the rungs of the CUDA ladder do; no GPU needed.
 
 python -m minidist.kernels.emulator                    # all rungs side by side, 128 x 128 x 128
 python -m minidist.kernels.emulator s6 256             # one rung, line by line
@@ -19,23 +19,15 @@ from .ptx.fault import EmulatorError
 from .report.launch import profiled
 from .report.profile_table import Profile
 
-HEADINGS = (
-    "rung",
-    "instructions",
-    "FLOP each",
-    "sectors/load",
-    "moved/least",
-    "shared passes",
-    "conflicts",
-    "s",
-)
+WIDTHS = {"rung": 20, "instructions": 13, "FLOP each": 10, "sectors/load": 13, "moved/least": 12}
+WIDTHS |= {"shared passes": 14, "conflicts": 10, "s": 6}
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Print the table of all rungs, or the profile of one; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m minidist.kernels.emulator", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("rung", nargs="?", help="s1 to s10, or its full name; all of them unless given")
+    parser.add_argument("rung", nargs="?", help="s1 to s10, or a full name (default: all)")
     parser.add_argument("n", nargs="?", type=int, default=128, help="multiply n x n by n x n (128)")
     parser.add_argument("--dtype", help="float32 where the rung takes it")
     options = parser.parse_args(arguments)
@@ -45,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
         if options.rung is not None:
             print(measured(rung(options.rung, CUDA_LADDER), options.n, options.dtype)[0])
             return 0
-        print(_row(HEADINGS))
+        print(_row(tuple(WIDTHS)))
         for step in CUDA_LADDER:
             print(_row(_cells(step, options.n, options.dtype)))
     except (ValueError, TypeError, EmulatorError) as error:
@@ -55,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measured(step: Any, n: int, dtype: str | None) -> tuple[Profile, float]:
-    """Return the profile of a rung's n x n x n product, and the seconds of a run that counts nothing."""
+    """Return the profile of a rung's n x n x n product, and the seconds of a run without counting."""
     kind = dtype or ("float32" if "float32" in step.dtypes else step.dtypes[0])
     a, b = harness.inputs(n, n, n, harness.numpy_dtype(kind), seed=n)
     step.matmul(a, b)  # compiles
@@ -87,12 +79,8 @@ def _cells(step: Any, n: int, dtype: str | None) -> tuple[str, ...]:
 
 
 def _row(cells: tuple[str, ...]) -> str:
-    widths = (20, 13, 10, 13, 12, 14, 10, 6)
-    first, *rest = (
-        f"{cell:<{width}}" if i == 0 else f"{cell:>{width}}"
-        for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
-    )
-    return "".join((first, *rest)).rstrip()
+    rung, *rest = zip(cells, WIDTHS.values(), strict=True)
+    return (f"{rung[0]:<{rung[1]}}" + "".join(f"{cell:>{width}}" for cell, width in rest)).rstrip()
 
 
 if __name__ == "__main__":

@@ -1,1 +1,16 @@
-"""Instructions that compute in registers, as NumPy operations."""
+"""What PTX instructions compute, as functions of NumPy arrays; no registers, no memory, no machine.
+
+`operations.operation(("mad", "lo", "s32"))` returns what an instruction computes, or None.
+
+| File | Holds |
+|---|---|
+| operations | the look-up by opcode |
+| integers, bits, bit_fields | integer arithmetic, logic and shifts, bit fields and byte permutation |
+| floats, half_precision | float32 and float64; float16 and bfloat16 |
+| rounding, ufuncs | rounding modes, .ftz and .sat; the fused multiply-add, compiled by Numba |
+| compare | setp, set, selp, slct, testp, mov |
+| convert, convert_float8 | cvt between all types |
+| warp_operations | shuffles, votes, matches and reductions of a warp |
+| atomics | the arithmetic of atom and red |
+| fragments | where the elements of a matrix tile lie in registers |
+"""

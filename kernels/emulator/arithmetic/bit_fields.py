@@ -1,4 +1,4 @@
-"""Fields of bits: taking them out, putting them in, extending and masking them; and permuting bytes.
+"""Bit fields: extract, insert, extend and mask them; and permute bytes.
 
 Source: PTX ISA manual, "Integer Arithmetic Instructions" (bfe to bmsk) and "Data Movement and Conversion
 Instructions: prmt".
@@ -17,7 +17,7 @@ ONES = np.uint32(0xFFFFFFFF)
 
 
 def _extract(opcode: tuple[str, ...]) -> Operation | None:
-    """`bfe d, a, position, length`: the field of `length` bits, extended with its sign or zeros."""
+    """`bfe d, a, position, length`: extract a field of `length` bits, extended by its sign or zeros."""
     kind = opcode[-1]
     if len(opcode) != 2 or kind not in ("u32", "s32", "u64", "s64"):
         return None
@@ -25,7 +25,8 @@ def _extract(opcode: tuple[str, ...]) -> Operation | None:
 
     def function(a: Array, position: Array, length: Array) -> Array:
         length = length & BYTE
-        # Up to the top of 64 bits and back: shifts of 64 or more fill with the sign, as the instruction does.
+        # Shift to the top of 64 bits and back. Shifts by 64 or more fill with the sign, as the instruction
+        # does.
         above = (np.uint32(64) - np.minimum(length, np.uint32(64))).astype(double)
         field = a.astype(double) >> (position & BYTE).astype(double)
         extended: Array = (field << above) >> above
@@ -35,22 +36,22 @@ def _extract(opcode: tuple[str, ...]) -> Operation | None:
 
 
 def _insert(opcode: tuple[str, ...]) -> Operation | None:
-    """`bfi f, a, b, position, length`: b, with its field of `length` bits replaced by a's lowest."""
+    """`bfi f, a, b, position, length`: b with a field of `length` bits replaced by a's lowest bits."""
     kind = opcode[-1]
     if len(opcode) != 2 or kind not in ("b32", "b64"):
         return None
     dtype = DTYPES[kind]
 
     def function(a: Array, b: Array, position: Array, length: Array) -> Any:
-        place = (position & BYTE).astype(dtype)
-        field = ~(~dtype(0) << (length & BYTE).astype(dtype)) << place
-        return (b & ~field) | ((a << place) & field)
+        shift = (position & BYTE).astype(dtype)
+        field = ~(~dtype(0) << (length & BYTE).astype(dtype)) << shift
+        return (b & ~field) | ((a << shift) & field)
 
     return Operation(kind, (kind, kind, "u32", "u32"), function)
 
 
 def _extend(opcode: tuple[str, ...]) -> Operation | None:
-    """`szext d, a, n`: the lowest n bits, extended with their sign or zeros."""
+    """`szext d, a, n`: the lowest n bits, extended by their sign or zeros."""
     if len(opcode) != 3 or opcode[1] not in ("clamp", "wrap") or opcode[2] not in ("s32", "u32"):
         return None
     kind, clamp, dtype = opcode[2], opcode[1] == "clamp", DTYPES[opcode[2]]
@@ -64,7 +65,7 @@ def _extend(opcode: tuple[str, ...]) -> Operation | None:
 
 
 def _mask(opcode: tuple[str, ...]) -> Operation | None:
-    """`bmsk d, position, width`: ones from a position on, as many as fit into 32 bits."""
+    """`bmsk d, position, width`: `width` ones from a position on, cut off at 32 bits."""
     if len(opcode) != 3 or opcode[1] not in ("clamp", "wrap") or opcode[2] != "b32":
         return None
     clamp = opcode[1] == "clamp"
@@ -77,7 +78,7 @@ def _mask(opcode: tuple[str, ...]) -> Operation | None:
     return Operation("b32", ("u32", "u32"), function)
 
 
-# Which of the 8 source bytes each mode of `prmt` puts where, for the 4 values of its control.
+# The source bytes (of 8) that each mode of `prmt` selects, for the 4 values of its control.
 MODES = {
     "f4e": ((0, 1, 2, 3), (1, 2, 3, 4), (2, 3, 4, 5), (3, 4, 5, 6)),
     "b4e": ((0, 7, 6, 5), (1, 0, 7, 6), (2, 1, 0, 7), (3, 2, 1, 0)),
@@ -89,7 +90,7 @@ MODES = {
 
 
 def _permute(opcode: tuple[str, ...]) -> Operation | None:
-    """`prmt.b32{.mode} d, a, b, control`: four bytes chosen from the eight of b:a."""
+    """`prmt.b32{.mode} d, a, b, control`: select four of the eight bytes of b:a."""
     modes = opcode[2:]
     if opcode[1:2] != ("b32",) or len(modes) > 1 or not set(modes) <= MODES.keys():
         return None

@@ -1,4 +1,4 @@
-"""Bits: logic, shifts, counting bits and finding them.
+"""Logic, shifts, and counting and finding bits.
 
 Source: PTX ISA manual, "Logic and Shift Instructions" and "Integer Arithmetic Instructions" (popc to brev).
 """
@@ -69,7 +69,7 @@ def _lop3(opcode: tuple[str, ...]) -> Operation | None:
 
 
 def _shift(opcode: tuple[str, ...]) -> Operation | None:
-    """`shl` and `shr`. A count of the width or more shifts all bits out, in NumPy too."""
+    """`shl` and `shr`. As in NumPy, a count of the width or more shifts out all bits."""
     name, kind = opcode[0], opcode[-1]
     if len(opcode) != 2 or kind not in (*BITS[1:], *INTEGERS):
         return None
@@ -78,21 +78,18 @@ def _shift(opcode: tuple[str, ...]) -> Operation | None:
     if size == 16:
         narrow, most = DTYPES[kind], np.uint32(16)
         return Operation(kind, (kind, "u32"), lambda x, n: function(x, np.minimum(n, most).astype(narrow)))
-    # A count of 2**31 or more, read as a negative number, shifts all bits out as well.
+    # A count of 2**31 or more, read as a negative number, also shifts out all bits.
     count = "u32" if size == 64 and kind[0] != "s" else resized(kind, 32)
     return Operation(kind, (kind, count), function)
 
 
 def _funnel(opcode: tuple[str, ...]) -> Operation | None:
-    """`shf.l.wrap.b32 d, a, b, c`: the 64 bits b:a, shifted by c; the upper half of them, or the lower."""
-    if (
-        len(opcode) != 4
-        or opcode[1] not in ("l", "r")
-        or opcode[2] not in ("clamp", "wrap")
-        or opcode[3] != "b32"
-    ):
-        return None
-    clamp, left, half = opcode[2] == "clamp", opcode[1] == "l", np.uint64(32)
+    """`shf.l.wrap.b32 d, a, b, c`: shift the 64 bits b:a by c; keep the upper half (l) or the lower (r)."""
+    match opcode[1:]:
+        case ("l" | "r" as direction, "clamp" | "wrap" as mode, "b32"):
+            clamp, left, half = mode == "clamp", direction == "l", np.uint64(32)
+        case _:
+            return None
 
     def function(a: Array, b: Array, c: Array) -> Array:
         count = np.minimum(c, np.uint32(32)) if clamp else c & np.uint32(31)
@@ -112,7 +109,7 @@ def count_ones(x: Array) -> Array:
 
 
 def bit_length(x: Array) -> Array:
-    """Return the place of x's highest 1 (unsigned), counted from 1, as uint32; 0 where x is 0."""
+    """Return the position of the highest 1 of x (unsigned), counted from 1, as uint32; 0 for x = 0."""
 
     def of_32(x: Array) -> Array:
         return np.frexp(x.astype(np.float64))[1].astype(np.uint32)
@@ -145,7 +142,7 @@ def _count(opcode: tuple[str, ...]) -> Operation | None:
 
 
 def _find(opcode: tuple[str, ...]) -> Operation | None:
-    """`bfind{.shiftamt}`: the highest bit that differs from the sign; all ones where there is none."""
+    """`bfind{.shiftamt}`: the highest bit that differs from the sign, or all ones if none does."""
     *flags, kind = opcode[1:]
     if kind not in ("u32", "s32", "u64", "s64") or flags not in ([], ["shiftamt"]):
         return None
@@ -155,8 +152,8 @@ def _find(opcode: tuple[str, ...]) -> Operation | None:
         if kind[0] == "s":
             x = (x ^ (x >> x.dtype.type(top))).view(unsigned)
         length = bit_length(x)
-        place: Array = length - np.uint32(1)
-        return np.where(length == 0, ONES, top - place) if flags else place
+        position: Array = length - np.uint32(1)
+        return np.where(length == 0, ONES, top - position) if flags else position
 
     return Operation("u32", (kind,), function)
 

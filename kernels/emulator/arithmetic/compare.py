@@ -1,4 +1,4 @@
-"""Comparing, and choosing by the outcome: setp, set, selp, slct, testp; and mov, which chooses nothing.
+"""Compare and select: setp, set, selp, slct, testp; and mov.
 
 Source: PTX ISA manual, "Comparison and Selection Instructions" and "Comparisons of Floating-Point Operands":
 an ordered comparison with a NaN is false, an unordered one (`ltu`, `neu`, ...) is true.
@@ -68,13 +68,13 @@ def _comparison(name: str, kind: str) -> Function | None:
 
 
 def _parsed(opcode: tuple[str, ...]) -> tuple[str, Function, Function | None] | None:
-    """Return (kind, comparison, boolean) of `setp.lt.and.ftz.f32` and of `set`, its `.dtype` taken out."""
+    """Return (kind, comparison, boolean) of `setp.lt.and.ftz.f32`, or of `set` without its result type."""
     name, *flags, kind = opcode[1:] if len(opcode) > 2 else ("", "")
     compare = _comparison(name, kind)
     if compare is None:
         return None
     if "ftz" in flags:
-        if kind in ("f32",):
+        if kind == "f32":
             compare = flushing_operands(compare)
         elif kind not in ("f16", "f16x2"):
             return None
@@ -86,7 +86,7 @@ def _parsed(opcode: tuple[str, ...]) -> tuple[str, Function, Function | None] | 
 
 
 def flushing_operands(function: Function) -> Function:
-    """Return `function` of float32 operands, whose subnormal numbers count as zeros."""
+    """Return `function` with subnormal float32 operands read as zeros."""
     return lambda *xs: function(*map(flush, xs))
 
 
@@ -120,7 +120,7 @@ def _set_predicates(kind: str, compare: Function, boolean: Function | None) -> O
 
 
 def both_predicates(opcode: tuple[str, ...]) -> Operation | None:
-    """`setp` where its text has two destinations, p|q: q comes of the opposite of the comparison."""
+    """`setp` with two destinations, p|q: q gets the result of the opposite comparison."""
     parsed = _parsed(opcode)
     if opcode[0] != "setp" or parsed is None:
         return None
@@ -138,7 +138,7 @@ def both_predicates(opcode: tuple[str, ...]) -> Operation | None:
 
 
 def _set(opcode: tuple[str, ...]) -> Operation | None:
-    """`set.lt.u32.f32 d, a, b`: all ones, or 1.0, where it holds; else zeros. Of pairs, in each half of d."""
+    """`set.lt.u32.f32 d, a, b`: all ones, or 1.0, if it holds, else 0; for pairs in each half of d."""
     if len(opcode) < 4 or (parsed := _parsed((*opcode[:-2], opcode[-1]))) is None:
         return None
     kind, compare, boolean = parsed
@@ -191,7 +191,7 @@ def _select_by_sign(opcode: tuple[str, ...]) -> Operation | None:
 
 
 def _test(opcode: tuple[str, ...]) -> Operation | None:
-    """`testp.finite.f32` and its like; zeros count as normal."""
+    """`testp.finite.f32` and other tests; zeros count as normal."""
     if len(opcode) != 3 or opcode[2] not in ("f32", "f64"):
         return None
     smallest = np.finfo(DTYPES[opcode[2]]).smallest_normal  # type: ignore[type-var]
@@ -213,7 +213,7 @@ def _test(opcode: tuple[str, ...]) -> Operation | None:
 
 
 def _move(opcode: tuple[str, ...]) -> Operation | None:
-    """`mov d, a`; vectors, addresses and special registers are the core's."""
+    """`mov d, a` of a register or a constant; `instructions.arithmetic` handles vectors."""
     if len(opcode) != 2 or opcode[1] not in (*SELECTED, "pred", "f16", "bf16"):
         return None
     return Operation(opcode[1], (opcode[1],), lambda x: x)

@@ -1,8 +1,7 @@
-"""`cvt`: from every type to every other.
+"""`cvt`: convert from every type to every other.
 
-To a float, in any rounding mode, always rounded once; to an integer, with the values out of its range clamped
-to it. A NaN becomes 0, or where the source is float64 or the result has 64 bits, the number of which only the
-highest bit is set.
+Conversions to a float round once, in any mode. Conversions to an integer clamp to its range; NaN becomes 0,
+or the number with only the highest bit set if the source is float64 or the result has 64 bits.
 
 Source: PTX ISA manual, "Data Movement and Conversion Instructions: cvt".
 """
@@ -42,7 +41,7 @@ def _float_to_integer(kind: str, source: str, integral: Function) -> Function:
     dtype, (least, most) = DTYPES[kind], _limits(kind)
     indefinite = 1 << bits(kind) - 1 if kind[0] == "u" else least
     nan = np.array(indefinite if source == "f64" or bits(kind) == 64 else 0, dtype)
-    # The greatest integer of 64 bits is no float64: the greatest below is converted, then what lies above.
+    # The greatest 64-bit integer is no float64: clamp to the float64 below it, then fix what lies above.
     top = float(most) if bits(kind) < 64 else float(np.nextafter(float(most), 0.0))
     largest = np.array(most, dtype)
 
@@ -61,14 +60,14 @@ def _residual(x: Array, r: Array) -> Array:
     if x.dtype.kind == "f" or x.dtype.itemsize < 8:
         difference: Array = x.astype(np.float64) - r
         return difference
-    # Two float64 hold 64 bits. r is so near that the first difference is exact.
+    # Two float64 hold 64 bits. r is so close that the first difference is exact.
     upper, lower = x >> x.dtype.type(32), x & x.dtype.type(0xFFFFFFFF)
     difference = (upper.astype(np.float64) * 2.0**32 - r) + lower.astype(np.float64)
     return difference
 
 
 def _nearly_32(x: Array) -> Array:
-    """Return x as float32, rounded to odd where it is none, so that it may be rounded again to fewer bits."""
+    """Return x as float32, rounded to odd if inexact, so that it can be rounded again to fewer bits."""
     if x.dtype == np.float64:
         return to_odd_32(x)
     nearest: Array = x.astype(np.float32)
@@ -95,7 +94,7 @@ def _to_float(kind: str, mode: str) -> Function:
 
 
 def _conversion(kind: str, source: str, mode: str, clamp: bool) -> Function | None:
-    """Return the conversion of `source` to `kind`; bf16 has become f32 already."""
+    """Return the conversion of `source` (f32 for bf16, which is widened before) to `kind`."""
     if kind in INTEGERS and source in INTEGERS:
         return None if mode else _integer_to_integer(kind, source, clamp)
     if kind in INTEGERS:
@@ -109,7 +108,7 @@ def _conversion(kind: str, source: str, mode: str, clamp: bool) -> Function | No
 
 
 def _clamp(kind: str, flags: set[str]) -> Function:
-    """Return what `.relu` (no less than 0) and `.satfinite` (finite in `kind`) do to a float32."""
+    """Return the clamp of a float32 for `.relu` (at least 0) and `.satfinite` (finite in `kind`)."""
     high = np.float32(LARGEST[kind] if "satfinite" in flags else np.inf)
     low = np.float32(0) if "relu" in flags else -high
     return lambda x: np.clip(x, low, high)
@@ -143,7 +142,7 @@ NARROWING = (("f32", "f16"), ("f32", "bf16"))
 
 
 def _chain(*stages: Function | None) -> Function:
-    """Return one function that applies these after one another."""
+    """Return a function that applies these stages in order."""
     first, *rest = [stage for stage in stages if stage is not None]
     if not rest:
         return first
@@ -158,16 +157,13 @@ def _chain(*stages: Function | None) -> Function:
 
 
 def _pair(opcode: tuple[str, ...]) -> Operation | None:
-    """`cvt.rn.f16x2.f32 d, a, b`: a becomes the upper half. And `.tf32`, a float32 of 10 bits less."""
+    """`cvt.rn.f16x2.f32 d, a, b` (a becomes the upper half), and `cvt.rna.tf32.f32 d, a`."""
     if len(opcode) < 4 or opcode[-1] != "f32":
         return None
     mode, *flags, kind = opcode[1:-1]
     clamps = set(flags)
-    if (
-        mode not in ("rn", "rz", "rna")
-        or clamps - {"relu", "satfinite"}
-        or (mode == "rna" and kind != "tf32")
-    ):
+    modes = ("rn", "rz", "rna") if kind == "tf32" else ("rn", "rz")
+    if mode not in modes or clamps - {"relu", "satfinite"}:
         return None
     if kind == "tf32":
 

@@ -1,7 +1,7 @@
 """Conversions to and from the 8-bit floats e4m3 and e5m2, which come in pairs (e4m3x2, e5m2x2).
 
-Both have gradual underflow; e5m2 has infinities, e4m3 has none. Values beyond the range become the largest
-number (`.satfinite`, which PTX demands), NaN becomes 0x7F.
+Both have subnormal numbers; only e5m2 has infinities. Values beyond the range become the largest number
+(`.satfinite`, which PTX requires), and NaN becomes 0x7F.
 
 Source: PTX ISA manual, "Alternate Floating-Point Data Formats"; Micikevicius et al., FP8 Formats for Deep
 Learning, 2022, table 1.
@@ -22,7 +22,7 @@ from ..base.ptx_types import Array, Operation, pack, unpack
 class Format:
     """A float of 8 bits."""
 
-    significand: int  # bits of the significand that are stored
+    significand: int  # stored bits of the significand
     least: int  # exponent of the smallest normal number
     largest: int  # the bits of the largest finite number
 
@@ -33,7 +33,7 @@ FORMATS = {"e4m3x2": Format(3, -6, 0x7E), "e5m2x2": Format(2, -14, 0x7B)}
 def encode(x: Array, form: Format) -> Array:
     """Return x (float32 or float16) rounded to nearest, as bits in uint16."""
     magnitude = np.absolute(x.astype(np.float64))
-    # The bits count the numbers from 0 to x: those of each exponent follow those of the one before.
+    # The code of a number is its rank: codes of one exponent follow those of the exponent below.
     exponent = np.frexp(np.maximum(magnitude, 2.0**form.least))[1] - 1
     units = np.rint(np.ldexp(magnitude, form.significand - exponent))
     count = units + (exponent - form.least) * 2.0**form.significand
@@ -59,7 +59,7 @@ def _values(form: Format) -> Array:
 
 
 def convert_8(opcode: tuple[str, ...]) -> Operation | None:
-    """`cvt` with an operand or a result of the type e4m3x2 or e5m2x2."""
+    """`cvt` to or from e4m3x2 or e5m2x2."""
     *given, kind, source = opcode[1:]
     flags = set(given)
     relu = "relu" in flags

@@ -1,8 +1,8 @@
 """Arithmetic of float32 and float64.
 
 add, sub, mul and fma, and div, rcp and sqrt with a rounding mode, round as IEEE 754 says. The `.approx` and
-`.full` forms are NumPy's float32 functions, which are more accurate than a GPU's. So results of approximate
-instructions differ from a GPU's in their last bits.
+`.full` forms are NumPy's float32 functions. These are more accurate than a GPU's, so the results of
+approximate instructions differ from a GPU's in the last bits.
 
 Source: PTX ISA manual, "Floating-Point Instructions".
 """
@@ -21,17 +21,17 @@ ONE = np.float32(1)
 
 
 def minimum(a: Array, b: Array) -> Array:
-    """Return the lesser number: of a number and a NaN the number, of two zeros -0."""
+    """Return the lesser number. A number beats NaN, and -0 beats +0."""
     return _lesser(a, b, np.fmin, np.bitwise_or)
 
 
 def maximum(a: Array, b: Array) -> Array:
-    """Return the greater number: of a number and a NaN the number, of two zeros +0."""
+    """Return the greater number. A number beats NaN, and +0 beats -0."""
     return _lesser(a, b, np.fmax, np.bitwise_and)
 
 
 def _lesser(a: Array, b: Array, choose: Function, combine: Function) -> Array:
-    # Numbers that are equal have equal bits, but for the signs of zeros, and those are chosen by logic.
+    # Equal numbers have equal bits, except zeros of different sign; `combine` chooses the sign.
     unsigned = np.dtype(f"u{a.dtype.itemsize}")
     equal = combine(a.view(unsigned), b.view(unsigned)).view(a.dtype)
     chosen: Array = np.where(a == b, equal, choose(a, b))
@@ -39,12 +39,12 @@ def _lesser(a: Array, b: Array, choose: Function, combine: Function) -> Array:
 
 
 def minimum_or_nan(a: Array, b: Array) -> Array:
-    """Return the lesser, -0 of two zeros, or NaN where an operand is NaN."""
+    """Return the lesser number, -0 before +0, or NaN if an operand is NaN."""
     return _lesser(a, b, np.minimum, np.bitwise_or)
 
 
 def maximum_or_nan(a: Array, b: Array) -> Array:
-    """Return the greater, +0 of two zeros, or NaN where an operand is NaN."""
+    """Return the greater number, +0 before -0, or NaN if an operand is NaN."""
     return _lesser(a, b, np.maximum, np.bitwise_and)
 
 
@@ -57,7 +57,7 @@ EXTREMES: dict[tuple[str, bool], Function] = {
 
 
 def _arithmetic(opcode: tuple[str, ...]) -> Operation | None:
-    """`add`, `sub`, `mul` (to nearest, where they name no mode), `fma`, `div`, `rcp` and `sqrt`."""
+    """`add`, `sub`, `mul` (to nearest if they name no mode), `fma`, `div`, `rcp` and `sqrt`."""
     name, *flags, kind = opcode
     counts = {"add": 2, "sub": 2, "mul": 2, "fma": 3, "mad": 3, "div": 2, "rcp": 1, "sqrt": 1}
     modes = [flag for flag in flags if flag in MODES]
@@ -85,7 +85,7 @@ def _arithmetic(opcode: tuple[str, ...]) -> Operation | None:
 
 
 def _coarse(function: Function) -> Function:
-    """Return `.approx.ftz.f64`: only the upper 32 bits count, and subnormal numbers are zeros."""
+    """Return `function` as `.approx.ftz.f64`: it uses the upper 32 bits, and flushes subnormals to zero."""
 
     def upper(x: Array) -> Any:
         normal = np.absolute(x) >= np.finfo(np.float64).smallest_normal
@@ -108,7 +108,7 @@ APPROXIMATIONS: dict[str, tuple[int, Function]] = {
 
 
 def _approximation(opcode: tuple[str, ...]) -> Operation | None:
-    """What has `.approx` (and `div.full`)."""
+    """Instructions with `.approx`, and `div.full`."""
     name, *flags, kind = opcode
     precision = flags[0] if flags else ""
     ftz = flags[1:] == ["ftz"]
@@ -132,7 +132,7 @@ def _sign(opcode: tuple[str, ...]) -> Operation | None:
 
 
 def _extreme(opcode: tuple[str, ...]) -> Operation | None:
-    """`min` and `max`; with `.NaN` a NaN prevails, with `.xorsign.abs` magnitudes get the product's sign."""
+    """`min` and `max`. `.NaN` returns NaN for a NaN; `.xorsign.abs` gives magnitudes the product's sign."""
     name, *flags, kind = opcode
     flags = [flag for flag in flags if flag not in ("xorsign", "abs")]
     signed = len(flags) < len(opcode) - 2

@@ -2,14 +2,13 @@
 
 A tensor-core instruction takes its tiles from the registers of 32 lanes. The PTX manual gives each layout as
 formulas in g = lane >> 2 ("groupID"), t = lane & 3 ("threadID_in_group") and the element's number in the lane
-(PTX ISA, section "Matrix Fragments for mma.m16n8k16" and its neighbours). All of them only deal out binary
-digits: the lane is the digits g t, the element a few more, and row and column are those digits in another
-order. So a layout is written here as four words, one letter a digit, most significant first, and a tile is
-read by a transposition of axes, without an index array. As in the machine, registers come first and lanes
-last: (registers, ..., lanes), the lanes of all warps.
+(PTX ISA, section "Matrix Fragments for mma.m16n8k16" and its neighbours). All of them permute digits: the
+lane has the digits g t, the element a few more, and row and column have the same digits in another order. So
+a layout here is four words, one letter a digit, most significant first. Reading a tile is a transposition of
+axes, without an index array. Arrays are (registers, ..., lanes), with the lanes of all warps.
 
-The letters: g of 8 and t of 4 make the lane; w of 4 is the warp in its group; n counts groups of 8 columns;
-k, r, e are digits of the element: the half of the depth, of the rows, of a register.
+The letters and their sizes: g (8) and t (4) make the lane; w (4) is the warp in its group; n counts groups of
+8 columns; k, r, e (2) are digits of the element: the half of the depth, of the rows, of a register.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _SIZES = {"g": 8, "t": 4, "w": 4, "k": 2, "r": 2, "e": 2}
 
 @dataclass(frozen=True)
 class Fragment:
-    """How a tile lies in registers: the digits of the lane and the element, of the row and the column."""
+    """How a tile lies in registers: the digits of the element, the row, the column and the lane."""
 
     elements: str  # the digits of an element's number in its lane
     rows: str
@@ -36,7 +35,7 @@ class Fragment:
     n: int = 1  # the size of digit n
 
     def tile(self, values: Array) -> Array:
-        """Return the tiles (..., warps, rows, columns) of what lanes hold, (elements, ..., lanes)."""
+        """Return tiles (..., warps, rows, columns) from the lanes' values (elements, ..., lanes)."""
         _, *lead, lanes = values.shape
         warps = lanes // self.size
         digits = values.reshape(*self._shape(self.elements), *lead, warps, *self._shape(self.lanes))
@@ -44,7 +43,7 @@ class Fragment:
         return tiles
 
     def spread(self, tiles: Array) -> Array:
-        """Return what lanes hold, (elements, ..., lanes), of tiles (..., warps, rows, columns)."""
+        """Return the lanes' values (elements, ..., lanes) from tiles (..., warps, rows, columns)."""
         *lead, warps = tiles.shape[:-2]
         digits = tiles.reshape(*lead, warps, *self._shape(self.rows + self.columns))
         back = np.argsort(self._order(len(lead)))
@@ -58,19 +57,19 @@ class Fragment:
 
     @functools.cached_property
     def size(self) -> int:
-        """The lanes that hold a tile: those of a warp, or of a warp group."""
+        """The number of lanes that hold a tile: a warp's, or a warp group's."""
         return math.prod(self._shape(self.lanes))
 
     def _shape(self, digits: str) -> tuple[int, ...]:
         return tuple(self.n if digit == "n" else _SIZES[digit] for digit in digits)
 
     def _order(self, leading: int) -> tuple[int, ...]:
-        """The axes of what lanes hold (elements, leading, warps, lanes) in the order of tiles."""
+        """Return the axes of the lanes' values (elements, leading, warps, lanes) in the order of tiles."""
         first = len(self.elements)
         after = first + leading + 1
-        places = {digit: i for i, digit in enumerate(self.elements)}
-        places |= {digit: after + i for i, digit in enumerate(self.lanes)}
-        return (*range(first, after), *(places[digit] for digit in self.rows + self.columns))
+        axes = {digit: i for i, digit in enumerate(self.elements)}
+        axes |= {digit: after + i for i, digit in enumerate(self.lanes)}
+        return (*range(first, after), *(axes[digit] for digit in self.rows + self.columns))
 
 
 @dataclass(frozen=True)
@@ -109,8 +108,8 @@ def wgmma_sums(n: int) -> Fragment:
 def load_matrices(rows: Array, transposed: bool) -> Array:
     """Return registers (count, ..., lanes) uint32 as ldmatrix loads rows (..., warps, count, 8, 8) uint16.
 
-    rows[..., i, j, :] are the 16 bytes at the address that lane 8 i + j gives. A register holds two elements,
-    the first in its low half (PTX ISA, ldmatrix).
+    rows[..., i, j, :] are the 16 bytes at the address from lane 8 i + j. A register holds two elements, the
+    first in its low half (PTX ISA, ldmatrix).
     """
     pairs = (MATRIX_TRANSPOSED if transposed else MATRIX).spread(np.moveaxis(rows, -3, 0)).astype(np.uint32)
     words: Array = pairs[0] | pairs[1] << np.uint32(16)
@@ -118,6 +117,6 @@ def load_matrices(rows: Array, transposed: bool) -> Array:
 
 
 def store_matrices(registers: Array, transposed: bool) -> Array:
-    """Return rows (..., warps, count, 8, 8) uint16 as stmatrix stores them: `load_matrices`, inverted."""
+    """Return rows (..., warps, count, 8, 8) uint16 as stmatrix stores them: `load_matrices` inverted."""
     pairs = np.stack([registers & np.uint32(0xFFFF), registers >> np.uint32(16)]).astype(np.uint16)
     return np.moveaxis((MATRIX_TRANSPOSED if transposed else MATRIX).tile(pairs), 0, -3)

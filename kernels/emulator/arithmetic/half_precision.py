@@ -1,11 +1,11 @@
 """Arithmetic of float16 and bfloat16, alone and packed in pairs (f16x2, bf16x2).
 
-A bfloat16 is the upper half of a float32, and stays in its bits here. Sums, products, quotients and roots are
-computed in float32 and rounded again. That second rounding does no harm, since float32 has more than twice
-the bits of either, and two to spare (Figueroa, When is double rounding innocuous?, 1995). A fused
-multiply-add goes through float64: for float16 the sum is exact there, or too close to c to become anything
-else; for bfloat16 it is rounded to odd, which keeps a later rounding to fewer bits right (Boldo and
-Melquiond, Emulation of a FMA and correctly rounded sums using round-to-odd, 2008).
+A bfloat16 is the upper half of a float32; arrays hold its bits. Sums, products, quotients and roots are
+computed in float32 and rounded again. The second rounding does no harm, since float32 has more than twice
+the bits of either, plus two (Figueroa, When is double rounding innocuous?, 1995). A fused multiply-add goes
+through float64. For float16 the sum is exact there, or so close to c that it rounds to c. For bfloat16 it is
+rounded to odd, which keeps a later rounding to fewer bits right (Boldo and Melquiond, Emulation of a FMA and
+correctly rounded sums using round-to-odd, 2008).
 
 Source: PTX ISA manual, "Half Precision Floating-Point Instructions".
 """
@@ -38,8 +38,8 @@ def narrow(x: Array, mode: str = "rn") -> Array:
 def shorten(x: Array, count: int, mode: str) -> Array:
     """Return the bits of float32 numbers, rounded so that the lowest `count` of the significand are zeros.
 
-    A carry out of the significand goes into the exponent, which is right, up to infinity. `mode` may also be
-    "rna": to nearest, ties away from zero. Infinity stays; NaN is the caller's.
+    A carry out of the significand correctly increments the exponent, up to infinity. `mode` may also be
+    "rna": to nearest, ties away from zero. Infinity stays; the caller handles NaN.
     """
     one, mask = np.uint32(1 << count), np.uint32((1 << count) - 1)
     half = np.uint32(1 << (count - 1))
@@ -56,7 +56,7 @@ def shorten(x: Array, count: int, mode: str) -> Array:
 
 
 def to_odd(s: Array, error: Array) -> Array:
-    """Return the sum s + error (float64, as `two_sum` has it) rounded to odd: inexact numbers end in a 1."""
+    """Return s + error (float64, from `two_sum`) rounded to odd: inexact numbers end in a 1."""
     even = (s.view(np.int64) & STICKY_64) == 0
     towards = np.where(error > 0, np.inf, -np.inf)
     return np.where((error != 0) & even & np.isfinite(s), np.nextafter(s, towards), s)
@@ -83,21 +83,21 @@ def _fma_bf16(a: Array, b: Array, c: Array) -> Array:
 
 
 def through_32(kind: str, function: Function) -> Function:
-    """Return `function` of float32 as one of f16 or bf16: operands widened, the result rounded."""
+    """Return `function` of float32 as a function of f16 or bf16: widen operands, round the result."""
     if kind == "f16":
         return lambda *xs: function(*(x.astype(np.float32) for x in xs)).astype(np.float16)
     return lambda *xs: narrow(function(*map(widen, xs)))
 
 
 def _operation(kind: str, count: int, function: Function) -> Operation:
-    """Return the operation of this kind ("f16", "bf16", "f16x2", "bf16x2") from a function of f16 or bf16."""
+    """Return the operation of this kind, also of packed pairs, from a function of f16 or bf16."""
     if kind.endswith("x2"):
         return uniform("b32", count, pairwise(kind[:-2], function))
     return uniform(kind, count, function)
 
 
 def _modified(kind: str, function: Function, flags: set[str]) -> Function:
-    """Return `function` with `.sat` or `.relu`; `.ftz` is the caller's."""
+    """Return `function` with `.sat` or `.relu`; the caller handles `.ftz`."""
     if "sat" in flags:
         return lambda *xs: saturate(function(*xs))
     if "relu" in flags:

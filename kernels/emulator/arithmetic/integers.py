@@ -1,7 +1,7 @@
 """Integer arithmetic: sums, products and their high halves, quotients, carries, dot products of bytes.
 
-Numbers wrap as on the GPU, which is what NumPy's do. A division by zero has no result that PTX promises; here
-all bits of it are ones, as in the code that NVIDIA's assembler makes of a division.
+Numbers wrap, on a GPU as in NumPy. PTX does not define a division by zero; here its result is all ones, as in
+the code that NVIDIA's assembler makes of a division.
 
 Source: PTX ISA manual, "Integer Arithmetic Instructions" and "Extended-Precision Integer Arithmetic
 Instructions".
@@ -39,7 +39,7 @@ def divide(a: Array, b: Array) -> Array:
 
 
 def remainder(a: Array, b: Array) -> Array:
-    """Return a - b * (a / b): it has the sign of a."""
+    """Return a - b * (a / b), which has the sign of a."""
     return np.where(b == 0, ~(b * 0), np.fmod(a, b))
 
 
@@ -60,13 +60,13 @@ def _high_64(a: Array, b: Array) -> Array:
     carried = (low >> HALF_64) + (middle & LOW_32) + (other & LOW_32)
     upper: Array = x1 * y1 + (middle >> HALF_64) + (other >> HALF_64) + (carried >> HALF_64)
     if a.dtype.kind == "i":
-        # A negative number stands for itself plus 2**64, whose product with the other lies in the upper half.
+        # As unsigned, a negative number is 2**64 too large; that adds the other factor to the upper half.
         upper = upper.view(np.int64) - np.where(a < 0, b, 0) - np.where(b < 0, a, 0)
     return upper
 
 
 def wide(kind: str) -> Function:
-    """Return the product of two numbers of `kind`, twice as wide."""
+    """Return a function that multiplies two numbers of `kind` to one twice as wide."""
     double = DTYPES[resized(kind, 2 * bits(kind))]
     return lambda a, b: np.multiply(a, b, dtype=double)
 
@@ -116,7 +116,7 @@ def _simple(opcode: tuple[str, ...]) -> Operation | None:
 
 
 def _low_24(kind: str) -> Function:
-    """Return the low 24 bits of a 32-bit number in 64 bits, with its sign."""
+    """Return a function that extends the low 24 bits of a 32-bit number to 64 bits."""
     shift, double = DTYPES[kind](8), DTYPES[resized(kind, 64)]
     return lambda x: ((x << shift) >> shift).astype(double)
 
@@ -174,8 +174,8 @@ def subtract_with_borrow(a: Array, b: Array, borrow: Any) -> tuple[Array, Array]
 def _extended(opcode: tuple[str, ...]) -> Operation | None:
     """`add.cc`, `addc`, `addc.cc`, `sub.cc`, `subc`, `subc.cc`, `mad.cc`, `madc` and `madc.cc`.
 
-    With the carry flag as a bool: where the instruction adds it, it is the function's last operand; where it
-    sets it, the function returns (result, carry).
+    The carry flag is a bool. If the instruction adds it, it is the function's last operand; if the
+    instruction sets it, the function returns (result, carry).
     """
     name, *flags, kind = opcode
     reads, writes = name.endswith("c"), "cc" in flags
@@ -192,7 +192,7 @@ def _extended(opcode: tuple[str, ...]) -> Operation | None:
         product = found[1]
     if flags:
         return None
-    # The sum is that of unsigned numbers; in the product the sign counts.
+    # The sum is unsigned; the product depends on the sign.
     operands = (kind, kind, f"u{bits(kind)}") if product else (f"u{bits(kind)}",) * 2
 
     def function(*xs: Array) -> Any:

@@ -1,7 +1,7 @@
-"""Every instruction that computes in registers alone: `operation(("mad", "lo", "s32"))` says what it does.
+"""Look up what an instruction computes: `operation(("mad", "lo", "s32"))`.
 
-Not among them are instructions that touch memory (for atomic ones, `atomics.py` has the arithmetic), exchange
-values between the lanes of a warp (`warp_operations.py`) or steer the program.
+This covers the instructions that compute in registers alone, without memory (see `atomics` for atomic
+arithmetic), exchanges within a warp (`warp_operations`) and control flow.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from . import bit_fields, bits, compare, convert, floats, half_precision, intege
 
 __all__ = ["Operation", "operation", "pack", "unpack"]
 
-# The first that knows an opcode is right: no two know the same.
+# No two tables know the same opcode.
 TABLES: tuple[dict[str, list[Builder]], ...] = tuple(
     module.BUILDERS for module in (integers, bit_fields, bits, compare, convert, floats, half_precision)
 )
@@ -21,10 +21,10 @@ TABLES: tuple[dict[str, list[Builder]], ...] = tuple(
 
 @functools.cache
 def operation(opcode: tuple[str, ...], results: int = 1) -> Operation | None:
-    """Return what the instruction computes, or None where it is unknown here.
+    """Return what the instruction computes, or None if it is unknown.
 
-    `opcode` is the instruction's name split at its dots. `results` is 2 where the text names two destinations
-    (`setp.lt.s32 %p1|%p2, ...`): only `setp` has an opcode that is the same for one and for two.
+    opcode: the instruction's name split at its dots. results: 2 if the text names two destinations, as in
+    `setp.lt.s32 %p1|%p2, ...`; the opcode of `setp` alone does not tell.
     """
     if len(opcode) < 2:
         return None

@@ -1,10 +1,10 @@
-"""Rounding: to nearest once, towards zero, down or up, and what `.ftz` and `.sat` do to a result.
+"""Rounding modes (to nearest, towards zero, down, up), and the modifiers `.ftz` and `.sat`.
 
-A directed rounding starts from the nearest number r and moves it one step where the exact result lies on the
-other side. So all it takes is the sign of (exact result - r), the residual. For float32 that sign comes out
-right in float64: products of two are exact there, and the error of a sum is itself a float64 (Knuth, The Art
-of Computer Programming, volume 2, section 4.2.2, theorem B). For float64, where directed rounding is rare,
-it comes from Python's fractions, one element after another.
+Directed rounding starts from the nearest number r and moves it one step if the exact result lies on the other
+side. So it needs only the sign of the residual, (exact result - r). For float32 this sign is right in
+float64: products of two are exact there, and the error of a sum is itself a float64 (Knuth, The Art of
+Computer Programming, volume 2, section 4.2.2, theorem B). For float64, where directed rounding is rare, it
+comes from Python's fractions, element by element.
 
 Source: PTX ISA manual, "Floating-Point Instructions"; IEEE 754-2019, sections 4.3 and 6.3.
 """
@@ -43,14 +43,14 @@ def saturate(x: Array) -> Array:
 
 
 def two_sum(a: Array, b: Array) -> tuple[Array, Array]:
-    """Return (s, e): the rounded sum and its error, s + e = a + b exactly."""
+    """Return the rounded sum s and its error e: s + e = a + b exactly."""
     s = a + b
     t = s - a
     return s, (a - (s - t)) + (b - t)
 
 
 def step(nearest: Array, residual: Array, mode: str) -> Array:
-    """Return `nearest` rounded in `mode`; `residual` has the sign of exact - nearest, or is NaN for none."""
+    """Return `nearest` rounded in `mode`; `residual` has the sign of exact - nearest (NaN counts as 0)."""
     if mode == "rn":
         return nearest
     towards = {"rz": 0.0, "rm": -np.inf, "rp": np.inf}[mode]
@@ -86,7 +86,7 @@ def rounded(name: str, kind: str, mode: str) -> Function:
         error = residual(r, *xs)
         result = step(r, error, mode)
         if mode == "rm" and name in ("add", "sub", "fma", "mad"):
-            # x - x is +0 in all modes but this one.
+            # x - x is -0 in this mode and +0 in all others.
             x, y = _terms(name, xs)
             cancelled = (r == 0) & (error == 0) & (np.signbit(x) | np.signbit(y))
             result = np.where(cancelled, -np.absolute(r), result)
@@ -96,7 +96,7 @@ def rounded(name: str, kind: str, mode: str) -> Function:
 
 
 def _terms(name: str, xs: tuple[Array, ...]) -> tuple[Array, Array]:
-    """Return the two terms of a sum, of which only the signs are used."""
+    """Return the two terms of a sum; only their signs matter."""
     if name == "add":
         return xs[0], xs[1]
     return (xs[0], -xs[1]) if name == "sub" else (xs[0] * xs[1], xs[2])
@@ -107,14 +107,14 @@ def _wide(x: Array) -> Array:
 
 
 def _sum_32(r: Array, a: Array, b: Array) -> Array:
-    """The residual of a + b, of terms in float64."""
+    """Return the residual of a + b, with terms in float64."""
     s, e = two_sum(a, b)
     error: Array = (s - _wide(r)) + e
     return error
 
 
-# Each takes the rounded result and the operands. Only their signs matter, so quotients and roots are compared
-# after multiplication by the divisor, or squared.
+# Each takes the rounded result and the operands. Only the residual's sign matters, so quotients are
+# multiplied by the divisor, and roots squared.
 _RESIDUALS_32: dict[str, Function] = {
     "add": lambda r, a, b: _sum_32(r, _wide(a), _wide(b)),
     "sub": lambda r, a, b: _sum_32(r, _wide(a), -_wide(b)),
@@ -138,7 +138,7 @@ _RESIDUALS: dict[str, Function] = {
 
 
 def _exactly(name: str) -> Function:
-    """Return the residual by fractions: -1, 0 or 1."""
+    """Return a function that computes the sign of the residual with fractions."""
     residual = _RESIDUALS[name]
 
     def sign(*xs: float) -> float:
@@ -150,7 +150,7 @@ def _exactly(name: str) -> Function:
         ):
             return 0.0  # no rounding took place
         if math.isinf(r):
-            return -r  # the exact result was too large, and is finite
+            return -r  # the exact result is finite, but too large
         error = residual(*map(Fraction, xs))
         return float((error > 0) - (error < 0))
 

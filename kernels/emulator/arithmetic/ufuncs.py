@@ -1,12 +1,12 @@
-"""NumPy functions that NumPy lacks, compiled by Numba: the fused multiply-add, and flushing to zero.
+"""Functions that NumPy lacks, compiled by Numba: the fused multiply-add, and flushing subnormals to zero.
 
-NumPy's sums and products don't make a * b + c rounded once, or not cheaply: float32 by way of float64 takes
-two to five times as long and rounds some sums twice, and float64 takes a dozen operations. Numba, which
-compiles the kernels anyway, writes LLVM's `fma`: an instruction of the processor, or the exact function of
-the C library. Flushing subnormal numbers, as `.ftz` does with all operands, is one pass here, three in NumPy.
+NumPy has no cheap a * b + c that rounds once. For float32, a detour through float64 takes two to five times
+as long and rounds some sums twice; for float64 it takes a dozen operations. Numba, which compiles the kernels
+anyway, emits LLVM's `fma`: a processor instruction, or the exact function of the C library. Flushing, which
+`.ftz` does with all operands, takes one pass here and three in NumPy.
 
-The first function that is compiled takes half a second, most of it Numba's own start, and another less than a
-tenth. So each is compiled when the first instruction asks for it.
+Compiling the first function takes half a second, mostly Numba's start, and another less than a tenth. So each
+is compiled when an instruction first needs it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TYPES = {"f32": "float32", "f64": "float64"}
 
 @functools.cache
 def fused_multiply_add(kind: str) -> Any:
-    """Return the ufunc of a, b and c of this kind ("f32", "f64"): a * b + c, rounded once."""
+    """Return the ufunc a * b + c of this kind ("f32", "f64"), rounded once."""
     from numba.extending import intrinsic
 
     @intrinsic
@@ -45,4 +45,4 @@ def _compiled(function: Any, dtype: str, operands: int) -> Any:
     from numba import vectorize
 
     wrapper = vectorize([f"{dtype}({', '.join([dtype] * operands)})"])(function)
-    return wrapper.ufunc  # NumPy's own: a call takes a third of the time that one of Numba's wrapper takes
+    return wrapper.ufunc  # a call of Numba's wrapper takes three times as long

@@ -1,10 +1,9 @@
-"""What the lanes of a warp do together: shuffles, votes, matches and reductions.
+"""What the lanes of a warp compute together: shuffles, votes, matches and reductions.
 
-Arrays are (..., 32): a lane on the last axis, warps on those before. `active` says which lanes execute the
-instruction, and `members` (its operand membermask, a bit for each lane) which of them take part, as each lane
-itself says: two halves of a warp may vote at once, each for itself. What a lane reads is undefined where it
-does not name itself, or reads a lane that does not take part; the functions say for which lanes that is so,
-and give them whatever value comes to hand.
+Arrays are (..., 32), with the lanes on the last axis. `active` tells which lanes run the instruction.
+`members` (its operand membermask) has a bit for each lane that takes part, in the view of each lane: two
+halves of a warp may vote at once, each for itself. A lane's result is undefined if it does not name itself,
+or if it reads a lane without a part. The functions return which results are undefined; those hold some value.
 
 Source: PTX ISA manual, "Data Movement and Conversion Instructions: shfl.sync" and "Parallel Synchronization
 and Communication Instructions: vote.sync, match.sync, redux.sync".
@@ -38,22 +37,22 @@ class WarpOperation:
 
 
 def word(flags: Array) -> Array:
-    """Return (..., 1): a uint32 for each warp, with a bit for each lane of flags (..., 32) that is True."""
+    """Return flags (..., 32) as the bits of one uint32 for each warp, (..., 1)."""
     packed = np.packbits(flags, axis=-1, bitorder="little")
     return packed.view(np.dtype("<u4"))
 
 
 def awaited(members: Array, active: Array) -> Array:
-    """Return (..., 32): a bit for each lane that an active lane names as a member and that is not active.
+    """Return (..., 32): for each active lane, a bit for each lane that it names and that is not active.
 
-    An instruction `.sync` waits until those lanes that have not ended have come to it.
+    A `.sync` instruction waits for those of them that have not ended.
     """
     missing: Array = np.where(active, members & ~word(active), np.uint32(0))
     return missing
 
 
 def takes_part(lanes: Array, members: Array, active: Array) -> Array:
-    """Return (..., 32): whether the lane of this number is active and among the members."""
+    """Return (..., 32): whether lane number `lanes` is active and a member."""
     chosen: Array = (((members & word(active)) >> lanes) & np.uint32(1)).astype(np.bool_)
     return chosen
 
@@ -61,9 +60,9 @@ def takes_part(lanes: Array, members: Array, active: Array) -> Array:
 def shuffle(mode: str, active: Array, value: Array, b: Array, c: Array, members: Array) -> LaneExchange:
     """Return `value` of another lane: `shfl.sync.mode.b32 d|p, value, b, c, members`.
 
-    `b` is that lane, or how far off it is. `c` holds the last lane that may be read (the first, going up)
-    and, from bit 8 on, the bits of a lane's number that name its segment. The predicate says whether the lane
-    lies in that range; where it does not, a lane gets its own value.
+    `b` is that lane, or its distance. `c` holds the last readable lane (the first for "up") and, from bit 8
+    on, the bits of a lane's number that name its segment. The predicate tells whether the lane lies in this
+    range; if not, the result is the lane's own value.
     """
     offset, segment = b & FIVE_BITS, (c >> np.uint32(8)) & FIVE_BITS
     first = LANES & segment
@@ -82,7 +81,7 @@ def shuffle(mode: str, active: Array, value: Array, b: Array, c: Array, members:
 
 
 def vote(mode: str, active: Array, flag: Array, members: Array) -> LaneExchange:
-    """Return what the members' flags say together: all, any, uni (all or none), or ballot, a bit for each."""
+    """Return all, any or uni (all or none) of the members' flags, or ballot: a bit for each."""
     present = members & word(active)
     true = word(np.broadcast_to(flag, active.shape)) & present
     results: dict[str, Callable[[], Array]] = {
@@ -97,7 +96,7 @@ def vote(mode: str, active: Array, flag: Array, members: Array) -> LaneExchange:
 def match(mode: str, active: Array, value: Array, members: Array) -> LaneExchange:
     """Return a bit for each member whose value equals this lane's.
 
-    With "all", that is all or none of them, and the predicate says which.
+    In mode "all" the result has all members or none, and the predicate tells which.
     """
     present = members & word(active)
     value = np.broadcast_to(value, active.shape)
@@ -110,7 +109,7 @@ def match(mode: str, active: Array, value: Array, members: Array) -> LaneExchang
 
 
 def reduce(combine: np.ufunc, active: Array, value: Array, members: Array) -> LaneExchange:
-    """Return the members' values, combined."""
+    """Return the members' values combined by this ufunc."""
     present = np.broadcast_to(members & word(active), active.shape)
     taken = ((present[..., :, None] >> LANES) & np.uint32(1)) != 0
     limits = np.iinfo(value.dtype)
@@ -135,10 +134,7 @@ REDUCTIONS: dict[str, np.ufunc] = {
 
 @functools.cache
 def warp_operation(opcode: tuple[str, ...]) -> WarpOperation | None:
-    """Return what the instruction computes, or None where it is none of a warp that is known here.
-
-    Forms without `.sync` are unknown: they ended with sm_70.
-    """
+    """Return what the instruction computes, or None, as for forms without `.sync`: they ended with sm_70."""
     partial: Function = functools.partial
     match opcode:
         case ("shfl", "sync", "up" | "down" | "bfly" | "idx" as mode, "b32"):

@@ -1,1 +1,13 @@
-"""What every instruction builds on: the registry, batches of lanes, PTX's types."""
+"""What every instruction is built from: the registry of instructions, batches, and addresses.
+
+A unit (registered with `@unit`) says what one kind of instruction does to a machine. It gets a `Batch` of
+like instructions and returns the function that runs them.
+
+| File | Holds |
+|---|---|
+| instruction_registry | `unit`, which registers an instruction, and how the scheduler may move it |
+| batch | Batch: like instructions that run as one NumPy operation; reads and writes their operands |
+| addresses | which lanes run; state spaces and generic addresses |
+| special_registers | %tid, %ctaid, %laneid, ... |
+| ptx_types | Operation: an instruction's arithmetic as a function of arrays |
+"""

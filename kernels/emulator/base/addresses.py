@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..machine.machine import Machine
 from ..ptx.dtypes import Array, Mask
@@ -31,6 +32,11 @@ def lanes_of(machine: Machine, mask: Mask) -> Array:
     return np.arange(machine.lanes) if mask is None else np.flatnonzero(mask)
 
 
+def active_lanes(machine: Machine, mask: Mask) -> NDArray[np.bool_]:
+    """Return which lanes run."""
+    return np.ones(machine.lanes, np.bool_) if mask is None else mask
+
+
 def whole_warps(machine: Machine, mask: Mask) -> Array:
     """Return the numbers of the lanes that run; Fault if only a part of some warp does."""
     if mask is None:
@@ -47,9 +53,15 @@ def whole_warps(machine: Machine, mask: Mask) -> Array:
     return np.flatnonzero(mask)
 
 
+def of_every_lane(machine: Machine, values: Array) -> Array:
+    """Return the operand values (1, lanes or 1) of one instruction for all lanes."""
+    found: Array = np.broadcast_to(values, (1, machine.lanes))[0]
+    return found
+
+
 def of_lanes(values: Array, machine: Machine, lanes: Array) -> Array:
     """Return the operand values (1, lanes or 1) of one instruction for some lanes."""
-    found: Array = np.broadcast_to(values, (1, machine.lanes))[0, lanes]
+    found: Array = of_every_lane(machine, values)[lanes]
     return found
 
 

@@ -1,7 +1,8 @@
 """A batch: like instructions that run as one NumPy operation, and access to their operands.
 
-Registers of one width are rows of one array (registers, lanes). Where the rows of a batch's operand follow
-one another, the operand is a slice of it, with no copy; the layout of registers sees to it that results do.
+Registers of one width are the rows of one array (registers, lanes). If the registers of a batch's operand are
+consecutive rows, the operand is a slice without a copy. `execution.schedule` lays out registers so that the
+results of each batch are.
 """
 
 from __future__ import annotations
@@ -36,58 +37,59 @@ class Batch:
 
     @property
     def first(self) -> PtxInstruction:
-        """The first instruction, which says what all have in common."""
+        """The first instruction; all share its opcode, guard and kinds of operands."""
         return self.instructions[0]
 
     def __len__(self) -> int:
         return len(self.instructions)
 
+    def alone(self, i: int) -> Batch:
+        """Return the batch of instruction i alone."""
+        return Batch([self.instructions[i]], self.program, self.layout)
+
     def has(self, index: int) -> bool:
-        """Whether the instructions have an operand `index` (negative counts from the end)."""
+        """Return whether the instructions have an operand `index` (negative counts from the end)."""
         count = len(self.first.operands)
         return -count <= index < count
 
     def operands(self, index: int) -> list[Operand]:
-        """Operand `index` of each instruction."""
+        """Return operand `index` of each instruction."""
         return [instruction.operands[index] for instruction in self.instructions]
 
+    def items(self, index: int) -> list[Operand]:
+        """Return the items of vector operand `index`: the first of each instruction, the second, ..."""
+        items = [one.items if isinstance(one, Vector) else (one,) for one in self.operands(index)]
+        return [operand for column in zip(*items, strict=True) for operand in column]
+
+    def constant(self, index: int) -> int:
+        """Return the value of operand `index`, which must be a constant."""
+        operand = self.first.operands[index]
+        if not isinstance(operand, Immediate):
+            raise EmulatorError(f"operand {index} is no constant: {self.first.text}")
+        return operand.value
+
     def source(self, index: int, kind: str) -> Source:
-        """How to read operand `index` as `kind`: a function of the machine; (instructions, lanes), or 1."""
+        """Return a function that reads operand `index` as `kind`: (instructions or 1, lanes)."""
         return self.reader(self.operands(index), kind)
 
     def sources(self, index: int, kind: str) -> Source:
-        """How to read the vector operand `index`: (items, instructions, lanes)."""
-        items = [
-            operand.items if isinstance(operand, Vector) else (operand,) for operand in self.operands(index)
-        ]
-        count = len(items)
-        flat = [operand for column in zip(*items, strict=True) for operand in column]
+        """Return a function that reads vector operand `index`: (items, instructions, lanes)."""
+        flat, count = self.items(index), len(self)
         read = self.reader(flat, kind, collapse=False)
-
-        def values(machine: Machine) -> Array:
-            return read(machine).reshape(len(items[0]), count, -1)
-
-        return values
+        return lambda machine: read(machine).reshape(len(flat) // count, count, -1)
 
     def target(self, index: int, kind: str) -> Target:
-        """How to write operand `index`: a function of (machine, values (instructions, lanes) or 1, mask)."""
+        """Return a function that writes operand `index` from values (instructions or 1, lanes)."""
         return self.writer(self.operands(index), kind)
 
     def targets(self, index: int, kind: str) -> Target:
-        """How to write the vector operand `index`, from values (items, instructions, lanes)."""
-        items = [
-            operand.items if isinstance(operand, Vector) else (operand,) for operand in self.operands(index)
-        ]
-        flat = [operand for column in zip(*items, strict=True) for operand in column]
+        """Return a function that writes vector operand `index` from values (items, instructions, lanes)."""
+        flat = self.items(index)
         write = self.writer(flat, kind)
-
-        def values(machine: Machine, value: Array, mask: Mask) -> None:
-            write(machine, value.reshape(len(flat), -1), mask)
-
-        return values
+        return lambda machine, value, mask: write(machine, value.reshape(len(flat), -1), mask)
 
     def address(self, index: int) -> Source:
-        """How to read the address operand `index`: int64 (instructions or 1, lanes or 1), offset added."""
+        """Return a function that reads address operand `index`: int64 (instructions or 1, lanes or 1)."""
         operands = [operand for operand in self.operands(index) if isinstance(operand, Address)]
         if len(operands) != len(self.instructions):
             raise EmulatorError(f"operand {index} is no address: {self.first.text}")
@@ -104,7 +106,7 @@ class Batch:
         return lambda machine: base(machine).astype(np.int64) + offsets
 
     def rows(self, registers: Sequence[Register], collapse: bool = True) -> tuple[str, LaneRows]:
-        """The file of the registers and their rows in it: a slice where they follow one another."""
+        """Return the registers' width and their rows: a slice if the rows are consecutive."""
         file = registers[0].file
         rows = [self.layout[register.file, register.row] for register in registers]
         if collapse and len(set(rows)) == 1:
@@ -114,7 +116,7 @@ class Batch:
         return file, np.array(rows)
 
     def reader(self, operands: Sequence[Operand], kind: str, collapse: bool = True) -> Source:
-        """How to read these operands as `kind`, one a row (one row, where all are the same)."""
+        """Return a function that reads these operands as `kind`, one a row; equal ones as one row."""
         kinds = {type(operand) for operand in operands}
         if kinds == {Register}:
             registers = [operand for operand in operands if isinstance(operand, Register)]
@@ -148,7 +150,7 @@ class Batch:
         if int(file[1:]) == 8 * dtype.itemsize:
             view = (file, dtype.str)
             return lambda machine: machine.views[view][rows]
-        # Wider or narrower than the register: its low bits, or extended as the kind's sign says.
+        # A narrower kind takes the register's low bits; a wider one extends them by the kind's sign.
         through = np.dtype(f"{'i' if kind[0] == 's' else 'u'}{min(int(file[1:]) // 8, dtype.itemsize)}")
         return lambda machine: (
             machine.files[file][rows].astype(through).astype(f"u{dtype.itemsize}").view(dtype)
@@ -158,7 +160,7 @@ class Batch:
         dtype = DTYPES[kind]
         if isinstance(operand, Symbol):
             if operand.space in ("global", "const"):
-                # Its place among global addresses: the program is loaded there before it runs.
+                # A global address: `execution.run.load` gives variables theirs before the program runs.
                 return dtype.type(self.program.variables[operand.name].offset)
             return dtype.type(operand.offset)
         assert isinstance(operand, Immediate)
@@ -189,10 +191,9 @@ class Batch:
         return value
 
     def writer(self, operands: Sequence[Operand], kind: str) -> Target:
-        """How to write these registers, one a row; where an operand is `_`, its row is dropped."""
+        """Return a function that writes these registers, one a row. Rows of operands `_` are dropped."""
         if isinstance(operands[0], Pair):
-            first = self.writer([operand.first for operand in operands if isinstance(operand, Pair)], kind)
-            return first
+            return self.writer([operand.first for operand in operands if isinstance(operand, Pair)], kind)
         kept = [i for i, operand in enumerate(operands) if isinstance(operand, Register)]
         if len(kept) != len(operands):
             if not kept:
@@ -234,7 +235,7 @@ class Batch:
         return to_rows
 
     def label(self, index: int) -> int:
-        """The instruction that the label operand `index` stands for."""
+        """Return the instruction (its index in the program) that label operand `index` names."""
         operand = self.first.operands[index]
         if isinstance(operand, Label):
             for scope in (*reversed(operand.scopes), ""):

@@ -1,7 +1,7 @@
-"""The registry of instructions: for each, how it may be moved within its block, and what prepares it.
+"""The registry of instructions: what each does, and how the scheduler may move it within its basic block.
 
 A unit says what instructions of one name do. Its `prepare` gets a `Batch` of like instructions (one, or
-several that do not depend on each other and run as one NumPy operation) and returns what runs them:
+several independent ones that run as one NumPy operation) and returns the function that runs them:
 
     @unit("ldmatrix", order="load")
     def ldmatrix(batch: Batch) -> Run:
@@ -12,16 +12,16 @@ several that do not depend on each other and run as one NumPy operation) and ret
             write(machine, words, mask)                             # (items, instructions, lanes)
         return run
 
-`order` says what the scheduler may do:
-- "pure": it only reads and writes registers; moved freely among what it does not depend on;
-- "load": it reads memory; moved among loads, not past stores to the same space;
-- "store": it writes memory; stays in order with loads and stores of its space, like ones run together;
-- "fence": stays in order with everything that touches memory, one at a time;
-- "barrier": nothing, not even arithmetic, moves past it, one at a time;
-- "sync": the same, for what makes lanes wait for each other.
+`order` says what the scheduler may do with the instruction:
+- "pure": only reads and writes registers; moves freely among instructions that it does not depend on
+- "load": reads memory; moves among loads, but not past stores to the same space
+- "store": writes memory; stays in order with loads and stores of its space, and like ones run together
+- "fence": stays in order with every access to memory, one at a time
+- "barrier": nothing moves past it, not even arithmetic, one at a time
+- "sync": as "barrier", for instructions that make lanes wait for each other
 
-Any unit may hold lanes back: its `run` returns the lanes that pass (a bool array; None is all), and others
-come again when something has changed (`machine.events`). Before it lets a lane pass it must not write for it.
+Any unit may hold lanes back: its `run` returns the lanes that pass (a bool array; None is all). The others
+run it again when something has changed (`machine.events`). A unit must not write for a lane that it holds.
 """
 
 from __future__ import annotations
@@ -43,13 +43,12 @@ OrderingClass: TypeAlias = Literal["pure", "load", "store", "fence", "barrier", 
 
 @dataclass(frozen=True)
 class InstructionUnit:
-    """What instructions that begin with `prefix` do."""
+    """What all instructions that begin with `prefix` do."""
 
     prefix: tuple[str, ...]
     order: OrderingClass
     prepare: Callable[[Batch], Run]
-    # Registers that it writes: the first so many operands. (An instruction of PTX names its results first.)
-    results: int = 1
+    results: int = 1  # how many operands it writes: the first ones, as PTX names results first
 
 
 _UNITS: dict[tuple[str, ...], InstructionUnit] = {}
@@ -70,7 +69,7 @@ def unit(
 
 
 def find(opcode: tuple[str, ...]) -> InstructionUnit | None:
-    """Return the unit whose prefix is the longest that `opcode` begins with, None where there is none."""
+    """Return the unit with the longest prefix that `opcode` begins with, or None."""
     for length in range(len(opcode), 0, -1):
         if found := _UNITS.get(opcode[:length]):
             return found

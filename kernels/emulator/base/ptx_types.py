@@ -1,10 +1,9 @@
-"""PTX's types as NumPy's, and what an instruction's arithmetic is made of: an `Operation`.
+"""An instruction's arithmetic as an `Operation`: a function of whole arrays.
 
-An operation is a function of whole arrays: one array for each source operand, with an element for each lane
-of as many warps, blocks and like instructions as the caller puts together. The shapes broadcast against each
-other, so that a constant may be one element. Results are new arrays, or where nothing changes (`mov`) an
-operand itself. Overflow, NaN and division by zero are ordinary results on a GPU, so callers hold
-`numpy.errstate(all="ignore")` around all that they run.
+The function takes one array for each source operand, with an element for each lane of as many warps, blocks
+and like instructions as the caller puts together. Shapes broadcast, so a constant may be one element. Results
+are new arrays, or an operand itself if nothing changes (`mov`). Overflow, NaN and division by zero are
+ordinary results on a GPU, so callers run everything under `numpy.errstate(all="ignore")`.
 
 Source: PTX ISA manual, "Fundamental Types" and "Operand Size Exceeding Instruction-Type Size".
 """
@@ -21,7 +20,7 @@ from numpy.typing import NDArray
 Array: TypeAlias = NDArray[Any]
 Function: TypeAlias = Callable[..., Any]
 
-# bfloat16 travels as its bits: NumPy has no such type. Packed types (f16x2, s16x2, ...) are read as b32.
+# NumPy has no bfloat16: it travels as its bits. Packed types (f16x2, s16x2, ...) are read as b32.
 DTYPES: dict[str, type[np.generic]] = {
     "pred": np.bool_,
     **{f"{letter}{bits}": getattr(np, f"uint{bits}") for letter in "bu" for bits in (8, 16, 32, 64)},
@@ -37,15 +36,15 @@ BITS = ("pred", "b16", "b32", "b64")
 class Operation:
     """What an instruction computes.
 
-    The core reads each source operand in its kind (the low bits of a wider register), and writes results to
-    wider registers sign-extended where `result` is signed, zero-extended elsewhere. A second result is always
-    a predicate, and so is the carry flag.
+    Source operands are read in their kind (the low bits of a wider register). A result extends to a wider
+    register by its sign if `result` is signed, else by zeros. A second result and the carry flag are
+    predicates.
     """
 
     result: str  # kind of the (first) destination
     operands: tuple[str, ...]  # kinds in which the source operands are read
-    function: Function  # takes an array for each operand; returns the result, or a tuple of two
-    results: int = 1  # 2 where the function returns a tuple: (d, p) of `d|p`, or (d, carry)
+    function: Function  # of an array for each operand; returns the result, or a tuple of two
+    results: int = 1  # 2 if the function returns a tuple: (d, p) of `d|p`, or (d, carry)
     reads_carry: bool = False  # the last operand is the carry flag (CC.CF), which the text does not name
     writes_carry: bool = False  # the second result is the carry flag, a borrow after a subtraction
 
@@ -70,10 +69,7 @@ def uniform(kind: str, count: int, function: Function) -> Operation:
 
 
 def unpack(x: Array, kind: str) -> tuple[Array, Array]:
-    """Return the low and the high half of x (b32 or b64), as two arrays of a kind half as wide.
-
-    This is `mov.b64 {low, high}, x`; shapes stay as they are.
-    """
+    """Return the low and the high half of x (b32 or b64) as arrays of `kind`: `mov.b64 {low, high}, x`."""
     half = 4 * x.dtype.itemsize
     narrow = DTYPES[f"b{half}"]
     low, high = x.astype(narrow), (x >> x.dtype.type(half)).astype(narrow)
@@ -81,7 +77,7 @@ def unpack(x: Array, kind: str) -> tuple[Array, Array]:
 
 
 def pack(low: Array, high: Array) -> Array:
-    """Return b32 or b64 with these halves (16 or 32 bits each, any kind): `mov.b64 x, {low, high}`."""
+    """Return b32 or b64 made of halves of 16 or 32 bits each: `mov.b64 x, {low, high}`."""
     half = 8 * low.dtype.itemsize
     narrow, wide = DTYPES[f"b{half}"], DTYPES[f"b{2 * half}"]
     packed: Array = low.view(narrow).astype(wide) | (high.view(narrow).astype(wide) << wide(half))

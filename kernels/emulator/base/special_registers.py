@@ -13,10 +13,7 @@ from ..ptx.fault import EmulatorError
 
 
 def special(machine: Machine, name: str) -> Any:
-    """Return the special register `name`: one number for each lane, or one for all.
-
-    Raises EmulatorError for one that the emulator does not have.
-    """
+    """Return special register `name`: one number for each lane, or one for all. Raises EmulatorError."""
     word, _, axis = name.partition(".")
     if axis in ("x", "y", "z") and word in ALONG_AXES:
         return ALONG_AXES[word](machine, "xyz".index(axis))
@@ -36,7 +33,7 @@ def _blocks(machine: Machine) -> Array:
 
 
 def _block(machine: Machine, i: int) -> Array:
-    """The block's place in the grid along an axis, for each block."""
+    """Return each block's index in the grid along axis i."""
     across = int(np.prod(machine.grid[:i]))
     found: Array = _blocks(machine) // across % machine.grid[i]
     return found
@@ -77,7 +74,7 @@ OTHERS: dict[str, Callable[[Machine], Any]] = {
     "%cluster_ctarank": lambda machine: _each(machine, _blocks(machine) % machine.cluster),
     "%cluster_nctarank": lambda machine: machine.cluster,
     "%is_explicit_cluster": lambda machine: machine.cluster > 1,
-    "%smid": lambda machine: _each(machine, _blocks(machine)),  # as if each had one of its own
+    "%smid": lambda machine: _each(machine, _blocks(machine)),  # as if each block had its own multiprocessor
     "%nsmid": lambda machine: int(np.prod(machine.grid)),
     "%gridid": lambda machine: 0,
     "%dynamic_smem_size": lambda machine: machine.launch.shared,

@@ -1,1 +1,9 @@
-"""Checks of asynchronous accesses, and of kernels compiled with debug=True."""
+"""Checks beyond those of a load or a store: asynchronous accesses, and exceptions in kernels.
+
+A GPU shows these mistakes rarely; the emulator reports each one.
+
+| File | Holds |
+|---|---|
+| async_accesses | the copy engine and wgmma: missing data, races, missing fences between the proxies |
+| debug_exceptions | exceptions of kernels compiled with debug=True |
+"""

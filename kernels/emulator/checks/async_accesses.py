@@ -1,22 +1,96 @@
-"""What is checked before the copy engine or wgmma uses shared memory.
+"""Checks of what the copy engine and wgmma do with shared memory: missing data, races, missing fences.
 
-They begin what runs beside the threads, so their faults name the thread that began it: data that is not there
-yet, a race with what another agent does, and a missing fence between the proxies.
+Both access shared memory through the asynchronous proxy. They see what a thread stored (st.shared, stmatrix)
+only after a fence.proxy.async. The fence lies between the store and the operation that reads, in the storing
+thread or in one that has synchronised with it since (PTX ISA, "Async Proxy", and "Memory Consistency Model:
+Proxy-preserved Base Causality Order"). A GPU rarely shows that one is missing. Here each fence remembers what
+its warp knew, and a reader may see a store only if it knows of a fence that knew of the store.
 """
 
 from __future__ import annotations
 
-import numpy as np
+import bisect
 
+import numpy as np
+from numpy.typing import NDArray
+
+from ..base.addresses import lanes_of, of_lanes
+from ..base.batch import Batch
+from ..base.instruction_registry import Run, unit
 from ..machine.machine import Machine
-from ..ptx.dtypes import Array
-from .async_proxy import Proxies
+from ..ptx.dtypes import Array, Mask
+from ..synchronization.async_groups import snapshot
+from ..synchronization.mbarriers import Mbarriers
+
+
+class Proxies:
+    """The fences of each warp: when it fenced, and what it knew then."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.times: dict[int, list[int]] = {}  # by agent, numbered over the machine
+        self.known: dict[int, list[Array]] = {}
+
+    def fence(self, agents: Array) -> None:
+        """Note a fence.proxy.async by these warps."""
+        clocks = self.machine.clocks
+        for agent, clock, time in zip(agents, snapshot(clocks, agents), clocks.own(agents), strict=True):
+            self.times.setdefault(int(agent), []).append(int(time))
+            self.known.setdefault(int(agent), []).append(clock)
+        clocks.tick(agents)
+
+    def hidden(self, granules: Array, reader: int, clock: Array) -> NDArray[np.bool_]:
+        """Return which granules a thread stored last with no fence that the reader knows of.
+
+        reader: an agent, numbered over the machine. clock: its vector clock.
+        """
+        clocks = self.machine.clocks
+        writer, written = clocks.writer[granules], clocks.written[granules]
+        stored: NDArray[np.bool_] = (written > 0) & (
+            writer % (clocks.warps + clocks.asynchronous) < clocks.warps
+        )
+        if not stored.any():
+            return stored
+        first = reader // clocks.agents * clocks.agents
+        fenced = np.zeros(clocks.agents, np.int64)
+        for agent in np.flatnonzero(clock):
+            # The agent's last fence that the reader knows of.
+            before = bisect.bisect_right(self.times.get(first + int(agent), []), int(clock[agent]))
+            if before:
+                fenced = np.maximum(fenced, self.known[first + int(agent)][before - 1])
+        return stored & (written > fenced[writer])
+
+
+class TensorMapFences:
+    """The tensor maps that blocks have acquired: which warps did so, and when first."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.times: dict[tuple[int, int], dict[int, int]] = {}  # (block, address): agent: time
+
+    def acquire(self, addresses: Array, lanes: Array) -> None:
+        """Note that these lanes acquire the maps at these addresses."""
+        clocks = self.machine.clocks
+        agents = clocks.agents_of_lanes()[lanes]
+        for lane, address, agent, time in zip(lanes, addresses, agents, clocks.own(agents), strict=True):
+            block = int(self.machine.block_of_lane[lane])
+            self.times.setdefault((block, int(address)), {}).setdefault(int(agent), int(time))
+
+    def acquired(self, address: int, lane: int) -> bool:
+        """Return whether a lane knows that its block has acquired the map at this address."""
+        clocks = self.machine.clocks
+        fences = self.times.get((int(self.machine.block_of_lane[lane]), address))
+        if not fences:
+            return False
+        agents = np.array(list(fences))
+        own = clocks.agents_of_lanes()[[lane]]
+        return bool((clocks.knows(own, agents % clocks.agents) >= list(fences.values())).any())
 
 
 def fault_for_race(
     machine: Machine, races: Array, granules: Array, agents: Array, what: str, lane: int
 ) -> None:
-    """Fault where there are races: granules (n, m), of which agents (n,) use a row each."""
+    """Fault if there is a race. granules: (n, m); agents (n,) use one row each."""
     if races.any():
         row, column = divmod(int(np.argmax(races)), races.shape[-1])
         text = machine.clocks.explain(int(granules[row, column]), int(agents[row]))
@@ -24,7 +98,7 @@ def fault_for_race(
 
 
 def fault_for_missing_data(machine: Machine, granules: Array, what: str, lane: int) -> None:
-    """Fault where nobody wrote yet, or a copy is under way."""
+    """Fault if no thread has written a granule, or a copy still fills it."""
     if (machine.clocks.written[granules] == 0).any():
         machine.fault_at("unwritten shared memory", f"lets {what} shared memory that nobody wrote", lane)
     if machine.clocks.any_pending and machine.clocks.pending[granules].any():
@@ -35,7 +109,46 @@ def fault_for_missing_data(machine: Machine, granules: Array, what: str, lane: i
 def fault_for_missing_fence(
     machine: Machine, granules: Array, reader: int, clock: Array, what: str, lane: int
 ) -> None:
-    """Fault where a thread stored last, and `clock`, what the reader knows, has no fence since."""
+    """Fault if a thread stored last, and the reader, who knows `clock`, knows of no fence since."""
     if machine.state(Proxies).hidden(granules, reader, clock).any():
         text = f"lets {what} what a thread stored, with no fence.proxy.async in between"
         machine.fault_at("missing fence", text, lane)
+
+
+@unit("fence.proxy.tensormap::generic", order="fence", results=0)
+def fence_proxy_tensormap(batch: Batch) -> Run:
+    """fence.proxy.tensormap::generic.acquire.scope [addr], 128: see a tensor map as the host wrote it.
+
+    .release is for maps that a kernel changes, which the emulator does not support.
+    """
+    if "acquire" not in batch.first.opcode:
+        return lambda machine, mask: None
+    address = batch.address(0)
+
+    def run(machine: Machine, mask: Mask) -> None:
+        lanes = lanes_of(machine, mask)
+        machine.state(TensorMapFences).acquire(of_lanes(address(machine), machine, lanes), lanes)
+
+    return run
+
+
+@unit("fence.proxy.async", order="fence", results=0)
+def fence_proxy_async(batch: Batch) -> Run:
+    """fence.proxy.async{.space}: show earlier stores to the asynchronous proxy."""
+
+    def run(machine: Machine, mask: Mask) -> None:
+        agents = np.unique(machine.clocks.agents_of_lanes()[lanes_of(machine, mask)])
+        machine.state(Proxies).fence(agents)
+        machine.state(Mbarriers).show(agents)
+
+    return run
+
+
+@unit("fence.mbarrier_init", order="fence", results=0)
+def fence_mbarrier_init(batch: Batch) -> Run:
+    """fence.mbarrier_init.release.cluster: show the thread's new mbarriers to the copy engine."""
+
+    def run(machine: Machine, mask: Mask) -> None:
+        machine.state(Mbarriers).show(np.unique(machine.clocks.agents_of_lanes()[lanes_of(machine, mask)]))
+
+    return run

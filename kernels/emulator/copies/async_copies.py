@@ -1,8 +1,8 @@
 """cp.async: copies of 4, 8 or 16 bytes from global to shared memory that a thread begins and waits for later.
 
-PTX ISA, "Data Movement and Conversion Instructions: Non-bulk copy". A copy is carried out when its thread
-waits for its group, and reads global memory only then; where it goes is marked as pending in between. Its
-addresses are checked when it begins, so that one that is never waited for is checked too.
+The emulator checks a copy's addresses when it begins, and marks its destination as pending. It reads global
+memory and carries the copy out when the thread waits for its group (PTX ISA, "Data Movement and Conversion
+Instructions: Non-bulk copy").
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..memory.address_checks import any_granule, blame
 from ..memory.loads_and_stores import fetch
 from ..ptx.dtypes import Array, Mask
 from ..ptx.fault import EmulatorError
-from ..ptx.operands import Immediate, Register
+from ..ptx.operands import Register
 from ..synchronization.async_groups import AsyncGroups, begin
 
 
@@ -31,12 +31,12 @@ class Copies:
     batch: Batch
     lanes: Array  # (lanes,)
     size: int  # bytes of each
-    places: Array  # in the shared memory of all blocks
+    to: Array  # offsets in the shared memory of all blocks
     source: Array  # global addresses
-    taken: Array | None  # bytes that are read; the rest is zeros. None: all
+    taken: Array | None  # bytes to read; zeros fill up the rest. None: all
     granules: Array  # (n, lanes, granules of a copy)
-    agents: Array  # those that wait: the warp of each lane
-    clocks: Array  # (lanes, agents of a block): what a lane's warp will know then
+    agents: Array  # (lanes,): the warp that waits
+    clocks: Array  # (lanes, agents of a block): what that warp knows after the wait
 
 
 class AsyncCopies:
@@ -48,82 +48,73 @@ class AsyncCopies:
         self._claims = np.zeros(machine.clocks.written.size, np.int32)
 
     def twice(self, granules: Array) -> NDArray[np.bool_]:
-        """Return which copies (n, lanes) go to granules that another of them goes to as well."""
+        """Return which copies (n, lanes) share a granule with another of them."""
         numbers = np.arange(granules.size, dtype=np.int32).reshape(granules.shape)
         self._claims[granules] = numbers
         return any_granule(self._claims[granules] != numbers)
 
     def wait(self, lanes: Array, allowed: int) -> None:
-        """Complete what these lanes wait for, so that at most `allowed` groups of each are under way."""
+        """Complete copies of these lanes so that at most `allowed` groups of each are under way."""
         for copies, due in self.groups.wait(lanes, allowed):
             self._complete(copies, slice(None) if due.all() else due)
 
     def _complete(self, copies: Copies, some: slice | NDArray[np.bool_]) -> None:
         machine = self.machine
-        lanes, places, source = copies.lanes[some], copies.places[:, some], copies.source[:, some]
+        lanes, to, source = copies.lanes[some], copies.to[:, some], copies.source[:, some]
         taken = None if copies.taken is None else copies.taken[:, some]
         data = self._read(copies, lanes, source, taken)
         rows = machine.shared.reshape(-1).view(f"V{copies.size}")
-        rows[places // copies.size] = data.view(f"V{copies.size}")[..., 0]
+        rows[to // copies.size] = data.view(f"V{copies.size}")[..., 0]
         clocks = machine.clocks
         clocks.pending[copies.granules[:, some]] = False
-        # One lane of each warp is enough: all of a warp know the same.
+        # One lane of each warp is enough: all lanes of a warp share a clock.
         agents, first = np.unique(copies.agents[some], return_index=True)
         clocks.join(agents, copies.clocks[some][first])
         if machine.counts is not None:
             machine.counts.copied_bytes += data.size
 
     def _read(self, copies: Copies, lanes: Array, source: Array, taken: Array | None) -> Array:
-        """The bytes that arrive, (n, lanes, size): those of global memory, then zeros."""
+        """Return the bytes that arrive, (n, lanes, size): `taken` bytes of global memory, then zeros."""
         if taken is None:
             return fetch(self.machine, copies.batch, "global", source, copies.size, lanes)
         data = np.zeros((*source.shape, copies.size), np.uint8)
-        for row, instruction in enumerate(copies.batch.instructions):
-            one = Batch([instruction], copies.batch.program, copies.batch.layout)
+        for row in range(len(copies.batch)):
+            one = copies.batch.alone(row)
             for count in np.unique(taken[row][taken[row] > 0]):
                 some = taken[row] == count
                 for width, offset in _pieces(int(count)):
-                    place = (source[row, some] + offset)[None]
-                    read = fetch(self.machine, one, "global", place, width, lanes[some])
+                    address = (source[row, some] + offset)[None]
+                    read = fetch(self.machine, one, "global", address, width, lanes[some])
                     data[row, some, offset : offset + width] = read[0]
         return data
 
 
 def _pieces(count: int) -> list[tuple[int, int]]:
-    """Cut `count` bytes, at most 16, into (width, offset) with widths that are powers of 2, largest first."""
-    pieces, offset = [], 0
-    for width in (16, 8, 4, 2, 1):
-        if count & width:
-            pieces.append((width, offset))
-            offset += width
-    return pieces
+    """Cut `count` bytes, at most 16, into (width, offset) with powers of 2 as widths, largest first."""
+    return [(width, count & -2 * width) for width in (16, 8, 4, 2, 1) if count & width]
 
 
 @unit("cp.async.ca", "cp.async.cg", order="store", results=0)
 def cp_async(batch: Batch) -> Run:
     """cp.async.cg.shared.global [dst], [src], size{, src-size or ignore-src}."""
-    size = batch.first.operands[2]
-    if (
-        not isinstance(size, Immediate)
-        or size.value not in (4, 8, 16)
-        or any("cache_hint" in w for w in batch.first.opcode)
-    ):
+    width = batch.constant(2)
+    if width not in (4, 8, 16) or any("cache_hint" in word for word in batch.first.opcode):
         raise EmulatorError(f"this form of cp.async is not emulated: {batch.first.text}")
-    to, source, width = batch.address(0), batch.address(1), size.value
+    to, source = batch.address(0), batch.address(1)
     ignored = isinstance(batch.first.operands[-1], Register) and batch.first.operands[-1].file == "pred"
     taken = batch.source(3, "pred" if ignored else "u32") if batch.has(3) else None
 
     def run(machine: Machine, mask: Mask) -> None:
         lanes = lanes_of(machine, mask)
         shape = (len(batch), machine.lanes)
-        places, sources = (np.broadcast_to(read(machine), shape)[:, lanes] for read in (to, source))
+        shared, sources = (np.broadcast_to(read(machine), shape)[:, lanes] for read in (to, source))
         counts = None
         if taken is not None:
             given = np.broadcast_to(taken(machine), shape)[:, lanes]
             counts = np.where(given, 0, width) if ignored else given.astype(np.int64)
             if (counts == width).all():
                 counts = None
-        _begin(machine, batch, lanes, in_shared_window(machine, places, lanes), sources, counts, width)
+        _begin(machine, batch, lanes, in_shared_window(machine, shared, lanes), sources, counts, width)
 
     return run
 
@@ -132,31 +123,25 @@ def _begin(
     machine: Machine,
     batch: Batch,
     lanes: Array,
-    places: Array,
+    to: Array,
     sources: Array,
     taken: Array | None,
     width: int,
 ) -> None:
-    _check(machine, batch, lanes, places, sources, taken, width)
+    _check(machine, batch, lanes, to, sources, taken, width)
     if machine.counts is not None:
-        machine.counts.shared_access(machine.shape, batch.instructions, places, width, lanes)
+        machine.counts.shared_access(machine.shape, batch.instructions, to, width, lanes)
     clocks = machine.clocks
     block = machine.block_of_lane[lanes]
-    granules = clocks.granules(block, places, width)
+    granules = clocks.granules(block, to, width)
     of_lanes = clocks.agents_of_lanes()[lanes]
     warps, lane_of = np.unique(of_lanes, return_inverse=True)
     agents, known = begin(clocks, warps)
     copies = machine.state(AsyncCopies)
     if (bad := copies.twice(granules) | any_granule(clocks.pending[granules])).any():
-        blame(
-            machine,
-            batch,
-            bad,
-            lanes,
-            "overwrites a pending copy",
-            "copies to where another copy is under way",
-        )
-    copiers = np.broadcast_to(agents[lane_of], places.shape)
+        text = "copies to where another copy is under way"
+        blame(machine, batch, bad, lanes, "overwrites a pending copy", text)
+    copiers = np.broadcast_to(agents[lane_of], to.shape)
     races = clocks.write(granules, copiers, batch.instructions)
     if races.any():
         first = int(np.argmax(races))
@@ -167,7 +152,7 @@ def _begin(
     clocks.pending[granules] = True
     clocks.any_pending = True
     clocks.tick(agents)
-    flat = block * machine.shared_pitch + places
+    flat = block * machine.shared_pitch + to
     begun = Copies(batch, lanes, width, flat, sources, taken, granules, of_lanes, known[lane_of])
     copies.groups.begin(begun, lanes)
 
@@ -176,21 +161,20 @@ def _check(
     machine: Machine,
     batch: Batch,
     lanes: Array,
-    places: Array,
+    to: Array,
     sources: Array,
     taken: Array | None,
     width: int,
 ) -> None:
-    for name, addresses in (("to", places), ("from", sources)):
+    for name, addresses in (("to", to), ("from", sources)):
         if (bad := np.asarray(addresses % width != 0)).any():
             text = f"copies {width} bytes {name} an address that is not a multiple of {width}"
             blame(machine, batch, bad, lanes, "misaligned", text)
-    if (there := np.asarray(places >> CLUSTER_SHIFT)).any():
-        blame(
-            machine, batch, there != 0, lanes, "wrong memory", "copies to the shared memory of another block"
-        )
-    if (bad := np.asarray((places < 0) | (places + width > machine.shared_size))).any():
-        at = int(places.reshape(-1)[np.argmax(bad)])
+    if (there := np.asarray(to >> CLUSTER_SHIFT)).any():
+        text = "copies to the shared memory of another block"
+        blame(machine, batch, there != 0, lanes, "wrong memory", text)
+    if (bad := np.asarray((to < 0) | (to + width > machine.shared_size))).any():
+        at = int(to.reshape(-1)[np.argmax(bad)])
         have = f"of which the block has {machine.shared_size}"
         text = f"copies {width} bytes to byte {at} of shared memory, {have}"
         blame(machine, batch, bad, lanes, "out of bounds", text)
@@ -209,22 +193,20 @@ def _check(
 
 @unit("cp.async.commit_group", order="fence", results=0)
 def commit_group(batch: Batch) -> Run:
-    """cp.async.commit_group: make a group of the copies that each thread has begun since the last."""
+    """cp.async.commit_group: close the group of copies that each thread has begun since the last."""
     return lambda machine, mask: machine.state(AsyncCopies).groups.commit(lanes_of(machine, mask))
 
 
 @unit("cp.async.wait_group", order="fence", results=0)
 def wait_group(batch: Batch) -> Run:
     """cp.async.wait_group n: wait until at most the last n groups of the thread are under way."""
-    allowed = batch.first.operands[0]
-    if not isinstance(allowed, Immediate):
-        raise EmulatorError(f"the number of groups is no constant: {batch.first.text}")
-    return lambda machine, mask: machine.state(AsyncCopies).wait(lanes_of(machine, mask), allowed.value)
+    allowed = batch.constant(0)
+    return lambda machine, mask: machine.state(AsyncCopies).wait(lanes_of(machine, mask), allowed)
 
 
 @unit("cp.async.wait_all", order="fence", results=0)
 def wait_all(batch: Batch) -> Run:
-    """cp.async.wait_all: wait for all copies of the thread, grouped or not."""
+    """cp.async.wait_all: wait for all copies of the thread, in closed groups or not."""
 
     def run(machine: Machine, mask: Mask) -> None:
         copies, lanes = machine.state(AsyncCopies), lanes_of(machine, mask)

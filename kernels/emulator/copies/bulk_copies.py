@@ -1,10 +1,9 @@
 """cp.async.bulk.tensor: tensor copies between global memory and shared memory, by the copy engine.
 
-A load writes its box when some thread waits for its mbarrier and no thread can run otherwise: as late as can
-be, one copy after another until the phase is over. A store reads its box when its thread waits for that
-(wait_group.read), and writes it when the thread waits for that, or at the end.
-
-A multicast load is a copy of its own for each block of the cluster, counted at that block's mbarrier.
+The emulator carries them out as late as it can. A load writes its box when no thread can run and one waits
+for the load's mbarrier; loads follow one another until the phase is over. A store reads its box when its
+thread waits for the read (wait_group.read), and writes it when the thread waits for the write, or at the end.
+A multicast load is a separate copy for each block of the cluster, counted at that block's mbarrier.
 """
 
 from __future__ import annotations
@@ -18,12 +17,16 @@ import numpy as np
 from ..base.addresses import in_shared_window, lanes_of, of_lanes, shared_blocks
 from ..base.batch import Batch
 from ..base.instruction_registry import Run, unit
-from ..checks.async_accesses import fault_for_missing_data, fault_for_missing_fence, fault_for_race
-from ..checks.async_proxy import TensorMapFences
+from ..checks.async_accesses import (
+    TensorMapFences,
+    fault_for_missing_data,
+    fault_for_missing_fence,
+    fault_for_race,
+)
 from ..machine.machine import Machine
 from ..ptx.dtypes import Array, Mask
 from ..ptx.fault import EmulatorError
-from ..ptx.operands import Address, Immediate, Vector
+from ..ptx.operands import Address, Vector
 from ..ptx.program import PtxInstruction
 from ..synchronization.async_groups import AsyncGroups, begin
 from ..synchronization.mbarriers import Key, Mbarriers
@@ -36,15 +39,14 @@ class BulkLoad:
     """A load under way, to one block."""
 
     instruction: PtxInstruction | None
-    lane: int  # that began it
+    lane: int  # the thread that began it
     tensor: Any  # TensorMap
-    x: int
-    y: int
-    block: int  # that it writes to
-    chunks: Array  # (box rows, chunks): where in its shared memory, in 16 bytes
+    corner: tuple[int, int]  # (x, y) of the box in the matrix
+    block: int  # it writes to the shared memory of this block,
+    chunks: Array  # (box rows, chunks): at these offsets, in units of 16 bytes
     granules: Array
     mbarrier: Key
-    clock: Array  # what those learn who wait for it
+    clock: Array  # what a thread learns that waits for it
 
 
 @dataclass(eq=False)
@@ -54,11 +56,10 @@ class BulkStore:
     instruction: PtxInstruction | None
     lane: int
     tensor: Any
-    x: int
-    y: int
+    corner: tuple[int, int]
     chunks: Array
     clock: Array
-    box: Array | None = None  # what it has read
+    box: Array | None = None  # the data, once it is read
 
 
 class BulkCopies:
@@ -70,15 +71,15 @@ class BulkCopies:
         self.unread: AsyncGroups[BulkStore] = AsyncGroups(machine.lanes)
         self.unwritten: AsyncGroups[BulkStore] = AsyncGroups(machine.lanes)
         self.chunks = machine.shared.view("V16")  # (blocks, chunks)
-        machine.state(Mbarriers)  # whose last word, that nothing can go on, comes after this
+        machine.state(Mbarriers)  # its function in `late`, which faults, has to come after this one
         machine.late.insert(0, self._load)
 
     def _load(self) -> bool:
-        """Complete loads that somebody waits for; return whether there were any."""
+        """Complete loads that a thread waits for; return whether there were any."""
         return self.load(key for key, lanes in self.machine.state(Mbarriers).awaited.items() if lanes)
 
     def load(self, keys: Iterable[Key]) -> bool:
-        """Complete loads in order, until the phases of these mbarriers are over; return whether any was."""
+        """Complete loads in order until the phases of these mbarriers are over; return whether any was."""
         mbarriers = self.machine.state(Mbarriers)
         phases = {key: mbarriers.table[key].phase for key in keys if key in mbarriers.table}
         done = set()
@@ -93,7 +94,7 @@ class BulkCopies:
         machine = self.machine
         machine.instruction = load.instruction
         with machine.located(load.lane):
-            self.chunks[load.block, load.chunks] = load_box(load.tensor, load.x, load.y)
+            self.chunks[load.block, load.chunks] = load_box(load.tensor, *load.corner)
             machine.clocks.pending[load.granules] = False
             mbarrier = mbarriers.at(load.mbarrier, np.array([load.lane]))
             mbarriers.changed(mbarrier.complete(box_bytes(load.tensor), load.clock))
@@ -101,7 +102,7 @@ class BulkCopies:
             machine.counts.copied_bytes += box_bytes(load.tensor)
 
     def read(self, lanes: Array, allowed: int) -> None:
-        """wait_group.read: let stores of these lanes read shared memory, but for the last groups."""
+        """wait_group.read: let stores of these lanes read shared memory, except the last groups."""
         clocks = self.machine.clocks
         for store, _ in self.unread.wait(lanes, allowed):
             store.box = self.chunks[self.machine.block_of_lane[store.lane], store.chunks]
@@ -117,10 +118,10 @@ class BulkCopies:
         self.machine.instruction = store.instruction
         assert store.box is not None
         with self.machine.located(store.lane):
-            store_box(store.tensor, store.x, store.y, store.box)
+            store_box(store.tensor, *store.corner, store.box)
 
     def finish(self) -> None:
-        """At the end of the kernel: write what was read, and Fault for what is under way in shared memory."""
+        """At the end of the kernel, write what was read; Fault if a copy still uses shared memory."""
         machine = self.machine
         if self.unread.pending:
             store = self.unread.pending[0][0]
@@ -176,18 +177,14 @@ def tensor_copy(batch: Batch) -> Run:
                 _store(machine, found, where, chunks, lane)
                 continue
             for to in _targets(machine, int(block[i]), None if masks is None else int(masks[i]), lane):
-                key = (
-                    (to, int(counters[1][i]))
-                    if masks is not None
-                    else (int(counters[0][i]), int(counters[1][i]))
-                )
+                key = (to if masks is not None else int(counters[0][i]), int(counters[1][i]))
                 _load(machine, found, where, to, chunks, key, lane)
 
     return run
 
 
 def _targets(machine: Machine, block: int, ranks: int | None, lane: int) -> list[int]:
-    """The blocks that a load writes to: one, or those of the cluster whose bits are set."""
+    """Return the blocks that a load writes to: one, or those of the cluster whose bits are set."""
     if ranks is None:
         return [block]
     if not 0 < ranks < 1 << machine.cluster:
@@ -218,10 +215,8 @@ def _load(
     clocks.tick(agents)
     clocks.pending[granules] = True
     clocks.any_pending = True
-    bulk = machine.state(BulkCopies)
-    bulk.loads.append(
-        BulkLoad(machine.instruction, lane, tensor, *corner, block, chunks, granules, key, known[0])
-    )
+    load = BulkLoad(machine.instruction, lane, tensor, corner, block, chunks, granules, key, known[0])
+    machine.state(BulkCopies).loads.append(load)
 
 
 def _store(machine: Machine, tensor: Any, corner: tuple[int, int], chunks: Array, lane: int) -> None:
@@ -234,14 +229,14 @@ def _store(machine: Machine, tensor: Any, corner: tuple[int, int], chunks: Array
     fault_for_missing_fence(machine, granules[0], int(warp[0]), known[0], "the copy engine read", lane)
     clocks.tick(agents)
     bulk = machine.state(BulkCopies)
-    store = BulkStore(machine.instruction, lane, tensor, *corner, chunks, known[0])
+    store = BulkStore(machine.instruction, lane, tensor, corner, chunks, known[0])
     bulk.unread.begin(store, np.array([lane]))
     bulk.unwritten.begin(store, np.array([lane]))
 
 
 @unit("cp.async.bulk.commit_group", order="fence", results=0)
 def commit_group(batch: Batch) -> Run:
-    """cp.async.bulk.commit_group: make a group of the stores that each thread has begun since the last."""
+    """cp.async.bulk.commit_group: close the group of stores that each thread has begun since the last."""
 
     def run(machine: Machine, mask: Mask) -> None:
         bulk, lanes = machine.state(BulkCopies), lanes_of(machine, mask)
@@ -253,11 +248,8 @@ def commit_group(batch: Batch) -> Run:
 
 @unit("cp.async.bulk.wait_group", order="fence", results=0)
 def wait_group(batch: Batch) -> Run:
-    """cp.async.bulk.wait_group{.read} n: until at most the last n groups are under way, or unread."""
-    allowed = batch.first.operands[0]
-    if not isinstance(allowed, Immediate):
-        raise EmulatorError(f"the number of groups is no constant: {batch.first.text}")
-    count, only_read = allowed.value, "read" in batch.first.opcode
+    """cp.async.bulk.wait_group{.read} n: wait until at most the last n groups are under way, or unread."""
+    count, only_read = batch.constant(0), "read" in batch.first.opcode
 
     def run(machine: Machine, mask: Mask) -> None:
         bulk, lanes = machine.state(BulkCopies), lanes_of(machine, mask)

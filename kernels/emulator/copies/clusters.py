@@ -1,7 +1,7 @@
-"""Clusters: blocks that run together, reach each other's shared memory, and wait for each other.
+"""Clusters: blocks that run together, access each other's shared memory, and wait for each other.
 
 PTX ISA, "mapa", "getctarank", "barrier.cluster". An address of another block's shared memory holds 1 + the
-block's rank in the cluster above its offset (`places.CLUSTER_SHIFT`); 0 there means the thread's own block.
+block's rank in the cluster above its offset (`CLUSTER_SHIFT`); 0 there means the thread's own block.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ OFFSETS = (1 << CLUSTER_SHIFT) - 1
 
 @unit("mapa", order="pure")
 def mapa(batch: Batch) -> Run:
-    """mapa{.shared::cluster}.type d, a, b: the place of the own block's address a in the block of rank b."""
+    """mapa{.shared::cluster}.type d, a, b: the address in block b of the cluster for a in the own one."""
     kind = batch.first.opcode[-1]
     rank, write = batch.source(2, "u32"), batch.target(0, kind)
-    # A variable of shared memory may stand there as such, or in brackets.
+    # PTX may put a variable of shared memory in brackets here.
     at = batch.address(1) if isinstance(batch.first.operands[1], Address) else batch.source(1, kind)
 
     def run(machine: Machine, mask: Mask) -> None:
@@ -36,9 +36,9 @@ def mapa(batch: Batch) -> Run:
             lane = int(lanes[np.argmax(bad.any(axis=0))])
             text = f"maps an address to rank {int(ranks[:, lanes][bad][0])} of a cluster of {machine.cluster}"
             machine.fault_at("out of bounds", text, lane)
-        places = np.broadcast_to(at(machine), ranks.shape).astype(np.int64)
-        window = places & ~(SHARED_WINDOW - 1)
-        mapped = window | (ranks + 1) << CLUSTER_SHIFT | places & OFFSETS
+        addresses = np.broadcast_to(at(machine), ranks.shape).astype(np.int64)
+        window = addresses & ~(SHARED_WINDOW - 1)
+        mapped = window | (ranks + 1) << CLUSTER_SHIFT | addresses & OFFSETS
         write(machine, mapped.astype(f"u{8 if kind.endswith('64') else 4}"), mask)
 
     return run
@@ -52,8 +52,8 @@ def getctarank(batch: Batch) -> Run:
     write = batch.target(0, "u32")
 
     def run(machine: Machine, mask: Mask) -> None:
-        places = np.broadcast_to(at(machine), (len(batch), machine.lanes)).astype(np.int64)
-        rank = (places & SHARED_WINDOW - 1) >> CLUSTER_SHIFT
+        addresses = np.broadcast_to(at(machine), (len(batch), machine.lanes)).astype(np.int64)
+        rank = (addresses & SHARED_WINDOW - 1) >> CLUSTER_SHIFT
         own = (machine.first + machine.block_of_lane) % machine.cluster
         write(machine, np.where(rank > 0, rank - 1, own).astype(np.uint32), mask)
 
@@ -61,25 +61,24 @@ def getctarank(batch: Batch) -> Run:
 
 
 class RemoteAccesses:
-    """What agents do in other blocks' shared memory; no block may end before it knows that it is done."""
+    """Accesses to other blocks' shared memory. No block may end before it knows that they are done."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
-        self.times: dict[
-            tuple[int, int], tuple[int, PtxInstruction | None]
-        ] = {}  # by (block, agent): the last
+        # By (block, agent): the time and the instruction of the last access.
+        self.last: dict[tuple[int, int], tuple[int, PtxInstruction | None]] = {}
 
     def note(self, block: int, agents: Array) -> None:
-        """Note that agents use the memory of `block` now; those of the block itself are left out."""
+        """Note that agents use the memory of `block` now; agents of the block itself do not count."""
         clocks, machine = self.machine.clocks, self.machine
         for agent in np.unique(agents):
             if machine.cluster > 1 and agent // (clocks.warps + clocks.asynchronous) != block:
-                self.times[block, int(agent)] = (int(clocks.own(agent[None])[0]), machine.instruction)
+                self.last[block, int(agent)] = (int(clocks.own(agent[None])[0]), machine.instruction)
 
     def finish(self) -> None:
-        """At the end of the kernel: Fault for what a block's threads did not know of when they ended."""
+        """At the end of the kernel, Fault for an access that the block's threads did not know of."""
         machine, clocks = self.machine, self.machine.clocks
-        for (block, agent), (time, instruction) in self.times.items():
+        for (block, agent), (time, instruction) in self.last.items():
             lanes = block * machine.lanes_per_block + np.arange(clocks.warps) * 32
             warps = clocks.agents_of_lanes()[lanes]
             known = clocks.knows(warps, np.array([agent % clocks.agents]))
@@ -93,21 +92,21 @@ class RemoteAccesses:
 
 
 class ClusterBarriers:
-    """The barrier of each cluster: how often each thread has come, and has waited."""
+    """The barrier of each cluster: how often each thread has arrived and has waited."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
         self.arrived = np.zeros(machine.lanes, np.int64)
         self.waited = np.zeros(machine.lanes, np.int64)
-        self.released: dict[tuple[int, int], Array] = {}  # (cluster, phase): what those who came knew
+        self.released: dict[tuple[int, int], Array] = {}  # (cluster, phase): what the arrivals knew
 
     def clusters(self, lanes: Array) -> Array:
-        """The cluster of each lane, numbered over the machine."""
+        """Return the cluster of each lane, numbered over the machine."""
         found: Array = self.machine.block_of_lane[lanes] // self.machine.cluster
         return found
 
     def arrive(self, lanes: Array, releases: bool) -> None:
-        """Let lanes come, and release what they did."""
+        """Let lanes arrive, and release what they did."""
         machine, clocks = self.machine, self.machine.clocks
         if (bad := self.arrived[lanes] != self.waited[lanes]).any():
             text = "comes to the cluster's barrier again before it has waited there"
@@ -116,15 +115,15 @@ class ClusterBarriers:
         machine.events += 1
         agents = clocks.agents_of_lanes()[lanes]
         if releases:
-            place = self.clusters(lanes) << 32 | self.arrived[lanes]
-            for one in np.unique(place):
+            phases = self.clusters(lanes) << 32 | self.arrived[lanes]
+            for one in np.unique(phases):
                 key = (int(one) >> 32, int(one) & 0xFFFFFFFF)
-                clock = snapshot(clocks, np.unique(agents[place == one])).max(axis=0)
+                clock = snapshot(clocks, np.unique(agents[phases == one])).max(axis=0)
                 self.released[key] = np.maximum(self.released.get(key, clock), clock)
         clocks.tick(np.unique(agents))
 
     def wait(self, lanes: Array, acquires: bool) -> NDArray[np.bool_]:
-        """Which lanes may go on: all threads of their cluster that have not ended have come."""
+        """Return which lanes may go on: those whose whole cluster, except ended threads, has arrived."""
         machine, clocks = self.machine, self.machine.clocks
         if (bad := self.arrived[lanes] == self.waited[lanes]).any():
             text = "waits at the cluster's barrier to which it did not come (barrier.cluster.arrive)"
@@ -136,24 +135,24 @@ class ClusterBarriers:
         self.waited[lanes[passed]] += 1
         if acquires:
             agents = clocks.agents_of_lanes()[lanes]
-            place = clusters << 32 | self.arrived[lanes]
-            for one in np.unique(place[passed]):
+            phases = clusters << 32 | self.arrived[lanes]
+            for one in np.unique(phases[passed]):
                 clock = self.released.get((int(one) >> 32, int(one) & 0xFFFFFFFF))
                 if clock is not None:
-                    clocks.join(np.unique(agents[passed & (place == one)]), clock)
+                    clocks.join(np.unique(agents[passed & (phases == one)]), clock)
         return passed
 
 
 @unit("barrier.cluster.arrive", order="barrier", results=0)
 def arrive(batch: Batch) -> Run:
-    """barrier.cluster.arrive{.release|.relaxed}{.aligned}: come, and go on."""
+    """barrier.cluster.arrive{.release|.relaxed}{.aligned}: arrive, and go on."""
     releases = "relaxed" not in batch.first.opcode
     return lambda machine, mask: machine.state(ClusterBarriers).arrive(lanes_of(machine, mask), releases)
 
 
 @unit("barrier.cluster.wait", order="sync", results=0)
 def wait(batch: Batch) -> Run:
-    """barrier.cluster.wait{.acquire}{.aligned}: until all threads of the cluster have come."""
+    """barrier.cluster.wait{.acquire}{.aligned}: wait until all threads of the cluster have arrived."""
     acquires = "relaxed" not in batch.first.opcode
 
     def run(machine: Machine, mask: Mask) -> NDArray[np.bool_]:

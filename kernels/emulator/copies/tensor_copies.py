@@ -1,7 +1,7 @@
-"""Tensor copies: what the tensor memory accelerator (TMA) moves between a matrix and a tile in shared memory.
+"""Tensor copies: the bytes that the tensor memory accelerator (TMA) moves between a matrix and shared memory.
 
-One thread names a tensor map and the corner of a box; the copy engine computes all addresses, swizzles, and
-fills what lies outside of the matrix with zeros, or does not write it (PTX ISA, "cp.async.bulk.tensor", and
+One thread names a tensor map and the corner of a box. The copy engine computes all addresses and swizzles.
+Outside of the matrix, a load fills in zeros and a store writes nothing (PTX ISA, "cp.async.bulk.tensor" and
 "Tensors"). The rules of a tensor map are those of cuTensorMapEncodeTiled (CUDA driver API).
 """
 
@@ -42,7 +42,7 @@ class TensorMapLike(Protocol):
 
 
 def check(tensor: TensorMapLike) -> None:
-    """Raise Fault where a GPU's driver would refuse the tensor map, EmulatorError where the emulator does."""
+    """Raise Fault for a tensor map that a GPU's driver refuses, EmulatorError for one not emulated."""
     size = _BYTES.get(tensor.dtype)
     if size is None:
         raise EmulatorError(f"a tensor map of {tensor.dtype} is not emulated: use one of {list(_BYTES)}")
@@ -73,15 +73,15 @@ def check(tensor: TensorMapLike) -> None:
 
 
 def box_bytes(tensor: TensorMapLike) -> int:
-    """Return the bytes that one load writes, and counts on its mbarrier: all of the box, zeros included."""
+    """Return the bytes that one load writes and counts at its mbarrier: the whole box, zeros included."""
     return tensor.box_rows * tensor.box_columns * _BYTES[tensor.dtype]
 
 
 def box_addresses(tensor: TensorMapLike, address: int, size: int) -> Array:
-    """Return where in shared memory the box's 16-byte chunks lie, (box rows, chunks), for a box at `address`.
+    """Return the shared-memory addresses of the 16-byte chunks (box rows, chunks) of a box at `address`.
 
-    The swizzle's pattern lies at fixed addresses, wherever the box begins. Raises Fault where the box is not
-    aligned to 128 bytes, or leaves the `size` bytes of the block's shared memory.
+    The swizzle's pattern depends on the address alone, not on where the box begins. Raises Fault if the box
+    is not aligned to 128 bytes, or leaves the `size` bytes of the block's shared memory.
     """
     if address % ALIGNMENT:
         raise Fault(
@@ -97,7 +97,7 @@ def box_addresses(tensor: TensorMapLike, address: int, size: int) -> Array:
 
 
 def load_box(tensor: TensorMapLike, x: int, y: int) -> Array:
-    """Return the box from column x and row y on, (box rows, chunks) of 16 bytes; 0 outside of the matrix."""
+    """Return the box at column x and row y, (box rows, chunks) of 16 bytes; 0 outside of the matrix."""
     bits = _bits(tensor)
     box = np.zeros((tensor.box_rows, tensor.box_columns), bits.dtype)
     inside, outer = _overlap(tensor, x, y)
@@ -106,7 +106,7 @@ def load_box(tensor: TensorMapLike, x: int, y: int) -> Array:
 
 
 def store_box(tensor: TensorMapLike, x: int, y: int, box: Array) -> None:
-    """Write what is inside of a box, (box rows, chunks) of 16 bytes, to the matrix at column x and row y."""
+    """Write a box, (box rows, chunks) of 16 bytes, to the matrix at column x and row y."""
     bits = _bits(tensor)
     if not bits.flags.writeable:
         raise Fault("read-only memory", "a tensor copy writes to a matrix that is read-only")
@@ -115,7 +115,7 @@ def store_box(tensor: TensorMapLike, x: int, y: int, box: Array) -> None:
 
 
 def _bits(tensor: TensorMapLike) -> Array:
-    """The matrix (rows, columns) in memory, as unsigned integers of its elements' size."""
+    """Return a view of the matrix (rows, columns) as unsigned integers of its elements' size."""
     memory = np.asarray(tensor.array)
     if not memory.flags.c_contiguous:
         raise EmulatorError("a tensor map's array is not contiguous: pass the matrix's plain memory")
@@ -138,11 +138,11 @@ def _bits(tensor: TensorMapLike) -> Array:
 
 
 def _overlap(tensor: TensorMapLike, x: int, y: int) -> tuple[tuple[slice, slice], tuple[slice, slice]]:
-    """Where the box at (x, y) and the matrix meet: in the box, and in the matrix."""
+    """Return where the box at (x, y) overlaps the matrix: as slices of the box, and of the matrix."""
     inside, outer = [], []
     for start, box, extent in ((y, tensor.box_rows, tensor.rows), (x, tensor.box_columns, tensor.columns)):
-        first, end = max(start, 0), max(min(start + box, extent), 0)
-        end = max(first, end)
+        first = max(start, 0)
+        end = max(first, min(start + box, extent))
         inside.append(slice(first - start, end - start) if end > first else slice(0, 0))
         outer.append(slice(first, end) if end > first else slice(0, 0))
     return (inside[0], inside[1]), (outer[0], outer[1])

@@ -1,8 +1,8 @@
-"""A kernel's arguments, as the bytes of its parameters: arrays in place, tuples by their items.
+"""Turn a kernel's arguments into the bytes of its PTX parameters.
 
-Numba flattens them (numba-cuda 0.30, `_Kernel._prepare_args`). An array becomes nothing, nothing, items,
-bytes of an item, address, shape..., strides...; a tuple its items, one after another; a complex number two
-floats; a record the address of its bytes; an enumeration's member its value; a date or a duration an int64.
+Numba flattens arguments (numba-cuda 0.30, `_Kernel._prepare_args`). An array becomes 0, 0, its item count,
+item size, address, shape..., strides...; a tuple becomes its items; a complex number two floats; a record the
+address of its bytes; an enum member its value; a date or a duration an int64.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ from ..ptx.program import Program
 def parameters(
     program: Program, args: Sequence[Any], memory: GlobalMemory, names: Sequence[str]
 ) -> dict[str, bytes]:
-    """Return the bytes of each of the kernel's parameters; arrays and records become known to `memory`.
+    """Return the bytes of each parameter, and add arrays and records to `memory`.
 
-    `names` are the arguments' own, for faults; those that are missing are counted. Raises EmulatorError where
-    the arguments are not as many as the kernel takes.
+    `names` of the arguments are for faults. Raises EmulatorError for a wrong number of arguments.
     """
     flat: list[Any] = []
     for i, arg in enumerate(args):
@@ -45,14 +44,14 @@ def _flat(arg: Any, memory: GlobalMemory, name: str) -> list[Any]:
     if isinstance(arg, np.ndarray):
         described = f"{name} ({_dtype(arg)} {arg.shape})"
         return [0, 0, arg.size, arg.itemsize, memory.add(arg, described), *arg.shape, *arg.strides]
-    if hasattr(arg, "box_rows"):  # a TensorMap: 128 bytes that only the copy engine reads
+    if hasattr(arg, "box_rows"):  # a TensorMap: 128 bytes for the copy engine alone
         address = memory.allocate(np.zeros(128, np.uint8), f"the tensor map {name}", writable=False)
         memory.tensor_maps[address] = arg
         return [0, 0, 128, 1, address, 128, 1]
     if isinstance(arg, tuple):
         return [value for i, item in enumerate(arg) for value in _flat(item, memory, f"{name}[{i}]")]
     if isinstance(arg, np.void):
-        # The record's own bytes, which may be those of an array that it was taken from.
+        # The record's own bytes. They may lie in the array that it was taken from.
         record = np.ndarray((arg.nbytes,), np.uint8, buffer=arg.data)
         return [memory.add(record, f"the record {name}")]
     if isinstance(arg, enum.Enum):

@@ -41,7 +41,6 @@ def run_kernel(
     args: Sequence[Any],
     shared: int = 0,
     cluster: int = 1,
-    counts: Counts | None = None,
     names: Sequence[str] = (),
 ) -> None:
     """Run the kernel in `ptx` over a grid of blocks, on the arguments' own memory.
@@ -53,12 +52,10 @@ def run_kernel(
         args: NumPy arrays, tensor maps and numbers, in the kernel's order.
         shared: bytes of dynamic shared memory.
         cluster: blocks along x that form a cluster.
-        counts: if given, filled with what the kernel did.
         names: of the arguments, for faults.
 
     Raises Fault for what the kernel does wrong, ValueError and EmulatorError for what cannot run.
     """
-    counts = counts or COUNTING.get()
     whole_grid, whole_block = sizes("grid", grid), sizes("block", block)
     threads = whole_block[0] * whole_block[1] * whole_block[2]
     if not 1 <= threads <= THREADS:
@@ -88,7 +85,7 @@ def run_kernel(
     stored = program.flow.stored
     memory.watch(None if stored is None else [int.from_bytes(flat[name], "little") for name in stored])
     _load_variables(program, memory)
-    launch = Launch(program, whole_grid, whole_block, flat, memory, shared, cluster, counts)
+    launch = Launch(program, whole_grid, whole_block, flat, memory, shared, cluster, COUNTING.get())
     size = _blocks_of_a_machine(program, threads, shared, cluster)
     with np.errstate(all="ignore"):
         run_grid(launch, (_scheduler(ptx, launch, first, size) for first in range(0, launch.blocks, size)))

@@ -1,9 +1,7 @@
-"""Turn a program into steps: each a batch of like, independent instructions that run as one NumPy operation.
+"""Turn a program into steps: batches of like, independent instructions that run as one NumPy operation.
 
-NumPy's cost is per call, so the fewer calls the better. Within a basic block each instruction gets a level:
-one more than the highest level of what it depends on (registers written before they are read, reads before
-they are overwritten, the order of memory accesses). Instructions of one level and one kind make a batch. The
-64 multiply-adds of an 8 x 8 thread tile become one step, and the accesses to memory keep their order.
+NumPy costs time per call, so fewer calls are better. Within a basic block, instructions of one level
+(`dependencies`) and of one kind form a batch. The 64 multiply-adds of an 8 x 8 thread tile become one step.
 """
 
 from __future__ import annotations
@@ -12,26 +10,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ..base.batch import Batch, RegisterLayout, Source
-from ..base.instruction_registry import InstructionUnit, OrderingClass, Run, find
+from ..base.instruction_registry import InstructionUnit, Run, find
 from ..instructions import arithmetic
 from ..ptx.fault import EmulatorError
-from ..ptx.operands import (
-    Address,
-    Immediate,
-    Label,
-    Operand,
-    Pair,
-    Register,
-    Special,
-    Symbol,
-    Vector,
-    registers_in,
-)
+from ..ptx.operands import Pair, Register
 from ..ptx.program import Program, PtxInstruction
+from .dependencies import Levels, likeness, registers_of, written_by
 
-BATCH_LANES = 1 << 15  # lanes times instructions of a step: its operands then fit the second-level cache
+BATCH_LANES = 1 << 15  # largest lanes times instructions of a step, so that operands fit the L2 cache
 CONTROL = ("bra", "ret", "exit", "trap")
-SPACES = ("global", "shared", "local")
 LOOKS = {"atom", "volatile", "relaxed", "acquire", "test_wait", "nanosleep"}
 
 
@@ -40,7 +27,7 @@ class BatchStep:
     """A batch that is ready to run."""
 
     run: Run
-    guard: Source | None  # the lanes that it is for, beside the front's own
+    guard: Source | None  # reads which lanes the instructions' guard lets run
     batch: Batch
 
     @property
@@ -51,21 +38,21 @@ class BatchStep:
 
 @dataclass(frozen=True, slots=True)
 class BasicBlock:
-    """A basic block: steps, then a branch, an exit or a fall into the next block."""
+    """A basic block: steps, then a branch, an exit, or the next block."""
 
     start: int  # the index of its first instruction
     steps: tuple[BatchStep, ...]
     control: PtxInstruction | None
-    batch: Batch | None  # of the branch or exit
-    guard: Source | None  # of it
-    target: int  # where a branch goes
+    batch: Batch | None  # of the control instruction
+    guard: Source | None  # of the control instruction
+    target: int  # the branch's target
     next: int  # the instruction after the block
-    looks: bool  # it reads what other lanes may write meanwhile: a loop around it may wait for them
+    looks: bool  # reads what other lanes may write: a loop around it may be waiting for them
 
 
 @dataclass(frozen=True)
 class Code:
-    """A program in steps, for machines of up to a number of lanes."""
+    """A program in steps, with batches sized for some number of lanes."""
 
     program: Program
     blocks: dict[int, BasicBlock]  # by the index of their first instruction
@@ -75,7 +62,7 @@ class Code:
 def compile_steps(program: Program, lanes: int) -> Code:
     """Return the steps of `program` for a machine of `lanes` lanes.
 
-    Raises EmulatorError that names the instruction, for one that the emulator does not know.
+    Raises EmulatorError for an instruction that the emulator does not know.
     """
     largest = max(1, BATCH_LANES // lanes)
     planned = []
@@ -87,15 +74,15 @@ def compile_steps(program: Program, lanes: int) -> Code:
     counts: dict[str, int] = {}
     for _, _, batches, control in planned:
         for unit, batch in batches:
-            # Column by column, as vectors are written: first the first items of all instructions.
-            columns = [list(_written(unit, instruction)) for instruction in batch]
+            # Column by column, as vectors are written: the first items of all instructions come first.
+            columns = [list(written_by(unit, instruction)) for instruction in batch]
             for column in zip(*columns, strict=True):
-                _place(column, layout, counts)
+                _assign_rows(column, layout, counts)
         for _, batch in batches:
             for instruction in batch:
-                _place(list(_registers(instruction)), layout, counts)
+                _assign_rows(list(registers_of(instruction)), layout, counts)
         if control is not None:
-            _place(list(_registers(control)), layout, counts)
+            _assign_rows(list(registers_of(control)), layout, counts)
     blocks = {
         start: _block(program, layout, start, end, batches, control)
         for start, end, batches, control in planned
@@ -103,7 +90,7 @@ def compile_steps(program: Program, lanes: int) -> Code:
     return Code(program, blocks, counts)
 
 
-def _place(registers: Sequence[Register], layout: RegisterLayout, counts: dict[str, int]) -> None:
+def _assign_rows(registers: Sequence[Register], layout: RegisterLayout, counts: dict[str, int]) -> None:
     for register in registers:
         if (register.file, register.row) not in layout:
             layout[register.file, register.row] = counts.get(register.file, 0)
@@ -150,7 +137,7 @@ def _unit(instruction: PtxInstruction) -> InstructionUnit:
 
 
 def _basic_blocks(program: Program) -> Iterator[tuple[int, int]]:
-    """Yield (start, end) of each run of instructions that is entered at its start only."""
+    """Yield (start, end) of each run of instructions that can only be entered at its start."""
     count = len(program.instructions)
     starts = {0, *program.labels.values()}
     for i, instruction in enumerate(program.instructions):
@@ -161,129 +148,16 @@ def _basic_blocks(program: Program) -> Iterator[tuple[int, int]]:
 
 
 def _batches(body: list[PtxInstruction], largest: int) -> list[tuple[InstructionUnit, list[PtxInstruction]]]:
-    """Group the instructions of a basic block into batches, in an order that keeps what depends on what."""
-    levels = _Levels()
+    """Group the instructions of a basic block into batches, in an order that respects dependencies."""
+    levels = Levels()
     groups: dict[tuple[int, object], list[tuple[InstructionUnit, list[PtxInstruction]]]] = {}
     for instruction in body:
         unit = _unit(instruction)
         level = levels.add(instruction, unit)
         alone = unit.order in ("fence", "barrier", "sync")
-        key = (level, instruction if alone else _likeness(instruction))
+        key = (level, instruction if alone else likeness(instruction))
         batches = groups.setdefault(key, [])
         if not batches or len(batches[-1][1]) == largest:
             batches.append((unit, []))
         batches[-1][1].append(instruction)
     return [batch for key in sorted(groups, key=lambda key: key[0]) for batch in groups[key]]
-
-
-class _Levels:
-    """The level of each instruction of a basic block, one after another."""
-
-    def __init__(self) -> None:
-        self.written: dict[tuple[str, int], int] = {}  # level of the last write of a register
-        self.read: dict[tuple[str, int], int] = {}  # highest level that reads it since
-        # The level of the last store, and its likeness.
-        self.stores: dict[str, tuple[int, object]] = dict.fromkeys(SPACES, (-1, None))
-        self.loads = dict.fromkeys(SPACES, -1)  # highest level of a load since
-        self.floor = 0  # the level after the last barrier
-        self.highest = -1
-
-    def add(self, instruction: PtxInstruction, unit: InstructionUnit) -> int:
-        """Return the level of the next instruction."""
-        written = {(register.file, register.row) for register in _written(unit, instruction)}
-        read = {(register.file, register.row) for register in _registers(instruction)}
-        if instruction.guard is None:
-            # A result is no input; where a guard may leave it as it was, it is one.
-            read -= written - _inputs(unit, instruction)
-        level = self.floor
-        for register in read:
-            level = max(level, self.written.get(register, -1) + 1)
-        for register in written:
-            level = max(level, self.written.get(register, -1) + 1, self.read.get(register, -1) + 1)
-        level = max(level, self._memory(instruction, unit.order))
-        for register in read:
-            self.read[register] = max(self.read.get(register, -1), level)
-        for register in written:
-            self.written[register] = level
-            self.read.pop(register, None)
-        self._remember(instruction, unit.order, level)
-        self.highest = max(self.highest, level)
-        if unit.order in ("barrier", "sync"):
-            self.floor = level + 1
-        return level
-
-    def _memory(self, instruction: PtxInstruction, order: OrderingClass) -> int:
-        if order == "pure":
-            return 0
-        if order in ("barrier", "sync"):
-            return self.highest + 1
-        like = _likeness(instruction)
-        level = 0
-        for space in _spaces(instruction) if order != "fence" else SPACES:
-            stored, name = self.stores[space]
-            alike = order == "store" and name == like
-            level = max(level, stored + (0 if alike else 1))
-            if order != "load":
-                level = max(level, self.loads[space] + 1)
-        return level
-
-    def _remember(self, instruction: PtxInstruction, order: OrderingClass, level: int) -> None:
-        if order == "pure":
-            return
-        for space in _spaces(instruction) if order in ("load", "store") else SPACES:
-            if order == "load":
-                self.loads[space] = max(self.loads[space], level)
-            else:
-                self.stores[space] = (level, _likeness(instruction) if order == "store" else None)
-                self.loads[space] = -1
-
-
-def _spaces(instruction: PtxInstruction) -> tuple[str, ...]:
-    words = " ".join(instruction.opcode)
-    named = tuple(space for space in SPACES if space in words)
-    if instruction.opcode[0] == "ld" and instruction.opcode[1] in ("param", "const"):
-        return ("local",)
-    return named or SPACES  # a generic address may be anywhere
-
-
-def _registers(instruction: PtxInstruction) -> Iterator[Register]:
-    for operand in instruction.operands:
-        yield from registers_in(operand)
-    if instruction.guard is not None:
-        yield instruction.guard
-
-
-def _written(unit: InstructionUnit, instruction: PtxInstruction) -> Iterator[Register]:
-    for operand in instruction.operands[: unit.results]:
-        if not isinstance(operand, Address):
-            yield from registers_in(operand)
-
-
-def _inputs(unit: InstructionUnit, instruction: PtxInstruction) -> set[tuple[str, int]]:
-    rest = instruction.operands[unit.results :]
-    return {(item.file, item.row) for operand in rest for item in registers_in(operand)}
-
-
-def _likeness(instruction: PtxInstruction) -> tuple[object, ...]:
-    """What instructions of one batch have in common."""
-    guard = instruction.guard
-    return (
-        instruction.opcode,
-        (guard.row, instruction.negated) if guard else None,
-        tuple(_shape(operand) for operand in instruction.operands),
-    )
-
-
-def _shape(operand: Operand) -> object:
-    if isinstance(operand, Register):
-        return (operand.file, operand.negated)
-    if isinstance(operand, Vector):
-        return tuple(_shape(item) for item in operand.items)
-    if isinstance(operand, Pair):
-        return ("pair", _shape(operand.first), _shape(operand.second))
-    if isinstance(operand, Address):
-        return ("address", _shape(operand.base), tuple(_shape(item) for item in operand.more))
-    if isinstance(operand, Special | Label):
-        return operand.name
-    assert isinstance(operand, Immediate | Symbol)
-    return type(operand)

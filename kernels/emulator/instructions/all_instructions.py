@@ -4,7 +4,7 @@ Most units are in this folder. Others are beside the state that they change: cop
 synchronization/.
 """
 
-from ..checks import async_proxy  # noqa: F401
+from ..checks import async_accesses  # noqa: F401
 from ..copies import async_copies, bulk_copies, clusters  # noqa: F401
 from ..memory import array_reshape, loads_and_stores  # noqa: F401
 from ..synchronization import barriers, grid_barrier  # noqa: F401

@@ -1,4 +1,4 @@
-"""Instructions that read and write registers only: arithmetic, moves, conversions of addresses."""
+"""Instructions of registers alone: arithmetic, moves, conversions of addresses."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import numpy as np
 
 from ..arithmetic.bits import count_ones
 from ..arithmetic.operations import Operation, operation
-from ..base.addresses import LOCAL_WINDOW, SHARED_WINDOW
+from ..arithmetic.warp_operations import word
+from ..base.addresses import LOCAL_WINDOW, SHARED_WINDOW, active_lanes
 from ..base.batch import Batch
 from ..base.instruction_registry import InstructionUnit, Run, unit
 from ..machine.machine import Machine
@@ -18,7 +19,7 @@ from ..ptx.operands import Pair, Vector
 
 @cache
 def unit_of(opcode: tuple[str, ...], results: int = 1) -> InstructionUnit | None:
-    """Return the unit of an arithmetic instruction with one or two results, None where none has that name."""
+    """Return the unit of an arithmetic instruction with one or two results, or None."""
     found = operation(opcode, results)
     if found is None:
         return None
@@ -43,7 +44,7 @@ def _arithmetic(batch: Batch, found: Operation) -> Run:
 
 
 def _two_results(batch: Batch, found: Operation) -> Run:
-    """`setp p|q, a, b` and its like."""
+    """Prepare `setp p|q, a, b` and other instructions with two results."""
     pairs = [operand for operand in batch.operands(0) if isinstance(operand, Pair)]
     first = batch.writer([pair.first for pair in pairs], found.result)
     second = batch.writer([pair.second for pair in pairs], "pred")
@@ -85,7 +86,7 @@ def _with_carry(batch: Batch, found: Operation) -> Run:
 
 @unit("mov", order="pure")
 def move(batch: Batch) -> Run:
-    """mov d, a; with a vector on one side, its items are the parts of the other, the lowest first."""
+    """mov d, a. If one side is a vector, its items are the parts of the other side, lowest first."""
     kind = batch.first.opcode[-1]
     to, source = batch.first.operands
     if isinstance(source, Vector):
@@ -120,7 +121,7 @@ def _unpack(batch: Batch, kind: str, parts: int) -> Run:
 
 @unit("cvta", order="pure")
 def convert_address(batch: Batch) -> Run:
-    """cvta.space generic, offset and cvta.to.space offset, generic: windows of the generic addresses."""
+    """cvta.space generic, offset and cvta.to.space offset, generic: add or subtract the space's window."""
     opcode = batch.first.opcode
     kind = opcode[-1]
     windows = {"shared": SHARED_WINDOW, "local": LOCAL_WINDOW}
@@ -153,20 +154,19 @@ def is_in_space(batch: Batch) -> Run:
 
 @unit("activemask", order="pure")
 def active_mask(batch: Batch) -> Run:
-    """activemask.b32 d: a bit for each lane of the warp that runs this with it."""
+    """activemask.b32 d: a bit for each lane of the warp that runs this together."""
     write = batch.target(0, "u32")
 
     def run(machine: Machine, mask: Mask) -> None:
-        active = np.ones(machine.lanes, np.bool_) if mask is None else mask
-        bits = active.reshape(-1, 32) @ (np.uint64(1) << np.arange(32, dtype=np.uint64))
-        write(machine, np.repeat(bits.astype(np.uint32), 32)[None], mask)
+        bits = word(active_lanes(machine, mask).reshape(-1, 32))
+        write(machine, np.repeat(bits, 32)[None], mask)
 
     return run
 
 
 @unit("elect", order="pure")
 def elect(batch: Batch) -> Run:
-    """elect.sync d|p, membermask: the lowest of the lanes named is elected; p is true there."""
+    """elect.sync d|p, membermask: elect the lowest named lane; p is true there."""
     pairs = [operand for operand in batch.operands(0) if isinstance(operand, Pair)]
     lane = batch.writer([pair.first for pair in pairs], "u32")
     chosen = batch.writer([pair.second for pair in pairs], "pred")

@@ -1,7 +1,7 @@
 """atom and red: atomic operations on global and shared memory.
 
-Atomics on one place don't race with each other; a plain access beside them, with no barrier between, does.
-What else they order (a lock, a flag, a counter of finished blocks) is the business of `turns`.
+Atomics on one address don't race with each other, but they race with unordered plain accesses.
+`synchronization.atomic_ordering` handles what else they order: locks, flags, counters of finished blocks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ..base.batch import Batch
 from ..base.instruction_registry import Run, unit
 from ..checks.debug_exceptions import fault_for_exception
 from ..machine.machine import Machine
-from ..memory.address_checks import aligned, blame, note, out_of_bounds, rows_of, shared_place
+from ..memory.address_checks import aligned, blame, note, out_of_bounds, rows_of, shared_offsets
 from ..ptx.dtypes import SIZES, Array, Mask
 from ..ptx.fault import EmulatorError
 from ..synchronization.atomic_ordering import AtomicOrder
@@ -28,7 +28,7 @@ def update(batch: Batch) -> Run:
 
 @unit("red", order="store", results=0)
 def reduction(batch: Batch) -> Run:
-    """red{.space}.operation.kind [a], b: as atom, with no result."""
+    """red{.space}.operation.kind [a], b: as atom, without a result."""
     return _prepare(batch, 0)
 
 
@@ -45,18 +45,18 @@ def _prepare(batch: Batch, first: int) -> Run:
     def run(machine: Machine, mask: Mask) -> None:
         lanes = lanes_of(machine, mask)
         shape = (len(batch), machine.lanes)
-        places = addresses_of(address(machine), len(batch), lanes, machine)
+        addresses = addresses_of(address(machine), len(batch), lanes, machine)
         operand = np.broadcast_to(one(machine), shape)[:, lanes]
         other = None if two is None else np.broadcast_to(two(machine), shape)[:, lanes]
         if other is not None:  # atom.cas d, [a], compare, new
             operand, other = other, operand
         old = np.zeros(shape, operand.dtype)
-        for i in range(len(batch)):  # in order: the next may update what this one did
+        for i in range(len(batch)):  # in order: the next may update the same address
             machine.instruction = batch.instructions[i]
             compare = None if other is None else other[i]
-            old[i, lanes] = _apply(machine, batch, i, space, places[i], operand[i], compare, found, lanes)
+            old[i, lanes] = _apply(machine, batch, i, space, addresses[i], operand[i], compare, found, lanes)
             if learns:
-                machine.state(AtomicOrder).take(places[i], lanes)
+                machine.state(AtomicOrder).update(addresses[i], lanes)
         if write is not None:
             write(machine, old, mask)
 
@@ -68,47 +68,45 @@ def _apply(
     batch: Batch,
     i: int,
     space: str,
-    places: Array,
+    addresses: Array,
     operand: Array,
     compare: Array | None,
     found: Atomic,
     lanes: Array,
 ) -> Array:
     width = SIZES[found.kind]
-    one = Batch([batch.instructions[i]], batch.program, batch.layout)
-    aligned(machine, one, places[None], width, lanes)
+    one = batch.alone(i)
+    aligned(machine, one, addresses[None], width, lanes)
     if space == "generic":
-        space, places = generic(places)
+        space, addresses = generic(addresses)
     if space == "shared":
-        flat = shared_place(machine, one, places[None], width, lanes, "updates")[0]
+        flat = shared_offsets(machine, one, addresses[None], width, lanes, "updates")[0]
         cells = rows_of(machine.shared, width).view(operand.dtype)
-        was = apply(cells, flat // width, operand, compare, found, None)
+        was = apply(cells, flat // width, operand, compare, found)
         machine.memory.changes += bool((cells[flat // width] != was).any())
         return was
     if space != "global":
         bad = np.ones((1, lanes.size), np.bool_)
         blame(machine, one, bad, lanes, "atomic", "updates memory that is neither global nor shared")
     if machine.counts is not None:
-        machine.counts.global_access(machine.shape, one.instructions, places[None], width, lanes, write=True)
-    old = np.zeros(places.shape, operand.dtype)
-    for buffer, where in machine.memory.find(places, width):
+        machine.counts.global_access(
+            machine.shape, one.instructions, addresses[None], width, lanes, write=True
+        )
+    old = np.zeros(addresses.shape, operand.dtype)
+    for buffer, where in machine.memory.find(addresses, width):
         if buffer is not None and not buffer.writable:
             machine.fault("read-only memory", f"the kernel updates {buffer.name}, which is read-only")
         if buffer is None:
-            out_of_bounds(
-                machine, one, places[None], None if where is None else where[None], width, lanes, "updates"
-            )
+            outside = None if where is None else where[None]
+            out_of_bounds(machine, one, addresses[None], outside, width, lanes, "updates")
         which = slice(None) if where is None else where
         if buffer.watched and machine.memory.watch_blocks:
-            note(machine, buffer, "updates", places[which], width, lanes[which])
+            note(machine, buffer, "updates", addresses[which], width, lanes[which])
         cells = buffer.view(width).view(operand.dtype)
-        index = (places[which] - buffer.start) // width
-        old[which] = apply(
-            cells, index, operand[which], None if compare is None else compare[which], found, None
-        )
+        index = (addresses[which] - buffer.start) // width
+        compares = None if compare is None else compare[which]
+        old[which] = apply(cells, index, operand[which], compares, found)
         machine.memory.changes += bool((cells[index] != old[which]).any())
         if buffer.raises:
-            raising = np.zeros(machine.lanes, np.bool_)
-            raising[lanes] = True
-            fault_for_exception(machine, raising)
+            fault_for_exception(machine, np.isin(np.arange(machine.lanes), lanes))
     return old

@@ -1,9 +1,9 @@
 """Calls of CUDA's functions on __half and __nv_bfloat16, which Numba leaves to a linker.
 
-float16 operators of Numba are C++ functions of cuda_fp16.h, linked in after PTX is made. Their names say what
-they are (Itanium C++ ABI, "Mangling"): `_ZplRK6__halfS1__nbst` is `operator+(const __half&, const __half&)`.
-All parameters are addresses: of the result, then of the operands. They compute in float32 (fma in float64)
-and round once, to nearest even, as PTX does.
+Numba's float16 operators are C++ functions of cuda_fp16.h that are linked to the PTX. Their names are mangled
+(Itanium C++ ABI, "Mangling"): `_ZplRK6__halfS1__nbst` is `operator+(const __half&, const __half&)`. All
+parameters are addresses: of the result, then of the operands. The emulator computes in float32 (fma in
+float64) and rounds once, to nearest even, as PTX does.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from ..arithmetic.compare import ORDER
 from ..arithmetic.half_precision import narrow, widen
 from ..base.addresses import lanes_of
 from ..base.batch import Batch
@@ -41,15 +42,10 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "dv": np.divide,
     "ng": np.negative,
     "ps": np.positive,
-    "eq": np.equal,
-    "ne": np.not_equal,
-    "gt": np.greater,
-    "ge": np.greater_equal,
-    "lt": np.less,
-    "le": np.less_equal,
+    **ORDER,
 }
 FUNCTIONS: dict[str, Callable[..., Any]] = {
-    **{f"__h{name}": OPERATORS[name] for name in ("eq", "ne", "gt", "ge", "lt", "le")},
+    **{f"__h{name}": compare for name, compare in ORDER.items()},
     "__hadd": np.add,
     "__hsub": np.subtract,
     "__hmul": np.multiply,
@@ -79,9 +75,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "hrint": np.rint,
     "htanh_approx": np.tanh,
 }
-COMPARISONS = ("eq", "ne", "gt", "ge", "lt", "le")
-# ...u also holds where one of the two is no number; _sat ends at 0 and 1, NaN as 0; _relu at 0.
-FUNCTIONS |= {f"__h{name}u": _unordered(OPERATORS[name]) for name in COMPARISONS}
+# Suffixes: u also holds if an operand is NaN; _sat clamps to [0, 1], NaN to 0; _relu clamps at 0.
+FUNCTIONS |= {f"__h{name}u": _unordered(compare) for name, compare in ORDER.items()}
 FUNCTIONS |= {f"__h{name}_rn": FUNCTIONS[f"__h{name}"] for name in ("add", "sub", "mul")}
 FUNCTIONS |= {f"__h{name}_sat": _saturated(FUNCTIONS[f"__h{name}"]) for name in ("add", "sub", "mul", "fma")}
 FUNCTIONS |= {"__hmax_nan": np.maximum, "__hmin_nan": np.minimum}
@@ -98,16 +93,16 @@ CONVERSION = re.compile(rf"\w*_ZNK({_TYPE})cv(\w)Ev_\w+")
 
 @dataclass(frozen=True, slots=True)
 class HalfCall:
-    """What a mangled name computes: `f16`, `bf16`, or NumPy's name for a kind of number."""
+    """What a mangled name computes. Kinds are "f16", "bf16", or NumPy's name of a dtype."""
 
     function: Callable[..., Any]
     operand: str
     result: str
-    result_at: int = 0  # which parameter points to the result; those after it, to operands
+    result_at: int = 0  # the index of the result's parameter; the operands follow it
 
 
 def function_of(name: str) -> HalfCall | None:
-    """Return what a mangled name computes; None for one that is not known."""
+    """Return what a mangled name computes, or None."""
     if match := NAME.fullmatch(name):
         known, kind = FUNCTIONS if match[1] else OPERATORS, HALVES[match[3]]
         return HalfCall(known[match[2]], kind, kind) if match[2] in known else None
@@ -121,12 +116,12 @@ def function_of(name: str) -> HalfCall | None:
 
 @unit("call", order="fence", results=0)
 def call(batch: Batch) -> Run:
-    """A call that no function of the PTX answers: (status), name, (result, operands...), all addresses."""
+    """call (status), name, (result, operands...) of a function that the PTX does not define."""
     found = function_of(batch.first.opcode[1])
     if found is None:
         raise EmulatorError(
             f"{batch.first.location or 'unknown line'}: the emulator does not know the function "
-            f"{batch.first.opcode[1]}, which a linker would bring"
+            f"{batch.first.opcode[1]}, which a linker would add"
         )
     status, *at = [operand.offset for operand in batch.first.operands if isinstance(operand, Symbol)]
     result, operands = at[found.result_at], at[found.result_at + 1 :]
@@ -142,13 +137,13 @@ def call(batch: Batch) -> Run:
 
 
 def _pointer(machine: Machine, at: int, lanes: Array) -> Array:
-    """Return the addresses that the lanes passed in the parameter at `at` of their local memory."""
+    """Return the addresses that lanes passed in the parameter at offset `at` of their local memory."""
     words = np.ascontiguousarray(machine.local[lanes, at : at + 8]).view(np.int64)
     return words.reshape(1, -1)
 
 
 def _number(machine: Machine, batch: Batch, at: int, lanes: Array, kind: str) -> Array:
-    """Return the operands that the parameter at `at` points to, halves as float32."""
+    """Return the operands that the parameter at offset `at` points to, halves as float32."""
     dtype = np.dtype("u2" if kind in HALVES.values() else kind)
     found = fetch(machine, batch, "generic", _pointer(machine, at, lanes), dtype.itemsize, lanes)
     bits: Array = found.view(dtype)[..., 0]
@@ -158,7 +153,7 @@ def _number(machine: Machine, batch: Batch, at: int, lanes: Array, kind: str) ->
 
 
 def _bytes(answer: Array, kind: str) -> Array:
-    """Return results as they lie in memory; a number becomes an integer by leaving out its fraction."""
+    """Return the bytes of results. Conversion to an integer drops the fraction."""
     if answer.dtype == np.bool_:
         return answer.astype(np.uint8)[..., None]
     if kind == "bf16":

@@ -1,8 +1,7 @@
 """ldmatrix and stmatrix: 8 x 8 matrices of 16-bit elements between shared memory and a warp's registers.
 
-PTX ISA, "Warp-level matrix load instruction: ldmatrix", "stmatrix". Lanes 8 i to 8 i + 7 give the addresses
-of the rows of matrix i, 16 bytes each; the rows may lie anywhere. What lies where in the registers is said in
-`fragments`.
+PTX ISA, "Warp-level matrix load instruction: ldmatrix", "stmatrix". Lanes 8 i to 8 i + 7 pass the addresses
+of the rows of matrix i, 16 bytes each, which may lie anywhere. `fragments` has the register layout.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ def stmatrix(batch: Batch) -> Run:
 
 
 def _form(batch: Batch) -> tuple[int, bool, str]:
-    """The number of matrices, whether they are transposed, and the state space."""
+    """Return the number of matrices, whether they are transposed, and the state space."""
     opcode = batch.first.opcode
     if opcode[3] != "m8n8" or opcode[4] not in _COUNTS or opcode[-1] != "b16":
         raise EmulatorError(f"this form of {opcode[0]} is not emulated: {batch.first.text}")
@@ -66,9 +65,9 @@ def _form(batch: Batch) -> tuple[int, bool, str]:
 def _rows(
     address: Array, machine: Machine, instructions: int, lanes: Array, count: int
 ) -> tuple[Array, Array]:
-    """The addresses of the rows, (instructions, warps * 8 * count), and the lanes that give them.
+    """Return the addresses of the rows, (instructions, warps * 8 * count), and the lanes that pass them.
 
-    Lanes past 8 * count of a warp give none: their operand is ignored.
+    The operands of a warp's lanes from 8 * count on are ignored.
     """
     givers = lanes.reshape(-1, 32)[:, : 8 * count].reshape(-1)
     return np.broadcast_to(address, (instructions, machine.lanes))[:, givers], givers

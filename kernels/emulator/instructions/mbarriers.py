@@ -1,7 +1,7 @@
 """The instructions mbarrier.*: PTX ISA, "Parallel Synchronization and Communication Instructions: mbarrier".
 
-A wait parks its lanes until the phase is over, so the loop around mbarrier.try_wait runs once; a GPU holds
-the thread back likewise, and lets it try again after a time.
+try_wait parks its lanes until the phase is over, so a loop around it runs once. A GPU also holds the thread
+back, but lets it try again after some time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from ..ptx.operands import Address
 from ..synchronization.async_groups import snapshot
 from ..synchronization.mbarriers import Mbarriers
 
-# Copies complete when nobody can run but those who wait. Who looks again and again instead waits too.
+# Copies complete when no lane can run. A loop around test_wait can always run: its copies complete after
+# this many failed tests.
 PATIENCE = 64
 
 
@@ -58,7 +59,7 @@ def inval(batch: Batch) -> Run:
 def arrive(batch: Batch) -> Run:
     """mbarrier.arrive{.sem.scope}{.space}.b64 {state or _,} [addr]{, count}, and .expect_tx with its bytes.
 
-    Each thread counts once, or `count` times; expect_tx announces bytes first, and arrives then.
+    Each thread arrives once, or `count` times; expect_tx announces bytes first.
     """
     opcode, operands = batch.first.opcode, batch.first.operands
     if "noComplete" in opcode:
@@ -81,7 +82,7 @@ def arrive(batch: Batch) -> Run:
             mbarrier = mbarriers.at(key, lanes[which])
             states[0, lanes[which]] = mbarrier.phase
             machine.state(RemoteAccesses).note(key[0], agents[which])
-            # What all of them know, and only after the bytes are announced: the last arrival ends the phase.
+            # Bytes are announced before anything arrives, since the last arrival ends the phase.
             clock = None if relaxed else snapshot(clocks, np.unique(agents[which])).max(axis=0)
             count = which.size if announces else int(amounts[which].sum())
             with machine.located(first):
@@ -98,11 +99,8 @@ def arrive(batch: Batch) -> Run:
 @unit("mbarrier.expect_tx", "mbarrier.complete_tx", order="fence", results=0)
 def count_bytes(batch: Batch) -> Run:
     """mbarrier.expect_tx and complete_tx{.sem.scope}{.space}.b64 [addr], bytes: without an arrival."""
-    address, amount, announces = (
-        batch.address(0),
-        batch.source(1, "u32"),
-        batch.first.opcode[1] == "expect_tx",
-    )
+    address, amount = batch.address(0), batch.source(1, "u32")
+    announces = batch.first.opcode[1] == "expect_tx"
 
     def run(machine: Machine, mask: Mask) -> None:
         lanes, mbarriers = lanes_of(machine, mask), machine.state(Mbarriers)
@@ -122,7 +120,7 @@ def count_bytes(batch: Batch) -> Run:
 def _look(
     machine: Machine, address: Array, parity: Array, by_state: bool, lanes: Array, waits: bool
 ) -> NDArray[np.bool_]:
-    """Which lanes find their phase over; those learn what was released there. Others wait, or look again."""
+    """Return which lanes find their phase over. They learn what the arrivals released. The others wait."""
     mbarriers, clocks = machine.state(Mbarriers), machine.clocks
     block, offset = mbarriers.keys(of_lanes(address, machine, lanes), lanes)
     wanted = of_lanes(parity, machine, lanes)
@@ -159,7 +157,7 @@ def try_wait(batch: Batch) -> Run:
         back = np.ones(machine.lanes, np.bool_)
         if lanes.size:
             back[lanes] = _look(machine, address(machine), wanted(machine), by_state, lanes, waits=True)
-        # Lanes that the guard leaves out pass, and get no result.
+        # Lanes that the guard leaves out pass without a result.
         passed = back if mask is None else back & mask
         if passed.any():
             write(machine, np.ones((1, 1), np.bool_), passed)
@@ -170,7 +168,7 @@ def try_wait(batch: Batch) -> Run:
 
 @unit("mbarrier.test_wait", order="fence")
 def test_wait(batch: Batch) -> Run:
-    """mbarrier.test_wait{.parity}{.sem.scope}{.space}.b64 p, [addr], state or parity: does not wait."""
+    """mbarrier.test_wait{.parity}{.sem.scope}{.space}.b64 p, [addr], state or parity: tests only."""
     by_state = "parity" not in batch.first.opcode
     write, address = batch.target(0, "pred"), batch.address(1)
     wanted = batch.source(2, "b64" if by_state else "u32")

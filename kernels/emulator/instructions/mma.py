@@ -1,9 +1,9 @@
-"""The tensor core of mma.sync, for many warps at once: decode registers, one batched product, add c.
+"""mma.sync, for many warps at once: decode registers, one batched product, add c.
 
-Products of two float16, bfloat16 or TF32 numbers are exact in float32. Sums here are float32, in the order
-that NumPy's product takes, rounded to nearest after each; a real tensor core adds blocks of products at once
-and cuts off low bits (see kernels/tpu/tensor_core.py, which models that to the last bit). Both stay inside
-the error bound of a float32 sum in any order, if twice as large, and no kernel may count on more.
+Products of two float16, bfloat16 or TF32 numbers are exact in float32. Sums here are float32, in the order of
+NumPy's product, each rounded to nearest. A real tensor core adds blocks of products at once and cuts off low
+bits (kernels/tpu/tensor_core.py models that to the last bit). Both stay within twice the error bound of a
+float32 sum in any order, and no kernel may rely on more.
 """
 
 from __future__ import annotations
@@ -33,13 +33,10 @@ def multiply_add(
 ) -> Array:
     """Return d = a b + c of mma.sync.aligned.{shape}.row.col.{sums}.{dtype}.{dtype}.{sums}.
 
-    a (registers, ..., lanes) and b likewise are 32-bit words (float64 for "f64"); c and d are float32 words,
-    or two float16 a word for sums "f16". Lanes are those of any number of warps, and leading dimensions
-    independent instructions; with `pairs`, one of instructions: a and b hold each tile once, and
-    `pairs` = (which of a, which of b) names those of each instruction.
-    Returns float32, uint32 for sums "f16", float64 for "f64".
-
-    Raises EmulatorError for a shape, dtype or sums that it does not have.
+    a and b (registers, ..., lanes) are 32-bit words (float64 for "f64"). c and d are float32, or words of two
+    float16 for sums "f16" (uint32), or float64 for "f64". Lanes are those of any number of warps, and leading
+    dimensions are independent instructions. With `pairs` = (indices into a, into b), a and b hold each tile
+    once, and each instruction names its two tiles. Raises EmulatorError for an unknown shape, dtype or sums.
     """
     layout = MMA.get((shape, BITS.get(dtype, 0)))
     usual = "f64" if dtype == "f64" else "f32"
@@ -57,10 +54,10 @@ def multiply_add(
 
 
 def decode(registers: Array, dtype: str) -> Array:
-    """Return the elements (n, ...) in float32 of registers (n, ...) or, of 16-bit dtypes, (n / 2, ...).
+    """Return the elements (n, ...) as float32 of registers (n, ...), or (n / 2, ...) for 16-bit dtypes.
 
-    "tf32" takes the upper 19 bits of a float32 word and ignores the rest, as the unit does with operands that
-    were not rounded before. "f64" elements stay float64.
+    "tf32" uses the upper 19 bits of a float32 word, as the hardware does with operands that were not rounded.
+    "f64" elements stay float64.
     """
     if dtype == "f64":
         return registers.view(np.float64)
@@ -83,7 +80,7 @@ def decode(registers: Array, dtype: str) -> Array:
 
 
 def encode(elements: Array, dtype: str) -> Array:
-    """Return the registers of float32 elements (n, ...): themselves, or two float16 in a word for "f16"."""
+    """Return the registers of float32 elements (n, ...): the same, or words of two float16 for "f16"."""
     if dtype != "f16":
         return elements
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
@@ -93,7 +90,7 @@ def encode(elements: Array, dtype: str) -> Array:
 
 
 def values16(bits: Array, dtype: str) -> Array:
-    """Return float32 values of the bits (uint16) of "f16" or "bf16" elements, of the same shape."""
+    """Return the float32 values of "f16" or "bf16" elements, given as bits (uint16)."""
     if dtype == "f16":
         return half_values(bits)
     values: Array = (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
@@ -101,7 +98,7 @@ def values16(bits: Array, dtype: str) -> Array:
 
 
 def half_values(bits: Array) -> Array:
-    """Return float32 values of float16's bits, by a table of all: half the time of NumPy's conversion."""
+    """Return the float32 values of float16 bits, from a table: half the time of NumPy's conversion."""
     values: Array = _half_table().take(bits)
     return values
 
@@ -138,9 +135,9 @@ def mma(batch: Batch) -> Run:
 
 
 def _each_once(batch: Batch, index: int, kind: str) -> tuple[Source, Array]:
-    """How to read the different registers of operand `index`, and which of them each instruction has.
+    """Return a function that reads each distinct operand `index` once, and which one each instruction uses.
 
-    A tile of a is multiplied by several of b: decoding each once saves most of the work.
+    Several instructions multiply the same tile of a: decoding it once saves most of the work.
     """
     numbers: dict[Operand, int] = {}
     which = [numbers.setdefault(operand, len(numbers)) for operand in batch.operands(index)]
@@ -155,7 +152,7 @@ def of_lanes_that_run(values: Array, machine: Machine, lanes: Array) -> Array:
 
 
 def of_all_lanes(values: Array, machine: Machine, lanes: Array) -> Array:
-    """Return registers (items, instructions, some lanes) with all lanes, 0 in the others."""
+    """Return registers (items, instructions, some lanes) for all lanes, 0 in the others."""
     if lanes.size == machine.lanes:
         return values
     every: Array = np.zeros((*values.shape[:-1], machine.lanes), values.dtype)

@@ -1,4 +1,4 @@
-"""print in a kernel: Numba makes it a call of CUDA's vprintf, carried out here at once, in lane order."""
+"""print in a kernel: Numba compiles it to a call of CUDA's vprintf, which prints here in lane order."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..base.addresses import LOCAL_WINDOW
+from ..base.addresses import LOCAL_WINDOW, lanes_of
 from ..base.batch import Batch
 from ..base.instruction_registry import Run, unit
 from ..machine.machine import Machine
@@ -20,13 +20,12 @@ LONGEST = 4096  # bytes of a string
 
 @unit("call.vprintf", order="fence", results=0)
 def vprintf(batch: Batch) -> Run:
-    """vprintf(format, arguments): both are generic addresses; arguments lie as C would lay out a struct."""
-    places = [operand.offset for operand in batch.first.operands if isinstance(operand, Symbol)]
-    returned, text_at, arguments_at = places
+    """vprintf(format, arguments): generic addresses of a string, and of a struct as in C."""
+    offsets = [operand.offset for operand in batch.first.operands if isinstance(operand, Symbol)]
+    returned, text_at, arguments_at = offsets
 
     def run(machine: Machine, mask: Mask) -> None:
-        lanes = np.arange(machine.lanes) if mask is None else np.flatnonzero(mask)
-        for lane in lanes.tolist():
+        for lane in lanes_of(machine, mask).tolist():
             text = _string(machine, _number(machine, lane, text_at, "i8"))
             arguments = _number(machine, lane, arguments_at, "i8") - LOCAL_WINDOW
             sys.stdout.write(_formatted(machine, lane, text, arguments))
@@ -49,7 +48,7 @@ def _string(machine: Machine, address: int) -> str:
 
 
 def _formatted(machine: Machine, lane: int, text: str, at: int) -> str:
-    """Put the arguments, from `at` on in the lane's local memory, in the place of %lld and the like."""
+    """Format the arguments, from offset `at` of the lane's local memory on, into %lld and the like."""
 
     def value(match: re.Match[str]) -> str:
         nonlocal at

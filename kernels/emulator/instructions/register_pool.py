@@ -1,8 +1,8 @@
-"""setmaxnreg: warp groups give registers back to their block, and others take them.
+"""setmaxnreg: some warp groups give registers back to their block, and others take them.
 
-PTX ISA, "Miscellaneous Instructions: setmaxnreg". A block begins with as many registers for each thread as it
-was compiled for; registers that dec frees go to a pool, and inc takes them from there or waits. What all
-warps want must not be more than the block has, else inc waits for ever: a fault, with the numbers.
+A block begins with the registers for each thread that its kernel was compiled for. dec moves registers to a
+pool, and inc takes them from there or waits. If all warps together want more than the block has, inc waits
+for ever: a fault, with the numbers (PTX ISA, "Miscellaneous Instructions: setmaxnreg").
 """
 
 from __future__ import annotations
@@ -17,18 +17,17 @@ from ..copies.bulk_copies import BulkCopies
 from ..machine.machine import Machine
 from ..ptx.dtypes import Mask
 from ..ptx.fault import EmulatorError
-from ..ptx.operands import Immediate
 from ..ptx.program import Program
 
 REGISTERS = 65536  # of a multiprocessor
-LARGEST = 255  # of a thread, as the compiler deals them out
-UNIT = 8  # registers of a thread are dealt out by so many
+LARGEST = 255  # of a thread
+UNIT = 8  # registers of a thread come in multiples of this
 
 
 def at_launch(program: Program, threads: int) -> int:
-    """Return the registers of each thread when the kernel begins: .maxnreg, or what the launch bounds leave.
+    """Return the registers of each thread at the start: .maxnreg, or what the launch bounds allow.
 
-    Raises EmulatorError where the kernel has neither: setmaxnreg may then have no effect.
+    Raises EmulatorError if the kernel has neither: setmaxnreg may then have no effect.
     """
     if "maxnreg" in program.directives:
         return program.directives["maxnreg"][0] // UNIT * UNIT
@@ -43,15 +42,15 @@ def at_launch(program: Program, threads: int) -> int:
 
 
 class RegisterPool:
-    """The registers that each warp holds, and that each block has left, counted for one thread of a warp."""
+    """The registers that each warp holds and each block has left, counted for one thread of a warp."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
         self.start = at_launch(machine.program, machine.threads)
         self.held = np.full(machine.warps, self.start, np.int64)
         self.pool = np.zeros(machine.blocks, np.int64)
-        self.waiting: dict[int, int] = {}  # warp: what it waits for
-        # After copies that may let others go on, and before the last word on mbarriers: this is the cause.
+        self.waiting: dict[int, int] = {}  # by warp: the count that it waits for
+        # Explain after copies, which may let lanes go on, and before mbarriers: this fault is their cause.
         machine.state(BulkCopies)
         machine.late.insert(1, self._explain)
 
@@ -64,7 +63,7 @@ class RegisterPool:
         self.machine.events += 1
 
     def increase(self, warp: int, count: int) -> bool:
-        """inc by a warp; returns whether it got them."""
+        """inc by a warp; return whether it got the registers."""
         if self.held[warp] > count:
             self._blame(warp, f"setmaxnreg.inc to {count}, and the warp holds {self.held[warp]}: use dec")
         block = warp // self.machine.warps_per_block
@@ -78,7 +77,7 @@ class RegisterPool:
         return True
 
     def _explain(self) -> bool:
-        """When nothing can go on any more: say who waits for registers that never come."""
+        """Fault when no lane can go on: name a warp that waits for registers for ever."""
         if self.waiting:
             warp, count = next(iter(self.waiting.items()))
             machine = self.machine
@@ -100,10 +99,9 @@ class RegisterPool:
 @unit("setmaxnreg", order="sync", results=0)
 def setmaxnreg(batch: Batch) -> Run:
     """setmaxnreg.inc and .dec.sync.aligned.u32 count."""
-    operand, opcode = batch.first.operands[0], batch.first.opcode
-    if not isinstance(operand, Immediate) or not 24 <= operand.value <= 256 or operand.value % UNIT:
+    count, grows = batch.constant(0), batch.first.opcode[1] == "inc"
+    if not 24 <= count <= 256 or count % UNIT:
         raise EmulatorError(f"setmaxnreg takes a multiple of {UNIT} from 24 to 256: {batch.first.text}")
-    count, grows = operand.value, opcode[1] == "inc"
 
     def run(machine: Machine, mask: Mask) -> NDArray[np.bool_]:
         pool = machine.state(RegisterPool)

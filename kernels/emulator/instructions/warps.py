@@ -1,7 +1,7 @@
 """Shuffles, votes, matches and reductions of a warp, wired to registers.
 
-A lane that such an instruction names must run it too: those that have come wait for it. Where it never comes,
-that is a fault, as is the use of a value from a lane that takes no part (`undefined`).
+The lanes that have arrived wait for all lanes that such an instruction names. It is a fault if one never
+arrives, and if a lane uses the value of a lane that takes no part (`memory.undefined_values`).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def exchange(batch: Batch) -> Run:
 def _undefined(
     machine: Machine, batch: Batch, members: Array, running: Array, undefined: Array, missing: Array
 ) -> None:
-    """Note lanes that take the value of one that takes no part; Fault for who does not name itself."""
+    """Mark lanes that take the value of a lane without a part; Fault for a lane that does not name itself."""
     if (strange := running & ~takes_part(LANES, members, running)).any():
         first = int(np.argmax(strange))
         machine.instruction = batch.instructions[first // machine.lanes]
@@ -82,11 +82,11 @@ def _undefined(
 def _hand_on(
     machine: Machine, batch: Batch, found: WarpOperation, active: Array, running: Array, operands: list[Array]
 ) -> None:
-    """Let undefined values go where the exchange takes them."""
+    """Hand marks of undefined values on through the exchange."""
     own = np.broadcast_to(np.arange(machine.lanes, dtype=np.uint32).reshape(-1, 32), running.shape)
     if batch.first.opcode[0] == "shfl":
         sources, _, _ = found.function(np.broadcast_to(active, running.shape), own, *operands[1:])
-    else:  # all members get something of all; let it be their own
+    else:  # every member depends on all; its own mark stands for them
         sources = own
     machine.state(UndefinedValues).exchanged(batch, sources.reshape(len(batch), -1), running[0].reshape(-1))
 

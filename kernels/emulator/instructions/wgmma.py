@@ -1,10 +1,10 @@
 """wgmma: matrix instructions that four warps begin together and wait for later.
 
-PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions". The four warps of a group, the first a multiple
-of four, come to each of them together. What they begin is carried out when they wait for it (`products`); the
-accumulators hold NaN in between, so that a kernel that uses them too early gets NaN. What is read of shared
-memory is noted when an instruction begins, and writing there before the wait is a race. a in registers is
-taken when the instruction begins.
+The four warps of a warp group (the first is a multiple of four) run each of them together. The product is
+carried out when they wait for it (`wgmma_products`). Until then the accumulators hold NaN, so a kernel that
+uses them too early gets NaN. Reads of shared memory are noted when the instruction begins, so a write there
+before the wait is a race. An operand a in registers is read when the instruction begins (PTX ISA,
+"Asynchronous Warpgroup Level Matrix Instructions").
 """
 
 from __future__ import annotations
@@ -24,14 +24,21 @@ from ..ptx.fault import EmulatorError
 from ..ptx.operands import Immediate, Register, Vector
 from ..synchronization.async_groups import snapshot
 from .mma import DEPTH
-from .wgmma_arithmetic import ROWS, operand_addresses, register_operand
-from .wgmma_products import GROUP, PendingProduct, ProductForm, WarpGroups
+from .wgmma_products import (
+    GROUP,
+    ROWS,
+    PendingProduct,
+    ProductForm,
+    WarpGroups,
+    operand_addresses,
+    register_operand,
+)
 
 SHAPE = re.compile(r"m64n(\d+)k(\d+)")
 
 
 def _together(machine: Machine, mask: Mask) -> tuple[Array, NDArray[np.bool_]]:
-    """The warp groups whose four warps are all here, and the lanes that may go on; others wait for theirs."""
+    """Return the warp groups whose four warps are all here, and the lanes that need not wait."""
     whole_warps(machine, mask)
     here = np.ones(machine.lanes, np.bool_) if mask is None else mask
     machine.state(WarpGroups)
@@ -41,7 +48,7 @@ def _together(machine: Machine, mask: Mask) -> tuple[Array, NDArray[np.bool_]]:
 
 @unit("wgmma.fence", order="sync", results=0)
 def fence(batch: Batch) -> Run:
-    """wgmma.fence.sync.aligned: what was written to registers before is what the products get."""
+    """wgmma.fence.sync.aligned: later products see earlier writes to registers."""
 
     def run(machine: Machine, mask: Mask) -> NDArray[np.bool_]:
         groups, passed = _together(machine, mask)
@@ -53,7 +60,7 @@ def fence(batch: Batch) -> Run:
 
 @unit("wgmma.commit_group", order="sync", results=0)
 def commit_group(batch: Batch) -> Run:
-    """wgmma.commit_group.sync.aligned: make a group of the products begun since the last."""
+    """wgmma.commit_group.sync.aligned: close the group of products begun since the last."""
 
     def run(machine: Machine, mask: Mask) -> NDArray[np.bool_]:
         groups, passed = _together(machine, mask)
@@ -66,13 +73,11 @@ def commit_group(batch: Batch) -> Run:
 @unit("wgmma.wait_group", order="sync", results=0)
 def wait_group(batch: Batch) -> Run:
     """wgmma.wait_group.sync.aligned n: wait until at most the last n groups are under way."""
-    allowed = batch.first.operands[0]
-    if not isinstance(allowed, Immediate):
-        raise EmulatorError(f"the number of groups is no constant: {batch.first.text}")
+    allowed = batch.constant(0)
 
     def run(machine: Machine, mask: Mask) -> NDArray[np.bool_]:
         groups, passed = _together(machine, mask)
-        machine.state(WarpGroups).wait(groups, allowed.value)
+        machine.state(WarpGroups).wait(groups, allowed)
         return passed
 
     return run
@@ -99,7 +104,7 @@ def mma_async(batch: Batch) -> Run:
             machine.fault_at("missing fence", "begins wgmma with no wgmma.fence before the first", lane)
 
         def same(read: Array, what: str) -> Array:
-            """The groups' values of an operand that all their threads have to share."""
+            """Return the groups' values of an operand that all their threads must share."""
             values: Array = np.broadcast_to(read, (1, machine.lanes))[0][lanes]
             if (values != values[:, :1]).any():
                 bad = np.flatnonzero((values != values[:, :1]).any(axis=1))[0]
@@ -167,7 +172,7 @@ def _operand(machine: Machine, lanes: Array, words: Array, mn: int, dtype: str, 
 
 
 def _note(machine: Machine, lanes: Array, operands: list[Array]) -> Array:
-    """Note what the groups (lanes: (groups, 128)) read, and return what those know who wait for it."""
+    """Note what the groups (lanes: (groups, 128)) read; return what a thread knows after waiting for it."""
     clocks = machine.clocks
     warps = clocks.agents_of_lanes()[lanes[:, ::32]]  # (groups, 4)
     known = np.stack([snapshot(clocks, warps[:, i]) for i in range(4)])
@@ -177,10 +182,10 @@ def _note(machine: Machine, lanes: Array, operands: list[Array]) -> Array:
         for operand in operands
     ]
     everything = np.concatenate(granules, axis=1)  # (groups, granules)
-    # What all four warps know counts for a read: each of them multiplies its own rows.
+    # A read counts as ordered if all four warps know of it: each of them multiplies its own rows.
     common = known.min(axis=0)
-    # Beside the last warp, not the first, whose threads begin bulk stores as a rule: who waits for one of the
-    # two would count as knowing of the other.
+    # The reads belong to the last warp's asynchronous agent. The first warp usually begins bulk stores, and
+    # waiting for one of the two would count as knowing of the other.
     agents = warps[:, -1] + clocks.asynchronous
     clocks.join(agents, common)
     clocks.tick(warps.reshape(-1))

@@ -1,6 +1,9 @@
-"""The products that wgmma began: what they multiply, where their sums are meanwhile, and when they are done.
+"""The products of wgmma.mma_async: d (64, n) = a (64, depth) b (depth, n) + d, for many warp groups at once.
 
-Products of a warp group that add to the same sums and are due together are carried out as one longer product.
+A warp group is four warps. b is in shared memory and named by a descriptor, a likewise or in registers, and
+the sums are in registers (PTX ISA, "Asynchronous Warpgroup Level Matrix Multiply-Accumulate Instructions").
+Sums are float32, as in `mma`. Consecutive products of a warp group that add to the same sums and are due
+together are carried out as one longer product.
 """
 
 from __future__ import annotations
@@ -10,20 +13,74 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from ..arithmetic.fragments import WGMMA_A, wgmma_sums
 from ..base.batch import LaneRows
 from ..machine.machine import Machine
+from ..memory.descriptors import chunk_addresses, decode_descriptors
+from ..memory.swizzles import CHUNK
 from ..ptx.dtypes import Array
-from ..ptx.fault import EmulatorError
+from ..ptx.fault import EmulatorError, Fault
 from ..ptx.program import PtxInstruction
 from ..synchronization.async_groups import AsyncGroups
-from .wgmma_arithmetic import multiply_add, read_operand
+from .mma import BITS, decode, encode, values16
 
 GROUP = 128  # threads of a warp group
+ROWS = 64  # of a and d
+
+
+def operand_addresses(descriptors: Array, mn: int, dtype: str, transposed: bool, size: int) -> Array:
+    """Return the addresses (groups, lines, chunks) of the 16-byte chunks that descriptors (groups,) name.
+
+    They are those of `descriptors.chunk_addresses`. `size`: bytes of a block's shared memory. Raises Fault
+    for a descriptor that leaves it, or that wgmma does not take.
+    """
+    addresses = chunk_addresses(decode_descriptors(descriptors), mn, BITS[dtype], transposed)
+    if int(addresses.max()) + CHUNK > size:
+        group = int(np.argmax(addresses.max(axis=(1, 2))))
+        raise Fault(
+            "out of bounds",
+            f"the matrix descriptor {int(descriptors[group]):#018x} reads up to byte "
+            f"{int(addresses[group].max()) + CHUNK} of shared memory, and the block has {size}",
+        )
+    return addresses
+
+
+def read_operand(shared: Array, blocks: Array, addresses: Array, dtype: str, transposed: bool) -> Array:
+    """Return tiles (groups, mn, depth) float32 from shared memory (all blocks, bytes) uint8.
+
+    blocks (groups,): whose memory each group reads. addresses: from `operand_addresses`. The bytes of a block
+    are a multiple of 16.
+    """
+    chunks = shared.reshape(-1).view("V16")
+    first = blocks * (shared.shape[1] // CHUNK)
+    read = chunks[first[:, None, None] + addresses // CHUNK]
+    words = read.view(np.uint32 if dtype == "tf32" else np.uint16)
+    lines = decode(words, "tf32") if dtype == "tf32" else values16(words, dtype)
+    lines = lines.reshape(*addresses.shape[:-1], -1)
+    return lines.swapaxes(1, 2) if transposed else lines
+
+
+def register_operand(registers: Array, dtype: str) -> Array:
+    """Return tiles of a, (groups, 64, depth) float32, from registers (4, lanes) uint32."""
+    return WGMMA_A[BITS[dtype]].tile(decode(registers, dtype))
+
+
+def multiply_add(a: Array, b: Array, accumulators: Array | None, sums: str = "f32") -> Array:
+    """Return the registers of d = a b + d. `accumulators` are the old registers of d; None stands for 0.
+
+    a is (groups, 64, depth) float32 of any depth, b (groups, n, depth). Registers are (n / 2, lanes) float32,
+    or for sums "f16" (n / 4, lanes) uint32 of two float16 each. A group has 128 lanes.
+    """
+    with np.errstate(over="ignore", invalid="ignore", under="ignore"):  # answers here, as on a GPU
+        products = wgmma_sums(b.shape[1]).spread(np.matmul(a, b.swapaxes(1, 2)))
+        if accumulators is not None:
+            products += decode(accumulators, sums)
+    return encode(products, sums)
 
 
 @dataclass(frozen=True)
 class ProductForm:
-    """What one wgmma.mma_async instruction computes: d = scale_a a scale_b b (+ d)."""
+    """What one wgmma.mma_async computes: d = (scale_a a) (scale_b b) (+ d)."""
 
     n: int
     dtype: str
@@ -41,15 +98,15 @@ class PendingProduct:
     instruction: PtxInstruction
     form: ProductForm
     groups: Array  # (groups,), numbered over the machine
-    a: Array  # (groups, lines, chunks) addresses in shared memory; of a in registers the tiles, float32
+    a: Array  # (groups, lines, chunks) addresses in shared memory; tiles in float32 if a is in registers
     b: Array  # (groups, lines, chunks)
-    adds: NDArray[np.bool_]  # (groups,): whether the old accumulators count
+    adds: NDArray[np.bool_]  # (groups,): whether to add to the old accumulators
     sums: Accumulators
-    clocks: Array  # (groups, agents of a block): what those know who wait
+    clocks: Array  # (groups, agents of a block): what a thread knows after waiting
 
 
 class Accumulators:
-    """Registers of sums, taken out of the register file while products are under way."""
+    """The sums of products under way; the registers hold NaN meanwhile."""
 
     def __init__(self, machine: Machine, rows: LaneRows, kind: str) -> None:
         registers = machine.views["b32", "<f4" if kind == "f32" else "<u4"]
@@ -60,16 +117,16 @@ class Accumulators:
         self.under_way = np.zeros(groups, np.int64)  # products, by group
 
     def take(self, groups: Array) -> None:
-        """Begin a product: the first takes the registers' values and leaves NaN."""
+        """Begin a product: the first one takes the registers' values and leaves NaN."""
         fresh = groups[self.under_way[groups] == 0]
         if fresh.size:
-            place = np.ix_(self.rows, fresh)
-            self.values[:, fresh] = self.registers[place]
-            self.registers[place] = np.uint32(0xFFFFFFFF).view(self.registers.dtype)
+            index = np.ix_(self.rows, fresh)
+            self.values[:, fresh] = self.registers[index]
+            self.registers[index] = np.uint32(0xFFFFFFFF).view(self.registers.dtype)
         self.under_way[groups] += 1
 
     def end(self, groups: Array, count: int) -> None:
-        """End products; after the last the registers have the sums."""
+        """End products: after the last one the registers get the sums."""
         self.under_way[groups] -= count
         done = groups[self.under_way[groups] == 0]
         if done.size:
@@ -90,16 +147,16 @@ class WarpGroups:
         self._sums: dict[tuple[tuple[int, ...], str], Accumulators] = {}
 
     def accumulators(self, rows: LaneRows, kind: str) -> Accumulators:
-        """Return the accumulators in these rows of the register file."""
+        """Return the accumulators in these rows of the registers."""
         key = (tuple(range(rows.start, rows.stop)) if isinstance(rows, slice) else tuple(rows.tolist()), kind)
         if key not in self._sums:
             self._sums[key] = Accumulators(self.machine, rows, kind)
         return self._sums[key]
 
     def wait(self, groups: Array, allowed: int) -> None:
-        """Complete products so that at most `allowed` groups of each warp group's are under way."""
+        """Complete products so that at most `allowed` groups of each warp group are under way."""
         clocks = self.machine.clocks
-        run: list[tuple[PendingProduct, Array]] = []  # products that are one longer product
+        run: list[tuple[PendingProduct, Array]] = []  # together one longer product
         for product, due in self.products.wait(groups, allowed):
             which = np.flatnonzero(due)
             if run and not self._continues(run[-1], product, which):
@@ -112,7 +169,7 @@ class WarpGroups:
             self._multiply(run)
 
     def finish(self) -> None:
-        """At the end of the kernel: Fault for products that nobody waited for."""
+        """At the end of the kernel, Fault if no thread waited for a product."""
         if self.products.pending:
             product, groups, _ = self.products.pending[0]
             self.machine.instruction = product.instruction
@@ -122,13 +179,13 @@ class WarpGroups:
             self.machine.fault_at("wgmma not waited for", text, int(groups[0]) * GROUP)
 
     def _warps(self, groups: Array) -> Array:
-        """The agents of the groups' warps."""
+        """Return the agents of the groups' warps."""
         lanes = groups[:, None] * GROUP + 32 * np.arange(4)
         return self.machine.clocks.agents_of_lanes()[lanes.reshape(-1)]
 
     @staticmethod
     def _continues(last: tuple[PendingProduct, Array], product: PendingProduct, which: Array) -> bool:
-        """Whether a product adds to the same sums as the last, so that both can be one."""
+        """Return whether a product adds to the same sums as the last one, so that both can be one."""
         before, those = last
         return (
             product.sums is before.sums
@@ -138,7 +195,7 @@ class WarpGroups:
         )
 
     def _multiply(self, run: list[tuple[PendingProduct, Array]]) -> None:
-        """Carry out products one after another: along one longer depth."""
+        """Carry out these products as one of a longer depth."""
         first, which = run[0]
         groups = first.groups[which]
         a = np.concatenate([self._a(product, those) for product, those in run], axis=2)

@@ -1,10 +1,10 @@
-"""What a kernel did: instructions by class, sectors of global memory, bank conflicts, matrix instructions.
+"""Count what a kernel does: instructions by class, sectors of global memory, bank conflicts, matrix work.
 
-The unit is a warp's instruction, as in a profiler. A request to global memory moves 32-byte sectors: 4 for a
-warp whose 32 threads read neighbouring 4-byte words, up to 32 for one that does not coalesce (CUDA C++ Best
-Practices Guide, "Coalesced Access to Global Memory"). Shared memory has 32 banks of 4 bytes; a request takes
-as many passes as its busiest bank has different words, and a wide one is taken in parts of 128 bytes; to
-atomics, as many as its busiest bank has threads.
+The unit is a warp's instruction, as in a profiler. A request to global memory moves 32-byte sectors: 4 if a
+warp's 32 threads read neighbouring 4-byte words, up to 32 if the request does not coalesce (CUDA C++ Best
+Practices Guide, "Coalesced Access to Global Memory"). Shared memory has 32 banks of 4 bytes. A request takes
+as many passes as its busiest bank has different words, an atomic as many as that bank has threads. Wide
+requests are split into parts of 128 bytes.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class LineCounts:
     stores: int = 0
     load_sectors: int = 0
     store_sectors: int = 0
-    load_bytes: int = 0  # that threads asked for
+    load_bytes: int = 0  # that threads read
     store_bytes: int = 0
     shared_requests: int = 0
     shared_passes: int = 0
-    shared_least: int = 0  # passes that the width of the requests takes without conflicts
+    shared_least: int = 0  # passes that the requests would take without conflicts
     matrix: int = 0  # mma and wgmma instructions
 
     def add(self, other: LineCounts) -> None:
@@ -47,7 +47,7 @@ class LineCounts:
 
 @dataclass
 class Counts:
-    """The counts of a launch: in all, by class of instruction, and by line of source."""
+    """The counts of a launch, by class of instruction and by source line."""
 
     classes: Counter[str] = field(default_factory=Counter)
     lines: dict[str, LineCounts] = field(default_factory=dict)
@@ -56,18 +56,18 @@ class Counts:
 
     @property
     def total(self) -> LineCounts:
-        """The counts of all lines together."""
+        """The sum over all lines."""
         total = LineCounts()
         for line in self.lines.values():
             total.add(line)
         return total
 
     def line(self, instruction: PtxInstruction) -> LineCounts:
-        """Return the counts of the line that an instruction belongs to."""
+        """Return the counts of an instruction's source line."""
         return self.lines.setdefault(str(instruction.location or "unknown line"), LineCounts())
 
     def step(self, shape: MachineShape, instructions: Sequence[PtxInstruction], mask: Mask) -> None:
-        """Count a step: for each instruction the warps that have a lane in it."""
+        """Count each instruction once for every warp with an active lane."""
         warps = shape.warps if mask is None else int(mask.reshape(-1, 32).any(axis=1).sum())
         for instruction in instructions:
             self.classes[class_of(instruction.opcode)] += warps
@@ -77,14 +77,14 @@ class Counts:
         self,
         shape: MachineShape,
         instructions: Sequence[PtxInstruction],
-        places: Array,
+        addresses: Array,
         width: int,
         lanes: Array,
         write: bool,
     ) -> None:
-        """Count requests to global memory: places (instructions, lanes), the addresses of `width` bytes."""
+        """Count requests for `width` bytes at addresses (instructions, lanes) of global memory."""
         for row, instruction in enumerate(instructions):
-            requests, sectors = _sectors(shape, places[row], width, lanes)
+            requests, sectors = _sectors(shape, addresses[row], width, lanes)
             line = self.line(instruction)
             if write:
                 line.stores += requests
@@ -99,31 +99,21 @@ class Counts:
         self,
         shape: MachineShape,
         instructions: Sequence[PtxInstruction],
-        places: Array,
+        addresses: Array,
         width: int,
         lanes: Array,
         update: bool = False,
     ) -> None:
-        """Count requests to shared memory: places (instructions, lanes), the addresses of `width` bytes.
+        """Count requests for `width` bytes at addresses (instructions, lanes) of shared memory.
 
-        update: by atomics, for which threads that share a word take their turns, too.
+        update: by atomics, where threads that share a word also conflict.
         """
         for row, instruction in enumerate(instructions):
-            requests, passes, least = _passes(shape, places[row], width, lanes, update)
+            requests, passes, least = _passes(shape, addresses[row], width, lanes, update)
             line = self.line(instruction)
             line.shared_requests += requests
             line.shared_passes += passes
             line.shared_least += least
-
-    def shared_rows(self, instruction: PtxInstruction, rows: Array) -> None:
-        """Count ldmatrix or stmatrix: rows (..., 8), addresses of 16 bytes; 8 rows are one pass, at best."""
-        line = self.line(instruction)
-        banks = np.sort(rows // 16 % 8, axis=-1)
-        # The rows that fall on the busiest sixteen bytes of the 128 that a pass brings.
-        busiest = np.stack([(banks == bank).sum(axis=-1) for bank in range(8)]).max(axis=0)
-        line.shared_requests += busiest.size
-        line.shared_passes += int(busiest.sum())
-        line.shared_least += busiest.size
 
     def matrix(self, instruction: PtxInstruction, count: int, flops: int) -> None:
         """Count `count` matrix instructions of `flops` operations each."""
@@ -163,19 +153,19 @@ def class_of(opcode: tuple[str, ...]) -> str:
     return "integer"
 
 
-def _by_warp(shape: MachineShape, places: Array, lanes: Array) -> tuple[Array, Array]:
-    """Spread addresses of some lanes over (warps, 32), and say which are there."""
+def _by_warp(shape: MachineShape, addresses: Array, lanes: Array) -> tuple[Array, Array]:
+    """Return the addresses of some lanes as (warps, 32), and which of these are used."""
     spread = np.zeros(shape.lanes, np.int64)
     there = np.zeros(shape.lanes, np.bool_)
-    spread[lanes] = places
+    spread[lanes] = addresses
     there[lanes] = True
     warps = there.reshape(-1, 32).any(axis=1)
     return spread.reshape(-1, 32)[warps], there.reshape(-1, 32)[warps]
 
 
-def _sectors(shape: MachineShape, places: Array, width: int, lanes: Array) -> tuple[int, int]:
+def _sectors(shape: MachineShape, addresses: Array, width: int, lanes: Array) -> tuple[int, int]:
     """Return (requests, sectors) of a warp-wide access."""
-    spread, there = _by_warp(shape, places, lanes)
+    spread, there = _by_warp(shape, addresses, lanes)
     touched = spread[..., None] // SECTOR + np.arange(-(-width // SECTOR))
     touched = np.where(there[..., None], touched, -1).reshape(len(spread), -1)
     touched.sort(axis=1)
@@ -185,12 +175,12 @@ def _sectors(shape: MachineShape, places: Array, width: int, lanes: Array) -> tu
 
 
 def _passes(
-    shape: MachineShape, places: Array, width: int, lanes: Array, update: bool
+    shape: MachineShape, addresses: Array, width: int, lanes: Array, update: bool
 ) -> tuple[int, int, int]:
     """Return (requests, passes, passes without conflicts) of a warp-wide access to shared memory."""
-    spread, there = _by_warp(shape, places, lanes)
+    spread, there = _by_warp(shape, addresses, lanes)
     words = max(1, width // 4)
-    # 8 bytes a thread: half a warp at a time; 16 bytes: a quarter.
+    # With 8 bytes a thread, half a warp goes at a time; with 16 bytes, a quarter.
     spread = spread.reshape(len(spread), words, -1)
     there = there.reshape(spread.shape)
     word = (spread[..., None] // 4 + np.arange(words)).reshape(len(spread), words, -1)

@@ -1,7 +1,7 @@
-"""Global memory: the arrays that a kernel was given, at addresses of their own, with nothing between them.
+"""Global memory: the arrays passed to a kernel, each at an address of its own.
 
-An address is not the host's: each allocation starts on a multiple of 256 bytes, as a GPU's does, and far from
-the next, so that a misaligned or a stray access is found wherever NumPy happened to put the array.
+Addresses are not the host's. Each allocation starts on a multiple of 256 bytes, as a GPU's does, and far from
+the next. So misaligned and stray accesses are found wherever NumPy happened to put the array.
 """
 
 from __future__ import annotations
@@ -18,23 +18,22 @@ from ..ptx.dtypes import Array
 from ..ptx.fault import of
 from .races_in_global_memory import History
 
-FIRST = 1 << 34  # the first allocation; below it nothing is
-APART = 1 << 34
-ALIGNMENT = 256
+FIRST = 1 << 34  # the address of the first allocation
+APART = 1 << 34  # bytes between allocations, at least
 
 
 @dataclass
 class Buffer:
-    """Memory that a kernel may use: `bytes` at addresses from `start`."""
+    """Memory that a kernel may use: `bytes` at addresses from `start` on."""
 
     start: int
     bytes: NDArray[np.uint8]
     name: str
     writable: bool
-    keep: Any = None  # what owns the memory
+    keep: Any = None  # the owner of the memory
     views: dict[int, Array] = field(default_factory=dict)
-    raises: bool = False  # the kernel notes an exception here
-    watched: bool = True  # the kernel may write to it: what is done to it may race
+    raises: bool = False  # the kernel stores an exception here (debug=True)
+    watched: bool = True  # the kernel may write here, so accesses may race
     history: History | None = None
 
     @property
@@ -50,7 +49,7 @@ class Buffer:
         return self.views[width]
 
     def read(self, offset: Array, width: int) -> Array:
-        """Return `width` bytes at each offset, (..., width) uint8; aligned to the width in the address."""
+        """Return `width` bytes at each offset, (..., width) uint8. Addresses are multiples of the width."""
         if self.start % width == 0:
             found = self.view(width)[offset >> (width.bit_length() - 1)]
             bytes_found: Array = found[..., None].view(np.uint8)
@@ -58,7 +57,7 @@ class Buffer:
         return self.bytes[offset[..., None] + np.arange(width)]
 
     def write(self, offset: Array, values: Array) -> None:
-        """Write values (..., width) uint8 at each offset; of several at one place, the last stays."""
+        """Write values (..., width) uint8 at each offset; of several at one offset, the last stays."""
         width = values.shape[-1]
         if self.start % width == 0:
             rows = self.view(width)
@@ -67,21 +66,21 @@ class Buffer:
             self.bytes[offset[..., None] + np.arange(width)] = values
 
     def past(self) -> History:
-        """What was done to it so far."""
+        """Return the history of accesses to this buffer."""
         if self.history is None:
             self.history = History(self.start, self.bytes.size)
         return self.history
 
     def element(self, offset: int) -> str:
-        """Name the element that lies at a byte, where it is that of an array without gaps."""
+        """Name the array element at a byte offset; just the byte for an array with gaps."""
         array = self.keep
         if not isinstance(array, np.ndarray) or array.nbytes != self.bytes.size or not array.ndim:
             return f"byte {offset}"
         item = offset // array.itemsize
         if array.flags.c_contiguous or array.flags.f_contiguous:
             order: Any = "C" if array.flags.c_contiguous else "F"
-            place = tuple(int(i) for i in np.unravel_index(item, array.shape, order=order))
-            return f"element {place[0] if len(place) == 1 else place}"
+            index = tuple(int(i) for i in np.unravel_index(item, array.shape, order=order))
+            return f"element {index[0] if len(index) == 1 else index}"
         return f"byte {offset}"
 
 
@@ -90,24 +89,24 @@ class GlobalMemory:
 
     def __init__(self) -> None:
         self.buffers: list[Buffer] = []
-        self._owners: dict[int, tuple[int, int]] = {}  # id of the array that owns memory: (address, host's)
+        self._owners: dict[int, tuple[int, int]] = {}  # by id of the owning array: (address, host address)
         self._next = FIRST
         self._keep: list[Any] = []
-        self.watch_blocks = True  # races between blocks; off where a kernel orders them by fences and atomics
-        self.changes = 0  # how often somebody wrote, here or in shared memory
-        self.tensor_maps: dict[int, Any] = {}  # by their address
+        self.watch_blocks = True  # look for races between blocks; not if atomics may order them
+        self.changes = 0  # the number of writes, here or in shared memory
+        self.tensor_maps: dict[int, Any] = {}  # by address
 
     def allocate(self, contents: NDArray[np.uint8], name: str, writable: bool = True) -> int:
-        """Add memory of its own, and return its address."""
+        """Add new memory with these contents, and return its address."""
         start = self._next
         self._next += -(-contents.size // APART) * APART + APART
         self.buffers.append(Buffer(start, contents, name, writable))
         return start
 
     def add(self, array: Array, name: str) -> int:
-        """Add the memory of a NumPy array, in place, and return the address of its first element.
+        """Add the memory of a NumPy array, without a copy, and return the address of its first element.
 
-        Views of one array keep their distance: what overlaps on the host overlaps here.
+        Views of one array keep their distance, so memory that overlaps on the host overlaps here.
         """
         owner = array
         while isinstance(owner.base, np.ndarray):
@@ -125,7 +124,7 @@ class GlobalMemory:
         return start + array.ctypes.data - bottom
 
     def _insert(self, new: Buffer) -> None:
-        """Add a buffer, joined with those that it overlaps."""
+        """Add a buffer, merged with the buffers that it overlaps."""
         for old in [b for b in self.buffers if b.start < new.end and new.start < b.end]:
             if old.start <= new.start and new.end <= old.end and old.writable >= new.writable:
                 return
@@ -138,9 +137,9 @@ class GlobalMemory:
         self.buffers.append(new)
 
     def find(self, address: Array, width: int) -> list[tuple[Buffer | None, Array | None]]:
-        """Return the buffers that `width` bytes at the addresses lie in, each with the mask of its addresses.
+        """Return the buffers that hold `width` bytes at each address, each with a mask of its addresses.
 
-        Mask None: all of them. Buffer None: addresses that lie in no buffer, or not wholly.
+        Mask None: all addresses. Buffer None: addresses not wholly inside a buffer.
         """
         low, high = int(address.min()), int(address.max()) + width
         for buffer in self.buffers:
@@ -156,20 +155,20 @@ class GlobalMemory:
         return [*found, (None, rest)] if rest.any() else found
 
     def watch(self, stored: Collection[int] | None) -> None:
-        """Watch for races only what these addresses, of which a kernel writes to some, lie in; None: all."""
+        """Watch for races only in buffers that hold one of these addresses; None: in all."""
         for buffer in self.buffers:
             buffer.watched = buffer.writable and (
                 stored is None or any(buffer.start <= address < buffer.end for address in stored)
             )
 
     def order_all(self) -> None:
-        """Note that whatever comes now is after all that was: the whole grid has met."""
+        """Note that the whole grid has met: all earlier accesses happen before all later ones."""
         self.changes += 1
         for buffer in self.buffers:
             buffer.history = None
 
     def near(self, address: int) -> str:
-        """Say where an address that lies in no buffer is, for a fault."""
+        """Describe an address outside of all buffers, for a fault."""
         if not self.buffers:
             return f"address {address:#x}; the kernel was given no arrays"
         nearest = min(self.buffers, key=lambda b: max(b.start - address, address - b.end))
@@ -183,7 +182,7 @@ class GlobalMemory:
 
 
 def _bounds(array: Array) -> tuple[int, int]:
-    """Return the address of an array's first byte, and the address behind its last, whatever its strides."""
+    """Return the address of an array's first byte and the address after its last, for any strides."""
     low = high = array.ctypes.data
     if not array.size:
         return low, high
@@ -194,5 +193,5 @@ def _bounds(array: Array) -> tuple[int, int]:
 
 
 def _host_bytes(address: int, size: int) -> NDArray[np.uint8]:
-    """Return `size` bytes of this process's memory as an array; whoever owns them has to be kept."""
+    """Return `size` bytes of this process's memory as an array. The caller keeps their owner alive."""
     return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))

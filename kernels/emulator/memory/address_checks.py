@@ -1,4 +1,7 @@
-"""Where an access goes, and whether it may: state spaces, bounds, alignment, races, and who is to blame."""
+"""Check accesses to memory: bounds, alignment, unwritten data, races; and word the fault.
+
+Races are found in `machine.races_in_shared_memory` and `machine.races_in_global_memory`, which this calls.
+"""
 
 from __future__ import annotations
 
@@ -15,40 +18,34 @@ from ..ptx.dtypes import Array
 from ..ptx.fault import of
 from ..synchronization.barriers import Barriers
 
-Access = Literal["reads", "guesses", "writes", "updates"]
+Access = Literal["reads", "guesses", "writes", "updates"]  # guesses: `DataFlow`; updates: by atomics
 
 
-def shared_place(
+def shared_offsets(
     machine: Machine,
     batch: Batch,
-    places: Array,
+    addresses: Array,
     width: int,
     lanes: Array,
     access: Access,
     values: Array | None = None,
 ) -> Array:
-    """Check an access to shared memory, note it, and return its place in the shared memory of all blocks.
+    """Check and note an access to shared memory; return its offsets in the shared memory of all blocks.
 
-    values: what is written, (instructions, lanes, width) uint8. Of "guesses" see `flow`.
+    values: the written values, (instructions, lanes, width) uint8.
     """
     verb = "reads" if access == "guesses" else access
-    block, offset = shared_blocks(machine, places, lanes)
+    block, offset = shared_blocks(machine, addresses, lanes)
     if int(offset.min()) < 0 or int(offset.max()) + width > machine.shared_size:
         outside = (offset < 0) | (offset + width > machine.shared_size)
         at = int(offset.reshape(-1)[np.argmax(outside)])
+        text = f"{verb} {of(width, 'byte')} at byte {at} of shared memory, of which the block has"
         blame(
-            machine,
-            batch,
-            outside,
-            lanes,
-            "out of bounds",
-            f"{verb} {of(width, 'byte')} at byte {at} of shared memory, "
-            f"of which the block has {machine.shared_size}{_hint(machine)}",
+            machine, batch, outside, lanes, "out of bounds", f"{text} {machine.shared_size}{_hint(machine)}"
         )
     if machine.counts is not None:
-        machine.counts.shared_access(
-            machine.shape, batch.instructions, places, width, lanes, access == "updates"
-        )
+        updates = access == "updates"
+        machine.counts.shared_access(machine.shape, batch.instructions, addresses, width, lanes, updates)
     clocks = machine.clocks
     granules = clocks.granules(block, offset, width)
     agents = clocks.agents_of_lanes()
@@ -57,7 +54,7 @@ def shared_place(
         kind = "async copy read before it was waited for" if verb == "reads" else "overwrites a pending copy"
         text = f"{verb} shared memory that an asynchronous copy still fills"
         blame(machine, batch, pending, lanes, kind, text)
-    by = batch.instructions if len(batch) == places.shape[0] > 1 else ()
+    by = batch.instructions if len(batch) == addresses.shape[0] > 1 else ()
     if access != "writes" and (unwritten := clocks.last_write[granules] == 0).any():
         bad = any_granule(unwritten)
         at = int(offset.reshape(-1)[np.argmax(bad)])
@@ -77,10 +74,8 @@ def shared_place(
     if races.any():
         first = int(np.argmax(races))
         agent = int(agents[first // races.shape[-1] % lanes.size])
-        text = clocks.explain(int(granules.reshape(-1)[first]), agent)
-        text = (
-            f"{verb} shared memory {text}, with no barrier between them: call cuda.syncthreads() in between"
-        )
+        text = f"{verb} shared memory {clocks.explain(int(granules.reshape(-1)[first]), agent)}, "
+        text += "with no barrier between them: call cuda.syncthreads() in between"
         blame(machine, batch, any_granule(races), lanes, "race", text)
     return flat
 
@@ -90,39 +85,39 @@ def _hint(machine: Machine) -> str:
     return ": pass shared=, the bytes of cuda.shared.array(0, ...)" if dynamic else ""
 
 
-def local_place(machine: Machine, batch: Batch, places: Array, width: int, lanes: Array) -> Array:
-    """Check an access to local memory, and return its place in the local memory of all lanes."""
+def local_offsets(machine: Machine, batch: Batch, addresses: Array, width: int, lanes: Array) -> Array:
+    """Check an access to local memory; return its offsets in the local memory of all lanes."""
     size_of_local = machine.program.local
-    outside = (places < 0) | (places + width > size_of_local)
+    outside = (addresses < 0) | (addresses + width > size_of_local)
     if outside.any():
-        at = int(places.reshape(-1)[np.argmax(outside)])
+        at = int(addresses.reshape(-1)[np.argmax(outside)])
         text = f"uses {of(width, 'byte')} at byte {at} of local memory, of which a thread has {size_of_local}"
         blame(machine, batch, outside, lanes, "out of bounds", text)
-    flat: Array = lanes * machine.local.shape[1] + places
+    flat: Array = lanes * machine.local.shape[1] + addresses
     return flat
 
 
 def rows_of(memory: Array, width: int) -> Array:
-    """Return memory as one row of items of `width` bytes."""
+    """Return memory as a flat array of items of `width` bytes."""
     return memory.reshape(-1).view(f"V{width}" if width > 8 else f"u{width}")
 
 
-def gather(memory: Array, places: Array, width: int) -> Array:
-    """Return `width` bytes at each place, aligned to them: (..., width) uint8."""
-    found: Array = rows_of(memory, width)[places >> (width.bit_length() - 1)][..., None].view(np.uint8)
+def gather(memory: Array, offsets: Array, width: int) -> Array:
+    """Return the `width` bytes at each offset, a multiple of it: (..., width) uint8."""
+    found: Array = rows_of(memory, width)[offsets >> (width.bit_length() - 1)][..., None].view(np.uint8)
     return found
 
 
 def any_granule(flags: Array) -> Array:
-    """Reduce what was found of each granule to the access that it belongs to."""
+    """Reduce flags of granules to flags of the accesses that they belong to."""
     return np.asarray(flags.any(axis=-1))
 
 
-def aligned(machine: Machine, batch: Batch, places: Array, width: int, lanes: Array) -> None:
-    """Fault unless every access lies on a multiple of its width."""
-    if width > 1 and int(np.bitwise_or.reduce(places, axis=None)) & (width - 1):
-        odd = (places & (width - 1)) != 0
-        at = int(places.reshape(-1)[np.argmax(odd)])
+def aligned(machine: Machine, batch: Batch, addresses: Array, width: int, lanes: Array) -> None:
+    """Fault unless every address is a multiple of the access's width."""
+    if width > 1 and int(np.bitwise_or.reduce(addresses, axis=None)) & (width - 1):
+        odd = (addresses & (width - 1)) != 0
+        at = int(addresses.reshape(-1)[np.argmax(odd)])
         text = (
             f"makes an access of {width} bytes, which must lie on a multiple of {width}, "
             f"and {at:#x} is {at % width} past one"
@@ -131,11 +126,11 @@ def aligned(machine: Machine, batch: Batch, places: Array, width: int, lanes: Ar
 
 
 def out_of_bounds(
-    machine: Machine, batch: Batch, places: Array, where: Array | None, width: int, lanes: Array, verb: str
+    machine: Machine, batch: Batch, addresses: Array, where: Array | None, width: int, lanes: Array, verb: str
 ) -> NoReturn:
-    """Fault for addresses that lie in no array."""
-    bad = np.ones(places.shape, np.bool_) if where is None else where
-    at = int(places.reshape(-1)[np.argmax(bad)])
+    """Fault for addresses outside of all arrays."""
+    bad = np.ones(addresses.shape, np.bool_) if where is None else where
+    at = int(addresses.reshape(-1)[np.argmax(bad)])
     text = f"{verb} {of(width, 'byte')} at {machine.memory.near(at)}"
     blame(machine, batch, bad, lanes, "out of bounds", text)
 
@@ -144,25 +139,25 @@ def note(
     machine: Machine,
     buffer: Buffer,
     kind: AccessKind,
-    places: Array,
+    addresses: Array,
     width: int,
     lanes: Array,
     values: Array | None = None,
 ) -> None:
-    """Note accesses (n,) by lanes (n,) of the running instruction to global memory; Fault for a race.
+    """Note accesses (n,) of the running instruction by lanes (n,) to global memory; Fault for a race.
 
-    values: what is written, (n, width) uint8.
+    values: the written values, (n, width) uint8.
     """
     same = None
     if values is not None:
-        same = np.asarray((buffer.read(places - buffer.start, width) == values).all(axis=-1))
+        same = np.asarray((buffer.read(addresses - buffer.start, width) == values).all(axis=-1))
     number = machine.clocks.number(machine.instruction)
     conflict = buffer.past().note(
-        machine.clocks, machine.memory.watch_blocks, kind, places, width, lanes, number, same
+        machine.clocks, machine.memory.watch_blocks, kind, addresses, width, lanes, number, same
     )
     if conflict is None:
         return
-    lane, offset = int(lanes[conflict.index]), int(places[conflict.index]) - buffer.start
+    lane, offset = int(lanes[conflict.index]), int(addresses[conflict.index]) - buffer.start
     instructions = machine.program.instructions
     where = instructions[conflict.instruction - 1].location if conflict.instruction else None
     block, warp = divmod(conflict.warp, machine.warps_per_block)
@@ -180,7 +175,7 @@ def note(
 
 
 def several_write(machine: Machine, lanes: Array, first: int, what: str) -> NoReturn:
-    """Fault for threads of one step, the `first` of these lanes among them, whose values get lost."""
+    """Fault for threads that write different values at once; lanes[first] is one of them."""
     machine.fault(
         "race",
         f"{machine.thread_name(int(lanes[first]))} and others write different values to {what} at once: "
@@ -189,7 +184,7 @@ def several_write(machine: Machine, lanes: Array, first: int, what: str) -> NoRe
 
 
 def blame(machine: Machine, batch: Batch, bad: Array, lanes: Array, kind: str, text: str) -> NoReturn:
-    """Fault at the first instruction and thread of `bad` (instructions, lanes)."""
+    """Fault at the first instruction and thread that `bad` (instructions, lanes) marks."""
     first = int(np.argmax(bad))
     if bad.ndim == 2 and len(batch) == bad.shape[0]:
         machine.instruction = batch.instructions[first // bad.shape[1]]
@@ -200,7 +195,7 @@ def blame(machine: Machine, batch: Batch, bad: Array, lanes: Array, kind: str, t
 
 
 def _blame_barrier(machine: Machine, lane: int, text: str) -> None:
-    """Fault for the cause of a race where that is a barrier at which only some threads were."""
+    """Fault for the cause of a race if that is a barrier at which only some threads were."""
     block = int(machine.block_of_lane[lane])
     if (met := machine.state(Barriers).first_mixed(block)) is not None:
         machine.fault(

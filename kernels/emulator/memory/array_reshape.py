@@ -1,7 +1,7 @@
-"""`array.reshape` in a kernel: a function of C that Numba leaves to a linker, which finds the new strides.
+"""`array.reshape` in a kernel: Numba calls a C function that computes the new strides.
 
 `int numba_attempt_nocopy_reshape(nd, dims, strides, newnd, newdims, newstrides, itemsize, is_f_order)`, with
-pointers to arrays of int64, writes the new strides and returns 1, or returns 0 where that takes a copy.
+pointers to arrays of int64, writes the new strides and returns 1, or returns 0 if the reshape needs a copy.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from .loads_and_stores import fetch, put
 
 @unit("call.numba_attempt_nocopy_reshape", order="fence", results=0)
 def reshape(batch: Batch) -> Run:
-    """Find the strides for a new shape: for lanes that agree in everything at once, as is usual."""
+    """Find the strides for a new shape, once for all lanes with the same arguments."""
     at = [operand.offset for operand in batch.first.operands if isinstance(operand, Symbol)]
     status = at[0]
 
     def run(machine: Machine, mask: Mask) -> None:
         lanes = lanes_of(machine, mask)
         nd, dims, strides, newnd, newdims, newstrides, itemsize = (
-            np.ascontiguousarray(machine.local[lanes, place : place + 8]).view(np.int64)[:, 0]
-            for place in at[1:8]
+            np.ascontiguousarray(machine.local[lanes, offset : offset + 8]).view(np.int64)[:, 0]
+            for offset in at[1:8]
         )
         in_f_order = machine.local[lanes, at[8]] != 0
 
         def items(pointer: Array, count: int) -> Array:
-            """The arrays behind a pointer, (lanes, count)."""
+            """Return the arrays behind a pointer, (lanes, count)."""
             columns = [
                 fetch(machine, batch, "generic", (pointer + 8 * i)[None], 8, lanes) for i in range(count)
             ]
@@ -63,18 +63,18 @@ def reshape(batch: Batch) -> Run:
 def _strides(
     shape: Array, strides: Array, wanted: Array, itemsize: int, in_f_order: bool
 ) -> tuple[int, ...] | None:
-    """The strides of a reshaped array, None where they take a copy."""
+    """Return the strides of a reshaped array, None if it needs a copy."""
     if int(np.prod(shape)) != int(np.prod(wanted)):
         return None
-    # Nothing is read: all that counts is where the items would be.
+    # Nothing reads the array: only the layout of its items matters.
     item = np.empty(1, f"V{itemsize}")
     array = as_strided(item, tuple(shape.tolist()), tuple(strides.tolist()), writeable=False)
-    # In Fortran's order it is the same from the last axis to the first.
-    turn = -1 if in_f_order else 1
+    # Fortran order is the same with the axes reversed.
+    step = -1 if in_f_order else 1
     array = array.transpose() if in_f_order else array
     try:
-        array.shape = tuple(wanted.tolist())[::turn]
+        array.shape = tuple(wanted.tolist())[::step]
     except AttributeError:  # "incompatible shape for in-place modification"
         return None
-    found: tuple[int, ...] = array.strides[::turn]
+    found: tuple[int, ...] = array.strides[::step]
     return found

@@ -1,7 +1,7 @@
 """Matrix descriptors: how wgmma finds a tile of a or b in shared memory.
 
-A descriptor is 64 bits: where the tile starts, two strides, and how it is swizzled (PTX ISA, "Matrix
-Descriptor Format"). A tile is (mn, depth), mn the rows of a or the columns of b, and 32 bytes deep. It is
+A descriptor has 64 bits: the tile's start, two strides, and the swizzle (PTX ISA, "Matrix Descriptor
+Format"). A tile is (mn, depth), where mn is the rows of a or the columns of b, and 32 bytes deep. It is
 stored in pieces of 8 lines of 16 bytes:
 
 - K-major (not transposed): a line is a row of the tile. Without a swizzle the two pieces of a row lie the
@@ -39,7 +39,7 @@ class Descriptors:
 
 
 def decode_descriptors(words: Array) -> Descriptors:
-    """Return the fields of descriptors (groups,) uint64. Raises Fault where a reserved bit is set."""
+    """Return the fields of descriptors (groups,) uint64. Raises Fault for a reserved bit that is set."""
     if (words & np.uint64(_RESERVED)).any():
         word = int(words[np.flatnonzero(words & np.uint64(_RESERVED))[0]])
         raise Fault("descriptor", f"{word:#018x} has reserved bits set: a matrix descriptor leaves them 0")
@@ -101,7 +101,7 @@ def _addresses(descriptors: Descriptors, span: int, mn: int, transposed: bool) -
 
 
 def _check_start(descriptors: Descriptors, span: int, inner: int) -> None:
-    """Lines of the pattern are told by bits of the address: the tile has to begin in the first of them."""
+    """Fault unless the tile begins in the first line of the pattern, which bits of the address define."""
     if descriptors.base.any():
         base = int(descriptors.base[np.flatnonzero(descriptors.base)[0]])
         raise Fault(

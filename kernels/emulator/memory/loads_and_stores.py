@@ -1,15 +1,17 @@
-"""ld and st: every state space, every width, and the checks that a GPU does not make.
+"""ld and st for every state space and width, with checks that a GPU does not make.
 
-PTX ISA manual, "Data Movement and Conversion Instructions: ld, st". Checked before anything is moved: that an
-access is aligned to its width, lies inside an array or inside shared memory, reads no shared memory that
-nobody wrote, and races with no other warp.
+Before anything moves, each access must be aligned to its width, lie inside an array or inside shared memory,
+read no unwritten shared memory, and race with no other warp. PTX ISA manual, "Data Movement and Conversion
+Instructions: ld, st".
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
-from ..base.addresses import LOCAL_WINDOW, SHARED_WINDOW, addresses_of, generic, lanes_of, space_of
+from ..base.addresses import WINDOWS, addresses_of, generic, lanes_of, space_of
 from ..base.batch import Batch
 from ..base.instruction_registry import Run, unit
 from ..machine.global_memory import Buffer
@@ -21,12 +23,12 @@ from .address_checks import (
     Access,
     aligned,
     gather,
-    local_place,
+    local_offsets,
     note,
     out_of_bounds,
     rows_of,
     several_write,
-    shared_place,
+    shared_offsets,
 )
 
 
@@ -44,8 +46,8 @@ def load(batch: Batch) -> Run:
 
     def run(machine: Machine, mask: Mask) -> None:
         lanes = lanes_of(machine, mask)
-        places = addresses_of(address(machine), len(batch), lanes, machine)
-        data = fetch(machine, batch, space, places, width * count, lanes)  # (n, lanes, bytes) uint8
+        addresses = addresses_of(address(machine), len(batch), lanes, machine)
+        data = fetch(machine, batch, space, addresses, width * count, lanes)  # (n, lanes, bytes) uint8
         values = np.moveaxis(data.view(DTYPES[kind]), -1, 0)  # (items, n, lanes)
         if mask is not None:
             whole = np.zeros((count, len(batch), machine.lanes), values.dtype)
@@ -67,28 +69,28 @@ def store(batch: Batch) -> Run:
 
     def run(machine: Machine, mask: Mask) -> None:
         lanes = lanes_of(machine, mask)
-        places = addresses_of(address(machine), len(batch), lanes, machine)
+        addresses = addresses_of(address(machine), len(batch), lanes, machine)
         values = np.broadcast_to(read(machine), (count, len(batch), machine.lanes))[:, :, lanes]
         data = np.ascontiguousarray(np.moveaxis(values, 0, -1)).view(np.uint8)  # (n, lanes, bytes)
         assert data.shape[-1] == width * count
-        over = releases and machine.state(AtomicOrder).are_over(places[0], lanes)
-        put(machine, batch, space, places, data, lanes, "updates" if over else "writes")
-        if over:
-            machine.state(AtomicOrder).take(places[0], lanes)
+        released = releases and machine.state(AtomicOrder).has_updated(addresses[0], lanes)
+        put(machine, batch, space, addresses, data, lanes, "updates" if released else "writes")
+        if released:
+            machine.state(AtomicOrder).update(addresses[0], lanes)
 
     return run
 
 
 def _parameter(batch: Batch, kind: str) -> Run:
     write = batch.target(0, kind)
-    places = [
+    addresses = [
         (op.base.name, op.offset)
         for op in batch.operands(1)
         if isinstance(op, Address) and isinstance(op.base, Symbol)
     ]
 
     def run(machine: Machine, mask: Mask) -> None:
-        bits = b"".join(machine.parameters[name][at : at + SIZES[kind]] for name, at in places)
+        bits = b"".join(machine.parameters[name][at : at + SIZES[kind]] for name, at in addresses)
         write(machine, np.frombuffer(bits, DTYPES[kind])[:, None], mask)
 
     return run
@@ -98,40 +100,39 @@ def _count(opcode: tuple[str, ...]) -> int:
     return next((VECTORS[word] for word in opcode if word in VECTORS), 1)
 
 
-def fetch(machine: Machine, batch: Batch, space: str, places: Array, width: int, lanes: Array) -> Array:
-    """Return `width` bytes at each place, (instructions, lanes, width) uint8, all checked."""
-    aligned(machine, batch, places, width, lanes)
+def fetch(machine: Machine, batch: Batch, space: str, addresses: Array, width: int, lanes: Array) -> Array:
+    """Check loads and return their bytes, (instructions, lanes, width) uint8."""
+    aligned(machine, batch, addresses, width, lanes)
     if space == "generic":
-        space, places = generic(places)
+        space, addresses = generic(addresses)
         if space == "mixed":
-            return _fetch_mixed(machine, batch, places, width, lanes)
+            return _fetch_mixed(machine, batch, addresses, width, lanes)
     if space == "shared":
         guesses = any(id(one) in batch.program.flow.guesses for one in batch.instructions)
-        flat = shared_place(machine, batch, places, width, lanes, "guesses" if guesses else "reads")
+        flat = shared_offsets(machine, batch, addresses, width, lanes, "guesses" if guesses else "reads")
         return gather(machine.shared, flat, width)
     if space == "local":
-        flat = local_place(machine, batch, places, width, lanes)
+        flat = local_offsets(machine, batch, addresses, width, lanes)
         return gather(machine.local, flat, width)
     if machine.counts is not None:
-        machine.counts.global_access(machine.shape, batch.instructions, places, width, lanes, write=False)
-    found = machine.memory.find(places, width)
-    if len(found) > 1 and len(places) > 1:  # instructions that read different arrays
-        rows = [
-            (Batch([one], batch.program, batch.layout), row)
-            for one, row in zip(batch.instructions, places, strict=True)
-        ]
-        return np.concatenate([_fetch_global(machine, one, row[None], width, lanes) for one, row in rows])
-    return _fetch_global(machine, batch, places, width, lanes)
+        machine.counts.global_access(machine.shape, batch.instructions, addresses, width, lanes, write=False)
+    found = machine.memory.find(addresses, width)
+    if len(found) > 1 and len(addresses) > 1:  # instructions that read different arrays
+        rows = (
+            _fetch_global(machine, batch.alone(i), row[None], width, lanes) for i, row in enumerate(addresses)
+        )
+        return np.concatenate(list(rows))
+    return _fetch_global(machine, batch, addresses, width, lanes)
 
 
-def _fetch_global(machine: Machine, batch: Batch, places: Array, width: int, lanes: Array) -> Array:
-    data = np.empty((*places.shape, width), np.uint8)
-    for buffer, where in machine.memory.find(places, width):
+def _fetch_global(machine: Machine, batch: Batch, addresses: Array, width: int, lanes: Array) -> Array:
+    data = np.empty((*addresses.shape, width), np.uint8)
+    for buffer, where in machine.memory.find(addresses, width):
         if buffer is None:
-            out_of_bounds(machine, batch, places, where, width, lanes, "reads")
+            out_of_bounds(machine, batch, addresses, where, width, lanes, "reads")
         if buffer.watched:
-            _note_reads(machine, batch, buffer, places, where, width, lanes)
-        offset = places - buffer.start if where is None else (places - buffer.start)[where]
+            _note_reads(machine, batch, buffer, addresses, where, width, lanes)
+        offset = addresses - buffer.start if where is None else (addresses - buffer.start)[where]
         if where is None:
             return buffer.read(offset, width)
         data[where] = buffer.read(offset, width)
@@ -142,77 +143,79 @@ def _note_reads(
     machine: Machine,
     batch: Batch,
     buffer: Buffer,
-    places: Array,
+    addresses: Array,
     where: Array | None,
     width: int,
     lanes: Array,
 ) -> None:
-    """Note reads, and fault where they race."""
-    for i, row in enumerate(places):
+    """Note reads; Fault for a race."""
+    for i, row in enumerate(addresses):
         which = slice(None) if where is None else where[i]
-        if len(batch) == len(places):
+        if len(batch) == len(addresses):
             machine.instruction = batch.instructions[i]
         note(machine, buffer, "reads", row[which], width, lanes[which])
 
 
-def _fetch_mixed(machine: Machine, batch: Batch, places: Array, width: int, lanes: Array) -> Array:
-    """Generic addresses of several state spaces at once: each by itself."""
-    data = np.empty((*places.shape, width), np.uint8)
-    for i, row in enumerate(places):
-        for low, high in ((0, SHARED_WINDOW), (SHARED_WINDOW, LOCAL_WINDOW), (LOCAL_WINDOW, 1 << 62)):
+def _fetch_mixed(machine: Machine, batch: Batch, addresses: Array, width: int, lanes: Array) -> Array:
+    """Load from generic addresses of several state spaces: from each space by itself."""
+    data = np.empty((*addresses.shape, width), np.uint8)
+    for i, one, some in _by_space(batch, addresses):
+        data[i, some] = fetch(machine, one, "generic", addresses[i : i + 1, some], width, lanes[some])[0]
+    return data
+
+
+def _by_space(batch: Batch, addresses: Array) -> Iterator[tuple[int, Batch, Array]]:
+    """Yield (row, batch of its instruction, lanes) of generic addresses for each state space in use."""
+    for i, row in enumerate(addresses):
+        one = batch.alone(i)
+        for low, high in WINDOWS:
             some = (row >= low) & (row < high)
             if some.any():
-                one = Batch([batch.instructions[i]], batch.program, batch.layout)
-                data[i, some] = fetch(machine, one, "generic", row[None, some], width, lanes[some])[0]
-    return data
+                yield i, one, some
 
 
 def put(
     machine: Machine,
     batch: Batch,
     space: str,
-    places: Array,
+    addresses: Array,
     data: Array,
     lanes: Array,
     access: Access = "writes",
 ) -> None:
-    """Write data (instructions, lanes, width) uint8 at each place, all checked.
+    """Check stores and write data (instructions, lanes, width) uint8.
 
-    access: "updates" for a store that counts as an atomic, since it releases a lock.
+    access: "updates" for a store that counts as an atomic because it releases a lock.
     """
     width = data.shape[-1]
     machine.memory.changes += 1
-    aligned(machine, batch, places, width, lanes)
+    aligned(machine, batch, addresses, width, lanes)
     if space == "generic":
-        space, places = generic(places)
+        space, addresses = generic(addresses)
         if space == "mixed":
-            for i, row in enumerate(places):
-                one = Batch([batch.instructions[i]], batch.program, batch.layout)
-                for low, high in ((0, SHARED_WINDOW), (SHARED_WINDOW, LOCAL_WINDOW), (LOCAL_WINDOW, 1 << 62)):
-                    some = (row >= low) & (row < high)
-                    if some.any():
-                        put(machine, one, "generic", row[None, some], data[i : i + 1, some], lanes[some])
+            for i, one, some in _by_space(batch, addresses):
+                some_data = data[i : i + 1, some]
+                put(machine, one, "generic", addresses[i : i + 1, some], some_data, lanes[some])
             return
     if space == "shared":
-        flat = shared_place(machine, batch, places, width, lanes, access, data)
+        flat = shared_offsets(machine, batch, addresses, width, lanes, access, data)
         rows, shift = rows_of(machine.shared, width), width.bit_length() - 1
         values = data.view(rows.dtype)[..., 0]
         rows[flat >> shift] = values
         if (lost := np.asarray(rows[flat >> shift] != values)).any():
             first = int(np.argmax(lost))
             machine.instruction = batch.instructions[first // lanes.size % len(batch)]
-            several_write(
-                machine, lanes, first % lanes.size, f"byte {int(places.reshape(-1)[first])} of shared memory"
-            )
+            what = f"byte {int(addresses.reshape(-1)[first])} of shared memory"
+            several_write(machine, lanes, first % lanes.size, what)
         return
     if space == "local":
-        flat = local_place(machine, batch, places, width, lanes)
+        flat = local_offsets(machine, batch, addresses, width, lanes)
         rows, shift = rows_of(machine.local, width), width.bit_length() - 1
         rows[flat >> shift] = data.view(rows.dtype)[..., 0]
         return
     if machine.counts is not None:
-        machine.counts.global_access(machine.shape, batch.instructions, places, width, lanes, write=True)
-    for i, row in enumerate(places):
+        machine.counts.global_access(machine.shape, batch.instructions, addresses, width, lanes, write=True)
+    for i, row in enumerate(addresses):
         _put_global(machine, batch, i, row, data[i], lanes)
 
 
@@ -221,9 +224,8 @@ def _put_global(machine: Machine, batch: Batch, i: int, row: Array, data: Array,
     machine.instruction = batch.instructions[i]
     for buffer, where in machine.memory.find(row, width):
         if buffer is None:
-            out_of_bounds(
-                machine, batch, row[None], None if where is None else where[None], width, lanes, "writes"
-            )
+            bad = None if where is None else where[None]
+            out_of_bounds(machine, batch, row[None], bad, width, lanes, "writes")
         who = lanes if where is None else lanes[where]
         there = row if where is None else row[where]
         values = data if where is None else data[where]

@@ -1,10 +1,10 @@
 """The swizzles of Hopper's shared memory: 16-byte chunks of a tile, permuted so that columns miss no bank.
 
-A tile whose rows are 128 bytes keeps a column of chunks in the same four of the 32 banks, and eight rows of
-it in one eighth of the bandwidth. The swizzle XORs the number of the chunk in its row with the number of the
-row: bits 4 to 6 of a byte's address with bits 7 to 9 (PTX ISA, "Swizzling Modes"). The permutation is made of
-bits of the address itself, so both tensor copies and wgmma apply it without knowing where the tile begins; a
-tile has to begin where the pattern does, every 8 rows: 1024, 512 or 256 bytes.
+If the rows of a tile are 128 bytes, a column of chunks lies in the same four of the 32 banks, and eight rows
+of it get one eighth of the bandwidth. The swizzle XORs the chunk's index in its row with the row's index:
+bits 4 to 6 of a byte's address with bits 7 to 9 (PTX ISA, "Swizzling Modes"). It depends on the address
+alone, so tensor copies and wgmma apply it without knowing where the tile begins. But a tile must begin where
+the pattern does, every 8 rows: 1024, 512 or 256 bytes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CHUNK = 16  # bytes that stay together
 def swizzle(addresses: Array, span: int) -> Array:
     """Return where the bytes at shared-memory `addresses` (integers) lie under a swizzle of `span` bytes.
 
-    It is its own inverse. Raises ValueError for a span that is none of 0, 32, 64 and 128.
+    It is its own inverse. Raises ValueError for a span other than 0, 32, 64 and 128.
     """
     if span not in SPANS:
         raise ValueError(f"span is {span} bytes: a swizzle has one of {SPANS}")
@@ -30,5 +30,5 @@ def swizzle(addresses: Array, span: int) -> Array:
 
 
 def pattern(span: int) -> int:
-    """Return the bytes after which the swizzle repeats: a tile begins at a multiple of it."""
+    """Return the bytes after which the swizzle repeats. A tile begins at a multiple of it."""
     return 8 * span if span else CHUNK

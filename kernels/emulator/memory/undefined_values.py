@@ -1,8 +1,8 @@
-"""Values that are nobody's: what a shuffle brings from a lane that takes no part in it.
+"""Undefined values: what a shuffle returns from a lane that takes no part in it.
 
-To receive one is no mistake (the last lanes of a reduction do), to use it is. So from the first such shuffle
-on, each register of each lane is marked while it holds an undefined value: arithmetic hands the mark on, a
-selection only from the side that it takes, and an address, a branch or a value that is stored must have none.
+To receive one is no mistake (the last lanes of a reduction do), but to use it is. After the first such
+shuffle, each register of each lane is marked while it holds an undefined value. Arithmetic hands the mark on,
+a selection only from the side that it takes. Addresses, branches and stored values must have no mark.
 """
 
 from __future__ import annotations
@@ -20,25 +20,13 @@ from ..ptx.program import PtxInstruction
 from ..ptx.static_analysis import registers_of
 
 EXCHANGES = ("shfl", "vote", "match", "redux")
-USES = (
-    "ld",
-    "st",
-    "atom",
-    "red",
-    "bar",
-    "barrier",
-    "call",
-    "cp",
-    "mma",
-    "wgmma",
-    "ldmatrix",
-    "stmatrix",
-    "bra",
-)
+# These instructions use their operands, so none may be undefined. Others hand undefined values on.
+USES = {"ld", "st", "atom", "red", "cp", "ldmatrix", "stmatrix", "mma", "wgmma"}
+USES |= {"bar", "barrier", "call", "bra"}
 
 
 class UndefinedValues:
-    """The marks: 0, or 1 + where the value came from, for each register and lane."""
+    """The mark of each register and lane: 0, or 1 + the index of the value's origin."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
@@ -47,14 +35,14 @@ class UndefinedValues:
         self.origins: list[tuple[str, str, PtxInstruction]] = []  # kind of fault, what is wrong, the shuffle
 
     def mark(self, batch: Batch, index: int, lanes: NDArray[np.bool_], kind: str, text: str) -> None:
-        """Note that the result of an instruction is undefined in these lanes."""
+        """Mark the result of an instruction as undefined in these lanes."""
         instruction = batch.instructions[index]
         self.origins.append((kind, text, instruction))
         for row in self._rows(batch, instruction.operands[0]):
             row[lanes] = len(self.origins)
 
     def exchanged(self, batch: Batch, sources: Array, active: NDArray[np.bool_]) -> None:
-        """Hand the marks on by a shuffle: sources (instructions, lanes), the lane that each one reads."""
+        """Hand marks on through a shuffle. sources (instructions, lanes): the lane that each one reads."""
         for i, instruction in enumerate(batch.instructions):
             taken = self._of(batch, instruction.operands[1])[sources[i]]
             taken = np.maximum(taken, self._of(batch, *instruction.operands[2:]))
@@ -62,7 +50,7 @@ class UndefinedValues:
                 row[active] = taken[active]
 
     def follow(self, batch: Batch, mask: Mask) -> None:
-        """Hand the marks on by a step that is about to run; Fault where it uses an undefined value."""
+        """Hand marks on through a step that is about to run; Fault if it uses an undefined value."""
         active = np.ones(self.machine.lanes, np.bool_) if mask is None else mask
         for instruction in batch.instructions:
             name, operands = instruction.opcode[0], instruction.operands
@@ -83,7 +71,7 @@ class UndefinedValues:
     def use(
         self, batch: Batch, operands: tuple[Operand, ...], active: NDArray[np.bool_], user: PtxInstruction
     ) -> None:
-        """Fault where one of the operands is undefined in an active lane."""
+        """Fault if an operand is undefined in an active lane."""
         found = np.where(active, self._of(batch, *operands), 0)
         if found.any():
             lane = int(np.argmax(found != 0))
@@ -103,12 +91,12 @@ class UndefinedValues:
             a, b = (batch.reader([operand], "pred")(self.machine)[0] for operand in operands[1:])
             if name == "or":
                 a, b = ~a, ~b
-            # False and anything is false.
+            # False and an undefined value is false; true or an undefined value is true.
             return np.where((one == 0) & ~a | (two == 0) & ~b, 0, np.maximum(one, two))
         return self._of(batch, *operands[1:])
 
     def _of(self, batch: Batch, *operands: Operand) -> Array:
-        """The marks of operands, taken together, (lanes,)."""
+        """Return the marks of all these operands together, (lanes,)."""
         found = np.zeros(self.machine.lanes, np.int16)
         for operand in operands:
             for row in self._rows(batch, operand):

@@ -1,17 +1,17 @@
-"""What the emulator raises: for what it cannot run, and for what a kernel does wrong."""
+"""The errors that the emulator raises: for what it cannot run, and for what a kernel does wrong."""
 
 from __future__ import annotations
 
 
 class EmulatorError(RuntimeError):
-    """The emulator can't run this: an instruction that it does not know, arguments that don't fit."""
+    """The emulator can't run this: it does not know an instruction, or the arguments don't fit."""
 
 
 class Fault(EmulatorError):
-    """The kernel does what a GPU would not forgive, or would answer with wrong numbers.
+    """The kernel does something that crashes a GPU or gives wrong numbers there.
 
-    `kind` is the name of the check that found it ("race", "out of bounds", ...), `where` the place in the
-    kernel's source ("file:line") where PTX has one, `instruction` the instruction's text.
+    `kind` names the check that found it ("race", "out of bounds", ...), `where` is the line of the kernel's
+    source ("file:line", "" if unknown), `instruction` the text of the PTX instruction.
     """
 
     def __init__(self, kind: str, message: str, where: str = "", instruction: str = "") -> None:
@@ -19,9 +19,9 @@ class Fault(EmulatorError):
         self.message = message
         self.where = where
         self.instruction = instruction
-        place = f"{where}: " if where else ""
+        line = f"{where}: " if where else ""
         code = f" [{instruction}]" if instruction else ""
-        super().__init__(f"{place}{kind}: {message}{code}")
+        super().__init__(f"{line}{kind}: {message}{code}")
 
 
 def of(count: int, what: str) -> str:

@@ -1,8 +1,8 @@
-"""Read PTX: the text that NVVM emits for a kernel, as a program of instructions, symbols and registers.
+"""Read PTX, the text that NVVM emits for a kernel, into a program.
 
 PTX is NVIDIA's assembly language for a virtual GPU (PTX ISA manual, "Syntax" and "State Spaces, Types, and
-Variables"). Only what decides meaning is kept: the file and line of each instruction (from `.loc`) are, since
-faults name them. Calls of device functions are inlined here, so that a program is one list of instructions.
+Variables"). Each instruction keeps its file and line (from `.loc`), since faults name them. Calls of device
+functions are inlined, so that a program is one list of instructions.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .static_analysis import analyse
 def parse(text: str) -> Program:
     """Return the program of the only kernel (`.entry`) in `text`.
 
-    Raises EmulatorError where there is none, or for what is no PTX that this reads.
+    Raises EmulatorError if there is not exactly one, and for PTX that the emulator cannot read.
     """
     files = {int(number): name for number, name in re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]*)"', text, re.M)}
     text = re.sub(r"//[^\n]*", "", text)
@@ -30,7 +30,7 @@ def parse(text: str) -> Program:
     functions = {function.name: function for function in _functions(text)}
     entries = [function for function in functions.values() if function.entry]
     if len(entries) != 1:
-        raise EmulatorError(f"the PTX holds {len(entries)} kernels: pass that of one kernel")
+        raise EmulatorError(f"the PTX holds {len(entries)} kernels: pass the PTX of one kernel")
     entry = entries[0]
     program = Program(entry.name, directives=entry.directives)
     target = re.search(r"^\s*\.target\s+(\w+)", text, re.M)
@@ -39,7 +39,7 @@ def parse(text: str) -> Program:
     for parameter in entry.parameters:
         kind, name, size = declaration(parameter)
         program.parameters[name] = (kind, size)
-    BodyReader(program, functions, files).read(entry, "", None, 0)
+    BodyReader(program, functions, files).read(entry)
     program.flow = analyse(program)
     return program
 
@@ -68,7 +68,7 @@ def _functions(text: str) -> Iterator[DeviceFunction]:
 
 
 def _braced(text: str, opening: int) -> str:
-    """Return what stands between the brace at `opening` and its partner."""
+    """Return the text between the brace at `opening` and its partner."""
     depth = 0
     for match in re.compile(r"[{}]").finditer(text, opening):
         depth += 1 if match[0] == "{" else -1
@@ -106,13 +106,9 @@ def _module_variables(text: str, program: Program) -> None:
             variable.offset = program.shared
             program.shared += size
         program.variables[name] = variable
-    # Dynamic shared memory begins where the static ends. Each `extern` array starts there, on its alignment.
-    dynamic = [
-        name
-        for name, variable in program.variables.items()
-        if variable.space == "shared" and not variable.size
-    ]
-    for name in dynamic:
-        match = re.search(rf"\.align\s+\d+\s+\.\w+\s+{re.escape(name)}\b", text)
-        alignment = max(16, alignment_of(match[0] if match else ""))
-        program.variables[name].offset = -(-program.shared // alignment) * alignment
+    # Dynamic shared memory begins where the static ends: each `extern` array starts there, aligned.
+    for name, variable in program.variables.items():
+        if variable.space == "shared" and not variable.size:
+            match = re.search(rf"\.align\s+\d+\s+\.\w+\s+{re.escape(name)}\b", text)
+            alignment = max(16, alignment_of(match[0] if match else ""))
+            variable.offset = -(-program.shared // alignment) * alignment

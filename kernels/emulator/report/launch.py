@@ -1,6 +1,6 @@
-"""`launch` and `profile`: run any Numba kernel of your own in the emulator, and see what it does.
+"""`launch` and `profile`: run any Numba kernel in the emulator, and see what it does.
 
-A kernel is written and decorated as for a GPU, and its arguments are NumPy arrays:
+Write and decorate the kernel as for a GPU, and pass NumPy arrays:
 
     from numba import cuda
     from minidist.kernels.emulator import launch, profile, profiled
@@ -15,7 +15,7 @@ A kernel is written and decorated as for a GPU, and its arguments are NumPy arra
     launch(scale, 4, 256, x, np.float32(2))
     print(profile(scale, 4, 256, x, np.float32(2)))
 
-    with profiled() as counts:  # whatever runs in the emulator meanwhile, a rung say
+    with profiled() as counts:  # of all kernels that run meanwhile, those of a rung say
         rung("s3_shared_tile").matmul(a, b)
     print(counts)
 """
@@ -39,7 +39,7 @@ from ..machine.counts import Counts
 from .compiling import compiled_ptx
 from .profile_table import Profile
 
-ARCHITECTURE = "sm_90a"  # whose instructions the emulator knows
+ARCHITECTURE = "sm_90a"  # the emulator knows its instructions
 
 
 def launch(
@@ -54,20 +54,33 @@ def launch(
     """Run a Numba kernel on a grid of blocks in the emulator, on the arguments' own memory.
 
     Args:
-        kernel: a function decorated with `numba.cuda.jit`, a plain one, or a Kernel of the ladder.
+        kernel: a function, plain or decorated with `numba.cuda.jit`, or a Kernel of the ladder.
         grid: blocks along x, or along x, y and z.
         block: threads of a block along x, or along x, y and z; 1024 in all at most.
-        args: NumPy arrays, torch tensors on the CPU, and numbers; arrays are written in place.
+        args: NumPy arrays, torch tensors on the CPU, and numbers; the kernel writes arrays in place.
         shared: bytes of dynamic shared memory (`cuda.shared.array(0, dtype)`).
         cluster: blocks along x that form a cluster.
-        architecture: what the kernel is compiled for.
+        architecture: the GPU architecture to compile for.
 
-    Raises Fault, with file and line, for what a GPU would not forgive: an access out of bounds or misaligned,
-    a read of shared memory that nobody wrote, a race between warps, a barrier that not all threads reach.
-    Raises EmulatorError for an instruction that the emulator does not know, TypeError and ValueError for
-    arguments that no kernel takes, and Numba's own errors for what it can't compile.
+    Raises Fault, with file and line, for an access out of bounds or misaligned, a read of unwritten shared
+    memory, a race between warps, a barrier that not all threads reach. Raises EmulatorError for an unknown
+    instruction, TypeError and ValueError for arguments that no kernel takes, and Numba's own errors for code
+    that it can't compile.
     """
-    _run(kernel, grid, block, args, shared, cluster, architecture, None)
+    function = _function(kernel)
+    names = _names(function, len(args))
+    arrays = [_argument(name, x) for name, x in zip(names, args, strict=True)]
+    options = getattr(kernel, "targetoptions", {})
+    fastmath = bool(options.get("fastmath", getattr(kernel, "fastmath", False)))
+    if isinstance(kernel, Kernel):  # passes halves as their bits, and ints as int32
+        arrays = [x.view(np.uint16) if str(getattr(x, "dtype", "")) in HALVES else x for x in arrays]
+        types = kernel.types(tuple(arrays))
+    else:
+        types = tuple(_type(name, x) for name, x in zip(names, arrays, strict=True))
+    whole_grid, whole_block = sizes("grid", grid), sizes("block", block)
+    threads = min(max(math.prod(whole_block), 1), 1024)
+    ptx = compiled_ptx(function, types, architecture, threads, fastmath, bool(options.get("debug", False)))
+    run_kernel(ptx, whole_grid, whole_block, arrays, shared, cluster, names)
 
 
 def profile(
@@ -79,47 +92,21 @@ def profile(
     cluster: int = 1,
     architecture: str = ARCHITECTURE,
 ) -> Profile:
-    """Run a kernel as `launch` does, and return what it did: a table, in all and by line of source."""
-    counts = Counts()
-    _run(kernel, grid, block, args, shared, cluster, architecture, counts)
-    return Profile(counts, getattr(_function(kernel), "__name__", "kernel"))
+    """Run a kernel as `launch` does, and return a table of what it did, in total and by source line."""
+    with profiled(getattr(_function(kernel), "__name__", "kernel")) as counts:
+        launch(kernel, grid, block, *args, shared=shared, cluster=cluster, architecture=architecture)
+    return counts
 
 
 @contextlib.contextmanager
 def profiled(name: str = "kernels") -> Iterator[Profile]:
-    """Count what all kernels do that this thread runs in the emulator within the `with` block."""
+    """Count what all kernels do that this thread runs in the emulator inside the `with` block."""
     counts = Counts()
     before = COUNTING.set(counts)
     try:
         yield Profile(counts, name)
     finally:
         COUNTING.reset(before)
-
-
-def _run(
-    kernel: Callable[..., Any],
-    grid: int | Sequence[int],
-    block: int | Sequence[int],
-    args: Sequence[Any],
-    shared: int,
-    cluster: int,
-    architecture: str,
-    counts: Counts | None,
-) -> None:
-    function = _function(kernel)
-    names = _names(function, len(args))
-    arrays = [_argument(name, x) for name, x in zip(names, args, strict=True)]
-    options = getattr(kernel, "targetoptions", {})
-    fastmath = bool(options.get("fastmath", getattr(kernel, "fastmath", False)))
-    if isinstance(kernel, Kernel):  # its halves travel as their bits, and its ints as int32
-        arrays = [x.view(np.uint16) if str(getattr(x, "dtype", "")) in HALVES else x for x in arrays]
-        types = kernel.types(tuple(arrays))
-    else:
-        types = tuple(_type(name, x) for name, x in zip(names, arrays, strict=True))
-    whole_grid, whole_block = sizes("grid", grid), sizes("block", block)
-    threads = min(max(math.prod(whole_block), 1), 1024)
-    ptx = compiled_ptx(function, types, architecture, threads, fastmath, bool(options.get("debug", False)))
-    run_kernel(ptx, whole_grid, whole_block, arrays, shared, cluster, counts, names)
 
 
 def _function(kernel: Callable[..., Any]) -> Callable[..., Any]:
@@ -136,7 +123,7 @@ def _function(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _names(function: Callable[..., Any], count: int) -> list[str]:
-    """Return the names of a kernel's arguments, or say that it takes another number of them."""
+    """Return the names of a kernel's arguments. Raises TypeError if it takes another number of them."""
     found = list(inspect.signature(function).parameters.values())
     if any(one.kind is one.VAR_POSITIONAL for one in found):
         return [f"argument {i + 1}" for i in range(count)]
@@ -167,7 +154,7 @@ def _argument(name: str, x: Any) -> Any:
 
 
 def _type(name: str, x: Any) -> Any:
-    """Return Numba's type of an argument: that of `cuda.jit`'s own launches."""
+    """Return Numba's type of an argument, as `cuda.jit` launches choose it."""
     try:
         return importlib.import_module("numba.cuda.typing.typeof").typeof(x)
     except ValueError as error:

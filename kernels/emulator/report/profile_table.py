@@ -1,4 +1,4 @@
-"""What a kernel did, as a table."""
+"""The profile of a kernel: its counts as figures, and as a table of text."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from ..machine.counts import SECTOR, Counts, LineCounts
 
 @dataclass(frozen=True)
 class Profile:
-    """The counts of one launch. `print(profile)` shows the table; attributes and `lines` serve programs."""
+    """The counts of one launch. `print(profile)` shows a table; programs read the attributes."""
 
     counts: Counts
     kernel: str
 
     @property
     def total(self) -> LineCounts:
-        """All lines together: requests, sectors, bytes, passes through shared memory, matrix instructions."""
+        """The sum over all lines: requests, sectors, bytes, shared passes, matrix instructions."""
         return self.counts.total
 
     @property
     def instructions(self) -> dict[str, int]:
-        """Warps' instructions by class, the most frequent first."""
+        """Warp instructions by class, the most frequent first."""
         return dict(self.counts.classes.most_common())
 
     @property
@@ -32,7 +32,7 @@ class Profile:
 
     @property
     def sectors_per_load(self) -> float:
-        """32-byte sectors for each warp's load from global memory: 4 where 4-byte words lie side by side."""
+        """32-byte sectors for each warp's load from global memory: 4 for neighbouring 4-byte words."""
         return _ratio(self.total.load_sectors, self.total.loads)
 
     @property
@@ -42,55 +42,46 @@ class Profile:
 
     @property
     def load_efficiency(self) -> float:
-        """Bytes that threads asked for over bytes moved: 1 is perfect, more where threads share sectors."""
+        """Bytes that threads read over bytes moved: 1 is perfect; shared sectors give more."""
         return _ratio(self.total.load_bytes, self.total.load_sectors * SECTOR)
 
     @property
     def shared_conflicts(self) -> int:
-        """Passes through shared memory beyond what the requests' width takes."""
+        """Passes through shared memory beyond those of conflict-free requests."""
         return self.total.shared_passes - self.total.shared_least
 
     def table(self) -> str:
         """Return all figures as text."""
-        total = self.total
+        total, counts, copied = self.total, self.counts, self.counts.copied_bytes
+        shared = f"{total.shared_requests}, {total.shared_passes} passes, {self.shared_conflicts} conflicts"
         rows = [
             ("warp instructions", f"{total.instructions}"),
             ("global loads", _requests(total.loads, total.load_sectors, total.load_bytes)),
             ("global stores", _requests(total.stores, total.store_sectors, total.store_bytes)),
-            ("shared requests", _or_none(total.shared_requests, self._shared())),
-            (
-                "copied into shared memory",
-                _or_none(self.counts.copied_bytes, f"{self.counts.copied_bytes} bytes, asynchronously"),
-            ),
-            (
-                "matrix instructions",
-                _or_none(total.matrix, f"{total.matrix}, {self.counts.matrix_flops} FLOP"),
-            ),
+            ("shared requests", _or_none(total.shared_requests, shared)),
+            ("copied into shared memory", _or_none(copied, f"{copied} bytes, asynchronously")),
+            ("matrix instructions", _or_none(total.matrix, f"{total.matrix}, {counts.matrix_flops} FLOP")),
         ]
         width = max(len(name) for name, _ in rows)
         text = [f"{self.kernel}", *(f"  {name:<{width}}  {value}" for name, value in rows), "  by class"]
         text += [f"    {name:<{width}}{count}" for name, count in self.instructions.items()]
         text.append("  by line: instructions, sectors per load, sectors per store, shared passes per request")
-        for place, line in sorted(self.lines.items(), key=lambda item: _order(item[0])):
+        for location, line in sorted(self.lines.items(), key=lambda item: _order(item[0])):
             parts = [
                 f"{line.instructions:>9}",
                 _cell(line.load_sectors, line.loads),
                 _cell(line.store_sectors, line.stores),
                 _cell(line.shared_passes, line.shared_requests),
             ]
-            text.append(f"    {Path(place).name:<{width}}{'  '.join(parts)}")
+            text.append(f"    {Path(location).name:<{width}}{'  '.join(parts)}")
         return "\n".join(text)
-
-    def _shared(self) -> str:
-        total = self.total
-        return f"{total.shared_requests}, {total.shared_passes} passes, {self.shared_conflicts} conflicts"
 
     def __str__(self) -> str:
         return self.table()
 
 
-def _order(place: str) -> tuple[str, int]:
-    file, _, line = place.rpartition(":")
+def _order(location: str) -> tuple[str, int]:
+    file, _, line = location.rpartition(":")
     return file, int(line) if line.isdigit() else 0
 
 

@@ -1,1 +1,13 @@
-"""Barriers, and the happens-before order that finds races."""
+"""How threads wait for each other, and what they learn of each other by it.
+
+Whoever waits learns what the others did before: every file here updates the clocks in `machine/`, by which
+races are found.
+
+| File | Holds |
+|---|---|
+| barriers | bar.sync and its forms for a block, bar.warp.sync, fences |
+| grid_barrier | the barrier of a whole grid (cooperative groups) |
+| mbarriers | the state of mbarriers: arrivals and bytes of a phase |
+| async_groups | commit_group and wait_group of asynchronous operations, and their clocks |
+| atomic_ordering | what threads learn from atomics: locks, flags, counters |
+"""

@@ -1,9 +1,9 @@
 """What threads learn of each other by atomics: locks, flags, counters, tickets.
 
-Who updates a place learns what all those knew who updated it before. So a lock orders what is done under it,
-also where a plain store releases it, and a flag what was done before it was set. (A GPU promises that only
-with fences, cuda.threadfence(); that one of those is missing is not found here.) It holds within a block; the
-blocks of a kernel with such atomics are not compared with each other at all.
+A warp that updates an address learns all that the earlier updaters of this address knew. So a lock orders
+what is done under it, also if a plain store releases it, and a flag orders what was done before it was set.
+(A GPU promises that only with fences, cuda.threadfence(); the emulator does not notice a missing one.) This
+holds within a block. In kernels with such atomics, accesses of different blocks are not compared at all.
 """
 
 from __future__ import annotations
@@ -14,52 +14,52 @@ from numpy.typing import NDArray
 from ..machine.machine import Machine
 from ..ptx.dtypes import Array
 
-MOST = 1024  # places updated in one step, beyond which the warps are taken to learn all that there is to know
+MOST = 1024  # (warp, address) pairs in one step; beyond it all warps are taken to learn everything
 
 
 class AtomicOrder:
-    """For each place that atomics update, and each block, what those knew who did."""
+    """For each cluster and each address that atomics update: what the updating warps knew."""
 
     def __init__(self, machine: Machine) -> None:
         self.clocks = machine.clocks
-        self.numbers: dict[tuple[int, int], int] = {}  # (cluster, place): its row in `known`
+        self.numbers: dict[tuple[int, int], int] = {}  # (cluster, address): its row in `known`
         self.known = np.zeros((64, machine.clocks.agents), np.int32)
-        self.took: set[tuple[int, int]] = set()  # (agent, place): who has updated what
+        self.updated: set[tuple[int, int]] = set()  # (agent, address)
 
-    def take(self, places: Array, lanes: Array) -> None:
-        """Let lanes take their turns, in order, at updating these places."""
+    def update(self, addresses: Array, lanes: Array) -> None:
+        """Let lanes update these addresses one after another."""
         clocks = self.clocks
         agents = clocks.agents_of_lanes()[lanes]
-        pairs = np.unique(np.stack([agents, places]), axis=1)  # by warp, then place
-        agents, places = pairs[0], pairs[1]
+        pairs = np.unique(np.stack([agents, addresses]), axis=1)  # by warp, then address
+        agents, addresses = pairs[0], pairs[1]
         if agents.size > MOST:
             clusters = np.unique(agents // clocks.agents)
             clocks.now[clusters] = np.maximum(
                 clocks.now[clusters], clocks.now[clusters].max(1, keepdims=True)
             )
         else:
-            rows = self._rows(agents // clocks.agents, places)
-            # All rows at once: the first warp of each, the second, ....
+            rows = self._rows(agents // clocks.agents, addresses)
+            # All rows at once: the first warp of each, then the second, ...
             order = np.argsort(rows, kind="stable")
             starts = np.flatnonzero(np.diff(rows[order], prepend=-1))
-            turn = np.arange(rows.size) - np.repeat(starts, np.diff(starts, append=rows.size))
-            for i in range(int(turn.max()) + 1):
-                now = order[turn == i]
+            nth = np.arange(rows.size) - np.repeat(starts, np.diff(starts, append=rows.size))
+            for i in range(int(nth.max()) + 1):
+                now = order[nth == i]
                 clocks.join(agents[now], self.known[rows[now]])
                 self.known[rows[now]] = clocks.knows(agents[now][:, None], np.arange(clocks.agents))
         clocks.tick(np.unique(agents))
-        self.took.update(zip(agents.tolist(), places.tolist(), strict=True))
+        self.updated.update(zip(agents.tolist(), addresses.tolist(), strict=True))
 
-    def are_over(self, places: Array, lanes: Array) -> bool:
-        """Whether each lane's warp has updated its place before, so that a store there ends its turn."""
+    def has_updated(self, addresses: Array, lanes: Array) -> bool:
+        """Return whether each lane's warp has updated its address before: a store may release a lock."""
         agents = self.clocks.agents_of_lanes()[lanes]
-        return all(pair in self.took for pair in zip(agents.tolist(), places.tolist(), strict=True))
+        return all(pair in self.updated for pair in zip(agents.tolist(), addresses.tolist(), strict=True))
 
-    def _rows(self, clusters: Array, places: Array) -> NDArray[np.intp]:
+    def _rows(self, clusters: Array, addresses: Array) -> NDArray[np.intp]:
         numbers = self.numbers
         found = [
             numbers.setdefault(key, len(numbers))
-            for key in zip(clusters.tolist(), places.tolist(), strict=True)
+            for key in zip(clusters.tolist(), addresses.tolist(), strict=True)
         ]
         while len(numbers) > len(self.known):
             self.known = np.concatenate([self.known, np.zeros_like(self.known)])

@@ -1,7 +1,7 @@
-"""Barriers of a block and of a warp, fences, and what only takes time.
+"""Barriers of a block and of a warp, fences, and instructions that only take time.
 
 PTX ISA manual, "Parallel Synchronization and Communication Instructions: bar, barrier". A barrier for all
-threads faults where a thread has ended or stands elsewhere in its warp; real GPUs may hang there or go on.
+threads faults if a thread of a warp at it has ended, where a real GPU may hang or go on.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..arithmetic.warp_operations import awaited, word
+from ..base.addresses import active_lanes, of_every_lane
 from ..base.batch import Batch
 from ..base.instruction_registry import Run, unit
 from ..machine.machine import Machine
@@ -22,20 +23,20 @@ Lanes: TypeAlias = NDArray[np.bool_]
 
 
 class Barriers:
-    """The named barriers of each block: who has come, and who may go."""
+    """The named barriers of each block: the lanes that wait, and the lanes that may go on."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
-        self.waiting: dict[int, Lanes] = {}  # by name: lanes that have come and wait
-        self.passed_by: dict[int, Lanes] = {}  # lanes that have come and gone on
+        self.waiting: dict[int, Lanes] = {}  # lanes that have arrived and wait, by the barrier's name
+        self.passed_by: dict[int, Lanes] = {}  # lanes that have arrived and gone on (bar.arrive)
         self.released = np.zeros(machine.lanes, np.bool_)
-        self.votes = np.zeros(machine.lanes, np.bool_)  # of those who have come: the predicate of bar.red
-        self.agreed = np.zeros(machine.lanes, np.int64)  # of those who are released: how many voted for it
-        self.came_at = np.full(machine.blocks, -1, np.int64)  # the barrier of a block's first to come
-        self.mixed: dict[int, tuple[PtxInstruction, PtxInstruction]] = {}  # by block: the first two that met
+        self.votes = np.zeros(machine.lanes, np.bool_)  # of lanes that have arrived: the predicate of bar.red
+        self.agreed = np.zeros(machine.lanes, np.int64)  # of released lanes: how many threads voted true
+        self.came_at = np.full(machine.blocks, -1, np.int64)  # by block: where the first thread arrived
+        self.mixed: dict[int, tuple[PtxInstruction, PtxInstruction]] = {}  # by block: two barriers at once
 
-    def come(self, name: int, lanes: Lanes, expected: int, wait: bool) -> None:
-        """Let lanes arrive; in blocks where that makes `expected` threads, release those that wait."""
+    def arrive(self, name: int, lanes: Lanes, expected: int, wait: bool) -> None:
+        """Let lanes arrive at a barrier. In blocks where it has `expected` threads, release them."""
         machine = self.machine
         waiting = self.waiting.setdefault(name, np.zeros(machine.lanes, np.bool_))
         gone = self.passed_by.setdefault(name, np.zeros(machine.lanes, np.bool_))
@@ -52,7 +53,7 @@ class Barriers:
             text = f"{count[block]} threads come to barrier {name}, which is for {expected}"
             machine.fault("barrier", text, lanes=lanes & (machine.block_of_lane == block))
         if name == 0 and expected == machine.threads:
-            self._note_place(here, full)
+            self._note_mixed(here, full)
         if not full.any():
             return
         free = np.repeat(full, machine.lanes_per_block)
@@ -68,36 +69,36 @@ class Barriers:
         gone &= ~free
 
     def count_votes(self, voters: Lanes, those: Lanes) -> None:
-        """Let `those` know how many threads of their block voted for it."""
+        """Tell `those` lanes how many threads of their block voted true."""
         count = (voters & self.votes).reshape(self.machine.blocks, -1).sum(axis=1)
         self.agreed[those] = np.repeat(count, self.machine.lanes_per_block)[those]
 
     def first_mixed(self, block: int) -> PtxInstruction | None:
-        """Return a barrier of a block that some of its threads met at while others stood at another."""
+        """Return a barrier of a block at which some of its threads stood while others stood at another."""
         two = self.mixed.get(block)
         return min(two, key=self.machine.clocks.number) if two else None
 
-    def _note_place(self, here: Lanes, full: Lanes) -> None:
-        """Note that threads of one block have come to different barriers, for the case that some miss one."""
+    def _note_mixed(self, here: Lanes, full: Lanes) -> None:
+        """Note when threads of one block are at different barriers: later faults may stem from it."""
         instruction = self.machine.instruction
         if instruction is None:
             return
-        place = self.machine.clocks.number(instruction)
-        other = here & (self.came_at >= 0) & (self.came_at != place)
+        number = self.machine.clocks.number(instruction)
+        other = here & (self.came_at >= 0) & (self.came_at != number)
         for block in np.flatnonzero(other).tolist():
             first = self.machine.program.instructions[int(self.came_at[block]) - 1]
             self.mixed.setdefault(block, (first, instruction))
-        self.came_at[here & (self.came_at < 0)] = place
+        self.came_at[here & (self.came_at < 0)] = number
         self.came_at[full] = -1
 
 
 @unit("bar.sync", "barrier.sync", "barrier.cta.sync", "bar.cta.sync", order="sync", results=0)
 def barrier_sync(batch: Batch) -> Run:
-    """bar.sync a{, b}: wait until all threads of the block, or b of them, have come to barrier a."""
+    """bar.sync a{, b}: wait until all threads of the block, or b of them, have arrived at barrier a."""
     name, count = batch.source(0, "u32"), batch.source(1, "u32") if batch.has(1) else None
 
     def run(machine: Machine, mask: Mask) -> Lanes | None:
-        lanes = np.ones(machine.lanes, np.bool_) if mask is None else mask
+        lanes = active_lanes(machine, mask)
         return _wait(machine, lanes, name(machine), None if count is None else count(machine))
 
     return run
@@ -111,18 +112,15 @@ def barrier_reduction(batch: Batch) -> Run:
     count = batch.source(2, "u32") if batch.has(3) else None
 
     def run(machine: Machine, mask: Mask) -> Lanes | None:
-        lanes = np.ones(machine.lanes, np.bool_) if mask is None else mask
+        lanes = active_lanes(machine, mask)
         barriers, expected = machine.state(Barriers), None if count is None else count(machine)
-        np.copyto(barriers.votes, np.broadcast_to(votes(machine), (1, machine.lanes))[0], where=lanes)
+        np.copyto(barriers.votes, of_every_lane(machine, votes(machine)), where=lanes)
         passed = _wait(machine, lanes, name(machine), expected)
         agreed = barriers.agreed
         if kind == "u32":
             value: Array = agreed.astype(np.uint32)
         elif "and" in batch.first.opcode:
-            all_of_them = (
-                machine.threads if expected is None else np.broadcast_to(expected, (1, machine.lanes))[0]
-            )
-            value = agreed == all_of_them
+            value = agreed == (machine.threads if expected is None else of_every_lane(machine, expected))
         else:
             value = agreed > 0
         write(machine, value[None], mask if passed is None else passed)
@@ -134,7 +132,7 @@ def barrier_reduction(batch: Batch) -> Run:
 def _wait(
     machine: Machine, lanes: Lanes, names: NDArray[np.uint32], counts: NDArray[np.uint32] | None
 ) -> Lanes | None:
-    """Let lanes come to a barrier and wait; return those that pass, None for all."""
+    """Let lanes arrive at a barrier and wait; return those that pass, None for all."""
     barriers = machine.state(Barriers)
     if counts is None and _all_here(machine, lanes, barriers):
         blocks = np.flatnonzero(lanes.reshape(machine.blocks, -1).any(axis=1))
@@ -154,11 +152,11 @@ def _wait(
 
 @unit("bar.arrive", "barrier.arrive", "barrier.cta.arrive", "bar.cta.arrive", order="barrier", results=0)
 def barrier_arrive(batch: Batch) -> Run:
-    """bar.arrive a, b: come to barrier a, which is for b threads, and go on."""
+    """bar.arrive a, b: arrive at barrier a, which is for b threads, and go on."""
     name, count = batch.source(0, "u32"), batch.source(1, "u32")
 
     def run(machine: Machine, mask: Mask) -> Lanes | None:
-        lanes = np.ones(machine.lanes, np.bool_) if mask is None else mask
+        lanes = active_lanes(machine, mask)
         whole = _whole_warps(machine, lanes)
         if whole.any():
             _arrive(machine, machine.state(Barriers), whole, name(machine), count(machine), wait=False)
@@ -168,20 +166,18 @@ def barrier_arrive(batch: Batch) -> Run:
 
 
 def _all_here(machine: Machine, lanes: Lanes, barriers: Barriers) -> bool:
-    """Whether every thread of every block that has come is here now, as is usual."""
-    if any(waiting.any() for waiting in barriers.waiting.values()) or barriers.released.any():
+    """Return whether all threads of each arriving block arrive now, which is the usual case."""
+    earlier = (*barriers.waiting.values(), *barriers.passed_by.values(), barriers.released)
+    if any(lanes.any() for lanes in earlier):
         return False
-    if any(gone.any() for gone in barriers.passed_by.values()):
-        return False
-    real = machine.thread_of_lane < machine.threads
-    per_block = (lanes == real).reshape(machine.blocks, -1).all(axis=1)
+    per_block = (lanes == machine.shape.is_thread).reshape(machine.blocks, -1).all(axis=1)
     here = lanes.reshape(machine.blocks, -1).any(axis=1)
     return bool((per_block | ~here).all())
 
 
 def _whole_warps(machine: Machine, lanes: Lanes) -> Lanes:
-    """Return the lanes whose warps have come as a whole; Fault where others of their warp have ended."""
-    real = (machine.thread_of_lane < machine.threads).reshape(-1, 32)
+    """Return the lanes whose whole warp has arrived; Fault if other lanes of their warp have ended."""
+    real = machine.shape.is_thread.reshape(-1, 32)
     here = lanes.reshape(-1, 32)
     parts = here.any(axis=1) & (here != real).any(axis=1)
     if not parts.any():
@@ -208,29 +204,24 @@ def _arrive(
     counts: NDArray[np.uint32] | None,
     wait: bool,
 ) -> None:
-    names = np.broadcast_to(names, (1, machine.lanes))[0]
-    wanted = (
-        np.full(machine.lanes, machine.threads)
-        if counts is None
-        else np.broadcast_to(counts, (1, machine.lanes))[0]
-    )
+    names = of_every_lane(machine, names)
+    wanted = of_every_lane(machine, np.array(machine.threads) if counts is None else counts)
     for name, expected in np.unique(np.stack([names[lanes], wanted[lanes]], axis=1), axis=0).tolist():
         those = lanes & (names == name) & (wanted == expected)
         if counts is not None and expected % 32:
-            machine.fault(
-                "barrier", f"a barrier for {expected} threads: it must be a multiple of 32", lanes=those
-            )
-        barriers.come(name, those, expected, wait)
+            text = f"a barrier for {expected} threads: it must be a multiple of 32"
+            machine.fault("barrier", text, lanes=those)
+        barriers.arrive(name, those, expected, wait)
 
 
 @unit("bar.warp", "barrier.warp", order="barrier", results=0)
 def warp_barrier(batch: Batch) -> Run:
-    """bar.warp.sync membermask: lanes of a warp wait for those that it names."""
+    """bar.warp.sync membermask: lanes of a warp wait for the lanes that the mask names."""
     members = batch.source(0, "u32")
 
     def run(machine: Machine, mask: Mask) -> Lanes | None:
-        lanes = np.ones(machine.lanes, np.bool_) if mask is None else mask
-        bits = np.broadcast_to(members(machine), (1, machine.lanes))[0]
+        lanes = active_lanes(machine, mask)
+        bits = of_every_lane(machine, members(machine))
         missing = awaited(bits.reshape(-1, 32), lanes.reshape(-1, 32)) & word(machine.alive.reshape(-1, 32))
         if not missing.any():
             return None
@@ -240,23 +231,11 @@ def warp_barrier(batch: Batch) -> Run:
     return run
 
 
-@unit(
-    "membar",
-    "fence",
-    "nanosleep",
-    "prefetch",
-    "prefetchu",
-    "discard",
-    "applypriority",
-    order="fence",
-    results=0,
-)
-def nothing(batch: Batch) -> Run:
-    """Orders or delays; the emulator runs memory accesses in order anyway."""
-    return lambda machine, mask: None
+# These order or delay accesses, which the emulator runs in order anyway, or have no effect on results.
+NO_EFFECT = "membar fence nanosleep prefetch prefetchu discard applypriority griddepcontrol pmevent brkpt"
 
 
-@unit("griddepcontrol", "pmevent", "brkpt", order="fence", results=0)
+@unit(*NO_EFFECT.split(), order="fence", results=0)
 def no_effect(batch: Batch) -> Run:
-    """Has no effect on what a kernel computes."""
+    """Do nothing."""
     return lambda machine, mask: None

@@ -1,7 +1,7 @@
 """The barrier of a whole grid: `cuda.cg.this_grid().sync()`.
 
-Numba calls two functions of CUDA's device runtime for it, which a linker would bring (CUDA C++ Programming
-Guide, "Grid Synchronization"). All blocks have to be on the GPU at once; `launch` sees to it.
+Numba calls two functions of CUDA's device runtime for it, which a linker would add (CUDA C++ Programming
+Guide, "Grid Synchronization"). All blocks must be on the GPU at once; `execution.grid` checks that.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from ..ptx.operands import Symbol
 
 
 class GridBarrier:
-    """Which lanes of a machine have come to the grid's barrier, and at which of its phases."""
+    """The phase of the grid's barrier at which each lane of a machine waits."""
 
     def __init__(self, machine: Machine) -> None:
-        self.phase = np.full(machine.lanes, -1, np.int64)  # -1: has not come
+        self.phase = np.full(machine.lanes, -1, np.int64)  # -1: does not wait
 
 
 @unit("call.cudaCGGetIntrinsicHandle", order="fence", results=0)
 def handle(batch: Batch) -> Run:
-    """A handle for the grid: any number but 0, which would be none."""
+    """Return a handle for the grid: any number but 0."""
     returned, _ = (operand.offset for operand in batch.first.operands if isinstance(operand, Symbol))
 
     def run(machine: Machine, mask: Mask) -> None:
@@ -37,7 +37,7 @@ def handle(batch: Batch) -> Run:
 
 @unit("call.cudaCGSynchronize", order="sync", results=0)
 def synchronize(batch: Batch) -> Run:
-    """Wait until all threads of the grid have come."""
+    """Wait until all threads of the grid have arrived."""
     returned = next(operand.offset for operand in batch.first.operands if isinstance(operand, Symbol))
 
     def run(machine: Machine, mask: Mask) -> NDArray[np.bool_]:

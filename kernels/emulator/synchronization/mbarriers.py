@@ -1,18 +1,18 @@
-"""mbarriers: 8 bytes of shared memory that count arrivals of threads and bytes of copies, phase after phase.
+"""mbarriers: 8 bytes of shared memory that count arrivals of threads and bytes of copies, phase by phase.
 
-A phase is over when as many arrivals have come as `init` said and as many bytes as were announced
-(expect_tx); then the next begins, with the same number of arrivals expected (PTX ISA, "mbarrier"). Waiting is
-for a phase by its parity: the phase before the first counts as one of parity 1. An arrival releases what the
-thread did before, a wait that ends acquires it, and what a copy knows comes with its bytes.
+A phase is over after as many arrivals as `init` named and as many bytes as were announced (expect_tx). Then
+the next phase begins and expects as many arrivals (PTX ISA, "mbarrier"). Threads wait for a phase by its
+parity; the phase before the first has parity 1. An arrival releases what the thread did before, a wait that
+ends acquires it, and a copy's bytes bring what the copy knows.
 
-The bytes of an mbarrier hold a pattern here, so that whatever is written over one is found when it is used.
+The emulator fills an mbarrier's bytes with a pattern, so that it notices when something overwrites them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NoReturn, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from ..ptx.fault import Fault
 from ..ptx.program import PtxInstruction
 
 BYTES = 8  # of an mbarrier, and its alignment
-LARGEST = (1 << 20) - 1  # arrivals of a phase, and bytes either way
+LARGEST = (1 << 20) - 1  # arrivals of a phase, and pending bytes in either direction
 _PATTERN = np.frombuffer(b"mbarrier", np.uint8)
 
 Key: TypeAlias = tuple[int, int]  # the block of the machine, and the offset in its shared memory
@@ -31,17 +31,17 @@ Key: TypeAlias = tuple[int, int]  # the block of the machine, and the offset in 
 
 @dataclass
 class Mbarrier:
-    """The state of one mbarrier. Its methods raise Fault for what the hardware leaves undefined."""
+    """The state of one mbarrier. Its methods raise Fault where the hardware's behaviour is undefined."""
 
     expected: int  # arrivals of each phase
-    joined: Array  # the vector clock of what has arrived in this phase
+    joined: Array  # what the arrivals of this phase knew, as a vector clock
     maker: int  # the agent that made it
-    made: int  # and its time then
-    completed: Array  # the vector clock of the last phase that is over
+    made: int  # the maker's time then
+    completed: Array  # what the arrivals of the last completed phase knew
     pending: int = 0  # arrivals that this phase still lacks
-    bytes: int = 0  # announced, and not there yet
+    bytes: int = 0  # announced and not copied yet
     phase: int = 0
-    shown: bool = False  # to the copy engine and the cluster, by a fence
+    shown: bool = False  # a fence has shown it to the copy engine and the cluster
 
     def __post_init__(self) -> None:
         if not 1 <= self.expected <= LARGEST:
@@ -98,37 +98,35 @@ class Mbarrier:
 
 
 class Mbarriers:
-    """The mbarriers of a machine, and who waits for which."""
+    """The mbarriers of a machine, and the lanes that wait for each."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
         self.table: dict[Key, Mbarrier] = {}
         self.awaited: dict[Key, set[int]] = {}  # lanes that wait
-        self.looks: dict[Key, int] = {}  # how often somebody looked in vain, and did not wait
-        self.waits: dict[Key, PtxInstruction | None] = {}  # where the last of them began to
+        self.looks: dict[Key, int] = {}  # failed test_waits, which do not wait
+        self.waits: dict[Key, PtxInstruction | None] = {}  # the last instruction that began to wait
         machine.late.append(self._explain)
 
     def keys(self, places: Array, lanes: Array) -> tuple[Array, Array]:
-        """Return (block, offset) of mbarriers at shared or generic addresses (lanes,), or Fault."""
+        """Return (block, offset) of mbarriers at shared or generic addresses (lanes,). Raises Fault."""
         machine = self.machine
         block, offset = shared_blocks(machine, in_shared_window(machine, places, lanes), lanes)
         if (bad := offset % BYTES != 0).any():
             at, lane = int(offset[np.argmax(bad)]), lanes[np.argmax(bad)]
-            self._blame(
-                "misaligned", f"uses an mbarrier at byte {at} of shared memory, no multiple of {BYTES}", lane
-            )
+            text = f"uses an mbarrier at byte {at} of shared memory, no multiple of {BYTES}"
+            machine.fault_at("misaligned", text, int(lane))
         if (bad := (offset < 0) | (offset + BYTES > machine.shared_size)).any():
             at, lane = int(offset[np.argmax(bad)]), lanes[np.argmax(bad)]
-            have = f"of which the block has {machine.shared_size}"
-            self._blame("out of bounds", f"uses an mbarrier at byte {at} of shared memory, {have}", lane)
+            text = f"uses an mbarrier at byte {at} of shared memory, of which the block has"
+            machine.fault_at("out of bounds", f"{text} {machine.shared_size}", int(lane))
         return block, offset
 
     def make(self, key: Key, count: int, lane: int) -> None:
         """mbarrier.init by a lane."""
         if key in self.table:
-            self._blame(
-                "mbarrier", "makes an mbarrier where one is: mbarrier.inval has to end that first", lane
-            )
+            text = "makes an mbarrier where one is: mbarrier.inval has to end that first"
+            self.machine.fault_at("mbarrier", text, lane)
         clocks = self.machine.clocks
         agent = clocks.agents_of_lanes()[lane]
         nothing = np.zeros(clocks.agents, np.int32)
@@ -143,36 +141,35 @@ class Mbarriers:
         del self.table[key]
 
     def at(self, key: Key, lanes: Array) -> Mbarrier:
-        """Return the mbarrier that lanes use; Fault where there is none, or another made it unordered."""
+        """Return the mbarrier that lanes use; Fault if there is none, or its making races with the use."""
         lane = int(lanes[0])
         found = self.table.get(key)
         if found is None:
             text = f"uses an mbarrier at byte {key[1]} of shared memory, where none was made"
-            self._blame("mbarrier", text, lane)
+            self.machine.fault_at("mbarrier", text, lane)
         if (self._bytes(key) != _PATTERN).any():
-            self._blame(
-                "mbarrier", f"uses the mbarrier at byte {key[1]}, and something was written over it", lane
-            )
+            text = f"uses the mbarrier at byte {key[1]}, and something was written over it"
+            self.machine.fault_at("mbarrier", text, lane)
         clocks = self.machine.clocks
         agents = clocks.agents_of_lanes()[lanes]
         known = clocks.knows(agents, np.array([found.maker % clocks.agents]))
         if (unordered := (agents != found.maker) & (known < found.made)).any():
             text = f"uses the mbarrier at byte {key[1]} that another warp made, with no barrier between them"
-            self._blame("race", text, int(lanes[np.argmax(unordered)]))
+            self.machine.fault_at("race", text, int(lanes[np.argmax(unordered)]))
         return found
 
     def by_key(self, block: Array, offset: Array) -> Iterator[tuple[Key, Array]]:
-        """Yield each mbarrier of (lanes,), and the positions of the lanes that use it."""
+        """Yield each mbarrier that some of (lanes,) use, and the positions of those lanes."""
         code = block * (1 << 32) + offset
         for one in np.unique(code):
             yield (int(one) >> 32, int(one) & 0xFFFFFFFF), np.flatnonzero(code == one)
 
     def changed(self, over: bool) -> None:
-        """Let waiting lanes try again, where a phase is over."""
+        """Let waiting lanes try again if a phase is over."""
         self.machine.events += over
 
     def show(self, agents: Array) -> None:
-        """Note a fence by these warps, which shows the mbarriers that they made."""
+        """Note a fence by these warps: it shows the mbarriers that they made."""
         for mbarrier in self.table.values():
             mbarrier.shown |= mbarrier.maker in agents
 
@@ -180,7 +177,7 @@ class Mbarriers:
         return self.machine.shared[key[0], key[1] : key[1] + BYTES]
 
     def _explain(self) -> bool:
-        """When nothing can go on any more: say which mbarrier is waited for, and what it lacks."""
+        """Fault when no lane can go on: name an mbarrier that lanes wait for, and what it lacks."""
         for key, lanes in sorted(self.awaited.items()):
             mbarrier = self.table.get(key)
             if mbarrier is not None and lanes:
@@ -192,6 +189,3 @@ class Mbarriers:
                     f"of {name}, whose phase {mbarrier.phase} {mbarrier.lacks()}, and nobody can go on",
                 )
         return False
-
-    def _blame(self, kind: str, text: str, lane: int) -> NoReturn:
-        self.machine.fault_at(kind, text, int(lane))

@@ -9,7 +9,7 @@ import pytest
 from minidist.kernels.cuda.runtime.tensor_map import TensorMap
 from minidist.kernels.emulator.arithmetic import fragments
 from minidist.kernels.emulator.copies import tensor_copies
-from minidist.kernels.emulator.instructions import mma, wgmma_arithmetic
+from minidist.kernels.emulator.instructions import mma, wgmma_products
 from minidist.kernels.emulator.instructions.register_pool import at_launch
 from minidist.kernels.emulator.memory import swizzles
 from minidist.kernels.emulator.memory.descriptors import chunk_addresses, decode_descriptors
@@ -273,9 +273,9 @@ def test_wgmma_reads_every_canonical_layout(major, span, layout, dtype):
         for i, p in itertools.product(range(mn), range(depth)):
             put(shared[block], int(swizzles.swizzle(np.int64(place(i, p)), span)), bits_of(tile[i, p], dtype))
     words = np.array([descriptor(start, leading, stride, span) for start in starts])
-    addresses = wgmma_arithmetic.operand_addresses(words, mn, dtype, major == "mn", 1 << 16)
+    addresses = wgmma_products.operand_addresses(words, mn, dtype, major == "mn", 1 << 16)
     np.testing.assert_array_equal(
-        wgmma_arithmetic.read_operand(shared, blocks, addresses, dtype, major == "mn"), tiles
+        wgmma_products.read_operand(shared, blocks, addresses, dtype, major == "mn"), tiles
     )
 
 
@@ -287,8 +287,8 @@ def test_wgmma_steps_through_a_swizzled_row_by_its_start_address():
     addresses = np.arange(64 * 8).reshape(64, 8) * 16 + 2048
     shared.reshape(-1).view("V16")[swizzles.swizzle(addresses, 128) // 16] = bits_of(tile, "bf16").view("V16")
     words = np.array([descriptor(2048 + 32 * step, 16, 1024, 128) for step in range(4)])
-    read = wgmma_arithmetic.operand_addresses(words, 64, "bf16", False, 16384)
-    steps = wgmma_arithmetic.read_operand(shared, np.zeros(4, np.int64), read, "bf16", False)
+    read = wgmma_products.operand_addresses(words, 64, "bf16", False, 16384)
+    steps = wgmma_products.read_operand(shared, np.zeros(4, np.int64), read, "bf16", False)
     np.testing.assert_array_equal(np.concatenate(list(steps), axis=1), tile)
 
 
@@ -315,7 +315,7 @@ def test_wgmma_takes_descriptors_of_several_swizzles_at_once():
 )
 def test_wgmma_names_a_wrong_descriptor(word, message):
     with pytest.raises(Fault, match=message):
-        wgmma_arithmetic.operand_addresses(np.array([word]), 64, "bf16", False, 16384)
+        wgmma_products.operand_addresses(np.array([word]), 64, "bf16", False, 16384)
 
 
 def d_64xn(lane, i):
@@ -333,7 +333,7 @@ def test_wgmma_accumulates_in_the_manual_s_registers(n, sums):
     held = side_by_side(words_of(registers_of(tile, d_64xn, n // 2, group), sums) for tile in d)
     for accumulators, expected in ((held, a @ b.swapaxes(1, 2) + d), (None, a @ b.swapaxes(1, 2))):
         wanted = side_by_side(words_of(registers_of(tile, d_64xn, n // 2, group), sums) for tile in expected)
-        result = wgmma_arithmetic.multiply_add(a, b, accumulators, sums)
+        result = wgmma_products.multiply_add(a, b, accumulators, sums)
         np.testing.assert_array_equal(result.view(np.uint32), wanted)
 
 
@@ -347,7 +347,7 @@ def test_wgmma_takes_a_from_registers(dtype, place, elements):
         return 16 * (lane // 32) + row, column
 
     words = words_of(registers_of(tile, warp_rows, elements, range(128)), dtype)
-    np.testing.assert_array_equal(wgmma_arithmetic.register_operand(words, dtype)[0], tile)
+    np.testing.assert_array_equal(wgmma_products.register_operand(words, dtype)[0], tile)
 
 
 def tensor(values, box, swizzle=0, dtype=None, pitch=None):

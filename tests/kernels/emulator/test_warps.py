@@ -145,13 +145,11 @@ def test_awaited_lanes():
 # Atomics.
 
 
-def serial(memory, index, operand, compare, name, active):
+def serial(memory, index, operand, compare, name):
     """One lane after another, in the dtype of the memory."""
     cells, dtype = memory.copy(), memory.dtype
     old = np.zeros(index.shape, dtype)
     for lane in range(index.size):
-        if not active[lane]:
-            continue
         r, b, c = cells[index[lane]], operand[lane], compare[lane]
         old[lane] = r
         cells[index[lane]] = {
@@ -189,23 +187,20 @@ def test_atomics_take_turns(case, cells):
         return rng.integers(0, 2**62, count, np.uint64).astype(dtype)
 
     memory, index = draw(cells), rng.integers(0, cells, 200)
-    operand, compare, active = draw(200), draw(200), rng.random(200) < 0.8
+    operand, compare = draw(200), draw(200)
     with np.errstate(over="ignore"):
-        after, old = serial(memory, index, operand, compare, found.name, active)
-        shaped = [x.reshape(5, 40) for x in (index, operand, compare, active)]
-        got = apply(memory, *shaped[:3], found, shaped[3])
-    np.testing.assert_array_equal(got.ravel(), old)
+        after, old = serial(memory, index, operand, compare, found.name)
+        got = apply(memory, index, operand, compare, found)
+    np.testing.assert_array_equal(got, old)
     np.testing.assert_array_equal(memory, after)
 
 
-def test_atomics_broadcast_and_may_have_no_lanes():
+def test_lanes_of_one_cell_act_in_order():
     memory = np.zeros(3, np.uint32)
     add = atomic(("red", "relaxed", "gpu", "shared::cta", "add", "u32"))
-    old = apply(memory, np.array([[1]]), np.ones((2, 32), np.uint32), None, add, None)
-    assert old.ravel().tolist() == list(range(64))
+    old = apply(memory, np.ones(64, np.intp), np.ones(64, np.uint32), None, add)
+    assert old.tolist() == list(range(64))
     assert memory.tolist() == [0, 64, 0]
-    old = apply(memory, np.array([[1]]), np.ones((1, 32), np.uint32), None, add, np.zeros((1, 32), bool))
-    assert (old.shape, memory[1]) == ((1, 32), 64)
     for unknown in ("atom.global.add.b32", "atom.add.cache.u32", "atom.global.v2.f32.add", "ld.global.u32"):
         assert atomic(tuple(unknown.split("."))) is None
 
@@ -216,16 +211,16 @@ def test_global_sums_flush_subnormal_numbers_and_shared_ones_do_not(lanes):
     for space, total in (("global", 0.0), ("shared", lanes * 2.0**-149)):
         for cells in (1, 70):
             memory = np.zeros(cells, np.float32)
-            apply(memory, np.zeros(lanes, np.intp), tiny, None, atomic(("atom", space, "add", "f32")), None)
+            apply(memory, np.zeros(lanes, np.intp), tiny, None, atomic(("atom", space, "add", "f32")))
             assert memory[0] == total
 
 
 def test_packed_halves():
     memory = np.array([[1.5, 2.0]], np.float16).view(np.uint32)[0]
     operand = np.array([[0.25, -1.0]] * 3, np.float16).view(np.uint32)[:, 0]
-    old = apply(memory, np.zeros(3, np.intp), operand, None, atomic(("atom", "add", "noftz", "f16x2")), None)
+    old = apply(memory, np.zeros(3, np.intp), operand, None, atomic(("atom", "add", "noftz", "f16x2")))
     assert memory.view(np.float16).tolist() == [2.25, -1.0]
     assert old.view(np.float16).tolist() == [1.5, 2.0, 1.75, 1.0, 2.0, 0.0]
     memory = np.array([0x3F80], np.uint16)  # 1.0 as bfloat16
-    apply(memory, np.zeros(2, np.intp), memory.repeat(2), None, atomic(("red", "add", "noftz", "bf16")), None)
+    apply(memory, np.zeros(2, np.intp), memory.repeat(2), None, atomic(("red", "add", "noftz", "bf16")))
     assert memory.tolist() == [0x4040]
