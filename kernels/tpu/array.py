@@ -1,13 +1,13 @@
 """What both dataflows of a systolic array share: tiles, commands, and registers that shift.
 
 The array has rows x cols processing elements (PEs). Operand a enters at the left edge and moves one PE to the
-right in each cycle; b enters at the top edge and moves down; results leave at the bottom edge. No PE reads
-memory, only its neighbours (Kung and Leiserson, Systolic Arrays (for VLSI), 1978).
+right in each cycle; b enters at the top edge and moves down; results leave at the bottom edge. A PE reads
+only its neighbours, never memory (Kung and Leiserson, Systolic Arrays (for VLSI), 1978).
 
-Data meet because they enter *skewed*: what row 0 gets in one cycle, row 1 gets in the next. Here the skew is
-not arithmetic on the cycle number, it is movement as well: a controller at the top left corner issues
-commands, and a command walks down the left edge (or along the top edge), one port in a cycle, and says to
-each port what to read.
+Operands meet because they enter *skewed*: row 1 gets in the next cycle what row 0 gets in this one. Here the
+skew is not computed from the cycle number; it moves too. A controller at the top left corner issues commands.
+A command walks down the left edge (or along the top edge), one port per cycle, and tells each port what to
+read.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ NO_COMMAND = (-1, -1)
 
 @dataclass(frozen=True, eq=False)
 class Frame:
-    """All registers of the array in one cycle, as copies; what holds nothing is masked (shown as --).
+    """All registers of the array in one cycle, as copies; empty registers are masked (shown as --).
 
-    A cycle has two halves: all registers take over what their neighbours held, then each PE that has both its
+    A cycle has two halves: all registers take over what their neighbours held, then each PE with both
     operands multiplies them and adds the product to its sum. A frame shows the end of the cycle.
     """
 
@@ -38,8 +38,8 @@ class Frame:
     a: Masked  # (rows, cols), moving right
     b: Masked  # (rows, cols): the weights that stay (weight-stationary), or moving down (output-stationary)
     sums: Masked  # (rows, cols): moving down (weight-stationary), or those that stay (output-stationary)
-    # (rows, cols), the second register of double buffering: the weights of the next tile, which shift in from
-    # the top (weight-stationary), or finished sums (output-stationary); None where there is only one.
+    # (rows, cols), the second register of double buffering: the next tile's weights, which shift in from the
+    # top (weight-stationary), or finished sums (output-stationary); None if there is only one register.
     waiting: Masked | None
     results: Masked | None  # (rows, cols): finished sums moving down (output-stationary), else None
     active: Array  # (rows, cols), bool: the PEs that multiply and add in this cycle
@@ -64,7 +64,7 @@ class Port:
     def __init__(self, ports: int) -> None:
         self.tile = np.full(ports, -1)
         self.index = np.full(ports, -1)
-        self.place = np.arange(ports)
+        self.number = np.arange(ports)
 
     def walk(self, command: tuple[int, int]) -> None:
         """Move each command on by one port; `command` enters at the first."""
@@ -73,15 +73,15 @@ class Port:
         self.tile[0], self.index[0] = command
 
     def busy(self) -> bool:
-        """Return whether a command has ports before it."""
+        """Return whether a command has ports ahead of it."""
         return bool((self.tile[:-1] >= 0).any())
 
 
 class ArrayMachine(ABC):
-    """An array at work on a (m, k) times b (k, n), both of the dtype that the sums have.
+    """An array at work on a (m, k) times b (k, n), both in the dtype of the sums.
 
-    `step()` is one cycle, and `busy` says whether another is needed: it counts nothing ahead. A cycle counts
-    until the last command has crossed the whole array, also where the last tile fills only a part of it.
+    `step()` is one cycle, and `busy` says whether another is needed; nothing is computed ahead. Cycles count
+    until the last command has crossed the whole array, even if the last tile fills only a part of it.
     """
 
     stationary: ClassVar[str]  # the dimension that the array's rows hold, "k" or "m"
@@ -119,14 +119,14 @@ class ArrayMachine(ABC):
 
     def step(self) -> None:
         """Advance by one cycle."""
-        # inf * 0 is an answer here, as it is in NumPy's product: no warning.
+        # inf * 0 is a result, as in NumPy's product: no warning.
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
             self.clock()
         self.cycles += 1
 
     @abstractmethod
     def clock(self) -> None:
-        """Shift all registers and compute: what a dataflow is."""
+        """Shift all registers and compute; each dataflow defines this."""
 
     def frames(self) -> Iterator[Frame]:
         """Step until the work is done, and yield the state in each cycle."""
@@ -170,22 +170,22 @@ class ArrayMachine(ABC):
         self.multiply_adds += int(np.count_nonzero(self.active))
 
     def read_a(self, i: Array, p: Array, wanted: Array) -> None:
-        """Read a[i, p] from memory at each port of the left edge that wants it, (rows,) each."""
+        """Read a[i, p] from memory at each port of the left edge where `wanted` holds, (rows,) each."""
         self.a_in[...] = 0
         self.a_in[wanted] = self.operands[0][i[wanted], p[wanted]]
         self.a_read = wanted
         self.a_reads += int(np.count_nonzero(wanted))
 
     def read_b(self, p: Array, j: Array, wanted: Array) -> None:
-        """Read b[p, j] from memory at each port of the top edge that wants it, (cols,) each."""
+        """Read b[p, j] from memory at each port of the top edge where `wanted` holds, (cols,) each."""
         self.b_in[...] = 0
         self.b_in[wanted] = self.operands[1][p[wanted], j[wanted]]
         self.b_read = wanted
         self.b_reads += int(np.count_nonzero(wanted))
 
     def collect(self, i: Array, values: Array, held: Array) -> None:
-        """Add what leaves at the bottom edge to rows i of c: a later tile of k adds to an earlier one's."""
-        columns = self.bottom.place[held]
+        """Add what leaves at the bottom edge to rows i of c, where a later tile of k adds to earlier ones."""
+        columns = self.bottom.number[held]
         where = i[held], self.tile_cols[self.bottom.tile[held]] + columns
         self.c_reads += int(np.count_nonzero(self.written[where]))
         self.c_writes += len(columns)
@@ -195,7 +195,7 @@ class ArrayMachine(ABC):
 
 
 def masked(values: Array, held: Array) -> Masked:
-    """Return a copy of `values` with what is not held masked."""
+    """Return a copy of `values` in which elements that are not `held` are masked."""
     return np.ma.MaskedArray(values.copy(), mask=~held)
 
 

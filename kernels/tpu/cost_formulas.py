@@ -1,11 +1,10 @@
-"""What a product costs a machine: cycles, and how often each operand is read from memory; as formulas.
+"""What a product costs a machine, as formulas: cycles, and how often each operand is read from memory.
 
-A chip has room for far more multipliers than memory can feed. They are of use only where each number that was
-read is used many times, and in a systolic array it is: it passes from one processing element (PE) to the next
-(Kung, Why Systolic Architectures?, IEEE Computer 15(1), 1982). Here the same counts stand side by side for a
-scalar processor, a vector unit and an array.
-
-Memory means whatever lies outside of the multipliers and their registers, caches and on-chip buffers too.
+A chip has room for far more multipliers than memory can feed. They help only if each number that was read is
+used many times. In a systolic array it is: it passes from one processing element (PE) to the next (Kung, Why
+Systolic Architectures?, IEEE Computer 15(1), 1982). This file gives the same counts for a scalar processor, a
+vector unit and an array. Memory means everything outside the multipliers and their registers, also caches and
+on-chip buffers.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ DATAFLOWS = ("weight_stationary", "output_stationary")
 
 @dataclass(frozen=True)
 class ProductCounts:
-    """What c (m, n) = a (m, k) times b (k, n) took: cycles, and elements read and written."""
+    """The cost of c (m, n) = a (m, k) times b (k, n): cycles, and elements read and written."""
 
     machine: str  # what counted, as a table shows it
     m: int
@@ -38,7 +37,7 @@ class ProductCounts:
 
     @property
     def utilisation(self) -> float:
-        """Useful multiply-adds over multipliers times cycles, 0 to 1; 0 where nothing ran."""
+        """Useful multiply-adds over multipliers times cycles, 0 to 1; 0 if nothing ran."""
         return self.multiply_adds / (self.multipliers * self.cycles) if self.cycles else 0.0
 
     @property
@@ -48,11 +47,11 @@ class ProductCounts:
 
     @property
     def multiply_adds_per_access(self) -> float:
-        """How much work each element that crosses the memory's edge is good for."""
+        """The multiply-adds for each element read from memory or written to it."""
         return self.multiply_adds / self.accesses if self.accesses else 0.0
 
     def bytes_moved(self, operand_bytes: int, sum_bytes: int) -> int:
-        """Return the bytes read and written, for elements of a and b, and of c, that are so large.
+        """Return the bytes read and written, for these sizes of an element of a or b, and of c.
 
         The TPU's int8 operands and int32 sums: `bytes_moved(1, 4)`.
         """
@@ -62,8 +61,8 @@ class ProductCounts:
 def scalar(m: int, n: int, k: int) -> ProductCounts:
     """Return the counts of a processor that does one multiply-add in a cycle.
 
-    Three loops: m n k cycles, and each reads one element of a and one of b. The sum stays in a register until
-    it is finished, so that c is written once.
+    Three loops take m n k cycles, and each cycle reads one element of a and one of b. A sum stays in a
+    register until it is finished, so c is written once.
     """
     m, n, k = sizes(m, n, k)
     work = m * n * k
@@ -75,9 +74,9 @@ def scalar(m: int, n: int, k: int) -> ProductCounts:
 def vector(m: int, n: int, k: int, lanes: int = 16) -> ProductCounts:
     """Return the counts of a vector unit that does `lanes` multiply-adds in a cycle.
 
-    The lanes hold neighbouring elements of a row of c, in a register until they are finished. For each p, one
-    element of a is read and goes to all lanes, and each lane reads its own element of b:
-    m k ceil(n / lanes) cycles and reads of a, m n k reads of b. So a wider vector saves reads of a alone.
+    The lanes hold neighbouring elements of a row of c in a register until they are finished. For each p, one
+    element of a goes to all lanes, and each lane reads its own element of b: m k ceil(n / lanes) cycles and
+    reads of a, m n k reads of b. So a wider vector saves only reads of a.
     """
     m, n, k = sizes(m, n, k)
     instructions = m * k * -(-n // at_least("lanes", lanes, 1))
@@ -98,13 +97,13 @@ def vector(m: int, n: int, k: int, lanes: int = 16) -> ProductCounts:
 def systolic(
     m: int, n: int, k: int, rows: int, cols: int, dataflow: str, double_buffered: bool = True
 ) -> ProductCounts:
-    """Return the counts of a systolic array of rows x cols PEs: cycles as in `cycles`, reads and writes here.
+    """Return the counts of a systolic array of rows x cols PEs; `cycles` explains the cycles.
 
-    N = ceil(n / cols) are the blocks of columns of c.
+    c has N = ceil(n / cols) blocks of columns.
 
     - weight_stationary: each weight is read once, k n. All of a streams by for each block of columns: N m k.
       Each of the K = ceil(k / rows) tiles of such a block gives m n partial sums, and all but the first are
-      added to what is there: K m n writes, (K - 1) m n reads. (A TPU has accumulators on the chip for these.)
+      added to earlier ones: K m n writes, (K - 1) m n reads. (A TPU has accumulators on the chip for these.)
     - output_stationary: for each of the M N tiles of c, M = ceil(m / rows), its rows of a and columns of b
       stream by: N m k and M k n reads. Sums leave once: m n writes.
     """
@@ -125,28 +124,28 @@ def systolic(
 def cycles(m: int, n: int, k: int, rows: int, cols: int, dataflow: str, double_buffered: bool = True) -> int:
     """Return the cycles of (m, k) times (k, n) on R = rows by C = cols PEs, by a closed formula.
 
-    The dimension that lies along the rows of the array, h, is k (weight-stationary) or m (output-stationary);
-    the other one, s, streams. There are N = ceil(n / C) blocks of columns, each of H = ceil(h / R) tiles: all
-    of height R but the last, which has r = h - (H - 1) R.
+    The dimension along the rows of the array, h, is k (weight-stationary) or m (output-stationary); the other
+    one, s, streams. There are N = ceil(n / C) blocks of columns, each of H = ceil(h / R) tiles, all of height
+    R but the last, which has r = h - (H - 1) R.
 
-    *One tile* of height t: loading its weights takes t cycles, then s rows of a stream in, one in a cycle.
-    Output-stationary it is the mirror image: s columns of a stream in, then t rows of c drain. Either way the
-    controller issues commands for t + s cycles, and the last needs R - 1 cycles more to walk down the edge of
+    *One tile* of height t: loading its weights takes t cycles, then s rows of a stream in, one per cycle.
+    Output-stationary is the mirror image: s columns of a stream in, then t rows of c drain. Either way the
+    controller issues commands for t + s cycles, and the last needs R - 1 more cycles to walk down the edge of
     the array and C - 1 to cross it: t + s + R + C - 2 cycles. For a full tile that is 2 R + C + s - 2, as in
     SCALE-Sim (Samajdar et al., SCALE-Sim: Systolic CNN Accelerator Simulator, 2018) for both dataflows.
 
-    *Single-buffered*, the tiles' commands follow one another, and only the last has to be waited for:
+    *Single-buffered*, the tiles' commands follow one another, and only the last command's path is added:
 
         N h + N H s + R + C - 2
 
     *Double-buffered*, a tile's stream and the next tile's load (or the drain of the tile before) overlap, and
-    the longer of the two counts: max(s, t). Only the first load (the last drain), of height f, finds nothing
-    to overlap with: its tile takes s + f, which is min(s, f) more. f is min(R, h) for weights, r for results:
+    the longer of the two counts: max(s, t). Only the first load (the last drain), of height f, has nothing to
+    overlap with: its tile takes s + f, which is min(s, f) more. f is min(R, h) for weights, r for results:
 
         N (H - 1) max(s, R) + N max(s, r) + min(s, f) + R + C - 2
 
-    With full tiles and s >= R this is N H s + 2 R + C - 2: only the start and the end of it idle.
-    A product without a multiply-add takes 0 cycles.
+    With full tiles and s >= R this is N H s + 2 R + C - 2: the array idles only at the start and the end. A
+    product without a multiply-add takes 0 cycles.
     """
     m, n, k = sizes(m, n, k)
     rows, cols = at_least("rows", rows, 1), at_least("cols", cols, 1)
@@ -206,20 +205,17 @@ def times(accesses: int, elements: int) -> str:
 
 
 def stored(m: int, n: int, k: int) -> int:
-    """Return the writes of a c that is written once; without a multiply-add, nothing runs."""
+    """Return the writes of a c that is written once; nothing runs if k is 0."""
     return m * n if k else 0
 
 
 def sizes(m: int, n: int, k: int) -> tuple[int, int, int]:
-    """Return m, n and k as ints; raise TypeError or ValueError where one is no size."""
+    """Return m, n and k as ints; raise TypeError or ValueError if one is not a size."""
     return at_least("m", m, 0), at_least("n", n, 0), at_least("k", k, 0)
 
 
 def dataflow_name(dataflow: str) -> str:
-    """Return "weight_stationary" or "output_stationary", which may also be spelt with a hyphen.
-
-    Raises ValueError for any other.
-    """
+    """Return "weight_stationary" or "output_stationary", which may have a hyphen; else raise ValueError."""
     name = str(dataflow).replace("-", "_")
     if name not in DATAFLOWS:
         raise ValueError(f"dataflow is {dataflow!r}: pass {' or '.join(map(repr, DATAFLOWS))}")
@@ -227,7 +223,7 @@ def dataflow_name(dataflow: str) -> str:
 
 
 def at_least(name: str, value: int, least: int) -> int:
-    """Return `value` as an int; raise TypeError where it is none, ValueError where it is too small."""
+    """Return `value` as an int; raise TypeError if it is not one, ValueError if it is too small."""
     try:
         number = operator.index(value)
     except TypeError:

@@ -1,13 +1,13 @@
 """The output-stationary dataflow: a tile of c stays in the array, a moves right, and b moves down.
 
-PE (r, c) keeps c[i, j]. In one cycle it meets a[i, p] from the left and b[p, j] from above, in the next
-a[i, p + 1] and b[p + 1, j], and so through all of k: no sum leaves before it is finished. SCALE-Sim
-(Samajdar et al., 2018) has this dataflow beside the weight-stationary one, under the same names.
+PE (r, c) keeps c[i, j]. In one cycle it meets a[i, p] from the left and b[p, j] from above, in the next a[i,
+p + 1] and b[p + 1, j], and so on through all of k: no sum leaves before it is finished. SCALE-Sim (Samajdar
+et al., 2018) has this dataflow and the weight-stationary one, under the same names.
 
-Then the h rows of the tile drain through the bottom edge, as a wave for each row: wave d enters at the top,
-takes up the sum of row d on its way, and carries it down one PE in a cycle. With one register for the sum,
-the next tile can start only behind the last wave. With two ("double buffering"), a finished sum moves to the
-second when the first wave passes, and the next tile starts at once.
+Then the h rows of the tile drain through the bottom edge, one wave per row. Wave d enters at the top, picks
+up the sum of row d on its way, and carries it down one PE per cycle. With one register for the sum, the next
+tile can start only behind the last wave. With two ("double buffering"), a finished sum moves to the second
+register when the first wave passes, and the next tile starts at once.
 """
 
 from __future__ import annotations
@@ -42,12 +42,13 @@ class OutputStationary(ArrayMachine):
         return self.drained < self.tiles or self.drain.busy() or self.bottom.busy()
 
     def issue(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Return what the controller commands in this cycle: (tile, column of a) and (tile, row to drain)."""
+        """Return the controller's commands in this cycle: (tile, column of a) and (tile, row to drain)."""
         stream = drain = NO_COMMAND
         streamed = self.column == self.k
         if self.drain_row > 0 or (self.drained == self.tile and streamed):
             drain = self.drained, self.drain_row
-        # Two registers: a tile may start with the drain of the one before it; one: only after that drain.
+        # With two registers a tile may start together with the drain of the one before it, with one only
+        # after it.
         free = self.drained > self.tile or (self.double_buffered and drain[0] == self.tile)
         if streamed and free and self.tile < self.tiles - 1:
             self.tile, self.column = self.tile + 1, 0
@@ -68,7 +69,7 @@ class OutputStationary(ArrayMachine):
         self.drain.walk(drain)
         self.bottom.walk((int(self.drain.tile[-1]), int(self.drain.index[-1])))
 
-        # Before a new tile's product is added, a finished sum goes out of its way.
+        # A finished sum moves aside before a new tile's product is added.
         if self.double_buffered:
             shift_right(self.finish, self.drain.index == 0)
             if self.finish.any():
@@ -78,11 +79,11 @@ class OutputStationary(ArrayMachine):
                 self.sums_held[self.finish] = False
 
         # a moves right, b moves down.
-        i = self.tile_rows[self.left.tile] + self.left.place
+        i = self.tile_rows[self.left.tile] + self.left.number
         self.read_a(i, self.left.index, (self.left.tile >= 0) & (i < self.m))
         shift_right(self.a, self.a_in)
         shift_right(self.a_held, self.a_read)
-        j = self.tile_cols[self.top.tile] + self.top.place
+        j = self.tile_cols[self.top.tile] + self.top.number
         self.read_b(self.top.index, j, (self.top.tile >= 0) & (j < self.n))
         shift_down(self.b, self.b_in)
         shift_down(self.b_held, self.b_read)
@@ -93,7 +94,7 @@ class OutputStationary(ArrayMachine):
         """Move the waves of finished sums down by one PE; row d puts its sums onto wave d."""
         shift_down(self.results, 0)
         shift_down(self.results_held, False)
-        shift_right(self.take_up, self.drain.index == self.drain.place)
+        shift_right(self.take_up, self.drain.index == self.drain.number)
         if self.take_up.any():
             np.copyto(self.results, self.finished, where=self.take_up)
             np.copyto(self.results_held, self.finished_held, where=self.take_up)
@@ -103,6 +104,6 @@ class OutputStationary(ArrayMachine):
         self.collect(i, self.results[-1], self.results_held[-1])
 
     def extra_registers(self) -> tuple[Masked | None, Masked | None]:
-        """Return the finished sums that wait, where there are registers for them, and those that move."""
+        """Return the finished sums that wait, if there are registers for them, and those that move."""
         waiting = masked(self.finished, self.finished_held) if self.double_buffered else None
         return waiting, masked(self.results, self.results_held)

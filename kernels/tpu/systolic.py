@@ -1,8 +1,8 @@
 """A TPU's matrix unit: a systolic array, simulated cycle by cycle.
 
 A grid of small processing elements (PEs) multiplies and adds, and each hands its operands to its neighbours.
-Only the edges read memory, so an element that was read once is used by a whole row or column of PEs (Kung,
-Why Systolic Architectures?, IEEE Computer 15(1), 1982). The first TPU has 256 x 256 of them (Jouppi et al.,
+Only the edges read memory, so a whole row or column of PEs uses an element that was read once (Kung, Why
+Systolic Architectures?, IEEE Computer 15(1), 1982). The first TPU has 256 x 256 of them (Jouppi et al.,
 In-Datacenter Performance Analysis of a Tensor Processing Unit, ISCA 2017, section 2).
 
     from minidist.kernels.tpu.systolic import SystolicArray, compare
@@ -10,13 +10,13 @@ In-Datacenter Performance Analysis of a Tensor Processing Unit, ISCA 2017, secti
     array = SystolicArray(128, 128, "weight_stationary")
     product = array.matmul(a, b)
     product.c, product.cycles, product.utilisation, product.counts.a_reads
-    print(compare(512, 512, 512, array))             # beside a scalar processor and a vector unit
+    print(compare(512, 512, 512, array))             # with a scalar processor and a vector unit
     for frame in SystolicArray(3, 3).frames(a, b):   # the registers in each cycle
         print(frame)
 
-Nothing here multiplies matrices: c is what comes out at the bottom edge. `tpu/weight_stationary.py` and
-`tpu/output_stationary.py` say what moves in each dataflow, `cost_formulas.py` derives the formulas.
-A 512 x 512 x 512 product on 128 x 128 PEs takes 0.7 s in float32 (one core of an AMD EPYC, Zen 4).
+Nothing here multiplies matrices: c is what comes out at the bottom edge. `weight_stationary.py` and
+`output_stationary.py` say what moves in each dataflow, `cost_formulas.py` derives the formulas. A 512 x 512 x
+512 product on 128 x 128 PEs takes 0.7 s in float32 (one core of an AMD EPYC, Zen 4).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ MACHINES: dict[str, type[ArrayMachine]] = {
 
 @dataclass(frozen=True, eq=False)
 class Product:
-    """What an array gave: the product, and what it took, counted while it ran."""
+    """The result of an array: the product, and its cost, counted while it ran."""
 
     c: Array  # (m, n), int64 or a float dtype: see SystolicArray.matmul
     counts: ProductCounts
@@ -83,9 +83,9 @@ class Product:
 class SystolicArray:
     """A systolic array of rows x cols PEs.
 
-    A product that is larger than the array runs as tiles. With `double_buffered`, as in the TPU, each PE has
-    a second register, and a tile's load (or drain) overlaps with the work of the tile before (or after) it.
-    Raises ValueError for sizes below 1 and other dataflows, TypeError for sizes that are no whole numbers.
+    A product larger than the array runs as tiles. With `double_buffered`, as in the TPU, each PE has a second
+    register, and a tile's load (or drain) overlaps with the work of the tile before (or after) it. Raises
+    ValueError for sizes below 1 and unknown dataflows, TypeError for sizes that are not whole numbers.
     """
 
     rows: int
@@ -99,14 +99,15 @@ class SystolicArray:
         object.__setattr__(self, "dataflow", dataflow_name(self.dataflow))
 
     def matmul(self, a: ArrayLike, b: ArrayLike) -> Product:
-        """Multiply a (m, k) by b (k, n), of any sizes; 0 gives zeros in 0 cycles.
+        """Multiply a (m, k) by b (k, n), of any sizes; a size of 0 gives zeros in 0 cycles.
 
-        Integers are summed in int64, exactly, and c is int64. Floats are summed in the dtype that NumPy's
-        promotion gives to a and b, but in float32 at least, and c has that dtype: float16 and bfloat16 give
+        Integers are summed exactly, in int64, and c is int64. Floats are summed in the dtype that NumPy's
+        promotion gives to a and b, but at least in float32, and c has that dtype: float16 and bfloat16 give
         float32, as in a TPU. Weight-stationary, the sum over each `rows` elements of k comes first, in order,
-        and then the sum of those; output-stationary, the sum over k is in order. NaN and infinity travel.
+        and then the sum of those; output-stationary, the sum over k is in order. NaN and infinity are
+        propagated.
 
-        Raises TypeError for dtypes that are no integers or real floats; ValueError for shapes that do not
+        Raises TypeError for dtypes other than integers and real floats; ValueError for shapes that do not
         multiply, and for integers whose sums might not fit in int64.
         """
         machine = self._machine(a, b)
@@ -126,8 +127,8 @@ class SystolicArray:
     def frames(self, a: ArrayLike, b: ArrayLike) -> Iterator[Frame]:
         """Yield the state of the array in each cycle of `matmul(a, b)`, which takes the same steps.
 
-        As many frames come as matmul counts cycles; the last one's `c` is the product. Raises what matmul
-        raises.
+        There are as many frames as matmul counts cycles; the last one's `c` is the product. Raises what
+        matmul raises.
         """
         return self._machine(a, b).frames()
 
@@ -151,14 +152,14 @@ def compare(m: int, n: int, k: int, *arrays: SystolicArray, lanes: int = 16) -> 
 
 
 def _operands(a: ArrayLike, b: ArrayLike) -> tuple[Array, Array]:
-    """Return a and b as matrices of the dtype that their sums have, or say what they should have been."""
+    """Return a and b as matrices in the dtype of their sums, or raise what is wrong with them."""
     matrices = {"a": np.asarray(a), "b": np.asarray(b)}
     for name, x in matrices.items():
         if x.ndim != 2:
             raise ValueError(
                 f"{name} has {x.ndim} dimensions, shape {x.shape}: reshape it to two, (rows, columns)"
             )
-        # bfloat16 is not one of NumPy's own: its kind is "V", but it is called so.
+        # bfloat16 is not one of NumPy's own dtypes: its kind is "V", so its name decides.
         if x.dtype.kind not in "iuf" and x.dtype.name != "bfloat16":
             raise TypeError(
                 f"{name} has dtype {x.dtype}: convert it to integers or real floats with .astype()"
@@ -182,16 +183,16 @@ def _operands(a: ArrayLike, b: ArrayLike) -> tuple[Array, Array]:
 
 
 def _largest(x: Array) -> int:
-    """Return the largest magnitude of an integer in x, as a Python int, which the most negative one needs."""
+    """Return the largest magnitude of an integer in x, as a Python int: int64 has no abs(minimum)."""
     return max(-int(x.min()), int(x.max())) if x.size else 0
 
 
 def _sums(a: Array, b: Array) -> float:
-    """Return a bound of what sums of products of integers reach in magnitude, whatever their signs."""
+    """Return a bound on the magnitude of sums of products of integers, whatever their signs."""
     bound: int = a.shape[1] * _largest(a) * _largest(b)
     if bound < 2**63:
         return bound
-    # The largest elements may never meet: so the sums themselves, in float64, and what that may round off.
+    # The largest elements may never meet: compute the sums in float64, and add what that may round off.
     sums = np.abs(a.astype(np.float64)) @ np.abs(b.astype(np.float64))
     largest: float = sums.max(initial=0) * (1 + (a.shape[1] + 2) * 2.0**-52)
     return largest

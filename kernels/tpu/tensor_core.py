@@ -1,17 +1,17 @@
 """A tensor core: D = A x B + C on a small tile, with half-precision inputs and float32 sums.
 
 The product of two float16 numbers is exact: 11 bits times 11 bits make 22, and float32 has 24; the smallest,
-2**-48, and the largest, 65504**2, are both well inside its range. So all rounding is in the sums, and what a
-unit computes depends on how it sums.
+2**-48, and the largest, 65504**2, are well inside its range. So all rounding is in the sums, and the result
+depends on how a unit sums.
 
 NVIDIA documents neither the order of the sums nor their rounding. Experiments found that both differ from
 IEEE 754's float32 (Fasi, Higham, Mikaitis and Pranesh, Numerical behavior of NVIDIA tensor cores, PeerJ
 Computer Science 7:e330, 2021, on V100, T4 and A100; Khattak and Mikaitis, Accurate Models of NVIDIA Tensor
 Cores, arXiv:2512.07004, 2025, up to B200). The unit adds a block of products and the accumulator all at once:
-it shifts all of them to the largest exponent among them, cuts off what then lies below the last bit that it
-keeps (towards zero), adds exactly, and cuts the sum to float32. The next block takes that as its accumulator.
+it shifts all of them to the largest exponent among them, cuts off the bits below the last one that it keeps
+(towards zero), adds exactly, and cuts the sum to float32. The next block takes that as its accumulator.
 
-So `tensor_core_mma` has two kinds of unit: "float32", which sums as IEEE 754 has it, and models of real ones.
+So `tensor_core_mma` has two kinds of unit: "float32", which sums as IEEE 754 says, and models of real ones.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class SummingUnit:
     extra_bits: int  # those that it keeps below the 23 of float32's fraction, while it adds
 
 
-# Each gives, to the last bit, the results that were recorded on that GPU: 5000 dot products of random numbers
-# for each dtype, published with Khattak and Mikaitis's paper (north-numerical-computing/MATLAB-tensor-core on
-# GitHub). The records of TF32 on the H100 have 4 products each: that it adds 8 at once is their finding.
+# Each gives, to the last bit, the results recorded on that GPU: 5000 dot products of random numbers for each
+# dtype, published with Khattak and Mikaitis's paper (north-numerical-computing/MATLAB-tensor-core on GitHub).
+# The records of TF32 on the H100 have 4 products each; that it adds 8 at once is the authors' finding.
 UNITS = {
     "V100": SummingUnit({"float16": 4}, extra_bits=0),
     "A100": SummingUnit({"float16": 8, "bfloat16": 8, "tf32": 4}, extra_bits=1),
@@ -46,9 +46,9 @@ def tensor_core_mma(a: Array, b: Array, c: Array, unit: str = "float32", tf32: b
     """Return d = a x b + c, (m, n) in float32; a is (m, k), b is (k, n), c is (m, n) in float32.
 
     a and b are both float16, or both bfloat16 (of the package ml_dtypes), or both float32 with `tf32=True`,
-    which rounds them to TF32 first (`round_to_tf32`). Any sizes, 0 and 1 too. Products are exact. Those of
-    bfloat16 and TF32 may leave float32's range of exponents, which float16's never do: with "float32" sums
-    they then overflow to infinity or lose bits below its smallest number.
+    which rounds them to TF32 first (`round_to_tf32`). Any sizes, also 0 and 1. Products are exact. Those of
+    bfloat16 and TF32 may leave float32's range of exponents, unlike float16's: with "float32" sums they then
+    overflow to infinity or lose bits below its smallest number.
 
     `unit` says how they are summed:
     - "float32": d = c, then d = d + a[:, p] b[p, :] for p = 0, 1, ..., k - 1, each sum rounded to the nearest
@@ -57,9 +57,9 @@ def tensor_core_mma(a: Array, b: Array, c: Array, unit: str = "float32", tf32: b
       towards zero, by less than a unit in the last place of the largest: the error bound is about twice as
       large, and errors of terms of one sign add up instead of averaging out.
 
-    NaN and infinity travel as in IEEE 754; a sum of 2**128 or more is infinite.
-    Raises TypeError for what is no NumPy array and for other dtypes; ValueError for shapes that do not fit,
-    and for a unit that is not known or does not take the dtype.
+    NaN and infinity follow IEEE 754; a sum of 2**128 or more is infinite. Raises TypeError for an argument
+    that is not a NumPy array and for other dtypes; ValueError for shapes that do not fit, and for a unit that
+    is unknown or does not take the dtype.
     """
     for name, x in (("a", a), ("b", b), ("c", c)):
         if not isinstance(x, np.ndarray):
@@ -83,7 +83,7 @@ def tensor_core_mma(a: Array, b: Array, c: Array, unit: str = "float32", tf32: b
         a, b = round_to_tf32(a), round_to_tf32(b)
     a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
     d: Array = np.array(c, np.float32)
-    # inf - inf and overflow are answers here, as they are in the hardware: no warning.
+    # inf - inf and overflow are results, as in the hardware: no warning.
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         if unit == "float32":
             for p in range(a.shape[1]):
@@ -98,8 +98,8 @@ def tensor_core_mma(a: Array, b: Array, c: Array, unit: str = "float32", tf32: b
 def round_to_tf32(x: Array) -> Array:
     """Return float32 x rounded to TF32: the 8 bits of exponent of float32, the 10 of fraction of float16.
 
-    To the nearest, ties away from zero, as the instruction cvt.rna.tf32.f32 does (NVIDIA, PTX ISA, cvt). The
-    result is float32, of the same shape. Raises TypeError where x is no NumPy array of float32.
+    It rounds to the nearest, ties away from zero, as the instruction cvt.rna.tf32.f32 does (NVIDIA, PTX ISA,
+    cvt). The result is float32, of the same shape. Raises TypeError if x is not a NumPy array of float32.
     """
     if not isinstance(x, np.ndarray) or x.dtype != np.float32:
         kind = x.dtype if isinstance(x, np.ndarray) else type(x).__name__
@@ -111,7 +111,7 @@ def round_to_tf32(x: Array) -> Array:
 
 
 def _kind(a: Array, b: Array, c: Array, tf32: bool) -> str:
-    """Return what a and b hold, "tf32" or the name of their dtype, or say what they should have been."""
+    """Return what a and b hold, "tf32" or the name of their dtype, or raise what is wrong with them."""
     inputs = ("float32",) if tf32 else ("float16", "bfloat16")
     for name, x in (("a", a), ("b", b)):
         if x.dtype.name not in inputs:
@@ -135,9 +135,8 @@ def _add_block(a: Array, b: Array, c: Array, extra_bits: int) -> Array:
     """
     a, b, c = a[:, None, :].astype(np.float64), b.T[None, :, :].astype(np.float64), c[:, :, None]
     terms = np.concatenate([a * b, c.astype(np.float64)], axis=2)  # (m, n, products and c)
-    # The hardware adds the exponents of the factors, and does not look whether the product of their
-    # significands, in [1, 4), has carried: with the exponent of the product itself, 2 to 16 % of the recorded
-    # results come out otherwise.
+    # The hardware adds the exponents of the factors and ignores whether the product of their significands, in
+    # [1, 4), has carried: with the exponent of the product itself, 2 to 16 % of the recorded results differ.
     exponents = np.concatenate([np.frexp(a)[1] + np.frexp(b)[1] - 1, np.frexp(c)[1]], axis=2)
     counting = np.where(terms == 0, np.iinfo(exponents.dtype).min, exponents)
     largest = np.where((terms == 0).all(axis=2), 0, counting.max(axis=2))

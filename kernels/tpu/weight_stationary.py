@@ -1,15 +1,15 @@
 """The weight-stationary dataflow: a tile of b stays in the array, a moves right, and sums move down.
 
 This is the TPU's (Jouppi et al., In-Datacenter Performance Analysis of a Tensor Processing Unit, ISCA 2017,
-section 2). PE (r, c) keeps b[p, j] while all rows of a pass by: it takes the sum of the PE above, adds
-a[i, p] * b[p, j], and hands it down. At the bottom of column c, c[i, j] comes out, summed over the tile's
-rows of b; accumulators below the array add it to the tiles before.
+section 2). PE (r, c) keeps b[p, j] while all rows of a pass by: it takes the sum of the PE above, adds a[i,
+p] * b[p, j], and hands it down. At the bottom of column c, c[i, j] comes out, summed over the tile's rows of
+b; accumulators below the array add it to the sums of earlier tiles.
 
-The weights shift in from the top, last row first, so that a tile of h rows lands in h cycles. Into what? With
-one register in each PE, the next tile can follow only behind the last row of a. With two ("double buffering")
-it shifts into the second while the first is at work. A mark travels with the first row of a of each tile: a
-PE that it reaches takes over its second register. So the switch crosses the array as a wave, and where a
-has at least as many rows as the array, no PE waits between two tiles.
+The weights shift in from the top, last row first, so a tile of h rows arrives in h cycles. With one register
+in each PE, the next tile can follow only behind the last row of a. With two ("double buffering") it shifts
+into the second while the first is at work. A mark travels with each tile's first row of a, and a PE that it
+reaches switches to its second register. So the switch crosses the array as a wave; if a has at least as many
+rows as the array, no PE waits between two tiles.
 """
 
 from __future__ import annotations
@@ -43,11 +43,12 @@ class WeightStationary(ArrayMachine):
         return self.tile < self.tiles - 1 or self.row < self.m or self.left.busy() or self.bottom.busy()
 
     def issue(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Return what the controller commands in this cycle: (tile, row of a), (tile, step of its load)."""
+        """Return the controller's commands in this cycle: (tile, row of a), (tile, step of its load)."""
         stream = load = NO_COMMAND
         if self.row == self.m and self.loaded > self.tile + 1:
             self.tile, self.row = self.tile + 1, 0
-        # Two registers: a load may start with the stream of the tile before it; one: only after that stream.
+        # With two registers a load may start together with the stream of the tile before it, with one only
+        # after it.
         free = self.loaded <= self.tile + 1 and (self.double_buffered or self.row == self.m)
         if self.load_step > 0 or (self.loaded < self.tiles and free):
             load = self.loaded, self.load_step
@@ -68,7 +69,7 @@ class WeightStationary(ArrayMachine):
 
         # a moves right, and with it the mark of a new tile.
         commanded = self.left.tile >= 0
-        p = self.tile_rows[self.left.tile] + self.left.place
+        p = self.tile_rows[self.left.tile] + self.left.number
         self.read_a(self.left.index, p, commanded & (p < self.k))
         shift_right(self.a, self.a_in)
         shift_right(self.a_held, self.a_read)
@@ -88,16 +89,16 @@ class WeightStationary(ArrayMachine):
         """Shift the weights of a load down by one PE, in the columns that a load has reached."""
         commanded = self.top.tile >= 0
         p = self.tile_rows[self.top.tile] + self.heights[self.top.tile] - 1 - self.top.index
-        j = self.tile_cols[self.top.tile] + self.top.place
+        j = self.tile_cols[self.top.tile] + self.top.number
         self.read_b(p, j, commanded & (j < self.n))
         if not commanded.any():
             return
-        # In step s, rows 0 to s move. The rows below keep what they hold: the tile before may still need it.
+        # In step s, rows 0 to s move. The rows below keep their weights: the tile before may still need them.
         moves = self.row_numbers <= self.top.index  # (rows, cols); the index is -1 where there is no load
         for registers, entering in ((self.next_b, self.b_in), (self.next_held, self.b_read)):
             np.copyto(registers[1:], registers[:-1].copy(), where=moves[1:])
             np.copyto(registers[0], entering, where=moves[0])
 
     def extra_registers(self) -> tuple[Masked | None, Masked | None]:
-        """Return the weights of the next tile, where there is a register for them."""
+        """Return the weights of the next tile, if there is a register for them."""
         return (masked(self.next_b, self.next_held) if self.double_buffered else None), None
