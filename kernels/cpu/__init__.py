@@ -1,7 +1,7 @@
 """The CPU ladder: seven ways to multiply two matrices, each with one idea more than the one before.
 
 A rung's docstring names its idea, why that is faster, and by how much. To add a rung, write its file and
-name it here, in both lists; nothing else in the project lists rungs.
+name it in RUNGS; nothing else in the project lists rungs.
 
 | File | The one idea |
 |---|---|
@@ -17,26 +17,17 @@ name it here, in both lists; nothing else in the project lists rungs.
 
 from __future__ import annotations
 
-from ..rung import Rung
-from . import (
-    s1_python_loops,
-    s2_vectors,
-    s3_compiled,
-    s4_loop_order,
-    s5_cache_blocks,
-    s6_register_tile,
-    s7_threads,
-)
+import importlib
 
-CPU_LADDER: tuple[Rung, ...] = tuple(
-    step.RUNG
-    for step in (
-        s1_python_loops,
-        s2_vectors,
-        s3_compiled,
-        s4_loop_order,
-        s5_cache_blocks,
-        s6_register_tile,
-        s7_threads,
-    )
+from ..rung import Rung
+
+RUNGS = (
+    "s1_python_loops",
+    "s2_vectors",
+    "s3_compiled",
+    "s4_loop_order",
+    "s5_cache_blocks",
+    "s6_register_tile",
+    "s7_threads",
 )
+CPU_LADDER: tuple[Rung, ...] = tuple(importlib.import_module(f".{name}", __name__).RUNG for name in RUNGS)

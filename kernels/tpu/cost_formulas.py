@@ -66,9 +66,7 @@ def scalar(m: int, n: int, k: int) -> ProductCounts:
     """
     m, n, k = sizes(m, n, k)
     work = m * n * k
-    return ProductCounts(
-        "scalar", m, n, k, 1, work, a_reads=work, b_reads=work, c_reads=0, c_writes=stored(m, n, k)
-    )
+    return ProductCounts("scalar", m, n, k, 1, work, work, work, 0, stored(m, n, k))
 
 
 def vector(m: int, n: int, k: int, lanes: int = 16) -> ProductCounts:
@@ -80,18 +78,8 @@ def vector(m: int, n: int, k: int, lanes: int = 16) -> ProductCounts:
     """
     m, n, k = sizes(m, n, k)
     instructions = m * k * -(-n // at_least("lanes", lanes, 1))
-    return ProductCounts(
-        f"vector, {lanes} lanes",
-        m,
-        n,
-        k,
-        lanes,
-        instructions,
-        a_reads=instructions,
-        b_reads=m * n * k,
-        c_reads=0,
-        c_writes=stored(m, n, k),
-    )
+    name, products = f"vector, {lanes} lanes", m * n * k
+    return ProductCounts(name, m, n, k, lanes, instructions, instructions, products, 0, stored(m, n, k))
 
 
 def systolic(

@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ..rung import Array
+from ..rung import Array, check_sizes
 from .array import ArrayMachine, Frame
 from .cost_formulas import (
     CountedAndPredicted,
@@ -165,11 +165,7 @@ def _operands(a: ArrayLike, b: ArrayLike) -> tuple[Array, Array]:
                 f"{name} has dtype {x.dtype}: convert it to integers or real floats with .astype()"
             )
     left, right = matrices.values()
-    if left.shape[1] != right.shape[0]:
-        raise ValueError(
-            f"a has shape {left.shape} and b has shape {right.shape}, which do not multiply: "
-            f"the columns of a ({left.shape[1]}) must be as many as the rows of b ({right.shape[0]})"
-        )
+    check_sizes(left.shape, right.shape)
     if left.dtype.kind in "iu" and right.dtype.kind in "iu":
         if _sums(left, right) >= 2**63 or max(_largest(left), _largest(right)) >= 2**63:
             raise ValueError(

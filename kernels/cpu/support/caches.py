@@ -35,11 +35,6 @@ class Caches:
     l3: int = 0  # of the one that a core reaches and shares with others; 0 if there is none
     l3_total: int = 0  # of all L3s that this process's cores reach; a CPU of several chips has several
 
-    @property
-    def last_level(self) -> int:
-        """Return the bytes that the last caches of all cores of this process hold together."""
-        return self.l3_total or self.l2 * len(available_cpus())
-
 
 def available_cpus() -> list[int]:
     """Return the numbers of the CPUs that this process may run on, in order."""

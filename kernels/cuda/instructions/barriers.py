@@ -32,12 +32,6 @@ def mbarrier_init(to: Assembler, barriers: AsmOperand, i: AsmOperand, count: Asm
 
 
 @instruction()
-def mbarrier_arrive(to: Assembler, barriers: AsmOperand, i: AsmOperand) -> None:
-    """mbarrier_arrive(barriers, i): count this thread, and show waiters what it did before."""
-    to.ptx("mbarrier.arrive.shared::cta.b64 _, [$0];", "r", [to.shared_address(barriers, i)])
-
-
-@instruction()
 def mbarrier_arrive_at(to: Assembler, barriers: AsmOperand, i: AsmOperand, rank: AsmOperand) -> None:
     """mbarrier_arrive_at(barriers, i, rank): arrive at the same mbarrier of block `rank` of the cluster.
 

@@ -57,12 +57,6 @@ def load_128(to: Assembler, into: AsmOperand, i: AsmOperand, source: AsmOperand,
     _move_in(to, 16, into, i, source, j)
 
 
-@instruction(twin=simulator_twins.copy_64)
-def load_64(to: Assembler, into: AsmOperand, i: AsmOperand, source: AsmOperand, j: AsmOperand) -> None:
-    """load_64(into, i, source, j): as `load_128`, 8 bytes. PTX: ld.v2.b32."""
-    _move_in(to, 8, into, i, source, j)
-
-
 @instruction(twin=simulator_twins.copy_128)
 def store_128(to: Assembler, into: AsmOperand, i: AsmOperand, source: AsmOperand, j: AsmOperand) -> None:
     """store_128(into, i, source, j): into[i : i + n] = source[j : j + n], by one store of 16 bytes.
@@ -90,19 +84,6 @@ def cp_async_16(to: Assembler, shared: AsmOperand, i: AsmOperand, source: AsmOpe
     to.ptx("cp.async.cg.shared.global.L2::128B [$0], [$1], 16;", "r,l", operands)
 
 
-@instruction(twin=simulator_twins.copy_16_and_fill)
-def cp_async_16_zfill(
-    to: Assembler, shared: AsmOperand, i: AsmOperand, source: AsmOperand, j: AsmOperand, valid: AsmOperand
-) -> None:
-    """cp_async_16_zfill(shared, i, source, j, valid): as `cp_async_16`, but read only `valid` bytes.
-
-    The rest of the 16 becomes zeros, so what lies beyond the edge of a matrix adds nothing to a product. With
-    valid = 0 nothing is read, but the address must still be aligned. PTX: cp.async with src-size. sm_80.
-    """
-    operands = [to.shared_address(shared, i), to.global_address(source, j), to.integer(valid)]
-    to.ptx("cp.async.cg.shared.global.L2::128B [$0], [$1], 16, $2;", "r,l,r", operands)
-
-
 @instruction(twin=simulator_twins.copy_16_or_fill)
 def cp_async_16_or_zeros(
     to: Assembler, shared: AsmOperand, i: AsmOperand, source: AsmOperand, j: AsmOperand, inside: AsmOperand
@@ -124,9 +105,10 @@ def cp_async_16_or_zeros(
 def cp_async_4_zfill(
     to: Assembler, shared: AsmOperand, i: AsmOperand, source: AsmOperand, j: AsmOperand, valid: AsmOperand
 ) -> None:
-    """cp_async_4_zfill(shared, i, source, j, valid): as `cp_async_16_zfill`, 4 bytes, through all caches.
+    """cp_async_4_zfill(shared, i, source, j, valid): copy 4 bytes through all caches, but read only `valid`.
 
-    For data that are not aligned to 16 bytes, or are transposed on the way. PTX: cp.async.ca. sm_80.
+    The rest becomes zeros, so what lies beyond the edge of a matrix adds nothing to a product. For data
+    that are not aligned to 16 bytes, or are transposed on the way. PTX: cp.async.ca with src-size. sm_80.
     """
     operands = [to.shared_address(shared, i), to.global_address(source, j), to.integer(valid)]
     to.ptx("cp.async.ca.shared.global [$0], [$1], 4, $2;", "r,l,r", operands)

@@ -36,11 +36,6 @@ def _copy_and_fill(
         into[i + e] = source[j + e] if e < count else 0
 
 
-def copy_16_and_fill(shared: SimulatedArray, i: int, source: SimulatedArray, j: int, valid: int) -> None:
-    """Copy the elements of the first `valid` bytes, and write zeros in the rest of 16."""
-    _copy_and_fill(16, shared, i, source, j, valid)
-
-
 def copy_16_or_fill(shared: SimulatedArray, i: int, source: SimulatedArray, j: int, inside: bool) -> None:
     """Copy the elements of 16 bytes where `inside` holds, else write zeros."""
     _copy_and_fill(16, shared, i, source, j, 16 if inside else 0)

@@ -43,16 +43,13 @@ def compile_ptx(
     Numba's own errors.
     """
     require_compiler()
-    bounds = (threads, blocks)
-    key = kernel_cache.key(
-        function, "ptx", *map(str, types), architecture, bounds, fastmath, lineinfo, _versions()
-    )
+    options = (architecture, (threads, blocks), fastmath, lineinfo)
+    key = kernel_cache.key(function, "ptx", *map(str, types), *options, _versions())
     kept = kernel_cache.load(key)
-    if kept is not None:
-        return kept.decode()
-    ptx: str = _compile(function, types, architecture, bounds, fastmath, lineinfo, "ptx")
-    kernel_cache.save(key, ptx.encode())
-    return ptx
+    if kept is None:
+        kept = _compile(function, types, *options, "ptx").encode()
+        kernel_cache.save(key, kept)
+    return kept.decode()
 
 
 def compile_cubin(
@@ -69,13 +66,11 @@ def compile_cubin(
     Raises RuntimeError, with the log of nvJitLink, if that can't assemble the kernel.
     """
     require_compiler()
-    bounds = (threads, blocks)
-    key = kernel_cache.key(
-        function, "cubin", *map(str, types), architecture, bounds, fastmath, lineinfo, _versions()
-    )
+    options = (architecture, (threads, blocks), fastmath, lineinfo)
+    key = kernel_cache.key(function, "cubin", *map(str, types), *options, _versions())
     kept = kernel_cache.load(key)
     if kept is None:
-        code = _compile(function, types, architecture, bounds, fastmath, lineinfo, "ltoir")
+        code = _compile(function, types, *options, "ltoir")
         cubin, log = link(code, architecture, function.__name__)
         kernel_cache.save(key, b"%d\n%b%b" % (len(cubin), cubin, log.encode()))
     else:

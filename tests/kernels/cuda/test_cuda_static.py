@@ -6,14 +6,13 @@ too: LTO-IR, linked to machine code. A launch is caught to learn which kernel th
 
 import pytest
 
-from minidist.kernels.cuda.runtime.assembler_report import occupancy
-
 pytest.importorskip("numba_cuda", reason="the CUDA ladder is an extra")
 pytest.importorskip("ml_dtypes")
 
 from minidist.kernels.cuda import CUDA_LADDER
 from tests.helpers.cuda_kernels import without_gpu  # noqa: F401
 from tests.helpers.machine_code import launched, shortcomings
+from tests.helpers.occupancy import occupancy
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_90a", "sm_100")
 LARGE = 4096

@@ -39,7 +39,6 @@ def test_the_data_caches_are_read(tmp_path):
         describe(tmp_path, cpu, *usual(cpu, "24M"))
     found = from_sysfs(tmp_path, [0, 1])
     assert found == Caches(l1_data=48 * KIB, l2=1280 * KIB, l3=24 * MIB, l3_total=24 * MIB)
-    assert found.last_level == 24 * MIB
 
 
 def test_several_l3_caches_are_added_each_once(tmp_path):
@@ -47,7 +46,7 @@ def test_several_l3_caches_are_added_each_once(tmp_path):
         shared = "0-1,4-5" if cpu in (0, 1, 4, 5) else "2-3,6-7"
         describe(tmp_path, cpu, *usual(cpu, "32768K", shared))
     found = from_sysfs(tmp_path, range(8))
-    assert (found.l3, found.l3_total, found.last_level) == (32 * MIB, 64 * MIB, 64 * MIB)
+    assert (found.l3, found.l3_total) == (32 * MIB, 64 * MIB)
     assert from_sysfs(tmp_path, [2, 3, 7]).l3_total == 32 * MIB
 
 
@@ -59,12 +58,10 @@ def test_the_first_cpu_that_the_process_may_use_speaks(tmp_path):
     assert from_sysfs(tmp_path, [5, 6]) == Caches(48 * KIB, 1280 * KIB, 8 * MIB, 8 * MIB)
 
 
-def test_without_an_l3_the_last_level_is_all_l2s(tmp_path, monkeypatch):
+def test_a_cpu_without_an_l3_has_its_other_caches(tmp_path):
     describe(tmp_path, 0, *usual(0))
-    monkeypatch.setattr(module, "available_cpus", lambda: [0, 1, 2])
     found = from_sysfs(tmp_path, [0, 1, 2])
     assert found == Caches(l1_data=48 * KIB, l2=1280 * KIB)
-    assert found.last_level == 3 * 1280 * KIB
 
 
 @pytest.mark.parametrize("missing", range(4))

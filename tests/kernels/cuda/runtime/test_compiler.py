@@ -3,7 +3,7 @@
 import pytest
 
 from minidist.kernels.cuda.runtime import compiler
-from minidist.kernels.cuda.runtime.assembler_report import Report, occupancy, parse
+from minidist.kernels.cuda.runtime.assembler_report import Report, parse
 from minidist.kernels.cuda.runtime.kernel import Kernel
 
 pytest.importorskip("numba_cuda", reason="the CUDA ladder is an extra")
@@ -11,6 +11,7 @@ pytest.importorskip("numba_cuda", reason="the CUDA ladder is an extra")
 from numba import cuda, float32, int32, uint32
 
 from tests.helpers.cuda_kernels import TYPES, without_gpu  # noqa: F401
+from tests.helpers.occupancy import occupancy
 
 
 def everything(x, n):
