@@ -102,12 +102,7 @@ class Rung:
 
     def _matrix(self, name: str, x: Any) -> Array:
         """Return x as a plain aligned 2-D array, or raise what is wrong with it."""
-        if not isinstance(x, np.ndarray):
-            raise TypeError(_not_an_array(name, x))
-        if x.ndim != 2:
-            raise ValueError(
-                f"{name} has {x.ndim} dimensions, shape {x.shape}: reshape it to two, (rows, columns)"
-            )
+        check_matrix(name, x)
         if x.dtype not in self._dtypes:
             raise TypeError(
                 f"{name} has dtype {x.dtype}, and rung {self.name} takes {' or '.join(self.dtypes)}: "
@@ -143,6 +138,16 @@ class Rung:
     def _takes_out(self, dtype: str, out: str) -> bool:
         """Return whether a product of dtype `dtype` may be written to an `out` of dtype `out`."""
         return False
+
+
+def check_matrix(name: str, x: Any) -> None:
+    """Raise TypeError unless x is a NumPy array, and ValueError unless it has two dimensions."""
+    if not isinstance(x, np.ndarray):
+        raise TypeError(_not_an_array(name, x))
+    if x.ndim != 2:
+        raise ValueError(
+            f"{name} has {x.ndim} dimensions, shape {x.shape}: reshape it to two, (rows, columns)"
+        )
 
 
 def check_sizes(a: tuple[int, ...], b: tuple[int, ...]) -> None:

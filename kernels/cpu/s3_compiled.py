@@ -32,7 +32,7 @@ RUNG = Rung(
     number=3,
     name="s3_compiled",
     device="cpu",
-    idea="Numba compiles rung 1's own loops, so that no interpreter stands between two multiply-adds.",
+    idea="Numba compiles the loops of rung 1, so that no interpreter stands between two multiply-adds.",
     dtypes=("float32", "float64"),
     compute=compute,
 )

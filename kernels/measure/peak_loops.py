@@ -53,15 +53,15 @@ def _repeat(_: Any, rows: Any, turns: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         v = Vectors(builder, rows.dtype)
         start = _data(context, builder, rows, arguments[0])
-        places = [v.offset(start, row * v.lanes) for row in range(2 + SUMS)]
-        factor, addend, *first = (v.load(place) for place in places)
+        rows_at = [v.offset(start, row * v.lanes) for row in range(2 + SUMS)]
+        factor, addend, *first = (v.load(pointer) for pointer in rows_at)
         # Variables on the stack, which LLVM turns into registers.
         sums = [cgutils.alloca_once_value(builder, value) for value in first]
         with cgutils.for_range(builder, arguments[1]):
             for total in sums:
                 builder.store(v.multiply_add(builder.load(total), factor, addend), total)
-        for place, total in zip(places[2:], sums, strict=True):
-            v.store(builder.load(total), place)
+        for pointer, total in zip(rows_at[2:], sums, strict=True):
+            v.store(builder.load(total), pointer)
         return context.get_dummy_value()
 
     return types.void(rows, types.intp), generate
@@ -98,8 +98,8 @@ def triad(streaming: bool) -> Callable[[Array, Array, Array, float], None]:
             with cgutils.for_range(builder, vectors) as loop:
                 at = builder.mul(loop.index, ir.Constant(size.type, v.lanes))
                 result = v.multiply_add(v.load(v.offset(c_, at)), factor, v.load(v.offset(b_, at)))
-                place = builder.bitcast(v.offset(a_, at), v.type.as_pointer())
-                store = builder.store(result, place, align=vector_unit().register_bytes)
+                target = builder.bitcast(v.offset(a_, at), v.type.as_pointer())
+                store = builder.store(result, target, align=vector_unit().register_bytes)
                 if streaming:
                     one = builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)])
                     store.set_metadata("nontemporal", one)

@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ..rung import Array, check_sizes
+from ..rung import Array, check_matrix, check_sizes
 from .array import ArrayMachine, Frame
 from .cost_formulas import (
     CountedAndPredicted,
@@ -155,10 +155,7 @@ def _operands(a: ArrayLike, b: ArrayLike) -> tuple[Array, Array]:
     """Return a and b as matrices in the dtype of their sums, or raise what is wrong with them."""
     matrices = {"a": np.asarray(a), "b": np.asarray(b)}
     for name, x in matrices.items():
-        if x.ndim != 2:
-            raise ValueError(
-                f"{name} has {x.ndim} dimensions, shape {x.shape}: reshape it to two, (rows, columns)"
-            )
+        check_matrix(name, x)
         # bfloat16 is not one of NumPy's own dtypes: its kind is "V", so its name decides.
         if x.dtype.kind not in "iuf" and x.dtype.name != "bfloat16":
             raise TypeError(

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..rung import Array
+from ..rung import Array, check_matrix
 
 
 @dataclass(frozen=True)
@@ -62,14 +62,7 @@ def tensor_core_mma(a: Array, b: Array, c: Array, unit: str = "float32", tf32: b
     is unknown or does not take the dtype.
     """
     for name, x in (("a", a), ("b", b), ("c", c)):
-        if not isinstance(x, np.ndarray):
-            raise TypeError(
-                f"{name} is a {type(x).__name__}, not a NumPy array: convert it with numpy.asarray()"
-            )
-        if x.ndim != 2:
-            raise ValueError(
-                f"{name} has {x.ndim} dimensions, shape {x.shape}: reshape it to two, (rows, columns)"
-            )
+        check_matrix(name, x)
     kind = _kind(a, b, c, tf32)
     if a.shape[1] != b.shape[0] or c.shape != (a.shape[0], b.shape[1]):
         raise ValueError(

@@ -52,8 +52,8 @@ class Vectors:
 
     def store(self, vector: Value, pointer: Value) -> None:
         """Write the vector to memory, starting at this element."""
-        place = self.builder.bitcast(pointer, self.type.as_pointer())
-        self.builder.store(vector, place, align=self.bytes)
+        target = self.builder.bitcast(pointer, self.type.as_pointer())
+        self.builder.store(vector, target, align=self.bytes)
 
     def spread(self, pointer: Value) -> Value:
         """One element, in every lane."""

@@ -8,7 +8,7 @@
 | assembler_report | registers, spills and shared memory of a kernel |
 | gpu_driver, gpu_memory | a GPU's driver and its memory |
 | gpu_launch | loads machine code on a GPU and launches it |
-| tensor_map, gpu_tensor_maps | what Hopper's copy engine knows of a matrix; on a GPU |
+| tensor_map, gpu_tensor_maps | what Hopper's copy engine knows of a matrix, and its form on a GPU |
 | matrix | a matrix as kernels take it |
 | torch_tensors | checks torch tensors, and views them as matrices |
 """

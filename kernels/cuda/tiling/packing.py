@@ -1,7 +1,7 @@
 """Copy matrices into a layout that kernels can read 16 bytes at a time, and results back to any strides.
 
 Callers bring matrices of any strides. Kernels that copy 16 bytes at once need one side with unit stride and
-rows that begin on 16 bytes; `packed` copies a matrix that has neither, at the cost of reading and writing it
+rows that begin on 16 bytes; `packed` copies any other matrix, at the cost of reading and writing it
 once. A product reads it far more often.
 
 A warp reads 32 elements at once. If they are consecutive, that is one or two memory transactions; if they lie
