@@ -16,11 +16,10 @@ def is_number(value: object) -> TypeGuard[float]:
 
 
 def check_whole(name: str, value: object, least: int | None = None, hint: str = "") -> None:
-    """Refuse a `value` that is not an integer, or is less than `least`. `hint` ends the message.
+    """Refuse a `value` that is not an integer, or is less than `least`; `hint` ends the message.
 
-    Raises:
-        TypeError: "rounds is 2.5 (float); give an integer".
-        ValueError: "rounds is 0; give at least 1".
+    Raises TypeError ("rounds is 2.5 (float); give an integer") or ValueError ("rounds is 0; give at least
+    1").
     """
     if not is_whole(value):
         raise TypeError(f"{name} is {value!r} ({type(value).__name__}); give an integer{hint}")

@@ -8,15 +8,10 @@ from pathlib import Path
 
 
 def check_file(option: str, path: Path, make_folder: bool = False) -> None:
-    """Raise an error if no file can be written at `path`.
+    """Raise ValueError if no file can be written at `path`.
 
-    Args:
-        option: the command-line option that named the file, such as "--out", for the message.
-        make_folder: whether the caller makes a missing folder, and replaces an existing file as a whole.
-
-    Raises:
-        ValueError: `path` is a folder or a file that may not be overwritten; its folder is missing or not
-            writable.
+    option: the command-line option that named the file, such as "--out", for the message. make_folder:
+    whether the caller makes a missing folder, and replaces an existing file as a whole.
     """
     if path.is_dir():
         raise ValueError(f"{option} {path} is a folder; give the name of a file")

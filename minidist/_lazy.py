@@ -17,9 +17,7 @@ def lazy(
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Return `__getattr__`, `__dir__` and `__all__` for a package whose names are defined in other modules.
 
-    Args:
-        package: the package's name.
-        homes: maps each module to the public names that it defines; to none if the module itself is the name.
+    homes: maps each module to the public names that it defines; to none if the module itself is the name.
     """
     modules = {name: module for module, names in homes.items() for name in names}
     modules |= {module.rpartition(".")[2]: module for module, names in homes.items() if not names}

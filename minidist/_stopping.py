@@ -26,11 +26,9 @@ class Stopped(SystemExit):
 
 @contextmanager
 def termination(handle: Callable[[], None] | None = None) -> Iterator[Callable[[], bool]]:
-    """Inside this context SIGTERM does not end the process; the yielded function says whether it has arrived.
+    """Inside this context SIGTERM only calls `handle`; the yielded function says whether SIGTERM has arrived.
 
     Only the main thread can handle signals; in any other thread nothing changes.
-
-    handle: called when SIGTERM arrives.
     """
     came = False
 

@@ -1,7 +1,7 @@
 """The shapes of transformers, by name: layers, heads and parameter counts, without building anything.
 
-`config("gpt2-small")` is a shape to build (`GPT(config("byte-tiny"))`) or to calculate with: memory, FLOPs
-and communication all follow from these few numbers. BERT's shapes are only for calculating.
+`config("gpt2-small")` is a shape to build (`GPT(config("byte-tiny"))`) or to calculate memory, FLOPs and
+communication from. BERT's shapes are only for calculating.
 
 Sources: GPT-2, Radford et al. 2019, table 2; GPT-3, Brown et al. 2020, table 2.1 (which gives the 13 B model
 a width of 5140; its 40 heads of 128 make 5120); BERT, Devlin et al. 2018, section 3; BERT tiny to medium,
@@ -22,8 +22,8 @@ from minidist._names import unknown
 class TransformerConfig(ABC):
     """What GPT and BERT share: embeddings, then blocks of attention and an MLP four times as wide.
 
-    The constructor raises TypeError for a size that is not an integer, and ValueError for a size below 1 or
-    for heads that do not divide width.
+    Raises TypeError or ValueError for a size that is not a positive integer, ValueError if heads do not
+    divide width.
     """
 
     vocabulary: int  # V: how many tokens the model knows
@@ -88,10 +88,7 @@ class GPTConfig(TransformerConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class BERTConfig(TransformerConfig):
-    """The shape of a BERT (Devlin et al. 2018), with its pooler or with the head that predicts masked tokens.
-
-    Raises ValueError for an unknown head.
-    """
+    """The shape of a BERT (Devlin et al. 2018). Raises ValueError for an unknown head."""
 
     vocabulary: int = 30522
     context: int = 512
@@ -154,8 +151,7 @@ CONFIGS: dict[str, TransformerConfig] = {
 def config(name: str, **changes: Any) -> TransformerConfig:
     """Return the shape of that name, with fields changed: `config("gpt2-small", vocabulary=256, layers=6)`.
 
-    Raises ValueError for an unknown name or field, with the nearest known one, and for a change to an
-    impossible shape.
+    Raises ValueError for an unknown name or field, with the nearest known one, and for an impossible shape.
     """
     if name not in CONFIGS:
         raise unknown("model", name, CONFIGS)

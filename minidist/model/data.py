@@ -1,10 +1,8 @@
 """Data that every machine has: handwritten digits, and the source of Python's own standard library.
 
 Nothing is downloaded. A hash, not a shuffle, splits each data set, so the split is the same on every machine,
-in every run and with every version of every library. `dataset(name)` gives either data set in one form:
-
-    data = dataset("digits")
-    inputs, targets = data.train[torch.arange(64)]
+in every run and with every version of every library. `dataset(name)` gives either in one form: `data =
+dataset("digits")`, then `inputs, targets = data.train[torch.arange(64)]`.
 
 Source of the digits: Alpaydin and Kaynak, Optical Recognition of Handwritten Digits, 1998 (its test part:
 1797 images).
@@ -33,8 +31,7 @@ DATASETS = ("digits", "bytes")
 class Rows:
     """Rows of inputs and targets, taken by a sampler's index tensor: `inputs, targets = rows[indices]`.
 
-    Integers keep their narrow dtype until rows are taken, which widens them to int64: a corpus stays one byte
-    a token.
+    Integers keep their narrow dtype until rows are taken as int64: a corpus stays one byte a token.
     """
 
     inputs: Tensor  # (N, ...)
@@ -81,14 +78,12 @@ class Corpus:
 
 
 def digits(limit: int | None = None) -> Dataset:
-    """Return the handwritten digits, images of 8 x 8 pixels.
+    """Return images of 8 x 8 pixels: at most `limit` of 1437 rows to train on, and of 360 held out.
 
-    Inputs are (N, 64) float32 from 0 to 1 in sixteenths, targets (N,) int64 from 0 to 9. There are 1437 rows
-    to train on; the 360 rows whose numbers have the lowest hashes are held out. Both contain the handwriting
-    of the same people, so accuracy holds for this data set and not for new writers.
-
-    limit: take at most this many rows of each. Raises ModuleNotFoundError if scikit-learn, which contains the
-    images, is missing.
+    Inputs are (N, 64) float32 from 0 to 1 in sixteenths, targets (N,) int64 from 0 to 9. The rows whose
+    numbers have the lowest hashes are held out. Both parts contain the handwriting of the same people, so
+    accuracy holds for this data set and not for new writers. Raises ModuleNotFoundError without scikit-learn,
+    which contains the images.
     """
     _check_limit(limit)
     try:
@@ -116,10 +111,8 @@ def stdlib_bytes(root: str | os.PathLike[str] | None = None, *, limit: int | Non
 
     A file is held out for validation if the hash of its relative path is a multiple of ten, so a new file
     moves no other. Installed packages, tests, and files that differ between machines with the same Python are
-    left out, and unreadable files are skipped.
-
-    root: another folder to read. limit: read at most this many bytes for each half. Raises FileNotFoundError
-    if there is no text for a half, as in a Python that keeps its library in an archive.
+    left out; unreadable files are skipped. root: another folder to read. limit: most bytes of each half.
+    Raises FileNotFoundError if a half has no text, as in a Python that keeps its library in an archive.
     """
     _check_limit(limit)
     folder = Path(sysconfig.get_paths()["stdlib"] if root is None else root)
@@ -148,12 +141,11 @@ def stdlib_bytes(root: str | os.PathLike[str] | None = None, *, limit: int | Non
 
 
 def windows(corpus: Tensor, length: int, *, limit: int | None = None) -> Rows:
-    """Return a corpus (bytes,) as rows of `length` tokens, one after the other.
+    """Return at most `limit` rows of `length` tokens, one after the other, from a corpus (bytes,).
 
-    Inputs are (N, T); targets (N, T) are the same shifted by one token. Both are views of the corpus: nothing
-    is copied until rows are taken. A tail that does not fill a row is left out.
-
-    limit: return at most this many rows. Raises ValueError if the corpus is too short for one row.
+    Inputs are (N, T); targets (N, T) are the same shifted by one token. Both are views: nothing is copied
+    until rows are taken. The tail that does not fill a row is left out. Raises ValueError if the corpus is
+    too short for one row.
     """
     _check_limit(limit)
     if corpus.dim() != 1 or corpus.is_floating_point():
@@ -173,8 +165,8 @@ def windows(corpus: Tensor, length: int, *, limit: int | None = None) -> Rows:
 def dataset(name: str, *, length: int | None = None, limit: int | None = None) -> Dataset:
     """Return the data set of that name: "digits", or "bytes" in rows of `length` tokens (64 by default).
 
-    limit: most rows to train on and to test on. Raises ValueError for an unknown name, with the nearest known
-    one, and for a length with "digits", which are not sequences.
+    limit: most rows to train on and to test on. Raises ValueError for an unknown name, and for a length with
+    "digits", which are not sequences.
     """
     if name not in DATASETS:
         raise unknown("data set", name, DATASETS)

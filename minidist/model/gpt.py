@@ -1,12 +1,10 @@
 """A GPT on bytes, with GPT-2's shape: a chain of layers, `model.layers`, which a pipeline cuts anywhere.
 
 It is seeded by layer (see seeding.py): `gpt_layers(config, 3, 4)` builds the third block alone, with the
-weights that it has in the whole model.
+weights that it has in the whole model. Shapes: B batch, T tokens in a row, D width, H heads, V vocabulary.
 
 Sources: Radford et al. 2019, section 2.3 (norms before each part and one at the end, residual projections
 scaled by 1/sqrt(2 layers)); the tied output matrix: Press and Wolf 2017.
-
-Shapes: B batch, T tokens in a row, D width, H heads, V vocabulary.
 """
 
 from __future__ import annotations
@@ -69,10 +67,9 @@ def attend(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
 class Attention(nn.Module):
     """Causal self-attention: a token sees itself and those before it.
 
-    Queries, keys and values have a map each, whose weight rows are in the order of the heads, so a cut by
-    rows is a cut by heads. The number of heads follows from the width of what the maps return: given a rank's
-    part of them, this layer attends with that rank's heads. `attend` can be replaced, for example where the
-    sequence is cut.
+    The rows of each weight are in the order of the heads, so a cut by rows is a cut by heads. The number of
+    heads follows from the width of what the maps return: given a rank's part of them, this layer attends with
+    that rank's heads. `attend` can be replaced, for example where the sequence is cut.
     """
 
     def __init__(self, config: GPTConfig) -> None:
@@ -151,15 +148,13 @@ def gpt_layers(
     dtype: torch.dtype | None = None,
     device: Device = None,
 ) -> list[nn.Module]:
-    """Return layers start to stop of a GPT, without stop, as range() counts.
+    """Return layers start to stop of a GPT, without stop, with the weights that they have in the whole model.
 
-    Layer 0 is the embedding, 1 to config.layers are the blocks, config.layers + 1 is the head. Only these
-    layers are built, with the weights that they have in the whole model. If config.tied and both ends are
-    among them, they share one parameter. A head built without the embedding starts with an equal copy; its
-    stage and the embedding's then have to sum the gradient.
-
-    dtype, device: torch's defaults unless given; "meta" allocates nothing. Raises TypeError if config is not
-    a GPTConfig, ValueError if the range is empty or out of bounds.
+    Layer 0 is the embedding, 1 to config.layers are the blocks, config.layers + 1 is the head. If config.tied
+    and both ends are among the layers, they share one parameter. A head built without the embedding starts
+    with an equal copy; its stage and the embedding's then have to sum the gradient. dtype, device: torch's
+    defaults unless given; "meta" allocates nothing. Raises TypeError if config is not a GPTConfig, ValueError
+    if the range is empty or out of bounds.
     """
     if not isinstance(config, GPTConfig):
         raise TypeError(f"config is a {type(config).__name__}, which cannot be built; give a GPTConfig")
@@ -201,9 +196,8 @@ def _layer(config: GPTConfig, index: int) -> nn.Module:
 class GPT(nn.Module):
     """A GPT with GPT-2's shape: integer tokens (B, T) -> logits (B, T, V).
 
-    Weights are drawn from N(0, 0.02^2), those of the projections onto the residual stream with deviation 0.02
-    / sqrt(2 layers). dtype, device: torch's defaults unless given; on "meta" parameters take no memory.
-    Raises the errors of gpt_layers.
+    Weights are drawn from N(0, 0.02^2), projections onto the residual stream with deviation 0.02 / sqrt(2
+    layers). See `gpt_layers` for dtype, device and errors.
     """
 
     def __init__(

@@ -1,7 +1,6 @@
 """The loss that every strategy trains on, and the accuracy that people read.
 
-A loss is the mean over its rows. So data parallelism can weigh shares of unequal size: the mean over a global
-batch is the mean of the shares' losses, each weighted by its rows.
+A loss is the mean over its rows. So data parallelism can weigh shares of unequal size by their rows.
 """
 
 from __future__ import annotations
@@ -33,10 +32,7 @@ def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:  # (..., V), (...
 
 @torch.no_grad()
 def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:  # (..., V), (...) -> ()
-    """Return the share of rows (or tokens) whose largest output is the target's, a float64 scalar.
-
-    It is NaN if there are no rows. Shapes, dtypes and errors are those of cross_entropy.
-    """
+    """Return the share of rows whose largest output is the target's, a float64 scalar; NaN without rows."""
     _check(outputs, targets)
     return (outputs.argmax(dim=-1) == targets).double().mean()
 

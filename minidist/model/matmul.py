@@ -1,10 +1,8 @@
 """Matmul as a part of a network: a product and a linear layer that run forward and backward on any rung.
 
 If y = x w and g is the gradient of the loss by y, the gradients by x and w are products too: g w^T and x^T g.
-So a linear layer needs only one rung of a ladder. Tensors and the rung's arrays share memory, and w^T and x^T
-are views with swapped strides, so nothing is copied.
-
-    layer = Linear(64, 10, rung=rung("s4_loop_order"))
+So a linear layer needs only one rung: `Linear(64, 10, rung=rung("s4_loop_order"))`. Tensors and the rung's
+arrays share memory, and w^T and x^T are views with swapped strides, so nothing is copied.
 
 Shapes: x (..., k), w (k, n), y (..., n); inside, x is (m, k).
 """
@@ -24,11 +22,10 @@ from minidist.kernels import Rung
 def matmul(x: Tensor, w: Tensor, rung: Rung) -> Tensor:
     """Multiply x (..., k) by w (k, n) on `rung`, and return y (..., n) in their dtype.
 
-    The gradients by x and w also run on the rung, each only if it is needed; second gradients are refused. x
-    has one dimension or more; if no view arranges its rows as a matrix, it is copied.
-
-    Raises TypeError for arguments that are not tensors, and for dtypes that differ or that the rung does not
-    take; ValueError for shapes that do not multiply, and for tensors on another device than the rung's.
+    The gradients by x and w also run on the rung, each only if it is needed; second gradients are refused. If
+    no view arranges the rows of x as a matrix, x is copied. Raises TypeError for arguments that are not
+    tensors, and for dtypes that differ or that the rung does not take; ValueError for shapes that do not
+    multiply, and for tensors on another device than the rung's.
     """
     for name, tensor in (("x", x), ("w", w)):
         if not isinstance(tensor, Tensor):
@@ -66,8 +63,7 @@ class Linear(nn.Module):
     """y = x W^T + b, as torch.nn.Linear, on a rung: x (..., in_features) -> y (..., out_features).
 
     weight (out_features, in_features) and bias (out_features,) are drawn as torch.nn.Linear draws them,
-    uniformly within 1 / sqrt(in_features), by `generator` if given. dtype, device: torch's defaults unless
-    given. Raises ValueError for a negative size; a call raises the errors of `matmul`.
+    uniformly within 1 / sqrt(in_features), by `generator` if given. Raises ValueError for a negative size.
     """
 
     weight: Tensor

@@ -43,8 +43,8 @@ class MLP(nn.Module):
 
     linear: makes a layer, called as `linear(inputs, outputs)`;
     `functools.partial(minidist.model.matmul.Linear, rung=...)` runs the network on a rung. The weights do not
-    depend on it. dtype, device: torch's defaults unless given. Raises ValueError for fewer than two sizes,
-    for a size below 1, and for inputs of another width.
+    depend on it. Raises ValueError for fewer than two sizes, for a size below 1, and for inputs of another
+    width.
     """
 
     def __init__(

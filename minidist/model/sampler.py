@@ -1,9 +1,8 @@
 """The sampler: which rows form a step's global batch, and which of them belong to this rank.
 
-The order is drawn first, the same for all ranks, and dealt second. An epoch's permutation depends only on
-(seed, epoch), a global batch is the next slice of it, and a rank's share is a contiguous part of that slice.
-So the global batches are the same for any number of ranks, ranks need not communicate, and a run resumes at
-any step by asking for that step.
+An epoch's permutation depends only on (seed, epoch), a global batch is the next slice of it, and a rank's
+share is a contiguous part of that slice. So the global batches are the same for any number of ranks, ranks
+need not communicate, and a run resumes at any step by asking for that step.
 """
 
 from __future__ import annotations
@@ -20,13 +19,14 @@ from minidist.model.seeding import generator
 class Sampler:
     """Deals `rows` rows in global batches to `ranks` data-parallel ranks, shuffled anew in every epoch.
 
-    rows: rows of the data set. global_batch: rows that all ranks together take in one step. rank, ranks: the
-    index of this data-parallel rank, and how many there are (ranks that differ only in tensor, pipeline or
-    context parallelism have the same index). seed: of the order. drop_last: leave out an epoch's last batch
-    if it is smaller than the others.
-
-    Shares differ by at most one row, and the first ranks have more: 512 rows on 8 ranks are 64 each, 13 on 4
-    are 4, 3, 3, 3. Nothing is communicated. Memory: one permutation, 8 bytes a row.
+    Args:
+        rows: rows of the data set.
+        global_batch: rows that all ranks together take in one step. Shares differ by at most one row, and the
+            first ranks have more: 512 rows on 8 ranks are 64 each, 13 on 4 are 4, 3, 3, 3.
+        rank, ranks: the index and number of data-parallel ranks; ranks that differ only in tensor, pipeline
+            or context parallelism have the same index.
+        seed: of the order. Memory: one permutation, 8 bytes a row.
+        drop_last: leave out an epoch's last batch if it is smaller than the others.
 
     Raises TypeError or ValueError if an argument is wrong, or if a rank would get no row in some batch.
     """

@@ -1,9 +1,9 @@
 """Seeding by name: every parameter has its own generator, seeded by a hash of (seed, full name).
 
-So a weight depends only on the seed and its own name and shape. It does not depend on the rank, on how the
-model is cut into stages, on the order in which layers are built, or on the global random state, which is
-neither read nor changed. Values are drawn in float64 on the CPU and rounded once, so a float32 and a float64
-model, or one on a GPU, start from the same numbers.
+So a weight depends only on the seed and its own name and shape: not on the rank, on how the model is cut into
+stages, on the order in which layers are built, or on the global random state, which is neither read nor
+changed. Values are drawn in float64 on the CPU and rounded once, so models of any dtype and device start
+alike.
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ def fill(
     """Give each parameter its first value, in place: (full name, parameter) pairs, of any dtype and device.
 
     Matrices are drawn from N(0, deviation(name, parameter)^2). A vector named weight is the scale of a norm
-    and becomes one; any other vector is a bias and becomes zero. Parameters on the meta device have no values
-    and are skipped.
+    and becomes one; any other vector is a bias and becomes zero. Parameters on the meta device are skipped.
     """
     for name, parameter in parameters:
         if parameter.is_meta:

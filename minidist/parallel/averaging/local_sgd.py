@@ -33,18 +33,11 @@ class LocalSGD(nn.Module):
 
     The constructor broadcasts parameters and buffers from the group's rank 0. Averaging covers the parameters
     that get gradients; the optimizer's state and the buffers stay each rank's own. Memory: one more copy of
-    the parameters, in which they are averaged.
+    the parameters, in which they are averaged. Raises TypeError or ValueError if an argument is wrong, or the
+    ranks' modules differ.
 
-    Args:
-        module: the model; the same architecture on all ranks.
-        every: k, the steps between two averagings.
-        group: the ranks that average; None for all.
-        warmup: how many steps at the start each end with an averaging.
-        bucket_mb: most megabytes in one message.
-        algorithm: see `comm.all_reduce`.
-
-    Raises:
-        TypeError, ValueError: an argument is wrong, or the ranks' modules differ.
+    every: k, the steps between two averagings. warmup: how many steps at the start each end with an
+    averaging. bucket_mb: most megabytes in one message. algorithm: see `comm.all_reduce`.
     """
 
     def __init__(
@@ -76,14 +69,7 @@ class LocalSGD(nn.Module):
         return self.module(*args, **kwargs)
 
     def synchronize(self) -> bool:
-        """Count a step, and average the parameters if it is time. Call this after the optimizer's step.
-
-        Returns:
-            Whether they were averaged.
-
-        Raises:
-            CollectiveError: a peer is gone or late.
-        """
+        """After the optimizer's step: count it, average the parameters if it is time, and return whether."""
         self.steps += 1
         due = self.steps <= self.warmup or (self.steps - self.warmup) % self.every == 0
         if due:

@@ -1,8 +1,7 @@
 """Which server holds which parameters, and how a server's part becomes one message.
 
-A part is a list of whole parameters. All values of a part travel in one message of bytes, whatever their
-dtypes, so a pull or a push is one message to each server. The parameters with the widest dtype come first, so
-each begins at a multiple of its own width, without gaps.
+A part is a list of whole parameters. All its values travel in one message of bytes, whatever their dtypes.
+The parameters with the widest dtype come first, so each begins at a multiple of its own width, without gaps.
 
 Source: Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server", section 4.2, whose
 servers hold ranges of keys. Whole parameters let each server run any torch optimizer.
@@ -89,10 +88,7 @@ def divide(parameters: Sequence[nn.Parameter], servers: int) -> list[ServerPart]
     """Deal the parameters to the servers: each parameter, largest first, goes to the lightest part.
 
     No part has more bytes than 4/3 of the least possible (Graham 1969, "Bounds on Multiprocessing Timing
-    Anomalies").
-
-    Raises:
-        ValueError: there are fewer parameters than servers.
+    Anomalies"). Raises ValueError if there are fewer parameters than servers.
     """
     if servers > len(parameters):
         raise ValueError(

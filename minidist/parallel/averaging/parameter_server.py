@@ -2,12 +2,9 @@
 
 Servers hold the parameters and the optimizer. A worker pulls the parameters, computes gradients on its own
 rows and pushes them; the server updates the parameters as soon as they arrive. Nobody waits for a slow or
-dead worker. The price is staleness: while a worker computes, updates from other workers change the parameters
-that it computes for. Staleness is measured, and bounded on request. With bound 0 this is the classical
-synchronous parameter server.
-
-server.py is what a server does, staleness.py its rule for making updates, parameter_assignment.py which
-server holds which parameters.
+dead worker. The price is staleness: while a worker computes, other workers' updates change the parameters.
+Staleness is measured, and bounded on request. With bound 0 this is the classical synchronous parameter
+server.
 
 Sources: Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server" (OSDI), sections 3
 and 5; Dean et al. 2012, "Large Scale Distributed Deep Networks" (NeurIPS), section 4.1 (Downpour SGD).
@@ -47,12 +44,11 @@ class ParameterServer:
     workers do more than their share, loop `while server.pull() < updates`. At the end all living ranks hold
     the same parameters; buffers are each rank's own.
 
-    Nobody waits longer than the world's time limit, as in every call. So no step may take longer, and no
-    worker may be done so much earlier than the others.
-
-    Once all ranks have made one, a worker that dies does not stop the others if the launcher allows it, as in
+    Nobody waits longer than the world's time limit, so no step may take longer, and no worker may be done so
+    much earlier than the others. A worker that dies does not stop the others if the launcher allows it, as in
     `md.launch(work, 3, may_fail=(1, 2))`. What it had pushed counts, and the report names it; with several
-    servers, its last push may have reached only some. A server that dies stops all ranks.
+    servers, its last push may have reached only some. A server that dies stops all ranks, and so does a rank
+    that dies before all have made their ParameterServer.
 
     For P trainable parameters of S bytes and K servers, one step of a worker sends 32 K + P + S bytes from
     the worker and 16 K + S from the servers; see `bytes_per_step`. The constructor broadcasts parameters and
@@ -65,35 +61,22 @@ class ParameterServer:
             an optimizer that looks at all parameters together, say at their global norm, needs `servers=1`.
         servers: how many ranks serve. Each holds whole parameters, of about the same number of bytes.
         max_staleness: the most updates between a worker's pull and the update that contains its push. Workers
-            that are ahead then wait in `pull`, and pushes that would become too old share an update, which
-            takes their mean over rows. 0 is the synchronous parameter server: each update takes one push of
-            every worker, as one process would. None: no bound, and each push is an update by itself.
+            that are ahead wait in `pull`, and pushes that would become too old share an update, which takes
+            their mean over rows. 0: each update takes one push of every worker, as one process would. None:
+            no bound, and each push is an update by itself.
 
-    Attributes:
-        model: the module.
-        is_server: whether this rank serves.
-        worker: this rank's index among the workers, from 0; -1 on a server.
-        workers: how many workers there are.
-        optimizer: on a server, the optimizer of its part; None on a worker.
-
-    Raises:
-        TypeError: an argument is of the wrong type.
-        ValueError: an argument is out of range, or the world is too small.
+    Raises TypeError or ValueError if an argument is wrong, or the world is too small.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer: MakeOptimizer,
-        servers: int = 1,
-        max_staleness: int | None = None,
+        self, model: nn.Module, optimizer: MakeOptimizer, servers: int = 1, max_staleness: int | None = None
     ) -> None:
         _check(model, optimizer, servers, max_staleness)
         rank, ranks = comm.rank(), comm.size()
         self.model = model
         self.is_server = rank < servers
-        self.worker = -1 if self.is_server else rank - servers
-        self.workers = ranks - servers
+        self.worker = -1 if self.is_server else rank - servers  # index among the workers; -1 on a server
+        self.workers = ranks - servers  # how many there are
         self.max_staleness = max_staleness
         self._parts = divide(_trainable(model), servers)
         with torch.no_grad():
@@ -106,14 +89,9 @@ class ParameterServer:
     def pull(self) -> int:
         """Load the newest parameters into the model, on a worker. Sends 16 bytes to each server.
 
-        With a bound on staleness, this waits until the worker's last push is in an update.
-
-        Returns:
-            How many updates these parameters contain; with several servers, the fewest on any of them.
-
-        Raises:
-            RuntimeError: called on a server, or after `done`.
-            CollectiveError: a server is gone or late.
+        With a bound on staleness, this waits until the worker's last push is in an update. Returns how many
+        updates these parameters contain; with several servers, the fewest on any of them. Raises RuntimeError
+        on a server, or after `done`.
         """
         self._check_working("pull")
         updates = self._ask(Ask.PULL)
@@ -123,16 +101,9 @@ class ParameterServer:
     def push(self, rows: int) -> None:
         """Send the model's gradients to the servers and clear them, without waiting for the update.
 
-        Sends 16 K + P + S bytes.
-
-        Args:
-            rows: how many rows the gradients are the mean over, at least 1; the weight of this push in a
-                shared update.
-
-        Raises:
-            TypeError, ValueError: `rows` is not a positive integer.
-            RuntimeError: called on a server, after `done`, or without a `pull` since the last push.
-            CollectiveError: a server is gone.
+        Sends 16 K + P + S bytes. `rows`, at least 1, is how many rows the gradients are the mean over; it is
+        the weight of this push in a shared update. Raises TypeError or ValueError if `rows` is not a positive
+        integer, RuntimeError on a server, after `done`, or without a `pull` since the last push.
         """
         self._check_working("push")
         check_whole("rows", rows, 1)
@@ -148,11 +119,7 @@ class ParameterServer:
     def done(self) -> None:
         """Tell the servers that this worker is done, wait for the others, and load the final parameters.
 
-        Sends 32 bytes to each server.
-
-        Raises:
-            RuntimeError: called on a server, or a second time.
-            CollectiveError: a server is gone or late.
+        Sends 32 bytes to each server. Raises RuntimeError on a server, or when called a second time.
         """
         self._check_working("done")
         self._ask(Ask.DONE)
@@ -164,14 +131,9 @@ class ParameterServer:
         """Make updates until every worker is done or dead, on a server. Sends 16 + S_k bytes for each pull.
 
         S_k is the bytes of this server's part; at the end it also sends the part to each other server.
-
-        Args:
-            after_update: called after each update with the number of updates so far, say to change the
-                learning rate or to evaluate the model. Workers that pull wait for it.
-
-        Raises:
-            RuntimeError: called on a worker, or a second time.
-            CollectiveError: another server is gone, or a rank is late.
+        `after_update` is called after each update with the number of updates so far, say to change the
+        learning rate or to evaluate the model; workers that pull wait for it. Raises RuntimeError on a
+        worker, or when called a second time.
         """
         if self.optimizer is None:
             raise RuntimeError(

@@ -1,9 +1,9 @@
 """The server side of a parameter server: read the workers' requests, make updates, and answer.
 
-One thread for each worker waits for its next message and puts it into a common queue. The main thread alone
-takes from the queue, changes parameters and answers. There is a thread for each worker because a receive
-cannot be asked whether it is complete, and a receive from any rank does not notice that one rank has died; a
-receive from a single rank ends with an error when that rank's process does.
+One thread for each worker puts its messages into a common queue; the main thread alone changes parameters and
+answers. A thread each, because a receive cannot be asked whether it is complete, and a receive from any rank
+does not notice that one rank has died; from a single rank, it ends with an error when that rank's process
+does.
 """
 
 from __future__ import annotations
@@ -42,19 +42,12 @@ class Tag(IntEnum):
 
 @dataclass(frozen=True)
 class ServerReport:
-    """How a server's work went.
+    """How a server's work went."""
 
-    Attributes:
-        updates: optimizer steps.
-        staleness: {s: pushes that went into an update s updates after their pull}.
-        pushes: {worker's rank: its pushes}.
-        died: ranks of the workers that ended before they were done, in the order in which they were noticed.
-    """
-
-    updates: int
-    staleness: dict[int, int]
-    pushes: dict[int, int]
-    died: tuple[int, ...]
+    updates: int  # optimizer steps
+    staleness: dict[int, int]  # {s: pushes that went into an update s updates after their pull}
+    pushes: dict[int, int]  # {worker's rank: its pushes}
+    died: tuple[int, ...]  # workers that ended before they were done, in the order in which it was noticed
 
 
 @dataclass(frozen=True)
@@ -69,14 +62,7 @@ class _Request:
 
 
 class Serving:
-    """One server at work.
-
-    Args:
-        parts: every server's part; server k is rank k.
-        optimizer: of this rank's part.
-        workers: the workers' ranks.
-        max_staleness: the bound on staleness; None for none.
-    """
+    """One server at work; server k is rank k, and has part k of `parts`."""
 
     def __init__(
         self,
@@ -114,12 +100,8 @@ class Serving:
             self._answer(worker)
         while self.connected:
             self._take(self._inbox.get())
-        return ServerReport(
-            self.updates.made,
-            dict(sorted(self.updates.staleness.items())),
-            dict(self.pushes),
-            tuple(self.died),
-        )
+        staleness = dict(sorted(self.updates.staleness.items()))
+        return ServerReport(self.updates.made, staleness, dict(self.pushes), tuple(self.died))
 
     def _read(self, worker: int) -> None:
         """Pass on one worker's requests until it leaves or dies; runs in that worker's thread."""

@@ -1,11 +1,11 @@
 """When a parameter server may make its next update, so that no gradient becomes older than allowed.
 
-Staleness is the number of updates between a worker's pull and the update that contains its push. This file is
-bookkeeping without tensors or messages: the server reports who pulled, pushed and left, and asks whose pushes
-make the next update. One rule covers all cases: *an update waits for every worker that it would make too
-late, and takes every waiting push that the next update would make too old.* Without a bound each push is an
-update by itself (Dean et al.'s Downpour). With bound 0 an update waits for all workers and takes all their
-pushes: the synchronous parameter server. In between lies Ho et al.'s stale synchronous parallel.
+Staleness is the number of updates between a worker's pull and the update that contains its push. The server
+reports here who pulled, pushed and left, and asks whose pushes make the next update. One rule covers all
+cases: *an update waits for every worker that it would make too late, and takes every waiting push that the
+next update would make too old.* Without a bound each push is an update by itself (Dean et al.'s Downpour).
+With bound 0 an update waits for all workers and takes all their pushes: the synchronous parameter server. In
+between lies Ho et al.'s stale synchronous parallel.
 
 Sources: Ho et al. 2013, "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server",
 section 2, which bounds steps, where this bounds updates; Li et al. 2014, "Scaling Distributed Machine
@@ -28,21 +28,12 @@ class Updates:
     push to a server waits for another worker, that worker's last push was in an update there before the pull
     that precedes the waiting push, so it was sent earlier. Around a circle, each push would be sent before
     itself.
-
-    Args:
-        workers: the ranks that take part.
-        max_staleness: the bound; None for none.
-
-    Attributes:
-        workers: the ranks that take part.
-        made: updates so far.
-        staleness: a histogram: staleness -> pushes.
     """
 
     def __init__(self, workers: Iterable[int], max_staleness: int | None) -> None:
         self.workers = tuple(workers)
-        self.made = 0
-        self.staleness: Counter[int] = Counter()
+        self.made = 0  # updates so far
+        self.staleness: Counter[int] = Counter()  # a histogram: staleness -> pushes
         self._bound = max_staleness
         self._pulled = dict.fromkeys(self.workers, 0)  # worker -> updates that its parameters contain
         self._waiting: dict[int, int] = {}  # worker -> the same for its waiting push; in order of arrival

@@ -27,12 +27,7 @@ COMPRESSIONS: dict[str, Compression] = {
 
 
 def compression_of(given: str | Compression | None) -> Compression:
-    """Return the compression of that name, `given` itself if it is one, or `NoCompression` for None.
-
-    Raises:
-        TypeError: `given` is neither a name, nor a compression, nor None.
-        ValueError: no compression has that name.
-    """
+    """Return the compression of that name (None: no compression), or `given` itself if it is an object."""
     if given is None:
         return NoCompression()
     if isinstance(given, Compression):

@@ -84,8 +84,8 @@ def largest(magnitudes: Tensor, count: int) -> Tensor:  # (N,), k -> (k,)
     """Return the indices of the `count` largest elements.
 
     Selecting a few of millions is slow. So a sample gives a threshold that about twice as many elements
-    exceed, and the largest are selected from those, as in Lin et al. 2018, section 5. If at least `count`
-    elements exceed the threshold, the result is exact; otherwise all elements are searched.
+    exceed, as in Lin et al. 2018, section 5. If at least `count` elements do, the largest are among them;
+    otherwise all elements are searched.
     """
     elements = len(magnitudes)
     sample = magnitudes[:: max(1, elements // SAMPLE)]

@@ -22,8 +22,7 @@ _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 def agreed_length(q: Tensor, k: Tensor, length: int | None, causal: bool, group: Group) -> int:
     """Return the length of the whole sequence, after checking that the ranks' arguments fit together.
 
-    Every call checks: a rank that checked only shapes that are new to it would wait for ranks that do not
-    check.
+    Every call checks: a rank that checked only shapes new to it would wait for ranks that do not check.
     """
     ranks = len(ranks_of(group))
     batch, heads, own, width = q.shape

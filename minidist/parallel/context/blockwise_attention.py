@@ -54,16 +54,13 @@ class OnlineSoftmax:
 
 
 class SoftmaxGradient:
-    """The gradient of `OnlineSoftmax`: add the same blocks, in any order.
-
-    Attributes:
-        queries: (N, G, T, D), the gradient of the scaled queries from the blocks added so far.
-    """
+    """The gradient of `OnlineSoftmax`: `add` the same blocks in any order, then read `queries`."""
 
     def __init__(self, q: Tensor, mixed: Tensor, log_total: Tensor, gradient: Tensor) -> None:
         self._q, self._gradient, self._log_total = q, gradient, log_total
         # A row's sum over all keys of weight times the weight's gradient, from the row's result.
         self._mean = (gradient * mixed).sum(-1, keepdim=True)  # (N, G, T, 1)
+        # (N, G, T, D), the gradient of the scaled queries from the blocks added so far.
         self.queries = torch.zeros_like(q, memory_format=torch.contiguous_format)
 
     def add(self, k: Tensor, v: Tensor, into: Tensor, first: int, diagonal: bool, tile: int) -> None:

@@ -1,14 +1,13 @@
 """Ring attention: exact attention over a sequence that is cut across ranks.
 
 Each rank holds the queries, keys and values of its positions. Blocks of keys and values travel around the
-ring: a rank computes with the block that it has while the next one arrives, and puts the softmax together
-block by block. After n - 1 hops every query has seen all keys, and no rank has ever held more than two
-blocks. In the backward pass the blocks travel again. Their gradients follow one hop behind, in float32 or
-wider, until they reach the rank that owns the keys; so a sum over n ranks is rounded like a sum over blocks
-on one rank.
+ring: a rank computes with its block while the next one arrives, and puts the softmax together block by block.
+After n - 1 hops every query has seen all keys, and no rank has ever held more than two blocks. In the
+backward pass the blocks travel again. Their gradients follow one hop behind, in float32 or wider, until they
+reach the rank that owns the keys; so a sum over n ranks is rounded like a sum over blocks on one rank.
 
-Positions are dealt in zigzag order (zigzag_order.py), so that causal masks leave each rank the same amount of
-work. A rank skips the blocks that the mask hides completely.
+Positions are in zigzag order (zigzag_order.py), which gives each rank the same work under a causal mask. A
+rank skips the blocks that the mask hides completely.
 
 Sources: Liu, Zaharia and Abbeel 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context",
 section 3; Brandon et al. 2023, "Striped Attention", section 3, for the balance.
@@ -54,8 +53,7 @@ def ring_attention(
 
     Forward: keys and values go n - 1 hops around the ring. Backward: they go again, and their gradients
     follow for n - 1 hops. `ring_bytes` gives the bytes that a rank sends. The backward pass needs q, k, v,
-    the result, and one number for each query and head. Each call first compares the ranks' shapes; otherwise
-    a difference would show up in the middle of a block, or never.
+    the result, and one number for each query and head. Each call first compares the ranks' shapes.
 
     Args:
         q: (B, H, T, D), floating; the queries at this rank's positions, in zigzag order.
@@ -66,14 +64,9 @@ def ring_attention(
         scale: multiplies the scores; None for 1 / sqrt(D).
         tile: keys to compute with at once.
 
-    Returns:
-        (B, H, T, D), of q's dtype. Sums are kept in float32, or in float64 if q is float64.
-
-    Raises:
-        TypeError: q, k and v are not floating tensors of one dtype, or another argument has a wrong type.
-        ValueError: shapes do not fit, on this rank or between ranks, or T is not this rank's share of the
-            length.
-        CollectiveError: a peer is gone or late.
+    Returns (B, H, T, D), of q's dtype; sums are kept in float32, or in float64 if q is float64. Raises
+    TypeError for a wrong type or dtype, ValueError if shapes do not fit, on this rank or between ranks, or if
+    T is not this rank's share of the length.
     """
     check_arguments(q, k, v, tile, length, scale)
     rank, ranks = rank_in(group), len(ranks_of(group))
@@ -100,10 +93,7 @@ def ring_bytes(
     S_j is the bytes of rank j's keys. Forward: 2 S_j for every rank but its successor, and 64 (n - 1) for the
     shapes. Backward: the same 2 S_j, and 2 S_j for every rank but itself in the dtype of the sums. Over all
     ranks, without the shapes, that is 2 (n - 1) S forward, where S is the bytes of all keys, and twice that
-    backward if q has the dtype of the sums.
-
-    Raises:
-        ValueError: there are no ranks, or `rank` is not one of them.
+    backward if q has the dtype of the sums. Raises ValueError if `rank` is not one of the ranks.
     """
     if ranks < 1 or not 0 <= rank < ranks:
         raise ValueError(f"rank is {rank} of {ranks}; give at least 1 rank, and one from 0 to ranks - 1")
@@ -216,13 +206,8 @@ class _RingAttention(torch.autograd.Function):
         if ring.ranks > 1:
             own += sums
         keys_gradient, values_gradient = (x.view(k.shape).to(k.dtype) for x in own)
-        return (
-            softmax.queries.mul_(scale).view(q.shape).to(q.dtype),
-            keys_gradient,
-            values_gradient,
-            None,
-            None,
-        )
+        queries_gradient = softmax.queries.mul_(scale).view(q.shape).to(q.dtype)
+        return queries_gradient, keys_gradient, values_gradient, None, None
 
 
 def _grouped(x: Tensor, key_heads: int) -> Tensor:  # (B, H, T, D) -> (N, G, T, D)

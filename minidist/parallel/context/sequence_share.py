@@ -1,9 +1,8 @@
 """A rank's share of a sequence, and a model that works on it: context parallelism for a whole GPT.
 
-Most of a transformer treats each position by itself, so it computes the same on a share of the sequence. Two
-parts do not: the positions must be those in the whole sequence, and attention must see the keys of the other
-ranks, which is `ring_attention`. Parameters are whole on each rank. Their gradients are summed over the
-ranks, since each rank has only some of the positions.
+Most of a transformer treats each position by itself. Two parts do not: the positions must be those in the
+whole sequence, and attention must see the keys of the other ranks, which is `ring_attention`. Parameters are
+whole on each rank; their gradients are summed, since each rank has only some of the positions.
 
 Source: NVIDIA, Megatron-LM's context parallelism; attention and order of positions: ring_attention.py.
 """
@@ -36,17 +35,12 @@ class SequenceShare:
 
     If there are fewer than two positions a rank, a rank may have none. Its loss is then 0, and it has to run
     forward and backward like the others.
-
-    Attributes:
-        rank, ranks: this rank in the group, and the size of the group.
-        length: of the whole sequence of the last cut; None before the first.
-        positions: of the last cut, (T,), ascending; on the device of the tensor that was cut.
     """
 
     def __init__(self, group: Group = None) -> None:
         self.group, self.rank, self.ranks = group, rank_in(group), len(ranks_of(group))
-        self.length: int | None = None
-        self.positions = torch.empty(0, dtype=torch.int64)
+        self.length: int | None = None  # of the whole sequence of the last cut
+        self.positions = torch.empty(0, dtype=torch.int64)  # of the last cut, (T,), ascending, on its device
 
     @property
     def size(self) -> int:
@@ -59,10 +53,7 @@ class SequenceShare:
         return self.size / self.length if self.length else 0.0
 
     def cut(self, x: Tensor, dim: int = 1) -> Tensor:
-        """Return this rank's part of a whole sequence: (..., length, ...) -> (..., T, ...).
-
-        Gradients flow back to that part. Sends nothing.
-        """
+        """Return this rank's part of a whole sequence: (..., length, ...) -> (..., T, ...). Sends nothing."""
         length = x.shape[dim]
         if length != self.length or self.positions.device != x.device:
             self.length = length
@@ -70,11 +61,7 @@ class SequenceShare:
         return x.index_select(dim, self.positions)
 
     def restore(self, parts: Sequence[Tensor], dim: int = 1) -> Tensor:
-        """Undo `cut`: return the whole sequence from all ranks' parts, in rank order. Sends nothing.
-
-        Raises:
-            ValueError: there is not one part for each rank, or the sizes are not those of a zigzag cut.
-        """
+        """Undo `cut`: join all ranks' parts, given in rank order, to the whole sequence. Sends nothing."""
         sizes = [part.shape[dim] for part in parts]
         length = sum(sizes)
         wanted = [zigzag_order.size(length, self.ranks, rank) for rank in range(self.ranks)]
@@ -92,10 +79,8 @@ class SequenceShare:
 
         Forward: an all-gather of parts padded to the longest; sends (n - 1) times its bytes. Backward: each
         rank takes its own part of the gradient and sends nothing. So every rank must compute the same from
-        the whole sequence, and gradients of parameters are still summed over the ranks.
-
-        Raises:
-            ValueError: `x` is not as long as this rank's part of the last cut.
+        the whole sequence, and gradients of parameters are still summed over the ranks. Raises ValueError if
+        `x` is not as long as this rank's part of the last cut.
         """
         if x.shape[dim] != self.size or self.length is None:
             raise ValueError(
@@ -128,23 +113,14 @@ class _GatherShares(torch.autograd.Function):
 
 
 def apply(model: Module, share: SequenceShare, causal: bool = True) -> Module:
-    """Make `model` work on this rank's share of the sequence that `share` cut last.
+    """Make `model` work on this rank's share of the sequence that `share` cut last, and return it.
 
     Modules with an attribute `attend`, such as GPT's attention, then use `ring_attention`, also with a part
-    of the heads. Modules with an attribute `positions`, such as GPT's embedding, use the positions of the
-    share; a model that adds positions in another way has to read `share.positions` itself. Call this while
-    all layers are present, before a pipeline takes some away. The parameters do not change.
-
-    Args:
-        model: changed in place.
-        share: makes the cuts that the model is called with.
-        causal: whether the model's attention is causal.
-
-    Returns:
-        `model`.
-
-    Raises:
-        ValueError: no module has an attribute `attend`, or a module drops attention weights.
+    of the heads; `causal` says whether they are causal. Modules with an attribute `positions`, such as GPT's
+    embedding, use the positions of the share; a model that adds positions in another way has to read
+    `share.positions` itself. Call this while all layers are present, before a pipeline takes some away. The
+    parameters do not change. Raises ValueError if no module has an attribute `attend`, or a module drops
+    attention weights.
     """
     parts = [part for part in model.modules() if callable(getattr(part, "attend", None))]
     if not parts:

@@ -3,7 +3,7 @@
 The sequence is cut into 2 n chunks for n ranks, and rank r holds chunks r and 2 n - 1 - r: one early, one
 late. Under a causal mask a rank's late queries see as many keys more as its early ones see fewer, so every
 rank computes 2 n + 1 of the n (2 n + 1) pairs of chunks. In plain order the last rank would compute 2 n times
-as much as the first. If 2 n does not divide the length, chunks differ by one position; they may be empty.
+as much as the first. Chunks differ by at most one position, and may be empty.
 
 Sources: Brandon et al. 2023, "Striped Attention: Faster Ring Attention for Causal Transformers", section 3,
 for the imbalance and balance by position; two chunks a rank: Llama Team 2024, "The Llama 3 Herd of Models",
@@ -58,12 +58,3 @@ def sight(length: int, ranks: int, rank: int, owner: int, causal: bool) -> Sight
         return Sight(0, len(early), False)
     # Its chunks lie between ours: the late queries see both.
     return Sight(len(share(length, ranks, rank)[0]), size(length, ranks, owner), False)
-
-
-def computed_pairs(length: int, ranks: int, rank: int, causal: bool = True) -> int:
-    """Return how many pairs of a query and a key a rank computes scores for, in one head."""
-    queries, total = size(length, ranks, rank), 0
-    for owner in range(ranks):
-        first, keys, diagonal = sight(length, ranks, rank, owner, causal)
-        total += queries * (queries + 1) // 2 if diagonal else (queries - first) * keys
-    return total

@@ -45,10 +45,7 @@ def owners(parameters: Iterable[Tensor], kind: str) -> list[Any]:
 
 
 def release(parameters: Iterable[Tensor]) -> None:
-    """End the claims on these parameters, because making their owner failed.
-
-    The traceback of the error may keep the owner alive for long.
-    """
+    """End the claims on these parameters, whose owner could not be made: a traceback may keep it alive."""
     released = [*parameters]
     for kind in (DATA_PARALLEL, ZERO):
         for owner in owners(released, kind):
@@ -59,13 +56,10 @@ def release(parameters: Iterable[Tensor]) -> None:
 
 
 def require_free(named: Iterable[tuple[str, Tensor]], beside: Sequence[str] = ()) -> None:
-    """Raise ValueError if another object trains one of the parameters, or has taken its values.
+    """Raise ValueError if another object trains one of the named parameters, or has taken its values.
 
-    Several objects may share a frozen parameter, as long as none of them takes its values.
-
-    Args:
-        named: the parameters with their names.
-        beside: kinds of owners that the new one may share parameters with.
+    Several objects may share a frozen parameter, as long as none of them takes its values. `beside` lists
+    kinds of owners that the new one may share parameters with.
     """
     parameters = [*named]
     if _first(parameters, beside) is not None:

@@ -24,10 +24,9 @@ def require_alike(what: str, values: Mapping[str, object], group: Group) -> None
 
     Ranks compare a hash: each sends 16 (n - 1) bytes. Only if the hashes differ do they exchange the values.
 
-    Args:
-        what: the function or class whose arguments these are, for the message.
-        values: argument -> value, compared by its text. All ranks name the same arguments.
-        group: the ranks, all of which call this; None for all.
+    what: the function or class whose arguments these are, for the message. values: argument -> value,
+    compared by its text; all ranks name the same arguments. group: the ranks, all of which call this; None
+    for all.
     """
     ranks = ranks_of(group)
     if len(ranks) == 1:

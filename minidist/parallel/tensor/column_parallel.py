@@ -2,20 +2,17 @@
 
 This is the first half of a pair; row_parallel.py has the second. If y = f(x A) B cuts A by columns and B by
 rows, each rank computes some hidden features, applies f to them, and multiplies them by its rows of B: one
-message forward and one backward. The names follow the paper, where y = x A; torch's `weight` is A^T, so a
-column of A is a row of `weight`.
+message forward and one backward. In the paper y = x A; torch's `weight` is A^T, so a column of A is a row of
+`weight`.
 
-Attention's queries, keys and values read the same input. As three layers they would each sum the gradient of
-that input over the ranks; `column_linear` computes them as one operation with three outputs, so they send one
-message. It computes the gradients of the weights, which need nothing of that sum, while the sum is under way.
+Attention's queries, keys and values read one input. `column_linear` makes them one operation, which sums the
+gradient of that input in one message instead of three, and meanwhile computes the gradients of the weights.
 
 Sources: Shoeybi et al. 2019, "Megatron-LM", section 3 (f in front of the three maps); Korthikanti et al.
-2022, section 4.2.2 (sequence parallelism: keep the share of the input, and gather it again in the backward
-pass while the input's gradient is computed).
+2022, section 4.2.2 (keep the share of the input; gather it again while the input's gradient is computed).
 
-n ranks; sizes that n does not divide are cut as evenly as possible. Shapes: x (..., T, K); a weight (M, K),
-where M is the rank's features; y (..., T, M). Under sequence parallelism x is a share (..., T / n, K), and y
-is of the whole sequence.
+n ranks; shapes: x (..., T, K); a weight (M, K), where M is the rank's features, cut as evenly as possible; y
+(..., T, M). Under sequence parallelism x is (..., T / n, K).
 """
 
 from __future__ import annotations
@@ -125,11 +122,9 @@ class ColumnParallelLinear(TensorParallel):
     """y = x W^T + b, where each rank computes some of the features: x (..., in) -> y (..., out / n).
 
     Forward: `copy_to_ranks`, the linear map, and on request `gather_from_ranks`. Under sequence parallelism
-    `gather_sequence` replaces the copy, and x is (..., T / n, in). The operators and `column_linear` say how
-    many bytes they send. In the backward pass the sum over the ranks overlaps the gradient of the weight.
-
-    A new layer draws whole weights as `torch.nn.Linear` does, and uses those of the group's first rank.
-    `from_linear` cuts an existing layer.
+    `gather_sequence` replaces the copy, and x is (..., T / n, in). `column_linear` says how many bytes it
+    sends. A new layer draws whole weights as `torch.nn.Linear` does, and uses those of the group's first
+    rank; `from_linear` cuts an existing layer.
 
     Args:
         in_features, out_features, bias: of the whole layer.
@@ -139,8 +134,7 @@ class ColumnParallelLinear(TensorParallel):
         unit: number of features that stay together, such as those of an attention head.
         overlap: see `column_linear`.
 
-    Raises:
-        ValueError: there are fewer units than ranks, or `unit` does not divide the features.
+    Raises ValueError if there are fewer units than ranks, or `unit` does not divide the features.
     """
 
     weight: nn.Parameter  # (out / n, in)
@@ -180,10 +174,7 @@ class ColumnParallelLinear(TensorParallel):
         unit: int = 1,
         overlap: bool = True,
     ) -> ColumnParallelLinear:
-        """Keep this rank's part of a layer whose weights are the same on all ranks. Sends nothing.
-
-        Raises the class's errors, and TypeError if `linear` is not a `torch.nn.Linear`.
-        """
+        """Keep this rank's part of a `torch.nn.Linear` that is the same on all ranks. Sends nothing."""
         check_linear(linear)
         options = {"unit": unit, "overlap": overlap, "device": "meta"}
         sizes = (linear.in_features, linear.out_features, False)
@@ -239,11 +230,5 @@ class SharedInput:
 def map_together(layers: Sequence[ColumnParallelLinear], x: Tensor) -> list[Tensor]:
     """Return the outputs of layers that differ only in size; the gradient of x is summed in one message."""
     first = layers[0]
-    return column_linear(
-        x,
-        [layer.weight for layer in layers],
-        [layer.bias for layer in layers],
-        first.group,
-        first.sequence_parallel,
-        first.overlap,
-    )
+    weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
+    return column_linear(x, weights, biases, first.group, first.sequence_parallel, first.overlap)

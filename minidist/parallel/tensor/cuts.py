@@ -8,7 +8,6 @@ padded.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,10 +21,9 @@ Device = torch.device | str | None
 
 @dataclass(frozen=True)
 class Cut:
-    """The box of a whole tensor that a rank holds.
+    """The box of a whole tensor that a rank holds, at the start of the rank's own tensor.
 
-    It is the first `sizes` elements in each dimension of the rank's tensor. Anything beyond is padding: it is
-    zero, has gradient zero, and stays zero.
+    Anything beyond `sizes` in the rank's tensor is padding: it is zero, has gradient zero, and stays zero.
     """
 
     shape: tuple[int, ...]  # of the whole tensor
@@ -34,15 +32,10 @@ class Cut:
 
 
 class TensorParallel(nn.Module, ABC):
-    """A module that holds this rank's part of some parameters.
+    """A module that holds this rank's part of some parameters."""
 
-    Attributes:
-        group: the ranks that share them; None for all.
-        sequence_parallel: whether each rank has only a share of the sequence outside the cut layers.
-    """
-
-    group: Group
-    sequence_parallel: bool
+    group: Group  # the ranks that share the parameters; None for all
+    sequence_parallel: bool  # whether each rank has only a share of the sequence outside the cut layers
 
     @abstractmethod
     def cuts(self) -> dict[str, Cut]:
@@ -64,12 +57,9 @@ def cuts(module: nn.Module) -> dict[str, Cut]:
 
 
 def share(size: int, group: Group = None, unit: int = 1, what: str = "the tensor") -> range:
-    """Return this rank's part of `size` elements, cut between units.
+    """Return this rank's part of `size` elements, cut between units. `what` names the tensor in errors.
 
-    what: names what is cut, for the error.
-
-    Raises:
-        ValueError: there are more ranks than units, or `unit` does not divide `size`.
+    Raises ValueError if there are more ranks than units, or `unit` does not divide `size`.
     """
     if unit < 1 or size % unit:
         raise ValueError(f"{what} has size {size}, which units of {unit} do not divide; give another unit")
@@ -89,9 +79,9 @@ def share_of(size: int, rank: int, ranks: int, unit: int = 1) -> range:
     return range(units * rank // ranks * unit, units * (rank + 1) // ranks * unit)
 
 
-def sizes_of(size: int, ranks: int, unit: int = 1) -> Sequence[int]:
+def sizes_of(size: int, ranks: int) -> list[int]:
     """Return how many elements each rank has."""
-    return [len(share_of(size, rank, ranks, unit)) for rank in range(ranks)]
+    return [len(share_of(size, rank, ranks)) for rank in range(ranks)]
 
 
 def check_linear(linear: object) -> None:

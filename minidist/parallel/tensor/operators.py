@@ -17,13 +17,10 @@ The first two are Megatron's f and g: Shoeybi et al. 2019, "Megatron-LM", sectio
 are the g and g-bar of sequence parallelism: Korthikanti et al. 2022, section 4.2. They send as many bytes as
 the first two, since an all-reduce is a reduce-scatter and an all-gather.
 
-n is the number of ranks, S the bytes of the tensor that is passed. Results are contiguous, like those of the
-layers that one process has in these positions.
-
-`minidist.comm` gathers and scatters along the first dimension, but activations are (B, T, D) and cut in T or
-in D. So each `start_...` function works along any dimension. It starts a collective and returns a function
-that finishes it, so that the caller can compute in between; with overlap=False the collective is already
-complete.
+n is the number of ranks, S the bytes of the tensor that is passed. Results are contiguous. `minidist.comm`
+works along the first dimension, but activations (B, T, D) are cut in T or D, so the `start_...` functions
+work along any. They return a function that finishes the collective, so that the caller can compute in
+between; with overlap=False the collective is already complete.
 """
 
 from __future__ import annotations
@@ -45,8 +42,8 @@ Finish = Callable[[], Tensor]
 def copy_to_ranks(x: Tensor, group: Group = None) -> Tensor:
     """Enter a shared part with a tensor that every rank has whole.
 
-    Forward: returns x and sends nothing. Backward: an all-reduce sums the ranks' gradients, since each rank
-    has seen only its own part; it sends 2 (n - 1) / n S.
+    Forward: returns x, sends nothing. Backward: an all-reduce sums the ranks' gradients, since each rank has
+    seen only its own part; sends 2 (n - 1) / n S.
     """
     (result,) = copy_all_to_ranks([x], group)
     return result
@@ -60,7 +57,7 @@ def copy_all_to_ranks(tensors: Sequence[Tensor], group: Group = None) -> list[Te
 def reduce_from_ranks(x: Tensor, group: Group = None) -> Tensor:
     """Leave a shared part: each rank passes a summand and gets the sum.
 
-    Forward: an all-reduce, which sends 2 (n - 1) / n S. Backward: returns the gradient and sends nothing.
+    Forward: an all-reduce; sends 2 (n - 1) / n S. Backward: returns the gradient, sends nothing.
     """
     return _pair(x, lambda x: start_all_reduce(_copied(x), group)(), lambda grad: grad)
 
@@ -68,8 +65,8 @@ def reduce_from_ranks(x: Tensor, group: Group = None) -> Tensor:
 def split_to_ranks(x: Tensor, dim: int = -1, group: Group = None) -> Tensor:
     """Take this rank's part, along `dim`, of a tensor that every rank has whole.
 
-    Forward: sends nothing. Backward: an all-gather joins the ranks' gradients; it sends (n - 1) times the
-    largest part. Raises ValueError if there are more ranks than elements.
+    Forward: sends nothing. Backward: an all-gather of the gradients; sends (n - 1) times the largest part.
+    Raises ValueError if there are more ranks than elements.
     """
     own = share(x.shape[dim], group, what=f"dimension {dim}")
     sizes = sizes_of(x.shape[dim], len(ranks_of(group)))
@@ -83,11 +80,9 @@ def split_to_ranks(x: Tensor, dim: int = -1, group: Group = None) -> Tensor:
 def gather_from_ranks(x: Tensor, dim: int = -1, size: int | None = None, group: Group = None) -> Tensor:
     """Join the ranks' parts along `dim`.
 
-    Forward: an all-gather, which sends (n - 1) times the largest part. Backward: takes this rank's part of
-    the gradient and sends nothing.
-
-    size: of the whole tensor, cut as by `split_to_ranks`; None if all parts are as large as this one. Raises
-    ValueError if x does not have this rank's size.
+    Forward: an all-gather; sends (n - 1) times the largest part. Backward: this rank's part of the gradient;
+    sends nothing. `size` is that of the whole tensor, cut as by `split_to_ranks`; None if all parts are as
+    large as this one. Raises ValueError if x does not have this rank's size.
     """
     ranks, rank = len(ranks_of(group)), rank_in(group)
     whole = x.shape[dim] * ranks if size is None else size
@@ -107,8 +102,7 @@ def gather_from_ranks(x: Tensor, dim: int = -1, size: int | None = None, group: 
 def gather_sequence(x: Tensor, dim: int = -2, group: Group = None) -> Tensor:
     """Enter a shared part with this rank's share of a sequence: (..., T / n, D) -> (..., T, D).
 
-    Forward: an all-gather, which sends (n - 1) S. Backward: a reduce-scatter sums the ranks' gradients, and
-    each rank keeps its share; it sends (n - 1) S.
+    Forward: an all-gather; sends (n - 1) S. Backward: a reduce-scatter sums the gradients; sends (n - 1) S.
     """
     return _pair(
         x,
@@ -120,8 +114,8 @@ def gather_sequence(x: Tensor, dim: int = -2, group: Group = None) -> Tensor:
 def scatter_sequence(x: Tensor, dim: int = -2, group: Group = None) -> Tensor:
     """Leave a shared part with a share of the sequence: summands (..., T, D) -> sums (..., T / n, D).
 
-    Forward: a reduce-scatter, which sends (n - 1) / n S. Backward: an all-gather joins the ranks' gradients;
-    it sends (n - 1) / n S. Raises ValueError if the number of ranks does not divide T.
+    Forward: a reduce-scatter; sends (n - 1) / n S. Backward: an all-gather of the gradients; sends (n - 1) /
+    n S. Raises ValueError if the number of ranks does not divide T.
     """
     check_sequence(x.shape[dim], group)
     return _pair(
@@ -150,7 +144,7 @@ def start_all_reduce(x: Tensor, group: Group, overlap: bool = False) -> Finish:
 def start_all_gather(
     x: Tensor, dim: int, group: Group, sizes: Sequence[int] | None = None, overlap: bool = False
 ) -> Finish:
-    """Join the ranks' x along `dim`. Sends (n - 1) S, where S is the size of the largest part.
+    """Join the ranks' x along `dim`. Sends (n - 1) times the bytes of the largest part.
 
     sizes: of the ranks' parts, None if they are equal. Smaller parts are padded for the message.
     """

@@ -15,15 +15,15 @@
 | "random" | attention | has dropout inside, on this rank's heads: draws this rank's own random numbers |
 
 After a last layer with style "vocabulary", use `vocab_parallel_cross_entropy`, or `gather_logits` for other
-losses. Name layers of one parent that read one input, such as attention's queries, keys and values, together:
-"layers.*.attention.query|key|value". They then send one message instead of three.
+losses. Name layers of one parent that read one input together, as in "layers.*.attention.query|key|value":
+they then send one message instead of three. All parts without a style must draw the same random numbers on
+all ranks; they start from the same state.
 
-All other parts must draw the same random numbers on all ranks. They start from the same state, so whatever
-else draws has to draw alike. A part with a `head_size` (or `head_dim`) is cut between its heads; if it has
-fewer heads of keys and values, between those, together with the queries that share them. Its `forward` must
-read the number of heads and the length from what its layers return, as in `self.query(x).unflatten(-1, (-1,
-self.head_size))`: each rank has some of the heads, and under sequence parallelism x is a share of the
-sequence but the layers return all of it.
+A part with a `head_size` (or `head_dim`) is cut between its heads; if it has fewer heads of keys and values,
+between those, together with the queries that share them. Its `forward` must read the number of heads and the
+length from what its layers return, as in `self.query(x).unflatten(-1, (-1, self.head_size))`: each rank has
+some of the heads, and under sequence parallelism x is a share of the sequence but the layers return all of
+it.
 
 Sources: Shoeybi et al. 2019, "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model
 Parallelism", section 3; Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer
@@ -40,7 +40,12 @@ from minidist.comm.work import Group, ranks_of
 from minidist.parallel.tensor.column_parallel import ColumnParallelLinear, SharedInput
 from minidist.parallel.tensor.cuts import TensorParallel, send_whole
 from minidist.parallel.tensor.row_parallel import RowParallelLinear
-from minidist.parallel.tensor.sequence_parallel import OnOwnTokens, SplitAfter, WithOwnRandomNumbers
+from minidist.parallel.tensor.sequence_parallel import (
+    on_own_tokens,
+    split_after,
+    with_own_random_numbers,
+    wrap,
+)
 from minidist.parallel.tensor.styles import (
     ROWS,
     StyledModule,
@@ -52,8 +57,8 @@ from minidist.parallel.tensor.styles import (
 from minidist.parallel.tensor.vocabulary import VocabParallelEmbedding
 from minidist.parallel.training.random_state import share_random_state
 
-_AROUND = {"sequence": OnOwnTokens, "split": SplitAfter}
-"""Styles that wrap a module under sequence parallelism."""
+_WRAPPERS = {"sequence": on_own_tokens, "split": split_after}
+"""What wraps a module under sequence parallelism."""
 
 
 def parallelize(
@@ -63,25 +68,20 @@ def parallelize(
     sequence_parallel: bool = False,
     overlap: bool = True,
 ) -> nn.Module:
-    """Cut the parts of `module` that `plan` names, in place. A collective: all ranks of the group call it.
+    """Cut the parts of `module` that `plan` names, in place, and return it. All ranks of the group call this.
 
     The first rank of the group sends its weights, the whole model once, and its random state to all. Each
     rank keeps its parts under the same names; `cuts` says which box of the whole they are. Cut layers are new
-    modules, so make the optimizer, call `recompute` and add hooks afterwards.
-
-    The docstrings of the layers and operators say what they send forward and backward.
+    modules, so make the optimizer, call `recompute` and add hooks afterwards. The docstrings of the layers
+    and operators say what they send.
 
     Args:
         module: the whole model, on every rank.
-        plan: pattern -> style. In a pattern "*" stands for any letters between two dots; the top of this file
-            lists the styles.
+        plan: pattern -> style, where "*" stands for any letters between two dots.
         group: the ranks that share the model; None for all.
         sequence_parallel: between the cut layers, each rank has a share of the sequence (the last dimension
             but one of the activations) instead of a copy.
         overlap: see `column_linear`.
-
-    Returns:
-        `module`.
 
     Raises:
         ValueError: a pattern fits no part (the error suggests the nearest names); a style is unknown; a part
@@ -109,9 +109,9 @@ def parallelize(
                 parent._modules[name] = made[child]
     for part in parts.values():
         if part.style == "random":
-            WithOwnRandomNumbers(part.module, group)
-        elif part.style in _AROUND and sequence_parallel:
-            _AROUND[part.style](part.module, group)
+            wrap(part.module, with_own_random_numbers, group)
+        elif part.style in _WRAPPERS and sequence_parallel:
+            wrap(part.module, _WRAPPERS[part.style], group)
     for names in together:
         layers = [made[parts[name].module] for name in names]
         shared = SharedInput([layer for layer in layers if isinstance(layer, ColumnParallelLinear)])

@@ -1,8 +1,8 @@
 """Plans that cut this project's models, and the bytes that one pass through such a model sends.
 
-In a GPT, attention is cut by heads, the MLP by its hidden features, and the tables of tokens and logits by
-the vocabulary. The norms, the positions, and the biases that are added to sums stay whole. In an MLP, pairs
-of layers are cut.
+In a GPT, attention is cut by heads, the MLP by its hidden features, the tables of tokens and logits by the
+vocabulary; norms, positions, and biases that are added to sums stay whole. In an MLP, pairs of layers are
+cut.
 
 Source: Shoeybi et al. 2019, "Megatron-LM", section 3, figure 4: a block has two all-reduces in the forward
 pass and two in the backward pass.
@@ -18,16 +18,28 @@ from minidist.model.mlp import MLP
 
 
 def plan_for(model: nn.Module) -> dict[str, str]:
-    """Return the plan for `parallelize` that cuts a whole GPT or MLP.
+    """Return the plan for `parallelize` that cuts a whole GPT or MLP; other models raise TypeError.
 
     The outputs of a GPT, and of an MLP with an odd number of layers, are then each rank's part of the logits;
     see `vocabulary_of`.
-
-    Raises:
-        TypeError: `model` is another model, which needs a plan of its own.
     """
     if isinstance(model, GPT):
-        return _gpt_plan(model)
+        head = f"layers.{len(model.layers) - 1}"
+        plan = {
+            "layers.0.token": "vocabulary",
+            "layers.0.position": "split",
+            "layers.*.attention_norm": "sequence",
+            "layers.*.attention.query|key|value": "column",
+            "layers.*.attention.output": "row",
+            "layers.*.mlp_norm": "sequence",
+            "layers.*.mlp.up": "column",
+            "layers.*.mlp.down": "row",
+            f"{head}.norm": "sequence",
+            f"{head}.output": "vocabulary",
+        }
+        if getattr(model.config, "dropout", 0.0):
+            plan |= {"layers.*.attention": "random", "layers.*.dropout": "sequence"}
+        return plan
     if isinstance(model, MLP):
         count = len(model.layers)
         styles = ["row" if index % 2 else "column" for index in range(count)]
@@ -40,25 +52,6 @@ def plan_for(model: nn.Module) -> dict[str, str]:
     )
 
 
-def _gpt_plan(model: GPT) -> dict[str, str]:
-    head = f"layers.{len(model.layers) - 1}"
-    plan = {
-        "layers.0.token": "vocabulary",
-        "layers.0.position": "split",
-        "layers.*.attention_norm": "sequence",
-        "layers.*.attention.query|key|value": "column",
-        "layers.*.attention.output": "row",
-        "layers.*.mlp_norm": "sequence",
-        "layers.*.mlp.up": "column",
-        "layers.*.mlp.down": "row",
-        f"{head}.norm": "sequence",
-        f"{head}.output": "vocabulary",
-    }
-    if getattr(model.config, "dropout", 0.0):
-        plan |= {"layers.*.attention": "random", "layers.*.dropout": "sequence"}
-    return plan
-
-
 def bytes_per_pass(
     config: TransformerConfig,
     rows: int,
@@ -69,13 +62,13 @@ def bytes_per_pass(
 ) -> int:
     """Return the bytes that a rank sends in one forward and backward pass of a GPT cut by `plan_for`.
 
-    The loss is included: it gathers three numbers a token. S, the bytes of the stream, is rows x tokens x D
-    elements; an all-reduce of it sends 2 (n - 1) / n S. Each block has four, two forward and two backward.
-    The token table has one forward, and the input of the logits one backward.
+    The stream has rows x tokens x D elements, S bytes; an all-reduce of it sends 2 (n - 1) / n S. Each block
+    has four, two forward and two backward; the token table has one forward, the input of the logits one
+    backward; and the loss gathers three numbers a token.
 
     Under sequence parallelism a reduce-scatter and an all-gather, (n - 1) / n S each, replace each
-    all-reduce, and every column-parallel layer gathers its input once more in the backward pass. The
-    gradients of norms, of biases after sums, and of positions are combined, too.
+    all-reduce, every column-parallel layer gathers its input once more in the backward pass, and the
+    gradients of norms, of biases after sums, and of positions are combined.
 
     rows: of this rank's micro-batch. tokens: T, in a row. element_size: bytes of an activation.
     """

@@ -34,19 +34,12 @@ class RowParallelLinear(TensorParallel):
     """y = x W^T + b, where each rank has some of the inputs: x (..., in / n) -> y (..., out) on every rank.
 
     Forward: the map of this rank's part, `reduce_from_ranks`, and the bias, which every rank has whole. Under
-    sequence parallelism `scatter_sequence` replaces the sum, and y is (..., T / n, out). The operators say
-    how many bytes they send; under sequence parallelism the backward pass also sends 2 (n - 1) / n of the
-    bias.
+    sequence parallelism `scatter_sequence` replaces the sum, y is (..., T / n, out), and the backward pass
+    also sends 2 (n - 1) / n of the bias. The other arguments, new weights and errors are as for
+    `ColumnParallelLinear`.
 
-    Weights are drawn, or taken from an existing layer, as in `ColumnParallelLinear`.
-
-    Args:
-        in_features, out_features, bias: of the whole layer.
-        input_is_parallel: x is this rank's part; if False, x is whole and is split here.
-        group, sequence_parallel, unit: as for `ColumnParallelLinear`.
-
-    Raises:
-        ValueError: as for `ColumnParallelLinear`, or for sequence parallelism with a whole input.
+    input_is_parallel: x is this rank's part; if False, x is whole and is split here, which raises ValueError
+    with sequence_parallel.
     """
 
     weight: nn.Parameter  # (out, in / n)

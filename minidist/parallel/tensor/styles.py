@@ -137,8 +137,8 @@ def cut_between_heads(
 ) -> None:
     """Set the units that the linear layers of attention can be cut into.
 
-    Queries, keys and values are the layers that read one input; if the plan does not say which, all layers of
-    their parent. The layer that reads the heads' results has as many inputs as there are query features.
+    Queries, keys and values are the layers that read one input, or all layers of their parent if the plan
+    does not say. The layer that reads the heads' results has as many inputs as there are query features.
     """
     by_parent: dict[str, list[StyledModule]] = {}
     for part in parts.values():
@@ -159,10 +159,7 @@ def cut_between_heads(
 
 
 def _units_of(parent: str, members: Sequence[StyledModule], head: int, ranks: int) -> dict[int, int]:
-    """Return, for each size of the layers that map to heads, how many features stay together.
-
-    They are the features of the heads that share keys and values.
-    """
+    """Return, for each size of these layers, how many features stay together with shared keys and values."""
     heads = min(part.size for part in members) // head
     if heads < ranks:
         raise ValueError(

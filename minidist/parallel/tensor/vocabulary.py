@@ -1,8 +1,8 @@
 """A vocabulary cut between ranks: the token table, and a cross entropy that never holds all logits.
 
 The logits, tokens times vocabulary, are the largest activations of a small language model. If each rank has
-the scores of its own tokens, the softmax of a row needs only three numbers from each rank: the largest score,
-the sum of the exponentials relative to it, and the target's score if the rank has it.
+the scores of its own tokens, a row's softmax needs three numbers from each rank: the largest score, the sum
+of the exponentials relative to it, and the target's score if the rank has it.
 
 Source: Shoeybi et al. 2019, "Megatron-LM", section 3 ("fuse the output of the parallel GEMM with the cross
 entropy loss"). n is the number of ranks, N the rows, V the vocabulary.
@@ -28,19 +28,13 @@ class VocabParallelEmbedding(TensorParallel):
     """An embedding of which each rank has some rows: integer tokens (...) -> (..., D) on every rank.
 
     Forward: each rank looks up the tokens that it has, and zeros for the others; `reduce_from_ranks` sums the
-    results. Under sequence parallelism `scatter_sequence` sums them, and the result is (..., T / n, D). These
-    operators say how many bytes they send. Backward: sends nothing; under sequence parallelism an all-gather.
+    results. Under sequence parallelism `scatter_sequence` sums them, and the result is (..., T / n, D).
+    Backward: sends nothing; under sequence parallelism an all-gather. A new table is drawn whole, as by
+    `torch.nn.Embedding`, and is that of the group's first rank.
 
-    A new table is drawn whole, as by `torch.nn.Embedding`, and is that of the group's first rank.
-
-    Args:
-        num_embeddings, embedding_dim, padding_idx: of the whole table.
-        group: the ranks that share it; None for all.
-        sequence_parallel: return this rank's share of the sequence.
-
-    Raises:
-        ValueError: there are more ranks than rows.
-        IndexError: a call gets a token that is not in the table (checked on a CPU).
+    num_embeddings, embedding_dim, padding_idx: of the whole table. group: the ranks that share it; None for
+    all. sequence_parallel: return this rank's share of the sequence. Raises ValueError if there are more
+    ranks than rows; a call raises IndexError for a token that is not in the table (on a CPU).
     """
 
     weight: nn.Parameter  # (V / n, D)
@@ -69,11 +63,7 @@ class VocabParallelEmbedding(TensorParallel):
     def from_embedding(
         cls, embedding: nn.Embedding, group: Group = None, sequence_parallel: bool = False
     ) -> VocabParallelEmbedding:
-        """Keep this rank's part of a table that is the same on all ranks. Sends nothing.
-
-        Raises the class's errors, TypeError if `embedding` is not a `torch.nn.Embedding`, and ValueError if
-        it has max_norm, scale_grad_by_freq or sparse.
-        """
+        """Keep this rank's part of a `torch.nn.Embedding` that is the same on all ranks. Sends nothing."""
         check_embedding(embedding)
         layer = cls(
             embedding.num_embeddings,
@@ -126,10 +116,8 @@ def vocab_parallel_cross_entropy(
         group: the ranks that share the logits; None for all.
         vocabulary: V; None to ask the ranks, which sends 8 (n - 1) bytes more.
 
-    Raises:
-        ValueError: the shapes do not fit each other or the vocabulary, or there are no rows.
-        TypeError: targets are not integers.
-        IndexError: a target is not in the vocabulary (checked on a CPU).
+    Raises ValueError if the shapes do not fit each other or the vocabulary or there are no rows, TypeError if
+    targets are not integers, IndexError if a target is not in the vocabulary (on a CPU).
     """
     columns = local_logits.shape[-1] if local_logits.dim() else 0
     if vocabulary is None:
@@ -186,19 +174,14 @@ class _CrossEntropy(torch.autograd.Function):
 def gather_logits(local_logits: Tensor, group: Group = None, vocabulary: int | None = None) -> Tensor:
     """Return all logits on every rank, (..., V / n) -> (..., V), for a loss that needs them all.
 
-    Forward: an all-gather; sends (n - 1) times the largest part. Backward: sends nothing.
-
-    vocabulary: V; None if all parts are equal.
+    Sends (n - 1) times the largest part forward, nothing backward. vocabulary: V; None if all parts are
+    equal.
     """
     return gather_from_ranks(local_logits, -1, vocabulary, group)
 
 
 def vocabulary_of(model: nn.Module) -> int | None:
-    """Return the whole vocabulary's size if `model` returns only this rank's part of the logits, else None.
-
-    It does so after a plan has cut its last layer as "vocabulary": `vocab_parallel_cross_entropy` takes these
-    outputs as they are, and `gather_logits` makes them whole.
-    """
+    """Return the vocabulary's size if `model` returns only this rank's part of the logits, else None."""
     for part in model.modules():
         if isinstance(part, ColumnParallelLinear) and part.is_vocabulary:
             return part.out_features

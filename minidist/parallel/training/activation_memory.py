@@ -1,10 +1,9 @@
 """Count activations: the bytes that the forward pass keeps for the backward pass.
 
-Autograd calls a hook for every tensor that an operation saves for its gradient, and drops the tensor once it
-has computed the gradient. The counter counts the storages of these tensors: each storage once, however many
-tensors share it, from when the first is saved until the last is dropped. Parameters and buffers are not
-activations. The counter includes what formulas for a transformer layer leave out, such as the statistics of
-norms.
+Autograd calls a hook for every tensor that it saves for a gradient, and drops the tensor once that gradient
+is computed. The counter counts the storages of these tensors: each storage once, however many tensors share
+it, from when the first is saved until the last is dropped. Parameters and buffers are not activations. The
+counter includes what formulas for a transformer layer leave out, such as the statistics of norms.
 
 Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 4.1.
 """
@@ -30,21 +29,14 @@ class ActivationCounter:
     ...     loss.backward()
     >>> counter.peak
 
-    The model's inputs count once, if an operation saves them. A view counts as its whole storage. Counting
-    takes some microseconds for each saved tensor.
-
-    Args:
-        module: its parameters and buffers are not counted. Parameters of other modules are not counted
-            either, but their buffers are.
-        others: further tensors whose storages are not counted, such as a batch that its owner keeps anyway.
-
-    Attributes:
-        saved: bytes that are kept now.
-        peak: the most that were kept at one time; set it to `saved` to start counting afresh.
+    The model's inputs count if an operation saves them. A view counts as its whole storage. Counting takes
+    some microseconds for each saved tensor. Not counted are all parameters, the buffers of `module`, and the
+    storages of `others`, such as a batch that its owner keeps anyway.
     """
 
     def __init__(self, module: nn.Module | None = None, others: Iterable[Tensor] = ()) -> None:
-        self.saved = self.peak = 0
+        self.saved = 0  # bytes that are kept now
+        self.peak = 0  # the most at one time; set it to `saved` to start afresh
         self._module, self._others = module, [*others]
         self._excluded: set[int] = set()
         self._live: dict[int, list[int]] = {}  # storage -> [tensors that hold it, bytes]
@@ -54,7 +46,7 @@ class ActivationCounter:
         tensors = self._others
         if self._module is not None:
             tensors = [*tensors, *self._module.parameters(), *self._module.buffers()]
-        self._excluded = {_storage(tensor)._cdata for tensor in tensors}
+        self._excluded = {tensor.untyped_storage()._cdata for tensor in tensors}
         hooks = saved_tensors_hooks(self.pack, self.unpack)
         hooks.__enter__()
         self._hooks.append(hooks)
@@ -88,8 +80,8 @@ class ActivationCounter:
     def with_other_hooks(self) -> Iterator[None]:
         """Inside, also count what other hooks keep, which autograd calls instead of this counter's.
 
-        Other hooks do not report when they drop a tensor, so a tensor counts until its memory is freed. Use
-        this for tensors that nothing else keeps, such as those that recomputation makes.
+        Other hooks do not report when they drop a tensor, so it counts until its memory is freed. Use this
+        for tensors that nothing else keeps, such as those that recomputation makes.
         """
         hooks = _CountingHooks(self, *_current_hooks())
         with saved_tensors_hooks(hooks.pack, hooks.unpack):
@@ -97,7 +89,7 @@ class ActivationCounter:
 
     def _watch(self, tensor: Tensor) -> None:
         """Count a tensor's storage until it is freed, unless it is counted already."""
-        storage = _storage(tensor) if self._counts(tensor) else None
+        storage = tensor.untyped_storage() if self._counts(tensor) else None
         if storage is not None and storage._cdata not in self._live:
             self._hold(storage._cdata, storage.nbytes())
             weakref.finalize(storage, self._release, storage._cdata).atexit = False
@@ -105,7 +97,7 @@ class ActivationCounter:
     def _counts(self, tensor: Tensor) -> bool:
         if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
             return False
-        return tensor.layout == torch.strided and _storage(tensor)._cdata not in self._excluded
+        return tensor.layout == torch.strided and tensor.untyped_storage()._cdata not in self._excluded
 
     def _hold(self, key: int, size: int) -> None:
         entry = self._live.setdefault(key, [0, size])
@@ -128,7 +120,7 @@ class _Kept:
     __slots__ = ("counter", "key", "tensor")
 
     def __init__(self, counter: ActivationCounter, tensor: Tensor) -> None:
-        storage = _storage(tensor)
+        storage = tensor.untyped_storage()
         self.counter, self.key, self.tensor = counter, storage._cdata, tensor
         counter._hold(self.key, storage.nbytes())
 
@@ -154,7 +146,3 @@ class _CountingHooks:
 def _current_hooks() -> tuple[Any, Any]:
     """The functions that autograd calls to save a tensor and to get it back, or (None, None)."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) or (None, None)
-
-
-def _storage(tensor: Tensor) -> torch.UntypedStorage:
-    return tensor.untyped_storage()

@@ -1,8 +1,8 @@
 """Clip gradients by their global norm, so that one long step does not throw the model off course.
 
-All gradients are treated as one vector. If it is longer than `max_norm` it is shortened to that length, and
-keeps its direction. The norm covers all ranks: if each rank holds a share of the gradients, the ranks sum one
-number, their sums of squares.
+All gradients are one vector. If it is longer than `max_norm` it is shortened to that length, and keeps its
+direction. The norm covers all ranks: if each holds a share of the gradients, they add up their sums of
+squares, which is one number.
 
 Source: Pascanu et al. 2013, "On the difficulty of training recurrent neural networks", section 3.2.
 """
@@ -28,17 +28,12 @@ _guards = WeakIdKeyDictionary()  # parameter -> its `Why`, while the parameter l
 def global_norm(
     gradients: Iterable[Tensor], sharded: bool = False, group: Group = None, norm_type: float = 2.0
 ) -> float:
-    """Return the norm of all gradients as one vector, summed in float64.
+    """Return the norm of all gradients as one vector, summed in float64: the same on all ranks.
 
-    Args:
-        gradients: of any shapes and floating dtypes, dense or sparse; may be empty.
-        sharded: whether they are this rank's share, such that each element is on one rank. Sends 2 (n - 1) /
-            n 8 bytes. If False, each rank has all gradients and nothing is sent.
-        group: the ranks that share them; None for all.
-        norm_type: the p of the p-norm, above 0: 2 for the Euclidean, `math.inf` for the largest element.
-
-    Returns:
-        The norm, the same on all ranks; infinite or NaN if an element is.
+    It is infinite or NaN if an element is. gradients: of any shapes and floating dtypes, dense or sparse; may
+    be empty. sharded: whether each element is on one rank, which sends 2 (n - 1) / n 8 bytes; if False, each
+    rank has all gradients and nothing is sent. norm_type: the p of the p-norm, above 0; `math.inf` for the
+    largest element.
     """
     largest = norm_type == math.inf
     powers = []
@@ -74,25 +69,16 @@ def clip_grad_norm(
     group: Group = None,
     norm_type: float = 2.0,
 ) -> float:
-    """Shorten gradients whose global norm is above `max_norm`, in place, for a loop that the user writes.
+    """Shorten gradients whose global norm is above `max_norm`, in place, and return the norm before.
 
-    This is `torch.nn.utils.clip_grad_norm_` over all ranks. If the norm is not finite, the gradients are not
-    finite afterwards; the loop has to skip such a step itself.
+    For a loop that the user writes: `torch.nn.utils.clip_grad_norm_` over all ranks. If the norm is not
+    finite, the gradients are not finite afterwards; the loop has to skip such a step itself. Parameters
+    without a gradient are skipped. sharded: whether this rank has only its share of the parameters, as with
+    `FullyShard`. group, norm_type: see `global_norm`.
 
-    Args:
-        parameters: their gradients are clipped; parameters without a gradient are skipped.
-        max_norm: above 0.
-        sharded: whether this rank has only its share of the parameters, as with `FullyShard`.
-        group: the ranks that share them; None for all.
-        norm_type: see `global_norm`.
-
-    Returns:
-        The norm before clipping.
-
-    Raises:
-        ValueError: `max_norm` or `norm_type` is not above 0; or the parameters belong to a `FullyShard` or
-            `ZeroOptimizer` that will not use these gradients as they are. Call its own `clip_grad_norm`.
-        CollectiveError: a peer is gone or late.
+    Raises ValueError if `max_norm` or `norm_type` is not above 0, or if the parameters belong to a
+    `FullyShard` or `ZeroOptimizer` that will not use these gradients as they are: call its own
+    `clip_grad_norm`.
     """
     check_max_norm("max_norm", max_norm)
     check_norm_type(norm_type)

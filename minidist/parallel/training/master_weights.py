@@ -32,17 +32,8 @@ class MasterWeights(torch.optim.Optimizer):
     learning-rate schedulers work and a `state_dict` is one of its own. In float32 it holds 4 bytes for each
     parameter between steps, plus the optimizer's state; during a step it needs 4 more, for the gradients.
 
-    Args:
-        parameters: the model's. Parameters of the masters' dtype, and integer ones, are their own masters.
-        make: makes the optimizer from the masters.
-        dtype: of the masters.
-
-    Attributes:
-        masters: each parameter's master, in the order of `parameters`.
-        factor: the next step multiplies the cast gradients by this, then resets it to 1.
-
-    Raises:
-        ValueError: `make` gave the optimizer other parameters than it was called with.
+    Parameters of the masters' `dtype`, and integer ones, are their own masters. Raises ValueError if `make`
+    gives the optimizer other parameters than it was called with.
     """
 
     def __init__(
@@ -50,7 +41,7 @@ class MasterWeights(torch.optim.Optimizer):
     ) -> None:
         self.parameters, self._dtype = [*parameters], dtype
         self.masters = [self._master(parameter, dtype) for parameter in self.parameters]
-        self.factor = 1.0
+        self.factor = 1.0  # the next step multiplies the cast gradients by this, then resets it to 1
         self.inner = make(self.masters)
         require_optimizer(self.inner)
         super().__init__(self.masters or [{"params": []}], {})
@@ -84,14 +75,7 @@ class MasterWeights(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Cast the gradients, update the masters, cast them back.
-
-        Args:
-            closure: computes the loss and its gradients once, first.
-
-        Returns:
-            The closure's loss.
-        """
+        """Run the closure, cast gradients, update the masters and cast them back; return the loss."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -99,17 +83,15 @@ class MasterWeights(torch.optim.Optimizer):
         for parameter, master in self._pairs():
             master.grad = None if parameter.grad is None else parameter.grad.to(master.dtype)
         if self.factor != 1:
-            scale(self.gradients(), self.factor)
+            for master in self.masters:
+                if master.grad is not None:
+                    master.grad.mul_(self.factor)
             self.factor = 1.0
         self.inner.step()
         self.copy_back()
         for _, master in self._pairs():
             master.grad = None
         return loss
-
-    def gradients(self) -> list[Tensor]:
-        """Return the gradients of the masters, during a step."""
-        return [master.grad for master in self.masters if master.grad is not None]
 
     @torch.no_grad()
     def copy_back(self) -> None:
@@ -136,9 +118,3 @@ class MasterWeights(torch.optim.Optimizer):
         self.inner.add_param_group({**param_group, "params": masters})
         self.parameters += parameters
         self.masters += masters
-
-
-def scale(gradients: Iterable[Tensor], factor: float) -> None:
-    """Multiply dense or sparse tensors in place."""
-    for gradient in gradients:
-        gradient.mul_(factor)

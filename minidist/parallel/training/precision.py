@@ -1,17 +1,14 @@
 """Mixed precision: parameters, activations and gradients in 16 bits, the optimizer in 32.
 
 The model computes with and sends two bytes instead of four. bfloat16 has float32's range and 8 bits. float16
-has 11 bits, but underflows below 6e-8, where many gradients are. So the loss is multiplied by a large number
-before the backward pass, and the gradients are divided by it in float32. The number is found by trial: if a
-gradient overflows, the number is halved and the step skipped; after many steps without overflow it is
-doubled.
+has 11 bits, but underflows below 6e-8, where many gradients are. So the loss is multiplied by a large scale
+before the backward pass, and the gradients are divided by it in float32. The scale is found by trial: if a
+gradient overflows, it is halved and the step skipped; after many steps without overflow it is doubled.
 
 | In 16 bits | In float32 |
 |---|---|
 | parameters, gradients, activations, floating inputs and buffers | master weights, the optimizer's state |
 | | the loss; BatchNorm and InstanceNorm with running statistics, their parameters too |
-
-Integer buffers stay as they are.
 
 Source: Micikevicius et al. 2018, "Mixed Precision Training", sections 3.1 to 3.3.
 """
@@ -35,11 +32,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class LossScale:
-    """How the factor on the loss follows the gradients.
-
-    Raises:
-        ValueError: a number is out of range.
-    """
+    """How the factor on the loss follows the gradients. Raises ValueError if a number is out of range."""
 
     start: float = 2.0**16
     good_steps: int = 2000  # consecutive steps without overflow after which it is doubled
@@ -56,22 +49,7 @@ class LossScale:
 
 
 class Precision:
-    """What an engine does for a layout's precision.
-
-    Args:
-        name: "fp32", which converts nothing, "bf16" or "fp16".
-        loss_scale: for "fp16" only.
-
-    Attributes:
-        dtype: the model computes in it; None for its parameters' own.
-        master: the optimizer updates in it; None for the parameters' own.
-        scales: whether the loss is scaled.
-        scale: the next step's loss is multiplied by this.
-        skipped: how many steps were skipped because a gradient was not finite.
-
-    Raises:
-        ValueError: a loss scale is given for another precision than "fp16".
-    """
+    """What an engine does for the layout's precision: "fp32" (converts nothing), "bf16" or "fp16"."""
 
     def __init__(self, name: str, loss_scale: LossScale | None = None) -> None:
         if loss_scale is not None and name != "fp16":
@@ -79,23 +57,20 @@ class Precision:
                 f"loss_scale is for precision='fp16', but the layout has precision={name!r}; leave it out"
             )
         self.name = name
-        self.dtype = DTYPES.get(name)
-        self.master = None if self.dtype is None else torch.float32
+        self.dtype = DTYPES.get(name)  # the model computes in it; None for its parameters' own
+        self.master = None if self.dtype is None else torch.float32  # the optimizer updates in it
         self.scales = name == "fp16"
         self.rule = loss_scale or LossScale()
-        self.scale = self.rule.start if self.scales else 1.0
-        self.skipped = 0
+        self.scale = self.rule.start if self.scales else 1.0  # the next step's loss is multiplied by this
+        self.skipped = 0  # steps, because a gradient was not finite
         self._good = 0  # steps since the scale changed
 
     def convert(self, model: nn.Module) -> dict[str, Tensor]:
         """Make `model` compute in 16 bits; its parameters stay the same objects.
 
-        Returns:
-            The float32 values, by name, of the parameters that were converted and are not on the meta device.
-                The masters start from them; see `fill_masters`.
-
-        Raises:
-            ValueError: a floating parameter is not float32.
+        Returns the float32 values, by name, of the parameters that were converted and are not on the meta
+        device; the masters start from them, see `fill_masters`. Raises ValueError if a floating parameter is
+        not float32.
         """
         if self.dtype is None:
             return {}
@@ -134,11 +109,7 @@ class Precision:
         return outputs.float() if outputs.dtype == self.dtype else outputs
 
     def skips(self, norm: float) -> bool:
-        """Update the scale, and return whether to skip the step, given the global norm of its gradients.
-
-        Raises:
-            FloatingPointError: the scale cannot become smaller.
-        """
+        """Update the scale for gradients of this norm, and return whether to skip the step."""
         if not self.scales:
             return False
         if math.isfinite(norm):
@@ -157,11 +128,8 @@ class Precision:
 
     def settings(self) -> dict[str, Any]:
         """Return the state that a resumed run needs."""
-        return {
-            "scale": self.scale if self.scales else None,
-            "good": self._good,
-            "skipped": self.skipped,
-        }
+        scale = self.scale if self.scales else None
+        return {"scale": scale, "good": self._good, "skipped": self.skipped}
 
     def load_settings(self, settings: Mapping[str, Any]) -> None:
         """Resume from saved settings. If the precision has changed to fp16, the scale starts afresh."""
@@ -178,12 +146,8 @@ def fill_masters(
 ) -> None:
     """Make the master weights start from rank 0's float32 values instead of the rounded 16-bit ones.
 
-    A collective if there are any values; rank 0 sends them once, as by `comm.broadcast`.
-
-    Args:
-        strategy: a new one, with masters.
-        exact: parameter name -> value, of the same shapes on all ranks; overwritten with rank 0's values.
-        own: selects the part of `exact` that this rank has.
+    A collective if there are any values; rank 0 sends them once. exact: parameter name -> value, of the same
+    shapes on all ranks; overwritten with rank 0's. own: selects the part of `exact` that this rank has.
     """
     if not exact:
         return

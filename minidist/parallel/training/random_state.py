@@ -1,11 +1,10 @@
 """Random numbers of tensor-parallel ranks: the same where ranks compute the same, different elsewhere.
 
-Ranks that all compute one thing must drop the same units, or their copies diverge. For a part of its own, its
+Ranks that all compute one thing must drop the same units, or their copies diverge. In a part of its own, its
 heads or its share of the sequence, each rank must drop independently. So ranks start with the same state. On
-entering a part of its own, every rank draws the same number from the common state, and seeds a temporary
+entering a part of its own, every rank draws the same number from that common state, and seeds a temporary
 stream with it and its rank. The common state thus advances by one draw on every rank, however much each rank
-draws inside. And because the stream follows from the common state, recomputation that restores the common
-state also restores the stream.
+draws inside; and recomputation that restores the common state also restores the stream.
 
 Source of the two streams: Shoeybi et al. 2019, "Megatron-LM", appendix B.2 (which keeps a second generator
 that recomputation has to restore as well).
@@ -14,7 +13,7 @@ that recomputation has to restore as well).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
@@ -24,10 +23,7 @@ from minidist.model.seeding import stable_hash
 
 
 def share_random_state(group: Group = None) -> None:
-    """Give all ranks of a group the state of torch's generators on its first rank.
-
-    Sends about 5,000 bytes to each child in `comm.broadcast`'s tree.
-    """
+    """Give all ranks of a group the state of torch's generators on its first rank, some 5,000 bytes."""
     state = torch.get_rng_state()
     torch.set_rng_state(comm.broadcast(state, group=group))
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -35,23 +31,17 @@ def share_random_state(group: Group = None) -> None:
         torch.cuda.set_rng_state(comm.broadcast(on_gpu, group=group).cpu())
 
 
-@contextmanager
-def own_random_state(group: Group = None) -> Iterator[None]:
-    """Inside, torch's random numbers differ between the ranks of a group that start with the same state.
-
-    Afterwards every rank's state is as if it had drawn one number. Sends nothing.
-    """
-    with random_state_of(rank_in(group)):
-        yield
+def own_random_state(group: Group = None) -> AbstractContextManager[None]:
+    """Inside, ranks of a group that start with the same state draw different numbers. Sends nothing."""
+    return random_state_of(rank_in(group))
 
 
 @contextmanager
 def random_state_of(stream: int) -> Iterator[None]:
     """Inside, torch's random numbers follow from the current state and `stream`; afterwards one is drawn.
 
-    The engine gives a stream of its own to each pipeline stage and to each share of the batch and of the
-    sequence. Ranks start with the same state unless a program seeds them otherwise, and would drop the same
-    units everywhere.
+    The engine gives a stream to each pipeline stage and to each share of the batch and of the sequence. Ranks
+    usually start with the same state, and would drop the same units everywhere.
     """
     seed = stable_hash(int(torch.randint(2**62, ())), stream)
     on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]

@@ -36,24 +36,18 @@ from minidist.parallel.training.activation_memory import ActivationCounter
 
 
 def recompute(module: nn.Module, parts: str | Sequence[str] | None = None) -> nn.Module:
-    """Make parts of `module` compute their activations again in the backward pass, from now on.
+    """Make parts of `module` compute their activations again in the backward pass, in place, and return it.
 
     >>> recompute(model)  # whole layers
     >>> recompute(model, ["layers.*.attention", "layers.*.mlp"])
 
-    Parts may contain each other. Buffers that a part updates, such as BatchNorm's statistics, are updated
-    once. Where no gradients are computed, nothing is kept or computed again.
+    Parts get another `forward`; all names stay. Parts may contain each other. Buffers that a part updates,
+    such as BatchNorm's statistics, are updated once. Where no gradients are computed, nothing is kept or
+    computed again.
 
-    Args:
-        module: changed in place: parts get another `forward`; all names stay.
-        parts: names of submodules, as in `named_modules`, where "*" stands for any letters between two dots;
-            None for the layers, which are the children of each outermost `ModuleList` and `Sequential`.
-
-    Returns:
-        `module`.
-
-    Raises:
-        ValueError: a pattern fits no part, or there are no layers.
+    parts: names of submodules, as in `named_modules`, where "*" stands for any letters between two dots; None
+    for the layers, which are the children of each outermost `ModuleList` and `Sequential`. Raises ValueError
+    if a pattern fits no part, or there are no layers.
     """
     names = [name for name, _ in module.named_modules() if name]
     if parts is None:

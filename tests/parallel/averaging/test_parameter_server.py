@@ -317,7 +317,7 @@ def test_parts_hold_every_parameter_once_and_are_balanced(lengths: list[int], se
     parameters = [nn.Parameter(torch.randn(n, dtype=dtypes[i % 4])) for i, n in enumerate(lengths)]
     if servers > len(parameters):
         with pytest.raises(
-            ValueError, match=f"servers is {servers} and the model has {len(parameters)} train"
+            ValueError, match=f"servers is {servers}, but the model has {len(parameters)} train"
         ):
             divide(parameters, servers)
         return
