@@ -1,8 +1,8 @@
 """Data that every machine has: handwritten digits, and the source of Python's own standard library.
 
 Nothing is downloaded. A hash, not a shuffle, splits each data set, so the split is the same on every machine,
-in every run and with every version of every library. `dataset(name)` gives either in one form: `data =
-dataset("digits")`, then `inputs, targets = data.train[torch.arange(64)]`.
+in every run and with every version of every library. `dataset(name)` gives either in one form, whose
+`train[indices]` and `test[indices]` are inputs and targets.
 
 Source of the digits: Alpaydin and Kaynak, Optical Recognition of Handwritten Digits, 1998 (its test part:
 1797 images).

@@ -125,7 +125,7 @@ class ParameterServer:
         self._ask(Ask.DONE)
         self._finished = True
         self._request(Ask.LEAVE)
-        self._let_go()
+        self._wait_until_sent()
 
     def serve(self, after_update: Callable[[int], object] | None = None) -> ServerReport:
         """Make updates until every worker is done or dead, on a server. Sends 16 + S_k bytes for each pull.
@@ -149,7 +149,7 @@ class ParameterServer:
         """Send a request to all servers, and load their replies into the model."""
         self._request(what)
         values = [comm.recv(part.empty_values(), k, Tag.VALUES) for k, part in enumerate(self._parts)]
-        self._let_go()
+        self._wait_until_sent()
         return min(part.load_values(v) for part, v in zip(self._parts, values, strict=True))
 
     def _request(self, what: int, rows: int = 0) -> None:
@@ -159,7 +159,7 @@ class ParameterServer:
     def _send(self, message: Tensor, server: int, tag: int) -> None:
         self._sending.append(comm.send(message, server, tag, async_op=True))
 
-    def _let_go(self) -> None:
+    def _wait_until_sent(self) -> None:
         """Wait until all messages have left. The servers have answered them, or this worker is leaving."""
         while self._sending:
             self._sending.pop().wait()

@@ -121,7 +121,7 @@ class Serving:
     def _take(self, request: _Request) -> None:
         worker = request.worker
         if request.error is not None:
-            self._bury(worker, request.error)
+            self._worker_died(worker, request.error)
             return
         if worker in self._sending:
             self._sending.pop(worker).wait()  # the worker asks again, so this answer has arrived
@@ -137,7 +137,7 @@ class Serving:
         else:
             self.connected.remove(worker)
 
-    def _bury(self, worker: int, error: BaseException) -> None:
+    def _worker_died(self, worker: int, error: BaseException) -> None:
         """Go on without a worker that has died; raise any other error that ended its thread."""
         if not is_death(error):
             raise error

@@ -55,16 +55,16 @@ def release(parameters: Iterable[Tensor]) -> None:
         _claims[parameter] = [each for each in _claims_on(parameter) if each.takes_values]
 
 
-def require_free(named: Iterable[tuple[str, Tensor]], beside: Sequence[str] = ()) -> None:
+def require_free(named: Iterable[tuple[str, Tensor]], shared_with: Sequence[str] = ()) -> None:
     """Raise ValueError if another object trains one of the named parameters, or has taken its values.
 
-    Several objects may share a frozen parameter, as long as none of them takes its values. `beside` lists
-    kinds of owners that the new one may share parameters with.
+    Several objects may share a frozen parameter, as long as none of them takes its values. The new owner may
+    share parameters with owners of the kinds in `shared_with`.
     """
     parameters = [*named]
-    if _first(parameters, beside) is not None:
+    if _first(parameters, shared_with) is not None:
         gc.collect()  # an owner without references may still wait to be collected
-    found = _first(parameters, beside)
+    found = _first(parameters, shared_with)
     if found is None:
         return
     name, by = found
@@ -84,9 +84,9 @@ def _claims_on(parameter: Tensor) -> list[_Claim]:
     return [each for each in _claims.get(parameter, ()) if each.takes_values or each.owner() is not None]
 
 
-def _first(named: Sequence[tuple[str, Tensor]], beside: Sequence[str]) -> tuple[str, _Claim] | None:
+def _first(named: Sequence[tuple[str, Tensor]], shared_with: Sequence[str]) -> tuple[str, _Claim] | None:
     for name, parameter in named:
         for each in sorted(_claims_on(parameter), key=lambda each: not each.takes_values):
-            if each.takes_values or (parameter.requires_grad and each.kind not in beside):
+            if each.takes_values or (parameter.requires_grad and each.kind not in shared_with):
                 return name, each
     return None

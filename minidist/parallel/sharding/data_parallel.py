@@ -93,7 +93,7 @@ class DataParallel(nn.Module):
             raise TypeError(f"module is a {type(module).__name__}; give a torch.nn.Module")
         if isinstance(bucket_mb, bool) or not (isinstance(bucket_mb, int | float) and 0 <= bucket_mb < inf):
             raise ValueError(f"bucket_mb is {bucket_mb!r}; give megabytes, or 0 for one message a parameter")
-        require_free(module.named_parameters(), beside=[ZERO])
+        require_free(module.named_parameters(), shared_with=[ZERO])
         refuse_meta("module", [*module.named_parameters(), *module.named_buffers()])
         self.module = module
         self.group, self.bucket_mb, self.overlap = group, bucket_mb, overlap

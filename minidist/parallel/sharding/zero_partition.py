@@ -89,7 +89,7 @@ class Partition:
                     "give dense parameters (their gradients may be sparse)"
                 )
         named = [(str(i), p) for i, p in enumerate(parameters)]
-        require_free(named, beside=[DATA_PARALLEL, ZERO])
+        require_free(named, shared_with=[DATA_PARALLEL, ZERO])
         refuse_meta("params", named)
         if self.exchange.ranks > 1:
             require_same("parameters", named, self.exchange.group)

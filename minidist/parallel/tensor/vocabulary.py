@@ -127,7 +127,7 @@ def vocab_parallel_cross_entropy(
     if len(own) != columns or local_logits.shape[:-1] != targets.shape:
         raise ValueError(
             f"local_logits of shape {tuple(local_logits.shape)} do not fit targets of shape "
-            f"{tuple(targets.shape)} and a vocabulary of {vocabulary}, of which this rank has {len(own)}: "
+            f"{tuple(targets.shape)} and a vocabulary of {vocabulary}, of which this rank has {len(own)}; "
             f"give local_logits (..., {len(own)}) and targets (...)"
         )
     if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:

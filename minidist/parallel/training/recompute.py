@@ -9,12 +9,11 @@ bit.
 To add an activation checkpoint policy:
 
 1. If it chooses which parts are recomputed, return their names from a function like `_layers`, and call that
-in
-   `recompute`. If it chooses what a part keeps, or where (on the CPU, say), change the two contexts that
-   `_Recomputed.__call__` gives to torch's `checkpoint`.
-2. `md.prepare` calls `recompute` if `Layout.recompute` is set: engine/prepare.py, contract/layout.py. 3.
-Teach the models what it keeps and what it computes again: `_kept` in scale/memory/estimates.py, and
-   `PassWork.again` in scale/time/layer_work.py. tests/parallel/training/test_recompute.py measures both.
+   function in `recompute`. If it chooses what a part keeps, or where (on the CPU, say), change the two
+   contexts that `_Recomputed.__call__` gives to torch's `checkpoint`.
+2. `md.prepare` calls `recompute` if `Layout.recompute` is set: engine/prepare.py, contract/layout.py.
+3. Teach the models what it keeps and what it computes again: `_kept` in scale/memory/estimates.py, and
+   `PassWork.again` in scale/time/layer_work.py. tests/parallel/training/test_recompute.py measures.
 
 Sources: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", section 4; Korthikanti et al.
 2022, "Reducing Activation Recomputation in Large Transformer Models", section 5 (chosen parts).
