@@ -1,4 +1,12 @@
-"""What collectives cost: the alpha-beta-gamma model, its fit to running ranks, the figures of known links."""
+"""Predict how long collectives take: the alpha-beta-gamma model, its fit to running ranks, known networks.
+
+`fit` measures alpha, beta and gamma between ranks, `PROFILES` has those of known networks, and `predict`
+gives the seconds of a collective from either.
+
+- `model.py`: rounds, bytes and sums of each algorithm, and the time that they take
+- `links.py`: links, shared memory, and the profiles of known networks
+- `fitting.py`: measure the links between the ranks that run
+"""
 
 from minidist.comm.cost.fitting import fit as fit
 from minidist.comm.cost.links import PROFILES as PROFILES

@@ -1,4 +1,4 @@
-"""Measure alpha, beta and gamma between the ranks that run."""
+"""`fit`: measure alpha, beta and gamma between the ranks that run."""
 
 from __future__ import annotations
 
@@ -20,24 +20,25 @@ from minidist.comm.work import Group, rank_in, ranks_of
 SMALL, LARGE = 2**10, 2**22
 """Bytes of the messages whose times give alpha and beta."""
 WHOLE = 2**24
-"""Bytes of a tensor that goes through the staging buffers, and does not stay in the cache."""
+"""Bytes of a tensor that goes through the staging buffers and exceeds the cache."""
 
 
 def fit(group: Group = None, rounds: int = 15) -> LinkProfile:
     """Measure the links between a group's ranks and the memory that they share. All of them call it.
 
-    Takes a second or two. What is measured are messages, meetings, copies and sums, none of the collectives
-    that `predict` is asked about; but of torch's own algorithms, which can't be taken apart, two all-reduces.
+    Takes a second or two. It measures messages, barriers, copies and sums, none of the collectives that
+    `predict` is asked about. The exception is torch's all-reduce, which can't be taken apart: two of them are
+    measured.
 
     Args:
         group: the ranks; at least 2.
-        rounds: times that each is measured; the median counts.
+        rounds: repetitions of each measurement; the median counts.
 
     Returns:
-        The same on all ranks: a profile named "loopback" where they share a host, else "measured".
+        A profile, the same on all ranks, named "loopback" if they share a host and "measured" otherwise.
 
     Raises:
-        ValueError: a group of one rank.
+        ValueError: the group has one rank.
         CollectiveError: a peer is gone or late.
     """
     ranks, rank = len(ranks_of(group)), rank_in(group)
@@ -47,7 +48,7 @@ def fit(group: Group = None, rounds: int = 15) -> LinkProfile:
     small, large = torch.zeros(SMALL // 4), torch.zeros(2 * LARGE // 4)
 
     def seconds(run: Callable[[], object], calls: int = 1) -> float:
-        """Median over rounds of the slowest rank's time for one call."""
+        """Return the time of one call: each rank's median over the rounds, and of those the slowest."""
         times = []
         for _ in range(rounds + 1):
             barrier(group)
@@ -59,8 +60,8 @@ def fit(group: Group = None, rounds: int = 15) -> LinkProfile:
         return float(all_reduce(median, "max", algorithm="torch", group=group))
 
     def back_and_forth(size: int, times: int) -> float:
-        """Seconds of a message between ranks 0 and 1, while the others wait."""
-        # Each goes to a place of its own: one that was sent from has to wait until it may be overwritten.
+        """Return the seconds of a message between ranks 0 and 1, while the others wait."""
+        # Every message has its own slot: a slot that is being sent must not be overwritten.
         x, n = torch.zeros((2 * times + 1) * size // 4), size // 4
         steps = []
         for i in range(2 * times):
@@ -71,7 +72,7 @@ def fit(group: Group = None, rounds: int = 15) -> LinkProfile:
         return seconds(lambda: execute(steps, x, x, group=group)) / (2 * times)
 
     def around(size: int, times: int) -> float:
-        """Seconds of a message where every rank sends to the next what it just got from the one before."""
+        """Return the seconds of a message when every rank passes on to the next what the last one sent."""
         x, n = torch.zeros((times + 1) * size // 4), size // 4
         steps = [
             Step(
@@ -107,7 +108,7 @@ def fit(group: Group = None, rounds: int = 15) -> LinkProfile:
 
 
 def _memory(memory: SharedMemory, seconds: Callable[..., float], group: Group) -> SharedMemoryCost:
-    """Measure what every rank does in the staging buffers: fill its own, then use its neighbour's."""
+    """Measure staging buffers: every rank fills its own, then uses its neighbour's."""
     buffer, whole = memory.next_buffer(torch.float32), torch.zeros(WHOLE // 4)
     own, other = buffer[memory.own], buffer[(memory.own + 1) % len(memory.members)]
     chunks = [whole[start : start + len(own)] for start in range(0, len(whole), len(own))]

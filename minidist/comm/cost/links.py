@@ -1,4 +1,4 @@
-"""Links and their figures, for predictions about machines that are not at hand."""
+"""Links between ranks, and the figures of known networks, to predict machines that are not at hand."""
 
 from __future__ import annotations
 
@@ -7,37 +7,37 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Link:
-    """Messages between ranks."""
+    """What messages between ranks cost."""
 
-    alpha: float  # seconds of a message, whatever its size
-    beta: float  # seconds more for each of its bytes
-    # The same where every rank sends at once; None: each rank has a link of its own, so nothing changes.
+    alpha: float  # seconds of a message of any size
+    beta: float  # further seconds for each byte
+    # The same if every rank sends at once. None: every rank has its own link, so nothing changes.
     busy_alpha: float | None = None
     busy_beta: float | None = None
-    call: float = 0.0  # seconds of a collective beside its messages
+    call: float = 0.0  # seconds of a collective apart from its messages
 
 
 @dataclass(frozen=True)
 class SharedMemoryCost:
-    """What ranks of one host do in memory that they share, all at once."""
+    """What collectives in shared memory cost, with all ranks of a host at work."""
 
-    meet: float  # seconds of a meeting
-    put: float  # seconds per byte that is copied in
-    take: float  # seconds per byte that another rank put there, and that is copied out
-    combine: float  # seconds per byte that another rank put there, and that is combined with this rank's
-    call: float = 0.0  # seconds of a collective beside these
+    meet: float  # seconds of a barrier
+    put: float  # seconds to copy in a byte
+    take: float  # seconds to copy out a byte that another rank put there
+    combine: float  # seconds to combine a byte of another rank with this rank's
+    call: float = 0.0  # seconds of a collective apart from these
 
 
 @dataclass(frozen=True)
 class LinkProfile:
-    """How fast ranks talk."""
+    """How fast messages and shared memory between some ranks are."""
 
     name: str
     source: str  # where the figures come from
-    links: dict[str, Link]  # "messages" for our algorithms, and "torch" where torch's own differ
-    gamma: float  # seconds per byte that is combined with one that came in a message
-    memory: SharedMemoryCost | None = None  # None where the ranks have no memory in common
-    ranks: int | None = None  # how many there were when it was measured
+    links: dict[str, Link]  # "messages" for our algorithms, "torch" if torch's own differ
+    gamma: float  # seconds to combine a byte with one that came in a message
+    memory: SharedMemoryCost | None = None  # None if the ranks share no memory
+    ranks: int | None = None  # how many ranks were measured
 
 
 def _network(name: str, alpha: float, bytes_per_second: float, gamma: float, source: str) -> LinkProfile:
@@ -45,7 +45,7 @@ def _network(name: str, alpha: float, bytes_per_second: float, gamma: float, sou
 
 
 _TCP = 30e-6
-"""Seconds of a small message through the kernel's TCP on both sides and a switch; 20 to 50 us are common."""
+"""Seconds of a small message: the kernel's TCP on both sides, and a switch. 20 to 50 us are common."""
 _CPU_SUM = 3 / 30e9
 """Seconds per byte of a sum on one core of a server: two reads and a write in memory at 30 GB/s."""
 _GPU_SUM = 3 / 3.35e12
@@ -76,4 +76,4 @@ PROFILES = {
         ),
     )
 }
-"""Networks by name."""
+"""Known networks by name."""

@@ -1,12 +1,11 @@
-"""What a collective costs: alpha, beta and gamma, and the time that they predict.
+"""Predict the time of a collective from alpha, beta and gamma.
 
 A message of S bytes takes alpha + beta S; combining two tensors of S bytes takes gamma S. An algorithm is
-then a few numbers (`terms`): rounds of messages one after the other, bytes that one rank has to pass on in
-them, bytes that it combines. `fit` measures alpha, beta and gamma between the ranks that run; `PROFILES` has
-those of networks that are not at hand; `predict` gives seconds for any of them.
+described by a few numbers (`terms`): the rounds of messages, one after the other, the bytes that the busiest
+rank passes on in them, and the bytes that it combines. `predict` turns them into seconds.
 
-Ranks of one machine share its cores, and a message keeps cores busy at both ends: it takes longer the more
-ranks send at once. Between one rank and all of them alpha and beta are interpolated.
+Ranks of one machine share its cores, and a message keeps cores busy at both ends, so it takes longer when
+more ranks send at once. alpha and beta are interpolated between one sender and all ranks.
 
 Source: Thakur, Rabenseifner and Gropp 2005, "Optimization of Collective Communication Operations in MPICH",
 sections 3 and 4; Hockney 1994 for alpha and beta.
@@ -19,23 +18,21 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from minidist._names import unknown
-from minidist.comm.cost.fitting import fit as fit
-from minidist.comm.cost.links import PROFILES as PROFILES
-from minidist.comm.cost.links import LinkProfile as LinkProfile
+from minidist.comm.cost.links import PROFILES, LinkProfile
 from minidist.comm.transport.shared_memory import STAGE
 
 SEGMENT = 2**18
-"""Bytes of a segment that a chain of ranks passes on: 2^16 elements of float32."""
+"""Bytes of a segment that a chain of ranks passes on at a time: 2^16 elements of float32."""
 
 
 class Terms(NamedTuple):
-    """What an algorithm does."""
+    """What an algorithm does, in messages and bytes."""
 
-    rounds: float  # messages one after the other
+    rounds: float  # messages, one after the other
     sent: float  # bytes that the busiest rank passes on in them
-    reduced: float  # bytes that it combines
-    messages: float  # of all ranks together
-    bytes: float  # of all ranks together
+    reduced: float  # bytes that the busiest rank combines
+    messages: float  # messages of all ranks together
+    bytes: float  # bytes of all ranks together
 
 
 Formula = Callable[[float, int], Terms]
@@ -44,18 +41,18 @@ Formula = Callable[[float, int], Terms]
 def predict(
     operation: str, algorithm: str, size: float, ranks: int, profile: LinkProfile | str = "25gbe"
 ) -> float:
-    """Seconds that a collective takes.
+    """Return the seconds that a collective takes.
 
     Args:
         operation: "all_reduce", "reduce_scatter", "all_gather", "broadcast" or "all_to_all".
-        algorithm: "ring", "tree", "halving_doubling", "naive" or "pairwise", as far as the operation has
-            them; "torch", whose backends run rings; or "shared_memory".
+        algorithm: "ring", "tree", "halving_doubling", "naive" or "pairwise", if the operation has it;
+            "torch", whose backends run rings; or "shared_memory".
         size: bytes of the tensor that each rank passes.
-        ranks: how many take part.
+        ranks: how many ranks take part.
         profile: what `fit` returned, or the name of one of `PROFILES`.
 
     Raises:
-        ValueError: an unknown operation, algorithm or profile; shared memory in a profile without it.
+        ValueError: the operation, algorithm or profile is unknown; or the profile has no shared memory.
     """
     if isinstance(profile, str):
         if profile not in PROFILES:
@@ -68,7 +65,7 @@ def predict(
     if algorithm == "shared_memory":
         return _through_memory(operation, size, ranks, profile)
     cost = terms(operation, algorithm, size, ranks)
-    # gloo's all-reduce is a program of its own; its other collectives are messages as ours are.
+    # gloo's all-reduce has its own implementation; its other collectives are messages like ours.
     own = algorithm == "torch" and operation == "all_reduce"
     link = profile.links.get("torch" if own else "messages", profile.links["messages"])
     alpha = _between(link.alpha, link.busy_alpha, cost.messages, cost.rounds, ranks)
@@ -77,15 +74,18 @@ def predict(
 
 
 def _between(one: float, all_at_once: float | None, total: float, busiest: float, ranks: int) -> float:
-    """What holds where `total` of all ranks falls into the time of `busiest`, as many as one rank's."""
+    """Interpolate between one sender and all ranks, by the average number of ranks that send at once.
+
+    total: messages or bytes of all ranks; busiest: those of one rank in the same time.
+    """
     if all_at_once is None or not busiest:
         return one
-    at_once = total / busiest  # ranks that send, on average
+    at_once = total / busiest
     return one + (all_at_once - one) * min(1.0, max(0.0, (at_once - 1) / (ranks - 1)))
 
 
 def crossover(operation: str, small: str, large: str, ranks: int, profile: LinkProfile | str) -> float | None:
-    """Bytes, a power of two up to 1 GB, from which on `large` is the faster; None where it never is."""
+    """Return the bytes, a power of two up to 1 GB, from which `large` is faster; None if it never is."""
     sizes = [2.0**exponent for exponent in range(31)]
     slower = [
         predict(operation, large, size, ranks, profile) >= predict(operation, small, size, ranks, profile)
@@ -97,17 +97,17 @@ def crossover(operation: str, small: str, large: str, ranks: int, profile: LinkP
 
 
 def terms(operation: str, algorithm: str, size: float, ranks: int) -> Terms:
-    """An algorithm's numbers for `size` bytes in each of `ranks` ranks.
+    """Return an algorithm's numbers for `size` bytes in each of `ranks` ranks.
 
     Raises:
-        ValueError: an unknown operation, or an algorithm that it does not have.
+        ValueError: the operation is unknown, or lacks the algorithm.
     """
     if operation not in FORMULAS:
         raise unknown("operation", operation, FORMULAS)
     formulas = FORMULAS[operation]
     if (
         algorithm == "torch"
-    ):  # gloo and NCCL: rings, a tree to broadcast, all messages of an all-to-all at once
+    ):  # gloo and NCCL: rings, a tree for broadcasts, all messages of an all-to-all at once
         algorithm = {"broadcast": "tree", "all_to_all": "direct", "reduce_scatter": "direct"}.get(
             operation, "ring"
         )
@@ -118,7 +118,7 @@ def terms(operation: str, algorithm: str, size: float, ranks: int) -> Terms:
 
 def _halving_doubling(size: float, n: int) -> Terms:
     power = 2 ** math.floor(math.log2(n))
-    steps, surplus = math.log2(power), n - power  # surplus ranks hand theirs over, and get the result
+    steps, surplus = math.log2(power), n - power  # surplus ranks send theirs to others, and get the result
     sent = 2 * (power - 1) / power * size
     folds = 2 if surplus else 0
     return Terms(
@@ -145,7 +145,7 @@ def _tree(size: float, n: int) -> Terms:
 
 
 def _naive(size: float, n: int) -> Terms:
-    # The root takes n - 1 messages at once, and answers them at once.
+    # The root receives n - 1 messages at once, and sends n - 1 at once.
     return Terms(2, 2 * (n - 1) * size, (n - 1) * size, 2 * (n - 1), 2 * (n - 1) * size)
 
 
@@ -182,23 +182,23 @@ FORMULAS: dict[str, dict[str, Formula]] = {
     "broadcast": {"ring": _chain, "tree": _broadcast_tree},
     "all_to_all": {"pairwise": _exchange, "direct": lambda s, n: _direct(s, n)._replace(reduced=0)},
 }
-"""Operation -> algorithm -> its terms, from S, the bytes that each rank passes, and n ranks."""
+"""Operation -> algorithm -> its terms, from the bytes S that each rank passes and n ranks."""
 
 
 def _through_memory(operation: str, size: float, n: int, profile: LinkProfile) -> float:
-    """Chunks of `STAGE` bytes: copied in, met for, combined where they lie, and copied out."""
+    """Predict a collective in shared memory, by chunks of `STAGE` bytes: copy in, combine, copy out."""
     if operation not in FORMULAS:
         raise unknown("operation", operation, FORMULAS)
     memory = profile.memory
     if memory is None:
         raise ValueError(f"the profile {profile.name!r} has no shared memory: its ranks are on several hosts")
     chunks = max(1, math.ceil(size / STAGE))
-    meetings, put, combined, taken = {
+    barriers, put, combined, taken = {
         "all_reduce": (chunks + 1, size, (n - 1) / n * size, size),
         "reduce_scatter": (chunks, size, (n - 1) / n * size, 0.0),
         "all_gather": (chunks, size, 0.0, (n - 1) * size),
-        "broadcast": (chunks, 0.0, 0.0, size),  # chunk i is taken while chunk i + 1 is put
+        "broadcast": (chunks, 0.0, 0.0, size),  # chunk i is copied out while chunk i + 1 is copied in
         "all_to_all": (chunks, size, 0.0, size),
     }[operation]
     moved = memory.put * put + memory.combine * combined + memory.take * taken
-    return memory.call + memory.meet * meetings + moved
+    return memory.call + memory.meet * barriers + moved

@@ -32,12 +32,8 @@ def launch(
         fn: any function: of a module, a script, a notebook cell, or a closure.
         ranks: number of processes, at least 1.
         args: the positional arguments of `fn`, the same on each rank.
-        timeout: seconds that the run may take. None sets no limit, and gives each collective 300 s.
-        check: compare the ranks' calls before they begin; see `Cluster`.
-        threads: threads of each rank; by default the cores divided by the ranks, at least 1.
-        start_timeout: seconds that the ranks may take to start.
-        may_fail: ranks whose failure does not stop the others, such as a parameter server's workers. Ignored
-            under torchrun, which stops all ranks when one fails.
+        timeout, check, threads, start_timeout, may_fail: as of `Cluster`. Under torchrun, may_fail has no
+            effect: torchrun stops all ranks when one fails.
 
     Returns:
         What each rank returned, in rank order. A rank of `may_fail` that failed has its RankError or RankDied

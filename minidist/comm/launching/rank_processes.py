@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import itertools
-import json
 import os
 import re
 import select
@@ -18,7 +17,7 @@ import threading
 import time
 
 from minidist.comm.launching.safeguards import check_not_starting
-from minidist.comm.launching.supervisor import HEADER
+from minidist.comm.launching.supervisor import REQUEST
 from minidist.comm.transport.channel import Connection
 
 START_METHODS = ("fork", "spawn")
@@ -71,18 +70,14 @@ class Supervisor:
         """Ask for a rank that gets these descriptors. Returns its key, for `kill`."""
         with self._lock:
             key = next(self._keys)
-            self._send({"kind": "start", "key": key}, descriptors)
+            # One call sends a request, so Ctrl-C cannot cut it in two and garble all later ones.
+            socket.send_fds(self._control, [REQUEST.pack(key, True)], descriptors)
         return key
 
     def kill(self, key: int) -> None:
         """Ask for a rank to be killed. No error if the rank or the supervisor is gone."""
         with self._lock, contextlib.suppress(OSError):
-            self._send({"kind": "kill", "key": key}, [])
-
-    def _send(self, request: dict[str, object], descriptors: list[int]) -> None:
-        text = json.dumps(request).encode()
-        # One call: Ctrl-C must not cut a request in two, which would garble all later ones.
-        socket.send_fds(self._control, [HEADER.pack(len(text)) + text], descriptors)
+            self._control.send(REQUEST.pack(key, False))
 
     def end(self) -> str:
         """Say how the supervisor ended, once it has closed its pipes."""

@@ -22,7 +22,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
-import json
 import os
 import select
 import signal
@@ -36,8 +35,8 @@ from types import FrameType
 
 from minidist.comm.launching.safeguards import die_with_parent, set_starting
 
-HEADER = struct.Struct("!I")
-"""A request is the length of a JSON text, with file descriptors, and then the text."""
+REQUEST = struct.Struct("!Q?")
+"""A request: the key of a rank, and whether to start it (with its file descriptors) or to kill it."""
 MAX_DESCRIPTORS = 4
 
 PRELOAD = "MINIDIST_PRELOAD"
@@ -111,14 +110,14 @@ class SupervisorServer:
 
     def handle(self) -> bool:
         """Read one request and act on it; False if the caller has closed the socket."""
-        header, descriptors, _, _ = socket.recv_fds(self.control, HEADER.size, MAX_DESCRIPTORS)
-        if len(header) < HEADER.size:
+        request, descriptors, _, _ = socket.recv_fds(self.control, REQUEST.size, MAX_DESCRIPTORS)
+        if len(request) < REQUEST.size:
             return False
-        request = json.loads(_receive_exactly(self.control, HEADER.unpack(header)[0]))
-        if request["kind"] == "start":
-            self.start(request["key"], descriptors)
+        key, start = REQUEST.unpack(request)
+        if start:
+            self.start(key, descriptors)
         else:
-            self.kill(request["key"])
+            self.kill(key)
         return True
 
     def start(self, key: int, descriptors: list[int]) -> None:
@@ -201,16 +200,6 @@ def _kill_group(process: int) -> None:
 def _report(status: int, line: str) -> None:
     with contextlib.suppress(BrokenPipeError):  # the caller no longer reads
         os.write(status, f"{line}\n".encode())
-
-
-def _receive_exactly(connection: socket.socket, length: int) -> bytes:
-    data = b""
-    while len(data) < length:
-        part = connection.recv(length - len(data))
-        if not part:
-            raise EOFError("the caller closed its socket in the middle of a request")
-        data += part
-    return data
 
 
 def _wake(number: int, frame: FrameType | None) -> None:

@@ -53,14 +53,9 @@ def prepare(memory: memoryview) -> None:
 
 
 class Outgoing:
-    """The sender's end.
+    """The sender's end. OSError if there is too little memory.
 
-    Args:
-        descriptor: of the file with the receiver's mailboxes.
-        start: the first byte of this mailbox there.
-
-    Raises:
-        OSError: there is not enough memory.
+    descriptor: of the file with the receiver's mailboxes. start: the first byte of this mailbox there.
     """
 
     def __init__(self, descriptor: int, start: int) -> None:
@@ -78,18 +73,12 @@ class Outgoing:
         self._lock = threading.Lock()
 
     def put(self, key: Key, x: torch.Tensor, limit: Callable[[], float]) -> bool:
-        """Send a contiguous tensor, which may change afterwards.
+        """Send a contiguous tensor of at most `CAPACITY` bytes, which may change afterwards.
 
-        Args:
-            key: of the message.
-            x: at most `CAPACITY` bytes.
-            limit: returns the seconds to wait while `RECORDS` messages are not taken.
+        limit: returns the seconds to wait while `RECORDS` messages are not taken; after them, a RuntimeError.
 
         Returns:
             False if there was no room; the caller then sends the tensor elsewhere.
-
-        Raises:
-            RuntimeError: the receiver takes no message in that time.
         """
         size = x.numel() * x.element_size()
         with self._lock:

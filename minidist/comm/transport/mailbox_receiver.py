@@ -31,11 +31,8 @@ class Expected:
 class Incoming:
     """The receiver's end.
 
-    Args:
-        memory: of the mailbox.
-        sender: the process that sends.
-        patient: sleep at once, without spinning, because there are more ranks than cores.
-        refused: returns whether the sender has found that it cannot use the mailbox.
+    patient: sleep at once, without spinning, because there are more ranks than cores.
+    refused: returns whether the sender has found that it cannot use the mailbox.
     """
 
     def __init__(
@@ -75,12 +72,7 @@ class Incoming:
             self._take()
 
     def wait(self, key: Key, expected: Expected, limit: Callable[[], float]) -> None:
-        """Wait for an expected message.
-
-        Args:
-            key: of the message.
-            expected: as `expect` returned it.
-            limit: returns the seconds to wait.
+        """Wait for what `expect` returned. limit: returns the seconds to wait.
 
         Raises:
             RuntimeError: the sender has ended, or does not send in that time; or the size differs.

@@ -77,14 +77,9 @@ def tag_elsewhere(tag: int) -> int:
 
 
 class Arrival:
-    """A message to receive, with `wait` and `is_completed` like torch's handles.
+    """A message to receive into contiguous `x`, with `wait` and `is_completed` like torch's handles.
 
-    Args:
-        box: the mailbox that it arrives in.
-        x: contiguous; where it goes.
-        group: of the ranks that talk.
-        source: the sender's rank in the group.
-        tag: of the message.
+    source: the sender's rank in the group.
     """
 
     def __init__(
@@ -119,13 +114,7 @@ class Arrival:
 
 
 class Mailboxes:
-    """This rank's mailboxes, and those of the ranks that it sends to.
-
-    Args:
-        store: of the world.
-        own: this rank.
-        ranks: the world size.
-    """
+    """This rank's mailboxes, and those of the ranks that it sends to, in a world of `ranks`."""
 
     def __init__(self, store: Store, own: int, ranks: int) -> None:
         self._store, self._own = store, own

@@ -42,12 +42,9 @@ _by_address: weakref.WeakValueDictionary[int, Segment] = weakref.WeakValueDictio
 
 
 def share(group: dist.ProcessGroup, hosts: Sequence[Sequence[int]], pitch: int) -> int | None:
-    """Make one file of zeros on each host, and open it in all ranks there. A collective.
+    """Make a file of zeros on each host, `pitch` bytes a rank, and open it in all ranks there. A collective.
 
-    Args:
-        group: the ranks; they talk over gloo.
-        hosts: the group's ranks, host by host.
-        pitch: bytes for each rank.
+    hosts: the group's ranks, host by host. The ranks talk over gloo.
 
     Returns:
         The descriptor of this host's file; None on all ranks if any of them failed.

@@ -37,22 +37,18 @@ def available() -> bool:
 
 
 class ProcessBarrier:
-    """A barrier of `ranks` processes that map the same memory.
+    """A barrier of `ranks` processes that map the same `size(ranks)` bytes of memory.
 
-    Args:
-        memory: `size(ranks)` bytes. One process has called `prepare` on it before the others see it.
-        own: this process's rank among them.
-        ranks: how many they are.
-        patient: sleep at once, without spinning, because there are more ranks than cores.
+    One of them calls `prepare` on the memory before the others see it.
+    patient: sleep at once, without spinning, because there are more ranks than cores.
     """
 
     def __init__(self, memory: memoryview, own: int, ranks: int, patient: bool) -> None:
-        library = _library()
-        self._library, self._post, self._try_wait = library, library.sem_post, library.sem_trywait
-        address = address_of(memory)
-        rows = [[address + LINE * (2 * rank + parity) for rank in range(ranks)] for parity in (0, 1)]
+        rows = [
+            [Semaphore(memory[LINE * (2 * rank + parity) :]) for rank in range(ranks)] for parity in (0, 1)
+        ]
         self._semaphore = [row[own] for row in rows]
-        self._others = [[each for rank, each in enumerate(row) if rank != own] for row in rows]
+        self._others = [row[:own] + row[own + 1 :] for row in rows]
         # How often each rank has come. This tells who is missing; tokens do not say whose they are.
         self._counts = memory[2 * LINE * ranks : self.size(ranks)].cast("q")[:: LINE // 8]
         self._own, self._spins = own, 0 if patient else SPINS
@@ -69,29 +65,25 @@ class ProcessBarrier:
             Semaphore.prepare(memory[LINE * number :])
 
     def wait(self, limit: float, check: Callable[[Callable[[], list[int]]], None]) -> float:
-        """Wait until all ranks have come, and return the seconds that it took.
+        """Wait until all ranks have come, and return the seconds that it took. TimeoutError after `limit`.
 
-        Args:
-            limit: seconds to wait.
-            check: called now and then while waiting, with a function that returns the ranks that are late. It
-                raises if waiting for them is pointless.
-
-        Raises:
-            TimeoutError: some rank has not come within `limit` seconds.
+        check: called now and then with a function that returns the ranks that are late. It raises if waiting
+        for
+            them is pointless.
         """
         count = self._counts[self._own] + 1
         for other in self._others[count % 2]:
-            self._post(other)
+            other.post()
         self._counts[self._own] = count  # last: a rank that is counted has posted all its tokens
         own, missing, spins = self._semaphore[count % 2], len(self._others[0]), self._spins
-        try_wait, begun = self._try_wait, time.perf_counter()
+        begun = time.perf_counter()
         while missing:
-            if not try_wait(own):
+            if own.try_wait():
                 missing -= 1
             elif spins > 0:
                 spins -= 1
                 os.sched_yield()
-            elif _timed_wait(self._library, own):
+            elif own.timed_wait():
                 missing -= 1
             else:
                 check(lambda: self._late(count))
@@ -105,11 +97,7 @@ class ProcessBarrier:
 
 
 class Semaphore:
-    """One semaphore, by which a process tells another how often something has happened.
-
-    Args:
-        memory: shared memory that begins with a semaphore, on which `prepare` has been called once.
-    """
+    """A semaphore at the start of shared memory, by which a process tells another that something happened."""
 
     def __init__(self, memory: memoryview) -> None:
         self._library, self._address = _library(), address_of(memory)
@@ -125,17 +113,13 @@ class Semaphore:
 
     def try_wait(self) -> bool:
         """Take a token if there is one; return whether there was."""
-        return bool(self._library.sem_trywait(self._address) == 0)
+        return not self._library.sem_trywait(self._address)
 
     def timed_wait(self) -> bool:
         """Take a token, and sleep up to `SLICE` for one; return whether one came."""
-        return _timed_wait(self._library, self._address)
-
-
-def _timed_wait(library: ctypes.CDLL, semaphore: int) -> bool:
-    until = time.time() + SLICE
-    when = _Timespec(int(until), int(until % 1 * 1e9))
-    return bool(library.sem_timedwait(semaphore, ctypes.byref(when)) == 0)
+        until = time.time() + SLICE
+        when = _Timespec(int(until), int(until % 1 * 1e9))
+        return not self._library.sem_timedwait(self._address, ctypes.byref(when))
 
 
 def address_of(memory: memoryview) -> int:

@@ -104,17 +104,9 @@ class SharedMemory:
             raise
 
     def agree(self, what: str, segment: int = 0, offset: int = 0, sizes: Sequence[int] = ()) -> list[Header]:
-        """Wait for the other members, and compare what each is about to do.
+        """Wait for the other members, and return what each is about to do. Failed if their calls differ.
 
-        Args:
-            what: describes the call, in the same words on all ranks.
-            segment, offset, sizes: this rank's header.
-
-        Returns:
-            The members' headers.
-
-        Raises:
-            Failed: the members make different calls.
+        what: describes the call, in the same words on all ranks. The rest is this rank's header.
         """
         text = what.encode()[:104]
         self._calls += 1
@@ -139,11 +131,7 @@ class SharedMemory:
         return headers
 
     def barrier(self) -> None:
-        """Wait for the other members.
-
-        Raises:
-            Failed: a member has ended, or does not come within the limit.
-        """
+        """Wait for the other members. Failed if one of them has ended, or does not come within the limit."""
         try:
             self._barrier.wait(self.limit, self._look_after)
         except TimeoutError as error:
@@ -189,10 +177,9 @@ class SharedMemory:
         return [segment.region(member, start, size).view(x.dtype) for member in range(len(self.members))]
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
-        """Make a segment with a tensor of zeros for each member. A collective.
+        """Make a segment with a tensor of zeros for each member, and return this rank's. A collective.
 
-        Returns:
-            This rank's tensor; None on all ranks if it would be empty or memory is short.
+        None on all ranks if the tensor would be empty or memory is short.
         """
         pitch = segments.padded(torch.Size(shape).numel() * dtype.itemsize)
         descriptor = segments.share(self.group, self.hosts, pitch) if pitch else None
