@@ -2,11 +2,10 @@
 
 `save` writes a checkpoint, `load` reads it, and `export` makes one file of the weights. A checkpoint holds:
 
-    index.json       the step, the settings, and for each tensor its dtype, shape and boxes, each with its
-    file and
-                     first byte there; the bytes and the CRC-32 of every file, its own included
-    rank-00000.bin   boxes of tensors, one after the other, little-endian, row-major, each at a multiple of 64
-    ...              bytes; one file for each rank that had something to write
+    index.json       the step, the settings, and for each tensor its dtype, shape and boxes, each box with
+                     its file and first byte there; the length and the CRC-32 of every file, its own included
+    rank-00000.bin   boxes of tensors, one after the other, little-endian, row-major, each at a multiple of
+    ...              64 bytes; one file for each rank that had something to write
 
 Nothing in it is ever executed; torch.distributed.checkpoint, in contrast, keeps its metadata in a pickle,
 which runs code when it is read. Boxes can be read in any other cut, so the ranks and the ZeRO stage may

@@ -78,8 +78,7 @@ def load(
         engine: what `md.prepare` returned.
         path: the checkpoint's directory; with `latest`, a folder of them.
         latest: take the whole checkpoint that was saved last, whatever its step. Rank 0 warns of each one
-        that it
-            passes over, and says why.
+            that it passes over, and says why.
         scheduler: as in `save`; takes its state.
         sampler: as in `save`; is compared with the saved one.
 
@@ -90,8 +89,8 @@ def load(
         DamagedCheckpoint: a file, which the message names, is missing, cut short or altered. The engine is
             unchanged.
         CheckpointError: there is no checkpoint; or it has another version, or belongs to another model,
-        optimizer
-            or scheduler, whose first difference is named. The engine is unchanged. The same on all ranks.
+            optimizer or scheduler, whose first difference is named. The engine is unchanged. The same on all
+            ranks.
         CollectiveError: a peer is gone or late.
         ValueError: the sampler deals rows in another order, or a sampler or scheduler is given and none was
             saved.
@@ -114,7 +113,7 @@ def load(
     passed: list[str] = []
     for candidate in found:
         try:
-            index = _checked(hybrid, candidate)
+            index = _checked(candidate)
         except DamagedCheckpoint as damage:
             if not latest:
                 raise
@@ -126,7 +125,7 @@ def load(
     raise DamagedCheckpoint(f"no checkpoint in {path} is whole: {'; '.join(passed)}")
 
 
-def _checked(engine: HybridEngine, path: Path) -> Index:
+def _checked(path: Path) -> Index:
     """Return a checkpoint's index if it is whole. Each rank reads a share of the files."""
     own: list[Index] = []
 

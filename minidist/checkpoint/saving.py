@@ -53,8 +53,7 @@ class Saving:
 
         Raises:
             CheckpointError: it could not be written, on this rank or another. Raised once, here or at the
-            next
-                save; a load that comes before warns of it instead.
+                next save; a load that comes before warns of it instead.
         """
         thread, self._thread = self._thread, None
         if thread is not None:
@@ -97,13 +96,11 @@ def save(
     Args:
         engine: what `md.prepare` returned.
         path: the checkpoint's directory, which is replaced if it exists. With `step`, a folder of checkpoints
-        of
-            this training alone. If it is a symbolic link, this all holds for what it points to.
+            of this training alone. If it is a symbolic link, this all holds for what it points to.
         step: steps done so far. The checkpoint is then path/step-00000100.
         keep: how many checkpoints of the folder to keep: those that were saved last, whatever their steps.
-        After
-            going back to an earlier step, the later ones go first. A checkpoint that is damaged, judging by
-            its index and its files' lengths, does not count. None keeps all. Needs `step`.
+            After going back to an earlier step, the later ones go first. A checkpoint that is damaged,
+            judging by its index and its files' lengths, does not count. None keeps all. Needs `step`.
         asynchronous: copy the state to the CPU's memory, which takes its bytes there once more, and return; a
             thread writes. Call `wait` on the result before the program ends.
         scheduler: of the learning rate, with a `state_dict`.
@@ -118,8 +115,7 @@ def save(
         ValueError: keep without step, a number out of range, or path is the root of all files.
         TypeError: an argument of the wrong type, or something in the settings that JSON cannot hold.
         CheckpointError: on all ranks, if one of them could not write (a full disk, a read-only path); what
-        was at
-            the path before is untouched. Also if the asynchronous save before this one had failed.
+            was at the path before is untouched. Also if the asynchronous save before this one had failed.
         CollectiveError: a peer is gone or late.
     """
     hybrid = check_engine(engine)

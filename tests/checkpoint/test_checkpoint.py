@@ -1,4 +1,4 @@
-"""Checkpoints: what is saved comes back, bit for bit or cut anew; and a save is whole or was never there."""
+"""Checkpoints: a load restores what was saved, bit for bit or in another cut; a save is whole or absent."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def check_same_layout(cluster_of: Clusters, folder: Path, case: contract.Case, l
 
 
 class Backwards(nn.Module):
-    """Layers that are registered in another order than they are used in, and float32: sums' order shows."""
+    """Layers registered in another order than they are used in; in float32 the order of sums shows."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Damaged, hostile, foreign and half-written checkpoints: named in a sentence, and never executed."""
+"""Damaged, hostile, foreign and half-written checkpoints: the error names them, and nothing is executed."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(saved: Path, tmp_path: Path) -> Path:
-    """A copy of it, to be damaged."""
+    """A copy of `saved`, to damage."""
     return shutil.copytree(saved, tmp_path / "copy")
 
 
@@ -181,7 +181,7 @@ def test_nothing_in_a_file_is_executed(folder: Path, tmp_path: Path) -> None:
                 with pytest.raises(md.DamagedCheckpoint, match="is damaged"):
                     reading()
         file.write_bytes(whole)
-    # By somebody who knows the format: with checksums that fit, and in every place where text can be.
+    # An attacker who knows the format: fitting checksums, and a bomb wherever there can be text.
     data_file, facts = newest / "rank-00000.bin", index.read_index(newest)
     data = bomb + data_file.read_bytes()[len(bomb) :]
     data_file.write_bytes(data)
@@ -296,7 +296,7 @@ def test_another_scheduler_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_that_names_no_classes_is_loaded(tmp_path: Path, monkeypatch: Any) -> None:
-    """As those did that were saved before; of another optimizer, its options still tell."""
+    """Older checkpoints are like that. The options of another optimizer still give it away."""
     made = trained()
     with monkeypatch.context() as patch:
         patch.setattr(state, "classes", lambda *_: None)
@@ -368,7 +368,7 @@ def test_a_save_to_a_link_replaces_what_it_points_to(tmp_path: Path) -> None:
 
 
 def test_two_saves_at_a_time_to_one_path_are_refused(tmp_path: Path) -> None:
-    """And what another program writes in the folder is no leftover of this one's."""
+    """What another program writes in the folder is not removed as a leftover."""
     made = trained()
     theirs = tmp_path / "step-00000001.writing"
     descriptor = folders.begin_writing(theirs)
@@ -405,7 +405,7 @@ def test_the_newest_are_kept_and_what_was_cut_short_is_cleared(tmp_path: Path) -
     md.save(made, tmp_path, step=5, keep=3)  # again, over itself
     assert sorted(p.name for p in tmp_path.iterdir()) == [f"step-0000000{n}" for n in (3, 4, 5)]
     (tmp_path / "weights.writing").mkdir()  # another's
-    for step in (1, 2):  # back at an earlier step: the later ones are left behind
+    for step in (1, 2):  # back at an earlier step, which abandons the later ones
         md.save(made, tmp_path, step=step, keep=3, extra={"again": step})
         assert md.load(made, tmp_path, latest=True).extra == {"again": step}
     assert [path.name[-1] for path in checkpoints(tmp_path)] == ["2", "1", "5"]
@@ -471,7 +471,7 @@ def test_a_save_replaces_what_was_there(tmp_path: Path, monkeypatch: Any, exchan
 
 
 def failing_save(folder: Path, fault: str, asynchronous: bool) -> str:
-    """Save step 1 and, with a fault on rank 1, step 2; what was said."""
+    """Save step 1 and then, with a fault on one rank, step 2. Returns the error's message."""
     made = engine()
     share = slice(md.rank() * 4, md.rank() * 4 + 4)
     made.step(ROWS[share], TARGETS[share])
@@ -482,7 +482,7 @@ def failing_save(folder: Path, fault: str, asynchronous: bool) -> str:
         if fault == "read-only":
             target = Path("/proc")
         elif md.rank() == 1:
-            if fault == "full":  # what a full disk is to a file: it cannot grow
+            if fault == "full":  # like a full disk: a file cannot grow
                 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
             elif fault == "missing":
                 chunks = Replicated.chunks
@@ -511,7 +511,7 @@ def failing_save(folder: Path, fault: str, asynchronous: bool) -> str:
 
 
 def moved(chunks: Iterator[TensorBox]) -> Iterator[TensorBox]:
-    """Chunks of which the first is said to lie elsewhere."""
+    """The chunks, with a wrong offset for the first."""
     first = next(chunks)
     yield TensorBox(first.name, (first.shape[0] + 1, *first.shape[1:]), (1, *first.offsets[1:]), first.tensor)
     yield from chunks
@@ -539,7 +539,7 @@ def test_a_save_that_fails_on_one_rank_fails_on_all(
 
 
 def failing_saves(folder: Path, zero: int) -> list[str]:
-    """Saves that rank 0 cannot begin, or clear up after, before and after the first step; what was said."""
+    """Saves that rank 0 cannot begin or clean up, before and after the first step. Returns the messages."""
     made = md.prepare(MLP((6, 5, 3), seed=3), contract.ADAMW, md.Layout(dp=md.size(), zero=zero))
     said = []
     for steps in range(2):

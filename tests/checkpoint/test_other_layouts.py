@@ -1,4 +1,4 @@
-"""Checkpoints across layouts: saved where matrices, layers and tokens are cut, loaded where they are not."""
+"""Checkpoints across layouts: saved with matrices, layers or tokens cut, and loaded without."""
 
 from __future__ import annotations
 

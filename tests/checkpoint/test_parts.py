@@ -1,4 +1,4 @@
-"""The parts of a checkpoint that need no ranks: values as JSON, boxes, names, random states."""
+"""What needs no ranks: values as JSON, boxes, names in a folder, random states."""
 
 from __future__ import annotations
 

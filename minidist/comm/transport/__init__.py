@@ -1,4 +1,4 @@
-"""How collectives and messages travel between ranks, and the choice among the ways.
+"""How collectives and messages travel between ranks, and how their algorithm is chosen.
 
 A collective runs by torch.distributed, in memory that the ranks of one host share, or as an algorithm of
 messages. A message goes through a mailbox in shared memory, or through torch.distributed.

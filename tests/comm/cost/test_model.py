@@ -1,4 +1,4 @@
-"""The model of cost: its formulas against the algorithms themselves, its fit, its profiles."""
+"""The cost model: its formulas against the algorithms' own schedules, its fit, its profiles."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ CASES = [
     (operation, name)
     for operation, formulas in cost.FORMULAS.items()
     for name in formulas
-    if name != "direct"  # which is torch's
+    if name != "direct"  # only torch has it
 ]
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5, 7, 8, 16])
 @pytest.mark.parametrize(("operation", "name"), CASES)
 def test_the_formulas_are_the_algorithms(operation: str, name: str, ranks: int) -> None:
-    """Bytes and messages of all ranks together, counted in the schedule that is carried out."""
-    elements = 32 * math.lcm(*range(1, 17)) // 720  # which every number of ranks divides
+    """The bytes and messages of all ranks equal those counted in the schedule."""
+    elements = 32 * math.lcm(*range(1, 17)) // 720  # a multiple of every number of ranks
     elements -= elements % ranks
     options = {"segment": cost.SEGMENT} if (operation, name) == ("broadcast", "ring") else {}
     plan = algorithms.schedule(operation, name, ranks, elements, **options)
@@ -58,7 +58,7 @@ def test_a_ring_costs_what_the_textbook_says() -> None:
 
 
 def test_ranks_of_one_machine_slow_each_other() -> None:
-    """All of a ring's ranks send at once; of a tree's fewer do."""
+    """All ranks of a ring send at once; fewer ranks of a tree do."""
     busy = LinkProfile("busy", "made up", {"messages": Link(1e-5, 1e-9, 4e-5, 4e-9)}, gamma=0.0)
     alone = replace(busy, links={"messages": Link(1e-5, 1e-9)})
     ratios = {

@@ -183,7 +183,7 @@ def test_a_stopped_rank_does_not_hang_the_caller() -> None:
 
 
 def test_a_rank_stopped_in_a_message_does_not_hang_the_caller() -> None:
-    """Neither with a call that its socket has no room for, nor in the middle of its answer."""
+    """The rank stops before it reads a call that exceeds its socket's room, or while it sends its result."""
 
     def answer_at_length() -> bytes:
         threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGSTOP)).start()
@@ -221,7 +221,7 @@ def test_a_stopped_supervisor_does_not_hang_the_caller(tmp_path: Path) -> None:
 
 
 def test_a_script_that_hides_a_module_is_named(tmp_path: Path) -> None:
-    """torch imports timeit, and so would import the script again and again, each time in another process."""
+    """torch imports timeit, so every new process would import the script and start yet another one."""
     (tmp_path / "timeit.py").write_text("import minidist as md\nmd.launch(md.rank, ranks=2)\n")
     done = subprocess.run(
         [sys.executable, str(tmp_path / "timeit.py")], capture_output=True, text=True, timeout=60, check=False
@@ -329,7 +329,7 @@ def test_a_fork_of_the_caller_cannot_use_its_cluster(cluster_of: Clusters) -> No
     context = multiprocessing.get_context("fork")
     queue = context.Queue()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # newer Pythons warn of any fork with threads about
+        warnings.simplefilter("ignore")  # newer Pythons warn when a process with threads forks
         child = context.Process(target=use, args=(queue,))
         child.start()
     assert "belongs to the process that was forked" in queue.get(timeout=20)
@@ -407,7 +407,7 @@ def test_a_forgotten_cluster_leaves_nothing() -> None:
 
 @pytest.mark.parametrize("times", [15, pytest.param(50, marks=pytest.mark.deep)])
 def test_ranks_killed_at_random_moments(times: int) -> None:
-    """Each time the victim is named, the others are gone, and the next run works."""
+    """Each time the error names the victim, no process is left, and the next run works."""
     rng = random.Random(5)
 
     def talk() -> None:
@@ -474,7 +474,7 @@ def test_no_process_outlives_the_caller(tmp_path: Path, method: str, number: sig
 
 
 def test_a_forked_child_of_the_caller_does_not_keep_ranks(tmp_path: Path) -> None:
-    """It holds a copy of the caller's end of the control socket, whose end then says nothing."""
+    """The child holds a copy of the caller's end of the control socket, so the socket does not end."""
     text = """
         import os, time
         import minidist as md
@@ -548,7 +548,7 @@ def test_a_script_needs_no_main_guard(tmp_path: Path) -> None:
 
 
 def test_the_package_is_found_beside_a_folder_of_its_name(tmp_path: Path) -> None:
-    """As in the folder that holds a clone: what is imported is the package, not that folder."""
+    """In a folder that holds a clone, `import minidist` imports the package, not the clone's folder."""
     (tmp_path / "minidist").mkdir()
     code = "import minidist; print(minidist.__version__)"
     assert subprocess.check_output([sys.executable, "-c", code], text=True, cwd=tmp_path) == "0.1.0\n"

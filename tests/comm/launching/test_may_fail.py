@@ -1,4 +1,4 @@
-"""Ranks that may fail: their errors stand in for their results, and the others go on."""
+"""Ranks that may fail: their errors replace their results, and the other ranks go on."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_killed_ranks_place_holds_its_error_and_the_others_go_on(cluster: md.C
     def work() -> float:
         if md.rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(0.2)  # beyond the death
+        time.sleep(0.2)  # until after the death
         x = torch.full((1,), float(md.rank()))
         if md.rank() == 0:
             comm.recv(x, source=2)

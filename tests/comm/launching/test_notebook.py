@@ -44,7 +44,7 @@ cluster.close()
 def test_notebook_cells_run_on_ranks(tmp_path: Path) -> None:
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell.strip()) for cell in CELLS])
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what Jupyter's own packages warn of is not ours to mend
+        warnings.simplefilter("ignore")  # warnings of Jupyter's own packages
         NotebookClient(notebook, timeout=60, resources={"metadata": {"path": str(tmp_path)}}).execute()
 
     def outputs(cell: int) -> str:

@@ -41,7 +41,7 @@ pytestmark = [
 ]
 
 RANKS = 2
-"""Of each host."""
+"""Ranks of each host."""
 LIMIT = 2.0
 """Seconds that ranks wait for each other once the wire is cut."""
 LAYOUTS = {"dp=4": 9, "dp=2,tp=2,zero=1": 9, "dp=2,pp=2,micro_batches=2": 9}
@@ -81,7 +81,7 @@ class Found:
     )  # a layout's last step
     across: dict[str, int] = field(default_factory=dict)  # bytes that this rank's host sent to the other
     saved: dict[str, Tensor] = field(default_factory=dict)
-    apart: str = ""  # why nothing can be saved where each host has a disk of its own
+    apart: str = ""  # the error of a save when each host has its own disk
     error: str = ""
     seconds: float = 0.0
 
@@ -89,7 +89,7 @@ class Found:
 def across(work: Callable[[], object]) -> int:
     """Bytes that this host sends to the other while its ranks, and the other's, do something."""
 
-    def so_far() -> int:  # while no rank does anything
+    def so_far() -> int:  # called while no rank does anything
         comm.barrier()
         sent = counter()
         comm.barrier()
@@ -127,7 +127,7 @@ def all_of_it(socket: str, folder: Path, apart: Path) -> Found:
     except CheckpointError as error:
         found.apart = str(error)
 
-    # A group of its own, whose ranks do not wait as long.
+    # A separate group, with a shorter time limit.
     group = torch.distributed.new_group(timeout=timedelta(seconds=LIMIT))
     model = md.DataParallel(gpt(md.rank()), group=group)
     optimizer = SGD(model.parameters())
@@ -160,7 +160,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(hosts: TwoHosts, saved: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
-    """All of it, in one start of the ranks; it ends with a cut wire."""
+    """Run all cases in one start of the ranks; the last one cuts the wire."""
     folder, apart = tmp_path_factory.mktemp("ranks"), tmp_path_factory.mktemp("apart")
     hosts.run(1, ["mount", "-t", "tmpfs", "none", str(apart)])
     given = hosts.socket, saved, apart
@@ -234,7 +234,7 @@ def test_a_cut_wire_is_an_error_in_time_on_both_sides(found: list[Found]) -> Non
     for host in ((0, 1), (2, 3)):
         for rank in host:
             begins = rf"all_reduce of float64\[7062\] on rank {rank} with ranks 0, 1, 2, 3: "
-            # Who waits a moment longer sees that its neighbour has given up.
+            # A rank that waits a moment longer sees that its neighbour has given up.
             assert re.fullmatch(rf"{begins}({late}|another rank's process has ended; .*)", found[rank].error)
             assert (
                 found[rank].seconds < LIMIT + 20
@@ -273,7 +273,7 @@ def test_hosts_are_gone_with_who_made_them(number: signal.Signals) -> None:
 
 
 def test_a_wire_is_as_slow_as_it_is_told_to_be(hosts: TwoHosts) -> None:
-    """Never faster; how much slower is this machine's affair."""
+    """The wire is never faster than asked; how much slower it is depends on this machine."""
     for rate, delay in ((None, 20e-3), (50e6, 0.0)):
         hosts.wire(rate, delay)
         with hosts.start(0, [sys.executable, "-S", "-c", ECHO]) as listener:

@@ -1,4 +1,4 @@
-"""Which way a collective takes: every algorithm through the door, and `comm.using`."""
+"""How a collective runs: every algorithm through the communication API, and `comm.using`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def exact(actual: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
-def test_the_door_knows_every_algorithm() -> None:
+def test_the_api_knows_every_algorithm() -> None:
     for operation, known in algorithms.ALGORITHMS.items():
         assert set(known) <= set(algorithm_choice.ALGORITHMS[operation])
         assert set(algorithm_choice.ALGORITHMS[operation]) - set(known) == {"torch", "shared_memory"}
@@ -28,7 +28,7 @@ def test_the_door_knows_every_algorithm() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int16])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_every_algorithm_gives_the_same(cluster_of: Clusters, ranks: int, dtype: torch.dtype) -> None:
-    """As torch's own, in a shape that is not flat, with bytes that are the schedule's."""
+    """Results equal torch's, for a shape that is not flat, and the bytes are those of the schedule."""
 
     def compare() -> None:
         rank, size = md.rank(), md.size()
@@ -44,7 +44,7 @@ def test_every_algorithm_gives_the_same(cluster_of: Clusters, ranks: int, dtype:
             wanted = call("shared_memory")
             for name in algorithm_choice.ALGORITHMS[operation]:
                 if name == "torch" and dtype == torch.int16:
-                    continue  # which gloo cannot send
+                    continue  # gloo cannot send this dtype
                 with comm.ledger() as ledger:
                     exact(call(name), wanted)
                 assert ledger.calls[0].algorithm == name

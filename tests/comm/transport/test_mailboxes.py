@@ -1,4 +1,4 @@
-"""Messages through mailboxes: any order, any size, no room, no access, and a sender that ends."""
+"""Messages through mailboxes: in any order, of any size, without room or access, and from a dead sender."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def on_each(cluster_of: Clusters, function: Any, ranks: int = 2) -> list[Any]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.bool, torch.complex64])
 def test_every_size_arrives(cluster_of: Clusters, dtype: torch.dtype) -> None:
     def exchange() -> list[tuple[str, int]]:
-        other, ways = 1 - md.rank(), []
+        other, taken = 1 - md.rank(), []
         for size in SIZES:
             x = (torch.arange(size) % 251 + md.rank()).to(dtype)
             with comm.ledger() as ledger:
@@ -41,13 +41,13 @@ def test_every_size_arrives(cluster_of: Clusters, dtype: torch.dtype) -> None:
                 work.wait()
             assert torch.equal(received, (torch.arange(size) % 251 + other).to(dtype))
             assert ledger.bytes_sent == x.numel() * x.element_size()
-            ways.append((ledger.calls[0].algorithm, ledger.bytes_on_wire))
-        return ways
+            taken.append((ledger.calls[0].algorithm, ledger.bytes_on_wire))
+        return taken
 
-    for ways in on_each(cluster_of, exchange):
-        for size, (way, on_wire) in zip(SIZES, ways, strict=True):
+    for taken in on_each(cluster_of, exchange):
+        for size, (algorithm, on_wire) in zip(SIZES, taken, strict=True):
             bytes_ = size * dtype.itemsize
-            assert (way, on_wire) == (("shared_memory", 0) if bytes_ <= 2**22 else ("torch", bytes_))
+            assert (algorithm, on_wire) == (("shared_memory", 0) if bytes_ <= 2**22 else ("torch", bytes_))
 
 
 def test_what_was_sent_may_change_at_once(cluster_of: Clusters) -> None:
@@ -70,7 +70,7 @@ def test_tags_and_groups_are_apart_and_each_is_in_order(cluster_of: Clusters) ->
         for i in range(3):
             for k, (tag, lane) in enumerate(lanes):
                 comm.send(torch.tensor([100.0 * md.rank() + 10 * k + i]), other, tag, lane)
-        ahead = [  # asked for before and after it has come, and waited for in another order
+        ahead = [  # asked for before and after they arrive, and waited for in another order
             [comm.recv(torch.empty(1), other, tag, lane, async_op=True) for _ in range(3)]
             for tag, lane in reversed(lanes)
         ]
@@ -121,7 +121,7 @@ def test_the_ring_of_bytes_goes_round(cluster_of: Clusters) -> None:
     def exchange() -> int:
         other = 1 - md.rank()
         with comm.ledger() as ledger:
-            comm.send(torch.zeros(1), other)  # one is always inside, so that it never begins anew
+            comm.send(torch.zeros(1), other)  # one message always stays, so the ring never begins anew
             for i in range(60):
                 size = 2**18 + 17 * i
                 comm.send(torch.arange(size) + i, other, 1)
@@ -140,7 +140,7 @@ def test_another_size_than_expected_is_named(cluster_of: Clusters) -> None:
         comm.send(torch.ones(3), other)
         with pytest.raises(md.CollectiveError) as error:
             comm.recv(torch.empty(4), other)
-        comm.send(torch.ones(3), other)  # and the next ones arrive
+        comm.send(torch.ones(3), other)  # later messages still arrive
         assert comm.recv(torch.empty(3), other).tolist() == [1, 1, 1]
         return str(error.value)
 
@@ -163,7 +163,7 @@ def test_using_torch_sends_over_gloo(cluster_of: Clusters) -> None:
 
 @contextmanager
 def mailboxes_anew(turn: int) -> Iterator[None]:
-    """Other mailboxes than those of the rank's world, so that it opens those of others again."""
+    """Replace the mailboxes of the rank's world, so that every rank opens those of the others again."""
     store = dist.distributed_c10d._get_default_store()
     kept = [*mailbox_registry._world]
     apart = dist.PrefixStore(f"again/{turn}", store)  # type: ignore[attr-defined]
@@ -179,7 +179,7 @@ def mailboxes_anew(turn: int) -> Iterator[None]:
 
 
 def exchanged() -> tuple[int, list[float]]:
-    """Send three messages each way; what went over sockets, and what came."""
+    """Send three messages each way. Returns the bytes over sockets, and what arrived."""
     other = 1 - md.rank()
     with comm.ledger() as ledger:
         works = [comm.send(torch.full((3,), float(i)), other, async_op=True) for i in range(3)]
@@ -257,7 +257,7 @@ def test_a_receiver_learns_that_its_sender_has_ended() -> None:
         if md.rank() == 1:
             comm.send(torch.ones(1), 0)
             os.kill(os.getpid(), signal.SIGKILL)
-        assert comm.recv(torch.empty(1), 1).item() == 1  # what it had sent before
+        assert comm.recv(torch.empty(1), 1).item() == 1  # it sent this before it died
         comm.recv(torch.empty(1), 1)
 
     started = time.monotonic()
@@ -313,7 +313,7 @@ def test_a_failure_comes_after_what_was_sent_and_only_to_its_key(cluster_of: Clu
             assert f"rank {1 - rank} failed, and this belongs to what it did; its own error says why" in text
 
 
-def test_who_gives_up_takes_nothing(cluster_of: Clusters) -> None:
+def test_a_receive_that_is_given_up_takes_nothing(cluster_of: Clusters) -> None:
     def exchange() -> float:
         other = 1 - md.rank()
         comm.recv(torch.empty(1), other, async_op=True).forget()

@@ -1,4 +1,4 @@
-"""Shared memory: values against one process, in place and staged, and what is left when ranks fail."""
+"""Shared memory: results equal one process, in place and staged; and nothing is left when ranks fail."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def small_buffers(cluster_of: Clusters) -> Callable[[int], md.Cluster]:
 def every_collective(
     seed: int, length: int, dtype: torch.dtype, op: str, shared: tuple[bool, ...]
 ) -> list[torch.Tensor]:
-    """Twice each collective on this rank, so that buffers are used again while others still read them."""
+    """Run each collective twice, so that buffers are used again while other ranks still read them."""
     rank, ranks = md.rank(), md.size()
     rows = inputs(seed, length * ranks, dtype, ranks)
     memory = comm.empty_shared((2 * length * ranks + 3,), dtype)
@@ -85,7 +85,7 @@ def every_collective(
     for turn in range(2):
         x = rows[rank].clone()
         if shared[rank % len(shared)]:
-            # At another offset on every rank where not all are to be found in place.
+            # At different offsets, unless all ranks are to read each other in place.
             start = 3 if all(shared) else rank % 4
             x = memory[start : start + len(x)].copy_(x)
         part = x[:length]
@@ -145,7 +145,7 @@ def test_results_equal_one_process(
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("shared", [True, False])
 def test_large_tensors(cluster_of: Clusters, ranks: int, shared: bool) -> None:
-    """Some chunks and a bit, with the buffers' real size; all ranks get the same bits."""
+    """Three chunks and a bit, with buffers of the real size. All ranks get the same bits."""
 
     def reduce() -> torch.Tensor:
         generator = torch.Generator().manual_seed(md.rank())
@@ -207,7 +207,7 @@ def test_asynchronous_calls_run_in_order_while_the_rank_computes(cluster_of: Clu
         comm.barrier()  # makes the memory, for which an asynchronous call would not wait
         with comm.ledger() as ledger:
             works = [comm.all_reduce(part, async_op=True) for part in x]
-            last = comm.all_reduce(torch.ones(3), "max")  # behind those that are under way
+            last = comm.all_reduce(torch.ones(3), "max")  # after those that are under way
             time.sleep(0.3)
             complete = all(work.done() for work in works)
             for i, work in enumerate(works):
@@ -222,7 +222,7 @@ def test_asynchronous_calls_run_in_order_while_the_rank_computes(cluster_of: Clu
 
 
 def test_a_result_is_this_ranks_own(cluster_of: Clusters) -> None:
-    """What a rank does to a result in shared memory, such as clipping it, no other rank sees."""
+    """When a rank changes a result in shared memory, for example clips it, no other rank sees that."""
 
     def change() -> list[float]:
         x = comm.empty_shared((4,)).fill_(1.0)
@@ -436,7 +436,7 @@ def test_hierarchical_and_others_at_once() -> None:
 
 
 def test_a_peer_may_end_once_it_has_come() -> None:
-    """It ends after its last call, and just before the one that waits for it looks whether it lives."""
+    """The peer ends after its last call, just before the rank that waits checks whether it is alive."""
 
     class Peer:
         def alive(self) -> bool:
