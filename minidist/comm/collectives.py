@@ -71,10 +71,10 @@ def all_reduce(
     if how == "torch":
         operation, _ = arguments.OPERATIONS[op]
         start = partial(dist.all_reduce, buffer, operation, group=group, async_op=True)
-        way = by_torch(start, 2 * (ranks - 1) * bytes_of(x) // ranks)
+        dispatched = by_torch(start, 2 * (ranks - 1) * bytes_of(x) // ranks)
     else:
-        way = dispatch.all_reduce(how, buffer.view(-1), op, group)
-    return run("all_reduce", how, x, group, way, result, async_op)
+        dispatched = dispatch.all_reduce(how, buffer.view(-1), op, group)
+    return run("all_reduce", how, x, group, dispatched, result, async_op)
 
 
 @may_be_async
@@ -108,8 +108,10 @@ def reduce_scatter(
     rows = arguments.rows_per_rank("reduce_scatter", x, ranks)
     share = arguments.output("reduce_scatter", out, data, (rows, *x.shape[1:]))
     if how != "torch":
-        way = dispatch.reduce_scatter(how, data.view(-1), share.view(-1), op, group)
-        return run("reduce_scatter", how, x, group, way, lambda: share if out is None else out, async_op)
+        dispatched = dispatch.reduce_scatter(how, data.view(-1), share.view(-1), op, group)
+        return run(
+            "reduce_scatter", how, x, group, dispatched, lambda: share if out is None else out, async_op
+        )
     operation, reduce = arguments.OPERATIONS[op]
     by_library = x.is_cuda and ranks > 1  # NCCL's own sends no more than it must
     by_chunks = not by_library and not async_op and ranks > 1 and bytes_of(x) > gloo_workarounds.CHUNK
@@ -130,8 +132,8 @@ def reduce_scatter(
         start = partial(gloo_workarounds.scatter_by_chunks, parts, share.view(-1), reduce, group)
     else:
         start = partial(dist.all_to_all_single, arrived, data, group=group, async_op=True)
-    way = by_torch(start, (ranks - 1) * bytes_of(x) // ranks)
-    return run("reduce_scatter", how, x, group, way, result, async_op, partial(arrived.copy_, data))
+    dispatched = by_torch(start, (ranks - 1) * bytes_of(x) // ranks)
+    return run("reduce_scatter", how, x, group, dispatched, result, async_op, partial(arrived.copy_, data))
 
 
 @may_be_async
@@ -164,11 +166,11 @@ def all_gather(
     how = choose("all_gather", algorithm, group, x, async_op)
     if how == "torch":
         start = partial(_all_gather_single, gathered, data, group=group, async_op=True)
-        way = by_torch(start, (ranks - 1) * bytes_of(x))
+        dispatched = by_torch(start, (ranks - 1) * bytes_of(x))
     else:
-        way = dispatch.all_gather(how, data.view(-1), gathered.view(-1), group)
+        dispatched = dispatch.all_gather(how, data.view(-1), gathered.view(-1), group)
     result, alone = gathered if out is None else out, partial(gathered.copy_, data)
-    return run("all_gather", how, x, group, way, lambda: result, async_op, alone)
+    return run("all_gather", how, x, group, dispatched, lambda: result, async_op, alone)
 
 
 @may_be_async
@@ -199,10 +201,10 @@ def broadcast(
     if how == "torch":
         start = partial(dist.broadcast, buffer, group=group, async_op=True, group_src=source)
         children = gloo_workarounds.tree_children((rank_in(group) - source) % ranks, ranks)
-        way = by_torch(start, children * bytes_of(x))
+        dispatched = by_torch(start, children * bytes_of(x))
     else:
-        way = dispatch.broadcast(how, buffer.view(-1), source, group)
-    return run("broadcast", how, x, group, way, partial(copy_back, buffer, x), async_op)
+        dispatched = dispatch.broadcast(how, buffer.view(-1), source, group)
+    return run("broadcast", how, x, group, dispatched, partial(copy_back, buffer, x), async_op)
 
 
 @may_be_async
@@ -243,8 +245,10 @@ def all_to_all(
     how = choose("all_to_all", algorithm, group, x, async_op)
     if how == "torch":
         start = partial(dist.all_to_all_single, received, data, comes, sends, group=group, async_op=True)
-        way = by_torch(start, bytes_of(x) - sends[rank_in(group)] * width * x.element_size())
+        dispatched = by_torch(start, bytes_of(x) - sends[rank_in(group)] * width * x.element_size())
     else:
         gives, takes = ([rows * width for rows in parts] for parts in (sends, comes))
-        way = dispatch.all_to_all(how, data.view(-1), received.view(-1), gives, takes, group)
-    return run("all_to_all", how, x, group, way, lambda: received, async_op, partial(received.copy_, data))
+        dispatched = dispatch.all_to_all(how, data.view(-1), received.view(-1), gives, takes, group)
+    return run(
+        "all_to_all", how, x, group, dispatched, lambda: received, async_op, partial(received.copy_, data)
+    )

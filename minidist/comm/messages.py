@@ -17,8 +17,8 @@ from minidist.comm.may_be_async import may_be_async
 from minidist.comm.transport import dispatch, mailbox_registry
 from minidist.comm.transport.algorithm_choice import choose, preferred
 from minidist.comm.work import (
+    Dispatch,
     Group,
-    Way,
     Work,
     by_torch,
     bytes_of,
@@ -56,8 +56,8 @@ def send(
     )
     box = mailbox_registry.outgoing(message.destination, data) if _may_share() else None
     if box is None:
-        way = by_torch(partial(by_library, tag=tag), bytes_of(x))
-        return run("send", "torch", x, group, way, lambda: x, async_op, message=message)
+        dispatched = by_torch(partial(by_library, tag=tag), bytes_of(x))
+        return run("send", "torch", x, group, dispatched, lambda: x, async_op, message=message)
 
     def start(at_once: bool) -> Any:
         if box.put((message.group, tag), data, partial(limit_of, group)):
@@ -65,7 +65,7 @@ def send(
         call.bytes_on_wire = bytes_of(x)
         return by_library(tag=mailbox_registry.tag_elsewhere(tag))
 
-    call = call_of("send", "shared_memory", x, group, Way(start, bytes_of(x), 0), message)
+    call = call_of("send", "shared_memory", x, group, Dispatch(start, bytes_of(x), 0), message)
     work = Work(call, start, lambda: x, async_op)
     return cast("torch.Tensor", work if async_op else work.wait())
 
@@ -89,11 +89,11 @@ def recv(
     message = MessageIdentity(ranks[source], ranks[rank_in(group)], tag, mailbox_registry.number_of(group))
     box = mailbox_registry.incoming(message.source, buffer) if _may_share() else None
     if box is None:
-        way = by_torch(partial(dist.irecv, buffer, group=group, tag=tag, group_src=source), 0)
+        dispatched = by_torch(partial(dist.irecv, buffer, group=group, tag=tag, group_src=source), 0)
     else:
-        way = by_torch(partial(mailbox_registry.Arrival, box, buffer, group, source, tag), 0)
+        dispatched = by_torch(partial(mailbox_registry.Arrival, box, buffer, group, source, tag), 0)
     how = "shared_memory" if box else "torch"
-    return run("recv", how, x, group, way, partial(copy_back, buffer, x), async_op, message=message)
+    return run("recv", how, x, group, dispatched, partial(copy_back, buffer, x), async_op, message=message)
 
 
 def tell_failure(destination: int, tag: int = 0, group: Group = None) -> None:
@@ -143,13 +143,13 @@ def gather(
         return None if gathered is None else gathered.flatten(0, 1)
 
     start = partial(dist.gather, data, parts, group=group, async_op=True, group_dst=destination)
-    way = by_torch(start, 0 if here else bytes_of(x))
+    dispatched = by_torch(start, 0 if here else bytes_of(x))
 
     def alone() -> None:
         if gathered is not None:
             gathered[0].copy_(data)
 
-    return run("gather", "torch", x, group, way, result, async_op, alone)
+    return run("gather", "torch", x, group, dispatched, result, async_op, alone)
 
 
 @may_be_async
@@ -189,13 +189,13 @@ def scatter(
             )
         parts, sent = list(data.chunk(ranks)) if len(out) else [part] * ranks, (ranks - 1) * bytes_of(out)
     start = partial(dist.scatter, part, parts, group=group, async_op=True, group_src=source)
-    way = by_torch(start, sent)
+    dispatched = by_torch(start, sent)
 
     def alone() -> None:
         if parts is not None:
             part.copy_(parts[0])
 
-    return run("scatter", "torch", out, group, way, lambda: out, async_op, alone)
+    return run("scatter", "torch", out, group, dispatched, lambda: out, async_op, alone)
 
 
 @may_be_async
@@ -211,10 +211,10 @@ def barrier(group: Group = None, async_op: bool = False) -> None:
     nothing = torch.empty(0)
     how = choose("barrier", "auto", group, nothing, async_op)
     if how == "torch":
-        way = by_torch(partial(dist.barrier, group=group, async_op=True), 0)
+        dispatched = by_torch(partial(dist.barrier, group=group, async_op=True), 0)
     else:
-        way = dispatch.barrier(group)
-    return run("barrier", how, nothing, group, way, lambda: None, async_op)
+        dispatched = dispatch.barrier(group)
+    return run("barrier", how, nothing, group, dispatched, lambda: None, async_op)
 
 
 def _may_share() -> bool:

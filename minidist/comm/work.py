@@ -19,7 +19,7 @@ Group = dist.ProcessGroup | None
 Result = TypeVar("Result")
 
 
-class Way(NamedTuple):
+class Dispatch(NamedTuple):
     """How a call is carried out."""
 
     start: Callable[[bool], Any]  # begins it, and with True returns at once; gives the handle to wait on
@@ -27,9 +27,9 @@ class Way(NamedTuple):
     bytes_on_wire: int  # of these, through sockets
 
 
-def by_torch(start: Callable[[], Any], bytes_sent: int) -> Way:
+def by_torch(start: Callable[[], Any], bytes_sent: int) -> Dispatch:
     """A call of torch.distributed, which always returns at once."""
-    return Way(lambda at_once: start(), bytes_sent, bytes_sent)
+    return Dispatch(lambda at_once: start(), bytes_sent, bytes_sent)
 
 
 MANY = 64
@@ -121,12 +121,12 @@ def call_of(
     algorithm: str,
     x: torch.Tensor,
     group: Group,
-    way: Way,
+    dispatched: Dispatch,
     message: ledgers.MessageIdentity | None = None,
 ) -> ledgers.Call:
     """The ledger's entry for a call."""
     dtype = str(x.dtype).removeprefix("torch.")
-    sent = way.bytes_sent, way.bytes_on_wire
+    sent = dispatched.bytes_sent, dispatched.bytes_on_wire
     return ledgers.Call(name, algorithm, dtype, tuple(x.shape), ranks_of(group), *sent, message=message)
 
 
@@ -135,7 +135,7 @@ def run(
     algorithm: str,
     x: torch.Tensor,
     group: Group,
-    way: Way,
+    dispatched: Dispatch,
     result: Callable[[], Result],
     async_op: bool,
     alone: Callable[[], object] | None = None,
@@ -145,12 +145,12 @@ def run(
 
     Args:
         name, algorithm, x, group, message: what the ledger's entry says.
-        way: how the call is carried out.
+        dispatched: how the call is carried out.
         result: completes it after the wait, and returns what the caller gets.
         async_op: return the `Work` instead of the result.
         alone: runs instead of the call in a group of one, which communicates with nobody.
     """
-    call, start = call_of(name, algorithm, x, group, way, message), way.start
+    call, start = call_of(name, algorithm, x, group, dispatched, message), dispatched.start
     if len(call.group) == 1:
         if alone is not None:
             alone()

@@ -1,7 +1,7 @@
 """Run a collective in shared memory, by an algorithm of messages, or by both, and count the bytes it sends.
 
-Each function returns a `Way`, which the communication API starts. Tensors are flat and contiguous. The sum of
-a mean is divided here.
+Each function returns a `Dispatch`, which the communication API starts. Tensors are flat and contiguous. The
+sum of a mean is divided here.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from minidist.comm.transport.algorithm_choice import background, group_memory
 from minidist.comm.transport.background_thread import Background
 from minidist.comm.transport.hierarchical_all_reduce import Hierarchy
 from minidist.comm.transport.shared_memory import SharedMemory
-from minidist.comm.work import Group, Way, bytes_of, rank_in, ranks_of
+from minidist.comm.work import Dispatch, Group, bytes_of, rank_in, ranks_of
 
 
-def all_reduce(algorithm: str, x: torch.Tensor, op: str, group: Group) -> Way:
+def all_reduce(algorithm: str, x: torch.Tensor, op: str, group: Group) -> Dispatch:
     """Reduce x in place."""
     ranks = len(ranks_of(group))
     memory = group_memory(group).memory if algorithm in ("shared_memory", "hierarchical") else None
@@ -30,12 +30,12 @@ def all_reduce(algorithm: str, x: torch.Tensor, op: str, group: Group) -> Way:
         return _shared(memory, run, 2 * (ranks - 1) * bytes_of(x) // ranks)
     if memory is not None:
         hierarchy = Hierarchy(memory, x, op)
-        return Way(partial(_begin, background(group), hierarchy.run), *hierarchy.bytes_sent())
+        return Dispatch(partial(_begin, background(group), hierarchy.run), *hierarchy.bytes_sent())
     finish = partial(x.div_, ranks) if op == "mean" else None
     return _messages("all_reduce", algorithm, x, x, group, op, finish)
 
 
-def reduce_scatter(algorithm: str, x: torch.Tensor, out: torch.Tensor, op: str, group: Group) -> Way:
+def reduce_scatter(algorithm: str, x: torch.Tensor, out: torch.Tensor, op: str, group: Group) -> Dispatch:
     """Reduce x, and put this rank's share into out."""
     ranks, rank = len(ranks_of(group)), rank_in(group)
     if algorithm == "shared_memory":
@@ -53,7 +53,7 @@ def reduce_scatter(algorithm: str, x: torch.Tensor, out: torch.Tensor, op: str, 
     return _messages("reduce_scatter", algorithm, scratch, scratch, group, op, finish)
 
 
-def all_gather(algorithm: str, x: torch.Tensor, out: torch.Tensor, group: Group) -> Way:
+def all_gather(algorithm: str, x: torch.Tensor, out: torch.Tensor, group: Group) -> Dispatch:
     """Put the x of all ranks into out. x may be a part of out."""
     ranks, rank = len(ranks_of(group)), rank_in(group)
     if algorithm == "shared_memory":
@@ -66,7 +66,7 @@ def all_gather(algorithm: str, x: torch.Tensor, out: torch.Tensor, group: Group)
     return _messages("all_gather", algorithm, out, out, group)
 
 
-def broadcast(algorithm: str, x: torch.Tensor, source: int, group: Group) -> Way:
+def broadcast(algorithm: str, x: torch.Tensor, source: int, group: Group) -> Dispatch:
     """Copy x from one rank to all."""
     if algorithm == "shared_memory":
         memory = _memory(group)
@@ -83,7 +83,7 @@ def all_to_all(
     sends: Sequence[int],
     receives: Sequence[int],
     group: Group,
-) -> Way:
+) -> Dispatch:
     """Send each rank its part of x, and put the parts that arrive into out. The parts have these lengths."""
     if algorithm == "shared_memory":
         memory = _memory(group)
@@ -93,7 +93,7 @@ def all_to_all(
     return _messages("all_to_all", algorithm, x, out, group, options=offsets)
 
 
-def barrier(group: Group) -> Way:
+def barrier(group: Group) -> Dispatch:
     """Wait for the other ranks, in shared memory."""
     memory = _memory(group)
     return _shared(memory, partial(shared_collectives.barrier, memory), 0)
@@ -105,8 +105,8 @@ def _memory(group: Group) -> SharedMemory:
     return memory
 
 
-def _shared(memory: SharedMemory, run: Callable[[], None], sent: int) -> Way:
-    return Way(partial(_begin, background(memory.group), run), sent, 0)
+def _shared(memory: SharedMemory, run: Callable[[], None], sent: int) -> Dispatch:
+    return Dispatch(partial(_begin, background(memory.group), run), sent, 0)
 
 
 def _begin(runner: Background, run: Callable[[], None], at_once: bool) -> Any:
@@ -122,7 +122,7 @@ def _messages(
     op: str = "sum",
     finish: Callable[[], object] | None = None,
     options: dict[str, Any] | None = None,
-) -> Way:
+) -> Dispatch:
     """Run an algorithm's steps, which send from `source` and receive into `target`; then call `finish`."""
     from minidist.comm.algorithms import ALGORITHMS, bytes_sent
     from minidist.comm.algorithms.execute import execute
@@ -136,4 +136,4 @@ def _messages(
         if finish is not None:
             finish()
 
-    return Way(partial(_begin, background(group), run), sent, sent)
+    return Dispatch(partial(_begin, background(group), run), sent, sent)
