@@ -20,7 +20,7 @@ from minidist._names import unknown
 from minidist.model import CONFIGS, GPT, MLP, Dataset, GPTConfig, dataset
 from minidist.model import config as shape_of
 from minidist.parallel.contract.layout import Layout
-from minidist.parallel.engine.prepare import check_available
+from minidist.parallel.engine.prepare_checks import check_available
 from minidist.parallel.training.clipping import check_max_norm
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {

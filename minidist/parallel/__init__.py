@@ -24,7 +24,8 @@ To add a strategy:
 1. Implement `Strategy` (contract/strategy.py) in a package of floor 4. It communicates through
    `minidist.comm` alone, and imports no other strategy.
 2. Give `Layout` (contract/layout.py) a field or a value that selects it. Pick it in `_strategy`
-   (engine/prepare.py), and refuse in `check_available` there the axes that it does not work with.
+   (engine/prepare.py), and refuse the axes that it does not work with in `check_available`
+   (engine/prepare_checks.py).
 3. Add it to the models of memory (scale/memory/state_bytes.py) and time (scale/time/gradient_exchange.py),
    and to the layouts that the planner tries (scale/planning/candidates.py).
 4. Add its layouts to tests/parallel/test_layouts.py. These tests hold it to the contract in

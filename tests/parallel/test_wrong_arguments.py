@@ -81,9 +81,9 @@ MISTAKES: list[tuple[Callable[[], object], type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize("place", range(len(MISTAKES)))
-def test_a_mistake_is_one_sentence(place: int) -> None:
-    call, kind, sentence = MISTAKES[place]
+@pytest.mark.parametrize("index", range(len(MISTAKES)))
+def test_a_mistake_is_one_sentence(index: int) -> None:
+    call, kind, sentence = MISTAKES[index]
     with pytest.raises(kind, match=re.escape(sentence)) as caught:
         call()
     assert "\n" not in str(caught.value)

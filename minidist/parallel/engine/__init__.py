@@ -2,7 +2,7 @@
 
 | File | Holds |
 |---|---|
-| prepare.py, prepare_checks.py | `prepare`: makes an engine; checks before the model is touched |
+| prepare.py, prepare_checks.py | `prepare`: makes an engine; all checks before the model is touched |
 | training_step.py | `HybridEngine`: the step, evaluation, memory and state |
 | step_executor.py | forward and backward passes: through the whole model, or through a pipeline |
 | partition_model.py | this rank's part of a model: its layers, its parts of matrices, its tokens |

@@ -5,31 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
-from minidist._names import unknown
 from minidist.comm.mesh import Mesh
 from minidist.model.loss import cross_entropy
 from minidist.parallel.contract.engine import Engine, Loss, MakeOptimizer
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.strategy import Strategy
 from minidist.parallel.engine.partition_model import RankModel, checked, partition_model
-from minidist.parallel.engine.prepare_checks import check_model, check_types, put_back_on_error
+from minidist.parallel.engine.prepare_checks import check, put_back_on_error
 from minidist.parallel.engine.training_step import HybridEngine
-from minidist.parallel.guards.ownership import ENGINE, claim, require_free
-from minidist.parallel.guards.refusals import refuse_renormed, require_alike
+from minidist.parallel.guards.ownership import ENGINE, claim
+from minidist.parallel.guards.refusals import require_alike
 from minidist.parallel.sharding.data_parallel_strategy import Replicated
 from minidist.parallel.sharding.fully_shard_strategy import FullySharded
 from minidist.parallel.sharding.zero_strategy import ShardedState
-from minidist.parallel.training.clipping import check_max_norm
 from minidist.parallel.training.precision import LossScale, Precision, fill_masters
 from minidist.parallel.training.recompute import recompute
-
-DATA_PARALLEL = {"bucket_mb", "overlap", "compression", "algorithm", "broadcast_buffers"}
-"""The options of `DataParallel` that `prepare` passes on. The layout gives the group."""
-FULLY_SHARD = {"offload", "units", "initialize", "prefetch"}
-"""The options of `FullyShard` that `prepare` passes on. The precision decides about master weights."""
 
 
 def prepare(
@@ -92,39 +84,11 @@ def prepare(
             trains the model.
     """
     layout = Layout() if layout is None else layout
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}; give a torch.nn.Module")
-    if not isinstance(layout, Layout):
-        raise TypeError(f"layout is {layout!r}; give a Layout, such as md.Layout(dp=2)")
-    if isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer):
-        raise TypeError(
-            f"optimizer is a {type(optimizer).__name__}; give a function from parameters to an optimizer, "
-            "such as functools.partial(torch.optim.AdamW, lr=3e-4)"
-        )
-    check_available(layout)
-    check_types(loss, data_parallel, fully_shard, loss_scale)
-    check_model(model, layout)
-    require_free(model.named_parameters())
-    if layout.ranks > 1 or layout.zero == 3 or layout.precision != "fp32":
-        refuse_renormed(model)
-    _check_options("data_parallel", data_parallel, DATA_PARALLEL)
-    _check_options("fully_shard", fully_shard, FULLY_SHARD)
-    if fully_shard and layout.zero != 3:
-        raise ValueError(
-            f"fully_shard is {dict(fully_shard)} and the layout has zero={layout.zero}; its options are for "
-            "zero=3"
-        )
-    if data_parallel and layout.zero == 3:
-        raise ValueError(
-            f"data_parallel is {dict(data_parallel)} and the layout has zero=3, which has none of its "
-            "options; leave it out"
-        )
+    check(model, optimizer, layout, loss, data_parallel, fully_shard, loss_scale, clip_norm)
     if initialize is None:
         initialize = (fully_shard or {}).get("initialize")
     elif layout.zero == 3:
         fully_shard = {**(fully_shard or {}), "initialize": initialize}
-    if clip_norm is not None:
-        check_max_norm("clip_norm", clip_norm)
     # Before any other collective: ranks with other layouts would wait in other ones.
     require_alike("md.prepare", {**vars(layout), "clip_norm": clip_norm}, None)
     mesh = Mesh(pp=layout.pp, dp=layout.dp, cp=layout.cp, tp=layout.tp)
@@ -158,19 +122,3 @@ def _strategy(
     if layout.zero:
         return ShardedState(model, optimizer, layout.zero, data_parallel, master, group)
     return Replicated(model, optimizer, data_parallel, master, group)
-
-
-def _check_options(name: str, options: Mapping[str, Any] | None, known: set[str]) -> None:
-    others = set(options or {}) - known
-    if others:
-        raise unknown(f"option of {name}", min(others), sorted(known))
-
-
-def check_available(layout: Layout) -> None:
-    """ValueError if a layout combines axes that training does not support together."""
-    if layout.pp > 1 and layout.zero > 1:
-        moved = "gradients" if layout.zero == 2 else "parameters"
-        raise ValueError(
-            f"zero={layout.zero} with pp={layout.pp} in the layout would send {moved} once for each of a "
-            "pipeline's micro-batches, which costs more than it saves; give zero=1, or pp=1"
-        )

@@ -5,38 +5,88 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+import torch
 from torch import nn
 
+from minidist._names import unknown
 from minidist.parallel.contract.layout import Layout
-from minidist.parallel.guards.ownership import release
-from minidist.parallel.guards.refusals import refuse_meta, require_trained
+from minidist.parallel.guards.ownership import release, require_free
+from minidist.parallel.guards.refusals import refuse_meta, refuse_renormed, require_trained
+from minidist.parallel.training.clipping import check_max_norm
 from minidist.parallel.training.precision import LossScale
 
+DATA_PARALLEL = {"bucket_mb", "overlap", "compression", "algorithm", "broadcast_buffers"}
+"""The options of `DataParallel` that `prepare` passes on. The layout gives the group."""
+FULLY_SHARD = {"offload", "units", "initialize", "prefetch"}
+"""The options of `FullyShard` that `prepare` passes on. The precision decides about master weights."""
 
-def check_types(loss: object, data_parallel: object, fully_shard: object, loss_scale: object) -> None:
-    """TypeError if an argument of `prepare` has the wrong type."""
+
+def check(
+    model: object,
+    optimizer: object,
+    layout: object,
+    loss: object,
+    data_parallel: object,
+    fully_shard: object,
+    loss_scale: object,
+    clip_norm: float | None,
+) -> None:
+    """TypeError or ValueError if an argument of `prepare` is wrong, or conflicts with layout or model."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}; give a torch.nn.Module")
+    if not isinstance(layout, Layout):
+        raise TypeError(f"layout is {layout!r}; give a Layout, such as md.Layout(dp=2)")
+    if isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer):
+        raise TypeError(
+            f"optimizer is a {type(optimizer).__name__}; give a function from parameters to an optimizer, "
+            "such as functools.partial(torch.optim.AdamW, lr=3e-4)"
+        )
+    check_available(layout)
     if not callable(loss):
         raise TypeError(
             f"loss is {loss!r}; give a function from outputs and targets to the mean over their rows, such "
             "as torch.nn.functional.cross_entropy"
         )
-    for name, options, example in (
-        ("data_parallel", data_parallel, {"bucket_mb": 25}),
-        ("fully_shard", fully_shard, {"offload": "cpu"}),
+    for name, options, known, example in (
+        ("data_parallel", data_parallel, DATA_PARALLEL, {"bucket_mb": 25}),
+        ("fully_shard", fully_shard, FULLY_SHARD, {"offload": "cpu"}),
     ):
         if options is not None and not isinstance(options, Mapping):
             raise TypeError(f"{name} is {options!r}; give a dict of options, such as {example}, or None")
+        others = set(options or {}) - known
+        if others:
+            raise unknown(f"option of {name}", min(others), sorted(known))
     if loss_scale is not None and not isinstance(loss_scale, LossScale):
         raise TypeError(
             f"loss_scale is {loss_scale!r}; give a LossScale, such as LossScale(start=1024), or None"
         )
-
-
-def check_model(model: nn.Module, layout: Layout) -> None:
-    """ValueError if there is nothing to train, or a rank would need the whole of a model without memory."""
     require_trained("model", model.parameters())
     if layout.zero < 3 and layout.tp * layout.pp == 1:
         refuse_meta("model", [*model.named_parameters(), *model.named_buffers()])
+    require_free(model.named_parameters())
+    if layout.ranks > 1 or layout.zero == 3 or layout.precision != "fp32":
+        refuse_renormed(model)
+    if fully_shard and layout.zero != 3:
+        raise ValueError(
+            f"fully_shard is {fully_shard} and the layout has zero={layout.zero}; its options are for zero=3"
+        )
+    if data_parallel and layout.zero == 3:
+        raise ValueError(
+            f"data_parallel is {data_parallel} and the layout has zero=3, which has none of its options; "
+            "leave it out"
+        )
+    if clip_norm is not None:
+        check_max_norm("clip_norm", clip_norm)
+
+
+def check_available(layout: Layout) -> None:
+    """ValueError if a layout combines axes that training does not support together."""
+    if layout.pp > 1 and layout.zero > 1:
+        moved = "gradients" if layout.zero == 2 else "parameters"
+        raise ValueError(
+            f"zero={layout.zero} with pp={layout.pp} in the layout would send {moved} once for each of a "
+            "pipeline's micro-batches, which costs more than it saves; give zero=1, or pp=1"
+        )
 
 
 REPLACED = ("forward", "attend", "positions")

@@ -100,8 +100,9 @@ class Pipeline:
     def step(self, inputs: Tensor, targets: Tensor) -> float:
         """Forward and backward over a batch: gradients are added to `.grad`, those of tied copies summed.
 
-        Sends each stage's output and its gradient once, 8 (p - 1) bytes from the last rank for the loss, and
-        what `sum_tied` sends. Returns the mean loss over the rows, or the sum, the same on all ranks.
+        Sends each stage's output and its gradient once, 80 bytes before each output whose shape is new, 8 (p
+        - 1) bytes from the last rank for the loss, and what `sum_tied` sends. Returns the mean loss over the
+        rows, or the sum, the same on all ranks.
 
         Args:
             inputs, targets: (rows, ...), the same on all ranks; for the first stage, and the last one's loss.

@@ -8,7 +8,7 @@ from minidist._names import unknown
 from minidist.model.configs import TransformerConfig
 from minidist.parallel.context import zigzag_order
 from minidist.parallel.contract.layout import Layout
-from minidist.parallel.engine.prepare import check_available
+from minidist.parallel.engine.prepare_checks import check_available
 from minidist.parallel.tensor.cuts import share_of
 from minidist.scale.dry_run.fake_world import WAYS
 from minidist.scale.memory.arguments import check_types, refuse_cut_rows

@@ -19,7 +19,7 @@ from typing import Any
 from minidist.model.configs import GPTConfig, TransformerConfig
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.schedule_kinds import DEFAULT_SCHEDULE, SCHEDULES
-from minidist.parallel.engine.prepare import check_available
+from minidist.parallel.engine.prepare_checks import check_available
 from minidist.scale.memory.arguments import check, refuse_cut_rows
 from minidist.scale.memory.estimates import Estimate, estimate
 from minidist.scale.memory.parameter_sizes import share

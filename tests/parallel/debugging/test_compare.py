@@ -475,6 +475,15 @@ def test_no_optimizer_hides_a_gradient(name: str) -> None:
 # Mistakes, and the command.
 
 
+def test_the_recorded_steps_are_those_of_training() -> None:
+    """Results are moved only in the repetitions, which measure the effect of rounding."""
+    model, batches = mlp(torch.float64)
+    engine = md.prepare(model, SGD)
+    recording = record(engine, batches, repeats=1)
+    assert recording.losses == [engine.step(*each) for each in batches]
+    assert max(recording.rounding[0].values()) > 0
+
+
 def test_mistakes_are_refused() -> None:
     model, batches = gpt(torch.float32)
     engine = md.prepare(model, SGD)

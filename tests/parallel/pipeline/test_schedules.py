@@ -235,9 +235,9 @@ def test_a_send_is_known_to_be_complete_exactly_where_that_follows() -> None:
     ):
         schedule = schedules.by_name(name, p, m, v)
         taken = {
-            message_of(each, rank, p)[1]: (rank, place)
+            message_of(each, rank, p)[1]: (rank, index)
             for rank, own in enumerate(schedule)
-            for place, each in enumerate(own)
+            for index, each in enumerate(own)
             if each.kind.startswith("recv")
         }
 
@@ -253,16 +253,16 @@ def test_a_send_is_known_to_be_complete_exactly_where_that_follows() -> None:
         for rank, found in enumerate(completed_sends(schedule)):
             own = schedule[rank]
             known: set[Instruction] = set()
-            for place, each in enumerate(own):
+            for index, each in enumerate(own):
                 if each in found:
                     assert not known & {*found[each]}
                     known |= {*found[each]}
                     expected = set()
-                    for sent in own[:place]:
+                    for sent in own[:index]:
                         if sent.kind.startswith("send"):
                             after: set[tuple[int, int]] = set()
                             follows(taken[message_of(sent, rank, p)[1]], after)
-                            if (rank, place) in after:
+                            if (rank, index) in after:
                                 expected.add(sent)
                     assert known == expected
 
