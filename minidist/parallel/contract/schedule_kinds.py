@@ -43,13 +43,13 @@ class ScheduleKind:
         return pkgutil.resolve_name(self.made_by)(ranks, micro_batches, chunks)
 
 
-_HERE = "minidist.parallel.pipeline.schedules"
+_MODULE = "minidist.parallel.pipeline.schedules"
 DEFAULT_SCHEDULE = "1f1b"
 SCHEDULES = {
-    "gpipe": ScheduleKind("GPipe", f"{_HERE}:gpipe", planned=False),  # 1F1B is as fast, and holds less
-    "1f1b": ScheduleKind("1F1B", f"{_HERE}:one_f_one_b"),
-    "zero_bubble": ScheduleKind("zero bubble", f"{_HERE}:zero_bubble", splits_backward=True),
-    "interleaved": ScheduleKind("interleaved 1F1B", f"{_HERE}:interleaved", chunked=True),
+    "gpipe": ScheduleKind("GPipe", f"{_MODULE}:gpipe", planned=False),  # 1F1B is as fast, and holds less
+    "1f1b": ScheduleKind("1F1B", f"{_MODULE}:one_f_one_b"),
+    "zero_bubble": ScheduleKind("zero bubble", f"{_MODULE}:zero_bubble", splits_backward=True),
+    "interleaved": ScheduleKind("interleaved 1F1B", f"{_MODULE}:interleaved", chunked=True),
 }
 """By name, as `Pipeline` and `Layout` take it. In all of them stage s is chunk s // p of rank s % p."""
 

@@ -13,7 +13,8 @@ With p ranks, m micro-batches, v chunks a rank and equal stages, the share of ti
 | `interleaved` | (p - 1) / (v m + p - 1) | (v - 1) p + 2 (p - r) - 1 chunks | Narayanan et al. 2021, 2.2 |
 | `zero_bubble` | (p - 1) / (3 m + p - 1) if F, I, W take the same time | min(m, p) | Qi et al. 2023, ZB-H1 |
 
-Nothing here needs torch.
+All raise ValueError for sizes below 1; only `gpipe` and `interleaved` take several chunks. Nothing here needs
+torch.
 """
 
 from __future__ import annotations
@@ -51,9 +52,6 @@ def gpipe(ranks: int, micro_batches: int, chunks: int = 1) -> list[list[Instruct
     """All forward passes, then all backward passes (GPipe). In between, every activation is live.
 
     With several chunks, all micro-batches go through one chunk before the next chunk begins.
-
-    Raises:
-        ValueError: an argument is below 1.
     """
     _check_sizes(ranks, micro_batches, chunks)
     forwards = [("forward", i, chunk) for chunk in range(chunks) for i in range(micro_batches)]
@@ -66,9 +64,6 @@ def one_f_one_b(ranks: int, micro_batches: int, chunks: int = 1) -> list[list[In
 
     The bubble is that of GPipe. But a backward pass frees activations before the next forward pass makes new
     ones, so rank r never holds more than `ranks - r` micro-batches.
-
-    Raises:
-        ValueError: an argument is below 1, or there are several chunks.
     """
     _check_sizes(ranks, micro_batches, chunks, most_chunks=1)
     order = [(i, 0) for i in range(micro_batches)]
@@ -81,9 +76,6 @@ def interleaved(ranks: int, micro_batches: int, chunks: int = 1) -> list[list[In
     Micro-batches go in groups, one micro-batch for each rank: a group passes all of a rank's chunks before
     the next group begins. If the ranks do not divide the micro-batches, the last group is smaller, and ranks
     start with as many more forward passes as it takes to avoid a deadlock.
-
-    Raises:
-        ValueError: an argument is below 1.
     """
     _check_sizes(ranks, micro_batches, chunks)
     if chunks == 1:
@@ -109,9 +101,6 @@ def zero_bubble(ranks: int, micro_batches: int, chunks: int = 1) -> list[list[In
     This is ZB-H1: rank r postpones the weights' gradients of r micro-batches, so that it never holds more
     activations than rank 0 does in 1F1B. With times F, I and W of the three passes, I and F at least W, each
     rank waits for (p - 1) (F + I - W), and for (p - 1) (F + I + W) in 1F1B.
-
-    Raises:
-        ValueError: an argument is below 1, or there are several chunks.
     """
     _check_sizes(ranks, micro_batches, chunks, most_chunks=1)
     compute, passes = [], [(i, 0) for i in range(micro_batches)]
