@@ -159,7 +159,7 @@ def train_backwards(
 ) -> tuple[list[float], dict[str, Tensor], int]:
     """Three steps, saved at `stop` or resumed there; and the most buckets beyond the two that have memory."""
     more = 0
-    lend = reduce_to_owner.ShardPlan._lend
+    lend = reduce_to_owner.ShardAssignment._lend
 
     def watched(self: Any, number: int) -> None:
         nonlocal more
@@ -172,7 +172,7 @@ def train_backwards(
     engine = md.prepare(Backwards(9 * resume), contract.ADAMW, layout, data_parallel=buckets)
     losses = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reduce_to_owner.ShardPlan, "_lend", watched)
+        patch.setattr(reduce_to_owner.ShardAssignment, "_lend", watched)
         if resume:
             md.load(engine, path)
         for step in range(3):

@@ -94,10 +94,10 @@ class LocalSGD(nn.Module):
 
         works = []
         for bucket in self._buckets:
-            torch._foreach_copy_(bucket.views, [parameters[place] for place in bucket.places])
+            torch._foreach_copy_(bucket.views, [parameters[place] for place in bucket.param_indices])
             works.append(
                 comm.all_reduce(bucket.flat, "mean", exchange.algorithm, exchange.group, async_op=True)
             )
         for bucket, work in zip(self._buckets, works, strict=True):
             work.wait()
-            torch._foreach_copy_([parameters[place] for place in bucket.places], bucket.views)
+            torch._foreach_copy_([parameters[place] for place in bucket.param_indices], bucket.views)

@@ -1,8 +1,7 @@
 """Buckets: many small tensors in one flat one, so that a few large messages replace many small ones.
 
-A message costs its latency however small it is. A bucket holds several gradients one after the other in one
-flat tensor; each parameter's `grad` is a view into it, so the gradients are stored once and reduced where
-they lie.
+Every message costs its latency, however small it is. A bucket holds several gradients one after the other in
+one flat tensor. Each parameter's `grad` is a view into it, so gradients are stored once and reduced in place.
 
 Source: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", section
 3.2.
@@ -23,45 +22,7 @@ from minidist.comm.work import Group, bytes_of, ranks_of
 
 MB = 2**20
 TOGETHER_BYTES = 25 * MB
-"""Bytes of tensors that `together` joins in a message at most; the copy of them takes as much."""
-
-
-@dataclass(eq=False)
-class GradientComm:
-    """The ranks that a gradient is exchanged with, and how."""
-
-    group: Group
-    algorithm: str = "auto"  # a name that the collectives take
-    nothing_left: bool = False  # to do meanwhile: messages are then not handed to a thread, which takes time
-
-    @property
-    def ranks(self) -> int:
-        """How many they are, this one included."""
-        return len(ranks_of(self.group))
-
-    def all_reduce(self, x: Tensor) -> comm.Work | Done:
-        """Start to sum `x` over the ranks, in place."""
-        if self.nothing_left:
-            return Done(comm.all_reduce(x, "sum", self.algorithm, self.group))
-        return comm.all_reduce(x, "sum", self.algorithm, self.group, async_op=True)
-
-    def reduce_scatter(self, x: Tensor, out: Tensor, op: str = "sum") -> comm.Work | Done:
-        """Start to reduce `x`, (n k,), over the ranks: `out`, (k,), becomes this rank's share."""
-        if self.nothing_left:
-            return Done(comm.reduce_scatter(x, op, self.algorithm, self.group, out))
-        return comm.reduce_scatter(x, op, self.algorithm, self.group, out, async_op=True)
-
-    def all_gather(self, x: Tensor, out: Tensor | None = None) -> comm.Work | Done:
-        """Start to gather `x`, (k, ...), from all ranks: the work's result is (n k, ...), `out` if given."""
-        if self.nothing_left:
-            return Done(comm.all_gather(x, self.algorithm, self.group, out))
-        return comm.all_gather(x, self.algorithm, self.group, out, async_op=True)
-
-    def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Flat memory for what the ranks exchange, shared where it can be. A collective."""
-        if device.type == "cpu":
-            return comm.empty_shared((numel,), dtype, self.group)
-        return torch.zeros(numel, dtype=dtype, device=device)
+"""Most bytes of tensors that `together` joins in one message; joining them copies as many bytes."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +32,7 @@ class Done:
     result: Tensor
 
     def wait(self) -> Tensor:
-        """What it brought."""
+        """Return the result at once."""
         return self.result
 
 
@@ -79,72 +40,110 @@ PendingMessage = comm.Work | Done
 
 
 @dataclass(eq=False)
+class GradientComm:
+    """The ranks that gradients are summed over, and the collectives that do it."""
+
+    group: Group
+    algorithm: str = "auto"  # a name that the collectives take
+    blocking: bool = (
+        False  # nothing is left to compute meanwhile: handing a message to a thread only costs time
+    )
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks, this one included."""
+        return len(ranks_of(self.group))
+
+    def all_reduce(self, x: Tensor) -> PendingMessage:
+        """Start to sum `x` over the ranks, in place."""
+        return self._start(comm.all_reduce, x, "sum", self.algorithm, self.group)
+
+    def reduce_scatter(self, x: Tensor, out: Tensor, op: str = "sum") -> PendingMessage:
+        """Start to reduce `x`, (n k,), over the ranks: `out`, (k,), becomes this rank's share."""
+        return self._start(comm.reduce_scatter, x, op, self.algorithm, self.group, out)
+
+    def all_gather(self, x: Tensor, out: Tensor | None = None) -> PendingMessage:
+        """Start to gather `x`, (k, ...), from all ranks: the result is (n k, ...), in `out` if given."""
+        return self._start(comm.all_gather, x, self.algorithm, self.group, out)
+
+    def _start(self, collective: Callable[..., Any], *args: Any) -> PendingMessage:
+        message: PendingMessage = (
+            Done(collective(*args)) if self.blocking else collective(*args, async_op=True)
+        )
+        return message
+
+    def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Flat memory for messages; on a CPU the ranks share it where they can. A collective."""
+        if device.type == "cpu":
+            return comm.empty_shared((numel,), dtype, self.group)
+        return torch.zeros(numel, dtype=dtype, device=device)
+
+
+@dataclass(eq=False)
 class Bucket:
     """Gradients of one dtype on one device, in one flat tensor."""
 
-    places: list[int]  # of the parameters, in the order in which they lie in `flat`
-    flat: Tensor  # (elements,), and as many more as were asked for at its end
+    param_indices: list[int]  # of the parameters, in the order in which their gradients lie in `flat`
+    flat: Tensor  # (elements,), or longer where other numbers are sent at its end
     views: list[Tensor]  # into `flat`, in the parameters' shapes
     elements: int  # of the gradients
 
     @classmethod
-    def over(cls, flat: Tensor, tensors: Sequence[Tensor], places: list[int]) -> Bucket:
-        """A bucket for the gradients of `tensors[place]` at the start of `flat`."""
+    def over(cls, flat: Tensor, tensors: Sequence[Tensor], param_indices: list[int]) -> Bucket:
+        """Make a bucket at the start of `flat` for the gradients of the tensors at these indices."""
         views, start = [], 0
-        for place in places:
-            tensor = tensors[place]
+        for index in param_indices:
+            tensor = tensors[index]
             views.append(flat[start : start + tensor.numel()].view(tensor.shape))
             start += tensor.numel()
-        return cls(places, flat, views, start)
+        return cls(param_indices, flat, views, start)
 
 
 def cut(tensors: Sequence[Tensor], order: Iterable[int], limit: int) -> list[list[int]]:
     """Deal tensors to buckets, each bucket of one dtype and device.
 
     Args:
-        tensors: what the places in `order` number.
-        order: the places, in the order in which gradients come.
-        limit: bytes that a bucket holds at most; a larger tensor has one to itself. 0: every tensor has.
+        tensors: the tensors that the indices in `order` number.
+        order: indices of tensors, in the order in which their gradients come.
+        limit: the most bytes in a bucket; a larger tensor has one to itself. With 0 every tensor has its own.
 
     Returns:
-        The places in each bucket; buckets are in the order in which they become complete.
+        The indices in each bucket, in the order in which buckets become complete.
     """
-    done: list[tuple[int, list[int]]] = []  # when a bucket's last gradient comes, and its places
-    filling: dict[Any, tuple[int, int, list[int]]] = {}  # bytes, when its last came, places
-    for when, place in enumerate(order):
-        tensor = tensors[place]
+    done: list[tuple[int, list[int]]] = []  # when a bucket's last gradient comes, and its indices
+    filling: dict[Any, tuple[int, int, list[int]]] = {}  # bytes, when the last gradient came, indices
+    for when, index in enumerate(order):
+        tensor = tensors[index]
         key, size = (tensor.dtype, tensor.device), bytes_of(tensor)
-        held, last, places = filling.get(key, (0, 0, []))
-        if places and (not limit or held + size > limit):
-            done.append((last, places))
-            held, places = 0, []
-        filling[key] = (held + size, when, [*places, place])
-    done.extend((last, places) for _, last, places in filling.values())
-    return [places for _, places in sorted(done)]
+        filled, last, indices = filling.get(key, (0, 0, []))
+        if indices and (not limit or filled + size > limit):
+            done.append((last, indices))
+            filled, indices = 0, []
+        filling[key] = (filled + size, when, [*indices, index])
+    done.extend((last, indices) for _, last, indices in filling.values())
+    return [indices for _, indices in sorted(done)]
 
 
 def broadcast_together(tensors: Sequence[Tensor], group: Group, source: int = 0) -> None:
-    """Copy tensors, parameters or buffers, from one of the group's ranks to all, in place.
+    """Copy parameters or buffers from one of the group's ranks to all, in place.
 
-    Sends what `comm.broadcast` of their bytes does, in messages of up to 25 MB.
+    It sends as many bytes as `comm.broadcast` of all the tensors, in messages of up to 25 MB.
     """
     together(tensors, lambda flat: comm.broadcast(flat, source=source, group=group))
 
 
 def together(tensors: Sequence[Tensor], send: Callable[[Tensor], object]) -> None:
-    """Call `send`, which changes a tensor in place, for tensors joined to few flat ones of up to 25 MB."""
+    """Call `send`, which changes a tensor in place, on the tensors joined to flat ones of up to 25 MB."""
     with torch.no_grad():
-        for places in cut(tensors, range(len(tensors)), TOGETHER_BYTES):
-            chosen = [tensors[place] for place in places]
+        for indices in cut(tensors, range(len(tensors)), TOGETHER_BYTES):
+            chosen = [tensors[index] for index in indices]
             if len(chosen) == 1:
                 send(chosen[0])
                 continue
             flat = torch.cat([tensor.detach().reshape(-1) for tensor in chosen])
             send(flat)
-            start = 0
-            for tensor in chosen:
-                tensor.copy_(flat[start : start + tensor.numel()].view(tensor.shape))
-                start += tensor.numel()
+            for tensor, values in zip(chosen, Bucket.over(flat, tensors, indices).views, strict=True):
+                tensor.copy_(values)
 
 
 def require_same(what: str, tensors: Iterable[tuple[str, Tensor]], group: Group) -> None:

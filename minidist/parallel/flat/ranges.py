@@ -1,7 +1,7 @@
-"""Parts of flat tensors as boxes of the tensors that lie in them.
+"""Ranges of a flat tensor as boxes of the tensors that lie in it.
 
-A shard of a flat buffer begins and ends wherever the division falls, in the middle of a row too; what a
-checkpoint can cut anew are boxes.
+A shard of a flat buffer begins and ends wherever the division falls, even in the middle of a row. A
+checkpoint needs boxes, because other layouts can cut them anew.
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ from collections.abc import Iterable, Iterator
 
 from torch import Tensor
 
+OffsetsAndSizes = tuple[tuple[int, ...], tuple[int, ...]]
+"""The offsets and the sizes of a box, one of each for every dimension."""
 
-def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+
+def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[OffsetsAndSizes]:
     """Cut the elements from `start` to `stop` of a row-major tensor into boxes, in the order of the elements.
 
-    Returns:
-        Offsets and sizes of each; at most 2 d - 1 of them for d dimensions. The elements of a box follow each
-        other in the flat tensor, too.
+    Yields:
+        At most 2 d - 1 boxes for d dimensions. The elements of a box are neighbours in the flat tensor.
     """
     if start >= stop:
         return
@@ -27,8 +29,7 @@ def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple
     inner = math.prod(shape[1:])
     first, last = -(-start // inner), stop // inner  # rows that are whole
     if first > last:  # a part of one row
-        row = last
-        yield from _in_row(shape, row, start - row * inner, stop - row * inner)
+        yield from _in_row(shape, last, start - last * inner, stop - last * inner)
         return
     if start < first * inner:
         yield from _in_row(shape, first - 1, start - (first - 1) * inner, inner)
@@ -38,9 +39,7 @@ def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple
         yield from _in_row(shape, last, 0, stop - last * inner)
 
 
-def _in_row(
-    shape: tuple[int, ...], row: int, start: int, stop: int
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+def _in_row(shape: tuple[int, ...], row: int, start: int, stop: int) -> Iterator[OffsetsAndSizes]:
     for offsets, sizes in boxes(shape[1:], start, stop):
         yield (row, *offsets), (1, *sizes)
 

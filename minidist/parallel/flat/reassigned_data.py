@@ -1,36 +1,35 @@
-"""`parameter.data = tensor`, where the parameter is a view into flat memory.
+"""Refuse `parameter.data = tensor` for a parameter that is a view into flat memory.
 
-It gives a parameter other memory, as `torch.nn.utils.vector_to_parameters` does for a whole model. What is
-updated, or sent, lies in the flat tensor all the same, so that the parameter would stay where it is for good;
-hence addresses are compared before, and the values taken over.
+The assignment gives the parameter memory of its own; `torch.nn.utils.vector_to_parameters` makes one for
+every parameter of a model. The ranks go on updating and sending the flat tensor, so the parameter would keep
+its new values for good and never be trained again. Addresses show it, at the price of one comparison of
+lists.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-
-def reassigned(parameters: Sequence[Tensor], views: Sequence[Tensor]) -> dict[int, Tensor]:
-    """Copies of the values of those parameters that are not their views any more, by their numbers.
-
-    Raises:
-        ValueError: one has another shape, dtype or device now.
-    """
-    found = {}
-    for number, (parameter, view) in enumerate(zip(parameters, views, strict=True)):
-        if parameter.data_ptr() == view.data_ptr() and parameter.stride() == view.stride():
-            continue
-        now, before = ((tuple(x.shape), x.dtype, x.device) for x in (parameter, view))
-        if now != before:
-            raise ValueError(
-                f"a parameter of {_text(*before)} was given data of {_text(*now)} while it was trained; give "
-                "it data of its own shape, dtype and device"
-            )
-        found[number] = parameter.detach().clone()
-    return found
+Address = tuple[int, tuple[int, ...]]
 
 
-def _text(shape: object, dtype: object, device: object) -> str:
-    return f"shape {shape} in {dtype} on {device}"
+def addresses(tensors: Sequence[Tensor]) -> list[Address]:
+    """Where each tensor begins in memory, and its strides."""
+    return [(tensor.data_ptr(), tensor.stride()) for tensor in tensors]
+
+
+def refuse_reassigned(
+    parameters: Sequence[Tensor], expected: list[Address], name_of: Callable[[int], str]
+) -> None:
+    """ValueError where a parameter is not at its `expected` address; `name_of` gives an index's name."""
+    found = addresses(parameters)
+    if found == expected:
+        return
+    index = next(i for i, (now, before) in enumerate(zip(found, expected, strict=True)) if now != before)
+    raise ValueError(
+        f"the parameter {name_of(index)} was given other memory, as `parameter.data = tensor` and "
+        "module.to(dtype) do, and has to stay in the flat memory of the ranks; write into it instead: "
+        "`with torch.no_grad(): parameter.copy_(tensor)`"
+    )

@@ -1,4 +1,4 @@
-"""What `FullyShard` and `ZeroOptimizer` are given: checked before they take the first parameter."""
+"""Checks of the arguments of `FullyShard` and `ZeroOptimizer`, made before they take the first parameter."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from minidist.parallel.guards.refusals import require_trained
+from minidist._arguments import is_number
+from minidist.parallel.guards.refusals import require_optimizer, require_trained
 
 UNSHAREABLE = {
     torch.optim.LBFGS: "its steps look at all parameters at once",
@@ -27,7 +28,7 @@ def check_arguments(
     prefetch: Any,
     master: Any,
 ) -> None:
-    """TypeError or ValueError where one of them is not what `FullyShard` takes."""
+    """TypeError or ValueError where an argument of `FullyShard` is wrong."""
     _check_class(optimizer_class)
     if isinstance(offload, str) and not offload:
         raise ValueError("offload is '', which names no directory; give False, 'cpu' or a directory")
@@ -44,21 +45,23 @@ def check_arguments(
 
 
 def check_zero_arguments(stage: Any, optimizer_class: Any, bucket_mb: Any, master: Any) -> None:
-    """TypeError or ValueError where one of them is not what `ZeroOptimizer` takes."""
+    """TypeError or ValueError where an argument of `ZeroOptimizer` is wrong."""
     if stage not in (1, 2) or isinstance(stage, bool):
         raise ValueError(f"stage is {stage!r}; give 1 or 2, or use FullyShard for stage 3")
     _check_class(optimizer_class)
-    if isinstance(bucket_mb, bool) or not (isinstance(bucket_mb, int | float) and 0 <= bucket_mb < inf):
-        raise ValueError(f"bucket_mb is {bucket_mb!r}; give megabytes, or 0 for one message a parameter")
+    check_bucket_mb(bucket_mb)
     _check_master(master)
 
 
+def check_bucket_mb(value: Any) -> None:
+    """ValueError where `value` is not a size of buckets in megabytes."""
+    if not is_number(value) or not 0 <= value < inf:
+        raise ValueError(f"bucket_mb is {value!r}; give megabytes, or 0 for one message a parameter")
+
+
 def refuse_unshareable(made: object) -> None:
-    """TypeError where what `optimizer_class` made is no optimizer, ValueError where it cannot be shared."""
-    if not isinstance(made, torch.optim.Optimizer):
-        raise TypeError(
-            f"optimizer_class made a {type(made).__name__}; it has to make a torch.optim.Optimizer"
-        )
+    """TypeError where `optimizer_class` made no optimizer, ValueError where its state cannot be shared."""
+    require_optimizer(made, "optimizer_class")
     for refused, reason in UNSHAREABLE.items():
         if isinstance(made, refused):
             raise ValueError(

@@ -1,14 +1,15 @@
 """The order of the collectives in a pass, the same on all ranks whatever parts of the model each one uses.
 
-Ranks that gathered units as they happen to need them would talk past each other as soon as one of them skips
-a unit. So the order is settled once, from what all ranks did in the first pass; each rank then keeps to it,
-and takes part for the others where it has no use for a unit itself.
+If ranks gathered units as they happen to need them, their collectives would no longer match as soon as one
+rank skips a unit. So the order is settled once, from what all ranks did in the first pass. Each rank then
+keeps to it, and takes part for the others when it has no use for a unit itself.
 
 Source: Zhao et al. 2023, "PyTorch FSDP", section 3.3 (execution order, backward and forward prefetching).
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -25,23 +26,63 @@ UnitCollective = tuple[Literal["gather", "reduce"], Unit]
 
 @dataclass(frozen=True)
 class CollectiveOrder:
-    """What a forward and a backward pass send.
+    """What a forward and a backward pass send."""
 
-    Attributes:
-        forward: units in the order in which they are gathered.
-        calls: for each unit's number, how often a forward pass calls it.
-        backward: what a backward pass does; ahead, each gather as early as the unit before it is needed.
-        settled: it is what the ranks did, and not the order in which the model lists its parts.
+    forward: Sequence[Unit]  # in the order in which they are gathered
+    calls: Sequence[int]  # for each unit's number, how often a forward pass calls it
+    backward: Sequence[UnitCollective]  # with prefetching, a gather comes when the unit before it is needed
+    settled: bool = False  # it is what the ranks did, and not the order in which the model lists its parts
+
+
+class UnitPass:
+    """One forward pass and the backward pass that may follow, or several if its graph is retained.
+
+    units: the unit that was called, the root or a part by itself, and those around it that have parameters of
+        it. They stay gathered for the whole pass.
+    trains: whether a backward pass may follow.
+    version: of the parameters.
     """
 
-    forward: Sequence[Unit]
-    calls: Sequence[int]
-    backward: Sequence[UnitCollective]
-    settled: bool = False
+    def __init__(self, units: Sequence[Unit], trains: bool, version: int) -> None:
+        self.units, self.trains, self.version = units, trains, version
+        self.operations: deque[UnitCollective] = deque()  # what the backward pass still has to do
+        self.reduced: set[Unit] = set()  # whose gradients the backward pass has reduced
+        self._order: Sequence[UnitCollective] = ()
+        self._calls: list[int] = []
+        self._left: dict[Unit, set[int]] = {}
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is a pass of the whole model, and not of a part."""
+        return self.units[0].number == 0
+
+    def has_failed(self, unit: Unit) -> bool:
+        """Whether a part's pass never ended: the part is called again, or a unit outside of it is called."""
+        first = self.units[0]
+        return not self.is_whole and (unit is first or unit.module not in [*first.module.modules()])
+
+    def close(self, order: Sequence[UnitCollective], calls: list[int]) -> None:
+        """End the forward pass: a backward pass does `order`; `calls` is how often each unit was called."""
+        self._order, self._calls = order, calls
+        self.start()
+
+    def start(self) -> None:
+        """Prepare for a backward pass."""
+        self.operations = deque(self._order)
+        self.reduced.clear()
+        self._left.clear()
+
+    def leave(self, unit: Unit, call: int) -> None:
+        """Note that the backward pass has left a call."""
+        self._left.setdefault(unit, set()).add(call)
+
+    def is_over(self, unit: Unit) -> bool:
+        """Whether the backward pass has left all calls of a unit."""
+        return len(self._left.get(unit, ())) == self._calls[unit.number]
 
 
 def expected(units: Sequence[Unit], ahead: bool) -> CollectiveOrder:
-    """Before the first pass: as the model lists its parts."""
+    """The order before the first pass: as the model lists its parts."""
     times = {u: (2 * u.number, 2 * u.number + 1) for u in units[1:]}
     return CollectiveOrder(units, [1] * len(units), _backward(times, ahead))
 
@@ -63,11 +104,7 @@ def settle(units: Sequence[Unit], ahead: bool, device: torch.device, group: Grou
 
 
 def require_same_call(unit: Unit, group: Group) -> None:
-    """See that all ranks call a unit once more than the schedule has. Sends 32 (n - 1) / n bytes.
-
-    Raises:
-        RuntimeError: others call another unit, or something else.
-    """
+    """RuntimeError unless all ranks call a unit once more than the order has. Sends 32 (n - 1) / n bytes."""
     if len(ranks_of(group)) == 1:
         return
     numbers = torch.tensor([unit.number, -unit.number], device=unit.device)
@@ -84,7 +121,7 @@ def require_same_call(unit: Unit, group: Group) -> None:
 
 
 def own(units: Sequence[Unit], whole: Sequence[Unit], ahead: bool) -> list[UnitCollective]:
-    """After a forward pass of a part of the model: as this rank ran it, which is as all did.
+    """After a forward pass of a part: the backward order, as this rank and so every rank ran it.
 
     whole: the units that stay gathered.
     """
@@ -92,7 +129,7 @@ def own(units: Sequence[Unit], whole: Sequence[Unit], ahead: bool) -> list[UnitC
 
 
 def _backward(times: dict[Unit, tuple[int, int]], ahead: bool) -> list[UnitCollective]:
-    """A backward pass runs the forward pass in reverse: a unit's begins where its last call ended."""
+    """Reverse the forward pass: a unit's backward pass begins where its last call ended."""
     events: list[tuple[int, UnitCollective]] = []
     for unit, (first, last) in times.items():
         events += [(last, ("gather", unit)), (first, ("reduce", unit))]
@@ -102,7 +139,7 @@ def _backward(times: dict[Unit, tuple[int, int]], ahead: bool) -> list[UnitColle
     gathers = [operation for _, operation in events if operation[0] == "gather"]
     operations = gathers[:1]
     for _, operation in events:
-        # In a gather's place stands the next one: it comes while this unit computes.
+        # Each gather moves to where the one before it was: it then runs while that unit computes.
         operations += gathers[1:2] if operation[0] == "gather" else [operation]
         if operation[0] == "gather":
             gathers = gathers[1:]

@@ -1,8 +1,8 @@
 """Data parallelism: every rank holds the whole model and computes on its share of the batch.
 
-The ranks start from one set of weights; after each backward pass the gradients are averaged over the ranks;
-then each rank makes the same optimizer step. `DataParallel`'s options are the steps from the naive form to
-the fast one, each with one idea more:
+The ranks start from the same weights. After each backward pass the gradients are averaged over the ranks, and
+each rank makes the same optimizer step. The options of `DataParallel` lead from the naive form to the fast
+one, each with one idea more:
 
 | Options | What is sent |
 |---|---|
@@ -19,9 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from copy import deepcopy
 from functools import partial
-from math import inf
 from typing import Any
 
 import torch
@@ -34,6 +32,7 @@ from minidist.parallel.compression.compressor import Compression
 from minidist.parallel.flat.buckets import MB, GradientComm, broadcast_together, cut, require_same
 from minidist.parallel.guards.ownership import DATA_PARALLEL, ZERO, claim, require_free
 from minidist.parallel.guards.refusals import refuse_meta, refuse_renormed
+from minidist.parallel.sharding.arguments import check_bucket_mb
 from minidist.parallel.sharding.bucket_assignment import BucketAssignment, round_bytes
 from minidist.parallel.sharding.reducer import Reducer
 
@@ -48,25 +47,24 @@ class DataParallel(nn.Module):
     >>> model.synchronize()
     >>> optimizer.step()
 
-    After `synchronize` each gradient is the mean over the ranks of what `backward` computed on each: that of
-    the mean loss over the global batch where the shares are equal, as in torch's DDP. `synchronize(rows=...)`
-    is for shares that differ. With `overlap` the gradients are averaged already when `backward` returns, and
-    `synchronize` does what is left: it lets a rank take part that had no backward pass, or only such inside
-    `no_sync`. Call it once for each optimizer step, on all ranks. Gradients are views into the buckets, so
-    they take their memory once.
+    After `synchronize` each gradient is the mean over the ranks, as in torch's DDP: that of the mean loss
+    over the global batch, if the shares are equal. If they differ, use `synchronize(rows=...)`. Call it on
+    all ranks, once for each optimizer step: with `overlap` the gradients are averaged when `backward`
+    returns, but a rank may have had no backward pass, or only some inside `no_sync`. Gradients are views into
+    the buckets, so they take their memory once.
 
-    Parameters and buffers are broadcast from the group's rank 0 when it is made, so that ranks which start
-    from different seeds do not go on differing; see `comm.broadcast` for the bytes. What a step sends:
-    `bytes_per_step`. In a group of one nothing is sent, nor compressed.
+    At the start the group's rank 0 broadcasts parameters and buffers, so that ranks with different seeds
+    agree; see `comm.broadcast` for the bytes, and `bytes_per_step` for those of a step. A group of one sends
+    and compresses nothing.
 
-    Parameters may be tied, frozen, of several dtypes, unused on some ranks or all; `requires_grad` may
-    change between steps, the same way on all ranks. Sparse gradients, as of `nn.Embedding(sparse=True)`, are
-    gathered as rows (compression/sparse_gradients.py).
+    Parameters may be tied, frozen, of several dtypes, or unused on some or all ranks. `requires_grad` may
+    change between steps, in the same way on all ranks. Sparse gradients, as of `nn.Embedding(sparse=True)`,
+    are gathered as rows (compression/sparse_gradients.py).
 
     Args:
         module: the model; the same architecture on all ranks.
         group: the ranks that share the batch; None for all.
-        bucket_mb: size of a bucket in MB (2^20 bytes), at most; 0 for one all-reduce a parameter.
+        bucket_mb: largest size of a bucket in MB (2^20 bytes); 0 for one all-reduce a parameter.
         overlap: reduce while backward still runs; False waits for `synchronize`.
         compression: "float16", "bfloat16", "topk", "powersgd", an object such as `PowerSGD(rank=2)`, or None.
         algorithm: how the collectives work; see `comm.all_reduce`.
@@ -91,26 +89,21 @@ class DataParallel(nn.Module):
         super().__init__()
         if not isinstance(module, nn.Module):
             raise TypeError(f"module is a {type(module).__name__}; give a torch.nn.Module")
-        if isinstance(bucket_mb, bool) or not (isinstance(bucket_mb, int | float) and 0 <= bucket_mb < inf):
-            raise ValueError(f"bucket_mb is {bucket_mb!r}; give megabytes, or 0 for one message a parameter")
+        check_bucket_mb(bucket_mb)
         require_free(module.named_parameters(), shared_with=[ZERO])
         refuse_meta("module", [*module.named_parameters(), *module.named_buffers()])
         self.module = module
         self.group, self.bucket_mb, self.overlap = group, bucket_mb, overlap
         self.compression = compression_of(compression)
-        self.algorithm, self.broadcast_buffers = algorithm, broadcast_buffers
+        self.broadcast_buffers = broadcast_buffers
+        self._gradient_comm = GradientComm(group, algorithm)
         self.reducer: Reducer[BucketAssignment] | None = None  # None in a group of one
-        if self._exchange.ranks > 1:
+        if self._gradient_comm.ranks > 1:
             refuse_renormed(module)
-        state = [*module.named_parameters(), *module.named_buffers()]
-        if self._exchange.ranks > 1:
+            state = [*module.named_parameters(), *module.named_buffers()]
             require_same("parameters and buffers", state, group)
             broadcast_together([tensor for _, tensor in state], group)
         self._attach()
-
-    @property
-    def _exchange(self) -> GradientComm:
-        return GradientComm(self.group, self.algorithm)
 
     def _attach(self) -> None:
         """Put the hooks on the parameters that get gradients now."""
@@ -120,28 +113,27 @@ class DataParallel(nn.Module):
         claim(self, DATA_PARALLEL, trainable(self.module))
         syncing = self.reducer is None or self.reducer.syncing
         self.reducer = None
-        if self._exchange.ranks > 1:
+        if self._gradient_comm.ranks > 1:
             named = [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
-            bucket_bytes = int(self.bucket_mb * MB)
-            make_plan = partial(
+            assign = partial(
                 BucketAssignment,
                 named,
-                exchange=self._exchange,
-                bucket_bytes=bucket_bytes,
+                gradient_comm=GradientComm(self.group, self._gradient_comm.algorithm),  # never `blocking`
+                bucket_bytes=int(self.bucket_mb * MB),
                 compression=self.compression,
             )
-            self.reducer = Reducer(named, self._exchange, self.overlap, make_plan)
+            self.reducer = Reducer(named, self._gradient_comm, self.overlap, assign)
             self.reducer.syncing = syncing
 
     def _trained_now(self) -> list[Any]:
-        """What changes where a module or parameter is added, thawed, or converted to another dtype."""
-        # By hand: self.module.parameters() takes 0.1 ms for a small transformer, and every step looks here.
+        """Values that change where a module or parameter is added, thawed, or converted to another dtype."""
+        # self.module.parameters() would take 0.1 ms for a small transformer, and every step looks here.
         parameters = [p for part in self._parts for p in part._parameters.values() if p is not None]
         children = [id(child) for part in self._parts for child in part._modules.values()]
         return [(id(p), p.dtype, p.device) for p in parameters if p.requires_grad] + children
 
     def _follow_changes(self) -> None:
-        """New hooks and buckets where other parameters get gradients than before."""
+        """Make new hooks and buckets, since other parameters get gradients than before."""
         for name, parameter in self.module.named_parameters():
             if id(parameter) not in self._parameters_seen:
                 raise ValueError(
@@ -158,7 +150,7 @@ class DataParallel(nn.Module):
         return self.module(*args, **kwargs)
 
     def ready(self) -> None:
-        """What `forward` does first: for loops that call parts of the module themselves."""
+        """Prepare a pass as `forward` does, for loops that call parts of the module themselves."""
         if self.reducer is not None and torch.is_grad_enabled():
             self.reducer.recover()
             if self._trained_now() != self._trained:
@@ -170,7 +162,7 @@ class DataParallel(nn.Module):
     def no_sync(self) -> Iterator[None]:
         """Inside, `backward` adds up gradients on this rank and sends nothing.
 
-        For all micro-batches but the last: its `backward` outside, or `synchronize`, then sends the sum.
+        Use it for all micro-batches but the last; its `backward`, or `synchronize`, then sends the sum.
         """
         before = self._set_syncing(False)
         try:
@@ -188,32 +180,29 @@ class DataParallel(nn.Module):
         """Average the gradients over the ranks: call it after backward and before the optimizer's step.
 
         Args:
-            rows: None where the loss was a mean over rows, and shares are equal. Where they are not, let
-                the loss be the sum over this rank's rows and give their number, 0 too, on every rank: the
+            rows: None if the loss was a mean over rows and the shares are equal. If they differ, let the loss
+                be the sum over this rank's rows, and give their number on every rank, even if it is 0: the
                 gradients become those of the mean over all ranks' rows. With micro-batches, give the rows of
                 all of them. It costs one more message of 8 bytes, and a pass over the gradients.
 
         Raises:
             ValueError: there are no rows on any rank, or the ranks' parameters differ.
-            CollectiveError: a peer is gone or late.
         """
         if self.reducer is not None:
             self.reducer.synchronize()
         if rows is None:
             return
-        device = device_of(self.module)
-        total = float(
-            comm.all_reduce(torch.tensor(rows, dtype=torch.float64, device=device), group=self.group)
-        )
+        own = torch.tensor(rows, dtype=torch.float64, device=device_of(self.module))
+        total = float(comm.all_reduce(own, group=self.group))
         if rows < 0 or not total:
             raise ValueError(f"rows is {rows}, and over all ranks {total:g}; give each rank's number of rows")
-        # What compression has kept back is of sums over rows, as the next step's gradients will be.
-        self.rescale_gradients(self._exchange.ranks / total, kept=False)
+        # What compression has kept back belongs to sums over rows, as the next step's gradients will.
+        self.rescale_gradients(self._gradient_comm.ranks / total, kept=False)
 
     def rescale_gradients(self, factor: float, kept: bool = True) -> None:
         """Multiply all gradients; with `kept` also what compression has kept back of them."""
-        if self.reducer is not None and self.reducer.plan is not None:
-            self.reducer.plan.rescale(factor, kept)
+        if self.reducer is not None and self.reducer.assignment is not None:
+            self.reducer.assignment.rescale(factor, kept)
             return
         for parameter in self.module.parameters():
             if parameter.grad is not None:
@@ -222,41 +211,18 @@ class DataParallel(nn.Module):
     def bytes_per_step(self) -> int:
         """Bytes that this rank sends in a step, by the formulas, once a first step has settled the buckets.
 
-        An all-reduce sends 2 (n - 1) / n of its bytes: of each bucket, compressed or not, and of P + 2
-        counts for P parameters that get gradients, in the last bucket's dtype where that is not compressed
-        and is float32 or float64, else in float64. Sparse gradients, rows and buffers come on top.
+        An all-reduce sends 2 (n - 1) / n of its bytes. There is one of each bucket, compressed or not, and of
+        P + 2 counts for P parameters that get gradients: in the last bucket's dtype if that bucket is not
+        compressed and is float32 or float64, else in float64. Sparse gradients, rows and buffers come on top.
         """
         if self.reducer is None:
             return 0
-        if self.reducer.plan is None:
+        if self.reducer.assignment is None:
             raise RuntimeError("the buckets follow from the first backward pass; train a step first")
-        return self.reducer.plan.bytes_sent()
+        return self.reducer.assignment.bytes_sent()
 
-    # Hooks, buckets and groups belong to this process and this object; what is copied or saved is the rest.
-
-    def __getstate__(self) -> dict[str, Any]:
-        if self.group is not None:
-            raise TypeError(
-                "a DataParallel over a group cannot be pickled, since the group cannot; save its "
-                "state_dict() or its .module"
-            )
-        return {name: value for name, value in self.__dict__.items() if name not in _OF_THIS_PROCESS}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.reducer = None
-        self._attach()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> DataParallel:
-        copy = type(self).__new__(type(self))
-        memo[id(self)] = copy
-        shared = {*_OF_THIS_PROCESS, "group"}
-        state = {name: deepcopy(v, memo) for name, v in self.__dict__.items() if name not in shared}
-        copy.__setstate__({**state, "group": self.group})
-        return copy
-
-
-_OF_THIS_PROCESS = ("reducer", "_parts", "_parameters_seen", "_trained")
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("a DataParallel cannot be copied or pickled; save its state_dict(), or its .module")
 
 
 def bytes_per_step(
@@ -264,8 +230,8 @@ def bytes_per_step(
 ) -> int:
     """Bytes that a rank sends in a step, predicted without a step; see `DataParallel.bytes_per_step`.
 
-    It takes gradients to come in the reverse of the order in which parameters are registered. Where they do
-    not, other gradients share a bucket, and each bucket's division may round differently.
+    It assumes that gradients come in the reverse of the order in which parameters are registered. Otherwise
+    other gradients share a bucket, and each bucket's division may round differently.
     """
     parameters = trainable(model)
     parts = cut(parameters, reversed(range(len(parameters))), int(bucket_mb * MB))
@@ -273,10 +239,10 @@ def bytes_per_step(
 
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that get gradients, each once, also where two layers share one."""
+    """The parameters that get gradients, each once even if two layers share it."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where a model's parameters are; the CPU where it has none."""
+    """The device of a model's parameters; the CPU where it has none."""
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))

@@ -1,6 +1,6 @@
-"""The strategy of plain data parallelism: every rank holds the whole model and the whole optimizer state.
+"""The strategy of plain data parallelism: every rank keeps parameters, gradients and optimizer state whole.
 
-What `DataParallel` leaves to the loop is done here; rows and loss travel at the end of the last bucket.
+It does what `DataParallel` leaves to the loop; rows and loss travel at the end of the last bucket.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from minidist.parallel.training.master_weights import MasterWeights
 
 
 class Replicated(Strategy):
-    """Data parallelism over the ranks of a group; one process where there is one rank.
+    """Data parallelism over the ranks of a group; one process where the group has one rank.
 
     options: those of `DataParallel`.
     master: the dtype in which the optimizer updates copies of the parameters; None for no copies.
@@ -54,12 +54,12 @@ class Replicated(Strategy):
         self._own = (0.0, 0.0)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """What the module returns; see `DataParallel.forward`."""
+        """What the module returns."""
         outputs: Tensor = self.parallel(inputs)
         return outputs
 
     def ready(self) -> None:
-        """See `DataParallel.ready`."""
+        """Prepare a pass, as `forward` does."""
         self.parallel.ready()
 
     def zero_grad(self) -> None:
@@ -67,11 +67,11 @@ class Replicated(Strategy):
         self.optimizer.zero_grad()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """See `DataParallel.no_sync`."""
+        """Inside, gradients add up on this rank and nothing is sent."""
         return self.parallel.no_sync()
 
     def begin_final_backward(self, rows: float, loss_sum: Tensor, waits: bool = True) -> None:
-        """See `Strategy.begin_final_backward`."""
+        """Have the next backward pass sum the gradients, rows and loss over the ranks."""
         reducer = self.parallel.reducer
         if reducer is None:
             self._own = (rows, float(loss_sum))
@@ -79,7 +79,7 @@ class Replicated(Strategy):
             reducer.scale, reducer.totals, reducer.waits = 1.0, (rows, loss_sum), waits
 
     def synchronize(self) -> tuple[float, float]:
-        """See `Strategy.synchronize`."""
+        """Complete the gradients; return rows and loss, summed over the ranks."""
         self.parallel.synchronize()
         reducer = self.parallel.reducer
         if reducer is None:
@@ -88,7 +88,7 @@ class Replicated(Strategy):
         return rows, loss
 
     def rescale(self, factor: float) -> None:
-        """See `DataParallel.rescale_gradients`."""
+        """Multiply the gradients, and what compression has kept back of them."""
         self.parallel.rescale_gradients(factor)
 
     def gradients(self) -> list[Tensor]:
@@ -96,31 +96,31 @@ class Replicated(Strategy):
         return [gradient for _, gradient in self.named_gradients()]
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """See `Strategy.named_gradients`."""
+        """All gradients, whole, with the names of their parameters."""
         yield from ((name, p.grad) for name, p in self.model.named_parameters() if p.grad is not None)
 
     def multiply(self, factor: float) -> None:
-        """See `Strategy.multiply`. What compression has kept back of the gradients is not multiplied."""
+        """Multiply the gradients that `update` takes, but not what compression has kept back of them."""
         if self.masters is None:
             self.parallel.rescale_gradients(factor, kept=False)
         else:
             self.masters.factor *= factor
 
     def drop(self) -> None:
-        """See `Strategy.drop`."""
+        """Forget the gradients of a step that is skipped, and what compression has kept back of them."""
         self.zero_grad()
         reducer = self.parallel.reducer
-        if reducer is not None and reducer.plan is not None:
-            reducer.plan.clear()
+        if reducer is not None and reducer.assignment is not None:
+            reducer.assignment.clear()
 
     def update(self) -> None:
         """The optimizer's step, the same on all ranks."""
         self.optimizer.step()
 
     def held(self) -> ResidentTensors:
-        """See `Strategy.held`."""
+        """Everything, whole, and the buckets."""
         reducer = self.parallel.reducer
-        buckets = [] if reducer is None or reducer.plan is None else reducer.plan.buckets
+        buckets = [] if reducer is None or reducer.assignment is None else reducer.assignment.buckets
         masters = self._masters
         state = [tensor for _, _, tensor in optimizer_tensors(self.optimizer, self._names)]
         return ResidentTensors(
@@ -131,29 +131,30 @@ class Replicated(Strategy):
         )
 
     def chunks(self) -> Iterator[TensorBox]:
-        """Everything, whole; see `Strategy.chunks`."""
+        """Everything, in boxes of whole tensors."""
         yield from whole_chunks(self.model, self.optimizer, self._masters)
 
     def settings(self) -> dict[str, Any]:
-        """See `Strategy.settings`."""
+        """The optimizer's groups and numbers, and the order of the gradients once it is known."""
         settings, reducer = optimizer_settings(self.optimizer, self._names), self.parallel.reducer
         if reducer is not None:
-            names, order = names_of(self.model), [] if reducer.plan is None else [reducer.plan.order]
-            settings["order"] = [[names[reducer.parameters[place]] for place in each] for each in order]
+            names, assignment = names_of(self.model), reducer.assignment
+            orders = [] if assignment is None else [assignment.order]
+            settings["order"] = [[names[reducer.parameters[index]] for index in order] for order in orders]
         return settings
 
     def load_settings(self, settings: Mapping[str, Any], state: Mapping[str, Mapping[str, Any]]) -> None:
-        """See `Strategy.load_settings`."""
+        """Take the groups of `settings`, and make room for the optimizer state."""
         load_optimizer(self.optimizer, self._names, settings, state)
 
     def loaded(self) -> None:
-        """See `Strategy.loaded`: the model's parameters are the masters, rounded."""
+        """Round the loaded masters to the model's parameters."""
         if self.masters is not None:
             self.masters.copy_back()
 
     @property
     def _masters(self) -> dict[Tensor, Tensor]:
-        """For each parameter its master, where there are masters."""
+        """The master of each parameter; empty where there are none."""
         if self.masters is None:
             return {}
         return dict(zip(self.masters.parameters, self.masters.masters, strict=True))

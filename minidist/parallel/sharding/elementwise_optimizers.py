@@ -1,8 +1,8 @@
 """Which optimizers may update a part of a parameter that ends anywhere.
 
-An elementwise update computes each element's new value from that element's own history. It gives the same on
-a flat shard, cut in the middle of a row, as on whole parameters. Others, such as Adafactor with its means
-over rows or Muon with its matrix products, need the parameter's shape.
+An elementwise update computes each element's new value from that element's own history. It gives the same
+result on a flat shard, cut in the middle of a row, as on whole parameters. Other optimizers need the
+parameter's shape: Adafactor takes means over rows, Muon multiplies matrices.
 """
 
 from __future__ import annotations
@@ -13,19 +13,7 @@ from functools import partial
 import torch
 
 ELEMENTWISE = frozenset(
-    {
-        "ASGD",
-        "Adadelta",
-        "Adagrad",
-        "Adam",
-        "AdamW",
-        "Adamax",
-        "NAdam",
-        "RAdam",
-        "RMSprop",
-        "Rprop",
-        "SGD",
-    }
+    "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD".split()  # noqa: SIM905 (one to a line)
 )
 """Names of torch's optimizers that update each element by itself."""
 
@@ -33,7 +21,7 @@ ELEMENTWISE = frozenset(
 def is_elementwise(kind: type) -> bool:
     """Whether an optimizer class updates each element by itself, so that a parameter may be cut anywhere.
 
-    torch's that do are known; another class, also one made from these, says so with `elementwise = True`.
+    Torch's own are known. Any other class, even one derived from these, says so with `elementwise = True`.
     """
     if "elementwise" in vars(kind):
         return bool(vars(kind)["elementwise"])
@@ -43,7 +31,7 @@ def is_elementwise(kind: type) -> bool:
 def require_elementwise(make: Callable[..., torch.optim.Optimizer]) -> None:
     """ValueError where `make`, a class or a partial of one, makes an optimizer that needs whole parameters.
 
-    What another function makes is known when it is made.
+    Any other function passes: the optimizer that it makes is checked once it is made.
     """
     kind: object = make
     while isinstance(kind, partial):

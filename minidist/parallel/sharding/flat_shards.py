@@ -1,9 +1,9 @@
-"""This rank's shards of all units, one long tensor for each dtype, and what the optimizer makes of them.
+"""This rank's shards of all units, one long tensor for each dtype, and the pieces of it for the optimizer.
 
 An optimizer takes as long for a small tensor as for a middling one, so it gets a few long ones. A parameter
-that no rank used in a step has no gradient, and the optimizer has to pass it over, as it does in one process:
-the long tensor is then cut at that parameter's ends, once and for all, with its state. It is also cut where
-another of the optimizer's groups begins.
+that no rank used in a step has no gradient, and the optimizer has to skip it, as it does in one process. The
+long tensor is then cut at that parameter's ends, for good, with its state. It is also cut where another of
+the optimizer's groups begins.
 
 Source: Rajbhandari et al. 2020, "ZeRO", section 5.3.
 """
@@ -18,44 +18,40 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minidist import comm
 from minidist.comm.work import Group
+from minidist.parallel.flat.buckets import GradientComm
 from minidist.parallel.flat.flat_parameter import FlatParameter
 from minidist.parallel.training.clipping import Why, guard
 
 
 class FlatShards:
-    """The shards of `flats`, which have one dtype and are all trained or all frozen.
+    """The shards of `flat_parameters`, which have one dtype and are all trained or all frozen.
 
     Attributes:
         shard: the long tensor, from which units are gathered.
         updated: what the optimizer updates: `shard`, or its copy in the master dtype.
         grad: (elements,), sums over the ranks; None where the parameters are frozen.
-        pieces: parts of `updated` that the optimizer takes, in order.
-        bounds, groups: of each piece the elements, and the number of its group; None for what the optimizer
-            leaves out.
-        numbers, names, spans, starts: the parameters of which this rank has elements, where these lie, and
-            which element of the parameter is the first.
+        pieces, bounds, groups: the parts of `updated` that the optimizer takes, in order; the elements of
+            each, and the number of its group, None for what the optimizer leaves out.
+        param_indices, names, spans, starts: the parameters of which this rank has elements, where these lie,
+            and which element of the parameter is the first.
     """
 
     def __init__(
         self,
-        flats: Sequence[FlatParameter],
+        flat_parameters: Sequence[FlatParameter],
         group: Group,
         master: torch.dtype | None,
         empty: Callable[[int, torch.dtype], Tensor] | None,
         group_of: Mapping[str, int],
         longest: int | None = None,
     ) -> None:
-        self.flats, first = flats, flats[0]
-        length = sum(flat.share for flat in flats)
+        self.flat_parameters, first = flat_parameters, flat_parameters[0]
+        length = sum(flat.share for flat in flat_parameters)
         if empty is not None:
             self.shard = empty(length, first.dtype)
-        elif first.device.type == "cpu":
-            # Other ranks read a shard where it lies: an all-gather then copies everything once.
-            self.shard = comm.empty_shared((length,), first.dtype, group)
-        else:
-            self.shard = torch.zeros(length, dtype=first.dtype, device=first.device)
+        else:  # ranks that share memory read a shard in place: an all-gather then copies everything once
+            self.shard = GradientComm(group).zeros(length, first.dtype, first.device)
         self.trained = first.trained
         make = empty or (lambda n, dtype: torch.zeros(n, dtype=dtype, device=self.shard.device))
         self.updated = self.shard
@@ -63,18 +59,18 @@ class FlatShards:
             self.updated = make(length, master)
         self.grad = make(length, self.updated.dtype) if self.trained else None
         self._longest = longest // self.updated.dtype.itemsize if longest else max(1, length)
-        self.numbers: list[int] = []
+        self.param_indices: list[int] = []
         self.names: list[str] = []
         self.spans: list[tuple[int, int]] = []
         self.starts: list[int] = []
         offset = 0
-        for flat in flats:
+        for flat in flat_parameters:
             flat.offset, flat.shard = offset, self.shard[offset : offset + flat.share]
             low = flat.own.start
-            for number, name, (start, stop) in zip(flat.numbers, flat.names, flat.ranges, strict=True):
+            for index, name, (start, stop) in zip(flat.param_indices, flat.names, flat.ranges, strict=True):
                 begin, end = max(start - low, 0), min(stop - low, flat.share)
                 if begin < end:
-                    self.numbers.append(number)
+                    self.param_indices.append(index)
                     self.names.append(name)
                     self.spans.append((offset + begin, offset + end))
                     self.starts.append(low + begin - start)
@@ -89,7 +85,7 @@ class FlatShards:
         self.pieces = [self._piece(*bound) for bound in self.bounds]
 
     def _runs(self, group_of: Mapping[str, int], length: int) -> Iterator[tuple[int, int, int | None]]:
-        """Elements of one group, up to where another begins."""
+        """The elements of one group, up to where another begins."""
         numbers = [group_of.get(name) for name in self.names]
         starts = [i for i in range(len(numbers)) if not i or numbers[i] != numbers[i - 1]]
         edges = [self.spans[i][0] if i else 0 for i in starts] or [0]
@@ -102,23 +98,31 @@ class FlatShards:
         return piece
 
     def guarded_by(self, why: Why) -> None:
-        """Have `clip_grad_norm` refuse the pieces where `why` says so."""
+        """Have `clip_grad_norm` refuse the pieces where `why` gives a reason."""
         self._why = why
         guard(self.pieces, why)
 
+    def by_parameter(self) -> Iterator[tuple[str, int, nn.Parameter, slice]]:
+        """The parts of parameters in each piece: name, first element in the parameter, piece, place in it."""
+        for piece, (low, high) in zip(self.pieces, self.bounds, strict=True):
+            for name, (start, stop), offset in zip(self.names, self.spans, self.starts, strict=True):
+                begin, end = max(start, low), min(stop, high)
+                if begin < end:
+                    yield name, offset + begin - start, piece, slice(begin - low, end - low)
+
     def fill(self) -> None:
-        """The copies in the master dtype, from the shards."""
+        """Copy the shards to the master dtype."""
         if self.updated is not self.shard:
             self.updated.copy_(self.shard)
 
     def publish(self) -> None:
-        """The shards, from the copies that the optimizer has updated."""
+        """Round what the optimizer has updated to the shards, from which the next pass gathers."""
         if self.updated is not self.shard:
             self.shard.copy_(self.updated)
 
     def take_back(self) -> None:
-        """What was written to the gathered parameters; master copies change only where they did."""
-        for flat in self.flats:
+        """Keep what was written to the gathered parameters; masters change only where the values did."""
+        for flat in self.flat_parameters:
             written = flat.full[flat.own].to(self.shard.device)
             if self.updated is not self.shard:
                 updated = self.updated[flat.offset : flat.offset + flat.share]
@@ -126,15 +130,15 @@ class FlatShards:
             flat.shard.copy_(written)
 
     def give_gradients(self, used: Sequence[bool], optimizer: torch.optim.Optimizer) -> None:
-        """Let each piece have its gradient; those of parameters that no rank used have none."""
+        """Give each piece its gradient; pieces of parameters that no rank used get None."""
         if self.grad is None:
             return
-        unused = [s for n, s in zip(self.numbers, self.spans, strict=True) if not used[n]]
+        unused = [span for i, span in zip(self.param_indices, self.spans, strict=True) if not used[i]]
         if unused:
             self._cut_out(unused, optimizer)
         starts = [start for start, _ in unused]
         for piece, (start, stop) in zip(self.pieces, self.bounds, strict=True):
-            last = bisect_right(starts, start) - 1  # the one that it may lie in
+            last = bisect_right(starts, start) - 1  # the unused span that it may lie in
             inside = last >= 0 and stop <= unused[last][1]
             piece.grad = None if inside else self.grad[start:stop]
 
@@ -154,9 +158,7 @@ class FlatShards:
         self.pieces[index : index + 1], self.bounds[index : index + 1] = new, bounds
         self.groups[index : index + 1] = [self.groups[index]] * len(new)
         for group in optimizer.param_groups:
-            places = [place for place, each in enumerate(group["params"]) if each is old]
-            for place in places:
-                group["params"][place : place + 1] = new
+            group["params"] = [p for each in group["params"] for p in (new if each is old else [each])]
         state = optimizer.state.pop(old, None)
         for piece, (low, high) in zip(new, bounds, strict=True):
             if state:
@@ -174,7 +176,7 @@ class FlatShards:
             yield piece, bound
 
     def cut_everywhere(self, optimizer: torch.optim.Optimizer) -> None:
-        """A piece for every parameter, and one for each padding."""
+        """Make a piece for every parameter, and one for each padding."""
         self._cut_out(self.spans, optimizer)
 
     def merge(self, optimizer: torch.optim.Optimizer) -> None:
@@ -223,7 +225,7 @@ def _joined(first: Tensor, second: Tensor, optimizer: torch.optim.Optimizer) -> 
 
 
 def _part(value: Any, whole: Tensor, start: int, stop: int) -> Any:
-    """Elements of a state tensor that has the parameter's shape; a copy of any other."""
+    """The elements of a state tensor that has the parameter's shape; a copy of any other."""
     if not isinstance(value, Tensor):
         return value
     return value[start:stop] if value.shape == whole.shape and value.dim() else value.clone()

@@ -1,9 +1,9 @@
 """Offload: shards, gradients and optimizer state in CPU memory, or in files that are mapped into memory.
 
-A mapped file's pages are written back by the system when memory runs short, and read again when they are
-touched: what does not fit costs the disk's time, and nothing else changes. An optimizer steps on slices, one
-after the other. In memory stay what is gathered, two units' gradients while they are reduced, and what the
-optimizer makes for one slice: state, before it moves to disk, and values in between.
+When memory runs short, the system writes a mapped file's pages back and reads them again when they are
+touched: data that does not fit costs the disk's time, and nothing else changes. An optimizer steps on slices,
+one after the other. In memory stay the gathered parameters, two units' gradients while they are reduced, and
+what the optimizer makes for one slice: state, before it moves to disk, and intermediate values.
 
 Source: Rajbhandari et al. 2021, "ZeRO-Infinity", section 5.
 """
@@ -19,19 +19,16 @@ import torch
 from torch import Tensor
 
 SLICE = 2**26
-"""Bytes of parameters that an optimizer steps on at a time where they lie on disk."""
+"""Bytes of parameters that an optimizer steps on at a time if they lie on disk."""
 
 
 class StorageLocation:
-    """Where shards, gradients and optimizer state lie: where the module computes.
+    """Where shards, gradients and optimizer state lie; this one: on the device where the module computes."""
 
-    longest: bytes of a tensor that the optimizer gets; None for any.
-    """
-
-    longest: int | None = None
+    longest: int | None = None  # the most bytes in a tensor that the optimizer gets; None for any number
 
     def empty_for(self, device: torch.device) -> Callable[[int, torch.dtype], Tensor] | None:
-        """What makes the long tensors; None for memory that the ranks share."""
+        """The function that makes the long tensors; None for memory that the ranks share."""
         return None
 
     def like(self, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -44,21 +41,17 @@ class StorageLocation:
 
 
 class OnCPU(StorageLocation):
-    """CPU memory, pinned where a GPU computes."""
+    """CPU memory, pinned if a GPU computes."""
 
     def empty_for(self, device: torch.device) -> Callable[[int, torch.dtype], Tensor] | None:
-        """See `StorageLocation.empty_for`; a module that computes on the CPU has its shards there anyway."""
+        """Pinned memory; None if the module computes on the CPU, where its shards are anyway."""
         if device.type == "cpu":
             return None
         return lambda length, dtype: torch.zeros(length, dtype=dtype, pin_memory=True)
 
 
 class OnDisk(StorageLocation):
-    """Files in a directory, mapped into memory. They have no name any more, and end with the process.
-
-    Raises:
-        OSError: no room, or no file may be made there.
-    """
+    """Files in a directory, mapped into memory. They have lost their names, and end with the process."""
 
     def __init__(self, directory: Path) -> None:
         self.directory, self.longest = directory, SLICE
@@ -66,7 +59,7 @@ class OnDisk(StorageLocation):
         self.empty(1, torch.uint8)  # an error now, and not in the first step
 
     def empty_for(self, device: torch.device) -> Callable[[int, torch.dtype], Tensor] | None:
-        """See `StorageLocation.empty_for`."""
+        """Tensors in files."""
         return self.empty
 
     def empty(self, length: int, dtype: torch.dtype) -> Tensor:
@@ -75,7 +68,7 @@ class OnDisk(StorageLocation):
         try:
             descriptor, name = tempfile.mkstemp(prefix="minidist-offload-", dir=self.directory)
             try:
-                # All of it now: a full disk is an error here, and would be a fatal signal at a later write.
+                # Reserve all of it now: a full disk is an error here, but a fatal signal at a later write.
                 os.posix_fallocate(descriptor, 0, size)
                 storage = torch.UntypedStorage.from_file(name, True, size)
             finally:
@@ -91,7 +84,7 @@ class OnDisk(StorageLocation):
         return torch.empty(0, dtype=dtype).set_(storage, 0, (length,))  # type: ignore[call-overload, no-any-return]
 
     def like(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """See `StorageLocation.like`; in a file, too."""
+        """Zeros for optimizer state, in a file."""
         return self.empty(len(x), dtype)
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -120,13 +113,8 @@ class OnDisk(StorageLocation):
                 state[key] = self.empty(value.numel(), value.dtype).copy_(value)
 
 
-def place_for(offload: bool | str | os.PathLike[str]) -> StorageLocation:
-    """What `offload=` asks for.
-
-    Raises:
-        TypeError: it is no directory's name.
-        OSError: no file can be made there.
-    """
+def location_for(offload: bool | str | os.PathLike[str]) -> StorageLocation:
+    """The location that `offload=` asks for; OSError where no file can be made there."""
     if offload is False:
         return StorageLocation()
     if isinstance(offload, bool) or not isinstance(offload, str | os.PathLike):

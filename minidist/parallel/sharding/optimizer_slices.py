@@ -1,9 +1,9 @@
-"""The tensors that a rank's optimizer updates: pieces of its share, few and long.
+"""The tensors that a rank's optimizer updates: slices of its share, few and long.
 
-Few long tensors cost an optimizer fewer calls than many short ones; but what it computes on one has to stay
-in a core's cache from one operation to the next, hence `PIECE`. A piece also ends where another parameter
-group begins, where the share ends, and, once a parameter had no gradient while its neighbour had one, between
-these two: their states differ from then on. A piece's state is cut with it, and joined again where it agrees.
+Few long tensors cost an optimizer fewer calls than many short ones. But what it computes on one has to stay
+in a core's cache from one operation to the next, hence `SLICE_BYTES`. A slice also ends where another
+parameter group begins, where the share ends, and between two neighbours of which only one had a gradient in
+some step: their states differ from then on. A slice's state is cut with it, and joined again where it agrees.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,26 +19,27 @@ from torch import Tensor
 from minidist.parallel.sharding.elementwise_optimizers import is_elementwise
 from minidist.parallel.sharding.zero_buckets import ParameterRange, ShardBucket
 
-PIECE = 2**20
-"""Bytes of a piece at most, where parameters may be cut. On one core torch's AdamW took, in tensors of 1 MB
-or of 0.5 MB, 0.47 of the time that 1.7 million elements in one took; of 2 MB 0.92, of 0.13 MB 0.60."""
+SLICE_BYTES = 2**20
+"""Most bytes of a slice, where parameters may be cut. On one core torch's AdamW took, in tensors of 1 MB or
+of 0.5 MB, 0.47 of the time that 1.7 million elements in one tensor took; of 2 MB 0.92, of 0.13 MB 0.60."""
 SCALARS = {"step", "mu_product", "eta", "mu"}
-"""What their state has of each parameter once; all else has its shape."""
+"""The keys of torch's optimizer state that hold one number for a parameter; all others have its shape."""
+OptimizerState = dict[str, Any]
 
 
 @dataclass(eq=False)
-class Piece:
-    """What an optimizer takes for one tensor."""
+class OptimizerSlice:
+    """Neighbouring elements of the share that the optimizer takes for one tensor."""
 
     bucket: ShardBucket
-    group: int  # of the optimizer
+    group: int  # the number of the optimizer's group
     start: int  # in the bucket's share
-    fragments: list[ParameterRange]  # one after the other
-    value: Tensor  # the elements, where they lie
-    tensor: Tensor  # what the optimizer updates: they themselves, or copies in another dtype
+    ranges: list[ParameterRange]  # one after the other
+    value: Tensor  # the elements, in the bucket
+    tensor: Tensor  # the optimizer updates this: `value` itself, or a copy in the master dtype
 
     def __len__(self) -> int:
-        return sum(map(len, self.fragments))
+        return sum(map(len, self.ranges))
 
     def gradient(self) -> Tensor:
         """Its part of the reduced gradients, in the dtype in which it is updated."""
@@ -46,227 +47,179 @@ class Piece:
         grad = self.bucket.reduced[self.start : self.start + len(self)]
         return grad.view(self.value.shape).to(self.tensor.dtype)
 
+    def count(self, used: Sequence[float]) -> int:
+        """How many of its parameters some rank used."""
+        return sum(used[span.param_index] > 0 for span in self.ranges)
 
-OptimizerState = dict[str, Any]
+
+RangeOfSlice = tuple[OptimizerSlice, ParameterRange, Tensor, OptimizerState]
+"""A slice, one of its ranges, and that range's views of the updated tensor and of the state."""
 
 
 class OptimizerSlices:
-    """This rank's pieces, in `optimizer`'s groups.
+    """This rank's slices, in the groups of `optimizer`.
 
     Args:
-        optimizer: its groups' parameters are replaced by pieces; its state goes by them.
+        optimizer: slices replace its groups' parameters, and its state belongs to them.
         master: the dtype of the copies that it updates; None for the values themselves.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, master: torch.dtype | None) -> None:
         self.optimizer, self.master = optimizer, master
         self.cut_anywhere = is_elementwise(type(optimizer))
-        self.all: list[Piece] = []
-        self.factor = 1.0  # that the next step multiplies gradients by, in the dtype of the update
+        self.all: list[OptimizerSlice] = []
+        self.factor = 1.0  # of the gradients in the next step, in the dtype of the update
 
     def add(self, bucket: ShardBucket, group_of: Sequence[int]) -> None:
-        """Pieces for this rank's share of a new bucket; `group_of` has each place's group."""
+        """Make slices of this rank's share of a bucket; `group_of` has a group for each parameter index."""
         limit = self._limit(bucket) if self.cut_anywhere else bucket.length
-        found: list[tuple[int, ParameterRange]] = []
-        for start, whole in bucket.fragments():
+        for start, whole in bucket.ranges():
             for at in range(0, len(whole), limit):
-                part = ParameterRange(
-                    whole.place, whole.start + at, min(whole.start + at + limit, whole.stop)
-                )
-                found.append((start + at, part))
-        for _, run in groupby(found, lambda item: self._together(item[1], group_of)):
-            for each in _chunks([*run], limit, lambda item: len(item[1])):
-                fragments = [fragment for _, fragment in each]
-                self.all.append(self._piece(bucket, group_of[fragments[0].place], each[0][0], fragments))
+                first = whole.start + at
+                span = ParameterRange(whole.param_index, first, min(first + limit, whole.stop))
+                value = bucket.share_of(bucket.values)[start + at : start + at + len(span)]
+                if not self.cut_anywhere:
+                    value = value.view(bucket.parameters[bucket.param_indices.index(span.param_index)].shape)
+                tensor = value if self.master in (None, value.dtype) else value.to(self.master)
+                group = group_of[span.param_index]
+                self.all.append(OptimizerSlice(bucket, group, start + at, [span], value, tensor))
         self._hand_over()
+        self.join()
 
     def _limit(self, bucket: ShardBucket) -> int:
-        """Elements of a piece at most."""
-        return max(1, PIECE // (self.master or bucket.values.dtype).itemsize)
-
-    def _together(self, fragment: ParameterRange, group_of: Sequence[int]) -> int:
-        return group_of[fragment.place] if self.cut_anywhere else fragment.place
-
-    def _piece(self, bucket: ShardBucket, group: int, start: int, fragments: list[ParameterRange]) -> Piece:
-        value = bucket.share_of(bucket.values)[start : start + sum(map(len, fragments))]
-        if not self.cut_anywhere:
-            value = value.view(bucket.parameters[bucket.places.index(fragments[0].place)].shape)
-        tensor = value if self.master in (None, value.dtype) else value.to(self.master)
-        return Piece(bucket, group, start, fragments, value, tensor)
+        """Most elements of a slice."""
+        return max(1, SLICE_BYTES // (self.master or bucket.values.dtype).itemsize)
 
     def _hand_over(self) -> None:
-        """Have the optimizer's groups consist of the pieces."""
+        """Have the optimizer's groups consist of the slices."""
         for number, group in enumerate(self.optimizer.param_groups):
-            group["params"] = [piece.tensor for piece in self.all if piece.group == number]
+            group["params"] = [each.tensor for each in self.all if each.group == number]
 
-    def parts(self) -> Iterator[tuple[Piece, ParameterRange, Tensor, OptimizerState]]:
-        """Every fragment with its part of the tensor that is updated, and of the state: views."""
-        for piece in self.all:
+    def by_parameter(self) -> Iterator[RangeOfSlice]:
+        """Every range of a parameter, with views of the updated tensor and of the state."""
+        for each in self.all:
             at = 0
-            for fragment in piece.fragments:
-                stop = at + len(fragment)
-                state = self._cut(self.optimizer.state.get(piece.tensor, {}), at, stop)
-                yield piece, fragment, piece.tensor.view(-1)[at:stop], state
+            for span in each.ranges:
+                stop = at + len(span)
+                state = {
+                    key: value[at:stop] if self.is_cut(key, value) else value
+                    for key, value in self.optimizer.state.get(each.tensor, {}).items()
+                }
+                yield each, span, each.tensor.view(-1)[at:stop], state
                 at = stop
 
-    def is_part(self, key: str, value: Any) -> bool:
-        """Whether what the state has under `key` is cut with the parameter."""
+    def is_cut(self, key: str, value: Any) -> bool:
+        """Whether the state under `key` is cut along with the parameter."""
         return self.cut_anywhere and _has_elements(key, value)
 
-    def _cut(self, state: Mapping[str, Any], start: int, stop: int) -> OptimizerState:
-        return {k: v[start:stop] if self.is_part(k, v) else v for k, v in state.items()}
+    def regroup(self, key: Callable[[OptimizerSlice, ParameterRange, OptimizerState], Hashable]) -> None:
+        """Cut and join slices so that neighbours with the same `key`, and no others, are one.
 
-    def regroup(self, key: Callable[[Piece, ParameterRange, OptimizerState], Hashable]) -> None:
-        """Cut and join pieces so that neighbours of equal `key`, and only they, are one.
-
-        Does nothing to whole parameters. Where pieces are joined, the scalars of their states are equal.
+        Whole parameters stay as they are. Where slices are joined, the scalars of their states are equal.
         """
         if not self.cut_anywhere:
             return
-        parts = [*self.parts()]
-        runs = groupby(
-            parts, lambda part: (id(part[0].bucket), part[0].group, key(part[0], part[1], part[3]))
-        )
         now = []
-        for _, group in runs:
-            together = [*group]
-            for run in _chunks(together, self._limit(together[0][0].bucket), lambda part: len(part[1])):
-                first = run[0][0]
-                fragments = [fragment for _, fragment, _, _ in run]
-                if fragments == first.fragments:
-                    now.append(first)
-                    continue
-                before = first.fragments[: first.fragments.index(fragments[0])]
-                now.append(self._remade(first, first.start + sum(map(len, before)), run))
-        kept = {id(piece) for piece in now}
-        for piece in self.all:
-            if id(piece) not in kept:
-                self.optimizer.state.pop(piece.tensor, None)
+        for _, together in groupby(
+            [*self.by_parameter()],
+            lambda part: (id(part[0].bucket), part[0].group, key(part[0], part[1], part[3])),
+        ):
+            for run in self._runs([*together]):
+                unchanged = [span for _, span, _, _ in run] == run[0][0].ranges
+                now.append(run[0][0] if unchanged else self._joined(run))
+        kept = {id(each) for each in now}
+        for each in self.all:
+            if id(each) not in kept:
+                self.optimizer.state.pop(each.tensor, None)
         self.all = now
         self._hand_over()
 
-    def _remade(
-        self, first: Piece, start: int, run: Sequence[tuple[Piece, ParameterRange, Tensor, OptimizerState]]
-    ) -> Piece:
-        """The piece that the parts in `run` become, its state with it."""
-        fragments = [fragment for _, fragment, _, _ in run]
-        value = first.bucket.share_of(first.bucket.values)[start : start + sum(map(len, fragments))]
-        inside = all(piece is first for piece, *_ in run)
-        at = start - first.start
-        if first.tensor is first.value:
-            tensor = value
-        elif inside:
-            tensor = first.tensor[at : at + len(value)]
-        else:
-            tensor = torch.cat([part for _, _, part, _ in run])
-        state = self.optimizer.state.get(first.tensor, {})
-        if inside:
-            new = {
-                k: v if _has_elements(k, v) else _copied(v)
-                for k, v in self._cut(state, at, at + len(value)).items()
-            }
-        else:
-            states = [part for *_, part in run]
-            new = {
-                k: torch.cat([each[k] for each in states]) if _has_elements(k, v) else v
-                for k, v in states[0].items()
-            }
-        piece = Piece(first.bucket, first.group, start, fragments, value, tensor)
-        if new:
-            self.optimizer.state[tensor] = new
-        return piece
+    def _runs(self, parts: Sequence[RangeOfSlice]) -> Iterator[list[RangeOfSlice]]:
+        """Cut neighbours into runs that are not longer than a slice may be, unless one range alone is."""
+        limit, filled = self._limit(parts[0][0].bucket), 0
+        run: list[RangeOfSlice] = []
+        for part in parts:
+            if run and filled + len(part[1]) > limit:
+                yield run
+                run, filled = [], 0
+            run.append(part)
+            filled += len(part[1])
+        yield run
 
-    def take_values(self, values: Mapping[int, tuple[Tensor, Tensor]]) -> None:
-        """For places of parameters that were written to: what they were before, and what they become.
-
-        Copies in another dtype change only where the values did.
-        """
-        for piece, fragment, tensor, _ in self.parts():
-            if piece.tensor is not piece.value and fragment.place in values:
-                before, now = (x.reshape(-1)[fragment.start : fragment.stop] for x in values[fragment.place])
-                tensor.copy_(torch.where(before == now, tensor, now.to(tensor.dtype)))
+    def _joined(self, run: Sequence[RangeOfSlice]) -> OptimizerSlice:
+        """The slice that the neighbours in `run` become, with their state."""
+        first, ranges = run[0][0], [span for _, span, _, _ in run]
+        start = first.start + sum(map(len, first.ranges[: first.ranges.index(ranges[0])]))
+        value = first.bucket.share_of(first.bucket.values)[start : start + sum(map(len, ranges))]
+        tensor = value if first.tensor is first.value else torch.cat([part for _, _, part, _ in run])
+        state = {
+            key: torch.cat([each[key] for *_, each in run]) if _has_elements(key, one) else _copied(one)
+            for key, one in run[0][3].items()
+        }
+        if state:
+            self.optimizer.state[tensor] = state
+        return OptimizerSlice(first.bucket, first.group, start, ranges, value, tensor)
 
     def apart(self) -> None:
-        """Every fragment by itself, so that each parameter has its own scalars."""
-        self.regroup(lambda piece, fragment, state: fragment.place)
+        """Make a slice of every range, so that each parameter has its own scalars."""
+        self.regroup(lambda _, span, state: span.param_index)
 
     def join(self) -> None:
-        """Neighbours whose scalars agree become one piece."""
+        """Make neighbours whose scalars agree one slice."""
         self.regroup(
-            lambda piece, fragment, state: tuple(
+            lambda _, span, state: tuple(
                 (k, None if _has_elements(k, v) else float(v)) for k, v in sorted(state.items())
             )
         )
 
     def take(self, states: Mapping[int, Mapping[str, Any]]) -> None:
-        """Take this rank's part of the states of whole parameters, by their places."""
+        """Take this rank's part of the states of whole parameters, given by parameter index."""
         self.apart()
-        for piece in self.all:
-            (fragment,) = piece.fragments
-            if fragment.place in states:
-                self.optimizer.state[piece.tensor] = {
-                    key: self._own_part(key, value, piece, fragment)
-                    for key, value in states[fragment.place].items()
+        for each in self.all:
+            (span,) = each.ranges
+            if span.param_index in states:
+                self.optimizer.state[each.tensor] = {
+                    key: self._own_part(key, value, each, span)
+                    for key, value in states[span.param_index].items()
                 }
         self.join()
 
-    def _own_part(self, key: str, value: Any, piece: Piece, fragment: ParameterRange) -> Any:
+    def _own_part(self, key: str, value: Any, into: OptimizerSlice, span: ParameterRange) -> Any:
         if not isinstance(value, Tensor):
             return value
-        if key == "step":  # stays where, and as precise as, it is
+        if key == "step":  # keeps its device and precision
             return value.detach().clone()
-        if self.cut_anywhere and key not in SCALARS:
-            value = value.reshape(-1)[fragment.start : fragment.stop]
-        dtype = piece.tensor.dtype if value.is_floating_point() else value.dtype
-        return value.detach().to(device=piece.tensor.device, dtype=dtype, copy=True)
+        if self.is_cut(key, value):
+            value = value.reshape(-1)[span.start : span.stop]
+        dtype = into.tensor.dtype if value.is_floating_point() else value.dtype
+        return value.detach().to(device=into.tensor.device, dtype=dtype, copy=True)
 
     def step(self, used: Sequence[float], **options: Any) -> None:
-        """Update the pieces of parameters that had a gradient on any rank, and no others.
+        """Update the slices of parameters that had a gradient on any rank, and no others.
 
         options: for the optimizer's own step.
         """
-        if not all(used) and any(0 < _count(piece, used) < len(piece.fragments) for piece in self.all):
-            self.regroup(lambda piece, fragment, _: (id(piece), used[fragment.place] > 0))
-        for piece in self.all:
-            has = used[piece.fragments[0].place] > 0
-            grad = piece.gradient() if has else None
-            piece.tensor.grad = grad if grad is None or self.factor == 1 else grad.mul_(self.factor)
+        if not all(used) and any(0 < each.count(used) < len(each.ranges) for each in self.all):
+            self.regroup(lambda each, span, _: (id(each), used[span.param_index] > 0))
+        for each in self.all:
+            grad = each.gradient() if each.count(used) else None
+            each.tensor.grad = grad if grad is None or self.factor == 1 else grad.mul_(self.factor)
         self.factor = 1.0
         self.optimizer.step(**options)
-        for piece in self.all:
-            if piece.tensor.grad is not None and piece.tensor is not piece.value:
-                piece.value.copy_(piece.tensor)
-            piece.tensor.grad = None
+        for each in self.all:
+            if each.tensor.grad is not None and each.tensor is not each.value:
+                each.value.copy_(each.tensor)
+            each.tensor.grad = None
 
     def reload(self) -> bool:
-        """Make the values again from the copies, and join what agrees; whether there are copies anywhere."""
+        """After state was loaded: round masters to values and join what agrees; whether there are masters."""
         for state in self.optimizer.state.values():
             state.update({key: _copied(value) for key, value in state.items() if key in SCALARS})
         self.join()
-        for piece in self.all:
-            if piece.tensor is not piece.value:
-                piece.value.copy_(piece.tensor)
+        for each in self.all:
+            if each.tensor is not each.value:
+                each.value.copy_(each.tensor)
         return self.master is not None
-
-
-Item = TypeVar("Item")
-
-
-def _chunks(items: Sequence[Item], limit: int, length: Callable[[Item], int]) -> Iterator[list[Item]]:
-    """Runs of the items that are no longer than `limit` together, but for one that alone is longer."""
-    chunk: list[Item] = []
-    filled = 0
-    for item in items:
-        if chunk and filled + length(item) > limit:
-            yield chunk
-            chunk, filled = [], 0
-        chunk.append(item)
-        filled += length(item)
-    yield chunk
-
-
-def _count(piece: Piece, used: Sequence[float]) -> int:
-    return sum(used[fragment.place] > 0 for fragment in piece.fragments)
 
 
 def _has_elements(key: str, value: Any) -> bool:

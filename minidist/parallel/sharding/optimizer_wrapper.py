@@ -1,63 +1,114 @@
-"""An optimizer over shards, called by itself as loops do: its `step` and `zero_grad` do what is needed.
+"""The optimizer of flat shards, and what has to happen around its step.
 
-The gradients of shards are complete only once all ranks know which parameters were used, and in half
-precision the units are gathered from copies of what the optimizer updates.
+The gradients of shards are complete only once all ranks know which parameters were used. And in half
+precision, units are gathered from rounded copies of what the optimizer updates. A loop may call the
+optimizer's own `step` and `zero_grad`, so hooks on them do both.
 """
 
 from __future__ import annotations
 
-import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
+from minidist import comm
+from minidist.comm.work import Group
+from minidist.parallel.sharding.flat_shards import FlatShards
+from minidist.parallel.sharding.offload import StorageLocation
+from minidist.parallel.sharding.unit_hooks import weakly
+from minidist.parallel.sharding.unit_runtime import UnitRuntime
 from minidist.parallel.training.clipping import guard
 
-if TYPE_CHECKING:
-    from minidist.parallel.sharding.fully_shard import FullyShard
 
+class OptimizerWrapper:
+    """Steps an optimizer over the pieces of `flat_shards`; the optimizer's own step and zero_grad call it.
 
-def follow(sharded: FullyShard) -> None:
-    """Have `sharded` hear of calls of its optimizer, and of clipping that would go wrong."""
-    owner, optimizer = weakref.ref(sharded), sharded.optimizer
+    hidden: the module's parameters, which get no gradients.
+    """
 
-    def before(_: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        sharded = owner()
-        if sharded is None or sharded.stepping:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        flat_shards: Sequence[FlatShards],
+        runtime: UnitRuntime,
+        location: StorageLocation,
+        group: Group,
+        hidden: Iterable[Tensor],
+    ) -> None:
+        self.optimizer, self.flat_shards, self.runtime = optimizer, flat_shards, runtime
+        self._location, self._group = location, group
+        self._stepping = False  # the optimizer's step is called from here
+        optimizer.register_step_pre_hook(weakly(self._before_step))
+        optimizer.register_step_post_hook(weakly(self._after_step))
+        optimizer.zero_grad = weakly(self.zero_grad)  # type: ignore[method-assign]
+        for shards in flat_shards:
+            shards.guarded_by(weakly(self._why_not_clipped))
+        guard(hidden, weakly(self._why_hidden))
+
+    def _before_step(self, _: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self._stepping:
             return
         if any(value is not None for value in (*args[1:], *kwargs.values())):
             raise RuntimeError("an optimizer of shards takes no closure; run it, and call step() after it")
-        if sharded.place.longest is not None:
+        if self._location.longest is not None:
             raise RuntimeError(
                 "the optimizer's state lies on disk, and its own step() would bring all of it to memory; "
                 "call the FullyShard's step()"
             )
-        sharded.complete()
+        self.complete()
 
-    def after(*_: Any) -> None:
-        sharded = owner()
-        if sharded is not None and not sharded.stepping:
-            sharded.publish()
+    def _after_step(self, *_: Any) -> None:
+        if not self._stepping:
+            self.publish()
 
-    def zero_grad(set_to_none: bool = True) -> None:
-        sharded = owner()
-        if sharded is not None:
-            sharded.zero_grad(set_to_none)
-
-    optimizer.register_step_pre_hook(before)
-    optimizer.register_step_post_hook(after)
-    optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
-
-    def why(whole: bool) -> str | None:
-        """Against clipping the shards' gradients; whole: as if this rank had all."""
-        sharded = owner()
-        if sharded is None:
-            return None
-        if not sharded.gradients.synchronized:
+    def _why_not_clipped(self, whole: bool) -> str | None:
+        """Why `clip_grad_norm` must not shorten the pieces' gradients; whole: as if this rank had all."""
+        if not self.runtime.gradients.synchronized:
             return "parameters has shards of a FullyShard, whose gradients are not complete"
         return "parameters has shards of a FullyShard, and sharded is False" if whole else None
 
-    for store in sharded.stores:
-        store.guarded_by(why)
-    hidden = "parameters has a module's inside a FullyShard, which get no gradients"
-    guard(sharded.module.parameters(), lambda _: hidden if owner() is not None else None)
+    def _why_hidden(self, whole: bool) -> str:
+        return "parameters has a module's inside a FullyShard, which get no gradients"
+
+    def step(self) -> None:
+        """Complete the gradients, update this rank's shards and publish them."""
+        self.complete()
+        self._stepping = True
+        try:
+            self._location.step(self.optimizer)
+        finally:
+            self._stepping = False
+        self.publish()
+
+    def synchronize(self, totals: Sequence[float | Tensor]) -> list[float]:
+        """Complete the gradients; see `FullyShard.synchronize`."""
+        self.runtime.finish()
+        gradients, device = self.runtime.gradients, self.runtime.root.device
+        used = [*map(float, gradients.used), *totals, *(0.0,) * (2 - len(totals))]
+        counts = torch.tensor(used, dtype=torch.float64, device=device)
+        counted: list[float] = comm.all_reduce(counts, group=self._group).tolist()
+        flags = [count > 0 for count in counted[:-2]]
+        for shards in self.flat_shards:
+            shards.give_gradients(flags, self.optimizer)
+        gradients.synchronized = True
+        return counted[-2:]
+
+    def complete(self) -> None:
+        """Complete the gradients, unless no backward pass has come since they were."""
+        if not self.runtime.gradients.synchronized:
+            self.synchronize(())
+
+    def publish(self) -> None:
+        """After a step: have the next pass gather what the optimizer has updated."""
+        for shards in self.flat_shards:
+            shards.publish()
+        self.runtime.version += 1
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients."""
+        self.runtime.gradients.forget()
+        for shards in self.flat_shards:
+            for piece in shards.pieces:
+                piece.grad = None

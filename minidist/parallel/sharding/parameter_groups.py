@@ -1,8 +1,8 @@
 """An optimizer's parameter groups over flat shards.
 
-Whoever forms groups looks at parameters, at their number of dimensions, say. A function that makes an
-optimizer is therefore given stand-ins of the parameters' shapes, and what it makes of them is then handed
-pieces of the shards in their place, which end where another group begins.
+A function that forms groups looks at parameters, for example at their number of dimensions. So it is given
+stand-ins of the parameters' shapes. In the groups that it makes, pieces of the shards then replace the
+stand-ins; a piece ends where another group begins.
 """
 
 from __future__ import annotations
@@ -19,20 +19,17 @@ from minidist.parallel.guards.refusals import require_optimizer
 
 
 class FlatParameterGroups:
-    """The optimizer that `make` makes of the parameters of `module`.
+    """The optimizer that `make` makes of the parameters of `module`, first of stand-ins.
 
     Args:
         make: a class, or another function from parameters and `defaults` to an optimizer.
-        module: whose parameters it takes, perhaps on the meta device.
+        module: its parameters may be on the meta device.
         defaults: of the optimizer.
 
     Attributes:
-        optimizer: it; until `hand_over` it has stand-ins.
+        optimizer: the optimizer; it has stand-ins until `hand_over`.
         names: of each group's parameters.
-        of: the group's number for each name; parameters that the optimizer leaves out are in none.
-
-    Raises:
-        ValueError: it has parameters that are not the module's.
+        of: the group's number for each name; parameters that the optimizer leaves out are in no group.
     """
 
     def __init__(
@@ -63,11 +60,7 @@ class FlatParameterGroups:
         self.of = {name: number for number, names in enumerate(self.names) for name in names}
 
     def hand_over(self, pieces: Iterable[tuple[int | None, nn.Parameter]]) -> torch.optim.Optimizer:
-        """The optimizer, with pieces, each with its group's number, in place of stand-ins.
-
-        Raises:
-            ValueError: it has made state of stand-ins, and cannot be made of pieces.
-        """
+        """The optimizer, in which pieces, each given with its group's number, have replaced the stand-ins."""
         groups: list[list[nn.Parameter]] = [[] for _ in self.names]
         for number, piece in pieces:
             if number is not None:
@@ -79,11 +72,11 @@ class FlatParameterGroups:
         return self.optimizer
 
     def _made_again(self, groups: list[list[nn.Parameter]]) -> torch.optim.Optimizer:
-        """For one that begins with state, as Adagrad does."""
-        kind, before = type(self.optimizer), self.optimizer.param_groups
+        """An optimizer of the same class over the pieces, for one that begins with state, as Adagrad does."""
+        kind = type(self.optimizer)
         given = [
             {**{k: v for k, v in group.items() if k != "param_names"}, "params": own}
-            for group, own in zip(before, groups, strict=True)
+            for group, own in zip(self.optimizer.param_groups, groups, strict=True)
         ]
         try:
             if self._is_class:

@@ -1,8 +1,9 @@
-"""Rounds that end with each rank's share: gradients are reduced to the rank that will use them.
+"""Reduce gradients to their owners: a round ends with each rank's share of the sums.
 
-In stage 1 a rank keeps its own gradients until the next step. In stage 2 a bucket has memory from its first
-gradient to its reduce-scatter, memory that the next ones take again: what a rank keeps is its share, to which
-each backward pass adds.
+In stage 1 a rank keeps its own whole gradients until the next step. In stage 2 it keeps only its share of the
+sums, to which each backward pass adds. A bucket then has memory from its first gradient to its
+reduce-scatter: `ShardAssignment.moved` drops a gradient that was copied into the bucket, and
+`_ToOwners.complete` takes the bucket's memory back for the next bucket.
 
 Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
 sections 5.2 (bucketization) and 7.1.
@@ -12,93 +13,84 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from minidist.parallel.compression.compressor import Reduction, all_reduce_bytes
 from minidist.parallel.flat.buckets import Done, GradientComm, PendingMessage
-from minidist.parallel.sharding.bucket_assignment import RoundPlan
+from minidist.parallel.sharding.bucket_assignment import GradientAssignment
 from minidist.parallel.sharding.zero_buckets import ShardBucket
 
 TOTALS = 3
 """Numbers summed over the ranks with every round: rows, loss, and ranks for which it was the step's last."""
 TRANSIENT = 2
 """Buckets that have memory at a time: one is filled while the one before it is sent."""
+GradientResidency = Literal["own", "buckets", "shares"]
+"""What a rank keeps of the gradients after a round: its own, in `grad`; buckets, with the sums in this rank's
+share of them; or only its share of the sums."""
 
 
 @dataclass(eq=False)
 class _Memory:
-    """Room for one bucket's gradients at a time."""
+    """Room for the gradients of one bucket at a time."""
 
     flat: Tensor
     holder: int | None = None  # the bucket's number
 
 
-class ShardPlan(RoundPlan):
-    """The rounds of gradients in `buckets`. Making it is a collective.
+class ShardAssignment(GradientAssignment):
+    """Rounds that reduce the gradients in `buckets` to their owners. Making it is a collective.
 
     Args:
-        parameters: whose gradients are summed.
-        buckets: that hold all of them, in the order in which they are sent.
-        exchange: the ranks.
-        keep: what stays of gradients on this rank: "own", as they are, where they are; "buckets", in which a
-            round puts the sums in this rank's share; "shares": nothing but the sums.
+        parameters: the parameters whose gradients are summed.
+        buckets: buckets that hold all of them, in the order in which they are sent.
+        gradient_comm: the ranks.
+        residency: what stays of the gradients on this rank.
         op: "mean" or "sum" over the ranks.
-        before: the plan of fewer parameters, which this one goes on with.
-
-    Attributes:
-        used: (parameters,), on how many ranks each had a gradient since `begin`, over all rounds.
-        totals: (2,), rows and loss over these rounds.
+        before: the assignment of fewer parameters, which this one continues.
     """
 
     def __init__(
         self,
         parameters: Sequence[nn.Parameter],
         buckets: Sequence[ShardBucket],
-        exchange: GradientComm,
-        keep: Literal["own", "buckets", "shares"],
+        gradient_comm: GradientComm,
+        residency: GradientResidency,
         op: str,
-        before: ShardPlan | None = None,
+        before: ShardAssignment | None = None,
     ) -> None:
         device = parameters[0].device if parameters else torch.device("cpu")
-        self.buckets, self.exchange, self.keep, self.op = buckets, exchange, keep, op
-        self.sparse: list[nn.Parameter] = []  # come dense
-        self.tail_in_bucket, self.collects = False, keep == "buckets"
-        self.tail = exchange.zeros(len(parameters) + TOTALS, torch.float64, device)
+        self.buckets, self.gradient_comm, self.residency, self.op = buckets, gradient_comm, residency, op
+        self.sparse: list[nn.Parameter] = []  # sparse gradients are made dense
+        self.tail_in_bucket, self.collects = False, residency == "buckets"
+        self.tail = gradient_comm.zeros(len(parameters) + TOTALS, torch.float64, device)
+        # Over all rounds since `begin`: on how many ranks each parameter had a gradient; rows and loss.
         self.used = torch.zeros(len(parameters), dtype=torch.float64, device=device)
         self.totals = torch.zeros(2, dtype=torch.float64, device=device)
         self.fresh = True  # the next round begins the sums anew
         if before is not None:
             self.used[: len(before.used)], self.totals, self.fresh = before.used, before.totals, before.fresh
         self.bucket_of, self._index = [-1] * len(parameters), [0] * len(parameters)
-        self._memories: dict[Any, list[_Memory]] = {}
-        self._memory_of: list[_Memory] = []
-        lengths: dict[Any, list[int]] = {}
+        kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}  # the numbers of the buckets of each
         for number, bucket in enumerate(buckets):
-            for index, place in enumerate(bucket.places):
-                self.bucket_of[place], self._index[place] = number, index
-            lengths.setdefault(_kind(bucket), []).append(bucket.length)
+            for index, param_index in enumerate(bucket.param_indices):
+                self.bucket_of[param_index], self._index[param_index] = number, index
+            kinds.setdefault((bucket.values.dtype, bucket.values.device), []).append(number)
             if bucket.reduced is None:
                 self._make_room(bucket)
-        if keep != "buckets":
-            for (dtype, on), each in lengths.items():
-                count = min(TRANSIENT, len(each))
-                self._memories[dtype, on] = [
-                    _Memory(exchange.zeros(max(each), dtype, on)) for _ in range(count)
-                ]
-            taken = dict.fromkeys(lengths, 0)
-            for bucket in buckets:
-                memories = self._memories[_kind(bucket)]
-                self._memory_of.append(memories[taken[_kind(bucket)] % len(memories)])
-                taken[_kind(bucket)] += 1
+        self._memory_of: dict[int, _Memory] = {}
+        for (dtype, on), numbers in kinds.items() if residency != "buckets" else ():
+            longest, count = max(buckets[number].length for number in numbers), min(TRANSIENT, len(numbers))
+            memories = [_Memory(gradient_comm.zeros(longest, dtype, on)) for _ in range(count)]
+            self._memory_of |= {number: memories[i % count] for i, number in enumerate(numbers)}
         self.reductions: list[_ToOwners] = [_ToOwners(self, number) for number in range(len(buckets))]
 
     def _make_room(self, bucket: ShardBucket) -> None:
         values = bucket.values
-        if self.keep == "buckets":
-            gradients = self.exchange.zeros(bucket.length, values.dtype, values.device)
+        if self.residency == "buckets":
+            gradients = self.gradient_comm.zeros(bucket.length, values.dtype, values.device)
             bucket.hold(gradients)
             bucket.reduced = bucket.share_of(gradients)
         else:
@@ -110,15 +102,15 @@ class ShardPlan(RoundPlan):
         self.used.zero_()
         self.totals.zero_()
 
-    def view(self, place: int) -> Tensor:
-        """Where a parameter's gradient has to lie when its bucket is sent."""
-        bucket = self.buckets[self.bucket_of[place]]
+    def view(self, param_index: int) -> Tensor:
+        """A parameter's part of its bucket, which gets memory if it has none."""
+        bucket = self.buckets[self.bucket_of[param_index]]
         if bucket.gradients is None:
-            self._lend(self.bucket_of[place])
-        return bucket.views[self._index[place]]
+            self._lend(self.bucket_of[param_index])
+        return bucket.views[self._index[param_index]]
 
     def _lend(self, number: int) -> None:
-        """Memory for a bucket's gradients."""
+        """Give a bucket memory for its gradients."""
         bucket, memory = self.buckets[number], self._memory_of[number]
         if memory.holder is not None:
             self.reductions[memory.holder].complete()
@@ -131,23 +123,23 @@ class ShardPlan(RoundPlan):
     def free(self, number: int) -> None:
         """Take a bucket's memory back."""
         bucket, memory = self.buckets[number], self._memory_of[number]
-        bucket.gradients, bucket.views = None, []
+        bucket.gradients, bucket.views = None, ()
         if memory.holder == number:
             memory.holder = None
 
     def moved(self, parameter: nn.Parameter, view: Tensor) -> None:
-        """Free the gradient that was copied, or have it be the copy."""
-        if self.keep != "own":
-            parameter.grad = view if self.keep == "buckets" else None
+        """Drop the gradient that was copied into its bucket, or make it the copy."""
+        if self.residency != "own":
+            parameter.grad = view if self.residency == "buckets" else None
 
     def summed(self, unused: Sequence[int]) -> None:
-        """See `RoundPlan.summed`."""
+        """Add up which parameters were used, rows and loss."""
         count = len(self.used)
-        if self.keep != "shares":
+        if self.residency != "shares":
             self.begin()
         self.used += self.tail[:count]
         self.totals += self.tail[count : count + 2]
-        self.fresh = self.keep != "shares"
+        self.fresh = self.residency != "shares"
 
     def clear(self) -> None:
         """Drop the gradients."""
@@ -164,13 +156,12 @@ class ShardPlan(RoundPlan):
 
     def tensors(self) -> list[Tensor]:
         """All memory for gradients."""
-        lent = [memory.flat for memories in self._memories.values() for memory in memories]
-        held = [b.gradients for b in self.buckets if b.gradients is not None]
-        return [*lent, *held, *(b.reduced for b in self.buckets if b.reduced is not None)]
+        held = [tensor for b in self.buckets for tensor in (b.gradients, b.reduced) if tensor is not None]
+        return [*(memory.flat for memory in self._memory_of.values()), *held]
 
     def bytes_sent(self) -> int:
         """Bytes that a rank sends in a round: each bucket's reduce-scatter, and an all-reduce of the tail."""
-        ranks = self.exchange.ranks
+        ranks = self.gradient_comm.ranks
         if ranks == 1:
             return 0
         return sum(b.bytes_sent(ranks) for b in self.buckets) + all_reduce_bytes(8 * len(self.tail), ranks)
@@ -179,40 +170,36 @@ class ShardPlan(RoundPlan):
 class _ToOwners(Reduction):
     """A reduce-scatter of one bucket."""
 
-    def __init__(self, plan: ShardPlan, number: int) -> None:
-        self._plan, self._number = plan, number
+    def __init__(self, assignment: ShardAssignment, number: int) -> None:
+        self._assignment, self._number = assignment, number
         self._work: PendingMessage | None = None
 
     def run(self) -> Iterator[PendingMessage]:
-        plan, bucket = self._plan, self._plan.buckets[self._number]
+        assignment, bucket = self._assignment, self._assignment.buckets[self._number]
         if not bucket.length:
             return
         if bucket.gradients is None:  # no gradient on this rank
-            plan._lend(self._number)
+            assignment._lend(self._number)
         assert bucket.gradients is not None
         assert bucket.reduced is not None
-        out = bucket.reduced if plan.fresh else bucket.share_of(bucket.gradients)
-        if plan.exchange.ranks == 1:
+        out = bucket.reduced if assignment.fresh else bucket.share_of(bucket.gradients)
+        if assignment.gradient_comm.ranks == 1:
             if out.data_ptr() != bucket.gradients.data_ptr():
                 out.copy_(bucket.gradients)
             self._work = Done(out)
         else:
-            self._work = plan.exchange.reduce_scatter(bucket.gradients, out, plan.op)
+            self._work = assignment.gradient_comm.reduce_scatter(bucket.gradients, out, assignment.op)
         yield self._work
         self.complete()
 
     def complete(self) -> None:
-        """Wait, add to what earlier rounds brought, and give the memory back; once."""
+        """Wait, add to the sums of earlier rounds, and give the memory back. A second call does nothing."""
         if self._work is None:
             return
         out, self._work = self._work.wait(), None
-        bucket = self._plan.buckets[self._number]
+        bucket = self._assignment.buckets[self._number]
         assert bucket.reduced is not None
-        if not self._plan.fresh and out.data_ptr() != bucket.reduced.data_ptr():
+        if not self._assignment.fresh and out.data_ptr() != bucket.reduced.data_ptr():
             bucket.reduced.add_(out)
-        if self._plan.keep != "buckets":
-            self._plan.free(self._number)
-
-
-def _kind(bucket: ShardBucket) -> tuple[torch.dtype, torch.device]:
-    return bucket.values.dtype, bucket.values.device
+        if self._assignment.residency != "buckets":
+            self._assignment.free(self._number)

@@ -1,9 +1,9 @@
 """The reducer: sums gradients over the ranks, bucket by bucket, while the backward pass still computes.
 
-A hook on each parameter moves its gradient into a bucket as soon as autograd has accumulated it. A bucket
-whose gradients are all there is sent at once, behind those before it; the end of the backward pass sends the
-rest and waits. That is a round: every rank sends every bucket once, in the same order, whichever parameters
-it used. It also counts for each parameter the ranks that used it.
+A hook on each parameter moves its gradient into a bucket as soon as autograd has accumulated it. A full
+bucket is sent at once, after those before it; the end of the backward pass sends the rest and waits. That is
+a round: every rank sends every bucket once, in the same order, whichever parameters it used, and for each
+parameter the ranks that used it are counted.
 
 Source: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", sections
 3.2.3 and 4.2.
@@ -21,147 +21,134 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from minidist.parallel.compression.sparse_gradients import gather_sparse
 from minidist.parallel.flat.buckets import GradientComm, PendingMessage
-from minidist.parallel.sharding.bucket_assignment import RoundPlan
+from minidist.parallel.sharding.bucket_assignment import GradientAssignment
 
-AnyPlan = TypeVar("AnyPlan", bound=RoundPlan)
+AnyAssignment = TypeVar("AnyAssignment", bound=GradientAssignment)
 
 
-class Reducer(Generic[AnyPlan]):
-    """The gradients of `parameters` become sums over the ranks, multiplied by `scale`.
+class Reducer(Generic[AnyAssignment]):
+    """Turns the gradients of some parameters into sums over the ranks, multiplied by `scale`.
 
     Args:
-        named: the parameters that get gradients, with their names; the same on all ranks. One that has been
-            frozen since may be among them.
-        exchange: the ranks, at least two.
-        overlap: reduce while backward runs; else at `synchronize`.
-        make_plan: given the places of parameters in the order in which the first backward pass brought their
-            gradients, the plan of all rounds; called by all ranks at the end of the first.
+        named: the parameters that get gradients or did, with names; the same on all ranks.
+        gradient_comm: the ranks, at least two.
+        overlap: reduce while backward runs; otherwise at `synchronize`.
+        assign: makes the assignment of all rounds, at the end of the first, from parameter indices in the
+            order in which the first backward pass brought their gradients. A collective.
 
     Attributes:
         syncing: False while gradients only accumulate on this rank.
-        waits: whether a backward pass completes its round at its end; else `synchronize` does.
-        scale: what this rank's gradients are multiplied by before they are summed.
-        totals: numbers of this rank, to be summed with the next round; as many as the plan has room for.
-        sums: the last round's.
+        waits: whether a backward pass completes its round at its end; otherwise `synchronize` does.
+        scale: the factor of this rank's gradients before they are summed.
+        totals, sums: this rank's numbers that the next round also sums; their sums in the last round.
     """
 
     def __init__(
         self,
         named: Sequence[tuple[str, nn.Parameter]],
-        exchange: GradientComm,
+        gradient_comm: GradientComm,
         overlap: bool,
-        make_plan: Callable[[Iterable[int]], AnyPlan],
+        assign: Callable[[Iterable[int]], AnyAssignment],
     ) -> None:
         self.named, self.parameters = named, [parameter for _, parameter in named]
-        self.exchange, self.overlap = exchange, overlap
-        self._make_plan = make_plan
-        self.syncing, self.waits, self.scale = True, True, 1 / exchange.ranks
+        self.gradient_comm, self.overlap, self._assign = gradient_comm, overlap, assign
+        self.assignment: AnyAssignment | None = None
+        self.syncing, self.waits, self.scale = True, True, 1 / gradient_comm.ranks
         self.totals: Sequence[float | Tensor] = ()
         self.sums = torch.zeros(2)
-        self.plan: AnyPlan | None = None
-        self._order: dict[int, None] = {}  # places, as the first backward pass brings them
+        self._order: dict[int, None] = {}  # parameter indices, as the first backward pass brings them
         self._reduced = False  # a backward pass has completed a round since the last `synchronize`
         self._local = False  # gradients came that no round has summed
-        self._reminder: Any = None
+        self._step_is_early = False  # gradients of this rank alone wait for `synchronize`
         self._open, self._completing = False, False  # a round is under way; it is past its backward pass
         self._next = 0  # the bucket to be sent next
         self._ready = bytearray(len(self.parameters))  # whose gradient lies in its bucket, scaled
-        self._waiting: list[int] = []  # for each bucket, gradients that it lacks
-        self._unused: list[int] = []  # places without a gradient on this rank
-        self._running: list[
-            tuple[PendingMessage, Iterator[PendingMessage]]
-        ] = []  # messages under way, and what follows each
+        self._waiting: list[int] = []  # for each bucket, the gradients that it lacks
+        self._unused: list[int] = []  # indices of parameters without a gradient on this rank
+        # Each message under way, with the steps that follow it.
+        self._running: list[tuple[PendingMessage, Iterator[PendingMessage]]] = []
         itself = weakref.ref(self)  # the parameters outlive the wrapper; it must not live on in their hooks
-        hooks = [
-            parameter.register_post_accumulate_grad_hook(_hook(itself, place))  # type: ignore[no-untyped-call]
-            for place, parameter in enumerate(self.parameters)
+        hooks: list[Any] = [
+            parameter.register_post_accumulate_grad_hook(_hook(itself, index))  # type: ignore[no-untyped-call]
+            for index, parameter in enumerate(self.parameters)
             if parameter.requires_grad
         ]
-        self._removal = weakref.finalize(self, _remove, hooks)
+        hooks.append(register_optimizer_step_pre_hook(_before_step(itself)))
+        self._removal = weakref.finalize(self, lambda: [hook.remove() for hook in hooks])
         self._removal.atexit = False
 
     def detach(self) -> None:
         """Take the hooks off the parameters; their gradients stay as they are."""
         self._removal()
-        self._forget_reminder()
 
     # Backward: gradients come, and complete buckets go.
 
-    def arrived(self, place: int) -> None:
-        """Autograd has accumulated the gradient of a parameter."""
+    def arrived(self, param_index: int) -> None:
+        """React to a gradient that autograd has accumulated."""
         reducing = self.syncing and self.overlap
         if not reducing:
             self._local = True
-            if self.syncing and self._reminder is None:
-                self._reminder = register_optimizer_step_pre_hook(_reminder(weakref.ref(self)))
+            self._step_is_early |= self.syncing
         elif not self._open:
             self._open = True
             if self.waits:
-                engine = torch.autograd.Variable._execution_engine
-                engine.queue_callback(self._backward_ended)
-        plan = self.plan
-        if plan is None:
-            self._order.setdefault(place)
+                torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
+        assignment = self.assignment
+        if assignment is None:
+            self._order.setdefault(param_index)
             return
-        if not reducing:
-            if plan.collects:
-                self._move(plan, place, 1.0)
+        if not reducing:  # the gradient waits in its bucket for a later round
+            if assignment.collects:
+                self._move(assignment, param_index, 1.0)
             return
-        if self._ready[place]:
+        if self._ready[param_index]:
             raise RuntimeError(
-                f"the gradient of {self.named[place][0]} came twice in one backward pass, as it does where a "
+                f"the gradient of {self.named[param_index][0]} came twice in one backward pass, as where a "
                 "checkpointed part runs a backward pass of its own; checkpoint with use_reentrant=False"
             )
-        self._move(plan, place, self.scale)
-        self._ready[place] = True
-        number = plan.bucket_of[place]
-        self._waiting[number] -= 1
-        if number == self._next and not self._waiting[number]:
-            self._launch(plan)
-            while self._next < len(plan.reductions) and not self._waiting[self._next]:
-                self._launch(plan)
+        self._move(assignment, param_index, self.scale)
+        self._ready[param_index] = True
+        self._waiting[assignment.bucket_of[param_index]] -= 1
+        while self._next < len(assignment.reductions) and not self._waiting[self._next]:
+            self._launch(assignment)
 
-    def _move(self, plan: AnyPlan, place: int, scale: float) -> None:
-        """Have a parameter's gradient lie in its bucket, multiplied by `scale`; sparse ones stay."""
-        parameter, view = self.parameters[place], plan.view(place)
+    def _move(self, assignment: AnyAssignment, param_index: int, scale: float) -> None:
+        """Have a parameter's gradient lie in its bucket, multiplied by `scale`; sparse gradients stay."""
+        parameter, view = self.parameters[param_index], assignment.view(param_index)
         grad = parameter.grad
         if view is None or grad is None:
-            return
-        if grad is view:
-            if scale != 1:
-                view.mul_(scale)
             return
         if grad.requires_grad:  # of backward(create_graph=True)
             grad = grad.detach()
         if grad.is_sparse:
             grad = grad.to_dense()
         if scale != 1:
-            torch.mul(grad, scale, out=view)  # one pass, and not one to copy and one to divide
-        else:
+            torch.mul(grad, scale, out=view)  # one pass instead of one to copy and one to divide
+        elif grad is not view:
             view.copy_(grad)
-        plan.moved(parameter, view)
+        if grad is not view:
+            assignment.moved(parameter, view)
 
-    def _launch(self, plan: AnyPlan) -> None:
+    def _launch(self, assignment: AnyAssignment) -> None:
         """Start the reduction of the next bucket."""
-        self.exchange.nothing_left = self._completing or self._next == len(plan.reductions) - 1
-        if plan.tail_in_bucket and self._next == len(plan.reductions) - 1:
-            self._fill_tail(plan)
-        self._start(plan.reductions[self._next].run())
+        last = self._next == len(assignment.reductions) - 1
+        self.gradient_comm.blocking = self._completing or last
+        if assignment.tail_in_bucket and last:
+            self._fill_tail(assignment)
+        self._start(assignment.reductions[self._next].run())
         self._next += 1
 
     def _start(self, steps: Iterator[PendingMessage]) -> None:
-        first = next(steps, None)
-        if first is not None:
-            self._running.append((first, steps))
+        if (message := next(steps, None)) is not None:
+            self._running.append((message, steps))
 
-    def _fill_tail(self, plan: AnyPlan) -> None:
-        plan.tail.fill_(1.0)
-        for place in self._unused:
-            plan.tail[place] = 0.0
-        for number in range(len(self.parameters), len(plan.tail)):
-            plan.tail[number] = 0.0
-        for number, total in enumerate(self.totals, len(self.parameters)):
-            plan.tail[number] = total
+    def _fill_tail(self, assignment: AnyAssignment) -> None:
+        tail, count = assignment.tail, len(self.parameters)
+        tail[:count], tail[count:] = 1.0, 0.0
+        for position, value in (*((index, 0.0) for index in self._unused), *enumerate(self.totals, count)):
+            tail[position] = value
+
+    # The end of backward, or `synchronize`, completes the round: launch the rest, wait.
 
     def _backward_ended(self) -> None:
         self.reduce()
@@ -169,10 +156,8 @@ class Reducer(Generic[AnyPlan]):
 
     @property
     def pending(self) -> bool:
-        """Gradients came since the last `synchronize`."""
+        """Whether gradients came since the last `synchronize`."""
         return self._open or self._local or self._reduced
-
-    # The round is completed: launch the rest, wait.
 
     def synchronize(self) -> None:
         """Make sure that a round has summed the gradients that came since the last call."""
@@ -181,29 +166,26 @@ class Reducer(Generic[AnyPlan]):
         self._reduced = False
 
     def reduce(self) -> None:
-        """Complete a round, also where this rank has no gradient to give."""
-        self._forget_reminder()
-        plan = self.settled()
+        """Complete a round; a rank that has no gradients takes part too."""
+        assignment = self.settled()
 
         # Launch what the backward pass has not, bucket by bucket, so that few are full at once.
         self._completing = True
-        missing: list[list[int]] = [[] for _ in (*plan.reductions, None)]  # the last: of no bucket
-        for place, ready in enumerate(self._ready):
+        missing: list[list[int]] = [[] for _ in (*assignment.reductions, None)]  # the last: of no bucket
+        for index, ready in enumerate(self._ready):
             if not ready:
-                missing[plan.bucket_of[place]].append(place)
-        for number, places in enumerate(missing[:-1]):
-            for place in places:
-                self._complete(plan, place)
-            if number == self._next:
-                self._launch(plan)
-        for place in missing[-1]:
-            self._complete(plan, place)
-        self.exchange.nothing_left = True
-        if not plan.tail_in_bucket:
-            self._fill_tail(plan)
-            self._start(iter([self.exchange.all_reduce(plan.tail)]))
-        if plan.sparse:
-            self._start(gather_sparse(self.exchange, plan.sparse, self.scale))
+                missing[assignment.bucket_of[index]].append(index)
+        for number, indices in enumerate(missing):
+            for index in indices:
+                self._complete(assignment, index)
+            if number == self._next < len(assignment.reductions):
+                self._launch(assignment)
+        self.gradient_comm.blocking = True
+        if not assignment.tail_in_bucket:
+            self._fill_tail(assignment)
+            self._start(iter([self.gradient_comm.all_reduce(assignment.tail)]))
+        if assignment.sparse:
+            self._start(gather_sparse(self.gradient_comm, assignment.sparse, self.scale))
 
         # Wait. A reduction of several messages sends its next one as soon as the last is complete.
         while self._running:
@@ -212,64 +194,53 @@ class Reducer(Generic[AnyPlan]):
                 work.wait()
                 self._start(steps)
 
-        plan.summed(self._unused)
-        self.sums, self.totals = plan.tail[len(self.parameters) :], ()
-        self._local = False
-        self._reset(plan)
+        assignment.summed(self._unused)
+        self.sums, self.totals = assignment.tail[len(self.parameters) :], ()
+        self.waits, self._next = True, 0
+        self._local = self._step_is_early = self._open = self._completing = False
+        self._ready = bytearray(len(self.parameters))
+        self._waiting, self._unused = assignment.waiting(), []
 
-    def settled(self) -> AnyPlan:
-        """The plan, which is made where there is none yet: a collective then."""
-        if self.plan is None:
-            self.plan = self._make_plan(self._order)
-            self._waiting = self.plan.waiting()
-        return self.plan
+    def settled(self) -> AnyAssignment:
+        """The assignment. The first call makes it, which is a collective."""
+        if self.assignment is None:
+            self.assignment = self._assign(self._order)
+            self._waiting = self.assignment.waiting()
+        return self.assignment
 
-    def _complete(self, plan: AnyPlan, place: int) -> None:
-        """Take what there is of a gradient that the running backward pass has not brought."""
-        if self.parameters[place].grad is not None:
-            self._move(plan, place, self.scale)
+    def _complete(self, assignment: AnyAssignment, param_index: int) -> None:
+        """Use the gradient from an earlier backward pass when the running one did not produce any."""
+        if self.parameters[param_index].grad is not None:
+            self._move(assignment, param_index, self.scale)
             return
-        view = plan.view(place)
-        self._unused.append(place)
-        if view is not None:
+        self._unused.append(param_index)
+        if (view := assignment.view(param_index)) is not None:
             view.zero_()
 
-    def _reset(self, plan: AnyPlan) -> None:
-        """Before the next round."""
-        self.waits = True
-        self._open, self._completing, self._next = False, False, 0
-        self._ready = bytearray(len(self.parameters))
-        self._waiting, self._unused = plan.waiting(), []
-
     def recover(self) -> None:
-        """After a backward pass that raised: complete its round, which others may wait for, and drop it."""
+        """After a backward pass that raised: complete its round, since other ranks may wait, and drop it."""
         if self._open:
             self.reduce()
             self._reduced = False
-            if self.plan is not None:
-                self.plan.clear()
-
-    def _forget_reminder(self) -> None:
-        if self._reminder is not None:
-            self._reminder.remove()
-            self._reminder = None
+            self.settled().clear()
 
 
-def _hook(owner: weakref.ref[Reducer[Any]], place: int) -> Callable[[Tensor], None]:
+def _hook(owner: weakref.ref[Reducer[Any]], param_index: int) -> Callable[[Tensor], None]:
     def arrived(_: Tensor) -> None:
-        reducer = owner()
-        if reducer is not None:
-            reducer.arrived(place)
+        if (reducer := owner()) is not None:
+            reducer.arrived(param_index)
 
     return arrived
 
 
-def _reminder(owner: weakref.ref[Reducer[Any]]) -> Callable[..., None]:
-    """Before an optimizer's step: an error where it would use gradients of this rank alone."""
+def _before_step(owner: weakref.ref[Reducer[Any]]) -> Callable[..., None]:
+    """A hook that raises before an optimizer steps on gradients of this rank alone."""
 
     def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         reducer = owner()
-        own = {id(parameter) for parameter in reducer.parameters} if reducer is not None else set()
+        if reducer is None or not reducer._step_is_early:
+            return
+        own = {id(parameter) for parameter in reducer.parameters}
         if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
             raise RuntimeError(
                 "the optimizer was to step on gradients of this rank alone; call the DataParallel's "
@@ -277,8 +248,3 @@ def _reminder(owner: weakref.ref[Reducer[Any]]) -> Callable[..., None]:
             )
 
     return check
-
-
-def _remove(handles: list[Any]) -> None:
-    for handle in handles:
-        handle.remove()

@@ -1,4 +1,4 @@
-"""Gradients of a unit become this rank's sums: copied into one flat buffer, reduced, added to the shard's.
+"""Reduces a unit's gradients to their owners: copied into a flat buffer, reduced, added to the sums.
 
 The buffer lies in memory that the ranks share where they can, and serves all units in turn.
 """
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from minidist import comm
 from minidist.comm.work import Group
+from minidist.parallel.flat.buckets import GradientComm
 from minidist.parallel.flat.flat_parameter import FlatParameter
 from minidist.parallel.sharding.flat_shards import FlatShards
 from minidist.parallel.sharding.units import Unit
@@ -22,62 +23,56 @@ BUFFERS = 2
 
 
 class UnitGradients:
-    """The gradients of the flats in `stores`.
+    """The gradients of the flat parameters in `flat_shards`."""
 
-    Attributes:
-        operation: "mean" or "sum" over the ranks.
-        used: for each parameter's number, whether it has had a gradient on this rank.
-        synchronized: no backward pass has come since all ranks knew which were used.
-    """
-
-    def __init__(self, stores: Sequence[FlatShards], parameters: int, group: Group) -> None:
+    def __init__(self, flat_shards: Sequence[FlatShards], parameters: int, group: Group) -> None:
         self._group = group
-        self._stores = {id(flat): store for store in stores for flat in store.flats}
-        self.operation = "mean"
-        self.used, self.synchronized = bytearray(parameters), False
-        self._begun: set[int] = set()  # flats whose shard has a gradient to add to
+        self._shards_of = {id(flat): shards for shards in flat_shards for flat in shards.flat_parameters}
+        self.operation = "mean"  # or "sum" over the ranks
+        self.used = bytearray(parameters)  # for each parameter index: has it had a gradient on this rank?
+        self.synchronized = False  # all ranks know which were used, and no backward pass has come since
+        self._begun: set[int] = set()  # flat parameters whose shard has a gradient to add to
         self.buffers: dict[torch.dtype, list[Tensor]] = {}
-        for store in stores:
-            if store.trained:
-                longest, first = max(flat.size for flat in store.flats), store.flats[0]
-                self.buffers[first.dtype] = [self._empty(longest, first) for _ in range(BUFFERS)]
-        self._under_way: dict[
-            int, tuple[Any, FlatParameter, Tensor | None]
-        ] = {}  # by the address of the buffer
-
-    def _empty(self, length: int, like: FlatParameter) -> Tensor:
-        if like.device.type == "cpu":
-            return comm.empty_shared((length,), like.dtype, self._group)
-        return torch.zeros(length, dtype=like.dtype, device=like.device)
+        zeros = GradientComm(group).zeros
+        for shards in flat_shards:
+            if shards.trained:
+                longest, first = max(flat.size for flat in shards.flat_parameters), shards.flat_parameters[0]
+                self.buffers[first.dtype] = [
+                    zeros(longest, first.dtype, first.device) for _ in range(BUFFERS)
+                ]
+        # By a buffer's address: the message, what it reduces, and its result if that is to be added.
+        self._under_way: dict[int, tuple[Any, FlatParameter, Tensor | None]] = {}
 
     def forget(self) -> None:
-        """The next gradients are the first ones."""
+        """Forget the gradients; the next ones are the first."""
         self.complete()
         self._begun.clear()
         self.used, self.synchronized = bytearray(len(self.used)), False
 
     def reduce(self, unit: Unit, ahead: bool) -> None:
-        """Launch the reduction of what gradients a unit's parameters have. ahead: while others compute."""
+        """Launch the reduction of a unit's gradients. ahead: while something else computes."""
         self.synchronized = False
-        for flat in unit.flats:
+        for flat in unit.flat_parameters:
             if flat.trained:
                 self._reduce(flat, ahead)
 
     def _reduce(self, flat: FlatParameter, ahead: bool) -> None:
-        # Launch: into the flat buffer, which an earlier reduction may still read.
+        # Copy into the flat buffer, which an earlier reduction may still read.
         buffers = self.buffers[flat.dtype]
         buffer = buffers[0][: flat.size]
         buffers.append(buffers.pop(0))
         self._complete(buffer.data_ptr())
         views, grads, unused = [], [], []
-        for view, parameter, number in zip(flat.views_of(buffer), flat.parameters, flat.numbers, strict=True):
+        for view, parameter, index in zip(
+            flat.views_of(buffer), flat.parameters, flat.param_indices, strict=True
+        ):
             grad = parameter.grad
             if grad is None:
                 unused.append(view)
                 continue
             views.append(view)
             grads.append(grad.to_dense() if grad.is_sparse else grad.detach())
-            self.used[number] = True
+            self.used[index] = True
             parameter.grad = None
         if unused:
             torch._foreach_zero_(unused)
@@ -87,10 +82,8 @@ class UnitGradients:
         if flat.size > flat.elements:
             buffer[flat.elements :] = 0
 
-        # Compute meanwhile, if there is a place for the result where nothing has to be added.
-        store = self._stores[id(flat)]
-        assert store.grad is not None
-        into = store.grad[flat.offset : flat.offset + flat.share]
+        # Launch: straight into the shard's gradient where nothing has to be added to it.
+        into = self._gradient(flat)
         direct = id(flat) not in self._begun and into.dtype == flat.dtype and into.device == flat.device
         out = into if direct else torch.empty(flat.share, dtype=flat.dtype, device=flat.device)
         if ahead:
@@ -103,10 +96,14 @@ class UnitGradients:
         if direct:
             self._begun.add(id(flat))
 
+    def _gradient(self, flat: FlatParameter) -> Tensor:
+        """The gradient of this rank's shard, (share,)."""
+        shards = self._shards_of[id(flat)]
+        assert shards.grad is not None
+        return shards.grad[flat.offset : flat.offset + flat.share]
+
     def _add(self, flat: FlatParameter, part: Tensor) -> None:
-        store = self._stores[id(flat)]
-        assert store.grad is not None
-        into = store.grad[flat.offset : flat.offset + flat.share]
+        into = self._gradient(flat)
         if id(flat) in self._begun:
             into.add_(part.to(into.device))
         else:
@@ -114,9 +111,8 @@ class UnitGradients:
             self._begun.add(id(flat))
 
     def _complete(self, key: int) -> None:
-        found = self._under_way.pop(key, None)
-        if found is not None:
-            work, flat, part = found
+        if key in self._under_way:
+            work, flat, part = self._under_way.pop(key)
             work.wait()
             if part is not None:
                 self._add(flat, part)

@@ -1,9 +1,9 @@
-"""Hooks by which a unit's calls and their backward passes are seen.
+"""Hooks that show a unit's calls and their backward passes.
 
 A hook on a call's outputs runs just before its backward pass, and one on its inputs just after: autograd
-takes what was recorded last first, so that by then all of the call's gradients have come. Inputs are passed
-on as views of themselves, recorded as the call begins: the gradient of a parameter may come earlier, and that
-of another module's output is complete only once everybody else who took it is done.
+takes what was recorded last first, so all of the call's gradients have come by then. The inputs are passed on
+as views of themselves, recorded as the call begins: the gradient of a parameter may come earlier, and that of
+another module's output is complete only once every user of that output is done.
 
 Source: Zhao et al. 2023, "PyTorch FSDP", section 4.3 (hooks around a unit).
 """
@@ -11,17 +11,11 @@ Source: Zhao et al. 2023, "PyTorch FSDP", section 4.3 (hooks around a unit).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-
-from minidist.parallel.sharding.units import Unit
-
-if TYPE_CHECKING:
-    from minidist.parallel.sharding.unit_pass import UnitPass
-    from minidist.parallel.sharding.unit_runtime import UnitRuntime
+from torch import Tensor
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -41,11 +35,11 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 class Inputs:
     """The inputs of one call, in which tensors that get gradients have become views of themselves.
 
-    Lists and what else a module may write to are passed on as they are.
+    Lists, and whatever else a module may write to, are passed on as they are.
 
     Attributes:
         args, kwargs: what the module gets.
-        seen: tensors of which the first to get its gradient says that the call's backward pass is over.
+        seen: tensors; the first of them to get its gradient shows that the call's backward pass is over.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -66,62 +60,15 @@ class Inputs:
         return self._views[id(value)]
 
 
-def watch(passes: UnitRuntime, units: Iterable[Unit]) -> None:
-    """Tell `passes` of the units' calls, for as long as it lives."""
-    owner = weakref.ref(passes)  # the modules may outlive it, and it must not live on in their hooks
-    handles: list[Any] = []
-    for unit in units:
-        handles += [
-            unit.module.register_forward_pre_hook(_before(owner, unit), prepend=True, with_kwargs=True),
-            unit.module.register_forward_hook(_after(owner, unit), with_kwargs=True),
-        ]
-    weakref.finalize(passes, _remove, handles).atexit = False
+def weakly(method: Callable[..., Any], *first: Any) -> Callable[..., Any]:
+    """A hook that calls `method` with `first` and its own arguments while the method's object lives.
 
+    Modules and graphs may outlive that object, and it must not live on in their hooks.
+    """
+    alive = weakref.WeakMethod(method)
 
-Owner = weakref.ref["UnitRuntime"]
+    def hook(*args: Any) -> Any:
+        found = alive()
+        return None if found is None else found(*first, *args)
 
-
-def _before(owner: Owner, unit: Unit) -> Callable[..., Any]:
-    def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        passes = owner()
-        return passes.begin(unit, args, kwargs) if passes is not None else None
-
-    return before
-
-
-def _after(owner: Owner, unit: Unit) -> Callable[..., None]:
-    def after(_: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
-        passes = owner()
-        if passes is not None:
-            passes.end(unit, (args, kwargs), outputs)
-
-    return after
-
-
-def needed(passes: UnitRuntime, of: UnitPass, unit: Unit) -> Callable[[Tensor], None]:
-    """A hook on outputs of a unit's call."""
-    owner = weakref.ref(passes)
-
-    def needed(_: Tensor) -> None:
-        passes = owner()
-        if passes is not None:
-            passes.need(of, unit)
-
-    return needed
-
-
-def ended(passes: UnitRuntime, of: UnitPass, unit: Unit, call: int) -> Callable[[Tensor], None]:
-    """A hook on inputs of a unit's call, which is the pass's `call`-th of it."""
-    owner = weakref.ref(passes)
-
-    def ended(_: Tensor) -> None:
-        passes = owner()
-        if passes is not None:
-            passes.ended(of, unit, call)
-
-    return ended
-
-
-def _remove(handles: list[Any]) -> None:
-    for handle in handles:
-        handle.remove()
+    return hook

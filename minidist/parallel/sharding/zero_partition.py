@@ -1,9 +1,9 @@
-"""ZeRO's partition: which parameters lie in which bucket, and which part of a bucket is which rank's.
+"""ZeRO's partition: which parameters lie in which bucket, and which rank owns which part of a bucket.
 
-The first backward pass shows in which order gradients come. In this order parameters are dealt to flat
-buckets, each cut into one share a rank (zero_buckets.py), and this rank's share to the pieces that its
-optimizer updates (optimizer_slices.py). Parameters that get gradients later, since they were frozen or not
-there, are dealt to further buckets by the next backward pass; those there are stay, and the state in them.
+The first backward pass shows the order in which gradients come. In this order parameters are dealt to flat
+buckets, each cut into one share for each rank (zero_buckets.py), and this rank's share to the slices that its
+optimizer updates (optimizer_slices.py). Parameters that get gradients only later, because they were frozen or
+not there, are dealt to further buckets by the next backward pass; the buckets before stay, with their state.
 
 Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
 sections 5.1 (the optimizer's state in equal parts) and 5.2 (gradients in buckets, one part each).
@@ -12,8 +12,8 @@ sections 5.1 (the optimizer's state in equal parts) and 5.2 (gradients in bucket
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,65 +23,61 @@ from minidist.parallel.guards.ownership import DATA_PARALLEL, ZERO, claim, owner
 from minidist.parallel.guards.refusals import refuse_meta
 from minidist.parallel.sharding.bucket_assignment import agree_on_order
 from minidist.parallel.sharding.optimizer_slices import OptimizerSlices
-from minidist.parallel.sharding.reduce_to_owner import ShardPlan
+from minidist.parallel.sharding.reduce_to_owner import GradientResidency, ShardAssignment
 from minidist.parallel.sharding.reducer import Reducer
 from minidist.parallel.sharding.zero_buckets import ShardBucket, buckets_for, start_gathering
 from minidist.parallel.training.clipping import guard
 
 
 class Partition:
-    """The parameters of an optimizer's groups, dealt to buckets and ranks. Making it is a collective.
+    """The parameters of an optimizer's groups, dealt to buckets and owners. Making it is a collective.
 
     Args:
-        inner: the optimizer whose groups come to hold this rank's pieces.
-        groups: of whole parameters, with options; those that they get later are told with `add`.
-        exchange: the ranks.
+        inner: the optimizer whose groups come to hold this rank's slices.
+        groups: groups of whole parameters, with options; call `add` when they get more.
+        gradient_comm: the ranks.
         stage: 1 or 2.
-        bucket_mb: size of a bucket in MB (2^20 bytes), at most.
+        bucket_mb: largest size of a bucket in MB (2^20 bytes).
         master: the dtype in which parameters are updated; None for their own.
-
-    Attributes:
-        trained: the parameters that get gradients, or did; a place is a number in this list.
-        orders: of places: each time that parameters were dealt to buckets.
-        buckets: of all of them, in this order.
-        pieces: this rank's share.
-        masters: loaded, whole, of parameters in no bucket yet.
-        keep: see `ShardPlan`; set it before the first backward pass.
-        average: whether gradients become means over the ranks, and not sums.
-        overlap: reduce while backward runs.
-        reducer: of the gradients of `trained`.
-        replaced: whether another has been made of the same parameters since.
     """
 
     def __init__(
         self,
         inner: torch.optim.Optimizer,
         groups: list[dict[str, Any]],
-        exchange: GradientComm,
+        gradient_comm: GradientComm,
         stage: int,
         bucket_mb: float,
         master: torch.dtype | None,
     ) -> None:
-        self.inner, self.groups, self.exchange, self.bucket_mb = inner, groups, exchange, bucket_mb
-        self.keep: Literal["own", "buckets", "shares"] = "own" if stage == 1 else "shares"
-        self.average, self.overlap = True, True
-        self.trained: list[nn.Parameter] = []
-        self.orders: list[list[int]] = []
-        self.buckets: list[ShardBucket] = []
-        self.masters: dict[nn.Parameter, Tensor] = {}
-        self.pieces = OptimizerSlices(inner, master)
-        self.replaced = False
-        self._before: ShardPlan | None = None  # of the parameters until now, which the next plan goes on with
-        self._join([parameter for group in groups for parameter in group["params"]])
+        self.inner, self.groups, self.bucket_mb = inner, groups, bucket_mb
+        self.gradient_comm = gradient_comm
+        self.residency: GradientResidency = "own" if stage == 1 else "shares"  # set it before a backward pass
+        self.average = True  # gradients become means over the ranks, and not sums
+        self.overlap = True  # reduce while backward runs
+        self.trained: list[nn.Parameter] = []  # get gradients, or did; parameter indices number this list
+        self.orders: list[list[int]] = []  # parameter indices, for each time that some were dealt to buckets
+        self.buckets: list[ShardBucket] = []  # of all orders
+        self.slices = OptimizerSlices(inner, master)  # this rank's share
+        self.masters: dict[nn.Parameter, Tensor] = {}  # whole, loaded for parameters in no bucket yet
+        self.names: Mapping[Tensor, str] = {}  # for messages, where they are known
+        self.replaced = False  # another partition has been made of the same parameters
+        self._before: ShardAssignment | None = None  # the next assignment continues it
+        self._join(self.parameters)
         self._attach()
 
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """All parameters of the groups, in order."""
+        return [parameter for group in self.groups for parameter in group["params"]]
+
     def add(self, parameters: list[nn.Parameter]) -> None:
-        """Take parameters that the groups have got since. A collective."""
+        """Take parameters that were added to the groups. A collective."""
         self._join(parameters)
         self._reattach()
 
     def _join(self, parameters: list[nn.Parameter]) -> None:
-        """Give new parameters rank 0's values; who replaces an optimizer by another has the old one still."""
+        """Give new parameters rank 0's values, and take them from an optimizer that this one replaces."""
         for parameter in parameters:
             if parameter.layout is not torch.strided:
                 raise ValueError(
@@ -91,9 +87,9 @@ class Partition:
         named = [(str(i), p) for i, p in enumerate(parameters)]
         require_free(named, shared_with=[DATA_PARALLEL, ZERO])
         refuse_meta("params", named)
-        if self.exchange.ranks > 1:
-            require_same("parameters", named, self.exchange.group)
-            broadcast_together(parameters, self.exchange.group)
+        if self.gradient_comm.ranks > 1:
+            require_same("parameters", named, self.gradient_comm.group)
+            broadcast_together(parameters, self.gradient_comm.group)
         for other in owners(parameters, ZERO):
             if other is not self:
                 other.reducer.detach()
@@ -104,86 +100,94 @@ class Partition:
 
     def _attach(self) -> None:
         """Put hooks on the parameters that get gradients now; a backward pass shows how to deal them."""
-        itself = weakref.ref(self)  # no cycle: who replaces an optimizer has its hooks gone at once
+        itself = weakref.ref(self)  # no reference cycle: a replaced optimizer's hooks go at once
         refused = "parameters has some of a ZeroOptimizer, whose gradients here are not the sums it will use"
-        known = set(map(id, self.trained))
-        for group in self.groups:
-            guard(group["params"], lambda _: refused if itself() is not None else None)
-            self.trained += [p for p in group["params"] if p.requires_grad and id(p) not in known]
-        named = [(str(place), parameter) for place, parameter in enumerate(self.trained)]
+        guard(self.parameters, lambda _: refused if itself() is not None else None)
+        self.trained += self._new()
+        named = [(str(index), parameter) for index, parameter in enumerate(self.trained)]
 
-        def make_plan(seen: Iterable[int]) -> ShardPlan:
+        def assign(seen: Iterable[int]) -> ShardAssignment:
             partition = itself()
             assert partition is not None  # it owns the reducer that asks
-            return partition._plan(named, [*seen])
+            return partition._assign(named, [*seen])
 
-        self.reducer: Reducer[ShardPlan] = Reducer(named, self.exchange, self.overlap, make_plan)
-        self.reducer.syncing, self.reducer.scale = self.keep == "shares", 1.0
+        self.reducer: Reducer[ShardAssignment] = Reducer(named, self.gradient_comm, self.overlap, assign)
+        self.reducer.syncing, self.reducer.scale = self.residency == "shares", 1.0
 
     def _reattach(self) -> None:
-        self._before = self.reducer.plan or self._before
+        self._before = self.reducer.assignment or self._before
         self.reducer.detach()
         self._attach()
 
-    def follow_changes(self) -> None:
-        """Hooks and buckets for parameters that get gradients since now; values that were put elsewhere."""
-        self.take_reassigned()
+    def _new(self) -> list[nn.Parameter]:
+        """The parameters that get gradients now, and have not until now."""
         known = set(map(id, self.trained))
-        if any(p.requires_grad and id(p) not in known for group in self.groups for p in group["params"]):
+        return [p for group in self.groups for p in group["params"] if p.requires_grad and id(p) not in known]
+
+    def follow_changes(self) -> None:
+        """Make hooks and buckets for parameters that get gradients from now on; refuse reassigned data."""
+        self.refuse_reassigned()
+        if self._new():
             self._reattach()
+
+    def refuse_reassigned(self) -> None:
+        """ValueError where `parameter.data = tensor` has taken a parameter out of its bucket."""
+        for bucket in self.buckets:
+            bucket.refuse_reassigned(self._name_of)
+
+    def _name_of(self, parameter: nn.Parameter) -> str:
+        index = next(i for i, each in enumerate(self.parameters) if each is parameter)
+        return self.names.get(parameter, f"number {index} of params, of shape {tuple(parameter.shape)},")
 
     # Dealing: to buckets, in the order of a backward pass.
 
     @property
     def waiting(self) -> list[int]:
-        """The places of parameters that are in no bucket yet."""
-        dealt = {place for order in self.orders for place in order}
-        return [place for place in range(len(self.trained)) if place not in dealt]
+        """The indices of parameters that are in no bucket yet."""
+        dealt = {index for order in self.orders for index in order}
+        return [index for index in range(len(self.trained)) if index not in dealt]
 
-    def _plan(self, named: list[tuple[str, nn.Parameter]], seen: list[int]) -> ShardPlan:
-        """Buckets for the parameters that have none, and the plan of all. A collective."""
-        exchange = self.exchange
+    def _assign(self, named: list[tuple[str, nn.Parameter]], seen: list[int]) -> ShardAssignment:
+        """Deal the parameters that are in no bucket, and assign all. A collective."""
+        gradient_comm = self.gradient_comm
         device = self.trained[0].device if self.trained else torch.device("cpu")
-        if exchange.ranks > 1:
-            require_same("parameters", named, exchange.group)
-            seen = agree_on_order(seen, len(named), exchange, device)
+        if gradient_comm.ranks > 1:
+            require_same("parameters", named, gradient_comm.group)
+            seen = agree_on_order(seen, len(named), gradient_comm, device)
         else:
-            seen += [place for place in reversed(range(len(named))) if place not in set(seen)]
+            seen += [index for index in reversed(range(len(named))) if index not in set(seen)]
         self._deal(seen)
         op, before = "mean" if self.average else "sum", self._before
         self._before = None  # its buckets' memory goes with it
-        return ShardPlan(self.trained, self.buckets, exchange, self.keep, op, before)
+        return ShardAssignment(self.trained, self.buckets, gradient_comm, self.residency, op, before)
 
     def _deal(self, seen: Iterable[int]) -> None:
-        """Buckets for those of the places that are in none, with what is kept of them. A collective."""
+        """Make buckets, with loaded state, for the parameters in `seen` that are in none. A collective."""
         waiting = set(self.waiting)
-        order, limit = [place for place in seen if place in waiting], int(self.bucket_mb * MB)
-        new = buckets_for(self.trained, order, limit, self.exchange, self.pieces.cut_anywhere)
+        order, limit = [index for index in seen if index in waiting], int(self.bucket_mb * MB)
+        new = buckets_for(self.trained, order, limit, self.gradient_comm, self.slices.cut_anywhere)
         group_of = {id(p): number for number, group in enumerate(self.groups) for p in group["params"]}
         states = {
-            place: self.inner.state.pop(self.trained[place])
-            for place in order
-            if self.trained[place] in self.inner.state
+            index: self.inner.state.pop(self.trained[index])
+            for index in order
+            if self.trained[index] in self.inner.state
         }
         for bucket in new:
-            self.pieces.add(bucket, [group_of[id(parameter)] for parameter in self.trained])
-        for _, fragment, tensor, _ in self.pieces.parts():
-            master = self.masters.get(self.trained[fragment.place])
+            self.slices.add(bucket, [group_of[id(parameter)] for parameter in self.trained])
+        for _, span, tensor, _ in self.slices.by_parameter():
+            master = self.masters.get(self.trained[span.param_index])
             if master is not None:
-                tensor.copy_(master.reshape(-1)[fragment.start : fragment.stop])
-        for place in order:
-            self.masters.pop(self.trained[place], None)
+                tensor.copy_(master.reshape(-1)[span.start : span.stop])
+        for index in order:
+            self.masters.pop(self.trained[index], None)
         self.buckets += new
         if order:
             self.orders.append(order)
         if states:
-            self.pieces.take(states)
+            self.slices.take(states)
 
     def arrange(self, orders: Iterable[Iterable[int]]) -> None:
-        """Make the buckets that another run had, whose `orders` these are. A collective.
-
-        Does nothing where there are buckets. What is in none of the orders waits for a backward pass.
-        """
+        """Make the buckets that another run had, from its `orders`, unless there are some. A collective."""
         if self.buckets:
             return
         for order in orders:
@@ -191,29 +195,17 @@ class Partition:
         if self.buckets and not self.waiting:
             self.reducer.settled()
 
-    # Values: out of the shares to all ranks, and those that were put in from outside.
+    # Publishing: every owner's share of the values goes to all ranks.
 
-    def gather(self) -> None:
-        """Bring everyone's share of the parameters to all: launch, wait.
-
-        A rank sends (n - 1) / n of every bucket.
-        """
-        for work in start_gathering(self.buckets, self.exchange):
+    def publish(self) -> None:
+        """Bring everyone's share of the parameters to all; a rank sends (n - 1) / n of every bucket."""
+        for work in start_gathering(self.buckets, self.gradient_comm):
             work.wait()
 
     @torch.no_grad()
-    def take_reassigned(self) -> None:
-        """Take over what `parameter.data = tensor` gave on all ranks; see flat/reassigned_data.py."""
-        found = {place: (v, new) for bucket in self.buckets for place, v, new in bucket.reassigned()}
-        if found:
-            self.pieces.take_values(found)
-            for view, value in found.values():
-                view.copy_(value)
-
-    @torch.no_grad()
     def reload(self) -> None:
-        """After masters and state were written to: take them into the parameters. A collective."""
-        if self.pieces.reload():
-            self.gather()
+        """Take masters and state that were written to into the parameters. A collective."""
+        if self.slices.reload():
+            self.publish()
         for parameter, master in self.masters.items():
             parameter.copy_(master)

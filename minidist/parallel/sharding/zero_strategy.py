@@ -1,10 +1,7 @@
 """The strategy of ZeRO's stages 1 and 2: whole parameters on every rank, the rest in shares.
 
-A step is `ZeroOptimizer`'s; here is what an engine and a checkpoint need of it beside: when a backward pass
-is the last, rows and loss, and where each part of the state lies.
-
-Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
-sections 5.1 and 5.2.
+`ZeroOptimizer` makes the step. This file tells it which backward pass is the last, sums rows and loss, and
+tells a checkpoint where each part of the state lies.
 """
 
 from __future__ import annotations
@@ -28,19 +25,11 @@ from minidist.parallel.sharding.zero import ZeroOptimizer
 class ShardedState(Strategy):
     """ZeRO's stage 1 or 2 over the ranks of a group.
 
-    A step sends `optimizer.bytes_per_step()`; stage 2 all of that but the all-gather once more for each
-    further micro-batch.
+    A step sends `optimizer.bytes_per_step()`; in stage 2 each further micro-batch sends all of that but the
+    all-gather once more.
 
-    Args:
-        model: the same architecture on all ranks.
-        optimizer: a function from parameters to a torch optimizer.
-        stage: 1 or 2.
-        options: of `DataParallel`: bucket_mb, algorithm, overlap and broadcast_buffers.
-        master: see `ZeroOptimizer`.
-        group: None for all ranks of the world.
-
-    Raises:
-        ValueError: an option that sharded gradients have no use for, or an optimizer that cannot be shared.
+    options: of `DataParallel`: bucket_mb, algorithm, overlap and broadcast_buffers; with compression,
+    ValueError. master: see `ZeroOptimizer`. group: None for all ranks of the world.
     """
 
     sharded = True
@@ -54,29 +43,26 @@ class ShardedState(Strategy):
         master: torch.dtype | None = None,
         group: Group = None,
     ) -> None:
-        self.group = group
-        options = dict(options or {})
+        self.group, options = group, options or {}
         if options.get("compression") is not None:
             raise ValueError(
                 f"compression is {options['compression']!r} with zero={stage} in the layout, which reduces "
                 "gradients to their owners as they are; use zero=0 for compressed ones"
             )
         self.model, self.names = model, names_of(model)
-        buffers = dict(model.named_buffers())
         self.optimizer: ZeroOptimizer = ZeroOptimizer(
             model.parameters(), optimizer, stage, group, bucket_mb=options.get("bucket_mb", 25), master=master
         )
         self.partition = self.optimizer.partition
-        exchange = self.partition.exchange
-        exchange.algorithm = options.get("algorithm", "auto")
-        if exchange.ranks > 1:
-            require_same("buffers", buffers.items(), exchange.group)
-            broadcast_together([*buffers.values()], exchange.group)
+        self.partition.names = self.names
+        self.partition.gradient_comm.algorithm = options.get("algorithm", "auto")
+        if self.partition.gradient_comm.ranks > 1:
+            require_same("buffers", model.named_buffers(), group)
+            broadcast_together([*model.buffers()], group)
         self._broadcast_buffers = options.get("broadcast_buffers", False)
-        # The engine says which backward pass is the last, and sums with weights of its own.
-        self.partition.average = False
+        self.partition.average = False  # the engine sums with weights of its own
         if stage == 1:
-            self.partition.keep = "buckets"
+            self.partition.residency = "buckets"
         self.partition.overlap = self.partition.reducer.overlap = options.get("overlap", True)
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -86,7 +72,7 @@ class ShardedState(Strategy):
         return outputs
 
     def ready(self) -> None:
-        """See `Strategy.ready`."""
+        """Prepare a pass, as `forward` does."""
         if torch.is_grad_enabled():
             self.partition.reducer.recover()
             self.partition.follow_changes()
@@ -99,21 +85,21 @@ class ShardedState(Strategy):
         self.partition.reducer.syncing = self.optimizer.stage == 2
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """In stage 1 nothing is sent before `begin_final_backward`; stage 2 sends in every backward pass."""
+        """Change nothing: stage 1 sends only after `begin_final_backward`, stage 2 in every backward pass."""
         return nullcontext()
 
     def begin_final_backward(self, rows: float, loss_sum: Tensor, waits: bool = True) -> None:
-        """See `Strategy.begin_final_backward`."""
+        """Have the next backward pass sum the gradients, rows and loss over the ranks."""
         reducer = self.partition.reducer
         reducer.syncing, reducer.waits, reducer.totals = True, waits, (rows, loss_sum, 1.0)
 
     def synchronize(self) -> tuple[float, float]:
-        """See `Strategy.synchronize`. A rank takes part in what others have left of micro-batches."""
-        plan, reducer = self.optimizer.synchronize(), self.partition.reducer
-        while float(reducer.sums[2]) < self.partition.exchange.ranks:
+        """Complete the gradients, in all ranks' rounds; return rows and loss, summed over the ranks."""
+        assignment, reducer = self.optimizer.synchronize(), self.partition.reducer
+        while float(reducer.sums[2]) < self.partition.gradient_comm.ranks:
             reducer.totals = (0.0, 0.0, 1.0)
             reducer.reduce()
-        rows, loss = plan.totals.tolist()
+        rows, loss = assignment.totals.tolist()
         return rows, loss
 
     def rescale(self, factor: float) -> None:
@@ -125,146 +111,140 @@ class ShardedState(Strategy):
         return self.optimizer.gradients()
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """See `Strategy.named_gradients`: of each parameter the part that is in this rank's share."""
-        partition = self.partition
-        for bucket in partition.buckets:
+        """The part of each parameter's gradient that is in this rank's share."""
+        for bucket in self.partition.buckets:
             if bucket.reduced is not None:
-                for start, fragment in bucket.fragments():
-                    name = self.names[partition.trained[fragment.place]]
-                    yield name, bucket.reduced[start : start + len(fragment)]
+                for start, span in bucket.ranges():
+                    yield self._name(span.param_index), bucket.reduced[start : start + len(span)]
+
+    def _name(self, param_index: int) -> str:
+        return self.names[self.partition.trained[param_index]]
 
     def multiply(self, factor: float) -> None:
-        """Multiply this rank's share once it is cast to the dtype of the update; see `Strategy.multiply`."""
-        self.partition.pieces.factor *= factor
+        """Multiply this rank's share of the gradients once it is cast to the dtype of the update."""
+        self.partition.slices.factor *= factor
 
     def update(self) -> None:
-        """Update this rank's share, and gather everyone's."""
+        """Update this rank's share, and publish everyone's."""
         self.optimizer.update()
         for parameter in self.partition.trained:
-            parameter.grad = None  # which has sums in a part of it, and this rank's own in the others
+            parameter.grad = None  # it has sums in one part and this rank's own gradients in the others
 
     def held(self) -> ResidentTensors:
-        """See `Strategy.held`. Copies in the master dtype count as the optimizer's."""
-        partition, plan = self.partition, self.partition.reducer.plan
+        """Whole parameters and this rank's shares. Copies in the master dtype count as the optimizer's."""
+        partition, assignment = self.partition, self.partition.reducer.assignment
         state = [v for each in partition.inner.state.values() for v in each.values() if isinstance(v, Tensor)]
-        masters = [piece.tensor for piece in partition.pieces.all if piece.tensor is not piece.value]
-        masters += partition.masters.values()
+        masters = [each.tensor for each in partition.slices.all if each.tensor is not each.value]
         own = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         return ResidentTensors(
             [*self.model.parameters()],
-            [*own, *(plan.tensors() if plan is not None else [])],
-            [*state, *masters],
+            [*own, *(assignment.tensors() if assignment is not None else [])],
+            [*state, *masters, *partition.masters.values()],
             [*self.model.buffers()],
         )
 
     def begin_masters(self, exact: Mapping[str, Tensor]) -> None:
-        """See `Strategy.begin_masters`. They are whole until the first backward pass deals the parameters."""
-        partition = self.partition
-        for parameter in [partition.trained[place] for place in partition.waiting]:
+        """Let masters begin with these values, whole until the first backward pass deals the parameters."""
+        for parameter in self._waiting():
             if self.names[parameter] in exact:
-                partition.masters[parameter] = exact[self.names[parameter]]
+                self.partition.masters[parameter] = exact[self.names[parameter]]
+
+    def _waiting(self) -> list[nn.Parameter]:
+        """The parameters that no backward pass has dealt to buckets yet."""
+        return [self.partition.trained[index] for index in self.partition.waiting]
 
     # The state by names.
 
     def chunks(self) -> Iterator[TensorBox]:
-        """Parameters whole, or this rank's part where there are masters; its part of the state.
-
-        All of what the first backward pass has not dealt yet.
-        """
+        """Boxes of whole parameters, of this rank's masters and state, and of whatever is not dealt yet."""
         partition = self.partition
-        partition.take_reassigned()
-        waiting = [partition.trained[place] for place in partition.waiting]
-        shapes = {p: tuple(p.shape) for p in partition.trained}
-        in_masters = {p for p in partition.trained if partition.pieces.master not in (None, p.dtype)} - {
-            *waiting
-        }
-        aliases: dict[Tensor, list[str]] = {}  # of masters; tied parameters have several
+        partition.refuse_reassigned()
+        waiting, master = self._waiting(), partition.slices.master
+        in_masters = {p for p in partition.trained if master not in (None, p.dtype)} - {*waiting}
+        aliases: dict[Tensor, list[str]] = {}  # of masters; tied parameters have several names
         for name, value in self.model.state_dict(keep_vars=True).items():
             if value in in_masters:
                 aliases.setdefault(value, []).append("model." + name)
             else:
-                whole = partition.masters.get(value, value).detach()
-                yield TensorBox("model." + name, tuple(whole.shape), (0,) * whole.dim(), whole)
+                yield _whole("model." + name, partition.masters.get(value, value).detach())
         for parameter in waiting:
             for key, value in partition.inner.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
-                    full = f"optimizer.{self.names[parameter]}.{key}"
-                    yield TensorBox(full, tuple(value.shape), (0,) * value.dim(), value)
-        given = set()  # scalars of parameters of which this rank has several pieces
-        for _, fragment, tensor, state in partition.pieces.parts():
-            parameter = partition.trained[fragment.place]
-            name, shape = self.names[parameter], shapes[parameter]
+                    yield _whole(f"optimizer.{self.names[parameter]}.{key}", value)
+        given = set()  # names of scalars: this rank may have several slices of one parameter
+        for _, span, tensor, state in partition.slices.by_parameter():
+            parameter = partition.trained[span.param_index]
+            shape = tuple(parameter.shape)
             for alias in aliases.get(parameter, []):
-                yield from cut_chunks(alias, shape, fragment.start, tensor)
+                yield from cut_chunks(alias, shape, span.start, tensor)
             for key, value in state.items():
-                if partition.pieces.is_part(key, value):
-                    yield from cut_chunks(f"optimizer.{name}.{key}", shape, fragment.start, value)
-                elif isinstance(value, Tensor) and (name, key) not in given:
-                    given.add((name, key))
-                    yield TensorBox(f"optimizer.{name}.{key}", tuple(value.shape), (0,) * value.dim(), value)
+                name = f"optimizer.{self.names[parameter]}.{key}"
+                if partition.slices.is_cut(key, value):
+                    yield from cut_chunks(name, shape, span.start, value)
+                elif isinstance(value, Tensor) and name not in given:
+                    given.add(name)
+                    yield _whole(name, value)
 
     def settings(self) -> dict[str, Any]:
-        """See `Strategy.settings`; numbers of the optimizer's state are those of this rank's share."""
+        """The optimizer's groups, the numbers in this rank's share of the state, and the gradients' order."""
         partition = self.partition
-        states = [(fragment.place, state) for _, fragment, _, state in partition.pieces.parts()]
-        states += [
-            (place, partition.inner.state.get(partition.trained[place], {})) for place in partition.waiting
-        ]
-        numbers = {
-            self.names[partition.trained[place]]: {
-                k: v for k, v in state.items() if not isinstance(v, Tensor)
-            }
-            for place, state in states
-        }
-        state = {name: values for name, values in numbers.items() if values}
-        order = [[self.names[partition.trained[place]] for place in each] for each in partition.orders]
+        states = [(span.param_index, state) for _, span, _, state in partition.slices.by_parameter()]
+        states += [(i, partition.inner.state.get(partition.trained[i], {})) for i in partition.waiting]
+        state: dict[str, dict[str, Any]] = {}
+        for index, each in states:
+            if numbers := {key: value for key, value in each.items() if not isinstance(value, Tensor)}:
+                state[self._name(index)] = numbers
+        order = [[self._name(index) for index in each] for each in partition.orders]
         return {**optimizer_settings(self.optimizer, self.names), "state": state, "order": order}
 
     def load_settings(self, settings: Mapping[str, Any], state: Mapping[str, Mapping[str, Any]]) -> None:
-        """See `Strategy.load_settings`.
+        """Take the groups of `settings`, make the saved run's buckets, and make room for the optimizer state.
 
-        Buckets are made in the saved order, or shares would be of other parameters, and sums be added up in
-        another order. Where that was saved before a first backward pass, all of the state, mostly none, waits
-        here for one. Of strategies that do not tell, the order in which parameters are registered is a guess.
+        Buckets are made in the saved order: otherwise a share would hold other parameters, and sums would add
+        up in another order. If the state was saved before a first backward pass, all of it, mostly none,
+        waits here for one. A strategy that saves no order is taken to have that of registration, reversed.
         """
         partition = self.partition
         load_optimizer(self.optimizer, self.names, {**settings, "state": {}}, {})
         partition.follow_changes()
         partition.inner.state.clear()
         partition.masters.clear()
-        place_of = {self.names[parameter]: place for place, parameter in enumerate(partition.trained)}
+        index_of = {self.names[parameter]: index for index, parameter in enumerate(partition.trained)}
         order = settings.get("order")
         if order is None:
-            order = [[*reversed(place_of)]]
-        partition.arrange([place_of[name] for name in each if name in place_of] for each in order)
-        for parameter in [partition.trained[place] for place in partition.waiting]:
-            name, device = self.names[parameter], parameter.device
-            whole = {
-                key: torch.zeros(shape, dtype=dtype, device=device if shape else "cpu")
-                for key, (shape, dtype) in state.get(name, {}).items()
-            }
-            if whole := {**settings["state"].get(name, {}), **whole}:
-                partition.inner.state[parameter] = whole
-            if partition.pieces.master not in (None, parameter.dtype):
-                partition.masters[parameter] = parameter.detach().to(partition.pieces.master)
-        partition.pieces.apart()
-        scalars: dict[tuple[str, str], Tensor] = {}  # one for all pieces of a parameter, until `loaded`
-        for piece in partition.pieces.all:
-            (fragment,) = piece.fragments
-            name = self.names[partition.trained[fragment.place]]
-            values: dict[str, Any] = dict(settings["state"].get(name, {}))
+            order = [[*reversed(index_of)]]
+        partition.arrange([index_of[name] for name in each if name in index_of] for each in order)
+        wholes: dict[
+            tuple[str, str], Tensor
+        ] = {}  # scalars are one for all slices of a parameter, until `loaded`
+
+        def empty(name: str, device: torch.device, cut_to: int | None) -> dict[str, Any]:
+            """A parameter's loaded numbers, and tensors to load into, where elements are cut to that many."""
+            values = dict(settings["state"].get(name, {}))
             for key, (shape, dtype) in state.get(name, {}).items():
-                part = partition.pieces.cut_anywhere and key not in SCALARS
-                size = (len(fragment),) if part else shape
-                device = piece.tensor.device if size else torch.device("cpu")
-                empty = torch.zeros(size, dtype=dtype, device=device)
-                values[key] = empty if part else scalars.setdefault((name, key), empty)
-            if values:
-                partition.inner.state[piece.tensor] = values
+                if cut_to is not None and key not in SCALARS:
+                    values[key] = torch.zeros(cut_to, dtype=dtype, device=device)
+                else:
+                    whole = torch.zeros(shape, dtype=dtype, device=device if shape else "cpu")
+                    values[key] = wholes.setdefault((name, key), whole)
+            return values
+
+        for parameter in self._waiting():
+            if values := empty(self.names[parameter], parameter.device, None):
+                partition.inner.state[parameter] = values
+            if partition.slices.master not in (None, parameter.dtype):
+                partition.masters[parameter] = parameter.detach().to(partition.slices.master)
+        partition.slices.apart()
+        for each in partition.slices.all:
+            (span,) = each.ranges
+            cut_to = len(span) if partition.slices.cut_anywhere else None
+            if values := empty(self._name(span.param_index), each.tensor.device, cut_to):
+                partition.inner.state[each.tensor] = values
 
     def loaded(self) -> None:
-        """Take loaded masters into the model of every rank, and join pieces whose state agrees.
-
-        A collective where there are masters; it sends what the all-gather of a step does.
-        """
+        """Publish loaded masters, which sends a step's all-gather, and join slices whose state agrees."""
         self.partition.reload()
+
+
+def _whole(name: str, tensor: Tensor) -> TensorBox:
+    return TensorBox(name, tuple(tensor.shape), (0,) * tensor.dim(), tensor)

@@ -113,14 +113,14 @@ def applied_and_kept(compression: Compression, dtype: torch.dtype) -> tuple[Tens
         model.synchronize()
         exact += gradients.mean(0)
         applied += torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-    plan = model.reducer.plan
+    plan = model.reducer.assignment
     kept = torch.zeros(numel, dtype=dtype)
     starts = dict(zip(range(3), (0, 108, 115), strict=True))
     for bucket, reduction in zip(plan.buckets, plan.reductions, strict=True):
         if reduction.error is None:
             continue
         error = comm.all_reduce(reduction.error.clone())
-        for place, view in zip(bucket.places, bucket.views, strict=True):
+        for place, view in zip(bucket.param_indices, bucket.views, strict=True):
             start = view.storage_offset()
             kept[starts[place] : starts[place] + view.numel()] = error[start : start + view.numel()]
     return exact, applied, kept

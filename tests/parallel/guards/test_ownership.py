@@ -151,7 +151,7 @@ def test_who_may_share() -> None:
     wrapped = md.DataParallel(model)
     other = nn.Sequential(model[0].requires_grad_(False), nn.Linear(7, 2).double())
     md.DataParallel(other)  # a frozen part serves several
-    copied = copy.deepcopy(wrapped)
+    copied = md.DataParallel(copy.deepcopy(wrapped.module))
     with pytest.raises(ValueError, match=r"2\.weight is trained by a DataParallel already"):
         md.DataParallel(copied.module)
 

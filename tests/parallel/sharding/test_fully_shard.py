@@ -164,7 +164,7 @@ def test_units_are_gathered_ahead_where_that_takes_no_core(cluster_of: Clusters)
         with comm.using("ring"):
             sharded.append(md.FullyShard(untied(0), torch.optim.SGD, lr=0.1))
         sharded.append(md.FullyShard(untied(0), torch.optim.SGD, lr=0.1, prefetch=True))
-        return [each.passes.prefetch for each in sharded]
+        return [each.runtime.prefetch for each in sharded]
 
     assert cluster_of(2).run(chosen) == [[False, True, True]] * 2
 
@@ -350,7 +350,7 @@ def test_evaluation_takes_ranks_without_rows(cluster_of: Clusters) -> None:
         with torch.inference_mode():
             second = engine.evaluate(inputs[share], targets[share])
         parallel = engine.strategy.parallel  # type: ignore[attr-defined]
-        freed = [f.full.untyped_storage().nbytes() == 0 for u in parallel.units for f in u.flats]
+        freed = [f.full.untyped_storage().nbytes() == 0 for u in parallel.units for f in u.flat_parameters]
         engine.step(inputs, targets)
         return first, second, all(freed)
 
@@ -451,7 +451,9 @@ def test_an_error_in_a_pass_leaves_nothing_behind(cluster_of: Clusters) -> None:
                 nn.functional.cross_entropy(sharded(x), y).backward()
             except ArithmeticError:
                 if failing.fail == "forward":
-                    held += sum(f.full.untyped_storage().nbytes() for u in sharded.units for f in u.flats)
+                    held += sum(
+                        f.full.untyped_storage().nbytes() for u in sharded.units for f in u.flat_parameters
+                    )
                 continue
             sharded.step()
         return sharded.state_dict(), held
@@ -475,8 +477,8 @@ def test_a_step_sends_what_the_formula_says(cluster_of: Clusters, ranks: int) ->
         with comm.ledger() as ledger:
             engine.step(inputs, targets)
         parallel = engine.strategy.parallel  # type: ignore[attr-defined]
-        padded = sum(flat.size for unit in parallel.units for flat in unit.flats)
-        return ledger.bytes_sent, parallel.bytes_per_step(micro_batches), padded, len(parallel.names)
+        padded = sum(flat.size for unit in parallel.units for flat in unit.flat_parameters)
+        return ledger.bytes_sent, parallel.bytes_per_step(micro_batches), padded, len(parallel.shapes)
 
     for name, micro_batches in (("untied", 1), ("untied", 3), ("gpt", 2), ("odd", 1), ("experts", 1)):
         for sent, formula, padded, parameters in cluster_of(ranks).run(count, name, micro_batches):
@@ -522,7 +524,9 @@ def test_a_rank_holds_an_nth_and_in_a_step_a_few_units_more(cluster_of: Clusters
 
         def now(*_: Any) -> None:
             nonlocal most
-            gathered = sum(f.full.untyped_storage().nbytes() for u in parallel.units for f in u.flats)
+            gathered = sum(
+                f.full.untyped_storage().nbytes() for u in parallel.units for f in u.flat_parameters
+            )
             most = max(most, gathered)
 
         for part in parallel.module.modules():
@@ -541,7 +545,7 @@ def test_a_rank_holds_an_nth_and_in_a_step_a_few_units_more(cluster_of: Clusters
             sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kinds[kind]}.values())
             for kind in ("parameters", "gradients", "optimizer")
         ]
-        unit = max(flat.size for u in parallel.units for flat in u.flats) * 4
+        unit = max(flat.size for u in parallel.units for flat in u.flat_parameters) * 4
         elements = sum(torch.Size(shape).numel() for shape in parallel.shapes.values())
         return held, most, unit, 4 * elements
 
@@ -560,7 +564,7 @@ def test_a_model_made_on_meta_is_never_whole(cluster_of: Clusters, ranks: int) -
             sharded = md.FullyShard(GPT(WIDE, seed=5, device="meta"), torch.optim.SGD)
         whole = GPT(WIDE, seed=5).state_dict()
         same = all(torch.equal(whole[name], value) for name, value in sharded.state_dict().items())
-        unit = max(4 * flat.size for unit in sharded.units for flat in unit.flats)
+        unit = max(4 * flat.size for unit in sharded.units for flat in unit.flat_parameters)
         return live.most, live.now, unit, same
 
     for most, kept, unit, same in cluster_of(ranks).run(make):
@@ -699,15 +703,15 @@ def test_an_optimizer_steps_on_slices_of_what_lies_on_disk(cluster_of: Clusters,
             engine = md.prepare(model, case.optimizer, md.Layout(dp=md.size(), zero=3), fully_shard=options)
         parallel = engine.strategy.parallel  # type: ignore[attr-defined]
         moved: list[int] = []
-        move = parallel.place._move
+        move = parallel.location._move
 
         def watched(optimizer: Any, piece: Tensor) -> None:
             state = [v for each in optimizer.state.values() for v in each.values() if v.dim()]
-            mapped = parallel.place._mapped
+            mapped = parallel.location._mapped
             moved.append(sum(v.nbytes for v in state if v.untyped_storage().data_ptr() not in mapped))
             move(optimizer, piece)
 
-        parallel.place._move = watched
+        parallel.location._move = watched
         if not first:
             md.load(engine, str(tmp_path / "saved"))
         losses = []
@@ -716,8 +720,8 @@ def test_an_optimizer_steps_on_slices_of_what_lies_on_disk(cluster_of: Clusters,
             losses.append(engine.step(inputs[share], targets[share]))
         if first:
             md.save(engine, str(tmp_path / "saved"))
-        grads = [store.grad.untyped_storage().data_ptr() for store in parallel.stores if store.trained]
-        on_disk = all(address in parallel.place._mapped for address in grads)
+        grads = [store.grad.untyped_storage().data_ptr() for store in parallel.flat_shards if store.trained]
+        on_disk = all(address in parallel.location._mapped for address in grads)
         return contract.Trained(losses, engine.full_state_dict()), moved, on_disk
 
     expected = contract.train_in_one_process(case)
@@ -851,7 +855,7 @@ def without_the_ranks_flags(patch: pytest.MonkeyPatch) -> None:
 
 def _all_used(synchronize: Any) -> Any:
     def wrong(self: md.FullyShard, *totals: Any) -> Any:
-        self.gradients.used = bytearray(b"\1" * len(self.names))
+        self.gradients.used = bytearray(b"\1" * len(self.shapes))
         return synchronize(self, *totals)
 
     return wrong

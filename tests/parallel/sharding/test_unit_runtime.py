@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import minidist as md
-from minidist.parallel.sharding import unit_hooks, unit_pass
+from minidist.parallel.sharding import collective_order, unit_hooks
 from tests.helpers import contract
 from tests.parallel.sharding import test_data_parallel as others
 
@@ -299,7 +299,7 @@ def test_backward_after_the_step_is_refused() -> None:
 
 def at_the_first_call(patch: pytest.MonkeyPatch) -> None:
     """A unit is reduced when the backward pass has left one of its calls."""
-    patch.setattr(unit_pass.UnitPass, "is_over", lambda self, unit: bool(self._left.get(unit)))
+    patch.setattr(collective_order.UnitPass, "is_over", lambda self, unit: bool(self._left.get(unit)))
 
 
 def at_the_parameter(patch: pytest.MonkeyPatch) -> None:

@@ -143,7 +143,7 @@ def test_groups_with_parameters_of_which_some_are_unused(cluster_of: Clusters, s
 def test_pieces_of_any_length_are_updated_alike(cluster_of: Clusters) -> None:
     def train(name: str, stage: int) -> contract.Trained:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(optimizer_slices, "PIECE", 7 * 8)  # 7 elements
+            patch.setattr(optimizer_slices, "SLICE_BYTES", 7 * 8)  # 7 elements
             return contract.train_on_this_rank(CASES[name], md.Layout(dp=2, zero=stage))
 
     for name, stage in (("gpt", 1), ("unused", 2), ("adafactor", 1)):
@@ -181,7 +181,7 @@ def without_gathering_the_last_bucket(patch: pytest.MonkeyPatch) -> None:
     gather = zero_buckets.ShardBucket.gather
 
     def wrong(self: Any, exchange: Any) -> Any:
-        return None if 0 in self.places else gather(self, exchange)
+        return None if 0 in self.param_indices else gather(self, exchange)
 
     start = zero_buckets.start_gathering
 
@@ -201,19 +201,19 @@ def another_ranks_share(patch: pytest.MonkeyPatch) -> None:
 
 
 def means_for_sums(patch: pytest.MonkeyPatch) -> None:
-    make = reduce_to_owner.ShardPlan.__init__
+    make = reduce_to_owner.ShardAssignment.__init__
 
     def wrong(self: Any, *arguments: Any) -> None:
         *others, _, before = arguments
         make(self, *others, "mean", before)
 
-    patch.setattr(reduce_to_owner.ShardPlan, "__init__", wrong)
+    patch.setattr(reduce_to_owner.ShardAssignment, "__init__", wrong)
 
 
 def without_the_first_micro_batch(patch: pytest.MonkeyPatch) -> None:
     """Each round begins the sums anew."""
     always = property(lambda self: True, lambda self, value: None)
-    patch.setattr(reduce_to_owner.ShardPlan, "fresh", always, raising=False)
+    patch.setattr(reduce_to_owner.ShardAssignment, "fresh", always, raising=False)
 
 
 def unused_ones_updated(patch: pytest.MonkeyPatch) -> None:
@@ -290,7 +290,7 @@ def test_stage_2_sends_more_for_each_micro_batch(cluster_of: Clusters) -> None:
         with comm.ledger() as ledger:
             engine.step(inputs, targets)
         zero = engine.optimizer
-        return ledger.bytes_sent, zero.bytes_per_step(), zero.partition.reducer.plan.bytes_sent()
+        return ledger.bytes_sent, zero.bytes_per_step(), zero.partition.reducer.assignment.bytes_sent()
 
     for sent, once, _ in cluster_of(2).run(count, 1):
         assert sent == once
@@ -362,7 +362,7 @@ def test_gradients_are_freed_as_backward_goes(cluster_of: Clusters) -> None:
                 x.register_hook(lambda _: held.append(sum(p.grad is not None for p in model.parameters())))
             x.sum().backward()
             zero.step()
-        plan = zero.partition.reducer.plan
+        plan = zero.partition.reducer.assignment
         assert plan is not None
         assert len(zero.partition.buckets) == 12
         private = [b for b in zero.partition.buckets if b.gradients is not None]
@@ -518,8 +518,8 @@ def test_a_loaded_state_does_not_settle_the_order_of_gradients() -> None:
 
     one = train(None)
     other = train(one.state_dict())
-    assert [bucket.places for bucket in other.partition.buckets] == [
-        bucket.places for bucket in one.partition.buckets
+    assert [bucket.param_indices for bucket in other.partition.buckets] == [
+        bucket.param_indices for bucket in one.partition.buckets
     ]
     assert float(other.state_dict()["state"][0]["step"]) == 2
 
@@ -735,7 +735,7 @@ def test_masters_keep_what_bfloat16_would_round_away(cluster_of: Clusters, stage
         for _ in range(8):
             weight.grad = torch.ones_like(weight)
             zero.step()
-        masters = [piece.tensor for piece in zero.partition.pieces.all]
+        masters = [piece.tensor for piece in zero.partition.slices.all]
         assert all(m.dtype == torch.float32 for m in masters)
         return [weight.float().tolist(), torch.cat([*masters, torch.zeros(0)]).tolist()]
 
@@ -802,7 +802,7 @@ def test_chunks_are_the_whole_state_and_any_layout_goes_on_from_them(
         engine = strategy(zero)
         with pytest.MonkeyPatch.context() as patch:
             if name == "unused":
-                patch.setattr(optimizer_slices, "PIECE", 5 * 8)
+                patch.setattr(optimizer_slices, "SLICE_BYTES", 5 * 8)
             for batch in batches[:3]:
                 step(engine, batch)
             chunks, settings = [*whole_chunks(engine.strategy).values()], engine.strategy.settings()
