@@ -14,16 +14,14 @@ of one function are no swap, since a loop may choose between them and ranks may 
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from itertools import combinations
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -60,8 +58,7 @@ def unordered() -> Iterator[None]:
         _unordered.pop()
 
 
-@dataclass(frozen=True)
-class Record:
+class Record(NamedTuple):
     """One rank's call, as the other ranks get to see it."""
 
     rank: int  # of the world
@@ -78,15 +75,6 @@ class Record:
     label: str  # what the caller calls the tensor: "0.weight.grad", "loss"
     is_parameter: bool  # the label names a parameter of a model, or its gradient
     ordered: bool  # made outside of `unordered`
-
-    def to_json(self) -> str:
-        """As text, for the store."""
-        return json.dumps([getattr(self, name) for name in self.__dataclass_fields__])
-
-    @classmethod
-    def from_json(cls, text: bytes) -> Record:
-        """The record that `to_json` wrote."""
-        return cls(*(_tuples(value) for value in json.loads(text)))
 
     def __str__(self) -> str:
         """The call in words, with the line that made it."""
@@ -155,13 +143,15 @@ class CallOrder:
             if (one.stack, one.label) == (other.stack, other.label):
                 continue
             met = self._met.setdefault((one.rank, other.rank), {})
+            for old in [place for place, meeting in met.items() if self._round - meeting[1] >= WINDOW]:
+                del met[old]
             for here, there in zip(one.places, other.places, strict=False):
                 if here == there:
                     continue
                 met[here] = there, self._round, one, other
                 # Place A met B, and earlier B met C, and so on: does one of them meet A?
                 place, passed = there, {here}
-                while place not in passed and place in met and self._round - met[place][1] < WINDOW:
+                while place not in passed and place in met:
                     passed.add(place)
                     place, _, _, earlier = met[place]
                     calls = [met[there][2], one, earlier, other]
@@ -278,7 +268,3 @@ def _parameter(tensor: object, callers: list[FrameType]) -> str:
                     if held is not None and held.shape == tensor.shape and held.data_ptr() == address:
                         return name + suffix
     return ""
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value

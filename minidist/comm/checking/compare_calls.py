@@ -18,6 +18,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import itertools
+import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -98,7 +99,7 @@ class CallSequence:
     """The calls of one group, or the messages from one rank to another: each member numbers its own."""
 
     def __init__(self, name: str, own: int, members: tuple[int, ...]) -> None:
-        self.name, self.own, self.members = name, own, members
+        self.name, self.members = name, members
         self.calls: list[dict[int, Record]] = []  # by number: the records that are known, by member
         self.next = {member: 0 for member in members if member != own}  # each peer's first unknown call
         self.complete = 0  # calls that are known of all members, and agree
@@ -185,7 +186,7 @@ class Checker:
         """Write this rank's next record, and delete those that everybody has read."""
         key = sequence.key(self.rank, len(sequence.calls))
         sequence.calls.append({self.rank: record})
-        value = f"{min(sequence.next.values())} {record.to_json()}"
+        value = pickle.dumps((min(sequence.next.values()), record))
         self._watch.say("runs", last=words, also={key: value})
         self._delete(sequence, min(sequence.taken.values()))
 
@@ -202,11 +203,9 @@ class Checker:
                 if not awaited:
                     break
             for peer, value in zip(awaited, self._store.multi_get(list(awaited.values())), strict=True):
-                taken, _, text = value.partition(b" ")
                 known = sequence.calls[sequence.next[peer]]
-                known[peer] = Record.from_json(text)
+                sequence.taken[peer], known[peer] = pickle.loads(value)
                 sequence.next[peer] += 1
-                sequence.taken[peer] = int(taken)
                 self._compare(known)
         while sequence.complete < min(sequence.next.values()):
             known, sequence.calls[sequence.complete] = sequence.calls[sequence.complete], {}

@@ -68,14 +68,14 @@ class Watch:
         state: str,
         awaits: dict[int, str] | None = None,
         last: str = "",
-        also: dict[str, str] | None = None,
+        also: dict[str, bytes] | None = None,
     ) -> None:
         """Renew this rank's note, and write the keys `also` in the same message."""
         with self._lock:
             self._change += 1
             self._last = last or self._last
             note = {"state": state, "change": self._change, "last": self._last, "awaits": awaits or {}}
-            written = {**(also or {}), self._key(f"state/{self.rank}"): json.dumps(note)}
+            written = {**(also or {}), self._key(f"state/{self.rank}"): json.dumps(note).encode()}
             self.store.multi_set(list(written), list(written.values()))
 
     def fail(self, text: str) -> None:

