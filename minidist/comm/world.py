@@ -34,7 +34,7 @@ def init(timeout: float = DEFAULT_TIMEOUT, check: bool = False) -> None:
     Args:
         timeout: seconds to wait for the other ranks, here and in every collective.
         check: compare every call with the other ranks' before it begins, so that a mismatch is an error that
-            names both; see `minidist.comm.checking.compare_calls`. The same on all ranks.
+            names both; see `minidist.comm.checking`. The same on all ranks.
 
     Raises:
         ValueError: a variable is missing or is not a number, or the timeout is not positive.

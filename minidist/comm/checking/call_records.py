@@ -1,15 +1,13 @@
 """What a rank tells the others about a call, and which calls contradict each other or are swapped.
 
 The calls of one round must agree in operation, algorithm, shape, dtype, reduction and root. Calls that agree
-may still be swapped: one rank sums the gradients and then the losses, another the losses and then the
-gradients, and both get wrong numbers. A call is therefore known by its place: the lines of the user's code on
-the stack, from the innermost outwards as far as two places need to differ. A parameter of a model, or its
-gradient, is known by its name instead. Calls are swapped when one rank makes A and then B, another B and then
-A, and each call of the one met a call of the other in its round.
+may still be swapped: if one rank sums the gradients and then the losses, and another the losses first, both
+get wrong numbers. A reducing call is therefore known by its place: the lines of the user's code on the stack,
+from the innermost outwards until two places differ. Any call on a model's parameter, or its gradient, is
+known by the parameter's name. Calls are swapped if one rank makes A and then B, and another B and then A.
 
-Only reducing calls are compared by place: a broadcast may well bring another tensor from each rank. Two lines
-of one function are no swap, since a loop may choose between them and ranks may take turns, as in
-`if rank == step % 2`. Code that orders its calls differently on purpose says so with `unordered`.
+Two lines of one function are no swap, because a loop may choose between them and ranks may take turns, as in
+`if rank == step % 2`. Code that orders its calls differently on purpose says so with `comm.unordered`.
 """
 
 from __future__ import annotations
@@ -17,9 +15,10 @@ from __future__ import annotations
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from itertools import combinations
+from traceback import walk_stack
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -41,22 +40,6 @@ _STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
 Stack = tuple[tuple[str, int, int], ...]
 """File, first line of the function and current line of each frame, the innermost first."""
 
-_unordered: list[None] = []
-"""One entry for each open `unordered`. Not a context variable: a backward pass runs in other threads."""
-
-
-@contextmanager
-def unordered() -> Iterator[None]:
-    """Tell `check=True` that calls inside may come in another order on other ranks.
-
-    One rank's word is enough. Operations, shapes and dtypes are still compared.
-    """
-    _unordered.append(None)
-    try:
-        yield
-    finally:
-        _unordered.pop()
-
 
 class Record(NamedTuple):
     """One rank's call, as the other ranks get to see it."""
@@ -74,7 +57,7 @@ class Record(NamedTuple):
     stack: Stack  # of the user's code
     label: str  # what the caller calls the tensor: "0.weight.grad", "loss"
     is_parameter: bool  # the label names a parameter of a model, or its gradient
-    ordered: bool  # made outside of `unordered`
+    ordered: bool  # made outside of `comm.unordered`
 
     def __str__(self) -> str:
         """The call in words, with the line that made it."""
@@ -182,13 +165,13 @@ def describe_swap(first: Record, then: Record, other_first: Record, other_then: 
     )
 
 
-def read_call(rank: int, call: Call) -> tuple[Record, dict[str, Any]] | None:
+def read_call(rank: int, call: Call, ordered: bool) -> tuple[Record, dict[str, Any]] | None:
     """The record of a call that this thread is about to begin, and the arguments of the collective.
 
     Both are read from the stack: the collectives carry nothing for the check. None where minidist.comm itself
     is the caller.
     """
-    frames = list(_frames(sys._getframe(1)))
+    frames = [frame for frame, _ in walk_stack(sys._getframe(1))]
     while frames and frames[0].f_code.co_name != call.name:
         frames.pop(0)
     if len(frames) < 2 or frames[1].f_code.co_filename.startswith(_COMM):
@@ -215,32 +198,26 @@ def read_call(rank: int, call: Call) -> tuple[Record, dict[str, Any]] | None:
         stack=_user_stack(callers),
         label=parameter or (names[0] if len(names) == 1 else ""),
         is_parameter=bool(parameter),
-        ordered=not _unordered,
+        ordered=ordered,
     )
     return record, given
 
 
 def place_of_thread(ident: int) -> str:
     """Where another thread of this process is, as "file:line"; "" where it is gone."""
-    frames = list(_frames(sys._current_frames().get(ident)))
-    return "".join(f"{path}:{line}" for path, _, line in _user_stack(frames)[:1])
-
-
-def _frames(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
+    frame = sys._current_frames().get(ident)
+    stack = _user_stack([above for above, _ in walk_stack(frame)]) if frame is not None else ()
+    return "".join(f"{path}:{line}" for path, _, line in stack[:1])
 
 
 def _user_stack(frames: list[FrameType]) -> Stack:
     """The frames that are neither minidist's, torch's nor Python's own; where there are none, the first."""
     # In one of autograd's own threads there are none: the hook that minidist registered is the best there is.
     outside = [frame for frame in frames if not frame.f_code.co_filename.startswith(_COMM)]
-    chosen = [frame for frame in outside if not _is_library(frame.f_code.co_filename)] or outside[:1]
-    return tuple(
-        (frame.f_code.co_filename, frame.f_code.co_firstlineno, frame.f_lineno)
-        for frame in chosen or frames[:1]
-    )
+    chosen = [frame for frame in outside if not _is_library(frame.f_code.co_filename)] or (outside or frames)[
+        :1
+    ]
+    return tuple((frame.f_code.co_filename, frame.f_code.co_firstlineno, frame.f_lineno) for frame in chosen)
 
 
 def _is_library(path: str) -> bool:

@@ -15,14 +15,12 @@ line passes in another order, unless they are parameters or their gradients, nor
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import itertools
 import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -37,62 +35,22 @@ if TYPE_CHECKING:
 
 LONGEST_PAUSE = 0.005
 """Seconds between two looks for the others' records; the first ones are closer together."""
-_SAME_CALLS = "all ranks of a group have to make the same calls in the same order"
-_SAME_MESSAGE = "what is received has to have the shape and dtype of what is sent"
 
-_checker: Checker | None = None
-"""The check of the default world, where it has one."""
-
-
-def start(store: Store, rank: int, ranks: int, limit: timedelta) -> None:
-    """Check the calls of the world that is being joined; `limit` is the longest wait for a call's peers."""
-    global _checker
-    stop()
-    _checker = Checker(store, rank, ranks, limit.total_seconds())
-    atexit.register(stop)
-
-
-def stop() -> None:
-    """Check no longer; tells the others that this rank makes no more calls."""
-    global _checker
-    if _checker is not None:
-        checker, _checker = _checker, None
-        atexit.unregister(stop)
-        checker.close()
-
-
-def enter(call: Call) -> Callable[[], None] | None:
-    """Compare a call that is about to begin with the other ranks', where the world is checked.
-
-    Returns:
-        What to call before the wait for the operation itself; None where nothing is left to compare.
-
-    Raises:
-        CollectiveError: the ranks' calls contradict each other, or a rank does not come.
-    """
-    return None if _checker is None else _checker.enter(call)
+_unordered: list[None] = []
+"""One entry for each open `unordered`. Not a context variable: a backward pass runs in other threads."""
 
 
 @contextlib.contextmanager
-def run(limit: float | None) -> Iterator[None]:
-    """Count the calls of a function that all ranks run anew, and tell the others when this rank leaves it.
+def unordered() -> Iterator[None]:
+    """Tell `check=True` that calls inside may come in another order on other ranks.
 
-    `limit` is the seconds that the run may take; None for no limit.
+    One rank's word is enough. Operations, shapes and dtypes are still compared.
     """
-    checker = _checker
-    if checker is None:
-        yield
-        return
-    checker.begin(limit)
-    how = "returned from its function"
+    _unordered.append(None)
     try:
         yield
-    except BaseException as error:
-        how = f"raised {type(error).__name__}"
-        raise
     finally:
-        if checker is _checker:
-            checker.end(how)
+        _unordered.pop()
 
 
 class CallSequence:
@@ -151,8 +109,8 @@ class Checker:
                 self._watch.say(how)
 
     def enter(self, call: Call) -> Callable[[], None] | None:
-        """See `enter` above."""
-        read = read_call(self.rank, call) if len(call.group) > 1 else None
+        """Compare a call; see the function of this name."""
+        read = read_call(self.rank, call, not _unordered) if len(call.group) > 1 else None
         if read is None:
             return None
         record, given = read
@@ -217,7 +175,9 @@ class Checker:
     def _compare(self, known: dict[int, Record]) -> None:
         for one, other in itertools.combinations((known[rank] for rank in sorted(known)), 2):
             if one.contradicts(other):
-                rule = _SAME_MESSAGE if one.name in POINT_TO_POINT else _SAME_CALLS
+                rule = "all ranks of a group have to make the same calls in the same order"
+                if one.name in POINT_TO_POINT:
+                    rule = "what is received has to have the shape and dtype of what is sent"
                 calls = f"rank {one.rank} {one}; rank {other.rank} {other}"
                 self._watch.fail(f"the ranks make different calls: {calls}; {rule}")
 
@@ -236,7 +196,11 @@ class Checker:
         with self._failing(call):
             while awaited := missing():
                 if time.monotonic() >= look:
-                    self._watch.say("waits", awaited if _is_only_thread() else {}, call)
+                    own = threading.current_thread()
+                    others = (thread for thread in threading.enumerate() if thread is not own)
+                    # Another thread may be about to make the call for which another rank waits.
+                    alone = all(thread.name.startswith(OWN_THREAD) for thread in others)
+                    self._watch.say("waits", awaited if alone else {}, call)
                     announced = True
                     self._watch.look_around(call, missing)
                     if time.monotonic() >= limit:
@@ -257,9 +221,3 @@ class Checker:
             raise CollectiveError(
                 f"rank {self.rank}, {call}: another rank's process has ended; its own error says why"
             ) from error
-
-
-def _is_only_thread() -> bool:
-    """False where another thread may be about to make the call for which another rank waits."""
-    own = threading.current_thread()
-    return all(thread is own or thread.name.startswith(OWN_THREAD) for thread in threading.enumerate())

@@ -57,8 +57,7 @@ class Cluster:
             least 1.
         start_timeout: seconds that the ranks may take to start.
         check: compare every call of the communication API with the other ranks' calls before it begins. A
-            mismatch is then an error on all ranks that names both calls; see
-            `minidist.comm.checking.compare_calls`.
+            mismatch is then an error on all ranks that names both calls; see `minidist.comm.checking`.
         may_fail: ranks whose failure does not stop the others.
 
     Raises:

@@ -373,9 +373,9 @@ def test_a_late_rank_is_waited_for(checked: Checked) -> None:
 
 def test_records_do_not_pile_up(checked: Checked) -> None:
     def many() -> tuple[int, int]:
-        from minidist.comm.checking import compare_calls
+        from minidist.comm import checking
 
-        store = compare_calls._checker._store  # type: ignore[union-attr]
+        store = checking._checker._store  # type: ignore[union-attr]
         comm.barrier()
         before = store.num_keys()
         for _ in range(100):
@@ -769,9 +769,9 @@ def test_lines_of_a_notebooks_cell_are_named(checked: Checked) -> None:
 
 def test_launch_takes_the_flag() -> None:
     def check() -> bool:
-        from minidist.comm.checking import compare_calls
+        from minidist.comm import checking
 
-        return compare_calls._checker is not None
+        return checking._checker is not None
 
     assert md.launch(check, 2, check=True) == [True, True]
     assert md.launch(check, 2) == [False, False]
