@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pydoc
 import re
 import time
 from collections.abc import Callable
@@ -497,3 +498,11 @@ def test_a_dead_peer_is_told(cluster_of: Clusters, capsys: pytest.CaptureFixture
     with pytest.raises(md.RankDied, match="rank 0 ended with exit code 1"):
         cluster_of(2).run(leave)
     assert "another rank's process has ended" in capsys.readouterr().out
+
+
+def test_help_shows_arguments_and_docstring() -> None:
+    """The decorator that gives `async_op` its two types returns the function itself."""
+    for function in (comm.all_reduce, comm.gather, comm.barrier):
+        shown = pydoc.render_doc(function)
+        assert "async_op: 'bool' = False" in shown
+        assert "Returns:" in shown
