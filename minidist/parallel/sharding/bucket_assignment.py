@@ -4,8 +4,7 @@ Registration order is only a guess at the order in which gradients come, and ran
 If the ranks' buckets differed, they would add up gradients of different parameters. So rank 0's order holds
 for all.
 
-Source: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", section
-3.2.3.
+Source: Li et al. 2020, "PyTorch Distributed" (see data_parallel.py), section 3.2.3.
 """
 
 from __future__ import annotations

@@ -164,17 +164,14 @@ class DataParallel(nn.Module):
 
         Use it for all micro-batches but the last; its `backward`, or `synchronize`, then sends the sum.
         """
-        before = self._set_syncing(False)
+        before = self.reducer is None or self.reducer.syncing
         try:
+            if self.reducer is not None:
+                self.reducer.syncing = False
             yield
         finally:
-            self._set_syncing(before)
-
-    def _set_syncing(self, value: bool) -> bool:
-        if self.reducer is None:
-            return value
-        before, self.reducer.syncing = self.reducer.syncing, value
-        return before
+            if self.reducer is not None:  # perhaps another: `requires_grad` may have changed
+                self.reducer.syncing = before
 
     def synchronize(self, rows: int | None = None) -> None:
         """Average the gradients over the ranks: call it after backward and before the optimizer's step.
@@ -192,7 +189,8 @@ class DataParallel(nn.Module):
             self.reducer.synchronize()
         if rows is None:
             return
-        own = torch.tensor(rows, dtype=torch.float64, device=device_of(self.module))
+        device = next((parameter.device for parameter in self.module.parameters()), None)
+        own = torch.tensor(rows, dtype=torch.float64, device=device)
         total = float(comm.all_reduce(own, group=self.group))
         if rows < 0 or not total:
             raise ValueError(f"rows is {rows}, and over all ranks {total:g}; give each rank's number of rows")
@@ -241,8 +239,3 @@ def bytes_per_step(
 def trainable(model: nn.Module) -> list[nn.Parameter]:
     """The parameters that get gradients, each once even if two layers share it."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
-
-
-def device_of(model: nn.Module) -> torch.device:
-    """The device of a model's parameters; the CPU where it has none."""
-    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))

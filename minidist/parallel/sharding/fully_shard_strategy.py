@@ -91,7 +91,6 @@ class FullySharded(Strategy):
         """Every parameter under all its names, then the buffers. It gathers one unit at a time."""
         aliases, buffers = self._names()
         for unit in self.parallel.units:
-            unit.gather()
             unit.show()
             try:
                 for flat in unit.flat_parameters:

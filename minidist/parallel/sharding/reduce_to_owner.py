@@ -5,8 +5,7 @@ sums, to which each backward pass adds. A bucket then has memory from its first 
 reduce-scatter: `ShardAssignment.moved` drops a gradient that was copied into the bucket, and
 `_ToOwners.complete` takes the bucket's memory back for the next bucket.
 
-Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
-sections 5.2 (bucketization) and 7.1.
+Source: Rajbhandari et al. 2020, "ZeRO" (see zero.py), sections 5.2 (bucketization) and 7.1.
 """
 
 from __future__ import annotations
@@ -78,23 +77,18 @@ class ShardAssignment(GradientAssignment):
             for index, param_index in enumerate(bucket.param_indices):
                 self.bucket_of[param_index], self._index[param_index] = number, index
             kinds.setdefault((bucket.values.dtype, bucket.values.device), []).append(number)
-            if bucket.reduced is None:
-                self._make_room(bucket)
+            if bucket.reduced is None and residency == "buckets":
+                flat = gradient_comm.zeros(bucket.length, bucket.values.dtype, bucket.values.device)
+                bucket.hold(flat)
+                bucket.reduced = bucket.share_of(flat)
+            elif bucket.reduced is None:
+                bucket.reduced = torch.zeros_like(bucket.share_of(bucket.values))
         self._memory_of: dict[int, _Memory] = {}
         for (dtype, on), numbers in kinds.items() if residency != "buckets" else ():
             longest, count = max(buckets[number].length for number in numbers), min(TRANSIENT, len(numbers))
             memories = [_Memory(gradient_comm.zeros(longest, dtype, on)) for _ in range(count)]
             self._memory_of |= {number: memories[i % count] for i, number in enumerate(numbers)}
         self.reductions: list[_ToOwners] = [_ToOwners(self, number) for number in range(len(buckets))]
-
-    def _make_room(self, bucket: ShardBucket) -> None:
-        values = bucket.values
-        if self.residency == "buckets":
-            gradients = self.gradient_comm.zeros(bucket.length, values.dtype, values.device)
-            bucket.hold(gradients)
-            bucket.reduced = bucket.share_of(gradients)
-        else:
-            bucket.reduced = torch.zeros(bucket.share, dtype=values.dtype, device=values.device)
 
     def begin(self) -> None:
         """Forget the sums: the next round begins them anew."""

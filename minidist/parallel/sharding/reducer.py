@@ -5,8 +5,7 @@ bucket is sent at once, after those before it; the end of the backward pass send
 a round: every rank sends every bucket once, in the same order, whichever parameters it used, and for each
 parameter the ranks that used it are counted.
 
-Source: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", sections
-3.2.3 and 4.2.
+Source: Li et al. 2020, "PyTorch Distributed" (see data_parallel.py), sections 3.2.3 and 4.2.
 """
 
 from __future__ import annotations

@@ -62,10 +62,8 @@ class UnitRuntime:
         while not unit.present and self._next < len(order):
             order[self._next].gather()
             self._next += 1
-        if (
-            not unit.present
-        ):  # a call more than the order has; the first pass does not know how many will come
-            if of.is_whole:
+        if not unit.present:
+            if of.is_whole:  # one more call than the order has; the first pass does not know them all
                 require_same_call(unit, self._group)
                 self.order = replace(self.order, settled=False)
             unit.gather()
@@ -112,7 +110,6 @@ class UnitRuntime:
         for unit in self.units:
             unit.calls = 0
         for unit in around:
-            unit.gather()
             unit.show()
 
     def _end_pass(self, of: UnitPass, outputs: Any) -> None:
@@ -158,7 +155,6 @@ class UnitRuntime:
             if of.units[0] in of.reduced:  # in an earlier backward pass, whose graph was retained
                 of.start()
             for each in of.units:
-                each.gather()
                 each.show()
         if unit in of.reduced:
             raise RuntimeError(
@@ -176,7 +172,6 @@ class UnitRuntime:
         assert of is not None
         if not unit.present and ("gather", unit) in of.operations:
             of.operations.remove(("gather", unit))
-        unit.gather()
         unit.show()
 
     def _in_backward(self) -> bool:
@@ -240,7 +235,6 @@ class UnitRuntime:
         if self._pass is not None or self._open:
             raise RuntimeError("parameters can be summoned before or after a pass, and not inside it")
         for unit in self.units:
-            unit.gather()
             unit.show()
 
     def free_all(self) -> None:

@@ -40,14 +40,15 @@ class Unit:
         self.first, self.last = -1, -1  # when its calls began and ended, among the events of the pass
 
     def gather(self, ahead: bool = False) -> None:
-        """Launch the all-gathers; `show` completes them. ahead: while something else computes."""
+        """Launch the all-gathers, unless they were. ahead: while something else computes."""
         if not self.present:
             for flat in self.flat_parameters:
                 flat.gather(ahead)
             self.present = True
 
     def show(self) -> None:
-        """Let the module see its gathered parameters."""
+        """Gather the parameters, unless they are there, and let the module see them."""
+        self.gather()
         if not self.shown:
             for flat in self.flat_parameters:
                 flat.show()

@@ -8,8 +8,7 @@ copy before or after.
 A share may end anywhere if the optimizer looks at each element alone. Any other optimizer gets whole
 parameters: they are dealt to the shares by size, the largest first, which pads more.
 
-Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
-sections 5.1 and 5.2.
+Source: Rajbhandari et al. 2020, "ZeRO" (see zero.py), sections 5.1 and 5.2.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ buckets, each cut into one share for each rank (zero_buckets.py), and this rank'
 optimizer updates (optimizer_slices.py). Parameters that get gradients only later, because they were frozen or
 not there, are dealt to further buckets by the next backward pass; the buckets before stay, with their state.
 
-Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
-sections 5.1 (the optimizer's state in equal parts) and 5.2 (gradients in buckets, one part each).
+Source: Rajbhandari et al. 2020, "ZeRO" (see zero.py), sections 5.1 (the optimizer's state in equal parts) and
+5.2 (gradients in buckets, one part each).
 """
 
 from __future__ import annotations
