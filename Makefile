@@ -14,7 +14,7 @@ help:
 	@echo "make bench    measure this machine (about eight minutes), then write the report"
 	@echo "make test     run the tests (ten minutes)"
 	@echo "make test-more      and the lessons, and more layouts, kernels and killed processes (ten more)"
-	@echo "make lint     check lint, format and types"
+	@echo "make lint     check lint, format, types and floors (which package may import which)"
 	@echo "make format   format the code"
 	@echo "make lessons  show progress, and open JupyterLab in lessons/"
 	@echo "make notebooks      make the lessons' .ipynb from their .py"
@@ -48,6 +48,7 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff format --check $(NARROW)
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
 
 format: setup
 	$(BIN)/ruff check --fix .
