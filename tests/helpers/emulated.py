@@ -1,4 +1,4 @@
-"""Instructions of the emulator as its tests run them, and references in Python's integers and fractions."""
+"""Run single instructions of the emulator, and compute references with Python's integers and fractions."""
 
 import math
 import random
@@ -9,13 +9,13 @@ import numpy as np
 from minidist.kernels.emulator.arithmetic.operations import operation
 from minidist.kernels.emulator.base.ptx_types import DTYPES
 
-# A float's format: bits of the significand, exponents of the smallest and of the largest normal number.
+# A float's format: bits of the significand, exponents of the smallest and the largest normal number.
 FORMATS = {"f16": (11, -14, 15), "bf16": (8, -126, 127), "f32": (24, -126, 127), "f64": (53, -1022, 1023)}
 MODES = ("rn", "rz", "rm", "rp")
 
 
 def run(opcode, *operands, results=1):
-    """Run an instruction on arrays, or on lists, which become the kinds that it asks for."""
+    """Run an instruction on arrays or lists; lists become arrays of the operands' kinds."""
     found = operation(tuple(opcode.split(".")), results)
     assert found is not None, f"unknown: {opcode}"
     assert len(operands) == len(found.operands), f"{opcode} takes {found.operands}"
@@ -30,7 +30,7 @@ def run(opcode, *operands, results=1):
 
 
 def as_kind(x, kind):
-    """x as an array of this kind: integers wrap."""
+    """Return x as an array of this kind; integers wrap."""
     dtype = np.dtype(DTYPES[kind])
     if isinstance(x, np.ndarray) and x.dtype == dtype:
         return x
@@ -44,13 +44,13 @@ def size(kind):
 
 
 def wrap(x, kind):
-    """The integer that the low bits of x stand for."""
+    """Return the integer that the low bits of x encode."""
     x %= 1 << size(kind)
     return x - (1 << size(kind)) if kind[0] == "s" and x >> size(kind) - 1 else x
 
 
 def integers(kind, count=20):
-    """Edges of a kind, and random numbers of all lengths."""
+    """Return edge cases of a kind, and random numbers of all lengths."""
     n, rng = size(kind), random.Random(kind)
     half = 1 << n - 1
     edges = [0, 1, 2, 3, 5, 7, half - 1, half, half + 1, 2 * half - 2, 2 * half - 1, 1 << n // 2]
@@ -58,7 +58,7 @@ def integers(kind, count=20):
 
 
 def check(opcode, reference, *columns):
-    """Compare an instruction with `reference`, a function of integers, row by row of these columns."""
+    """Compare an instruction with `reference`, a function of integers, for each row of these columns."""
     got = run(opcode, *columns)
     kind = operation(tuple(opcode.split("."))).result
     for row, one in zip(zip(*columns, strict=True), got.tolist(), strict=True):
@@ -66,7 +66,7 @@ def check(opcode, reference, *columns):
 
 
 def rounded(x, kind, mode):
-    """The fraction x, not 0, as the float to which a format rounds it."""
+    """Return the float to which a format rounds the fraction x, which is not 0."""
     precision, least, most = FORMATS[kind]
     exponent = abs(x.numerator).bit_length() - x.denominator.bit_length()
     exponent -= abs(x) < Fraction(2) ** exponent
@@ -88,7 +88,7 @@ def rounded(x, kind, mode):
 
 
 def same(got, expected, message=""):
-    """Equal bit by bit, but that all NaNs are the same."""
+    """Assert that all bits are equal; any NaN equals any other."""
     expected = np.asarray(expected, got.dtype)
     unsigned = f"u{got.dtype.itemsize}"
     wrong = (got.view(unsigned) != expected.view(unsigned)) & ~(np.isnan(got) & np.isnan(expected))
@@ -97,7 +97,7 @@ def same(got, expected, message=""):
 
 
 def floats(kind, count, seed=0):
-    """Edges of a float's kind and random numbers, as many near 1 as of all exponents; bf16 as float64."""
+    """Return edge cases and random numbers, near 1 and of all exponents; bf16 as float64."""
     precision, least, most = FORMATS[kind]
     rng = random.Random(f"{kind} {seed}")
     tiny, largest = 2.0 ** (least - precision + 1), (2 - 2.0 ** (1 - precision)) * 2.0**most

@@ -1,4 +1,4 @@
-"""Small kernels in PTX, as the emulator's tests write them by hand: no compiler, and any instruction."""
+"""Small kernels in hand-written PTX for the emulator's tests: any instruction, and no compiler."""
 
 import numpy as np
 
@@ -8,10 +8,10 @@ SHARED = 8192  # bytes of the variable `memory`
 
 
 def program(body, arrays, threads, shared=SHARED, bounds=""):
-    """The PTX of a kernel on arrays, whose addresses its body finds in the registers %<name>.
+    """Return the PTX of a kernel on arrays; its body finds their addresses in registers %<name>.
 
-    Registers are %p, %r, %d (64 bits), %f, %s (16 bits) with a number; %tid, %lane, %warp and %rank hold the
-    thread's place, and `memory` is shared memory.
+    Other registers: numbered %p, %r, %d (64 bits), %f, %s (16 bits). %tid, %lane, %warp and %rank hold
+    the thread's indices, and `memory` is shared memory.
     """
     parameters = ", ".join(f".param .u64 {name}_{i}" for name in arrays for i in range(7))
     addresses = "\n".join(f"ld.param.u64 %{name}, [{name}_4];" for name in arrays)
@@ -41,21 +41,21 @@ ret;
 
 
 def execute(body, threads=32, blocks=1, cluster=1, shared=SHARED, bounds="", **arrays):
-    """Run such a kernel on these arrays (or tensor maps)."""
+    """Run such a kernel on arrays or tensor maps."""
     text = program(body, arrays, threads, shared, bounds)
     run_kernel(text, (blocks,), (threads,), list(arrays.values()), cluster=cluster, names=list(arrays))
 
 
 def here(index, register, bytes_each):
-    """PTX that sets `register` to the address of element `index` (a 32-bit register) of shared memory."""
+    """Return PTX that sets `register` to the address of element `index` (a 32-bit register) of `memory`."""
     return f"mov.u32 {register}, memory;\nmad.lo.u32 {register}, {index}, {bytes_each}, {register};\n"
 
 
 def of(array, register, index, bytes_each):
-    """PTX that sets `register` to the address of element `index` (a 32-bit register) of an array."""
+    """Return PTX that sets `register` to the address of element `index` (a 32-bit register) of an array."""
     return f"mul.wide.u32 {register}, {index}, {bytes_each};\nadd.s64 {register}, %{array}, {register};\n"
 
 
 def result(n, dtype=np.uint32):
-    """An output that holds a pattern nobody computes."""
+    """Return an output array filled with a pattern that no kernel computes."""
     return np.full(n, 0xEE, np.uint8).repeat(np.dtype(dtype).itemsize).view(dtype)

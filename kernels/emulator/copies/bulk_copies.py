@@ -156,8 +156,8 @@ def tensor_copy(batch: Batch) -> Run:
 
     def run(machine: Machine, mask: Mask) -> None:
         lanes = lanes_of(machine, mask)
-        places = in_shared_window(machine, of_lanes(shared(machine), machine, lanes), lanes)
-        block, offset = shared_blocks(machine, places, lanes)
+        addresses = in_shared_window(machine, of_lanes(shared(machine), machine, lanes), lanes)
+        block, offset = shared_blocks(machine, addresses, lanes)
         maps, xs, ys = (of_lanes(read(machine), machine, lanes) for read in (tensor, x, y))
         masks = None if ranks is None else of_lanes(ranks(machine), machine, lanes)
         if mbarrier is not None:

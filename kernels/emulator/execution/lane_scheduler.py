@@ -213,7 +213,7 @@ class LaneScheduler:
         return machine.make_fault(kind, f"{text}: none can ever go on{remedy}", first)
 
     def _livelock_fault(self, point: ProgramPoint) -> Fault:
-        """Report which threads loop for ever, for the lowest such program point."""
+        """Report which threads loop for ever, for those at this program point."""
         machine, lanes = self.machine, self.running[point]
         block = self.code.blocks[point[0]]
         every = [one for step in block.steps for one in step.instructions]

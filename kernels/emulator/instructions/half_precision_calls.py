@@ -128,7 +128,7 @@ def call(batch: Batch) -> Run:
 
     def run(machine: Machine, mask: Mask) -> None:
         lanes = lanes_of(machine, mask)
-        values = [_number(machine, batch, place, lanes, found.operand) for place in operands]
+        values = [_number(machine, batch, offset, lanes, found.operand) for offset in operands]
         data = _bytes(np.asarray(found.function(*values)), found.result)
         put(machine, batch, "generic", _pointer(machine, result, lanes), data, lanes)
         machine.local[lanes, status : status + 4] = 0  # no exception

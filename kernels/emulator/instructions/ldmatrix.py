@@ -29,8 +29,8 @@ def ldmatrix(batch: Batch) -> Run:
 
     def run(machine: Machine, mask: Mask) -> None:
         lanes = whole_warps(machine, mask)
-        places, givers = _rows(address(machine), machine, len(batch), lanes, count)
-        data = fetch(machine, batch, space, places, 16, givers)  # (n, rows, 16) uint8
+        addresses, givers = _rows(address(machine), machine, len(batch), lanes, count)
+        data = fetch(machine, batch, space, addresses, 16, givers)  # (n, rows, 16) uint8
         rows = data.view(np.uint16).reshape(len(batch), -1, count, 8, 8)
         write(machine, of_all_lanes(load_matrices(rows, transposed), machine, lanes), mask)
 
@@ -45,10 +45,10 @@ def stmatrix(batch: Batch) -> Run:
 
     def run(machine: Machine, mask: Mask) -> None:
         lanes = whole_warps(machine, mask)
-        places, givers = _rows(address(machine), machine, len(batch), lanes, count)
+        addresses, givers = _rows(address(machine), machine, len(batch), lanes, count)
         rows = store_matrices(of_lanes_that_run(read(machine), machine, lanes), transposed)
         data = np.ascontiguousarray(rows).view(np.uint8).reshape(len(batch), -1, 16)
-        put(machine, batch, space, places, data, givers)
+        put(machine, batch, space, addresses, data, givers)
 
     return run
 

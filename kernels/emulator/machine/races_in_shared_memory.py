@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..ptx.dtypes import Array
 from ..ptx.program import PtxInstruction
@@ -203,11 +202,6 @@ class Clocks:
     def tick(self, agents: Array) -> None:
         """Advance the agents' times: what they do from now on is unknown to all others."""
         self._flat[agents, agents % self.agents] += 1
-
-    def clock(self, agent: int) -> NDArray[np.int32]:
-        """Return a copy of an agent's vector clock."""
-        copied: NDArray[np.int32] = self._flat[agent].copy()
-        return copied
 
     def join(self, agents: Array | int, clock: Array) -> None:
         """Let agents know all that `clock` knows."""

@@ -108,10 +108,10 @@ class Mbarriers:
         self.waits: dict[Key, PtxInstruction | None] = {}  # the last instruction that began to wait
         machine.late.append(self._explain)
 
-    def keys(self, places: Array, lanes: Array) -> tuple[Array, Array]:
+    def keys(self, addresses: Array, lanes: Array) -> tuple[Array, Array]:
         """Return (block, offset) of mbarriers at shared or generic addresses (lanes,). Raises Fault."""
         machine = self.machine
-        block, offset = shared_blocks(machine, in_shared_window(machine, places, lanes), lanes)
+        block, offset = shared_blocks(machine, in_shared_window(machine, addresses, lanes), lanes)
         if (bad := offset % BYTES != 0).any():
             at, lane = int(offset[np.argmax(bad)]), lanes[np.argmax(bad)]
             text = f"uses an mbarrier at byte {at} of shared memory, no multiple of {BYTES}"
