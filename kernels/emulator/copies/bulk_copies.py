@@ -9,7 +9,6 @@ A multicast load is a separate copy for each block of the cluster, counted at th
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,39 +26,10 @@ from ..machine.machine import Machine
 from ..ptx.dtypes import Array, Mask
 from ..ptx.fault import EmulatorError
 from ..ptx.operands import Address, Vector
-from ..ptx.program import PtxInstruction
 from ..synchronization.async_groups import AsyncGroups, begin
 from ..synchronization.mbarriers import Key, Mbarriers
 from .clusters import RemoteAccesses
-from .tensor_copies import box_addresses, box_bytes, check, load_box, store_box
-
-
-@dataclass(eq=False)
-class BulkLoad:
-    """A load under way, to one block."""
-
-    instruction: PtxInstruction | None
-    lane: int  # the thread that began it
-    tensor: Any  # TensorMap
-    corner: tuple[int, int]  # (x, y) of the box in the matrix
-    block: int  # it writes to the shared memory of this block,
-    chunks: Array  # (box rows, chunks): at these offsets, in units of 16 bytes
-    granules: Array
-    mbarrier: Key
-    clock: Array  # what a thread learns that waits for it
-
-
-@dataclass(eq=False)
-class BulkStore:
-    """A store under way."""
-
-    instruction: PtxInstruction | None
-    lane: int
-    tensor: Any
-    corner: tuple[int, int]
-    chunks: Array
-    clock: Array
-    box: Array | None = None  # the data, once it is read
+from .tensor_copies import BulkLoad, BulkStore, box_addresses, box_bytes, check, load_box, store_box
 
 
 class BulkCopies:

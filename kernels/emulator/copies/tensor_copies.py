@@ -7,13 +7,16 @@ Outside of the matrix, a load fills in zeros and a store writes nothing (PTX ISA
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 
 from ..memory.swizzles import CHUNK, SPANS, swizzle
 from ..ptx.dtypes import Array
 from ..ptx.fault import EmulatorError, Fault
+from ..ptx.program import PtxInstruction
+from ..synchronization.mbarriers import Key
 
 BOX = 256  # the most rows, and the most columns, of a box
 ALIGNMENT = 128  # bytes, of a box in shared memory
@@ -39,6 +42,34 @@ class TensorMapLike(Protocol):
     def dtype(self) -> str: ...  # noqa: D102
     @property
     def swizzle(self) -> int: ...  # noqa: D102
+
+
+@dataclass(eq=False)
+class BulkLoad:
+    """A load under way, to one block."""
+
+    instruction: PtxInstruction | None
+    lane: int  # the thread that began it
+    tensor: Any  # TensorMap
+    corner: tuple[int, int]  # (x, y) of the box in the matrix
+    block: int  # it writes to the shared memory of this block,
+    chunks: Array  # (box rows, chunks): at these offsets, in units of 16 bytes
+    granules: Array
+    mbarrier: Key
+    clock: Array  # what a thread learns that waits for it
+
+
+@dataclass(eq=False)
+class BulkStore:
+    """A store under way."""
+
+    instruction: PtxInstruction | None
+    lane: int
+    tensor: Any
+    corner: tuple[int, int]
+    chunks: Array
+    clock: Array
+    box: Array | None = None  # the data, once it is read
 
 
 def check(tensor: TensorMapLike) -> None:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from .declarations import DeviceFunction, alignment_of, declaration
 from .dtypes import SIZES
 from .fault import EmulatorError
 from .operands import Address, Immediate, Label, Operand, Pair, Register, Special, Symbol, Vector
@@ -17,18 +18,6 @@ from .program import Location, Program, PtxInstruction
 
 LIBRARY = re.compile(r"[\\/]numba_cuda[\\/]|[\\/]site-packages[\\/]numba[\\/]")
 CALL_DEPTH = 32  # deeper nesting of device functions is taken for recursion
-
-
-@dataclass
-class DeviceFunction:
-    """A kernel or a device function, as text."""
-
-    name: str
-    entry: bool  # a kernel
-    returns: list[str]  # declarations
-    parameters: list[str]
-    body: str
-    directives: dict[str, tuple[int, ...]]
 
 
 @dataclass
@@ -40,25 +29,6 @@ class _Copy:
     location: Location | None
     variables: list[dict[str, Operand]]  # by name, in each open scope; the outermost holds the parameters
     label_scopes: list[str] = field(default_factory=list)
-
-
-def declaration(text: str) -> tuple[str, str, int]:
-    """Return (kind, name, bytes) of a declaration such as `.param .align 8 .b8 name[16]`."""
-    match = re.search(
-        r"\.([a-z]+\d+)(?:\s+\.ptr(?:\s*\.(?:global|shared|local|const))?(?:\s*\.align\s+\d+)?)?"
-        r"\s+([%\w$]+)\s*(?:\[(\d*)\])?",
-        text,
-    )
-    if match is None:
-        raise EmulatorError(f"not a declaration that the emulator reads: {text.strip()}")
-    kind, name, count = match.groups()
-    return kind, name, SIZES[kind] * (int(count or 0) if count is not None else 1)
-
-
-def alignment_of(declaration: str) -> int:
-    """Return the alignment in bytes that a declaration asks for."""
-    match = re.search(r"\.align\s+(\d+)", declaration)
-    return int(match[1]) if match else 1
 
 
 class BodyReader:

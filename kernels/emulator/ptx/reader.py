@@ -10,7 +10,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from .body import BodyReader, DeviceFunction, alignment_of, declaration
+from .body import BodyReader
+from .declarations import DeviceFunction, alignment_of, declaration
 from .dtypes import SIZES
 from .fault import EmulatorError
 from .program import Program, Variable
