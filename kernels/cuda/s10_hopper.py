@@ -4,8 +4,7 @@ The idea: in rung 9 everything passes through registers before it is multiplied,
 addresses and copies. On Hopper neither is necessary:
 
 - One thread, the producer, tells the copy engine (`instructions/tma.py`) which boxes of a and b come next, up
-  to four steps ahead; a step is 64 of k. Elements outside a matrix arrive as zeros, so no size is a special
-  case.
+  to four steps of 64 of k ahead. Elements outside a matrix arrive as zeros, so no size is a special case.
 - Two warp groups, the consumers, start multiplications (`instructions/wgmma.py`) of tiles in shared memory.
   Each has 64 rows of the block's 128 x 256 tile: 128 sums a thread, for which the producer's warp group gives
   up its registers (setmaxnreg). Both read the same part of b.
@@ -13,8 +12,7 @@ addresses and copies. On Hopper neither is necessary:
   full when its bytes have arrived, and empty when all its readers have multiplied it.
 - Two blocks on neighbouring multiprocessors form a cluster. They have the same columns of b, and each loads
   half of them for both (multicast): 32 KB a step and block from the L2 cache instead of 48. The tensor cores
-  of a multiprocessor do 2048 multiply-adds a clock, so a step lasts 1024 clocks: 32 bytes a clock instead of
-  48.
+  of a multiprocessor do 2048 multiply-adds a clock, so a step lasts 1024 clocks: 32 bytes a clock, not 48.
 - Blocks stay, one a multiprocessor, and take tile after tile (`tiling/tile_order.py`). While the consumers
   round and store their sums (`tiling/wgmma_store.py`), the producer loads the next tile.
 
@@ -34,7 +32,7 @@ from .runtime import gpu_driver
 from .runtime.kernel import Kernel
 from .runtime.matrix import Matrix
 from .runtime.tensor_map import TensorMap
-from .tiling.packing import copy_back, packed, scratch
+from .tiling.packing import aligned_rows, copy_back, packed
 
 ROWS = 128  # of a block's tile: 64 for each consumer
 COLUMNS = (256, 128)  # of a tile: the most that one wgmma takes, and for products with few tiles
@@ -49,7 +47,6 @@ THREADS = 128 * (1 + CONSUMERS)
 # Registers of a thread after the exchange. 384 threads begin with 168 each: 65536 / 384, in steps of 8. Since
 # 40 + 2 * 232 = 3 * 168, none is left over; asking for more would wait for ever.
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
-
 BOX = 64  # elements, 128 bytes
 BOX_BYTES = BOX * 128  # of 64 lines
 OUT_BYTES = CONSUMERS * BUFFERS * BOX_BYTES
@@ -105,7 +102,6 @@ def kernel(dtype: str, result: str, a_across: bool, b_across: bool, columns: int
         first_tile = int32(cuda.blockIdx.x // CLUSTER)
         clusters = int32(cuda.gridDim.x // CLUSTER)
         steps = int32((k + DEPTH - 1) // DEPTH)
-
         if thread == 0:
             for s in range(slots):
                 sync.mbarrier_init(barriers, s, 1)
@@ -177,7 +173,6 @@ def kernel(dtype: str, result: str, a_across: bool, b_across: bool, columns: int
                     wait(sums, 0)
                     if member < CLUSTER:
                         sync.mbarrier_arrive_at(barriers, slots + before, member)
-
                 # The sums leave in slabs of 64 lines of 128 bytes, from one buffer after the other.
                 i, j = grouped_tile(tile, tile_rows, tile_columns, GROUP)
                 row = int32((i * CLUSTER + rank) * ROWS + consumer * 64)
@@ -208,37 +203,24 @@ def compute(a: Matrix, b: Matrix, c: Matrix) -> None:
         compute(b.T, a.T, c.T)
         return
     a, b = packed(a, 8), packed(b, 8)
-    multiple = 16 // c.itemsize
-    fits = c.order == "rows" and c.row_stride % multiple == 0 and c.address % 16 == 0
-    out = c if fits else scratch(c.rows, c.columns, c.dtype, multiple)
+    out = aligned_rows(c)
     a_across, b_across = a.order == "columns", b.order == "rows"
     available = max(1, gpu_driver.multiprocessors() // CLUSTER)
-
-    def turns(columns: int) -> int:
-        return -(-tile_count(c, columns) // available)
-
-    columns = min(COLUMNS, key=lambda columns: turns(columns) * columns)
-    # The fewest clusters that need no more turns: 1024 tiles take 16 turns with 66 clusters, and also with
-    # 64.
-    clusters = -(-tile_count(c, columns) // turns(columns))
+    tiles = {columns: -(-c.rows // (CLUSTER * ROWS)) * -(-c.columns // columns) for columns in COLUMNS}
+    turns = {columns: -(-tiles[columns] // available) for columns in COLUMNS}
+    columns = min(COLUMNS, key=lambda columns: turns[columns] * columns)
+    # The fewest clusters that need no more turns: 1024 tiles take 16 turns with 66 clusters, or with 64.
+    clusters = -(-tiles[columns] // turns[columns])
     kernel(a.dtype, c.dtype, a_across, b_across, columns).launch(
         (clusters * CLUSTER,),
         tensor_map(a.T if a_across else a, BOX if a_across else ROWS),
         tensor_map(b if b_across else b.T, BOX if b_across else columns // CLUSTER),
         tensor_map(out, 64),
-        c.rows,
-        c.columns,
-        a.columns,
+        *(c.rows, c.columns, a.columns),
         shared=stages(columns) * stage_bytes(columns) + OUT_BYTES,
         cluster=CLUSTER,
     )
-    if out is not c:
-        copy_back(out, c)
-
-
-def tile_count(c: Matrix, columns: int) -> int:
-    """Return how many cluster tiles cover c."""
-    return -(-c.rows // (CLUSTER * ROWS)) * -(-c.columns // columns)
+    copy_back(out, c)
 
 
 def stage_bytes(columns: int) -> int:

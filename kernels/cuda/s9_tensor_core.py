@@ -29,7 +29,7 @@ from .rung import CudaRung
 from .runtime import gpu_driver
 from .runtime.kernel import Kernel
 from .runtime.matrix import Matrix
-from .tiling.packing import copy_back, packed, scratch
+from .tiling.packing import aligned_rows, copy_back, packed
 
 
 @dataclass(frozen=True)
@@ -196,9 +196,7 @@ def compute(a: Matrix, b: Matrix, c: Matrix) -> None:
         return
     multiple = 16 // a.itemsize
     a, b = packed(a, multiple, padded=True), packed(b, multiple, padded=True)
-    multiple = 16 // c.itemsize
-    fits = c.order == "rows" and c.row_stride % multiple == 0 and c.address % 16 == 0
-    out = c if fits else scratch(c.rows, c.columns, c.dtype, multiple)
+    out = aligned_rows(c)
     a_across, b_across = a.order == "columns", b.order == "rows"
     tile = choose(c.rows, c.columns)
     kernel(a.dtype, c.dtype, a_across, b_across, tile).launch(
@@ -214,8 +212,7 @@ def compute(a: Matrix, b: Matrix, c: Matrix) -> None:
         a.columns,
         shared=tile.shared,
     )
-    if out is not c:
-        copy_back(out, c)
+    copy_back(out, c)
 
 
 def choose(m: int, n: int) -> BlockTile:

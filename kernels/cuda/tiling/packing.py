@@ -71,8 +71,17 @@ def scratch(rows: int, columns: int, dtype: str, multiple: int) -> Matrix:
     return Matrix(data, rows, columns, pitch, 1, dtype)
 
 
+def aligned_rows(c: Matrix) -> Matrix:
+    """Return c if its rows begin on 16 bytes, else a scratch matrix from which `copy_back` copies."""
+    multiple = 16 // c.itemsize
+    fits = c.order == "rows" and c.row_stride % multiple == 0 and c.address % 16 == 0
+    return c if fits else scratch(c.rows, c.columns, c.dtype, multiple)
+
+
 def copy_back(x: Matrix, c: Matrix) -> None:
-    """Copy x to c, of the same sizes and dtype and any strides; enqueued on the current stream."""
+    """Copy x to c, of the same sizes and dtype, unless it is c; enqueued on the current stream."""
+    if x is c:
+        return
     if (x.rows, x.columns, x.dtype) != (c.rows, c.columns, c.dtype):
         raise ValueError(
             f"x is {x.rows} x {x.columns} {x.dtype} and c is {c.rows} x {c.columns} {c.dtype}: "
