@@ -41,7 +41,7 @@ def bench(
         for line in done.skipped:
             show(f"skipped {line}", style="yellow")
         many = "benchmark" if done.measured == 1 else "benchmarks"
-        kept = "so there is nothing to keep."
+        kept = "so nothing is kept."
         if done.measured:
             where = "" if out is None else f" --results {short(out.parent)}"
             kept = f"kept in {short(done.path)}. To read them: minidist report{where}"

@@ -6,11 +6,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +19,9 @@ from rich.table import Table
 from rich.text import Text
 
 from minidist.benchmarks.harness import machine
+from minidist.cli.doctor_probe import LIBRARIES, probe
 from minidist.comm.launching.cores import available_cores
 
-PROBE_TIMEOUT = 60.0  # seconds; importing torch from a cold disk may take most of a minute
 SHARED_MEMORY = 2**30  # bytes of /dev/shm that ranks of one host need for large exchanges
 
 
@@ -38,10 +35,6 @@ class MachinePart:
     cost: str = ""  # what does not work, or is slower, without it
     remedy: str = ""  # a command, or a sentence if there is none
     required: bool = False  # nothing trains without it
-
-
-ITEMS = ("torch", "numba_cuda", "nvvm", "nvrtc", "nvJitLink", "ladder")
-LIBRARIES = ("nvvm", "nvrtc", "nvJitLink")
 
 
 def examine() -> list[MachinePart]:
@@ -66,25 +59,6 @@ def examine() -> list[MachinePart]:
         extra("matplotlib", "bench", "the plots: minidist report prints its table only"),
         extra("jupyterlab", "lessons", "the lessons as notebooks"),
     ]
-
-
-def probe(program: str | None = None, timeout: float = PROBE_TIMEOUT) -> dict[str, Any]:
-    """Run doctor_probe.py, or `program`, in a new process and return what it finds.
-
-    If the process fails or takes too long, every item has its error.
-    """
-    asked = ["-m", "minidist.cli.doctor_probe"] if program is None else ["-c", program]
-    command, none = [sys.executable, *asked], subprocess.DEVNULL
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, stdin=none)
-        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-        return found
-    except subprocess.TimeoutExpired:
-        error = f"no answer in {timeout:.0f} s"
-    except (IndexError, ValueError):
-        lines = done.stderr.strip().splitlines()
-        error = lines[-1] if lines else f"a fresh Python ended with exit code {done.returncode}"
-    return {item: {"error": error} for item in ITEMS}
 
 
 def cores() -> MachinePart:

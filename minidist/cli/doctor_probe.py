@@ -8,8 +8,33 @@ from __future__ import annotations
 import functools
 import importlib
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
+
+PROBE_TIMEOUT = 60.0  # seconds; importing torch from a cold disk may take most of a minute
+LIBRARIES = ("nvvm", "nvrtc", "nvJitLink")
+ITEMS = ("torch", "numba_cuda", *LIBRARIES, "ladder")
+
+
+def probe(program: str | None = None, timeout: float = PROBE_TIMEOUT) -> dict[str, Any]:
+    """Run this file, or `program`, in a new process and return what it finds.
+
+    If the process fails or takes too long, every item has its error.
+    """
+    asked = ["-m", "minidist.cli.doctor_probe"] if program is None else ["-c", program]
+    command, none = [sys.executable, *asked], subprocess.DEVNULL
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, stdin=none)
+        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return found
+    except subprocess.TimeoutExpired:
+        error = f"no answer in {timeout:.0f} s"
+    except (IndexError, ValueError):
+        lines = done.stderr.strip().splitlines()
+        error = lines[-1] if lines else f"a fresh Python ended with exit code {done.returncode}"
+    return {item: {"error": error} for item in ITEMS}
 
 
 def attempt(find: Callable[[], object]) -> object:
@@ -67,7 +92,7 @@ if __name__ == "__main__":
     items: dict[str, Callable[[], object]] = {
         "torch": torch,
         "numba_cuda": numba_cuda,
-        **{name: functools.partial(library, name) for name in ("nvvm", "nvrtc", "nvJitLink")},
+        **{name: functools.partial(library, name) for name in LIBRARIES},
         "ladder": ladder,
     }
     print(json.dumps({name: attempt(find) for name, find in items.items()}))

@@ -6,7 +6,6 @@ Memory grows with the rows of a batch, so bisection finds the largest.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -96,10 +95,15 @@ def _largest(
     def take(rows: int) -> Estimate:
         return estimate(shape, layout, batch=(rows * layout.dp, tokens), attention=attention)
 
-    too_many = 1
+    fitting, too_many = 0, 1
     while take(too_many).peak <= budget:  # ends, since each row takes bytes
-        too_many *= 2
-    fitting = bisect_right(range(1, too_many), budget, key=lambda rows: take(rows).peak)
+        fitting, too_many = too_many, 2 * too_many
+    while too_many - fitting > 1:
+        middle = (fitting + too_many) // 2
+        if take(middle).peak <= budget:
+            fitting = middle
+        else:
+            too_many = middle
     return Fit(name, shape, layout, tokens, fitting, take(max(fitting, 1)))
 
 

@@ -15,8 +15,7 @@ from minidist.scale.memory.estimates import Estimate
 from minidist.scale.planning.candidates import Candidate
 from minidist.scale.planning.planner import MEANINGFUL, Plan, family_of, seconds
 
-BEST = 12
-"""How many layouts the table has."""
+BEST = 12  # layouts in the table
 NAMES = {
     "plain": "plain data parallelism",
     "sharded": "sharding (ZeRO)",
@@ -49,8 +48,7 @@ def answer(plan: Plan) -> str:
         "context": "Cut the rows: context parallelism",
         "mixed": "Combine several axes",
     }[family]
-    if question.ranks == 1:
-        first = "One rank is enough"
+    first = "One rank is enough" if question.ranks == 1 else first
     return (
         f"{first}: {written(chosen.layout)} trains {question.name} on {where} in {duration(step.seconds)} a "
         f"step of {question.rows} rows ({rows_a_second(step.rows_per_second)} rows/s, {step.used:.0%} of the "

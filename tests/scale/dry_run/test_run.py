@@ -266,7 +266,7 @@ def test_a_program_may_read_it(capsys: Any) -> None:
         ("--model byte-tiny --layout dp=2 --rank all", "or kinds"),
         ("--model byte-tiny --layout dp=2 --profile b52", "hardware profile"),
         ("--model byte-tiny --layout dp=2 --figures f.json", "--figures is for this machine's"),
-        ("--model byte-tiny --layout dp=17 --profile here", "17 ranks would be started"),
+        ("--model byte-tiny --layout dp=17 --profile here", "measuring this machine would start 17 ranks"),
         ("--model byte-tiny --layout dp=4 --batch 3", "batch is 3 rows and dp is 4"),
         ("--model byte-tiny --layout dp=4 --tokens 65", "give 1 to 64"),
         ("--model byte-tiny --layout dp=4 --optimizer lion", "unknown optimizer"),

@@ -266,7 +266,10 @@ def test_what_fits_nowhere_is_an_exit_code(capsys: pytest.CaptureFixture[str]) -
         (("--model", "gpt2-xl", "--measure"), "give one of at most 50,000,000"),
         (("--model", "byte-tiny", "--measure", "--profile", "h100"), "--measure runs on this machine"),
         (("--model", "bert-large", "--ranks", "0"), "--ranks"),
-        (("--model", "byte-tiny", "--measure", "--ranks", "17"), "17 ranks would be started"),
+        (
+            ("--model", "byte-tiny", "--measure", "--ranks", "17"),
+            "measuring this machine would start 17 ranks",
+        ),
         (("--model", "gpt2-xl", "--profile", "here", "--ranks", "64"), "give at most 16, or a machine"),
         (("--model", "byte-tiny", "--profile", "here", "--precision", "int8"), "this machine has no rate"),
         (("--model", "byte-tiny", "--measure", "--optimizer", "lion"), "optimizer is 'lion'"),

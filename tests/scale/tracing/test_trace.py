@@ -490,7 +490,7 @@ def test_the_command_writes_a_trace_and_says_what_is_in_it(
         (["--layout", "dp=2", "--plot", "t.gif"], "--plot t.gif has to end in .svg, .png, .pdf"),
         (["--layout", "dp=2", "--out", "t.svg", "--plot", "t.svg"], "--plot and --out are both t.svg"),
         (["--layout", "dp=two"], "dp is 'two'; give a whole number"),
-        (["--layout", "dp=2", "--steps", "-1"], "steps is -1; give how many"),
+        (["--layout", "dp=2", "--steps", "-1"], "steps is -1; give at least 0"),
         (["--layout", "dp=2", "--model", "gtp"], "gtp"),
         ([], "--layout"),
     ],
