@@ -17,7 +17,8 @@ A package imports only from the floors below it:
 | 1 | flat/ | parameters in flat buckets, and ranges of them |
 | 1 | guards/ | who trains a parameter, what is refused, what ranks must agree on |
 
-The files beside this one are public import paths; the code is in the packages.
+schedules.py, tensor_parallel.py, context_parallel.py, layerwise.py and sequence_share.py are public import
+paths; the code is in the packages.
 
 To add a strategy:
 
