@@ -1,9 +1,9 @@
 """A training step through a pipeline of two ranks, in turns with torch's pipelining; and the measured bubble.
 
-A byte GPT of 3 M parameters, 8 micro-batches, gloo. GPipe and 1F1B run in turns with the same schedules of
-`torch.distributed.pipelining`, and zero-bubble with them. Then the share of a step in which ranks wait,
-against the simulation's. The simulation takes the time of a message, and either the mean time of each kind of
-pass, as a plan does, or each pass's own time, because ranks also wait for slow passes.
+A byte GPT of 3 M parameters, 8 micro-batches, gloo. GPipe and 1F1B run in turns with the versions of
+`torch.distributed.pipelining`; zero-bubble runs in the same rounds, without a peer. Then the share of a step
+in which ranks wait, against the simulation's. The simulation takes the time of a message, and either the mean
+time of each kind of pass, as a plan does, or each pass's own time, because ranks also wait for slow passes.
 """
 
 from __future__ import annotations

@@ -1,9 +1,16 @@
 """Reduce gradients to their owners: a round ends with each rank's share of the sums.
 
-In stage 1 a rank keeps its own whole gradients until the next step. In stage 2 it keeps only its share of the
-sums, to which each backward pass adds. A bucket then has memory from its first gradient to its
-reduce-scatter: `ShardAssignment.moved` drops a gradient that was copied into the bucket, and
-`_ToOwners.complete` takes the bucket's memory back for the next bucket.
+What stays of the gradients is one of three (`GradientResidency`):
+
+| | for | kept until the next step |
+|---|---|---|
+| own | stage 1 in a loop | this rank's whole gradients, in `grad`; buckets only carry them |
+| buckets | stage 1 in an engine | the buckets, in which the sums replace this rank's share; `grad` is a view
+|
+| shares | stage 2 | this rank's share of the sums alone, to which each backward pass adds |
+
+With "shares" whole gradients are thrown away: `ShardAssignment.moved` sets `grad` to None once a gradient is
+copied into its bucket, and `_ToOwners.complete` takes the bucket's memory back after its reduce-scatter.
 
 Source: Rajbhandari et al. 2020, "ZeRO" (see zero.py), sections 5.2 (bucketization) and 7.1.
 """
@@ -27,8 +34,7 @@ TOTALS = 3
 TRANSIENT = 2
 """Buckets that have memory at a time: one is filled while the one before it is sent."""
 GradientResidency = Literal["own", "buckets", "shares"]
-"""What a rank keeps of the gradients after a round: its own, in `grad`; buckets, with the sums in this rank's
-share of them; or only its share of the sums."""
+"""What a rank keeps of the gradients after a round; see the table above."""
 
 
 @dataclass(eq=False)

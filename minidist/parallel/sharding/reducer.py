@@ -30,7 +30,7 @@ class Reducer(Generic[AnyAssignment]):
 
     Args:
         named: the parameters that get gradients or did, with names; the same on all ranks.
-        gradient_comm: the ranks, at least two.
+        gradient_comm: the ranks; one is enough.
         overlap: reduce while backward runs; otherwise at `synchronize`.
         assign: makes the assignment of all rounds, at the end of the first, from parameter indices in the
             order in which the first backward pass brought their gradients. A collective.
