@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# A new interpreter or a changed dependency list sets the environment up again; otherwise set-up does nothing.
+# `make setup` does its work again only if the interpreter or the dependency list has changed.
 STAMP := $(VENV)/.minidist-set-up
 # A cell of a notebook shows 88 columns on a laptop.
 NARROW := --line-length 88 lessons/[0-9]*.py
@@ -13,7 +13,7 @@ help:
 	@echo "make setup    make .venv and install minidist with all its extras"
 	@echo "make bench    measure this machine (about eight minutes), then write the report"
 	@echo "make test     run the tests (ten minutes)"
-	@echo "make test-more      and the lessons, and more layouts, kernels and killed processes (ten more)"
+	@echo "make test-more      run the lessons, and more layouts, kernels and killed processes (ten minutes)"
 	@echo "make lint     check lint, format, types and floors (which package may import which)"
 	@echo "make format   format the code"
 	@echo "make lessons  show progress, and open JupyterLab in lessons/"
@@ -33,13 +33,13 @@ bench: setup
 	$(BIN)/minidist bench
 	$(BIN)/minidist report
 
-# Two at a time, each with warm ranks of its own; a file's tests stay together. Threads that spin while they
-# wait for each other would take the other's core.
+# Two processes run tests, each with its own warm ranks; the tests of a file stay together. One thread each, since
+# threads that spin while they wait would take the other process's core.
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist loadfile --durations 25
 
-# What `make test` tries some of, and the lessons from top to bottom. What is asked for by name besides are more
-# planted mistakes and killed ranks, for half an hour (pytest -m faults), and a browser (make lessons-check).
+# More cases of what `make test` samples, and the lessons from top to bottom. Two more sets have commands of their
+# own: planted mistakes and killed ranks, for half an hour (pytest -m faults), and a browser (make lessons-check).
 test-more: setup
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist load -m "deep or (lessons and not faults)" --durations 25
 
@@ -61,7 +61,7 @@ lessons: setup
 notebooks: setup
 	$(BIN)/python lessons/checks/notebooks.py
 
-# Time and memory of each are kept in lessons/costs.json, which `minidist lessons` shows.
+# It stores time and memory of each lesson in lessons/costs.json, which `minidist lessons` shows.
 lessons-check: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[browser]' --constraint constraints.txt
 	MINIDIST_LESSONS_COSTS=1 OMP_NUM_THREADS=1 $(BIN)/pytest tests/lessons/test_lessons.py tests/lessons/test_lessons_browser.py -m "not faults" --durations 25

@@ -1,11 +1,11 @@
-"""The program that every launch file here starts: `minidist train`, on the ranks that its starter makes.
+"""The program that every launch file here starts: `minidist train`, on the ranks that the launcher makes.
 
     torchrun --nproc-per-node 2 deploy/train.py --data digits                       SLURM, Kubernetes
     accelerate launch --config_file deploy/accelerate.yaml deploy/train.py --data digits
     python deploy/train.py --data digits                                            SageMaker
 
-torchrun starts each rank, and so does Accelerate. SageMaker starts one process on each host, and says in a
-file which hosts there are: that process becomes an `accelerate launch`, with a rank for each GPU.
+torchrun and Accelerate start every rank. SageMaker starts one process on each host and lists the hosts in a
+file; that process becomes an `accelerate launch` with a rank for each GPU.
 """
 
 from __future__ import annotations
@@ -17,19 +17,17 @@ from pathlib import Path
 from typing import Any
 
 SAGEMAKER = Path("/opt/ml/input/config/resourceconfig.json")
-"""What SageMaker tells each host of a job of the others."""
+"""The file in which SageMaker tells each host of a job about the others."""
 
 
 def accelerate(job: dict[str, Any], words: list[str]) -> list[str]:
-    """The command that starts this program's ranks on this host of a SageMaker job."""
+    """Return the command that starts the ranks on this host of a SageMaker job, and set its environment."""
     hosts, card = sorted(job["hosts"]), job["network_interface_name"]
     gpus = len([*Path("/dev").glob("nvidia[0-9]*")])
     ranks = len(hosts) * int(os.environ.get("RANKS_PER_HOST") or max(1, gpus))
     os.environ.update({"GLOO_SOCKET_IFNAME": card, "NCCL_SOCKET_IFNAME": card})
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = (
-        "1"  # a fresh store each time that ranks are started anew
-    )
-    # Of the two minutes that SageMaker gives after SIGTERM; torchrun's own are 30 s.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # a fresh store at each restart of the ranks
+    # SageMaker grants two minutes after SIGTERM; torchrun's default is 30 s.
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = "110"
     return [
         *(sys.executable, "-m", "accelerate.commands.launch"),
@@ -42,7 +40,7 @@ def accelerate(job: dict[str, Any], words: list[str]) -> list[str]:
 
 
 def main(words: list[str]) -> None:
-    """Train as the words say; see `minidist train --help`."""
+    """Train with these arguments; see `minidist train --help`."""
     if SAGEMAKER.exists() and "TORCHELASTIC_RUN_ID" not in os.environ:
         command = accelerate(json.loads(SAGEMAKER.read_text()), words)
         os.execv(command[0], command)

@@ -1,1 +1,36 @@
-"""What benchmarks share: the machine, programs run in turns, the steps that ranks time, the results."""
+"""The machinery behind the `bench_*.py` suites: it runs programs, times them and keeps the results.
+
+A comparison never rests on two separate runs. The harness runs our program and its peer in turns, so that
+both see the same machine.
+
+Running and results:
+    run                    runs the suites with pytest and merges what they measured into the results file
+    progress               pytest plugin: one line for each finished benchmark, and a progress bar
+    results                one machine's JSON file: format, loading, merging, saving
+    columns                which figures a benchmark may store, and how the report prints them
+    compare_runs           `--compare`: what got slower since an earlier run
+    machine                CPU, GPUs, caches and software versions
+Timing:
+    turns                  two programs in turns inside one benchmark, and their ratio
+    cuda_timing            the same on a GPU: operands, rounds, the GPU's clock
+    cuda_check             checks a GPU's product against float64
+Training steps, run inside the ranks:
+    training_steps         our engine and plain torch or DDP
+    sharded_steps          ZeRO and torch's sharded loops
+    tensor_steps           tensor parallelism and torch's `parallelize_module`
+    pipeline_steps         our schedules and `torch.distributed.pipelining`
+    collective_timing      collectives and torch's, and the fit of the cost model
+The table of strategies:
+    strategies             its rows and their peers, as data
+    strategy_rounds        measures a family of rows in rounds
+    strategy_steps         what a rank does in a round
+    strategy_loops         strategies that need a loop of their own
+    programs               a training loop that is timed and whose memory is counted
+    peers                  the loops of other libraries
+    peers_model_parallel   torch's tensor parallelism and pipelines
+    peer_packages          Accelerate and DeepSpeed
+The slow link:
+    two_hosts              two hosts on one machine, made of Linux namespaces
+    slow_wire              the wire between them, with a rate and a delay
+    slow_link_steps        the training program that runs on both hosts
+"""

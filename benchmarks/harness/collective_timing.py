@@ -1,7 +1,7 @@
-"""What each rank of a collectives benchmark does: calls in turn with torch's own, and the sweep of a model.
+"""Time collectives: our calls in turns with torch's, and a sweep that tests the cost model's predictions.
 
-Runs inside the ranks. Before each turn all meet and write their tensors, as a backward pass would: a tensor
-that nobody has touched since the last call is faster to reduce than any real one.
+This code runs inside the ranks. Before each call the ranks write their tensors, as a backward pass would, and
+wait for each other: a tensor that nobody has touched since the last call reduces faster than any real one.
 """
 
 from __future__ import annotations
@@ -23,22 +23,23 @@ from minidist.benchmarks.harness.turns import Benchmark, record
 from minidist.comm import cost
 
 TURN = 20e-3
-"""Seconds that a turn takes about."""
+"""Approximate length of a turn in seconds."""
 
 
 def time_against_torch(
     variant: str, size: int, rounds: int, device: str = "cpu"
 ) -> tuple[list[float], list[float]]:
-    """Seconds of a call of ours and of torch.distributed's, in turns.
+    """Time one of our calls in turns with torch.distributed's; return the seconds of a call in each turn.
 
     Args:
         variant: a key of `SENT`.
         size: bytes of the larger of the two tensors, float32.
         rounds: pairs of turns.
-        device: "cpu", where torch's go over gloo, or "cuda": NCCL, and our algorithms over it.
+        device: "cpu", where torch's calls use gloo, or "cuda", where they use NCCL and our algorithms run
+            on top of NCCL.
     """
     device = str(comm.device()) if device == "cuda" else device
-    x = torch.zeros(size // 4 // md.size() * md.size(), device=device)  # as many for each rank
+    x = torch.zeros(size // 4 // md.size() * md.size(), device=device)  # equal shares
     if variant == "in place":
         x = comm.empty_shared(x.shape)
     other, share = torch.zeros_like(x), torch.zeros(len(x) // md.size(), device=device)
@@ -75,11 +76,11 @@ SENT: dict[str, Callable[[int], float]] = {
     **dict.fromkeys(("all-gather", "all-to-all"), lambda n: (n - 1) / n),
     "broadcast": lambda n: 1.0,
 }
-"""By variant, from a number of ranks: what a rank sends, as a share of the larger tensor's bytes."""
+"""For each variant, a function of the number of ranks: the bytes a rank sends over the larger tensor's."""
 
 
 def _turn(call: Callable[[], object], x: torch.Tensor) -> float:
-    """Seconds of one call, of as many as fill a turn; the same number on all ranks."""
+    """Return the seconds of one call, averaged over the calls of a turn; all ranks make the same number."""
     begun = time.perf_counter()
     call()
     _wait(x)
@@ -98,15 +99,16 @@ def _turn(call: Callable[[], object], x: torch.Tensor) -> float:
 
 
 def _wait(x: torch.Tensor) -> None:
-    """Until a GPU has done what it was told."""
+    """Wait until the GPU, if `x` is on one, has finished."""
     if x.is_cuda:
         torch.cuda.synchronize(x.device)
 
 
 def fitted(profile: cost.LinkProfile, algorithm: str, ranks: int) -> dict[str, float]:
-    """The alpha and beta that a prediction rests on, in seconds and seconds a byte, and the other figures.
+    """Return the alpha (seconds) and beta (seconds per byte) behind a prediction, with the other figures.
 
-    Of shared memory alpha is a meeting, and beta what a byte of an all-reduce takes in and out.
+    For shared memory, alpha is the time ranks take to meet, and beta the time to copy a byte of an all-reduce
+    in, combine it and copy it out.
     """
     if algorithm == "shared_memory":
         assert profile.memory is not None
@@ -119,16 +121,16 @@ def fitted(profile: cost.LinkProfile, algorithm: str, ranks: int) -> dict[str, f
 
 
 Found = dict[tuple[str, int], tuple[list[float], float]]
-"""By algorithm and bytes: the seconds measured, and those predicted."""
+"""For each algorithm and size in bytes: the measured seconds and the predicted ones."""
 
 
 def sweep(
     algorithms: tuple[str, ...], sizes: tuple[int, ...], rounds: int
 ) -> tuple[Found, dict[str, dict[str, float]]]:
-    """Seconds of all-reduces by each algorithm at each size, and what `cost` predicts after a fit.
+    """Time all-reduces by each algorithm at each size, and predict them with `cost` after a fit.
 
     Returns:
-        Both, and for each algorithm what `fitted` says.
+        Measured and predicted seconds, and for each algorithm the figures of `fitted`.
     """
     profile = cost.fit()
     found: Found = {}
@@ -144,13 +146,13 @@ def sweep(
 
 
 def median_error(found: Found) -> float:
-    """The median of the predictions' relative errors."""
+    """Return the median of the predictions' relative errors."""
     return statistics.median(abs(p / statistics.median(seconds) - 1) for seconds, p in found.values())
 
 
 def enter(benchmark: Benchmark, timed: list[Any], variant: str, size: int, label: str, peer: str) -> None:
-    """Enter what the ranks' `time_against_torch` returned."""
-    # A collective has ended when it has on the slowest rank.
+    """Store what `time_against_torch` returned on all ranks as the benchmark's result."""
+    # A collective ends when its slowest rank ends.
     ours, theirs = ([max(turn) for turn in zip(*times, strict=True)] for times in zip(*timed, strict=True))
     record(benchmark, ours, theirs, peer)
     ranks = len(timed)

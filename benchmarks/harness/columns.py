@@ -1,37 +1,37 @@
-"""What the report shows of a benchmark: one column for each figure that its table has, in this order.
+"""The columns of the report's tables, in order, and the figures that fill them.
 
-A benchmark puts figures into `benchmark.extra_info` under the names below; a column appears in a table where
-any row has its figure. To show a new figure, add a line to `COLUMNS`.
+A benchmark puts figures into `benchmark.extra_info` under the names below. A table shows a column if any of
+its rows has that figure. To show a new figure, add a line to `COLUMNS`.
 
-    label                what the row is called; else the test's name
-    program              what was measured, where that is not minidist
+    label                the row's name; without it, the test's name
+    program              what was measured, if that is not minidist
     series, size         a point of a curve: the curve's name and the x of its point (see `report/plots.py`)
     gflops               10^9 floating-point operations a second
-    percent_of_peak      our rate as a share of the FMA peak of the cores that it uses (`roofline.measure`)
-    peak_gb_per_s        10^9 bytes a second that those cores, or the GPU, read from memory
+    percent_of_peak      our rate as a share of the FMA peak of the cores used (`roofline.measure`)
+    peak_gb_per_s        10^9 bytes a second that those cores, or the GPU, can read from memory
     percent_of_gpu_peak  our rate as a share of the GPU's measured peak in that arithmetic (`gpu_peaks`)
     percent_of_peer      our rate as a share of the peer's, in percent
-    beyond_peer          our median less the peer's, in seconds: below 0 we are faster
-    predicted            seconds that a model of cost gave before
-    bus_gb_per_s         10^9 bytes a second that a rank sends, as an algorithm's formula has it
-    rows_per_s           rows (examples, sequences) of a global batch, a second
-    bytes_per_step       bytes that the other ranks get from one in a step
+    beyond_peer          our median minus the peer's, in seconds; below 0 we are faster
+    predicted            seconds that a cost model predicted before the measurement
+    bus_gb_per_s         10^9 bytes a second that a rank sends, by the algorithm's formula
+    rows_per_s           rows (examples, sequences) of a global batch per second
+    bytes_per_step       bytes that a rank sends to the others in a step
     comm_overlap         share of the communication's time in which a rank did something else, 0 to 1
-    goal                 {"of": "ratio", "median" or "beyond_peer", "below": limit}: this project's own
+    goal                 {"of": "ratio", "median" or "beyond_peer", "below": limit}: a goal of this project
     note                 a few words on what is measured
-    peer, ...            a comparison, see `turns.py`
-    over_yardstick, ...  a second comparison, the same for all rows of a table: see `strategy_rounds.py`
-    strategy, layout, model, ranks   what trained what: a row of the table of strategies, and its `md.Layout`
+    peer, ...            a comparison with another program, see `turns.py`
+    over_yardstick, ...  a second comparison, with the same program for all rows: see `strategy_rounds.py`
+    strategy, layout, model, ranks   a row of the table of strategies: its `md.Layout`, and what it trains
     memory               {"parameters", "gradients", "optimizer", "activations", "buffers"}: bytes of the
-                         fullest rank; peer_memory: all of them together for the peer, counted the same way;
-                         memory_source says how
+                         fullest rank; peer_memory is the peer's total, counted the same way; memory_source
+                         says how they were counted
     scaling, efficiency  "strong" or "weak", with series and size (ranks); the share of ideal speed-up
     timeline, bubble     of a pipeline, "simulated" and "measured": `pipeline_steps.py`
-    fit                  alpha, beta and what else `comm.cost.fit` found: `collective_timing.py`
-    cost, par, unit      what an exercise's solution costs, and what it should
+    fit                  alpha, beta and the other figures of `comm.cost.fit`: `collective_timing.py`
+    cost, par, unit      the cost of an exercise's solution, and the cost to aim for
 
-Of the CUDA ladder, which has a table of its own beside the columns (`report/ladder.py`): rung, dtype ("tf32"
-is float32 with factors so rounded), order ("nt": b is transposed), peer_gflops, peak_gflops, peak_gb_per_s.
+The CUDA ladder has a table of its own (`report/ladder.py`), with these figures: rung, dtype ("tf32" is
+float32 with factors rounded to TF32), order ("nt": b is transposed), peer_gflops, peak_gflops, peak_gb_per_s.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Entry = dict[str, Any]
 
 
 def seconds(value: float) -> str:
-    """A duration at three significant digits: `3.14 ms`."""
+    """Format a duration with three significant digits: `3.14 ms`."""
     for limit, unit in ((1e-6, "ns"), (1e-3, "µs"), (1.0, "ms")):
         if value < limit:
             return f"{_three(value * 1000 / limit)} {unit}"
@@ -53,7 +53,7 @@ def seconds(value: float) -> str:
 
 
 def size(value: float) -> str:
-    """A number of bytes at three significant digits: `26.5 KB` (decimal units, as networks count)."""
+    """Format bytes with three significant digits: `26.5 KB` (decimal units, as networks count)."""
     for limit, unit in ((1e3, "B"), (1e6, "KB"), (1e9, "MB")):
         if value < limit:
             return f"{_three(value * 1000 / limit) if limit > 1e3 else f'{value:.0f}'} {unit}"
@@ -61,7 +61,7 @@ def size(value: float) -> str:
 
 
 def binary_size(value: int) -> str:
-    """A number of bytes that is a power of two: `64 KiB`."""
+    """Format a power of two of bytes: `64 KiB`."""
     for limit, unit in ((2**10, "B"), (2**20, "KiB"), (2**30, "MiB")):
         if value < limit:
             return f"{value * 2**10 // limit} {unit}"
@@ -69,27 +69,27 @@ def binary_size(value: int) -> str:
 
 
 def number(value: float) -> str:
-    """A count or a rate: three significant digits, thousands apart: `12,300`."""
+    """Format a count or a rate with three significant digits and separated thousands: `12,300`."""
     return f"{float(f'{value:.3g}'):,.0f}" if value >= 100 else _three(value)
 
 
 def times(ratio: float) -> str:
-    """A ratio: two decimals, or three digits where that is fewer: `0.92`, `24.89`, `10,300`."""
+    """Format a ratio with two decimals, or from 100 on with three digits: `0.92`, `24.89`, `10,300`."""
     return number(ratio) if ratio >= 100 else f"{ratio:.2f}"
 
 
 def kind_name(dtype: str) -> str:
-    """What the arithmetic of a product is called: `TF32`, which is no dtype of memory, or the dtype."""
+    """Name the arithmetic of a product: `TF32` (not a dtype that memory holds), or else the dtype."""
     return "TF32" if dtype == "tf32" else dtype
 
 
 def difference(value: float) -> str:
-    """A difference of durations, with its sign: `+3.14 µs`."""
+    """Format a difference of durations with its sign: `+3.14 µs`."""
     return f"{'-' if value < 0 else '+'}{seconds(abs(value))}"
 
 
 def _three(value: float) -> str:
-    """Three significant digits, never an exponent: `0.0123`, `1.20`, `123`."""
+    """Format with three significant digits and no exponent: `0.0123`, `1.20`, `123`."""
     rough = float(f"{value:.3g}")
     if rough == 0:
         return "0"
@@ -98,7 +98,7 @@ def _three(value: float) -> str:
 
 @dataclass(frozen=True)
 class Column:
-    """One column of a table: its heading, and the text of an entry's cell, or None."""
+    """One column of a table: its heading, and a function from an entry to its text, or None."""
 
     heading: str
     cell: Callable[[Entry], str | None]
@@ -114,12 +114,12 @@ def _extra(key: str, text: Callable[[Any], str]) -> Callable[[Entry], str | None
 
 
 def label(entry: Entry) -> str:
-    """What a row is called."""
+    """Return a row's name."""
     return str(entry["extra_info"].get("label") or entry["name"].removeprefix("test_").replace("_", " "))
 
 
 def _spread(entry: Entry) -> str:
-    """The interquartile range as a share of the median."""
+    """Format half the interquartile range as a share of the median."""
     stats = entry["stats"]
     if stats["rounds"] < 2 or not stats["median"]:
         return "one round"
@@ -130,30 +130,31 @@ def _ratio(entry: Entry) -> str | None:
     extra = entry["extra_info"]
     if "ratio" not in extra:
         return None
-    if extra["ratio"] >= 100:  # the peer is no longer a yardstick
+    if extra["ratio"] >= 100:  # this far apart, the quartiles say nothing more
         return times(extra["ratio"])
     middle = f"{times(extra['ratio'])} ({extra['pair_ratio_q1']:.2f}–{extra['pair_ratio_q3']:.2f})"
     return f"{middle} undecided" if undecided(entry) else middle
 
 
 FEW = 5
-"""The middle half of so many rounds is widened to twice its width: of fewer rounds it is itself a guess.
+"""With this many rounds the interquartile range is doubled; with fewer rounds it is widened even more.
 
-So two runs of five rounds of one program, whose rounds scatter by 5%, differ by more in 3 of 1000 cases.
+Few rounds give only a rough estimate of the spread. With this rule, two runs of five rounds of the same
+program, with rounds that scatter by 5%, count as different in 3 of 1000 cases.
 """
 
 
 def undecided(entry: Entry) -> bool:
-    """Whether a comparison's spread exceeds its difference: no difference can be told from the spread.
+    """Return whether a comparison leaves open which program is faster.
 
-    That is so where 1 lies in the middle half of the ratios of single pairs, widened where pairs are few
-    (`FEW`), and where there is one pair alone. False where nothing is compared.
+    It does if 1 lies within the interquartile range of the pairs' ratios, widened for few pairs (`FEW`), or
+    if there is a single pair. An entry without a comparison gives False.
     """
     return _within(entry, "ratio", "pair_ratio_q1", "pair_ratio_q3")
 
 
 def undecided_over_yardstick(entry: Entry) -> bool:
-    """The same for the comparison with the yardstick."""
+    """Return the same as `undecided`, for the comparison with the yardstick."""
     return _within(entry, "over_yardstick", "over_yardstick_q1", "over_yardstick_q3")
 
 
@@ -167,7 +168,7 @@ def _within(entry: Entry, ratio: str, q1: str, q3: str) -> bool:
 
 
 def verdict(entry: Entry) -> str | None:
-    """What a comparison with a peer came to: "faster", "slower" or "undecided"; None where there is none."""
+    """Return a comparison's result: "faster", "slower" or "undecided", or None without a comparison."""
     if "ratio" not in entry["extra_info"]:
         return None
     if undecided(entry):
@@ -176,7 +177,7 @@ def verdict(entry: Entry) -> str | None:
 
 
 def memory_of(entry: Entry) -> int | None:
-    """All bytes of the fullest rank, None where they were not counted."""
+    """Return all bytes of the fullest rank, or None if they were not counted."""
     parts = entry["extra_info"].get("memory")
     return None if parts is None else sum(parts.values())
 
@@ -203,12 +204,12 @@ def _cost(entry: Entry) -> str | None:
 
 
 def count(value: float) -> str:
-    """A count: all its digits, thousands apart, or four of a fraction."""
+    """Format a count with all its digits and separated thousands; a fraction with four digits."""
     return f"{value:,.0f}" if float(value).is_integer() else f"{value:.4g}"
 
 
 def goal(entry: Entry) -> tuple[float, float, bool] | None:
-    """What was measured, the limit, and whether it was kept, of a benchmark that has a goal."""
+    """Return the measured figure, its limit and whether it was met, or None without a goal."""
     wanted = entry["extra_info"].get("goal")
     if not wanted:
         return None
@@ -226,11 +227,11 @@ def _goal(entry: Entry) -> str | None:
     return f"{'met' if kept else 'missed'}, < {text}"
 
 
-PEER = Column("beside", _extra("peer", str), right=False)
-PEER_TIME = Column("its time", _extra("peer_median", seconds))
-SHARE = Column("of its speed", _extra("percent_of_peer", lambda value: f"{number(value)}%"))
+PEER = Column("peer", _extra("peer", str), right=False)
+PEER_TIME = Column("peer's time", _extra("peer_median", seconds))
+SHARE = Column("of the peer's speed", _extra("percent_of_peer", lambda value: f"{number(value)}%"))
 RATIO = Column("ratio of times", _ratio)
-BEYOND = Column("beyond its time", _extra("beyond_peer", difference))
+BEYOND = Column("time minus peer's", _extra("beyond_peer", difference))
 GOAL = Column("goal", _goal, right=False)
 COLUMNS = (
     Column("cost", _cost),
@@ -246,19 +247,19 @@ COLUMNS = (
     RATIO,
     BEYOND,
     GOAL,
-    Column("sent a step", _extra("bytes_per_step", size)),
+    Column("sent per step", _extra("bytes_per_step", size)),
     Column("memory of the fullest rank", _memory),
     PEER,
     PEER_TIME,
-    Column("its memory", _extra("peer_memory", size)),
+    Column("peer's memory", _extra("peer_memory", size)),
     Column("predicted", _extra("predicted", seconds)),
     Column("GB/s", _extra("bus_gb_per_s", number)),
     Column("rows/s", _extra("rows_per_s", number)),
-    Column("of it hidden", _extra("comm_overlap", lambda share: f"{number(100 * share)}%")),
+    Column("communication hidden", _extra("comm_overlap", lambda share: f"{number(100 * share)}%")),
     Column("note", _extra("note", str), right=False),
 )
 
 
 def shown(entries: Sequence[Entry]) -> list[Column]:
-    """The columns that any of these entries fills."""
+    """Return the columns that at least one of these entries fills."""
     return [column for column in COLUMNS if any(column.cell(entry) is not None for entry in entries)]

@@ -1,11 +1,10 @@
-"""`minidist bench --compare OLD.json`: what got slower since an earlier run, and what got faster.
+"""Compare a run with an earlier one: `minidist bench --compare OLD.json` says what got slower or faster.
 
-Machines drift between runs, so where both runs have a ratio to the same peer, measured in turn, it is the
-ratios that are compared; else the times, and only on the same machine. A benchmark is slower where its median
-rose by more than the spread of both runs together (the widths of their middle halves, widened where rounds
-are few), and by more than `FLOOR`: runs of the same code differ by some percent on a quiet machine, too. What
-is counted, such as the lessons' costs, is slower where its count rose at all. One round has no spread, and
-decides nothing.
+Machines drift between runs. So if both runs have a ratio to the same peer, measured in turns, the ratios are
+compared; otherwise the times, and only on the same machine. A benchmark is slower if its median rose by more
+than the spread of both runs together (their interquartile ranges, widened for few rounds) and by more than
+`FLOOR`, since runs of the same code differ by some percent even on a quiet machine. A count, such as a
+lesson's cost, is slower if it rose at all. A single round has no spread, so it decides nothing.
 """
 
 from __future__ import annotations
@@ -19,24 +18,24 @@ from minidist.benchmarks.harness.columns import Entry
 from minidist.benchmarks.harness.results import Results
 
 FLOOR = 0.05
-"""Share of the earlier figure that a difference has to exceed."""
+"""A difference has to exceed this share of the earlier figure."""
 VERDICTS = ("slower", "faster", "same", "undecided", "new", "gone")
 KINDS = {
-    "ratio": "by the ratio to a program that ran in turn, which holds where the machine drifts",
+    "ratio": "by the ratio to a program measured in turns, which holds even if the machine drifts",
     "time": "by time, which drifts with the machine",
-    "cost": "by what is counted",
+    "cost": "by a count, which is exact",
 }
-"""By the first word of `Change.of`, how sure that is."""
+"""How reliable a comparison is, by the first word of `Change.of`."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """A benchmark in both runs, or in one."""
+    """What happened to one benchmark between the two runs."""
 
     fullname: str
     label: str
     group: str
-    verdict: str  # one of VERDICTS; "undecided" where one of the runs had a single round
+    verdict: str  # one of VERDICTS; "undecided" if one of the runs had a single round
     of: str = ""  # what is compared: "ratio to torch DDP", "time", "cost"
     old: float | None = None
     new: float | None = None
@@ -52,13 +51,13 @@ class Change:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All benchmarks of a run beside those of an earlier one."""
+    """All benchmarks of a run, compared with those of an earlier one."""
 
     changes: tuple[Change, ...]
     same_machine: bool
 
     def having(self, verdict: str) -> list[Change]:
-        """Those with a verdict."""
+        """Return the changes with this verdict."""
         return [change for change in self.changes if change.verdict == verdict]
 
     @property
@@ -67,18 +66,18 @@ class Comparison:
         return bool(self.having("slower"))
 
     def lines(self) -> list[str]:
-        """What changed, the worst first, and a summary."""
+        """Return one line for each change, the worst first, and a summary."""
         told = [str(change) for name in ("slower", "faster", "new", "gone") for change in self.having(name)]
         counts = ", ".join(f"{len(self.having(name))} {name}" for name in VERDICTS if self.having(name))
         kinds = [change.of.partition(" ")[0] for change in self.changes]
         how = [f"{kinds.count(kind)} {words}" for kind, words in KINDS.items() if kind in kinds]
         if not self.same_machine:
-            how.append("times are not compared, as the other file is another machine's")
+            how.append("times are not compared: the earlier file is from another machine")
         summary = counts or "nothing to compare"
         return [*told, f"{summary} ({'; '.join(how)})" if how else summary]
 
     def as_json(self) -> dict[str, Any]:
-        """For a program."""
+        """Return the comparison for a program to read."""
         return {
             "same_machine": self.same_machine,
             "slower": len(self.having("slower")),
@@ -87,17 +86,17 @@ class Comparison:
 
 
 def compare(old: Results, new: Results, measured: Iterable[str], everything: bool) -> Comparison:
-    """A run beside an earlier one.
+    """Compare a run with an earlier one.
 
     Args:
-        old: an earlier file; of quick and full runs the result that is of this one's mode counts, where
-            there is one.
-        new: the results that hold this run's.
+        old: the earlier file. Where it has a benchmark's quick and full result, the one in this run's mode
+            counts.
+        new: the results file that includes this run.
         measured: the full names of the benchmarks that this run measured.
-        everything: whether it was to measure all: what it has no longer is then gone.
+        everything: whether the run covered all benchmarks; those that are missing then count as gone.
     """
     same = machine.slug(old["machine_info"], whole=True) == machine.slug(new["machine_info"], whole=True)
-    new = results.rounded(new)  # as the older one was when it was kept, or a count of 5/7 would have changed
+    new = results.rounded(new)  # as the old file is: otherwise a count of 5/7 would look changed
     after = {entry["fullname"]: entry for entry in results.newest(new)}
     mode = new["runs"][max(new["runs"])]["mode"]
     before = {entry["fullname"]: entry for entry in results.newest(old)}
@@ -112,7 +111,7 @@ def compare(old: Results, new: Results, measured: Iterable[str], everything: boo
 
 
 def judge(old: Entry | None, new: Entry, same_machine: bool = True) -> Change | None:
-    """What became of one benchmark; None where there is nothing that can be compared."""
+    """Compare one benchmark's two results; return None if they cannot be compared."""
     if old is None:
         return _change(new, "new")
     before, after = old["extra_info"], new["extra_info"]
@@ -135,7 +134,7 @@ def judge(old: Entry | None, new: Entry, same_machine: bool = True) -> Change | 
 
 
 def _costs(before: dict[str, Any], after: dict[str, Any]) -> tuple[float, float]:
-    """Of what a check counts the one that rose most, else the one that fell most: before and after."""
+    """Return before and after of the count that rose most, or if none rose, of the one that fell most."""
     known = {each["what"]: each["cost"] for each in before.get("scores", [])}
     pairs = [(known[s["what"]], s["cost"]) for s in after.get("scores", []) if s["what"] in known]
     changed = [(old, new) for old, new in pairs if old != new]
@@ -146,7 +145,7 @@ def _costs(before: dict[str, Any], after: dict[str, Any]) -> tuple[float, float]
 
 
 def _decide(entry: Entry, of: str, old: float, new: float, spread: float, known: bool) -> Change:
-    """known: whether the spread is."""
+    """Judge a change against the spread; if the spread is not known, the verdict is "undecided"."""
     verdict = "slower" if new - old > spread else "faster" if old - new > spread else "same"
     return _change(entry, verdict if known else "undecided", of, old, new)
 

@@ -1,9 +1,9 @@
-"""Whether a product on a GPU is right: against float64, computed there, within the bound that was derived.
+"""Check a GPU's matrix product against float64, computed on the same GPU, within a derived error bound.
 
-`kernels.harness` does the same for NumPy arrays, and has the bounds; a CPU takes seconds for its reference at
-4096. Of larger products 256 whole rows and 256 whole columns are checked: one is drawn from each 256th of
-them, so that at 16384 every aligned tile of 64 x 64 has some of its elements among them. That the result is
-finite is checked everywhere.
+`kernels.measure.harness` has the bounds and does the same for NumPy arrays, but a CPU takes seconds for its
+reference at size 4096. A larger product is checked in 256 whole rows and 256 whole columns: one drawn from
+each 256th of them, so that at 16384 the sample meets every aligned tile of 64 x 64. Every element is checked
+to be finite.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from typing import Any
 
 from minidist.kernels.measure import harness
 
-LARGEST_WHOLE = 4096  # rows, columns or terms of a product that is checked whole
-SAMPLES = 256  # rows, and columns, of a larger one
+LARGEST_WHOLE = 4096  # up to this many rows, columns and terms, a product is checked whole
+SAMPLES = 256  # rows, and columns, checked in a larger product
 
 
 def assert_product(c: Any, a: Any, b: Any, message: str, *, sums: str, tf32: bool, seed: int) -> float:
-    """Raise AssertionError unless c (m, n) is a (m, k) times b (k, n), but for rounding; all of it finite.
+    """Raise AssertionError unless c (m, n) is finite and equals a (m, k) times b (k, n), up to rounding.
 
     Args:
         c, a, b: tensors on one device.
-        message: what an error begins with.
+        message: the start of an error message.
         sums: the name of the dtype in which the products were added.
         tf32: whether factors of float32 were rounded to TF32.
-        seed: of the rows and columns that are checked where there are many.
+        seed: for drawing the rows and columns of a large product.
 
     Returns:
         The largest error in units of |a||b|.
@@ -37,7 +37,7 @@ def assert_product(c: Any, a: Any, b: Any, message: str, *, sums: str, tf32: boo
         raise AssertionError(f"{message}: {unwritten} of {c.numel()} elements are not finite")
     k = a.shape[1]
     tolerance, rounding, smallest = 1.0 * bound(k, _name(a), sums, tf32), 0.0, 0.0
-    if _name(c) != sums:  # each sum is rounded once more, or to a subnormal number
+    if _name(c) != sums:  # each sum is rounded once more, possibly to a subnormal number
         info = torch.finfo(c.dtype)
         rounding = info.eps / 2
         tolerance, smallest = tolerance * (1 + rounding), info.tiny * info.eps / 2
@@ -48,11 +48,11 @@ def assert_product(c: Any, a: Any, b: Any, message: str, *, sums: str, tf32: boo
         expected = a_part @ b_part
         error = (c[rows][:, columns].double() - expected).abs_()
         scale = a_part.abs_() @ b_part.abs_()
-        wrong = ~(error <= tolerance * scale + rounding * expected.abs() + smallest)  # NaN is wrong, too
+        wrong = ~(error <= tolerance * scale + rounding * expected.abs() + smallest)  # NaN counts as wrong
         if wrong.any():
             i, j = (int(x) for x in wrong.nonzero()[0])
             raise AssertionError(
-                f"{message}: {int(wrong.sum())} of {wrong.numel()} elements that were checked are wrong; "
+                f"{message}: {int(wrong.sum())} of {wrong.numel()} checked elements are wrong; "
                 f"c[{int(rows[i])}, {int(columns[j])}] is {float(c[rows[i], columns[j]]):.8g}, "
                 f"not {float(expected[i, j]):.8g}"
             )
@@ -61,14 +61,14 @@ def assert_product(c: Any, a: Any, b: Any, message: str, *, sums: str, tf32: boo
 
 
 def bound(k: int, dtype: str, sums: str, tf32: bool) -> float:
-    """The largest error of a sum of k products, and of its float64 reference, in units of |a||b|."""
-    # All it asks is whether sums are wider than factors; NumPy knows bfloat16 only with ml_dtypes.
+    """Bound the error of a sum of k products plus that of its float64 reference, in units of |a||b|."""
+    # NumPy lacks bfloat16; float16 stands in, since only "are sums wider than factors?" matters here.
     factors = "float16" if dtype == "bfloat16" else dtype
     return harness.error_bound(k, factors, sums, tf32) + harness.error_bound(k, "float64", "float64")
 
 
 def samples(m: int, n: int, k: int, seed: int) -> Iterator[tuple[Any, Any]]:
-    """Rows and columns of c (m, n) that are checked: all, or some rows in all columns, and the other way."""
+    """Yield the rows and columns of c (m, n) to check: all, or some whole rows, then some whole columns."""
     import torch
 
     everything = torch.arange(m), torch.arange(n)

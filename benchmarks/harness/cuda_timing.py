@@ -1,8 +1,9 @@
-"""Where the CUDA ladder is measured, on which operands, and how two products are timed there in turn.
+"""Time two matrix products in turns on a GPU, for the CUDA ladder.
 
-The GPU's own clock times them (`kernels.gpu_timer`): what Python needs to launch a kernel is a figure of its
-own. Operands are random, since zeros switch fewer transistors and let the clock rise, and each call takes
-the next of as many sets as fill the L2 cache twice, so that none finds its operands there.
+The GPU's own clock times them (`kernels.measure.gpu_timer`); the time that Python needs to launch a kernel is
+measured separately. Operands are random, since zeros switch fewer transistors and let the clock rise. The
+sets of operands fill the L2 cache twice, and each call takes the next set, so that none finds its operands in
+the cache.
 """
 
 from __future__ import annotations
@@ -25,58 +26,58 @@ if TYPE_CHECKING:
 
 SIZES = (1024, 2048, 4096, 8192, 16384)  # n of n x n times n x n
 TRANSPOSED_SIZE = 4096
-TINY = 64  # of a product that takes a GPU less time than Python takes to launch it
-TURN = 1e-3  # seconds that a turn takes at least
+TINY = 64  # a product that runs in less time than Python takes to launch it
+TURN = 1e-3  # minimal seconds of a turn
 MOST_CALLS = 64  # in a turn; a GPU's queue takes about a thousand launches before Python has to wait
 MOST_ROUNDS, FEWEST_ROUNDS, FEWEST_SLOW_ROUNDS = 50, 7, 3
-SLOW = 0.05  # seconds of a product from which on the fewest rounds are for slow ones
+SLOW = 0.05  # a turn longer than these seconds allows FEWEST_SLOW_ROUNDS
 MOST_SETS = 64
-HOST_CALLS = 100  # whose launches are timed together
-ORDERS = ("nn", "nt", "tn", "tt")  # of a and b: n as they are, t transposed, as BLAS calls them
+HOST_CALLS = 100  # launches that are timed together
+ORDERS = ("nn", "nt", "tn", "tt")  # of a and b, in BLAS's letters: n as it is, t transposed
 
 Program = Callable[[], object]
 
 
 class Gpu(Protocol):
-    """What the benchmarks need of a GPU. Tests put main memory and the emulator in its place."""
+    """The interface that the benchmarks need from a GPU. Tests use main memory and the emulator instead."""
 
     device: str  # where torch makes tensors
 
     def l2(self) -> int:
-        """Bytes of the cache that operands shall not be found in."""
+        """Return the bytes of the L2 cache, which operands must not stay in."""
 
     def free(self) -> int:
-        """Bytes of memory that tensors may take."""
+        """Return the bytes of memory that tensors may take."""
 
     def roof(self) -> Roof | None:
-        """The peaks that were measured now; None where they can't be."""
+        """Return this GPU's measured peaks, or None if they can't be measured."""
 
     def refuses(self, step: CudaRung) -> str | None:
-        """Why a rung does not run on it; None where it does."""
+        """Return the reason why a rung does not run on this GPU, or None if it does."""
 
     def wait(self) -> None:
-        """Return when all is done that was started."""
+        """Wait until all launched work is done."""
 
     def seconds(self, program: Program, calls: int = 1) -> float:
-        """The seconds of one call, from `calls` of them."""
+        """Return the seconds of one call, averaged over `calls`."""
 
 
 class TorchGpu(GpuTimer):
-    """torch's current GPU."""
+    """The GPU that is current in torch."""
 
     def __init__(self, torch: Any) -> None:
         super().__init__(torch)
         self._torch = torch
 
     def l2(self) -> int:
-        """Bytes of the L2 cache."""
+        """Return the bytes of the L2 cache."""
         from minidist.kernels.cuda.runtime import gpu_driver as driver
 
         current = driver.get()
         return current.properties(current.current()).l2
 
     def free(self) -> int:
-        """Bytes that are free, those that torch keeps for itself with them."""
+        """Return the free bytes, including those in torch's own cache."""
         self._cuda.empty_cache()
         size: int = self._cuda.mem_get_info()[0]
         return size
@@ -85,16 +86,16 @@ class TorchGpu(GpuTimer):
     def _roof(self) -> Roof | None:
         from minidist.kernels.measure import gpu_peaks
 
-        with contextlib.suppress(RuntimeError):  # memory that others fill
+        with contextlib.suppress(RuntimeError):  # other processes may have filled the memory
             return gpu_peaks.roof()
         return None
 
     def roof(self) -> Roof | None:
-        """The peaks of this GPU, measured once in a process."""
+        """Return the peaks of this GPU, which each process measures once."""
         return self._roof
 
     def refuses(self, step: CudaRung) -> str | None:
-        """Why a rung does not run on it: instructions that only other GPUs have."""
+        """Return the reason why a rung does not run here: it needs instructions that this GPU lacks."""
         try:
             device.architecture_on(
                 step.architecture,
@@ -109,17 +110,17 @@ class TorchGpu(GpuTimer):
 
 @functools.cache
 def gpu() -> Gpu:
-    """The GPU of this process, where `unavailable` knows no reason against it."""
+    """Return this process's GPU; call it only if `unavailable()` is None."""
     import torch
 
     return TorchGpu(torch)
 
 
 def unavailable() -> str | None:
-    """Why the CUDA ladder can't be measured here, as one sentence; None where it can be."""
+    """Return in one sentence why the CUDA ladder can't be measured here, or None if it can."""
     purpose = (
-        "on one, `minidist bench cuda` checks each rung of the CUDA ladder against float64 and times it "
-        "beside torch.matmul; without one, the tests check the rungs in an emulator"
+        "with a GPU, `minidist bench cuda` checks each rung of the CUDA ladder against float64 and times it "
+        "against torch.matmul; without one, the tests check the rungs in an emulator"
     )
     try:
         where = device.backend()
@@ -137,21 +138,21 @@ def unavailable() -> str | None:
 
     if not torch.cuda.is_available():
         return (
-            f"torch {torch.__version__} can't use this machine's GPU, which it has to be compared on: "
-            "`minidist doctor` says why"
+            f"torch {torch.__version__} can't use this machine's GPU, but the comparison needs it to: "
+            "run `minidist doctor` to see why"
         )
     return None
 
 
 class Operands:
-    """Sets of a (m, k), b (k, n) and c (m, n), more than fill a cache twice; `next()` gives the next set."""
+    """Sets of a (m, k), b (k, n) and c (m, n) that together fill the L2 cache twice."""
 
     def __init__(
         self, gpu: Gpu, shape: tuple[int, int, int], dtype: str, order: str = "nn", *, seed: int
     ) -> None:
-        """Draw them: magnitudes in [0.5, 1.5), random signs. `order` is one of ORDERS.
+        """Draw magnitudes in [0.5, 1.5) with random signs; `order` is one of ORDERS.
 
-        Raises MemoryError where they don't fit the GPU's free memory, with room to check a product.
+        Raises MemoryError if the sets, with room to check a product, don't fit the GPU's free memory.
         """
         import torch
 
@@ -159,7 +160,7 @@ class Operands:
         kind = getattr(torch, dtype)
         size = (m * k + k * n + m * n) * kind.itemsize
         count = min(MOST_SETS, 2 * gpu.l2() // size + 1)
-        # Drawing takes two matrices of float32, checking four of float64.
+        # Drawing needs two matrices of float32, checking needs four of float64.
         room = 4 * 8 * max(m * k, k * n)
         if count * size + room > gpu.free():
             raise MemoryError(
@@ -186,13 +187,13 @@ class Operands:
         self._turn = itertools.cycle(self.sets)
 
     def next(self) -> tuple[Any, Any, Any]:
-        """Return a, b and c of the set whose turn it is."""
+        """Return a, b and c of the next set."""
         return next(self._turn)
 
 
 @contextlib.contextmanager
 def float32_as(kind: str) -> Iterator[None]:
-    """Let torch multiply float32 as TF32 where `kind` is "tf32", and as float32 otherwise."""
+    """Let torch multiply float32 matrices in TF32 if `kind` is "tf32", and in float32 otherwise."""
     import torch
 
     before = torch.get_float32_matmul_precision()
@@ -204,10 +205,10 @@ def float32_as(kind: str) -> Iterator[None]:
 
 
 def time_in_turns(gpu: Gpu, ours: Program, peer: Program, budget: float) -> tuple[list[float], list[float]]:
-    """Time two programs in turn, A B A B, and return the GPU's seconds of a call in each turn, of both.
+    """Time two programs in turns, A B A B; return the GPU's seconds of a call in each turn, for both.
 
-    In a turn a program is called as often as fills a millisecond. There are as many rounds as fit into
-    `budget` seconds: 7 to 50, or 3 at least where a call takes long. Both programs have been called before.
+    A turn calls a program often enough to fill a millisecond. The number of rounds fits into `budget`
+    seconds, between 7 and 50, or at least 3 if a call takes long. Both programs must have been called before.
     """
     calls, turn = [], 0.0
     for program in (ours, peer):
@@ -225,7 +226,7 @@ def time_in_turns(gpu: Gpu, ours: Program, peer: Program, budget: float) -> tupl
 
 
 def host_seconds(gpu: Gpu, program: Program, calls: int = HOST_CALLS) -> float:
-    """Return Python's seconds for one call, from `calls` of them, without waiting for the GPU."""
+    """Return the seconds that Python takes for one of `calls` calls, without waiting for the GPU."""
     gpu.wait()
     start = time.perf_counter()
     for _ in range(calls):

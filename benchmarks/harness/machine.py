@@ -1,8 +1,8 @@
-"""What this machine is, in figures that mean something to someone else; never its name, user or paths.
+"""Describe this machine and its software, without its name, user or paths.
 
-A result without its machine says nothing, so each results file opens with `describe()`, and is called after
-`slug()`. Both read files and environment variables only, but for the GPU, which takes one other process with
-a time limit.
+A result without its machine says nothing, so each results file opens with `describe()` and is named by
+`slug()`. Both only read files and environment variables, except that finding the GPU starts one other process
+with a time limit.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from minidist.comm.launching.cores import available_cores
 
 GPU_QUERY = ("name", "driver_version", "memory.total", "compute_cap")
 GPU_DEVICES = ("/dev/nvidiactl", "/dev/dxg")  # Linux, and Linux inside Windows
-# In a fresh Python, so that a driver which fails or hangs does it there.
+# It runs in a fresh Python, so that a driver that fails or hangs does so there.
 ASK_DRIVER = """
 from minidist.kernels.cuda.runtime import gpu_driver as gpu
 driver = gpu.get()
@@ -33,7 +33,7 @@ for number in range(driver.count):
 
 
 def describe() -> dict[str, Any]:
-    """The machine and its software, as a JSON-ready dictionary; sizes in bytes."""
+    """Return the machine's hardware as a JSON-ready dictionary; sizes are in bytes."""
     return {
         "cpu": cpu_model(),
         "cores": available_cores(),
@@ -46,7 +46,7 @@ def describe() -> dict[str, Any]:
 
 
 def software() -> dict[str, Any]:
-    """Versions of what a figure depends on, and the BLAS behind numpy."""
+    """Return the versions of the software that a figure depends on, and the BLAS behind NumPy."""
     return {
         "os": operating_system(),
         "python": platform.python_version(),
@@ -65,9 +65,9 @@ def software() -> dict[str, Any]:
 
 
 def slug(machine: dict[str, Any], whole: bool = False) -> str:
-    """A machine's file name: its GPUs, as `2x-nvidia-h200`, or CPU and usable cores, `amd-epyc-8-cores`.
+    """Name a machine by its GPUs, `2x-nvidia-h200`, or else its CPU and usable cores, `amd-epyc-8-cores`.
 
-    With `whole` it has both.
+    With `whole` the name has both.
     """
     words = []
     found = machine["gpus"] or []
@@ -82,7 +82,7 @@ def slug(machine: dict[str, Any], whole: bool = False) -> str:
 
 
 def title(machine: dict[str, Any]) -> str:
-    """One line for a person: `AMD EPYC, 2 cores, 24 GiB, no GPU`."""
+    """Describe a machine in one line: `AMD EPYC, 2 cores, 24 GiB, no GPU`."""
     found = machine["gpus"] or []
     gpu = f"{len(found)} x {found[0]['name']}" if len(found) > 1 else found[0]["name"] if found else "no GPU"
     memory = f", {machine['memory_bytes'] / 2**30:.0f} GiB" if machine["memory_bytes"] else ""
@@ -90,13 +90,13 @@ def title(machine: dict[str, Any]) -> str:
 
 
 def _plain(name: str) -> str:
-    """A marketing name without its marks and its clock rate."""
+    """Remove trademark signs and the clock rate from a marketing name."""
     name = re.sub(r"\((R|TM|C)\)|@.*|\b(CPU|Processor|with .*)\b", " ", name, flags=re.IGNORECASE)
     return re.sub(r"\b\d+-Core\b", " ", name, flags=re.IGNORECASE)
 
 
 def version(distribution: str) -> str | None:
-    """The installed version of a distribution, without importing it; None where it is not installed."""
+    """Return a distribution's version without importing it, or None if it is not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -104,7 +104,7 @@ def version(distribution: str) -> str | None:
 
 
 def cpu_model(cpuinfo: str = "/proc/cpuinfo") -> str:
-    """The CPU's marketing name, or its architecture where nothing tells."""
+    """Return the CPU's marketing name, or its architecture if the system does not tell the name."""
     try:
         lines = Path(cpuinfo).read_text(errors="replace").splitlines()
     except OSError:
@@ -121,7 +121,7 @@ def cpu_model(cpuinfo: str = "/proc/cpuinfo") -> str:
 
 
 def memory_bytes() -> int | None:
-    """Main memory, or the container's limit where that is lower, in bytes."""
+    """Return the bytes of main memory, or the container's limit if that is lower."""
     try:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, OSError, ValueError):
@@ -133,7 +133,7 @@ def memory_bytes() -> int | None:
 
 
 def caches(folder: str = "/sys/devices/system/cpu/cpu0/cache") -> dict[str, str]:
-    """The first core's caches, as {"L1d": "32 KiB", "L2": "1 MiB"}; empty where the system does not tell."""
+    """Return the first core's caches, as {"L1d": "32 KiB", "L2": "1 MiB"}; empty if unknown."""
     found = {}
     for index in sorted(Path(folder).glob("index[0-9]*")):
         try:
@@ -147,13 +147,13 @@ def caches(folder: str = "/sys/devices/system/cpu/cpu0/cache") -> dict[str, str]
 
 
 def operating_system() -> str:
-    """Kernel and release, as `Linux 6.1` (the build string of some systems names the host)."""
+    """Return kernel and release, as `Linux 6.1`; the full build string may name the host."""
     release = re.match(r"\d+(\.\d+)?", platform.release())
     return f"{platform.system()} {release.group() if release else ''}".strip()
 
 
 def blas() -> dict[str, Any] | None:
-    """The BLAS that numpy calls: name, version, chosen architecture, threads; None for an unknown one."""
+    """Return name, version, chosen architecture and threads of NumPy's BLAS, or None for an unknown one."""
     import numpy as np
     import threadpoolctl
 
@@ -161,7 +161,7 @@ def blas() -> dict[str, Any] | None:
     found = [pool for pool in threadpoolctl.threadpool_info() if pool.get("user_api") == "blas"]
     if not found:
         return None
-    # scipy's wheel brings a BLAS of its own: numpy's is the one that np.matmul runs on.
+    # SciPy's wheel brings a BLAS of its own, but np.matmul runs on NumPy's.
     own = next((pool for pool in found if "numpy" in pool.get("filepath", "")), found[0])
     return {
         "name": own.get("internal_api"),
@@ -172,10 +172,10 @@ def blas() -> dict[str, Any] | None:
 
 
 def gpus(timeout: float = 10.0) -> list[dict[str, Any]] | None:
-    """NVIDIA GPUs as {name, driver, memory_bytes, compute_capability}; None where nvidia-smi finds none.
+    """Return NVIDIA GPUs as {name, driver, memory_bytes, compute_capability}, or None if there are none.
 
-    CUDA_VISIBLE_DEVICES is not applied: this is what the machine has. A container may have a GPU without
-    nvidia-smi: then the driver itself is asked, which gives the CUDA version that it is for.
+    CUDA_VISIBLE_DEVICES does not matter: all of the machine's GPUs are listed. A container may have a GPU but
+    no nvidia-smi. Then the driver itself is asked, which gives its CUDA version instead of its own.
     """
     text = None
     if shutil.which("nvidia-smi"):
@@ -197,7 +197,7 @@ def gpus(timeout: float = 10.0) -> list[dict[str, Any]] | None:
 
 
 def output(command: list[str], timeout: float = 10.0) -> str | None:
-    """What a command prints; None where it is missing, fails or takes longer than `timeout` seconds."""
+    """Return a command's output, or None if it is missing, fails or takes longer than `timeout` seconds."""
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL

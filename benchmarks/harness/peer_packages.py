@@ -1,6 +1,6 @@
-"""Peers that are packages of their own: Accelerate, and DeepSpeed's ZeRO on the CPU over gloo.
+"""Training loops of Accelerate and of DeepSpeed's ZeRO, on the CPU over gloo.
 
-Both are imported when a program of theirs is made. They join the world that is there.
+Either package is imported only when one of its programs is made, and uses the existing process group.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from minidist.benchmarks.harness.training_steps import ADAMW
 
 
 def accelerated(work: Work) -> Program:
-    """Model and optimizer as Accelerate prepares them; its users call `accelerator.backward`."""
-    _say_who_we_are()
+    """Make a training loop whose model and optimizer Accelerate has prepared."""
+    _set_launcher_variables()
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
@@ -37,13 +37,13 @@ def accelerated(work: Work) -> Program:
 
 
 def deep_speed(stage: int, work: Work) -> Program:
-    """A DeepSpeed engine with a stage of ZeRO in float32."""
-    _say_who_we_are()
+    """Make a training loop on a DeepSpeed engine with this stage of ZeRO, in float32."""
+    _set_launcher_variables()
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    warnings.filterwarnings("ignore", category=FutureWarning)  # it calls what newer versions of torch rename
+    warnings.filterwarnings("ignore", category=FutureWarning)  # it calls functions that torch has renamed
     import deepspeed
 
-    # It would compile an operator of its own for messages, for a minute: gloo is what all here talk over.
+    # DeepSpeed would spend a minute compiling its own communication operator; all programs here use gloo.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
     model = work.build()
@@ -52,7 +52,7 @@ def deep_speed(stage: int, work: Work) -> Program:
         "train_micro_batch_size_per_gpu": rows,
         "train_batch_size": work.rows,
         "zero_optimization": {"stage": stage},
-        "gradient_clipping": 0.0,  # its default is 1, which nobody else here does
+        "gradient_clipping": 0.0,  # its default is 1, but no other program here clips
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }
@@ -71,8 +71,8 @@ def _cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
     return nn.functional.cross_entropy(outputs.flatten(0, -2), targets.flatten())
 
 
-def _say_who_we_are() -> None:
-    """What launchers put into the environment, and both read."""
+def _set_launcher_variables() -> None:
+    """Set the environment variables that a launcher would set and that both packages read."""
     os.environ.update(
         RANK=str(md.rank()),
         WORLD_SIZE=str(md.size()),

@@ -1,7 +1,7 @@
-"""The loops of other libraries that do the same work as a row of the table of strategies.
+"""The training loops of other libraries, to compare the strategies with.
 
-Each of `PEERS` is a function from the work to a program, called on all ranks, written as that library's own
-tutorial has it. Those that `strategies.OUTSIDE` names need packages of their own, `minidist[peers]`.
+Each of `PEERS` is a function from the work to a program. All ranks call it. Each loop is written as in that
+library's own tutorial. Those named in `strategies.OUTSIDE` need the packages of `minidist[peers]`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Make = Callable[[Work], Program]
 
 
 def missing(peer: str) -> str | None:
-    """Why a peer can't be measured here; None where it can."""
+    """Return the reason why a peer can't be measured here, or None if it can."""
     package = OUTSIDE.get(peer.split(" ")[0])
     if package is None or importlib.util.find_spec(package) is not None:
         return None
@@ -39,27 +39,27 @@ def missing(peer: str) -> str | None:
 
 
 def plain(work: Work, checkpointed: bool = False) -> Program:
-    """One process."""
+    """Train in one process, without any wrapper."""
     model = work.build()
     if checkpointed:
         _checkpoint(model)
     optimizer = ADAMW(model.parameters())
-    # What is computed again is not seen from outside, so it is not counted.
+    # Memory of recomputed activations is invisible from outside, so a checkpointed model is not counted.
     return Program(plain_loop(model, optimizer), module=None if checkpointed else model, optimizer=optimizer)
 
 
 def ddp(work: Work, hook: str = "", checkpointed: bool = False) -> Program:
-    """DistributedDataParallel, perhaps with a hook that compresses, or with checkpointed layers.
+    """Train with DistributedDataParallel, optionally with a compression hook or checkpointed layers.
 
-    hook: "float16" or "PowerSGD"; torch's own for bfloat16 works on a GPU alone.
+    hook: "float16" or "PowerSGD"; torch's own hook for bfloat16 works only on a GPU.
     """
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
     model = work.build()
     if checkpointed:
         _checkpoint(model)
-    # PowerSGD's second message of a bucket leaves when the first has come. Over gloo that is another order on
-    # each rank where there are several buckets, and the run ends: so all is in one.
+    # PowerSGD sends a bucket's second message when the first has arrived. With several buckets over gloo, the
+    # order would differ between ranks and the run would fail, so there is one bucket.
     parallel = DistributedDataParallel(model, bucket_cap_mb=1000 if hook == "PowerSGD" else None)
     if hook == "float16":
         parallel.register_comm_hook(None, default_hooks.fp16_compress_hook)
@@ -72,7 +72,7 @@ def ddp(work: Work, hook: str = "", checkpointed: bool = False) -> Program:
 
 
 def _checkpoint(model: nn.Module) -> None:
-    """Layers that keep their inputs only."""
+    """Let each layer keep only its inputs, and recompute the rest."""
     from torch.utils.checkpoint import checkpoint
 
     layers: Any = model.layers
@@ -81,7 +81,7 @@ def _checkpoint(model: nn.Module) -> None:
 
 
 def post_local_sgd(work: Work) -> Program:
-    """torch's local SGD: an optimizer that averages the parameters every few steps."""
+    """Train with torch's local SGD, an optimizer that averages the parameters every few steps."""
     from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
     from torch.distributed.optim import PostLocalSGDOptimizer
 
@@ -91,7 +91,7 @@ def post_local_sgd(work: Work) -> Program:
 
 
 def zero_redundancy(work: Work) -> Program:
-    """DistributedDataParallel with an optimizer whose state is sharded."""
+    """Train with DistributedDataParallel and an optimizer whose state is sharded."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     parallel = DistributedDataParallel(work.build())
@@ -102,7 +102,7 @@ def zero_redundancy(work: Work) -> Program:
 
 
 def fully_sharded(work: Work, keep: bool = False) -> Program:
-    """FSDP2, each layer a unit. keep: parameters stay whole from the forward to the backward pass."""
+    """Train with FSDP2, one unit per layer. keep: parameters stay whole between forward and backward pass."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -136,6 +136,6 @@ PEERS: dict[str, Make] = {
     "Accelerate": accelerated,
     **{f"DeepSpeed ZeRO-{stage}": partial(deep_speed, stage) for stage in (1, 2, 3)},
 }
-"""By the name that the report gives them."""
+"""The peers, by the names that the report gives them."""
 INEXACT = ("torch DDP, float16 hook", "torch DDP, PowerSGD hook", "torch PostLocalSGD")
-"""Those that do not train as one process would."""
+"""Peers whose losses differ from those of one process."""

@@ -1,4 +1,4 @@
-"""Peers of torch's that cut the model: tensor parallelism, with sharding beside it, and pipelines."""
+"""torch's model parallelism, as peers: tensor parallelism, alone and combined with FSDP2, and pipelines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from minidist.parallel.pipeline.layer_by_layer import cut
 
 
 def parallelized(work: Work) -> Program:
-    """`parallelize_module` of every block; of an MLP, of every second layer by columns, else by rows."""
+    """Cut every block with `parallelize_module`; an MLP's layers alternately by columns and by rows."""
     from torch.distributed.device_mesh import init_device_mesh
 
     model = work.build()
@@ -25,7 +25,7 @@ def parallelized(work: Work) -> Program:
 
 
 def sequence_parallelized(work: Work) -> Program:
-    """The same of a GPT, with norms and residual sums on each rank's share of the tokens."""
+    """Cut a GPT's blocks, and compute norms and residual sums on each rank's share of the tokens."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
@@ -63,7 +63,7 @@ def sequence_parallelized(work: Work) -> Program:
 
 
 def fully_sharded_and_cut(work: Work) -> Program:
-    """Two ranks share the matrices, and FSDP2 shards what each has over the others."""
+    """Share the matrices between two ranks, and shard each rank's part over the others with FSDP2."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -92,8 +92,8 @@ def _cut(model: nn.Module, mesh: Any) -> None:
 
 
 def _loop(model: nn.Module, share: tuple[int, int] = (0, 1)) -> Program:
-    # One call for all parameters of a kind: one for each, on tensors that are torch's DTensors, takes far
-    # longer, and both kinds at once it does not take.
+    # AdamW's fused call takes plain tensors or DTensors, not both, so each kind has a group of its own. One
+    # call for each parameter would take far longer on DTensors.
     kinds: dict[Any, list[nn.Parameter]] = {}
     for parameter in model.parameters():
         kind = type(parameter.data), getattr(parameter, "device_mesh", None)
@@ -104,7 +104,7 @@ def _loop(model: nn.Module, share: tuple[int, int] = (0, 1)) -> Program:
 
 
 def pipelined(name: str, work: Work) -> Program:
-    """`torch.distributed.pipelining` by one of its schedules, with the stages of our rows."""
+    """Run a schedule of `torch.distributed.pipelining`, on the same stages as our own rows."""
     chunks = 2 if name == "ScheduleInterleaved1F1B" else 1
     layers: Any = work.build().layers
     parts = cut(layers, chunks * md.size())

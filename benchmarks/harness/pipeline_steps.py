@@ -1,7 +1,7 @@
-"""What each rank of the pipeline benchmark does: our steps in turn with those of torch's pipelining.
+"""Time our pipeline schedules in turns with those of torch's pipelining.
 
-Runs inside the ranks, as training_steps.py does. Both train the same stages of a byte GPT on the same rows;
-the output matrix is not tied to the token table, since torch's pipelining leaves tied weights to its user.
+This code runs inside the ranks. Both train the same stages of a byte GPT on the same rows. The output matrix
+is not tied to the token table, since torch's pipelining leaves tied weights to its user.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ from minidist.parallel.pipeline.layer_by_layer import cut, measure
 from minidist.parallel.pipeline.simulation import Event
 
 PEERS = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}
-"""Of our schedules those that torch's pipelining has too, by the names of its classes."""
+"""Our schedules that torch's pipelining also has, with the names of its classes."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained."""
+    """The model to train, the rows of a global batch, and its micro-batches."""
 
     model: str
     rows: int
     micro_batches: int
 
     def batches(self, steps: int) -> list[tuple[Tensor, Tensor]]:
-        """The first global batches, the same on every rank."""
+        """Return the first global batches, the same on every rank."""
         data = dataset("bytes", length=config(self.model).context, limit=self.rows * steps)
         return [data.train[step * self.rows : (step + 1) * self.rows] for step in range(steps)]
 
     def stages(self, chunks: int = 1) -> list[nn.Module]:
-        """This rank's layers, a module for each of its chunks, cut where the slowest part is fastest."""
+        """Return this rank's layers, a module per chunk, cut so that the slowest part is fastest."""
         shape = config(self.model)
         assert isinstance(shape, GPTConfig)
         layers = GPT(replace(shape, tied=False), seed=SEED).layers
         inputs, _ = self.batches(1)[0]
         seconds = torch.tensor(measure(layers, inputs[: self.rows // self.micro_batches]))
-        comm.broadcast(seconds)  # the ranks have to cut alike
+        comm.broadcast(seconds)  # all ranks must cut alike
         parts = cut(layers, chunks * md.size(), seconds.tolist())
         own = [parts[stage_of(md.rank(), chunk, md.size())] for chunk in range(chunks)]
         return [nn.Sequential(*(layers[i] for i in part)) for part in own]
@@ -60,7 +60,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Timed:
-    """What one rank measured of a schedule; a list has an item for each round, seconds but for the losses."""
+    """One rank's measurement of a schedule; the lists have one item per round, times in seconds."""
 
     ours: list[float]
     peer: list[float]
@@ -71,7 +71,7 @@ class Timed:
 
 @dataclass(frozen=True)
 class Pass:
-    """A forward or backward pass as it was timed, by a clock that the ranks share."""
+    """A timed forward or backward pass, by a clock that all ranks share."""
 
     instruction: Instruction
     start: float
@@ -81,9 +81,9 @@ class Pass:
 def torch_loop(
     name: str, stages: dict[int, nn.Module], of: int, micro_batches: int, optimizer: Any
 ) -> Callable[[Tensor, Tensor], float | None]:
-    """A step by a schedule of `torch.distributed.pipelining`; the last rank has its loss.
+    """Return a training step by a schedule of `torch.distributed.pipelining`; the last rank returns the loss.
 
-    `stages` are this rank's by their numbers, out of so many.
+    `stages` maps stage numbers to this rank's stages; `of` is the number of stages on all ranks.
     """
     from torch.distributed import pipelining
 
@@ -111,7 +111,7 @@ def torch_loop(
 
 
 def time_schedules(case: Case, names: Sequence[str], rounds: int) -> dict[str, Timed]:
-    """Train in turn by our schedules and by torch's, on the same rows from equal weights."""
+    """Train in turns by our schedules and by torch's, on the same rows from equal weights."""
     batches = case.batches(rounds + 2)  # one more for time_in_turns to warm up, and one for the ledger
     (stage,) = case.stages()
     programs: dict[str, Callable[[], None]] = {}
@@ -155,7 +155,7 @@ def _ours(name: str, stage: nn.Module, micro_batches: int) -> Callable[[Tensor, 
 
 
 def passes(case: Case, name: str, rounds: int) -> list[list[Pass]]:
-    """For each of several steps when this rank ran which pass."""
+    """Return for each of several steps when this rank ran which pass."""
     stages, (batch,) = case.stages(SCHEDULES[name].least_chunks), case.batches(1)
     pipeline = md.Pipeline(stages, name, case.micro_batches)
     steps = []
@@ -169,7 +169,7 @@ def passes(case: Case, name: str, rounds: int) -> list[list[Pass]]:
 
 
 def message_seconds(case: Case, rounds: int = 40) -> float:
-    """How long a micro-batch's activations take from one of two ranks to the other: half of a round trip."""
+    """Return the seconds to send a micro-batch's activations to the other of two ranks: half a round trip."""
     shape = config(case.model)
     activations = torch.zeros(case.rows // case.micro_batches, shape.context, shape.width)
     other, first = 1 - md.rank(), md.rank() == 0
@@ -184,7 +184,7 @@ def message_seconds(case: Case, rounds: int = 40) -> float:
 
 
 def times(ranks: Sequence[Sequence[Pass]]) -> dict[str, list[list[float]]]:
-    """For each kind of pass and stage the seconds of each micro-batch, as `schedules.simulate` takes them."""
+    """Return the seconds per kind of pass, stage and micro-batch, as `schedules.simulate` takes them."""
     everything = [each.instruction for own in ranks for each in own]
     chunks = 1 + max(each.chunk for each in everything)
     return {
@@ -202,12 +202,12 @@ def times(ranks: Sequence[Sequence[Pass]]) -> dict[str, list[list[float]]]:
 
 
 def mean_times(ranks: Sequence[Sequence[Pass]]) -> dict[str, list[float]]:
-    """For each kind of pass the mean seconds in each stage: what a plan can know."""
+    """Return the mean seconds per kind of pass and stage, which is all that a plan can know beforehand."""
     return {kind: [fmean(own) for own in each] for kind, each in times(ranks).items()}
 
 
 def timeline(ranks: Sequence[Sequence[Pass | Event]]) -> list[list[list[Any]]]:
-    """For each rank its passes in order: kind, micro-batch, chunk, and seconds since the step began."""
+    """Return each rank's passes in order: kind, micro-batch, chunk, start and end in seconds of the step."""
     began = min(own[0].start for own in ranks)
     return [
         [

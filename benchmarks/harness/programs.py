@@ -1,6 +1,7 @@
-"""A training as the benchmarks of strategies run it: steps on global batches, timed, and its memory counted.
+"""A training loop that the benchmarks of strategies run: it times its steps and counts its memory.
 
-Runs inside the ranks. A program is held between calls (`strategy_steps.py`), so that many can take turns.
+This code runs inside the ranks. They keep programs between calls (`strategy_steps.py`), so that many programs
+can take turns.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from minidist.parallel.training.activation_memory import ActivationCounter
 
 Batch = tuple[Tensor, Tensor]
 Train = Callable[[Tensor, Tensor], "float | None"]
-"""A step on a rank's share of a batch: its loss there, or None where this rank does not know it."""
+"""A step on this rank's share of a batch; it returns the loss, or None if this rank does not know it."""
 COUNTED = (
     "storages of tensors, each once: engine.memory(), and for a peer its parameters, gradients, optimizer "
     "state and saved activations, without buffers that its reducers keep to themselves"
@@ -27,20 +28,20 @@ COUNTED = (
 
 
 class Ran(NamedTuple):
-    """What a rank saw of some steps."""
+    """A rank's measurement of some steps."""
 
-    seconds: float  # of a step
-    losses: list[float | None]  # a step; None where this rank does not know it
+    seconds: float  # per step
+    losses: list[float | None]  # per step; None if this rank does not know it
 
 
 class Program:
-    """Steps that one function takes.
+    """A training loop whose steps are calls of one function.
 
     Args:
         train: see `Train`.
-        share: this rank's place among those that share a batch's rows, and how many these are.
-        module, optimizer: whose memory is counted; None where it can't be.
-        more: tensors beside them, such as buffers of an exchange, which count among the gradients.
+        share: this rank's index among the ranks that share a batch's rows, and their number.
+        module, optimizer: the memory of these is counted; None if it can't be.
+        more: returns further tensors, such as communication buffers, which count as gradients.
     """
 
     def __init__(
@@ -56,12 +57,12 @@ class Program:
         self._activations: int | None = None  # None before the first step
 
     def run(self, batches: Sequence[Batch]) -> Ran:
-        """Train on global batches, when all ranks are ready to."""
+        """Wait for all ranks, then train on global batches."""
         comm.barrier()
         return self.timed(batches)
 
     def timed(self, batches: Sequence[Batch]) -> Ran:
-        """Train on this rank's shares of them."""
+        """Train on this rank's shares of global batches, and time it."""
         own, ranks = self.share
         shares = [(x.tensor_split(ranks)[own], y.tensor_split(ranks)[own]) for x, y in batches]
         start = time.perf_counter()
@@ -77,28 +78,28 @@ class Program:
         return loss
 
     def memory(self) -> Memory | None:
-        """Bytes on this rank after a step, as `engine.memory` counts them; None where they can't be."""
+        """Return this rank's bytes after a step, counted as by `engine.memory`, or None if they can't be."""
         if self.module is None:
             return None
         return count(held_by(self.module, self.optimizer, self.more()), self._activations or 0)
 
 
 class EngineProgram(Program):
-    """Steps of an engine."""
+    """The training loop of an engine."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine.step, (engine.data_rank, engine.data_ranks))
         self.engine = engine
 
     def memory(self) -> Memory:
-        """The engine's own."""
+        """Return the engine's own count."""
         return self.engine.memory()
 
 
 def held_by(module: nn.Module, optimizer: Any, more: Iterable[Tensor] = ()) -> ResidentTensors:
-    """What a loop keeps between steps, as far as its tensors can be seen from outside.
+    """Return the tensors that a loop keeps between steps, as far as they can be seen from outside.
 
-    optimizer: or the one inside of it, as `ZeroRedundancyOptimizer` has; None for none on this rank.
+    optimizer: may wrap another one, as `ZeroRedundancyOptimizer` does; None if this rank has none.
     """
     inner = getattr(optimizer, "optim", optimizer)
     parameters = [*module.parameters()]
@@ -112,6 +113,6 @@ def held_by(module: nn.Module, optimizer: Any, more: Iterable[Tensor] = ()) -> R
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """This rank's part of one of torch's DTensors."""
+    """Return this rank's part of a DTensor, and any other tensor as it is."""
     part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return part.detach()

@@ -1,4 +1,4 @@
-"""A pytest plugin for `minidist bench`: a line for each benchmark as it ends, and a bar for those to come."""
+"""A pytest plugin for `minidist bench`: a line for each finished benchmark, and a progress bar."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from minidist.benchmarks.harness import columns
 
 
 class Watcher:
-    """A pytest plugin that shows each benchmark as it ends, and notes which there were and which failed."""
+    """A pytest plugin that prints each finished benchmark, and records which failed or were skipped."""
 
     def __init__(self, show: bool) -> None:
         self.collected: list[str] = []
         self.about: dict[str, str] = {}
-        self.failed: dict[str, str] = {}  # by fullname, what went wrong
+        self.failed: dict[str, str] = {}  # fullname -> what went wrong
         self.skipped: list[str] = []
-        self.left_out: dict[str, str] = {}  # suites by name, and why
+        self.left_out: dict[str, str] = {}  # suite -> why it can't be measured here
         self.broken: list[str] = []
         self.crash = ""
         self._group: str | None = None
-        # pytest captures stderr while a benchmark runs: this is the terminal behind it, with its width now.
+        # pytest captures stderr while a benchmark runs, so keep a copy of the real one and note its width.
         self._stream = os.fdopen(os.dup(2), "w") if show else open(os.devnull, "w")  # noqa: SIM115 (closed in close)
         width = Console(stderr=True).width if sys.stderr.isatty() else 100
         self._console = Console(file=self._stream, width=width)
-        # A bar that redrew itself ten times a second would be measured too: ours moves in between.
+        # Redrawing the bar ten times a second would disturb the timing; ours moves between benchmarks.
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=None),
@@ -40,31 +40,31 @@ class Watcher:
             auto_refresh=False,
             disable=not self._console.is_terminal,
             expand=True,
-            redirect_stdout=False,  # pytest's own capture does that, and gives them back
+            redirect_stdout=False,  # pytest's capture redirects and restores both
             redirect_stderr=False,
         )
         self._task = self._progress.add_task("starting", total=None)
         self._progress.start()
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Remove the progress bar."""
         self._progress.stop()
         self._stream.close()
 
     def pytest_benchmark_generate_machine_info(self) -> dict[str, Any]:
-        """Nothing: pytest-benchmark's own names the host, and `machine.describe` stands in the results."""
+        """Return nothing: pytest-benchmark would name the host; the results hold `machine.describe`."""
         return {}
 
     def pytest_benchmark_generate_commit_info(self) -> dict[str, Any]:
-        """Nothing: pytest-benchmark's own asks whichever repository the user stands in."""
+        """Return nothing: pytest-benchmark would ask whatever repository is in the working directory."""
         return {}
 
     def pytest_internalerror(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
-        """Note what ended pytest itself."""
+        """Record an error that ended pytest itself."""
         self.crash = excinfo.exconly()
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Note what keeps a suite from being read, and a suite that says why it can't be measured here."""
+        """Record suites that can't be imported, and suites that can't be measured here."""
         if report.failed:
             self.broken.append(f"{report.nodeid}: {_reason(report)}")
         elif report.skipped:
@@ -72,7 +72,7 @@ class Watcher:
             self.left_out[suite] = _why_skipped(report)
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Now it is known how many there are."""
+        """Record the benchmarks and their suites' descriptions, and set the bar's length."""
         self.collected = [item.nodeid for item in session.items]
         for item in session.items:
             if isinstance(item, pytest.Function):
@@ -81,18 +81,18 @@ class Watcher:
         self._progress.update(self._task, total=len(self.collected))
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        """Say which benchmark runs now."""
+        """Show which benchmark is running."""
         self._progress.update(
             self._task, description=nodeid.partition("::")[2].removeprefix("test_"), refresh=True
         )
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Note why the run ended before its end."""
+        """Record why the run ended early."""
         if session.shouldfail:
-            self.skipped.append(f"what comes after: {session.shouldfail}")
+            self.skipped.append(f"all later benchmarks: {session.shouldfail}")
 
     def pytest_runtest_teardown(self, item: pytest.Item) -> None:
-        """Show what it measured."""
+        """Print the benchmark's time and its comparison."""
         fixture = getattr(item, "funcargs", {}).get("benchmark")
         if fixture is None or fixture.stats is None or item.nodeid in self.failed:
             return
@@ -102,13 +102,13 @@ class Watcher:
             self._group = group
             self._console.print(f"\n{self._group}", style="bold cyan", highlight=False, markup=False)
         ratio = fixture.extra_info.get("ratio")
-        beside = f"{columns.times(ratio)} x {fixture.extra_info['peer']}" if ratio else ""
-        beside += " (undecided)" if columns.undecided(entry) else ""
-        line = f"  {columns.label(entry):<28} {columns.seconds(entry['stats']['median']):>9}   {beside}"
+        compared = f"{columns.times(ratio)} x {fixture.extra_info['peer']}" if ratio else ""
+        compared += " (undecided)" if columns.undecided(entry) else ""
+        line = f"  {columns.label(entry):<28} {columns.seconds(entry['stats']['median']):>9}   {compared}"
         self._console.print(line.rstrip(), highlight=False, markup=False)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Note failures and skips, each as one line."""
+        """Record failures and skips, each in one line."""
         name = report.nodeid.partition("::")[2]
         if report.failed:
             self.failed[report.nodeid] = _reason(report)
@@ -128,12 +128,12 @@ def _why_skipped(report: pytest.CollectReport | pytest.TestReport) -> str:
 
 
 def _reason(report: pytest.CollectReport | pytest.TestReport) -> str:
-    """The first line of what a test or a suite failed with, such as `AssertionError: ...`."""
+    """Return the first line of a failure's message, such as `AssertionError: ...`."""
     crash = getattr(report.longrepr, "reprcrash", None)
     if crash is not None:
         first, *more = [line.strip() for line in str(crash.message).splitlines() if line.strip()]
-        # numpy's begin with a line feed
+        # NumPy's messages begin with a line feed.
         return f"{first} {more[0]}" if first.endswith(":") and more else first
-    # A suite that can't be imported has text alone: its last marked line names the error.
+    # A suite that can't be imported has only text, whose last line marked with E names the error.
     marked = [line[1:].strip() for line in report.longreprtext.splitlines() if line.startswith("E ")]
     return marked[-1] if marked else "unknown error"

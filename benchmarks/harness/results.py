@@ -1,15 +1,15 @@
-"""The results of one machine: one JSON file, what it holds, and how a new run goes into it.
+"""The results file of one machine: what the JSON holds, and how a new run is merged into it.
 
     {"schema": 1,
      "machine_info": {...},                        machine.describe(); no host name
      "runs": {"2025-01-31T12:00:00+00:00": {"mode": "quick", "software": {...}, "commit": "1a2b3c4",
-                                            "driver": "580.65.06"}},                  where there is a GPU
+                                            "driver": "580.65.06"}},                  only with a GPU
      "suites": {"bench_launch": "the first paragraph of the suite's docstring"},
      "benchmarks": [{"suite", "group", "name", "fullname", "params", "run", "stats", "extra_info"}]}
 
-A quick run and a full run of the same benchmark are two results, and a run replaces those of its own mode
-only: a quick look never costs the figures of a long night. The report shows the newer of the two, and marks
-which it is. Results of benchmarks that no longer exist go when all are run again in that mode.
+A quick run and a full run of the same benchmark are two results, and a run replaces only results of its own
+mode. So a quick look never costs the figures of a long night. The report shows the newer of the two and marks
+which it is. Results of benchmarks that no longer exist are dropped when all are run again in that mode.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ BESIDE = {
     "ratio": ("peer", "pair_ratio_q1", "pair_ratio_q3"),
     "over_yardstick": ("yardstick", "over_yardstick_q1", "over_yardstick_q3"),
 }
-"""What has to stand beside a comparison."""
+"""The keys that each kind of comparison needs."""
 REMEDY = "name another file, or move it away and run `minidist bench` again"
 DIGITS = 6  # significant digits kept: more than any clock is good for, and a readable diff
 
@@ -44,23 +44,23 @@ Entry = dict[str, Any]
 
 
 def checkout() -> Path | None:
-    """The root of the source tree that this package runs from; None for an installed wheel."""
+    """Return the root of the source tree that this package runs from, or None for an installed wheel."""
     root = Path(minidist.__file__).parent.parent
     here = (root / "benchmarks" / "results").is_dir() and (root / "pyproject.toml").is_file()
     return root if here else None
 
 
 def folder() -> Path:
-    """Where results go: into the source tree, or for an installed package into ./minidist-results."""
+    """Return the folder for results: in the source tree, or ./minidist-results for an installed package."""
     root = checkout()
     return root / "benchmarks" / "results" if root else Path("minidist-results")
 
 
 def own_file(where: Path, info: dict[str, Any]) -> Path:
-    """Where a machine's results are: named after its GPU, or its CPU.
+    """Return the path of a machine's results, named after its GPU or else its CPU.
 
-    A GPU may be in many machines: where the file with its name is another one's, the CPU's name is added.
-    Raises ValueError where that file can't be read.
+    Many machines may have the same GPU. If the file of that name belongs to another machine, the CPU's name
+    is added. Raises ValueError if that file can't be read.
     """
     path = where / f"{machine.slug(info)}.json"
     if not info["gpus"] or not path.exists() or _same(load(path)["machine_info"], info):
@@ -73,7 +73,7 @@ def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def load(path: Path) -> Results:
-    """One machine's results. Raises ValueError for a file that is none, with its name and the remedy."""
+    """Load one machine's results. Raises ValueError, with the remedy, if the file does not hold any."""
     try:
         results = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -92,9 +92,9 @@ def load(path: Path) -> Results:
 
 
 def _missing(results: Results) -> Iterator[str]:
-    """What a file of results lacks of what everyone reads.
+    """Yield the required parts that a results file lacks.
 
-    Only the first is asked for: each check takes what is before it as there.
+    Only the first one is meaningful, since each check relies on the earlier ones having passed.
     """
     for key, kind in (("machine_info", dict), ("runs", dict), ("suites", dict), ("benchmarks", list)):
         if not isinstance(results.get(key), kind):
@@ -119,25 +119,25 @@ def _missing(results: Results) -> Iterator[str]:
 
 
 def check_writable(path: Path) -> None:
-    """ValueError where results cannot be kept at `path`, or where it holds something else."""
+    """Raise ValueError if results cannot be written to `path`, or if it holds something else."""
     check_file("--out", path, make_folder=True)
     if path.exists():
         load(path)
 
 
 def load_all(where: Path) -> dict[str, Results]:
-    """All machines' results in a folder, by slug."""
+    """Load all machines' results in a folder, by slug."""
     return {path.stem: load(path) for path in sorted(where.glob("*.json"))}
 
 
 def in_order(where: Path, first: str | None = None) -> tuple[str | None, dict[str, Results]]:
-    """All machines' results in a folder, by slug; that of machine `first`, or else of this one, leads.
+    """Load all machines' results by slug, with machine `first` in front, or else this machine.
 
-    Returns the slug of the one that leads for that reason too, None where this machine has no results. Raises
-    ValueError for an unknown machine, and where there are no results at all.
+    Also returns the slug of that machine, or None if this machine has no results. Raises ValueError for an
+    unknown machine and for a folder without results.
     """
     if where.is_file():
-        raise ValueError(f"{where} is a file: name the folder that it lies in")
+        raise ValueError(f"{where} is a file: name the folder that holds it")
     if not where.exists():
         raise ValueError(f"there is no folder {where}: name another, or run `minidist bench` first")
     found = load_all(where)
@@ -152,7 +152,7 @@ def in_order(where: Path, first: str | None = None) -> tuple[str | None, dict[st
 
 
 def save(results: Results, path: Path) -> None:
-    """Write a results file whole or not at all: a run that is stopped leaves the old one."""
+    """Write a results file completely or not at all, so that a stopped run leaves the old one intact."""
     text = json.dumps(rounded(results), indent=1, allow_nan=False, ensure_ascii=False) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}.", suffix=".tmp")
@@ -167,10 +167,10 @@ def save(results: Results, path: Path) -> None:
 
 
 def merge(old: Results | None, new: Results, *, everything: Iterable[str] | None = None) -> Results:
-    """The results of a new run over those that are there, as the top of this file says.
+    """Merge a new run into the old results, as the top of this file says.
 
-    `new` has one run. `everything` names (by `fullname`) all benchmarks that this mode has, where none were
-    filtered out: results of its mode under other names are dropped.
+    `new` holds one run. If nothing was filtered out, `everything` holds the `fullname` of all benchmarks of
+    this mode, and the mode's results under other names are dropped.
     """
     if old is None:
         return new
@@ -200,7 +200,7 @@ def merge(old: Results | None, new: Results, *, everything: Iterable[str] | None
 
 
 def newest(results: Results) -> list[Entry]:
-    """One result for each benchmark, with its "mode": the newer of quick and full, in the file's order."""
+    """Return the newer of each benchmark's quick and full result, with its "mode", in the file's order."""
     latest: dict[str, Entry] = {}
     for entry in results["benchmarks"]:
         before = latest.get(entry["fullname"])
@@ -210,10 +210,10 @@ def newest(results: Results) -> list[Entry]:
 
 
 def rounded(value: Any) -> Any:
-    """The same JSON value, floats at `DIGITS` significant digits. Raises ValueError for NaN and infinity."""
+    """Round floats in a JSON value to `DIGITS` significant digits. Raises ValueError for NaN and infinity."""
     if isinstance(value, float):
         if not math.isfinite(value):
-            raise ValueError(f"a result is {value}, which JSON has no word for: leave it out of extra_info")
+            raise ValueError(f"a result is {value}, which JSON cannot hold: leave it out of extra_info")
         return float(f"{value:.{DIGITS}g}")
     if isinstance(value, dict):
         return {str(key): rounded(item) for key, item in value.items()}

@@ -1,10 +1,10 @@
-"""Run the suites with pytest and pytest-benchmark, show how far they are, and keep what they measured.
+"""Run the suites with pytest and pytest-benchmark, show the progress, and keep the results.
 
 minidist bench                     quick: a few minutes on two cores
 minidist bench --full              all sizes, more rounds
-minidist bench launch -k warm      one suite, and of it what pytest's -k selects
+minidist bench launch -k warm      the benchmarks of one suite that pytest's -k selects
 minidist bench cuda                the CUDA ladder, on a GPU
-minidist bench --compare OLD.json  and what got slower since then
+minidist bench --compare OLD.json  also list what got slower since then
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ HERE = Path(__file__).parent.parent
 
 @dataclass
 class Outcome:
-    """What a run left: the file, what it holds now, a line for each benchmark that failed or was skipped."""
+    """A finished run: the results file, what it holds now, and a line per failed or skipped benchmark."""
 
     path: Path
     results: results.Results
@@ -42,12 +42,12 @@ class Outcome:
     seconds: float
     failed: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
-    suites: list[str] = field(default_factory=list)  # of which something was measured
-    compared: compare_runs.Comparison | None = None  # with an earlier file
+    suites: list[str] = field(default_factory=list)  # those with a new result
+    compared: compare_runs.Comparison | None = None  # with the earlier file
 
 
 def suites() -> dict[str, Path]:
-    """The suites by name: `launch` is bench_launch.py."""
+    """Return the suites by name: `launch` is bench_launch.py."""
     return {path.stem.removeprefix("bench_"): path for path in sorted(HERE.glob("bench_*.py"))}
 
 
@@ -60,20 +60,20 @@ def run(
     show: bool = True,
     compare: Path | None = None,
 ) -> Outcome:
-    """Run suites (all where `names` is empty), and merge the figures into this machine's results file.
+    """Run suites (all if `names` is empty), and merge the figures into this machine's results file.
 
     Args:
-        names: of suites, as `suites()` has them.
+        names: names of suites, see `suites()`.
         full: all sizes and more rounds.
-        keyword: pytest's -k expression: which benchmarks of those suites.
+        keyword: pytest's -k expression, to select benchmarks of those suites.
         out: the results file; by default one named after the machine in `results.folder()`.
-        show: a progress bar and a line for each benchmark on stderr.
-        compare: an earlier results file to set this run beside; it may be the one that is written.
+        show: show a progress bar and a line for each benchmark on stderr.
+        compare: an earlier results file to compare this run with; it may be the one that is written.
 
     Raises:
-        ValueError: an unknown suite, a selection that is empty, or results that can't be read.
+        ValueError: the suite is unknown, the selection is empty, or results can't be read.
         KeyboardInterrupt: the user stopped the run; nothing is written.
-        Stopped: SIGTERM did.
+        Stopped: SIGTERM stopped the run; nothing is written.
     """
     known = suites()
     for name in names:
@@ -81,8 +81,8 @@ def run(
             raise unknown("suite", name, known)
     info = machine.describe()
     path = out or results.own_file(results.folder(), info)
-    results.check_writable(path)  # before the minutes are spent
-    earlier = None if compare is None else results.load(compare)  # before it may be written over
+    results.check_writable(path)  # fail now, not after minutes of measuring
+    earlier = None if compare is None else results.load(compare)  # it may be overwritten below
     watcher = Watcher(show)
     started = time.monotonic()
     measured = _pytest([known[name] for name in names] or list(known.values()), full, keyword, watcher)
@@ -91,13 +91,13 @@ def run(
     if not watcher.collected and watcher.left_out:
         raise ValueError("; ".join(watcher.left_out.values()))
     if not watcher.collected and not keyword and not full:
-        raise ValueError(f"{', '.join(names)} takes long: run it with --full")
+        raise ValueError(f"{', '.join(names)} takes long, so a quick run leaves it out: run it with --full")
     if not watcher.collected:
         raise ValueError(f"no benchmark matches -k {keyword!r}: run without -k, or with a part of a name")
-    # A benchmark that failed after it was timed did not do what it is known for.
+    # A benchmark may be timed and then fail its check: such a time is worthless.
     passed = [bench for bench in measured if bench["fullname"] not in watcher.failed]
     new = _results(passed, info, watcher, full)
-    # Read only now: another run may have written meanwhile.
+    # Read the file only now, since another run may have written it meanwhile.
     old = results.load(path) if path.exists() else None
     everything = None if names or keyword else [*watcher.collected, *_left_out(old, watcher)]
     merged = results.merge(old, new, everything=everything)
@@ -122,7 +122,7 @@ def run(
 
 
 def _left_out(old: results.Results | None, watcher: Watcher) -> list[str]:
-    """The benchmarks that are there of suites which can't run now, as where a GPU is away: they stay."""
+    """Name the old results to keep of suites that can't run now, for example without a GPU."""
     suites_left_out = {f"bench_{name}" for name in watcher.left_out}
     return [
         entry["fullname"] for entry in (old or {}).get("benchmarks", []) if entry["suite"] in suites_left_out
@@ -130,18 +130,18 @@ def _left_out(old: results.Results | None, watcher: Watcher) -> list[str]:
 
 
 def _pytest(paths: Sequence[Path], full: bool, keyword: str, watcher: Watcher) -> list[dict[str, Any]]:
-    """pytest-benchmark's own record of a run of these files."""
+    """Run these files, and return pytest-benchmark's record of the run."""
     with (
         tempfile.TemporaryDirectory(prefix="minidist-bench-") as scratch,
         _quiet_environment(),
-        contextlib.redirect_stderr(io.StringIO()),  # pytest-benchmark's word on where it wrote
+        contextlib.redirect_stderr(io.StringIO()),  # pytest-benchmark prints where it wrote
         contextlib.closing(watcher),
-        termination(_interrupt) as terminated,  # which ends the ranks, and leaves no scratch behind
+        termination(_interrupt) as terminated,  # SIGTERM ends the ranks and removes the scratch folder
     ):
         report = Path(scratch) / "report.json"
         code = pytest.main(
             [
-                # No configuration but this: a project's own pytest settings are not meant for benchmarks.
+                # Ignore a project's own pytest settings, which are not meant for benchmarks.
                 *("-c", os.devnull, "--rootdir", str(HERE), "-p", "no:cacheprovider", "-p", "no:terminal"),
                 *("-o", "python_files=bench_*.py", f"--benchmark-json={report}"),
                 f"--benchmark-storage=file://{scratch}",
@@ -152,12 +152,12 @@ def _pytest(paths: Sequence[Path], full: bool, keyword: str, watcher: Watcher) -
             plugins=[pytest_benchmark.plugin, watcher],
         )
         if terminated():
-            raise Stopped("stopped by SIGTERM; results are as they were")
+            raise Stopped("stopped by SIGTERM; the results file is unchanged")
         if code == pytest.ExitCode.INTERRUPTED and not watcher.broken:
             raise KeyboardInterrupt
         if code == pytest.ExitCode.USAGE_ERROR:
             raise ValueError(
-                f"pytest does not take -k {keyword!r}: give a part of a name, or names joined by and, or, not"
+                f"pytest rejects -k {keyword!r}: give a part of a name, or names joined by and, or, not"
             )
         if code == pytest.ExitCode.INTERNAL_ERROR:
             raise RuntimeError(f"pytest itself failed: {watcher.crash}")
@@ -171,13 +171,13 @@ def _interrupt() -> None:
 
 @contextlib.contextmanager
 def _quiet_environment() -> Iterator[None]:
-    """Without the user's pytest options, and without other plugins, which would trace, reorder or warn."""
+    """Hide the user's pytest options and other plugins, which would trace, reorder or warn."""
     ours = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     theirs = (
         "PYTEST_ADDOPTS",
         "PYTEST_PLUGINS",
-        "PYTEST_XDIST_WORKER",
-    )  # in one of its workers nothing is timed
+        "PYTEST_XDIST_WORKER",  # pytest-benchmark times nothing inside an xdist worker
+    )
     before = {name: os.environ.pop(name, None) for name in (*ours, *theirs)}
     os.environ.update(ours)
     try:
@@ -192,7 +192,7 @@ def _quiet_environment() -> Iterator[None]:
 def _results(
     measured: list[dict[str, Any]], info: dict[str, Any], watcher: Watcher, full: bool
 ) -> results.Results:
-    """This run alone, in the form that `results.py` describes."""
+    """Return the results of this run alone, in the format that `results.py` describes."""
     when = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     entries = []
     for bench in measured:
@@ -224,12 +224,12 @@ def _results(
 
 
 def _commit() -> str | None:
-    """The commit that was measured, with a `+` where files differ from it; None for an installed package."""
+    """Return the measured commit, with a `+` if files differ from it, or None for an installed package."""
     root = results.checkout()
     if root is None:
         return None
     git = ["git", "-C", str(root)]
     commit = machine.output([*git, "rev-parse", "--short", "HEAD"])
-    # The results themselves change with every run.
+    # Ignore the results, which change with every run.
     changed = machine.output([*git, "status", "--porcelain", "--", ".", ":!benchmarks/results"])
     return f"{commit.strip()}{'+' if changed else ''}" if commit else None

@@ -1,8 +1,7 @@
-"""What each rank of the ZeRO benchmark does: our stages' steps in turn with those of torch's sharded loops.
+"""Time our ZeRO stages in turns with torch's sharded training loops.
 
-Runs inside the ranks, as training_steps.py does. torch's loops are those that its tutorials give: for stage
-1, DistributedDataParallel and a ZeroRedundancyOptimizer; for stages 2 and 3, FSDP2's `fully_shard` of each
-block and of the model.
+This code runs inside the ranks. torch's loops follow its tutorials: DistributedDataParallel with a
+ZeroRedundancyOptimizer for stage 1, and FSDP2's `fully_shard` of each block and of the model for stage 2.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ Step = Callable[[Tensor, Tensor], float]
 
 @dataclass(frozen=True)
 class Entry:
-    """A stage of ours, and the loop of torch's that it is measured with."""
+    """One of our ZeRO stages, and the torch loop that it is compared with."""
 
     stage: int
     peer: str
@@ -33,7 +32,7 @@ class Entry:
 
 
 def zero_redundancy(model: nn.Module) -> Step:
-    """DistributedDataParallel with an optimizer whose state is sharded."""
+    """Train with DistributedDataParallel and an optimizer whose state is sharded."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     parallel = nn.parallel.DistributedDataParallel(model)
@@ -44,7 +43,7 @@ def zero_redundancy(model: nn.Module) -> Step:
 
 
 def fully_sharded(model: nn.Module) -> Step:
-    """FSDP2: parameters, gradients and state sharded, each block a unit."""
+    """Train with FSDP2: parameters, gradients and optimizer state are sharded, and each block is a unit."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -63,7 +62,7 @@ ENTRIES: dict[str, Entry] = {
 
 
 def time_entries(case: Case, names: Sequence[str], rounds: int) -> dict[str, Timed]:
-    """Train in turn by our engine at each stage and by torch's loops, on the same rows from equal weights."""
+    """Train in turns by our stages and by torch's loops, on the same rows from equal weights."""
     batches = case.batches(rounds + 2)  # one more for time_in_turns to warm up, and one for the ledger
     losses: dict[str, list[float]] = {}
     programs: dict[str, Callable[[], None]] = {}

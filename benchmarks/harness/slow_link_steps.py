@@ -1,10 +1,10 @@
-"""What each rank of the slow-link benchmark does: a program for torchrun, on both hosts of `two_hosts.py`.
+"""Time strategies over a fast and a slow link: a program for torchrun on both hosts of `two_hosts.py`.
 
     torchrun ... slow_link_steps.py SOCKET RESULTS ROUNDS
 
-Every form takes a step over the wire as fast as it goes, then over a slow one, and so on in turns; rank 0
-sets the wire. It writes the seconds of the slowest rank, the bytes that crossed the wire, and what the model
-of cost predicts for the calls in the ledger, one after the other: little hides where the wire is slow.
+In each round, every form takes a step over the unlimited wire, then over the slow one; rank 0 sets the wire.
+Rank 0 writes the seconds of the slowest rank, the bytes that crossed the wire, and a prediction: the sum of
+the cost model's times for the calls in the ledger. A sum will do, since a slow wire hides little.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from minidist.model.data import dataset
 
 CASE = Case("byte-small", rows=4)
 EVERY = 8
-"""Steps of local SGD from one average to the next. They are timed together, and count as one each."""
+"""Steps of local SGD between two averages. They are timed together; the time is divided by their number."""
 HOSTS = 2
 RATE, DELAY = 1e9, 5e-3
-"""Bits a second and seconds of the slow wire."""
+"""Rate in bits per second and delay in seconds of the slow wire."""
 FAST, SLOW = "the wire as fast as it goes", "1 Gbit/s, 5 ms"
 LINKS: dict[str, dict[str, float]] = {FAST: {}, SLOW: {"rate": RATE, "delay": DELAY}}
 PEER, ALONE, INSIDE = "torch DDP", "no communication", "tensor parallel inside a host"
@@ -48,17 +48,17 @@ Train = Callable[[Tensor, Tensor], float]
 
 
 def engine(layout: str, **options: Any) -> Train:
-    """Ours, in a layout."""
+    """Return our engine's step in this layout."""
     return md.prepare(CASE.build(), ADAMW, md.Layout.parse(layout), **options).step
 
 
 def data_parallel(**options: Any) -> Train:
-    """Ours, in a form of data parallelism."""
+    """Return our engine's step in a form of data parallelism."""
     return engine(f"dp={md.size()}", data_parallel=options)
 
 
 def local_sgd() -> Train:
-    """A loop of one's own, with an average now and then."""
+    """Return a plain training step that averages the ranks' parameters every `EVERY` steps."""
     model = md.LocalSGD(CASE.build(), every=EVERY)
     loop = plain_loop(model, ADAMW(model.parameters()))
 
@@ -71,7 +71,7 @@ def local_sgd() -> Train:
 
 
 def alone(model: nn.Module) -> Train:
-    """No wire at all."""
+    """Return a plain training step, without our communication."""
     return plain_loop(model, ADAMW(model.parameters()))
 
 
@@ -96,30 +96,30 @@ SLOW_PROFILE = LinkProfile(
 
 
 def steps_of(name: str) -> int:
-    """How many steps are timed together, as one."""
+    """Return how many steps are timed together."""
     return EVERY if name == LOCAL else 1
 
 
 def predicted(call: Call, profile: LinkProfile, world: int) -> float:
-    """Seconds of a call in a world of so many ranks; 0 for one inside a host, where memory carries it."""
+    """Predict the seconds of a call among `world` ranks; 0 for a call inside a host, which uses memory."""
     ranks, each = len(call.group), world // HOSTS
     if len({rank // each for rank in call.group}) < HOSTS or call.name not in cost.FORMULAS:
         return 0.0
     dtype: torch.dtype = getattr(torch, call.dtype)
     size = math.prod(call.shape) * dtype.itemsize
     link = profile.links["messages"]
-    if call.algorithm == "hierarchical":  # a ring of hosts: their ranks' parts share the wire
+    if call.algorithm == "hierarchical":  # a ring of hosts, whose ranks' parts share the wire
         return cost.predict(call.name, "ring", size, HOSTS, profile)
-    if call.name in ("reduce_scatter", "all_to_all"):  # every rank sends each of the other host's its part
+    if call.name in ("reduce_scatter", "all_to_all"):  # every rank sends a part to each on the other host
         return link.alpha + size * ranks / HOSTS**2 * link.beta
-    # Of a ring through all ranks one on each host sends through the wire; of groups with one on each, all do.
+    # In a ring of all ranks, one rank per host uses the wire; in groups with a rank per host, all ranks do.
     sharing = 1 if ranks == world else each
     shared = replace(profile, links={"messages": replace(link, beta=sharing * link.beta)})
     return cost.predict(call.name, call.algorithm, size, ranks, shared)
 
 
 def main(socket: str, results: str, rounds: int) -> None:
-    """Measure, and let rank 0 write."""
+    """Measure all forms, and write the results on rank 0."""
     md.init(timeout=300)
     programs = {name: make() for name, make in FORMS.items()}
     rows = dataset("bytes", length=config(CASE.model).context, limit=CASE.rows).train
@@ -129,7 +129,7 @@ def main(socket: str, results: str, rounds: int) -> None:
     )
 
     def step(name: str) -> float:
-        """Seconds of a step, on this rank."""
+        """Return the seconds of a step on this rank."""
         comm.barrier()
         begun = time.perf_counter()
         for _ in range(steps_of(name)):

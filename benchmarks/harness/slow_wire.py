@@ -1,16 +1,15 @@
-"""The wire between two hosts of `two_hosts.py`, as slow as it is told to be: a program of its own.
+"""A program that is the wire between the two hosts of `two_hosts.py`, with a chosen rate and delay.
 
-Each side is a network card of the kernel's that hands its packets to this program (a TUN device), which hands
-them to the other side later: a packet of B bits keeps the wire busy for B / rate seconds, and is there
-`delay` seconds after that. Packets that wait for the wire wait in the card. A wire that is cut swallows them,
-as a switch does that has lost its power: nobody is told. (The kernel's own way to delay, netem, is missing in
-many kernels.)
+Each end is a TUN device, a network card whose packets the kernel hands to this program. The program passes
+them to the other end later: a packet of B bits keeps the wire busy for B / rate seconds and arrives `delay`
+seconds after that. Packets that wait for the wire queue in the card. A cut wire drops packets silently, like
+a switch without power. (The kernel's own means to delay packets, netem, is missing in many kernels.)
 
     python slow_wire.py PROCESS PROCESS SOCKET
 
-The cards are made in the namespaces of the two processes. It takes settings on the Unix socket, in JSON, and
-ends with its standard input, whose other end the program that started it has. The socket goes with it, and
-the folder of the socket too where nothing else lies in it: who started it may have been killed.
+It makes the cards in the namespaces of the two processes, takes settings as JSON on the Unix socket, and ends
+when its standard input closes. Then it removes the socket, and the socket's folder if that is empty, since
+the program that started it may have been killed.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ from typing import Any
 
 CARD = "wire0"
 MTU = 30_000
-"""Bytes of a packet at most. At 1 Gbit/s it takes 0.24 ms: little beside the delays that are asked for, and
-enough of them go through one Python process."""
+"""Maximal bytes of a packet. At 1 Gbit/s it takes 0.24 ms, which is little compared with the delays in use,
+and one Python process can forward enough packets of this size."""
 AHEAD = 1e-3
-"""Seconds of packets that are taken from a card before the wire is free, so that it is never idle."""
+"""Take packets from a card so many seconds before the wire is free, so that the wire never idles."""
 
 _CLONE_NEWNET = 0x40000000
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
@@ -42,23 +41,23 @@ _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 
 @dataclass
 class Settings:
-    """How the wire is now."""
+    """The current settings of the wire."""
 
-    rate: float | None = None  # bits a second, in each direction; None for as many as come
+    rate: float | None = None  # bits per second in each direction; None for no limit
     delay: float = 0.0  # seconds
     cut: bool = False
 
 
 class Direction:
-    """Packets that go one way."""
+    """The packets in one direction."""
 
     def __init__(self, source: int, target: int) -> None:
         self.source, self.target = source, target
-        self.free_at = 0.0  # when the wire has sent what was taken
-        self.under_way: deque[tuple[float, bytes]] = deque()  # when each arrives
+        self.free_at = 0.0  # time when the wire has sent all taken packets
+        self.under_way: deque[tuple[float, bytes]] = deque()  # arrival time and packet
 
     def take(self, settings: Settings, now: float) -> None:
-        """Take the packets that can go, and say when they arrive."""
+        """Take the packets that can be sent now, and compute when they arrive."""
         while self.free_at <= now + AHEAD:
             try:
                 packet = os.read(self.source, MTU + 100)
@@ -71,14 +70,14 @@ class Direction:
             self.under_way.append((self.free_at + settings.delay, packet))
 
     def deliver(self, now: float) -> None:
-        """Hand over the packets that have arrived."""
+        """Write the packets that have arrived to the other card."""
         while self.under_way and self.under_way[0][0] <= now:
-            with contextlib.suppress(OSError):  # a card that is down, or full: the packet is lost
+            with contextlib.suppress(OSError):  # if the card is down or full, the packet is lost
                 os.write(self.target, self.under_way.popleft()[1])
 
 
 def card_of(process: int) -> int:
-    """Make a card in the network namespace of a process."""
+    """Make a card in the network namespace of a process, and return its file descriptor."""
     namespace = os.open(f"/proc/{process}/ns/net", os.O_RDONLY)
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.setns(namespace, _CLONE_NEWNET):
@@ -90,7 +89,7 @@ def card_of(process: int) -> int:
 
 
 def carry(cards: tuple[int, int], control: socket.socket) -> None:
-    """Carry packets until the standard input ends."""
+    """Carry packets until the standard input closes."""
     settings, directions = Settings(), [Direction(*cards), Direction(*reversed(cards))]
     while True:
         now = time.monotonic()
@@ -115,7 +114,7 @@ def carry(cards: tuple[int, int], control: socket.socket) -> None:
 
 
 def answer(control: socket.socket) -> Settings:
-    """Read new settings, and say that they hold from now on."""
+    """Read new settings from a client, and confirm them."""
     connection, _ = control.accept()
     with connection:
         settings = Settings(**json.loads(connection.recv(4096)))
@@ -124,23 +123,24 @@ def answer(control: socket.socket) -> Settings:
 
 
 def ask(path: str, **settings: Any) -> None:
-    """Set a wire, from any process that sees its socket; see `Settings`.
+    """Change a wire's `Settings`, from any process that can reach its socket.
 
     Raises:
-        TimeoutError: it does not answer.
+        TimeoutError: the wire does not answer within 10 s.
+        ConnectionError: the wire rejects the settings.
     """
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(10.0)
         connection.connect(path)
         connection.sendall(json.dumps(settings).encode())
         if connection.recv(4) != b"done":
-            raise ConnectionError(f"the wire at {path} does not take {settings}")
+            raise ConnectionError(f"the wire at {path} rejects the settings {settings}")
 
 
 def main() -> None:
-    """Make the cards, say so, and carry."""
+    """Make the cards, print "ready", and carry packets."""
     *processes, path = sys.argv[1:]
-    # Both cards have the same name, each in its namespace. Files are the same in all of them.
+    # Both cards have the same name, each in its own namespace. The namespaces share all files.
     first, second = (card_of(int(process)) for process in processes)
     with socket.socket(socket.AF_UNIX) as control:
         control.bind(path)

@@ -1,8 +1,8 @@
-"""The table of strategies: every way of training that minidist has, as data, with the peers of each.
+"""The table of strategies, as data: every kind of training in minidist, each with its peers.
 
-A row is a layout for `md.prepare` with its options, or the name of a loop that is no engine's
-(`strategy_loops.py`); the peers are loops of other libraries that do the same work (`peers.py`). Rows of one
-family are measured together, in turn, with plain training in one process.
+A row is a layout for `md.prepare` with options, or the name of a training loop without an engine
+(`strategy_loops.py`). Peers are loops of other libraries that do the same work (`peers.py`). The rows of a
+family are measured in turns with each other, their peers, and plain training in one process.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from minidist.model.sampler import Sampler
 from minidist.parallel.contract.layout import Layout
 
 YARDSTICK = "plain torch"
-"""A loop in one process with all of the machine's cores: what all rows are measured in turn with."""
+"""Training in one process with all cores of the machine: every row is measured in turns with it."""
 OFFLOAD = {"fully_shard": {"offload": "a folder of its own"}}
 """Options of the row that keeps its shards and the optimizer's state in files."""
 OUTSIDE = {"Accelerate": "accelerate", "DeepSpeed": "deepspeed"}
-"""Families and first words of peers that are packages of their own, and what `import` calls these."""
+"""Peers from packages of their own: the first word of the peer's name, and the module to import."""
 BATCHES = 4
-"""Different global batches, which training goes through again and again."""
+"""Number of different global batches; training repeats them."""
 EVERY = 4
-"""Steps of local SGD from one averaging to the next."""
+"""Steps of local SGD between two averages."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What is trained: a model, and the rows of a global batch."""
+    """The work of a training step: a model, and the rows of a global batch."""
 
     model: str
     rows: int
 
     def build(self) -> nn.Module:
-        """The model, the same on every rank; a GPT's head is its own, as some peers can't tie weights."""
+        """Build the model, the same on every rank; a GPT is untied, since some peers can't tie weights."""
         if self.model == "mlp":
             return MLP((64, 512, 512, 512, 10), seed=SEED)
         shape = config(self.model, tied=False)
@@ -48,7 +48,7 @@ class Work:
         return GPT(shape, seed=SEED)
 
     def batches(self) -> list[tuple[Tensor, Tensor]]:
-        """Global batches, the same on every rank."""
+        """Return the global batches, the same on every rank."""
         if self.model == "mlp":
             data = dataset("digits")
         else:
@@ -59,37 +59,37 @@ class Work:
 
 @dataclass(frozen=True)
 class Row:
-    """A strategy on so many ranks, and what it is measured beside."""
+    """A strategy in a layout, and the peers that it is compared with."""
 
     strategy: str
-    layout: str  # as `Layout.parse` reads it, or in words where it is a loop
-    family: str  # of rows that are measured together
+    layout: str  # for `Layout.parse`, or in words for a loop
+    family: str  # rows of one family are measured together
     peers: tuple[str, ...] = ()  # names in `peers.PEERS`
-    loop: str = ""  # a name in `strategy_loops.LOOPS`; an engine where it is empty
-    options: dict[str, Any] = field(default_factory=dict)  # of `md.prepare`
+    loop: str = ""  # a name in `strategy_loops.LOOPS`; if empty, the row uses an engine
+    options: dict[str, Any] = field(default_factory=dict)  # for `md.prepare`
     loop_ranks: int = 2
-    exact: bool = True  # trains as one process would, but for rounding
+    exact: bool = True  # has the losses of one process, up to rounding
     gpt_only: bool = False
     full_only: bool = False
 
     @property
     def ranks(self) -> int:
-        """How many it takes."""
+        """Number of ranks."""
         return self.loop_ranks if self.loop else Layout.parse(self.layout).ranks
 
     @property
     def label(self) -> str:
-        """What the row is called: with its ranks, where these are not two."""
+        """The row's name, with the number of ranks if that is more than two."""
         return self.strategy if self.ranks in (1, 2) else f"{self.strategy}, {self.ranks} ranks"
 
     @property
     def period(self) -> int:
-        """Steps after which it has sent the same again."""
+        """Number of steps after which the communication pattern repeats."""
         return EVERY if self.loop == "local SGD" else 1
 
 
 def _data_parallel(form: str, peer: str = "torch DDP", exact: bool = True, **options: Any) -> Row:
-    """A form of data parallelism; all of them are in each quick run's `bench_training`."""
+    """Make the row of a form of data parallelism; quick runs of `bench_training` measure all forms."""
     given = {"data_parallel": options} if options else {}
     quick = form in ("an all-reduce a parameter", "overlap", "PowerSGD")
     return Row(
@@ -189,24 +189,24 @@ ROWS = (
         full_only=True,
     ),
 )
-"""Every row, by family in the order in which they are measured."""
+"""All rows, grouped by family, in the order of measurement."""
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A row and one of its peers, or none: a line of the table."""
+    """A line of the table: a row, and one of its peers if it has any."""
 
     row: Row
     peer: str = ""
 
     @property
     def label(self) -> str:
-        """The row's; a peer from another library is named."""
+        """The row's name, with the peer's if that comes from a package of its own."""
         outside = self.peer.split(" ")[0]
         return f"{self.row.label}, beside {outside}" if outside in OUTSIDE else self.row.label
 
 
 def pairs(model: str) -> list[Pair]:
-    """The lines of a model's table."""
+    """Return the lines of a model's table."""
     rows = [row for row in ROWS if model != "mlp" or not row.gpt_only]
     return [Pair(row, peer) for row in rows for peer in row.peers or ("",)]

@@ -1,6 +1,6 @@
-"""Strategies that are no engine's layouts: loops that a user writes around a class of minidist's.
+"""Strategies without an engine: training loops that a user writes around one of minidist's classes.
 
-Each of `LOOPS` is a function from the work to a program, called on all ranks.
+Each of `LOOPS` is a function from the work to a program. All ranks call it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from minidist.parallel.pipeline.layer_by_layer import cut
 
 
 def local_sgd(work: Work) -> Program:
-    """Each rank trains on its own rows; every few steps the ranks average their parameters."""
+    """Train each rank on its own rows, and average the ranks' parameters every few steps."""
     model = md.LocalSGD(work.build(), every=EVERY)
     optimizer = ADAMW(model.parameters())
 
@@ -39,7 +39,7 @@ def local_sgd(work: Work) -> Program:
 
 
 def layer_by_layer(work: Work) -> Program:
-    """Each rank has some of the layers, and the whole batch goes through them one after the other."""
+    """Give each rank some of the layers; the whole batch passes through the ranks one after the other."""
     layers: Any = work.build().layers
     part = nn.Sequential(*(layers[i] for i in cut(layers, md.size())[md.rank()]))
     parallel, optimizer = md.LayerByLayer(part), ADAMW(part.parameters())
@@ -54,10 +54,10 @@ def layer_by_layer(work: Work) -> Program:
 
 
 class ServerProgram(Program):
-    """Steps of one server and its workers, who share a batch's rows.
+    """A training loop with a parameter server, whose workers share a batch's rows.
 
-    The server serves until its workers are done, so each turn has a new one over the same model. A step goes
-    from one pull to the end of the next: what a worker waits for its update is part of it.
+    A server runs until its workers are done, so each turn has a new server over the same model. A step lasts
+    from one pull to the end of the next, so it includes the wait for the update.
     """
 
     def __init__(self, work: Work, max_staleness: int | None) -> None:
@@ -68,14 +68,14 @@ class ServerProgram(Program):
         self._gradients: list[Tensor] = []
 
     def run(self, batches: Sequence[Batch]) -> Ran:
-        """See `Program.run`."""
+        """Serve or train on global batches, in a new server's world."""
         assert self.module is not None
         server = md.ParameterServer(self.module, ADAMW, max_staleness=self._max_staleness)
         self._server, self.optimizer = server, server.optimizer
         comm.barrier()
         if server.is_server:
             server.serve()
-            return Ran(0.0, [None] * len(batches))  # a step ends when the slowest worker's does
+            return Ran(0.0, [None] * len(batches))  # only the workers' times count
         server.pull()
         ran = self.timed(batches)
         server.done()
@@ -86,7 +86,7 @@ class ServerProgram(Program):
         assert server is not None
         loss = cross_entropy(server.model(inputs), targets)
         loss.backward()  # type: ignore[no-untyped-call]
-        if not self._gradients:  # a push lets go of them: those of the first step are kept to be counted
+        if not self._gradients:  # a push drops the gradients: keep those of the first step to count them
             self._gradients = [p.grad for p in server.model.parameters() if p.grad is not None]
         server.push(rows=len(inputs))
         server.pull()

@@ -1,10 +1,10 @@
-"""How rows of the table of strategies are measured: a family at a time, all of its programs in turn.
+"""Measure the table of strategies, one family at a time, with all programs of the family in turns.
 
-A round runs every program of a family once: plain training in one process, each row, each peer. They live on
-warm ranks, in one world for each number of ranks; the worlds that have no turn wait for a message. So each
-pair of times, also of programs on different numbers of ranks, saw the same machine.
+A round runs every program of a family once: plain training in one process, each row, each peer. The programs
+live on warm ranks, in one world for each number of ranks; idle worlds wait for a message. So all times of a
+round, even with different numbers of ranks, see the same machine.
 
-    over_yardstick                    a row's time over that of plain training in one process, by all cores
+    over_yardstick                    a row's time over that of plain training in one process, with all cores
     over_yardstick_q1, .._q3          the middle half of the ratios of single rounds
 """
 
@@ -28,17 +28,17 @@ from minidist.benchmarks.harness.strategy_steps import SEEN, Facts, drop, hold, 
 from minidist.benchmarks.harness.turns import Benchmark, compare, record
 
 TURN = 20e-3
-"""Seconds that a turn takes at least: as many steps as fill it."""
+"""Minimal seconds of a turn, which runs enough steps to fill them."""
 MOST_STEPS = 50
 TIMEOUT = 300
-"""Seconds of a call: a suite's whole measurement may be one."""
+"""Time limit of a call in seconds; one call may be the whole measurement of a suite."""
 Worlds = Callable[[int], md.Cluster]
-"""From a number of ranks to warm ones."""
+"""A function from a number of ranks to a cluster of warm ranks."""
 
 
 @contextmanager
 def warm_worlds(threads: int | None = None) -> Iterator[Worlds]:
-    """Ranks that start when they are first asked for; threads: of each, by default they share the cores."""
+    """Start clusters on first use. threads: of each rank; by default the ranks share the cores."""
     made: dict[int, md.Cluster] = {}
 
     def get(ranks: int) -> md.Cluster:
@@ -55,50 +55,50 @@ def warm_worlds(threads: int | None = None) -> Iterator[Worlds]:
 
 @dataclass
 class Timed:
-    """What was measured of a program."""
+    """The measurement of a program."""
 
-    facts: list[Facts]  # one a rank
-    seconds: list[float] = field(default_factory=list)  # of a step, a round
+    facts: list[Facts]  # one per rank
+    seconds: list[float] = field(default_factory=list)  # of a step, one per round
 
     @property
     def losses(self) -> list[float]:
-        """Of the first steps: the mean over the ranks that know theirs."""
+        """Losses of the first steps, each the mean over the ranks that know theirs."""
         steps = zip(*(each.losses for each in self.facts), strict=True)
         return [statistics.fmean(loss for loss in step if loss is not None) for step in steps]
 
     @property
     def fullest(self) -> Any:
-        """The memory of the rank that holds most; None where it was not counted."""
+        """Memory of the rank that holds most, or None if it was not counted."""
         counted = [each.memory for each in self.facts if each.memory is not None]
         return max(counted, key=lambda memory: memory.total) if len(counted) == len(self.facts) else None
 
 
 Measured = dict[str, Timed]
-"""By the name of a program: a row's `key`, a peer with its ranks, the yardstick."""
+"""Measurements by program: a row's `key`, a peer's name with its ranks, or the yardstick."""
 
 
 class Job(NamedTuple):
-    """A program to be measured: a row's, or a peer's."""
+    """A program to measure: a row's or a peer's."""
 
     ranks: int
     work: Work
     row: Row | None = None
     peer: str = ""
-    period: int = 1  # steps after which it has sent the same again: a turn has whole ones
+    period: int = 1  # steps after which its communication repeats; a turn has whole periods
 
 
 def key(row: Row) -> str:
-    """The name of a row's program."""
+    """Return the name of a row's program."""
     return f"{row.strategy} {row.layout}"
 
 
 def beside(pair: Pair) -> str:
-    """The name of the program of a pair's peer."""
+    """Return the name of the program of a pair's peer."""
     return YARDSTICK if pair.peer == YARDSTICK else f"{pair.peer} {pair.row.ranks}"
 
 
 def measure(worlds: Worlds, work: Work, family: Sequence[Pair], rounds: int) -> Measured:
-    """All programs of a family, in turn; peers that can't be measured here are left out."""
+    """Measure all programs of a family in turns; peers that can't be measured here are left out."""
     jobs = {YARDSTICK: Job(1, work, peer=YARDSTICK)}
     for pair in family:
         ranks, period = pair.row.ranks, pair.row.period
@@ -109,10 +109,10 @@ def measure(worlds: Worlds, work: Work, family: Sequence[Pair], rounds: int) -> 
 
 
 def measure_jobs(worlds: Worlds, jobs: Mapping[str, Job], rounds: int) -> Measured:
-    """Programs by name, in turn: each once in a round."""
+    """Measure programs in turns, each once per round."""
     measured: Measured = {}
     holding: set[int] = set()
-    # This process removes the files, as ranks that are killed would not.
+    # This process removes the files, since killed ranks would not.
     with tempfile.TemporaryDirectory(prefix="minidist-bench-", ignore_cleanup_errors=True) as scratch:
         try:
             for name, job in jobs.items():
@@ -121,7 +121,7 @@ def measure_jobs(worlds: Worlds, jobs: Mapping[str, Job], rounds: int) -> Measur
             for _ in range(rounds):
                 for name, job in jobs.items():
                     seconds = worlds(job.ranks).run(turn, name, _steps(measured[name], job.period))
-                    measured[name].seconds.append(max(seconds))  # it has ended when the slowest rank has
+                    measured[name].seconds.append(max(seconds))  # a step ends on the slowest rank
         finally:
             for ranks in holding:
                 worlds(ranks).run(drop)
@@ -129,26 +129,26 @@ def measure_jobs(worlds: Worlds, jobs: Mapping[str, Job], rounds: int) -> Measur
 
 
 def _steps(timed: Timed, period: int) -> int:
-    """How many fill a turn, whole periods."""
+    """Return how many steps fill a turn, in whole periods."""
     once = max(facts.seconds for facts in timed.facts)
     steps = max(1, min(MOST_STEPS, math.ceil(TURN / once))) if once > 0 else 1
     return math.ceil(steps / period) * period
 
 
 def check(pair: Pair, measured: Measured) -> None:
-    """AssertionError where two programs do not train alike, and the comparison would mean nothing."""
+    """Raise AssertionError if the programs' losses differ, which makes the comparison meaningless."""
     expected = measured[YARDSTICK].losses
     for name, exact in ((key(pair.row), pair.row.exact), (beside(pair), pair.peer not in INEXACT)):
         if exact and name in measured:
             losses = measured[name].losses
             if not np.allclose(losses[:SEEN], expected[:SEEN], rtol=1e-3, atol=0):
                 raise AssertionError(
-                    f"the losses of {name} are {losses[:SEEN]}, and those of {YARDSTICK} {expected[:SEEN]}"
+                    f"the losses of {name} are {losses[:SEEN]}, not {expected[:SEEN]} as for {YARDSTICK}"
                 )
 
 
 def enter(benchmark: Benchmark, pair: Pair, work: Work, measured: Measured) -> None:
-    """Enter a line of the table."""
+    """Store a line of the table as the benchmark's result."""
     check(pair, measured)
     row, ours = pair.row, measured[key(pair.row)]
     peer = measured.get(beside(pair)) if pair.peer else None
@@ -172,7 +172,7 @@ def enter(benchmark: Benchmark, pair: Pair, work: Work, measured: Measured) -> N
 
 
 def over_yardstick(ours: Sequence[float], yardstick: Sequence[float]) -> dict[str, Any]:
-    """A comparison with the yardstick, under names of its own."""
+    """Compare with the yardstick, and return the figures under keys of their own."""
     found = compare(ours, yardstick, YARDSTICK)
     return {
         "yardstick": YARDSTICK,

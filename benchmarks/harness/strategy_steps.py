@@ -1,7 +1,7 @@
-"""What a rank of the table of strategies does: makes programs, keeps them, and runs one when told to.
+"""Make, keep and run training programs on a rank, for the table of strategies.
 
-The main process asks in turn, so that programs on one, two and four ranks alternate (`strategy_rounds.py`).
-Between two calls a program stays in `HELD`, a process's own.
+The main process calls one world after the other, so that programs on one, two and four ranks take turns
+(`strategy_rounds.py`). Between calls, each process keeps its programs in `HELD`.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.memory_report import Memory
 
 SEEN = 3
-"""Steps whose losses tell whether two programs train alike."""
+"""Number of steps whose losses are compared, to see whether two programs train alike."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What a rank saw of a program's first steps."""
+    """A rank's measurement of a program's first steps."""
 
     losses: list[float | None]  # of the first `SEEN` steps
-    seconds: float  # of a step, the first ones left out
-    bytes_per_step: int  # that this rank sent
+    seconds: float  # of a later step
+    bytes_per_step: int  # sent by this rank
     comm_overlap: float  # share of our communication's time that was hidden
     memory: Memory | None
 
 
 class Kept:
-    """A program, its batches, and how far it is."""
+    """A program, its batches, and how many steps it has done."""
 
     def __init__(self, program: Program, batches: list[Batch]) -> None:
         self.program, self.batches = program, batches
         self.steps = 0
 
     def run(self, steps: int) -> Ran:
-        """Some steps more."""
+        """Run some more steps."""
         chosen = [self.batches[(self.steps + i) % BATCHES] for i in range(steps)]
         self.steps += steps
         return self.program.run(chosen)
@@ -56,15 +56,15 @@ HELD: dict[str, Kept] = {}
 def hold(
     name: str, scratch: str, work: Work, row: Row | None = None, peer: str = "", period: int = 1
 ) -> Facts:
-    """Make a program, of a row or of a peer, and take its first steps; scratch: a folder for its files."""
+    """Make a row's or a peer's program, and run its first steps; scratch: a folder for its files."""
     program = PEERS[peer](work) if row is None else _ours(row, work, tempfile.mkdtemp(dir=scratch))
     kept = HELD[name] = Kept(program, work.batches())
     first = kept.run(SEEN)
     if SEEN % period:
-        kept.run(period - SEEN % period)  # to the beginning of the next
+        kept.run(period - SEEN % period)  # up to the start of the next period
     with comm.ledger() as ledger:
         counted = kept.run(period)
-    with comm.ledger() as longer:  # what is sent before the first step and after the last is no step's
+    with comm.ledger() as longer:  # the difference leaves out what is sent before and after the steps
         kept.run(2 * period)
     return Facts(
         first.losses,
@@ -85,11 +85,11 @@ def _ours(row: Row, work: Work, scratch: str) -> Program:
 
 
 def turn(name: str, steps: int) -> float:
-    """Seconds of a step, of so many."""
+    """Run so many steps, and return the seconds of one."""
     return HELD[name].run(steps).seconds
 
 
 def drop() -> None:
-    """Let go of all programs."""
+    """Delete all programs."""
     HELD.clear()
     gc.collect()

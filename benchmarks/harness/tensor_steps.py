@@ -1,9 +1,9 @@
-"""What each rank of the tensor-parallel benchmark does: our step in turns with that of torch's own.
+"""Time our tensor parallelism in turns with torch's.
 
-Runs inside the ranks, as training_steps.py does. Both loops train one model on rows that all ranks have, with
-the same optimizer. torch's is that of its tutorial on tensor parallelism: `parallelize_module` with column
-and row styles in each block. It stands here in two forms, of which the faster is the peer: the table of
-tokens and the head whole on every rank, or both cut by the vocabulary, with `loss_parallel`.
+This code runs inside the ranks. Both loops train one model on rows that all ranks have, with the same
+optimizer. torch's loop follows its tutorial on tensor parallelism: `parallelize_module` with column and row
+styles in each block. It comes in two forms, and the faster one is the peer: the token table and the head are
+whole on every rank, or both are cut by the vocabulary, with `loss_parallel`.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ OURS: dict[str, dict[str, Any]] = {
     "tensor parallel": {},
     "sequence parallel": {"sequence_parallel": True},
 }
-"""For each form of ours the options of `parallelize`."""
+"""Our forms, with their options of `parallelize`."""
 
 
 @dataclass(frozen=True)
 class Timed:
-    """What one rank measured: for each program seconds and losses; for each of ours what it sent."""
+    """One rank's measurement: seconds and losses of each program, and the communication of each of ours."""
 
     seconds: dict[str, list[float]]
     losses: dict[str, list[float]]
@@ -47,7 +47,7 @@ class Timed:
 
 
 def ours(options: Mapping[str, Any]) -> Step:
-    """All matrices cut, the loss from each rank's part of the logits."""
+    """Cut all matrices, and compute the loss from each rank's part of the logits."""
     model = GPT(config(MODEL), seed=SEED)
     parallelize(model, plan_for(model), **options)
     vocabulary = vocabulary_of(model)
@@ -55,14 +55,14 @@ def ours(options: Mapping[str, Any]) -> Step:
 
 
 def blocks_cut_by_torch() -> Step:
-    """The blocks cut, the table of tokens and the head whole."""
+    """Cut the blocks with torch; the token table and the head stay whole."""
     model = GPT(config(MODEL), seed=SEED)
     cut_blocks(model, _mesh())
     return _loop(model, _cross_entropy)
 
 
 def all_cut_by_torch() -> Step:
-    """The table of tokens and the head cut by the vocabulary, too, and the loss of the cut logits."""
+    """Cut the blocks, the token table and the head with torch, and compute the loss of the cut logits."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -80,7 +80,7 @@ def all_cut_by_torch() -> Step:
     parallelize_module(first, mesh, {"token": RowwiseParallel(input_layouts=whole)})
     style = ColwiseParallel(input_layouts=whole, output_layouts=part, use_local_output=False)
     parallelize_module(last, mesh, {"output": style})
-    last.output.weight = first.token.weight  # torch has made two of what is one
+    last.output.weight = first.token.weight  # torch has untied the two
     return _loop(model, _cross_entropy, loss_parallel)
 
 
@@ -97,7 +97,7 @@ def _mesh() -> Any:
 
 
 def cut_blocks(model: nn.Module, mesh: Any) -> None:
-    """Attention by heads and the MLP by its middle, in each block of a GPT, over a mesh of torch's."""
+    """Cut attention by heads and the MLP by its hidden width, in each block of a GPT, over a torch mesh."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     columns = dict.fromkeys(
@@ -117,8 +117,8 @@ def _cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
 def _loop(
     model: nn.Module, loss_of: Callable[[Tensor, Tensor], Tensor], around: Callable[[], Any] = nullcontext
 ) -> Step:
-    # One call for all parameters: one for each, on tensors that are torch's DTensors, takes it far longer.
-    # It does not take both kinds at once.
+    # AdamW's fused call takes plain tensors or DTensors, not both, so each kind has a group of its own. One
+    # call for each parameter would take far longer on DTensors.
     kinds: dict[type, list[nn.Parameter]] = {}
     for parameter in model.parameters():
         kinds.setdefault(type(parameter.data), []).append(parameter)
@@ -137,14 +137,14 @@ def _loop(
 
 
 def batches(rows: int, steps: int) -> list[tuple[Tensor, Tensor]]:
-    """The first global batches, of which every rank has all rows."""
+    """Return the first global batches; every rank has all rows."""
     data = dataset("bytes", length=config(MODEL).context, limit=rows * steps)
     sampler = Sampler(len(data.train), rows, drop_last=True, seed=SEED)
     return [data.train[sampler.share(step)] for step in range(steps)]
 
 
 def time_in_ranks(rows: int, rounds: int) -> Timed:
-    """Train in turn by every form of ours and of torch's, on the same rows from equal weights."""
+    """Train in turns by every form of ours and of torch's, on the same rows from equal weights."""
     data = batches(rows, rounds + 2)  # one more for time_in_turns to warm up, and one for the ledger
     steps = {name: ours(options) for name, options in OURS.items()}
     steps |= {name: build() for name, build in PEERS.items()}

@@ -1,8 +1,8 @@
-"""What each rank of a training benchmark does: our engine's steps in turn with those of plain torch.
+"""Time our engine's training steps in turns with those of plain torch.
 
-Runs inside the ranks, since only ranks in step with each other can time a step: every rank makes the same
-calls in the same order, A B A B, and returns its own times. The peer is the loop that people write: torch's
-DistributedDataParallel, or for one rank no wrapper at all.
+This code runs inside the ranks, since only ranks that run a step together can time it. Every rank makes the
+same calls in the same order, A B A B, and returns its own times. The peer is the loop that people write:
+torch's DistributedDataParallel, or no wrapper on a single rank.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from minidist.model.sampler import Sampler
 
 SEED = 0
 ADAMW = partial(torch.optim.AdamW, lr=1e-3, fused=True)
-"""The optimizer of all steps, ours and others': one call for all parameters of a kind, also on DTensors."""
+"""The optimizer of all steps, ours and the peers'. Its fused call updates all parameters of a kind."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained: a model on its data, with the rows of a global batch and the optimizer's rate."""
+    """The model to train, and the rows of a global batch."""
 
     model: str  # "mlp", or the name of a GPT's configuration
     rows: int  # of the global batch
     hidden: int = 512  # width of the MLP's two hidden layers
 
     def build(self) -> nn.Module:
-        """The model, the same on every rank."""
+        """Build the model, the same on every rank."""
         if self.model == "mlp":
             return MLP((64, self.hidden, self.hidden, 10), seed=SEED)
         return GPT(config(self.model), seed=SEED)
 
     def batches(self, steps: int) -> list[tuple[Tensor, Tensor]]:
-        """This rank's rows of the first global batches."""
+        """Return this rank's rows of the first global batches."""
         if self.model == "mlp":
             data = dataset("digits")
         else:
@@ -56,25 +56,25 @@ class Case:
 
 @dataclass(frozen=True)
 class Timed:
-    """What one rank measured; a list has an item for each round, seconds but for the losses."""
+    """One rank's measurement; the lists have one item per round, times in seconds."""
 
     ours: list[float]
     peer: list[float]
     our_losses: list[float]  # means over the global batch
     peer_losses: list[float]  # means over this rank's rows
-    bytes_per_step: int  # that this rank sent in a step of ours
+    bytes_per_step: int  # sent by this rank in one of our steps
     comm_overlap: float  # share of our communication's time that was hidden, in that step
 
 
 def time_steps(case: Case, rounds: int) -> Timed:
-    """Train twice in turn, by our engine and by plain torch, on the same rows from the same weights."""
+    """Train in turns by our engine and by plain torch, on the same rows from the same weights."""
     return time_forms(case, {"ours": {}}, rounds)["ours"]
 
 
 def time_forms(case: Case, forms: Mapping[str, Mapping[str, Any]], rounds: int) -> dict[str, Timed]:
-    """Train in turn by our engine in several forms and by plain torch, on the same rows from equal weights.
+    """Train in turns by our engine in several forms and by plain torch, on the same rows from equal weights.
 
-    forms: for each name, options of `DataParallel`.
+    forms: options of `DataParallel` for each name.
     """
     batches = case.batches(rounds + 2)  # one more for time_in_turns to warm up, and one for the ledger
     engines = {
@@ -108,7 +108,7 @@ def _plain_torch(
 
 
 def plain_loop(model: nn.Module, optimizer: Any) -> Callable[[Tensor, Tensor], float]:
-    """A step as torch's users write it; `optimizer` has its `zero_grad` and `step`."""
+    """Return a training step as torch's users write it."""
 
     def step(inputs: Tensor, targets: Tensor) -> float:
         optimizer.zero_grad()

@@ -1,13 +1,13 @@
-"""Two programs measured in turn, A B A B, inside one benchmark, and what their times say about each other.
+"""Measure two programs in turns, A B A B, inside one benchmark, and compare their times.
 
 A machine drifts: it warms up, a neighbour takes a core, a clock steps down. Two programs measured one after
-the other differ by that drift as much as by their own speed. Measured in turn, every pair of rounds sees the
-same machine, so their ratio holds where neither time does. What is compared goes into
+the other differ by that drift as much as by their own speed. In turns, both rounds of a pair see the same
+machine, so their ratio is reliable even if neither time is. The comparison goes into
 `benchmark.extra_info`, and so into the results:
 
     peer, peer_median, peer_iqr    the other program's name, and the median and spread of its times in seconds
     ratio                          our time over the peer's, the median of the pairs: below 1 we are faster
-    pair_ratio_q1, pair_ratio_q3   the middle half of the ratios of single pairs; far apart, it means little
+    pair_ratio_q1, pair_ratio_q3   the quartiles of the pairs' ratios; if far apart, the ratio means little
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import Any, Protocol
 
 import pytest
 
-TURN = 1e-3  # seconds that a turn takes at least
+TURN = 1e-3  # minimal seconds of a turn
 MOST_CALLS = 1000
 
 
 class Benchmark(Protocol):
-    """What this file uses of pytest-benchmark's fixture."""
+    """The part of pytest-benchmark's fixture that this file uses."""
 
     disabled: bool
     extra_info: dict[str, Any]
@@ -32,10 +32,10 @@ class Benchmark(Protocol):
     stats: Any
 
     def __call__(self, target: Callable[..., Any], *args: Any) -> Any:
-        """Time target(*args) in as many rounds as pytest-benchmark sees fit; return what it returned."""
+        """Time target(*args), let pytest-benchmark choose the rounds, and return the target's result."""
 
     def pedantic(self, target: Callable[..., Any], *, rounds: int = 1) -> Any:
-        """Time target, `rounds` times."""
+        """Time the target `rounds` times."""
 
 
 def turns(
@@ -49,20 +49,20 @@ def turns(
     pause: float = 0.0,
     clock: Callable[[], float] = time.perf_counter,
 ) -> None:
-    """Time two programs in turn and enter both: ours as the benchmark's rounds, the peer as its comparison.
+    """Time two programs in turns; store ours as the benchmark's rounds and the peer as its comparison.
 
-    In a turn a program is called as often as fills a millisecond, and once before, uncounted: a program of
-    microseconds that had to run right after a long one would be timed with cold caches, and by a clock that
-    is too coarse for it. The function that uses this is marked with `compared(group)`.
+    A turn calls a program often enough to fill a millisecond, after one uncounted call. Otherwise a program
+    of microseconds would run on caches that a longer one left cold, and the clock would be too coarse for it.
+    Mark the calling benchmark with `compared(group)`.
 
     Args:
         benchmark: pytest-benchmark's fixture.
-        ours, peer: the two programs; what they return is dropped.
-        peer_name: what the report calls the peer.
-        rounds: pairs of turns; by default as many, from 5 to 100, as fit into `budget` seconds.
-        pause: seconds to sleep before each turn. The threads of a BLAS go on spinning for 0.1 s after a
-            product, on the cores that the other program is to use: with a pause each finds them free. Its own
-            threads then have to wake up, hence an uncounted call first, and turns of ten times the length.
+        ours, peer: the two programs; their results are dropped.
+        peer_name: the peer's name in the report.
+        rounds: pairs of turns; by default the number that fits into `budget` seconds, from 5 to 100.
+        pause: seconds to sleep before each turn. A BLAS's threads keep spinning for 0.1 s after a product, on
+            cores that the other program needs; a pause frees them. The program's own threads must then wake
+            up, so with a pause there is always an uncounted call, and turns are ten times as long.
         clock: a function that returns seconds.
     """
     turn = 10 * TURN if pause else TURN
@@ -82,7 +82,7 @@ def turns(
 def measure_turns(
     ours: Callable[[], float], peer: Callable[[], float], *, rounds: int, warmup_rounds: int = 1
 ) -> tuple[list[float], list[float]]:
-    """Call two programs that measure themselves in turn; return the seconds of both, less the warm-up's."""
+    """Call two self-timing programs in turns; return the seconds of both, without the warm-up rounds."""
     pairs = [(ours(), peer()) for _ in range(warmup_rounds + rounds)][warmup_rounds:]
     return [ours_s for ours_s, _ in pairs], [peer_s for _, peer_s in pairs]
 
@@ -90,10 +90,10 @@ def measure_turns(
 def record(
     benchmark: Benchmark, seconds: Sequence[float], peer_seconds: Sequence[float] = (), peer_name: str = ""
 ) -> None:
-    """Enter times that were measured in turn as this benchmark's rounds, and compare them with the peer's.
+    """Store times that were measured in turns as this benchmark's rounds, and compare them with the peer's.
 
-    `peer_seconds[i]` was measured next to `seconds[i]`; without a peer there is no comparison. The function
-    that uses this is marked with `compared(group)`. Raises ValueError for no rounds.
+    `peer_seconds[i]` was measured right after `seconds[i]`; without a peer there is no comparison. Mark the
+    calling benchmark with `compared(group)`. Raises ValueError if `seconds` is empty.
     """
     if not seconds:
         raise ValueError("seconds is empty: record at least one round")
@@ -110,21 +110,21 @@ def record(
 
 
 class Replay:
-    """A clock that moves by recorded durations, and so hands times to pytest-benchmark that it can't take.
+    """A clock that advances by recorded durations, to hand pytest-benchmark times that it can't take itself.
 
-    It knows one program a benchmark, and no turns; and a step of two ranks, or the end of a fresh process's
-    first import, only those can time.
+    pytest-benchmark times one program per benchmark, in its own process. It cannot take turns, and it cannot
+    time a step of two ranks or the first import of a fresh process; only those processes can.
     """
 
     def __init__(self) -> None:
         self._now = 0.0
 
     def now(self) -> float:
-        """Seconds since this clock was made: the sum of what it played."""
+        """Return the sum of the durations so far, in seconds."""
         return self._now
 
     def advance(self, seconds: float) -> None:
-        """Play one duration."""
+        """Advance the clock by one duration."""
         self._now += seconds
 
 
@@ -137,7 +137,7 @@ def compared(group: str) -> pytest.MarkDecorator:
 
 
 def _calls(program: Callable[[], object], clock: Callable[[], float], turn: float) -> tuple[int, float]:
-    """How many calls fill a turn, and the seconds of such a turn; this warms the program up, too."""
+    """Return how many calls fill a turn and the seconds of such a turn; this also warms the program up."""
     program()
     once = _turn(program, 1, clock)
     calls = max(1, min(MOST_CALLS, round(turn / once))) if once > 0 else MOST_CALLS
@@ -145,7 +145,7 @@ def _calls(program: Callable[[], object], clock: Callable[[], float], turn: floa
 
 
 def _turn(program: Callable[[], object], calls: int, clock: Callable[[], float], pause: float = 0.0) -> float:
-    """Seconds of one call, from `calls` of them, with warm caches where a call takes less than a turn."""
+    """Return the seconds of one of `calls` calls, with warm caches if a call is shorter than a turn."""
     time.sleep(pause)
     if calls > 1 or pause:
         program()
@@ -156,10 +156,10 @@ def _turn(program: Callable[[], object], calls: int, clock: Callable[[], float],
 
 
 def compare(ours: Sequence[float], peer: Sequence[float], peer_name: str) -> dict[str, Any]:
-    """The figures of a comparison (see the top of this file) from both programs' seconds, pair by pair."""
+    """Return the figures of a comparison (see the top of this file) from both programs' seconds in pairs."""
     if len(ours) != len(peer) or not ours:
         raise ValueError(
-            f"ours has {len(ours)} rounds and peer has {len(peer)}: turns come in pairs, at least one"
+            f"ours has {len(ours)} rounds and peer has {len(peer)}: pass equally many, at least one of each"
         )
     ratios = [a / b for a, b in zip(ours, peer, strict=True)]
     q1, q3 = quartiles(ratios)
@@ -175,7 +175,7 @@ def compare(ours: Sequence[float], peer: Sequence[float], peer_name: str) -> dic
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float]:
-    """The first and the third quartile; both the value itself where there is one."""
+    """Return the first and third quartile; for a single value, both are that value."""
     if len(values) == 1:
         return values[0], values[0]
     q1, _, q3 = statistics.quantiles(values, n=4, method="inclusive")

@@ -1,17 +1,17 @@
-"""Two hosts on one machine, joined by a wire that is as slow as one asks: `host0` and `host1`.
+"""Two hosts on one machine, `host0` and `host1`, joined by a wire with a chosen rate and delay.
 
-A host is a set of the kernel's namespaces, with a network, process numbers and a name of its own: what runs
-in one reaches the other through the wire alone, and shares no memory with it. They have names for each other
-in /etc/hosts, and all files in common, as machines of a cluster that mount the same disk.
+A host is a set of Linux namespaces with its own network, process numbers and name. Its processes reach the
+other host only through the wire, and share no memory with it. The hosts find each other's names in /etc/hosts
+and share all files, like machines of a cluster that mount the same disk.
 
-Nothing of it outlasts this process, however it ends: each host lives as long as its first process, which
-waits for the end of a pipe from here, and the kernel then ends all the others in it, and removes its network.
+Nothing outlasts this process, however it ends. A host lives as long as its first process, which waits for the
+end of a pipe from here. Then the kernel ends all other processes in the host and removes its network.
 
     with TwoHosts() as hosts:
         hosts.wire(rate=1e9, delay=5e-3)
         ranks = [hosts.start(host, command) for host in range(2)]
 
-Needs Linux, root (of a user namespace will do: unshare --user --map-root-user), iproute2 and util-linux.
+Needs Linux, iproute2, util-linux and root; root in a user namespace (unshare --user --map-root-user) will do.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from minidist.benchmarks.harness import slow_wire as wire
 NAMES = "host0", "host1"
 ADDRESSES = "10.213.0.1", "10.213.0.2"
 PORT = 29500
-"""For a rendezvous: in a network of its own any port is free."""
+"""Port of the rendezvous; any port is free in a new network."""
 QUEUE = 5000
-"""Packets that wait in a card at most."""
+"""Maximal number of packets that wait in a card."""
 LIMIT = 20.0
-"""Seconds that a host or the wire may take to be ready, or to be gone."""
+"""Time limit in seconds for a host or the wire to start or to stop."""
 
 _NAMESPACES = ("--pid", "--mount", "--net", "--uts", "--ipc")
 _HOLD = """
@@ -51,12 +51,12 @@ exec cat
 
 
 def why_not() -> str:
-    """Why this machine cannot have two hosts, in a sentence; empty where it can."""
+    """Return in a sentence why this machine cannot have two hosts; empty if it can."""
     if not sys.platform.startswith("linux"):
-        return "network namespaces are Linux's"
+        return f"two hosts need network namespaces, which {sys.platform} lacks: use Linux"
     lacking = [name for name in ("unshare", "nsenter", "ip", "mount") if shutil.which(name) is None]
     if lacking:
-        return f"{', '.join(lacking)} not there: install iproute2 and util-linux"
+        return f"{', '.join(lacking)} not found: install iproute2 and util-linux"
     try:
         os.close(os.open("/dev/net/tun", os.O_RDWR))
     except OSError as error:
@@ -65,24 +65,22 @@ def why_not() -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
     if done.returncode:
         said = done.stderr.strip().splitlines()[-1:] or ["unshare failed"]
-        return (
-            f"no rights to make namespaces ({said[0]}): be root, or run under unshare --user --map-root-user"
-        )
+        return f"cannot make namespaces ({said[0]}): be root, or run under unshare --user --map-root-user"
     return ""
 
 
 class TwoHosts:
-    """Two hosts and their wire, from `with` to its end.
+    """A context manager that makes two hosts and their wire, and removes them at its end.
 
     Args:
-        names: of the hosts.
+        names: names of the hosts.
 
     Attributes:
         firsts: the first process of each host.
-        socket: where the wire takes settings, from anywhere (`minidist.benchmarks.harness.slow_wire.ask`).
+        socket: path of the socket where the wire takes settings (see `slow_wire.ask`).
 
     Raises:
-        OSError: the kernel refuses; `why_not` says so before.
+        OSError: the kernel refuses; call `why_not` first to find out.
     """
 
     def __init__(self, names: tuple[str, str] = NAMES) -> None:
@@ -98,7 +96,7 @@ class TwoHosts:
             (folder / "hosts").write_text(f"127.0.0.1 localhost\n{known}")
             self.socket, self._logs = str(folder / "wire"), str(folder / "logs")
             self.firsts = [self._host(stack, name, folder / "hosts") for name in self.names]
-            (folder / "hosts").unlink()  # it stays mounted; the wire removes the folder
+            (folder / "hosts").unlink()  # it stays mounted, and the wire needs an empty folder to remove
             program = [sys.executable, "-E", "-S", wire.__file__, *map(str, self.firsts), self.socket]
             self._wait_for(self._held(stack, program), "the wire")
             for host, address in enumerate(ADDRESSES):
@@ -116,29 +114,29 @@ class TwoHosts:
         self._kept.close()
 
     def wire(self, rate: float | None = None, delay: float = 0.0, cut: bool = False) -> None:
-        """Set the wire.
+        """Change the wire's settings.
 
         Args:
-            rate: bits a second in each direction; None for as many as this machine carries.
-            delay: seconds that each packet is under way.
-            cut: let nothing through.
+            rate: bits per second in each direction; None for no limit.
+            delay: seconds that each packet travels.
+            cut: drop all packets.
         """
         wire.ask(self.socket, rate=rate, delay=delay, cut=cut)
 
     def sent(self) -> tuple[int, int]:
-        """Bytes, headers included, that each host has sent to the other so far: their cards' counters."""
+        """Return the bytes, headers included, that each host has sent so far, from its card's counter."""
         a, b = (counter(first) for first in self.firsts)
         return a, b
 
     def command(self, host: int, words: Sequence[str]) -> list[str]:
-        """A command that runs `words` on a host."""
+        """Return the command that runs `words` on a host."""
         return ["nsenter", "--target", str(self.firsts[host]), *_NAMESPACES, *words]
 
     def run(self, host: int, words: Sequence[str]) -> str:
-        """Run a short command on a host, and return what it prints.
+        """Run a short command on a host, and return its output.
 
         Raises:
-            OSError: it fails.
+            OSError: the command fails.
         """
         done = subprocess.run(self.command(host, words), capture_output=True, text=True, timeout=LIMIT)
         if done.returncode:
@@ -148,7 +146,7 @@ class TwoHosts:
     def start(
         self, host: int, words: Sequence[str], environment: Mapping[str, str] | None = None
     ) -> subprocess.Popen[str]:
-        """Start a command on a host, which ends with it at the latest. Its output is one pipe."""
+        """Start a command on a host. It ends with the host at the latest; stdout and stderr share a pipe."""
         return subprocess.Popen(
             self.command(host, words),
             env={**os.environ, **(environment or {})},
@@ -162,7 +160,7 @@ class TwoHosts:
     def torchrun(
         self, ranks: int, words: Sequence[str], environment: Mapping[str, str] | None = None
     ) -> list[subprocess.Popen[str]]:
-        """Start torchrun on both, as one would by hand on two machines, with so many ranks on each."""
+        """Start torchrun on both hosts, with `ranks` ranks on each, as one would by hand on two machines."""
         shared = ("--nnodes", "2", "--nproc-per-node", str(ranks), "--log-dir", self._logs)
         meeting = ("--master-addr", self.names[0], "--master-port", str(PORT))
         program = [sys.executable, "-m", "torch.distributed.run", *shared, *meeting]
@@ -180,7 +178,7 @@ class TwoHosts:
         return int(Path(f"/proc/{holder.pid}/task/{holder.pid}/children").read_text())
 
     def _held(self, stack: contextlib.ExitStack, command: Sequence[str]) -> subprocess.Popen[str]:
-        """Start a process that ends with the pipe to it. Ctrl-C is for this process alone."""
+        """Start a process that ends when its input pipe closes. Ctrl-C does not reach it."""
         options: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         process = subprocess.Popen(command, start_new_session=True, **options)
         stack.callback(_ended, process)
@@ -190,11 +188,11 @@ class TwoHosts:
         assert process.stdout is not None
         told, _, _ = select.select([process.stdout], [], [], LIMIT)
         if not told or process.stdout.readline() != "ready\n":
-            raise OSError(f"{what} could not be made: {str(process.args)[:300]} failed")
+            raise OSError(f"{what} could not be started: {str(process.args)[:300]} failed")
 
 
 def _ended(process: subprocess.Popen[str]) -> None:
-    """Close the pipe that a process lives by, and see it go."""
+    """Close a process's input pipe, and wait for its end."""
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.close()
@@ -207,7 +205,7 @@ def _ended(process: subprocess.Popen[str]) -> None:
 
 
 def counter(process: int | str = "self") -> int:
-    """Bytes, headers included, that the host on which a process runs has sent through the wire so far."""
+    """Return the bytes, headers included, that a process's host has sent through the wire so far."""
     for line in Path(f"/proc/{process}/net/dev").read_text().splitlines():
         name, _, figures = line.partition(":")
         if name.strip() == wire.CARD:

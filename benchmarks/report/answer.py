@@ -1,10 +1,10 @@
-"""What should I use? Computed by the memory model: the first strategy that fits, in the order of its costs.
+"""Answer "What should I use?": the first strategy that fits into memory, the cheapest ones tried first.
 
-Nothing here is measured: memory is what `minidist.scale.memory.estimate` reckons for the fullest rank, bytes
-are the formulas that the tests hold the strategies to. The order is that of what a strategy asks beyond plain
-data parallelism. ZeRO's stages 1 and 2 send the same bytes, stage 3 half as many again; a pipeline waits for
-its first and last micro-batches; tensor parallelism sends activations in every layer, which takes links as
-fast as those within one machine. So whoever fits with less should use less.
+Nothing here is measured. Memory is the estimate of `minidist.scale.memory.estimate` for the fullest rank, and
+bytes follow the formulas that the tests check the strategies against. Strategies are ordered by their extra
+cost over plain data parallelism. ZeRO's stages 1 and 2 send the same bytes, and stage 3 sends half as many
+again; a pipeline's ranks wait during its first and last micro-batches; tensor parallelism sends activations
+in every layer, which needs links as fast as those within one machine. So take the first one that fits.
 
 Sources: Rajbhandari et al. 2020 (ZeRO), section 7; Narayanan et al. 2021 (Megatron-LM), sections 2 and 3.
 """
@@ -30,7 +30,7 @@ MACHINES = ((1, 16), (8, 16), (8, 24), (8, 80))  # GPUs, and GB of each
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked: a model, by its name in `minidist.model.configs`, and the machine that is there."""
+    """A question: which strategy trains this model (see `minidist.model.configs`) on this machine?"""
 
     model: str = "gpt2-xl"
     gpus: int = 8
@@ -39,47 +39,47 @@ class Question:
 
     @property
     def text(self) -> str:
-        """In words."""
+        """The question in words."""
         many = f"{self.gpus} GPUs" if self.gpus > 1 else "one GPU"
         return f"{self.called} on {many} with {columns.size(self.memory).replace('.0 ', ' ')}"
 
     @property
     def batch(self) -> int:
-        """Rows of the global batch for which bytes are given: eight a GPU."""
+        """Rows of the global batch for which sent bytes are given: eight per GPU."""
         return 8 * self.gpus
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One strategy, and what it asks. Batches are rows over all GPUs, and 0 where not even one a GPU fits."""
+    """A strategy and its costs. Batches are rows over all GPUs, or 0 if not even one row per GPU fits."""
 
     name: str
     layout: Layout  # in bf16, activations recomputed
     memory: Estimate  # of the fullest rank, with the smallest batch
-    kept: int  # the largest batch with activations kept
-    recomputed: int  # and recomputed
+    kept: int  # the largest batch if activations are kept
+    recomputed: int  # the largest batch if they are recomputed
     sent: int  # bytes that a rank sends in a step of `Question.batch` rows
     idle: float  # share of a step in which a pipeline's ranks wait
 
     @property
     def fits(self) -> bool:
-        """Whether it trains at all."""
+        """Whether the model fits at all."""
         return self.recomputed > 0
 
 
 @functools.cache
 def choices(question: Question) -> tuple[Choice, ...]:
-    """All strategies on that machine, those that ask least first."""
+    """Return all strategies on that machine, the cheapest first."""
     return tuple(_choice(question, name, layout) for name, layout in _layouts(question.gpus).items())
 
 
 def best(found: Sequence[Choice]) -> Choice | None:
-    """The first that fits."""
+    """Return the first choice that fits, or None."""
     return next((choice for choice in found if choice.fits), None)
 
 
 def first_fit(question: Question) -> tuple[str, int] | None:
-    """The name of the best choice and its largest batch, without a look at those after it."""
+    """Return the name of the best choice and its largest batch; later choices are not computed."""
     for name, layout in _layouts(question.gpus).items():
         if _smallest(question, layout).peak <= question.memory:
             return name, fits(question.memory, [question.model], [layout])[0].batch
@@ -114,55 +114,55 @@ def _choice(question: Question, name: str, layout: Layout) -> Choice:
 
 
 def _smallest(question: Question, layout: Layout) -> Estimate:
-    """With one row a GPU, or a micro-batch."""
+    """Estimate the memory with one row per GPU or micro-batch."""
     rows = max(layout.dp, layout.micro_batches)
     return estimate(question.model, layout, batch=(rows, config(question.model).context))
 
 
 def _sent(question: Question, layout: Layout) -> int:
-    """Bytes that a rank sends in a step, by formula; of a pipeline's ranks, one in the middle."""
+    """Return by formula the bytes that a rank sends in a step; in a pipeline, a rank in the middle."""
     shape, ranks = config(question.model), layout.ranks
     if layout.tp > 1:
         return bytes_per_pass(shape, question.batch, shape.context, ranks, element_size=HALF)
     if layout.pp > 1:
         return 2 * question.batch * shape.context * shape.width * HALF
-    times = 3 if layout.zero == 3 else 2  # gathered twice and scattered once; or an all-reduce, or its halves
+    times = 3 if layout.zero == 3 else 2  # two gathers and a reduce-scatter, or an all-reduce or its halves
     return times * (ranks - 1) * shape.parameters() * HALF // ranks
 
 
 def sentence(question: Question, found: Sequence[Choice]) -> str:
-    """The answer in two or three sentences."""
+    """Answer in two or three sentences."""
     chosen, plain = best(found), found[0]
     budget = columns.size(question.memory).replace(".0 ", " ")
     if chosen is None:
         least = min(found, key=lambda choice: choice.memory.peak)
         return (
-            f"None of these fits: the least, {least.name}, takes {columns.size(least.memory.peak)} a GPU of "
-            f"{budget}. Combine them (`minidist plan`), or take more GPUs."
+            f"None of these fits. Even {least.name} needs {columns.size(least.memory.peak)} on each GPU, "
+            f"which has {budget}. Combine strategies (`minidist plan`), or take more GPUs."
         )
     rows = f"a batch of {chosen.recomputed:,} rows"
     if chosen is plain:
         return (
-            f"Use plain data parallelism, which is enough: it takes {columns.size(chosen.memory.peak)} a GPU "
-            f"of {budget} at least, and has room for {rows}."
+            f"Use plain data parallelism. It needs at least {columns.size(chosen.memory.peak)} of each GPU's "
+            f"{budget}, and has room for {rows}."
         )
     told = (
-        f"Use {chosen.name}. Plain data parallelism does not fit, as it takes "
-        f"{columns.size(plain.memory.peak)} a GPU of {budget}. "
-        f"{chosen.name} takes {columns.size(chosen.memory.peak)} at least and has room for {rows}"
+        f"Use {chosen.name}. Plain data parallelism does not fit: it needs "
+        f"{columns.size(plain.memory.peak)} on each GPU, which has {budget}. "
+        f"{chosen.name} needs at least {columns.size(chosen.memory.peak)} and has room for {rows}"
     )
-    told += " at the bytes of plain data parallelism." if chosen.sent == plain.sent else "."
+    told += ". It sends the same bytes as plain data parallelism." if chosen.sent == plain.sent else "."
     more = [each for each in found if each.sent == chosen.sent and each.recomputed > chosen.recomputed]
     if more:
         told += (
-            f" {more[-1].name} sends as many bytes, too: take it for a larger batch, up to "
+            f" {more[-1].name} also sends the same bytes: take it for a larger batch, up to "
             f"{more[-1].recomputed:,} rows."
         )
     return told
 
 
 def code(choice: Choice) -> str:
-    """How minidist is told to."""
+    """Return the Python code of a choice's layout."""
     layout = choice.layout
     axes = [f"{axis}={getattr(layout, axis)}" for axis in ("dp", "tp", "pp") if getattr(layout, axis) > 1]
     more = [f"zero={layout.zero}"] if layout.zero else []
@@ -172,14 +172,14 @@ def code(choice: Choice) -> str:
 
 
 def estimated(question: Question, choice: Choice) -> str:
-    """The call that gives a choice's memory."""
+    """Return the Python call that estimates a choice's memory."""
     shape = config(question.model)
     rows = max(choice.layout.dp, choice.layout.micro_batches)
     return f'estimate("{question.model}", {code(choice)}, batch=({rows}, {shape.context})).peak'
 
 
 def overview() -> dict[str, list[tuple[str, int] | None]]:
-    """For each of `MODELS` the best choice on each of `MACHINES`, and its largest batch."""
+    """Return for each of `MODELS` the best choice on each of `MACHINES`, and its largest batch."""
     return {
         model: [first_fit(Question(model, gpus, memory * GB)) for gpus, memory in MACHINES]
         for model in MODELS
@@ -187,7 +187,7 @@ def overview() -> dict[str, list[tuple[str, int] | None]]:
 
 
 def as_json(question: Question) -> dict[str, Any]:
-    """The answer for a program: sizes in bytes."""
+    """Return the answer for a program to read; sizes are in bytes."""
     found = choices(question)
     chosen = best(found)
     return {

@@ -1,6 +1,6 @@
-"""The report's chapters, and which results stand in which.
+"""The report's chapters, and the assignment of results to chapters.
 
-What a result is for decides: its figures in extra_info, and where those say nothing its suite.
+A result's chapter follows from the keys in its extra_info, or else from its suite.
 """
 
 from __future__ import annotations
@@ -14,66 +14,66 @@ from minidist.benchmarks.report.report import Section
 
 @dataclass(frozen=True)
 class Chapter:
-    """A part of the report: its name in links, its title, and what a reader should know before."""
+    """A part of the report: its name in links, its title, and an introduction."""
 
     name: str
     title: str
     about: str
     suites: tuple[str, ...] = ()
-    keys: tuple[str, ...] = ()  # of extra_info: a result that has them all belongs here
+    keys: tuple[str, ...] = ()  # a result with all these keys in extra_info belongs here
 
 
 CHAPTERS = (
     Chapter(
         "strategies",
         "Strategies",
-        "What a training step costs: its time, the bytes that a rank sends, the bytes that the fullest rank "
-        "holds, and the same step by the library that people would take instead.",
+        "The cost of a training step: its time, the bytes that a rank sends, the bytes that the fullest rank "
+        "holds, and the time of the same step with the library that people would use instead.",
         ("bench_strategies", "bench_training", "bench_tensor_parallel",
          "bench_parameter_server", "bench_slow_link", "bench_devices"),
         ("strategy",),
     ),
     Chapter(
         "zero",
-        "ZeRO: who holds what",
-        "Each stage shares one more part of the memory over the ranks: the optimizer's state, then the "
+        "ZeRO: which rank holds what",
+        "Each stage shards one more part of the memory over the ranks: first the optimizer state, then the "
         "gradients, then the parameters.",
         ("bench_zero", "bench_fully_shard", "bench_recompute"),
     ),
     Chapter(
         "pipelines",
         "Pipelines",
-        "A row for each rank, a box for each pass of a micro-batch, and nothing where a rank waits: what the "
-        "schedule promises above, what the ranks did below, on one scale of time.",
+        "Each row is a rank, and each box a pass of a micro-batch; in the gaps the rank waits. The upper "
+        "chart is the simulated schedule, the lower one was measured, and both have the same time scale.",
         ("bench_pipeline",),
         ("timeline",),
     ),
     Chapter(
         "scaling",
         "Scaling",
-        "Strong scaling cuts one batch over more ranks, and is ideal where N ranks are N times as fast; weak "
-        "scaling gives each rank as much as before, and is ideal where the step takes no longer.",
+        "Strong scaling divides one batch over more ranks; ideally N ranks are N times as fast. Weak scaling "
+        "gives every rank the same number of rows; ideally the step takes no longer.",
         ("bench_scaling",),
         ("scaling",),
     ),
     Chapter(
         "collectives",
         "Collectives",
-        "Operations in which all ranks take part. Dots are measured; lines are what the model of cost says, "
-        "whose two or three numbers were fitted to other sizes before.",
+        "Operations in which all ranks take part. Dots are measured. Lines are predictions of the cost "
+        "model, whose two or three parameters were fitted to other sizes beforehand.",
         ("bench_collectives", "bench_nccl"),
     ),
     Chapter(
         "ladders",
         "Matrix products: the ladders",
-        "Each rung is one idea more than the one before it, beside the vendor's library and below what the "
-        "machine can do at all.",
+        "Each rung adds one idea to the rung before it. It is compared with the vendor's library and with "
+        "the machine's peak.",
         ("bench_cpu_matmul", "bench_cuda"),
     ),
     Chapter(
         "lessons",
         "Lessons: solutions against par",
-        "What the exercises' solutions cost by the measure that each names, beside what a good one may cost.",
+        "Each exercise has a measure of cost. Its solution's cost is compared with par, the cost to aim for.",
         ("bench_lessons",),
         ("cost", "par"),
     ),
@@ -83,15 +83,15 @@ BY_SUITE = {suite: chapter.name for chapter in CHAPTERS for suite in chapter.sui
 
 
 def chapter_of(entry: Entry) -> str:
-    """The name of the chapter in which a result stands."""
-    for chapter in reversed(CHAPTERS):  # a pipeline's timeline says more than that it is a strategy
+    """Return the name of a result's chapter."""
+    for chapter in reversed(CHAPTERS):  # so that a strategy with a timeline counts as a pipeline
         if chapter.keys and set(chapter.keys) <= entry["extra_info"].keys():
             return chapter.name
     return BY_SUITE.get(entry["suite"], "rest")
 
 
 def by_chapter(sections: Sequence[Section]) -> dict[str, list[Section]]:
-    """Sections by chapter, in the chapters' order; of one whose results differ there are several."""
+    """Sort sections by chapter; a section with results of several chapters is split."""
     found: dict[str, list[Section]] = {chapter.name: [] for chapter in CHAPTERS}
     for section in sections:
         parts: dict[str, list[Entry]] = {}

@@ -1,4 +1,4 @@
-"""Figures of the CPU's ladder: each rung's share of BLAS's speed, and its place below the core's peak."""
+"""Figures of the CPU ladder: each rung's share of BLAS's speed, and the roofline of one core."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from minidist.kernels.measure.points import intensity
 
 
 def rungs(entries: Sequence[Entry]) -> dict[str, list[Entry]]:
-    """The results of the ladder on one core, by rung, each by size."""
+    """Return the results of the ladder on one core by rung, each rung's in the order of size."""
     found: dict[str, list[Entry]] = {}
     for entry in entries:
         extra = entry["extra_info"]
@@ -26,7 +26,7 @@ def rungs(entries: Sequence[Entry]) -> dict[str, list[Entry]]:
 
 
 def bars(entries: Sequence[Entry], page_name: str) -> Plot | None:
-    """A bar for each rung, at its largest size."""
+    """Draw a bar for each rung, at its largest size."""
     rows = []
     for index, (name, several) in enumerate(rungs(entries).items()):
         extra = several[-1]["extra_info"]
@@ -40,13 +40,13 @@ def bars(entries: Sequence[Entry], page_name: str) -> Plot | None:
     drawn, told = shares(rows, f"share of {peer}'s speed, percent")
     return Plot(
         svg(drawn, page_name),
-        f"Bars beside a line at 100 percent of {peer}'s speed: {told}.",
-        f"Share of {peer}'s speed on one core in float32, at each rung's largest n; the line is as fast.",
+        f"Bars with a line at 100 percent of {peer}'s speed: {told}.",
+        f"Share of {peer}'s speed on one core in float32, at each rung's largest n; the line is {peer}.",
     )
 
 
 def roofline(entries: Sequence[Entry], device: str, page_name: str) -> Plot | None:
-    """The rungs' rates over their intensity, below what one core can do; None where no peak was measured."""
+    """Draw the rungs on the roofline of one core, or return None if no peak was measured."""
     found = rungs(entries)
     measured = [entry["extra_info"] for several in found.values() for entry in several]
     peaks = [
@@ -72,7 +72,7 @@ def roofline(entries: Sequence[Entry], device: str, page_name: str) -> Plot | No
         f"{name} {columns.number(several[-1]['extra_info']['gflops'])} of {columns.number(peak)}"
         for name, several in found.items()
     )
-    slope = "its slope is the rate at which a core reads memory, " if bandwidths else ""
+    slope = "its slope is the rate at which a core reads memory, and " if bandwidths else ""
     return roofline_figure.roofline(
         f"one core of {device}",
         lines,
@@ -80,5 +80,5 @@ def roofline(entries: Sequence[Entry], device: str, page_name: str) -> Plot | No
         statistics.median(bandwidths) if bandwidths else None,
         page_name,
         told,
-        f"The roofline of one core: {slope}its peak what fused multiply-adds reach. A point for each n.",
+        f"The roofline of one core: {slope}its peak is the rate of fused multiply-adds. A point for each n.",
     )

@@ -1,8 +1,8 @@
-"""How the report's figures look: narrow, on a transparent ground, in colours that the page defines.
+"""The style of the report's figures: narrow, with a transparent background, in colours that the page defines.
 
-matplotlib wants colours and the page has variables, so that figures are right on light and on dark: each
-colour here stands for a variable until the SVG is written. Figures are narrow, so that on a phone their
-letters stay readable.
+The page's colours are CSS variables, so that figures suit both a light and a dark page. matplotlib needs real
+colours, so each colour here is a stand-in that the written SVG replaces by its variable. Figures are narrow
+to stay readable on a phone.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WIDTH = 4.6  # inches; 10 pt letters are then 11 px high on a screen of 390 px
-SERIES = 8  # colours of series that the page defines, --series-0 to --series-7
+SERIES = 8  # number of series colours that the page defines, --series-0 to --series-7
 INK, MUTED, GRID, PEER, GOOD, BAD, CARD = (f"#0000f{index}" for index in range(7))
 STAND_INS = {INK: "--ink", MUTED: "--muted", GRID: "--grid", PEER: "--peer", GOOD: "--good", BAD: "--bad"}
 STAND_INS |= {CARD: "--card"}
@@ -24,18 +24,18 @@ STAND_INS |= {f"#0001f{index}": f"--series-{index}" for index in range(SERIES)}
 
 
 def color(index: int) -> str:
-    """The colour of a series, by its number."""
+    """Return the colour of a series."""
     return f"#0001f{index % SERIES}"
 
 
 def figure(height: float) -> tuple[Figure, Axes]:
-    """An empty figure, on a transparent ground, in stand-in colours."""
+    """Return an empty figure with one axes."""
     drawn, (axes,) = stacked(height, 1)
     return drawn, axes
 
 
 def stacked(height: float, rows: int) -> tuple[Figure, list[Axes]]:
-    """The same with several axes above each other, on one scale from left to right."""
+    """Return an empty figure with several axes above each other that share the x axis."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
@@ -53,11 +53,11 @@ def stacked(height: float, rows: int) -> tuple[Figure, list[Axes]]:
 
 
 def svg(figure: Figure, name: str) -> str:
-    """The figure as an <svg> element in the page's colours and font, its ids its own, its size not fixed."""
+    """Return the figure as an <svg> element in the page's style, with unique ids and no fixed size."""
     import matplotlib as mpl
 
     text = io.StringIO()
-    # Text stays text, so that it can be read aloud, searched and take the page's font.
+    # Text stays text, so that it can be read aloud and searched, and uses the page's font.
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "minidist"}):
         figure.savefig(
             text, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None}
@@ -69,14 +69,14 @@ def svg(figure: Figure, name: str) -> str:
     svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
     for stand_in, variable in STAND_INS.items():
         svg = svg.replace(stand_in, f"var({variable})")
-    # Several figures share one page: what nothing refers to needs no id, and what remains is made unique.
+    # Several figures share one page, so drop the ids that nothing refers to and make the others unique.
     used = set(re.findall(r"#([\w.-]+)", svg))
     svg = re.sub(r' id="([^"]+)"', lambda found: f' id="{name}-{found[1]}"' if found[1] in used else "", svg)
     return re.sub(r"#(?=[\w.-]+[\")])", f"#{name}-", svg)
 
 
 def after(axes: Axes, x: float, y: float, text: str) -> None:
-    """Write what a bar stands for after its end, over any line that is there."""
+    """Write a text after the end of a bar, on top of any line there."""
     ground = {"facecolor": CARD, "edgecolor": "none", "pad": 0.8}
     axes.annotate(
         text,
@@ -92,7 +92,7 @@ def after(axes: Axes, x: float, y: float, text: str) -> None:
 
 
 def legend(figure: Figure, names: dict[str, str], columns: int = 3) -> None:
-    """What each colour stands for, below the figure: names by colour."""
+    """Draw a legend below the figure; `names` maps colours to names."""
     from matplotlib.patches import Patch
 
     keys = [Patch(color=shade, label=name) for shade, name in names.items()]
@@ -109,7 +109,7 @@ def legend(figure: Figure, names: dict[str, str], columns: int = 3) -> None:
 
 
 def apart(heights: list[float], gap: float, ceiling: float) -> list[float]:
-    """Ascending heights, moved so that they are at least `gap` apart and none is above the ceiling."""
+    """Move ascending heights so that they are at least `gap` apart and none is above the ceiling."""
     moved = list(heights)
     for below in range(len(moved) - 1):
         moved[below + 1] = max(moved[below + 1], moved[below] + gap)
@@ -120,7 +120,10 @@ def apart(heights: list[float], gap: float, ceiling: float) -> list[float]:
 
 
 def shares(rows: list[tuple[str, float | None, str, str]], axis: str) -> tuple[Figure, str]:
-    """Bars beside a line at 100, a row each: name, percentage or None, text, colour; and what they say."""
+    """Draw percentages as bars with a line at 100; return the figure and its description.
+
+    A row has a name, a percentage or None, a text and a colour.
+    """
     drawn, axes = figure(0.6 + 0.27 * len(rows))
     for row, (_, percent, text, shade) in enumerate(rows):
         reach = percent or 0.0

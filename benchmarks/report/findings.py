@@ -1,7 +1,7 @@
-"""What was found: five sentences, each computed from results, that a reader in a hurry takes home.
+"""Pick the findings: up to five sentences, computed from the results, for a reader in a hurry.
 
-Each subject looks at one machine's results and makes a sentence of them, or none where they do not have what
-it takes; then the next subject has its turn. What the spread leaves open is said to be open.
+Each subject makes a sentence from one machine's results, or None if they lack the figures for it. A sentence
+says so if the spread leaves a comparison open.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from minidist.benchmarks.report.findings_training import (
 
 MOST = 5
 Subject = Callable[[list[Entry], Results], Finding | None]
-# In the order of what readers ask; of several in one line the first that has something to say.
+# The most asked come first. Of several subjects in one line, the first that has a finding counts.
 SUBJECTS: tuple[tuple[Subject, ...], ...] = (
     (strategies,),
     (zero,),
@@ -39,7 +39,7 @@ SUBJECTS: tuple[tuple[Subject, ...], ...] = (
 
 
 def findings(machines: Mapping[str, Results], most: int = MOST) -> list[Finding]:
-    """At most so many findings, each of the first machine that has it."""
+    """Return at most `most` findings, each from the first machine that has it."""
     entries = {slug: results.newest(found) for slug, found in machines.items()}
     made = []
     for alternatives in SUBJECTS:

@@ -1,4 +1,4 @@
-"""Findings on single operations: the ladders of matrix products beside the vendor's, and the collectives."""
+"""Findings on single operations: the ladders of matrix products, and the collectives."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from minidist.benchmarks.report.finding import Finding, Number, finding
 
 
 def cpu_ladder(entries: list[Entry], found: Results) -> Finding | None:
-    """From the first rung to the last on one core, and where that stands beside BLAS."""
+    """Compare the first rung with the last on one core, and the last with BLAS."""
     rungs = [
         entry
         for entry in entries
@@ -33,7 +33,7 @@ def cpu_ladder(entries: list[Entry], found: Results) -> Finding | None:
         f" ({_rung(last)}, n = {extra['size']:,})",
     ]
     if columns.verdict(last) == "undecided":
-        words.append(f": beside {peer} {verdicts.UNDECIDED}")
+        words.append(f", with {verdicts.UNDECIDED} against {peer}")
     elif "percent_of_peer" in extra:
         words += [
             ", which is ",
@@ -44,7 +44,7 @@ def cpu_ladder(entries: list[Entry], found: Results) -> Finding | None:
         words += [
             " and ",
             Number(f"{columns.number(extra['percent_of_peak'])}%", last),
-            " of what the core can do",
+            " of the core's peak",
         ]
     return finding("ladders", *words, ".")
 
@@ -55,7 +55,7 @@ def _rung(entry: Entry) -> str:
 
 
 def cuda_ladder(entries: list[Entry], found: Results) -> Finding | None:
-    """The rung that comes nearest to the vendor's product, in each arithmetic."""
+    """Find the rung that comes nearest to the vendor's product, in each arithmetic."""
     climbed = ladder.of("", found)
     if climbed is None:
         return None
@@ -67,32 +67,32 @@ def cuda_ladder(entries: list[Entry], found: Results) -> Finding | None:
                 best[str(row.dtype)] = percent, row.entries[size], f"{row.name}, n = {size:,}"
     if not best:
         return None
-    words: list[str | Number] = ["The CUDA ladder, written in Python, comes to "]
-    for index, (percent, entry, place) in enumerate(sorted(best.values(), key=lambda each: -each[0])[:3]):
-        words += [", to " if index else "", Number(f"{columns.number(percent)}%", entry), f" ({place})"]
+    words: list[str | Number] = ["The CUDA ladder, written in Python, reaches "]
+    for index, (percent, entry, rung) in enumerate(sorted(best.values(), key=lambda each: -each[0])[:3]):
+        words += [", " if index else "", Number(f"{columns.number(percent)}%", entry), f" ({rung})"]
     return finding("ladders", *words, " of torch.matmul's speed in the same arithmetic.")
 
 
 def collectives(entries: list[Entry], found: Results) -> Finding | None:
-    """The largest tensor beside the peer, and how well the model of cost predicts."""
-    beside = [
+    """Compare the largest tensor with the peer, count all comparisons, and judge the cost model."""
+    compared = [
         entry
         for entry in entries
         if entry["suite"] == "bench_collectives" and {"ratio", "bytes", "ranks"} <= entry["extra_info"].keys()
     ]
-    if not beside:
+    if not compared:
         return None
-    fewest = min(entry["extra_info"]["ranks"] for entry in beside)
-    most = max(e["extra_info"]["bytes"] for e in beside if e["extra_info"]["ranks"] == fewest)
-    same = [e for e in beside if (e["extra_info"]["ranks"], e["extra_info"]["bytes"]) == (fewest, most)]
-    counted = verdicts.tally(beside)
+    fewest = min(entry["extra_info"]["ranks"] for entry in compared)
+    most = max(e["extra_info"]["bytes"] for e in compared if e["extra_info"]["ranks"] == fewest)
+    same = [e for e in compared if (e["extra_info"]["ranks"], e["extra_info"]["bytes"]) == (fewest, most)]
+    counted = verdicts.tally(compared)
     decided = verdicts.tally(same)
     example = decided.best or decided.worst
     words: list[str | Number] = []
     at = f"{columns.binary_size(most)} on {fewest} ranks"
     if example is None:
         words.append(
-            f"For {at} there is {verdicts.UNDECIDED} between {same[0]['extra_info']['peer']} and ours"
+            f"For {at} there is {verdicts.UNDECIDED} between minidist and {same[0]['extra_info']['peer']}"
         )
     else:
         words += [
@@ -101,18 +101,16 @@ def collectives(entries: list[Entry], found: Results) -> Finding | None:
             f" of {example['extra_info']['peer']}'s time",
         ]
     words.append(
-        f"; of all {len(beside)} comparisons {len(counted.faster)} are faster, {len(counted.slower)} slower "
-        f"and {len(counted.undecided)} cannot be told apart"
+        f"; of all {len(compared)} comparisons minidist wins {len(counted.faster)} and loses "
+        f"{len(counted.slower)}, and {len(counted.undecided)} are undecided"
     )
     predicted = [entry for entry in entries if "predicted" in entry["extra_info"] and _collective(entry)]
     if predicted:
         off = statistics.median(
             abs(entry["extra_info"]["predicted"] / entry["stats"]["median"] - 1) for entry in predicted
         )
-        words.append(
-            f", and the model of cost is off by {100 * off:.0f}% in the median of {len(predicted)} times"
-        )
-    return finding("collectives", *words, ".", rests_on=(*beside, *predicted))
+        words.append(f"; the cost model's median error over {len(predicted)} times is {100 * off:.0f}%")
+    return finding("collectives", *words, ".", rests_on=(*compared, *predicted))
 
 
 def _collective(entry: Entry) -> bool:

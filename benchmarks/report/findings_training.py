@@ -1,4 +1,4 @@
-"""Findings on training: strategies beside libraries, ZeRO's memory, scaling, pipelines, and our own goals."""
+"""Findings on training: strategies, ZeRO's memory, scaling, pipelines, recomputing, and our own goals."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ SHOWN = {name: kind.title for name, kind in SCHEDULES.items()}
 
 
 def strategies(entries: list[Entry], found: Results) -> Finding | None:
-    """How many are faster than the library that people would take instead, and the two ends."""
+    """Count the strategies that are faster than another library, and name the two extremes."""
     counted = verdicts.tally(verdicts.strategies(entries))
     many = len(counted.entries)
     if not many:
         return None
     words: list[str | Number] = [
-        f"Of {many} training steps that ran in turn with another library's on the same batch, "
+        f"{many} training steps ran in turns with another library's on the same batch: "
         f"{len(counted.faster)} took less time, {len(counted.slower)} took more, and "
-        f"{len(counted.undecided)} had {verdicts.UNDECIDED}"
+        f"{len(counted.undecided)} showed {verdicts.UNDECIDED}"
     ]
     ends = [entry for entry in (counted.best, counted.worst) if entry is not None]
     for index, entry in enumerate(ends):
         words += [
-            " and " if index else "; the extremes are " if len(ends) > 1 else "; the farthest is ",
-            f"{verdicts.name(entry)} at ",
+            " and " if index else "; the extremes are " if len(ends) > 1 else "; the extreme is ",
+            f"{verdicts.name(entry)} with ",
             Number(columns.times(verdicts.ratio(entry)), entry),
-            f" of the time of {entry['extra_info']['peer']}",
+            f" times the time of {entry['extra_info']['peer']}",
         ]
     return finding("strategies", *words, ".", rests_on=counted.entries)
 
 
 def zero(entries: list[Entry], found: Results) -> Finding | None:
-    """What the highest stage of ZeRO leaves of plain data parallelism's memory, and what it sends."""
+    """Compare memory and sent bytes of the highest ZeRO stage with plain data parallelism."""
     pairs = [(stages, key) for key, stages in zero_stages(entries).items() if 0 in stages and len(stages) > 1]
     if not pairs:
         return None
@@ -51,7 +51,7 @@ def zero(entries: list[Entry], found: Results) -> Finding | None:
     words: list[str | Number] = [
         f"ZeRO-{max(stages)} trains {model} on {ranks} ranks in ",
         Number(columns.size(after), sharded),
-        " a rank where plain data parallelism takes ",
+        " per rank, where plain data parallelism takes ",
         Number(columns.size(before), plain),
         f" ({100 * after / before:.0f}%)",
     ]
@@ -60,14 +60,17 @@ def zero(entries: list[Entry], found: Results) -> Finding | None:
         words += [
             ", and sends ",
             Number(columns.size(sent[0]), sharded),
-            " a step instead of ",
+            " per step instead of ",
             Number(columns.size(sent[1]), plain),
         ]
     return finding("zero", *words, ".")
 
 
 def zero_stages(entries: list[Entry]) -> dict[tuple[str, int], dict[int, Entry]]:
-    """By model and ranks, the plainest result of each stage that counted its memory; 0 is plain."""
+    """Return, by model and ranks, the plainest result with counted memory of each ZeRO stage.
+
+    Stage 0 is plain data parallelism.
+    """
     found: dict[tuple[str, int], dict[int, Entry]] = {}
     for entry in sorted(entries, key=lambda entry: _frills(entry["extra_info"])):
         extra = entry["extra_info"]
@@ -79,13 +82,13 @@ def zero_stages(entries: list[Entry]) -> dict[tuple[str, int], dict[int, Entry]]
 
 
 def _frills(extra: dict[str, Any]) -> tuple[bool, int]:
-    """What sorts a strategy's plainest form first, and overlap, which is data parallelism's default."""
+    """Return a sort key that puts overlap, data parallelism's default, and then plain forms first."""
     strategy = str(extra.get("strategy", ""))
     return strategy != "data parallel, overlap", strategy.count(",")
 
 
 def _zero_stage(layout: str) -> int | None:
-    """The stage of a layout of data parallelism alone, in full precision; None for any other."""
+    """Return the ZeRO stage of a layout with only data parallelism, in full precision; None for any other."""
     try:
         parsed = Layout.parse(layout)
     except ValueError:
@@ -95,7 +98,7 @@ def _zero_stage(layout: str) -> int | None:
 
 
 def scaling(entries: list[Entry], found: Results) -> Finding | None:
-    """The best and the worst on as many ranks as there are cores, of one batch cut over them."""
+    """Name the best and the worst strong scaling on at most as many ranks as there are cores."""
     cores = found["machine_info"]["cores"]
     strong = [
         entry
@@ -120,13 +123,13 @@ def scaling(entries: list[Entry], found: Results) -> Finding | None:
         words += [
             " and " if index else "",
             Number(f"{share * size:.2f} times", entry),
-            f" as fast as on one by {entry['extra_info']['series']} ({100 * share:.0f}% of the ideal)",
+            f" as fast as on one with {entry['extra_info']['series']} ({100 * share:.0f}% of the ideal)",
         ]
     return finding("scaling", *words, ".", rests_on=tuple(ranked))
 
 
 def pipelines(entries: list[Entry], found: Results) -> Finding | None:
-    """How long ranks wait under each schedule, and what the simulation said."""
+    """Compare how long ranks wait under each schedule, measured and simulated."""
     bubbles = {
         schedule_name(entry): entry
         for entry in entries
@@ -158,13 +161,13 @@ def pipelines(entries: list[Entry], found: Results) -> Finding | None:
 
 
 def schedule_name(entry: Entry) -> str:
-    """A schedule as papers call it."""
+    """Return a schedule's name as in the papers."""
     schedule = str(entry["extra_info"]["schedule"])
     return SHOWN.get(schedule, schedule)
 
 
 def recompute(entries: list[Entry], found: Results) -> Finding | None:
-    """What recomputing activations costs in time."""
+    """Report what recomputing activations costs in time."""
     whole = [
         entry for entry in entries if entry["suite"] == "bench_recompute" and "ratio" in entry["extra_info"]
     ]
@@ -175,7 +178,7 @@ def recompute(entries: list[Entry], found: Results) -> Finding | None:
     note = f": {extra['note']}" if "note" in extra else ""
     if columns.undecided(entry):
         words: list[str | Number] = [
-            f"What recomputing activations costs in time is {verdicts.UNDECIDED}{note}"
+            f"Steps with and without recomputed activations show {verdicts.UNDECIDED}{note}"
         ]
     else:
         words = [
@@ -187,21 +190,21 @@ def recompute(entries: list[Entry], found: Results) -> Finding | None:
 
 
 def goals(entries: list[Entry], found: Results) -> Finding | None:
-    """How many of the goals that the project set itself are met, and the one that is farthest."""
+    """Count the goals of this project that are met, and name the one that is missed by most."""
     judged = [(entry, judgement) for entry in entries if (judgement := columns.goal(entry))]
     if not judged:
         return None
     met = sum(kept for _, (_, _, kept) in judged)
-    words: list[str | Number] = [f"Of the {len(judged)} goals that this project set itself {met} are met"]
+    words: list[str | Number] = [f"This project meets {met} of the {len(judged)} goals that it set itself"]
     missed = [(entry, value / limit) for entry, (value, limit, kept) in judged if not kept]
     if missed:
         entry, times = max(missed, key=lambda each: each[1])
-        words += ["; the farthest from it, at ", Number(f"{columns.times(times)} of its limit", entry)]
-        words.append(f", is {columns.label(entry)}")
+        words += [f"; {columns.label(entry)} misses by most, at "]
+        words.append(Number(f"{columns.times(times)} times its limit", entry))
     first = entry if missed else judged[0][0]
     return finding(chapter_of(first), *words, ".", rests_on=tuple(entry for entry, _ in judged))
 
 
 def _joint(index: int, many: int) -> str:
-    """What stands before an item of a list."""
+    """Return the separator before an item of a list."""
     return "" if index == 0 else " and " if index == many - 1 else ", "

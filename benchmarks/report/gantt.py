@@ -1,4 +1,4 @@
-"""A pipeline's step as a Gantt chart: as it was simulated above, as it was measured below, on one scale."""
+"""Draw a pipeline's step as Gantt charts: simulated above, measured below, on one time scale."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ KINDS = {
     "backward_input": (color(1), "backward"),
     "backward_weight": (color(2), "backward, weights"),
 }
-Timeline = Sequence[
-    Sequence[Sequence[Any]]
-]  # of each rank: kind, micro-batch, chunk, start and end in seconds
+Timeline = Sequence[Sequence[Sequence[Any]]]
+"""The passes of each rank: kind, micro-batch, chunk, start and end in seconds."""
 
 
 def chart(entry: Entry, page_name: str) -> Plot:
-    """Of a result with a timeline."""
+    """Draw the timeline of a result."""
     extra = entry["extra_info"]
     shown = {
         which: extra["timeline"][which] for which in ("simulated", "measured") if which in extra["timeline"]
@@ -49,7 +48,7 @@ def chart(entry: Entry, page_name: str) -> Plot:
     return Plot(
         svg(drawn, page_name),
         f"A Gantt chart of {ranks} ranks under {name}, {'; '.join(told)}.",
-        "A box is a pass of the micro-batch whose number it has; where there is none, the rank waits.",
+        "Each box is a pass, with the number of its micro-batch; in the gaps the rank waits.",
     )
 
 

@@ -1,7 +1,7 @@
-"""The CUDA ladder in one table: the share of torch.matmul's speed that each rung has, in each arithmetic.
+"""The CUDA ladder in one table: each rung's speed as a share of torch.matmul's, in each arithmetic.
 
-Only what was measured has a figure. A rung that was not has a row that says so, and where no results file is
-of a machine with a GPU, all rows do.
+Only measured rungs have figures. The row of any other rung says "not measured", and so do all rows if no
+results file comes from a machine with a GPU.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ from minidist.kernels.cuda import RUNGS
 
 NOTHING = "not measured"
 DASH = "–"
-TITLE = "The CUDA ladder beside torch.matmul"
-HOW = "`minidist bench cuda` measures it on a machine with a GPU."
+TITLE = "The CUDA ladder against torch.matmul"
+HOW = "To measure it, run `minidist bench cuda` on a machine with a GPU."
 
 
 @dataclass(frozen=True)
 class Row:
-    """A rung in one arithmetic: float32 as it is, or as TF32, float16, ..."""
+    """A rung in one arithmetic: float32, TF32, float16, ..."""
 
     rung: str
-    dtype: str | None  # None where nothing was measured of this rung
-    entries: Mapping[int, Entry]  # by n of n x n times n x n
+    dtype: str | None  # None if this rung was not measured
+    entries: Mapping[int, Entry]  # by n, for n x n times n x n
 
     @property
     def name(self) -> str:
-        """What a figure calls it: `8 warp tile, float32`."""
+        """The row's name in a figure: `8 warp tile, float32`."""
         number, _, words = self.rung.removeprefix("s").partition("_")
         arithmetic = f", {columns.kind_name(self.dtype)}" if self.dtype else ""
         return f"{number} {words.replace('_', ' ')}{arithmetic}"
 
     def percent(self, size: int) -> float | None:
-        """The share of torch.matmul's speed at a size."""
+        """Return the share of torch.matmul's speed at a size, in percent."""
         return self._figure(size, "percent_of_peer")
 
     def largest(self, key: str) -> float | None:
-        """A figure at the largest size that was measured."""
+        """Return a figure at the largest measured size."""
         return self._figure(max(self.entries), key) if self.entries else None
 
     def _figure(self, size: int, key: str) -> float | None:
@@ -59,43 +59,43 @@ class Row:
 
 @dataclass(frozen=True)
 class Ladder:
-    """All rungs, as one machine's results have them."""
+    """All rungs, with one machine's results."""
 
-    machine: str | None  # its slug; None where no results file has figures
+    machine: str | None  # its slug; None if no results file has figures
     device: str  # the GPU's name
     provenance: str
     rows: tuple[Row, ...]
 
     @property
     def sizes(self) -> list[int]:
-        """The sizes at which any rung was measured."""
+        """All sizes that were measured for at least one rung."""
         return sorted({size for row in self.rows for size in row.entries})
 
     @property
     def common_size(self) -> int:
-        """The size at which most rows have a figure, of several the largest; 0 where there is none."""
+        """The size that most rows have, the largest if there are several; 0 if there is none."""
         counts = Counter(size for row in self.rows for size in row.entries)
         return max(counts, key=lambda size: (counts[size], size), default=0)
 
     @property
     def title(self) -> str:
-        """What it is, and of which GPU."""
+        """The table's title, with the GPU."""
         return f"{TITLE}, {self.device}" if self.machine else f"{TITLE}: {NOTHING}"
 
     @property
     def about(self) -> str:
-        """What its figures mean, or how to get some."""
+        """What the figures mean, or how to measure them."""
         if self.machine is None:
-            return f"No results file here has figures of a GPU. {HOW}"
+            return f"None of the results files here comes from a GPU. {HOW}"
         return (
-            "The rung's speed as a share of `torch.matmul`'s at n x n times n x n, in the same arithmetic: "
-            "100% is as fast. The rate, and its share of the GPU's peak (the vendor's product at its best), "
-            "are those at the largest n."
+            "The columns by n give the rung's speed for n x n times n x n as a share of `torch.matmul`'s in "
+            "the same arithmetic; at 100% both are equally fast. The rate, and its share of the GPU's peak "
+            "(the vendor's product at its best), are for the largest n."
         )
 
 
 def of(slug: str, found: Results) -> Ladder | None:
-    """The ladder as a machine's results have it; None where they have nothing of it."""
+    """Return the ladder from a machine's results, or None if they have no rung."""
     measured: dict[tuple[str, str], dict[int, Entry]] = {}
     for entry in results.newest(found):
         extra = entry["extra_info"]
@@ -117,7 +117,7 @@ def of(slug: str, found: Results) -> Ladder | None:
 
 
 def pick(machines: Mapping[str, Results]) -> Ladder:
-    """The ladder of the first machine that has one; else one without a figure."""
+    """Return the ladder of the first machine that has one, or else a ladder without figures."""
     for slug, found in machines.items():
         ladder = of(slug, found)
         if ladder:
@@ -126,14 +126,14 @@ def pick(machines: Mapping[str, Results]) -> Ladder:
 
 
 def headings(ladder: Ladder) -> list[str]:
-    """The heading of each cell of a row."""
+    """Return the headings of a row's cells."""
     if ladder.machine is None:
         return ["speed"]
     return ["arithmetic", *map(str, ladder.sizes), "GFLOP/s", "of the GPU's peak"]
 
 
 def cells(ladder: Ladder, row: Row) -> list[str]:
-    """The text of a row's cells."""
+    """Return the texts of a row's cells."""
     if ladder.machine is None:
         return [NOTHING]
     if row.dtype is None:
@@ -146,7 +146,7 @@ def cells(ladder: Ladder, row: Row) -> list[str]:
 
 
 def show(console: Console, ladder: Ladder) -> None:
-    """Print the table, of it the leading columns that the terminal has room for."""
+    """Print the table, with as many of its first columns as fit into the terminal."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("", no_wrap=True)
     texts = [cells(ladder, row) for row in ladder.rows]
@@ -168,7 +168,7 @@ def show(console: Console, ladder: Ladder) -> None:
 
 
 def as_json(ladder: Ladder) -> dict[str, Any]:
-    """The ladder for a program: null, and no sizes, where nothing was measured."""
+    """Return the ladder for a program to read; if not measured, machine is null and sizes are empty."""
     keys = ("percent_of_peer", "percent_of_gpu_peak", "gflops", "peer_gflops")
     return {
         "machine": ladder.machine,

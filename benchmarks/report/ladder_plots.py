@@ -1,4 +1,4 @@
-"""Figures of the CUDA ladder: each rung's share of torch.matmul's speed, and its place on the roofline."""
+"""Figures of the CUDA ladder: each rung's share of torch.matmul's speed, and the GPU's roofline."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from minidist.kernels.measure.points import intensity
 
 
 def bars(ladder: Ladder, page_name: str) -> Plot:
-    """A bar for each rung and arithmetic, at the size that most of them have."""
+    """Draw a bar for each rung and arithmetic, at the size that most of them have."""
     common = ladder.common_size
     rows = []
     for row in ladder.rows:
@@ -23,13 +23,13 @@ def bars(ladder: Ladder, page_name: str) -> Plot:
     drawn, told = shares(rows, "share of torch.matmul's speed, percent")
     return Plot(
         svg(drawn, page_name),
-        f"Bars beside a line at 100 percent of torch.matmul's speed: {told}.",
-        f"Share of torch.matmul's speed in the same arithmetic, at n = {common}; the line is as fast.",
+        f"Bars with a line at 100 percent of torch.matmul's speed: {told}.",
+        f"Share of torch.matmul's speed in the same arithmetic, at n = {common}; the line is torch.matmul.",
     )
 
 
 def roofline(ladder: Ladder, page_name: str) -> Plot | None:
-    """The rungs' rates over their intensity, below what the GPU allows; None where no peak was measured."""
+    """Draw the rungs on the GPU's roofline, or return None if no peak was measured."""
     rows = [row for row in ladder.rows if row.largest("peak_gflops")]
     if not rows:
         return None
@@ -45,13 +45,13 @@ def roofline(ladder: Ladder, page_name: str) -> Plot | None:
         max(row.largest("peak_gb_per_s") or 0.0 for row in rows),
         page_name,
         told,
-        "The roofline: its slope is the rate of a copy within the GPU's memory, a peak that of the vendor's "
-        "own product at its best. A point for each n.",
+        "The roofline: its slope is the rate of a copy within the GPU's memory, and each peak is the rate of "
+        "the vendor's own product at its best. A point for each n.",
     )
 
 
 def _points(row: Row) -> list[tuple[float, float]]:
-    """FLOP/byte and GFLOP/s at each size."""
+    """Return FLOP/byte and GFLOP/s at each size."""
     return [
         (intensity(size, size, size, str(row.dtype)), entry["extra_info"]["gflops"])
         for size, entry in sorted(row.entries.items())

@@ -1,6 +1,6 @@
-"""What exercises' solutions cost beside the par that each names: in a sentence, and where they differ.
+"""Show the costs of the exercises' solutions against par: a sentence, and bars for those that differ.
 
-A solution sets the par, so most meet it exactly; bars of 100% would say no more than the sentence does.
+Most solutions meet par exactly, since par was set by them. Bars of 100% would add nothing to the sentence.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from minidist.benchmarks.report.plots import Plot
 
 
 def sentence(entries: Sequence[Entry]) -> str:
-    """How many cost no more than par."""
+    """Say how many solutions cost no more than par."""
     met = sum(entry["extra_info"]["cost"] <= entry["extra_info"]["par"] for entry in entries)
     return f"{met} of {len(entries)} solutions cost no more than par."
 
 
 def bars(entries: Sequence[Entry], page_name: str) -> Plot | None:
-    """A bar for each exercise whose solution is not at par; None where all are."""
+    """Draw a bar for each solution that is not at par, or return None if all are."""
     rows = []
     for entry in entries:
         cost, par = entry["extra_info"]["cost"], entry["extra_info"]["par"]
@@ -33,6 +33,6 @@ def bars(entries: Sequence[Entry], page_name: str) -> Plot | None:
     drawn, told = shares(rows, "cost as a share of par, percent")
     return Plot(
         svg(drawn, page_name),
-        f"Bars beside a line at 100 percent of par: {told}.",
-        "Solutions that are not at par, by what they cost as a share of it; left of the line is better.",
+        f"Bars with a line at 100 percent of par: {told}.",
+        "Solutions that are not at par: their cost as a share of par; left of the line is better.",
     )

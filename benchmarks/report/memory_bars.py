@@ -1,4 +1,4 @@
-"""Memory as stacked bars: a bar for each layout, a part for what it is for, and a line where memory ends."""
+"""Draw memory as stacked bars: a bar for each layout, divided by use, and a line at the GPU's memory."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ PARTS = {
     "buffers": color(5),
     "transient": MUTED,
 }
-LEAST = 0.13  # of the axis: a shorter part has no room for its bytes
+LEAST = 0.13  # share of the axis; a shorter part has no room for its number
 
 
 def bars(
     rows: Sequence[tuple[str, Mapping[str, int]]], page_name: str, caption: str, limit: int | None = None
 ) -> Plot:
-    """A bar for each name, with its bytes by part; `limit` is the memory that there is."""
+    """Draw a bar for each name, with its bytes by part; `limit` is the memory that is available."""
     drawn, axes = figure(0.9 + 0.5 * len(rows))
     most = max([*(sum(parts.values()) for _, parts in rows), limit or 0, 1])
     scale, unit = next((s, u) for s, u in ((1e9, "GB"), (1e6, "MB"), (1e3, "KB"), (1, "B")) if most >= s)
@@ -56,15 +56,15 @@ def bars(
     axes.set_xlabel(f"{unit} on the fullest rank")
     used = {shade: part for part, shade in PARTS.items() if any(parts.get(part) for _, parts in rows)}
     legend(drawn, used)
-    line = f" beside a line at {columns.size(limit)}" if limit else ""
+    line = f" with a line at {columns.size(limit)}" if limit else ""
     return Plot(svg(drawn, page_name), f"Stacked bars of memory{line}: {'; '.join(told)}.", caption)
 
 
 def measured(entries: Sequence[Entry], page_name: str) -> Plot | None:
-    """Of results that counted their memory; None where none did."""
+    """Draw the counted memory of results, or return None without results."""
     rows = [(columns.label(entry), entry["extra_info"]["memory"]) for entry in entries]
     return (
-        bars(rows, page_name, "Bytes on the fullest rank after a step, counted; shorter is better.")
+        bars(rows, page_name, "Counted bytes on the fullest rank after a step; shorter is better.")
         if rows
         else None
     )

@@ -1,5 +1,5 @@
-// What the report can do beside being read: sort a table, say how a number was measured, save a figure.
-// Without it the page is whole: notes are links to the end of the page, and tables stay in their order.
+// Interaction on the report's page: sort a table, show how a number was measured, save a figure.
+// Without this script the page is complete: notes are links to its end, and tables keep their order.
 "use strict";
 (() => {
   const all = (selector, root = document) => [...root.querySelectorAll(selector)];
@@ -7,7 +7,7 @@
   const said = document.body.appendChild(element("p", { className: "unseen" }));
   said.setAttribute("aria-live", "polite");
 
-  // Sorting: a heading's first press sorts upwards, its second downwards, its third restores the order.
+  // Sorting: the first press of a heading sorts up, the second down, and the third restores the order.
   const NEXT = { none: "ascending", ascending: "descending", descending: "none" };
   const compare = new Intl.Collator("en", { numeric: true }).compare;
   const key = (row, column) => {
@@ -16,7 +16,7 @@
   };
   const order = (column, sign) => (a, b) => {
     const [x, y] = [key(a, column), key(b, column)];
-    if (x === "" || y === "") return (x === "") - (y === ""); // what is missing comes last, both ways
+    if (x === "" || y === "") return (x === "") - (y === ""); // empty cells come last in both directions
     if (typeof x !== typeof y) return typeof x === "number" ? -1 : 1;
     return sign * (typeof x === "number" ? x - y : compare(x, y)) || a.dataset.place - b.dataset.place;
   };
@@ -35,12 +35,12 @@
             : order(heading.cellIndex, next === "ascending" ? 1 : -1),
         );
         body.append(...rows);
-        said.textContent = next === "none" ? "in the first order" : `by ${button.textContent}, ${next}`;
+        said.textContent = next === "none" ? "original order" : `sorted by ${button.textContent}, ${next}`;
       });
     }
   }
 
-  // Notes: the text stands once, at the end of the page; numbers have it as a tip, and on a click as a card.
+  // Notes: the text is at the end of the page; a number shows it as a tooltip, and on a click as a card.
   const card = element("div", { id: "card", hidden: true, tabIndex: -1 });
   card.setAttribute("role", "dialog");
   card.setAttribute("aria-label", "How this was measured");
@@ -48,7 +48,7 @@
   let opener = null;
   const NUMBERS = "tr[data-note] > td[data-value], td[data-note]";
   const note = (name) => document.getElementById(name);
-  // Where a cell's column stands in a result of the JSON.
+  // The key of a cell's column in a result of the JSON.
   const keyOf = (cell) => cell.closest("table")?.tHead.rows[0].cells[cell.cellIndex]?.dataset.key ?? "";
   const noteOf = (at) => at.dataset.note ?? at.closest("tr").dataset.note;
   const hide = (back) => {
@@ -88,7 +88,7 @@
     at.title = source + note(noteOf(at)).textContent.replace(/\s+/g, " ").trim();
   });
 
-  // Figures: as a file a figure has no page around it, so its colours, ground and size are written into it.
+  // Figures: a saved file has no page around it, so write colours, background and size into it.
   const saved = (figure) => {
     const drawn = figure.querySelector("svg");
     const copy = drawn.cloneNode(true);
@@ -116,7 +116,7 @@
     });
   }
 
-  // A link into something folded opens it, and so does paper.
+  // A link into folded content unfolds it, and so does printing.
   const open = () => {
     const target = location.hash && document.getElementById(decodeURIComponent(location.hash.slice(1)));
     for (let at = target; at; at = at.parentElement) if (at.tagName === "DETAILS") at.open = true;
@@ -128,7 +128,7 @@
   addEventListener("beforeprint", () => (folded = all("details:not([open])")).forEach((each) => (each.open = true)));
   addEventListener("afterprint", () => folded.forEach((each) => (each.open = false)));
 
-  // The contents show where the reader is.
+  // The contents highlight the section that the reader is in.
   const links = new Map(all("nav a").map((link) => [link.hash.slice(1), link]));
   const seen = new IntersectionObserver(
     (entries) => {

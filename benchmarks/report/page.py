@@ -1,9 +1,9 @@
-"""The report as one HTML file: nothing in it comes from elsewhere, so it can be mailed.
+"""Write the report as one self-contained HTML file, which can be mailed.
 
-It opens with what was found and what to use (`page_findings.py`), then goes through each machine's chapters
-(`page_chapters.py`), and ends with how each number was measured (`page_notes.py`). Light and dark follow the
-reader's system (`page.css`); tables sort, numbers explain themselves and figures can be saved by a script of
-its own (`page.js`), without which all of it can still be read.
+It opens with what was found and what to use (`page_findings.py`), goes through each machine's chapters
+(`page_chapters.py`), and ends with how each number was measured (`page_notes.py`). The page is light or dark
+as the reader's system is (`page.css`). A script lets readers sort tables, see how a number was measured and
+save figures (`page.js`); without it, the page is still complete.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from minidist.benchmarks.report.page_tables import Shown
 TITLE = "minidist, measured"
 ABOUT = (
     "minidist multiplies matrices and trains models on many ranks, by hand, in code small enough to read. "
-    "Here is what that costs beside the libraries that people would take instead."
+    "This page compares its speed and memory with those of the libraries that people would use instead."
 )
-# The page asks nothing of a network, and a browser that reads this would refuse it.
+# The page loads nothing from the network, and with this policy a browser would refuse to.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:"
 READING = (
-    "Programs that are compared ran in turn, A B A B, so that their ratio holds where the machine drifts. "
-    "It is our time over the other's: below 1 minidist is faster; in brackets stands the middle half of the "
-    "ratios of single pairs, and where that contains 1 the result is undecided; it counts as wider where "
-    "pairs are few. Times are medians, and the spread is half the width of their middle half. Press a "
-    "number, or the small one beside a name, to see how it was measured."
+    "Compared programs ran in turns, A B A B, so that their ratio holds even if the machine drifts. The "
+    "ratio is our time over the peer's: below 1 minidist is faster. The brackets hold the middle half of the "
+    "pairs' ratios, from the first quartile to the third. If that range, widened for few pairs, contains 1, "
+    "the result is undecided. Times are medians, and the spread is half the width of their middle half. "
+    "Press a number, or the small number next to a name, to see how it was measured."
 )
 
 
 def page(machines: Mapping[str, Results]) -> str:
-    """The whole file, from the results of one or more machines by slug, in that order."""
+    """Return the whole file, for the results of one or more machines by slug, in that order."""
     notes = Notes(dict(machines))
     first = page_findings.findings(findings(machines), notes) + page_findings.what_to_use(Question())
     contents = {"findings": "What was found", "answer": "What should I use?"}
@@ -79,7 +79,7 @@ def _notes(notes: Notes) -> str:
     keys = "; ".join(f"{heading}: <code>{escape(key)}</code>" for heading, key in KEYS.items())
     return (
         f'<section id="notes">\n<h2>How it was measured</h2>\n<p>{READING}</p>\n'
-        f'<p class="quiet">Where a column stands in a result of the JSON: {keys}.</p>\n'
+        f'<p class="quiet">The key of each column in a result of the JSON file: {keys}.</p>\n'
         f"<details><summary>All {len(notes)} notes</summary>\n{notes.html()}</details>\n</section>\n"
     )
 

@@ -1,4 +1,4 @@
-"""One machine on the page: what it is, then its chapters, each with its figures and tables."""
+"""One machine's part of the page: its hardware, then its chapters with figures and tables."""
 
 from __future__ import annotations
 
@@ -30,21 +30,15 @@ from minidist.benchmarks.report.page_tables import Shown
 from minidist.benchmarks.report.plots import Plot, plot
 from minidist.benchmarks.report.report import Section
 
-MOST_RATIOS = 30  # comparisons that stand open in a figure
-MOST_BARS = 16  # of a figure of one group
-A_BYTE = (
-    "beta",
-    "busy_beta",
-    "gamma",
-    "put",
-    "take",
-    "combine",
-)  # what a fit has in seconds a byte; the rest is a call's
-DRAWN = {"scaling", "timeline", "par"}  # keys of results that a chapter's own figures show
+MOST_RATIOS = 30  # a figure with more comparisons is folded
+MOST_BARS = 16  # a group with more results gets no bars
+# The figures of a fit in seconds per byte; the others are seconds per call.
+A_BYTE = ("beta", "busy_beta", "gamma", "put", "take", "combine")
+DRAWN = {"scaling", "timeline", "par"}  # results with these keys are in their chapter's own figures
 
 
 class Machine:
-    """One machine's part of the page. `contents` are the links to its chapters, by their names."""
+    """One machine's part of the page. `contents` maps the ids of its chapters to their titles."""
 
     def __init__(self, shown: Shown) -> None:
         self._shown = shown
@@ -53,7 +47,7 @@ class Machine:
         self.contents: dict[str, str] = {}
 
     def html(self) -> str:
-        """All of it. Called once: notes are numbered as they are met."""
+        """Return the machine's HTML. Call it once, since it numbers the notes as they appear."""
         found = self._shown.found
         several = chapters.by_chapter(report.sections(found))
         parts = []
@@ -68,8 +62,8 @@ class Machine:
     def _chapter(self, chapter: Chapter, sections: Sequence[Section]) -> str:
         name = f"{self._slug}-{chapter.name}"
         lead = getattr(self, f"_lead_{chapter.name}", lambda _: "")(name)
-        in_lead = {entry["fullname"] for entry in self._strategies()}  # which the table of strategies has
-        told: set[str] = set()  # a suite says of itself once what it is
+        in_lead = {entry["fullname"] for entry in self._strategies()}  # already in the table of strategies
+        told: set[str] = set()  # each suite's description is shown once
         parts = []
         for number, section in enumerate(sections):
             rows = [entry for entry in section.entries if entry["fullname"] not in in_lead]
@@ -95,7 +89,7 @@ class Machine:
         small, large = len(section.entries) < 2, len(section.entries) > MOST_BARS
         extras = [entry["extra_info"].keys() for entry in section.entries]
         curved = any("predicted" in extra or {"series", "size", "gflops"} <= extra for extra in extras)
-        # A chapter whose figures show these results already needs no more of them.
+        # The chapter's own figures already show these results.
         led = any(DRAWN & extra for extra in extras)
         drawn = plot(section, name) if curved or not (small or large or led) else None
         shown = figures([figure(drawn, name)]) if drawn else ""
@@ -103,7 +97,7 @@ class Machine:
         return f'<h4 id="{name}">{escape(section.title)}</h4>\n{about}{shown}{self._fits(section)}{made}'
 
     def _fits(self, section: Section) -> str:
-        """What the model of cost was fitted to, in a line for each way."""
+        """Return the figures of the cost model's fit, a line for each algorithm."""
         fitted = {
             str(entry["extra_info"]["series"]): entry["extra_info"]["fit"]
             for entry in section.entries
@@ -112,7 +106,7 @@ class Machine:
         if not fitted:
             return ""
         lines = "".join(f"<li>{escape(name)}: {escape(_fit(each))}</li>" for name, each in fitted.items())
-        return folded("What the lines were fitted to", f'<ul class="quiet">{lines}</ul>\n')
+        return folded("The fitted parameters of the lines", f'<ul class="quiet">{lines}</ul>\n')
 
     def _lead_strategies(self, name: str) -> str:
         groups: dict[str, list[Entry]] = {}
@@ -132,14 +126,14 @@ class Machine:
 
     def _ratios(self, entries: Sequence[Entry], name: str) -> str:
         drawn = ratio_plot.ratios(entries, name)
-        shown = figures([figure(drawn, name, "Our time over the other library's")] if drawn else [])
+        shown = figures([figure(drawn, name, "Our time over the peer's")] if drawn else [])
         many = len(verdicts.tally(entries).entries)
         return folded(f"All {many} comparisons at a glance", shown) if many > MOST_RATIOS else shown
 
     def _lead_collectives(self, name: str) -> str:
         shown = []
         for ranks, drawn in collective_plots.curves(self._entries, f"{name}-gloo").items():
-            shown.append(figure(drawn, f"{name}-gloo-{ranks}", f"Ours over the other's time, {ranks} ranks"))
+            shown.append(figure(drawn, f"{name}-gloo-{ranks}", f"Our time over the peer's, {ranks} ranks"))
         return figures(shown)
 
     def _lead_zero(self, name: str) -> str:
@@ -192,7 +186,7 @@ class Machine:
 
 
 def cuda_ladder(climbed: ladder.Ladder, name: str, shown: Shown | None) -> str:
-    """The CUDA ladder: its figures and its table, or that it was not measured."""
+    """Return the CUDA ladder's figures and table, or say that it was not measured."""
     drawn = []
     if climbed.machine:
         bars, roofline = f"{name}-bars", f"{name}-roofline"
@@ -207,15 +201,15 @@ def cuda_ladder(climbed: ladder.Ladder, name: str, shown: Shown | None) -> str:
 
 
 def _fit(fitted: dict[str, Any]) -> str:
-    """`alpha 35.1 µs, beta 0.24 ns a byte (4.20 GB/s)`."""
+    """Format a fit: `alpha 35.1 µs, beta 0.24 ns per byte (4.20 GB/s)`."""
     words = []
     for name, number in fitted.items():
         if not isinstance(number, (int, float)):
             continue
         if name == "beta" and number > 0:
-            words.append(f"beta {columns.seconds(number)} a byte ({columns.number(1e-9 / number)} GB/s)")
+            words.append(f"beta {columns.seconds(number)} per byte ({columns.number(1e-9 / number)} GB/s)")
         elif name in A_BYTE:
-            words.append(f"{name} {columns.seconds(number)} a byte")
+            words.append(f"{name} {columns.seconds(number)} per byte")
         else:
             words.append(f"{name} {columns.seconds(number)}")
     return ", ".join(words)

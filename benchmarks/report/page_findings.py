@@ -1,4 +1,4 @@
-"""The page's beginning: what was found, and what to use."""
+"""The beginning of the page: what was found, and what to use."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ from minidist.parallel.contract.memory_report import PARTS
 from minidist.scale.memory.largest_batch import count
 
 HOW = (
-    "<p>The largest batches are those of <code>minidist.scale.memory.fits</code>. Bytes are the formulas "
-    "that the tests hold the strategies to: with n GPUs and 2 bytes a parameter, 2 (n - 1) / n of the "
-    "parameters for data parallelism and ZeRO-1 and 2, 3 (n - 1) / n for ZeRO-3; "
-    "<code>tensor_plans.bytes_per_pass</code> for tensor parallelism; a stage's output and its gradient "
-    "for a pipeline. A pipeline of p stages is idle for (p - 1) / (m + p - 1) of a step of m micro-"
-    "batches, here m = {micro_batches}.</p>"
+    "<p>The largest batches come from <code>minidist.scale.memory.fits</code>. Sent bytes follow the "
+    "formulas that the tests check the strategies against. With n GPUs and 2 bytes per parameter, a rank "
+    "sends 2 (n - 1) / n times the parameters for data parallelism, ZeRO-1 and ZeRO-2, and 3 (n - 1) / n "
+    "times for ZeRO-3; <code>minidist.parallel.tensor.plans.bytes_per_pass</code> has the formula for "
+    "tensor parallelism; a pipeline's rank sends its stage's output and its input's gradient. A pipeline of "
+    "p stages is idle for (p - 1) / (m + p - 1) of a step of m micro-batches, here m = {micro_batches}.</p>"
 )
 TITLES = {chapter.name: chapter.title for chapter in CHAPTERS}
 
 
 def findings(found: list[Finding], notes: Notes) -> str:
-    """The sentences; each number leads to its row."""
+    """Return the findings; each number links to its row."""
     items = "".join(f"<li>{_sentence(each, notes)}{_rests(each)}</li>\n" for each in found)
     missing = ""
     if len(found) < MOST:
         missing = (
-            f'<p class="quiet">{len(found)} of {MOST} findings: the results here have nothing to say on the '
-            "rest. <code>minidist bench --full</code> measures it.</p>\n"
+            f'<p class="quiet">{len(found)} of {MOST} findings: the others lack results. Run '
+            "<code>minidist bench --full</code> to measure them.</p>\n"
         )
     return (
         '<section id="findings">\n<h2>What was found</h2>\n'
@@ -70,11 +70,11 @@ def _rests(found: Finding) -> str:
     where = f"{identifier(found.slug)}-{found.chapter}"
     on = f", {escape(found.machine)}" if found.machine else ""
     link = f'<a href="#{where}">{escape(TITLES[found.chapter])}</a>'
-    return f'<span class="rests">Rests on {many}: {link}{on}</span>'
+    return f'<span class="rests">Based on {many}: {link}{on}</span>'
 
 
 def what_to_use(question: Question) -> str:
-    """The answer, the table that it is read from, and the same for other models and machines."""
+    """Return the answer, the table behind it, and the answers for other models and machines."""
     found = answer.choices(question)
     chosen = answer.best(found)
     title = f"{question.text[0].upper()}{question.text[1:]}: {chosen.name if chosen else 'none of these'}"
@@ -85,11 +85,11 @@ def what_to_use(question: Question) -> str:
     )
     shape = config(question.model)
     about = (
-        f"Computed by minidist's own memory model for {question.model}, {count(shape.parameters())} "
-        f"parameters, in rows of {shape.context:,} tokens, with Adam in bf16. Activations are recomputed, "
-        "for a third more arithmetic, unless the table says that they are kept. Lines are sorted by how much "
-        "more than plain data parallelism they ask for: take the first that fits. A GPU's context, about "
-        "half a GB, comes on top."
+        f"Computed by minidist's own memory model for {question.model} with {count(shape.parameters())} "
+        f"parameters, rows of {shape.context:,} tokens, and Adam in bf16. Activations are recomputed, which "
+        "takes a third more arithmetic, unless the table says that they are kept. The strategies are sorted "
+        "by their extra cost over plain data parallelism: take the first that fits. Add about half a GB for "
+        "a GPU's context."
     )
     how = "".join(
         f"<li><code>{escape(answer.estimated(question, choice))}</code> is {choice.memory.peak:,}</li>"
@@ -103,7 +103,7 @@ def what_to_use(question: Question) -> str:
         f'<p class="quiet">{prose(about)}</p>\n'
         f"{_choices(question, found, chosen)}{figures([_bars(question, found)])}"
         f'<h3 id="overview">Other models, other machines</h3>\n'
-        '<p class="quiet">The first that fits, and the rows of its largest batch over all GPUs.</p>\n'
+        '<p class="quiet">The first strategy that fits, and its largest batch over all GPUs.</p>\n'
         f"{_overview()}"
         + folded(
             "How this is computed",
@@ -116,11 +116,11 @@ def what_to_use(question: Question) -> str:
 
 def _choices(question: Question, found: Sequence[Choice], chosen: Choice | None) -> str:
     headings = [
-        Heading("takes a GPU at least", right=True),
+        Heading("least memory per GPU", right=True),
         Heading("fits", right=False),
         Heading("largest batch, rows", right=True),
         Heading("with activations kept", right=True),
-        Heading(f"sent a step of {question.batch} rows", right=True),
+        Heading(f"sent per step of {question.batch} rows", right=True),
         Heading("idle time", right=True),
     ]
     rows = []
@@ -142,9 +142,9 @@ def _bars(question: Question, found: Sequence[Choice]) -> str:
     parts = (*PARTS, "transient")
     rows = [(each.name, {part: getattr(each.memory, part) for part in parts}) for each in found]
     caption = (
-        "Estimated for the smallest batch, one row a GPU or micro-batch. Transient is what is there for a "
-        "moment: a logits' gradient, gathered parameters, what the optimizer takes while it steps. The "
-        "line is the GPU."
+        "Estimated for the smallest batch, one row per GPU or micro-batch. Transient memory is used only for "
+        "a moment: the logits' gradient, gathered parameters, the optimizer's temporaries. The line is the "
+        "GPU's memory."
     )
     return figure(
         memory_bars.bars(rows, "answer", caption, question.memory), "answer", f"Memory for {question.text}"
@@ -153,7 +153,7 @@ def _bars(question: Question, found: Sequence[Choice]) -> str:
 
 def _overview() -> str:
     headings = [
-        Heading(f"{gpus} × {memory} GB" if gpus > 1 else f"one of {memory} GB", right=False)
+        Heading(f"{gpus} × {memory} GB" if gpus > 1 else f"one GPU, {memory} GB", right=False)
         for gpus, memory in answer.MACHINES
     ]
     rows = []

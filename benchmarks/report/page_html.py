@@ -1,4 +1,4 @@
-"""The few pieces of HTML that all parts of the report's page are made of; each escapes what it is given."""
+"""The pieces of HTML that make up the report's page; each function escapes its arguments."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ VALUE = re.compile(r"[±<]?\s?([-−+]?\d[\d,]*\.?\d*)\s?([a-zA-Zµ]*)")
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell of a table: its text, and what is special about it."""
+    """One cell of a table: its text, style and note."""
 
     text: str
-    kind: str = ""  # a class of the page's style: right, good, bad, undecided, wide
-    note: str = ""  # the id of its note, where that is another than its row's
+    kind: str = ""  # a CSS class: right, good, bad, undecided, wide
+    note: str = ""  # the id of its note, if that differs from its row's
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a table. `mark` is the link to the note that says how its numbers were measured."""
+    """One row of a table. `mark` is the link to the note on how its numbers were measured."""
 
     head: str
     cells: Sequence[Cell]
-    anchor: str = ""  # its id
+    anchor: str = ""  # the row's id
     note: str = ""  # the note's id
     mark: str = ""
     kind: str = ""
@@ -40,7 +40,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Heading:
-    """A heading of a table: its text, where its figures stand in the JSON, and how they are aligned."""
+    """A heading of a table: its text, its figures' key in the JSON, and their alignment."""
 
     text: str
     key: str = ""
@@ -48,7 +48,7 @@ class Heading:
 
 
 def value(text: str) -> float | None:
-    """What a cell sorts by: the first number of a text that begins with one, in its base unit, or None.
+    """Return the number that a cell's text begins with, in its base unit, or None; cells sort by it.
 
     >>> value("26.5 KB"), value("1.02 (0.98–1.10)"), value("12,300"), value("+3.00 µs")
     (26500.0, 1.02, 12300.0, 3e-06)
@@ -61,7 +61,7 @@ def value(text: str) -> float | None:
 
 
 def table(labelled_by: str, headings: Sequence[Heading], rows: Sequence[Row], first: str = "") -> str:
-    """A table that sorts, in a region that scrolls: that has to be reachable with the keyboard, and named."""
+    """Return a sortable table in a scrolling region, which has a name and can be reached by keyboard."""
     heads = "".join(
         f'<th scope="col"{classes("right" if heading.right else "")}'
         f"{attribute('data-key', heading.key)}{attribute('title', heading.key)}>"
@@ -91,7 +91,7 @@ def _cell(cell: Cell) -> str:
 
 
 def figure(drawn: Plot, name: str, heading: str = "") -> str:
-    """A figure with what it shows in words, its caption, and the button that saves it."""
+    """Return a figure with its description, its caption, and the button that saves it."""
     svg = drawn.svg.replace("<svg", f'<svg role="img" aria-label="{escape(drawn.alt)}"', 1)
     above = f"<h5>{escape(heading)}</h5>" if heading else ""
     return (
@@ -102,30 +102,30 @@ def figure(drawn: Plot, name: str, heading: str = "") -> str:
 
 
 def figures(drawn: Sequence[str]) -> str:
-    """Figures beside each other where there is room."""
+    """Return figures next to each other, as far as there is room."""
     return f'<div class="figures">\n{"".join(drawn)}</div>\n' if drawn else ""
 
 
 def folded(summary: str, content: str) -> str:
-    """What a reader may want to see, and need not."""
+    """Return content that is folded away under a summary."""
     return f"<details><summary>{escape(summary)}</summary>\n{content}</details>\n"
 
 
 def prose(text: str) -> str:
-    """Plain text with `code` in it, as HTML."""
+    """Return plain text with `code` in it as HTML."""
     return re.sub(r"`([^`]*)`", r"<code>\1</code>", escape(text))
 
 
 def classes(name: str) -> str:
-    """The attribute class, or nothing."""
+    """Return the attribute class, or nothing if the name is empty."""
     return attribute("class", name)
 
 
 def attribute(name: str, text: str) -> str:
-    """An attribute, or nothing where it would be empty."""
+    """Return an attribute, or nothing if the text is empty."""
     return f' {name}="{escape(text)}"' if text else ""
 
 
 def identifier(text: str) -> str:
-    """What may be an id, and part of a link."""
+    """Turn a text into an id, which can also be part of a link."""
     return re.sub(r"[^\w-]+", "-", text)

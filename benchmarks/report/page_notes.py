@@ -1,8 +1,8 @@
-"""How each number was measured: notes that stand once, at the end of the page, and that numbers point to.
+"""Notes at the end of the page that say how each number was measured.
 
-A result is one object of a JSON file, and so has one note, however often it is shown: the rounds and their
-spread, what ran in turn with it, the date, the commit, the command, and the place in the file. A number in
-the page has the note at hand (`page.js`), and on paper its number.
+Each result has one note, however often it appears: the rounds and their spread, the peer that ran in turns
+with it, the date, the commit, the command, and its index in the JSON file. On screen a number shows its note
+(`page.js`), and on paper the note's number.
 """
 
 from __future__ import annotations
@@ -16,37 +16,37 @@ from minidist.benchmarks.harness.results import Results
 from minidist.benchmarks.report.page_html import identifier
 from minidist.benchmarks.report.verdicts import UNDECIDED
 
-# Where a column's figures stand in a result, where that is not clear from its heading.
+# The key of each column's figures in a result.
 KEYS = {
     "time": "stats.median",
     "GFLOP/s": "extra_info.gflops",
-    "of its speed": "extra_info.percent_of_peer",
+    "of the peer's speed": "extra_info.percent_of_peer",
     "of the FMA peak": "extra_info.percent_of_peak",
     "of the GPU's peak": "extra_info.percent_of_gpu_peak",
     "ratio of times": "extra_info.ratio (pair_ratio_q1–pair_ratio_q3)",
-    "beyond its time": "extra_info.beyond_peer",
+    "time minus peer's": "extra_info.beyond_peer",
     "goal": "extra_info.goal",
-    "beside": "extra_info.peer",
-    "its time": "extra_info.peer_median",
+    "peer": "extra_info.peer",
+    "peer's time": "extra_info.peer_median",
     "predicted": "extra_info.predicted",
     "GB/s": "extra_info.bus_gb_per_s",
     "rows/s": "extra_info.rows_per_s",
-    "sent a step": "extra_info.bytes_per_step",
-    "of it hidden": "extra_info.comm_overlap",
+    "sent per step": "extra_info.bytes_per_step",
+    "communication hidden": "extra_info.comm_overlap",
     "spread": "stats.iqr / stats.median / 2",
     "rounds": "stats.rounds",
     "over one process": "extra_info.over_yardstick",
     "efficiency": "extra_info.efficiency",
     "cost": "extra_info.cost and par",
     "memory of the fullest rank": "sum of extra_info.memory",
-    "its memory": "extra_info.peer_memory",
+    "peer's memory": "extra_info.peer_memory",
     "note": "extra_info.note",
 }
 _BY_CELL = {column.cell: KEYS.get(column.heading, "") for column in columns.COLUMNS}
 
 
 def key(column: Column) -> str:
-    """Where a column's figures stand in a result, whatever its heading is here."""
+    """Return the key of a column's figures in a result, even if the column was renamed."""
     return _BY_CELL.get(column.cell, "")
 
 
@@ -55,7 +55,7 @@ class Notes:
 
     def __init__(self, machines: dict[str, Results]) -> None:
         self._machines = machines
-        self._place = {
+        self._indices = {
             (slug, entry["fullname"], entry["run"]): index
             for slug, found in machines.items()
             for index, entry in enumerate(found["benchmarks"])
@@ -65,7 +65,7 @@ class Notes:
         self._texts: list[str] = []
 
     def anchor(self, slug: str, entry: Entry) -> str:
-        """The id of a result's row; empty for the second row of one, since an id is there once."""
+        """Return the id for a result's row, or "" if an earlier row already has it."""
         result = slug, self._index(slug, entry)
         if result in self._anchored:
             return ""
@@ -73,11 +73,11 @@ class Notes:
         return self.target(slug, entry)
 
     def target(self, slug: str, entry: Entry) -> str:
-        """The id that a result's row has, or will have."""
+        """Return the id that a result's row has, or will have."""
         return f"{identifier(slug)}-result-{self._index(slug, entry)}"
 
     def name(self, slug: str, entry: Entry) -> str:
-        """The id of a result's note."""
+        """Return the id of a result's note, which is written on first use."""
         result = slug, self._index(slug, entry)
         if result not in self._numbers:
             self._numbers[result] = len(self._numbers) + 1
@@ -85,26 +85,26 @@ class Notes:
         return f"note-{self._numbers[result]}"
 
     def mark(self, slug: str, entry: Entry) -> str:
-        """The link to a result's note, as its number."""
+        """Return the link to a result's note, which shows the note's number."""
         name = self.name(slug, entry)
         label = f"How this was measured: note {name.removeprefix('note-')}"
         return f'<a class="note" href="#{name}" aria-label="{label}">{name.removeprefix("note-")}</a>'
 
     def html(self) -> str:
-        """All notes, in order."""
+        """Return all notes, in order."""
         items = "".join(f'<li id="note-{number}">{text}</li>\n' for number, text in enumerate(self._texts, 1))
         return f'<ol class="notes">\n{items}</ol>\n'
 
     def __len__(self) -> int:
-        """How many results are on the page."""
+        """Return the number of results on the page."""
         return len(self._texts)
 
     def _index(self, slug: str, entry: Entry) -> int:
-        return self._place[slug, entry["fullname"], entry["run"]]
+        return self._indices[slug, entry["fullname"], entry["run"]]
 
 
 def how(entry: Entry, found: Results, slug: str, index: int) -> str:
-    """How a result was measured, and where it stands, as HTML."""
+    """Return as HTML how a result was measured, and where it is in its file."""
     stats, extra, run = entry["stats"], entry["extra_info"], found["runs"][entry["run"]]
     parts = [_spread(stats)]
     if "peer" in extra:
@@ -112,8 +112,8 @@ def how(entry: Entry, found: Results, slug: str, index: int) -> str:
     if "over_yardstick" in extra:
         middle = f"{extra['over_yardstick_q1']:.3g} to {extra['over_yardstick_q3']:.3g}"
         parts.append(
-            f"In turn with {extra['yardstick']} in one process, too, median "
-            f"{columns.seconds(extra['yardstick_median'])}; middle half of the ratios of rounds {middle}."
+            f"Also in turns with {extra['yardstick']} in one process, median "
+            f"{columns.seconds(extra['yardstick_median'])}; middle half of the rounds' ratios {middle}."
         )
     if "memory_source" in extra:
         parts.append(f"Memory: {extra['memory_source']}.")
@@ -124,14 +124,14 @@ def how(entry: Entry, found: Results, slug: str, index: int) -> str:
     told = " ".join(map(escape, parts))
     return (
         f"<b>{escape(columns.label(entry))}</b>: {told} "
-        f"Again: <code>{escape(command(entry, run['mode']))}</code>. "
+        f"Measure again: <code>{escape(command(entry, run['mode']))}</code>. "
         f"In <code>{escape(slug)}.json</code>, <code>benchmarks[{index}]</code>: "
         f"<code>{escape(entry['fullname'])}</code>."
     )
 
 
 def command(entry: Entry, mode: str) -> str:
-    """What measures a result again, and those beside it."""
+    """Return the command that measures a result again, with the others of its function."""
     full = " --full" if mode == "full" else ""
     function = entry["name"].partition("[")[0]
     return f"minidist bench {entry['suite'].removeprefix('bench_')}{full} -k {function}"
@@ -140,7 +140,7 @@ def command(entry: Entry, mode: str) -> str:
 def _spread(stats: dict[str, Any]) -> str:
     median, rounds = columns.seconds(stats["median"]), stats["rounds"]
     if rounds < 2:
-        return f"{median} in one round, so without a spread."
+        return f"{median} in a single round, which has no spread."
     text = f"Median {median} of {rounds} rounds"
     if {"q1", "q3"} <= stats.keys():
         text += f", their middle half {columns.seconds(stats['q1'])} to {columns.seconds(stats['q3'])}"
@@ -154,6 +154,6 @@ def _peer(entry: Entry) -> str:
     pairs = f"{extra['pair_ratio_q1']:.3g} to {extra['pair_ratio_q3']:.3g}"
     verdict = f"; {UNDECIDED}" if columns.undecided(entry) else ""
     return (
-        f"In turn with {extra['peer']}, median {columns.seconds(extra['peer_median'])}; middle half of the "
-        f"ratios of pairs {pairs}{verdict}."
+        f"In turns with {extra['peer']}, median {columns.seconds(extra['peer_median'])}; middle half of the "
+        f"pairs' ratios {pairs}{verdict}."
     )

@@ -1,4 +1,4 @@
-"""The page's tables of results: a row for each, a column for each figure that any of them has."""
+"""The page's tables: a row for each result, and a column for each figure that any of them has."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from minidist.benchmarks.report.page_html import Cell, Heading, Row, folded, tab
 from minidist.benchmarks.report.page_notes import Notes, key
 from minidist.benchmarks.report.report import Section
 
-MOST_ROWS = 12  # that stand open; more are folded
+MOST_ROWS = 12  # a longer table is folded
 KINDS = {"faster": "good", "slower": "bad", "undecided": "undecided"}
-# What the table of strategies begins with: what people ask of one. How it is called stands at the end.
+# The first columns of the table of strategies, since readers ask for these most.
 FIRST = (
     "time",
-    "sent a step",
+    "sent per step",
     "memory of the fullest rank",
     "ratio of times",
-    "beside",
-    "its time",
-    "its memory",
+    "peer",
+    "peer's time",
+    "peer's memory",
     "over one process",
 )
 
@@ -52,7 +52,7 @@ PIPELINE = (_waits("simulated"), _waits("measured"))
 
 @dataclass(frozen=True)
 class Shown:
-    """What tables of one machine need to know."""
+    """A machine's slug and results, with the page's notes."""
 
     slug: str
     found: Results
@@ -60,16 +60,16 @@ class Shown:
 
 
 def of_section(section: Section, shown: Shown, labelled_by: str) -> str:
-    """One group's results."""
+    """Return the table of one group's results."""
     waits = [column for column in PIPELINE if any(column.cell(entry) for entry in section.entries)]
     return _results(section.entries, [*waits, *section.columns()], shown, labelled_by)
 
 
 def of_strategies(entries: Sequence[Entry], shown: Shown, labelled_by: str) -> str:
-    """The table of strategies."""
+    """Return the table of strategies."""
     several = [*columns.shown(entries), *STRATEGY]
-    place = {heading: index for index, heading in enumerate(FIRST)}
-    several.sort(key=lambda column: place.get(column.heading, len(FIRST)))
+    order = {heading: index for index, heading in enumerate(FIRST)}
+    several.sort(key=lambda column: order.get(column.heading, len(FIRST)))
     filled = [column for column in several if any(column.cell(entry) for entry in entries)]
     return _results(entries, filled, shown, labelled_by, most=len(entries), first="strategy")
 
@@ -100,7 +100,7 @@ def _results(
 
 
 def _kind(column: Column, entry: Entry) -> str:
-    if column.cell is columns.GOAL.cell:  # whatever its heading is here
+    if column.cell is columns.GOAL.cell:  # compare cells, since a column may be renamed
         judged = columns.goal(entry)
         return "" if judged is None else "good" if judged[2] else "bad"
     if column.cell is columns.RATIO.cell and columns.verdict(entry):
@@ -111,14 +111,14 @@ def _kind(column: Column, entry: Entry) -> str:
 
 
 def _key(column: Column) -> str:
-    """Of the columns that stand on the page alone."""
+    """Return the key of a column that only the page has."""
     if column in PIPELINE:
         return f"extra_info.bubble.{column.heading.removeprefix('waits, ')}"
     return f"extra_info.{column.heading}" if column in STRATEGY else ""
 
 
 def of_ladder(climbed: Ladder, name: str, shown: Shown | None) -> str:
-    """The CUDA ladder at a glance; `shown` is None where nothing was measured."""
+    """Return the table of the CUDA ladder; `shown` is None if nothing was measured."""
     rows = []
     for row in climbed.rows:
         texts = ladder.cells(climbed, row)

@@ -1,9 +1,7 @@
-"""The report's figures, as SVG that takes its colours from the page and so is right on light and on dark.
+"""The figure of a section of results, as SVG that takes its colours from the page.
 
-A section's entries decide what is drawn: curves over a size where entries have `series` and `size`, dots and
-lines where they have a prediction, shares
-of the limit where they have a goal, pairs of bars where they have a peer, or where that would be many bars of
-their shares.
+The entries decide what is drawn: predictions as dots and lines; `series` and `size` as curves; goals as
+shares of their limits; peers as pairs of bars, or if there are many, as bars of their shares.
 """
 
 from __future__ import annotations
@@ -31,12 +29,12 @@ from minidist.benchmarks.report.report import Section
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MOST_PAIRS = 12  # of bars; of more rows the shares are drawn, a bar each
+MOST_PAIRS = 12  # with more rows, draw one bar each, for the share of the peer's speed
 
 
 @dataclass(frozen=True)
 class Plot:
-    """A figure: its SVG, what it shows in words for those who can't see it, and the line under it."""
+    """A figure: its SVG, a description for readers who can't see it, and its caption."""
 
     svg: str
     alt: str
@@ -44,7 +42,7 @@ class Plot:
 
 
 def plot(section: Section, name: str) -> Plot | None:
-    """What there is to draw of a section, None where nothing compares. `name` is unique on the page."""
+    """Draw a section, or return None if it compares nothing. `name` is unique on the page."""
     curves = [
         entry for entry in section.entries if {"series", "size", "gflops"} <= entry["extra_info"].keys()
     ]
@@ -63,7 +61,7 @@ def plot(section: Section, name: str) -> Plot | None:
 
 
 def _curves(section: Section, entries: list[Entry], page_name: str) -> Plot:
-    """GFLOP/s over the size, both logarithmic: a line for each series, and one for the peer."""
+    """Draw GFLOP/s over the size, both logarithmic: a line for each series, and one for the peer."""
     lines: dict[str, list[tuple[int, float]]] = {}
     peer: dict[int, float] = {}
     for entry in entries:
@@ -96,16 +94,16 @@ def _curves(section: Section, entries: list[Entry], page_name: str) -> Plot:
     best = "; ".join(
         f"{name} reaches {columns.number(max(rate for _, rate in points))}" for name, points in lines.items()
     )
-    beside = f", {section.peer or 'the peer'} {columns.number(max(peer.values()))}" if peer else ""
+    reached = f", {section.peer or 'the peer'} {columns.number(max(peer.values()))}" if peer else ""
     return Plot(
         svg(drawn, page_name),
-        f"Curves of GFLOP/s over the size of the matrices. {best}{beside}.",
+        f"Curves of GFLOP/s over the size of the matrices. {best}{reached}.",
         "Speed over size, both on logarithmic scales; higher is better.",
     )
 
 
 def _predictions(entries: list[Entry], page_name: str) -> Plot:
-    """Seconds over bytes, both logarithmic: a dot for each measurement, a dashed line for each prediction."""
+    """Draw seconds over bytes, both logarithmic: a dot for each measurement, and dashed predictions."""
     series: dict[str, list[tuple[int, float, float]]] = {}
     for entry in entries:
         extra = entry["extra_info"]
@@ -138,7 +136,7 @@ def _predictions(entries: list[Entry], page_name: str) -> Plot:
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Round numbers on a logarithmic axis: powers of ten, and numbers between where these are few."""
+    """Return ticks for a logarithmic axis: powers of ten, with numbers in between if these are few."""
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for digits in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 5, 7)):
         found = [digit * 10.0**decade for decade in decades for digit in digits]
@@ -149,17 +147,17 @@ def _ticks(low: float, high: float) -> list[float]:
 
 
 def _name_ends(axes: Axes, ends: list[tuple[float, float, str, str]]) -> None:
-    """Write each line's name at its end; names that would lie on each other move apart, within the axes."""
+    """Write each line's name at its end, and move overlapping names apart, within the axes."""
     low, high = (math.log(limit) for limit in axes.get_ylim())
     ends = sorted(ends, key=lambda end: end[1])
     heights = apart([math.log(y) for _, y, _, _ in ends], (high - low) * 0.065, high)
-    beside: dict[str, Any] = {"xytext": (8, 0), "textcoords": "offset points"}
+    offset: dict[str, Any] = {"xytext": (8, 0), "textcoords": "offset points"}
     for (x, _, name, shade), height in zip(ends, heights, strict=True):
-        axes.annotate(name, (x, math.exp(height)), va="center", color=shade, fontsize=10, **beside)
+        axes.annotate(name, (x, math.exp(height)), va="center", color=shade, fontsize=10, **offset)
 
 
 def _goals(entries: list[Entry], page_name: str) -> Plot:
-    """What was measured as a share of the limit; the line is the limit."""
+    """Draw measurements as shares of their limits, with a line at the limit."""
     drawn, axes = figure(0.8 + 0.6 * len(entries))
     told = []
     for row, entry in enumerate(entries):
@@ -170,7 +168,7 @@ def _goals(entries: list[Entry], page_name: str) -> Plot:
         axes.barh(row + 0.18, share, height=0.36, color=GOOD if kept else BAD)
         axes.text(0, row - 0.22, columns.label(entry), va="center", fontsize=10, color=INK)
         after(axes, share, row + 0.18, f"{value / limit:.2f}")
-        told.append(f"{columns.label(entry)} at {value / limit:.2f} of its limit")
+        told.append(f"{columns.label(entry)} at {value / limit:.2f} times its limit")
     axes.axvline(1.0, color=INK, linewidth=1.2, linestyle="--")
     axes.set_xlim(0, max(1.15, *axes.get_xlim()) * 1.12)
     axes.set_ylim(len(entries) - 0.4, -0.5)
@@ -178,13 +176,13 @@ def _goals(entries: list[Entry], page_name: str) -> Plot:
     axes.set_xlabel("share of the limit")
     return Plot(
         svg(drawn, page_name),
-        f"Bars beside a limit of 1: {'; '.join(told)}.",
-        "Goals: what is left of the line is met.",
+        f"Bars with a limit at 1: {'; '.join(told)}.",
+        "Goals: a bar that ends left of the line has met its goal.",
     )
 
 
 def _pairs(entries: list[Entry], page_name: str) -> Plot:
-    """Our time and the peer's, row by row."""
+    """Draw our time and the peer's, row by row."""
     drawn, axes = figure(0.8 + 0.75 * len(entries))
     unit, scale = _unit(
         max(max(entry["stats"]["median"], entry["extra_info"]["peer_median"]) for entry in entries)
@@ -210,28 +208,28 @@ def _pairs(entries: list[Entry], page_name: str) -> Plot:
     return Plot(
         svg(drawn, page_name),
         f"Bars of times: {'; '.join(told)}.",
-        "Median times in turn; shorter is better.",
+        "Median times, measured in turns; shorter is better.",
     )
 
 
 def _shares(section: Section, entries: list[Entry], page_name: str) -> Plot:
-    """Our rate as a share of the peer's, a bar for each row."""
+    """Draw our rate as a share of the peer's, a bar for each row."""
     kinds = list(dict.fromkeys(entry["extra_info"].get("dtype") for entry in entries))
     rows = []
     for entry in entries:
         percent, index = entry["extra_info"]["percent_of_peer"], kinds.index(entry["extra_info"].get("dtype"))
         rows.append((columns.label(entry), percent, f"{columns.number(percent)}%", color(index)))
-    peer = section.peer or "the other"
+    peer = section.peer or "the peer"
     drawn, told = shares(rows, f"share of {peer}'s speed, percent")
     return Plot(
         svg(drawn, page_name),
-        f"Bars beside a line at 100 percent of {peer}'s speed: {told}.",
-        f"Share of {peer}'s speed; the line is as fast.",
+        f"Bars with a line at 100 percent of {peer}'s speed: {told}.",
+        f"Share of {peer}'s speed; at the line both are equally fast.",
     )
 
 
 def _unit(longest: float) -> tuple[str, float]:
-    """The unit for an axis of times, and what seconds are multiplied by."""
+    """Return the unit for an axis of times, and the factor for seconds."""
     for limit, unit, scale in ((1e-3, "µs", 1e6), (1.0, "ms", 1e3)):
         if longest < limit:
             return unit, scale

@@ -1,4 +1,4 @@
-"""Comparisons at a glance: a dot for our time over the peer's, a bar for the middle half of its pairs."""
+"""Draw all comparisons: a dot for our time over the peer's, and a bar for the middle half of the pairs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MARKS = {"faster": "o", "slower": "D", "undecided": "s"}
 
 
 def ratios(entries: Sequence[Entry], page_name: str) -> Plot | None:
-    """Of results with a peer; None where none has one."""
+    """Draw all results with a peer, or return None if there are none."""
     paired = [entry for entry in entries if columns.verdict(entry) and verdicts.ratio(entry) < 100]
     paired.sort(key=verdicts.ratio)
     if not paired:
@@ -25,11 +25,11 @@ def ratios(entries: Sequence[Entry], page_name: str) -> Plot | None:
     drawn, axes = figure(0.7 + 0.42 * len(paired))
     told = []
     for row, entry in enumerate(paired):
-        extra, came_to = entry["extra_info"], columns.verdict(entry) or ""
+        extra, verdict = entry["extra_info"], columns.verdict(entry) or ""
         ratio, q1, q3 = extra["ratio"], extra["pair_ratio_q1"], extra["pair_ratio_q3"]
-        shade = SHADES[came_to]
+        shade = SHADES[verdict]
         axes.plot([q1, q3], [row + 0.15] * 2, color=shade, linewidth=5, alpha=0.35, solid_capstyle="butt")
-        axes.plot([ratio], [row + 0.15], marker=MARKS[came_to], markersize=5, color=shade)
+        axes.plot([ratio], [row + 0.15], marker=MARKS[verdict], markersize=5, color=shade)
         words = axes.annotate(
             label if "beside" in (label := name(entry)) else f"{label} – {extra['peer']}",
             (0, row - 0.27),
@@ -45,10 +45,10 @@ def ratios(entries: Sequence[Entry], page_name: str) -> Plot | None:
     axes.set_xlim(left=0)
     axes.set_ylim(len(paired) - 0.4, -0.6)
     axes.set_yticks([])
-    axes.set_xlabel("our time over the other's")
+    axes.set_xlabel("our time over the peer's")
     return Plot(
         svg(drawn, page_name),
-        f"Ratios of times beside a line at 1: {'; '.join(told)}.",
-        "Ours – the other. Left of the line is faster. A bar is the middle half of the ratios of single "
-        "pairs: grey where it crosses the line, which leaves no difference that can be told from the spread.",
+        f"Ratios of times with a line at 1: {'; '.join(told)}.",
+        "Each name is ours – the peer's. Left of the line we are faster. A bar is the middle half of the "
+        "pairs' ratios; it is grey if the comparison is undecided.",
     )

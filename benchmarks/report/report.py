@@ -1,7 +1,7 @@
-"""The results as something to read: sections of rows, a terminal table of each, and the same as JSON.
+"""Sort results into sections, and show them as tables in a terminal or as JSON.
 
-`sections` sorts one machine's newest results by group; the terminal (here), the page (`page.py`) and the
-plots (`plots.py`) all show what it returns.
+`sections` sorts one machine's newest results by group. The terminal (here), the page (`page.py`) and the
+plots (`plots.py`) all show these sections.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ class Section:
     """One table of the report: the benchmarks of one group."""
 
     title: str
-    about: str  # what its suite says of itself
-    entries: tuple[Entry, ...]  # as results.newest gives them
+    about: str  # its suite's description
+    entries: tuple[Entry, ...]  # from results.newest
 
     @property
     def peer(self) -> str | None:
-        """The program that every comparison here is with, None where there is none or more than one."""
+        """The peer of all comparisons here; None if there is no peer or more than one."""
         peers = {entry["extra_info"]["peer"] for entry in self.entries if "peer" in entry["extra_info"]}
         return peers.pop() if len(peers) == 1 else None
 
     def columns(self) -> list[Column]:
-        """The columns that have something to show; where all rows have one peer, it stands in a heading."""
+        """Return the columns with any figures; if all rows have the same peer, headings name it."""
         shown = columns.shown(self.entries)
         if self.peer is None:
             return shown
@@ -44,13 +44,13 @@ class Section:
             columns.PEER_TIME: self.peer,
             columns.SHARE: f"of {self.peer}",
             columns.RATIO: f"time over {self.peer}",
-            columns.BEYOND: f"beyond {self.peer}",
+            columns.BEYOND: f"time minus {self.peer}'s",
         }
         return [replace(c, heading=renamed.get(c, c.heading)) for c in shown if c != columns.PEER]
 
 
 def sections(found: Results) -> list[Section]:
-    """One machine's newest results by group, in the order of the suites."""
+    """Sort one machine's newest results by group, in the order of the suites."""
     groups: dict[tuple[str, str], list[Entry]] = {}
     for entry in results.newest(found):
         groups.setdefault((entry["suite"], entry["group"]), []).append(entry)
@@ -61,13 +61,13 @@ def sections(found: Results) -> list[Section]:
 
 
 def goals(found: Results) -> tuple[int, int]:
-    """How many of the goals that this machine measured were met, and how many there are."""
+    """Return how many of the goals measured on this machine were met, and their number."""
     judged = [judgement for entry in results.newest(found) if (judgement := columns.goal(entry))]
     return sum(kept for _, _, kept in judged), len(judged)
 
 
 def provenance(found: Results, entries: Sequence[Entry]) -> str:
-    """When and how these figures were measured: `quick run of 2025-01-31, commit 1a2b3c4`."""
+    """Say when and how these figures were measured: `quick run of 2025-01-31, commit 1a2b3c4`."""
     described = []
     for name in sorted({entry["run"] for entry in entries}):
         run = found["runs"][name]
@@ -77,7 +77,7 @@ def provenance(found: Results, entries: Sequence[Entry]) -> str:
 
 
 def show(console: Console, found: Results) -> None:
-    """Print one machine's results as tables, of each the leading columns that the terminal has room for."""
+    """Print one machine's results as tables, each with as many first columns as fit into the terminal."""
     console.print(Text(machine.title(found["machine_info"]), style="bold"))
     for section in sections(found):
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title_justify="left", title_style="bold cyan")
@@ -92,9 +92,9 @@ def show(console: Console, found: Results) -> None:
         for column in section.columns():
             cells = [column.cell(entry) or "" for entry in section.entries]
             width = max(map(len, cells))
-            # A heading may be as tall as it has words, but not wider than what stands under it.
+            # Wrap a heading, between any words if need be, so that it is no wider than its cells.
             heading = textwrap.wrap(column.heading, max(width, *map(len, column.heading.split())))
-            room -= max(width, *map(len, heading)) + 3  # and the blanks beside it
+            room -= max(width, *map(len, heading)) + 3  # and the blanks between columns
             if room < 0:
                 break
             shown.append(column)
@@ -118,13 +118,13 @@ def _styled(entry: Entry, column: Column) -> Text:
 
 
 def _judged(entry: Entry) -> dict[str, Any]:
-    """What a row's comparison came to, and whether its spread exceeds its difference."""
+    """Return the verdict on a row's comparison, and whether it is undecided."""
     verdict = columns.verdict(entry)
     return {} if verdict is None else {"verdict": verdict, "undecided": columns.undecided(entry)}
 
 
 def as_json(found: Results) -> dict[str, Any]:
-    """One machine's report for a program: times in seconds, sizes in bytes."""
+    """Return one machine's report for a program to read: times in seconds, sizes in bytes."""
     met, of = goals(found)
     return {
         "machine": found["machine_info"],

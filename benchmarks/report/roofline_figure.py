@@ -1,4 +1,4 @@
-"""A roofline of measured peaks, with a line for each product: its rate at each size over its intensity.
+"""Draw a roofline of measured peaks, with each product's rate over its arithmetic intensity.
 
 Source: Williams, Waterman, Patterson 2009, "Roofline: An Insightful Visual Performance Model for Multicore
 Architectures".
@@ -31,7 +31,7 @@ class Line:
 
 
 def color_of(kind: str) -> str:
-    """The colour of an arithmetic."""
+    """Return the colour of an arithmetic."""
     return color(KINDS.index(kind))
 
 
@@ -47,13 +47,13 @@ def roofline(
     """Draw `lines` below the roofs.
 
     Args:
-        device: what the roofs are of.
+        device: the device with these roofs.
         lines: the products, one or more.
         peaks: GFLOP/s of each arithmetic.
-        bandwidth: GB/s of its memory; None where it was not measured, and then there is no slope.
-        page_name: unique on the page.
-        told: what the products reach, in words.
-        caption: below the figure.
+        bandwidth: GB/s of the device's memory; None if it was not measured, and then there is no slope.
+        page_name: a name that is unique on the page.
+        told: the products' rates, in words.
+        caption: the text below the figure.
     """
     right = 1.3 * max(x for line in lines for x, _ in line.points)
     slope = bandwidth or 0.0
@@ -86,7 +86,7 @@ def roofline(
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}")
     axes.minorticks_off()
-    _name_beside(axes, ends, right)
+    _name_lines(axes, ends, right)
     return Plot(
         svg(drawn, page_name),
         f"A roofline of {device}: GFLOP/s over arithmetic intensity. At the largest n {told} GFLOP/s.",
@@ -94,8 +94,8 @@ def roofline(
     )
 
 
-def _name_beside(axes: Axes, ends: list[tuple[float, float, str, str]], right: float) -> None:
-    """Write names in a column beside what they name, each joined to it by a thin line."""
+def _name_lines(axes: Axes, ends: list[tuple[float, float, str, str]], right: float) -> None:
+    """Write the lines' names in a column on the right, each joined to its line by a thin one."""
     ends = sorted(ends, key=lambda end: end[1])
     low, high = (math.log(limit) for limit in axes.get_ylim())
     heights = apart([math.log(y) for _, y, _, _ in ends], 0.95 * (high - low) / (len(ends) + 3), high)

@@ -1,4 +1,4 @@
-"""Scaling curves: speed over the number of ranks beside the line that would be ideal."""
+"""Draw scaling curves: speed over the number of ranks, with the ideal as a dashed line."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from minidist.benchmarks.report.plots import Plot
 WORDS = {
     "strong": (
         "times the speed of one rank",
-        "One batch cut over more ranks: the dashed line is N times as fast.",
+        "One batch divided over more ranks: on the dashed line, N ranks are N times as fast.",
     ),
     "weak": (
-        "speed of each rank, beside one alone",
-        "As many rows on every rank: the dashed line loses nothing.",
+        "speed per rank, relative to one rank",
+        "The same number of rows on every rank: the dashed line loses nothing.",
     ),
 }
 
 
 def curves(entries: Sequence[Entry], kind: str, page_name: str, cores: int) -> Plot | None:
-    """Strong or weak scaling, a line for each series; None where it was not measured."""
+    """Draw strong or weak scaling, a line for each series, or return None if it was not measured."""
     series: dict[str, list[tuple[int, float]]] = {}
     for entry in entries:
         extra = entry["extra_info"]

@@ -1,4 +1,4 @@
-"""The report in short, for a terminal, a README or a program: what was found, and what to use."""
+"""The short report, for a terminal, a README or a program: only what was found, and what to use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from minidist.benchmarks.report import answer, report, verdicts
 from minidist.benchmarks.report.answer import Choice, Question
 from minidist.benchmarks.report.findings import findings
 
-HEADINGS = ("strategy", "a GPU at least", "fits", "largest batch", "sent a step")
+HEADINGS = ("strategy", "least memory per GPU", "fits", "largest batch", "sent per step")
+COMPARED = ("time", "spread", "sent per step", "peer", "peer's time", "ratio of times")
 
 
 def _cells(choice: Choice) -> list[str]:
@@ -32,7 +33,7 @@ def _cells(choice: Choice) -> list[str]:
 
 
 def show(console: Console, machines: Mapping[str, Results]) -> None:
-    """Print the findings and the answer, which are what a reader takes home."""
+    """Print the findings and the answer."""
     found = findings(machines)
     if found:
         console.print(Text("What was found", style="bold"))
@@ -53,7 +54,7 @@ def show(console: Console, machines: Mapping[str, Results]) -> None:
 
 
 def as_json(machines: Mapping[str, Results]) -> dict[str, Any]:
-    """The same for a program: findings with the results that they rest on, and the answer."""
+    """Return the findings, with the results that they rest on, and the answer for a program to read."""
     return {
         "findings": [
             {
@@ -68,7 +69,7 @@ def as_json(machines: Mapping[str, Results]) -> dict[str, Any]:
 
 
 def markdown(machines: Mapping[str, Results]) -> str:
-    """The same for a README, and each machine's strategies as a table."""
+    """Return the findings, the answer and each machine's table of strategies as Markdown."""
     question = Question()
     choices = answer.choices(question)
     lines = ["## What was found", ""]
@@ -84,10 +85,10 @@ def markdown(machines: Mapping[str, Results]) -> str:
         if compared:
             lines += ["", f"## {machine.title(found['machine_info'])}", ""]
             lines += _table(
-                ("", "time", "spread", "sent a step", "beside", "its time", "ratio of times"),
+                ("", *COMPARED),
                 [_row(entry) for entry in compared],
             )
-            lines += ["", f"Medians, in turn: {report.provenance(found, compared)}."]
+            lines += ["", f"Medians, measured in turns: {report.provenance(found, compared)}."]
     return "\n".join(lines) + "\n"
 
 
@@ -95,8 +96,7 @@ def _row(entry: Entry) -> list[str]:
     extra, cells = entry["extra_info"], {column.heading: column.cell(entry) for column in columns.COLUMNS}
     name = verdicts.name(entry)
     ranks = f", {extra['ranks']} ranks" if "ranks" in extra and "rank" not in name else ""
-    wanted = ("time", "spread", "sent a step", "beside", "its time", "ratio of times")
-    return [name + ranks, *(cells[heading] or "" for heading in wanted)]
+    return [name + ranks, *(cells[heading] or "" for heading in COMPARED)]
 
 
 def _table(headings: tuple[str, ...], rows: list[list[str]]) -> list[str]:

@@ -1,8 +1,7 @@
-"""Comparisons counted: how many are faster, how many slower, and how many cannot be told apart.
+"""Count comparisons: how many are faster, how many slower, and how many undecided.
 
-A comparison is decided where the middle half of the ratios of single pairs lies on one side of 1
-(`columns.undecided`). What is no strategy's comparison with another program, such as a bubble beside its
-simulation, is left out.
+A comparison is decided if the middle half of the pairs' ratios lies on one side of 1 (`columns.undecided`).
+Only strategies compared with other programs count, not for example a bubble compared with its simulation.
 """
 
 from __future__ import annotations
@@ -13,15 +12,15 @@ from dataclasses import dataclass
 from minidist.benchmarks.harness import columns
 from minidist.benchmarks.harness.columns import Entry
 
-UNDECIDED = "no difference that can be told from the spread"
-# Suites that train, and peers that people would take instead; other peers are our own other forms.
+UNDECIDED = "no difference beyond the spread"
+# Suites that train, and the libraries that people would use instead; other peers are forms of our own.
 TRAINING = ("bench_training", "bench_zero", "bench_fully_shard", "bench_tensor_parallel", "bench_pipeline")
 LIBRARIES = ("torch", "plain torch", "accelerate", "deepspeed")
 
 
 @dataclass(frozen=True)
 class Tally:
-    """Comparisons by what they came to."""
+    """Comparisons by their verdict."""
 
     faster: tuple[Entry, ...]
     slower: tuple[Entry, ...]
@@ -29,37 +28,37 @@ class Tally:
 
     @property
     def entries(self) -> tuple[Entry, ...]:
-        """All of them."""
+        """All comparisons."""
         return self.faster + self.slower + self.undecided
 
     @property
     def best(self) -> Entry | None:
-        """The decided one with the largest gain."""
+        """The decided comparison with the largest gain."""
         return min(self.faster, key=ratio, default=None)
 
     @property
     def worst(self) -> Entry | None:
-        """The decided one with the largest loss."""
+        """The decided comparison with the largest loss."""
         return max(self.slower, key=ratio, default=None)
 
 
 def ratio(entry: Entry) -> float:
-    """Our time over the peer's."""
+    """Return our time over the peer's."""
     return float(entry["extra_info"]["ratio"])
 
 
 def tally(entries: Iterable[Entry]) -> Tally:
-    """Count those that are compared."""
+    """Sort the entries that have a comparison by verdict."""
     found: dict[str, list[Entry]] = {"faster": [], "slower": [], "undecided": []}
     for entry in entries:
-        came_to = columns.verdict(entry)
-        if came_to:
-            found[came_to].append(entry)
+        verdict = columns.verdict(entry)
+        if verdict:
+            found[verdict].append(entry)
     return Tally(*(tuple(found[each]) for each in ("faster", "slower", "undecided")))
 
 
 def strategies(entries: Iterable[Entry]) -> list[Entry]:
-    """Results of the table of strategies; where that was not measured, training beside other libraries."""
+    """Return the table of strategies, or if that was not measured, training compared with libraries."""
     entries = list(entries)
     table = [entry for entry in entries if entry["suite"] == "bench_strategies"]
     return table or [entry for entry in entries if entry["suite"] in TRAINING and _library(entry)]
@@ -71,10 +70,10 @@ def _library(entry: Entry) -> bool:
 
 
 def name(entry: Entry) -> str:
-    """What a strategy is called where its table is not around it: `ZeRO, stage 2`."""
+    """Return a strategy's full name, for use outside its table: `ZeRO, stage 2`."""
     extra = entry["extra_info"]
     if "strategy" in extra:
-        label = columns.label(entry)  # with its ranks, where these are not two
+        label = columns.label(entry)  # includes the number of ranks if that is more than two
         return f"{label} ({extra['model']})" if "model" in extra else label
     subject = entry["group"].partition(":")[0].partition(" in every form")[0]
     label = columns.label(entry)
@@ -82,9 +81,9 @@ def name(entry: Entry) -> str:
 
 
 def told(entry: Entry) -> str:
-    """A comparison in words: `0.83 (0.81–0.85) of the time of torch DDP`, or that it is open."""
+    """Describe a comparison: `0.83 (0.81–0.85) times the time of torch DDP`, or that it is undecided."""
     extra = entry["extra_info"]
     middle = f"({extra['pair_ratio_q1']:.2f}–{extra['pair_ratio_q3']:.2f})"
     if columns.undecided(entry):
         return f"{UNDECIDED} {middle}"
-    return f"{columns.times(extra['ratio'])} {middle} of the time of {extra['peer']}"
+    return f"{columns.times(extra['ratio'])} {middle} times the time of {extra['peer']}"

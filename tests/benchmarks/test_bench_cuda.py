@@ -299,7 +299,7 @@ def test_the_command_on_the_emulator(tmp_path):
     assert [row.rung for row in climbed.rows if row.entries] == ["s2_coalesced", "s9_tensor_core"]
     assert climbed.sizes == [32, 40]
     assert "rung s10_hopper needs another GPU" in " ".join(done.stdout.split())
-    table = done.stdout[done.stdout.index("The CUDA ladder beside torch.matmul") :]
+    table = done.stdout[done.stdout.index("The CUDA ladder against torch.matmul") :]
     assert "s9_tensor_core      TF32" in table
     assert "s8_warp_tile        not measured" in table
     assert found["suites"]["bench_cuda"].startswith("The CUDA ladder on a GPU")

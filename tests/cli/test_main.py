@@ -458,7 +458,7 @@ def test_report_shows_and_writes_a_page(capfd, suite, monkeypatch):
     assert (code, err) == (0, "")
     assert "a good one" in out
     assert "This machine has no results yet" in out  # they are not under its name
-    assert "The CUDA ladder beside torch.matmul: not measured" in out
+    assert "The CUDA ladder against torch.matmul: not measured" in out
     html = (suite / "report.html").read_text()
     assert "half of it" in html
     assert "<td>not measured</td>" in html

@@ -39,7 +39,7 @@ def test_sums_in_float32_may_be_the_result(kind):
     check(kind, *product(kind, out=torch.float32))
     c, a, b = product(kind, out=torch.float32)
     rounded = c.to(a.dtype).float()  # as far off as a result of two bytes may be, and more than one of four
-    with pytest.raises(AssertionError, match="elements that were checked are wrong"):
+    with pytest.raises(AssertionError, match="checked elements are wrong"):
         check(kind, rounded, a, b)
 
 

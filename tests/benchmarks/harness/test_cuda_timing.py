@@ -137,7 +137,7 @@ def test_without_a_gpu_one_sentence_says_what_there_is_instead(monkeypatch):
     monkeypatch.delenv(device.VARIABLE, raising=False)
     monkeypatch.setattr(device, "has_gpu", lambda: False)
     reason = cuda_timing.unavailable()
-    assert reason.startswith("there is no NVIDIA GPU: on one, `minidist bench cuda` checks each rung")
+    assert reason.startswith("there is no NVIDIA GPU: with a GPU, `minidist bench cuda` checks each rung")
     assert "emulator" in reason
     assert "\n" not in reason
     monkeypatch.setenv(device.VARIABLE, "emulator")

@@ -92,7 +92,7 @@ def test_a_save_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_nan_is_no_result(tmp_path, value):
-    with pytest.raises(ValueError, match="JSON has no word"):
+    with pytest.raises(ValueError, match="JSON cannot hold"):
         results.save(run("2025-01-01", "quick", {"a": value}), tmp_path / "machine.json")
     assert list(tmp_path.iterdir()) == []
 

@@ -18,7 +18,7 @@ def test_a_model_of_one_and_a_half_billion_on_eight_gpus_of_16_gb_takes_zero_1()
     assert answer.code(chosen) == 'md.Layout(dp=8, zero=1, precision="bf16", recompute=True)'
     said = answer.sentence(question, tuple(found.values()))
     assert said.startswith(
-        "Use ZeRO-1. Plain data parallelism does not fit, as it takes 37.4 GB a GPU of 16 GB."
+        "Use ZeRO-1. Plain data parallelism does not fit: it needs 37.4 GB on each GPU, which has 16 GB."
     )
     assert answer.first_fit(question) == ("ZeRO-1", chosen.recomputed)
 
@@ -51,7 +51,7 @@ def test_plain_data_parallelism_is_the_first_answer_where_it_is_enough():
     question = Question("gpt2-small", 2, 16 * GB, "a small model")
     found = answer.choices(question)
     assert answer.best(found) is found[0]
-    assert answer.sentence(question, found).startswith("Use plain data parallelism, which is enough")
+    assert answer.sentence(question, found).startswith("Use plain data parallelism. It needs at least ")
 
 
 def test_where_nothing_fits_it_says_so_and_what_comes_nearest():
@@ -59,7 +59,7 @@ def test_where_nothing_fits_it_says_so_and_what_comes_nearest():
     found = answer.choices(question)
     assert answer.best(found) is None
     assert answer.first_fit(question) is None
-    assert answer.sentence(question, found).startswith("None of these fits: the least, ")
+    assert answer.sentence(question, found).startswith("None of these fits. Even ZeRO-3 needs ")
     assert answer.as_json(question)["answer"] is None
 
 

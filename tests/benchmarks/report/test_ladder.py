@@ -86,7 +86,7 @@ def test_what_was_measured_stands_in_its_place():
     assert climbed.sizes == [1024, 2048, 4096]
     assert climbed.common_size == 2048
     text = printed(climbed)
-    assert text.startswith("The CUDA ladder beside torch.matmul, NVIDIA Made Up")
+    assert text.startswith("The CUDA ladder against torch.matmul, NVIDIA Made Up")
     assert row_of(text, "s1_naive")[0].split() == [
         "s1_naive", "float32", "1.50%", "1.25%", "–", "625", "1.25%",
     ]  # fmt: skip
@@ -110,7 +110,7 @@ def test_a_rung_that_was_not_measured_says_so_and_has_no_figure():
 def test_where_nothing_was_measured_every_rung_says_so(machines):
     climbed = ladder.pick(machines)
     text = printed(climbed)
-    assert text.startswith("The CUDA ladder beside torch.matmul: not measured\n")
+    assert text.startswith("The CUDA ladder against torch.matmul: not measured\n")
     assert text.count("not measured") == 1 + len(RUNGS)
     assert [row.rung for row in climbed.rows] == list(RUNGS)
     assert not FIGURES.search(text)
@@ -190,8 +190,8 @@ def test_names_beside_the_roofline_keep_apart():
 def test_the_page_of_a_machine_with_a_gpu_begins_with_the_ladder():
     html = page.page({"gpu": SOME, "other": NONE})
     assert "not measured" in html  # the rungs between
-    assert "beside torch.matmul: not measured" not in html
-    assert html.index("The CUDA ladder beside torch.matmul, NVIDIA Made Up") < html.index(
+    assert "against torch.matmul: not measured" not in html
+    assert html.index("The CUDA ladder against torch.matmul, NVIDIA Made Up") < html.index(
         "CUDA ladder, float32"
     )
     for words in ("580.1", "compute capability 9.0", "103%"):
@@ -208,8 +208,8 @@ def test_the_page_of_a_machine_with_a_gpu_begins_with_the_ladder():
 def test_a_finding_names_the_best_rung_in_each_arithmetic():
     (found,) = findings.findings({"other": NONE, "gpu": SOME})
     assert found.text == (
-        "The CUDA ladder, written in Python, comes to 103% (8 warp tile, float32, n = 4,096), to 66.0% (9 "
-        "tensor core, bfloat16, n = 2,048), to 64.0% (9 tensor core, TF32, n = 2,048) of torch.matmul's "
+        "The CUDA ladder, written in Python, reaches 103% (8 warp tile, float32, n = 4,096), 66.0% (9 "
+        "tensor core, bfloat16, n = 2,048), 64.0% (9 tensor core, TF32, n = 2,048) of torch.matmul's "
         "speed in the same arithmetic."
     )
     assert (found.slug, len(found.rests_on)) == ("gpu", 3)
@@ -217,7 +217,7 @@ def test_a_finding_names_the_best_rung_in_each_arithmetic():
 
 def test_the_page_of_machines_without_a_gpu_says_not_measured_once():
     html = page.page({"a": NONE, "b": NONE})
-    assert html.count("beside torch.matmul: not measured") == 1
+    assert html.count("against torch.matmul: not measured") == 1
     section = html[html.index('id="cuda-ladder"') :].partition("</section>")[0]
     assert section.count("<td>not measured</td>") == len(RUNGS)
     assert not FIGURES.search(section)

@@ -68,7 +68,7 @@ def test_every_note_says_how_and_where(html):
         ):
             assert words in note
     assert "commit 5d6e7f8 with changes" in html
-    assert "In turn with torch DDP" in html
+    assert "In turns with torch DDP" in html
 
 
 def test_numbers_of_findings_lead_to_their_rows(html):
@@ -105,8 +105,8 @@ def test_figures_say_what_they_show(html):
         "measured: ranks wait for 23.1% of the step",
         "data parallel 1.64 at 4",
         "tree 125%",
-        "ZeRO-3 1.21 (1.16–1.26) of the time of torch fully_shard",
-        "data parallel, overlap no difference that can be told from the spread (0.93–1.03)",
+        "ZeRO-3 1.21 (1.16–1.26) times the time of torch fully_shard",
+        "data parallel, overlap no difference beyond the spread (0.93–1.03)",
         "6 tile 104 of 125",
     ):
         assert words in said
@@ -184,7 +184,7 @@ def test_lessons_count_their_pars_and_draw_what_differs(html):
 
 def test_markdown_is_for_a_readme():
     text = short_form.markdown(MACHINES)
-    assert text.startswith("## What was found\n\n1. Of 3 training steps")
+    assert text.startswith("## What was found\n\n1. 3 training steps ran in turns")
     assert "Use ZeRO-1. Plain data parallelism does not fit" in text
     assert "| ZeRO-1 (byte-small), 2 ranks | 105 ms | ±5% | 13.0 MB | torch ZeroRedundancyOptimizer |" in text
     tables = [line for line in text.splitlines() if line.startswith("|")]

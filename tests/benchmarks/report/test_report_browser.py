@@ -107,7 +107,7 @@ def test_a_number_says_how_it_was_measured(page: Any) -> None:
     assert not card.is_visible()
     page.locator(f"{STRATEGIES} tbody a.note").nth(1).focus()
     page.keyboard.press("Enter")
-    assert "In turn with torch ZeroRedundancyOptimizer" in card.inner_text()
+    assert "In turns with torch ZeroRedundancyOptimizer" in card.inner_text()
     card.get_by_label("Close").click()
     assert not card.is_visible()
     number.hover()

@@ -245,7 +245,7 @@ def test_a_cut_wire_is_an_error_in_time_on_both_sides(found: list[Found]) -> Non
 def test_where_hosts_cannot_be_made_the_reason_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     assert why_not() == ""
     monkeypatch.setenv("PATH", "")
-    assert why_not() == "unshare, nsenter, ip, mount not there: install iproute2 and util-linux"
+    assert why_not() == "unshare, nsenter, ip, mount not found: install iproute2 and util-linux"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
