@@ -271,7 +271,7 @@ def test_without_a_gpu_the_command_says_so_and_writes_nothing(tmp_path):
     done = minidist(["-m", "minidist"], "--out", str(out), MINIDIST_CUDA_BACKEND="emulator")
     assert done.returncode == 2
     assert done.stderr.startswith(
-        "minidist: MINIDIST_CUDA_BACKEND is 'emulator', and this measures a GPU: on"
+        "minidist: MINIDIST_CUDA_BACKEND is 'emulator', and this measures a GPU: with a GPU,"
     )
     assert done.stderr.count("\n") == 1
     assert not out.exists()
@@ -330,5 +330,5 @@ def test_a_gpu_that_breaks_ends_the_run_and_what_was_measured_is_kept(tmp_path):
     ]
     said = " ".join((done.stdout + done.stderr).split())
     assert "test_rung[s2_coalesced-float32-40] left the GPU unusable (an illegal memory access)" in said
-    assert "skipped what comes after" in said
+    assert "skipped all later benchmarks" in said
     assert "leave it out with -k" in said

@@ -163,7 +163,7 @@ def test_record_wants_a_round():
 
 @pytest.mark.parametrize(("ours", "peer"), [([1.0], []), ([1.0], [1.0, 2.0]), ([], [])])
 def test_turns_come_in_pairs(ours, peer):
-    with pytest.raises(ValueError, match="pairs"):
+    with pytest.raises(ValueError, match="equally many"):
         compare(ours, peer, "peer")
 
 
