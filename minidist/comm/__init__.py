@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 from minidist._lazy import lazy
 
 if TYPE_CHECKING:
-    from minidist.comm.checking.compare_calls import unordered as unordered
+    from minidist.comm.checking import unordered as unordered
     from minidist.comm.collectives import all_gather as all_gather
     from minidist.comm.collectives import all_reduce as all_reduce
     from minidist.comm.collectives import all_to_all as all_to_all
@@ -62,7 +62,7 @@ __getattr__, __dir__, __all__ = lazy(
     __name__,
     {
         "minidist.comm.launching.cluster": ("Cluster",),
-        "minidist.comm.checking.compare_calls": ("unordered",),
+        "minidist.comm.checking": ("unordered",),
         "minidist.comm.collectives": (
             "all_gather",
             "all_reduce",

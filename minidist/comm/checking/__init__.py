@@ -1,43 +1,215 @@
 """`check=True`: ranks compare their calls, and a mismatch or a deadlock is an error that names both sides.
 
 call_records         what a rank tells the others of a call; which calls contradict each other or are swapped
-compare_calls        exchanges the records through the world's store, and compares them before a call begins
 deadlock_detection   why a rank does not come: it left, waits in a circle, or is stuck at a line
+
+Each rank appends a record of its call to a key of the world's store, named by the group and the number of the
+call, and reads there what the others appended. Over gloo, calls that do not fit would hang, abort, or return
+wrong numbers without a word.
+
+A synchronous call waits for the records of all ranks, even where the operation itself would not, as in a
+broadcast; MPI 4.1, section 6.14, asks programs to bear either. An asynchronous call compares itself with the
+records that are there, and with the rest in `Work.wait`. A call costs some hundred microseconds, which the
+ledger leaves out. The check does not see calls outside minidist.comm, nor in which order one line passes its
+tensors.
 """
 
 from __future__ import annotations
 
-import atexit
-import contextlib
+import math
+import pickle
+import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from itertools import combinations
 
-from minidist.comm.checking.compare_calls import Checker
+import torch.distributed as dist
+
+from minidist.comm.checking.call_records import Record, find_swap, read_call
+from minidist.comm.checking.deadlock_detection import AWHILE, Watch, read_records
+from minidist.comm.errors import FOLLOWS, CollectiveError
 from minidist.comm.ledgers import Call
 
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+LONGEST_PAUSE = 0.005  # seconds between two looks for the others' records; the first are closer together
+WINDOW = 64  # rounds of a group within which a swap is looked for
+
+_unordered: list[None] = []
+"""One entry for each open `unordered`. Not a context variable: a backward pass runs in other threads."""
+
+
+@contextmanager
+def unordered() -> Iterator[None]:
+    """Tell `check=True` that calls inside may come in another order on other ranks.
+
+    One rank's word is enough. Operations, shapes and dtypes are still compared.
+    """
+    _unordered.append(None)
+    try:
+        yield
+    finally:
+        _unordered.pop()
+
+
+@dataclass
+class CallSequence:
+    """The calls of one group, or the messages from one rank to another: each member numbers its own."""
+
+    name: str
+    members: tuple[int, ...]
+    made: int = 0  # calls that this rank has made
+    compared: int = 0  # calls that are known of all members, and agree
+    deleted: int = 0  # calls whose records are gone from the store
+    rounds: deque[dict[int, Record]] = field(default_factory=lambda: deque(maxlen=WINDOW))
+
+
+class Checker:
+    """One rank's part in checking a world."""
+
+    def __init__(self, store: dist.Store, rank: int, ranks: int, limit: float) -> None:
+        self.rank, self.limit = rank, limit
+        self._watch = Watch(store, rank, ranks)
+        self._store = self._watch.store
+        self._lock = threading.RLock()  # autograd's threads make calls too
+        self._sequences: dict[str, CallSequence] = {}
+        self._begin(math.inf)
+
+    def close(self) -> None:
+        """Say that this rank makes no more calls."""
+        self._end("left the world")
+        self._watch.close()
+
+    @contextmanager
+    def run(self, limit: float | None) -> Iterator[None]:
+        """Check a function that all ranks run; see the function of this name."""
+        # Time out before the launcher's own limit, which names no call.
+        self._begin(math.inf if limit is None else time.monotonic() + limit - min(1.0, limit / 5))
+        how = "returned from its function"
+        try:
+            yield
+        except BaseException as error:
+            how = f"raised {type(error).__name__}"
+            raise
+        finally:
+            self._end(how)
+
+    def _begin(self, deadline: float) -> None:
+        """Count calls anew: all ranks have left the last run, so that nobody reads what it wrote."""
+        with self._failing("before its function"):
+            for sequence in self._sequences.values():
+                self._delete(sequence, sequence.made)
+            self._ended, self._sequences, self._deadline = False, {}, deadline
+            self._watch.begin()
+
+    def _end(self, how: str) -> None:
+        """Say that this rank makes no more calls in this run."""
+        if not self._ended:
+            self._ended = True
+            with suppress(dist.DistError):  # the store is gone where another process held it
+                self._watch.say(left=how)
+
+    def enter(self, call: Call) -> Callable[[], None] | None:
+        """Compare a call; see the function of this name."""
+        read = read_call(self.rank, call, not _unordered) if len(call.group) > 1 else None
+        if read is None:
+            return None
+        record, given = read
+        group = given["group"] or dist.group.WORLD
+        name, members = (
+            (group.group_name, call.group) if call.message is None else (call.message, call.message[:2])
+        )
+        with self._failing(record.at()), self._lock:
+            if self._ended:
+                self._begin(math.inf)  # of a program that goes on after `launch` under torchrun
+            sequence = self._sequences.setdefault(name, CallSequence(f"{self._watch.run}/{name}/", members))
+            key, sequence.made = f"{sequence.name}{sequence.made}", sequence.made + 1
+            self._store.append(key, pickle.dumps(record._replace(compared=sequence.compared)))
+            self._watch.last, calls = record.at(), sequence.made
+            if given["async_op"]:
+                self._compare(key)
+                return lambda: self._wait(sequence, calls, record.at())
+        self._wait(sequence, calls, record.at())
+        return None
+
+    def _compare(self, key: str) -> list[Record]:
+        """Compare the records of a call that are there, and return them by rank."""
+        records = sorted(read_records(self._store, key))
+        for one, other in combinations(records, 2):
+            if one.contradicts(other):
+                rule = "all ranks of a group have to make the same calls in the same order"
+                if one.kind[0] == "message":
+                    rule = "what is received has to have the shape and dtype of what is sent"
+                calls = f"rank {one.rank} {one.at()}; rank {other.rank} {other.at()}"
+                self._watch.fail(f"the ranks make different calls: {calls}; {rule}")
+        return records
+
+    def _missing(self, sequence: CallSequence, calls: int) -> set[int]:
+        """Compare so many calls, and return the ranks that have not made the first incomplete one."""
+        with self._lock:
+            while sequence.compared < calls:
+                records = self._compare(f"{sequence.name}{sequence.compared}")
+                if len(records) < len(sequence.members):
+                    return {*sequence.members} - {record.rank for record in records}
+                if swap := find_swap(sequence.rounds, records):
+                    self._watch.fail(swap)
+                sequence.compared += 1
+                sequence.rounds.append({record.rank: record for record in records})
+                self._delete(sequence, min(record.compared for record in records))
+            return set()
+
+    def _delete(self, sequence: CallSequence, number: int) -> None:
+        """Delete the records of the calls before `number`, which all ranks have compared."""
+        while self.rank == sequence.members[0] and sequence.deleted < number:
+            self._store.delete_key(f"{sequence.name}{sequence.deleted}")
+            sequence.deleted += 1
+
+    def _wait(self, sequence: CallSequence, calls: int, call: str) -> None:
+        """Wait until so many calls are known of all members, and agree."""
+        begun = time.monotonic()
+        limit, look, pause = min(begun + self.limit, self._deadline), begun + AWHILE, 0.0
+        with self._failing(call):
+            while missing := self._missing(sequence, calls):
+                if time.monotonic() >= look:
+                    self._watch.look_around(call, f"{sequence.name}{sequence.compared}", sorted(missing))
+                    if time.monotonic() >= limit:
+                        self._watch.time_out(call, sorted(missing), time.monotonic() - begun)
+                    look = time.monotonic() + AWHILE
+                time.sleep(pause)
+                pause = min(LONGEST_PAUSE, 1.3 * pause + 2e-5)
+            if look > begun + AWHILE:
+                self._watch.say()  # that this rank no longer waits
+
+    @contextmanager
+    def _failing(self, call: str) -> Iterator[None]:
+        """Turn the loss of the store, which lived in a process that has ended, into a CollectiveError."""
+        try:
+            yield
+        except dist.DistError as error:
+            self._ended = True  # each further use of the store would only write a warning
+            self._watch.closing.set()
+            text = f"rank {self.rank}, {call}: another rank's process has ended{FOLLOWS}"
+            raise CollectiveError(text) from error
+
 
 _checker: Checker | None = None
 """The check of the default world, where it has one."""
 
 
-def start(store: Store, rank: int, ranks: int, limit: timedelta) -> None:
+def start(store: dist.Store, rank: int, ranks: int, limit: timedelta) -> None:
     """Check the calls of the world that is being joined; `limit` is the longest wait for a call's peers."""
     global _checker
-    stop()
     _checker = Checker(store, rank, ranks, limit.total_seconds())
-    atexit.register(stop)
 
 
 def stop() -> None:
     """Stop checking, and tell the others that this rank makes no more calls."""
     global _checker
     if _checker is not None:
-        checker, _checker = _checker, None
-        atexit.unregister(stop)
-        checker.close()
+        _checker.close()
+        _checker = None
 
 
 def enter(call: Call) -> Callable[[], None] | None:
@@ -48,20 +220,6 @@ def enter(call: Call) -> Callable[[], None] | None:
     return None if _checker is None else _checker.enter(call)
 
 
-@contextlib.contextmanager
-def run(limit: float | None) -> Iterator[None]:
+def run(limit: float | None) -> AbstractContextManager[None]:
     """Count the calls of a function that all ranks run in `limit` seconds; tell the others when it ends."""
-    checker = _checker
-    if checker is None:
-        yield
-        return
-    checker.begin(limit)
-    how = "returned from its function"
-    try:
-        yield
-    except BaseException as error:
-        how = f"raised {type(error).__name__}"
-        raise
-    finally:
-        if checker is _checker:
-            checker.end(how)
+    return nullcontext() if _checker is None else _checker.run(limit)

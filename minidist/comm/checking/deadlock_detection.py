@@ -1,176 +1,152 @@
 """Why does a rank not come? What the ranks of a checked world let each other know, and what follows from it.
 
-Each rank keeps a note in the world's store: its last call and, after waiting for a while, the ranks that it
-waits for. From the notes a waiting rank sees that another's function has returned, or that ranks wait for
-each other in a circle (Chandy, Misra and Haas 1983, "Distributed Deadlock Detection": the wait-for graph).
-The first failure that a rank writes down becomes that of all. When a call's time is up, a thread of each rank
-answers at which line its rank is.
+A rank that has waited for a while, or has left, keeps a note in the world's store. From the notes a waiting
+rank sees that another's function has returned, or that ranks wait for each other in a circle (Chandy, Misra
+and Haas 1983, "Distributed Deadlock Detection": the wait-for graph). The first failure that a rank writes
+down becomes that of all. When a call's time is up, a thread of each rank answers where its rank is.
 """
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-import json
+import io
+import pickle
 import threading
 import time
-from collections.abc import Callable, Iterable
-from typing import Any
+from contextlib import suppress
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from minidist.comm.checking.call_records import place_of_thread
+from minidist.comm.checking.call_records import Record, place_of_thread
 from minidist.comm.errors import CollectiveError
 
-AWHILE = 0.05
-"""Seconds of waiting after which a rank looks why the others do not come, and between two such looks."""
-WATCH_PAUSE = 0.1
-"""Seconds between two looks whether another rank asks where this one is."""
-OWN_THREAD = "minidist"
-"""What the names of minidist's own threads begin with; these make no calls of their own accord."""
+AWHILE = 0.05  # seconds of waiting before a rank looks why the others do not come, and between two such looks
+WATCH_PAUSE = 0.1  # seconds between two looks whether another rank asks where this one is
+OWN_THREAD = "minidist"  # how minidist's own threads are named; these make no calls of their own accord
 
-Note = dict[str, Any]
-"""A rank's note: "state" ("runs", "waits" or how it left), "change" (its number), "last" (the last call, in
-words), "awaits" (the ranks that it waits for, each with the key under which it looks for their record)."""
+
+class Note(NamedTuple):
+    """What a rank tells the others of itself."""
+
+    last: str = ""  # its last call, in words
+    left: str = ""  # how it left: "returned from its function"
+    awaits: tuple[int, ...] = ()  # the ranks that it waits for
+    key: str = ""  # where their records are missing
+
+    def __str__(self) -> str:
+        return f"its last call was {self.last}" if self.last else "it has made no call"
 
 
 class Watch:
-    """This rank's note, and its view of the others'. `store` and `asked`, for the thread, are connections."""
+    """This rank's note, and its view of the others'."""
 
-    def __init__(self, store: Any, asked: Any, rank: int, ranks: int) -> None:
-        self.store, self.rank, self.ranks = store, rank, ranks
-        self.failure = ""
-        self.lost = False  # the store is gone: each further use of it would only write a warning
-        self.run = -1
-        self._change, self._last, self._watched = 0, "", 0
-        self._lock, self._closing = threading.Lock(), threading.Event()
-        self._thread = threading.Thread(
-            target=self._answer, args=(asked,), daemon=True, name=f"{OWN_THREAD}-watch"
-        )
+    def __init__(self, store: Any, rank: int, ranks: int) -> None:
+        # One connection for each thread: it is locked while it waits for an answer.
+        self.store, asked = (dist.PrefixStore("check", store.clone()) for _ in range(2))
+        self.rank, self.ranks, self.run, self.last = rank, ranks, -1, ""
+        self._watched, self.closing = threading.get_ident(), threading.Event()
+        self._thread = threading.Thread(target=self._answer, args=(asked,), daemon=True, name=OWN_THREAD)
         self._thread.start()
 
-    def begin(self, run: int) -> None:
+    def begin(self) -> None:
         """Start anew, in the thread that is to be watched; all ranks have left the run before."""
-        if self.run >= 0:
-            for name in (f"state/{self.rank}", f"at/{self.rank}", *(("abort", "where") * (self.rank == 0))):
-                self.store.delete_key(self._key(name))
-        self.run, self.failure, self._last = run, "", ""
-        self._watched = threading.get_ident()
-        self.say("runs")
+        self.store.delete_key(f"{self.run}/note/{self.rank}")
+        self.run, self.last, self._watched = self.run + 1, "", threading.get_ident()
 
     def close(self) -> None:
         """Answer no longer."""
-        self._closing.set()
+        self.closing.set()
         self._thread.join()
 
-    def say(
-        self,
-        state: str,
-        awaits: dict[int, str] | None = None,
-        last: str = "",
-        also: dict[str, bytes] | None = None,
-    ) -> None:
-        """Renew this rank's note, and write the keys `also` in the same message."""
-        with self._lock:
-            self._change += 1
-            self._last = last or self._last
-            note = {"state": state, "change": self._change, "last": self._last, "awaits": awaits or {}}
-            written = {**(also or {}), self._key(f"state/{self.rank}"): json.dumps(note).encode()}
-            self.store.multi_set(list(written), list(written.values()))
+    def say(self, left: str = "", awaits: tuple[int, ...] = (), key: str = "") -> None:
+        """Renew this rank's note."""
+        note = Note(self.last, left, awaits, key)
+        self.store.set(f"{self.run}/note/{self.rank}", pickle.dumps(note))
 
     def fail(self, text: str) -> None:
         """CollectiveError on all ranks, with the text of the first that fails."""
-        self.failure = self.store.compare_set(self._key("abort"), "", text).decode()
-        self.raise_failure()
+        raise CollectiveError(self.store.compare_set(f"{self.run}/failure", "", text).decode())
 
-    def raise_failure(self) -> None:
-        """CollectiveError where this run has failed, as far as this rank knows."""
-        if self.failure:
-            raise CollectiveError(self.failure)
+    def look_around(self, call: str, key: str, missing: list[int]) -> None:
+        """CollectiveError where another rank has failed, or will not write the record that `call` waits for.
 
-    def look_around(self, call: str, awaited: Callable[[], Iterable[int]]) -> None:
-        """CollectiveError where another rank has failed, or where one that `call` waits for will not come.
-
-        `awaited` looks once more, and returns the ranks that have not come.
+        Args:
+            call: what waits, in words.
+            key: where the records of the ranks in `missing` are to appear.
+            missing: the ranks that it waits for.
         """
-        if self.store.check([self._key("abort")]):
-            self.failure = self.store.get(self._key("abort")).decode()
-            self.raise_failure()
+        if failure := look(self.store, f"{self.run}/failure"):
+            raise CollectiveError(failure.decode())
+        others = (thread for thread in threading.enumerate() if thread is not threading.current_thread())
+        # Another thread of this rank may be about to make the call for which another rank waits.
+        alone = all(thread.name.startswith(OWN_THREAD) for thread in others)
+        self.last = call
+        self.say(awaits=tuple(missing) if alone else (), key=key)
         notes = self._notes()
-        gone = {rank: note for rank, note in notes.items() if note["state"] not in ("runs", "waits")}
-        if any(note["state"].startswith("raised") for note in gone.values()):
+        if any(note.left.startswith("raised") for note in notes):
             time.sleep(2 * AWHILE)  # the launcher is to hear of the cause before it hears of what follows
-        for rank in gone.keys() & set(awaited()) if gone else ():
-            self.fail(
-                f"rank {rank} {gone[rank]['state']}, {_last(gone[rank])}, and rank {self.rank} waits for it "
-                f"in {call}; all ranks of a group have to make the same calls"
-            )
-        circle = list(itertools.pairwise(_circle(self.rank, notes)))
+        for rank in missing:
+            # The rank may have made the call, and left, since we looked for its record.
+            if notes[rank].left and self._is_missing(rank, key):
+                self.fail(
+                    f"rank {rank} {notes[rank].left}, {notes[rank]}, and rank {self.rank} waits for it "
+                    f"in {call}; all ranks of a group have to make the same calls"
+                )
+        chain = [self.rank]  # each rank waits for the next, and the last perhaps for this one
+        while (awaits := notes[chain[-1]].awaits) and awaits[0] not in chain:
+            chain.append(awaits[0])
+        circle = list(pairwise([*chain, *awaits[:1]]))
         # Notes grow old. But a rank that waits before and after this look, for a record that is not there,
         # has waited all the while.
-        keys = [notes[one]["awaits"][str(other)] for one, other in circle]
-        if not circle or any(self.store.check([key]) for key in keys) or self._notes() != notes:
-            return
-        waiting = (f"rank {one} waits for rank {other} in {notes[one]['last']}" for one, other in circle)
-        self.fail(
-            f"no rank can go on: {'; '.join(waiting)}; all ranks of a group have to make the same calls "
-            "in the same order"
-        )
+        absent = all(self._is_missing(other, notes[one].key) for one, other in circle)
+        if awaits[:1] == (self.rank,) and absent and self._notes() == notes:
+            waits = (f"rank {one} waits for rank {other} in {notes[one].last}" for one, other in circle)
+            rule = "all ranks of a group have to make the same calls in the same order"
+            self.fail(f"no rank can go on: {'; '.join(waits)}; {rule}")
 
     def time_out(self, call: str, missing: list[int], seconds: float) -> None:
         """Fail because the ranks that are waited for have not come; says where each of them is."""
-        self.store.set(self._key("where"), "?")
-        answers = {rank: self._key(f"at/{rank}") for rank in missing}
+        self.store.set(f"{self.run}/where", "?")
+        keys = {rank: f"{self.run}/at/{rank}" for rank in missing}
         patience = time.monotonic() + 2 * WATCH_PAUSE
-        while time.monotonic() < patience and not self.store.check(list(answers.values())):
+        while time.monotonic() < patience and not self.store.check(list(keys.values())):
             time.sleep(0.01)
-        notes, seen = self._notes(), []
-        for rank, key in answers.items():
-            where = f"is at {self.store.get(key).decode()}" if self.store.check([key]) else "does not answer"
-            seen.append(f"rank {rank} {where}, {_last(notes[rank])}")
+        answers = {rank: look(self.store, key).decode() or "does not answer" for rank, key in keys.items()}
         self.fail(
             f"rank {self.rank} has waited {seconds:.1f} s in {call}, and rank {', '.join(map(str, missing))} "
-            f"did not come: {'; '.join(seen)}; look there, or give a longer timeout="
+            f"did not come: {'; '.join(f'rank {rank} {answer}' for rank, answer in answers.items())}; "
+            "look there, or give a longer timeout="
         )
 
     def _answer(self, store: Any) -> None:
         answered = -1
-        with contextlib.suppress(RuntimeError):  # the store is gone, and with it any rank that could ask
-            while not self._closing.wait(WATCH_PAUSE) and not self.lost:
+        with suppress(RuntimeError):  # the store is gone, and with it any rank that could ask
+            while not self.closing.wait(WATCH_PAUSE):
                 run = self.run
-                if run != answered and store.check([f"{run}/where"]):
-                    store.set(f"{run}/at/{self.rank}", place_of_thread(self._watched))
+                if run != answered and look(store, f"{run}/where"):
+                    where = f"is at {place_of_thread(self._watched)}, {Note(self.last)}"
+                    store.set(f"{run}/at/{self.rank}", where)
                     answered = run
 
-    def _notes(self) -> dict[int, Note]:
-        keys = {rank: self._key(f"state/{rank}") for rank in range(self.ranks)}
-        there = [rank for rank, key in keys.items() if self.store.check([key])]
-        values = self.store.multi_get([keys[rank] for rank in there])
-        known = {rank: json.loads(value) for rank, value in zip(there, values, strict=True)}
-        nothing: Note = {"state": "runs", "change": 0, "last": "", "awaits": {}}
-        return {rank: known.get(rank, nothing) for rank in keys}
+    def _is_missing(self, rank: int, key: str) -> bool:
+        return rank not in {record.rank for record in read_records(self.store, key)}
 
-    def _key(self, name: str) -> str:
-        return f"{self.run}/{name}"
+    def _notes(self) -> list[Note]:
+        values = (look(self.store, f"{self.run}/note/{rank}") for rank in range(self.ranks))
+        return [pickle.loads(value) if value else Note() for value in values]
 
 
-def connect(store: Any) -> Any:
-    """A connection of its own to a world's store: torch's is locked while it waits for other ranks."""
-    return dist.PrefixStore("check", store.clone())  # type: ignore[attr-defined]
+def look(store: Any, key: str) -> bytes:
+    """What is under a key of a store, or b"". The store's `get` would wait for the key."""
+    value: bytes = store.compare_set(key, "-", "-")
+    return b"" if value == b"-" else value
 
 
-def _circle(own: int, notes: dict[int, Note]) -> list[int]:
-    """Ranks of which each waits for the next, from `own` back to it; empty where there is no such circle."""
-    paths, seen = [[own]], set()
-    for path in paths:
-        for rank in map(int, notes[path[-1]]["awaits"]):
-            if rank == own:
-                return [*path, own]
-            if rank not in seen:
-                seen.add(rank)
-                paths.append([*path, rank])
-    return []
-
-
-def _last(note: Note) -> str:
-    return f"its last call was {note['last']}" if note["last"] else "it has made no call"
+def read_records(store: Any, key: str) -> list[Record]:
+    """The records that ranks have appended to a key."""
+    stream, records = io.BytesIO(look(store, key)), []
+    with suppress(EOFError):
+        while True:
+            records.append(pickle.load(stream))
+    return records
