@@ -30,7 +30,7 @@ from itertools import combinations
 import torch.distributed as dist
 
 from minidist.comm.checking.call_records import Record, find_swap, read_call
-from minidist.comm.checking.deadlock_detection import AWHILE, Watch, read_records
+from minidist.comm.checking.deadlock_detection import AWHILE, SAME_CALLS, Watch, read_records
 from minidist.comm.errors import FOLLOWS, CollectiveError
 from minidist.comm.ledgers import Call
 
@@ -80,7 +80,7 @@ class Checker:
     def close(self) -> None:
         """Say that this rank makes no more calls."""
         self._end("left the world")
-        self._watch.close()
+        self._watch.closing.set()
 
     @contextmanager
     def run(self, limit: float | None) -> Iterator[None]:
@@ -98,11 +98,10 @@ class Checker:
 
     def _begin(self, deadline: float) -> None:
         """Count calls anew: all ranks have left the last run, so that nobody reads what it wrote."""
-        with self._failing("before its function"):
-            for sequence in self._sequences.values():
-                self._delete(sequence, sequence.made)
-            self._ended, self._sequences, self._deadline = False, {}, deadline
-            self._watch.begin()
+        for sequence in self._sequences.values():
+            self._delete(sequence, sequence.made)
+        self._ended, self._sequences, self._deadline = False, {}, deadline
+        self._watch.begin()
 
     def _end(self, how: str) -> None:
         """Say that this rank makes no more calls in this run."""
@@ -117,16 +116,14 @@ class Checker:
         if read is None:
             return None
         record, given = read
-        group = given["group"] or dist.group.WORLD
-        name, members = (
-            (group.group_name, call.group) if call.message is None else (call.message, call.message[:2])
-        )
+        name = str(call.message or (given["group"] or dist.group.WORLD).group_name)
+        members = call.message[:2] if call.message else call.group
         with self._failing(record.at()), self._lock:
             if self._ended:
                 self._begin(math.inf)  # of a program that goes on after `launch` under torchrun
             sequence = self._sequences.setdefault(name, CallSequence(f"{self._watch.run}/{name}/", members))
             key, sequence.made = f"{sequence.name}{sequence.made}", sequence.made + 1
-            self._store.append(key, pickle.dumps(record._replace(compared=sequence.compared)))
+            self._store.append(key, pickle.dumps(record._replace(compared=sequence.compared)).hex() + " ")
             self._watch.last, calls = record.at(), sequence.made
             if given["async_op"]:
                 self._compare(key)
@@ -139,7 +136,7 @@ class Checker:
         records = sorted(read_records(self._store, key))
         for one, other in combinations(records, 2):
             if one.contradicts(other):
-                rule = "all ranks of a group have to make the same calls in the same order"
+                rule = f"{SAME_CALLS} in the same order"
                 if one.kind[0] == "message":
                     rule = "what is received has to have the shape and dtype of what is sent"
                 calls = f"rank {one.rank} {one.at()}; rank {other.rank} {other.at()}"

@@ -12,6 +12,7 @@ Two lines of one function are no swap, because a loop may choose between them an
 from __future__ import annotations
 
 import os
+import re
 import sys
 import sysconfig
 from collections.abc import Iterable, Sequence
@@ -29,6 +30,9 @@ _COMM = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _MINIDIST = os.path.dirname(os.path.dirname(_COMM)) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
+_LIBRARY = re.compile(
+    f"{re.escape(_MINIDIST)}|{re.escape(_TORCH)}|{re.escape(_STANDARD)}(?!.*-packages)|<frozen|<string>"
+)
 
 Stack = tuple[tuple[str, int, int], ...]
 """File, first line of the function and current line of each frame, the innermost first."""
@@ -104,10 +108,6 @@ def read_call(rank: int, call: Call, ordered: bool) -> tuple[Record, dict[str, A
     words, shape, rows = call.name, call.shape, {}
     if call.name != "barrier":
         words += f" of {describe_tensor(call.dtype, call.shape)}"
-    tensor = given.get("out" if call.name == "scatter" else "x")
-    names = [name for name, value in frames[1].f_locals.items() if value is tensor is not None]
-    if len(names) == 1:
-        words += f" ({names[0]})"
     if op:
         words += f" by {op}"
     if root is not None:
@@ -135,11 +135,7 @@ def place_of_thread(ident: int) -> str:
 def _user_stack(frames: list[FrameType]) -> Stack:
     """The frames that are neither minidist's, torch's nor Python's own; where there are none, the first."""
     # In one of autograd's own threads there are none: the hook that minidist registered is the best there is.
-    outside = [frame for frame in frames if not frame.f_code.co_filename.startswith(_COMM)] or frames
-    chosen = [frame for frame in outside if not _is_library(frame.f_code.co_filename)] or outside[:1]
-    return tuple((frame.f_code.co_filename, frame.f_code.co_firstlineno, frame.f_lineno) for frame in chosen)
-
-
-def _is_library(path: str) -> bool:
-    is_standard = path.startswith(_STANDARD) and "-packages" not in path
-    return is_standard or path.startswith((_MINIDIST, _TORCH, "<frozen", "<string>"))
+    places = [(frame.f_code.co_filename, frame.f_code.co_firstlineno, frame.f_lineno) for frame in frames]
+    outside = [place for place in places if not place[0].startswith(_COMM)] or places
+    chosen = [place for place in outside if not _LIBRARY.match(place[0])]
+    return tuple(chosen or outside[:1])

@@ -3,12 +3,11 @@
 A rank that has waited for a while, or has left, keeps a note in the world's store. From the notes a waiting
 rank sees that another's function has returned, or that ranks wait for each other in a circle (Chandy, Misra
 and Haas 1983, "Distributed Deadlock Detection": the wait-for graph). The first failure that a rank writes
-down becomes that of all. When a call's time is up, a thread of each rank answers where its rank is.
+down becomes that of all. A thread of each rank writes where its rank is, for a call whose time is up.
 """
 
 from __future__ import annotations
 
-import io
 import pickle
 import threading
 import time
@@ -22,7 +21,8 @@ from minidist.comm.checking.call_records import Record, place_of_thread
 from minidist.comm.errors import CollectiveError
 
 AWHILE = 0.05  # seconds of waiting before a rank looks why the others do not come, and between two such looks
-WATCH_PAUSE = 0.1  # seconds between two looks whether another rank asks where this one is
+WATCH_PAUSE = 0.1  # seconds after which a rank writes again where it is
+SAME_CALLS = "all ranks of a group have to make the same calls"
 OWN_THREAD = "minidist"  # how minidist's own threads are named; these make no calls of their own accord
 
 
@@ -43,21 +43,15 @@ class Watch:
 
     def __init__(self, store: Any, rank: int, ranks: int) -> None:
         # One connection for each thread: it is locked while it waits for an answer.
-        self.store, asked = (dist.PrefixStore("check", store.clone()) for _ in range(2))
+        self.store, own = (dist.PrefixStore("check", store.clone()) for _ in range(2))
         self.rank, self.ranks, self.run, self.last = rank, ranks, -1, ""
         self._watched, self.closing = threading.get_ident(), threading.Event()
-        self._thread = threading.Thread(target=self._answer, args=(asked,), daemon=True, name=OWN_THREAD)
-        self._thread.start()
+        threading.Thread(target=self._write_place, args=(own,), daemon=True, name=OWN_THREAD).start()
 
     def begin(self) -> None:
         """Start anew, in the thread that is to be watched; all ranks have left the run before."""
         self.store.delete_key(f"{self.run}/note/{self.rank}")
         self.run, self.last, self._watched = self.run + 1, "", threading.get_ident()
-
-    def close(self) -> None:
-        """Answer no longer."""
-        self.closing.set()
-        self._thread.join()
 
     def say(self, left: str = "", awaits: tuple[int, ...] = (), key: str = "") -> None:
         """Renew this rank's note."""
@@ -69,13 +63,7 @@ class Watch:
         raise CollectiveError(self.store.compare_set(f"{self.run}/failure", "", text).decode())
 
     def look_around(self, call: str, key: str, missing: list[int]) -> None:
-        """CollectiveError where another rank has failed, or will not write the record that `call` waits for.
-
-        Args:
-            call: what waits, in words.
-            key: where the records of the ranks in `missing` are to appear.
-            missing: the ranks that it waits for.
-        """
+        """CollectiveError where another rank has failed, or where `missing` will not come to `call` at `key`."""
         if failure := look(self.store, f"{self.run}/failure"):
             raise CollectiveError(failure.decode())
         others = (thread for thread in threading.enumerate() if thread is not threading.current_thread())
@@ -91,7 +79,7 @@ class Watch:
             if notes[rank].left and self._is_missing(rank, key):
                 self.fail(
                     f"rank {rank} {notes[rank].left}, {notes[rank]}, and rank {self.rank} waits for it "
-                    f"in {call}; all ranks of a group have to make the same calls"
+                    f"in {call}; {SAME_CALLS}"
                 )
         chain = [self.rank]  # each rank waits for the next, and the last perhaps for this one
         while (awaits := notes[chain[-1]].awaits) and awaits[0] not in chain:
@@ -102,32 +90,21 @@ class Watch:
         absent = all(self._is_missing(other, notes[one].key) for one, other in circle)
         if awaits[:1] == (self.rank,) and absent and self._notes() == notes:
             waits = (f"rank {one} waits for rank {other} in {notes[one].last}" for one, other in circle)
-            rule = "all ranks of a group have to make the same calls in the same order"
-            self.fail(f"no rank can go on: {'; '.join(waits)}; {rule}")
+            self.fail(f"no rank can go on: {'; '.join(waits)}; {SAME_CALLS} in the same order")
 
     def time_out(self, call: str, missing: list[int], seconds: float) -> None:
         """Fail because the ranks that are waited for have not come; says where each of them is."""
-        self.store.set(f"{self.run}/where", "?")
-        keys = {rank: f"{self.run}/at/{rank}" for rank in missing}
-        patience = time.monotonic() + 2 * WATCH_PAUSE
-        while time.monotonic() < patience and not self.store.check(list(keys.values())):
-            time.sleep(0.01)
-        answers = {rank: look(self.store, key).decode() or "does not answer" for rank, key in keys.items()}
+        seen = (f"rank {rank} {look(self.store, f'at/{rank}').decode()}" for rank in missing)
         self.fail(
             f"rank {self.rank} has waited {seconds:.1f} s in {call}, and rank {', '.join(map(str, missing))} "
-            f"did not come: {'; '.join(f'rank {rank} {answer}' for rank, answer in answers.items())}; "
-            "look there, or give a longer timeout="
+            f"did not come: {'; '.join(seen)}; look there, or give a longer timeout="
         )
 
-    def _answer(self, store: Any) -> None:
-        answered = -1
-        with suppress(RuntimeError):  # the store is gone, and with it any rank that could ask
+    def _write_place(self, store: Any) -> None:
+        with suppress(RuntimeError):  # the store is gone, and with it any rank that could read
             while not self.closing.wait(WATCH_PAUSE):
-                run = self.run
-                if run != answered and look(store, f"{run}/where"):
-                    where = f"is at {place_of_thread(self._watched)}, {Note(self.last)}"
-                    store.set(f"{run}/at/{self.rank}", where)
-                    answered = run
+                where = f"is at {place_of_thread(self._watched)}, {Note(self.last)}"
+                store.set(f"at/{self.rank}", where)
 
     def _is_missing(self, rank: int, key: str) -> bool:
         return rank not in {record.rank for record in read_records(self.store, key)}
@@ -144,9 +121,5 @@ def look(store: Any, key: str) -> bytes:
 
 
 def read_records(store: Any, key: str) -> list[Record]:
-    """The records that ranks have appended to a key."""
-    stream, records = io.BytesIO(look(store, key)), []
-    with suppress(EOFError):
-        while True:
-            records.append(pickle.load(stream))
-    return records
+    """The records that ranks have appended to a key: pickled, in hexadecimal digits."""
+    return [pickle.loads(bytes.fromhex(part)) for part in look(store, key).decode().split()]
