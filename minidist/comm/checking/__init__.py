@@ -3,15 +3,10 @@
 call_records         what a rank tells the others of a call; which calls contradict each other or are swapped
 deadlock_detection   why a rank does not come: it left, waits in a circle, or is stuck at a line
 
-Each rank appends a record of its call to a key of the world's store, named by the group and the number of the
-call, and reads there what the others appended. Over gloo, calls that do not fit would hang, abort, or return
-wrong numbers without a word.
-
 A synchronous call waits for the records of all ranks, even where the operation itself would not, as in a
 broadcast; MPI 4.1, section 6.14, asks programs to bear either. An asynchronous call compares itself with the
 records that are there, and with the rest in `Work.wait`. A call costs some hundred microseconds, which the
-ledger leaves out. The check does not see calls outside minidist.comm, nor in which order one line passes its
-tensors.
+ledger leaves out. The check sees neither calls outside minidist.comm, nor the order of one line's tensors.
 """
 
 from __future__ import annotations
@@ -26,6 +21,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import combinations
+from typing import Any
 
 import torch.distributed as dist
 
@@ -37,16 +33,12 @@ from minidist.comm.ledgers import Call
 LONGEST_PAUSE = 0.005  # seconds between two looks for the others' records; the first are closer together
 WINDOW = 64  # rounds of a group within which a swap is looked for
 
-_unordered: list[None] = []
-"""One entry for each open `unordered`. Not a context variable: a backward pass runs in other threads."""
+_unordered: list[None] = []  # no context variable: a backward pass runs in other threads
 
 
 @contextmanager
 def unordered() -> Iterator[None]:
-    """Tell `check=True` that calls inside may come in another order on other ranks.
-
-    One rank's word is enough. Operations, shapes and dtypes are still compared.
-    """
+    """Tell `check=True` that calls inside may come in another order elsewhere; one rank's word is enough."""
     _unordered.append(None)
     try:
         yield
@@ -69,18 +61,12 @@ class CallSequence:
 class Checker:
     """One rank's part in checking a world."""
 
-    def __init__(self, store: dist.Store, rank: int, ranks: int, limit: float) -> None:
+    def __init__(self, store: Any, rank: int, ranks: int, limit: float) -> None:
         self.rank, self.limit = rank, limit
-        self._watch = Watch(store, rank, ranks)
-        self._store = self._watch.store
+        self.watch = Watch(store, rank, ranks)
         self._lock = threading.RLock()  # autograd's threads make calls too
         self._sequences: dict[str, CallSequence] = {}
         self._begin(math.inf)
-
-    def close(self) -> None:
-        """Say that this rank makes no more calls."""
-        self._end("left the world")
-        self._watch.closing.set()
 
     @contextmanager
     def run(self, limit: float | None) -> Iterator[None]:
@@ -94,21 +80,21 @@ class Checker:
             how = f"raised {type(error).__name__}"
             raise
         finally:
-            self._end(how)
+            self.end(how)
 
     def _begin(self, deadline: float) -> None:
         """Count calls anew: all ranks have left the last run, so that nobody reads what it wrote."""
         for sequence in self._sequences.values():
             self._delete(sequence, sequence.made)
         self._ended, self._sequences, self._deadline = False, {}, deadline
-        self._watch.begin()
+        self.watch.begin()
 
-    def _end(self, how: str) -> None:
+    def end(self, how: str) -> None:
         """Say that this rank makes no more calls in this run."""
         if not self._ended:
             self._ended = True
             with suppress(dist.DistError):  # the store is gone where another process held it
-                self._watch.say(left=how)
+                self.watch.say(left=how)
 
     def enter(self, call: Call) -> Callable[[], None] | None:
         """Compare a call; see the function of this name."""
@@ -116,15 +102,18 @@ class Checker:
         if read is None:
             return None
         record, given = read
-        name = str(call.message or (given["group"] or dist.group.WORLD).group_name)
+        world: Any = dist.group.WORLD
+        name = str(call.message or (given["group"] or world).group_name)
         members = call.message[:2] if call.message else call.group
         with self._failing(record.at()), self._lock:
             if self._ended:
                 self._begin(math.inf)  # of a program that goes on after `launch` under torchrun
-            sequence = self._sequences.setdefault(name, CallSequence(f"{self._watch.run}/{name}/", members))
+            sequence = self._sequences.setdefault(name, CallSequence(f"{self.watch.run}/{name}/", members))
             key, sequence.made = f"{sequence.name}{sequence.made}", sequence.made + 1
-            self._store.append(key, pickle.dumps(record._replace(compared=sequence.compared)).hex() + " ")
-            self._watch.last, calls = record.at(), sequence.made
+            self.watch.store.append(
+                key, pickle.dumps(record._replace(compared=sequence.compared)).hex() + " "
+            )
+            self.watch.last, calls = record.at(), sequence.made
             if given["async_op"]:
                 self._compare(key)
                 return lambda: self._wait(sequence, calls, record.at())
@@ -133,14 +122,14 @@ class Checker:
 
     def _compare(self, key: str) -> list[Record]:
         """Compare the records of a call that are there, and return them by rank."""
-        records = sorted(read_records(self._store, key))
+        records = sorted(read_records(self.watch.store, key))
         for one, other in combinations(records, 2):
             if one.contradicts(other):
                 rule = f"{SAME_CALLS} in the same order"
                 if one.kind[0] == "message":
                     rule = "what is received has to have the shape and dtype of what is sent"
                 calls = f"rank {one.rank} {one.at()}; rank {other.rank} {other.at()}"
-                self._watch.fail(f"the ranks make different calls: {calls}; {rule}")
+                self.watch.fail(f"the ranks make different calls: {calls}; {rule}")
         return records
 
     def _missing(self, sequence: CallSequence, calls: int) -> set[int]:
@@ -151,7 +140,7 @@ class Checker:
                 if len(records) < len(sequence.members):
                     return {*sequence.members} - {record.rank for record in records}
                 if swap := find_swap(sequence.rounds, records):
-                    self._watch.fail(swap)
+                    self.watch.fail(swap)
                 sequence.compared += 1
                 sequence.rounds.append({record.rank: record for record in records})
                 self._delete(sequence, min(record.compared for record in records))
@@ -160,7 +149,7 @@ class Checker:
     def _delete(self, sequence: CallSequence, number: int) -> None:
         """Delete the records of the calls before `number`, which all ranks have compared."""
         while self.rank == sequence.members[0] and sequence.deleted < number:
-            self._store.delete_key(f"{sequence.name}{sequence.deleted}")
+            self.watch.store.delete_key(f"{sequence.name}{sequence.deleted}")
             sequence.deleted += 1
 
     def _wait(self, sequence: CallSequence, calls: int, call: str) -> None:
@@ -170,14 +159,14 @@ class Checker:
         with self._failing(call):
             while missing := self._missing(sequence, calls):
                 if time.monotonic() >= look:
-                    self._watch.look_around(call, f"{sequence.name}{sequence.compared}", sorted(missing))
+                    self.watch.look_around(call, f"{sequence.name}{sequence.compared}", sorted(missing))
                     if time.monotonic() >= limit:
-                        self._watch.time_out(call, sorted(missing), time.monotonic() - begun)
+                        self.watch.time_out(call, sorted(missing), time.monotonic() - begun)
                     look = time.monotonic() + AWHILE
                 time.sleep(pause)
                 pause = min(LONGEST_PAUSE, 1.3 * pause + 2e-5)
             if look > begun + AWHILE:
-                self._watch.say()  # that this rank no longer waits
+                self.watch.say()  # that this rank no longer waits
 
     @contextmanager
     def _failing(self, call: str) -> Iterator[None]:
@@ -186,16 +175,15 @@ class Checker:
             yield
         except dist.DistError as error:
             self._ended = True  # each further use of the store would only write a warning
-            self._watch.closing.set()
+            self.watch.closing.set()
             text = f"rank {self.rank}, {call}: another rank's process has ended{FOLLOWS}"
             raise CollectiveError(text) from error
 
 
-_checker: Checker | None = None
-"""The check of the default world, where it has one."""
+_checker: Checker | None = None  # of the default world
 
 
-def start(store: dist.Store, rank: int, ranks: int, limit: timedelta) -> None:
+def start(store: Any, rank: int, ranks: int, limit: timedelta) -> None:
     """Check the calls of the world that is being joined; `limit` is the longest wait for a call's peers."""
     global _checker
     _checker = Checker(store, rank, ranks, limit.total_seconds())
@@ -205,15 +193,13 @@ def stop() -> None:
     """Stop checking, and tell the others that this rank makes no more calls."""
     global _checker
     if _checker is not None:
-        _checker.close()
+        _checker.end("left the world")
+        _checker.watch.closing.set()
         _checker = None
 
 
 def enter(call: Call) -> Callable[[], None] | None:
-    """Compare a call that is about to begin with those of the other ranks, if the world is checked.
-
-    Returns what to call before the wait for the operation itself, or None if nothing is left to compare.
-    """
+    """Compare a call that is about to begin; returns what its wait has to do first, if anything."""
     return None if _checker is None else _checker.enter(call)
 
 

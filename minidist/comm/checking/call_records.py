@@ -1,20 +1,14 @@
 """What a rank tells the others about a call, and which calls contradict each other or are swapped.
 
-Calls that agree may still be swapped: if one rank sums the gradients and then the losses, and another the
-losses first, both get wrong numbers. A reducing call is therefore known by its place: the lines of the user's
-code on the stack, from the innermost outwards until two places differ. Calls are swapped if one rank calls
-from A and then from B while another calls from B and then from A.
-
-Two lines of one function are no swap, because a loop may choose between them and ranks may take turns, as in
-`if rank == step % 2`. Code that orders its calls differently on purpose says so with `comm.unordered`.
+Calls that agree are swapped if one rank calls from place A and then from B, and another from B and then from
+A. A reducing call's place is the lines of the user's code on the stack, from the innermost outwards until two
+places differ. Two lines of one function are no swap: ranks may take turns, as in `if rank == step % 2`.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import sys
-import sysconfig
 from collections.abc import Iterable, Sequence
 from itertools import combinations
 from traceback import walk_stack
@@ -27,15 +21,16 @@ from minidist.comm.failures import describe_tensor
 from minidist.comm.ledgers import Call
 
 _COMM = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_MINIDIST = os.path.dirname(os.path.dirname(_COMM)) + os.sep
-_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
-_STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
-_LIBRARY = re.compile(
-    f"{re.escape(_MINIDIST)}|{re.escape(_TORCH)}|{re.escape(_STANDARD)}(?!.*-packages)|<frozen|<string>"
+_LIBRARIES = (
+    os.path.dirname(os.path.dirname(_COMM)),
+    os.path.dirname(torch.__file__),
+    os.path.dirname(os.__file__),
 )
+_LIBRARY = (*(path + os.sep for path in _LIBRARIES), "<frozen", "<string>")
 
-Stack = tuple[tuple[str, int, int], ...]
-"""File, first line of the function and current line of each frame, the innermost first."""
+Stack = tuple[
+    tuple[str, int, int], ...
+]  # file, function's first line and current line; innermost frame first
 
 
 class Record(NamedTuple):
@@ -93,17 +88,13 @@ def _difference(one: Stack, other: Stack) -> tuple[int, bool]:
 
 
 def read_call(rank: int, call: Call, ordered: bool) -> tuple[Record, dict[str, Any]] | None:
-    """The record of a call that this thread is about to begin, and the local variables of the collective.
-
-    Both are read from the stack: the collectives carry nothing for the check. None where minidist.comm itself
-    is the caller.
-    """
+    """Read a call that this thread begins, and the collective's variables, from the stack; None inside comm."""
     frames = [frame for frame, _ in walk_stack(sys._getframe(1))]
     while frames and frames[0].f_code.co_name != call.name:
         frames.pop(0)
     if len(frames) < 2 or frames[1].f_code.co_filename.startswith(_COMM):
         return None
-    given, stack = dict(frames[0].f_locals), _user_stack(frames[1:])
+    given, stack = dict(frames[0].f_locals), user_stack(frames[1])
     op, root, asked = given.get("op"), given.get("source", given.get("destination")), given.get("algorithm")
     words, shape, rows = call.name, call.shape, {}
     if call.name != "barrier":
@@ -126,16 +117,9 @@ def read_call(rank: int, call: Call, ordered: bool) -> tuple[Record, dict[str, A
     return Record(rank, words, kind, rows, stack, bool(op) and ordered), given
 
 
-def place_of_thread(ident: int) -> str:
-    """Where another thread of this process is, as "file:line"."""
-    path, _, line = _user_stack([frame for frame, _ in walk_stack(sys._current_frames()[ident])])[0]
-    return f"{path}:{line}"
-
-
-def _user_stack(frames: list[FrameType]) -> Stack:
+def user_stack(frame: FrameType) -> Stack:
     """The frames that are neither minidist's, torch's nor Python's own; where there are none, the first."""
     # In one of autograd's own threads there are none: the hook that minidist registered is the best there is.
-    places = [(frame.f_code.co_filename, frame.f_code.co_firstlineno, frame.f_lineno) for frame in frames]
+    places = [(f.f_code.co_filename, f.f_code.co_firstlineno, line) for f, line in walk_stack(frame)]
     outside = [place for place in places if not place[0].startswith(_COMM)] or places
-    chosen = [place for place in outside if not _LIBRARY.match(place[0])]
-    return tuple(chosen or outside[:1])
+    return tuple(place for place in outside if not place[0].startswith(_LIBRARY)) or (outside[0],)

@@ -9,6 +9,7 @@ down becomes that of all. A thread of each rank writes where its rank is, for a 
 from __future__ import annotations
 
 import pickle
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from minidist.comm.checking.call_records import Record, place_of_thread
+from minidist.comm.checking.call_records import Record, user_stack
 from minidist.comm.errors import CollectiveError
 
 AWHILE = 0.05  # seconds of waiting before a rank looks why the others do not come, and between two such looks
@@ -41,9 +42,11 @@ class Note(NamedTuple):
 class Watch:
     """This rank's note, and its view of the others'."""
 
+    store: Any
+
     def __init__(self, store: Any, rank: int, ranks: int) -> None:
         # One connection for each thread: it is locked while it waits for an answer.
-        self.store, own = (dist.PrefixStore("check", store.clone()) for _ in range(2))
+        self.store, own = (dist.PrefixStore("check", store.clone()) for _ in range(2))  # type: ignore[attr-defined]
         self.rank, self.ranks, self.run, self.last = rank, ranks, -1, ""
         self._watched, self.closing = threading.get_ident(), threading.Event()
         threading.Thread(target=self._write_place, args=(own,), daemon=True, name=OWN_THREAD).start()
@@ -63,7 +66,7 @@ class Watch:
         raise CollectiveError(self.store.compare_set(f"{self.run}/failure", "", text).decode())
 
     def look_around(self, call: str, key: str, missing: list[int]) -> None:
-        """CollectiveError where another rank has failed, or where `missing` will not come to `call` at `key`."""
+        """CollectiveError where a rank has failed, or where one of `missing` will not come to `call`."""
         if failure := look(self.store, f"{self.run}/failure"):
             raise CollectiveError(failure.decode())
         others = (thread for thread in threading.enumerate() if thread is not threading.current_thread())
@@ -85,8 +88,7 @@ class Watch:
         while (awaits := notes[chain[-1]].awaits) and awaits[0] not in chain:
             chain.append(awaits[0])
         circle = list(pairwise([*chain, *awaits[:1]]))
-        # Notes grow old. But a rank that waits before and after this look, for a record that is not there,
-        # has waited all the while.
+        # A rank that waits before and after this look, for a record that is not there, waited all the while.
         absent = all(self._is_missing(other, notes[one].key) for one, other in circle)
         if awaits[:1] == (self.rank,) and absent and self._notes() == notes:
             waits = (f"rank {one} waits for rank {other} in {notes[one].last}" for one, other in circle)
@@ -103,8 +105,8 @@ class Watch:
     def _write_place(self, store: Any) -> None:
         with suppress(RuntimeError):  # the store is gone, and with it any rank that could read
             while not self.closing.wait(WATCH_PAUSE):
-                where = f"is at {place_of_thread(self._watched)}, {Note(self.last)}"
-                store.set(f"at/{self.rank}", where)
+                path, _, line = user_stack(sys._current_frames()[self._watched])[0]
+                store.set(f"at/{self.rank}", f"is at {path}:{line}, {Note(self.last)}")
 
     def _is_missing(self, rank: int, key: str) -> bool:
         return rank not in {record.rank for record in read_records(self.store, key)}

@@ -376,7 +376,7 @@ def test_records_do_not_pile_up(checked: Checked) -> None:
     def many() -> tuple[int, int]:
         from minidist.comm import checking
 
-        store = checking._checker._store  # type: ignore[union-attr]
+        store = checking._checker.watch.store  # type: ignore[union-attr]
         comm.barrier()
         before = store.num_keys()
         for _ in range(100):
