@@ -9,20 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from minidist.checkpoint.errors import CheckpointError
-from minidist.checkpoint.index import Index
-from minidist.checkpoint.reading import stored_names
+from minidist.checkpoint.index import Index, stored_names
 from minidist.checkpoint.state import sampler_settings
 from minidist.model.sampler import Sampler
 from minidist.parallel.engine.training_step import HybridEngine
 
-_OF_SCHEDULERS = {
-    "initial_lr",
-    "max_lr",
-    "min_lr",
-    "max_momentum",
-    "base_momentum",
-    "swa_lr",
-}
+_OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
 """Keys that schedulers add to an optimizer's groups."""
 
 

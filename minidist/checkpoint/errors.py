@@ -30,10 +30,7 @@ def agree(function: Callable[[], T], doing: str, group: dist.ProcessGroup | None
 
     The results are sent pickled. They come from the ranks, never from a file.
 
-    Args:
-        function: makes no collective.
-        doing: what it does, such as "write /runs/7", for the error.
-        group: all ranks; None for the world.
+    function: makes no collective. doing: what it does, such as "write /runs/7", for the error.
 
     Raises:
         ValueError, TypeError, CheckpointError: as the first rank's function raised it; any other error as a

@@ -12,8 +12,8 @@ from torch import Tensor
 from minidist import comm
 from minidist.checkpoint.errors import agree
 from minidist.checkpoint.folders import WRITING, sync_directory
-from minidist.checkpoint.index import read_index, verify
-from minidist.checkpoint.reading import read_whole, stored_names
+from minidist.checkpoint.index import read_index, stored_names, verify
+from minidist.checkpoint.reading import read_whole
 from minidist.parallel.contract.engine import Engine
 
 

@@ -127,6 +127,11 @@ def read_index(path: Path) -> Index:
         raise altered from None
 
 
+def stored_names(tensors: Mapping[str, Stored], kind: str) -> dict[str, Stored]:
+    """Return the tensors of a kind, such as "model", by their names without it."""
+    return {name.partition(".")[2]: each for name, each in tensors.items() if name.partition(".")[0] == kind}
+
+
 def save_number(path: Path) -> int | None:
     """Return a checkpoint's save number, unchecked; None if there is no index with one."""
     try:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -85,8 +85,3 @@ def overlaps(index: Index, chunks: Iterable[TensorBox]) -> list[tuple[Tensor, St
         if missing:
             raise DamagedCheckpoint(f"{index.path} has not all of {chunk.name}; load another")
     return found
-
-
-def stored_names(tensors: Mapping[str, Stored], kind: str) -> dict[str, Stored]:
-    """Return the tensors of a kind, such as "model", by their names without it."""
-    return {name.partition(".")[2]: each for name, each in tensors.items() if name.partition(".")[0] == kind}

@@ -10,7 +10,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from minidist import comm
@@ -19,6 +18,7 @@ from minidist.checkpoint import folders
 from minidist.checkpoint.errors import agree
 from minidist.checkpoint.state import CheckpointState, Scheduler, take
 from minidist.checkpoint.writing import write
+from minidist.comm.work import limit_of
 from minidist.model.sampler import Sampler
 from minidist.parallel.contract.engine import Engine
 from minidist.parallel.engine.training_step import HybridEngine
@@ -161,8 +161,5 @@ def _thread_group() -> dist.ProcessGroup | None:
     """Make a group for the thread, whose collectives must not mix with the training's."""
     if comm.size() == 1:
         return None
-    world = dist.group.WORLD
-    assert world is not None
-    limit: timedelta = world._get_backend(torch.device("cpu")).options._timeout
-    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=limit)
+    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=limit_of(None)))
     return group

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from minidist import comm
+from minidist.checkpoint.index import Stored, stored_names
 from minidist.checkpoint.values import encode
 from minidist.model.sampler import Sampler
 from minidist.parallel.contract.strategy import TensorBox
@@ -109,14 +110,12 @@ def as_bytes(tensor: Tensor) -> memoryview:
     return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
-def optimizer_state(tensors: Mapping[str, Any]) -> dict[str, dict[str, Shaped]]:
+def optimizer_state(tensors: Mapping[str, Stored]) -> dict[str, dict[str, Shaped]]:
     """Return each parameter's optimizer state from an index's tensors: key -> (shape, dtype)."""
     state: dict[str, dict[str, Shaped]] = {}
-    for name, stored in tensors.items():
-        kind, _, rest = name.partition(".")
-        if kind == "optimizer":
-            parameter, _, key = rest.rpartition(".")
-            state.setdefault(parameter, {})[key] = (stored.shape, stored.dtype)
+    for name, stored in stored_names(tensors, "optimizer").items():
+        parameter, _, key = name.rpartition(".")
+        state.setdefault(parameter, {})[key] = (stored.shape, stored.dtype)
     return state
 
 

@@ -67,13 +67,9 @@ class WrittenFile:
 
 
 def write(state: CheckpointState, target: Path, keep: int | None, group: dist.ProcessGroup | None) -> None:
-    """Write a checkpoint. All ranks call it with their state; an error of any rank is raised on all.
+    """Write a checkpoint to `target`. All ranks call it with their state; an error of one is raised on all.
 
-    Args:
-        state: this rank's.
-        target: the checkpoint's directory.
-        keep: how many checkpoints of its folder to keep; None for all.
-        group: all ranks, for the collectives.
+    keep: how many checkpoints of its folder to keep; None for all. group: all ranks, for the collectives.
     """
     rank, doing, aside = comm.rank(), f"write {target}", folders.written_aside(target)
     tensors = {(chunk.name, chunk.offsets): chunk.tensor for chunk in state.chunks}

@@ -13,16 +13,15 @@ from __future__ import annotations
 
 import math
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from minidist._arguments import is_whole
+from minidist._arguments import check_whole
 from minidist._names import unknown
 from minidist.comm import world
-from minidist.comm.work import Group, limit_of, subgroups
+from minidist.comm.work import Group, limit_of, process_group, subgroups
 
 AXES = ("pp", "dp", "cp", "tp")
 """Outermost first: neighbouring ranks differ in the last."""
@@ -48,21 +47,16 @@ class Mesh:
     def __init__(self, pp: int = 1, dp: int = 1, cp: int = 1, tp: int = 1) -> None:
         self.sizes = {"pp": pp, "dp": dp, "cp": cp, "tp": tp}
         for axis, size in self.sizes.items():
-            if not is_whole(size):
-                raise TypeError(f"{axis} is {size!r}; give a whole number of ranks")
-            if size < 1:
-                raise ValueError(f"{axis} is {size}; give at least 1")
+            check_whole(axis, size, 1)
         check_ranks(self.sizes, world.size())
         self.grid = torch.arange(world.size()).view(pp, dp, cp, tp)
-        coordinates = (self.grid == world.rank()).nonzero()[0].tolist()
-        self._coordinates = dict(zip(AXES, coordinates, strict=True))
+        self._own = world.rank()
+        self._ranks = {axis: self._members(axis) for axis in (*AXES, *TOGETHER)}
         # In the same order on all ranks, because making a group waits for its members.
-        self._groups = {axis: self._group(axis) for axis in (*AXES, *TOGETHER)}
+        self._groups = {axis: self._group(axis) for axis in self._ranks}
         self.device_mesh: DeviceMesh | None = None
         if dist.is_initialized():
-            everyone = dist.group.WORLD
-            assert everyone is not None
-            groups = [self._groups[axis] or everyone for axis in AXES]
+            groups = [process_group(self._groups[axis]) for axis in AXES]
             kind = world.device().type
             self.device_mesh = DeviceMesh.from_group(groups, kind, self.grid, mesh_dim_names=AXES)
 
@@ -71,40 +65,38 @@ class Mesh:
 
         The group may have one rank; its collectives then send nothing.
         """
-        self._check(axis)
+        self.ranks(axis)  # an error for an unknown axis
         return self._groups[axis]
 
     def size(self, axis: str) -> int:
         """Ranks in the group along an axis."""
-        self._check(axis)
-        return math.prod(self.sizes[each] for each in _parts(axis))
+        return len(self.ranks(axis))
 
     def rank(self, axis: str) -> int:
         """This rank's number in the group along an axis."""
-        self._check(axis)
-        number = 0
-        for each in _parts(axis):
-            number = number * self.sizes[each] + self._coordinates[each]
-        return number
+        return self.ranks(axis).index(self._own)
 
     def ranks(self, axis: str) -> tuple[int, ...]:
         """The group along an axis, as ranks of the world."""
-        self._check(axis)
-        parts = _parts(axis)
-        index: tuple[Any, ...] = tuple(slice(None) if a in parts else self._coordinates[a] for a in AXES)
-        return tuple(self.grid[index].flatten().tolist())
+        if axis not in self._ranks:
+            raise unknown("axis", axis, self._ranks)
+        return self._ranks[axis]
 
     def __repr__(self) -> str:
         """The sizes of the axes."""
         return f"Mesh({', '.join(f'{axis}={size}' for axis, size in self.sizes.items())})"
 
+    def _members(self, axis: str) -> tuple[int, ...]:
+        coordinates: list[int] = (self.grid == self._own).nonzero()[0].tolist()
+        parts = _parts(axis)
+        index = tuple(slice(None) if a in parts else i for a, i in zip(AXES, coordinates, strict=True))
+        return tuple(self.grid[index].flatten().tolist())
+
     def _group(self, axis: str) -> Group:
-        members = self.ranks(axis)
+        members = self._ranks[axis]
         if len(members) == world.size():
             return None
-        everyone = dist.group.WORLD
-        assert everyone is not None
-        made = subgroups.setdefault(everyone, {})
+        made = subgroups.setdefault(process_group(None), {})
         if members not in made:
             # A new group would wait for 30 minutes; this one waits as long as the world does.
             limit = timedelta(seconds=limit_of(None))
@@ -116,10 +108,6 @@ class Mesh:
                 if tuple(row) == members:
                     made[members] = group
         return made[members]
-
-    def _check(self, axis: str) -> None:
-        if axis not in (*AXES, *TOGETHER):
-            raise unknown("axis", axis, (*AXES, *TOGETHER))
 
 
 def _parts(axis: str) -> tuple[str, ...]:

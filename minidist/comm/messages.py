@@ -17,7 +17,6 @@ from minidist.comm.may_be_async import may_be_async
 from minidist.comm.transport import dispatch, mailbox_registry
 from minidist.comm.transport.algorithm_choice import choose, preferred
 from minidist.comm.work import (
-    Dispatch,
     Group,
     Work,
     by_torch,
@@ -65,7 +64,7 @@ def send(
         call.bytes_on_wire = bytes_of(x)
         return by_library(tag=mailbox_registry.tag_elsewhere(tag))
 
-    call = call_of("send", "shared_memory", x, group, Dispatch(start, bytes_of(x), 0), message)
+    call = call_of("send", "shared_memory", x, group, bytes_of(x), message=message)
     work = Work(call, start, lambda: x, async_op)
     return cast("torch.Tensor", work if async_op else work.wait())
 

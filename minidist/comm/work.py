@@ -50,7 +50,7 @@ class Work:
         call: ledgers.Call,
         start: Callable[[bool], Any],
         result: Callable[[], Any],
-        at_once: bool = True,
+        at_once: bool,
     ) -> None:
         self._check = checking.enter(call)
         self._call, self._result = call, result
@@ -121,13 +121,14 @@ def call_of(
     algorithm: str,
     x: torch.Tensor,
     group: Group,
-    dispatched: Dispatch,
+    bytes_sent: int = 0,
+    bytes_on_wire: int = 0,
     message: ledgers.MessageIdentity | None = None,
 ) -> ledgers.Call:
     """The ledger's entry for a call."""
-    dtype = str(x.dtype).removeprefix("torch.")
-    sent = dispatched.bytes_sent, dispatched.bytes_on_wire
-    return ledgers.Call(name, algorithm, dtype, tuple(x.shape), ranks_of(group), *sent, message=message)
+    dtype, ranks = str(x.dtype).removeprefix("torch."), ranks_of(group)
+    sent = bytes_sent, bytes_on_wire
+    return ledgers.Call(name, algorithm, dtype, tuple(x.shape), ranks, *sent, message=message)
 
 
 def run(
@@ -143,14 +144,11 @@ def run(
 ) -> Result:
     """Start a call, and wait for its result unless told not to.
 
-    Args:
-        name, algorithm, x, group, message: what the ledger's entry says.
-        dispatched: how the call is carried out.
-        result: completes it after the wait, and returns what the caller gets.
-        async_op: return the `Work` instead of the result.
-        alone: runs instead of the call in a group of one, which communicates with nobody.
+    result: completes the call after the wait, and returns what the caller gets. alone: runs instead of the
+    call in a group of one, which communicates with nobody.
     """
-    call, start = call_of(name, algorithm, x, group, dispatched, message), dispatched.start
+    start, bytes_sent, bytes_on_wire = dispatched
+    call = call_of(name, algorithm, x, group, bytes_sent, bytes_on_wire, message)
     if len(call.group) == 1:
         if alone is not None:
             alone()
@@ -233,12 +231,17 @@ def _membership(group: Group) -> tuple[tuple[int, ...], int]:
     return found
 
 
+def process_group(group: Group) -> dist.ProcessGroup:
+    """The group itself, or the world's where it is None."""
+    group = group or dist.group.WORLD
+    assert group is not None
+    return group
+
+
 def limit_of(group: Group) -> float:
     """Seconds that a call waits: the least of the group's and the world's; a new group's is 30 minutes."""
-    world = dist.group.WORLD
-    assert world is not None
-    whole = {group or world, world}
-    limits = [one._get_backend(device).options._timeout for one in whole for device in one._device_types]
+    groups = {process_group(group), process_group(None)}
+    limits = [one._get_backend(device).options._timeout for one in groups for device in one._device_types]
     return float(min(limits).total_seconds())
 
 

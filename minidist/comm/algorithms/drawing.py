@@ -17,8 +17,11 @@ if TYPE_CHECKING:
 
 MUTED = "#707070"
 # Okabe and Ito's blue and vermilion, which people with any colour vision tell apart.
-COMBINED: tuple[str, Literal["-"]] = "#0072B2", "-"
-OVERWRITTEN: tuple[str, Literal["--"]] = "#D55E00", "--"
+ARROWS: dict[bool, tuple[str, Literal["-", "--"], str]] = {
+    True: ("#0072B2", "-", "combined with what is there"),
+    False: ("#D55E00", "--", "stored"),
+}
+"""Colour, line and meaning of an arrow, by whether its receive reduces."""
 
 
 def draw(schedule: CollectiveSchedule) -> Figure:
@@ -77,17 +80,10 @@ def _lines(axes: Axes, schedule: CollectiveSchedule, end: int) -> None:
 
 def _arrow(axes: Axes, message: Delivery, along: float) -> None:
     """Draw one message, with its label at the fraction `along` of the arrow."""
-    color, line = COMBINED if message.received.reduce else OVERWRITTEN
-    style = {
-        "arrowstyle": "-|>",
-        "color": color,
-        "linestyle": line,
-        "linewidth": 1.3,
-        "shrinkA": 0,
-        "shrinkB": 0,
-    }
+    color, line, _ = ARROWS[message.received.reduce]
+    style = {"arrowstyle": "-|>", "linewidth": 1.3, "shrinkA": 0, "shrinkB": 0}
     tail, head = (message.begins + 0.02, message.sender), (message.begins + 0.98, message.receiver)
-    axes.annotate("", xy=head, xytext=tail, arrowprops=style)
+    axes.annotate("", xy=head, xytext=tail, arrowprops={**style, "color": color, "linestyle": line})
     axes.text(
         *_point(message, along),
         f"{message.sent.start}:{message.sent.stop}",
@@ -121,13 +117,11 @@ def _clearest(message: Delivery, others: list[Delivery], labels: list[tuple[floa
 def _legend(axes: Axes, kinds: set[bool]) -> None:
     from matplotlib.lines import Line2D
 
-    lines = []
-    if True in kinds:
-        color, line = COMBINED
-        lines.append(Line2D([], [], color=color, linestyle=line, label="combined with what is there"))
-    if False in kinds:
-        color, dashed = OVERWRITTEN
-        lines.append(Line2D([], [], color=color, linestyle=dashed, label="stored"))
+    lines = [
+        Line2D([], [], color=color, linestyle=line, label=label)
+        for kind, (color, line, label) in ARROWS.items()
+        if kind in kinds
+    ]
     if lines:
         axes.legend(
             handles=lines, loc="upper right", bbox_to_anchor=(1, -0.1), ncols=2, frameon=False, fontsize=9

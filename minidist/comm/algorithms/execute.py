@@ -25,14 +25,14 @@ TAG = 2**30
 AHEAD = 4
 """Receives that are posted ahead, and thus the segments of scratch."""
 
-Combine = Callable[[torch.Tensor, torch.Tensor], object]
+Combine = Callable[..., torch.Tensor]
 COMBINE: dict[str, Combine] = {
-    "sum": torch.Tensor.add_,
-    "product": torch.Tensor.mul_,
-    "min": lambda into, x: torch.minimum(into, x, out=into),
-    "max": lambda into, x: torch.maximum(into, x, out=into),
+    "sum": torch.add,
+    "product": torch.mul,
+    "min": torch.minimum,
+    "max": torch.maximum,
 }
-"""For each `op` the function that combines a tensor with another in place."""
+"""For each `op` the function that combines two tensors into `out`."""
 
 _kept = threading.local()
 """A thread's scratch, at most `AHEAD` segments."""
@@ -134,7 +134,8 @@ def _run(
         # Compute.
         if receive.reduce:
             _finish(receive.overwrites)
-            combine(target[receive.start : receive.stop], arrived)
+            into = target[receive.start : receive.stop]
+            combine(into, arrived, out=into)
         elif receive.copy_from >= 0:
             target[receive.start : receive.stop].copy_(arrived)
     _launch(sends, sent, len(receives), source, group)
@@ -212,5 +213,5 @@ def in_batches(
         for work in dist.batch_isend_irecv(operations) if operations else ():
             work.wait()
         for into, arrived in arrivals:
-            combine(into, arrived)
+            combine(into, arrived, out=into)
     return elements * source.element_size()

@@ -20,24 +20,14 @@ def formula(
     source: int = 0,
     node: int | None = None,
 ) -> Fraction:
-    """Bytes that `rank` sends to others.
+    """Bytes that `rank` sends to others, of the S = `size` bytes of the buffer.
 
-    Args:
-        operation: "all_reduce", ...
-        algorithm: "ring", ...
-        rank: the rank that sends.
-        ranks: n, how many there are.
-        size: S, bytes of the buffer.
-        source: for a broadcast.
-        node: for a hierarchical all-reduce: the ranks of a node, which divide n; None for one node.
-
-    Raises:
-        KeyError: an unknown operation or algorithm.
+    source: for a broadcast. node: for a hierarchical all-reduce, the ranks of a node, which divide n; None
+    for one node. KeyError for an unknown operation or algorithm.
     """
-    index = (rank - source) % ranks
     if algorithm == "hierarchical":
         return _hierarchical(ranks, size, node or ranks)
-    return _FORMULAS[operation, algorithm](index, ranks, size)
+    return _FORMULAS[operation, algorithm]((rank - source) % ranks, ranks, size)
 
 
 def children(index: int, ranks: int) -> int:
@@ -48,14 +38,6 @@ def children(index: int, ranks: int) -> int:
 def subtree(index: int, ranks: int) -> int:
     """Ranks in the subtree of a rank, with itself: at most its lowest set bit."""
     return min(index & -index, ranks - index) if index else ranks
-
-
-def _ring_broadcast(index: int, n: int, size: int) -> Fraction:
-    return Fraction(size if index < n - 1 else 0)
-
-
-def _tree_all_reduce(index: int, n: int, size: int) -> Fraction:
-    return Fraction(((index > 0) + children(index, n)) * size)
 
 
 def _tree_reduce_scatter(index: int, n: int, size: int) -> Fraction:
@@ -81,14 +63,14 @@ def _hierarchical(n: int, size: int, node: int) -> Fraction:
 
 _FORMULAS: dict[tuple[str, str], Callable[[int, int, int], Fraction]] = {
     ("all_reduce", "ring"): lambda index, n, size: 2 * Fraction(n - 1, n) * size,
-    ("all_reduce", "tree"): _tree_all_reduce,
+    ("all_reduce", "tree"): lambda index, n, size: Fraction(((index > 0) + children(index, n)) * size),
     ("all_reduce", "halving_doubling"): _halving_doubling,
     ("all_reduce", "naive"): lambda index, n, size: Fraction(size if index else (n - 1) * size),
     ("reduce_scatter", "ring"): lambda index, n, size: Fraction(n - 1, n) * size,
     ("reduce_scatter", "tree"): _tree_reduce_scatter,
     ("all_gather", "ring"): lambda index, n, size: Fraction(n - 1, n) * size,
     ("all_gather", "tree"): _tree_all_gather,
-    ("broadcast", "ring"): _ring_broadcast,
+    ("broadcast", "ring"): lambda index, n, size: Fraction(size if index < n - 1 else 0),
     ("broadcast", "tree"): lambda index, n, size: Fraction(children(index, n) * size),
     ("all_to_all", "pairwise"): lambda index, n, size: Fraction(n - 1, n) * size,
 }

@@ -29,12 +29,8 @@ def hierarchical_all_reduce(
     With M nodes of L ranks each, a rank sends 2 (L - 1) / L S inside the node and 2 (M - 1) / M S / L to
     another, in 2 (L - 1) + 2 (M - 1) steps.
 
-    Args:
-        rank: this rank.
-        ranks: how many there are; those of a node are numbered consecutively.
-        elements: of the tensor.
-        node: the ranks of a node, of which the last may have fewer; or a list of each node's ranks; None for
-            one node.
+    node: the ranks of a node, of which the last may have fewer; or a list of each node's ranks; None for one
+    node. The ranks of a node are numbered consecutively.
 
     Raises:
         ValueError: the nodes' ranks do not add up to `ranks`.

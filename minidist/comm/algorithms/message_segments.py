@@ -50,13 +50,10 @@ class Receive:
 
 
 def plan(steps: Iterable[Step], itemsize: int, rank: int, in_place: bool) -> tuple[list[Send], list[Receive]]:
-    """The segments of one rank's messages.
+    """The segments of the messages in one rank's steps.
 
-    Args:
-        steps: those of the rank.
-        itemsize: bytes of an element.
-        rank: the rank; a message to itself becomes a copy, in the step that receives it.
-        in_place: whether sends and receives name elements of the same buffer.
+    A message of `rank` to itself becomes a copy, in the step that receives it. in_place: whether sends and
+    receives name elements of the same buffer.
     """
     sends: list[Send] = []
     receives: list[Receive] = []

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,10 +55,7 @@ def check(schedule: CollectiveSchedule) -> None:
 def run(schedule: CollectiveSchedule, inputs: list[Contents], buffers: list[Contents]) -> Iterator[Delivery]:
     """Run all ranks' steps, and yield each message as it is taken.
 
-    Args:
-        schedule: the schedule to run.
-        inputs: for each rank, the rows that its sends name.
-        buffers: for each rank, the rows that its receives name; the same arrays where it works in place.
+    inputs and buffers are those of `start`: for each rank, the rows that its sends and its receives name.
 
     Raises:
         ScheduleError: as in `check`, but for a wrong result.
@@ -95,15 +91,17 @@ class _Rank:
     step: int = -1
     entered: int = 0  # when it reached this step
     free: int = 0  # when the last message of this step was taken
-    offered: list[tuple[Message, Contents]] = field(
-        default_factory=list
-    )  # this step's sends that are not taken yet
-    taken: list[tuple[Message, Contents]] = field(
-        default_factory=list
-    )  # this step's receives that have arrived
+    # This step's sends that are not taken yet, and its receives that have arrived.
+    offered: list[tuple[Message, Contents]] = field(default_factory=list)
+    taken: list[tuple[Message, Contents]] = field(default_factory=list)
 
     def ended(self) -> bool:
         return self.step >= len(self.steps)
+
+    def expected(self) -> Message | None:
+        """The next receive of this step; None if all have arrived."""
+        receives = () if self.ended() else self.steps[self.step].receives
+        return receives[len(self.taken)] if len(self.taken) < len(receives) else None
 
     def enter(self, ranks: list[_Rank], sent: Contents, now: int) -> None:
         """Go to the next step, and offer what it sends, as it is now."""
@@ -122,15 +120,13 @@ class _Rank:
 
     def take(self, ranks: list[_Rank]) -> Delivery | None:
         """The next message of this step, if its sender has reached it."""
-        if self.ended() or len(self.taken) == len(self.steps[self.step].receives):
+        if (message := self.expected()) is None:
             return None
-        message = self.steps[self.step].receives[len(self.taken)]
         sender = ranks[message.peer]
-        offers = [offer for offer in sender.offered if offer[0].peer == self.number]
-        if not offers:
+        index = next((i for i, (one, _) in enumerate(sender.offered) if one.peer == self.number), None)
+        if index is None:
             return None
-        offer = offers[0]
-        sent, data = offer
+        sent, data = sender.offered[index]
         if sent.elements != message.elements:
             raise ScheduleError(
                 f"rank {sender.number} in step {sender.step} sends {sent.elements} elements to rank "
@@ -141,7 +137,7 @@ class _Rank:
                 f"rank {sender.number} in step {sender.step} sends elements from {sent.start} on to rank "
                 f"{self.number}, which in step {self.step} puts them from {message.start} on"
             )
-        sender.offered = [other for other in sender.offered if other is not offer]
+        del sender.offered[index]
         self.taken.append((message, data))
         begins = max(self.entered, sender.entered)
         self.free, sender.free = max(self.free, begins + 1), max(sender.free, begins + 1)
@@ -149,9 +145,7 @@ class _Rank:
 
     def through(self) -> bool:
         """Whether all messages of this step have been taken."""
-        return (
-            not self.ended() and not self.offered and len(self.taken) == len(self.steps[self.step].receives)
-        )
+        return not self.ended() and not self.offered and self.expected() is None
 
     def finish(self, buffer: Contents) -> None:
         """Store or add the messages that arrived in this step."""
@@ -165,9 +159,8 @@ class _Rank:
     def waits_for(self) -> str:
         """What this rank waits for, in words."""
         reasons = [f"for rank {message.peer} to take a message" for message, _ in self.offered]
-        if len(self.taken) < len(self.steps[self.step].receives):
-            peer = self.steps[self.step].receives[len(self.taken)].peer
-            reasons.append(f"for a message from rank {peer}")
+        if (message := self.expected()) is not None:
+            reasons.append(f"for a message from rank {message.peer}")
         return f"rank {self.number} waits in step {self.step} {' and '.join(reasons)}"
 
 
@@ -217,7 +210,7 @@ def _check_result(schedule: CollectiveSchedule, buffers: list[Contents]) -> None
 
 def _wanted(schedule: CollectiveSchedule, rank: int) -> Contents:
     """What `rank` should end with; one row if it is the same for all elements."""
-    n, size = schedule.ranks, schedule.elements
+    n = schedule.ranks
     contribution: Contents = np.eye(n + 1, dtype=np.int64)
     if schedule.operation == "all_to_all":
         counts = _counts(schedule)
@@ -227,11 +220,7 @@ def _wanted(schedule: CollectiveSchedule, rank: int) -> Contents:
     if schedule.operation == "broadcast":
         return contribution[schedule.source : schedule.source + 1]
     if schedule.operation == "all_gather":
-        bounds = offsets(size, n)
-        owners = np.array(
-            [other for other in range(n) for _ in range(bounds[other], bounds[other + 1])], dtype=np.int64
-        )
-        return contribution[owners]
+        return np.repeat(contribution[:n], np.diff(offsets(schedule.elements, n)), axis=0)
     all_once: Contents = contribution[:n].sum(axis=0, keepdims=True)
     return all_once
 
@@ -239,8 +228,7 @@ def _wanted(schedule: CollectiveSchedule, rank: int) -> Contents:
 def _counts(schedule: CollectiveSchedule) -> tuple[tuple[int, ...], ...]:
     if schedule.counts is not None:
         return schedule.counts
-    bounds = offsets(schedule.elements, schedule.ranks)
-    row = tuple(stop - start for start, stop in pairwise(bounds))
+    row = tuple(np.diff(offsets(schedule.elements, schedule.ranks)).tolist())
     return (row,) * schedule.ranks
 
 

@@ -74,9 +74,7 @@ def schedule(
     """The steps of all ranks, to check, draw or count without a process.
 
     Args:
-        operation: "all_reduce", "reduce_scatter", "all_gather", "broadcast" or "all_to_all".
-        algorithm: one that the operation has: "ring", "tree", "halving_doubling", "hierarchical", "naive" or
-            "pairwise".
+        operation, algorithm: of `ALGORITHMS`.
         ranks: number of ranks.
         elements: of the buffer, as `ALGORITHMS` says.
         counts: for an all-to-all with uneven parts, counts[i][j] elements go from rank i to rank j.

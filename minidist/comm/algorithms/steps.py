@@ -54,13 +54,7 @@ def offsets(elements: int, parts: int) -> list[int]:
 
 
 def bytes_sent(steps: Iterable[Step], itemsize: int, rank: int | None = None) -> int:
-    """Bytes that these steps send, with elements of `itemsize` bytes.
-
-    Args:
-        steps: one rank's.
-        itemsize: bytes of an element.
-        rank: the rank of these steps, whose messages to itself, as in an all-to-all, do not count.
-    """
+    """Bytes that one rank's steps send. Messages to `rank` itself, as in an all-to-all, do not count."""
     return itemsize * sum(
         message.elements for step in steps for message in step.sends if message.peer != rank
     )

@@ -11,9 +11,12 @@ Thakur, Rabenseifner and Gropp, "Optimization of collective communication operat
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from minidist.comm.algorithms.steps import Message, Step, offsets
+
+Part = Callable[[int, int], tuple[int, int]]
+"""The elements [start, stop) between a rank and its parent, from the rank's index and its lowest set bit."""
 
 
 def tree_all_reduce(rank: int, ranks: int, elements: int) -> Iterator[Step]:
@@ -22,8 +25,8 @@ def tree_all_reduce(rank: int, ranks: int, elements: int) -> Iterator[Step]:
     A rank sends S to its parent (rank 0 has none) and S to each child, in 2 ceil(log2 n) steps: 2 (n - 1) S
     over all ranks, as much as a ring, and up to ceil(log2 n) S of it from one rank.
     """
-    yield from _reduce(rank, ranks, elements)
-    yield from tree_broadcast(rank, ranks, elements)
+    yield from _up(rank, ranks, _whole(elements), reduce=True)
+    yield from _down(rank, ranks, _whole(elements))
 
 
 def tree_reduce_scatter(rank: int, ranks: int, elements: int) -> Iterator[Step]:
@@ -31,13 +34,8 @@ def tree_reduce_scatter(rank: int, ranks: int, elements: int) -> Iterator[Step]:
 
     A rank sends S to its parent (rank 0 has none), and to each child its subtree's part of S.
     """
-    yield from _reduce(rank, ranks, elements)
-    bounds = offsets(elements, ranks)
-    for bit in reversed(_bits(ranks)):
-        if rank % (2 * bit) == 0 and rank + bit < ranks:
-            yield Step(sends=(Message(rank + bit, *_below(rank + bit, bit, bounds)),))
-        elif rank % (2 * bit) == bit:
-            yield Step(receives=(Message(rank - bit, *_below(rank, bit, bounds)),))
+    yield from _up(rank, ranks, _whole(elements), reduce=True)
+    yield from _down(rank, ranks, _subtree(ranks, elements))
 
 
 def tree_all_gather(rank: int, ranks: int, elements: int) -> Iterator[Step]:
@@ -45,13 +43,8 @@ def tree_all_gather(rank: int, ranks: int, elements: int) -> Iterator[Step]:
 
     A rank sends its subtree's parts to its parent (rank 0 has none), and the whole buffer to each child.
     """
-    bounds = offsets(elements, ranks)
-    for bit in _bits(ranks):
-        if rank % (2 * bit) == 0 and rank + bit < ranks:
-            yield Step(receives=(Message(rank + bit, *_below(rank + bit, bit, bounds)),))
-        elif rank % (2 * bit) == bit:
-            yield Step(sends=(Message(rank - bit, *_below(rank, bit, bounds)),))
-    yield from tree_broadcast(rank, ranks, elements)
+    yield from _up(rank, ranks, _subtree(ranks, elements), reduce=False)
+    yield from _down(rank, ranks, _whole(elements))
 
 
 def tree_broadcast(rank: int, ranks: int, elements: int, source: int = 0) -> Iterator[Step]:
@@ -60,21 +53,24 @@ def tree_broadcast(rank: int, ranks: int, elements: int, source: int = 0) -> Ite
     A rank sends S to each child, in ceil(log2 n) steps: (n - 1) S over all ranks, of which the source sends
     ceil(log2 n) S.
     """
-    index = (rank - source) % ranks
-    for bit in reversed(_bits(ranks)):
-        if index % (2 * bit) == 0 and index + bit < ranks:
-            yield Step(sends=(Message((rank + bit) % ranks, 0, elements),))
-        elif index % (2 * bit) == bit:
-            yield Step(receives=(Message((rank - bit) % ranks, 0, elements),))
+    yield from _down(rank, ranks, _whole(elements), source)
 
 
-def _reduce(rank: int, ranks: int, elements: int) -> Iterator[Step]:
-    """Reduce to rank 0: a broadcast backwards."""
+def _up(rank: int, ranks: int, part: Part, reduce: bool) -> Iterator[Step]:
     for bit in _bits(ranks):
         if rank % (2 * bit) == 0 and rank + bit < ranks:
-            yield Step(receives=(Message(rank + bit, 0, elements, reduce=True),))
+            yield Step(receives=(Message(rank + bit, *part(rank + bit, bit), reduce),))
         elif rank % (2 * bit) == bit:
-            yield Step(sends=(Message(rank - bit, 0, elements),))
+            yield Step(sends=(Message(rank - bit, *part(rank, bit)),))
+
+
+def _down(rank: int, ranks: int, part: Part, root: int = 0) -> Iterator[Step]:
+    index = (rank - root) % ranks
+    for bit in reversed(_bits(ranks)):
+        if index % (2 * bit) == 0 and index + bit < ranks:
+            yield Step(sends=(Message((rank + bit) % ranks, *part(index + bit, bit)),))
+        elif index % (2 * bit) == bit:
+            yield Step(receives=(Message((rank - bit) % ranks, *part(index, bit)),))
 
 
 def _bits(ranks: int) -> list[int]:
@@ -82,6 +78,10 @@ def _bits(ranks: int) -> list[int]:
     return [1 << i for i in range((ranks - 1).bit_length())]
 
 
-def _below(rank: int, bit: int, bounds: list[int]) -> tuple[int, int]:
-    """The parts of the subtree of a rank whose lowest set bit is `bit`: [start, stop)."""
-    return bounds[rank], bounds[min(rank + bit, len(bounds) - 1)]
+def _whole(elements: int) -> Part:
+    return lambda index, bit: (0, elements)
+
+
+def _subtree(ranks: int, elements: int) -> Part:
+    bounds = offsets(elements, ranks)
+    return lambda index, bit: (bounds[index], bounds[min(index + bit, ranks)])

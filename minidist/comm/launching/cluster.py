@@ -15,6 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -95,7 +96,8 @@ class Cluster:
         self._running = threading.Lock()
         # The finalizer holds this very list, so it is emptied and filled, never replaced.
         self._processes: list[RankProcess] = []
-        self._finalizer = weakref.finalize(self, _stop, self._processes, os.getpid(), 0.0)
+        self._stop = partial(_stop, self._processes, self._owner)
+        self._finalizer = weakref.finalize(self, self._stop, 0.0)
         self._start()
         self.closed = False
 
@@ -125,37 +127,34 @@ class Cluster:
         call = pickle_call(function, args, kwargs)
         if not self._running.acquire(blocking=False):
             raise RuntimeError("this Cluster is running another function; wait for it, or make a second one")
+        whole = False
         try:
             if not self._processes:  # the last run failed
                 self._start()
             for process in self._processes:
                 process.channel.send(call)
             values = collect(self._processes, "returned", self.timeout, "timeout", self.may_fail)
-            if any(isinstance(value, RankError) for value in values):
-                _stop(self._processes, os.getpid(), 0.0)
-        except BaseException as error:
-            _stop(self._processes, os.getpid(), 0.0)
-            if self.closed and isinstance(error, RankError):
+            whole = not any(isinstance(value, RankError) for value in values)
+        except RankError as error:
+            if self.closed:
                 raise RuntimeError("this Cluster was closed while it ran a function") from error
             raise
         finally:
-            if self.closed:
-                _stop(self._processes, os.getpid(), 0.0)
+            if self.closed or not whole:
+                self._stop(0.0)
             self._running.release()
         return [unpickle_result(rank, value) for rank, value in enumerate(values)]
 
     def signal(self, number: int) -> None:
         """Send a signal to every rank. Works during a run, for example from a signal handler."""
         for process in self._processes:
-            if process.process is not None and process.exit_code is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process.process, number)
+            process.signal(number)
 
     def close(self) -> None:
         """Stop the ranks. A run in another thread ends with an error; a second call does nothing."""
         self.closed = True
         if self._running.acquire(blocking=False):
-            _stop(self._processes, os.getpid(), 1.0)
+            self._stop(1.0)
             self._running.release()
         elif os.getpid() == self._owner:
             for process in self._processes:  # the run sees them end and cleans up
@@ -207,7 +206,7 @@ class Cluster:
                     process.channel.send(pickle.dumps(replace(setup, rank=rank)))
                 collect(self._processes, "ready", self.start_timeout, "start_timeout")
             except BaseException:
-                _stop(self._processes, os.getpid(), 0.0)
+                self._stop(0.0)
                 raise
 
 

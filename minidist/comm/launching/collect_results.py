@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 import selectors
+import signal
 import sys
 import time
 from collections.abc import Collection, Sequence
@@ -44,12 +45,8 @@ def collect(
 ) -> list[Any]:
     """Send what is queued, and wait until every rank has sent a `wanted` message. Prints what ranks print.
 
-    Args:
-        processes: the ranks.
-        wanted: the kind of message that completes a rank's part.
-        limit: seconds to wait; None for no limit.
-        remedy: the argument that sets the limit, for the error.
-        may_fail: ranks whose error counts as their result.
+    remedy: the argument that sets the limit, for the error. may_fail: ranks whose error counts as their
+    result.
 
     Returns:
         The values of the messages, in rank order.
@@ -132,7 +129,8 @@ def _first_cause(failures: list[Failure]) -> RankError:
     failures.sort(key=order)
     first, others = failures[0], failures[1:]
     rank = first.process.rank
-    also = f" (then rank {_ranks(others)} failed too)" if others else ""
+    later = ", ".join(map(str, sorted(failure.process.rank for failure in others)))
+    also = f" (then rank {later} failed too)" if others else ""
     if first.raised is None:
         return _death(first.process, also)
     summary = f"rank {rank} raised {first.raised.summary}{also}"
@@ -167,7 +165,7 @@ def _death(process: RankProcess, also: str) -> RankDied:
 
 def _timed_out(stuck: list[RankProcess], limit: float, remedy: str) -> RankTimeout:
     for process in stuck:
-        process.ask_stack()
+        process.signal(signal.SIGUSR1)
     time.sleep(STACK_PAUSE)
     stacks = "\n".join(
         f"rank {process.rank} was at:\n{process.stack() or '  (it did not respond)'}" for process in stuck
@@ -178,7 +176,3 @@ def _timed_out(stuck: list[RankProcess], limit: float, remedy: str) -> RankTimeo
         f"give a longer {remedy}= if the work needs it"
     )
     return RankTimeout(message, rank=stuck[0].rank, traceback=stacks)
-
-
-def _ranks(failures: list[Failure]) -> str:
-    return ", ".join(str(failure.process.rank) for failure in sorted(failures, key=lambda f: f.process.rank))

@@ -99,9 +99,7 @@ class Supervisor:
         if self.owner == os.getpid():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(10.0)
-            if self._process.poll() is None:
-                self._process.kill()
-                self._process.wait()
+            self.abandon()
 
 
 _supervisors: dict[str, Supervisor] = {}
@@ -113,7 +111,10 @@ def supervisor() -> Supervisor:
 
     It stays up between launches, because it holds torch ready, which is most of what a launch costs.
     """
-    method = os.environ.get("MINIDIST_START_METHOD") or _default_method()
+    if sys.platform == "win32":
+        raise RuntimeError("minidist starts ranks on Linux and macOS; on Windows, run it inside WSL 2")
+    default = "fork" if sys.platform.startswith("linux") else "spawn"
+    method = os.environ.get("MINIDIST_START_METHOD") or default
     if method not in START_METHODS:
         raise ValueError(
             f"the start method is {method!r}; MINIDIST_START_METHOD is one of {', '.join(START_METHODS)}"
@@ -123,22 +124,9 @@ def supervisor() -> Supervisor:
         if running is None or not running.alive():
             if running is not None:
                 running.stop()
-            running = Supervisor(method)
-            if method not in _supervisors:
-                atexit.register(_stop_supervisor, method)
-            _supervisors[method] = running
+            running = _supervisors[method] = Supervisor(method)
+            atexit.register(running.stop)
         return running
-
-
-def _default_method() -> str:
-    if sys.platform == "win32":
-        raise RuntimeError("minidist starts ranks on Linux and macOS; on Windows, run it inside WSL 2")
-    return "fork" if sys.platform.startswith("linux") else "spawn"
-
-
-def _stop_supervisor(method: str) -> None:
-    if _supervisors[method].owner == os.getpid():
-        _supervisors[method].stop()
 
 
 class RankProcess:
@@ -203,11 +191,11 @@ class RankProcess:
             self.read_status()
         return True
 
-    def ask_stack(self) -> None:
-        """Ask the process to write the stacks of its threads; `stack` reads them a moment later."""
+    def signal(self, number: int) -> None:
+        """Send the process a signal if it runs. SIGUSR1 has it write its stacks, for `stack`."""
         if self.process is not None and self.exit_code is None:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self.process, signal.SIGUSR1)
+                os.kill(self.process, number)
 
     def stack(self) -> str:
         """Return the main thread's stack, innermost call last; "" if the process did not write it."""
@@ -226,9 +214,7 @@ class RankProcess:
     def kill_without_help(self) -> None:
         """Kill the process without the supervisor, which may be stopped; then kill the supervisor."""
         if self.exit_code is None:
-            if self.process is not None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(self.process, signal.SIGKILL)
+            self.signal(signal.SIGKILL)
             self._supervisor.abandon()
 
     def close(self) -> None:

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 
 from minidist._names import unknown
-from minidist.comm import checking, ledgers
+from minidist.comm import checking
 from minidist.comm.failures import described, failed
 from minidist.comm.transport.background_thread import Background
 from minidist.comm.transport.shared_memory import Failed, SharedMemory
-from minidist.comm.work import Group, forget_groups, limit_of, ranks_of
+from minidist.comm.work import Group, call_of, forget_groups, limit_of, process_group, ranks_of
 
 _MESSAGES = ("ring", "tree")
 ALGORITHMS = {
@@ -73,14 +73,8 @@ def choose(operation: str, algorithm: str, group: Group, x: torch.Tensor, async_
     """Return the algorithm of a call, the same on all ranks.
 
     A group's first call in shared memory waits for all its ranks, to make the memory. An asynchronous call
-    must not wait, so before the first synchronous call "auto" is "torch" for asynchronous ones.
-
-    Args:
-        operation: "all_reduce" and so on.
-        algorithm: what the caller named.
-        group: whose ranks make the call.
-        x: the tensor, or any other on its device.
-        async_op: whether the call returns at once.
+    must not wait, so before the first synchronous call "auto" is "torch" for asynchronous ones. x is the
+    call's tensor, or any other on its device.
 
     Raises:
         ValueError: the algorithm is unknown; or it is "shared_memory", and the group has none.
@@ -98,14 +92,11 @@ def choose(operation: str, algorithm: str, group: Group, x: torch.Tensor, async_
     reason = f"its tensor is on {x.device}"
     if x.device.type == "cpu":
         what = f"{operation} of {described(x)}"
-        known_memory = (group or dist.group.WORLD) in _memories
+        known_memory = process_group(group) in _memories
         if not asked and async_op and not known_memory:
             return "torch"
         if not known_memory:  # making it is a collective, which the ranks' other calls must not mix with
-            dtype = str(x.dtype).removeprefix("torch.")
-            check = checking.enter(
-                ledgers.Call(operation, algorithm, dtype, tuple(x.shape), ranks_of(group), 0, 0)
-            )
+            check = checking.enter(call_of(operation, algorithm, x, group))
             if check is not None:
                 check()
         reason = group_memory(group, what).why_not
@@ -128,8 +119,7 @@ def group_memory(group: Group, what: str = "a collective") -> GroupMemory:
     Raises:
         CollectiveError: a peer is gone or late.
     """
-    group = group or dist.group.WORLD
-    assert group is not None
+    group = process_group(group)
     found = _memories.get(group)
     if found is None:
         memory, why_not = None, ""
@@ -180,8 +170,7 @@ def background(group: Group) -> Background:
     There is one for all algorithms, since the hierarchical all-reduce sends messages as well: two collectives
     at once would mix them up.
     """
-    group = group or dist.group.WORLD
-    assert group is not None
+    group = process_group(group)
     found = _backgrounds.get(group)
     if found is None:
         own = getattr(group, "background", None)

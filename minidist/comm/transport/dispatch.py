@@ -13,10 +13,13 @@ from typing import Any
 
 import torch
 
+from minidist.comm.algorithms.execute import execute
+from minidist.comm.algorithms.registry import ALGORITHMS
+from minidist.comm.algorithms.steps import bytes_sent
 from minidist.comm.transport import shared_collectives
 from minidist.comm.transport.algorithm_choice import background, group_memory
 from minidist.comm.transport.background_thread import Background
-from minidist.comm.transport.hierarchical_all_reduce import Hierarchy
+from minidist.comm.transport.hierarchical_all_reduce import hierarchical_all_reduce
 from minidist.comm.transport.shared_memory import SharedMemory
 from minidist.comm.work import Dispatch, Group, bytes_of, rank_in, ranks_of
 
@@ -29,8 +32,8 @@ def all_reduce(algorithm: str, x: torch.Tensor, op: str, group: Group) -> Dispat
         run = partial(shared_collectives.all_reduce, memory, x, op)
         return _shared(memory, run, 2 * (ranks - 1) * bytes_of(x) // ranks)
     if memory is not None:
-        hierarchy = Hierarchy(memory, x, op)
-        return Dispatch(partial(_begin, background(group), hierarchy.run), *hierarchy.bytes_sent())
+        run_both, sent, on_wire = hierarchical_all_reduce(memory, x, op)
+        return Dispatch(partial(_begin, background(group), run_both), sent, on_wire)
     finish = partial(x.div_, ranks) if op == "mean" else None
     return _messages("all_reduce", algorithm, x, x, group, op, finish)
 
@@ -124,9 +127,6 @@ def _messages(
     options: dict[str, Any] | None = None,
 ) -> Dispatch:
     """Run an algorithm's steps, which send from `source` and receive into `target`; then call `finish`."""
-    from minidist.comm.algorithms import ALGORITHMS, bytes_sent
-    from minidist.comm.algorithms.execute import execute
-
     rank = rank_in(group)
     steps = list(ALGORITHMS[operation][algorithm](rank, len(ranks_of(group)), len(source), **(options or {})))
     sent = bytes_sent(steps, source.element_size(), rank)

@@ -22,9 +22,6 @@ def duplicate_group(group: Group) -> Group:
     ranks = ranks_of(group)
     if len(ranks) == 1:
         return group
-    whole = group or dist.group.WORLD
-    assert whole is not None
-    made: Group = dist.new_group(
-        list(ranks), timeout=timedelta(seconds=limit_of(whole)), use_local_synchronization=True
-    )
+    limit = timedelta(seconds=limit_of(group))
+    made: Group = dist.new_group(list(ranks), timeout=limit, use_local_synchronization=True)
     return made

@@ -10,50 +10,44 @@ Source: Jia et al. 2018, "Highly Scalable Deep Learning Training System with Mix
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
 
 import torch
 
+from minidist.comm.algorithms.execute import execute
+from minidist.comm.algorithms.ring import all_gather_among, reduce_scatter_among
+from minidist.comm.algorithms.steps import Step, bytes_sent, offsets
 from minidist.comm.transport import shared_collectives
 from minidist.comm.transport.shared_memory import SharedMemory
 
 
-class Hierarchy:
-    """One hierarchical all-reduce of x, flat and in place."""
+def hierarchical_all_reduce(
+    memory: SharedMemory, x: torch.Tensor, op: str
+) -> tuple[Callable[[], None], int, int]:
+    """Plan an all-reduce of x, flat and in place.
 
-    def __init__(self, memory: SharedMemory, x: torch.Tensor, op: str) -> None:
-        from minidist.comm.algorithms import Step, bytes_sent, offsets, ring_all_reduce
+    Returns the function that runs it, the bytes that other ranks get from this one, and how many of these go
+    through sockets.
+    """
+    own, members, lanes = memory.own, len(memory.members), min(map(len, memory.hosts))
+    bounds = [*offsets(len(x), lanes), *[len(x)] * (members - lanes)]  # further ranks have an empty part
+    part = x[bounds[own] : bounds[own + 1]]
+    steps: list[Step] = []
+    if own < lanes:
+        ring, here = [host[own] for host in memory.hosts], memory.hosts.index(memory.members)
+        within = offsets(len(part), len(ring))
+        steps = [*reduce_scatter_among(ring, here, within), *all_gather_among(ring, here, within)]
 
-        self.memory, self.x, self.op = memory, x, op
-        members, lanes = len(memory.members), min(map(len, memory.hosts))
-        # Further ranks have an empty part.
-        self.offsets = [*offsets(len(x), lanes), *[len(x)] * (members - lanes)]
-        self.part = x[self.offsets[memory.own] : self.offsets[memory.own + 1]]
-        self.steps: list[Step] = []
-        if memory.own < lanes:
-            ring = [host[memory.own] for host in memory.hosts]
-            here = memory.hosts.index(memory.members)
-            for step in ring_all_reduce(here, len(ring), len(self.part)):
-                sends = tuple(replace(message, peer=ring[message.peer]) for message in step.sends)
-                receives = tuple(replace(message, peer=ring[message.peer]) for message in step.receives)
-                self.steps.append(Step(sends, receives))
-        self._on_wire = bytes_sent(self.steps, x.element_size())
+    def run() -> None:
+        combine = "sum" if op == "mean" else op
+        if members > 1:
+            shared_collectives.reduce_scatter(memory, x, part, combine, bounds)
+        execute(steps, part, part, combine, memory.group)
+        if op == "mean":
+            part.div_(sum(map(len, memory.hosts)))
+        if members > 1:
+            shared_collectives.all_gather(memory, part, x, bounds)
 
-    def bytes_sent(self) -> tuple[int, int]:
-        """Return the bytes that other ranks get from this one, and how many of these go through sockets."""
-        size, members = self.x.element_size(), len(self.memory.members)
-        inside = (len(self.x) - len(self.part)) + (members - 1) * len(self.part)
-        return size * inside + self._on_wire, self._on_wire
-
-    def run(self) -> None:
-        """Reduce-scatter on each host, all-reduce around the rings, all-gather on each host."""
-        from minidist.comm.algorithms.execute import execute
-
-        memory, x, op = self.memory, self.x, "sum" if self.op == "mean" else self.op
-        if len(memory.members) > 1:
-            shared_collectives.reduce_scatter(memory, x, self.part, op, self.offsets)
-        execute(self.steps, self.part, self.part, op, memory.group)
-        if self.op == "mean":
-            self.part.div_(sum(map(len, memory.hosts)))
-        if len(memory.members) > 1:
-            shared_collectives.all_gather(memory, self.part, x, self.offsets)
+    inside = (len(x) - len(part)) + (members - 1) * len(part)
+    on_wire = bytes_sent(steps, x.element_size())
+    return run, inside * x.element_size() + on_wire, on_wire

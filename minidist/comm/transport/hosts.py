@@ -31,10 +31,16 @@ class Process:
     def alive(self) -> bool:
         """Return False once it has ended, even if nobody has reaped it yet."""
         try:
-            fields = Path(f"/proc/{self.id}/stat").read_text().rpartition(")")[2].split()
+            state, started = _state(self.id)
         except OSError:
             return False
-        return fields[0] not in "ZX" and int(fields[19]) == self.started
+        return state not in "ZX" and started == self.started
+
+
+def _state(process: int) -> tuple[str, int]:
+    """Return a process's state, a letter, and when it started, in clock ticks since the boot."""
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return fields[0], int(fields[19])
 
 
 def this_process() -> Process:
@@ -43,7 +49,7 @@ def this_process() -> Process:
     started = 0
     if sys.platform.startswith("linux"):
         texts += [Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/pid")]
-        started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        started = _state(os.getpid())[1]
     else:
         texts.append(os.uname().nodename)
     text = "\n".join(texts).encode()

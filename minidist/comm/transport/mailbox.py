@@ -23,22 +23,22 @@ from collections.abc import Callable
 
 import torch
 
+from minidist.comm.transport.segments import padded
 from minidist.comm.transport.semaphores import LINE, Semaphore, address_of
 
 RECORDS = 1024
 """The most messages in a mailbox."""
 CAPACITY = 2**24
 """The most bytes of messages in a mailbox. Only bytes that were ever used take memory."""
-CONTROL = mmap.ALLOCATIONGRANULARITY + RECORDS * 32
-"""Bytes before the messages: the semaphores and the records."""
-PITCH = -(-(CONTROL + CAPACITY) // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
-"""Bytes from one mailbox to the next."""
-
-RECORDS_START = mmap.ALLOCATIONGRANULARITY
-"""Where the records begin."""
 RECORD = struct.Struct("<qqqq")
 """A record: bytes of the message, its offset (or ELSEWHERE or FAILED), and its key."""
 ELSEWHERE, FAILED = -1, -2
+RECORDS_START = mmap.PAGESIZE
+"""Where the records begin, after the semaphores."""
+CONTROL = RECORDS_START + RECORDS * RECORD.size
+"""Bytes before the messages."""
+PITCH = padded(CONTROL + CAPACITY)
+"""Bytes from one mailbox to the next."""
 
 _ALLOCATE = 2**18  # bytes of memory to ask for at a time
 

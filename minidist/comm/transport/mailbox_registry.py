@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 from minidist.comm.errors import FOLLOWS
-from minidist.comm.transport import mailbox, mailbox_receiver, semaphores
+from minidist.comm.transport import mailbox, mailbox_receiver, segments, semaphores
 from minidist.comm.transport.hosts import Process, this_process
-from minidist.comm.work import Group, limit_of, ranks_of
+from minidist.comm.work import Group, limit_of, process_group, ranks_of
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -63,8 +63,7 @@ def _fits(x: torch.Tensor) -> bool:
 
 def number_of(group: Group) -> int:
     """Return a number of the group, the same on all its ranks."""
-    whole = group or dist.group.WORLD
-    assert whole is not None
+    whole = process_group(group)
     if whole not in _numbers:
         digest = hashlib.blake2b(whole.group_name.encode(), digest_size=8).digest()
         _numbers[whole] = int.from_bytes(digest, "little", signed=True)
@@ -191,17 +190,10 @@ class Mailboxes:
 
 def _created(ranks: int) -> int:
     """Make the file of a rank's mailboxes, almost without memory yet; -1 if that fails."""
-    if not semaphores.available() or not hasattr(os, "memfd_create"):
+    if not semaphores.available():
         return -1
-    descriptor = os.memfd_create("minidist")
-    try:
-        os.ftruncate(descriptor, ranks * mailbox.PITCH)
-        for rank in range(ranks):
-            os.posix_fallocate(descriptor, rank * mailbox.PITCH, 2 * semaphores.LINE)
-    except OSError:
-        os.close(descriptor)
-        return -1
-    return descriptor
+    ranges = [(rank * mailbox.PITCH, 2 * semaphores.LINE) for rank in range(ranks)]
+    return segments.created(ranks * mailbox.PITCH, ranges)
 
 
 def _key(rank: int) -> str:

@@ -15,9 +15,6 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-ALIGNMENT = 4096
-"""Bytes of a page; every region begins on one."""
-
 
 class Segment(mmap.mmap):
     """A mapping of all ranks' regions. It lives as long as any tensor in it.
@@ -53,7 +50,7 @@ def share(group: dist.ProcessGroup, hosts: Sequence[Sequence[int]], pitch: int) 
     members = next(host for host in hosts if rank in host)
     own = -1
     if rank == members[0]:
-        own = _created(pitch * len(members))
+        own = created(pitch * len(members), [(0, pitch * len(members))])
     rows = [torch.empty(2, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
     dist.all_gather(rows, torch.tensor([os.getpid(), own]), group=group)
     if rank != members[0]:
@@ -68,13 +65,16 @@ def share(group: dist.ProcessGroup, hosts: Sequence[Sequence[int]], pitch: int) 
     return None
 
 
-def _created(size: int) -> int:
+def created(size: int, ranges: Sequence[tuple[int, int]]) -> int:
+    """Make a file of zeros, with memory for these ranges (start, length); -1 if that fails."""
     if not hasattr(os, "memfd_create"):  # not Linux
         return -1
     descriptor = os.memfd_create("minidist")
     try:
-        # A write without memory behind it would kill the process; this raises an error at once.
-        os.posix_fallocate(descriptor, 0, size)
+        os.ftruncate(descriptor, size)
+        for start, length in ranges:
+            # A write without memory behind it would kill the process; this raises an error at once.
+            os.posix_fallocate(descriptor, start, length)
     except OSError:
         os.close(descriptor)
         return -1
@@ -113,5 +113,5 @@ def find(x: torch.Tensor) -> Segment | None:
 
 
 def padded(size: int) -> int:
-    """Round a number of bytes up to whole pages."""
-    return -(-size // ALIGNMENT) * ALIGNMENT
+    """Round a number of bytes up to whole pages, on which every region begins."""
+    return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -64,12 +64,11 @@ class ProcessBarrier:
         for number in range(2 * ranks):
             Semaphore.prepare(memory[LINE * number :])
 
-    def wait(self, limit: float, check: Callable[[Callable[[], list[int]]], None]) -> float:
-        """Wait until all ranks have come, and return the seconds that it took. TimeoutError after `limit`.
+    def wait(self, limit: float, check: Callable[[Callable[[], list[int]]], None]) -> None:
+        """Wait until all ranks have come. TimeoutError after `limit`.
 
         check: called now and then with a function that returns the ranks that are late. It raises if waiting
-        for
-            them is pointless.
+            for them is pointless.
         """
         count = self._counts[self._own] + 1
         for other in self._others[count % 2]:
@@ -90,7 +89,6 @@ class ProcessBarrier:
                 if time.perf_counter() - begun > limit:
                     late = ", ".join(map(str, self._late(count)))
                     raise TimeoutError(f"timed out after {limit:g} s waiting for rank {late} of this host")
-        return time.perf_counter() - begun
 
     def _late(self, count: int) -> list[int]:
         return [rank for rank, came in enumerate(self._counts) if came < count]

@@ -17,22 +17,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
+from minidist.comm.algorithms.execute import COMBINE
 from minidist.comm.transport.shared_memory import STAGE, Failed, SharedMemory
 
 PIECE = 2**17
 """Bytes to reduce at once: the pieces of a few ranks fit into the L2 cache of a core."""
-
-COMBINE: dict[str, Callable[..., Tensor]] = {
-    "sum": torch.add,
-    "mean": torch.add,
-    "min": torch.minimum,
-    "max": torch.maximum,
-    "product": torch.mul,
-}
-
 
 Fill = Callable[[int], list[Tensor]]
 """Puts this rank's chunk i, if there is one, into the next staging buffers, and returns the buffers."""
@@ -66,15 +57,7 @@ def reduce_scatter(memory: SharedMemory, x: Tensor, out: Tensor, op: str, offset
     with memory.call():
         parts = [x[low:high] for low, high in itertools.pairwise(offsets)]
         chunk = STAGE // n // x.element_size()
-        rounds = -(-max(map(len, parts)) // chunk)
-
-        def fill(i: int) -> list[Tensor]:
-            buffer = memory.next_buffer(x.dtype)
-            for m, part in enumerate(parts):
-                piece = part[i * chunk : (i + 1) * chunk]
-                buffer[own][m * chunk : m * chunk + len(piece)].copy_(piece)
-            return buffer
-
+        rounds, fill = -(-max(map(len, parts)) // chunk), _by_parts(memory, parts, chunk)
         buffer = _begin(memory, f"reduce_scatter ({op}) of {_words(x)}", x, fill)
         if buffer is None:
             shares = [part[offsets[own] : offsets[own + 1]] for part in memory.counterparts(x)]
@@ -143,15 +126,8 @@ def all_to_all(
     n, own = len(memory.members), memory.own
     with memory.call():
         chunk = STAGE // n // x.element_size()
-        starts, ends = ([sum(sizes[:m]) for m in range(n)] for sizes in (sends, receives))
-
-        def fill(i: int) -> list[Tensor]:
-            buffer = memory.next_buffer(x.dtype)
-            for m in range(n):
-                piece = x[starts[m] : starts[m] + sends[m]][i * chunk : (i + 1) * chunk]
-                buffer[own][m * chunk : m * chunk + len(piece)].copy_(piece)
-            return buffer
-
+        fill = _by_parts(memory, x.split_with_sizes(list(sends)), chunk)
+        parts = out.split_with_sizes(list(receives))
         buffer = fill(0)
         headers = memory.agree(f"all_to_all of {x.dtype}", sizes=(*sends, *receives))
         for a, sender in enumerate(headers):
@@ -165,9 +141,9 @@ def all_to_all(
         rounds = -(-max(max(header.sizes) for header in headers) // chunk)
         for i in range(rounds):
             staged, buffer = buffer, fill(i + 1)
-            for m in range(n):
-                piece = out[ends[m] : ends[m] + receives[m]][i * chunk : (i + 1) * chunk]
-                piece.copy_(staged[m][own * chunk : own * chunk + len(piece)])
+            for member, part in zip(staged, parts, strict=True):
+                piece = part[i * chunk : (i + 1) * chunk]
+                piece.copy_(member[own * chunk : own * chunk + len(piece)])
             if i + 1 < rounds:
                 memory.barrier()
 
@@ -189,6 +165,19 @@ def _begin(memory: SharedMemory, what: str, x: Tensor, fill: Fill) -> list[Tenso
         buffer = fill(0) if buffer is None else buffer
         memory.barrier()
     return buffer
+
+
+def _by_parts(memory: SharedMemory, parts: Sequence[Tensor], chunk: int) -> Fill:
+    """Return the function that fills this rank's buffer with chunk i of the part for each member."""
+
+    def fill(i: int) -> list[Tensor]:
+        buffer = memory.next_buffer(parts[0].dtype)
+        for m, part in enumerate(parts):
+            piece = part[i * chunk : (i + 1) * chunk]
+            buffer[memory.own][m * chunk : m * chunk + len(piece)].copy_(piece)
+        return buffer
+
+    return fill
 
 
 def _by_chunks(memory: SharedMemory, x: Tensor, longest: int, gives: bool = True) -> tuple[Fill, int]:
@@ -221,7 +210,8 @@ def _combine(sources: Sequence[Tensor], targets: Sequence[Tensor], op: str) -> N
 
     The targets may be the sources, or only the first source, or share no memory with them.
     """
-    combine, size = COMBINE[op], max(1, PIECE // sources[0].element_size())
+    combine = COMBINE["sum" if op == "mean" else op]
+    size = max(1, PIECE // sources[0].element_size())
     for start in range(0, sources[0].numel(), size):
         first, second, *others = (source[start : start + size] for source in sources)
         result, *copies = (target[start : start + size] for target in targets)
