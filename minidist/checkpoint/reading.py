@@ -50,9 +50,8 @@ def read_whole(index: Index, name: str) -> Tensor:
 def overlaps(index: Index, chunks: Iterable[TensorBox]) -> list[tuple[Tensor, Stored, Box, list[int]]]:
     """Find what to read for chunks, without reading or changing anything.
 
-    Returns:
-        For each overlap of a chunk with a stored box: the part of the chunk to fill, the stored tensor and
-        box, and the offsets of the overlap in the box.
+    Each overlap of a chunk with a stored box gives the part of the chunk to fill, the stored tensor and box,
+    and the offsets of the overlap in the box.
 
     Raises:
         CheckpointError: a chunk's tensor is not there, or has another shape.

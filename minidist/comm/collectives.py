@@ -3,7 +3,7 @@
 Every strategy communicates through these functions, and never calls torch.distributed itself. Each call is
 checked and counted in the open ledgers. All ranks of the group make the same calls in the same order with the
 same shapes and dtypes. With `async_op=True` a function returns a `Work` at once; the result is there after
-its `wait()`.
+its `wait()`. Either raises CollectiveError when a peer is gone, late, or makes another call.
 
 `algorithm` says how. "auto" takes what `comm.using` names, else shared memory where all ranks are CPU ranks
 of one host, else "torch", which is torch.distributed over gloo or NCCL. "ring", "tree" and the others are the
@@ -57,7 +57,6 @@ def all_reduce(
     Raises:
         ValueError: an unknown `op` or `algorithm`.
         TypeError: not a dense tensor, or a mean of integers.
-        CollectiveError: a peer is gone or late.
     """
     data, ranks = arguments.check_reducible("all_reduce", x, op), len(ranks_of(group))
     how = choose("all_reduce", algorithm, group, x, async_op)
@@ -101,7 +100,7 @@ def reduce_scatter(
 
     Raises:
         ValueError: n does not divide the first dimension, or `out` has another shape or dtype.
-        TypeError, CollectiveError: as for `all_reduce`.
+        TypeError: as for `all_reduce`.
     """
     data, ranks = arguments.check_reducible("reduce_scatter", x, op).contiguous(), len(ranks_of(group))
     how = choose("reduce_scatter", algorithm, group, x, async_op)
@@ -158,7 +157,6 @@ def all_gather(
 
     Raises:
         ValueError: `out` has another shape or dtype, or `x` has no dimension.
-        CollectiveError: a peer is gone or late.
     """
     data, ranks = arguments.check_tensor("all_gather", x).contiguous(), len(ranks_of(group))
     rows = arguments.rows_per_rank("all_gather", x, 1)
@@ -192,7 +190,6 @@ def broadcast(
 
     Raises:
         ValueError: `source` is not a rank of the group.
-        CollectiveError: a peer is gone or late.
     """
     data, ranks = arguments.check_tensor("broadcast", x), len(ranks_of(group))
     arguments.check_member("source", source, ranks)

@@ -2,18 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 FOLLOWS = "; its own error says why"
 """The end of an error that only follows from another rank's failure, and is thus not the first cause."""
-
-
-def _restored(kind: type[RankError], args: tuple[Any, ...], attributes: dict[str, Any]) -> RankError:
-    """Restore an error in another process."""
-    error = kind.__new__(kind)
-    error.args = args
-    error.__dict__.update(attributes)
-    return error
 
 
 class RankError(RuntimeError):
@@ -24,14 +14,12 @@ class RankError(RuntimeError):
         traceback: the text of that rank's traceback, or of its stack if it was stuck; empty if it was killed.
     """
 
-    def __init__(self, message: str, *, rank: int, traceback: str = "") -> None:
+    # pickle makes an error from its message alone, and then restores its attributes.
+    def __init__(self, message: str, *, rank: int = -1, traceback: str = "") -> None:
         super().__init__(f"{message}\n\n{traceback.rstrip()}" if traceback else message)
         self.summary = message
         self.rank = rank
         self.traceback = traceback
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _restored, (type(self), self.args, self.__dict__)
 
 
 class RankDied(RankError):
@@ -42,7 +30,9 @@ class RankDied(RankError):
         exit_code: the exit code, as `subprocess` gives it: negative for a signal.
     """
 
-    def __init__(self, message: str, *, rank: int, exit_code: int, signal: str | None) -> None:
+    def __init__(
+        self, message: str, *, rank: int = -1, exit_code: int = 0, signal: str | None = None
+    ) -> None:
         super().__init__(message, rank=rank)
         self.exit_code = exit_code
         self.signal = signal

@@ -1,6 +1,7 @@
 """Messages: from one rank to another, from one to all, from all to one; and waiting for each other.
 
-The same rules hold as in `collectives.py`. Ranks are counted inside the group.
+The same rules hold as in `collectives.py`: `group` is None for all ranks, and with `async_op=True` a function
+returns a `Work` at once. Ranks are counted inside the group.
 """
 
 from __future__ import annotations
@@ -44,7 +45,6 @@ def send(
 
     Raises:
         ValueError: `destination` is not another rank of the group.
-        CollectiveError: the peer is gone or late.
     """
     data = check_tensor("send", x).contiguous()
     _check_peer("destination", destination, group)
@@ -80,7 +80,6 @@ def recv(
 
     Raises:
         ValueError: `source` is not another rank of the group.
-        CollectiveError: the peer is gone or late.
     """
     buffer = check_tensor("recv", x).contiguous()
     _check_peer("source", source, group)
@@ -121,15 +120,12 @@ def gather(
     Args:
         x: (k, ...), the same shape and dtype on all ranks.
         destination: the rank in the group that gets the result.
-        group: the ranks that take part; None for all.
-        async_op: return a `Work` at once.
 
     Returns:
         (n k, ...) on the destination and None elsewhere; or the `Work` whose `wait()` returns it.
 
     Raises:
         ValueError: `destination` is not a rank of the group, or `x` has no dimension.
-        CollectiveError: a peer is gone or late.
     """
     data, ranks = check_tensor("gather", x).contiguous(), len(ranks_of(group))
     check_member("destination", destination, ranks)
@@ -163,15 +159,12 @@ def scatter(
         x: (n k, ...) on the source; ignored elsewhere, where None is fine.
         out: (k, ...), contiguous, the same shape and dtype on all ranks; it receives the part.
         source: the rank in the group that has `x`.
-        group: the ranks that take part; None for all.
-        async_op: return a `Work` at once.
 
     Returns:
         `out`, or the `Work` whose `wait()` returns it.
 
     Raises:
         ValueError: `source` is not a rank of the group, or the shapes or dtypes of `x` and `out` do not fit.
-        CollectiveError: a peer is gone or late.
     """
     part, ranks = check_tensor("scatter", out), len(ranks_of(group))
     check_member("source", source, ranks)
@@ -203,9 +196,6 @@ def barrier(group: Group = None, async_op: bool = False) -> None:
 
     Returns:
         None, or the `Work` whose `wait()` returns when all have come.
-
-    Raises:
-        CollectiveError: a peer is gone or late.
     """
     nothing = torch.empty(0)
     how = choose("barrier", "auto", group, nothing, async_op)

@@ -26,16 +26,13 @@ class ScheduleError(ValueError):
 
 @dataclass(frozen=True)
 class Delivery:
-    """A message that was taken: its sender and its receiver, and the step of each."""
+    """A message that was taken."""
 
     sender: int
     receiver: int
     sent: Message
     received: Message
-    send_step: int
-    receive_step: int
     begins: int  # when both ends had reached it, if each message takes 1 unit of time
-    data: Contents = field(repr=False, compare=False)
 
 
 def check(schedule: CollectiveSchedule) -> None:
@@ -141,7 +138,7 @@ class _Rank:
         self.taken.append((message, data))
         begins = max(self.entered, sender.entered)
         self.free, sender.free = max(self.free, begins + 1), max(sender.free, begins + 1)
-        return Delivery(sender.number, self.number, sent, message, sender.step, self.step, begins, data)
+        return Delivery(sender.number, self.number, sent, message, begins)
 
     def through(self) -> bool:
         """Whether all messages of this step have been taken."""

@@ -113,26 +113,23 @@ def _memory(memory: SharedMemory, seconds: Callable[..., float], group: Group) -
     own, other = buffer[memory.own], buffer[(memory.own + 1) % len(memory.members)]
     chunks = [whole[start : start + len(own)] for start in range(0, len(whole), len(own))]
 
-    def put() -> None:
-        for chunk in chunks:
-            own.copy_(chunk)
+    def filled(use: Callable[[torch.Tensor], object] | None = None) -> float:
+        """Return the seconds to put every chunk into the buffer, and to use it between two barriers."""
 
-    def put_and(use: Callable[[torch.Tensor], object]) -> Callable[[], None]:
         def run() -> None:
             for chunk in chunks:
                 own.copy_(chunk)
-                memory.barrier()
-                use(chunk)
-                memory.barrier()
+                if use is not None:
+                    memory.barrier()
+                    use(chunk)
+                    memory.barrier()
 
-        return run
+        return seconds(run)
 
-    meet = seconds(memory.barrier, 50)
-    copied = seconds(put)
-    taken = seconds(put_and(lambda chunk: chunk.copy_(other))) - 2 * len(chunks) * meet - copied
-    combined = (
-        seconds(put_and(lambda chunk: torch.add(own, other, out=own))) - 2 * len(chunks) * meet - copied
-    )
+    meet, copied = seconds(memory.barrier, 50), filled()
+    before = copied + 2 * len(chunks) * meet
+    taken = filled(lambda chunk: chunk.copy_(other)) - before
+    combined = filled(lambda chunk: torch.add(own, other, out=own)) - before
     put_s, take, combine = (max(0.0, value) / WHOLE for value in (copied, taken, combined))
     least = seconds(lambda: all_reduce(whole[:1], algorithm="shared_memory", group=group), 20)
     return SharedMemoryCost(meet, put_s, take, combine, call=max(0.0, least - 2 * meet))

@@ -105,12 +105,10 @@ def terms(operation: str, algorithm: str, size: float, ranks: int) -> Terms:
     if operation not in FORMULAS:
         raise unknown("operation", operation, FORMULAS)
     formulas = FORMULAS[operation]
-    if (
-        algorithm == "torch"
-    ):  # gloo and NCCL: rings, a tree for broadcasts, all messages of an all-to-all at once
-        algorithm = {"broadcast": "tree", "all_to_all": "direct", "reduce_scatter": "direct"}.get(
-            operation, "ring"
-        )
+    if algorithm == "torch":
+        # gloo and NCCL: rings, a tree for broadcasts, all messages of an all-to-all at once.
+        own = {"broadcast": "tree", "all_to_all": "direct", "reduce_scatter": "direct"}
+        algorithm = own.get(operation, "ring")
     if algorithm not in formulas:
         raise unknown(f"algorithm of {operation}", algorithm, (*formulas, "torch", "shared_memory"))
     return formulas[algorithm](float(size), ranks)

@@ -11,21 +11,14 @@ import torch.distributed as dist
 
 from minidist._names import unknown
 from minidist.comm import checking
+from minidist.comm.algorithms import registry
 from minidist.comm.failures import described, failed
 from minidist.comm.transport.background_thread import Background
 from minidist.comm.transport.shared_memory import Failed, SharedMemory
 from minidist.comm.work import Group, call_of, forget_groups, limit_of, process_group, ranks_of
 
-_MESSAGES = ("ring", "tree")
-ALGORITHMS = {
-    "all_reduce": ("torch", "shared_memory", *_MESSAGES, "halving_doubling", "hierarchical", "naive"),
-    "reduce_scatter": ("torch", "shared_memory", *_MESSAGES),
-    "all_gather": ("torch", "shared_memory", *_MESSAGES),
-    "broadcast": ("torch", "shared_memory", *_MESSAGES),
-    "all_to_all": ("torch", "shared_memory", "pairwise"),
-    "barrier": ("torch", "shared_memory"),
-    "send": ("torch", "shared_memory"),
-}
+_OF_MESSAGES = {**registry.ALGORITHMS, "barrier": {}, "send": {}}
+ALGORITHMS = {operation: ("torch", "shared_memory", *names) for operation, names in _OF_MESSAGES.items()}
 """The names that each operation's `algorithm` takes, besides "auto". `send` and `recv` take none, and follow
 `using` alone."""
 
@@ -174,7 +167,7 @@ def background(group: Group) -> Background:
     found = _backgrounds.get(group)
     if found is None:
         own = getattr(group, "background", None)
-        found = _backgrounds[group] = Background("minidist collectives") if own is None else own()
+        found = _backgrounds[group] = Background() if own is None else own()
     return found
 
 

@@ -53,8 +53,7 @@ class Task:
 class Background:
     """Runs collectives one after the other: asynchronous ones in its thread, others in the caller's."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._last: Task | None = None
@@ -63,7 +62,7 @@ class Background:
         """Run a collective in the thread, after all earlier ones."""
         task = Task(run, threading.Event())
         if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+            self._thread = threading.Thread(target=self._serve, name="minidist collectives", daemon=True)
             self._thread.start()
         self._last = task
         self._queue.put(task)

@@ -28,9 +28,8 @@ class Connection:
         self.socket = end
         self.ended = False
         self._outgoing: deque[memoryview] = deque()
-        self._incoming = memoryview(
-            bytearray(LENGTH.size)
-        )  # for the length, or for the message of that length
+        # For the length, or for the message of that length.
+        self._incoming = memoryview(bytearray(LENGTH.size))
         self._filled = 0
         self._in_message = False
 

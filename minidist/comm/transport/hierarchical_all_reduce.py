@@ -1,9 +1,8 @@
 """All-reduce over several hosts: shared memory inside each, a ring of messages between them.
 
-First the ranks of each host reduce-scatter the tensor through shared memory, so that rank l of a host has
-part l. Then the ranks with the same part, one on each host, all-reduce it around a ring. Then each host's
-ranks all-gather the parts. There are as many parts as the smallest host has ranks, so that every ring passes
-through every host. With m hosts the network carries 2 (m - 1) / m S for each host, however many ranks it has.
+The phases are those of `algorithms/hierarchical.py`. There are as many parts as the smallest host has ranks,
+so that every ring passes through every host. With m hosts the network carries 2 (m - 1) / m S for each host,
+however many ranks it has.
 
 Source: Jia et al. 2018, "Highly Scalable Deep Learning Training System with Mixed-Precision", section 3.3.
 """

@@ -53,17 +53,23 @@ def prepare(memory: memoryview) -> None:
 
 
 class Outgoing:
-    """The sender's end. OSError if there is too little memory.
+    """The sender's end, from byte `start` on in the file with the receiver's mailboxes.
 
-    descriptor: of the file with the receiver's mailboxes. start: the first byte of this mailbox there.
+    Attributes:
+        refused: whether it could not be opened, or memory was short; every message then goes elsewhere.
     """
 
-    def __init__(self, descriptor: int, start: int) -> None:
-        self._descriptor, self._messages = descriptor, start + CONTROL
-        # A write without memory behind it would kill the process; this raises an error at once.
-        os.posix_fallocate(descriptor, start, CONTROL)
+    def __init__(self, path: str, start: int) -> None:
+        self._descriptor, self._messages, self.refused = -1, start + CONTROL, False
+        try:
+            self._descriptor = os.open(path, os.O_RDWR)
+            # A write without memory behind it would kill the process; this raises an error at once.
+            os.posix_fallocate(self._descriptor, start, CONTROL)
+            self._memory = memoryview(mmap.mmap(self._descriptor, PITCH, offset=start))
+        except OSError:
+            self.refused = True
+            return
         self._allocated = 0
-        self._memory = memoryview(mmap.mmap(descriptor, PITCH, offset=start))
         self._address = address_of(self._memory) + CONTROL
         self._written, self._taken = Semaphore(self._memory), Semaphore(self._memory[LINE:])
         self._sent = 0
@@ -80,6 +86,8 @@ class Outgoing:
         Returns:
             False if there was no room; the caller then sends the tensor elsewhere.
         """
+        if self.refused:
+            return False
         size = x.numel() * x.element_size()
         with self._lock:
             self._wait_for_record(limit)
@@ -91,6 +99,8 @@ class Outgoing:
 
     def fail(self, key: Key, limit: Callable[[], float]) -> None:
         """Say that this rank has failed and sends no more messages of a key. limit: as of `put`."""
+        if self.refused:
+            return
         with self._lock:
             self._wait_for_record(limit)
             self._record(0, FAILED, key)
@@ -105,7 +115,8 @@ class Outgoing:
 
     def close(self) -> None:
         """Close the file. Its memory stays mapped as long as this object lives."""
-        os.close(self._descriptor)
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
 
     def _wait_for_record(self, limit: Callable[[], float]) -> None:
         """Free what was taken, and wait while all records are in use."""
@@ -138,20 +149,3 @@ class Outgoing:
             self._allocated = more
         self._next = end
         return first % CAPACITY
-
-
-class RefusedMailbox(Outgoing):
-    """A mailbox that the sender cannot use, so every message goes elsewhere."""
-
-    def __init__(self) -> None:
-        """Open no file."""
-
-    def put(self, key: Key, x: torch.Tensor, limit: Callable[[], float]) -> bool:
-        """Send nothing."""
-        return False
-
-    def fail(self, key: Key, limit: Callable[[], float]) -> None:
-        """Tell nobody."""
-
-    def close(self) -> None:
-        """Close nothing."""

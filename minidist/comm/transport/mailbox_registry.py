@@ -165,15 +165,10 @@ class Mailboxes:
         receiver, descriptor = self._announced(destination)
         if descriptor < 0 or receiver.host != self._process.host:
             return None
-        file = -1
-        try:
-            file = os.open(f"/proc/{receiver.id}/fd/{descriptor}", os.O_RDWR)
-            return mailbox.Outgoing(file, self._own * mailbox.PITCH)
-        except OSError:
-            if file >= 0:
-                os.close(file)
+        box = mailbox.Outgoing(f"/proc/{receiver.id}/fd/{descriptor}", self._own * mailbox.PITCH)
+        if box.refused:
             self._connection().set(_refusal(self._own, destination), "")
-            return mailbox.RefusedMailbox()
+        return box
 
     def _announced(self, rank: int) -> tuple[Process, int]:
         """Return the process and the file descriptor that a rank has announced."""

@@ -70,9 +70,8 @@ class SharedMemory:
         self._calls = self._turn = 0
 
         control = semaphores.ProcessBarrier.size(ranks) + 2 * ranks * _header_size(ranks)
-        pitch = segments.padded(
-            BUFFERS * STAGE + control
-        )  # the first member's region also holds the control part
+        # The first member's region also holds the control part.
+        pitch = segments.padded(BUFFERS * STAGE + control)
         descriptor = segments.share(group, self.hosts, pitch)
         if descriptor is None:
             raise Failed("the ranks cannot map common memory: too little is left, or it is not allowed")

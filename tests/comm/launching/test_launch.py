@@ -305,10 +305,16 @@ def test_an_exception_that_only_the_rank_knows_keeps_its_cause(cluster_of: Clust
         cluster_of(2).run(fail, True)
 
 
-def test_an_error_travels_between_processes() -> None:
-    error = md.RankDied("rank 1 was killed", rank=1, exit_code=-9, signal="SIGKILL")
+@pytest.mark.parametrize(
+    "error",
+    [
+        md.RankDied("rank 1 was killed", rank=1, exit_code=-9, signal="SIGKILL"),
+        md.RankTimeout("rank 0 had not returned", rank=0, traceback="rank 0 was at:"),
+    ],
+)
+def test_an_error_travels_between_processes(error: md.RankError) -> None:
     back = pickle.loads(pickle.dumps(error))
-    assert (type(back), str(back), back.__dict__) == (md.RankDied, str(error), error.__dict__)
+    assert (type(back), str(back), back.__dict__) == (type(error), str(error), error.__dict__)
 
 
 def test_a_function_that_leaves_the_world_is_told(cluster_of: Clusters) -> None:

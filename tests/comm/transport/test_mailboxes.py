@@ -272,7 +272,7 @@ def test_too_many_messages_that_nobody_takes_are_refused() -> None:
     os.ftruncate(descriptor, mailbox.PITCH)
     memory = memoryview(mmap.mmap(descriptor, mailbox.PITCH))
     mailbox.prepare(memory)
-    sender = mailbox.Outgoing(descriptor, 0)
+    sender = mailbox.Outgoing(f"/proc/self/fd/{descriptor}", 0)
     receiver = mailbox_receiver.Incoming(memory, this_process(), patient=True, refused=lambda: False)
     for i in range(mailbox.RECORDS):
         assert sender.put((0, 0), torch.tensor([i]), lambda: 0.1)
