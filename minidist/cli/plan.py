@@ -52,8 +52,8 @@ def plan(
     from minidist.model.configs import config
     from minidist.scale.memory.largest_batch import parse_bytes
     from minidist.scale.planning import report as plan_words
+    from minidist.scale.planning.planner import ROWS, question_of
     from minidist.scale.planning.planner import plan as find
-    from minidist.scale.planning.planner import question_of
     from minidist.scale.planning.trial import require_trainable, trial
     from minidist.scale.time.hardware import hardware as hardware_of
 
@@ -70,8 +70,7 @@ def plan(
     machine: Hardware | None = None if profile in (None, HERE) else hardware_of(str(profile))
     rows: int | tuple[int, int] | None = batch
     if tokens is not None:
-        per_rank = 8 if profile == HERE else 32
-        rows = (batch or per_rank * ranks, tokens)
+        rows = (batch or ROWS[profile == HERE] * ranks, tokens)
     if profile == HERE:
         # Check everything before this machine is measured, which takes a while. A GPU stands in for it: a
         # measured machine has rates for the same precisions.

@@ -11,7 +11,7 @@ from minidist.parallel.contract.layout import Layout
 from minidist.parallel.engine.prepare_checks import check_available
 from minidist.parallel.tensor.cuts import share_of
 from minidist.scale.dry_run.fake_world import WAYS
-from minidist.scale.memory.arguments import check_types, refuse_cut_rows
+from minidist.scale.memory.arguments import check_types, refuse_cut_rows, rows_and_tokens
 from minidist.scale.memory.estimates import AXES
 
 MOST_RANKS = 2**18
@@ -26,8 +26,6 @@ def check(
     Raises:
         TypeError, ValueError: see `dryrun`.
     """
-    if not isinstance(shape, TransformerConfig):
-        raise TypeError(f"model is {shape!r}; give a GPTConfig, a BERTConfig, or the name of one")
     if not isinstance(layout, Layout):
         raise TypeError(f"layout is {layout!r}; give a Layout, such as Layout(dp=2)")
     if rank is None:
@@ -43,13 +41,11 @@ def check(
     check_available(layout)
     if batch is None:
         batch = layout.dp * layout.micro_batches
-    rows, tokens = batch if isinstance(batch, tuple) else (batch, shape.context)
+    rows, tokens = rows_and_tokens(shape, batch, 1)
     if rows < layout.dp:
         raise ValueError(
             f"batch is {rows} rows and dp is {layout.dp} in the layout; give each dp rank at least one row"
         )
-    if not 1 <= tokens <= shape.context:
-        raise ValueError(f"batch has rows of {tokens} tokens; give 1 to {shape.context}, the model's context")
     if not 0 <= rank < layout.ranks:
         raise ValueError(f"rank is {rank}; give 0 to {layout.ranks - 1}, a rank of the layout")
     refuse_cut_rows(shape, layout)

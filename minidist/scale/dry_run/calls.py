@@ -70,10 +70,9 @@ class Recorder(list[Any]):
         message: "forward" or "backward", the direction of the last message between stages; None before one.
     """
 
-    def __init__(self, phase: str = "prepare") -> None:
+    def __init__(self, phase: str, names: Callable[[Call], str]) -> None:
         super().__init__()
-        self.phase, self.message = phase, None
-        self.names: Callable[[Call], str] = lambda call: "world"
+        self.phase, self.message, self.names = phase, None, names
 
     def append(self, call: Call) -> None:
         """Add a call with its axis and phase; the ledger calls this."""
@@ -87,13 +86,10 @@ class Recorder(list[Any]):
 
 
 @contextmanager
-def recorded(phase: str, names: Callable[[Call], str] | None = None) -> Iterator[Recorder]:
+def recorded(phase: str, names: Callable[[Call], str] = lambda call: "world") -> Iterator[Recorder]:
     """Record the calls made inside, with this phase until the recorder's phase is changed."""
-    recorder = Recorder(phase)
-    if names is not None:
-        recorder.names = names
     with comm.ledger() as ledger:
-        ledger.calls = recorder
+        ledger.calls = recorder = Recorder(phase, names)
         yield recorder
 
 

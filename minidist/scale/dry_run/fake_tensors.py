@@ -88,18 +88,13 @@ class DryTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         held = torch.frombuffer(self._room, dtype=torch.uint8, count=size, offset=start)
         return torch.empty(0, dtype=dtype).set_(held.untyped_storage(), 0, shape, strides)
 
-    def holds_data(self, x: Tensor) -> bool:
-        """Whether a tensor's values are those that training would compute."""
-        return not self._is_dry(x)
-
-    def _is_dry(self, x: Tensor) -> bool:
+    def lacks_data(self, x: Tensor) -> bool:
+        """Whether some of a tensor's values are not those that training would compute."""
         if x.is_meta:
             return False
         if self._first <= x.data_ptr() < self._end:
             return True
-        if not self._mixed:
-            return False
-        spans = self._mixed.get(x.untyped_storage()._cdata)
+        spans = self._mixed.get(x.untyped_storage()._cdata) if self._mixed else None
         return spans is not None and spans.overlaps(*extent(x))
 
     def write(self, x: Tensor) -> None:
@@ -133,7 +128,7 @@ class DryTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if kind.is_view:
             return func(*args, **kwargs)
         operands = [*tensors_in(args), *tensors_in(kwargs.values())]
-        if not any(x.numel() > LARGE or self._is_dry(x) for x in operands):
+        if not any(x.numel() > LARGE or self.lacks_data(x) for x in operands):
             size = () if operands or kind.size is None else args[kind.size]
             if math.prod(size) > LARGE:
                 options = {key: kwargs.get(key) for key in ("dtype", "device", "layout")}
@@ -147,7 +142,7 @@ class DryTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
         named = {**dict(zip(kind.names, args, strict=False)), **kwargs}
         if kind.written:
-            if any(self._is_dry(x) for x in operands):
+            if any(self.lacks_data(x) for x in operands):
                 for name in kind.written:
                     for x in tensors_in([named.get(name)]):
                         self.write(x)
@@ -184,7 +179,7 @@ class DryTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return [self._new(each) for each in described]
         if not isinstance(described, TensorShape):
             return described
-        shape, strides, dtype = described.shape, described.strides, described.dtype
+        shape, strides, dtype = described
         # The program may read a single number, such as a loss or a norm; it gets 0.
         if shape.numel() == 1:
             return torch.zeros(shape, dtype=dtype)

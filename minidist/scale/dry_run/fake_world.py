@@ -112,7 +112,7 @@ class CountingGroup(dist.ProcessGroup):
         return self._allgather_base(output, input, opts)
 
     def _gathered(self, into: Tensor, x: Tensor) -> None:
-        if not self._world.tensors.holds_data(x):
+        if self._world.tensors.lacks_data(x):
             self._world.tensors.write(into)
         elif x.numel():
             parts = self._world.peers.gathered(x.clone(), self._members)
@@ -128,7 +128,7 @@ class CountingGroup(dist.ProcessGroup):
         return _Done()
 
     def _exchanged(self, into: Tensor, x: Tensor, goes: list[int]) -> None:
-        if not self._world.tensors.holds_data(x):
+        if self._world.tensors.lacks_data(x):
             self._world.tensors.write(into)
             return
         sizes = list(goes) or [len(x) // self.size()] * self.size()
@@ -181,11 +181,11 @@ class _Answers:
             group._reduced(*args)
         elif name == "reduce_scatter":
             x, out, op, offsets = args
-            if tensors.holds_data(x):
+            if tensors.lacks_data(x):
+                tensors.write(out)
+            else:
                 out.copy_(x[offsets[group._rank] : offsets[group._rank + 1]])
                 group._reduced(out, op)
-            else:
-                tensors.write(out)
         elif name == "all_gather":
             group._gathered(args[1], args[0])
         elif name == "all_to_all":

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 
-class TensorShape:
+class TensorShape(NamedTuple):
     """Shape, strides and dtype of a tensor that does not exist yet."""
 
-    __slots__ = ("dtype", "shape", "strides")
-
-    def __init__(self, x: Tensor) -> None:
-        self.shape, self.strides, self.dtype = torch.Size(x.shape), tuple(x.stride()), x.dtype
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
 
 
 class OperationKind:
@@ -76,5 +75,5 @@ def fakes(value: Any) -> Any:
 def described(value: Any) -> Any:
     """Results with a `TensorShape` in place of each tensor."""
     if isinstance(value, Tensor):
-        return TensorShape(value)
+        return TensorShape(torch.Size(value.shape), tuple(value.stride()), value.dtype)
     return [described(each) for each in value] if isinstance(value, list | tuple) else value

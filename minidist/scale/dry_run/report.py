@@ -88,7 +88,7 @@ def one(found: DryRun, hardware: Hardware, time: StepTime) -> Group:
     return Group(*sent, memory_table(found, hardware), time_table(time, hardware), Text(_assumed(time)))
 
 
-def many(found: Sequence[tuple[DryRun, int]], hardware: Hardware, time: StepTime) -> Group:
+def many(found: Sequence[tuple[DryRun, int | None]], hardware: Hardware, time: StepTime) -> Group:
     """A table with a line for each kind of rank, and the time of a step."""
     axes = [axis for axis in CALL_AXES if any(axis in run.by_axis for run, _ in found)]
     grid = [axis for axis in AXES if getattr(found[0][0].layout, axis) > 1]

@@ -21,7 +21,6 @@ import torch
 
 from minidist._names import unknown
 from minidist.model.configs import TransformerConfig
-from minidist.model.configs import config as config_of
 from minidist.parallel.context import zigzag_order
 from minidist.parallel.contract.engine import MakeOptimizer
 from minidist.parallel.contract.layout import Layout
@@ -35,6 +34,7 @@ from minidist.scale.dry_run.fake_tensors import DryTensors, NoData
 from minidist.scale.dry_run.fake_world import dry_world
 from minidist.scale.dry_run.models import build, loss_of, plan_of
 from minidist.scale.dry_run.peers import LayoutPeers
+from minidist.scale.memory.arguments import named_shape
 from minidist.scale.memory.estimates import coordinates
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ def dryrun(
         ValueError: a name is unknown, a number is out of range, a layout or an option cannot be run dry, or
             this process has joined a world already.
     """
-    shape = config_of(model) if isinstance(model, str) else model
+    shape, name = named_shape(model)
     rows, tokens = check(shape, layout, batch, rank, way)
     check_options(data_parallel, fully_shard)
     if isinstance(optimizer, str) and optimizer not in OPTIMIZERS:
@@ -185,7 +185,7 @@ def dryrun(
     except NoData as error:
         raise ValueError(str(error)) from error
     return DryRun(
-        model if isinstance(model, str) else f"{shape.layers} layers of {shape.width}",
+        name,
         shape,
         layout,
         (rows, tokens),
@@ -199,10 +199,10 @@ def dryrun(
         tuple(prepared),
         time.perf_counter() - began,
         tuple(
-            f"{name}={value!r}"
+            f"{option}={value!r}"
             for options in (data_parallel, fully_shard)
-            for name, value in (options or {}).items()
-            if name != "initialize"  # has no effect on a step
+            for option, value in (options or {}).items()
+            if option != "initialize"  # has no effect on a step
         ),
     )
 
@@ -221,7 +221,7 @@ def dryrun_kinds(
     Takes `dryrun`'s arguments, and `done`, which is called after each dry run with the numbers of finished
     ones and of all. Returns the dry runs by rank, each with the number of ranks of its kind.
     """
-    shape = config_of(model) if isinstance(model, str) else model
+    shape, _ = named_shape(model)
     found: list[tuple[DryRun, int]] = []
     each = kinds(shape, layout, check(shape, layout, batch, 0, options.get("way", "torch")))
     for rank, count in each:

@@ -7,9 +7,30 @@ import math
 from minidist._arguments import is_number, is_whole
 from minidist._names import unknown
 from minidist.model.configs import GPTConfig, TransformerConfig
+from minidist.model.configs import config as config_of
 from minidist.parallel.contract.layout import Layout
 from minidist.scale.memory.saved_activations import ATTENTIONS
 from minidist.scale.memory.state_bytes import BYTES, OPTIMIZERS
+
+
+def named_shape(model: object) -> tuple[TransformerConfig, str]:
+    """A model's shape and name; TypeError if `model` is neither a shape nor the name of one."""
+    if isinstance(model, str):
+        return config_of(model), model
+    if not isinstance(model, TransformerConfig):
+        raise TypeError(f"model is {model!r}; give a GPTConfig, a BERTConfig, or the name of one")
+    return model, f"{model.layers} layers of {model.width}"
+
+
+def rows_and_tokens(shape: TransformerConfig, batch: int | tuple[int, int], least: int) -> tuple[int, int]:
+    """The rows of a batch, at least so many, and the tokens in each row, by default the model's context."""
+    rows, tokens = batch if isinstance(batch, tuple) else (batch, shape.context)
+    if rows < least or not 1 <= tokens <= shape.context:
+        raise ValueError(
+            f"batch is {rows} rows of {tokens} tokens; give rows, at least {least}, of 1 to "
+            f"{shape.context} tokens"
+        )
+    return rows, tokens
 
 
 def check_types(layout: object, batch: object, rank: object) -> None:

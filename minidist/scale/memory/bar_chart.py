@@ -84,7 +84,8 @@ def _draw(axes: Axes, estimates: Mapping[str, Memory], measured: Mapping[str, Me
     from matplotlib.patches import Patch
 
     highest = max(bar.total for bar in (*estimates.values(), *measured.values()))
-    unit, scale = _unit(highest)
+    unit = size(highest).split()[1]  # the highest bar's
+    scale = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}[unit]
     top = 1.12 * max(highest, 1) / scale
     width, drawn = (0.4, 0.42) if measured else (0.62, 0.0)
     for x, (name, bar) in enumerate(estimates.items()):
@@ -124,13 +125,6 @@ def _bar(axes: Axes, x: float, width: float, bar: Memory, scale: float, top: flo
         bottom += height
     at = x, bottom + 0.012 * top
     axes.text(*at, _number(bottom, top), ha="center", va="bottom", fontsize=9, weight="bold")
-
-
-def _unit(highest: float) -> tuple[str, float]:
-    """The axis's unit, which is that of the highest bar, and its bytes."""
-    scales = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
-    unit = size(highest).split()[1]
-    return unit, scales[unit]
 
 
 def _number(x: float, top: float) -> str:

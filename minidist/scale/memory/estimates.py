@@ -15,7 +15,7 @@ from minidist.parallel.context import zigzag_order
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.memory_report import Memory
 from minidist.parallel.pipeline.schedules import Schedule, by_name
-from minidist.scale.memory.arguments import check, check_types
+from minidist.scale.memory.arguments import check, check_types, rows_and_tokens
 from minidist.scale.memory.parameter_sizes import ModelPart, parts, share
 from minidist.scale.memory.saved_activations import Saved
 from minidist.scale.memory.state_bytes import BYTES, by_formula, held
@@ -85,11 +85,7 @@ def estimate(
     if isinstance(config, int | float):
         found = by_formula(round(config), layout.dp, layout.zero, precision, optimizer)
         return Estimate(found.parameters, found.gradients, found.optimizer, 0, 0)
-    rows, tokens = batch if isinstance(batch, tuple) else (batch, config.context)
-    if rows < 0 or not 1 <= tokens <= config.context:
-        raise ValueError(
-            f"batch is {rows} rows of {tokens} tokens; give rows, none or more, of 1 to {config.context}"
-        )
+    rows, tokens = rows_and_tokens(config, batch, 0)
     # Ranks of one stage differ by at most a row, some tokens and a slice of the matrices.
     most = (0, max(range(layout.cp), key=lambda r: zigzag_order.size(tokens, layout.cp, r)), layout.tp - 1)
     chosen = (

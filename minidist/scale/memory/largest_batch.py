@@ -13,9 +13,9 @@ from rich import box
 from rich.table import Table
 
 from minidist.model.configs import CONFIGS, TransformerConfig
-from minidist.model.configs import config as config_of
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.memory_report import size
+from minidist.scale.memory.arguments import named_shape
 from minidist.scale.memory.estimates import Estimate, estimate
 
 MODELS = tuple(name for name in CONFIGS if not name.startswith("byte-"))
@@ -81,8 +81,7 @@ def fits(
     """
     found = []
     for model in models:
-        shape = config_of(model) if isinstance(model, str) else model
-        name = model if isinstance(model, str) else f"{shape.layers} layers of {shape.width}"
+        shape, name = named_shape(model)
         length = min(tokens or shape.context, shape.context)
         for layout in standard_layouts() if layouts is None else layouts:
             found.append(_largest(name, shape, layout, length, budget_bytes, attention))

@@ -110,7 +110,7 @@ def frugal(question: Question) -> Iterator[Layout]:
         for zero in (0, 3 if pp == 1 else 1) if dp * cp > 1 else (0,):
             try:
                 layout = Layout(dp, tp, pp, zero, 1, question.precision, True, cp, sequence_parallel=tp > 1)
-                require_supported(question.shape, layout, question.rows, question.tokens, question.hardware)
+                require_supported(question, layout)
             except ValueError:
                 continue
             yield replace(layout, micro_batches=share(question.rows, dp))
@@ -120,7 +120,7 @@ def _of_one_form(question: Question, fields: dict[str, object]) -> Iterator[Cand
     """Candidates that differ only in micro-batches and recomputation."""
     try:
         layout = Layout(**fields)  # type: ignore[arg-type]
-        require_supported(question.shape, layout, question.rows, question.tokens, question.hardware)
+        require_supported(question, layout)
     except ValueError as error:
         one = Layout()
         written = ",".join(f"{name}={value}" for name, value in fields.items() if value != getattr(one, name))
@@ -153,14 +153,13 @@ def _of_one_form(question: Question, fields: dict[str, object]) -> Iterator[Cand
         yield last
 
 
-def require_supported(
-    shape: TransformerConfig, layout: Layout, rows: int, tokens: int, hardware: Hardware
-) -> None:
+def require_supported(question: Question, layout: Layout) -> None:
     """ValueError if `prepare` would refuse the layout, or a step the batch, by their own checks."""
+    shape = question.shape
     check_available(layout)
     refuse_cut_rows(shape, layout)
     check(shape, layout, layout.precision, "adam")
-    check_fits(shape, layout, rows, tokens, hardware)
+    check_fits(shape, layout, *question.batch, question.hardware)
     if isinstance(shape, GPTConfig) and layout.pp * layout.tp > 1:
         _check_parts(shape, layout.pp, layout.chunks, layout.schedule, layout.tp)
 

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 from minidist._arguments import check_whole
 from minidist.model.configs import TransformerConfig
-from minidist.model.configs import config as config_of
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.schedule_kinds import DEFAULT_SCHEDULE
+from minidist.scale.memory.arguments import named_shape, rows_and_tokens
 from minidist.scale.memory.estimates import Estimate
 from minidist.scale.memory.state_bytes import OPTIMIZERS
 from minidist.scale.planning.candidates import Candidate, Question, Refused, candidates, frugal
@@ -148,21 +148,14 @@ def question_of(
     check_whole("ranks", ranks, 1)
     if memory is not None:
         check_whole("memory", memory, 1)
-    shape = config_of(model) if isinstance(model, str) else model
-    if not isinstance(shape, TransformerConfig):
-        raise TypeError(f"model is {model!r}; give the name of one, or a GPTConfig or BERTConfig")
+    shape, name = named_shape(model)
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"optimizer is {optimizer!r}; give {', '.join(OPTIMIZERS)}")
     if hardware is None and memory is None:
         raise ValueError("neither memory nor a profile is given; give one, such as --memory 16GB")
     machine = smallest(memory or 0) if hardware is None else hardware_of(hardware)
     measured = bool(machine.crowds)
-    rows = ROWS[measured] * ranks if batch is None else batch
-    rows, tokens = rows if isinstance(rows, tuple) else (rows, shape.context)
-    if rows < 1 or not 1 <= tokens <= shape.context:
-        raise ValueError(
-            f"the batch is {rows} rows of {tokens} tokens; give at least 1 row, of 1 to {shape.context}"
-        )
+    rows, tokens = rows_and_tokens(shape, ROWS[measured] * ranks if batch is None else batch, 1)
     if precision is None:
         is_gpu = machine.rates is not None and machine.rates.asynchronous
         known = [name for name in ("bf16", "fp16") if name in machine.peak and is_gpu]
@@ -172,7 +165,6 @@ def question_of(
             f"precision is {precision!r}, and {machine.name} has no rate for it; give "
             f"{' or '.join(machine.peak)}"
         )
-    name = model if isinstance(model, str) else f"{shape.layers} layers of {shape.width}"
     sharing = min(ranks, machine.ranks_per_host) if machine.cores else 1  # they share a host's memory
     budget = machine.memory // sharing if memory is None else memory
     return Question(name, shape, ranks, budget, machine, rows, tokens, precision, optimizer)

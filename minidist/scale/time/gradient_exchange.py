@@ -16,7 +16,7 @@ section 3.3.
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cached_property, partial
 
 from minidist.model.configs import TransformerConfig
 from minidist.scale.memory import parameter_sizes
@@ -80,32 +80,28 @@ class GradientTime:
         layout, micro = self.layout, self.micro_batches
         if self.ranks == 1:
             return 0.0, 0.0
-        tail = self._collective("all_reduce", (len(self.sizes) + TAIL) * 8.0)
+        collective = partial(self.wires.collective, axis="dp")
+        tail = collective("all_reduce", (len(self.sizes) + TAIL) * 8.0)
         if not layout.zero:
-            reduced = [self._collective("all_reduce", float(size * self.element)) for size in self.buckets]
+            reduced = [collective("all_reduce", float(size * self.element)) for size in self.buckets]
             late = layout.pp > 1 and layout.chunks > 1  # sent only once the schedule is done
             return sum(reduced) + tail, 0.0 if late else min(sum(reduced[:-1]), last_backward)
         if layout.zero == 3:
             units = [float(unit * self.element) for unit in self.units]
-            gathers = [self._collective("all_gather", unit / self.ranks) for unit in units]
-            reduced = [self._collective("reduce_scatter", unit) for unit in units]
+            gathers = [collective("all_gather", unit / self.ranks) for unit in units]
+            reduced = [collective("reduce_scatter", unit) for unit in units]
             sent = micro * (2 * sum(gathers) - gathers[0] + sum(reduced))
             # Nothing runs at the same time as the first gathers and the last reduction.
             bare = micro * (sum(gathers[:2]) + reduced[0])
             return sent + tail, min(max(0.0, sent - bare), passes)
-        reduced = [self._collective("reduce_scatter", float(size * self.element)) for size in self.buckets]
-        gathered = sum(
-            self._collective("all_gather", size * self.element / self.ranks) for size in self.buckets
-        )
+        reduced = [collective("reduce_scatter", float(size * self.element)) for size in self.buckets]
+        gathered = sum(collective("all_gather", size * self.element / self.ranks) for size in self.buckets)
         rounds = micro if layout.zero == 2 else 1
         hidden = rounds * min(sum(reduced[:-1]), last_backward)
         tied = layout.pp > 1 and self.shape.shares_matrix
         if layout.pp > 1 and (layout.chunks > 1 or tied):
             hidden = 0.0  # sent only once the schedule is done
         return rounds * sum(reduced) + tail * rounds + gathered, hidden
-
-    def _collective(self, operation: str, bytes_: float) -> float:
-        return self.wires.collective(operation, bytes_, "dp")
 
     @cached_property
     def _handling(self) -> float:

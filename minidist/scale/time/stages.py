@@ -65,6 +65,11 @@ class StageTimes:
         """Computation, recomputation and communication of the backward pass."""
         return self.backward + self.again + self.tp_backward + self.cp_backward
 
+    @property
+    def whole(self) -> float:
+        """Both passes."""
+        return self.whole_forward + self.whole_backward
+
 
 class StepStages:
     """Predicts the parts of a step; `predict_step` documents the arguments."""
@@ -97,9 +102,9 @@ class StepStages:
     def parts(self) -> dict[str, float]:
         """Seconds by purpose."""
         layout = self.layout
-        stage = max(range(layout.pp), key=lambda stage: sum(map(self._total, self._on(stage))))
+        stage = max(range(layout.pp), key=lambda stage: sum(each.whole for each in self._on(stage)))
         done = self._on(stage)
-        passes = sum(map(self._total, done))
+        passes = sum(each.whole for each in done)
         found = {
             "compute": sum(each.forward + each.backward for each in done),
             "recompute": sum(each.again for each in done),
@@ -111,7 +116,10 @@ class StepStages:
             "bubble": 0.0,
         }
         if layout.pp > 1:
-            whole = self._pipeline()
+            key = *self._form, tuple(self.micro_rows)
+            if key not in self.simulated:
+                self.simulated[key] = self._pipeline()
+            whole = float(self.simulated[key])
             # Where ranks share cores, passes run faster while other ranks wait, so whole may be below passes.
             faster = min(1.0, whole / passes)
             for name in ("compute", "recompute", "tp", "cp"):
@@ -139,10 +147,6 @@ class StepStages:
         """Times of each micro-batch through each chunk of a stage's rank."""
         chunks = range(stage, len(self.chunks), self.layout.pp)
         return [self.times(chunk, rows) for rows in self.micro_rows for chunk in chunks]
-
-    @staticmethod
-    def _total(times: StageTimes) -> float:
-        return times.whole_forward + times.whole_backward
 
     def work(self, rows: int) -> LayerWork:
         """The work of the layers for a micro-batch of so many rows."""
@@ -217,13 +221,7 @@ class StepStages:
         return self.wires.message(self.work(self.micro_rows[0]).outside, "pp")
 
     def _pipeline(self) -> float:
-        """Seconds of the schedule, from the cache if it has them."""
-        key = *self._form, tuple(self.micro_rows)
-        if key not in self.simulated:
-            self.simulated[key] = self._simulate()
-        return float(self.simulated[key])
-
-    def _simulate(self) -> float:
+        """Seconds of the schedule."""
         layout, message = self.layout, self._message
         form = layout.schedule, layout.pp, len(self.micro_rows), layout.chunks
         each = [[self.times(chunk, rows) for rows in self.micro_rows] for chunk in range(len(self.chunks))]

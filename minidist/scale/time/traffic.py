@@ -55,9 +55,10 @@ class Wires:
         if ranks == 1 or not bytes_:
             return 0.0
         if key not in self.known:
+            profiles = {name: self._profile(axis, name) for name in ALGORITHMS[operation]}
             self.known[key] = min(
-                _cost(operation, name, bytes_, ranks, self._profile(axis, name))
-                for name in ALGORITHMS[operation]
+                predict(operation, "shared_memory" if profile.memory else name, bytes_, ranks, profile)
+                for name, profile in profiles.items()
             )
         return self.known[key]
 
@@ -67,25 +68,29 @@ class Wires:
         If a host has several of its ranks, most hops of a ring stay inside a host. All hops of halving and
         doubling count as the network's.
         """
-        stride, here = self.stride(axis), self.hardware.ranks_per_host
-        if stride * self.size(axis) <= here:
-            return self.crowd.links or self.hardware.inside
+        inside = self._inside(axis)
+        if inside is not None:
+            return inside
         size = self.size(axis)
-        cards = max(1, min(size, here // stride))
-        profile, inside = self.hardware.between, self.hardware.inside.links["messages"]
+        cards = max(1, min(size, self.hardware.ranks_per_host // self.stride(axis)))
+        profile, hop = self.hardware.between, self.hardware.inside.links["messages"]
         link = profile.links["messages"]
         alpha = link.alpha
         if algorithm == "ring":
             crossed = -(-size // cards) - 1  # hops from host to host
-            alpha = (crossed * link.alpha + (size - 1 - crossed) * inside.alpha) / (size - 1)
-        together = replace(link, alpha=alpha, beta=max(link.beta / cards, inside.beta))
+            alpha = (crossed * link.alpha + (size - 1 - crossed) * hop.alpha) / (size - 1)
+        together = replace(link, alpha=alpha, beta=max(link.beta / cards, hop.beta))
         return replace(profile, links={"messages": together})
+
+    def _inside(self, axis: str) -> LinkProfile | None:
+        """The host's links, if each of the axis's groups lies on one host."""
+        if self.stride(axis) * self.size(axis) > self.hardware.ranks_per_host:
+            return None
+        return self.crowd.links or self.hardware.inside
 
     def message(self, bytes_: float, axis: str) -> float:
         """Seconds of a message to the next rank of the axis."""
-        inside = self.stride(axis) * self.size(axis) <= self.hardware.ranks_per_host
-        profile = (self.crowd.links or self.hardware.inside) if inside else self.hardware.between
-        link = profile.links["messages"]
+        link = (self._inside(axis) or self.hardware.between).links["messages"]
         busy = link.beta if link.busy_beta is None else link.busy_beta
         return link.alpha + busy * bytes_
 
@@ -93,8 +98,6 @@ class Wires:
 
     def tensor_parallel(self, stream: float, vector: float) -> tuple[float, float]:
         """Seconds of a block's messages, forward and backward; `vector` is the bytes of a bias."""
-        if self.layout.tp == 1:
-            return 0.0, 0.0
         if not self.layout.sequence_parallel:
             each = self.collective("all_reduce", stream, "tp")
             return 2 * each, 2 * each
@@ -105,8 +108,6 @@ class Wires:
 
     def first_layer(self, stream: float, positions: float) -> tuple[float, float]:
         """Seconds of messages for the token table, cut by vocabulary, and so many bytes of positions."""
-        if self.layout.tp == 1:
-            return 0.0, 0.0
         if not self.layout.sequence_parallel:
             return self.collective("all_reduce", stream, "tp"), 0.0
         gathered = self._gather(stream) + self._gather(positions)
@@ -114,8 +115,6 @@ class Wires:
 
     def last_layer(self, stream: float, vector: float, tokens: int) -> tuple[float, float]:
         """Seconds of messages for norm, scores and loss, which gathers three float32 numbers per token."""
-        if self.layout.tp == 1:
-            return 0.0, 0.0
         loss = self.collective("all_gather", 12.0 * tokens, "tp")
         if not self.layout.sequence_parallel:
             return loss, self.collective("all_reduce", stream, "tp")
@@ -130,12 +129,6 @@ class Wires:
 
         Keys and values go round the ring; backward, their gradients follow in float32 or wider.
         """
-        if self.layout.cp == 1:
-            return 0.0, 0.0
         hops = self.layout.cp - 1
         forward = hops * self.message(2 * keys, "cp")
         return forward, forward + hops * self.message(2 * keys * max(element, 4) / element, "cp")
-
-
-def _cost(operation: str, algorithm: str, bytes_: float, ranks: int, profile: LinkProfile) -> float:
-    return predict(operation, "shared_memory" if profile.memory else algorithm, bytes_, ranks, profile)

@@ -114,8 +114,8 @@ def test_numbers_beside_them_are_computed() -> None:
         flat[-2:] = torch.tensor([1.0, 5.0])
         (part,) = dry.parts_with_data(flat)
         assert part.tolist() == [1.0, 5.0]
-        assert dry.holds_data(flat[-2:])
-        assert not dry.holds_data(flat[10:20])
+        assert not dry.lacks_data(flat[-2:])
+        assert dry.lacks_data(flat[10:20])
 
 
 def test_a_value_that_no_dry_run_has_is_an_error() -> None:
@@ -268,7 +268,7 @@ def test_a_program_may_read_it(capsys: Any) -> None:
         ("--model byte-tiny --layout dp=2 --figures f.json", "--figures is for this machine's"),
         ("--model byte-tiny --layout dp=17 --profile here", "measuring this machine would start 17 ranks"),
         ("--model byte-tiny --layout dp=4 --batch 3", "batch is 3 rows and dp is 4"),
-        ("--model byte-tiny --layout dp=4 --tokens 65", "give 1 to 64"),
+        ("--model byte-tiny --layout dp=4 --tokens 65", "give rows, at least 1, of 1 to 64 tokens"),
         ("--model byte-tiny --layout dp=4 --optimizer lion", "unknown optimizer"),
         ("--model byte-tiny --layout pp=2,zero=2", "give zero=1"),
         ("--model byte-tiny --layout tp=8", "4 heads"),

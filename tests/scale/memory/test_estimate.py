@@ -407,7 +407,7 @@ def test_tensor_parallelism_divides_what_the_paper_says() -> None:
         (
             (TINY, None, None, (1, 25)),
             ValueError,
-            "batch is 1 rows of 25 tokens; give rows, none or more",
+            "batch is 1 rows of 25 tokens; give rows, at least 0",
         ),
         ((TINY, None, None, -1), ValueError, "batch is -1 rows"),
     ],
