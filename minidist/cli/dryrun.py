@@ -5,6 +5,7 @@ minidist dryrun --model gpt2-xl --layout dp=64,tp=4,pp=4,zero=1
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -45,8 +46,8 @@ def dryrun(
     from minidist.model.configs import config
     from minidist.parallel.contract.layout import Layout
     from minidist.scale.dry_run import report
+    from minidist.scale.dry_run.run import DryRun, dryrun_kinds
     from minidist.scale.dry_run.run import dryrun as run
-    from minidist.scale.dry_run.run import dryrun_kinds
     from minidist.scale.time.hardware import hardware
 
     chosen = Layout.parse(layout)
@@ -57,25 +58,25 @@ def dryrun(
     named = None if profile == HERE else hardware(profile)  # this machine is measured last
     size = (rows, config(model).context if tokens is None else tokens)
     screen = console(wide=True)
-    if rank != EVERY:
-        found = run(model, chosen, size, int(rank), optimizer, clip_norm=clip_norm)
-        machine = named or measured(chosen.ranks, figures, quiet=as_json)
-        time = found.predict(machine)
-        if as_json:
-            print_json(report.document([(found, None)], machine, time))
-        else:
-            screen.print(report.one(found, machine, time), soft_wrap=False)
-        return
-    with Progress(console=screen, disable=as_json or not screen.is_terminal, transient=True) as bar:
-        task = bar.add_task("dry runs", total=None)
-
-        def done(count: int, of: int) -> None:
-            bar.update(task, completed=count, total=of)
-
-        all_kinds = dryrun_kinds(model, chosen, size, optimizer, done=done, clip_norm=clip_norm)
-    machine = named or measured(chosen.ranks, figures, quiet=as_json)
-    time = all_kinds[0][0].predict(machine)
-    if as_json:
-        print_json(report.document([*all_kinds], machine, time))
+    found: Sequence[tuple[DryRun, int | None]]
+    if rank == EVERY:
+        with Progress(console=screen, disable=as_json or not screen.is_terminal, transient=True) as bar:
+            task = bar.add_task("dry runs", total=None)
+            found = dryrun_kinds(
+                model,
+                chosen,
+                size,
+                optimizer,
+                done=lambda count, of: bar.update(task, completed=count, total=of),
+                clip_norm=clip_norm,
+            )
     else:
-        screen.print(report.many(all_kinds, machine, time))
+        found = [(run(model, chosen, size, int(rank), optimizer, clip_norm=clip_norm), None)]
+    machine = named or measured(chosen.ranks, figures, quiet=as_json)
+    time = found[0][0].predict(machine)
+    if as_json:
+        print_json(report.document(found, machine, time))
+    elif rank == EVERY:
+        screen.print(report.many(found, machine, time))
+    else:
+        screen.print(report.one(found[0][0], machine, time))

@@ -33,7 +33,15 @@ def trace(
     The table has each rank's shares of the time: computing in modules and the optimizer, other work, waiting
     for communication in progress, and idle until another rank makes the same call.
     """
-    _check(out, plot)
+    for option, path in (("--out", out), ("--plot", plot)):
+        if path is not None:
+            check_file(option, path)
+    if plot is not None:
+        if plot.suffix not in PICTURES:
+            raise ValueError(f"--plot {plot} has to end in {', '.join(PICTURES)}")
+        if plot.absolute() == out.absolute():
+            raise ValueError(f"--plot and --out are both {out}; give two different files")
+        require("trace --plot", "matplotlib")
     from minidist.cli.traced_step import trace_layout
     from minidist.comm.launching.supervisor import preload_optimizers
     from minidist.parallel.contract.layout import Layout
@@ -70,16 +78,3 @@ def trace(
     drawn = "" if plot is None else f"; as a picture: {short(plot)}"
     where = f"{short(out)}, which ui.perfetto.dev opens{drawn}"
     show(f"A step of {seconds * 1e3:.1f} ms, {len(found.arrows)} messages from rank to rank: {where}")
-
-
-def _check(out: Path, plot: Path | None) -> None:
-    """ValueError if a file cannot be written, before anything is started."""
-    for option, path in (("--out", out), ("--plot", plot)):
-        if path is not None:
-            check_file(option, path)
-    if plot is not None:
-        if plot.suffix not in PICTURES:
-            raise ValueError(f"--plot {plot} has to end in {', '.join(PICTURES)}")
-        if plot.absolute() == out.absolute():
-            raise ValueError(f"--plot and --out are both {out}; give two different files")
-        require("trace --plot", "matplotlib")
