@@ -26,7 +26,7 @@ from minidist.benchmarks.harness.training_steps import ADAMW
 from minidist.benchmarks.harness.turns import Benchmark, compared, record
 from minidist.comm.launching.cores import available_cores
 from minidist.kernels.measure.harness import time_in_turns
-from minidist.parallel.contract.engine import Engine
+from minidist.parallel.engine.training_step import Engine
 
 if not torch.cuda.is_available():
     pytest.skip("torch finds no GPU to set beside the CPU: run this on one", allow_module_level=True)

@@ -50,11 +50,11 @@ if TYPE_CHECKING:
     from minidist.parallel.compression.compressor import Cast as Cast
     from minidist.parallel.compression.power_sgd import PowerSGD as PowerSGD
     from minidist.parallel.compression.top_k import TopK as TopK
-    from minidist.parallel.contract.engine import Engine as Engine
     from minidist.parallel.contract.layout import Layout as Layout
     from minidist.parallel.debugging.compare import compare as compare
     from minidist.parallel.debugging.in_sync import assert_in_sync as assert_in_sync
     from minidist.parallel.engine.prepare import prepare as prepare
+    from minidist.parallel.engine.training_step import Engine as Engine
     from minidist.parallel.pipeline.execution import Pipeline as Pipeline
     from minidist.parallel.pipeline.layer_by_layer import LayerByLayer as LayerByLayer
     from minidist.parallel.sharding.data_parallel import DataParallel as DataParallel
@@ -82,7 +82,7 @@ __getattr__, __dir__, __all__ = lazy(
         "minidist.parallel.debugging.compare": ("compare",),
         "minidist.parallel.compression.compressor": ("Cast",),
         "minidist.parallel.sharding.data_parallel": ("DataParallel",),
-        "minidist.parallel.contract.engine": ("Engine",),
+        "minidist.parallel.engine.training_step": ("Engine",),
         "minidist.parallel.sharding.fully_shard": ("FullyShard",),
         "minidist.parallel.debugging.in_sync": ("assert_in_sync",),
         "minidist.parallel.pipeline.layer_by_layer": ("LayerByLayer",),

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from minidist import comm
-from minidist.parallel.contract.engine import Engine
 from minidist.parallel.contract.memory_report import Memory, count
 from minidist.parallel.contract.strategy import ResidentTensors
+from minidist.parallel.engine.training_step import Engine
 from minidist.parallel.training.activation_memory import ActivationCounter
 
 Batch = tuple[Tensor, Tensor]

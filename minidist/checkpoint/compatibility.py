@@ -12,13 +12,13 @@ from minidist.checkpoint.errors import CheckpointError
 from minidist.checkpoint.index import Index, stored_names
 from minidist.checkpoint.state import sampler_settings
 from minidist.model.sampler import Sampler
-from minidist.parallel.engine.training_step import HybridEngine
+from minidist.parallel.engine.training_step import Engine
 
 _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
 """Keys that schedulers add to an optimizer's groups."""
 
 
-def model_shapes(engine: HybridEngine) -> dict[str, tuple[int, ...]]:
+def model_shapes(engine: Engine) -> dict[str, tuple[int, ...]]:
     """Return the whole shapes of the model's tensors of which this rank holds a part, by name."""
     return {
         chunk.name.partition(".")[2]: chunk.shape

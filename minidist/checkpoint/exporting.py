@@ -14,7 +14,7 @@ from minidist.checkpoint.errors import agree
 from minidist.checkpoint.folders import WRITING, sync_directory
 from minidist.checkpoint.index import read_index, stored_names, verify
 from minidist.checkpoint.reading import read_whole
-from minidist.parallel.contract.engine import Engine
+from minidist.parallel.engine.training_step import Engine
 
 
 def export(source: Engine | str | os.PathLike[str], path: str | os.PathLike[str]) -> Path:

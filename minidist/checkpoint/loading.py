@@ -35,9 +35,8 @@ from minidist.checkpoint.state import (
 )
 from minidist.checkpoint.values import decode
 from minidist.model.sampler import Sampler
-from minidist.parallel.contract.engine import Engine
 from minidist.parallel.contract.strategy import TensorBox
-from minidist.parallel.engine.training_step import HybridEngine
+from minidist.parallel.engine.training_step import Engine
 from minidist.parallel.flat.ranges import narrowed
 
 
@@ -95,10 +94,10 @@ def load(
         ValueError: the sampler deals rows in another order, or a sampler or scheduler is given and none was
             saved.
     """
-    hybrid = check_engine(engine)
-    if hybrid.saving is not None:
+    check_engine(engine)
+    if engine.saving is not None:
         try:
-            hybrid.saving.wait()
+            engine.saving.wait()
         except Exception as error:  # the same on all ranks; a whole checkpoint can still be loaded
             if comm.rank() == 0:
                 warnings.warn(f"an earlier save failed: {error}", stacklevel=2)
@@ -121,7 +120,7 @@ def load(
             if comm.rank() == 0:
                 warnings.warn(f"passed over a checkpoint: {damage}", stacklevel=2)
             continue
-        return _load(hybrid, index, scheduler, sampler)
+        return _load(engine, index, scheduler, sampler)
     raise DamagedCheckpoint(f"no checkpoint in {path} is whole: {'; '.join(passed)}")
 
 
@@ -138,7 +137,7 @@ def _checked(path: Path) -> Index:
     return own[0]
 
 
-def _load(engine: HybridEngine, index: Index, scheduler: Scheduler | None, sampler: Sampler | None) -> Loaded:
+def _load(engine: Engine, index: Index, scheduler: Scheduler | None, sampler: Sampler | None) -> Loaded:
     """Take everything from a whole checkpoint, if it fits."""
     doing = f"load {index.path}"
     facts: dict[str, Any] = {}
@@ -174,7 +173,7 @@ def _load(engine: HybridEngine, index: Index, scheduler: Scheduler | None, sampl
     return Loaded(index.path, facts["step"], facts["extra"], facts["ranks"])
 
 
-def _fill(engine: HybridEngine, index: Index, doing: str) -> Tensor | None:
+def _fill(engine: Engine, index: Index, doing: str) -> Tensor | None:
     """Fill the engine's tensors, and return this rank's random states, if any were saved."""
     rank, files = comm.rank(), MappedFiles(index.path)
     name = random_name(rank)

@@ -20,8 +20,7 @@ from minidist.checkpoint.state import CheckpointState, Scheduler, take
 from minidist.checkpoint.writing import write
 from minidist.comm.work import limit_of
 from minidist.model.sampler import Sampler
-from minidist.parallel.contract.engine import Engine
-from minidist.parallel.engine.training_step import HybridEngine
+from minidist.parallel.engine.training_step import Engine
 
 
 class Saving:
@@ -118,7 +117,7 @@ def save(
             was at the path before is untouched. Also if the asynchronous save before this one had failed.
         CollectiveError: a peer is gone or late.
     """
-    hybrid = check_engine(engine)
+    check_engine(engine)
     if step is not None:
         check_whole("step", step, 0)
     if keep is not None:
@@ -129,12 +128,12 @@ def save(
     target = folder if step is None else Path(os.path.realpath(folder / folders.step_name(step)))
     if not target.name:
         raise ValueError(f"path is {path}, the root of all files; give the name of a directory to make there")
-    if hybrid.saving is not None:
-        hybrid.saving.wait()
+    if engine.saving is not None:
+        engine.saving.wait()
 
     states: list[CheckpointState] = []
     agree(
-        lambda: states.append(take(hybrid, step or 0, scheduler, sampler, extra, asynchronous)),
+        lambda: states.append(take(engine, step or 0, scheduler, sampler, extra, asynchronous)),
         f"write {target}",
     )
     group = _thread_group() if asynchronous else None
@@ -146,15 +145,14 @@ def save(
             if group is not None:
                 dist.destroy_process_group(group)
 
-    hybrid.saving = saving = Saving(target, work, asynchronous)
+    engine.saving = saving = Saving(target, work, asynchronous)
     return saving
 
 
-def check_engine(engine: Engine) -> HybridEngine:
+def check_engine(engine: Engine) -> None:
     """TypeError unless `engine` is what `md.prepare` returned."""
-    if not isinstance(engine, HybridEngine):
+    if not isinstance(engine, Engine):
         raise TypeError(f"engine is a {type(engine).__name__}; give what md.prepare returned")
-    return engine
 
 
 def _thread_group() -> dist.ProcessGroup | None:

@@ -23,7 +23,7 @@ from minidist.checkpoint.index import Stored, stored_names
 from minidist.checkpoint.values import encode
 from minidist.model.sampler import Sampler
 from minidist.parallel.contract.strategy import TensorBox
-from minidist.parallel.engine.training_step import HybridEngine
+from minidist.parallel.engine.training_step import Engine
 
 Scheduler = Any
 """A learning-rate scheduler of torch's, or anything with `state_dict` and `load_state_dict`."""
@@ -52,7 +52,7 @@ def random_name(rank: int) -> str:
 
 
 def take(
-    engine: HybridEngine,
+    engine: Engine,
     step: int,
     scheduler: Scheduler | None,
     sampler: Sampler | None,
@@ -85,7 +85,7 @@ def take(
     return CheckpointState(chunks, own, {name: encode(value, name) for name, value in facts.items()})
 
 
-def classes(engine: HybridEngine, scheduler: Scheduler | None) -> dict[str, str | None]:
+def classes(engine: Engine, scheduler: Scheduler | None) -> dict[str, str | None]:
     """Return the class names of the optimizer and the scheduler: a state may fit another class's fields."""
     optimizer = getattr(engine.optimizer, "inner", engine.optimizer)  # of a ZeroOptimizer or MasterWeights
     return {
@@ -94,7 +94,7 @@ def classes(engine: HybridEngine, scheduler: Scheduler | None) -> dict[str, str 
     }
 
 
-def buffer_names(engine: HybridEngine) -> set[str]:
+def buffer_names(engine: Engine) -> set[str]:
     """Return the names of the chunks that are buffers."""
     return {"model." + name for name, _ in engine.model.named_buffers(remove_duplicate=False)}
 

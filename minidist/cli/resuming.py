@@ -25,7 +25,7 @@ from minidist.checkpoint import checkpoints, load, save
 from minidist.checkpoint.errors import agree
 from minidist.checkpoint.folders import end_writing
 from minidist.model import Sampler
-from minidist.parallel.contract.engine import Engine
+from minidist.parallel.engine.training_step import Engine
 
 LOCK = ".lock"
 """A file in the folder that the run which saves there keeps locked until its rank 0 ends, however it ends."""

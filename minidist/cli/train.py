@@ -29,8 +29,8 @@ from minidist.comm.errors import RankDied
 from minidist.comm.launching.cluster import Cluster
 from minidist.comm.launching.launch import launch
 from minidist.model import Rows, Sampler, accuracy
-from minidist.parallel.contract.engine import Engine
 from minidist.parallel.engine.prepare import prepare
+from minidist.parallel.engine.training_step import Engine
 
 TEST_ROWS = 512
 """The most held-out rows in an evaluation: the digits have fewer, the corpus many more."""

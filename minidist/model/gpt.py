@@ -22,27 +22,13 @@ from minidist.model.seeding import fill, own_parameters
 Device = torch.device | str | None
 
 
-class UninitializedLinear(nn.Linear):
-    """A torch Linear that draws no weights when it is made: `fill` draws them once, by name."""
-
-    def reset_parameters(self) -> None:
-        """Leave the memory as it is."""
-
-
-class UninitializedEmbedding(nn.Embedding):
-    """A torch Embedding that draws no weights when it is made."""
-
-    def reset_parameters(self) -> None:
-        """Leave the memory as it is."""
-
-
 class Embedding(nn.Module):
     """The first layer of a GPT: adds a learned vector for the token and one for its position."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.token = UninitializedEmbedding(config.vocabulary, config.width)
-        self.position = UninitializedEmbedding(config.context, config.width)
+        self.token = nn.Embedding(config.vocabulary, config.width)
+        self.position = nn.Embedding(config.context, config.width)
         self.dropout = nn.Dropout(config.dropout)
         self.positions: Callable[[Tensor], Tensor] | None = None  # from tokens (B, T); None for 0 to T - 1
 
@@ -75,10 +61,10 @@ class Attention(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.head_size = config.head_size
-        self.query = UninitializedLinear(config.width, config.width)
-        self.key = UninitializedLinear(config.width, config.width)
-        self.value = UninitializedLinear(config.width, config.width)
-        self.output = UninitializedLinear(config.width, config.width)
+        self.query = nn.Linear(config.width, config.width)
+        self.key = nn.Linear(config.width, config.width)
+        self.value = nn.Linear(config.width, config.width)
+        self.output = nn.Linear(config.width, config.width)
         self.dropout = config.dropout
         self.attend: Callable[[Tensor, Tensor, Tensor, float], Tensor] = attend
 
@@ -98,8 +84,8 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.up = UninitializedLinear(config.width, 4 * config.width)
-        self.down = UninitializedLinear(4 * config.width, config.width)
+        self.up = nn.Linear(config.width, 4 * config.width)
+        self.down = nn.Linear(4 * config.width, config.width)
 
     def forward(self, x: Tensor) -> Tensor:  # (B, T, D) -> (B, T, D)
         """Up, GELU, down."""
@@ -131,7 +117,7 @@ class Head(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(config.width)
-        self.output = UninitializedLinear(config.width, config.vocabulary, bias=False)
+        self.output = nn.Linear(config.width, config.vocabulary, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:  # (B, T, D) -> (B, T, V)
         """Norm, then logits."""
@@ -162,9 +148,10 @@ def gpt_layers(
     stop = last + 1 if stop is None else stop
     if not 0 <= start < stop <= last + 1:
         raise ValueError(f"layers are {start} to {stop}; give 0 <= start < stop <= {last + 1}")
-    with torch.device(device or torch.get_default_device()):
+    with torch.device("meta"):  # where layers draw no weights of their own
         stage = nn.ModuleDict({str(index): _layer(config, index) for index in range(start, stop)})
     stage.to(dtype=dtype or torch.get_default_dtype())
+    stage.to_empty(device=device or torch.get_default_device())
     layers = list(stage.values())
     if config.tied and isinstance(layers[0], Embedding) and isinstance(layers[-1], Head):
         layers[-1].output.weight = layers[0].token.weight
@@ -174,17 +161,15 @@ def gpt_layers(
 
 def _fill_gpt(parameters: Iterable[tuple[str, Tensor]], config: GPTConfig, seed: int) -> None:
     """Give parameters of a GPT their first values, by their names in the whole model."""
-    first_matrix, last_matrix = "layers.0.token.weight", f"layers.{config.layers + 1}.output.weight"
+    last = f"layers.{config.layers + 1}.output.weight"
+    renamed = {last: "layers.0.token.weight"} if config.tied else {}
 
     def deviation(name: str, _: Tensor) -> float:
         # Each block adds twice to the stream; this scale keeps the sum's variance from growing with layers.
         residual = name.endswith(("attention.output.weight", "mlp.down.weight"))
         return 0.02 / math.sqrt(2 * config.layers) if residual else 0.02
 
-    def full(name: str) -> str:
-        return first_matrix if config.tied and name == last_matrix else name
-
-    fill(((full(name), parameter) for name, parameter in parameters), deviation, seed=seed)
+    fill(((renamed.get(name, name), parameter) for name, parameter in parameters), deviation, seed=seed)
 
 
 def _layer(config: GPTConfig, index: int) -> nn.Module:

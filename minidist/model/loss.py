@@ -18,11 +18,7 @@ def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:  # (..., V), (...
     not integers, and torch's error for a target out of range.
     """
     _check(outputs, targets)
-    if targets.numel() == 0:
-        raise ValueError(
-            f"outputs of shape {tuple(outputs.shape)} have no rows, and the mean loss of an empty batch is "
-            "undefined; give at least one row"
-        )
+    require_rows(targets)
     if outputs.dtype in (torch.float16, torch.bfloat16):
         outputs = outputs.float()
     rows, classes = outputs.reshape(-1, outputs.shape[-1]), targets.reshape(-1).long()
@@ -43,5 +39,19 @@ def _check(outputs: Tensor, targets: Tensor) -> None:
             f"outputs of shape {tuple(outputs.shape)} do not fit targets of shape {tuple(targets.shape)}; "
             "give outputs (..., classes) and targets (...)"
         )
+    require_classes(targets)
+
+
+def require_classes(targets: Tensor) -> None:
+    """Raise TypeError if targets are not integers."""
     if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
         raise TypeError(f"targets are {targets.dtype}; give class numbers, as torch.int64")
+
+
+def require_rows(targets: Tensor) -> None:
+    """Raise ValueError if there are no targets."""
+    if targets.numel() == 0:
+        raise ValueError(
+            f"targets of shape {tuple(targets.shape)} are empty, and the mean loss of an empty batch is "
+            "undefined; give at least one row"
+        )

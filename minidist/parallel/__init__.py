@@ -5,13 +5,13 @@ A package imports only from the floors below it:
 | Floor | Package | Holds |
 |---|---|---|
 | 6 | debugging/ | `compare`: where two layouts differ; `assert_in_sync`: whether ranks hold the same model |
-| 5 | engine/ | `prepare`, the training step, a rank's part of the model and where it lies in the whole |
+| 5 | engine/ | `prepare`, `Engine`, the training step, a rank's part of the model and where it lies |
 | 4 | sharding/ | data parallelism and ZeRO 1 to 3 |
 | 4 | pipeline/ | schedules (the order of 1F1B is made in schedules.py), their proof and their execution |
 | 4 | tensor/ | layers cut by columns, rows or vocabulary; the plans that say how |
 | 3 | training/ | precision, master weights, clipping, recomputation (its policies: recompute.py), memory |
 | 3 | averaging/ | parameter server, local SGD |
-| 2 | contract/ | `Layout`, `Engine`, `Strategy`, what is true of each schedule, the training state |
+| 2 | contract/ | `Layout`, `Strategy`, what is true of each schedule, the training state |
 | 2 | compression/ | float16, top-k, PowerSGD, sparse rows |
 | 1 | context/ | ring attention, a share of a sequence |
 | 1 | flat/ | parameters in flat buckets, and ranges of them |

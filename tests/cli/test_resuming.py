@@ -24,7 +24,7 @@ import minidist as md
 from minidist.checkpoint import checkpoints, state_dict
 from minidist.cli import resuming
 from minidist.cli.train import TrainConfig, TrainResult, train
-from minidist.parallel.engine.training_step import HybridEngine
+from minidist.parallel.engine.training_step import Engine
 from tests.helpers.processes import alive, descendants, wait_until_gone
 
 Clusters = Callable[[int], md.Cluster]
@@ -219,7 +219,7 @@ def test_where_nothing_can_be_saved_is_said_before_the_first_step(
 ) -> None:
     def refused(config: TrainConfig) -> str:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(HybridEngine, "step", None)
+            patch.setattr(Engine, "step", None)
             with pytest.raises(ValueError, match="no checkpoint") as error:
                 train(config)
         return str(error.value)

@@ -21,14 +21,14 @@ from typing import Any
 from minidist.checkpoint import folders, writing
 from minidist.cli.train import TrainConfig, train
 from minidist.comm.launching.launch import launch
-from minidist.parallel.engine.training_step import HybridEngine
+from minidist.parallel.engine.training_step import Engine
 from minidist.parallel.sharding.data_parallel_strategy import Replicated
 from minidist.parallel.sharding.fully_shard_strategy import FullySharded
 from minidist.parallel.sharding.zero_strategy import ShardedState
 
 PLACES = {
-    "step": (HybridEngine, "step"),
-    "time": (HybridEngine, "step"),
+    "step": (Engine, "step"),
+    "time": (Engine, "step"),
     "backward 0": (Replicated, "begin_final_backward"),
     "backward 1": (ShardedState, "begin_final_backward"),
     "backward 2": (ShardedState, "begin_final_backward"),

@@ -162,7 +162,7 @@ def without_the_first_stages_weights(patch: pytest.MonkeyPatch) -> None:
 
 
 def without_the_other_stages_loss(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(training_step.HybridEngine, "_on_all_stages", lambda _, value: value)
+    patch.setattr(training_step.Engine, "_on_all_stages", lambda _, value: value)
 
 
 FAULTS: dict[Callable[[pytest.MonkeyPatch], None], str] = {

@@ -56,11 +56,11 @@ class LocalSGD(nn.Module):
         check_whole("warmup", warmup, 0, ", the steps at the start that each end with an averaging")
         self.module, self.every, self.warmup = module, every, warmup
         self.steps = 0  # optimizer steps so far
-        self._exchange, self._limit = GradientComm(group, algorithm), int(bucket_mb * MB)
+        self._gradient_comm, self._limit = GradientComm(group, algorithm), int(bucket_mb * MB)
         self._averaged: list[nn.Parameter] = []
         self._buckets: list[Bucket] = []
         state = [*module.named_parameters(), *module.named_buffers()]
-        if self._exchange.ranks > 1:
+        if self._gradient_comm.ranks > 1:
             require_same("parameters and buffers", state, group)
         broadcast_together([tensor for _, tensor in state], group)
 
@@ -79,25 +79,27 @@ class LocalSGD(nn.Module):
     @torch.no_grad()
     def average(self) -> None:
         """Average the parameters now, as at the end of training. Sends 2 (n - 1) / n of their bytes."""
-        exchange = self._exchange
-        if exchange.ranks == 1:
+        gradient_comm = self._gradient_comm
+        if gradient_comm.ranks == 1:
             return
         parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         if list(map(id, parameters)) != list(map(id, self._averaged)):
             self._averaged = parameters
             self._buckets = []
-            for places in cut(parameters, range(len(parameters)), self._limit):
-                numel = sum(parameters[place].numel() for place in places)
-                first = parameters[places[0]]
-                flat = exchange.zeros(numel, first.dtype, first.device)
-                self._buckets.append(Bucket.over(flat, parameters, places))
+            for indices in cut(parameters, range(len(parameters)), self._limit):
+                numel = sum(parameters[index].numel() for index in indices)
+                first = parameters[indices[0]]
+                flat = gradient_comm.zeros(numel, first.dtype, first.device)
+                self._buckets.append(Bucket.over(flat, parameters, indices))
 
         works = []
         for bucket in self._buckets:
-            torch._foreach_copy_(bucket.views, [parameters[place] for place in bucket.param_indices])
+            torch._foreach_copy_(bucket.views, [parameters[index] for index in bucket.param_indices])
             works.append(
-                comm.all_reduce(bucket.flat, "mean", exchange.algorithm, exchange.group, async_op=True)
+                comm.all_reduce(
+                    bucket.flat, "mean", gradient_comm.algorithm, gradient_comm.group, async_op=True
+                )
             )
         for bucket, work in zip(self._buckets, works, strict=True):
             work.wait()
-            torch._foreach_copy_([parameters[place] for place in bucket.param_indices], bucket.views)
+            torch._foreach_copy_([parameters[index] for index in bucket.param_indices], bucket.views)

@@ -76,12 +76,8 @@ class ServerPart:
 
     def _split(self, data: Tensor) -> list[Tensor]:
         """Views of the bytes in the parameters' dtypes and shapes."""
-        views, start = [], 0
-        for parameter in self.parameters:
-            end = start + bytes_of(parameter)
-            views.append(data[start:end].view(parameter.dtype).view(parameter.shape))
-            start = end
-        return views
+        parts = torch.split_with_sizes(data[: self.bytes], [*map(bytes_of, self.parameters)])
+        return [part.view(p.dtype).view(p.shape) for part, p in zip(parts, self.parameters, strict=True)]
 
 
 def divide(parameters: Sequence[nn.Parameter], servers: int) -> list[ServerPart]:

@@ -23,6 +23,7 @@ from minidist.comm.work import bytes_of
 from minidist.parallel.averaging.parameter_assignment import HEAD, divide
 from minidist.parallel.averaging.server import Ask, ServerReport, Serving, Tag
 from minidist.parallel.contract.engine import MakeOptimizer
+from minidist.parallel.guards.refusals import require_model
 
 
 class ParameterServer:
@@ -183,13 +184,7 @@ def _trainable(model: nn.Module) -> list[nn.Parameter]:
 
 
 def _check(model: nn.Module, optimizer: MakeOptimizer, servers: int, max_staleness: int | None) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}; give a torch.nn.Module")
-    if isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer):
-        raise TypeError(
-            f"optimizer is a {type(optimizer).__name__}; give a function from parameters to an optimizer, "
-            "such as functools.partial(torch.optim.SGD, lr=0.1)"
-        )
+    require_model(model, optimizer)
     check_whole("servers", servers, 1)
     if max_staleness is not None:
         check_whole("max_staleness", max_staleness, 0, ", or None for no bound")

@@ -48,7 +48,7 @@ class Compression(ABC):
     """Whether anything is lost. If so, counts that must be exact are sent separately."""
 
     @abstractmethod
-    def reduction(self, bucket: Bucket, exchange: GradientComm, number: int) -> Reduction:
+    def reduction(self, bucket: Bucket, gradient_comm: GradientComm, number: int) -> Reduction:
         """Make the reduction of bucket `number`."""
 
     @abstractmethod
@@ -62,9 +62,9 @@ class NoCompression(Compression):
 
     compresses = False
 
-    def reduction(self, bucket: Bucket, exchange: GradientComm, number: int) -> Reduction:
+    def reduction(self, bucket: Bucket, gradient_comm: GradientComm, number: int) -> Reduction:
         """An all-reduce in place."""
-        return _InPlace(bucket, exchange)
+        return _InPlace(bucket, gradient_comm)
 
     def bytes_sent(self, tensors: Sequence[Tensor], ranks: int, more: int = 0) -> int:
         """2 (n - 1) / n of the bucket."""
@@ -85,9 +85,9 @@ class Cast(Compression):
         if self.dtype not in (torch.float16, torch.bfloat16):
             raise ValueError(f"dtype is {self.dtype}; give torch.float16 or torch.bfloat16")
 
-    def reduction(self, bucket: Bucket, exchange: GradientComm, number: int) -> Reduction:
+    def reduction(self, bucket: Bucket, gradient_comm: GradientComm, number: int) -> Reduction:
         """An all-reduce of a rounded copy."""
-        return _Rounded(bucket, exchange, self.dtype)
+        return _Rounded(bucket, gradient_comm, self.dtype)
 
     def bytes_sent(self, tensors: Sequence[Tensor], ranks: int, more: int = 0) -> int:
         """2 (n - 1) / n of 2 bytes an element."""
@@ -95,21 +95,21 @@ class Cast(Compression):
 
 
 class _InPlace(Reduction):
-    def __init__(self, bucket: Bucket, exchange: GradientComm) -> None:
-        self._flat, self._exchange = bucket.flat, exchange
+    def __init__(self, bucket: Bucket, gradient_comm: GradientComm) -> None:
+        self._flat, self._gradient_comm = bucket.flat, gradient_comm
 
     def run(self) -> Iterator[PendingMessage]:
-        yield self._exchange.all_reduce(self._flat)
+        yield self._gradient_comm.all_reduce(self._flat)
 
 
 class _Rounded(Reduction):
-    def __init__(self, bucket: Bucket, exchange: GradientComm, dtype: torch.dtype) -> None:
-        self._flat, self._exchange = bucket.flat, exchange
-        self._wire = exchange.zeros(bucket.elements, dtype, bucket.flat.device)
+    def __init__(self, bucket: Bucket, gradient_comm: GradientComm, dtype: torch.dtype) -> None:
+        self._flat, self._gradient_comm = bucket.flat, gradient_comm
+        self._wire = gradient_comm.zeros(bucket.elements, dtype, bucket.flat.device)
 
     def run(self) -> Iterator[PendingMessage]:
         self._wire.copy_(self._flat)
-        yield self._exchange.all_reduce(self._wire)
+        yield self._gradient_comm.all_reduce(self._wire)
         self._flat.copy_(self._wire)
 
 

@@ -39,9 +39,9 @@ class PowerSGD(Compression):
     def __post_init__(self) -> None:
         check_whole("rank", self.rank, 1, ", the columns of a factor")
 
-    def reduction(self, bucket: Bucket, exchange: GradientComm, number: int) -> Reduction:
+    def reduction(self, bucket: Bucket, gradient_comm: GradientComm, number: int) -> Reduction:
         """Two all-reduces, of all the bucket's P and of all its Q."""
-        return _LowRank(bucket, exchange, self, number)
+        return _LowRank(bucket, gradient_comm, self, number)
 
     def bytes_sent(self, tensors: Sequence[Tensor], ranks: int, more: int = 0) -> int:
         """2 (n - 1) / n of P and what is sent whole, and of Q."""
@@ -66,9 +66,9 @@ def sent_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class _LowRank(Reduction):
-    def __init__(self, bucket: Bucket, exchange: GradientComm, options: PowerSGD, number: int) -> None:
+    def __init__(self, bucket: Bucket, gradient_comm: GradientComm, options: PowerSGD, number: int) -> None:
         flat, r = bucket.flat, options.rank
-        self._flat, self._exchange, self._options = flat, exchange, options
+        self._flat, self._gradient_comm, self._options = flat, gradient_comm, options
         self.error = torch.zeros_like(flat) if options.error_feedback else None
         self._generator = torch.Generator().manual_seed(options.seed + number)
         # The shorter side is the rows of M (m, k), so that an orthogonal P (m, r) spans all of M if r is m.
@@ -79,8 +79,8 @@ class _LowRank(Reduction):
         dtype = sent_dtype(flat.dtype)
         elements = sum(view.numel() for view in self._whole)
         rows, columns = (sum(m.shape[side] * r for m in self._matrices) for side in (0, 1))
-        self._first = exchange.zeros(rows + elements, dtype, flat.device)
-        self._second = exchange.zeros(columns, dtype, flat.device)
+        self._first = gradient_comm.zeros(rows + elements, dtype, flat.device)
+        self._second = gradient_comm.zeros(columns, dtype, flat.device)
         self._ps = _views(self._first, [(m.shape[0], r) for m in self._matrices])
         self._qs = _views(self._second, [(m.shape[1], r) for m in self._matrices])
         self._sent_whole = _views(self._first[rows:], [(view.numel(),) for view in self._whole])
@@ -100,20 +100,20 @@ class _LowRank(Reduction):
             torch.matmul(matrix.to(q.dtype), q, out=p)
         for view, sent in zip(self._whole, self._sent_whole, strict=True):
             sent.copy_(view)
-        yield self._exchange.all_reduce(self._first)
+        yield self._gradient_comm.all_reduce(self._first)
 
         for matrix, p, q in zip(self._matrices, self._ps, self._qs, strict=True):
             p.copy_(torch.linalg.qr(p).Q)
             torch.matmul(matrix.t().to(p.dtype), p, out=q)
         if self._matrices:
-            yield self._exchange.all_reduce(self._second)
+            yield self._gradient_comm.all_reduce(self._second)
 
         for matrix, p, q in zip(self._matrices, self._ps, self._qs, strict=True):
             matrix.copy_(p @ q.t())
         for view, sent in zip(self._whole, self._sent_whole, strict=True):
             view.copy_(sent)
         if self.error is not None:  # each rank keeps its gradient, less its part of what was applied
-            self.error.sub_(self._flat, alpha=1 / self._exchange.ranks)
+            self.error.sub_(self._flat, alpha=1 / self._gradient_comm.ranks)
             for view in self._whole:
                 start = view.storage_offset() - self._flat.storage_offset()
                 self.error[start : start + view.numel()].zero_()
@@ -121,9 +121,6 @@ class _LowRank(Reduction):
 
 def _views(flat: Tensor, shapes: list[tuple[int, ...]]) -> list[Tensor]:
     """Views of `flat` in these shapes, one after the other."""
-    views, start = [], 0
-    for shape in shapes:
-        size = torch.Size(shape).numel()
-        views.append(flat[start : start + size].view(shape))
-        start += size
-    return views
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    parts = torch.split_with_sizes(flat[: sum(sizes)], sizes)
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]

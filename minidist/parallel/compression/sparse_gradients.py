@@ -18,24 +18,24 @@ from minidist.parallel.flat.buckets import GradientComm, PendingMessage
 
 
 def gather_sparse(
-    exchange: GradientComm, parameters: Sequence[nn.Parameter], scale: float
+    gradient_comm: GradientComm, parameters: Sequence[nn.Parameter], scale: float
 ) -> Iterator[PendingMessage]:
     """Sum sparse gradients over the ranks, each multiplied by `scale`; in steps, as `Reduction.run`.
 
     A rank without a gradient takes part with no rows. `sparse_bytes` gives the bytes.
     """
-    ranks = exchange.ranks
+    ranks = gradient_comm.ranks
     grads = [_coalesced(parameter) for parameter in parameters]
     counts = torch.tensor([len(grad.values()) for grad in grads], device=parameters[0].device)
-    work = exchange.all_gather(counts)
+    work = gradient_comm.all_gather(counts)
     yield work
     rows = work.wait().view(ranks, -1)  # (ranks, parameters)
     longest = rows.amax(dim=0).tolist()
 
     works = []  # padded, because an all-gather takes the same number of rows from every rank
     for grad, most in zip(grads, longest, strict=True):
-        works.append(exchange.all_gather(_padded(grad.indices().t(), most)))
-        works.append(exchange.all_gather(_padded(grad.values() * scale, most)))
+        works.append(gradient_comm.all_gather(_padded(grad.indices().t(), most)))
+        works.append(gradient_comm.all_gather(_padded(grad.values() * scale, most)))
     yield from works
 
     for i, parameter in enumerate(parameters):

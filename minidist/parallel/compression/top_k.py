@@ -40,9 +40,9 @@ class TopK(Compression):
         if not 0 < self.ratio <= 1:
             raise ValueError(f"ratio is {self.ratio}; give a share of the elements, above 0 and up to 1")
 
-    def reduction(self, bucket: Bucket, exchange: GradientComm, number: int) -> Reduction:
+    def reduction(self, bucket: Bucket, gradient_comm: GradientComm, number: int) -> Reduction:
         """An all-gather of the chosen elements and their indices."""
-        return _TopKReduction(bucket, exchange, self)
+        return _TopKReduction(bucket, gradient_comm, self)
 
     def bytes_sent(self, tensors: Sequence[Tensor], ranks: int, more: int = 0) -> int:
         """(n - 1) k (4 + s)."""
@@ -54,8 +54,8 @@ class TopK(Compression):
 
 
 class _TopKReduction(Reduction):
-    def __init__(self, bucket: Bucket, exchange: GradientComm, options: TopK) -> None:
-        self._flat, self._exchange = bucket.flat, exchange
+    def __init__(self, bucket: Bucket, gradient_comm: GradientComm, options: TopK) -> None:
+        self._flat, self._gradient_comm = bucket.flat, gradient_comm
         self.error = torch.zeros_like(bucket.flat) if options.error_feedback else None
         self._count = options.chosen(bucket.elements)
         self._value_bytes = self._count * bucket.flat.element_size()
@@ -71,11 +71,12 @@ class _TopKReduction(Reduction):
             self.error[indices] = 0
 
         # One message holds values and indices, so its latency is paid once.
-        work = self._exchange.all_gather(torch.cat([_bytes(values), _bytes(indices.to(INDEX))]))
+        work = self._gradient_comm.all_gather(torch.cat([_bytes(values), _bytes(indices.to(INDEX))]))
         yield work
 
         flat.zero_()
-        for chosen in work.wait().view(self._exchange.ranks, -1):  # in rank order: the same sum on all ranks
+        # In rank order, so that the sum is the same on all ranks.
+        for chosen in work.wait().view(self._gradient_comm.ranks, -1):
             theirs = chosen[: self._value_bytes].clone().view(flat.dtype)
             flat.index_add_(0, chosen[self._value_bytes :].clone().view(INDEX), theirs)
 

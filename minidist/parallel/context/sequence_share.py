@@ -70,9 +70,7 @@ class SequenceShare:
                 f"the parts have {sizes} positions, but a sequence of {length} is cut into {wanted}; give "
                 "the parts of all ranks, in rank order"
             )
-        order = torch.cat([zigzag_order.positions(length, self.ranks, rank) for rank in range(self.ranks)])
-        joined = torch.cat([*parts], dim)
-        return joined.index_select(dim, order.argsort().to(joined.device))
+        return zigzag_order.join(parts, dim)
 
     def gather(self, x: Tensor, dim: int = 1) -> Tensor:
         """Return the whole sequence on every rank, from each rank's part of the last cut; all ranks call it.

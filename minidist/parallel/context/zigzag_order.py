@@ -12,6 +12,7 @@ section 3.3.2 (context parallelism).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -37,6 +38,13 @@ def positions(length: int, ranks: int, rank: int) -> Tensor:
     """Return the positions of a rank, (size,), ascending int64."""
     early, late = share(length, ranks, rank)
     return torch.tensor([*early, *late], dtype=torch.int64)
+
+
+def join(parts: Sequence[Tensor], dim: int) -> Tensor:
+    """Return the whole sequence from the parts of all ranks, given in rank order."""
+    length, ranks = sum(part.shape[dim] for part in parts), len(parts)
+    order = torch.cat([positions(length, ranks, rank) for rank in range(ranks)])
+    return torch.cat([*parts], dim).index_select(dim, order.argsort().to(parts[0].device))
 
 
 class Sight(NamedTuple):

@@ -1,12 +1,11 @@
-"""The contract between a training loop, the engine and the strategies, and the records that all of them read.
+"""The contract between the engine and the strategies, and the records that all of them read.
 
 | File | Holds |
 |---|---|
 | layout.py | `Layout`: how many ranks do what |
 | schedule_kinds.py | what is true of each pipeline schedule, in one record |
-| engine.py | `Engine`: what `prepare` returns |
+| engine.py | what a caller gives an engine: loss, optimizer, batches; evaluation mode for a while |
 | strategy.py | `Strategy`: what an engine asks of the data-parallel ranks; `TensorBox` |
 | training_state.py | an optimizer's state by parameter names |
 | memory_report.py | `Memory`: bytes by purpose; which storages count |
-| evaluation_mode.py | evaluation mode for a while; are gradients on |
 """

@@ -35,11 +35,7 @@ class ScheduleKind:
         return not self.splits_backward
 
     def __call__(self, ranks: int, micro_batches: int, chunks: int = 1) -> Any:
-        """Make the instruction list of each rank.
-
-        Raises:
-            ValueError: sizes that the schedule does not take.
-        """
+        """Make the instruction list of each rank; ValueError for sizes that the schedule does not take."""
         return pkgutil.resolve_name(self.made_by)(ranks, micro_batches, chunks)
 
 
@@ -55,11 +51,7 @@ SCHEDULES = {
 
 
 def schedule_kind(name: str) -> ScheduleKind:
-    """The record of a schedule.
-
-    Raises:
-        ValueError: an unknown name, with the nearest known one.
-    """
+    """The record of a schedule; ValueError for an unknown name, with the nearest known one."""
     if name not in [*SCHEDULES]:  # a list, since a name may be of any type, also one without a hash
         raise unknown("schedule", name, SCHEDULES)
     return SCHEDULES[name]

@@ -132,10 +132,6 @@ class Strategy(ABC):
         for name, value in self.model.state_dict().items():
             yield name, value.detach()
 
-    def full_state_dict(self) -> dict[str, Tensor]:
-        """Copies of every parameter and buffer; a collective."""
-        return {name: value.clone() for name, value in self.whole()}
-
     @abstractmethod
     def held(self) -> ResidentTensors:
         """The tensors that this rank holds now."""

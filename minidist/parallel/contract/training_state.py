@@ -76,7 +76,7 @@ def load_optimizer(
     """Restore an optimizer's groups, and allocate tensors for the state that is to be loaded.
 
     Args:
-        optimizer, names: the optimizer, and its parameters' names.
+        names: of the optimizer's parameters.
         settings: as `optimizer_settings` returned them; ValueError if their groups differ from the
             optimizer's.
         state: for each name the keys of its optimizer state, each with shape and dtype.

@@ -45,9 +45,7 @@ def assemble(own: dict[str, Tensor], layout: Layout, length: int) -> dict[str, R
             end = at + torch.Size(shape).numel() * kind.itemsize
             found[name], at = tensor_of(data[at:end], kind, shape), end
     names = dict.fromkeys(name for found in tensors for name in found)
-    sizes = [getattr(layout, axis, 1) for axis in ("pp", "dp", "cp", "tp")]
-    shares = layout.sequence_parallel
-    found_whole = {name: _whole(name, tensors, sizes, length, shares) for name in names}
+    found_whole = {name: _whole(name, tensors, layout, length) for name in names}
     return {name: copies for name, copies in found_whole.items() if copies}
 
 
@@ -91,37 +89,24 @@ def _distance(x: Tensor, y: Tensor) -> float:
     return float(apart.nan_to_num_(torch.inf).max()) if apart.numel() else 0.0
 
 
-def _whole(
-    name: str, tensors: list[dict[str, Tensor]], sizes: list[int], length: int, shares: bool
-) -> RankCopies:
+def _whole(name: str, tensors: list[dict[str, Tensor]], layout: Layout, length: int) -> RankCopies:
     """One tensor, joined from rows over dp, positions over cp, and copies or parts over tp."""
-    pp, dp, cp, tp = sizes
+    pp, dp, cp, tp = layout.pp, layout.dp, layout.cp, layout.tp
     of_tp = [tensors[rank : rank + tp] for rank in range(0, len(tensors), tp)]  # (pp, dp, cp) flat
     found: RankCopies = []
     for stage in range(pp):
         groups = of_tp[stage * dp * cp : (stage + 1) * dp * cp]
         if not all(name in part for group in groups for part in group):
             continue
-        joined: list[RankCopies] = [
-            _join_tp(
-                [part[name] for part in group], zigzag_order.size(length, cp, index % cp) if shares else None
-            )
-            for index, group in enumerate(groups)
-        ]
+        joined: list[RankCopies] = []
+        for index, group in enumerate(groups):
+            share = zigzag_order.size(length, cp, index % cp) if layout.sequence_parallel else None
+            joined.append(_join_tp([part[name] for part in group], share))
         for copy in range(max(map(len, joined))):
             parts = [copies[min(copy, len(copies) - 1)] for copies in joined]
-            rows = [_join_cp(parts[row * cp : (row + 1) * cp]) for row in range(dp)]
-            found.append(torch.cat(rows))
+            rows = [parts[row * cp : (row + 1) * cp] for row in range(dp)]
+            found.append(torch.cat([zigzag_order.join(each, 1) if cp > 1 else each[0] for each in rows]))
     return found
-
-
-def _join_cp(parts: list[Tensor]) -> Tensor:
-    """The whole sequence, (rows, T, ...), from parts in zigzag order."""
-    if len(parts) == 1:
-        return parts[0]
-    length = sum(part.shape[1] for part in parts)
-    order = torch.cat([zigzag_order.positions(length, len(parts), rank) for rank in range(len(parts))])
-    return torch.cat(parts, 1)[:, order.argsort()]
 
 
 def _join_tp(parts: list[Tensor], length: int | None) -> RankCopies:

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minidist.parallel.contract.engine import Engine
 from minidist.parallel.debugging.assembling import RankCopies, distance
 from minidist.parallel.debugging.recording import REPEATS, Recording, pairs_of, record
+from minidist.parallel.engine.training_step import Engine
 
 MARGIN = 16
 """Rounding explains this many times the change that moving the last bits causes. Layouts that train alike

@@ -23,10 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from minidist._arguments import check_whole
-from minidist.parallel.contract.engine import Engine
 from minidist.parallel.contract.strategy import TensorBox
 from minidist.parallel.debugging.assembling import RankCopies, assemble, distance, distinct
-from minidist.parallel.engine.training_step import HybridEngine
+from minidist.parallel.engine.training_step import Engine
 from minidist.parallel.flat.ranges import narrowed
 
 REPEATS = 2
@@ -67,7 +66,7 @@ def record(engine: Engine, batches: Iterable[tuple[Tensor, Tensor]], repeats: in
         TypeError: the engine is not from `prepare`, or batches are not pairs of tensors.
         ValueError: no batches, repeats below 0, or a model with dropout, whose masks depend on the layout.
     """
-    if not isinstance(engine, HybridEngine):
+    if not isinstance(engine, Engine):
         raise TypeError(f"engine is a {type(engine).__name__}; give one that md.prepare returned")
     given = pairs_of(batches)
     check_whole("repeats", repeats, 0)
@@ -116,7 +115,7 @@ def layers_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _run(
-    engine: HybridEngine, batches: Sequence[tuple[Tensor, Tensor]], repeat: int | None
+    engine: Engine, batches: Sequence[tuple[Tensor, Tensor]], repeat: int | None
 ) -> tuple[list[float], list[dict[str, RankCopies]]]:
     """Take the steps, with moved results unless `repeat` is None; returns losses and whole tensors."""
     losses, steps = [], []
@@ -141,9 +140,9 @@ def _run(
     return losses, steps
 
 
-def _parameters(engine: HybridEngine) -> dict[str, Tensor]:
+def _parameters(engine: Engine) -> dict[str, Tensor]:
     """All parameters in full; this rank's own copy of each one that it holds whole."""
-    own = engine.strategy.full_state_dict()
+    own = {name: value.clone() for name, value in engine.strategy.whole()}
     return {
         name: (own[name] if name in own and own[name].shape == value.shape else value).cpu()
         for name, value in engine.full_state_dict().items()
@@ -203,7 +202,7 @@ def _moved(model: nn.Module, repeat: int | None) -> AbstractContextManager[None]
 class _KeptTensors:
     """A copy of an engine's state and of the random state, to restore the engine."""
 
-    def __init__(self, engine: HybridEngine) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.engine, self.settings, self.norm = engine, engine.settings(), engine.grad_norm
         self.random = torch.get_rng_state()
         self.of_strategy = copy.deepcopy(engine.strategy.settings())

@@ -46,21 +46,21 @@ class Skeleton:
         """
         names, slots = _names_and_slots(self._whole)
         entries = [(names[id(p)][0], p, slots[id(p)]) for p in self._whole.parameters()]
-        beginning = MetaInitializer(entries, self.device, self._initialize, draws=comm.rank() == 0)
+        initializer = MetaInitializer(entries, self.device, self._initialize, draws=comm.rank() == 0)
         buffers = [name for name, buffer in self._whole.named_buffers() if buffer.is_meta]
         done: set[nn.Module] = set()
         for _, parameter, ((module, _), *_) in entries:
             if not parameter.is_meta or module in done:
                 continue
             done.add(module)
-            beginning.fill([parameter])
+            initializer.fill([parameter])
             own = [each for each in entries if each[1].is_meta and each[2][0][0] is module]
             broadcast_together([_value(where) for _, _, where in own], None)
             for _, meta, where in own:
                 _install(part, names[id(meta)], _value(where), cuts)
                 for holder, attribute in where:  # free its memory
                     holder._parameters[attribute] = meta
-        beginning.fill_buffers(self._whole)
+        initializer.fill_buffers(self._whole)
         filled = dict(self._whole.named_buffers())
         broadcast_together([filled[name] for name in buffers], None)
         here = dict(part.named_buffers(remove_duplicate=False))

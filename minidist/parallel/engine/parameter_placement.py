@@ -19,7 +19,6 @@ from minidist import comm
 from minidist.comm.mesh import Mesh
 from minidist.parallel.contract.strategy import Strategy, TensorBox
 from minidist.parallel.contract.training_state import names_of
-from minidist.parallel.flat.buckets import broadcast_together, together
 from minidist.parallel.flat.ranges import narrowed
 from minidist.parallel.tensor.cuts import Cut
 from minidist.parallel.training.clipping import global_norm
@@ -77,8 +76,10 @@ class Placement:
         self.cuts = {name: by_identity[id(p)] for name, p in own.items() if id(p) in by_identity}
         self._shapes = {name: tuple(p.shape) for name, p in own.items()}
         self._local = {whole.first[name]: name for _, name in reversed(names_of(model).items())}
-        # A tied parameter is on several stages; the copy on the stage of its first name counts.
-        self._elsewhere = {n for n in own if stage_of.get(self.first[n], 0) != mesh.rank("pp")}
+        # Other ranks have these parameters too, and theirs count: tp's first rank has what tp does not cut,
+        # and the stage of its first name a tied parameter.
+        uncut = own.keys() - self.cuts if mesh.rank("tp") else set()
+        self._copies = uncut | {n for n in own if stage_of.get(self.first[n], 0) != mesh.rank("pp")}
         self._groups: list[list[str]] | None = None  # of the optimizer, with all stages' parameters
 
     def join(self, strategy: Strategy) -> None:
@@ -169,24 +170,8 @@ class Placement:
             if name in self._shapes
         }
 
-    def full_state_dict(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The whole model's tensors from those of all ranks; a collective.
-
-        Each tensor that tp cut is summed over tp, which sends 2 (t - 1) / t of its bytes. With pp, the stage
-        that holds a tensor broadcasts it to the others.
-        """
-        if self.mesh.size("tp") * self.mesh.size("pp") == 1:
-            return dict(own)
-        whole = {name: self._room(name, own.get(name)) for name in self.entries}
-        together([whole[name] for name in self.cuts], lambda flat: comm.all_reduce(flat, group=self._tp))
-        if self.mesh.size("pp") > 1:
-            for stage in range(self.mesh.size("pp")):
-                those = [value for name, value in whole.items() if self.entries[name].stage == stage]
-                broadcast_together(those, self._pp, stage)
-        return whole
-
     def whole(self, own: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The items of `full_state_dict` one by one, as for `Engine.whole`."""
+        """The whole model's tensors one by one, from those of all ranks, as for `Engine.whole`."""
         if self.mesh.size("pp") > 1:
             here = dict(own)
             own = ((name, here.get(name)) for name in self.entries)  # type: ignore[misc]
@@ -221,12 +206,8 @@ class Placement:
         mine = strategy.sharded or self.mesh.rank("dp_cp") == 0
         named = strategy.named_gradients() if mine else ()
         # Copies count as zeros. The difference keeps what is not finite, which all ranks have to learn of.
-        once = (gradient if self._counts(name) else gradient - gradient for name, gradient in named)
+        once = (gradient - gradient if name in self._copies else gradient for name, gradient in named)
         return global_norm(once, sharded=True)
-
-    def _counts(self, name: str) -> bool:
-        """Whether this rank's copy of a parameter counts in the norm."""
-        return name not in self._elsewhere and (name in self.cuts or self.mesh.rank("tp") == 0)
 
 
 def _start(tensor: Tensor) -> tuple[int, ...]:

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minidist import comm
 from minidist.comm.mesh import Mesh
 from minidist.model.loss import cross_entropy
 from minidist.parallel.context import sequence_share
@@ -65,25 +64,15 @@ class Tied:
 
 @dataclass(frozen=True)
 class RankModel:
-    """This rank's part of a model.
+    """This rank's part of a model."""
 
-    Attributes:
-        model: the part, with the whole's names.
-        mesh: of all ranks.
-        placement: where its parameters lie in the whole.
-        share: of the tokens; None without cp.
-        stages: the modules of this rank's pipeline chunks; empty without pp.
-        tied: parameters whose gradients are summed over stages.
-        vocabulary: its size if outputs are this rank's part of the logits; None if outputs are whole.
-    """
-
-    model: nn.Module
-    mesh: Mesh
-    placement: Placement
-    share: SequenceShare | None
-    stages: tuple[nn.Module, ...]
-    tied: tuple[Tied, ...]
-    vocabulary: int | None
+    model: nn.Module  # the part, with the whole's names
+    mesh: Mesh  # of all ranks
+    placement: Placement  # where its parameters lie in the whole
+    share: SequenceShare | None  # of the tokens; None without cp
+    stages: tuple[nn.Module, ...]  # the modules of this rank's pipeline chunks; empty without pp
+    tied: tuple[Tied, ...]  # parameters whose gradients are summed over stages
+    vocabulary: int | None  # its size if outputs are this rank's part of the logits; None if they are whole
 
     def loss(self, loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
         """A loss or a metric of this rank's outputs.
@@ -101,11 +90,7 @@ class RankModel:
         return loss(gather_logits(outputs, group, self.vocabulary), targets)
 
     def cut(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, float]:
-        """This rank's tokens of its rows, (B, T) each, and their share of all tokens.
-
-        Raises:
-            ValueError: with cp, if inputs and targets are not both (B, T).
-        """
+        """This rank's tokens of its rows, (B, T) each, and their share of all tokens."""
         if self.share is None:
             return inputs, targets, 1.0
         if inputs.dim() < 2 or inputs.shape[:2] != targets.shape[:2]:
@@ -132,9 +117,7 @@ def partition_model(
 
     Args:
         model: the same architecture on all ranks.
-        layout, mesh: how to partition it, and over which ranks.
         plan: how tp cuts each module; None for `plan_for(model)`.
-        initialize: see `prepare`.
 
     Raises:
         ValueError: the model cannot be partitioned like this; names the axis.
@@ -143,11 +126,14 @@ def partition_model(
         raise ValueError("plan is given and the layout has tp=1, which cuts nothing; leave one of them out")
     if layout.pp > 1:
         check_layers(model, layout)
+    skeleton = None
     if layout.tp * layout.pp > 1:
-        _agree(model, layout, mesh)
-    tensors = [*model.parameters(), *model.buffers()]
-    unfilled = layout.tp * layout.pp > 1 and any(tensor.is_meta for tensor in tensors)
-    skeleton = Skeleton(model, initialize) if unfilled else None
+        state = [*model.named_parameters(), *model.named_buffers()]
+        require_same("parameters and buffers", state, None)
+        if layout.pp > 1:
+            broadcast_together([tensor for _, tensor in state if not tensor.is_meta], mesh.group("pp"))
+        if any(tensor.is_meta for _, tensor in state):
+            skeleton = Skeleton(model, initialize)
     whole = Whole(model)
     share = None
     if layout.cp > 1:
@@ -166,20 +152,6 @@ def partition_model(
     return RankModel(
         model, mesh, placement, share, stages, _tied(model, whole, stage_of, mesh.rank("pp")), vocabulary
     )
-
-
-def whole_model(model: nn.Module) -> RankModel:
-    """The whole of a model, on every rank."""
-    mesh = Mesh(dp=comm.size())
-    return RankModel(model, mesh, Placement(mesh, Whole(model), model, {}, {}), None, (), (), None)
-
-
-def _agree(model: nn.Module, layout: Layout, mesh: Mesh) -> None:
-    """Check that all ranks have the same model, and give all stages the weights of the first."""
-    state = [*model.named_parameters(), *model.named_buffers()]
-    require_same("parameters and buffers", state, None)
-    if layout.pp > 1:
-        broadcast_together([tensor for _, tensor in state if not tensor.is_meta], mesh.group("pp"))
 
 
 def _take_layers(

@@ -9,12 +9,12 @@ from torch import nn
 
 from minidist.comm.mesh import Mesh
 from minidist.model.loss import cross_entropy
-from minidist.parallel.contract.engine import Engine, Loss, MakeOptimizer
+from minidist.parallel.contract.engine import Loss, MakeOptimizer
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.strategy import Strategy
 from minidist.parallel.engine.partition_model import RankModel, checked, partition_model
 from minidist.parallel.engine.prepare_checks import check, put_back_on_error
-from minidist.parallel.engine.training_step import HybridEngine
+from minidist.parallel.engine.training_step import Engine
 from minidist.parallel.guards.ownership import ENGINE, claim
 from minidist.parallel.guards.refusals import require_alike
 from minidist.parallel.sharding.data_parallel_strategy import Replicated
@@ -100,7 +100,7 @@ def prepare(
             recompute(model)
         strategy = _strategy(part, optimizer, layout, data_parallel, precision, fully_shard)
         fill_masters(strategy, exact, part.placement.own)
-        engine = HybridEngine(model, strategy, layout, loss, precision, clip_norm, part)
+        engine = Engine(part, strategy, layout, loss, precision, clip_norm)
         claim(engine, ENGINE, model.parameters())
         return engine
 

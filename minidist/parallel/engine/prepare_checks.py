@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-import torch
 from torch import nn
 
 from minidist._names import unknown
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.guards.ownership import release, require_free
-from minidist.parallel.guards.refusals import refuse_meta, refuse_renormed, require_trained
+from minidist.parallel.guards.refusals import refuse_meta, refuse_renormed, require_model, require_trained
 from minidist.parallel.training.clipping import check_max_norm
 from minidist.parallel.training.precision import LossScale
 
@@ -22,7 +21,7 @@ FULLY_SHARD = {"offload", "units", "initialize", "prefetch"}
 
 
 def check(
-    model: object,
+    model: nn.Module,
     optimizer: object,
     layout: object,
     loss: object,
@@ -32,15 +31,9 @@ def check(
     clip_norm: float | None,
 ) -> None:
     """TypeError or ValueError if an argument of `prepare` is wrong, or conflicts with layout or model."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}; give a torch.nn.Module")
+    require_model(model, optimizer)
     if not isinstance(layout, Layout):
         raise TypeError(f"layout is {layout!r}; give a Layout, such as md.Layout(dp=2)")
-    if isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer):
-        raise TypeError(
-            f"optimizer is a {type(optimizer).__name__}; give a function from parameters to an optimizer, "
-            "such as functools.partial(torch.optim.AdamW, lr=3e-4)"
-        )
     check_available(layout)
     if not callable(loss):
         raise TypeError(
@@ -102,8 +95,7 @@ def put_back_on_error(model: nn.Module, converts: bool) -> Iterator[None]:
     """
     parts = [*model.modules()]
     own = [(part.__dict__, {n: part.__dict__[n] for n in REPLACED if n in part.__dict__}) for part in parts]
-    children = [(part._modules, dict(part._modules)) for part in parts]
-    buffers = [(part._buffers, dict(part._buffers)) for part in parts]
+    held = [(now, dict(now)) for part in parts for now in (part._modules, part._buffers)]
     meta = [
         (p._parameters, {n: v for n, v in p._parameters.items() if v is not None and v.is_meta})
         for p in parts
@@ -116,12 +108,10 @@ def put_back_on_error(model: nn.Module, converts: bool) -> Iterator[None]:
             for name in REPLACED:
                 attributes.pop(name, None)
             attributes.update(had)
-        for now, before in buffers:
-            now.update(before)
+        for now, before in held:
+            now.update(before)  # type: ignore[arg-type]
         for parameters, before_memory in meta:
             parameters.update(before_memory)
-        for parts_now, parts_before in children:
-            parts_now.update(parts_before)
         for parameter, data, grad in values:
             parameter.data, parameter.grad = data, grad
         release(parameter for parameter in model.parameters() if parameter.requires_grad)

@@ -49,10 +49,6 @@ class StepExecutor(ABC):
     def evaluate(self, inputs: Tensor, targets: Tensor, metric: Loss) -> Tensor:
         """The sum of a metric over rows, () float64; 0 without rows, and before a pipeline's last stage."""
 
-    def parts(self, rows: int) -> int:
-        """How many micro-batches `rows` make. If passes are collectives, all ranks need the same number."""
-        return self.layout.micro_batches if self.strategy.gathers else min(self.layout.micro_batches, rows)
-
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The loss of a micro-batch."""
         return self.part.loss(self.given, self.precision.outputs(outputs), targets)
@@ -63,7 +59,9 @@ class WholePasses(StepExecutor):
 
     def train(self, inputs: Tensor, targets: Tensor, weight: Weight, share: float) -> None:
         """Run all micro-batches; gradients are sent while the last backward pass runs."""
-        rows, parts = len(inputs), self.parts(len(inputs))
+        rows, parts = len(inputs), self.layout.micro_batches
+        if not self.strategy.gathers:  # else passes are collectives, and all ranks need the same number
+            parts = min(parts, rows)
         loss_sum = torch.zeros((), dtype=torch.float64, device=inputs.device)
         pairs = zip(inputs.tensor_split(parts), targets.tensor_split(parts), strict=True)
         for number, (x, y) in enumerate(pairs, 1):

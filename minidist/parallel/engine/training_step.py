@@ -1,4 +1,4 @@
-"""`HybridEngine`: a training step with the result of one process on the whole batch, for any layout.
+"""`Engine`: a training step with the result of one process on the whole batch, for any layout.
 
 This file has the order of forward, backward, communication and update, the mean over rows if shares or
 micro-batches differ in size, and the loss over all ranks. A strategy decides how data-parallel ranks share
@@ -13,58 +13,63 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from minidist import comm
-from minidist.parallel.contract.engine import Engine, Loss, check_rows
-from minidist.parallel.contract.evaluation_mode import evaluating, require_gradients
+from minidist.parallel.contract.engine import Loss, check_rows, evaluating
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.memory_report import Memory, count
 from minidist.parallel.contract.strategy import Strategy, TensorBox
-from minidist.parallel.engine.activation_peaks import ActivationPeaks
-from minidist.parallel.engine.partition_model import RankModel, whole_model
+from minidist.parallel.engine.partition_model import RankModel
 from minidist.parallel.engine.step_executor import StagedPasses, StepExecutor, WholePasses
-from minidist.parallel.guards.refusals import require_batch, require_metric
+from minidist.parallel.guards.refusals import require_batch, require_gradients, require_metric
+from minidist.parallel.training.activation_memory import ActivationPeaks
 from minidist.parallel.training.clipping import clip_factor
 from minidist.parallel.training.precision import Precision
 from minidist.parallel.training.random_state import random_state_of
 
 
-class HybridEngine(Engine):
-    """Trains `model` with `strategy`, together with the ranks that have the same part of it.
+class Engine:
+    """Trains a model on all ranks of a layout, to the weights that one process would have reached.
 
-    Args:
-        model, strategy, layout, loss: as `prepare` made or got them.
-        precision: to which the model was converted; None for its own.
-        clip_norm: see `prepare`.
-        part: this rank's part of a model; None if `model` is whole.
+    After the same steps on the same global batches, every full parameter equals that of single-process
+    training, to rounding. This holds for each strategy, any number of ranks, and shares of different sizes.
+    `prepare` makes it from its arguments, this rank's part of the model, and the strategy that trains that
+    part on the ranks that have the same one.
+
+    Attributes:
+        model: the module, or this rank's part of it.
+        optimizer: the optimizer of this rank's part; learning-rate schedulers take it.
+        data_rank, data_ranks: this rank's index among the ranks that share a batch's rows, and their number,
+            as `Sampler` takes them. Ranks that split the model and not the batch have the same index.
+        grad_norm: the norm of the last step's gradients over all ranks, before clipping; None if the step
+            neither clips nor scales its loss.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        part: RankModel,
         strategy: Strategy,
         layout: Layout,
         loss: Loss,
-        precision: Precision | None = None,
+        precision: Precision,
         clip_norm: float | None = None,
-        part: RankModel | None = None,
     ) -> None:
-        self.model, self.strategy, self.layout, self.loss = model, strategy, layout, loss
-        self.precision, self.clip_norm = precision or Precision("fp32"), clip_norm
-        self.part = part or whole_model(model)
+        self.model, self.part, self.strategy, self.layout = part.model, part, strategy, layout
+        self.loss, self.precision, self.clip_norm = loss, precision, clip_norm
         kind = StagedPasses if layout.pp > 1 else WholePasses
-        self.executor: StepExecutor = kind(self.part, strategy, layout, loss, self.precision)
-        self.mesh, self.placement = self.part.mesh, self.part.placement
+        self.executor: StepExecutor = kind(part, strategy, layout, loss, precision)
+        self.mesh, self.placement = part.mesh, part.placement
         self.optimizer = strategy.optimizer
+        self.grad_norm: float | None = None
         self.data_rank, self.data_ranks = self.mesh.rank("dp"), self.mesh.size("dp")
-        self.device = next((p.device for p in model.parameters()), self.placement.device)
+        self.device = next((p.device for p in part.model.parameters()), self.placement.device)
         self._rows = 0.0  # of the last global batch, the same on all ranks
         self.saving: Any = None  # the last `Saving` of this engine
         self._activations = ActivationPeaks(self.model)
         self.placement.join(strategy)
 
-    def __deepcopy__(self, memo: Any) -> HybridEngine:
+    def __deepcopy__(self, memo: Any) -> Engine:
         """Refuse: groups of ranks, hooks and shared memory cannot be copied."""
         raise TypeError(
             "an engine cannot be copied, since its ranks talk to each other through it; prepare another one, "
@@ -72,13 +77,29 @@ class HybridEngine(Engine):
         )
 
     def step(self, inputs: Tensor, targets: Tensor) -> float:
-        """Train on one global batch.
+        """Train on one global batch, of which this rank passes its data-parallel share.
 
         Sends the bytes of the strategy, of tensor and context parallelism in each pass, and of the pipeline.
         The first step adds 2 (n - 1) / n 8 bytes for the rows, and what agreeing on the buckets takes. With
         pp, each step sends as many bytes over the stages for the loss. With clipping or "fp16", and with
         sharded gradients or parts of the model, it sends as many for the norm, over all ranks that share
         them.
+
+        Args:
+            inputs: (rows, ...), this rank's rows, at least one.
+            targets: (rows, ...), their targets.
+
+        Returns:
+            The mean loss over the global batch, the same number on all ranks.
+
+        Raises:
+            TypeError: inputs or targets are not tensors.
+            ValueError: no rows, or inputs and targets of different lengths.
+            RuntimeError: gradients are off, as in `torch.no_grad()`.
+            CollectiveError: a peer is gone or late, or failed in this step. Pipeline stages on one host that
+                wait for its messages learn of the failure at once; if all ranks do, training may go on. Ranks
+                that wait in a collective fail at their time limit, and the run ends.
+            FloatingPointError: in "fp16", a gradient is not finite with the smallest loss scale.
         """
         rows = check_rows(inputs, targets, self.data_ranks)
         require_gradients()
@@ -138,19 +159,26 @@ class HybridEngine(Engine):
 
     @property
     def loss_scale(self) -> float:
-        """The factor on the next step's loss."""
+        """The factor on the next step's loss before its backward pass; 1 unless the precision is "fp16"."""
         return self.precision.scale
 
     @property
     def skipped(self) -> int:
-        """How many steps were skipped."""
+        """How many steps changed nothing because a gradient was not finite; only "fp16" skips steps."""
         return self.precision.skipped
 
     def evaluate(self, inputs: Tensor, targets: Tensor, metric: Loss | None = None) -> float:
-        """The mean of a metric over a global batch.
+        """The mean of `metric(outputs, targets)` over the global batch's rows, without training.
 
         Sends 32 (n - 1) / n bytes, with pp 16 (p - 1) / p more, and the bytes of forward passes. With tp, a
         metric other than `cross_entropy` gathers the logits.
+
+        Args:
+            inputs, targets: (rows, ...), this rank's rows, possibly none, and their targets.
+            metric: a mean over rows; None for the loss.
+
+        Returns:
+            The mean over all ranks' rows, the same on all ranks; NaN if there are no rows at all.
         """
         require_batch(inputs, targets)
         require_metric(metric)
@@ -165,15 +193,30 @@ class HybridEngine(Engine):
         return self._on_all_stages(value) / rows if rows else math.nan
 
     def whole(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter and buffer in full, one after the other."""
+        """The items of `full_state_dict` one by one, in any order, so that no rank needs memory for all.
+
+        A collective: every rank iterates to the end. Each tensor may be the engine's own, or be freed when
+        the next one is asked for: copy what you keep, and do not write to it. Each tensor that tp cut is
+        summed over tp, which sends 2 (t - 1) / t of its bytes. With pp, the stage that holds a tensor
+        broadcasts it to the others.
+        """
         return self.placement.whole(self.strategy.whole())
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Copies of every parameter and buffer in full."""
-        return self.placement.full_state_dict(self.strategy.full_state_dict())
+        """Every parameter and buffer in full, under the names of the model that was passed to `prepare`.
+
+        Returns:
+            Copies, on the model's device. Parameters are the same on all ranks. Buffers that training
+            changes, such as a BatchNorm's statistics, are each rank's own.
+        """
+        return {name: value.clone() for name, value in self.whole()}
 
     def memory(self) -> Memory:
-        """Bytes that this rank holds."""
+        """Bytes on this rank now, from tensor storages, each counted once; prints as a small table.
+
+        Activations are those of the last step at their peak, 0 before the first step. They are counted in the
+        first step with each shape of batch.
+        """
         return count(self.strategy.held(), self._activations.last)
 
     # The training state in the terms of one process, for checkpoints.

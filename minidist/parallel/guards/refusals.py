@@ -84,6 +84,17 @@ def require_trained(what: str, parameters: Any) -> None:
         raise ValueError(f"{what} has nothing to train, since {have}; give one with requires_grad")
 
 
+def require_model(model: object, optimizer: object) -> None:
+    """Raise TypeError if a model is not a module, or `optimizer` is not a function that makes one."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}; give a torch.nn.Module")
+    if isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer):
+        raise TypeError(
+            f"optimizer is a {type(optimizer).__name__}; give a function from parameters to an optimizer, "
+            "such as functools.partial(torch.optim.AdamW, lr=3e-4)"
+        )
+
+
 def require_optimizer(made: object, name: str = "optimizer") -> None:
     """Raise TypeError if a function that should make an optimizer made something else."""
     if not isinstance(made, torch.optim.Optimizer):
@@ -93,12 +104,25 @@ def require_optimizer(made: object, name: str = "optimizer") -> None:
         )
 
 
-def require_batch(inputs: object, targets: object) -> None:
-    """Raise TypeError if a batch is not two tensors whose first dimension is the rows."""
+def require_batch(inputs: Tensor, targets: Tensor) -> None:
+    """Raise TypeError if a batch is not two tensors with rows, ValueError if they differ in rows."""
     for name, value in (("inputs", inputs), ("targets", targets)):
         if not isinstance(value, Tensor) or not value.dim():
             given = "tensor without dimensions" if isinstance(value, Tensor) else type(value).__name__
             raise TypeError(f"the {name} are a {given}; give a tensor whose first dimension is the rows")
+    if len(inputs) != len(targets):
+        raise ValueError(
+            f"inputs have {len(inputs)} rows and targets {len(targets)}; give one target for each row"
+        )
+
+
+def require_gradients() -> None:
+    """Raise RuntimeError if gradients are off."""
+    if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            "gradients are off here, as in torch.no_grad() or torch.inference_mode(), and a step trains; "
+            "call it outside, or evaluate"
+        )
 
 
 def require_metric(metric: object) -> None:

@@ -14,7 +14,7 @@ A schedule is data: it is made, proved, simulated and drawn without a process, a
 | send_completion.py | which receive tells a rank that its sends have arrived |
 | execution.py, arguments.py | `Pipeline`: executes a schedule; checks of its arguments |
 | stage_passes.py, split_backward.py | forward and backward passes; a backward pass in two parts |
-| stage_messages.py, broadcast_loss.py | messages between stages; the loss from the last rank to all |
+| stage_messages.py | messages between stages; the loss from the last rank to all |
 | tied_parameters.py | parameters that several stages share |
 | layer_by_layer.py | `LayerByLayer`: one batch at a time; `cut`: where to cut a model |
 | layer_chain.py | whether a model is the chain of its layers |

@@ -1,11 +1,11 @@
-"""The checks of `Pipeline`'s arguments and batches, on this rank and over all ranks."""
+"""The checks of `Pipeline`'s arguments, on this rank and over all ranks."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
 
-from torch import Tensor, nn
+from torch import nn
 
 from minidist.comm.work import Group, ranks_of
 from minidist.parallel.guards.refusals import require_alike
@@ -75,16 +75,3 @@ def check_arguments(
     if len(schedule) != ranks:
         raise ValueError(f"the schedule is for {len(schedule)} ranks and the group has {ranks} ranks")
     return sizes(schedule)[1]
-
-
-def count_micro_batches(inputs: Tensor, targets: Tensor, most: int, fixed: bool) -> int:
-    """How many micro-batches a batch has: `most`, or with fewer rows one for each unless that is `fixed`."""
-    rows = len(inputs)
-    if rows != len(targets):
-        raise ValueError(f"inputs have {rows} rows and targets {len(targets)}; give one target for each row")
-    if fixed and 0 < rows < most:
-        raise ValueError(
-            f"inputs have {rows} rows and the schedule {most} micro-batches; give at least a row for each, "
-            "or name a schedule, which is then made for the rows that there are"
-        )
-    return min(most, rows)

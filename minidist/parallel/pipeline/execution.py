@@ -20,17 +20,15 @@ from torch import Tensor, nn
 from minidist import comm
 from minidist.comm.work import Group, rank_in, ranks_of
 from minidist.model.loss import cross_entropy
-from minidist.parallel.contract.engine import Loss, check_rows
-from minidist.parallel.contract.evaluation_mode import evaluating, require_gradients
+from minidist.parallel.contract.engine import Loss, check_rows, evaluating
 from minidist.parallel.contract.schedule_kinds import DEFAULT_SCHEDULE
-from minidist.parallel.guards.refusals import require_batch, require_metric
+from minidist.parallel.guards.refusals import require_batch, require_gradients, require_metric
 from minidist.parallel.pipeline import schedules
-from minidist.parallel.pipeline.arguments import check_arguments, check_stages, count_micro_batches
-from minidist.parallel.pipeline.broadcast_loss import broadcast_loss
+from minidist.parallel.pipeline.arguments import check_arguments, check_stages
 from minidist.parallel.pipeline.instructions import Instruction, Schedule
 from minidist.parallel.pipeline.send_completion import CompletedSends, completed_sends
 from minidist.parallel.pipeline.simulation import Event
-from minidist.parallel.pipeline.stage_messages import StageMessages, agree_on_runs
+from minidist.parallel.pipeline.stage_messages import StageMessages, agree_on_runs, broadcast_loss
 from minidist.parallel.pipeline.stage_passes import StagePasses
 from minidist.parallel.pipeline.tied_parameters import start_equal, sum_tied
 
@@ -115,7 +113,7 @@ class Pipeline:
         rows = check_rows(inputs, targets)
         # These two raise every error of the batch before a receive is posted.
         require_gradients()
-        self._parts(inputs, targets)
+        self._parts(rows)
         held = [(p, ranks, None if p is None else p.grad) for p, ranks in self.tied]
         for parameter, _, _ in held:
             if parameter is not None:
@@ -136,7 +134,7 @@ class Pipeline:
         require_batch(inputs, targets)
         require_metric(metric)
         rows = len(inputs)
-        self._parts(inputs, targets)
+        self._parts(rows)
         with broadcast_loss(self.group, self.device) as tell:
             total = tell(self.run(inputs, targets, train=False, loss=metric))
         if metric is None and self.reduction == "sum":
@@ -166,7 +164,7 @@ class Pipeline:
             On the last stage's rank the sum of loss times rows over the micro-batches (of losses alone if the
             pipeline's own is a sum), a float64 scalar; on the others 0.
         """
-        parts = self._parts(inputs, targets)
+        parts = self._parts(len(inputs))
         if train:
             require_gradients()
         total = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -202,11 +200,14 @@ class Pipeline:
                 raise
         return total
 
-    def _parts(self, inputs: Tensor, targets: Tensor) -> int:
-        """How many micro-batches a batch has."""
-        return count_micro_batches(
-            inputs, targets, self.micro_batches, fixed=not isinstance(self._schedule, str)
-        )
+    def _parts(self, rows: int) -> int:
+        """How many micro-batches these rows make; ValueError if they are too few for your own schedule."""
+        if 0 < rows < self.micro_batches and not isinstance(self._schedule, str):
+            raise ValueError(
+                f"inputs have {rows} rows and the schedule {self.micro_batches} micro-batches; give at least "
+                "a row for each, or name a schedule, which is then made for the rows that there are"
+            )
+        return min(self.micro_batches, rows)
 
     def _plan(self, micro_batches: int, train: bool) -> tuple[Sequence[Instruction], CompletedSends]:
         """This rank's instructions, and which sends its receives acknowledge; made on the first call."""

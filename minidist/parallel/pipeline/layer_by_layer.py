@@ -57,7 +57,6 @@ class LayerByLayer(Pipeline):
                 f"part is a {type(part).__name__}; give a torch.nn.Module with this rank's layers"
             )
         super().__init__([part], "gpipe", 1, loss, group)
-        self.part = part
 
 
 def cut(

@@ -33,12 +33,7 @@ class _Passed:
 
 def check_layers(model: nn.Module, layout: Layout) -> None:
     """ValueError if a pipeline cannot cut the model into its stages, or the model is more than its layers."""
-    layers = getattr(model, "layers", None)
-    if not isinstance(layers, nn.ModuleList | nn.Sequential):
-        raise ValueError(
-            f"pp is {layout.pp}, and a {type(model).__name__} has no `layers`, an nn.ModuleList of functions "
-            "from tensor to tensor, that a pipeline could cut; give it one, or use dp or tp"
-        )
+    layers = _layers_of(model, f"pp is {layout.pp}, and ")
     outside = [name for name in model.state_dict(keep_vars=True) if not name.startswith("layers.")]
     if outside:
         raise ValueError(
@@ -62,11 +57,7 @@ def require_chain(model: nn.Module) -> None:
     Raises:
         ValueError: the model has no `layers`, or does something else; says what.
     """
-    layers = getattr(model, "layers", None)
-    if not isinstance(layers, nn.ModuleList | nn.Sequential):
-        raise ValueError(
-            f"a {type(model).__name__} has no `layers`, an nn.ModuleList of functions from tensor to tensor"
-        )
+    layers = _layers_of(model)
     if getattr(model.forward, "__func__", None) is nn.Module.forward:
         return  # the model defines no forward that could do anything else
     problem = _problem(model, [*layers])
@@ -76,6 +67,16 @@ def require_chain(model: nn.Module) -> None:
             f"pipeline runs: {problem}; put what happens before, between or after layers into a layer of its "
             "own"
         )
+
+
+def _layers_of(model: nn.Module, reason: str = "") -> nn.ModuleList | nn.Sequential:
+    layers = getattr(model, "layers", None)
+    if not isinstance(layers, nn.ModuleList | nn.Sequential):
+        raise ValueError(
+            f"{reason}a {type(model).__name__} has no `layers`, an nn.ModuleList of functions from tensor to "
+            "tensor, that a pipeline could cut; give it one, or use dp or tp"
+        )
+    return layers
 
 
 def _problem(model: nn.Module, layers: Sequence[nn.Module]) -> str:

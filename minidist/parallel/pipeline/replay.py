@@ -15,14 +15,9 @@ from minidist.parallel.pipeline.instructions import Instruction, Schedule, Stage
 
 
 class Deadlock(ValueError):
-    """Every rank that has instructions left waits for a message that nobody will send.
-
-    Attributes:
-        waiting: for each such rank, its receive.
-    """
+    """Every rank that has instructions left waits, at a receive, for a message that nobody will send."""
 
     def __init__(self, waiting: Mapping[int, Instruction], ranks: int) -> None:
-        self.waiting = waiting
         said = ", ".join(
             f"rank {rank} waits at {each} for rank {message_of(each, rank, ranks)[0].source}"
             for rank, each in waiting.items()

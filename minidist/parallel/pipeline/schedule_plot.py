@@ -31,7 +31,6 @@ def plot(
     The first of several chunks is pale, the last is strong.
 
     Args:
-        schedule: for each rank its instructions.
         times: of the passes; see `simulate`.
         ax: where to draw; None for a new figure.
         path: a file to write, such as a .png or .svg; None for none.

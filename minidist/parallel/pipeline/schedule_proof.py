@@ -31,7 +31,6 @@ def check(schedule: Schedule, micro_batches: int | None = None, chunks: int | No
     waits for ever.
 
     Args:
-        schedule: for each rank its instructions.
         micro_batches, chunks: how many there have to be; None for as many as the schedule has.
 
     Raises:

@@ -19,13 +19,13 @@ torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from minidist._arguments import is_whole
+from minidist._arguments import check_whole
 from minidist.parallel.contract.schedule_kinds import SCHEDULES, schedule_kind
 from minidist.parallel.pipeline.instructions import Instruction, Schedule, require_schedule, sizes, stage_of
 from minidist.parallel.pipeline.replay import Deadlock, replay
+from minidist.parallel.pipeline.schedule_plot import plot
 from minidist.parallel.pipeline.schedule_proof import check
 from minidist.parallel.pipeline.simulation import Event, Simulation, simulate
 
@@ -54,9 +54,10 @@ def gpipe(ranks: int, micro_batches: int, chunks: int = 1) -> list[list[Instruct
     With several chunks, all micro-batches go through one chunk before the next chunk begins.
     """
     _check_sizes(ranks, micro_batches, chunks)
-    forwards = [("forward", i, chunk) for chunk in range(chunks) for i in range(micro_batches)]
-    backwards = [("backward", i, chunk) for chunk in reversed(range(chunks)) for i in range(micro_batches)]
-    return with_messages([_list(forwards + backwards)] * ranks)
+    passes = [("forward", chunk) for chunk in range(chunks)]
+    passes += [("backward", chunk) for chunk in reversed(range(chunks))]
+    order = [Instruction(kind, i, chunk) for kind, chunk in passes for i in range(micro_batches)]
+    return with_messages([order] * ranks)
 
 
 def one_f_one_b(ranks: int, micro_batches: int, chunks: int = 1) -> list[list[Instruction]]:
@@ -105,25 +106,21 @@ def zero_bubble(ranks: int, micro_batches: int, chunks: int = 1) -> list[list[In
     _check_sizes(ranks, micro_batches, chunks, most_chunks=1)
     compute, passes = [], [(i, 0) for i in range(micro_batches)]
     for rank in range(ranks):
-        order: list[tuple[str, int, int]] = []
+        order: list[Instruction] = []
         for each in _alternating(passes, passes, ranks - 1 - rank):
             if each.kind == "forward":
-                order.append(("forward", each.micro_batch, 0))
+                order.append(each)
                 continue
-            order.append(("backward_input", each.micro_batch, 0))
+            order.append(Instruction("backward_input", each.micro_batch))
             if each.micro_batch >= rank:
-                order.append(("backward_weight", each.micro_batch - rank, 0))
+                order.append(Instruction("backward_weight", each.micro_batch - rank))
         left = range(max(0, micro_batches - rank), micro_batches)
-        compute.append(_list([*order, *(("backward_weight", i, 0) for i in left)]))
+        compute.append([*order, *(Instruction("backward_weight", i) for i in left)])
     return with_messages(compute)
 
 
 def forward_only(schedule: Schedule) -> list[list[Instruction]]:
-    """The forward passes of a schedule and their messages, for evaluation.
-
-    Raises:
-        TypeError: it is not a list of instructions for each rank.
-    """
+    """The forward passes of a schedule and their messages, for evaluation."""
     require_schedule(schedule)
     kept = ("forward", "send_forward", "recv_forward")
     return [[each for each in rank if each.kind in kept] for rank in schedule]
@@ -132,12 +129,7 @@ def forward_only(schedule: Schedule) -> list[list[Instruction]]:
 def with_messages(compute: Schedule) -> list[list[Instruction]]:
     """A schedule from its passes: a receive is put before the pass that needs it, a send after its pass.
 
-    Args:
-        compute: for each rank its instructions, without messages.
-
-    Raises:
-        TypeError: it is not a list of instructions for each rank.
-        ValueError: it has messages already.
+    Raises ValueError if `compute` has messages already.
     """
     require_schedule(compute)
     for rank, own in enumerate(compute):
@@ -166,20 +158,9 @@ def with_messages(compute: Schedule) -> list[list[Instruction]]:
 
 
 def by_name(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> list[list[Instruction]]:
-    """The schedule of a name in `SCHEDULES`: "gpipe", "1f1b", "interleaved" or "zero_bubble".
-
-    Raises:
-        ValueError: an unknown name, or sizes that the schedule does not take.
-    """
-    made: list[list[Instruction]] = schedule_kind(name)(ranks, micro_batches, chunks)
-    return made
-
-
-def plot(schedule: Schedule, times: Any = None, ax: Any = None, path: Any = None) -> Any:
-    """Draw a schedule as a Gantt chart; see `minidist.parallel.pipeline.schedule_plot.plot`."""
-    from minidist.parallel.pipeline.schedule_plot import plot as draw
-
-    return draw(schedule, times, ax, path)
+    """The schedule of a name in `SCHEDULES`; ValueError if it is unknown, or does not take these sizes."""
+    schedule: list[list[Instruction]] = schedule_kind(name)(ranks, micro_batches, chunks)
+    return schedule
 
 
 def _alternating(
@@ -187,20 +168,14 @@ def _alternating(
 ) -> list[Instruction]:
     """`warm_up` forward passes, then one forward and one backward in turn, then the other backward passes."""
     warm_up = min(warm_up, len(forwards))
-    order = [("forward", *each) for each in forwards[:warm_up]]
+    order = [Instruction("forward", *each) for each in forwards[:warm_up]]
     for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
-        order += [("forward", *forward), ("backward", *backward)]
-    order += [("backward", *each) for each in backwards[len(forwards) - warm_up :]]
-    return _list(order)
-
-
-def _list(order: Iterable[tuple[str, int, int]]) -> list[Instruction]:
-    return [Instruction(*each) for each in order]
+        order += [Instruction("forward", *forward), Instruction("backward", *backward)]
+    return order + [Instruction("backward", *each) for each in backwards[len(forwards) - warm_up :]]
 
 
 def _check_sizes(ranks: int, micro_batches: int, chunks: int, most_chunks: int | None = None) -> None:
     for name, value in (("ranks", ranks), ("micro_batches", micro_batches), ("chunks", chunks)):
-        if not is_whole(value) or value < 1:
-            raise ValueError(f"{name} is {value!r}; give a whole number of at least 1")
+        check_whole(name, value, 1)
     if most_chunks is not None and chunks > most_chunks:
         raise ValueError(f"chunks is {chunks}, and this schedule has one chunk a rank; take interleaved")

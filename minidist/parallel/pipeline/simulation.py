@@ -42,20 +42,15 @@ class Event(NamedTuple):
 class Simulation:
     """What a simulated schedule takes.
 
-    Attributes:
-        timeline: for each rank its passes, in order.
-        seconds: from the beginning to the end of the last pass.
-        bubble: the share of all ranks' time in which they wait.
-        bubbles: the same for each rank.
-        peak_activations: for each rank the largest number of micro-batch passes through a chunk that are live
-            at a time: the forward pass has begun, and the backward pass, weights included, is not done.
+    A pass of a micro-batch through a chunk is live from the beginning of its forward pass to the end of its
+    backward pass, weights included.
     """
 
-    timeline: list[list[Event]]
-    seconds: float
-    bubble: float
-    bubbles: list[float]
-    peak_activations: list[int]
+    timeline: list[list[Event]]  # for each rank its passes, in order
+    seconds: float  # from the beginning to the end of the last pass
+    bubble: float  # the share of all ranks' time in which they wait
+    bubbles: list[float]  # the same for each rank
+    peak_activations: list[int]  # for each rank the largest number of passes that are live at a time
 
 
 def simulate(schedule: Schedule, times: PassTimes | None = None) -> Simulation:
@@ -65,7 +60,6 @@ def simulate(schedule: Schedule, times: PassTimes | None = None) -> Simulation:
     0.2727...
 
     Args:
-        schedule: for each rank its instructions.
         times: see `PassTimes`. A pass that is not given takes 1 s, a message 0 s, and a whole backward pass
             as long as its two parts.
 

@@ -1,5 +1,7 @@
 """Messages between the stages of a pipeline: sent at once, received in order, with receives posted ahead.
 
+`broadcast_loss` sends the loss from the last rank, which computes it, to the other ranks.
+
 A receiver has to know the shape and dtype of what it will get. The first time that a stage sends its output
 for a micro-batch of some shape, it sends that form first, and both sides remember it. From then on receives
 are posted before they are needed, so that messages arrive while the rank computes.
@@ -9,7 +11,8 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -18,7 +21,7 @@ from minidist import comm
 from minidist.comm.failures import described
 from minidist.comm.messages import tell_failure
 from minidist.comm.transport.duplicate_group import duplicate_group
-from minidist.comm.work import Group, ranks_of
+from minidist.comm.work import Group, rank_in, ranks_of
 from minidist.parallel.pipeline.instructions import Channel, Instruction, StageMessage, message_of
 from minidist.parallel.pipeline.send_completion import CompletedSends
 
@@ -26,6 +29,8 @@ AHEAD = 2
 """Receives that are posted at a time: while the rank waits for one, the message of the other travels."""
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 MOST_DIMS = 8
+FIRST_LOSS_TAG = 2**30
+"""The first tag of the messages with the loss, above those of the stages. Each step uses the next one."""
 TensorForm = tuple[torch.Size, torch.dtype]
 
 
@@ -176,7 +181,7 @@ def needs_lanes(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def send_unknown(x: Tensor, destination: int, group: Group, tag: int = 0) -> list[comm.Work]:
+def send_unknown(x: Tensor, destination: int, group: Group, tag: int) -> list[comm.Work]:
     """Send a tensor whose shape and dtype the receiver does not know, which go before it in 80 bytes."""
     if x.dtype not in DTYPES or x.dim() > MOST_DIMS:
         raise TypeError(
@@ -188,8 +193,37 @@ def send_unknown(x: Tensor, destination: int, group: Group, tag: int = 0) -> lis
     return [comm.send(part, destination, tag, group, async_op=True) for part in parts]
 
 
-def receive_unknown(source: int, group: Group, device: torch.device, tag: int = 0) -> Tensor:
+def receive_unknown(source: int, group: Group, device: torch.device, tag: int) -> Tensor:
     """Receive a tensor that `send_unknown` sent."""
     header = torch.empty(2 + MOST_DIMS, dtype=torch.int64, device=device)
     dtype, dims, *sizes = comm.recv(header, source, tag, group).tolist()
     return comm.recv(torch.empty(sizes[:dims], dtype=DTYPES[dtype], device=device), source, tag, group)
+
+
+@contextmanager
+def broadcast_loss(group: Group, device: torch.device) -> Iterator[Callable[[Tensor], float]]:
+    """Yield a function that gives all ranks the last rank's total, a float64 scalar; sends 8 (p - 1) bytes.
+
+    The other ranks post their receives on entry, so that the last rank does not wait for them. Each step has
+    its own tag, so that a message of a failed step is never taken for that of a later one.
+    """
+    rank, last = rank_in(group), len(ranks_of(group)) - 1
+    tag = FIRST_LOSS_TAG + next_run(group)
+    coming: comm.Work | None = None
+    if rank < last:
+        room = torch.empty((), dtype=torch.float64, device=device)
+        coming = comm.recv(room, last, tag, group, async_op=True)
+
+    def tell(total: Tensor) -> float:
+        if coming is not None:
+            return float(coming.wait())
+        for work in [comm.send(total, other, tag, group, async_op=True) for other in range(last)]:
+            work.wait()
+        return float(total)
+
+    try:
+        yield tell
+    except BaseException:
+        if coming is not None:
+            coming.forget()
+        raise

@@ -85,14 +85,12 @@ class StagePasses:
             messages.post()
         elif role == "forward":
             self._forward(*which)
-        elif each.kind == "backward":
-            self._backward(*which)
-        elif each.kind == "backward_input":
-            self._backward_input(*which)
-        else:
+        elif kind == "weight":
             split = self.live.pop(which).split
             if split is not None:
                 split.weight_gradients()
+        else:
+            self._backward(*which, split=kind == "input")
 
     def _forward(self, micro_batch: int, chunk: int) -> None:
         stage = stage_of(self.rank, chunk, self.ranks)
@@ -122,26 +120,19 @@ class StagePasses:
         if train:
             self.live[micro_batch, chunk] = StagePass(x if stage else None, root)
 
-    def _backward(self, micro_batch: int, chunk: int) -> None:
-        one = self.live.pop((micro_batch, chunk))
-        gradient = self.arrived.pop(("backward", micro_batch, chunk), None)
-        if one.root is not None:
-            torch.autograd.backward([one.root], [gradient])
-        if one.x is not None:
-            self._leave_gradient(micro_batch, chunk, one.x, one.x.grad)
-
-    def _backward_input(self, micro_batch: int, chunk: int) -> None:
-        one = self.live[micro_batch, chunk]
+    def _backward(self, micro_batch: int, chunk: int, split: bool) -> None:
+        """The whole backward pass, or with `split` its first part, after which the pass stays live."""
+        one = self.live[micro_batch, chunk] if split else self.live.pop((micro_batch, chunk))
         gradient = self.arrived.pop(("backward", micro_batch, chunk), None)
         found = None
-        if one.root is not None:
+        if one.root is not None and split:
             one.split = SplitBackward(one.root, one.x, recomputes(self.stages[chunk]))
             found = one.split.input_gradient(gradient)
+        elif one.root is not None:
+            torch.autograd.backward([one.root], [gradient])
+            found = None if one.x is None else one.x.grad
         if one.x is not None:
-            self._leave_gradient(micro_batch, chunk, one.x, found)
-
-    def _leave_gradient(self, micro_batch: int, chunk: int, x: Tensor, gradient: Tensor | None) -> None:
-        self._leave("backward", micro_batch, chunk, torch.zeros_like(x) if gradient is None else gradient)
+            self._leave("backward", micro_batch, chunk, torch.zeros_like(one.x) if found is None else found)
 
     def _leave(self, kind: str, micro_batch: int, chunk: int, x: Tensor) -> None:
         """Keep a tensor until it is sent, or with one rank give it to the rank's own next chunk."""

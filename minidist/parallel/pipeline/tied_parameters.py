@@ -11,9 +11,10 @@ Source: Shoeybi et al. 2019, "Megatron-LM"; Press and Wolf 2017 on tying the two
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from minidist import comm
 from minidist.comm.work import Group, rank_in
@@ -34,25 +35,13 @@ def sum_tied(parameter: nn.Parameter | None, group: Group, ranks: Sequence[int])
     if parameter is None or len(ranks) < 2 or not parameter.requires_grad:
         return
     own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-    parts = exchange(own, group, ranks)
-    total = parts[0] + parts[1]
-    for part in parts[2:]:
-        total += part
-    if parameter.grad is None:
-        parameter.grad = total
-    else:
-        parameter.grad.copy_(total)
-
-
-def exchange(x: Tensor, group: Group, ranks: Sequence[int]) -> list[Tensor]:
-    """The tensors of all `ranks`, in their order; each sends its own to every other one."""
     others = [rank for rank in ranks if rank != rank_in(group)]
-    came = {rank: torch.empty_like(x, memory_format=torch.contiguous_format) for rank in others}
-    works = [comm.send(x, rank, group=group, async_op=True) for rank in others]
+    came = {rank: torch.empty_like(own, memory_format=torch.contiguous_format) for rank in others}
+    works = [comm.send(own, rank, group=group, async_op=True) for rank in others]
     works += [comm.recv(came[rank], rank, group=group, async_op=True) for rank in others]
     for work in works:
         work.wait()
-    return [came.get(rank, x) for rank in ranks]
+    parameter.grad = own.copy_(reduce(torch.add, (came.get(rank, own) for rank in ranks)))
 
 
 def start_equal(parameter: nn.Parameter | None, group: Group) -> list[int]:

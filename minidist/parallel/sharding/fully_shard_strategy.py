@@ -101,10 +101,6 @@ class FullySharded(Strategy):
                 unit.free()
         yield from buffers
 
-    def full_state_dict(self) -> dict[str, Tensor]:
-        """Copies of all parameters and buffers. A collective."""
-        return self.parallel.state_dict()
-
     def held(self) -> ResidentTensors:
         """Shards and what is gathered now; the buffers that reduce gradients count among the gradients."""
         flat_shards, units = self.flat_shards, self.parallel.units

@@ -31,8 +31,8 @@ from minidist.parallel.tensor.cuts import (
     Device,
     TensorParallel,
     check_linear,
-    new_linear,
     part_of,
+    send_whole,
     share,
 )
 from minidist.parallel.tensor.operators import (
@@ -161,7 +161,9 @@ class ColumnParallelLinear(TensorParallel):
         self.own = share(out_features, group, unit, "the outputs of a column-parallel layer")
         self.is_vocabulary = False  # whether the features are the scores of tokens
         self.shared: SharedInput | None = None
-        self._take(new_linear(in_features, out_features, bias, group, dtype, device))
+        whole = nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
+        send_whole(whole, group)
+        self._take(whole)
 
     @classmethod
     def from_linear(

@@ -90,15 +90,6 @@ def check_linear(linear: object) -> None:
         raise TypeError(f"a {type(linear).__name__} cannot be cut between ranks; give a torch.nn.Linear")
 
 
-def new_linear(
-    in_features: int, out_features: int, bias: bool, group: Group, dtype: torch.dtype | None, device: Device
-) -> nn.Linear:
-    """Return a whole layer with the weights that the group's first rank drew."""
-    whole = nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
-    send_whole(whole, group)
-    return whole
-
-
 def send_whole(module: nn.Module, group: Group) -> None:
     """Copy the parameters and buffers of the group's first rank to all ranks; a collective."""
     for tensor in [*module.parameters(), *module.buffers()]:

@@ -210,8 +210,7 @@ class _Copy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        if len(grads) == 1:  # all-reduce a copy: another operator may use the same gradient
-            return None, start_all_reduce(_copied(grads[0]), ctx.group)()
+        # All-reduce a copy, even of a single gradient: another operator may use it.
         flat = start_all_reduce(torch.cat([grad.reshape(-1) for grad in grads]), ctx.group)()
         parts = torch.split_with_sizes(flat, [grad.numel() for grad in grads])
         return None, *(part.view(grad.shape) for part, grad in zip(parts, grads, strict=True))

@@ -15,6 +15,7 @@ from torch import nn
 from minidist.model.configs import TransformerConfig
 from minidist.model.gpt import GPT
 from minidist.model.mlp import MLP
+from minidist.parallel.compression.compressor import all_reduce_bytes
 
 
 def plan_for(model: nn.Module) -> dict[str, str]:
@@ -76,15 +77,11 @@ def bytes_per_pass(
     stream = rows * tokens * width * element_size
     loss = (n - 1) * 3 * rows * tokens * max(element_size, 4)
     if not sequence_parallel:
-        return (4 * config.layers + 2) * _all_reduce(stream, n) + loss
+        return (4 * config.layers + 2) * all_reduce_bytes(stream, n) + loss
     # A gather enters a region and a scatter leaves it; the token table and the head are half a region each.
     regions = 2 * config.layers + 1
     exchanges = 5 * regions * ((n - 1) * stream // n)
-    norms = regions * _all_reduce(2 * width * element_size, n)
-    biases = 2 * config.layers * _all_reduce(width * element_size, n)
+    norms = regions * all_reduce_bytes(2 * width * element_size, n)
+    biases = 2 * config.layers * all_reduce_bytes(width * element_size, n)
     positions = (n - 1) * (tokens * width * element_size // n)
     return exchanges + norms + biases + positions + loss
-
-
-def _all_reduce(size: int, ranks: int) -> int:
-    return 2 * (ranks - 1) * size // ranks

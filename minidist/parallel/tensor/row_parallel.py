@@ -18,8 +18,8 @@ from minidist.parallel.tensor.cuts import (
     Device,
     TensorParallel,
     check_linear,
-    new_linear,
     part_of,
+    send_whole,
     share,
 )
 from minidist.parallel.tensor.operators import (
@@ -68,7 +68,9 @@ class RowParallelLinear(TensorParallel):
         self.input_is_parallel = input_is_parallel
         self.group, self.sequence_parallel = group, sequence_parallel
         self.own = share(in_features, group, unit, "the inputs of a row-parallel layer")
-        self._take(new_linear(in_features, out_features, bias, group, dtype, device))
+        whole = nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
+        send_whole(whole, group)
+        self._take(whole)
 
     @classmethod
     def from_linear(

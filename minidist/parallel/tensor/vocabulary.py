@@ -19,8 +19,9 @@ from torch.nn import functional
 
 from minidist import comm
 from minidist.comm.work import Group, rank_in, ranks_of
+from minidist.model.loss import require_classes, require_rows
 from minidist.parallel.tensor.column_parallel import ColumnParallelLinear
-from minidist.parallel.tensor.cuts import Cut, TensorParallel, send_whole, share, share_of
+from minidist.parallel.tensor.cuts import Cut, TensorParallel, part_of, send_whole, share, share_of
 from minidist.parallel.tensor.operators import gather_from_ranks, reduce_from_ranks, scatter_sequence
 
 
@@ -77,8 +78,7 @@ class VocabParallelEmbedding(TensorParallel):
         return layer.train(embedding.training)
 
     def _take(self, whole: nn.Embedding) -> None:
-        rows = whole.weight.detach()[self.own.start : self.own.stop].clone()
-        self.weight = nn.Parameter(rows, requires_grad=whole.weight.requires_grad)
+        self.weight = part_of(whole.weight, slice(self.own.start, self.own.stop))
 
     def forward(self, tokens: Tensor) -> Tensor:  # (...) -> (..., D)
         """Look up this rank's tokens, and sum over the ranks."""
@@ -130,13 +130,8 @@ def vocab_parallel_cross_entropy(
             f"{tuple(targets.shape)} and a vocabulary of {vocabulary}, of which this rank has {len(own)}; "
             f"give local_logits (..., {len(own)}) and targets (...)"
         )
-    if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
-        raise TypeError(f"targets are {targets.dtype}; give class numbers, as torch.int64")
-    if targets.numel() == 0:
-        raise ValueError(
-            f"targets of shape {tuple(targets.shape)} are empty, and the mean loss of an empty batch is "
-            "undefined; give at least one row"
-        )
+    require_classes(targets)
+    require_rows(targets)
     _check_tokens(targets, vocabulary)
     if local_logits.dtype in (torch.float16, torch.bfloat16):
         local_logits = local_logits.float()

@@ -5,7 +5,7 @@ To add an activation checkpoint policy, start at recompute.py: its docstring say
 | File | Holds |
 |---|---|
 | recompute.py | `recompute`: activations that are computed again in the backward pass |
-| activation_memory.py | a counter of the activations that the forward pass keeps |
+| activation_memory.py | a counter of the activations that the forward pass keeps; their peak in a step |
 | precision.py | bf16 and fp16: what is converted; the scale of the loss |
 | master_weights.py | an optimizer that updates float32 copies of 16-bit parameters |
 | clipping.py | `clip_grad_norm`: shorten gradients by their norm over all ranks |

@@ -35,24 +35,20 @@ def global_norm(
     rank has all gradients and nothing is sent. norm_type: the p of the p-norm, above 0; `math.inf` for the
     largest element.
     """
-    largest = norm_type == math.inf
-    powers = []
+    norms = []
     for gradient in gradients:
         values = gradient.coalesce().values() if gradient.is_sparse else gradient
         if values.numel():
-            norm = torch.linalg.vector_norm(values, norm_type, dtype=torch.float64)
-            powers.append(norm if largest else norm**norm_type)
-    total = torch.zeros((), dtype=torch.float64)
-    if powers:
-        total = torch.stack(powers).max() if largest else torch.stack(powers).sum()
-    if sharded:
-        total = total.to(comm.device())
-        if largest:
-            total = total.nan_to_num(nan=math.inf, posinf=math.inf)  # some backends' maximum drops a NaN
-        comm.all_reduce(total, "max" if largest else "sum", group=group)
-    if largest:
-        return float(total)
-    return math.sqrt(float(total)) if norm_type == 2 else float(total) ** (1 / norm_type)
+            norms.append(torch.linalg.vector_norm(values, norm_type, dtype=torch.float64))
+    own = torch.zeros((), dtype=torch.float64)
+    if norms:
+        own = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    if not sharded:
+        return float(own)
+    own = own.to(comm.device())
+    if norm_type == math.inf:  # some backends' maximum drops a NaN
+        return float(comm.all_reduce(own.nan_to_num(nan=math.inf, posinf=math.inf), "max", group=group))
+    return math.pow(float(comm.all_reduce(own**norm_type, group=group)), 1 / norm_type)
 
 
 def clip_factor(norm: float, max_norm: float) -> float:

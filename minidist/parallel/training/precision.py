@@ -94,11 +94,8 @@ class Precision:
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.is_floating_point():
                     module._buffers[name] = buffer.to(self.dtype)
-        return {
-            name: exact[name]
-            for name, parameter in model.named_parameters(remove_duplicate=False)
-            if name in exact and parameter.dtype == self.dtype
-        }
+        converted = dict(model.named_parameters(remove_duplicate=False))
+        return {name: value for name, value in exact.items() if converted[name].dtype == self.dtype}
 
     def inputs(self, inputs: Tensor) -> Tensor:
         """Return floating inputs in the model's dtype, and others as they are."""
@@ -142,7 +139,7 @@ class Precision:
 def fill_masters(
     strategy: Strategy,
     exact: Mapping[str, Tensor],
-    own: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = dict,
+    own: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]],
 ) -> None:
     """Make the master weights start from rank 0's float32 values instead of the rounded 16-bit ones.
 

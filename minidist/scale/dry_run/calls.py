@@ -18,7 +18,7 @@ from minidist import comm
 from minidist.comm.ledgers import Call
 from minidist.comm.mesh import Mesh
 from minidist.parallel.engine.step_executor import StagedPasses
-from minidist.parallel.engine.training_step import HybridEngine
+from minidist.parallel.engine.training_step import Engine
 
 AXES = ("dp", "tp", "pp", "cp", "world")
 """Axes of calls. The dp ranks have different rows or tokens and sum gradients; world is all ranks."""
@@ -108,7 +108,7 @@ def axis_names(mesh: Mesh) -> Callable[[Call], str]:
 
 
 @contextmanager
-def phases_of(engine: HybridEngine, recorder: Recorder) -> Iterator[None]:
+def phases_of(engine: Engine, recorder: Recorder) -> Iterator[None]:
     """Keep the recorder's phase up to date during a step of this engine."""
     passes, strategy = engine.executor, engine.strategy
     replaced: list[tuple[Any, str]] = []

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from minidist.model.configs import BERTConfig, GPTConfig, TransformerConfig
-from minidist.model.gpt import GPT, Attention, FeedForward, UninitializedEmbedding, UninitializedLinear
+from minidist.model.gpt import GPT, Attention, FeedForward
 from minidist.model.loss import cross_entropy
 from minidist.parallel.contract.engine import Loss
 from minidist.scale.dry_run.fake_tensors import DryTensors
@@ -84,9 +84,9 @@ class BERT(nn.Module):
 class _Embedding(nn.Module):
     def __init__(self, shape: BERTConfig) -> None:
         super().__init__()
-        self.token = UninitializedEmbedding(shape.vocabulary, shape.width)
-        self.position = UninitializedEmbedding(shape.context, shape.width)
-        self.segment = UninitializedEmbedding(shape.segments, shape.width)
+        self.token = nn.Embedding(shape.vocabulary, shape.width)
+        self.position = nn.Embedding(shape.context, shape.width)
+        self.segment = nn.Embedding(shape.segments, shape.width)
         self.norm = nn.LayerNorm(shape.width)
 
     def forward(self, tokens: Tensor) -> Tensor:  # (B, T) -> (B, T, D)
@@ -112,9 +112,9 @@ class _BertBlock(nn.Module):
 class _Head(nn.Module):
     def __init__(self, shape: BERTConfig) -> None:
         super().__init__()
-        self.map = UninitializedLinear(shape.width, shape.width)
+        self.map = nn.Linear(shape.width, shape.width)
         self.norm = nn.LayerNorm(shape.width) if shape.generates else None
-        self.scores = UninitializedLinear(shape.width, shape.vocabulary) if shape.generates else None
+        self.scores = nn.Linear(shape.width, shape.vocabulary) if shape.generates else None
 
     def forward(self, x: Tensor) -> Tensor:  # (B, T, D) -> (B, T, V), or (B, D)
         if self.norm is None or self.scores is None:

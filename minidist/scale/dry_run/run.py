@@ -26,7 +26,7 @@ from minidist.parallel.contract.engine import MakeOptimizer
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.memory_report import Memory
 from minidist.parallel.engine.prepare import prepare
-from minidist.parallel.engine.training_step import HybridEngine
+from minidist.parallel.engine.training_step import Engine
 from minidist.parallel.training.precision import DTYPES
 from minidist.scale.dry_run.arguments import check, check_options, kinds
 from minidist.scale.dry_run.calls import CallSummary, DryCall, axis_names, lines, phases_of, recorded
@@ -174,7 +174,6 @@ def dryrun(
                     fully_shard=fully_shard,
                     plan=plan_of(shape, layout.tp),
                 )
-            assert isinstance(engine, HybridEngine)
             names = axis_names(engine.mesh)
             for call in prepared:
                 call.axis = names(call) if len(call.group) > 1 else ""
@@ -231,7 +230,7 @@ def dryrun_kinds(
 
 
 def _step(
-    engine: HybridEngine,
+    engine: Engine,
     tensors: DryTensors,
     peers: LayoutPeers,
     batch: tuple[int, int],

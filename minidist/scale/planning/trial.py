@@ -18,9 +18,9 @@ from minidist.kernels.measure.harness import time_in_turns
 from minidist.model.configs import GPTConfig, TransformerConfig
 from minidist.model.gpt import GPT
 from minidist.model.sampler import Sampler
-from minidist.parallel.contract.engine import Engine
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.engine.prepare import prepare
+from minidist.parallel.engine.training_step import Engine
 from minidist.scale.dry_run.run import OPTIMIZERS
 from minidist.scale.planning.candidates import Candidate
 

@@ -32,9 +32,8 @@ import torch
 from torch import nn
 
 from minidist import comm
-from minidist.parallel.contract.engine import Engine
 from minidist.parallel.engine.step_executor import StagedPasses
-from minidist.parallel.engine.training_step import HybridEngine
+from minidist.parallel.engine.training_step import Engine
 from minidist.parallel.pipeline.execution import Pipeline
 from minidist.parallel.pipeline.simulation import Event
 from minidist.scale.tracing import clocks, perfetto, plot
@@ -111,7 +110,7 @@ class Tracer:
 
     def _take(self, what: object, prefix: str) -> None:
         """Collect the modules and pipelines of an argument."""
-        if isinstance(what, HybridEngine):
+        if isinstance(what, Engine):
             mesh = what.mesh
             self._place = {axis: mesh.rank(axis) for axis in mesh.sizes if mesh.size(axis) > 1}
             self.layout = str(what.layout)

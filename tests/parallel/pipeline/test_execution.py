@@ -193,14 +193,16 @@ def without_weights(patch: pytest.MonkeyPatch) -> None:
 
 def gradients_of_another(patch: pytest.MonkeyPatch) -> None:
     """Each gradient is that of the micro-batch before: as if messages were matched in another order."""
-    run = StagePasses._leave_gradient
+    run = StagePasses._leave
     kept: list[Tensor] = []
 
-    def wrong(self: Any, micro_batch: int, chunk: int, x: Tensor, gradient: Tensor | None) -> None:
-        kept.append(torch.zeros_like(x) if gradient is None else gradient)
-        run(self, micro_batch, chunk, x, kept[-2] if len(kept) > 1 and kept[-2].shape == x.shape else None)
+    def wrong(self: Any, kind: str, micro_batch: int, chunk: int, x: Tensor) -> None:
+        if kind == "backward":
+            kept.append(x)
+            x = kept[-2] if len(kept) > 1 and kept[-2].shape == x.shape else torch.zeros_like(x)
+        run(self, kind, micro_batch, chunk, x)
 
-    patch.setattr(StagePasses, "_leave_gradient", wrong)
+    patch.setattr(StagePasses, "_leave", wrong)
 
 
 def weights_only_once(patch: pytest.MonkeyPatch) -> None:

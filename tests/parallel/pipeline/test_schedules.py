@@ -282,7 +282,7 @@ def test_1f1b_lets_go_of_what_it_sent() -> None:
 def test_wrong_arguments_are_told() -> None:
     with pytest.raises(ValueError, match="unknown schedule 'gpip': did you mean 'gpipe'"):
         schedules.by_name("gpip", 2, 2)
-    with pytest.raises(ValueError, match="micro_batches is 0; give a whole number of at least 1"):
+    with pytest.raises(ValueError, match="micro_batches is 0; give at least 1"):
         schedules.gpipe(2, 0)
     with pytest.raises(ValueError, match="chunks is 2, and this schedule has one chunk a rank"):
         schedules.zero_bubble(2, 4, 2)

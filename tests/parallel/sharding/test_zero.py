@@ -17,9 +17,12 @@ from torch import Tensor, nn
 
 import minidist as md
 from minidist import comm
-from minidist.parallel.engine.training_step import HybridEngine
+from minidist.comm.mesh import Mesh
+from minidist.parallel.engine.partition_model import partition_model
+from minidist.parallel.engine.training_step import Engine
 from minidist.parallel.sharding import optimizer_slices, reduce_to_owner, zero_buckets
 from minidist.parallel.sharding.zero_strategy import ShardedState
+from minidist.parallel.training.precision import Precision
 from tests.helpers import contract
 from tests.parallel.sharding import test_data_parallel as data_parallel
 
@@ -792,7 +795,8 @@ def test_chunks_are_the_whole_state_and_any_layout_goes_on_from_them(
         if not zero:
             return md.prepare(model, case.optimizer, layout, loss=case.loss)
         sharded = ShardedState(model, case.optimizer, zero, {"bucket_mb": 0.0003}, master)
-        return HybridEngine(model, sharded, layout, case.loss)
+        part = partition_model(model, layout, Mesh(dp=md.size()))
+        return Engine(part, sharded, layout, case.loss, Precision("fp32"))
 
     def step(engine: Any, batch: tuple[Tensor, Tensor]) -> None:
         n, r = md.size(), md.rank()

@@ -352,7 +352,7 @@ PATTERNS: dict[str, tuple[dict[str, str], str]] = {
     "not linear": ({"layers.*.mlp_norm": "column"}, "a LayerNorm cannot be cut between ranks"),
     "a table": (
         {"layers.0.position": "row"},
-        "an? UninitializedEmbedding cannot be cut between ranks; give a torch.nn.Linear",
+        "an? Embedding cannot be cut between ranks; give a torch.nn.Linear",
     ),
 }
 

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 
 import minidist as md
 from minidist import comm
+from minidist.comm.mesh import Mesh
 from minidist.model import GPT, MLP, Sampler, accuracy, config, dataset
 from minidist.model.loss import cross_entropy
-from minidist.parallel.engine.training_step import HybridEngine
+from minidist.parallel.engine.partition_model import partition_model
+from minidist.parallel.engine.training_step import Engine
 from minidist.parallel.sharding.data_parallel_strategy import Replicated
 from minidist.parallel.training.precision import LossScale, Precision
 
@@ -29,7 +31,9 @@ def losses(precision: str, master: torch.dtype | None, steps: int = 200) -> Tens
     chosen = Precision(precision, LossScale(2.0**12) if precision == "fp16" else None)
     chosen.convert(model)
     strategy = Replicated(model, partial(torch.optim.AdamW, lr=1e-3), master=master)
-    engine = HybridEngine(model, strategy, md.Layout(precision=precision), cross_entropy, chosen)
+    layout = md.Layout(precision=precision)
+    part = partition_model(model, layout, Mesh(dp=1))
+    engine = Engine(part, strategy, layout, cross_entropy, chosen)
     sampler = Sampler(len(data.train), 4)
     return torch.tensor([engine.step(*data.train[sampler.share(step)]) for step in range(steps)])
 
@@ -137,7 +141,8 @@ def train_with_overflow(kind: type[Replicated]) -> list[tuple[float, int, bool, 
     precision.convert(model)
     strategy = kind(model, partial(torch.optim.AdamW, lr=0.1), master=precision.master)
     layout = md.Layout(dp=2, precision="fp16")
-    engine = HybridEngine(model, strategy, layout, cross_entropy, precision)
+    part = partition_model(model, layout, Mesh(dp=2))
+    engine = Engine(part, strategy, layout, cross_entropy, precision)
     history = []
     for step in range(5):
         before = [parameter.detach().clone() for parameter in model.parameters()]

@@ -15,7 +15,7 @@ import minidist as md
 from minidist import comm
 from minidist.cli import commands
 from minidist.model import config
-from minidist.parallel.engine.training_step import HybridEngine
+from minidist.parallel.engine.training_step import Engine
 from minidist.scale.dry_run import calls, fake_tensors
 from minidist.scale.dry_run.arguments import kinds
 from minidist.scale.dry_run.fake_tensors import DryTensors, NoData
@@ -64,7 +64,7 @@ PLANTED = Case("pp=2,micro_batches=2")
 
 
 def test_a_collective_that_is_left_out_is_found(real: list[Measured], monkeypatch: Any) -> None:
-    monkeypatch.setattr(HybridEngine, "_on_all_stages", lambda self, value: value)
+    monkeypatch.setattr(Engine, "_on_all_stages", lambda self, value: value)
     for rank in range(2):
         found = differences(PLANTED.dry(rank), real[rank])
         assert [each[:50] for each in found] == [
