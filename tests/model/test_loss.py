@@ -32,7 +32,7 @@ def test_a_narrow_loss_is_computed_in_float32():
 def test_the_loss_refuses_what_has_no_mean():
     with pytest.raises(ValueError, match=r"outputs of shape \(3, 7\) do not fit targets of shape \(4,\)"):
         cross_entropy(torch.rand(3, 7), torch.zeros(4, dtype=torch.int64))
-    with pytest.raises(ValueError, match="targets of shape .* are empty, and the mean loss of an empty batch"):
+    with pytest.raises(ValueError, match=r"targets of shape \(0,\) are empty, and the mean loss"):
         cross_entropy(torch.rand(0, 7), torch.zeros(0, dtype=torch.int64))
     with pytest.raises(TypeError, match=r"targets are torch\.float32"):
         cross_entropy(torch.rand(3, 7), torch.zeros(3))
