@@ -154,7 +154,8 @@ def with_equal_shares_of_tokens(patch: pytest.MonkeyPatch) -> None:
 
 def with_every_ranks_norm(patch: pytest.MonkeyPatch) -> None:
     """Parameters that are whole on all tensor-parallel ranks count on each."""
-    patch.setattr(parameter_placement.Placement, "_counts", lambda *_: True)
+    none = property(lambda _: set(), lambda *_: None)
+    patch.setattr(parameter_placement.Placement, "_copies", none, raising=False)
 
 
 def without_the_first_stages_weights(patch: pytest.MonkeyPatch) -> None:
