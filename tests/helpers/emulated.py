@@ -7,7 +7,7 @@ from fractions import Fraction
 import numpy as np
 
 from minidist.kernels.emulator.arithmetic.operations import operation
-from minidist.kernels.emulator.base.ptx_types import DTYPES
+from minidist.kernels.emulator.ptx.dtypes import DTYPES
 
 # A float's format: bits of the significand, exponents of the smallest and the largest normal number.
 FORMATS = {"f16": (11, -14, 15), "bf16": (8, -126, 127), "f32": (24, -126, 127), "f64": (53, -1022, 1023)}
@@ -31,7 +31,7 @@ def run(opcode, *operands, results=1):
 
 def as_kind(x, kind):
     """Return x as an array of this kind; integers wrap."""
-    dtype = np.dtype(DTYPES[kind])
+    dtype = DTYPES[kind]
     if isinstance(x, np.ndarray) and x.dtype == dtype:
         return x
     if dtype.kind in "fb":

@@ -13,11 +13,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from ..base.ptx_types import DTYPES, Array, Function, pairwise
+from ..base.operation import Function, pairwise
+from ..ptx.dtypes import Array
 from .half_precision import through_32
 from .rounding import SMALLEST_NORMAL, flushing
 from .warp_operations import REDUCTIONS
@@ -37,32 +37,12 @@ class Atomic:
     accumulate: np.ufunc | None = None  # the same of (old, operand), if NumPy has it
     flushes: bool = False  # subnormal float32 operands and results become zeros
 
-    @property
-    def dtype(self) -> Any:
-        """The dtype of the memory and of the operands."""
-        return DTYPES[self.kind]
-
-
-def _swap(old: Array, operand: Array, compare: Array) -> Array:
-    new: Array = np.where(old == compare, operand, old)
-    return new
-
-
-def _increment(old: Array, operand: Array, compare: Array) -> Array:
-    new: Array = np.where(old >= operand, old.dtype.type(0), old + old.dtype.type(1))
-    return new
-
-
-def _decrement(old: Array, operand: Array, compare: Array) -> Array:
-    new: Array = np.where((old == 0) | (old > operand), operand, old - old.dtype.type(1))
-    return new
-
 
 OTHERS: dict[str, Callable[[Array, Array, Array], Array]] = {
     "exch": lambda old, operand, compare: operand,
-    "cas": _swap,
-    "inc": _increment,
-    "dec": _decrement,
+    "cas": lambda old, operand, compare: np.where(old == compare, operand, old),
+    "inc": lambda old, operand, compare: np.where(old >= operand, 0, old + 1),
+    "dec": lambda old, operand, compare: np.where((old == 0) | (old > operand), operand, old - 1),
 }
 KINDS: dict[str, tuple[str, ...]] = {
     "add": ("u32", "s32", "u64", "s64", "f32", "f64", "f16", "bf16", "f16x2", "bf16x2"),

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from ..base.ptx_types import DTYPES, Array, Builder, Operation, resized
+from ..base.operation import Builder, Operation, resized
+from ..ptx.dtypes import DTYPES, Array
 
 BYTE = np.uint32(0xFF)
 ONES = np.uint32(0xFFFFFFFF)
@@ -44,7 +45,7 @@ def _insert(opcode: tuple[str, ...]) -> Operation | None:
 
     def function(a: Array, b: Array, position: Array, length: Array) -> Any:
         shift = (position & BYTE).astype(dtype)
-        field = ~(~dtype(0) << (length & BYTE).astype(dtype)) << shift
+        field = ~(~dtype.type(0) << (length & BYTE).astype(dtype)) << shift
         return (b & ~field) | ((a << shift) & field)
 
     return Operation(kind, (kind, kind, "u32", "u32"), function)
@@ -59,7 +60,7 @@ def _extend(opcode: tuple[str, ...]) -> Operation | None:
     def function(a: Array, n: Array) -> Any:
         kept = np.minimum(n, np.uint32(32)) if clamp else n & np.uint32(31)
         above = (np.uint32(32) - kept).astype(dtype)
-        return np.where(kept == 0, dtype(0), (a << above) >> above)
+        return np.where(kept == 0, dtype.type(0), (a << above) >> above)
 
     return Operation(kind, (kind, "u32"), function)
 

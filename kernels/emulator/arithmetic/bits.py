@@ -7,18 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..base.ptx_types import (
-    BITS,
-    DTYPES,
-    INTEGERS,
-    Array,
-    Builder,
-    Function,
-    Operation,
-    bits,
-    resized,
-    uniform,
-)
+from ..base.operation import BITS, INTEGERS, Builder, Function, Operation, bits, resized, uniform
+from ..ptx.dtypes import DTYPES, Array
 
 ONES = np.uint32(0xFFFFFFFF)
 # Masks that swap neighbouring bits, pairs, ... of a 64-bit number, or add them up.
@@ -126,8 +116,7 @@ def reverse(x: Array) -> Array:
     y = x.astype(np.uint64)
     for width in (1, 2, 4, 8, 16, 32):
         y = ((y & MASKS[width]) << np.uint64(width)) | ((y >> np.uint64(width)) & MASKS[width])
-    reversed_: Array = (y >> np.uint64(64 - size)).astype(x.dtype)
-    return reversed_
+    return (y >> np.uint64(64 - size)).astype(x.dtype)
 
 
 def _count(opcode: tuple[str, ...]) -> Operation | None:

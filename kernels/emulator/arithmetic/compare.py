@@ -1,4 +1,4 @@
-"""Compare and select: setp, set, selp, slct, testp; and mov.
+"""Compare and select: setp, set, selp, slct, testp.
 
 Source: PTX ISA manual, "Comparison and Selection Instructions" and "Comparisons of Floating-Point Operands":
 an ordered comparison with a NaN is false, an unordered one (`ltu`, `neu`, ...) is true.
@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from ..base.ptx_types import BITS, DTYPES, INTEGERS, Array, Builder, Function, Operation, pairwise, unpack
+from ..base.operation import BITS, INTEGERS, Builder, Function, Operation, pairwise, unpack
+from ..ptx.dtypes import DTYPES, Array
 from .half_precision import widen
 from .rounding import flush
 
@@ -23,13 +24,11 @@ def _not(function: Function) -> Function:
 
 def _differs(a: Array, b: Array) -> Array:
     """Return whether a < b or a > b."""
-    less: Array = np.less(a, b)
-    return less | np.greater(a, b)
+    return np.less(a, b) | np.greater(a, b)
 
 
 def _is_nan(a: Array, b: Array) -> Array:
-    nan: Array = np.isnan(a)
-    return nan | np.isnan(b)
+    return np.isnan(a) | np.isnan(b)
 
 
 ORDER: dict[str, Function] = {
@@ -194,11 +193,10 @@ def _test(opcode: tuple[str, ...]) -> Operation | None:
     """`testp.finite.f32` and other tests; zeros count as normal."""
     if len(opcode) != 3 or opcode[2] not in ("f32", "f64"):
         return None
-    smallest = np.finfo(DTYPES[opcode[2]]).smallest_normal  # type: ignore[type-var]
+    smallest = np.finfo(DTYPES[opcode[2]]).smallest_normal
 
     def is_subnormal(x: Array) -> Array:
-        subnormal: Array = (np.absolute(x) < smallest) & (x != 0)
-        return subnormal
+        return (np.absolute(x) < smallest) & (x != 0)
 
     tests: dict[str, Function] = {
         "finite": np.isfinite,
@@ -212,18 +210,10 @@ def _test(opcode: tuple[str, ...]) -> Operation | None:
     return Operation("pred", (opcode[2],), test) if test else None
 
 
-def _move(opcode: tuple[str, ...]) -> Operation | None:
-    """`mov d, a` of a register or a constant; `instructions.arithmetic` handles vectors."""
-    if len(opcode) != 2 or opcode[1] not in (*SELECTED, "pred", "f16", "bf16"):
-        return None
-    return Operation(opcode[1], (opcode[1],), lambda x: x)
-
-
 BUILDERS: dict[str, list[Builder]] = {
     "setp": [_set_predicate],
     "set": [_set],
     "selp": [_select],
     "slct": [_select_by_sign],
     "testp": [_test],
-    "mov": [_move],
 }

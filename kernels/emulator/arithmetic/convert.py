@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from ..base.ptx_types import DTYPES, Array, Builder, Function, Operation, bits, pack
-from .convert_float8 import FORMATS, convert_8
+from ..base.operation import Builder, Function, Operation, bits, pack
+from ..ptx.dtypes import DTYPES, Array
+from .convert_float8 import convert_8
 from .half_precision import narrow, shorten, to_odd_32, widen
 from .rounding import MODES, flush, saturate, step
 
@@ -58,8 +59,7 @@ def _float_to_integer(kind: str, source: str, integral: Function) -> Function:
 def _residual(x: Array, r: Array) -> Array:
     """Return a float64 with the sign of x - r, where r (float64) is x rounded."""
     if x.dtype.kind == "f" or x.dtype.itemsize < 8:
-        difference: Array = x.astype(np.float64) - r
-        return difference
+        return x.astype(np.float64) - r
     # Two float64 hold 64 bits. r is so close that the first difference is exact.
     upper, lower = x >> x.dtype.type(32), x & x.dtype.type(0xFFFFFFFF)
     difference = (upper.astype(np.float64) * 2.0**32 - r) + lower.astype(np.float64)
@@ -74,8 +74,7 @@ def _nearly_32(x: Array) -> Array:
     if x.dtype.kind == "f":
         return nearest
     error = _residual(x, nearest.astype(np.float64))
-    odd: Array = (step(nearest, error, "rz").view(np.uint32) | (error != 0)).view(np.float32)
-    return odd
+    return (step(nearest, error, "rz").view(np.uint32) | (error != 0)).view(np.float32)
 
 
 def _to_float(kind: str, mode: str) -> Function:
@@ -178,8 +177,4 @@ def _pair(opcode: tuple[str, ...]) -> Operation | None:
     return Operation("b32", ("f32", "f32"), lambda high, low: pack(one(low), one(high)))
 
 
-def _eight(opcode: tuple[str, ...]) -> Operation | None:
-    return convert_8(opcode) if {*opcode[-2:]} & FORMATS.keys() else None
-
-
-BUILDERS: dict[str, list[Builder]] = {"cvt": [_cvt, _pair, _eight]}
+BUILDERS: dict[str, list[Builder]] = {"cvt": [_cvt, _pair, convert_8]}

@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from ..base.ptx_types import Array, Operation, pack, unpack
+from ..base.operation import Operation, pack, unpack
+from ..ptx.dtypes import Array
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,7 @@ def encode(x: Array, form: Format) -> Array:
     units = np.rint(np.ldexp(magnitude, form.significand - exponent))
     count = units + (exponent - form.least) * 2.0**form.significand
     bits = np.where(np.isnan(x), 0x7F, np.fmin(count, form.largest)).astype(np.uint16)
-    encoded: Array = bits | (np.signbit(x) & ~np.isnan(x)) * np.uint16(0x80)
-    return encoded
+    return bits | (np.signbit(x) & ~np.isnan(x)) * np.uint16(0x80)
 
 
 @functools.cache
@@ -60,6 +60,8 @@ def _values(form: Format) -> Array:
 
 def convert_8(opcode: tuple[str, ...]) -> Operation | None:
     """`cvt` to or from e4m3x2 or e5m2x2."""
+    if len(opcode) < 3:
+        return None
     *given, kind, source = opcode[1:]
     flags = set(given)
     relu = "relu" in flags

@@ -9,50 +9,32 @@ Source: PTX ISA manual, "Floating-Point Instructions".
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from ..base.ptx_types import Array, Builder, Function, Operation, pairwise, uniform
+from ..base.operation import Builder, Function, Operation, pairwise, uniform
+from ..ptx.dtypes import Array
 from .rounding import MODES, flushing, rounded, saturate
 
 UPPER = np.uint64(0xFFFFFFFF00000000)
 ONE = np.float32(1)
 
 
-def minimum(a: Array, b: Array) -> Array:
-    """Return the lesser number. A number beats NaN, and -0 beats +0."""
-    return _lesser(a, b, np.fmin, np.bitwise_or)
-
-
-def maximum(a: Array, b: Array) -> Array:
-    """Return the greater number. A number beats NaN, and +0 beats -0."""
-    return _lesser(a, b, np.fmax, np.bitwise_and)
-
-
-def _lesser(a: Array, b: Array, choose: Function, combine: Function) -> Array:
+def _chosen(choose: Function, combine: Function, a: Array, b: Array) -> Array:
     # Equal numbers have equal bits, except zeros of different sign; `combine` chooses the sign.
     unsigned = np.dtype(f"u{a.dtype.itemsize}")
     equal = combine(a.view(unsigned), b.view(unsigned)).view(a.dtype)
-    chosen: Array = np.where(a == b, equal, choose(a, b))
-    return chosen
+    return np.where(a == b, equal, choose(a, b))
 
 
-def minimum_or_nan(a: Array, b: Array) -> Array:
-    """Return the lesser number, -0 before +0, or NaN if an operand is NaN."""
-    return _lesser(a, b, np.minimum, np.bitwise_or)
-
-
-def maximum_or_nan(a: Array, b: Array) -> Array:
-    """Return the greater number, +0 before -0, or NaN if an operand is NaN."""
-    return _lesser(a, b, np.maximum, np.bitwise_and)
-
-
+# By name, and whether a NaN beats a number or loses to it. -0 is less than +0.
 EXTREMES: dict[tuple[str, bool], Function] = {
-    ("min", False): minimum,
-    ("max", False): maximum,
-    ("min", True): minimum_or_nan,
-    ("max", True): maximum_or_nan,
+    ("min", False): partial(_chosen, np.fmin, np.bitwise_or),
+    ("max", False): partial(_chosen, np.fmax, np.bitwise_and),
+    ("min", True): partial(_chosen, np.minimum, np.bitwise_or),
+    ("max", True): partial(_chosen, np.maximum, np.bitwise_and),
 }
 
 
@@ -70,7 +52,7 @@ def _arithmetic(opcode: tuple[str, ...]) -> Operation | None:
         return None
     if others - {"ftz", "sat"} or (others and kind == "f64") or ("sat" in others and kind == "f32x2"):
         return None
-    function = rounded(name, kind[:3], modes[0] if modes else "rn")
+    function = rounded("fma" if name == "mad" else name, kind[:3], modes[0] if modes else "rn")
     if "ftz" in others:
         function = flushing(function)
     if "sat" in others:

@@ -39,8 +39,7 @@ class Fragment:
         _, *lead, lanes = values.shape
         warps = lanes // self.size
         digits = values.reshape(*self._shape(self.elements), *lead, warps, *self._shape(self.lanes))
-        tiles: Array = digits.transpose(self._order(len(lead))).reshape(*lead, warps, *self.shape)
-        return tiles
+        return digits.transpose(self._order(len(lead))).reshape(*lead, warps, *self.shape)
 
     def spread(self, tiles: Array) -> Array:
         """Return the lanes' values (elements, ..., lanes) from tiles (..., warps, rows, columns)."""
@@ -112,8 +111,7 @@ def load_matrices(rows: Array, transposed: bool) -> Array:
     first in its low half (PTX ISA, ldmatrix).
     """
     pairs = (MATRIX_TRANSPOSED if transposed else MATRIX).spread(np.moveaxis(rows, -3, 0)).astype(np.uint32)
-    words: Array = pairs[0] | pairs[1] << np.uint32(16)
-    return words
+    return pairs[0] | pairs[1] << np.uint32(16)
 
 
 def store_matrices(registers: Array, transposed: bool) -> Array:

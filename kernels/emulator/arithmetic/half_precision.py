@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..base.ptx_types import Array, Builder, Function, Operation, pairwise, uniform
+from ..base.operation import Builder, Function, Operation, pairwise, uniform
+from ..ptx.dtypes import Array
 from .floats import EXTREMES
 from .rounding import saturate, two_sum
 
@@ -24,15 +25,13 @@ STICKY_64 = np.int64(1)
 
 def widen(x: Array) -> Array:
     """Return bfloat16 (its bits) as float32."""
-    wide: Array = (x.astype(np.uint32) << SHIFT).view(np.float32)
-    return wide
+    return (x.astype(np.uint32) << SHIFT).view(np.float32)
 
 
 def narrow(x: Array, mode: str = "rn") -> Array:
     """Return float32 rounded to bfloat16, as bits; NaN becomes 0x7FFF."""
     upper = shorten(x.view(np.uint32), 16, mode)
-    bits: Array = np.where(np.isnan(x), np.uint16(0x7FFF), (upper >> SHIFT).astype(np.uint16))
-    return bits
+    return np.where(np.isnan(x), np.uint16(0x7FFF), (upper >> SHIFT).astype(np.uint16))
 
 
 def shorten(x: Array, count: int, mode: str) -> Array:
@@ -51,8 +50,7 @@ def shorten(x: Array, count: int, mode: str) -> Array:
         "rm": lambda: negative * mask,
         "rp": lambda: ~negative * mask,
     }[mode]()
-    shortened: Array = (x + rounding) & ~(one - np.uint32(1))
-    return shortened
+    return (x + rounding) & ~(one - np.uint32(1))
 
 
 def to_odd(s: Array, error: Array) -> Array:
@@ -68,8 +66,7 @@ def to_odd_32(x: Array) -> Array:
     back = nearest.astype(np.float64)
     cut = np.where(np.absolute(back) > np.absolute(x), np.nextafter(nearest, np.float32(0)), nearest)
     inexact = (back != x) & (x == x)
-    odd: Array = (cut.view(np.uint32) | inexact).view(np.float32)
-    return odd
+    return (cut.view(np.uint32) | inexact).view(np.float32)
 
 
 def _fma_16(a: Array, b: Array, c: Array) -> Array:
@@ -108,8 +105,7 @@ def _modified(kind: str, function: Function, flags: set[str]) -> Function:
 
 def _flush(x: Array) -> Array:
     """Return float16 with subnormal numbers replaced by zeros of their sign."""
-    flushed: Array = x * (np.absolute(x) >= np.finfo(np.float16).smallest_normal)
-    return flushed
+    return x * (np.absolute(x) >= np.finfo(np.float16).smallest_normal)
 
 
 KINDS = ("f16", "bf16", "f16x2", "bf16x2")

@@ -13,18 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from ..base.ptx_types import (
-    DTYPES,
-    INTEGERS,
-    Array,
-    Builder,
-    Function,
-    Operation,
-    bits,
-    pairwise,
-    resized,
-    uniform,
-)
+from ..base.operation import INTEGERS, Builder, Function, Operation, bits, pairwise, resized, uniform
+from ..ptx.dtypes import DTYPES, Array
 
 LOW_32 = np.uint64(0xFFFFFFFF)
 HALF_64 = np.uint64(32)
@@ -81,8 +71,7 @@ def saturated(exact: Function) -> Function:
 
 def sad(a: Array, b: Array, c: Array) -> Array:
     """Return c + |a - b|."""
-    difference: Array = np.where(a < b, b - a, a - b) + c
-    return difference
+    return np.where(a < b, b - a, a - b) + c
 
 
 SIMPLE: dict[str, tuple[int, Function]] = {
@@ -117,7 +106,7 @@ def _simple(opcode: tuple[str, ...]) -> Operation | None:
 
 def _low_24(kind: str) -> Function:
     """Return a function that extends the low 24 bits of a 32-bit number to 64 bits."""
-    shift, double = DTYPES[kind](8), DTYPES[resized(kind, 64)]
+    shift, double = DTYPES[kind].type(8), DTYPES[resized(kind, 64)]
     return lambda x: ((x << shift) >> shift).astype(double)
 
 
@@ -126,7 +115,7 @@ def _product(name: str, mode: str, kind: str) -> tuple[str, Function] | None:
     if name.endswith("24"):
         if kind not in ("s32", "u32") or mode not in ("lo", "hi"):
             return None
-        low, narrow, skip = _low_24(kind), DTYPES[kind], DTYPES[resized(kind, 64)](16 if mode == "hi" else 0)
+        low, narrow, skip = _low_24(kind), DTYPES[kind], 16 if mode == "hi" else 0
         return kind, lambda a, b: ((low(a) * low(b)) >> skip).astype(narrow)
     if kind not in INTEGERS:
         return None

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import functools
 
-from ..base.ptx_types import Builder, Operation, pack, unpack
+from ..base.operation import Builder, Operation
 from . import bit_fields, bits, compare, convert, floats, half_precision, integers
-
-__all__ = ["Operation", "operation", "pack", "unpack"]
 
 # No two tables know the same opcode.
 TABLES: tuple[dict[str, list[Builder]], ...] = tuple(

@@ -16,7 +16,8 @@ from fractions import Fraction
 
 import numpy as np
 
-from ..base.ptx_types import Array, Function
+from ..base.operation import Function
+from ..ptx.dtypes import Array
 from . import ufuncs
 
 MODES = ("rn", "rz", "rm", "rp")  # to nearest (ties to even), towards zero, down (minus), up (plus)
@@ -25,8 +26,7 @@ SMALLEST_NORMAL = np.finfo(np.float32).smallest_normal
 
 def flush(x: Array) -> Array:
     """Return x (float32) with subnormal numbers replaced by zeros of their sign."""
-    flushed: Array = ufuncs.flush()(x)
-    return flushed
+    return ufuncs.flush()(x)
 
 
 def flushing(function: Function) -> Function:
@@ -38,8 +38,7 @@ def flushing(function: Function) -> Function:
 def saturate(x: Array) -> Array:
     """Return x clamped to [0, 1]; NaN and -0 become +0."""
     zero, one = x.dtype.type(0), x.dtype.type(1)
-    clamped: Array = np.where(x > zero, np.minimum(x, one), zero)
-    return clamped
+    return np.where(x > zero, np.minimum(x, one), zero)
 
 
 def two_sum(a: Array, b: Array) -> tuple[Array, Array]:
@@ -60,9 +59,8 @@ def step(nearest: Array, residual: Array, mode: str) -> Array:
 
 def nearest(name: str, kind: str) -> Function:
     """Return the function of this name ("add", "fma", ...) on operands of `kind`, rounded to nearest."""
-    if name in ("fma", "mad"):
-        fused: Function = ufuncs.fused_multiply_add(kind)
-        return fused
+    if name == "fma":
+        return ufuncs.fused_multiply_add(kind)
     functions: dict[str, Function] = {
         "add": np.add,
         "sub": np.subtract,
@@ -85,7 +83,7 @@ def rounded(name: str, kind: str, mode: str) -> Function:
         r = function(*xs)
         error = residual(r, *xs)
         result = step(r, error, mode)
-        if mode == "rm" and name in ("add", "sub", "fma", "mad"):
+        if mode == "rm" and name in ("add", "sub", "fma"):
             # x - x is -0 in this mode and +0 in all others.
             x, y = _terms(name, xs)
             cancelled = (r == 0) & (error == 0) & (np.signbit(x) | np.signbit(y))
@@ -109,8 +107,7 @@ def _wide(x: Array) -> Array:
 def _sum_32(r: Array, a: Array, b: Array) -> Array:
     """Return the residual of a + b, with terms in float64."""
     s, e = two_sum(a, b)
-    error: Array = (s - _wide(r)) + e
-    return error
+    return (s - _wide(r)) + e
 
 
 # Each takes the rounded result and the operands. Only the residual's sign matters, so quotients are
@@ -120,7 +117,6 @@ _RESIDUALS_32: dict[str, Function] = {
     "sub": lambda r, a, b: _sum_32(r, _wide(a), -_wide(b)),
     "mul": lambda r, a, b: _wide(a) * _wide(b) - r,
     "fma": lambda r, a, b, c: _sum_32(r, _wide(a) * _wide(b), _wide(c)),
-    "mad": lambda r, a, b, c: _sum_32(r, _wide(a) * _wide(b), _wide(c)),
     "div": lambda r, a, b: (_wide(a) - _wide(r) * _wide(b)) * np.sign(b),
     "rcp": lambda r, a: (1 - _wide(r) * _wide(a)) * np.sign(a),
     "sqrt": lambda r, a: _wide(a) - _wide(r) * _wide(r),
@@ -130,7 +126,6 @@ _RESIDUALS: dict[str, Function] = {
     "sub": lambda r, a, b: a - b - r,
     "mul": lambda r, a, b: a * b - r,
     "fma": lambda r, a, b, c: a * b + c - r,
-    "mad": lambda r, a, b, c: a * b + c - r,
     "div": lambda r, a, b: a / b - r,
     "rcp": lambda r, a: 1 / a - r,
     "sqrt": lambda r, a: a - r * r,

@@ -18,7 +18,8 @@ from typing import TypeAlias
 
 import numpy as np
 
-from ..base.ptx_types import Array, Function
+from ..base.operation import Function
+from ..ptx.dtypes import Array
 
 LANES = np.arange(32, dtype=np.uint32)
 FIVE_BITS = np.uint32(31)
@@ -47,14 +48,12 @@ def awaited(members: Array, active: Array) -> Array:
 
     A `.sync` instruction waits for those of them that have not ended.
     """
-    missing: Array = np.where(active, members & ~word(active), np.uint32(0))
-    return missing
+    return np.where(active, members & ~word(active), np.uint32(0))
 
 
 def takes_part(lanes: Array, members: Array, active: Array) -> Array:
     """Return (..., 32): whether lane number `lanes` is active and a member."""
-    chosen: Array = (((members & word(active)) >> lanes) & np.uint32(1)).astype(np.bool_)
-    return chosen
+    return (((members & word(active)) >> lanes) & np.uint32(1)).astype(np.bool_)
 
 
 def shuffle(mode: str, active: Array, value: Array, b: Array, c: Array, members: Array) -> LaneExchange:

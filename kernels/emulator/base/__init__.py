@@ -9,5 +9,5 @@ like instructions and returns the function that runs them.
 | batch | Batch: like instructions that run as one NumPy operation; reads and writes their operands |
 | addresses | which lanes run; state spaces and generic addresses |
 | special_registers | %tid, %ctaid, %laneid, ... |
-| ptx_types | Operation: an instruction's arithmetic as a function of arrays |
+| operation | Operation: an instruction's arithmetic as a function of arrays |
 """

@@ -55,14 +55,12 @@ def whole_warps(machine: Machine, mask: Mask) -> Array:
 
 def of_every_lane(machine: Machine, values: Array) -> Array:
     """Return the operand values (1, lanes or 1) of one instruction for all lanes."""
-    found: Array = np.broadcast_to(values, (1, machine.lanes))[0]
-    return found
+    return np.broadcast_to(values, (1, machine.lanes))[0]
 
 
 def of_lanes(values: Array, machine: Machine, lanes: Array) -> Array:
     """Return the operand values (1, lanes or 1) of one instruction for some lanes."""
-    found: Array = of_every_lane(machine, values)[lanes]
-    return found
+    return of_every_lane(machine, values)[lanes]
 
 
 def addresses_of(address: Array, count: int, lanes: Array, machine: Machine) -> Array:
@@ -92,8 +90,7 @@ def in_shared_window(machine: Machine, addresses: Array, lanes: Array) -> Array:
         first = int(np.argmax(outside.any(axis=tuple(range(outside.ndim - 1)))))
         text = "passes an address that does not point to shared memory"
         machine.fault_at("wrong memory", text, int(lanes[first]))
-    shared: Array = addresses - SHARED_WINDOW
-    return shared
+    return addresses - SHARED_WINDOW
 
 
 def shared_blocks(machine: Machine, addresses: Array, lanes: Array) -> tuple[Array, Array]:

@@ -35,8 +35,7 @@ def _blocks(machine: Machine) -> Array:
 def _block(machine: Machine, i: int) -> Array:
     """Return each block's index in the grid along axis i."""
     across = int(np.prod(machine.grid[:i]))
-    found: Array = _blocks(machine) // across % machine.grid[i]
-    return found
+    return _blocks(machine) // across % machine.grid[i]
 
 
 def _cluster(machine: Machine, i: int) -> int:
@@ -48,13 +47,11 @@ def _each(machine: Machine, of_blocks: Array) -> Array:
 
 
 def _lane(machine: Machine) -> Array:
-    found: Array = machine.thread_of_lane % 32
-    return found
+    return machine.thread_of_lane % 32
 
 
 def _bit(machine: Machine) -> Array:
-    found: Array = np.uint64(1) << _lane(machine).astype(np.uint64)
-    return found
+    return np.uint64(1) << _lane(machine).astype(np.uint64)
 
 
 ALONG_AXES: dict[str, Callable[[Machine, int], Any]] = {

@@ -102,8 +102,7 @@ class ClusterBarriers:
 
     def clusters(self, lanes: Array) -> Array:
         """Return the cluster of each lane, numbered over the machine."""
-        found: Array = self.machine.block_of_lane[lanes] // self.machine.cluster
-        return found
+        return self.machine.block_of_lane[lanes] // self.machine.cluster
 
     def arrive(self, lanes: Array, releases: bool) -> None:
         """Let lanes arrive, and release what they did."""

@@ -153,8 +153,7 @@ class LaneScheduler:
         with_them: Lanes = parked & np.repeat(lanes.reshape(-1, 32).any(axis=1), 32)
         if (others := parked & ~with_them).any():
             self.parked[point] = others
-        joined: Lanes = lanes | with_them
-        return joined
+        return lanes | with_them
 
     def _leave(self, block: BasicBlock, lanes: Lanes) -> None:
         """Send lanes where the end of the block leads."""

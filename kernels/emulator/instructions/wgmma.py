@@ -110,8 +110,7 @@ def mma_async(batch: Batch) -> Run:
                 bad = np.flatnonzero((values != values[:, :1]).any(axis=1))[0]
                 text = f"and others of its warp group pass different values of {what}"
                 machine.fault_at("wgmma", text, int(lanes[bad, 0]))
-            first: Array = values[:, 0]
-            return first
+            return values[:, 0]
 
         b = _operand(
             machine, lanes, same(right(machine), "the descriptor of b"), form.n, form.dtype, form.transposed_b

@@ -52,8 +52,7 @@ class Buffer:
         """Return `width` bytes at each offset, (..., width) uint8. Addresses are multiples of the width."""
         if self.start % width == 0:
             found = self.view(width)[offset >> (width.bit_length() - 1)]
-            bytes_found: Array = found[..., None].view(np.uint8)
-            return bytes_found
+            return found[..., None].view(np.uint8)
         return self.bytes[offset[..., None] + np.arange(width)]
 
     def write(self, offset: Array, values: Array) -> None:

@@ -68,8 +68,7 @@ class Machine:
         """Return this machine's only object of class `kind`; the first call makes it."""
         if kind not in self.states:
             self.states[kind] = kind(self)
-        found: StateT = self.states[kind]
-        return found
+        return self.states[kind]
 
     def end(self, lanes: NDArray[np.bool_]) -> None:
         """Note that these lanes have ended."""

@@ -67,8 +67,7 @@ class Clocks:
         """Return the granules of `size` bytes at `offset` of `block`, along a new last axis."""
         first = block * self.per_block + (offset >> self.shift)
         count = -(-size >> self.shift) if size > self.granule else 1
-        found: Array = first[..., None] if count == 1 else first[..., None] + np.arange(count)
-        return found
+        return first[..., None] if count == 1 else first[..., None] + np.arange(count)
 
     def read(self, granules: Array, agents: Array, by: Sequence[PtxInstruction] = ()) -> Array:
         """Note reads, and return where they race with another agent's write.
@@ -128,8 +127,7 @@ class Clocks:
         """Return where these agents do not know of another agent's write."""
         if self.has_eras and not (self.last_write[granules] > self.met[agents][..., None]).any():
             return np.zeros(granules.shape, np.bool_)
-        races: Array = self.written[granules] > self._flat[agents[..., None], self.writer[granules]]
-        return races
+        return self.written[granules] > self._flat[agents[..., None], self.writer[granules]]
 
     def _after_reads(self, granules: Array, agents: Array, races: Array) -> Array:
         """Return `races`, and where these agents do not know of another agent's read."""
@@ -191,13 +189,11 @@ class Clocks:
 
     def own(self, agents: Array) -> Array:
         """Return the time of each agent."""
-        time: Array = self._flat[agents, agents % self.agents]
-        return time
+        return self._flat[agents, agents % self.agents]
 
     def knows(self, agents: Array, others: Array) -> Array:
         """Return up to when each agent knows what `others` did; these are numbered within its cluster."""
-        times: Array = self._flat[agents, others]
-        return times
+        return self._flat[agents, others]
 
     def tick(self, agents: Array) -> None:
         """Advance the agents' times: what they do from now on is unknown to all others."""

@@ -93,8 +93,7 @@ def local_offsets(machine: Machine, batch: Batch, addresses: Array, width: int, 
         at = int(addresses.reshape(-1)[np.argmax(outside)])
         text = f"uses {of(width, 'byte')} at byte {at} of local memory, of which a thread has {size_of_local}"
         blame(machine, batch, outside, lanes, "out of bounds", text)
-    flat: Array = lanes * machine.local.shape[1] + addresses
-    return flat
+    return lanes * machine.local.shape[1] + addresses
 
 
 def rows_of(memory: Array, width: int) -> Array:
@@ -104,8 +103,7 @@ def rows_of(memory: Array, width: int) -> Array:
 
 def gather(memory: Array, offsets: Array, width: int) -> Array:
     """Return the `width` bytes at each offset, a multiple of it: (..., width) uint8."""
-    found: Array = rows_of(memory, width)[offsets >> (width.bit_length() - 1)][..., None].view(np.uint8)
-    return found
+    return rows_of(memory, width)[offsets >> (width.bit_length() - 1)][..., None].view(np.uint8)
 
 
 def any_granule(flags: Array) -> Array:

@@ -76,5 +76,4 @@ def _strides(
         array.shape = tuple(wanted.tolist())[::step]
     except AttributeError:  # "incompatible shape for in-place modification"
         return None
-    found: tuple[int, ...] = array.strides[::step]
-    return found
+    return array.strides[::step]

@@ -25,8 +25,7 @@ def swizzle(addresses: Array, span: int) -> Array:
     if span == 0:
         return addresses
     mask = (span - 1) & ~(CHUNK - 1)
-    swizzled: Array = addresses ^ ((addresses >> 3) & mask)
-    return swizzled
+    return addresses ^ ((addresses >> 3) & mask)
 
 
 def pattern(span: int) -> int:

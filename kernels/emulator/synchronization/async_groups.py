@@ -58,8 +58,7 @@ class AsyncGroups(Generic[OperationT]):
 
 def snapshot(clocks: Clocks, agents: Array) -> Array:
     """Return copies of the agents' vector clocks, (n, agents of a block)."""
-    known: Array = clocks.knows(agents[:, None], np.arange(clocks.agents))
-    return known
+    return clocks.knows(agents[:, None], np.arange(clocks.agents))
 
 
 def begin(clocks: Clocks, warps: Array) -> tuple[Array, Array]:

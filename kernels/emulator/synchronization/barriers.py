@@ -192,8 +192,7 @@ def _whole_warps(machine: Machine, lanes: Lanes) -> Lanes:
             "and others have ended: let all threads come to it, and return after it",
             lanes=lanes & (machine.warp_of_lane == warp),
         )
-    whole: Lanes = lanes & ~np.repeat(parts, 32)
-    return whole
+    return lanes & ~np.repeat(parts, 32)
 
 
 def _arrive(

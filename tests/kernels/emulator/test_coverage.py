@@ -14,7 +14,7 @@ from minidist.kernels.cuda.runtime.compiler import compile_ptx
 from minidist.kernels.emulator.arithmetic.atomics import atomic
 from minidist.kernels.emulator.arithmetic.operations import operation
 from minidist.kernels.emulator.arithmetic.warp_operations import warp_operation
-from minidist.kernels.emulator.base.ptx_types import DTYPES
+from minidist.kernels.emulator.ptx.dtypes import DTYPES
 
 pytest.importorskip("numba_cuda", reason="needs numba-cuda, which compiles without a GPU too")
 if os.environ.get("NUMBA_ENABLE_CUDASIM") == "1":

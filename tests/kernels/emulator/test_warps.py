@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from minidist.kernels.emulator.arithmetic.atomics import apply, atomic
 from minidist.kernels.emulator.arithmetic.warp_operations import awaited, warp_operation
-from minidist.kernels.emulator.base.ptx_types import DTYPES
+from minidist.kernels.emulator.ptx.dtypes import DTYPES
 
 ALL = 0xFFFFFFFF
 seeds = st.integers(0, 2**32 - 1)
@@ -177,7 +177,7 @@ CASES += ["inc.u32", "dec.u32", "cas.b16", "add.f32", "add.f64", "add.noftz.f16"
 def test_atomics_take_turns(case, cells):
     rng = np.random.default_rng(len(case) + cells)
     found = atomic(("atom", "global", *case.split(".")))
-    dtype = np.dtype(found.dtype)
+    dtype = DTYPES[found.kind]
 
     def draw(count):
         if dtype.kind == "f":

@@ -2,8 +2,8 @@
 
 The function takes one array for each source operand, with an element for each lane of as many warps, blocks
 and like instructions as the caller puts together. Shapes broadcast, so a constant may be one element. Results
-are new arrays, or an operand itself if nothing changes (`mov`). Overflow, NaN and division by zero are
-ordinary results on a GPU, so callers run everything under `numpy.errstate(all="ignore")`.
+are new arrays. Overflow, NaN and division by zero are ordinary results on a GPU, so callers run everything
+under `numpy.errstate(all="ignore")`.
 
 Source: PTX ISA manual, "Fundamental Types" and "Operand Size Exceeding Instruction-Type Size".
 """
@@ -14,20 +14,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-import numpy as np
-from numpy.typing import NDArray
+from ..ptx.dtypes import DTYPES, SIZES, Array
 
-Array: TypeAlias = NDArray[Any]
 Function: TypeAlias = Callable[..., Any]
 
-# NumPy has no bfloat16: it travels as its bits. Packed types (f16x2, s16x2, ...) are read as b32.
-DTYPES: dict[str, type[np.generic]] = {
-    "pred": np.bool_,
-    **{f"{letter}{bits}": getattr(np, f"uint{bits}") for letter in "bu" for bits in (8, 16, 32, 64)},
-    **{f"s{bits}": getattr(np, f"int{bits}") for bits in (8, 16, 32, 64)},
-    **{f"f{bits}": getattr(np, f"float{bits}") for bits in (16, 32, 64)},
-    "bf16": np.uint16,
-}
+# Packed types (f16x2, s16x2, ...) are read as b32.
 INTEGERS = tuple(f"{letter}{bits}" for letter in "us" for bits in (16, 32, 64))
 BITS = ("pred", "b16", "b32", "b64")
 
@@ -53,9 +44,8 @@ Builder: TypeAlias = Callable[[tuple[str, ...]], "Operation | None"]
 
 
 def bits(kind: str) -> int:
-    """Return the bits of a kind: 32 for "f32", "bf16x2" and the like."""
-    first, _, count = kind.removeprefix("bf").lstrip("busf").partition("x")
-    return int(first) * int(count or 1)
+    """Return the bits of a kind."""
+    return 8 * SIZES[kind]
 
 
 def resized(kind: str, size: int) -> str:
@@ -80,8 +70,7 @@ def pack(low: Array, high: Array) -> Array:
     """Return b32 or b64 made of halves of 16 or 32 bits each: `mov.b64 x, {low, high}`."""
     half = 8 * low.dtype.itemsize
     narrow, wide = DTYPES[f"b{half}"], DTYPES[f"b{2 * half}"]
-    packed: Array = low.view(narrow).astype(wide) | (high.view(narrow).astype(wide) << wide(half))
-    return packed
+    return low.view(narrow).astype(wide) | (high.view(narrow).astype(wide) << wide.type(half))
 
 
 def pairwise(kind: str, function: Function) -> Function:
