@@ -14,7 +14,7 @@ Each package imports only from the packages above it in this list:
 | arithmetic | what instructions compute |
 | synchronization | barriers, mbarriers, groups of asynchronous operations, atomics' ordering |
 | memory | loads and stores with their checks |
-| checks | checks of asynchronous accesses and of exceptions |
+| checks | checks of asynchronous accesses |
 | copies | asynchronous and tensor copies, clusters |
 | instructions | all other instructions |
 | execution | the schedule of instructions, lanes and blocks; `run_kernel` |

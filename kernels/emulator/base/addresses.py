@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..machine.machine import Machine
-from ..ptx.dtypes import Array, Mask
+from ..ptx.dtypes import Array, Lanes, Mask
 
 # A generic address below SHARED_WINDOW is global. Addresses of shared and local memory begin at the windows.
 SHARED_WINDOW = 1 << 60
@@ -32,7 +31,7 @@ def lanes_of(machine: Machine, mask: Mask) -> Array:
     return np.arange(machine.lanes) if mask is None else np.flatnonzero(mask)
 
 
-def active_lanes(machine: Machine, mask: Mask) -> NDArray[np.bool_]:
+def active_lanes(machine: Machine, mask: Mask) -> Lanes:
     """Return which lanes run."""
     return np.ones(machine.lanes, np.bool_) if mask is None else mask
 

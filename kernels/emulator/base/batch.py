@@ -8,6 +8,7 @@ results of each batch are.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -25,15 +26,13 @@ LaneRows: TypeAlias = "slice | Array"
 RegisterLayout: TypeAlias = dict[tuple[str, int], int]  # (file, row in the program) -> row in the machine
 
 
+@dataclass(frozen=True, eq=False)
 class Batch:
     """Like instructions (same opcode, guard and kinds of operands) that do not depend on each other."""
 
-    def __init__(
-        self, instructions: Sequence[PtxInstruction], program: Program, layout: RegisterLayout
-    ) -> None:
-        self.instructions = instructions
-        self.program = program
-        self.layout = layout
+    instructions: Sequence[PtxInstruction]
+    program: Program
+    layout: RegisterLayout
 
     @property
     def first(self) -> PtxInstruction:
@@ -81,6 +80,11 @@ class Batch:
     def target(self, index: int, kind: str) -> Target:
         """Return a function that writes operand `index` from values (instructions or 1, lanes)."""
         return self.writer(self.operands(index), kind)
+
+    def second_target(self, index: int) -> Target | None:
+        """Return a function that writes the predicate of operand `index`, a pair; None if it is no pair."""
+        seconds = [operand.second for operand in self.operands(index) if isinstance(operand, Pair)]
+        return self.writer(seconds, "pred") if seconds else None
 
     def targets(self, index: int, kind: str) -> Target:
         """Return a function that writes vector operand `index` from values (items, instructions, lanes)."""

@@ -30,22 +30,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-import numpy as np
-from numpy.typing import NDArray
-
 from ..machine.machine import Machine
-from ..ptx.dtypes import Mask
+from ..ptx.dtypes import Lanes, Mask
 from .batch import Batch
 
-Run: TypeAlias = "Callable[[Machine, Mask], NDArray[np.bool_] | None]"
+Run: TypeAlias = "Callable[[Machine, Mask], Lanes | None]"
 OrderingClass: TypeAlias = Literal["pure", "load", "store", "fence", "barrier", "sync"]
 
 
 @dataclass(frozen=True)
 class InstructionUnit:
-    """What all instructions that begin with `prefix` do."""
+    """What all instructions of one name do."""
 
-    prefix: tuple[str, ...]
     order: OrderingClass
     prepare: Callable[[Batch], Run]
     results: int = 1  # how many operands it writes: the first ones, as PTX names results first
@@ -61,8 +57,7 @@ def unit(
 
     def register(prepare: Callable[[Batch], Run]) -> Callable[[Batch], Run]:
         for name in names:
-            prefix = tuple(name.split("."))
-            _UNITS[prefix] = InstructionUnit(prefix, order, prepare, results)
+            _UNITS[tuple(name.split("."))] = InstructionUnit(order, prepare, results)
         return prepare
 
     return register

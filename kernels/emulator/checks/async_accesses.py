@@ -12,13 +12,12 @@ from __future__ import annotations
 import bisect
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..base.addresses import lanes_of, of_lanes
 from ..base.batch import Batch
 from ..base.instruction_registry import Run, unit
 from ..machine.machine import Machine
-from ..ptx.dtypes import Array, Mask
+from ..ptx.dtypes import Array, Lanes, Mask
 from ..synchronization.async_groups import snapshot
 from ..synchronization.mbarriers import Mbarriers
 
@@ -39,16 +38,14 @@ class Proxies:
             self.known.setdefault(int(agent), []).append(clock)
         clocks.tick(agents)
 
-    def hidden(self, granules: Array, reader: int, clock: Array) -> NDArray[np.bool_]:
+    def hidden(self, granules: Array, reader: int, clock: Array) -> Lanes:
         """Return which granules a thread stored last with no fence that the reader knows of.
 
         reader: an agent, numbered over the machine. clock: its vector clock.
         """
         clocks = self.machine.clocks
         writer, written = clocks.writer[granules], clocks.written[granules]
-        stored: NDArray[np.bool_] = (written > 0) & (
-            writer % (clocks.warps + clocks.asynchronous) < clocks.warps
-        )
+        stored: Lanes = (written > 0) & (writer % (clocks.warps + clocks.asynchronous) < clocks.warps)
         if not stored.any():
             return stored
         first = reader // clocks.agents * clocks.agents

@@ -10,15 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..base.addresses import CLUSTER_SHIFT, in_shared_window, lanes_of
 from ..base.batch import Batch
 from ..base.instruction_registry import Run, unit
 from ..machine.machine import Machine
-from ..memory.address_checks import any_granule, blame
+from ..memory.address_checks import blame
 from ..memory.loads_and_stores import fetch
-from ..ptx.dtypes import Array, Mask
+from ..ptx.dtypes import Array, Lanes, Mask
 from ..ptx.fault import EmulatorError
 from ..ptx.operands import Register
 from ..synchronization.async_groups import AsyncGroups, begin
@@ -47,18 +46,18 @@ class AsyncCopies:
         self.groups: AsyncGroups[Copies] = AsyncGroups(machine.lanes)
         self._claims = np.zeros(machine.clocks.written.size, np.int32)
 
-    def twice(self, granules: Array) -> NDArray[np.bool_]:
+    def twice(self, granules: Array) -> Lanes:
         """Return which copies (n, lanes) share a granule with another of them."""
         numbers = np.arange(granules.size, dtype=np.int32).reshape(granules.shape)
         self._claims[granules] = numbers
-        return any_granule(self._claims[granules] != numbers)
+        return np.any(self._claims[granules] != numbers, axis=-1)
 
     def wait(self, lanes: Array, allowed: int) -> None:
         """Complete copies of these lanes so that at most `allowed` groups of each are under way."""
         for copies, due in self.groups.wait(lanes, allowed):
             self._complete(copies, slice(None) if due.all() else due)
 
-    def _complete(self, copies: Copies, some: slice | NDArray[np.bool_]) -> None:
+    def _complete(self, copies: Copies, some: slice | Lanes) -> None:
         machine = self.machine
         lanes, to, source = copies.lanes[some], copies.to[:, some], copies.source[:, some]
         taken = None if copies.taken is None else copies.taken[:, some]
@@ -138,7 +137,7 @@ def _begin(
     warps, lane_of = np.unique(of_lanes, return_inverse=True)
     agents, known = begin(clocks, warps)
     copies = machine.state(AsyncCopies)
-    if (bad := copies.twice(granules) | any_granule(clocks.pending[granules])).any():
+    if (bad := copies.twice(granules) | np.any(clocks.pending[granules], axis=-1)).any():
         text = "copies to where another copy is under way"
         blame(machine, batch, bad, lanes, "overwrites a pending copy", text)
     copiers = np.broadcast_to(agents[lane_of], to.shape)
@@ -148,7 +147,7 @@ def _begin(
         agent = int(copiers.reshape(-1)[first // races.shape[-1]])
         text = clocks.explain(int(granules.reshape(-1)[first]), agent)
         text = f"copies to shared memory {text}, with no barrier between them"
-        blame(machine, batch, any_granule(races), lanes, "race", text)
+        blame(machine, batch, np.any(races, axis=-1), lanes, "race", text)
     clocks.pending[granules] = True
     clocks.any_pending = True
     clocks.tick(agents)

@@ -67,7 +67,7 @@ class BulkCopies:
             self.chunks[load.block, load.chunks] = load_box(load.tensor, *load.corner)
             machine.clocks.pending[load.granules] = False
             mbarrier = mbarriers.at(load.mbarrier, np.array([load.lane]))
-            mbarriers.changed(mbarrier.complete(box_bytes(load.tensor), load.clock))
+            machine.events += mbarrier.complete(box_bytes(load.tensor), load.clock)
         if machine.counts is not None:
             machine.counts.copied_bytes += box_bytes(load.tensor)
 
@@ -131,7 +131,7 @@ def tensor_copy(batch: Batch) -> Run:
         maps, xs, ys = (of_lanes(read(machine), machine, lanes) for read in (tensor, x, y))
         masks = None if ranks is None else of_lanes(ranks(machine), machine, lanes)
         if mbarrier is not None:
-            counters = machine.state(Mbarriers).keys(of_lanes(mbarrier(machine), machine, lanes), lanes)
+            counters = machine.state(Mbarriers).keys(mbarrier(machine), lanes)
         for i, lane in enumerate(lanes.tolist()):
             found = machine.memory.tensor_maps.get(int(maps[i]))
             if found is None:

@@ -7,13 +7,12 @@ block's rank in the cluster above its offset (`CLUSTER_SHIFT`); 0 there means th
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..base.addresses import CLUSTER_SHIFT, SHARED_WINDOW, lanes_of
 from ..base.batch import Batch
 from ..base.instruction_registry import Run, unit
 from ..machine.machine import Machine
-from ..ptx.dtypes import Array, Mask
+from ..ptx.dtypes import Array, Lanes, Mask
 from ..ptx.operands import Address
 from ..ptx.program import PtxInstruction
 from ..synchronization.async_groups import snapshot
@@ -121,7 +120,7 @@ class ClusterBarriers:
                 self.released[key] = np.maximum(self.released.get(key, clock), clock)
         clocks.tick(np.unique(agents))
 
-    def wait(self, lanes: Array, acquires: bool) -> NDArray[np.bool_]:
+    def wait(self, lanes: Array, acquires: bool) -> Lanes:
         """Return which lanes may go on: those whose whole cluster, except ended threads, has arrived."""
         machine, clocks = self.machine, self.machine.clocks
         if (bad := self.arrived[lanes] == self.waited[lanes]).any():
@@ -130,7 +129,7 @@ class ClusterBarriers:
         come = np.where(machine.alive, self.arrived, np.iinfo(np.int64).max)
         fewest = come.reshape(-1, machine.cluster * machine.lanes_per_block).min(axis=1)
         clusters = self.clusters(lanes)
-        passed: NDArray[np.bool_] = fewest[clusters] >= self.arrived[lanes]
+        passed: Lanes = fewest[clusters] >= self.arrived[lanes]
         self.waited[lanes[passed]] += 1
         if acquires:
             agents = clocks.agents_of_lanes()[lanes]
@@ -154,7 +153,7 @@ def wait(batch: Batch) -> Run:
     """barrier.cluster.wait{.acquire}{.aligned}: wait until all threads of the cluster have arrived."""
     acquires = "relaxed" not in batch.first.opcode
 
-    def run(machine: Machine, mask: Mask) -> NDArray[np.bool_]:
+    def run(machine: Machine, mask: Mask) -> Lanes:
         lanes = lanes_of(machine, mask)
         passed = np.ones(machine.lanes, np.bool_)
         if lanes.size:

@@ -26,22 +26,14 @@ _BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 class TensorMapLike(Protocol):
     """What the emulator reads of `minidist.kernels.cuda.runtime.tensor_map.TensorMap`."""
 
-    @property
-    def array(self) -> Array: ...  # noqa: D102
-    @property
-    def rows(self) -> int: ...  # noqa: D102
-    @property
-    def columns(self) -> int: ...  # noqa: D102
-    @property
-    def pitch(self) -> int: ...  # noqa: D102
-    @property
-    def box_rows(self) -> int: ...  # noqa: D102
-    @property
-    def box_columns(self) -> int: ...  # noqa: D102
-    @property
-    def dtype(self) -> str: ...  # noqa: D102
-    @property
-    def swizzle(self) -> int: ...  # noqa: D102
+    array: Any
+    rows: int
+    columns: int
+    pitch: int
+    box_rows: int
+    box_columns: int
+    dtype: str
+    swizzle: int
 
 
 @dataclass(eq=False)

@@ -14,17 +14,15 @@ from __future__ import annotations
 from typing import TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..machine.machine import Machine
 from ..memory.undefined_values import EXCHANGES, UndefinedValues
-from ..ptx.dtypes import Mask
+from ..ptx.dtypes import Lanes, Mask
 from ..ptx.fault import Fault
 from ..synchronization.barriers import Barriers
 from .livelock import LivelockDetector
 from .schedule import BasicBlock, Code
 
-Lanes: TypeAlias = NDArray[np.bool_]
 ProgramPoint: TypeAlias = tuple[int, int]  # the first instruction of a basic block, and a step in it
 
 # After PATIENCE runs of the lowest lanes others run once, then after half as many, down to IMPATIENCE. A

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..machine.machine import Machine
+from ..ptx.dtypes import Lanes
 
 EVERY = 1024  # runs of a block from one snapshot of the machine to the next
 LASTS = 8 * EVERY  # runs for which a snapshot is kept
@@ -24,13 +25,13 @@ class LivelockDetector:
         self.machine = machine
         self.runs = 0
         self.point: object = None  # the program point that ran next at the snapshot; None: no snapshot
-        self.lanes: dict[tuple[int, int], NDArray[np.bool_]] = {}  # by program point
+        self.lanes: dict[tuple[int, int], Lanes] = {}  # by program point
         self.registers: list[NDArray[np.generic]] = []
         self.changes = (0, 0)
         self.not_run: set[tuple[int, int]] = set()  # program points that have not run since the snapshot
         self.returns, self.next = 0, 1  # how often it looked like the snapshot, and when to compare all
 
-    def repeats(self, point: tuple[int, int], running: dict[tuple[int, int], NDArray[np.bool_]]) -> bool:
+    def repeats(self, point: tuple[int, int], running: dict[tuple[int, int], Lanes]) -> bool:
         """Return whether the machine, about to run the lanes at `point`, is back in an earlier state."""
         self.runs += 1
         if self.point is None:
@@ -47,9 +48,7 @@ class LivelockDetector:
             self.point, self.runs = None, EVERY
         return back
 
-    def _take_snapshot(
-        self, point: tuple[int, int], running: dict[tuple[int, int], NDArray[np.bool_]]
-    ) -> None:
+    def _take_snapshot(self, point: tuple[int, int], running: dict[tuple[int, int], Lanes]) -> None:
         machine = self.machine
         self.point, self.runs = point, 0
         self.lanes = dict(running)  # nothing writes to these arrays
@@ -58,7 +57,7 @@ class LivelockDetector:
         self.not_run = {*running} - {point}
         self.returns, self.next = 0, 1
 
-    def _same(self, running: dict[tuple[int, int], NDArray[np.bool_]]) -> bool:
+    def _same(self, running: dict[tuple[int, int], Lanes]) -> bool:
         if running.keys() != self.lanes.keys():
             return False
         self.returns += 1

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from ..checks.debug_exceptions import ERROR
 from ..instructions import all_instructions  # noqa: F401  (registers them)
 from ..machine.counts import Counts
 from ..machine.global_memory import Buffer, GlobalMemory
@@ -31,6 +30,9 @@ THREADS = 1024  # in a block
 CLUSTER = 16  # blocks in a cluster
 BLOCK, GRID = (1024, 1024, 64), (2**31 - 1, 65535, 65535)
 SHARED = 227 * 1024  # bytes of a block, on any GPU so far
+# Of cuda.jit(debug=True): where a kernel stores the first exception that it raises. Without debug, a thread
+# that raises one just ends.
+ERROR = "__errcode__"  # the end of the variable's name
 VARIABLES = 1 << 33  # the address of the program's first global or constant variable
 
 
@@ -43,18 +45,10 @@ def run_kernel(
     cluster: int = 1,
     names: Sequence[str] = (),
 ) -> None:
-    """Run the kernel in `ptx` over a grid of blocks, on the arguments' own memory.
+    """Run the one kernel in `ptx`, compiled with Numba's calling convention (abi="numba"), as `launch` does.
 
-    Args:
-        ptx: the PTX of one kernel, compiled with Numba's calling convention (abi="numba").
-        grid: blocks along x, y and z; missing ones are 1. A size of 0 runs nothing.
-        block: threads along x, y and z.
-        args: NumPy arrays, tensor maps and numbers, in the kernel's order.
-        shared: bytes of dynamic shared memory.
-        cluster: blocks along x that form a cluster.
-        names: of the arguments, for faults.
-
-    Raises Fault for what the kernel does wrong, ValueError and EmulatorError for what cannot run.
+    A grid with a size of 0 runs nothing. names: of the arguments, for faults. Raises Fault for what the
+    kernel does wrong, ValueError and EmulatorError for what cannot run.
     """
     whole_grid, whole_block = sizes("grid", grid), sizes("block", block)
     threads = whole_block[0] * whole_block[1] * whole_block[2]
@@ -95,7 +89,7 @@ def _scheduler(ptx: str, launch: Launch, first: int, size: int) -> LaneScheduler
     """Return what runs the blocks from `first` on, at most `size` of them."""
     blocks = min(size, launch.blocks - first)
     code = _code(ptx, blocks * -(-launch.threads // 32) * 32)
-    return LaneScheduler(Machine(code.program, code.registers, launch, first, blocks), code)
+    return LaneScheduler(Machine(code.registers, launch, first, blocks), code)
 
 
 @functools.lru_cache(maxsize=128)

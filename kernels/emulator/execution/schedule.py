@@ -40,7 +40,6 @@ class BatchStep:
 class BasicBlock:
     """A basic block: steps, then a branch, an exit, or the next block."""
 
-    start: int  # the index of its first instruction
     steps: tuple[BatchStep, ...]
     control: PtxInstruction | None
     batch: Batch | None  # of the control instruction
@@ -54,7 +53,6 @@ class BasicBlock:
 class Code:
     """A program in steps, with batches sized for some number of lanes."""
 
-    program: Program
     blocks: dict[int, BasicBlock]  # by the index of their first instruction
     registers: dict[str, int]
 
@@ -84,10 +82,9 @@ def compile_steps(program: Program, lanes: int) -> Code:
         if control is not None:
             _assign_rows(list(registers_of(control)), layout, counts)
     blocks = {
-        start: _block(program, layout, start, end, batches, control)
-        for start, end, batches, control in planned
+        start: _block(program, layout, end, batches, control) for start, end, batches, control in planned
     }
-    return Code(program, blocks, counts)
+    return Code(blocks, counts)
 
 
 def _assign_rows(registers: Sequence[Register], layout: RegisterLayout, counts: dict[str, int]) -> None:
@@ -100,7 +97,6 @@ def _assign_rows(registers: Sequence[Register], layout: RegisterLayout, counts: 
 def _block(
     program: Program,
     layout: RegisterLayout,
-    start: int,
     end: int,
     batches: list[tuple[InstructionUnit, list[PtxInstruction]]],
     control: PtxInstruction | None,
@@ -111,10 +107,10 @@ def _block(
         steps.append(BatchStep(unit.prepare(batch), _guard(batch), batch))
     looks = any(LOOKS & {*one.opcode} for step in steps for one in step.instructions)
     if control is None:
-        return BasicBlock(start, tuple(steps), None, None, None, -1, end, looks)
+        return BasicBlock(tuple(steps), None, None, None, -1, end, looks)
     batch = Batch([control], program, layout)
     target = batch.label(0) if control.opcode[0] == "bra" else -1
-    return BasicBlock(start, tuple(steps), control, batch, _guard(batch), target, end, looks)
+    return BasicBlock(tuple(steps), control, batch, _guard(batch), target, end, looks)
 
 
 def _guard(batch: Batch) -> Source | None:

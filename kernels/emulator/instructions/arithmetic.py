@@ -15,7 +15,7 @@ from ..base.instruction_registry import InstructionUnit, Run, unit
 from ..base.operation import Operation
 from ..machine.machine import Machine
 from ..ptx.dtypes import DTYPES, SIZES, Mask
-from ..ptx.operands import Pair, Vector
+from ..ptx.operands import Vector
 
 
 @cache
@@ -25,16 +25,22 @@ def unit_of(opcode: tuple[str, ...], results: int = 1) -> InstructionUnit | None
     if found is None:
         return None
     if found.reads_carry or found.writes_carry:
-        return InstructionUnit(opcode, "fence", lambda batch: _with_carry(batch, found))
-    return InstructionUnit(opcode, "pure", lambda batch: _arithmetic(batch, found))
+        return InstructionUnit("fence", lambda batch: _with_carry(batch, found))
+    return InstructionUnit("pure", lambda batch: _arithmetic(batch, found))
 
 
 def _arithmetic(batch: Batch, found: Operation) -> Run:
     reads = [batch.source(1 + i, kind) for i, kind in enumerate(found.operands)]
-    function = found.function
-    if found.results == 2:
-        return _two_results(batch, found)
-    write = batch.target(0, found.result)
+    function, write, second = found.function, batch.target(0, found.result), batch.second_target(0)
+    if second is not None:
+        write_second = second
+
+        def run(machine: Machine, mask: Mask) -> None:
+            one, two = function(*[read(machine) for read in reads])
+            write(machine, one, mask)
+            write_second(machine, two, mask)
+
+        return run
     if len(reads) == 1:
         (only,) = reads
         return lambda machine, mask: write(machine, function(only(machine)), mask)
@@ -42,21 +48,6 @@ def _arithmetic(batch: Batch, found: Operation) -> Run:
         one, two = reads
         return lambda machine, mask: write(machine, function(one(machine), two(machine)), mask)
     return lambda machine, mask: write(machine, function(*[read(machine) for read in reads]), mask)
-
-
-def _two_results(batch: Batch, found: Operation) -> Run:
-    """Prepare `setp p|q, a, b` and other instructions with two results."""
-    pairs = [operand for operand in batch.operands(0) if isinstance(operand, Pair)]
-    first = batch.writer([pair.first for pair in pairs], found.result)
-    second = batch.writer([pair.second for pair in pairs], "pred")
-    reads = [batch.source(1 + i, kind) for i, kind in enumerate(found.operands)]
-
-    def run(machine: Machine, mask: Mask) -> None:
-        one, two = found.function(*[read(machine) for read in reads])
-        first(machine, one, mask)
-        second(machine, two, mask)
-
-    return run
 
 
 class Carry:
@@ -168,10 +159,8 @@ def active_mask(batch: Batch) -> Run:
 @unit("elect", order="pure")
 def elect(batch: Batch) -> Run:
     """elect.sync d|p, membermask: elect the lowest named lane; p is true there."""
-    pairs = [operand for operand in batch.operands(0) if isinstance(operand, Pair)]
-    lane = batch.writer([pair.first for pair in pairs], "u32")
-    chosen = batch.writer([pair.second for pair in pairs], "pred")
-    members = batch.source(1, "u32")
+    lane, chosen, members = batch.target(0, "u32"), batch.second_target(0), batch.source(1, "u32")
+    assert chosen is not None
 
     def run(machine: Machine, mask: Mask) -> None:
         bits = np.broadcast_to(members(machine), (len(batch), machine.lanes))

@@ -6,13 +6,14 @@ Atomics on one address don't race with each other, but they race with unordered 
 
 from __future__ import annotations
 
+import linecache
+
 import numpy as np
 
 from ..arithmetic.atomics import Atomic, apply, atomic
 from ..base.addresses import addresses_of, generic, lanes_of, space_of
 from ..base.batch import Batch
 from ..base.instruction_registry import Run, unit
-from ..checks.debug_exceptions import fault_for_exception
 from ..machine.machine import Machine
 from ..memory.address_checks import aligned, blame, note, out_of_bounds, rows_of, shared_offsets
 from ..ptx.dtypes import SIZES, Array, Mask
@@ -108,5 +109,8 @@ def _apply(
         old[which] = apply(cells, index, operand[which], compares, found)
         machine.memory.changes += bool((cells[index] != old[which]).any())
         if buffer.raises:
-            fault_for_exception(machine, np.isin(np.arange(machine.lanes), lanes))
+            location = batch.instructions[i].location
+            line = linecache.getline(location.file, location.line).strip() if location else ""
+            text = f"the kernel raises an exception{f': {line}' if line else ''}"
+            machine.fault("exception", text, lanes=np.isin(np.arange(machine.lanes), lanes))
     return old

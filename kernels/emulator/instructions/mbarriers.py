@@ -7,7 +7,6 @@ back, but lets it try again after some time.
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..base.addresses import lanes_of, of_lanes
 from ..base.batch import Batch
@@ -15,7 +14,7 @@ from ..base.instruction_registry import Run, unit
 from ..copies.bulk_copies import BulkCopies
 from ..copies.clusters import RemoteAccesses
 from ..machine.machine import Machine
-from ..ptx.dtypes import Array, Mask
+from ..ptx.dtypes import Array, Lanes, Mask
 from ..ptx.fault import EmulatorError
 from ..ptx.operands import Address
 from ..synchronization.async_groups import snapshot
@@ -34,7 +33,7 @@ def init(batch: Batch) -> Run:
     def run(machine: Machine, mask: Mask) -> None:
         lanes, mbarriers = lanes_of(machine, mask), machine.state(Mbarriers)
         counts = of_lanes(count(machine), machine, lanes)
-        block, offset = mbarriers.keys(of_lanes(address(machine), machine, lanes), lanes)
+        block, offset = mbarriers.keys(address(machine), lanes)
         for i, lane in enumerate(lanes):
             mbarriers.make((int(block[i]), int(offset[i])), int(counts[i]), int(lane))
 
@@ -48,9 +47,9 @@ def inval(batch: Batch) -> Run:
 
     def run(machine: Machine, mask: Mask) -> None:
         lanes, mbarriers = lanes_of(machine, mask), machine.state(Mbarriers)
-        block, offset = mbarriers.keys(of_lanes(address(machine), machine, lanes), lanes)
-        for key, which in mbarriers.by_key(block, offset):
-            mbarriers.unmake(key, lanes[which])
+        for key, which in mbarriers.by_key(address(machine), lanes):
+            mbarriers.at(key, lanes[which])
+            del mbarriers.table[key]
 
     return run
 
@@ -71,13 +70,12 @@ def arrive(batch: Batch) -> Run:
 
     def run(machine: Machine, mask: Mask) -> None:
         lanes, mbarriers, clocks = lanes_of(machine, mask), machine.state(Mbarriers), machine.clocks
-        block, offset = mbarriers.keys(of_lanes(address(machine), machine, lanes), lanes)
         amounts = (
             np.ones(lanes.size, np.int64) if amount is None else of_lanes(amount(machine), machine, lanes)
         )
         agents = clocks.agents_of_lanes()[lanes]
         states = np.zeros((1, machine.lanes), np.uint64)
-        for key, which in mbarriers.by_key(block, offset):
+        for key, which in mbarriers.by_key(address(machine), lanes):
             first = int(lanes[which[0]])
             mbarrier = mbarriers.at(key, lanes[which])
             states[0, lanes[which]] = mbarrier.phase
@@ -88,7 +86,7 @@ def arrive(batch: Batch) -> Run:
             with machine.located(first):
                 if announces:
                     mbarrier.expect(int(amounts[which].sum()))
-                mbarriers.changed(mbarrier.arrive(count, clock))
+                machine.events += mbarrier.arrive(count, clock)
         clocks.tick(np.unique(agents))
         if write is not None:
             write(machine, states, mask)
@@ -104,29 +102,27 @@ def count_bytes(batch: Batch) -> Run:
 
     def run(machine: Machine, mask: Mask) -> None:
         lanes, mbarriers = lanes_of(machine, mask), machine.state(Mbarriers)
-        block, offset = mbarriers.keys(of_lanes(address(machine), machine, lanes), lanes)
         amounts = of_lanes(amount(machine), machine, lanes)
         nothing = np.zeros(machine.clocks.agents, np.int32)
-        for key, which in mbarriers.by_key(block, offset):
+        for key, which in mbarriers.by_key(address(machine), lanes):
             first, total = int(lanes[which[0]]), int(amounts[which].sum())
             mbarrier = mbarriers.at(key, lanes[which])
             with machine.located(first):
                 over = mbarrier.expect(total) if announces else mbarrier.complete(total, nothing)
-            mbarriers.changed(over)
+            machine.events += over
 
     return run
 
 
 def _look(
     machine: Machine, address: Array, parity: Array, by_state: bool, lanes: Array, waits: bool
-) -> NDArray[np.bool_]:
+) -> Lanes:
     """Return which lanes find their phase over. They learn what the arrivals released. The others wait."""
     mbarriers, clocks = machine.state(Mbarriers), machine.clocks
-    block, offset = mbarriers.keys(of_lanes(address, machine, lanes), lanes)
     wanted = of_lanes(parity, machine, lanes)
     passed = np.zeros(lanes.size, np.bool_)
     agents = clocks.agents_of_lanes()[lanes]
-    for key, which in mbarriers.by_key(block, offset):
+    for key, which in mbarriers.by_key(address, lanes):
         mbarrier = mbarriers.at(key, lanes[which])
         for one in np.unique(wanted[which]):
             those = which[wanted[which] == one]
@@ -152,7 +148,7 @@ def try_wait(batch: Batch) -> Run:
     write, address = batch.target(0, "pred"), batch.address(1)
     wanted = batch.source(2, "b64" if by_state else "u32")
 
-    def run(machine: Machine, mask: Mask) -> NDArray[np.bool_]:
+    def run(machine: Machine, mask: Mask) -> Lanes:
         lanes = lanes_of(machine, mask)
         back = np.ones(machine.lanes, np.bool_)
         if lanes.size:

@@ -86,13 +86,6 @@ def encode(elements: Array, dtype: str) -> Array:
     return halves[0::2] | halves[1::2] << np.uint32(16)
 
 
-def values16(bits: Array, dtype: str) -> Array:
-    """Return the float32 values of "f16" or "bf16" elements, given as bits (uint16)."""
-    if dtype == "f16":
-        return half_values(bits)
-    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
-
-
 def half_values(bits: Array) -> Array:
     """Return the float32 values of float16 bits, from a table: half the time of NumPy's conversion."""
     return _half_table().take(bits)

@@ -8,14 +8,13 @@ for ever: a fault, with the numbers (PTX ISA, "Miscellaneous Instructions: setma
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..base.addresses import whole_warps
 from ..base.batch import Batch
 from ..base.instruction_registry import Run, unit
 from ..copies.bulk_copies import BulkCopies
 from ..machine.machine import Machine
-from ..ptx.dtypes import Mask
+from ..ptx.dtypes import Lanes, Mask
 from ..ptx.fault import EmulatorError
 from ..ptx.program import Program
 
@@ -103,7 +102,7 @@ def setmaxnreg(batch: Batch) -> Run:
     if not 24 <= count <= 256 or count % UNIT:
         raise EmulatorError(f"setmaxnreg takes a multiple of {UNIT} from 24 to 256: {batch.first.text}")
 
-    def run(machine: Machine, mask: Mask) -> NDArray[np.bool_]:
+    def run(machine: Machine, mask: Mask) -> Lanes:
         pool = machine.state(RegisterPool)
         passed = np.ones(machine.lanes, np.bool_)
         for warp in np.unique(machine.warp_of_lane[whole_warps(machine, mask)]).tolist():

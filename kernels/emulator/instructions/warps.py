@@ -7,16 +7,14 @@ arrives, and if a lane uses the value of a lane that takes no part (`memory.unde
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..arithmetic.warp_operations import LANES, WarpOperation, awaited, takes_part, warp_operation, word
 from ..base.batch import Batch
 from ..base.instruction_registry import Run, unit
 from ..machine.machine import Machine
 from ..memory.undefined_values import UndefinedValues
-from ..ptx.dtypes import Array, Mask
+from ..ptx.dtypes import Array, Lanes, Mask
 from ..ptx.fault import EmulatorError
-from ..ptx.operands import Pair
 
 
 @unit("shfl", "vote", "match", "redux", order="pure")
@@ -26,18 +24,14 @@ def exchange(batch: Batch) -> Run:
     if found is None:
         raise EmulatorError(f"the emulator does not know the instruction {batch.first.name}")
     reads = [batch.source(1 + i, kind) for i, kind in enumerate(found.operands)]
-    pairs = [operand for operand in batch.operands(0) if isinstance(operand, Pair)]
-    write = batch.target(0, found.result)
-    second = batch.writer([pair.second for pair in pairs], "pred") if pairs else None
+    write, second = batch.target(0, found.result), batch.second_target(0)
 
-    def run(machine: Machine, mask: Mask) -> NDArray[np.bool_] | None:
+    def run(machine: Machine, mask: Mask) -> Lanes | None:
         active = np.ones(machine.lanes, np.bool_) if mask is None else mask
         operands = [_by_warp(machine, read(machine), len(batch)) for read in reads]
         lanes = active.reshape(-1, 32)
         missing = awaited(operands[-1], lanes)
-        waits: NDArray[np.bool_] = (
-            (missing & word(machine.alive.reshape(-1, 32)) != 0).any(axis=0).reshape(-1)
-        )
+        waits: Lanes = (missing & word(machine.alive.reshape(-1, 32)) != 0).any(axis=0).reshape(-1)
         if waits.any():
             mask = active & ~waits
             if not mask.any():

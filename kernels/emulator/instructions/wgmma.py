@@ -12,14 +12,13 @@ from __future__ import annotations
 import re
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..base.addresses import whole_warps
 from ..base.batch import Batch
 from ..base.instruction_registry import Run, unit
 from ..checks.async_accesses import fault_for_missing_data, fault_for_missing_fence, fault_for_race
 from ..machine.machine import Machine
-from ..ptx.dtypes import Array, Mask
+from ..ptx.dtypes import Array, Lanes, Mask
 from ..ptx.fault import EmulatorError
 from ..ptx.operands import Immediate, Register, Vector
 from ..synchronization.async_groups import snapshot
@@ -37,7 +36,7 @@ from .wgmma_products import (
 SHAPE = re.compile(r"m64n(\d+)k(\d+)")
 
 
-def _together(machine: Machine, mask: Mask) -> tuple[Array, NDArray[np.bool_]]:
+def _together(machine: Machine, mask: Mask) -> tuple[Array, Lanes]:
     """Return the warp groups whose four warps are all here, and the lanes that need not wait."""
     whole_warps(machine, mask)
     here = np.ones(machine.lanes, np.bool_) if mask is None else mask
@@ -50,7 +49,7 @@ def _together(machine: Machine, mask: Mask) -> tuple[Array, NDArray[np.bool_]]:
 def fence(batch: Batch) -> Run:
     """wgmma.fence.sync.aligned: later products see earlier writes to registers."""
 
-    def run(machine: Machine, mask: Mask) -> NDArray[np.bool_]:
+    def run(machine: Machine, mask: Mask) -> Lanes:
         groups, passed = _together(machine, mask)
         machine.state(WarpGroups).fenced[groups] = True
         return passed
@@ -62,7 +61,7 @@ def fence(batch: Batch) -> Run:
 def commit_group(batch: Batch) -> Run:
     """wgmma.commit_group.sync.aligned: close the group of products begun since the last."""
 
-    def run(machine: Machine, mask: Mask) -> NDArray[np.bool_]:
+    def run(machine: Machine, mask: Mask) -> Lanes:
         groups, passed = _together(machine, mask)
         machine.state(WarpGroups).products.commit(groups)
         return passed
@@ -75,7 +74,7 @@ def wait_group(batch: Batch) -> Run:
     """wgmma.wait_group.sync.aligned n: wait until at most the last n groups are under way."""
     allowed = batch.constant(0)
 
-    def run(machine: Machine, mask: Mask) -> NDArray[np.bool_]:
+    def run(machine: Machine, mask: Mask) -> Lanes:
         groups, passed = _together(machine, mask)
         machine.state(WarpGroups).wait(groups, allowed)
         return passed
@@ -94,7 +93,7 @@ def mma_async(batch: Batch) -> Run:
     left = batch.sources(1, "b32") if from_registers else batch.source(1, "b64")
     right, adds = batch.source(2, "b64"), batch.source(3, "pred")
 
-    def run(machine: Machine, mask: Mask) -> NDArray[np.bool_]:
+    def run(machine: Machine, mask: Mask) -> Lanes:
         groups, passed = _together(machine, mask)
         if not groups.size:
             return passed

@@ -11,18 +11,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..arithmetic.fragments import WGMMA_A, wgmma_sums
+from ..arithmetic.half_precision import widen
 from ..base.batch import LaneRows
 from ..machine.machine import Machine
 from ..memory.descriptors import chunk_addresses, decode_descriptors
 from ..memory.swizzles import CHUNK
-from ..ptx.dtypes import Array
+from ..ptx.dtypes import Array, Lanes
 from ..ptx.fault import EmulatorError, Fault
 from ..ptx.program import PtxInstruction
 from ..synchronization.async_groups import AsyncGroups
-from .mma import BITS, decode, encode, values16
+from .mma import BITS, decode, encode, half_values
 
 GROUP = 128  # threads of a warp group
 ROWS = 64  # of a and d
@@ -54,8 +54,10 @@ def read_operand(shared: Array, blocks: Array, addresses: Array, dtype: str, tra
     chunks = shared.reshape(-1).view("V16")
     first = blocks * (shared.shape[1] // CHUNK)
     read = chunks[first[:, None, None] + addresses // CHUNK]
-    words = read.view(np.uint32 if dtype == "tf32" else np.uint16)
-    lines = decode(words, "tf32") if dtype == "tf32" else values16(words, dtype)
+    if dtype == "tf32":
+        lines = decode(read.view(np.uint32), dtype)
+    else:
+        lines = (half_values if dtype == "f16" else widen)(read.view(np.uint16))
     lines = lines.reshape(*addresses.shape[:-1], -1)
     return lines.swapaxes(1, 2) if transposed else lines
 
@@ -100,7 +102,7 @@ class PendingProduct:
     groups: Array  # (groups,), numbered over the machine
     a: Array  # (groups, lines, chunks) addresses in shared memory; tiles in float32 if a is in registers
     b: Array  # (groups, lines, chunks)
-    adds: NDArray[np.bool_]  # (groups,): whether to add to the old accumulators
+    adds: Lanes  # (groups,): whether to add to the old accumulators
     sums: Accumulators
     clocks: Array  # (groups, agents of a block): what a thread knows after waiting
 

@@ -15,7 +15,7 @@ from typing import Any, NoReturn, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ..ptx.dtypes import Array
+from ..ptx.dtypes import Array, Lanes
 from ..ptx.fault import Fault
 from ..ptx.program import Program, PtxInstruction
 from .launch import Launch
@@ -35,10 +35,9 @@ class Machine:
     pending operation when no lane can run), and `fault`.
     """
 
-    def __init__(
-        self, program: Program, registers: dict[str, int], launch: Launch, first: int, blocks: int
-    ) -> None:
-        self.program, self.launch = program, launch
+    def __init__(self, registers: dict[str, int], launch: Launch, first: int, blocks: int) -> None:
+        self.launch = launch
+        self.program = program = launch.program
         self.first, self.blocks, self.cluster = first, blocks, launch.cluster
         self.grid, self.block, self.threads = launch.grid, launch.block, launch.threads
         self.parameters, self.memory, self.counts = launch.parameters, launch.memory, launch.counts
@@ -70,7 +69,7 @@ class Machine:
             self.states[kind] = kind(self)
         return self.states[kind]
 
-    def end(self, lanes: NDArray[np.bool_]) -> None:
+    def end(self, lanes: Lanes) -> None:
         """Note that these lanes have ended."""
         self.alive &= ~lanes
         self.full = False
@@ -94,7 +93,7 @@ class Machine:
         kind: str,
         message: str,
         instruction: PtxInstruction | None = None,
-        lanes: NDArray[np.bool_] | None = None,
+        lanes: Lanes | None = None,
     ) -> NoReturn:
         """Raise a Fault at `instruction` (None: the one that runs) that names the first of `lanes`."""
         raise self.make_fault(kind, message, instruction or self.instruction, lanes)
@@ -104,7 +103,7 @@ class Machine:
         kind: str,
         message: str,
         instruction: PtxInstruction | None,
-        lanes: NDArray[np.bool_] | None = None,
+        lanes: Lanes | None = None,
     ) -> Fault:
         """Return such a Fault."""
         who = f" ({self.thread_name(int(np.argmax(lanes)))})" if lanes is not None and lanes.any() else ""

@@ -50,13 +50,13 @@ def shared_offsets(
     granules = clocks.granules(block, offset, width)
     agents = clocks.agents_of_lanes()
     agents = agents if lanes.size == machine.lanes else agents[lanes]
-    if clocks.any_pending and (pending := any_granule(clocks.pending[granules])).any():
+    if clocks.any_pending and (pending := np.any(clocks.pending[granules], axis=-1)).any():
         kind = "async copy read before it was waited for" if verb == "reads" else "overwrites a pending copy"
         text = f"{verb} shared memory that an asynchronous copy still fills"
         blame(machine, batch, pending, lanes, kind, text)
     by = batch.instructions if len(batch) == addresses.shape[0] > 1 else ()
     if access != "writes" and (unwritten := clocks.last_write[granules] == 0).any():
-        bad = any_granule(unwritten)
+        bad = np.any(unwritten, axis=-1)
         at = int(offset.reshape(-1)[np.argmax(bad)])
         text = f"{verb} {of(width, 'byte')} at byte {at} of shared memory that nobody wrote"
         blame(machine, batch, bad, lanes, "unwritten shared memory", text)
@@ -76,7 +76,7 @@ def shared_offsets(
         agent = int(agents[first // races.shape[-1] % lanes.size])
         text = f"{verb} shared memory {clocks.explain(int(granules.reshape(-1)[first]), agent)}, "
         text += "with no barrier between them: call cuda.syncthreads() in between"
-        blame(machine, batch, any_granule(races), lanes, "race", text)
+        blame(machine, batch, np.any(races, axis=-1), lanes, "race", text)
     return flat
 
 
@@ -104,11 +104,6 @@ def rows_of(memory: Array, width: int) -> Array:
 def gather(memory: Array, offsets: Array, width: int) -> Array:
     """Return the `width` bytes at each offset, a multiple of it: (..., width) uint8."""
     return rows_of(memory, width)[offsets >> (width.bit_length() - 1)][..., None].view(np.uint8)
-
-
-def any_granule(flags: Array) -> Array:
-    """Reduce flags of granules to flags of the accesses that they belong to."""
-    return np.asarray(flags.any(axis=-1))
 
 
 def aligned(machine: Machine, batch: Batch, addresses: Array, width: int, lanes: Array) -> None:

@@ -14,7 +14,6 @@ import numpy as np
 from ..base.addresses import WINDOWS, addresses_of, generic, lanes_of, space_of
 from ..base.batch import Batch
 from ..base.instruction_registry import Run, unit
-from ..machine.global_memory import Buffer
 from ..machine.machine import Machine
 from ..ptx.dtypes import DTYPES, SIZES, VECTORS, Array, Mask
 from ..ptx.operands import Address, Symbol
@@ -130,30 +129,16 @@ def _fetch_global(machine: Machine, batch: Batch, addresses: Array, width: int, 
     for buffer, where in machine.memory.find(addresses, width):
         if buffer is None:
             out_of_bounds(machine, batch, addresses, where, width, lanes, "reads")
-        if buffer.watched:
-            _note_reads(machine, batch, buffer, addresses, where, width, lanes)
+        for i, row in enumerate(addresses if buffer.watched else ()):
+            which = slice(None) if where is None else where[i]
+            if len(batch) == len(addresses):
+                machine.instruction = batch.instructions[i]
+            note(machine, buffer, "reads", row[which], width, lanes[which])
         offset = addresses - buffer.start if where is None else (addresses - buffer.start)[where]
         if where is None:
             return buffer.read(offset, width)
         data[where] = buffer.read(offset, width)
     return data
-
-
-def _note_reads(
-    machine: Machine,
-    batch: Batch,
-    buffer: Buffer,
-    addresses: Array,
-    where: Array | None,
-    width: int,
-    lanes: Array,
-) -> None:
-    """Note reads; Fault for a race."""
-    for i, row in enumerate(addresses):
-        which = slice(None) if where is None else where[i]
-        if len(batch) == len(addresses):
-            machine.instruction = batch.instructions[i]
-        note(machine, buffer, "reads", row[which], width, lanes[which])
 
 
 def _fetch_mixed(machine: Machine, batch: Batch, addresses: Array, width: int, lanes: Array) -> Array:
@@ -226,9 +211,8 @@ def _put_global(machine: Machine, batch: Batch, i: int, row: Array, data: Array,
         if buffer is None:
             bad = None if where is None else where[None]
             out_of_bounds(machine, batch, row[None], bad, width, lanes, "writes")
-        who = lanes if where is None else lanes[where]
-        there = row if where is None else row[where]
-        values = data if where is None else data[where]
+        which = slice(None) if where is None else where
+        who, there, values = lanes[which], row[which], data[which]
         if not buffer.writable:
             machine.fault("read-only memory", f"the kernel writes to {buffer.name}, which is read-only")
         offset = there - buffer.start

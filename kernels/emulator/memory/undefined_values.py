@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..base.batch import Batch
 from ..machine.machine import Machine
-from ..ptx.dtypes import Array, Mask
+from ..ptx.dtypes import Array, Lanes, Mask
 from ..ptx.operands import Operand
 from ..ptx.program import PtxInstruction
 from ..ptx.static_analysis import registers_of
@@ -34,14 +33,14 @@ class UndefinedValues:
         self.marks = {file: np.zeros(held.shape, np.int16) for file, held in machine.files.items()}
         self.origins: list[tuple[str, str, PtxInstruction]] = []  # kind of fault, what is wrong, the shuffle
 
-    def mark(self, batch: Batch, index: int, lanes: NDArray[np.bool_], kind: str, text: str) -> None:
+    def mark(self, batch: Batch, index: int, lanes: Lanes, kind: str, text: str) -> None:
         """Mark the result of an instruction as undefined in these lanes."""
         instruction = batch.instructions[index]
         self.origins.append((kind, text, instruction))
         for row in self._rows(batch, instruction.operands[0]):
             row[lanes] = len(self.origins)
 
-    def exchanged(self, batch: Batch, sources: Array, active: NDArray[np.bool_]) -> None:
+    def exchanged(self, batch: Batch, sources: Array, active: Lanes) -> None:
         """Hand marks on through a shuffle. sources (instructions, lanes): the lane that each one reads."""
         for i, instruction in enumerate(batch.instructions):
             taken = self._of(batch, instruction.operands[1])[sources[i]]
@@ -68,9 +67,7 @@ class UndefinedValues:
                 for row in self._rows(batch, operand):
                     row[active] = held[active]
 
-    def use(
-        self, batch: Batch, operands: tuple[Operand, ...], active: NDArray[np.bool_], user: PtxInstruction
-    ) -> None:
+    def use(self, batch: Batch, operands: tuple[Operand, ...], active: Lanes, user: PtxInstruction) -> None:
         """Fault if an operand is undefined in an active lane."""
         found = np.where(active, self._of(batch, *operands), 0)
         if found.any():

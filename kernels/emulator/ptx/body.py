@@ -127,19 +127,9 @@ class BodyReader:
             opcode, operands = ("bra",), [Label(copy.returns_to)]
         else:
             operands = [self._operand(part, copy) for part in _split(rest)]
-        self._append(opcode, operands, guard, negated, copy, text)
-
-    def _append(
-        self,
-        opcode: tuple[str, ...],
-        operands: list[Operand],
-        guard: Register | None,
-        negated: bool,
-        copy: _Copy,
-        text: str,
-    ) -> None:
-        instruction = PtxInstruction(opcode, tuple(operands), guard, negated, copy.location, text)
-        self.program.instructions.append(instruction)
+        self.program.instructions.append(
+            PtxInstruction(opcode, tuple(operands), guard, negated, copy.location, text)
+        )
 
     def _call(self, rest: str, guard: Register | None, copy: _Copy, text: str) -> None:
         parts = _split(rest)
@@ -149,7 +139,9 @@ class BodyReader:
         variables = [self._operand(part, copy) for part in (*returned, *passed)]
         function = self.functions.get(name)
         if function is None:
-            self._append(("call", name), variables, guard, False, copy, text)
+            self.program.instructions.append(
+                PtxInstruction(("call", name), tuple(variables), guard, False, copy.location, text)
+            )
             return
         if guard is not None:
             raise EmulatorError(f"the emulator reads no call under a predicate: {text}")

@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array: TypeAlias = NDArray[Any]
-Mask: TypeAlias = NDArray[np.bool_] | None  # which lanes run; None is all of them
+Lanes: TypeAlias = NDArray[np.bool_]  # a flag for each lane
+Mask: TypeAlias = Lanes | None  # which lanes run; None is all of them
 
 # NumPy has no bfloat16 and no packed pairs: they travel as their bits.
 DTYPES: dict[str, np.dtype[Any]] = {

@@ -71,7 +71,6 @@ class Program:
     registers: dict[str, int] = field(default_factory=dict)  # registers of each width: {"b32": 56, ...}
     shared: int = 0  # bytes of static shared memory; dynamic shared memory follows
     local: int = 0  # bytes of local memory of each thread
-    target: str = ""
     directives: dict[str, tuple[int, ...]] = field(default_factory=dict)  # {"maxntid": (256,), ...}
     flow: DataFlow = DataFlow()
 

@@ -34,8 +34,6 @@ def parse(text: str) -> Program:
         raise EmulatorError(f"the PTX holds {len(entries)} kernels: pass the PTX of one kernel")
     entry = entries[0]
     program = Program(entry.name, directives=entry.directives)
-    target = re.search(r"^\s*\.target\s+(\w+)", text, re.M)
-    program.target = target[1] if target else ""
     _module_variables(text, program)
     for parameter in entry.parameters:
         kind, name, size = declaration(parameter)

@@ -14,10 +14,9 @@ from __future__ import annotations
 from typing import Generic, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..machine.races_in_shared_memory import Clocks
-from ..ptx.dtypes import Array
+from ..ptx.dtypes import Array, Lanes
 
 OperationT = TypeVar("OperationT")
 
@@ -37,7 +36,7 @@ class AsyncGroups(Generic[OperationT]):
         """Close the open groups of these members."""
         self.committed[members] += 1
 
-    def wait(self, members: Array, allowed: int) -> list[tuple[OperationT, NDArray[np.bool_]]]:
+    def wait(self, members: Array, allowed: int) -> list[tuple[OperationT, Lanes]]:
         """Take out what must complete so that at most `allowed` groups of each member are under way.
 
         Returns, in the order in which they began, each operation and which of its members are due.

@@ -6,8 +6,6 @@ threads faults if a thread of a warp at it has ended, where a real GPU may hang 
 
 from __future__ import annotations
 
-from typing import TypeAlias
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -16,10 +14,8 @@ from ..base.addresses import active_lanes, of_every_lane
 from ..base.batch import Batch
 from ..base.instruction_registry import Run, unit
 from ..machine.machine import Machine
-from ..ptx.dtypes import Array, Mask
+from ..ptx.dtypes import Array, Lanes, Mask
 from ..ptx.program import PtxInstruction
-
-Lanes: TypeAlias = NDArray[np.bool_]
 
 
 class Barriers:

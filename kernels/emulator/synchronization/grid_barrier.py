@@ -7,13 +7,12 @@ Guide, "Grid Synchronization"). All blocks must be on the GPU at once; `executio
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..base.addresses import lanes_of
 from ..base.batch import Batch
 from ..base.instruction_registry import Run, unit
 from ..machine.machine import Machine
-from ..ptx.dtypes import Mask
+from ..ptx.dtypes import Lanes, Mask
 from ..ptx.operands import Symbol
 
 
@@ -40,7 +39,7 @@ def synchronize(batch: Batch) -> Run:
     """Wait until all threads of the grid have arrived."""
     returned = next(operand.offset for operand in batch.first.operands if isinstance(operand, Symbol))
 
-    def run(machine: Machine, mask: Mask) -> NDArray[np.bool_]:
+    def run(machine: Machine, mask: Mask) -> Lanes:
         launch, barrier = machine.launch, machine.state(GridBarrier)
         lanes = lanes_of(machine, mask)
         new = lanes[barrier.phase[lanes] < 0]

@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from ..base.addresses import in_shared_window, shared_blocks
+from ..base.addresses import in_shared_window, of_lanes, shared_blocks
 from ..machine.machine import Machine
 from ..ptx.dtypes import Array
 from ..ptx.fault import Fault
@@ -62,23 +62,20 @@ class Mbarrier:
         return self._step()
 
     def expect(self, count: int) -> bool:
-        """Announce bytes of copies to this phase."""
-        return self._count(count)
-
-    def complete(self, count: int, clock: Array) -> bool:
-        """Count bytes of a copy, which knows `clock`; return whether the phase is over."""
-        self.joined = np.maximum(self.joined, clock)
-        return self._count(-count)
-
-    def over(self, parity: int) -> bool:
-        """Whether the phase of this parity, the last or the current, is over."""
-        return self.phase & 1 != parity
-
-    def _count(self, count: int) -> bool:
+        """Announce bytes of copies to this phase; return whether it is over."""
         self.bytes += count
         if abs(self.bytes) > LARGEST:
             raise Fault("mbarrier", f"an mbarrier waits for {self.bytes} bytes: it counts to {LARGEST}")
         return self._step()
+
+    def complete(self, count: int, clock: Array) -> bool:
+        """Count bytes of a copy, which knows `clock`; return whether the phase is over."""
+        self.joined = np.maximum(self.joined, clock)
+        return self.expect(-count)
+
+    def over(self, parity: int) -> bool:
+        """Whether the phase of this parity, the last or the current, is over."""
+        return self.phase & 1 != parity
 
     def _step(self) -> bool:
         if self.pending or self.bytes:
@@ -109,8 +106,9 @@ class Mbarriers:
         machine.late.append(self._explain)
 
     def keys(self, addresses: Array, lanes: Array) -> tuple[Array, Array]:
-        """Return (block, offset) of mbarriers at shared or generic addresses (lanes,). Raises Fault."""
+        """Return (block, offset) of mbarriers at some lanes' shared or generic addresses. Raises Fault."""
         machine = self.machine
+        addresses = of_lanes(addresses, machine, lanes)
         block, offset = shared_blocks(machine, in_shared_window(machine, addresses, lanes), lanes)
         if (bad := offset % BYTES != 0).any():
             at, lane = int(offset[np.argmax(bad)]), lanes[np.argmax(bad)]
@@ -135,11 +133,6 @@ class Mbarriers:
             self.table[key] = Mbarrier(count, nothing, int(agent), time, nothing)
         self._bytes(key)[:] = _PATTERN
 
-    def unmake(self, key: Key, lanes: Array) -> None:
-        """mbarrier.inval by lanes."""
-        self.at(key, lanes)
-        del self.table[key]
-
     def at(self, key: Key, lanes: Array) -> Mbarrier:
         """Return the mbarrier that lanes use; Fault if there is none, or its making races with the use."""
         lane = int(lanes[0])
@@ -158,15 +151,12 @@ class Mbarriers:
             self.machine.fault_at("race", text, int(lanes[np.argmax(unordered)]))
         return found
 
-    def by_key(self, block: Array, offset: Array) -> Iterator[tuple[Key, Array]]:
-        """Yield each mbarrier that some of (lanes,) use, and the positions of those lanes."""
+    def by_key(self, addresses: Array, lanes: Array) -> Iterator[tuple[Key, Array]]:
+        """Yield each mbarrier that some of (lanes,) use, and the positions of those lanes. Raises Fault."""
+        block, offset = self.keys(addresses, lanes)
         code = block * (1 << 32) + offset
         for one in np.unique(code):
             yield (int(one) >> 32, int(one) & 0xFFFFFFFF), np.flatnonzero(code == one)
-
-    def changed(self, over: bool) -> None:
-        """Let waiting lanes try again if a phase is over."""
-        self.machine.events += over
 
     def show(self, agents: Array) -> None:
         """Note a fence by these warps: it shows the mbarriers that they made."""
