@@ -101,19 +101,22 @@ def _set_predicate(opcode: tuple[str, ...]) -> Operation | None:
     kind, compare, boolean = parsed
     if kind.endswith("x2"):
         return _set_predicates(kind[:-2], compare, boolean)
-    if boolean is None:
-        return Operation("pred", (kind, kind), compare)
-    combine = boolean
-    return Operation("pred", (kind, kind, "pred"), lambda a, b, c: combine(compare(a, b), c))
+    return Operation("pred", (kind, kind) + ("pred",) * (boolean is not None), _combined(compare, boolean))
+
+
+def _combined(compare: Function, boolean: Function | None) -> Function:
+    """Return the comparison of a and b, combined with a third operand if there is a boolean operation."""
+    return compare if boolean is None else lambda a, b, c: boolean(compare(a, b), c)
 
 
 def _set_predicates(kind: str, compare: Function, boolean: Function | None) -> Operation:
     """`setp.lt.f16x2 p|q, a, b`: p of the low halves, q of the high ones."""
 
+    combined = _combined(compare, boolean)
+
     def function(a: Array, b: Array, *c: Array) -> tuple[Array, ...]:
         pairs = zip(unpack(a, kind), unpack(b, kind), strict=True)
-        outcomes = (compare(x, y) for x, y in pairs)
-        return tuple(boolean(outcome, *c) if boolean else outcome for outcome in outcomes)
+        return tuple(combined(x, y, *c) for x, y in pairs)
 
     return Operation("pred", ("b32", "b32") + ("pred",) * (boolean is not None), function, results=2)
 
@@ -150,10 +153,10 @@ def _set(opcode: tuple[str, ...]) -> Operation | None:
     if each not in true or (paired and boolean is not None):
         return None
     yes, no = np.array(true[each], DTYPES[each]), np.array(0, DTYPES[each])
+    combined = _combined(compare, boolean)
 
-    def function(a: Array, b: Array, *c: Array) -> Any:
-        outcome = compare(a, b)
-        return np.where(boolean(outcome, *c) if boolean else outcome, yes, no)
+    def function(*operands: Array) -> Any:
+        return np.where(combined(*operands), yes, no)
 
     if paired:
         return Operation("b32", ("b32", "b32"), pairwise(kind[:-2], function))

@@ -16,7 +16,7 @@ import numpy as np
 
 from ..base.operation import Builder, Function, Operation, pairwise, uniform
 from ..ptx.dtypes import Array
-from .rounding import MODES, flushing, rounded, saturate
+from .rounding import MODES, flushing, rounded, saturating
 
 UPPER = np.uint64(0xFFFFFFFF00000000)
 ONE = np.float32(1)
@@ -56,11 +56,7 @@ def _arithmetic(opcode: tuple[str, ...]) -> Operation | None:
     if "ftz" in others:
         function = flushing(function)
     if "sat" in others:
-        plain = function
-
-        def function(*xs: Array) -> Array:
-            return saturate(plain(*xs))
-
+        function = saturating(function)
     if kind == "f32x2":
         return uniform("b64", counts[name], pairwise("f32", function)) if counts[name] > 1 else None
     return uniform(kind, counts[name], function)

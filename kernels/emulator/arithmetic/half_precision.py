@@ -17,7 +17,7 @@ import numpy as np
 from ..base.operation import Builder, Function, Operation, pairwise, uniform
 from ..ptx.dtypes import Array
 from .floats import EXTREMES
-from .rounding import saturate, two_sum
+from .rounding import saturating, two_sum
 
 SHIFT = np.uint32(16)
 STICKY_64 = np.int64(1)
@@ -96,7 +96,7 @@ def _operation(kind: str, count: int, function: Function) -> Operation:
 def _modified(kind: str, function: Function, flags: set[str]) -> Function:
     """Return `function` with `.sat` or `.relu`; the caller handles `.ftz`."""
     if "sat" in flags:
-        return lambda *xs: saturate(function(*xs))
+        return saturating(function)
     if "relu" in flags:
         clamp = through_32(kind, lambda x: np.maximum(x, np.float32(0)) + np.float32(0))
         return lambda *xs: clamp(function(*xs))

@@ -9,6 +9,7 @@ Instructions".
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -55,23 +56,12 @@ def _high_64(a: Array, b: Array) -> Array:
     return upper
 
 
-def wide(kind: str) -> Function:
-    """Return a function that multiplies two numbers of `kind` to one twice as wide."""
-    double = DTYPES[resized(kind, 2 * bits(kind))]
-    return lambda a, b: np.multiply(a, b, dtype=double)
-
-
 def saturated(exact: Function) -> Function:
     """Return `exact` of s32 operands, computed in 64 bits and clamped to 32."""
     limits = np.iinfo(np.int32)
     return lambda *xs: np.clip(
         exact(*(x.astype(np.int64) for x in xs)), np.int64(limits.min), np.int64(limits.max)
     ).astype(np.int32)
-
-
-def sad(a: Array, b: Array, c: Array) -> Array:
-    """Return c + |a - b|."""
-    return np.where(a < b, b - a, a - b) + c
 
 
 SIMPLE: dict[str, tuple[int, Function]] = {
@@ -83,7 +73,7 @@ SIMPLE: dict[str, tuple[int, Function]] = {
     "max": (2, np.maximum),
     "neg": (1, np.negative),
     "abs": (1, np.absolute),
-    "sad": (3, sad),
+    "sad": (3, lambda a, b, c: np.where(a < b, b - a, a - b) + c),  # |a - b| + c
 }
 
 
@@ -120,7 +110,8 @@ def _product(name: str, mode: str, kind: str) -> tuple[str, Function] | None:
     if kind not in INTEGERS:
         return None
     if mode == "wide" and kind[1:] != "64":
-        return resized(kind, 2 * bits(kind)), wide(kind)
+        double = resized(kind, 2 * bits(kind))
+        return double, functools.partial(np.multiply, dtype=DTYPES[double])
     functions: dict[str, Function] = {"lo": np.multiply, "hi": high}
     return (kind, functions[mode]) if mode in functions else None
 

@@ -41,6 +41,11 @@ def saturate(x: Array) -> Array:
     return np.where(x > zero, np.minimum(x, one), zero)
 
 
+def saturating(function: Function) -> Function:
+    """Return `function` with `.sat`: results are clamped to [0, 1]."""
+    return lambda *xs: saturate(function(*xs))
+
+
 def two_sum(a: Array, b: Array) -> tuple[Array, Array]:
     """Return the rounded sum s and its error e: s + e = a + b exactly."""
     s = a + b

@@ -44,7 +44,9 @@ class Levels:
         read = {(register.file, register.row) for register in registers_of(instruction)}
         if instruction.guard is None:
             # A result is no input, unless a guard may leave its old value.
-            read -= written - _inputs(unit, instruction)
+            rest = instruction.operands[unit.results :]
+            inputs = {(item.file, item.row) for operand in rest for item in registers_in(operand)}
+            read -= written - inputs
         level = self.floor
         for register in read:
             level = max(level, self.written.get(register, -1) + 1)
@@ -109,11 +111,6 @@ def written_by(unit: InstructionUnit, instruction: PtxInstruction) -> Iterator[R
     for operand in instruction.operands[: unit.results]:
         if not isinstance(operand, Address):
             yield from registers_in(operand)
-
-
-def _inputs(unit: InstructionUnit, instruction: PtxInstruction) -> set[tuple[str, int]]:
-    rest = instruction.operands[unit.results :]
-    return {(item.file, item.row) for operand in rest for item in registers_in(operand)}
 
 
 def likeness(instruction: PtxInstruction) -> tuple[object, ...]:

@@ -42,7 +42,8 @@ def parameters(
 
 def _flat(arg: Any, memory: GlobalMemory, name: str) -> list[Any]:
     if isinstance(arg, np.ndarray):
-        described = f"{name} ({_dtype(arg)} {arg.shape})"
+        dtype = "record" if arg.dtype.names else arg.dtype
+        described = f"{name} ({dtype} {arg.shape})"
         return [0, 0, arg.size, arg.itemsize, memory.add(arg, described), *arg.shape, *arg.strides]
     if hasattr(arg, "box_rows"):  # a TensorMap: 128 bytes for the copy engine alone
         address = memory.allocate(np.zeros(128, np.uint8), f"the tensor map {name}", writable=False)
@@ -61,10 +62,6 @@ def _flat(arg: Any, memory: GlobalMemory, name: str) -> list[Any]:
     if isinstance(arg, complex | np.complexfloating):
         return [arg.real, arg.imag]
     return [arg]
-
-
-def _dtype(array: np.ndarray[Any, Any]) -> str:
-    return "record" if array.dtype.names else str(array.dtype)
 
 
 def _bits(value: Any, kind: str, size: int) -> bytes:

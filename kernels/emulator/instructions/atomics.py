@@ -98,8 +98,7 @@ def _apply(
         if buffer is not None and not buffer.writable:
             machine.fault("read-only memory", f"the kernel updates {buffer.name}, which is read-only")
         if buffer is None:
-            outside = None if where is None else where[None]
-            out_of_bounds(machine, one, addresses[None], outside, width, lanes, "updates")
+            out_of_bounds(machine, one, addresses[None], where, width, lanes, "updates")
         which = slice(None) if where is None else where
         if buffer.watched and machine.memory.watch_blocks:
             note(machine, buffer, "updates", addresses[which], width, lanes[which])

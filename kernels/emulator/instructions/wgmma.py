@@ -10,6 +10,7 @@ before the wait is a race. An operand a in registers is read when the instructio
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import numpy as np
 
@@ -45,41 +46,34 @@ def _together(machine: Machine, mask: Mask) -> tuple[Array, Lanes]:
     return np.flatnonzero(complete), np.repeat(complete, GROUP) | ~here
 
 
-@unit("wgmma.fence", order="sync", results=0)
-def fence(batch: Batch) -> Run:
-    """wgmma.fence.sync.aligned: later products see earlier writes to registers."""
+def _when_together(act: Callable[[WarpGroups, Array], None]) -> Run:
+    """Return a function that acts on the warp groups whose four warps are all here; the others wait."""
 
     def run(machine: Machine, mask: Mask) -> Lanes:
         groups, passed = _together(machine, mask)
-        machine.state(WarpGroups).fenced[groups] = True
+        act(machine.state(WarpGroups), groups)
         return passed
 
     return run
+
+
+@unit("wgmma.fence", order="sync", results=0)
+def fence(batch: Batch) -> Run:
+    """wgmma.fence.sync.aligned: later products see earlier writes to registers."""
+    return _when_together(lambda state, groups: np.put(state.fenced, groups, True))
 
 
 @unit("wgmma.commit_group", order="sync", results=0)
 def commit_group(batch: Batch) -> Run:
     """wgmma.commit_group.sync.aligned: close the group of products begun since the last."""
-
-    def run(machine: Machine, mask: Mask) -> Lanes:
-        groups, passed = _together(machine, mask)
-        machine.state(WarpGroups).products.commit(groups)
-        return passed
-
-    return run
+    return _when_together(lambda state, groups: state.products.commit(groups))
 
 
 @unit("wgmma.wait_group", order="sync", results=0)
 def wait_group(batch: Batch) -> Run:
     """wgmma.wait_group.sync.aligned n: wait until at most the last n groups are under way."""
     allowed = batch.constant(0)
-
-    def run(machine: Machine, mask: Mask) -> Lanes:
-        groups, passed = _together(machine, mask)
-        machine.state(WarpGroups).wait(groups, allowed)
-        return passed
-
-    return run
+    return _when_together(lambda state, groups: state.wait(groups, allowed))
 
 
 @unit("wgmma.mma_async", order="sync")

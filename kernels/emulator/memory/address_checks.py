@@ -122,7 +122,7 @@ def out_of_bounds(
     machine: Machine, batch: Batch, addresses: Array, where: Array | None, width: int, lanes: Array, verb: str
 ) -> NoReturn:
     """Fault for addresses outside of all arrays."""
-    bad = np.ones(addresses.shape, np.bool_) if where is None else where
+    bad = np.broadcast_to(True if where is None else where, addresses.shape)
     at = int(addresses.reshape(-1)[np.argmax(bad)])
     text = f"{verb} {of(width, 'byte')} at {machine.memory.near(at)}"
     blame(machine, batch, bad, lanes, "out of bounds", text)

@@ -68,15 +68,12 @@ def chunk_addresses(descriptors: Descriptors, mn: int, bits: int, transposed: bo
         return _addresses(descriptors, int(spans[0]), mn, transposed)
     parts = [np.flatnonzero(descriptors.span == span) for span in spans]
     addresses = [
-        _addresses(_take(descriptors, part), int(span), mn, transposed)
+        _addresses(
+            Descriptors(*(field[part] for field in vars(descriptors).values())), int(span), mn, transposed
+        )
         for span, part in zip(spans, parts, strict=True)
     ]
     return np.concatenate(addresses)[np.argsort(np.concatenate(parts))]
-
-
-def _take(descriptors: Descriptors, groups: Array) -> Descriptors:
-    fields = (descriptors.start, descriptors.leading, descriptors.stride, descriptors.base, descriptors.span)
-    return Descriptors(*(field[groups] for field in fields))
 
 
 def _addresses(descriptors: Descriptors, span: int, mn: int, transposed: bool) -> Array:

@@ -209,8 +209,7 @@ def _put_global(machine: Machine, batch: Batch, i: int, row: Array, data: Array,
     machine.instruction = batch.instructions[i]
     for buffer, where in machine.memory.find(row, width):
         if buffer is None:
-            bad = None if where is None else where[None]
-            out_of_bounds(machine, batch, row[None], bad, width, lanes, "writes")
+            out_of_bounds(machine, batch, row[None], where, width, lanes, "writes")
         which = slice(None) if where is None else where
         who, there, values = lanes[which], row[which], data[which]
         if not buffer.writable:

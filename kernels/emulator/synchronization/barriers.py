@@ -7,7 +7,6 @@ threads faults if a thread of a warp at it has ended, where a real GPU may hang 
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..arithmetic.warp_operations import awaited, word
 from ..base.addresses import active_lanes, of_every_lane
@@ -125,9 +124,7 @@ def barrier_reduction(batch: Batch) -> Run:
     return run
 
 
-def _wait(
-    machine: Machine, lanes: Lanes, names: NDArray[np.uint32], counts: NDArray[np.uint32] | None
-) -> Lanes | None:
+def _wait(machine: Machine, lanes: Lanes, names: Array, counts: Array | None) -> Lanes | None:
     """Let lanes arrive at a barrier and wait; return those that pass, None for all."""
     barriers = machine.state(Barriers)
     if counts is None and _all_here(machine, lanes, barriers):
@@ -140,7 +137,7 @@ def _wait(
     barriers.released &= ~back
     coming = lanes & ~back
     if coming.any() and (coming := _whole_warps(machine, coming)).any():
-        _arrive(machine, barriers, coming, names, counts, wait=True)
+        _arrive(machine, coming, names, counts, wait=True)
         back |= barriers.released & lanes
         barriers.released &= ~back
     return back
@@ -155,7 +152,7 @@ def barrier_arrive(batch: Batch) -> Run:
         lanes = active_lanes(machine, mask)
         whole = _whole_warps(machine, lanes)
         if whole.any():
-            _arrive(machine, machine.state(Barriers), whole, name(machine), count(machine), wait=False)
+            _arrive(machine, whole, name(machine), count(machine), wait=False)
         return None if whole is lanes else whole
 
     return run
@@ -191,14 +188,7 @@ def _whole_warps(machine: Machine, lanes: Lanes) -> Lanes:
     return lanes & ~np.repeat(parts, 32)
 
 
-def _arrive(
-    machine: Machine,
-    barriers: Barriers,
-    lanes: Lanes,
-    names: NDArray[np.uint32],
-    counts: NDArray[np.uint32] | None,
-    wait: bool,
-) -> None:
+def _arrive(machine: Machine, lanes: Lanes, names: Array, counts: Array | None, wait: bool) -> None:
     names = of_every_lane(machine, names)
     wanted = of_every_lane(machine, np.array(machine.threads) if counts is None else counts)
     for name, expected in np.unique(np.stack([names[lanes], wanted[lanes]], axis=1), axis=0).tolist():
@@ -206,7 +196,7 @@ def _arrive(
         if counts is not None and expected % 32:
             text = f"a barrier for {expected} threads: it must be a multiple of 32"
             machine.fault("barrier", text, lanes=those)
-        barriers.arrive(name, those, expected, wait)
+        machine.state(Barriers).arrive(name, those, expected, wait)
 
 
 @unit("bar.warp", "barrier.warp", order="barrier", results=0)
