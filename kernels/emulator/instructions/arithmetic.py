@@ -33,12 +33,11 @@ def _arithmetic(batch: Batch, found: Operation) -> Run:
     reads = [batch.source(1 + i, kind) for i, kind in enumerate(found.operands)]
     function, write, second = found.function, batch.target(0, found.result), batch.second_target(0)
     if second is not None:
-        write_second = second
 
         def run(machine: Machine, mask: Mask) -> None:
             one, two = function(*[read(machine) for read in reads])
             write(machine, one, mask)
-            write_second(machine, two, mask)
+            second(machine, two, mask)
 
         return run
     if len(reads) == 1:
