@@ -1,7 +1,8 @@
-"""The user's cache folder, which keeps measured peaks and compiled kernels."""
+"""The user's cache folder, which keeps measured peaks and compiled kernels, and how its files are written."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import tempfile
@@ -21,3 +22,21 @@ def cache_folder() -> Path:
         return home / "Library" / "Caches" / "minidist"
     xdg = Path(os.environ.get("XDG_CACHE_HOME") or "")
     return (xdg if xdg.is_absolute() else home / ".cache") / "minidist"  # the XDG rules: relative is ignored
+
+
+def write_whole(file: Path, content: bytes) -> bool:
+    """Write the file, whole or not at all, and return whether that succeeded.
+
+    The content is written under another name, which is then changed: other processes read the old file or the
+    new one, never a part.
+    """
+    beside = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        beside.write_bytes(content)
+        beside.replace(file)
+    except OSError:
+        with contextlib.suppress(OSError):
+            beside.unlink()
+        return False
+    return True

@@ -13,10 +13,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, DTypeLike, NDArray
+from numpy.typing import ArrayLike, DTypeLike
 
 
 def dtype_name(dtype: DTypeLike | str) -> str:
@@ -60,16 +60,11 @@ class Roof:
         """Return the intensity in FLOP/byte at which arithmetic, not memory, becomes the limit."""
         return self.peak(dtype) / self.bandwidth
 
-    @overload
-    def attainable(self, intensity: float, dtype: DTypeLike | str = ...) -> float: ...
-    @overload
-    def attainable(self, intensity: ArrayLike, dtype: DTypeLike | str = ...) -> float | NDArray[Any]: ...
-    def attainable(
-        self, intensity: ArrayLike, dtype: DTypeLike | str = "float32"
-    ) -> float | NDArray[np.float64]:
+    def attainable(self, intensity: ArrayLike, dtype: DTypeLike | str = "float32") -> Any:
         """Return min(peak, intensity * bandwidth) in FLOP/s, for an intensity in FLOP/byte.
 
-        An array gives an array of its shape. Raises ValueError for an intensity that is negative or NaN.
+        A number gives a float, an array an array of its shape. Raises ValueError for an intensity that is
+        negative or NaN.
         """
         x = np.asarray(intensity, np.float64)
         if not np.all(x >= 0):  # NaN too

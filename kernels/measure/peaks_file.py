@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import platform
 import re
 import subprocess
 import sys
 from pathlib import Path
 
-from ..cache_folder import cache_folder
+from ..cache_folder import cache_folder, write_whole
 from ..cpu.support.caches import available_cpus
 from ..cpu.support.vector_unit import vector_unit
 from .peaks import Peaks
@@ -44,17 +43,7 @@ def load(file: Path) -> Peaks | None:
 def save(peaks: Peaks, file: Path) -> bool:
     """Write the file, whole or not at all, and return whether that succeeded."""
     text = json.dumps({"format": FORMAT, "peaks": peaks.to_dict()}, indent=1)
-    # Write under another name, then rename: other processes read the old file or the new, never a part.
-    beside = file.with_name(f".{file.name}.{os.getpid()}")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(file)
-    except OSError:
-        with contextlib.suppress(OSError):
-            beside.unlink()
-        return False
-    return True
+    return write_whole(file, text.encode())
 
 
 def cpu_name(cpuinfo: str = "/proc/cpuinfo") -> str:

@@ -81,7 +81,8 @@ class Point:
     @property
     def attainable(self) -> float:
         """Return the FLOP/s that the roof allows at this intensity."""
-        return self.roof.attainable(self.intensity, self.dtype)
+        allowed: float = self.roof.attainable(self.intensity, self.dtype)
+        return allowed
 
     @property
     def share(self) -> float:

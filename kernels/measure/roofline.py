@@ -19,10 +19,10 @@ import warnings
 from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-from numpy.typing import ArrayLike, DTypeLike, NDArray
+from numpy.typing import ArrayLike, DTypeLike
 
 from ..cpu.support.caches import available_cpus
 from ..cpu.support.vector_unit import vector_unit
@@ -65,23 +65,15 @@ def measure(fresh: bool = False) -> Peaks:
     return _measured[file]
 
 
-@overload
-def attainable(
-    intensity: float, dtype: DTypeLike | str = ..., cores: Cores = ..., peaks: Peaks | None = ...
-) -> float: ...
-@overload
-def attainable(
-    intensity: ArrayLike, dtype: DTypeLike | str = ..., cores: Cores = ..., peaks: Peaks | None = ...
-) -> float | NDArray[np.float64]: ...
 def attainable(
     intensity: ArrayLike,
     dtype: DTypeLike | str = "float32",
     cores: Cores = "one",
     peaks: Peaks | None = None,
-) -> float | NDArray[np.float64]:
+) -> Any:
     """Return the FLOP/s that `intensity` in FLOP/byte allows: min(peak, intensity * bandwidth).
 
-    A number gives a number, an array an array of its shape. `peaks` are those of `measure()` unless given.
+    A number gives a float, an array an array of its shape. `peaks` are those of `measure()` unless given.
     Raises ValueError for a negative intensity, and for a dtype or cores that were not measured.
     """
     return (peaks or measure()).roof(cores).attainable(intensity, dtype)

@@ -1,7 +1,7 @@
 """Draw rooflines and the points on them, both axes logarithmic.
 
 A line joins the points of a product at several sizes. All names stand in one column beside the axes, where
-nothing else is drawn, at the height of what they name; names that would overlap are moved apart.
+nothing else is drawn, at the height of what they name, or further down if they would overlap.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from os import PathLike
-from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from .peaks import Peaks, Roof
@@ -196,13 +195,14 @@ def _number(x: float) -> str:
 
 
 def _move_apart(axes: Axes, names: Sequence[Any]) -> None:
-    """Move names up and down, by as little as possible, until none overlaps another."""
-    heights = {name: axes.transData.transform((1, name.get_position()[1]))[1] for name in names}
-    order = sorted(heights, key=lambda name: heights[name])
+    """Move names down, from the top one on, until none overlaps the one above it."""
     apart = 1.1 * max(name.get_window_extent().height for name in names)
-    for name, height in zip(order, spread([heights[name] for name in order], apart), strict=True):
-        x, _ = name.get_position()
+    ceiling = math.inf
+    for name in sorted(names, key=lambda name: name.get_position()[1], reverse=True):
+        x, y = name.get_position()
+        height = min(axes.transData.transform((1, y))[1], ceiling)
         name.set_position((x, axes.transData.inverted().transform((1, height))[1]))
+        ceiling = height - apart
 
 
 def _stack(texts: Sequence[Any]) -> None:
@@ -213,20 +213,3 @@ def _stack(texts: Sequence[Any]) -> None:
         row = next((i for i, end in enumerate(ends) if end + 4 < box.x0), len(ends))
         ends[row : row + 1] = [box.x1]
         text.set_position((0, text.get_position()[1] + row * 1.2 * text.get_fontsize()))
-
-
-def spread(wanted: Sequence[float], apart: float) -> list[float]:
-    """Return positions in the order of `wanted`, which ascends, at least `apart` from each other.
-
-    They are nearest to the wanted ones in least squares: neighbours that would come too near share the mean
-    of their wishes (isotonic regression by pooling adjacent violators: Barlow, Bartholomew, Bremner and
-    Brunk, Statistical Inference under Order Restrictions, 1972).
-    """
-    pools: list[list[float]] = []
-    for i, position in enumerate(wanted):
-        pools.append([position - i * apart])  # shifted like this, they only have to ascend
-        while len(pools) > 1 and fmean(pools[-2]) >= fmean(pools[-1]):
-            last = pools.pop()
-            pools[-1] += last
-    means = [fmean(pool) for pool in pools for _ in pool]
-    return [mean + i * apart for i, mean in enumerate(means)]

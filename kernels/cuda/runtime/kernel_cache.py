@@ -4,8 +4,7 @@ A kernel's code depends on its function and everything that it refers to: the co
 functions and intrinsics that it calls, and theirs. If one of these values has no checksum, or the function
 has no file (a notebook's cell), each process compiles the kernel again.
 
-Several processes may read and write at once, so a file is written under another name and renamed. It begins
-with a checksum of its content; a truncated or damaged file counts as missing.
+A file begins with a checksum of its content; a truncated or damaged file counts as missing.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from ...cache_folder import cache_folder
+from ...cache_folder import cache_folder, write_whole
 
 MOST = 1000  # files; beyond that the older half is deleted
 HERE = str(__package__).rpartition(".")[0]  # kernels.cuda: all its sources are in every checksum
@@ -64,16 +63,10 @@ def save(name: str | None, content: bytes) -> bool:
     if name is None:
         return False
     file = _path(name)
-    beside = file.with_name(f".{file.name}.{os.getpid()}")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_bytes(hashlib.sha256(content).digest() + content)
-        beside.replace(file)
-        _forget(file.parent)
-    except OSError:
-        with contextlib.suppress(OSError):
-            beside.unlink()
+    if not write_whole(file, hashlib.sha256(content).digest() + content):
         return False
+    with contextlib.suppress(OSError):  # another process deletes the same files
+        _forget(file.parent)
     return True
 
 
@@ -117,11 +110,8 @@ def _add(checksum: Any, value: object, seen: dict[int, int]) -> None:
             raise Unknown(repr(value))
         checksum.update(f"module {value.__name__};".encode())
     elif isinstance(value, types.CodeType):
-        lines = (
-            value.co_filename,
-            value.co_firstlineno,
-            value.co_linetable,
-        )  # line info is part of the result
+        # Line info is part of the result.
+        lines = (value.co_filename, value.co_firstlineno, value.co_linetable)
         names = (value.co_names, value.co_varnames, value.co_freevars, value.co_argcount)
         _add(checksum, (value.co_code, value.co_consts, names, lines), seen)
     elif isinstance(value, types.FunctionType):

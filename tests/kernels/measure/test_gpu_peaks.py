@@ -30,17 +30,20 @@ class FakeTorch(SimpleNamespace):
             get_device_capability=lambda: capability,
             get_device_name=lambda: "a GPU",
             mem_get_info=lambda: (self.memory, self.memory),
-            synchronize=lambda: None,
             empty_cache=lambda: setattr(self, "emptied", True),
             Event=self.event,
         )
 
-    def event(self, enable_timing):
-        assert enable_timing
+    def event(self, enable_timing=False):
         event = SimpleNamespace(at=None)
         event.record = lambda: setattr(event, "at", self.clock)
-        event.synchronize = lambda: None
-        event.elapsed_time = lambda end: (end.at - event.at) * 1e3
+        event.query = lambda: True
+
+        def elapsed_time(end):
+            assert enable_timing
+            return (end.at - event.at) * 1e3
+
+        event.elapsed_time = elapsed_time
         return event
 
     def get_float32_matmul_precision(self):

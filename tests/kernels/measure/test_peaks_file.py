@@ -126,7 +126,7 @@ def test_where_nothing_can_be_written_saving_says_so(here, tmp_path, monkeypatch
     (tmp_path / "a file").write_text("")
     assert not peaks_file.save(here, tmp_path / "a file" / "x.json")
     # A read-only folder; as chmod does not bind root, the system's answer is given by hand.
-    monkeypatch.setattr(Path, "write_text", lambda *_, **__: (_ for _ in ()).throw(PermissionError("no")))
+    monkeypatch.setattr(Path, "write_bytes", lambda *_, **__: (_ for _ in ()).throw(PermissionError("no")))
     assert not peaks_file.save(here, tmp_path / "x.json")
     assert os.listdir(tmp_path) == ["a file"]
 
@@ -135,12 +135,12 @@ def test_a_file_is_replaced_whole_or_not_at_all(here, tmp_path, monkeypatch):
     file = tmp_path / "x.json"
     peaks_file.save(here, file)
 
-    def full(path, text, **_):
-        with open(path, "w") as stream:
-            stream.write(text[:20])
+    def full(path, content):
+        with open(path, "wb") as stream:
+            stream.write(content[:20])
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(Path, "write_bytes", full)
     assert not peaks_file.save(dataclasses.replace(here, date="2027-01-01"), file)
     assert peaks_file.load(file) == here
     assert os.listdir(tmp_path) == ["x.json"]

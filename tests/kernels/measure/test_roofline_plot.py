@@ -4,18 +4,15 @@ import dataclasses
 import itertools
 import sys
 
-import hypothesis.strategies as st
 import matplotlib
 import numpy as np
 import pytest
-from hypothesis import given
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from minidist.kernels.measure import roofline
 from minidist.kernels.measure.peaks import Peaks, Roof
-from minidist.kernels.measure.roofline_plot import spread
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -193,22 +190,6 @@ def test_without_matplotlib_the_remedy_is_named(monkeypatch):
         ImportError, match=r"^matplotlib is missing, which draws: pip install 'minidist\[bench\]'$"
     ):
         roofline.plot(peaks=PEAKS)
-
-
-@given(wanted=st.lists(st.floats(-1000, 1000), max_size=20).map(sorted), apart=st.floats(0.1, 100))
-def test_spread_moves_as_little_as_possible(wanted, apart):
-    found = spread(wanted, apart)
-    gaps = np.diff(found)
-    assert len(found) == len(wanted)
-    assert (gaps >= apart - 1e-6).all()
-    # Least squares: names that touch are moved by 0 in the mean (or the group would do better elsewhere), and
-    # the lower ones of a group not up (or it would do better parted).
-    group_of = np.concatenate([[0], np.cumsum(gaps > apart + 1e-6)]) if wanted else np.empty(0)
-    moves = np.subtract(found, wanted)
-    for group in set(group_of):
-        pushed = np.cumsum(moves[group_of == group])
-        assert abs(pushed[-1]) < 1e-6
-        assert (pushed < 1e-6).all()
 
 
 def test_the_lines_of_both_ladders_are_told_apart():
