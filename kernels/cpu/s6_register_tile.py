@@ -24,28 +24,12 @@ from .support.block_sizes import blocks, memory
 from .support.compiling import compiled
 
 if TYPE_CHECKING:
-    from .support import packed_product, register_tile
+    from .support import packed_product
 
 
-@compiled("AAAC", uses=("register_tile", "packed_product"), nogil=True, boundscheck=False)
+@compiled("AAAC", uses=("packed_product",), nogil=True, boundscheck=False)
 def _multiply(a: Array, b: Array, out: Array, space: Array, height: int, width: int) -> None:
-    m, k = a.shape
-    n = b.shape[1]
-    own = register_tile.pointer(space, 0, 0)
-    packed_b = register_tile.offset(
-        own, register_tile.ROWS * (register_tile.columns(out) + height * register_tile.PITCH)
-    )
-    tiles = -(-m // register_tile.ROWS)
-    depths = -(-k // register_tile.DEPTH)
-    for j0 in range(0, n, width):
-        j1 = min(j0 + width, n)
-        for d in range(depths):
-            p0, p1 = d * k // depths, (d + 1) * k // depths  # equal parts, with no short rest
-            packed_product.pack_panels(b[p0:p1, j0:j1], packed_b)
-            for t0 in range(0, tiles, height):
-                t1 = min(t0 + height, tiles)
-                i0, i1 = t0 * m // tiles, t1 * m // tiles
-                packed_product.multiply(a[i0:i1, p0:p1], packed_b, out[i0:i1, j0:j1], own, t1 - t0, d)
+    packed_product.multiply_in_blocks(a, b, out, space, height, width)
 
 
 def compute(a: Array, b: Array, out: Array) -> None:

@@ -91,25 +91,10 @@ def _take_parts(
         atomic.wait(bell, product + 1, PATIENCE)
 
 
-@compiled("AAAC", uses=("register_tile", "packed_product"), nogil=True, boundscheck=False)
+@compiled("AAAC", uses=("packed_product",), nogil=True, boundscheck=False)
 def _multiply_alone(a: Array, b: Array, out: Array, space: Array, height: int, width: int) -> None:
-    """The loops of rung 6, for a product that is too small for two threads."""
-    m, k = a.shape
-    n = b.shape[1]
-    own = register_tile.pointer(space, 0, 0)
-    packed_b = register_tile.offset(
-        own, register_tile.ROWS * (register_tile.columns(out) + height * register_tile.PITCH)
-    )
-    tiles, depths = -(-m // register_tile.ROWS), -(-k // register_tile.DEPTH)
-    for j0 in range(0, n, width):
-        j1 = min(j0 + width, n)
-        for d in range(depths):
-            p0, p1 = d * k // depths, (d + 1) * k // depths
-            packed_product.pack_panels(b[p0:p1, j0:j1], packed_b)
-            for t0 in range(0, tiles, height):
-                t1 = min(t0 + height, tiles)
-                i0, i1 = t0 * m // tiles, t1 * m // tiles
-                packed_product.multiply(a[i0:i1, p0:p1], packed_b, out[i0:i1, j0:j1], own, t1 - t0, d)
+    """Multiply as rung 6 does, for a product that is too small for two threads."""
+    packed_product.multiply_in_blocks(a, b, out, space, height, width)
 
 
 def parts(tiles: int, wide: int, threads: int, most: int) -> tuple[int, int]:

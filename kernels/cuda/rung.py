@@ -19,11 +19,11 @@ import numpy as np
 from ..rung import Array, Rung, check_sizes
 from .runtime import gpu_driver, torch_tensors
 from .runtime.device import architecture_on, backend, capability
-from .runtime.gpu_memory import DeviceArray, allocate, download, upload
-from .runtime.matrix import Matrix, element_strides, host_matrix
+from .runtime.gpu_memory import download, upload
+from .runtime.matrix import Matrix, host_matrix
+from .tiling.packing import scratch
 
 PITCH = 16  # bytes; each row of an uploaded matrix begins on a multiple
-_fits: set[tuple[gpu_driver.Gpu, int, str]] = set()  # GPUs, and architectures that they can run
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class CudaRung(Rung):
         if where == "gpu":
             self._check_gpu()
             a_there, b_there = uploaded(a, dtype), uploaded(b, dtype)
-            c_there = _device_matrix(out.shape, out.itemsize, out_dtype)
+            c_there = scratch(out.shape[0], out.shape[1], out_dtype, PITCH // out.itemsize)
             self.compute(a_there, b_there, c_there)
             in_rows = out.strides[1] == out.itemsize and out.strides[0] > 0
             rows = out if in_rows else np.empty_like(out, order="C")
@@ -145,11 +145,8 @@ class CudaRung(Rung):
     def _check_gpu(self) -> None:
         """Raise RuntimeError, which names both, if the current GPU can't run this rung."""
         g = gpu_driver.get()
-        device = g.current()
-        if (g, device, self.architecture) not in _fits:
-            found = g.properties(device)
-            architecture_on(self.architecture, found.capability, f"rung {self.name}", found.name)
-            _fits.add((g, device, self.architecture))
+        found = g.properties(g.current())
+        architecture_on(self.architecture, found.capability, f"rung {self.name}", found.name)
 
     @functools.cached_property
     def _dtypes(self) -> tuple[np.dtype[Any], ...]:
@@ -173,16 +170,8 @@ def uploaded(x: Array, dtype: str) -> Matrix:
         return uploaded(x.T, dtype).T
     if x.strides[1] != x.itemsize or x.strides[0] < x.shape[1] * x.itemsize:
         x = np.ascontiguousarray(x)
-    there = _device_matrix(x.shape, x.itemsize, dtype)
+    there = scratch(x.shape[0], x.shape[1], dtype, PITCH // x.itemsize)
     upload(x, there.data, there.row_stride)
     # The driver may read main memory after it has returned (CUDA Driver API, "API synchronization behavior").
     there.data.owner = there.data.owner, x
     return there
-
-
-def _device_matrix(shape: tuple[int, ...], itemsize: int, dtype: str) -> Matrix:
-    rows, columns = shape
-    multiple = PITCH // itemsize
-    pitch = -(-columns // multiple) * multiple
-    data: DeviceArray = allocate(rows * pitch, "uint16" if itemsize == 2 else dtype)
-    return Matrix(data, rows, columns, *element_strides(rows, columns, pitch, 1), dtype)

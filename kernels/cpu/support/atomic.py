@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from numba import njit, types
+from numba.extending import intrinsic
 
-from .register_tile import intrinsic
 from .vector_instructions import INT64, Value
 
 

@@ -124,3 +124,29 @@ def multiply(a: Any, packed_b: Any, out: Any, memory: Any, tiles: int, add: int)
                 # memory.
                 register_tile.multiply(rows, width, depth, a_rows, panel, memory, columns, 0)
                 put(memory, columns, out[i : i + rows, j : j + width], add)
+
+
+@njit(boundscheck=False)
+def multiply_in_blocks(a: Any, b: Any, out: Any, space: Any, height: int, width: int) -> None:
+    """out (m, n) = a (m, k) b (k, n) in one thread: a block of b after the other, and of a for each of them.
+
+    A block of a is `height` tiles high, one of b `width` columns wide. `space` is memory for one of each and
+    a tile.
+    """
+    m, k = a.shape
+    n = b.shape[1]
+    own = register_tile.pointer(space, 0, 0)
+    packed_b = register_tile.offset(
+        own, register_tile.ROWS * (register_tile.columns(out) + height * register_tile.PITCH)
+    )
+    tiles = -(-m // register_tile.ROWS)
+    depths = -(-k // register_tile.DEPTH)
+    for j0 in range(0, n, width):
+        j1 = min(j0 + width, n)
+        for d in range(depths):
+            p0, p1 = d * k // depths, (d + 1) * k // depths  # equal parts, with no short rest
+            pack_panels(b[p0:p1, j0:j1], packed_b)
+            for t0 in range(0, tiles, height):
+                t1 = min(t0 + height, tiles)
+                i0, i1 = t0 * m // tiles, t1 * m // tiles
+                multiply(a[i0:i1, p0:p1], packed_b, out[i0:i1, j0:j1], own, t1 - t0, d)

@@ -15,13 +15,12 @@ Source: Van Zee and van de Geijn, BLIS: A Framework for Rapidly Instantiating BL
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic as numba_intrinsic
+from numba.extending import intrinsic
 from numpy.typing import DTypeLike
 
 from .vector_instructions import INT64, VOID, Value, Vectors, lanes
@@ -34,11 +33,6 @@ ROWS = vector_unit().tile_rows
 PITCH = 784
 DEPTH = 768  # elements of such a row that are used at most
 LATE = 48  # steps of p before the end of a sum, when the lines of c are prefetched
-
-
-def intrinsic(define: Callable[..., Any]) -> Any:
-    """Register a function that writes LLVM code; compiled code calls it by its name."""
-    return numba_intrinsic(define)
 
 
 def tile_columns(dtype: DTypeLike) -> int:

@@ -13,6 +13,8 @@ Source: PTX ISA, "Data Movement and Conversion Instructions": ld, st, cp.async.
 
 from __future__ import annotations
 
+from functools import partial
+
 from llvmlite import ir
 
 from . import simulator_twins
@@ -47,7 +49,7 @@ def _vector_pointer(to: Assembler, size: int, array: AsmOperand, index: AsmOpera
     return to.builder.bitcast(element, vector.as_pointer())
 
 
-@instruction(twin=simulator_twins.copy_128)
+@instruction(twin=partial(simulator_twins.copy, 16))
 def load_128(to: Assembler, into: AsmOperand, i: AsmOperand, source: AsmOperand, j: AsmOperand) -> None:
     """load_128(into, i, source, j): into[i : i + n] = source[j : j + n], by one load of 16 bytes.
 
@@ -57,7 +59,7 @@ def load_128(to: Assembler, into: AsmOperand, i: AsmOperand, source: AsmOperand,
     _move_in(to, 16, into, i, source, j)
 
 
-@instruction(twin=simulator_twins.copy_128)
+@instruction(twin=partial(simulator_twins.copy, 16))
 def store_128(to: Assembler, into: AsmOperand, i: AsmOperand, source: AsmOperand, j: AsmOperand) -> None:
     """store_128(into, i, source, j): into[i : i + n] = source[j : j + n], by one store of 16 bytes.
 
@@ -67,13 +69,13 @@ def store_128(to: Assembler, into: AsmOperand, i: AsmOperand, source: AsmOperand
     _move_out(to, 16, into, i, source, j)
 
 
-@instruction(twin=simulator_twins.copy_64)
+@instruction(twin=partial(simulator_twins.copy, 8))
 def store_64(to: Assembler, into: AsmOperand, i: AsmOperand, source: AsmOperand, j: AsmOperand) -> None:
     """store_64(into, i, source, j): as `store_128`, 8 bytes. PTX: st.v2.b32."""
     _move_out(to, 8, into, i, source, j)
 
 
-@instruction(twin=simulator_twins.copy_128)
+@instruction(twin=partial(simulator_twins.copy, 16))
 def cp_async_16(to: Assembler, shared: AsmOperand, i: AsmOperand, source: AsmOperand, j: AsmOperand) -> None:
     """cp_async_16(shared, i, source, j): begin to copy 16 bytes from global source[j] to shared[i].
 
@@ -101,7 +103,7 @@ def cp_async_16_or_zeros(
     to.ptx(text, "r,l,r", [to.shared_address(shared, i), to.global_address(source, j), to.integer(inside)])
 
 
-@instruction(twin=simulator_twins.copy_4_and_fill)
+@instruction(twin=partial(simulator_twins.copy_and_fill, 4))
 def cp_async_4_zfill(
     to: Assembler, shared: AsmOperand, i: AsmOperand, source: AsmOperand, j: AsmOperand, valid: AsmOperand
 ) -> None:
@@ -114,13 +116,13 @@ def cp_async_4_zfill(
     to.ptx("cp.async.ca.shared.global [$0], [$1], 4, $2;", "r,l,r", operands)
 
 
-@instruction(twin=simulator_twins.commit)
+@instruction(twin=simulator_twins.nothing)
 def cp_async_commit(to: Assembler) -> None:
     """cp_async_commit(): make a group of this thread's copies since the last one. sm_80."""
     to.ptx("cp.async.commit_group;", "")
 
 
-@instruction(twin=simulator_twins.wait, literals=("groups",))
+@instruction(twin=simulator_twins.nothing, literals=("groups",))
 def cp_async_wait(to: Assembler, groups: AsmOperand) -> None:
     """cp_async_wait(groups): wait until at most `groups` of this thread's groups are under way, the youngest.
 

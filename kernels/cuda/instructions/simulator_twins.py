@@ -13,24 +13,15 @@ from typing import Any
 SimulatedArray = Any  # NumPy's, or the simulator's wrapper around one
 
 
-def _copy(size: int, into: SimulatedArray, i: int, source: SimulatedArray, j: int) -> None:
-    for e in range(size // into.dtype.itemsize):
-        into[i + e] = source[j + e]
+def copy(size: int, into: SimulatedArray, i: int, source: SimulatedArray, j: int) -> None:
+    """Copy the elements of `size` bytes."""
+    copy_and_fill(size, into, i, source, j, size)
 
 
-def copy_128(into: SimulatedArray, i: int, source: SimulatedArray, j: int) -> None:
-    """Copy the elements of 16 bytes."""
-    _copy(16, into, i, source, j)
-
-
-def copy_64(into: SimulatedArray, i: int, source: SimulatedArray, j: int) -> None:
-    """Copy the elements of 8 bytes."""
-    _copy(8, into, i, source, j)
-
-
-def _copy_and_fill(
+def copy_and_fill(
     size: int, into: SimulatedArray, i: int, source: SimulatedArray, j: int, valid: int
 ) -> None:
+    """Copy the elements of the first `valid` bytes, and write zeros in the rest of `size`."""
     count = valid // into.dtype.itemsize
     for e in range(size // into.dtype.itemsize):
         into[i + e] = source[j + e] if e < count else 0
@@ -38,17 +29,8 @@ def _copy_and_fill(
 
 def copy_16_or_fill(shared: SimulatedArray, i: int, source: SimulatedArray, j: int, inside: bool) -> None:
     """Copy the elements of 16 bytes where `inside` holds, else write zeros."""
-    _copy_and_fill(16, shared, i, source, j, 16 if inside else 0)
+    copy_and_fill(16, shared, i, source, j, 16 if inside else 0)
 
 
-def copy_4_and_fill(shared: SimulatedArray, i: int, source: SimulatedArray, j: int, valid: int) -> None:
-    """Copy the elements of the first `valid` bytes, and write zeros in the rest of 4."""
-    _copy_and_fill(4, shared, i, source, j, valid)
-
-
-def commit() -> None:
-    """Do nothing: the copies are done."""
-
-
-def wait(groups: int) -> None:
-    """Do nothing: the copies are done."""
+def nothing(*groups: int) -> None:
+    """Do nothing to commit or to wait for: the copies are done."""

@@ -22,8 +22,10 @@ from . import kernel_cache
 from .assembler_report import Report, parse
 from .device import capability, require_compiler
 
-PACKAGES = ("numba-cuda", "llvmlite", "cuda-core", "nvidia-nvvm", "nvidia-cuda-nvrtc", "nvidia-nvjitlink")
-PACKAGES_OF_12 = ("nvidia-cuda-nvcc-cu12", "nvidia-cuda-nvrtc-cu12", "nvidia-nvjitlink-cu12")
+PACKAGES = (
+    *("numba-cuda", "llvmlite", "cuda-core", "nvidia-nvvm", "nvidia-cuda-nvrtc", "nvidia-nvjitlink"),
+    *("nvidia-cuda-nvcc-cu12", "nvidia-cuda-nvrtc-cu12", "nvidia-nvjitlink-cu12"),  # CUDA 12's names
+)
 
 
 def compile_ptx(
@@ -42,14 +44,8 @@ def compile_ptx(
     Python. Raises ImportError if the compiler is not installed, ValueError for an unknown architecture, and
     Numba's own errors.
     """
-    require_compiler()
-    options = (architecture, (threads, blocks), fastmath, lineinfo)
-    key = kernel_cache.key(function, "ptx", *map(str, types), *options, _versions())
-    kept = kernel_cache.load(key)
-    if kept is None:
-        kept = _compile(function, types, *options, "ptx").encode()
-        kernel_cache.save(key, kept)
-    return kept.decode()
+    given = (function, types, architecture, (threads, blocks), fastmath, lineinfo, "ptx")
+    return _kept(given, lambda: _compile(*given).encode()).decode()
 
 
 def compile_cubin(
@@ -58,28 +54,34 @@ def compile_cubin(
     architecture: str,
     threads: int,
     blocks: int = 1,
-    fastmath: bool = False,
-    lineinfo: bool = True,
 ) -> tuple[bytes, Report]:
     """Return a kernel's machine code and the assembler's report on it; arguments as for `compile_ptx`.
 
     Raises RuntimeError, with the log of nvJitLink, if that can't assemble the kernel.
     """
+    given = (function, types, architecture, (threads, blocks), False, True, "ltoir")
+
+    def compile_and_link() -> bytes:
+        cubin, log = link(_compile(*given), architecture, function.__name__)
+        return b"%d\n%b%b" % (len(cubin), cubin, log.encode())
+
+    size, _, rest = _kept(given, compile_and_link).partition(b"\n")
+    return rest[: int(size)], parse(rest[int(size) :].decode(), architecture)
+
+
+def _kept(given: tuple[Any, ...], make: Callable[[], bytes]) -> bytes:
+    """Return what is kept on disk for these arguments of `_compile`, or make it and keep it."""
     require_compiler()
-    options = (architecture, (threads, blocks), fastmath, lineinfo)
-    key = kernel_cache.key(function, "cubin", *map(str, types), *options, _versions())
+    function, types, *options = given
+    key = kernel_cache.key(function, *map(str, types), *options, _versions())
     kept = kernel_cache.load(key)
     if kept is None:
-        code = _compile(function, types, *options, "ltoir")
-        cubin, log = link(code, architecture, function.__name__)
-        kernel_cache.save(key, b"%d\n%b%b" % (len(cubin), cubin, log.encode()))
-    else:
-        size, _, rest = kept.partition(b"\n")
-        cubin, log = rest[: int(size)], rest[int(size) :].decode()
-    return cubin, parse(log, architecture)
+        kept = make()
+        kernel_cache.save(key, kept)
+    return kept
 
 
-def link(code: bytes, architecture: str, name: str = "kernel") -> tuple[bytes, str]:
+def link(code: bytes, architecture: str, name: str) -> tuple[bytes, str]:
     """Return the cubin that nvJitLink makes of LTO-IR, and the assembler's log.
 
     Raises RuntimeError, with nvJitLink's message, if that fails.
@@ -155,7 +157,7 @@ def _assumed_device(cc: tuple[int, int]) -> Iterator[None]:
 def _versions() -> tuple[str, ...]:
     """Return the versions and settings that the code depends on; they are part of its key on disk."""
     found = []
-    for package in PACKAGES + PACKAGES_OF_12:
+    for package in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found.append(f"{package} {importlib.metadata.version(package)}")
     return (*found, *sorted(f"{name}={os.environ[name]}" for name in os.environ if name.startswith("NUMBA_")))

@@ -134,6 +134,7 @@ def capability(architecture: str) -> tuple[int, int, str]:
     return int(match[1]), int(match[2]), match[3]
 
 
+@functools.cache  # asked for at every product
 def architecture_on(needed: str, device: tuple[int, int], kernel: str, gpu: str) -> str:
     """Return the architecture to compile `kernel` for on a GPU of compute capability `device`.
 

@@ -25,6 +25,7 @@ from .tensor_map import TensorMap
 
 PLAIN_SHARED = 48 * 1024  # bytes of a block's shared memory; for more, a kernel has to opt in
 LARGEST_CLUSTER = 8  # blocks, on every GPU that has clusters
+PARAMETER = 8  # bytes from one parameter in the buffer to the next
 CONFIGURATIONS = 64  # launches with clusters that a kernel remembers
 MOST_BLOCKS = (2**31 - 1, 65535, 65535)
 
@@ -64,7 +65,9 @@ class LoadedKernel:
         self._allowed = PLAIN_SHARED - self.report.shared  # bytes of dynamic shared memory
         self._layout = struct.Struct("@" + "".join(_format(x) for x in args))
         self._buffer = ctypes.create_string_buffer(max(self._layout.size, 1))
-        self._pointers = _pointers(self._layout.format, ctypes.addressof(self._buffer))
+        start = ctypes.addressof(self._buffer)
+        addresses = range(start, start + len(self._buffer), PARAMETER)
+        self._pointers = (ctypes.c_void_p * len(addresses))(*addresses)
         self._parameters = ctypes.addressof(self._pointers)
         self._configurations: dict[Any, Any] = {}
         self._lock = threading.Lock()  # one buffer: the driver has copied it when a launch returns
@@ -150,17 +153,7 @@ class LoadedKernel:
 
 
 def _format(x: Any) -> str:
-    """Return the format of an argument's parameters, as `struct` has them."""
+    """Return the format of an argument's parameters, as `struct` has them; an int is padded to 8 bytes."""
     if isinstance(x, DeviceArray):
         return "QQqqQ" + "q" * 2 * x.ndim
-    return "QQqqQqq" if isinstance(x, TensorMap) else "i"
-
-
-def _pointers(layout: str, start: int) -> Any:
-    """Return an array of pointers to the parameters of this layout (native alignment), from `start` on."""
-    kinds = layout[1:]
-    addresses = []
-    for i, kind in enumerate(kinds):
-        end = struct.calcsize("@" + kinds[: i + 1])
-        addresses.append(start + end - struct.calcsize(kind))
-    return (ctypes.c_void_p * max(len(addresses), 1))(*addresses)
+    return "QQqqQqq" if isinstance(x, TensorMap) else "i4x"

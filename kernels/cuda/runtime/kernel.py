@@ -61,7 +61,7 @@ class Compiled:
 
     def _arguments(self) -> tuple[Any, ...]:
         k = self.kernel
-        return k.function, self.types, self.architecture, k.threads, k.blocks, k.fastmath
+        return k.function, self.types, self.architecture, k.threads, k.blocks
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,6 @@ class Kernel:
     threads: int  # in a block, which has one dimension
     blocks: int = 1  # at least this many must fit a multiprocessor, which limits the registers of a thread
     architecture: str = "sm_75"  # the oldest on which it runs
-    fastmath: bool = False
     # Kept between launches, by the arguments' types: compiled code, and kernels loaded on a GPU.
     _ready: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -122,7 +121,7 @@ class Kernel:
             # views and for read-only arrays.
             there: Any = importlib.import_module("numba.cuda.simulator.cudadrv.devicearray").FakeCUDAArray
             own = (there(x) if isinstance(x, np.ndarray) else x for x in arrays)
-            self._simulated()[tuple(grid), self.threads, 0, shared](*own)
+            self._simulated[tuple(grid), self.threads, 0, shared](*own)
             return
         from ...emulator.execution.run import run_kernel
 
@@ -169,12 +168,12 @@ class Kernel:
         """The names of the arguments, for the emulator's error messages."""
         return list(inspect.signature(self.function).parameters)
 
+    @functools.cached_property
     def _simulated(self) -> Any:
-        if "simulated" not in self._ready:
-            from numba import cuda
+        """The function as Numba's simulator launches it."""
+        from numba import cuda
 
-            self._ready["simulated"] = cuda.jit(self.function)
-        return self._ready["simulated"]
+        return cuda.jit(self.function)
 
 
 def numba_type(dtype: str, dimensions: int) -> Any:

@@ -71,7 +71,7 @@ def host_matrix(x: np.ndarray[Any, Any], dtype: str) -> Matrix:
         x = np.ascontiguousarray(x)
     rows, columns = x.shape
     row_stride, column_stride = element_strides(rows, columns, x.strides[0] // size, x.strides[1] // size)
-    length = 1 + (rows - 1) * row_stride * (rows > 1) + (columns - 1) * column_stride * (columns > 1)
+    length = 1 + (rows - 1) * row_stride + (columns - 1) * column_stride
     data = np.lib.stride_tricks.as_strided(x, (length,), (size,), writeable=x.flags.writeable)
     return Matrix(
         data.view(np.uint16) if size == 2 else data, rows, columns, row_stride, column_stride, dtype

@@ -7,6 +7,8 @@ waits for them. The checks are short, because the GPU may be idle while Python r
 from __future__ import annotations
 
 import contextlib
+import functools
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -102,27 +104,20 @@ def _addresses(x: Any) -> Any:
     """Return an array that covers the tensor's elements at their addresses; nothing is read there."""
     size = x.dtype.itemsize
 
-    class Interface:
-        __array_interface__ = {  # noqa: RUF012
-            "version": 3,
-            "typestr": f"|V{size}",
-            "data": (x.data_ptr(), True),
-            "shape": tuple(x.shape),
-            "strides": tuple(stride * size for stride in x.stride()),
-        }
-
-    return np.asarray(Interface())
+    interface = {
+        "version": 3,
+        "typestr": f"|V{size}",
+        "data": (x.data_ptr(), True),
+        "shape": tuple(x.shape),
+        "strides": tuple(stride * size for stride in x.stride()),
+    }
+    return np.asarray(SimpleNamespace(__array_interface__=interface))
 
 
+@functools.cache  # making the name takes a microsecond
 def dtype_name(dtype: Any) -> str:
     """Return "float32" for torch.float32."""
-    name = _NAMES.get(dtype)
-    if name is None:
-        name = _NAMES[dtype] = str(dtype).removeprefix("torch.")
-    return name
-
-
-_NAMES: dict[Any, str] = {}  # by torch's dtype: making its name takes a microsecond
+    return str(dtype).removeprefix("torch.")
 
 
 def on_device(torch: Any, index: int) -> contextlib.AbstractContextManager[Any]:

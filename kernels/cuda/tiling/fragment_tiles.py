@@ -25,10 +25,11 @@ from __future__ import annotations
 import functools
 from typing import Any, NamedTuple
 
-from numba import cuda, int32, int64
+from numba import int32, int64
 
 from ..instructions.copies import cp_async_16_or_zeros
 from ..instructions.warp import cvt_tf32, ldmatrix_x4, ldmatrix_x4_trans, load_shared
+from .panels import inlined
 
 LINE = 128  # bytes of k in a step
 CHUNK = 16  # bytes
@@ -77,10 +78,6 @@ def fragment_tile(dtype: str, operand: str, extent: int, across: bool, threads: 
     return FragmentTile(*copies, *reads, extent * LINE_WORDS)
 
 
-def _device(function: Any) -> Any:
-    return cuda.jit(device=True, forceinline=True)(function)
-
-
 def _copies_along(size: int, extent: int, threads: int) -> tuple[Any, Any, Any]:
     chunks = LINE // CHUNK
     lines = threads // chunks  # copied at once
@@ -103,7 +100,7 @@ def _copies_along(size: int, extent: int, threads: int) -> tuple[Any, Any, Any]:
             cp_async_16_or_zeros(shared, into + turn * lines * LINE_WORDS, x, source, inside)
             source += int64(stride) * lines
 
-    return _device(source), _device(advance), _device(copy)
+    return inlined(source), inlined(advance), inlined(copy)
 
 
 def _copies_across(size: int, extent: int, threads: int) -> tuple[Any, Any, Any]:
@@ -130,7 +127,7 @@ def _copies_across(size: int, extent: int, threads: int) -> tuple[Any, Any, Any]
             cp_async_16_or_zeros(shared, start + line * words + there * CHUNK_WORDS, x, source, inside)
             source += int64(stride) * lines
 
-    return _device(source), _device(advance), _device(copy)
+    return inlined(source), inlined(advance), inlined(copy)
 
 
 def _reads_along(rounds: bool, more_rows: int, more_depth: int) -> tuple[Any, Any]:
@@ -144,7 +141,7 @@ def _reads_along(rounds: bool, more_rows: int, more_depth: int) -> tuple[Any, An
             for e in range(4):
                 fragments[at + e] = cvt_tf32(fragments[at + e])
 
-    return _device(place), _device(read)
+    return inlined(place), inlined(read)
 
 
 def _reads_across(extent: int, more_rows: int, more_depth: int) -> tuple[Any, Any]:
@@ -158,7 +155,7 @@ def _reads_across(extent: int, more_rows: int, more_depth: int) -> tuple[Any, An
     def read(fragments, at, shared, place, x, part):  # type: ignore[no-untyped-def]
         ldmatrix_x4_trans(fragments, at, shared, (place ^ x * (2 * CHUNK_WORDS)) + part * (16 * words))
 
-    return _device(place), _device(read)
+    return inlined(place), inlined(read)
 
 
 def _reads_words_across(extent: int, more_rows: int, more_depth: int) -> tuple[Any, Any]:
@@ -177,4 +174,4 @@ def _reads_words_across(extent: int, more_rows: int, more_depth: int) -> tuple[A
             load_shared(fragments, at + e, shared, word)
             fragments[at + e] = cvt_tf32(fragments[at + e])
 
-    return _device(place), _device(read)
+    return inlined(place), inlined(read)

@@ -16,9 +16,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import numpy as np
-
-from ...rung import CACHE_LINE
+from ...rung import empty
 from ..runtime.device import backend
 from ..runtime.gpu_memory import allocate
 from ..runtime.kernel import Kernel
@@ -65,9 +63,7 @@ def scratch(rows: int, columns: int, dtype: str, multiple: int) -> Matrix:
     if backend() == "gpu":
         data: Any = allocate(rows * pitch, kind)
     else:
-        memory = np.empty(rows * pitch * BYTES[dtype] + CACHE_LINE, np.uint8)
-        start = -memory.ctypes.data % CACHE_LINE
-        data = memory[start : start + rows * pitch * BYTES[dtype]].view(kind)
+        data = empty(1, rows * pitch, kind)[0]
     return Matrix(data, rows, columns, pitch, 1, dtype)
 
 

@@ -63,7 +63,7 @@ def test_an_architecture_that_does_not_exist_is_refused():
     with pytest.raises(ValueError, match="threads is 2000"):
         Kernel(everything, threads=2000)
     with pytest.raises(RuntimeError, match=r"nvJitLink can't assemble kernel for sm_75"):
-        compiler.link(b"no code", "sm_75")
+        compiler.link(b"no code", "sm_75", "kernel")
 
 
 def test_the_current_device_is_asked_for_again_after_compiling():
