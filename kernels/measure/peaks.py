@@ -2,17 +2,14 @@
 
 A kernel that does I operations for each byte that it moves can't go faster than I times the bandwidth, nor
 faster than the arithmetic itself: its rate is at most the smaller of the two. Drawn against I, the bound
-looks like a roof; its ridge is the I at which memory stops being the limit.
-
-Source: Williams, Waterman, Patterson, Roofline: An Insightful Visual Performance Model for Multicore
-Architectures, Communications of the ACM 52(4), 2009.
+looks like a roof; its ridge is the I at which memory stops being the limit (`roofline.py` names the source).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -117,13 +114,12 @@ class Peaks:
             lines.append("Other programs ran meanwhile, so these are too low: measure(fresh=True) when idle.")
         return "\n".join(lines)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as `from_dict` takes them, ready for JSON."""
-        return asdict(self)
-
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Peaks:
-        """Return the Peaks that `to_dict` was called on; raise TypeError or ValueError for anything else."""
+        """Return the Peaks with these fields, as `dataclasses.asdict` gives them and JSON keeps them.
+
+        Raises TypeError or ValueError for anything else.
+        """
         roofs = {name: Roof(**fields[name]) for name in ("one", "all")}
         gpu = None if fields["gpu"] is None else Roof(**fields["gpu"])
         return cls(**{**fields, **roofs, "gpu": gpu})

@@ -12,6 +12,7 @@ import platform
 import re
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 from ..cache_folder import cache_folder, write_whole
@@ -42,7 +43,7 @@ def load(file: Path) -> Peaks | None:
 
 def save(peaks: Peaks, file: Path) -> bool:
     """Write the file, whole or not at all, and return whether that succeeded."""
-    text = json.dumps({"format": FORMAT, "peaks": peaks.to_dict()}, indent=1)
+    text = json.dumps({"format": FORMAT, "peaks": asdict(peaks)}, indent=1)
     return write_whole(file, text.encode())
 
 

@@ -66,7 +66,7 @@ def scalar(m: int, n: int, k: int) -> ProductCounts:
     """
     m, n, k = sizes(m, n, k)
     work = m * n * k
-    return ProductCounts("scalar", m, n, k, 1, work, work, work, 0, stored(m, n, k))
+    return ProductCounts("scalar", m, n, k, 1, work, work, work, 0, m * n if k else 0)
 
 
 def vector(m: int, n: int, k: int, lanes: int = 16) -> ProductCounts:
@@ -78,8 +78,8 @@ def vector(m: int, n: int, k: int, lanes: int = 16) -> ProductCounts:
     """
     m, n, k = sizes(m, n, k)
     instructions = m * k * -(-n // at_least("lanes", lanes, 1))
-    name, products = f"vector, {lanes} lanes", m * n * k
-    return ProductCounts(name, m, n, k, lanes, instructions, instructions, products, 0, stored(m, n, k))
+    name, products, writes = f"vector, {lanes} lanes", m * n * k, m * n if k else 0
+    return ProductCounts(name, m, n, k, lanes, instructions, instructions, products, 0, writes)
 
 
 def systolic(
@@ -190,11 +190,6 @@ class CountedAndPredicted:
 def times(accesses: int, elements: int) -> str:
     """Return "1,024 (4x)" for 1024 accesses to 256 elements."""
     return f"{accesses:,} ({accesses / elements:.4g}x)" if elements else "0"
-
-
-def stored(m: int, n: int, k: int) -> int:
-    """Return the writes of a c that is written once; nothing runs if k is 0."""
-    return m * n if k else 0
 
 
 def sizes(m: int, n: int, k: int) -> tuple[int, int, int]:

@@ -102,7 +102,7 @@ def test_cores_are_counted(cores):
 @pytest.mark.parametrize("gpu", [None, GPU])
 def test_json_and_back(gpu):
     peaks = dataclasses.replace(PEAKS, gpu=gpu, all=dataclasses.replace(ALL, granted=0.5))
-    assert Peaks.from_dict(json.loads(json.dumps(peaks.to_dict()))) == peaks
+    assert Peaks.from_dict(json.loads(json.dumps(dataclasses.asdict(peaks)))) == peaks
 
 
 def test_what_is_printed_has_units_and_says_if_others_ran():
