@@ -30,6 +30,7 @@ class Properties:
     memory: int  # bytes
     shared_per_block: int  # bytes, with the opt-in
     driver: str  # the CUDA version that the driver is for, "13.0"
+    pools: bool  # whether it allocates memory in the order of a stream
 
 
 class Gpu:
@@ -78,8 +79,8 @@ class Gpu:
     def _current_device(self) -> int:
         if self.count == 1:
             return 0
-        torch: Any = sys.modules.get("torch")
-        if torch is not None and torch.cuda.is_initialized():
+        torch = torch_on_gpu()
+        if torch is not None:
             device: int = torch.cuda.current_device()
             return device
         return int(self.call("cuCtxGetDevice")) if int(self.call("cuCtxGetCurrent")) else 0
@@ -91,23 +92,22 @@ class Gpu:
 
     def stream(self) -> int:
         """Return the address of the current stream: torch's, or the default one."""
-        torch: Any = sys.modules.get("torch")
-        if torch is not None and torch.cuda.is_initialized():
+        torch = torch_on_gpu()
+        if torch is not None:
             # What torch.cuda.current_stream().cuda_stream is, without the objects made for it.
             stream: int = torch._C._cuda_getCurrentRawStream(self._current_device())
             return stream
         return 0
 
-    def attribute(self, device: int, name: str) -> int:
-        """Return an attribute of a device: `name` as in "MULTIPROCESSOR_COUNT"."""
-        which = getattr(self.driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
-        return int(self.call("cuDeviceGetAttribute", which, self.call("cuDeviceGet", device)))
-
     def properties(self, device: int) -> Properties:
         """Return the properties of the GPU with this number."""
         if device not in self._properties:
             handle = self.call("cuDeviceGet", device)
-            ask = functools.partial(self.attribute, device)
+
+            def ask(name: str) -> int:
+                which = getattr(self.driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+                return int(self.call("cuDeviceGetAttribute", which, handle))
+
             self._properties[device] = Properties(
                 name=self.call("cuDeviceGetName", 128, handle).partition(b"\0")[0].decode(),
                 capability=(ask("COMPUTE_CAPABILITY_MAJOR"), ask("COMPUTE_CAPABILITY_MINOR")),
@@ -116,25 +116,22 @@ class Gpu:
                 memory=int(self.call("cuDeviceTotalMem", handle)),
                 shared_per_block=ask("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"),
                 driver=f"{self.version // 1000}.{self.version % 1000 // 10}",
+                pools=bool(ask("MEMORY_POOLS_SUPPORTED")),
             )
         return self._properties[device]
 
     def allocate(self, size: int, stream: int) -> int:
         """Return the address of `size` bytes, valid from `stream`'s next work on; aligned to 256 bytes."""
-        if self._pooled(self.current()):
+        if self.properties(self.current()).pools:
             return int(self.call("cuMemAllocAsync", size, self.driver.CUstream(stream)))
         return int(self.call("cuMemAlloc", size))
 
     def free(self, address: int, stream: int) -> None:
         """Give memory of `allocate` back after the work that `stream` has so far."""
-        if self._pooled(self.current()):
+        if self.properties(self.current()).pools:
             self.call("cuMemFreeAsync", self.driver.CUdeviceptr(address), self.driver.CUstream(stream))
         else:
             self.call("cuMemFree", self.driver.CUdeviceptr(address))
-
-    @functools.lru_cache(maxsize=64)  # noqa: B019  (there is one Gpu in a process)
-    def _pooled(self, device: int) -> bool:
-        return bool(self.attribute(device, "MEMORY_POOLS_SUPPORTED"))
 
     def copy_2d(
         self,
@@ -174,6 +171,12 @@ class Gpu:
     def synchronize(self) -> None:
         """Wait for all work of the current stream; raise RuntimeError if a kernel failed."""
         self.call("cuStreamSynchronize", self.driver.CUstream(self.stream()))
+
+
+def torch_on_gpu() -> Any:
+    """Return torch if this process has used it on a GPU, else None."""
+    torch: Any = sys.modules.get("torch")
+    return torch if torch is not None and torch.cuda.is_initialized() else None
 
 
 @functools.cache

@@ -65,8 +65,8 @@ class _Allocation:
 def allocate(count: int, dtype: str) -> DeviceArray:
     """Return an uninitialised 1-D array of `count` elements on the current GPU."""
     size = count * ITEMSIZE[dtype]
-    torch: Any = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
+    torch = gpu_driver.torch_on_gpu()
+    if torch is not None:
         tensor = torch.empty(size, dtype=torch.uint8, device="cuda")
         return DeviceArray(tensor.data_ptr(), dtype, (count,), (ITEMSIZE[dtype],), tensor)
     block = _Allocation(gpu_driver.get(), size)

@@ -13,13 +13,12 @@ import ctypes
 import functools
 import itertools
 import struct
-import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
-from .gpu_driver import Gpu
+from .gpu_driver import Gpu, torch_on_gpu
 from .gpu_memory import DeviceArray, allocate
 from .tensor_map import BYTES, SIZE, TensorMap
 
@@ -60,8 +59,8 @@ def on_gpu(g: Gpu, x: TensorMap, device: int, stream: int) -> DeviceArray:
 
 
 def _capturing() -> bool:
-    torch: Any = sys.modules.get("torch")
-    return bool(torch and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+    torch = torch_on_gpu()
+    return torch is not None and bool(torch.cuda.is_current_stream_capturing())
 
 
 def encode(g: Gpu, x: TensorMap) -> list[int]:

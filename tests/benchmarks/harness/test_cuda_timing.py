@@ -176,7 +176,7 @@ def test_torchs_gpu_tells_what_is_asked_of_it(monkeypatch):
 
         def properties(self, number):
             assert number == 3
-            return driver.Properties("NVIDIA Fake", (8, 0), 108, 40 << 20, 2**36, 163 * 1024, "13.0")
+            return driver.Properties("NVIDIA Fake", (8, 0), 108, 40 << 20, 2**36, 163 * 1024, "13.0", True)
 
     measured = []
     monkeypatch.setattr(driver, "get", Driver)

@@ -119,7 +119,7 @@ def test_without_nvidia_smi_the_driver_is_asked(monkeypatch, tmp_path):
 def test_what_the_driver_is_asked_is_what_is_read(monkeypatch, capsys):
     from minidist.kernels.cuda.runtime import gpu_driver
 
-    known = gpu_driver.Properties("A GPU", (9, 0), 132, 50 << 20, 2**30, 227 * 1024, "13.0")
+    known = gpu_driver.Properties("A GPU", (9, 0), 132, 50 << 20, 2**30, 227 * 1024, "13.0", True)
     monkeypatch.setattr(gpu_driver, "get", lambda: SimpleNamespace(count=2, properties=lambda number: known))
     exec(machine.ASK_DRIVER, {})
     assert capsys.readouterr().out == "A GPU, CUDA 13.0, 1024, 9.0\n" * 2

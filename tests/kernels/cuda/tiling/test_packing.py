@@ -66,8 +66,6 @@ def test_a_scratch_is_copied_back_to_any_strides(layout):
     np.testing.assert_array_equal(target, x)
     target[...] = np.nan
     assert np.isnan(base).all()
-    with pytest.raises(ValueError, match=r"35 x 34 float64.*34 x 35"):
-        packing.copy_back(scratch, scratch.T)
 
 
 @pytest.mark.parametrize(
