@@ -88,7 +88,7 @@ def _difference(one: Stack, other: Stack) -> tuple[int, bool]:
 
 
 def read_call(rank: int, call: Call, ordered: bool) -> tuple[Record, dict[str, Any]] | None:
-    """Read a call that this thread begins, and the collective's variables, from the stack; None inside comm."""
+    """Read a call that this thread begins, and its variables, from the stack; None inside comm."""
     frames = [frame for frame, _ in walk_stack(sys._getframe(1))]
     while frames and frames[0].f_code.co_name != call.name:
         frames.pop(0)
