@@ -26,7 +26,7 @@ import typer
 from minidist.cli.bench import bench
 from minidist.cli.dryrun import dryrun
 from minidist.cli.lessons import lessons
-from minidist.cli.options import Batch, ClipNorm, Debug, Dtype, GPTOrMLP, Json, Seed, Timeout
+from minidist.cli.options import BatchOption, ClipNorm, Debug, Dtype, GPTOrMLP, Json, Seed, Timeout
 from minidist.cli.output import console, explain, print_json, say, show, speaks, waiting
 from minidist.cli.plan import plan
 from minidist.cli.report import report
@@ -55,7 +55,7 @@ def train(
         str | None, typer.Option(help="Fields of md.Layout, such as dp=2,tp=2,pp=2,micro_batches=4.")
     ] = None,
     steps: Annotated[int, typer.Option(help="Global batches to train on.")] = 230,
-    batch: Batch = 64,
+    batch: BatchOption = 64,
     lr: Annotated[float, typer.Option(help="Learning rate.")] = 3e-3,
     optimizer: Annotated[str, typer.Option(help="adamw or sgd.")] = "adamw",
     rung: Annotated[str | None, typer.Option(help="The mlp's matmul rung, such as s4_loop_order.")] = None,
@@ -156,7 +156,7 @@ def compare(
     b: Annotated[str, typer.Option("--b", help="The layout in question: tp=2,pp=2.")],
     model: GPTOrMLP = "gpt",
     steps: Annotated[int, typer.Option(help="Global batches that both train on.")] = 2,
-    batch: Batch = 8,
+    batch: BatchOption = 8,
     lr: Annotated[float, typer.Option(help="Learning rate of plain SGD.")] = 0.1,
     dtype: Dtype = "float32",
     seed: Seed = 0,

@@ -9,7 +9,7 @@ import typer
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, and nothing else.")]
 # `cli.commands.main` reads it, since errors end there.
 Debug = Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")]
-Batch = Annotated[int, typer.Option(help="Rows of a global batch, over all ranks.")]
+BatchOption = Annotated[int, typer.Option(help="Rows of a global batch, over all ranks.")]
 Dtype = Annotated[str, typer.Option(help="float32 or float64.")]
 Seed = Annotated[int, typer.Option(help="Seed of the weights and of the order of rows.")]
 GPTOrMLP = Annotated[str, typer.Option(help="gpt (byte-tiny), byte-small, ..., or mlp.")]

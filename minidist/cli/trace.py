@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from minidist._files import check_file
-from minidist.cli.options import Batch, Debug, Dtype, GPTOrMLP, Json, Seed, Timeout
+from minidist.cli.options import BatchOption, Debug, Dtype, GPTOrMLP, Json, Seed, Timeout
 from minidist.cli.output import print_json, require, short, show, speaks, waiting
 
 PICTURES = (".svg", ".png", ".pdf")
@@ -20,7 +20,7 @@ def trace(
     out: Annotated[Path, typer.Option(help="The file, for ui.perfetto.dev.")] = Path("trace.json"),
     plot: Annotated[Path | None, typer.Option(help="A picture to draw as well: trace.svg.")] = None,
     steps: Annotated[int, typer.Option(help="Steps before the one that is traced.")] = 3,
-    batch: Batch = 32,
+    batch: BatchOption = 32,
     optimizer: Annotated[str, typer.Option(help="adamw or sgd.")] = "adamw",
     dtype: Dtype = "float32",
     seed: Seed = 0,

@@ -21,7 +21,7 @@ CALL_DEPTH = 32  # deeper nesting of device functions is taken for recursion
 
 
 @dataclass
-class _Copy:
+class _InlinedCall:
     """One inlined copy of a function, while it is read."""
 
     depth: int  # calls around it
@@ -42,9 +42,9 @@ class BodyReader:
 
     def read(self, kernel: DeviceFunction) -> None:
         """Append the body of the kernel."""
-        self._read(kernel, _Copy(0, "", None, [{}]))
+        self._read(kernel, _InlinedCall(0, "", None, [{}]))
 
-    def _read(self, function: DeviceFunction, copy: _Copy) -> None:
+    def _read(self, function: DeviceFunction, copy: _InlinedCall) -> None:
         if copy.depth > CALL_DEPTH:
             raise EmulatorError(
                 f"{function.name} calls itself: the emulator inlines calls, so it runs no recursion"
@@ -67,7 +67,7 @@ class BodyReader:
             elif not statement.startswith("."):
                 self._instruction(statement, copy)
 
-    def _open(self, copy: _Copy) -> None:
+    def _open(self, copy: _InlinedCall) -> None:
         self.scopes += 1
         copy.variables.append({})
         copy.label_scopes.append(f"{self.scopes}:")
@@ -105,7 +105,7 @@ class BodyReader:
         scope[name] = Symbol(name, "local", self.program.local)
         self.program.local += size
 
-    def _instruction(self, statement: str, copy: _Copy) -> None:
+    def _instruction(self, statement: str, copy: _InlinedCall) -> None:
         operands: list[Operand]
         text, guard, negated = statement, None, False
         if statement[0] == "@":
@@ -131,7 +131,7 @@ class BodyReader:
             PtxInstruction(opcode, tuple(operands), guard, negated, copy.location, text)
         )
 
-    def _call(self, rest: str, guard: Register | None, copy: _Copy, text: str) -> None:
+    def _call(self, rest: str, guard: Register | None, copy: _InlinedCall, text: str) -> None:
         parts = _split(rest)
         returned = _split(parts.pop(0)[1:-1]) if parts[0].startswith("(") else []
         name = parts.pop(0)
@@ -148,10 +148,10 @@ class BodyReader:
         formal = [declaration(part)[1] for part in (*function.returns, *function.parameters)]
         after = f"return {self.scopes + 1}"
         inner: dict[str, Operand] = dict(zip(formal, variables, strict=True))
-        self._read(function, _Copy(copy.depth + 1, after, copy.location, [inner]))
+        self._read(function, _InlinedCall(copy.depth + 1, after, copy.location, [inner]))
         self.program.labels[after] = len(self.program.instructions)
 
-    def _operand(self, text: str, copy: _Copy) -> Operand:
+    def _operand(self, text: str, copy: _InlinedCall) -> Operand:
         text = text.strip()
         if text[0] == "{":
             return Vector(tuple(self._operand(part, copy) for part in _split(text[1:-1])))
@@ -166,14 +166,14 @@ class BodyReader:
                 return Register(inner.file, inner.row, inner.name, negated=True)
         return self._named(text, copy)
 
-    def _address(self, text: str, copy: _Copy) -> Address:
+    def _address(self, text: str, copy: _InlinedCall) -> Address:
         parts = _split(text)
         match = re.match(r"(.+?)\s*\+\s*(-?\w+)$", parts[0])
         base = self._operand(match[1] if match else parts[0], copy)
         more = tuple(self._operand(part, copy) for part in parts[1:])
         return Address(base, int(match[2], 0) if match else 0, more)
 
-    def _named(self, text: str, copy: _Copy) -> Operand:
+    def _named(self, text: str, copy: _InlinedCall) -> Operand:
         """Return the variable, constant, special register or label that `text` names."""
         for scope in reversed(copy.variables):
             if text in scope:

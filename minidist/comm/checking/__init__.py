@@ -110,9 +110,8 @@ class Checker:
                 self._begin(math.inf)  # of a program that goes on after `launch` under torchrun
             sequence = self._sequences.setdefault(name, CallSequence(f"{self.watch.run}/{name}/", members))
             key, sequence.made = f"{sequence.name}{sequence.made}", sequence.made + 1
-            self.watch.store.append(
-                key, pickle.dumps(record._replace(compared=sequence.compared)).hex() + " "
-            )
+            value = pickle.dumps(record._replace(compared=sequence.compared)).hex()
+            self.watch.store.append(key, f"{value} ")
             self.watch.last, calls = record.at(), sequence.made
             if given["async_op"]:
                 self._compare(key)

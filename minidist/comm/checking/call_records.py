@@ -21,16 +21,10 @@ from minidist.comm.failures import describe_tensor
 from minidist.comm.ledgers import Call
 
 _COMM = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_LIBRARIES = (
-    os.path.dirname(os.path.dirname(_COMM)),
-    os.path.dirname(torch.__file__),
-    os.path.dirname(os.__file__),
-)
+_LIBRARIES = map(os.path.dirname, (_COMM[:-1], torch.__file__, os.__file__))
 _LIBRARY = (*(path + os.sep for path in _LIBRARIES), "<frozen", "<string>")
 
-Stack = tuple[
-    tuple[str, int, int], ...
-]  # file, function's first line and current line; innermost frame first
+Stack = tuple[tuple[str, int, int], ...]  # file, function's line, current line; innermost frame first
 
 
 class Record(NamedTuple):
@@ -88,7 +82,7 @@ def _difference(one: Stack, other: Stack) -> tuple[int, bool]:
 
 
 def read_call(rank: int, call: Call, ordered: bool) -> tuple[Record, dict[str, Any]] | None:
-    """Read a call that this thread begins, and its variables, from the stack; None inside comm."""
+    """A call that this thread begins and the collective's variables, from the stack; None inside comm."""
     frames = [frame for frame, _ in walk_stack(sys._getframe(1))]
     while frames and frames[0].f_code.co_name != call.name:
         frames.pop(0)

@@ -1,9 +1,8 @@
 """Why does a rank not come? What the ranks of a checked world let each other know, and what follows from it.
 
 A rank that has waited for a while, or has left, keeps a note in the world's store. From the notes a waiting
-rank sees that another's function has returned, or that ranks wait for each other in a circle (Chandy, Misra
-and Haas 1983, "Distributed Deadlock Detection": the wait-for graph). The first failure that a rank writes
-down becomes that of all. A thread of each rank writes where its rank is, for a call whose time is up.
+rank sees that another has returned, or that ranks wait for each other in a circle (Chandy, Misra and Haas
+1983, "Distributed Deadlock Detection": the wait-for graph). A thread of each rank writes where its rank is.
 """
 
 from __future__ import annotations
@@ -42,11 +41,10 @@ class Note(NamedTuple):
 class Watch:
     """This rank's note, and its view of the others'."""
 
-    store: Any
-
     def __init__(self, store: Any, rank: int, ranks: int) -> None:
         # One connection for each thread: it is locked while it waits for an answer.
-        self.store, own = (dist.PrefixStore("check", store.clone()) for _ in range(2))  # type: ignore[attr-defined]
+        connections: Any = (dist.PrefixStore("check", store.clone()) for _ in range(2))  # type: ignore[attr-defined]
+        self.store, own = connections
         self.rank, self.ranks, self.run, self.last = rank, ranks, -1, ""
         self._watched, self.closing = threading.get_ident(), threading.Event()
         threading.Thread(target=self._write_place, args=(own,), daemon=True, name=OWN_THREAD).start()
@@ -58,8 +56,7 @@ class Watch:
 
     def say(self, left: str = "", awaits: tuple[int, ...] = (), key: str = "") -> None:
         """Renew this rank's note."""
-        note = Note(self.last, left, awaits, key)
-        self.store.set(f"{self.run}/note/{self.rank}", pickle.dumps(note))
+        self.store.set(f"{self.run}/note/{self.rank}", pickle.dumps(Note(self.last, left, awaits, key)))
 
     def fail(self, text: str) -> None:
         """CollectiveError on all ranks, with the text of the first that fails."""
@@ -96,14 +93,14 @@ class Watch:
 
     def time_out(self, call: str, missing: list[int], seconds: float) -> None:
         """Fail because the ranks that are waited for have not come; says where each of them is."""
-        seen = (f"rank {rank} {look(self.store, f'at/{rank}').decode()}" for rank in missing)
+        seen = [f"rank {r} {look(self.store, f'at/{r}').decode() or 'does not answer'}" for r in missing]
         self.fail(
             f"rank {self.rank} has waited {seconds:.1f} s in {call}, and rank {', '.join(map(str, missing))} "
             f"did not come: {'; '.join(seen)}; look there, or give a longer timeout="
         )
 
     def _write_place(self, store: Any) -> None:
-        with suppress(RuntimeError):  # the store is gone, and with it any rank that could read
+        with suppress(RuntimeError, KeyError):  # the store is gone, or the thread that is watched
             while not self.closing.wait(WATCH_PAUSE):
                 path, _, line = user_stack(sys._current_frames()[self._watched])[0]
                 store.set(f"at/{self.rank}", f"is at {path}:{line}, {Note(self.last)}")

@@ -12,16 +12,16 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-Address = tuple[int, tuple[int, ...]]
+DataAddress = tuple[int, tuple[int, ...]]
 
 
-def addresses(tensors: Sequence[Tensor]) -> list[Address]:
+def addresses(tensors: Sequence[Tensor]) -> list[DataAddress]:
     """Where each tensor begins in memory, and its strides."""
     return [(tensor.data_ptr(), tensor.stride()) for tensor in tensors]
 
 
 def refuse_reassigned(
-    parameters: Sequence[Tensor], expected: list[Address], name_of: Callable[[int], str]
+    parameters: Sequence[Tensor], expected: list[DataAddress], name_of: Callable[[int], str]
 ) -> None:
     """ValueError where a parameter is not at its `expected` address; `name_of` gives an index's name."""
     found = addresses(parameters)
