@@ -91,9 +91,8 @@ def write_index(
 def read_index(path: Path) -> Index:
     """Read and check the index of a checkpoint.
 
-    Raises:
-        CheckpointError: there is no checkpoint at this path, or it has another version of the format.
-        DamagedCheckpoint: the index is missing or altered.
+    Raises CheckpointError if there is no checkpoint at this path, or it has another version of the format,
+    and DamagedCheckpoint if the index is missing or altered.
     """
     try:
         data = (path / INDEX).read_bytes()
@@ -207,8 +206,7 @@ def check_boxes(
 def verify(index: Index, files: Iterable[str]) -> None:
     """Read files in full and compare them with the index; takes about a second a gigabyte.
 
-    Raises:
-        DamagedCheckpoint: names the first file that is missing, cut short or altered.
+    Raises DamagedCheckpoint, which names the first file that is missing, cut short or altered.
     """
     for name in files:
         size, crc = index.files[name]

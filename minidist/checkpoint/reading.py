@@ -51,11 +51,8 @@ def overlaps(index: Index, chunks: Iterable[TensorBox]) -> list[tuple[Tensor, St
     """Find what to read for chunks, without reading or changing anything.
 
     Each overlap of a chunk with a stored box gives the part of the chunk to fill, the stored tensor and box,
-    and the offsets of the overlap in the box.
-
-    Raises:
-        CheckpointError: a chunk's tensor is not there, or has another shape.
-        DamagedCheckpoint: a part of a chunk is not there.
+    and the offsets of the overlap in the box. Raises CheckpointError if a chunk's tensor is not there, or has
+    another shape, and DamagedCheckpoint if a part of a chunk is not there.
     """
     found = []
     for chunk in chunks:

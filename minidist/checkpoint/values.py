@@ -17,9 +17,8 @@ import torch
 def encode(value: Any, where: str) -> Any:
     """Return a value as JSON can hold it. where: its name, for the error.
 
-    Raises:
-        TypeError: it contains something other than None, booleans, real numbers, text, lists, tuples,
-            dictionaries, counters and real tensors.
+    Raises TypeError if it contains something other than None, booleans, real numbers, text, lists, tuples,
+    dictionaries, counters and real tensors.
     """
     if value is None or isinstance(value, (bool, int, float, str)):
         return value

@@ -138,8 +138,7 @@ def _make_directory(target: Path, aside: Path) -> int:
 def plan_writes(contents: Sequence[RankContents]) -> list[dict[BoxKey, HeldBox]]:
     """Return the boxes that each rank writes, the same on all ranks.
 
-    Raises:
-        CheckpointError: the boxes do not make up every tensor, or replicas differ in shape or dtype.
+    Raises CheckpointError if the boxes do not make up every tensor, or replicas differ in shape or dtype.
     """
     boxes: dict[BoxKey, HeldBox] = {}
     holders: dict[BoxKey, list[int]] = {}

@@ -57,11 +57,7 @@ class Lesson:
 
 
 def folder() -> Path:
-    """The folder of the lessons: this checkout's, or one in the current directory.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The folder of the lessons: this checkout's, or one in the current directory; ValueError without one."""
     here = Path.cwd()
     for path in (Path(__file__).resolve().parents[2] / "lessons", here / "lessons", here):
         if (path / "checks" / "exercises.py").exists():
@@ -100,8 +96,7 @@ def read_lessons(at: Path) -> list[Lesson]:
 def open_lab(at: Path) -> int:
     """Run JupyterLab in a folder until it ends or Ctrl-C ends it; return its exit code.
 
-    Raises:
-        ValueError: JupyterLab is not installed.
+    Raises ValueError if JupyterLab is not installed.
     """
     if importlib.util.find_spec("jupyterlab") is None:
         raise ValueError("minidist lessons needs jupyterlab: pip install 'minidist[lessons]'")

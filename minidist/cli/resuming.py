@@ -36,12 +36,8 @@ PATIENCE = 10.0
 class Resuming:
     """Saves a training every so many steps, and continues it.
 
-    Args:
-        engine, sampler: what to save.
-        folder: of the checkpoints.
-        every: steps from one checkpoint to the next.
-        keep: how many of the newest to keep.
-        description: what the losses depend on besides the step; a folder with another one is refused.
+    keep: how many of the newest checkpoints to keep. description: what the losses depend on besides the step;
+    a folder with another one is refused.
     """
 
     def __init__(
@@ -108,8 +104,7 @@ class Resuming:
 def reserved(folder: str) -> Iterator[None]:
     """Lock a folder, and make it if needed, so that only this run saves there. A collective.
 
-    Raises:
-        ValueError: the folder cannot be written, or another run saves there; the same on all ranks.
+    Raises ValueError on all ranks if the folder cannot be written, or another run saves there.
     """
     held: list[int] = []
     agree(lambda: held.append(_lock(folder)) if comm.rank() == 0 else None, f"lock {folder}")

@@ -5,9 +5,8 @@ checked and counted in the open ledgers. All ranks of the group make the same ca
 same shapes and dtypes. With `async_op=True` a function returns a `Work` at once; the result is there after
 its `wait()`. Either raises CollectiveError when a peer is gone, late, or makes another call.
 
-`algorithm` says how. "auto" takes what `comm.using` names, else shared memory where all ranks are CPU ranks
-of one host, else "torch", which is torch.distributed over gloo or NCCL. "ring", "tree" and the others are the
-algorithms of `minidist.comm.algorithms`, which send messages.
+`algorithm="auto"` takes what `comm.using` names, else shared memory where all ranks are CPU ranks of one
+host, else "torch": torch.distributed over gloo or NCCL. The others send messages; see `comm.algorithms`.
 
 In the formulas n is the number of ranks in the group, and S the bytes of the tensor passed. Bytes sent are
 the payload that other ranks get from this one, through sockets (`Ledger.bytes_on_wire`) or from its memory.

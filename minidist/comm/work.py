@@ -162,11 +162,7 @@ def _nothing(at_once: bool) -> None:
 
 
 def finish() -> None:
-    """Wait for every call that nobody has waited for: done at the end of each function that a rank runs.
-
-    Raises:
-        CollectiveError: a peer is gone or late.
-    """
+    """Wait for every call that nobody has waited for: done at the end of each function that a rank runs."""
     for work in list(_under_way):
         work.wait()
 
@@ -203,11 +199,7 @@ def ranks_of(group: Group) -> tuple[int, ...]:
 
 
 def rank_in(group: Group) -> int:
-    """This rank's number in a group, from 0.
-
-    Raises:
-        ValueError: this rank is not a member.
-    """
+    """This rank's number in a group, from 0; ValueError if it is not a member."""
     return _membership(group)[1]
 
 

@@ -43,16 +43,12 @@ def collect(
     remedy: str,
     may_fail: Collection[int] = (),
 ) -> list[Any]:
-    """Send what is queued, and wait until every rank has sent a `wanted` message. Prints what ranks print.
+    """Send what is queued, and return the values of the ranks' `wanted` messages, in rank order.
 
-    remedy: the argument that sets the limit, for the error. may_fail: ranks whose error counts as their
-    result.
+    Waits until every rank has sent one, and prints what ranks print. remedy: the argument that sets the
+    limit, for the error. may_fail: ranks whose error counts as their result.
 
-    Returns:
-        The values of the messages, in rank order.
-
-    Raises:
-        RankError: a rank raised. RankDied: its process ended. RankTimeout: `limit` seconds have passed.
+    Raises RankError if a rank raised, RankDied if its process ended, and RankTimeout after `limit` seconds.
     """
     deadline = None if limit is None else time.monotonic() + limit
     results: dict[int, Any] = {}

@@ -133,7 +133,6 @@ class RankProcess:
     """One rank's process: its channel, its exit status, and its stack when it is stuck.
 
     Attributes:
-        rank: the rank.
         channel: messages to and from `minidist.comm.launching.worker.serve`.
         status: descriptor that is readable when the process has started, and again when it has ended.
         process: the process id, once known.

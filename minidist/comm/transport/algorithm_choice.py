@@ -67,10 +67,8 @@ def choose(operation: str, algorithm: str, group: Group, x: torch.Tensor, async_
 
     A group's first call in shared memory waits for all its ranks, to make the memory. An asynchronous call
     must not wait, so before the first synchronous call "auto" is "torch" for asynchronous ones. x is the
-    call's tensor, or any other on its device.
-
-    Raises:
-        ValueError: the algorithm is unknown; or it is "shared_memory", and the group has none.
+    call's tensor, or any other on its device. Raises ValueError if the algorithm is unknown, or it is
+    "shared_memory" and the group has none.
     """
     known = ALGORITHMS[operation]
     if algorithm not in known and algorithm != "auto":
@@ -107,11 +105,7 @@ def preferred(operation: str) -> str:
 
 
 def group_memory(group: Group, what: str = "a collective") -> GroupMemory:
-    """Return a group's shared memory. The group's first call, named `what` in errors, makes it: a collective.
-
-    Raises:
-        CollectiveError: a peer is gone or late.
-    """
+    """Return a group's shared memory. The group's first call, `what` in errors, makes it: a collective."""
     group = process_group(group)
     found = _memories.get(group)
     if found is None:

@@ -11,18 +11,14 @@ import torch
 
 
 class Task:
-    """A collective to run, with `wait` and `is_completed` like torch's handles.
-
-    Attributes:
-        began, completed: `time.perf_counter()` at its begin and end; None before.
-    """
+    """A collective to run, with `wait` and `is_completed` like torch's handles."""
 
     def __init__(self, run: Callable[[], object], event: threading.Event | None = None) -> None:
         self._run = run
         self._error: BaseException | None = None
         self._event = event  # set at the end; None if it runs before anybody can wait
-        self.began: float | None = None
-        self.completed: float | None = None
+        self.began: float | None = None  # `time.perf_counter()` at its begin
+        self.completed: float | None = None  # and at its end
 
     def run(self) -> None:
         """Run it now. `wait` raises its error."""

@@ -16,17 +16,12 @@ LENGTH = struct.Struct("!Q")
 
 
 class Connection:
-    """One end of a socket pair.
-
-    Attributes:
-        socket: this end, to wait for.
-        ended: whether the other end is closed. Nothing more arrives, and what is sent is dropped.
-    """
+    """One end of a socket pair."""
 
     def __init__(self, end: socket.socket, *, blocking: bool) -> None:
         end.setblocking(blocking)
-        self.socket = end
-        self.ended = False
+        self.socket = end  # to wait for
+        self.ended = False  # the other end is closed: nothing more arrives, and what is sent is dropped
         self._outgoing: deque[memoryview] = deque()
         # For the length, or for the message of that length.
         self._incoming = memoryview(bytearray(LENGTH.size))

@@ -55,8 +55,7 @@ def prepare(memory: memoryview) -> None:
 class Outgoing:
     """The sender's end, from byte `start` on in the file with the receiver's mailboxes.
 
-    Attributes:
-        refused: whether it could not be opened, or memory was short; every message then goes elsewhere.
+    It is `refused` if it could not be opened, or memory was short; every message then goes elsewhere.
     """
 
     def __init__(self, path: str, start: int) -> None:
@@ -82,9 +81,7 @@ class Outgoing:
         """Send a contiguous tensor of at most `CAPACITY` bytes, which may change afterwards.
 
         limit: returns the seconds to wait while `RECORDS` messages are not taken; after them, a RuntimeError.
-
-        Returns:
-            False if there was no room; the caller then sends the tensor elsewhere.
+        Returns False if there was no room; the caller then sends the tensor elsewhere.
         """
         if self.refused:
             return False

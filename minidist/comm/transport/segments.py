@@ -17,17 +17,11 @@ import torch.distributed as dist
 
 
 class Segment(mmap.mmap):
-    """A mapping of all ranks' regions. It lives as long as any tensor in it.
+    """A mapping of all ranks' regions. It lives as long as any tensor in it."""
 
-    Attributes:
-        pitch: bytes from one region to the next.
-        number: of the segment, above 0, the same on all its ranks.
-        owner: number of the `SharedMemory` that it belongs to.
-    """
-
-    pitch: int
-    number: int
-    owner: int
+    pitch: int  # bytes from one region to the next
+    number: int  # of the segment, above 0, the same on all its ranks
+    owner: int  # number of the `SharedMemory` that it belongs to
 
     def region(self, rank: int, start: int, size: int) -> torch.Tensor:
         """Return `size` bytes (at least 1) of a rank's region, from byte `start` on, as uint8."""
@@ -41,10 +35,8 @@ _by_address: weakref.WeakValueDictionary[int, Segment] = weakref.WeakValueDictio
 def share(group: dist.ProcessGroup, hosts: Sequence[Sequence[int]], pitch: int) -> int | None:
     """Make a file of zeros on each host, `pitch` bytes a rank, and open it in all ranks there. A collective.
 
-    hosts: the group's ranks, host by host. The ranks talk over gloo.
-
-    Returns:
-        The descriptor of this host's file; None on all ranks if any of them failed.
+    hosts: the group's ranks, host by host. The ranks talk over gloo. Returns the descriptor of this host's
+    file, or None on all ranks if any of them failed.
     """
     rank = dist.get_rank(group)
     members = next(host for host in hosts if rank in host)

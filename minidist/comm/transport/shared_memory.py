@@ -46,13 +46,7 @@ class Header:
 class SharedMemory:
     """The memory that a group's ranks on one host share. All ranks make it together.
 
-    Attributes:
-        hosts: the group's ranks, host by host.
-        members: the ranks on this host.
-        own: this rank's index in `members`; members are named by their index.
-
-    Raises:
-        Failed: on all ranks, if one of them cannot map the memory.
+    If one of them cannot map the memory, `Failed` is raised on all.
     """
 
     def __init__(self, group: dist.ProcessGroup, limit: float) -> None:
@@ -60,8 +54,9 @@ class SharedMemory:
             raise Failed("this system has no memory and semaphores that processes can share")
         rank, everyone = dist.get_rank(group), processes(group)
         self.group, self.limit = group, limit
-        self.hosts = by_host(everyone)
-        self.members = next(host for host in self.hosts if rank in host)
+        self.hosts = by_host(everyone)  # the group's ranks, host by host
+        self.members = next(host for host in self.hosts if rank in host)  # the ranks on this host
+        # A member is named by its index in `members`.
         self.own, ranks = self.members.index(rank), len(self.members)
         self.number = next(_numbers)
         self._peers = [everyone[member] for member in self.members]

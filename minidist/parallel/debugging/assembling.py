@@ -29,10 +29,8 @@ def assemble(own: dict[str, Tensor], layout: Layout, length: int) -> dict[str, R
     Leaves out tensors that only some ranks of a stage have. Sends 16 (n - 1) bytes, and n - 1 times the
     longest rank's table of names and shapes, and its data.
 
-    Args:
-        own: this rank's pieces by name, on the CPU; other ranks may have other names.
-        layout: of the ranks; neighbours share matrices (tp), then positions (cp), then rows (dp).
-        length: of the whole sequences, if they are cut.
+    own: this rank's pieces by name, on the CPU; other ranks may have other names. Neighbours share matrices
+    (tp), then positions (cp), then rows (dp). length: of the whole sequences, if they are cut.
     """
     table = [(name, str(x.dtype).removeprefix("torch."), [*x.shape]) for name, x in own.items()]
     tables = [json.loads(text) for text in gather(json.dumps(table).encode())]

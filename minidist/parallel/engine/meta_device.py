@@ -25,10 +25,9 @@ Initialize = Callable[[nn.Module], object]
 class Skeleton:
     """A copy of the whole model without memory, from before it was partitioned.
 
-    Args:
-        model: with parameters on the meta device; others are shared, not copied.
-        initialize: gives a submodule's own parameters their first values; None for the model's method
-            `initialize_part`, or each submodule's `reset_parameters`.
+    Parameters that are not on the meta device are shared, not copied. initialize: gives a submodule's own
+    parameters their first values; None for the model's method `initialize_part`, or each submodule's
+    `reset_parameters`.
     """
 
     def __init__(self, model: nn.Module, initialize: Initialize | None) -> None:

@@ -47,12 +47,8 @@ class Whole:
 class Placement:
     """The placement of this rank's part of a model.
 
-    Args:
-        mesh: of all ranks.
-        whole: the model before it was cut.
-        model: this rank's part, with the names of the whole.
-        cuts: of parameters that tensor parallelism cut, by name.
-        stage_of: the pipeline stage that holds a tensor, by name.
+    model: this rank's part, with the names of `whole`. cuts: of parameters that tensor parallelism cut, by
+    name. stage_of: the pipeline stage that holds a tensor, by name.
     """
 
     def __init__(

@@ -115,12 +115,8 @@ def partition_model(
     strategies send over dp and cp, rank 0's weights reach all ranks. Tensors on the meta device get memory
     and values after the model is cut (meta_device.py).
 
-    Args:
-        model: the same architecture on all ranks.
-        plan: how tp cuts each module; None for `plan_for(model)`.
-
-    Raises:
-        ValueError: the model cannot be partitioned like this; names the axis.
+    plan: how tp cuts each module; None for `plan_for(model)`. A ValueError names the axis by which the model
+    cannot be partitioned.
     """
     if plan is not None and layout.tp == 1:
         raise ValueError("plan is given and the layout has tp=1, which cuts nothing; leave one of them out")

@@ -100,15 +100,11 @@ class Bucket:
 
 
 def cut(tensors: Sequence[Tensor], order: Iterable[int], limit: int) -> list[list[int]]:
-    """Deal tensors to buckets, each bucket of one dtype and device.
+    """Deal tensors to buckets of one dtype and device each; return the indices in each bucket.
 
-    Args:
-        tensors: the tensors that the indices in `order` number.
-        order: indices of tensors, in the order in which their gradients come.
-        limit: the most bytes in a bucket; a larger tensor has one to itself. With 0 every tensor has its own.
-
-    Returns:
-        The indices in each bucket, in the order in which buckets become complete.
+    order: indices of tensors, in the order in which their gradients come; the buckets become complete in the
+    order returned. limit: the most bytes in a bucket; a larger tensor has one to itself. With 0 every tensor
+    has its own.
     """
     done: list[tuple[int, list[int]]] = []  # when a bucket's last gradient comes, and its indices
     filling: dict[Any, tuple[int, int, list[int]]] = {}  # bytes, when the last gradient came, indices

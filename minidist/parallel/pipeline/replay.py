@@ -28,10 +28,7 @@ class Deadlock(ValueError):
 def replay(schedule: Schedule) -> Iterator[tuple[int, Instruction, StageMessage | None]]:
     """Yield every instruction, after all that it depends on, with its rank and the message that it moves.
 
-    Each rank runs as far as it can before the next rank has its turn.
-
-    Raises:
-        Deadlock: no rank can go on.
+    Each rank runs as far as it can before the next rank has its turn. Raises Deadlock if no rank can go on.
     """
     ranks = len(schedule)
     done = [0] * ranks  # instructions of each rank

@@ -62,13 +62,8 @@ class GradientAssignment(ABC):
 class BucketAssignment(GradientAssignment):
     """Buckets in which every rank keeps the whole gradients. Making it is a collective.
 
-    Args:
-        named: the parameters and their names, the same on all ranks.
-        seen: parameter indices in the order in which this rank's gradients came; rank 0's order counts.
-            Parameters without a gradient come last.
-        gradient_comm: the ranks.
-        bucket_bytes: see `cut`.
-        compression: what is done to a bucket.
+    seen: parameter indices in the order in which this rank's gradients came; rank 0's order counts.
+    Parameters without a gradient come last.
     """
 
     def __init__(

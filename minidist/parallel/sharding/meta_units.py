@@ -19,11 +19,9 @@ from minidist.parallel.flat.flat_parameter import ParameterSlot
 class MetaInitializer:
     """Fills the meta parameters and buffers of a model.
 
-    Args:
-        parameters: for each its name and every module and attribute that hold it, in the model's order.
-        device: of the memory.
-        initialize: fills a module's own parameters; None for its `reset_parameters`.
-        draws: False gives memory without values, for values that another rank sends.
+    parameters: for each its name and every module and attribute that hold it, in the model's order.
+    initialize: fills a module's own parameters; None for its `reset_parameters`. draws: False gives memory
+    without values, for values that another rank sends.
     """
 
     def __init__(

@@ -57,11 +57,9 @@ RangeOfSlice = tuple[OptimizerSlice, ParameterRange, Tensor, OptimizerState]
 
 
 class OptimizerSlices:
-    """This rank's slices, in the groups of `optimizer`.
+    """This rank's slices, which replace the parameters in `optimizer`'s groups; its state belongs to them.
 
-    Args:
-        optimizer: slices replace its groups' parameters, and its state belongs to them.
-        master: the dtype of the copies that it updates; None for the values themselves.
+    master: the dtype of the copies that it updates; None for the values themselves.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, master: torch.dtype | None) -> None:

@@ -19,17 +19,10 @@ from minidist.parallel.guards.refusals import require_optimizer
 
 
 class FlatParameterGroups:
-    """The optimizer that `make` makes of the parameters of `module`, first of stand-ins.
+    """The optimizer that `make` makes of the parameters of `module`, which may be on the meta device.
 
-    Args:
-        make: a class, or another function from parameters and `defaults` to an optimizer.
-        module: its parameters may be on the meta device.
-        defaults: of the optimizer.
-
-    Attributes:
-        optimizer: the optimizer; it has stand-ins until `hand_over`.
-        names: of each group's parameters.
-        of: the group's number for each name; parameters that the optimizer leaves out are in no group.
+    `optimizer` has stand-ins until `hand_over`. `names` are those of each group's parameters, and `of` has
+    the group's number for each name; parameters that the optimizer leaves out are in no group.
     """
 
     def __init__(

@@ -46,15 +46,10 @@ class _Memory:
 
 
 class ShardAssignment(GradientAssignment):
-    """Rounds that reduce the gradients in `buckets` to their owners. Making it is a collective.
+    """Rounds that reduce gradients to their owners. Making it is a collective.
 
-    Args:
-        parameters: the parameters whose gradients are summed.
-        buckets: buckets that hold all of them, in the order in which they are sent.
-        gradient_comm: the ranks.
-        residency: what stays of the gradients on this rank.
-        op: "mean" or "sum" over the ranks.
-        before: the assignment of fewer parameters, which this one continues.
+    buckets: hold all `parameters`, in the order in which they are sent. op: "mean" or "sum" over the ranks.
+    before: the assignment of fewer parameters, which this one continues.
     """
 
     def __init__(

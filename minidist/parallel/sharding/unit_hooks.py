@@ -35,11 +35,8 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 class Inputs:
     """The inputs of one call, in which tensors that get gradients have become views of themselves.
 
-    Lists, and whatever else a module may write to, are passed on as they are.
-
-    Attributes:
-        args, kwargs: what the module gets.
-        seen: tensors; the first of them to get its gradient shows that the call's backward pass is over.
+    Lists, and whatever else a module may write to, are passed on as they are. The first tensor of `seen` to
+    get its gradient shows that the call's backward pass is over.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -162,11 +162,8 @@ def build(
 ) -> tuple[list[Unit], list[FlatShards]]:
     """Cut a model into units, and keep this rank's shard of rank 0's parameters; one unit at a time is whole.
 
-    group_of: the number of the optimizer's group for each parameter's name.
-
-    Returns:
-        The units, the root first, and their shards: one for each dtype, and for trained and frozen
-        parameters.
+    group_of: the number of the optimizer's group for each parameter's name. Returns the units, the root
+    first, and their shards: one for each dtype, and for trained and frozen parameters.
     """
     found = [Unit(name, part, i) for i, (name, part) in enumerate(modules_of(module, units))]
     index_of = {name: index for index, (name, _) in enumerate(module.named_parameters())}

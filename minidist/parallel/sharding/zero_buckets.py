@@ -55,11 +55,8 @@ def whole(sizes: Sequence[int], ranks: int) -> tuple[list[int], int]:
 class ShardBucket:
     """Parameters of one dtype and device with their gradients, in n shares. Making it is a collective.
 
-    Args:
-        param_indices: of the parameters, in the order in which their gradients come.
-        parameters: all parameters that the indices number; the chosen ones become views into the bucket.
-        gradient_comm: the ranks.
-        cut_anywhere: whether a share may end inside a parameter.
+    param_indices: in the order in which gradients come; the parameters with these indices become views into
+    the bucket. cut_anywhere: whether a share may end inside a parameter.
     """
 
     values: Tensor  # (n share,), the parameters, and zeros between or behind them

@@ -32,13 +32,9 @@ from minidist.parallel.training.clipping import guard
 class Partition:
     """The parameters of an optimizer's groups, dealt to buckets and owners. Making it is a collective.
 
-    Args:
-        inner: the optimizer whose groups come to hold this rank's slices.
-        groups: groups of whole parameters, with options; call `add` when they get more.
-        gradient_comm: the ranks.
-        stage: 1 or 2.
-        bucket_mb: largest size of a bucket in MB (2^20 bytes).
-        master: the dtype in which parameters are updated; None for their own.
+    inner: the optimizer whose groups come to hold this rank's slices. groups: of whole parameters, with
+    options; call `add` when they get more. master: the dtype in which parameters are updated; None for their
+    own.
     """
 
     def __init__(

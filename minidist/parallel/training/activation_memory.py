@@ -119,10 +119,7 @@ class ActivationPeaks:
 
     Counting takes some microseconds for each saved tensor. It is therefore done in the first step with a
     shape; later steps with that shape are taken to save as much. The batch belongs to the caller and is not
-    counted.
-
-    Attributes:
-        last: bytes in the last step; 0 before the first.
+    counted. `last` is the bytes in the last step; 0 before the first.
     """
 
     def __init__(self, model: nn.Module) -> None:

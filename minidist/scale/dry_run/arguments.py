@@ -21,11 +21,7 @@ MOST_RANKS = 2**18
 def check(
     shape: TransformerConfig, layout: Layout, batch: int | tuple[int, int] | None, rank: int, way: str
 ) -> tuple[int, int]:
-    """Check the arguments of `dryrun`; return the rows and tokens of the global batch.
-
-    Raises:
-        TypeError, ValueError: see `dryrun`.
-    """
+    """Check the arguments of `dryrun`; return the rows and tokens of the global batch."""
     if not isinstance(layout, Layout):
         raise TypeError(f"layout is {layout!r}; give a Layout, such as Layout(dp=2)")
     if rank is None:

@@ -65,9 +65,8 @@ def lines(calls: Iterable[DryCall]) -> list[CallSummary]:
 class Recorder(list[Any]):
     """The list into which a ledger writes its calls, which adds axis and phase to each.
 
-    Attributes:
-        phase: of the next calls, outside of backward passes.
-        message: "forward" or "backward", the direction of the last message between stages; None before one.
+    `phase` is that of the next calls outside of backward passes. `message` is "forward" or "backward", the
+    direction of the last message between stages; None before one.
     """
 
     def __init__(self, phase: str, names: Callable[[Call], str]) -> None:

@@ -50,9 +50,6 @@ class DryTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
     >>> with DryTensors() as dry:
     ...     x = dry.empty((4, 1024, 1600))
     ...     y = torch.nn.functional.gelu(x)    # immediate, takes no memory
-
-    Attributes:
-        calls: operations that were not computed.
     """
 
     def __init__(self) -> None:
@@ -65,7 +62,7 @@ class DryTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._known: dict[Any, Any] = {}
         self._kinds: dict[Any, OperationKind] = {}
-        self.calls = 0
+        self.calls = 0  # operations that were not computed
 
     def empty(
         self, shape: Any, dtype: torch.dtype = torch.float32, strides: tuple[int, ...] | None = None

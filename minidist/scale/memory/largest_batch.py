@@ -67,17 +67,10 @@ def fits(
     cannot use come on top.
 
     Args:
-        budget_bytes: of each rank.
         models: shapes, or their names.
         layouts: `standard_layouts()` unless given.
         tokens: in a row; the model's context if that is shorter, or if None.
-        attention: see `estimate`.
-
-    Returns:
-        For each model a `Fit` for each layout.
-
-    Raises:
-        TypeError, ValueError: as `estimate`.
+        attention: see `estimate`, whose errors it raises.
     """
     found = []
     for model in models:
@@ -171,11 +164,7 @@ def count(number: int) -> str:
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes from text such as "16GB" (10^9), "16GiB" (2^30) or "17179869184".
-
-    Raises:
-        ValueError: the text is not of this form.
-    """
+    """Bytes from text such as "16GB" (10^9), "16GiB" (2^30) or "17179869184"; ValueError for other text."""
     number = text.strip().upper().rstrip("KMGTIB").strip()
     unit = text.strip().upper()[len(number) :].strip()
     try:

@@ -169,11 +169,7 @@ HARDWARE: dict[str, Hardware] = {
 
 
 def hardware(name: str | Hardware) -> Hardware:
-    """The machine of that name; a `Hardware` is returned as it is.
-
-    Raises:
-        ValueError: an unknown name, with the nearest known one.
-    """
+    """The machine of that name, or the `Hardware` given. A ValueError suggests the nearest known name."""
     if isinstance(name, Hardware):
         return name
     if name not in HARDWARE:

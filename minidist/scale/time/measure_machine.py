@@ -164,11 +164,7 @@ def _work_of_update(case: Case) -> tuple[float, float]:
 
 
 def save(hardware: Hardware, path: str | Path) -> None:
-    """Write a machine's figures to a file, atomically.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write a machine's figures to a file, atomically."""
     file = Path(path)
     text = json.dumps({"format": FORMAT, "hardware": dataclasses.asdict(hardware)}, indent=1)
     beside = file.with_name(f".{file.name}.{os.getpid()}")
@@ -177,12 +173,7 @@ def save(hardware: Hardware, path: str | Path) -> None:
 
 
 def load(path: str | Path) -> Hardware:
-    """Read a machine that `save` wrote.
-
-    Raises:
-        ValueError: the file holds something else.
-        OSError: the file cannot be read.
-    """
+    """Read a machine that `save` wrote; ValueError if the file holds something else."""
     text = Path(path).read_text(encoding="utf-8")
     try:
         kept = json.loads(text)

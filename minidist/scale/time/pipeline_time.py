@@ -71,16 +71,13 @@ def passes_of(name: str, ranks: int, micro_batches: int, chunks: int) -> list[Ti
 def seconds_on_shared_cores(
     schedule: Schedule, seconds: Seconds, message: float, pace: Callable[[int], float]
 ) -> float:
-    """Seconds of a schedule whose ranks share cores.
+    """Seconds of a schedule that passes `schedules.check`, when its ranks share cores.
 
     A rank that waits leaves its core to the others, so a bubble is no loss as long as others have work. All
     passes that run at a time progress together, at the pace that their number allows.
 
-    Args:
-        schedule: the instructions of each rank; it passes `schedules.check`.
-        seconds: of each pass while all ranks compute.
-        message: seconds from a send to its arrival.
-        pace: from how many ranks compute to the seconds of a pass, over those while all compute.
+    seconds: of each pass while all ranks compute. message: seconds from a send to its arrival. pace: from how
+    many ranks compute to the seconds of a pass, over those while all compute.
     """
     ranks = len(schedule)
     steps, left = [0] * ranks, [0.0] * ranks  # each rank's next instruction, and the rest of its pass
