@@ -25,11 +25,7 @@ def cache_folder() -> Path:
 
 
 def write_whole(file: Path, content: bytes) -> bool:
-    """Write the file, whole or not at all, and return whether that succeeded.
-
-    The content is written under another name, which is then changed: other processes read the old file or the
-    new one, never a part.
-    """
+    """Write the file elsewhere and rename it, so nobody reads a part; return whether that succeeded."""
     beside = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

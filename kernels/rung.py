@@ -41,10 +41,7 @@ def empty(rows: int, columns: int, dtype: DTypeLike) -> Array:
 
 @dataclass(frozen=True)
 class Rung:
-    """One step of a ladder of matrix multiplications.
-
-    A rung's file ends with one of these: `RUNG = Rung(number=..., name=..., ..., compute=compute)`.
-    """
+    """One step of a ladder of matrix multiplications; a rung's file ends with `RUNG = Rung(...)`."""
 
     number: int  # in the ladder, from 1
     name: str  # of its file: "s1_python_loops"

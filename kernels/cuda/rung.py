@@ -115,10 +115,7 @@ class CudaRung(Rung):
         self._fill_arrays(a, b, out, a.dtype.name, out.dtype.name)
 
     def _fill_arrays(self, a: Array, b: Array, out: Array, dtype: str, out_dtype: str) -> None:
-        """Fill `out` with the product of arrays in main memory, none of them empty.
-
-        `dtype` and `out_dtype` name the element types: elements of 2 bytes may come as uint16.
-        """
+        """Fill `out` with the product of non-empty host arrays, whose 2-byte elements may come as uint16."""
         where = backend()
         if where == "gpu":
             self._check_gpu()

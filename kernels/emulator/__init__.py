@@ -13,14 +13,11 @@ Each package imports only from the packages above it in this list:
 | base | how an instruction is registered, and how it reads its operands |
 | arithmetic | what instructions compute |
 | synchronization | barriers, mbarriers, groups of asynchronous operations, atomics' ordering |
-| memory | loads and stores with their checks |
-| checks | checks of asynchronous accesses |
+| memory | loads and stores with their checks; checks of asynchronous accesses |
 | copies | asynchronous and tensor copies, clusters |
 | instructions | all other instructions |
 | execution | the schedule of instructions, lanes and blocks; `run_kernel` |
 | report | `launch`, `profile`, and the table of counts |
-
-Races are found in `machine/races_in_shared_memory.py` and `machine/races_in_global_memory.py`.
 """
 
 from __future__ import annotations

@@ -82,10 +82,7 @@ def _roof(name: str, threads: int, cache: int, seconds: float, repetitions: int,
 
 
 def rate(works: Sequence[TimedLoop], seconds: float) -> Rate:
-    """Call each of `works` again and again for `seconds`, one thread each, and count what they did.
-
-    Each is called once before, untimed. An exception in one is raised here.
-    """
+    """Call each of `works` in a thread for `seconds`, after an untimed call, and count what they did."""
     cpus = available_cpus()
     together = threading.Barrier(len(works))
 

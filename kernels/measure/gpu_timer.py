@@ -28,8 +28,7 @@ class GpuTimer:
 
     def __init__(self, torch: Any) -> None:
         self._cuda = torch.cuda
-        # Not documented, though torch's own tests use it. Without it, short work is timed with Python's
-        # share.
+        # Undocumented, but torch's own tests use it. Without it, short work is timed with Python's share.
         self._sleep: Callable[[int], None] | None = getattr(torch.cuda, "_sleep", None)
         self._cycles_a_second = 0.0
 

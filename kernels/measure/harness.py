@@ -19,10 +19,7 @@ from ..rung import Array, Rung, empty
 
 
 def shapes(rng: np.random.Generator, count: int, largest: int) -> list[tuple[int, int, int]]:
-    """Return `count` triples (m, n, k), each size drawn from 0 to `largest`: ragged, with 0 and 1 among them.
-
-    The first four are fixed: a 0 for each of the sizes, then all 1.
-    """
+    """Return `count` triples (m, n, k): three with a 0, then all 1, then sizes drawn from 0 to `largest`."""
     edges = [(0, largest, 2), (largest, 0, 2), (2, largest, 0), (1, 1, 1)]
     drawn = rng.integers(0, largest, size=(max(0, count - len(edges)), 3), endpoint=True)
     return [*edges, *((int(m), int(n), int(k)) for m, n, k in drawn)][:count]

@@ -58,11 +58,7 @@ class Roof:
         return self.peak(dtype) / self.bandwidth
 
     def attainable(self, intensity: ArrayLike, dtype: DTypeLike | str = "float32") -> Any:
-        """Return min(peak, intensity * bandwidth) in FLOP/s, for an intensity in FLOP/byte.
-
-        A number gives a float, an array an array of its shape. Raises ValueError for an intensity that is
-        negative or NaN.
-        """
+        """Return min(peak, intensity * bandwidth) in FLOP/s, for one intensity in FLOP/byte or an array."""
         x = np.asarray(intensity, np.float64)
         if not np.all(x >= 0):  # NaN too
             raise ValueError(f"intensity is {intensity!r}: pass operations per byte, 0 or more")
@@ -116,10 +112,7 @@ class Peaks:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Peaks:
-        """Return the Peaks with these fields, as `dataclasses.asdict` gives them and JSON keeps them.
-
-        Raises TypeError or ValueError for anything else.
-        """
+        """Return the Peaks of fields from `dataclasses.asdict`; TypeError or ValueError for others."""
         roofs = {name: Roof(**fields[name]) for name in ("one", "all")}
         gpu = None if fields["gpu"] is None else Roof(**fields["gpu"])
         return cls(**{**fields, **roofs, "gpu": gpu})

@@ -25,16 +25,12 @@ from . import gpu_timer, harness
 from .peaks import Roof
 
 Multiplication = Rung | Callable[..., Any]  # a rung, numpy.matmul, or any function of two arrays
-# A dtype of the same size that NumPy has: TF32 only rounds float32 in registers, and bfloat16 needs
-# ml_dtypes.
+# NumPy's dtype of the same size: TF32 only rounds float32 in registers, and bfloat16 needs ml_dtypes.
 IN_MEMORY = {"tf32": "float32", "bfloat16": "float16"}
 
 
 def intensity(m: int, n: int, k: int, dtype: DTypeLike = "float32") -> float:
-    """Return FLOP/byte of (m, k) times (k, n), each element moved once: n / 6 for squares in float32.
-
-    Raises ValueError for a size below 1.
-    """
+    """Return FLOP/byte of (m, k) times (k, n), each element moved once: n / 6 for squares in float32."""
     if min(m, n, k) < 1:
         raise ValueError(f"m, n, k are {m}, {n}, {k}: pass 1 or more, as an empty product has no rate")
     return harness.flops(m, n, k) / fewest_bytes(m, n, k, dtype)
@@ -129,10 +125,7 @@ def median_seconds(
 def median_gpu_seconds(
     product: Multiplication, m: int, n: int, k: int, dtype: str, timer: gpu_timer.GpuTimer, seconds: float
 ) -> float:
-    """Return the median time of a call with tensors (m, k) and (k, n) on torch's GPU, by the GPU's own clock.
-
-    As in `median_seconds`: calls for `seconds`, but at least three, after one that is not timed.
-    """
+    """Return `median_seconds` with tensors (m, k) and (k, n) on torch's GPU, by the GPU's own clock."""
     import torch
 
     kind = getattr(torch, dtype)
@@ -149,10 +142,7 @@ def median_gpu_seconds(
 
 
 def product_name(product: Multiplication) -> str:
-    """Return the name of a product: the rung's, "numpy.matmul", or a function's own.
-
-    Raises TypeError if it can't be called.
-    """
+    """Return a product's name: the rung's, "numpy.matmul", or a function's own; TypeError if not callable."""
     if isinstance(product, Rung):
         return product.name
     if not callable(product):

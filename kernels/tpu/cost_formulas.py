@@ -51,10 +51,7 @@ class ProductCounts:
         return self.multiply_adds / self.accesses if self.accesses else 0.0
 
     def bytes_moved(self, operand_bytes: int, sum_bytes: int) -> int:
-        """Return the bytes read and written, for these sizes of an element of a or b, and of c.
-
-        The TPU's int8 operands and int32 sums: `bytes_moved(1, 4)`.
-        """
+        """Return the bytes moved, for these sizes of operands and sums: (1, 4) for a TPU's int8 and int32."""
         return (self.a_reads + self.b_reads) * operand_bytes + (self.c_reads + self.c_writes) * sum_bytes
 
 

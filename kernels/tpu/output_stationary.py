@@ -47,8 +47,7 @@ class OutputStationary(ArrayMachine):
         streamed = self.column == self.k
         if self.drain_row > 0 or (self.drained == self.tile and streamed):
             drain = self.drained, self.drain_row
-        # With two registers a tile may start together with the drain of the one before it, with one only
-        # after it.
+        # With two registers a tile may start with the drain of the one before it, with one only after it.
         free = self.drained > self.tile or (self.double_buffered and drain[0] == self.tile)
         if streamed and free and self.tile < self.tiles - 1:
             self.tile, self.column = self.tile + 1, 0

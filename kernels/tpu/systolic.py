@@ -125,11 +125,7 @@ class SystolicArray:
         return Product(machine.c, counted)
 
     def frames(self, a: ArrayLike, b: ArrayLike) -> Iterator[Frame]:
-        """Yield the state of the array in each cycle of `matmul(a, b)`, which takes the same steps.
-
-        There are as many frames as matmul counts cycles; the last one's `c` is the product. Raises what
-        matmul raises.
-        """
+        """Yield the array's state in each cycle of `matmul(a, b)`; the last frame's `c` is the product."""
         return self._machine(a, b).frames()
 
     def counts(self, m: int, n: int, k: int) -> ProductCounts:

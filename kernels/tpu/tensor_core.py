@@ -122,10 +122,7 @@ def _kind(a: Array, b: Array, c: Array, tf32: bool) -> str:
 
 
 def _add_block(a: Array, b: Array, c: Array, extra_bits: int) -> Array:
-    """Return one addition of a block of products and the accumulator c (m, n), in float32.
-
-    All of this is exact in float64, but for the two cuts.
-    """
+    """Return c (m, n) plus a block of products, in float32; all but the two cuts is exact in float64."""
     a, b, c = a[:, None, :].astype(np.float64), b.T[None, :, :].astype(np.float64), c[:, :, None]
     terms = np.concatenate([a * b, c.astype(np.float64)], axis=2)  # (m, n, products and c)
     # The hardware adds the exponents of the factors and ignores whether the product of their significands, in

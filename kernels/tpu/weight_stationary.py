@@ -47,8 +47,7 @@ class WeightStationary(ArrayMachine):
         stream = load = NO_COMMAND
         if self.row == self.m and self.loaded > self.tile + 1:
             self.tile, self.row = self.tile + 1, 0
-        # With two registers a load may start together with the stream of the tile before it, with one only
-        # after it.
+        # With two registers a load may start with the stream of the tile before it, with one only after it.
         free = self.loaded <= self.tile + 1 and (self.double_buffered or self.row == self.m)
         if self.load_step > 0 or (self.loaded < self.tiles and free):
             load = self.loaded, self.load_step

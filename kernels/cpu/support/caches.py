@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SYSFS = Path("/sys/devices/system/cpu")
-# On a machine with two kinds of cores, "perflevel0" names the fast ones and the plain names mean the slow
-# ones.
+# With two kinds of cores, "perflevel0" names the fast ones and the plain names mean the slow ones.
 SYSCTL_NAMES = {
     "l1_data": ("hw.perflevel0.l1dcachesize", "hw.l1dcachesize"),
     "l2": ("hw.perflevel0.l2cachesize", "hw.l2cachesize"),

@@ -47,10 +47,7 @@ class _Job:
                 self._changed.notify()
 
     def close(self, done: Callable[[], bool]) -> None:
-        """Let no more workers begin, and wait for the running ones unless all is done.
-
-        They write to memory that the caller will use again, so even an interrupt waits for them.
-        """
+        """Let no more workers begin; wait for the running ones, even if interrupted, unless all is done."""
         interrupt: BaseException | None = None
         while True:
             try:

@@ -38,11 +38,7 @@ SSE = VectorUnit("SSE", register_bytes=16, registers=16, tile_rows=6, fused=Fals
 
 @functools.cache
 def vector_unit() -> VectorUnit:
-    """Return the widest vector unit that Numba's machine code uses here.
-
-    That is the host's, or the one named by the environment variables NUMBA_CPU_NAME and NUMBA_CPU_FEATURES
-    (for code that must also run on an older machine).
-    """
+    """Return the host's widest vector unit, or that of $NUMBA_CPU_NAME and $NUMBA_CPU_FEATURES if set."""
     from numba.core.registry import cpu_target
 
     triple, _, features = cpu_target.target_context.codegen().magic_tuple()

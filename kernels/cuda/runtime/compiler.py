@@ -55,10 +55,7 @@ def compile_cubin(
     threads: int,
     blocks: int = 1,
 ) -> tuple[bytes, Report]:
-    """Return a kernel's machine code and the assembler's report on it; arguments as for `compile_ptx`.
-
-    Raises RuntimeError, with the log of nvJitLink, if that can't assemble the kernel.
-    """
+    """Return a kernel's machine code and its report; arguments as for `compile_ptx`, errors as of `link`."""
     given = (function, types, architecture, (threads, blocks), False, True, "ltoir")
 
     def compile_and_link() -> bytes:
@@ -82,10 +79,7 @@ def _kept(given: tuple[Any, ...], make: Callable[[], bytes]) -> bytes:
 
 
 def link(code: bytes, architecture: str, name: str) -> tuple[bytes, str]:
-    """Return the cubin that nvJitLink makes of LTO-IR, and the assembler's log.
-
-    Raises RuntimeError, with nvJitLink's message, if that fails.
-    """
+    """Return the cubin that nvJitLink makes of LTO-IR, and its log; raise RuntimeError if it fails."""
     core: Any = importlib.import_module("cuda.core")
     options = core.LinkerOptions(
         name=name, arch=architecture, link_time_optimization=True, ptxas_options=["-v"]

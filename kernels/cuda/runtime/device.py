@@ -60,10 +60,7 @@ def backend() -> Backend:
 
 @functools.cache
 def has_gpu() -> bool:
-    """Return whether there is an NVIDIA GPU that this process may use.
-
-    Raises RuntimeError if its driver is older than the installed toolkit.
-    """
+    """Return whether this process may use a GPU; RuntimeError if its driver is older than the toolkit."""
     try:
         driver: Any = importlib.import_module("cuda.bindings.driver")
     except ImportError:

@@ -65,10 +65,7 @@ class Gpu:
         return RuntimeError(f"the GPU's driver refused {name} ({label}): {words}")
 
     def current(self) -> int:
-        """Return the number of the current GPU: torch's, if torch uses one, or else this thread's.
-
-        Afterwards its primary context is current if this thread had none.
-        """
+        """Return the current GPU, torch's if it uses one; make its primary context current if none is."""
         device = self._current_device()
         if not getattr(self._thread, "ready", False):
             if not int(self.call("cuCtxGetCurrent")):
@@ -143,10 +140,7 @@ class Gpu:
         itemsize: int,
         upload: bool,
     ) -> None:
-        """Copy rows between main memory and the GPU's, in the order of the current stream.
-
-        Pitches are in bytes. It may return before main memory has been read or written.
-        """
+        """Begin to copy rows between main memory and the GPU on the current stream; pitches are in bytes."""
         self.current()
         driver, stream = self.driver, self.driver.CUstream(self.stream())
         width = shape[1] * itemsize
@@ -186,11 +180,7 @@ def get() -> Gpu:
 
 
 def multiprocessors() -> int:
-    """Return how many multiprocessors the current GPU has; in the emulator 132, an H100's.
-
-    Rungs choose their tiles by it, and a kernel whose blocks take tile after tile gets as many blocks as run
-    at a time.
-    """
+    """Return how many multiprocessors the current GPU has; in the emulator 132, an H100's."""
     if backend() != "gpu":
         return 132
     gpu = get()

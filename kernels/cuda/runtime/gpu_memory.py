@@ -74,10 +74,7 @@ def allocate(count: int, dtype: str) -> DeviceArray:
 
 
 def upload(x: np.ndarray[Any, Any], into: DeviceArray, pitch: int) -> None:
-    """Begin to copy a 2-D array with contiguous rows to rows that are `pitch` elements apart.
-
-    Keep x until the stream has finished (`download` waits for it).
-    """
+    """Begin to copy x to rows `pitch` elements apart; keep x until the stream is done (see `download`)."""
     g = gpu_driver.get()
     g.copy_2d(x.ctypes.data, x.strides[0], into.address, pitch * x.itemsize, x.shape, x.itemsize, True)
 

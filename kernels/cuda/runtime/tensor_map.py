@@ -22,10 +22,7 @@ SIZE = 128  # bytes of a CUtensorMap
 
 @dataclass(eq=False)  # not frozen: that would take twice as long to make, and a product makes three
 class TensorMap:
-    """A row-major matrix (rows, columns), and the box (box_rows, box_columns) that one copy moves.
-
-    Raises ValueError for what the copy engine can't do.
-    """
+    """A row-major matrix, and the box that one copy moves; ValueError for what the copy engine can't do."""
 
     array: Any  # 1-D, begins at element (0, 0); on 16 bytes
     rows: int

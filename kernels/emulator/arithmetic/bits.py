@@ -1,7 +1,4 @@
-"""Logic, shifts, and counting and finding bits.
-
-Source: PTX ISA manual, "Logic and Shift Instructions" and "Integer Arithmetic Instructions" (popc to brev).
-"""
+"""Logic, shifts, counting and finding bits (PTX ISA, "Logic and Shift Instructions", popc to brev)."""
 
 from __future__ import annotations
 

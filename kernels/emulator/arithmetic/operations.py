@@ -19,11 +19,7 @@ TABLES: tuple[dict[str, list[Builder]], ...] = tuple(
 
 @functools.cache
 def operation(opcode: tuple[str, ...], results: int = 1) -> Operation | None:
-    """Return what the instruction computes, or None if it is unknown.
-
-    opcode: the instruction's name split at its dots. results: 2 if the text names two destinations, as in
-    `setp.lt.s32 %p1|%p2, ...`; the opcode of `setp` alone does not tell.
-    """
+    """Return what an opcode, split at its dots, computes, or None; `results` is 2 for `setp.lt.s32 p|q`."""
     if len(opcode) < 2:
         return None
     if results == 2 and (found := compare.both_predicates(opcode)):

@@ -93,10 +93,7 @@ def vote(mode: str, active: Array, flag: Array, members: Array) -> LaneExchange:
 
 
 def match(mode: str, active: Array, value: Array, members: Array) -> LaneExchange:
-    """Return a bit for each member whose value equals this lane's.
-
-    In mode "all" the result has all members or none, and the predicate tells which.
-    """
+    """Return the bits of members with this lane's value; in mode "all" all or none: the predicate."""
     present = members & word(active)
     value = np.broadcast_to(value, active.shape)
     same = word(value[..., :, None] == value[..., None, :])[..., 0] & present

@@ -16,13 +16,13 @@ import numpy as np
 from ..base.addresses import in_shared_window, lanes_of, of_lanes, shared_blocks
 from ..base.batch import Batch
 from ..base.instruction_registry import Run, unit
-from ..checks.async_accesses import (
+from ..machine.machine import Machine
+from ..memory.async_accesses import (
     TensorMapFences,
     fault_for_missing_data,
     fault_for_missing_fence,
     fault_for_race,
 )
-from ..machine.machine import Machine
 from ..ptx.dtypes import Array, Mask
 from ..ptx.fault import EmulatorError
 from ..ptx.operands import Address, Vector

@@ -22,10 +22,7 @@ from ..ptx.program import Program
 def parameters(
     program: Program, args: Sequence[Any], memory: GlobalMemory, names: Sequence[str]
 ) -> dict[str, bytes]:
-    """Return the bytes of each parameter, and add arrays and records to `memory`.
-
-    `names` of the arguments are for faults. Raises EmulatorError for a wrong number of arguments.
-    """
+    """Return the bytes of each parameter, and add arrays and records to `memory`; `names` are for faults."""
     flat: list[Any] = []
     for i, arg in enumerate(args):
         flat += _flat(arg, memory, names[i] if i < len(names) else f"argument {i + 1}")

@@ -9,13 +9,26 @@ from typing import Any
 
 import numpy as np
 
-from ..instructions import all_instructions  # noqa: F401  (registers them)
+from ..copies import async_copies, bulk_copies, clusters  # noqa: F401  (these register the instructions)
+from ..instructions import (  # noqa: F401
+    atomics,
+    half_precision_calls,
+    ldmatrix,
+    mbarriers,
+    mma,
+    printing,
+    register_pool,
+    warps,
+    wgmma,
+)
 from ..machine.counts import Counts
 from ..machine.global_memory import Buffer, GlobalMemory
 from ..machine.launch import Launch
 from ..machine.machine import Machine
+from ..memory import array_reshape, async_accesses, loads_and_stores  # noqa: F401
 from ..ptx.program import Program
 from ..ptx.reader import parse
+from ..synchronization import barriers, grid_barrier  # noqa: F401
 from .grid import run_grid
 from .kernel_arguments import parameters
 from .lane_scheduler import LaneScheduler

@@ -58,10 +58,7 @@ class Code:
 
 
 def compile_steps(program: Program, lanes: int) -> Code:
-    """Return the steps of `program` for a machine of `lanes` lanes.
-
-    Raises EmulatorError for an instruction that the emulator does not know.
-    """
+    """Return the steps of `program` for `lanes` lanes; EmulatorError for an unknown instruction."""
     largest = max(1, BATCH_LANES // lanes)
     planned = []
     for start, end in _basic_blocks(program):

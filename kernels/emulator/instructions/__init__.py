@@ -1,6 +1,6 @@
 """The instructions: what each does to a machine, wired to its operands.
 
-`all_instructions` registers them. Loads and stores are in memory/, barriers in synchronization/, copies in
+`execution/run.py` registers them. Loads and stores are in memory/, barriers in synchronization/, copies in
 copies/.
 
 | File | Holds |

@@ -65,9 +65,6 @@ def _form(batch: Batch) -> tuple[int, bool, str]:
 def _rows(
     address: Array, machine: Machine, instructions: int, lanes: Array, count: int
 ) -> tuple[Array, Array]:
-    """Return the addresses of the rows, (instructions, warps * 8 * count), and the lanes that pass them.
-
-    The operands of a warp's lanes from 8 * count on are ignored.
-    """
+    """Return the rows' addresses, (instructions, warps * 8 * count), and the lanes that pass them."""
     givers = lanes.reshape(-1, 32)[:, : 8 * count].reshape(-1)
     return np.broadcast_to(address, (instructions, machine.lanes))[:, givers], givers

@@ -24,10 +24,7 @@ UNIT = 8  # registers of a thread come in multiples of this
 
 
 def at_launch(program: Program, threads: int) -> int:
-    """Return the registers of each thread at the start: .maxnreg, or what the launch bounds allow.
-
-    Raises EmulatorError if the kernel has neither: setmaxnreg may then have no effect.
-    """
+    """Return each thread's registers at the start: .maxnreg or the launch bounds', else EmulatorError."""
     if "maxnreg" in program.directives:
         return program.directives["maxnreg"][0] // UNIT * UNIT
     bounds = program.directives.get("maxntid") or program.directives.get("reqntid")

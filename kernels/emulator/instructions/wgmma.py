@@ -17,8 +17,8 @@ import numpy as np
 from ..base.addresses import whole_warps
 from ..base.batch import Batch
 from ..base.instruction_registry import Run, unit
-from ..checks.async_accesses import fault_for_missing_data, fault_for_missing_fence, fault_for_race
 from ..machine.machine import Machine
+from ..memory.async_accesses import fault_for_missing_data, fault_for_missing_fence, fault_for_race
 from ..ptx.dtypes import Array, Lanes, Mask
 from ..ptx.fault import EmulatorError
 from ..ptx.operands import Immediate, Register, Vector

@@ -104,10 +104,7 @@ class Counts:
         lanes: Array,
         update: bool = False,
     ) -> None:
-        """Count requests for `width` bytes at addresses (instructions, lanes) of shared memory.
-
-        update: by atomics, where threads that share a word also conflict.
-        """
+        """Count requests for `width` bytes of shared memory; atomics (`update`) on one word conflict."""
         for row, instruction in enumerate(instructions):
             requests, passes, least = _passes(shape, addresses[row], width, lanes, update)
             line = self.line(instruction)

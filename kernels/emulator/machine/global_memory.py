@@ -103,10 +103,7 @@ class GlobalMemory:
         return start
 
     def add(self, array: Array, name: str) -> int:
-        """Add the memory of a NumPy array, without a copy, and return the address of its first element.
-
-        Views of one array keep their distance, so memory that overlaps on the host overlaps here.
-        """
+        """Add an array's memory without a copy, so overlaps stay; return its first element's address."""
         owner = array
         while isinstance(owner.base, np.ndarray):
             owner = owner.base

@@ -1,7 +1,4 @@
-"""Check accesses to memory: bounds, alignment, unwritten data, races; and word the fault.
-
-Races are found in `machine.races_in_shared_memory` and `machine.races_in_global_memory`, which this calls.
-"""
+"""Check accesses to memory: bounds, alignment, unwritten data, races; and word the fault."""
 
 from __future__ import annotations
 
@@ -30,10 +27,7 @@ def shared_offsets(
     access: Access,
     values: Array | None = None,
 ) -> Array:
-    """Check and note an access to shared memory; return its offsets in the shared memory of all blocks.
-
-    values: the written values, (instructions, lanes, width) uint8.
-    """
+    """Check and note an access to shared memory, and return its offsets in that of all blocks."""
     verb = "reads" if access == "guesses" else access
     block, offset = shared_blocks(machine, addresses, lanes)
     if int(offset.min()) < 0 or int(offset.max()) + width > machine.shared_size:
@@ -137,10 +131,7 @@ def note(
     lanes: Array,
     values: Array | None = None,
 ) -> None:
-    """Note accesses (n,) of the running instruction by lanes (n,) to global memory; Fault for a race.
-
-    values: the written values, (n, width) uint8.
-    """
+    """Note accesses (n,) by lanes (n,) to global memory, with the values written; Fault for a race."""
     same = None
     if values is not None:
         same = np.asarray((buffer.read(addresses - buffer.start, width) == values).all(axis=-1))

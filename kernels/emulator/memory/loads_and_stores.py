@@ -168,10 +168,7 @@ def put(
     lanes: Array,
     access: Access = "writes",
 ) -> None:
-    """Check stores and write data (instructions, lanes, width) uint8.
-
-    access: "updates" for a store that counts as an atomic because it releases a lock.
-    """
+    """Check stores and write data (instructions, lanes, width) uint8; "updates" release a lock."""
     width = data.shape[-1]
     machine.memory.changes += 1
     aligned(machine, batch, addresses, width, lanes)

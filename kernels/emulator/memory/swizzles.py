@@ -16,10 +16,7 @@ CHUNK = 16  # bytes that stay together
 
 
 def swizzle(addresses: Array, span: int) -> Array:
-    """Return where the bytes at shared-memory `addresses` (integers) lie under a swizzle of `span` bytes.
-
-    It is its own inverse. Raises ValueError for a span other than 0, 32, 64 and 128.
-    """
+    """Return `addresses` under the swizzle of `span` bytes (0, 32, 64 or 128), which is its own inverse."""
     if span not in SPANS:
         raise ValueError(f"span is {span} bytes: a swizzle has one of {SPANS}")
     if span == 0:

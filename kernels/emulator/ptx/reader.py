@@ -19,10 +19,7 @@ from .static_analysis import analyse
 
 
 def parse(text: str) -> Program:
-    """Return the program of the only kernel (`.entry`) in `text`.
-
-    Raises EmulatorError if there is not exactly one, and for PTX that the emulator cannot read.
-    """
+    """Return the program of the only kernel (`.entry`) in `text`; EmulatorError if it can't be read."""
     files = {int(number): name for number, name in re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]*)"', text, re.M)}
     text = re.sub(r"//[^\n]*", "", text)
     text = re.sub(r"^\s*\.file\b[^\n]*$", "", text, flags=re.M)

@@ -138,10 +138,7 @@ class _Analysis:
         return frozenset(name for name, bit in bits.items() if stored & bit)
 
     def _spread(self, seeds: dict[int, int], everywhere: bool) -> dict[_Key, int]:
-        """Follow bits from the results of some instructions (`seeds`, by id) to all that depends on them.
-
-        everywhere: also through atomics and into predicates.
-        """
+        """Follow bits from the results of `seeds` (by id), through atomics and predicates if `everywhere`."""
         held: dict[_Key, int] = {}
         steps = []
         for one in self._program.instructions:

@@ -39,10 +39,7 @@ class Proxies:
         clocks.tick(agents)
 
     def hidden(self, granules: Array, reader: int, clock: Array) -> Lanes:
-        """Return which granules a thread stored last with no fence that the reader knows of.
-
-        reader: an agent, numbered over the machine. clock: its vector clock.
-        """
+        """Return which granules were last stored with no fence that agent `reader`, at `clock`, knows of."""
         clocks = self.machine.clocks
         writer, written = clocks.writer[granules], clocks.written[granules]
         stored: Lanes = (written > 0) & (writer % (clocks.warps + clocks.asynchronous) < clocks.warps)
