@@ -1,5 +1,17 @@
-"""The import path of the systolic array that lessons and programs use; the code is in `tpu/systolic.py`."""
+"""The import path of the systolic array that lessons and programs use; the code is in `tpu/`."""
 
+from .tpu.array import Frame
+from .tpu.cost_formulas import cycles
 from .tpu.systolic import MACHINES, Product, SystolicArray, compare
+from .tpu.tensor_core import round_to_tf32, tensor_core_mma
 
-__all__ = ["MACHINES", "Product", "SystolicArray", "compare"]
+__all__ = [
+    "MACHINES",
+    "Frame",
+    "Product",
+    "SystolicArray",
+    "compare",
+    "cycles",
+    "round_to_tf32",
+    "tensor_core_mma",
+]

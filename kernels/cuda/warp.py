@@ -1,6 +1,14 @@
 """The import path of a warp's instructions that lessons and programs use; the code is in `instructions`."""
 
-from .instructions.copies import cp_async_16, cp_async_commit, cp_async_wait, load_128, store_128
+from .instructions.copies import (
+    cp_async_16,
+    cp_async_16_or_zeros,
+    cp_async_commit,
+    cp_async_wait,
+    load_128,
+    store_64,
+    store_128,
+)
 from .instructions.warp import (
     cvt_bf16x2,
     cvt_f16x2,
@@ -17,6 +25,7 @@ from .instructions.warp import (
 
 __all__ = [
     "cp_async_16",
+    "cp_async_16_or_zeros",
     "cp_async_commit",
     "cp_async_wait",
     "cvt_bf16x2",
@@ -30,6 +39,7 @@ __all__ = [
     "mma_m16n8k16_bf16",
     "mma_m16n8k16_f16",
     "stmatrix_x4",
+    "store_64",
     "store_128",
     "uniform",
 ]

@@ -58,7 +58,10 @@ class Roof:
         return self.peak(dtype) / self.bandwidth
 
     def attainable(self, intensity: ArrayLike, dtype: DTypeLike | str = "float32") -> Any:
-        """Return min(peak, intensity * bandwidth) in FLOP/s, for one intensity in FLOP/byte or an array."""
+        """Return min(peak, intensity * bandwidth) in FLOP/s, for one intensity in FLOP/byte or an array.
+
+        Raises ValueError for an intensity that is negative or NaN.
+        """
         x = np.asarray(intensity, np.float64)
         if not np.all(x >= 0):  # NaN too
             raise ValueError(f"intensity is {intensity!r}: pass operations per byte, 0 or more")

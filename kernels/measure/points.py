@@ -30,7 +30,10 @@ IN_MEMORY = {"tf32": "float32", "bfloat16": "float16"}
 
 
 def intensity(m: int, n: int, k: int, dtype: DTypeLike = "float32") -> float:
-    """Return FLOP/byte of (m, k) times (k, n), each element moved once: n / 6 for squares in float32."""
+    """Return FLOP/byte of (m, k) times (k, n), each element moved once: n / 6 for squares in float32.
+
+    Raises ValueError for a size below 1.
+    """
     if min(m, n, k) < 1:
         raise ValueError(f"m, n, k are {m}, {n}, {k}: pass 1 or more, as an empty product has no rate")
     return harness.flops(m, n, k) / fewest_bytes(m, n, k, dtype)

@@ -125,7 +125,10 @@ class SystolicArray:
         return Product(machine.c, counted)
 
     def frames(self, a: ArrayLike, b: ArrayLike) -> Iterator[Frame]:
-        """Yield the array's state in each cycle of `matmul(a, b)`; the last frame's `c` is the product."""
+        """Yield the array's state in each cycle of `matmul(a, b)`, and raise what it raises.
+
+        There is a frame for each cycle; the last one's `c` is the product.
+        """
         return self._machine(a, b).frames()
 
     def counts(self, m: int, n: int, k: int) -> ProductCounts:

@@ -78,7 +78,7 @@ class Mesh:
 
     def ranks(self, axis: str) -> tuple[int, ...]:
         """The group along an axis, as ranks of the world."""
-        if axis not in self._ranks:
+        if axis not in [*self._ranks]:  # a list, since an axis may be of any type, also one without a hash
             raise unknown("axis", axis, self._ranks)
         return self._ranks[axis]
 

@@ -1,12 +1,9 @@
 """`check=True`: ranks compare their calls, and a mismatch or a deadlock is an error that names both sides.
 
-call_records         what a rank tells the others of a call; which calls contradict each other or are swapped
-deadlock_detection   why a rank does not come: it left, waits in a circle, or is stuck at a line
-
-A synchronous call waits for the records of all ranks, even where the operation itself would not, as in a
-broadcast; MPI 4.1, section 6.14, asks programs to bear either. An asynchronous call compares itself with the
-records that are there, and with the rest in `Work.wait`. A call costs some hundred microseconds, which the
-ledger leaves out. The check sees neither calls outside minidist.comm, nor the order of one line's tensors.
+call_records.py has what a rank tells of a call, contradictions and swaps; deadlock_detection.py says why a
+rank does not come. A synchronous call waits for all ranks' records, even where the operation would not, as in
+a broadcast (MPI 4.1, section 6.14, asks programs to bear either); an asynchronous one in `Work.wait`. A call
+costs some hundred microseconds, outside the ledger. Calls outside minidist.comm are not seen.
 """
 
 from __future__ import annotations
@@ -71,8 +68,8 @@ class Checker:
     @contextmanager
     def run(self, limit: float | None) -> Iterator[None]:
         """Check a function that all ranks run; see the function of this name."""
-        # Time out before the launcher's own limit, which names no call.
-        self._begin(math.inf if limit is None else time.monotonic() + limit - min(1.0, limit / 5))
+        with self._failing("before its function"):  # time out before the launcher, which names no call
+            self._begin(math.inf if limit is None else time.monotonic() + limit - min(1.0, limit / 5))
         how = "returned from its function"
         try:
             yield
@@ -116,7 +113,8 @@ class Checker:
             if given["async_op"]:
                 self._compare(key)
                 return lambda: self._wait(sequence, calls, record.at())
-        self._wait(sequence, calls, record.at())
+        if call.name != "send" or not given["x"].is_cuda:  # NCCL's send does not wait for its receiver
+            self._wait(sequence, calls, record.at())
         return None
 
     def _compare(self, key: str) -> list[Record]:
@@ -124,9 +122,9 @@ class Checker:
         records = sorted(read_records(self.watch.store, key))
         for one, other in combinations(records, 2):
             if one.contradicts(other):
-                rule = f"{SAME_CALLS} in the same order"
-                if one.kind[0] == "message":
-                    rule = "what is received has to have the shape and dtype of what is sent"
+                rule = "what is received has to have the shape and dtype of what is sent"
+                if one.kind[0] != "message":
+                    rule = f"{SAME_CALLS} in the same order"
                 calls = f"rank {one.rank} {one.at()}; rank {other.rank} {other.at()}"
                 self.watch.fail(f"the ranks make different calls: {calls}; {rule}")
         return records
@@ -194,6 +192,7 @@ def stop() -> None:
     if _checker is not None:
         _checker.end("left the world")
         _checker.watch.closing.set()
+        _checker.watch.thread.join(1.0)
         _checker = None
 
 

@@ -1,8 +1,8 @@
 """Why does a rank not come? What the ranks of a checked world let each other know, and what follows from it.
 
-A rank that has waited for a while, or has left, keeps a note in the world's store. From the notes a waiting
-rank sees that another has returned, or that ranks wait for each other in a circle (Chandy, Misra and Haas
-1983, "Distributed Deadlock Detection": the wait-for graph). A thread of each rank writes where its rank is.
+A rank that waits for long, or has left, keeps a note in the world's store. The notes show that a rank has
+left, or a circle of waiting ranks (the wait-for graph of Chandy, Misra and Haas 1983, "Distributed Deadlock
+Detection"). A thread of each rank writes where its rank is.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class Watch:
         self.store, own = connections
         self.rank, self.ranks, self.run, self.last = rank, ranks, -1, ""
         self._watched, self.closing = threading.get_ident(), threading.Event()
-        threading.Thread(target=self._write_place, args=(own,), daemon=True, name=OWN_THREAD).start()
+        self.thread = threading.Thread(target=self._write_place, args=(own,), daemon=True, name=OWN_THREAD)
+        self.thread.start()
 
     def begin(self) -> None:
         """Start anew, in the thread that is to be watched; all ranks have left the run before."""
@@ -81,29 +82,32 @@ class Watch:
                     f"rank {rank} {notes[rank].left}, {notes[rank]}, and rank {self.rank} waits for it "
                     f"in {call}; {SAME_CALLS}"
                 )
-        chain = [self.rank]  # each rank waits for the next, and the last perhaps for this one
-        while (awaits := notes[chain[-1]].awaits) and awaits[0] not in chain:
-            chain.append(awaits[0])
-        circle = list(pairwise([*chain, *awaits[:1]]))
-        # A rank that waits before and after this look, for a record that is not there, waited all the while.
-        absent = all(self._is_missing(other, notes[one].key) for one, other in circle)
-        if awaits[:1] == (self.rank,) and absent and self._notes() == notes:
-            waits = (f"rank {one} waits for rank {other} in {notes[one].last}" for one, other in circle)
-            self.fail(f"no rank can go on: {'; '.join(waits)}; {SAME_CALLS} in the same order")
+        paths = [[self.rank]]  # of ranks that each wait for the next; they grow while they are searched
+        for path in paths:
+            awaits = notes[path[-1]].awaits
+            paths += [[*path, rank] for rank in awaits if not any(rank in known for known in paths)]
+            circle = list(pairwise([*path, self.rank]))
+            # A rank that waits before and after this look, for an absent record, waited all the while.
+            absent = self.rank in awaits and all(self._is_missing(b, notes[a].key) for a, b in circle)
+            if absent and self._notes() == notes:
+                waits = (f"rank {a} waits for rank {b} in {notes[a].last}" for a, b in circle)
+                self.fail(f"no rank can go on: {'; '.join(waits)}; {SAME_CALLS} in the same order")
 
     def time_out(self, call: str, missing: list[int], seconds: float) -> None:
         """Fail because the ranks that are waited for have not come; says where each of them is."""
-        seen = [f"rank {r} {look(self.store, f'at/{r}').decode() or 'does not answer'}" for r in missing]
+        places = (look(self.store, f"{self.run}/at/{rank}").decode() for rank in missing)
+        seen = [f"rank {rank} {at or 'does not answer'}" for rank, at in zip(missing, places, strict=True)]
         self.fail(
             f"rank {self.rank} has waited {seconds:.1f} s in {call}, and rank {', '.join(map(str, missing))} "
             f"did not come: {'; '.join(seen)}; look there, or give a longer timeout="
         )
 
     def _write_place(self, store: Any) -> None:
-        with suppress(RuntimeError, KeyError):  # the store is gone, or the thread that is watched
+        with suppress(RuntimeError):  # the store is gone
             while not self.closing.wait(WATCH_PAUSE):
-                path, _, line = user_stack(sys._current_frames()[self._watched])[0]
-                store.set(f"at/{self.rank}", f"is at {path}:{line}, {Note(self.last)}")
+                if frame := sys._current_frames().get(self._watched):
+                    path, _, line = user_stack(frame)[0]
+                    store.set(f"{self.run}/at/{self.rank}", f"is at {path}:{line}, {Note(self.last)}")
 
     def _is_missing(self, rank: int, key: str) -> bool:
         return rank not in {record.rank for record in read_records(self.store, key)}

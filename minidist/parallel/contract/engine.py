@@ -34,9 +34,9 @@ def check_rows(inputs: Tensor, targets: Tensor, data_ranks: int = 1) -> int:
 def evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Inside, all parts of these modules are in evaluation mode without gradients; then each as it was."""
     modes = [(part, part.training) for module in modules for part in module.modules()]
-    for part, _ in modes:
-        part.training = False
     try:
+        for module in modules:
+            module.eval()  # which a module may have overridden
         with torch.no_grad():
             yield
     finally:

@@ -209,7 +209,8 @@ class Engine:
             Copies, on the model's device. Parameters are the same on all ranks. Buffers that training
             changes, such as a BatchNorm's statistics, are each rank's own.
         """
-        return {name: value.clone() for name, value in self.whole()}
+        copies = {name: value.clone() for name, value in self.whole()}  # stage 3 gives them unit by unit
+        return {name: copies[name] for name in self.placement.entries}
 
     def memory(self) -> Memory:
         """Bytes on this rank now, from tensor storages, each counted once; prints as a small table.

@@ -58,6 +58,11 @@ class LayerByLayer(Pipeline):
             )
         super().__init__([part], "gpipe", 1, loss, group)
 
+    @property
+    def part(self) -> nn.Module:
+        """This rank's layers."""
+        return self.stages[0]
+
 
 def cut(
     layers: Sequence[nn.Module] | nn.ModuleList, parts: int, weights: Sequence[float] | None = None
