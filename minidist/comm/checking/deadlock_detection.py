@@ -52,7 +52,8 @@ class Watch:
 
     def begin(self) -> None:
         """Start anew, in the thread that is to be watched; all ranks have left the run before."""
-        self.store.delete_key(f"{self.run}/note/{self.rank}")
+        for kind in ("note", "at"):
+            self.store.delete_key(f"{self.run}/{kind}/{self.rank}")
         self.run, self.last, self._watched = self.run + 1, "", threading.get_ident()
 
     def say(self, left: str = "", awaits: tuple[int, ...] = (), key: str = "") -> None:
@@ -105,8 +106,8 @@ class Watch:
     def _write_place(self, store: Any) -> None:
         with suppress(RuntimeError):  # the store is gone
             while not self.closing.wait(WATCH_PAUSE):
-                if frame := sys._current_frames().get(self._watched):
-                    path, _, line = user_stack(frame)[0]
+                with suppress(KeyError):  # the thread has ended; no name keeps its frame, and so its tensors
+                    path, _, line = user_stack(sys._current_frames()[self._watched])[0]
                     store.set(f"{self.run}/at/{self.rank}", f"is at {path}:{line}, {Note(self.last)}")
 
     def _is_missing(self, rank: int, key: str) -> bool:
