@@ -137,7 +137,8 @@ def test_every_instruction_that_nvvm_emits_is_known_and_runs():
     for source, signature, fastmath in sources():
         emitted |= compiled(source, signature, fastmath)
     asked = {opcode: line for opcode, line in emitted.items() if opcode[0] not in CORE}
-    known = (operation, warp_operation, atomic)
+    # A mov computes nothing: a unit of its own copies the registers (instructions/arithmetic.py).
+    known = (operation, warp_operation, atomic, lambda opcode: opcode[0] == "mov")
     unknown = [line for opcode, line in asked.items() if not any(find(opcode) for find in known)]
     assert not unknown, "\n".join(unknown)
     assert len(asked) > 400, "the kernels have become too simple"
