@@ -152,11 +152,6 @@ def plot(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the peaks and the points asked for, and draw them; return the exit status."""
-    from rich.console import Console
-    from rich.table import Table
-
-    from .. import rung
-
     parser = argparse.ArgumentParser(
         prog="python -m minidist.kernels.measure.roofline",
         description="This machine's peaks, and what share of them a product reaches.",
@@ -175,16 +170,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--plot", metavar="FILE", help="draw the roofline: .png, .svg or .pdf")
     options = parser.parse_args(arguments)
     try:
-        asked = [(np.matmul if name == "numpy" else rung(name), _whole(n)) for name, n in options.place]
-        with Console(stderr=True).status("measuring, a few seconds"):
-            peaks = measure(options.fresh)
-            points = [place(product, n, n, n, _dtype(product), peaks=peaks) for product, n in asked]
+        _show(options)
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return 130
     except (ValueError, OSError, ImportError) as error:
         print(error, file=sys.stderr)
         return 2
+    return 0
+
+
+def _show(options: argparse.Namespace) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from .. import rung
+
+    asked = [(np.matmul if name == "numpy" else rung(name), _whole(n)) for name, n in options.place]
+    with Console(stderr=True).status("measuring, a few seconds"):
+        peaks = measure(options.fresh)
+        points = [place(product, n, n, n, _dtype(product), peaks=peaks) for product, n in asked]
     table = Table(title=f"{peaks.machine}, {peaks.vector_unit}, measured {peaks.date}")
     table.add_column("")
     for roof in peaks.roofs:
@@ -200,12 +205,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if peaks.busy:
         print("Other programs ran meanwhile, so the peaks are too low: --fresh measures again.")
     if options.plot:
-        try:
-            plot(points, options.plot, peaks=peaks)
-        except (ValueError, OSError, ImportError) as error:
-            print(error, file=sys.stderr)
-            return 2
-    return 0
+        plot(points, options.plot, peaks=peaks)
 
 
 def _dtype(product: Multiplication) -> str:

@@ -5,7 +5,7 @@ Only the edges read memory, so a whole row or column of PEs uses an element that
 Systolic Architectures?, IEEE Computer 15(1), 1982). The first TPU has 256 x 256 of them (Jouppi et al.,
 In-Datacenter Performance Analysis of a Tensor Processing Unit, ISCA 2017, section 2).
 
-    from minidist.kernels.tpu.systolic import SystolicArray, compare
+    from minidist.kernels.systolic import SystolicArray, compare
 
     array = SystolicArray(128, 128, "weight_stationary")
     product = array.matmul(a, b)
@@ -33,27 +33,13 @@ from .cost_formulas import (
     CountedAndPredicted,
     ProductCounts,
     at_least,
-    cycles,
     dataflow_name,
     scalar,
     systolic,
     vector,
 )
 from .output_stationary import OutputStationary
-from .tensor_core import round_to_tf32, tensor_core_mma
 from .weight_stationary import WeightStationary
-
-__all__ = [
-    "CountedAndPredicted",
-    "Frame",
-    "Product",
-    "ProductCounts",
-    "SystolicArray",
-    "compare",
-    "cycles",
-    "round_to_tf32",
-    "tensor_core_mma",
-]
 
 MACHINES: dict[str, type[ArrayMachine]] = {
     "weight_stationary": WeightStationary,

@@ -35,16 +35,16 @@ def compile_ptx(
     threads: int,
     blocks: int = 1,
     fastmath: bool = False,
-    lineinfo: bool = True,
+    debug: bool = False,
 ) -> str:
     """Return the PTX of a kernel whose arguments have these Numba types, for "sm_80", "sm_90a", ...
 
     The launch bounds are `threads` a block and at least `blocks` blocks on a multiprocessor; from them the
-    assembler derives how many registers a thread may have. With `lineinfo` each instruction names its line of
-    Python. Raises ImportError if the compiler is not installed, ValueError for an unknown architecture, and
-    Numba's own errors.
+    assembler derives how many registers a thread may have. Each instruction names its line of Python. With
+    `debug` the code is not optimised and stores exceptions, as with cuda.jit(debug=True). Raises ImportError
+    if the compiler is not installed, ValueError for an unknown architecture, and Numba's own errors.
     """
-    given = (function, types, architecture, (threads, blocks), fastmath, lineinfo, "ptx")
+    given = (function, types, architecture, (threads, blocks), fastmath, debug, "ptx")
     return _kept(given, lambda: _compile(*given).encode()).decode()
 
 
@@ -56,7 +56,7 @@ def compile_cubin(
     blocks: int = 1,
 ) -> tuple[bytes, Report]:
     """Return a kernel's machine code and its report; arguments as for `compile_ptx`, errors as of `link`."""
-    given = (function, types, architecture, (threads, blocks), False, True, "ltoir")
+    given = (function, types, architecture, (threads, blocks), False, False, "ltoir")
 
     def compile_and_link() -> bytes:
         cubin, log = link(_compile(*given), architecture, function.__name__)
@@ -106,7 +106,7 @@ def _compile(
     architecture: str,
     bounds: tuple[int, int],
     fastmath: bool,
-    lineinfo: bool,
+    debug: bool,
     output: str,
 ) -> Any:
     from numba import cuda
@@ -123,7 +123,7 @@ def _compile(
             output=output,
             launch_bounds=bounds,
             fastmath=fastmath,
-            lineinfo=lineinfo,
+            **({"debug": True, "opt": False} if debug else {"lineinfo": True}),
         )
     return code
 

@@ -105,7 +105,10 @@ class LoadedKernel:
                 configuration = self._configuration((x, y, z), shared, cluster, stream)
                 (failed,) = driver.cuLaunchKernelEx(configuration, self._function, self._parameters, 0)
         if failed:
-            raise self._failure(failed, (x, y, z), cluster)
+            check_grid(self.name, (x, y, z))
+            raise self.gpu.error(
+                f"the launch of {self.name} on {(x, y, z)} blocks, {cluster} a cluster", failed
+            )
 
     def _allow(self, shared: int) -> None:
         """Allow the kernel this much dynamic shared memory: above 48 KB in all, it has to ask once."""
@@ -146,10 +149,6 @@ class LoadedKernel:
             self._configurations.clear()
         self._configurations[key] = made
         return made
-
-    def _failure(self, error: Any, grid: tuple[int, int, int], cluster: int) -> RuntimeError:
-        check_grid(self.name, grid)
-        return self.gpu.error(f"the launch of {self.name} on {grid} blocks, {cluster} a cluster", error)
 
 
 def _format(x: Any) -> str:

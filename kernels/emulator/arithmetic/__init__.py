@@ -7,7 +7,7 @@
 | operations | the look-up by opcode |
 | integers, bits, bit_fields | integer arithmetic, logic and shifts, bit fields and byte permutation |
 | floats, half_precision | float32 and float64; float16 and bfloat16 |
-| rounding, ufuncs | rounding modes, .ftz and .sat; the fused multiply-add, compiled by Numba |
+| rounding | rounding modes, .ftz and .sat; the fused multiply-add, compiled by Numba |
 | compare | setp, set, selp, slct, testp, mov |
 | convert, convert_float8 | cvt between all types |
 | warp_operations | shuffles, votes, matches and reductions of a warp |

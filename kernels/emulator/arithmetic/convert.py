@@ -62,8 +62,7 @@ def _residual(x: Array, r: Array) -> Array:
         return x.astype(np.float64) - r
     # Two float64 hold 64 bits. r is so close that the first difference is exact.
     upper, lower = x >> x.dtype.type(32), x & x.dtype.type(0xFFFFFFFF)
-    difference = (upper.astype(np.float64) * 2.0**32 - r) + lower.astype(np.float64)
-    return difference
+    return (upper.astype(np.float64) * 2.0**32 - r) + lower.astype(np.float64)
 
 
 def _nearly_32(x: Array) -> Array:

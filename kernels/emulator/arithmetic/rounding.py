@@ -6,32 +6,68 @@ float64: products of two are exact there, and the error of a sum is itself a flo
 Computer Programming, volume 2, section 4.2.2, theorem B). For float64, where directed rounding is rare, it
 comes from Python's fractions, element by element.
 
+NumPy has no cheap a * b + c that rounds once. For float32, a detour through float64 takes two to five times
+as long and rounds some sums twice; for float64 it takes a dozen operations. Numba, which compiles the kernels
+anyway, emits LLVM's `fma`: a processor instruction, or the exact function of the C library. Flushing takes
+one pass with Numba and three in NumPy. Numba needs half a second to start, and less than a tenth for each
+further function, so each is compiled when an instruction first needs it.
+
 Source: PTX ISA manual, "Floating-Point Instructions"; IEEE 754-2019, sections 4.3 and 6.3.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 
 from ..base.operation import Function
-from ..ptx.dtypes import Array
-from . import ufuncs
+from ..ptx.dtypes import DTYPES, Array
 
 MODES = ("rn", "rz", "rm", "rp")  # to nearest (ties to even), towards zero, down (minus), up (plus)
 SMALLEST_NORMAL = np.finfo(np.float32).smallest_normal
 
 
+@functools.cache
+def fused_multiply_add(kind: str) -> Any:
+    """Return the ufunc a * b + c of this kind ("f32", "f64"), rounded once."""
+    from numba.extending import intrinsic
+
+    @intrinsic
+    def fma(context: Any, a: Any, b: Any, c: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            return builder.fma(*arguments)
+
+        return a(a, b, c), generate
+
+    return _compiled(lambda a, b, c: fma(a, b, c), kind, 3)
+
+
+@functools.cache
+def _flush() -> Any:
+    smallest, zero = SMALLEST_NORMAL, np.float32(0)
+    return _compiled(lambda x: x * zero if abs(x) < smallest else x, "f32", 1)
+
+
+def _compiled(function: Any, kind: str, operands: int) -> Any:
+    from numba import vectorize
+
+    dtype = DTYPES[kind].name
+    wrapper = vectorize([f"{dtype}({', '.join([dtype] * operands)})"])(function)
+    return wrapper.ufunc  # a call of Numba's wrapper takes three times as long
+
+
 def flush(x: Array) -> Array:
     """Return x (float32) with subnormal numbers replaced by zeros of their sign."""
-    return ufuncs.flush()(x)
+    return _flush()(x)
 
 
 def flushing(function: Function) -> Function:
     """Return `function` with `.ftz`: subnormal float32 operands and results count as zeros."""
-    flush = ufuncs.flush()
+    flush = _flush()
     return lambda *xs: flush(function(*map(flush, xs)))
 
 
@@ -65,7 +101,7 @@ def step(nearest: Array, residual: Array, mode: str) -> Array:
 def nearest(name: str, kind: str) -> Function:
     """Return the function of this name ("add", "fma", ...) on operands of `kind`, rounded to nearest."""
     if name == "fma":
-        return ufuncs.fused_multiply_add(kind)
+        return fused_multiply_add(kind)
     functions: dict[str, Function] = {
         "add": np.add,
         "sub": np.subtract,

@@ -46,7 +46,68 @@ class AsyncCopies:
         self.groups: AsyncGroups[Copies] = AsyncGroups(machine.lanes)
         self._claims = np.zeros(machine.clocks.written.size, np.int32)
 
-    def twice(self, granules: Array) -> Lanes:
+    def begin(
+        self, batch: Batch, lanes: Array, to: Array, sources: Array, taken: Array | None, width: int
+    ) -> None:
+        """Check copies of `width` bytes by these lanes, note their accesses, and begin them."""
+        self._check(batch, lanes, to, sources, taken, width)
+        machine = self.machine
+        if machine.counts is not None:
+            machine.counts.shared_access(machine.shape, batch.instructions, to, width, lanes)
+        clocks = machine.clocks
+        block = machine.block_of_lane[lanes]
+        granules = clocks.granules(block, to, width)
+        of_lanes = clocks.agents_of_lanes()[lanes]
+        warps, lane_of = np.unique(of_lanes, return_inverse=True)
+        agents, known = begin(clocks, warps)
+        if (bad := self._twice(granules) | np.any(clocks.pending[granules], axis=-1)).any():
+            text = "copies to where another copy is under way"
+            blame(machine, batch, bad, lanes, "overwrites a pending copy", text)
+        copiers = np.broadcast_to(agents[lane_of], to.shape)
+        races = clocks.write(granules, copiers, batch.instructions)
+        if races.any():
+            first = int(np.argmax(races))
+            agent = int(copiers.reshape(-1)[first // races.shape[-1]])
+            text = clocks.explain(int(granules.reshape(-1)[first]), agent)
+            text = f"copies to shared memory {text}, with no barrier between them"
+            blame(machine, batch, np.any(races, axis=-1), lanes, "race", text)
+        clocks.pending[granules] = True
+        clocks.any_pending = True
+        clocks.tick(agents)
+        flat = block * machine.shared_pitch + to
+        begun = Copies(batch, lanes, width, flat, sources, taken, granules, of_lanes, known[lane_of])
+        self.groups.begin(begun, lanes)
+
+    def _check(
+        self, batch: Batch, lanes: Array, to: Array, sources: Array, taken: Array | None, width: int
+    ) -> None:
+        machine = self.machine
+        for name, addresses in (("to", to), ("from", sources)):
+            if (bad := np.asarray(addresses % width != 0)).any():
+                text = f"copies {width} bytes {name} an address that is not a multiple of {width}"
+                blame(machine, batch, bad, lanes, "misaligned", text)
+        if (there := np.asarray(to >> CLUSTER_SHIFT)).any():
+            text = "copies to the shared memory of another block"
+            blame(machine, batch, there != 0, lanes, "wrong memory", text)
+        if (bad := np.asarray((to < 0) | (to + width > machine.shared_size))).any():
+            at = int(to.reshape(-1)[np.argmax(bad)])
+            have = f"of which the block has {machine.shared_size}"
+            text = f"copies {width} bytes to byte {at} of shared memory, {have}"
+            blame(machine, batch, bad, lanes, "out of bounds", text)
+        if taken is not None and (bad := np.asarray(taken > width)).any():
+            text = f"reads {int(taken[bad][0])} bytes for a copy of {width}: src-size is at most that"
+            blame(machine, batch, bad, lanes, "out of bounds", text)
+        for count in (width,) if taken is None else np.unique(taken[taken > 0]):
+            some = np.ones(sources.shape, np.bool_) if taken is None else taken == count
+            for buffer, where in machine.memory.find(sources[some], int(count)):
+                if buffer is None:
+                    bad = some.copy()
+                    bad[some] = True if where is None else where
+                    near = machine.memory.near(int(sources[bad][0]))
+                    text = f"copies {int(count)} bytes from {near}"
+                    blame(machine, batch, bad, lanes, "out of bounds", text)
+
+    def _twice(self, granules: Array) -> Lanes:
         """Return which copies (n, lanes) share a granule with another of them."""
         numbers = np.arange(granules.size, dtype=np.int32).reshape(granules.shape)
         self._claims[granules] = numbers
@@ -113,81 +174,10 @@ def cp_async(batch: Batch) -> Run:
             counts = np.where(given, 0, width) if ignored else given.astype(np.int64)
             if (counts == width).all():
                 counts = None
-        _begin(machine, batch, lanes, in_shared_window(machine, shared, lanes), sources, counts, width)
+        offsets = in_shared_window(machine, shared, lanes)
+        machine.state(AsyncCopies).begin(batch, lanes, offsets, sources, counts, width)
 
     return run
-
-
-def _begin(
-    machine: Machine,
-    batch: Batch,
-    lanes: Array,
-    to: Array,
-    sources: Array,
-    taken: Array | None,
-    width: int,
-) -> None:
-    _check(machine, batch, lanes, to, sources, taken, width)
-    if machine.counts is not None:
-        machine.counts.shared_access(machine.shape, batch.instructions, to, width, lanes)
-    clocks = machine.clocks
-    block = machine.block_of_lane[lanes]
-    granules = clocks.granules(block, to, width)
-    of_lanes = clocks.agents_of_lanes()[lanes]
-    warps, lane_of = np.unique(of_lanes, return_inverse=True)
-    agents, known = begin(clocks, warps)
-    copies = machine.state(AsyncCopies)
-    if (bad := copies.twice(granules) | np.any(clocks.pending[granules], axis=-1)).any():
-        text = "copies to where another copy is under way"
-        blame(machine, batch, bad, lanes, "overwrites a pending copy", text)
-    copiers = np.broadcast_to(agents[lane_of], to.shape)
-    races = clocks.write(granules, copiers, batch.instructions)
-    if races.any():
-        first = int(np.argmax(races))
-        agent = int(copiers.reshape(-1)[first // races.shape[-1]])
-        text = clocks.explain(int(granules.reshape(-1)[first]), agent)
-        text = f"copies to shared memory {text}, with no barrier between them"
-        blame(machine, batch, np.any(races, axis=-1), lanes, "race", text)
-    clocks.pending[granules] = True
-    clocks.any_pending = True
-    clocks.tick(agents)
-    flat = block * machine.shared_pitch + to
-    begun = Copies(batch, lanes, width, flat, sources, taken, granules, of_lanes, known[lane_of])
-    copies.groups.begin(begun, lanes)
-
-
-def _check(
-    machine: Machine,
-    batch: Batch,
-    lanes: Array,
-    to: Array,
-    sources: Array,
-    taken: Array | None,
-    width: int,
-) -> None:
-    for name, addresses in (("to", to), ("from", sources)):
-        if (bad := np.asarray(addresses % width != 0)).any():
-            text = f"copies {width} bytes {name} an address that is not a multiple of {width}"
-            blame(machine, batch, bad, lanes, "misaligned", text)
-    if (there := np.asarray(to >> CLUSTER_SHIFT)).any():
-        text = "copies to the shared memory of another block"
-        blame(machine, batch, there != 0, lanes, "wrong memory", text)
-    if (bad := np.asarray((to < 0) | (to + width > machine.shared_size))).any():
-        at = int(to.reshape(-1)[np.argmax(bad)])
-        have = f"of which the block has {machine.shared_size}"
-        text = f"copies {width} bytes to byte {at} of shared memory, {have}"
-        blame(machine, batch, bad, lanes, "out of bounds", text)
-    if taken is not None and (bad := np.asarray(taken > width)).any():
-        text = f"reads {int(taken[bad][0])} bytes for a copy of {width}: src-size is at most that"
-        blame(machine, batch, bad, lanes, "out of bounds", text)
-    for count in (width,) if taken is None else np.unique(taken[taken > 0]):
-        some = np.ones(sources.shape, np.bool_) if taken is None else taken == count
-        for buffer, where in machine.memory.find(sources[some], int(count)):
-            if buffer is None:
-                bad = some.copy()
-                bad[some] = True if where is None else where
-                near = machine.memory.near(int(sources[bad][0]))
-                blame(machine, batch, bad, lanes, "out of bounds", f"copies {int(count)} bytes from {near}")
 
 
 @unit("cp.async.commit_group", order="fence", results=0)

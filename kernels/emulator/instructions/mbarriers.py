@@ -6,6 +6,8 @@ back, but lets it try again after some time.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from ..base.addresses import lanes_of, of_lanes
@@ -114,45 +116,50 @@ def count_bytes(batch: Batch) -> Run:
     return run
 
 
-def _look(
-    machine: Machine, address: Array, parity: Array, by_state: bool, lanes: Array, waits: bool
-) -> Lanes:
-    """Return which lanes find their phase over. They learn what the arrivals released. The others wait."""
-    mbarriers, clocks = machine.state(Mbarriers), machine.clocks
-    wanted = of_lanes(parity, machine, lanes)
-    passed = np.zeros(lanes.size, np.bool_)
-    agents = clocks.agents_of_lanes()[lanes]
-    for key, which in mbarriers.by_key(address, lanes):
-        mbarrier = mbarriers.at(key, lanes[which])
-        for one in np.unique(wanted[which]):
-            those = which[wanted[which] == one]
-            waiting = mbarriers.awaited.setdefault(key, set())
-            if mbarrier.phase > int(one) if by_state else mbarrier.over(int(one) & 1):
-                passed[those] = True
-                clocks.join(np.unique(agents[those]), mbarrier.completed)
-                waiting.difference_update(lanes[those].tolist())
-            elif waits:
-                waiting.update(lanes[those].tolist())
-                mbarriers.waits[key] = machine.instruction
-            else:
-                mbarriers.looks[key] = mbarriers.looks.get(key, 0) + 1
-                if mbarriers.looks[key] % PATIENCE == 0:
-                    machine.state(BulkCopies).load([key])
-    return passed
+def _look(batch: Batch, waits: bool) -> Callable[[Machine, Array], Lanes]:
+    """Return a function that tells which of some lanes find their phase over.
+
+    Those learn what the arrivals released. The others wait, or look again.
+    """
+    by_state = "parity" not in batch.first.opcode
+    address, phase = batch.address(1), batch.source(2, "b64" if by_state else "u32")
+
+    def look(machine: Machine, lanes: Array) -> Lanes:
+        mbarriers, clocks = machine.state(Mbarriers), machine.clocks
+        wanted = of_lanes(phase(machine), machine, lanes)
+        passed = np.zeros(lanes.size, np.bool_)
+        agents = clocks.agents_of_lanes()[lanes]
+        for key, which in mbarriers.by_key(address(machine), lanes):
+            mbarrier = mbarriers.at(key, lanes[which])
+            for one in np.unique(wanted[which]):
+                those = which[wanted[which] == one]
+                waiting = mbarriers.awaited.setdefault(key, set())
+                if mbarrier.phase > int(one) if by_state else mbarrier.over(int(one) & 1):
+                    passed[those] = True
+                    clocks.join(np.unique(agents[those]), mbarrier.completed)
+                    waiting.difference_update(lanes[those].tolist())
+                elif waits:
+                    waiting.update(lanes[those].tolist())
+                    mbarriers.waits[key] = machine.instruction
+                else:
+                    mbarriers.looks[key] = mbarriers.looks.get(key, 0) + 1
+                    if mbarriers.looks[key] % PATIENCE == 0:
+                        machine.state(BulkCopies).load([key])
+        return passed
+
+    return look
 
 
 @unit("mbarrier.try_wait", order="sync")
 def try_wait(batch: Batch) -> Run:
     """mbarrier.try_wait{.parity}{.sem.scope}{.space}.b64 p, [addr], state or parity{, time}."""
-    by_state = "parity" not in batch.first.opcode
-    write, address = batch.target(0, "pred"), batch.address(1)
-    wanted = batch.source(2, "b64" if by_state else "u32")
+    write, look = batch.target(0, "pred"), _look(batch, waits=True)
 
     def run(machine: Machine, mask: Mask) -> Lanes:
         lanes = lanes_of(machine, mask)
         back = np.ones(machine.lanes, np.bool_)
         if lanes.size:
-            back[lanes] = _look(machine, address(machine), wanted(machine), by_state, lanes, waits=True)
+            back[lanes] = look(machine, lanes)
         # Lanes that the guard leaves out pass without a result.
         passed = back if mask is None else back & mask
         if passed.any():
@@ -165,14 +172,12 @@ def try_wait(batch: Batch) -> Run:
 @unit("mbarrier.test_wait", order="fence")
 def test_wait(batch: Batch) -> Run:
     """mbarrier.test_wait{.parity}{.sem.scope}{.space}.b64 p, [addr], state or parity: tests only."""
-    by_state = "parity" not in batch.first.opcode
-    write, address = batch.target(0, "pred"), batch.address(1)
-    wanted = batch.source(2, "b64" if by_state else "u32")
+    write, look = batch.target(0, "pred"), _look(batch, waits=False)
 
     def run(machine: Machine, mask: Mask) -> None:
         lanes = lanes_of(machine, mask)
         result = np.zeros((1, machine.lanes), np.bool_)
-        result[0, lanes] = _look(machine, address(machine), wanted(machine), by_state, lanes, waits=False)
+        result[0, lanes] = look(machine, lanes)
         write(machine, result, mask)
 
     return run

@@ -200,8 +200,8 @@ class WarpGroups:
         """Carry out these products as one of a longer depth."""
         first, which = run[0]
         groups = first.groups[which]
-        a = np.concatenate([self._a(product, those) for product, those in run], axis=2)
-        b = np.concatenate([self._b(product, those) for product, those in run], axis=2)
+        tiles = [self._tiles(product, those) for product, those in run]
+        a, b = (np.concatenate(parts, axis=2) for parts in zip(*tiles, strict=True))
         sums = first.sums
         old = sums.values[:, groups]
         old[:, ~first.adds[which]] = 0
@@ -209,18 +209,12 @@ class WarpGroups:
         sums.values[:, groups] = new.reshape(old.shape)
         sums.end(groups, len(run))
 
-    def _a(self, product: PendingProduct, which: Array) -> Array:
-        form = product.form
-        tile = product.a[which]
-        if tile.dtype != np.float32:
-            tile = self._read(product.groups[which], tile, form.dtype, form.transposed_a)
-        return tile if form.scale_a == 1 else -tile
-
-    def _b(self, product: PendingProduct, which: Array) -> Array:
-        form = product.form
-        tile = self._read(product.groups[which], product.b[which], form.dtype, form.transposed_b)
-        return tile if form.scale_b == 1 else -tile
-
-    def _read(self, groups: Array, addresses: Array, dtype: str, transposed: bool) -> Array:
-        blocks = self.machine.block_of_lane[groups * GROUP]
-        return read_operand(self.machine.shared, blocks, addresses, dtype, transposed)
+    def _tiles(self, product: PendingProduct, which: Array) -> tuple[Array, Array]:
+        """Return the tiles of a and of b of some groups, scaled."""
+        form, shared = product.form, self.machine.shared
+        blocks = self.machine.block_of_lane[product.groups[which] * GROUP]
+        a, b = product.a[which], product.b[which]
+        if a.dtype != np.float32:
+            a = read_operand(shared, blocks, a, form.dtype, form.transposed_a)
+        b = read_operand(shared, blocks, b, form.dtype, form.transposed_b)
+        return (a if form.scale_a == 1 else -a), (b if form.scale_b == 1 else -b)

@@ -179,13 +179,9 @@ class Clocks:
         numbers = np.array([self.machine.program.numbers[id(instruction)] for instruction in by], np.int32)
         return numbers.reshape(-1, *(1,) * (granules.ndim - 1))
 
-    def agents_of_lanes(self, asynchronous: bool = False) -> Array:
+    def agents_of_lanes(self) -> Array:
         """Return the agent of each lane, numbered over the machine."""
-        return self._lanes + self.asynchronous if asynchronous else self._lanes
-
-    def agent(self, block: Array, warp: Array) -> Array:
-        """Return the agents, numbered over the machine, of these warps of these blocks."""
-        return block * self.of_block + warp
+        return self._lanes
 
     def own(self, agents: Array) -> Array:
         """Return the time of each agent."""
@@ -205,13 +201,13 @@ class Clocks:
 
     def meet(self, block: int, warps: Array) -> None:
         """Let these warps of a block, which met at a barrier, know all that any of them knows."""
-        agents = self.agent(np.array(block), warps)
+        agents = block * self.of_block + warps
         self._flat[agents] = self._flat[agents].max(axis=0)
         self.tick(agents)
 
     def meet_all(self, blocks: Array) -> None:
         """Let all warps of each of these blocks meet."""
-        agents = self.agent(blocks[:, None], np.arange(self.warps))
+        agents = blocks[:, None] * self.of_block + np.arange(self.warps)
         self._flat[agents] = self._flat[agents].max(axis=1, keepdims=True)
         self.tick(agents)
         self.met[agents] = self.era

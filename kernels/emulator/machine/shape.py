@@ -17,7 +17,6 @@ class MachineShape:
     """The lanes of `blocks` blocks of (x, y, z) threads. Lanes that never run fill up each last warp."""
 
     def __init__(self, blocks: int, block: tuple[int, int, int]) -> None:
-        self.blocks, self.block = blocks, block
         self.threads = block[0] * block[1] * block[2]  # of a block
         self.warps_per_block = -(-self.threads // WARP)
         self.lanes_per_block = self.warps_per_block * WARP

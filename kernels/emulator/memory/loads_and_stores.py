@@ -105,7 +105,12 @@ def fetch(machine: Machine, batch: Batch, space: str, addresses: Array, width: i
     if space == "generic":
         space, addresses = generic(addresses)
         if space == "mixed":
-            return _fetch_mixed(machine, batch, addresses, width, lanes)
+            data = np.empty((*addresses.shape, width), np.uint8)
+            for i, one, some in _by_space(batch, addresses):
+                data[i, some] = fetch(
+                    machine, one, "generic", addresses[i : i + 1, some], width, lanes[some]
+                )[0]
+            return data
     if space == "shared":
         guesses = any(id(one) in batch.program.flow.guesses for one in batch.instructions)
         flat = shared_offsets(machine, batch, addresses, width, lanes, "guesses" if guesses else "reads")
@@ -138,14 +143,6 @@ def _fetch_global(machine: Machine, batch: Batch, addresses: Array, width: int, 
         if where is None:
             return buffer.read(offset, width)
         data[where] = buffer.read(offset, width)
-    return data
-
-
-def _fetch_mixed(machine: Machine, batch: Batch, addresses: Array, width: int, lanes: Array) -> Array:
-    """Load from generic addresses of several state spaces: from each space by itself."""
-    data = np.empty((*addresses.shape, width), np.uint8)
-    for i, one, some in _by_space(batch, addresses):
-        data[i, some] = fetch(machine, one, "generic", addresses[i : i + 1, some], width, lanes[some])[0]
     return data
 
 

@@ -11,14 +11,11 @@ from __future__ import annotations
 
 from ..ptx.dtypes import Array
 
-SPANS = (0, 32, 64, 128)  # bytes of a row of the pattern; 0 is no swizzle
 CHUNK = 16  # bytes that stay together
 
 
 def swizzle(addresses: Array, span: int) -> Array:
-    """Return `addresses` under the swizzle of `span` bytes (0, 32, 64 or 128), which is its own inverse."""
-    if span not in SPANS:
-        raise ValueError(f"span is {span} bytes: a swizzle has one of {SPANS}")
+    """Return `addresses` under the swizzle of `span` bytes (0: none, 32, 64 or 128), its own inverse."""
     if span == 0:
         return addresses
     mask = (span - 1) & ~(CHUNK - 1)

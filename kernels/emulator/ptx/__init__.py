@@ -9,7 +9,6 @@ Nothing here runs anything. `reader.parse(text)` returns the `Program` that the 
 | operands | registers, constants, addresses and other operands |
 | program | Program, PtxInstruction, Variable, Location, DataFlow |
 | reader | the text of a module: functions and variables |
-| declarations | functions as text, and declarations of variables |
 | body | the statements of a function; inlines calls |
 | static_analysis | where pointers go and what atomics are for, to avoid false alarms about races |
 """

@@ -10,11 +10,10 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from .declarations import DeviceFunction, alignment_of, declaration
 from .dtypes import SIZES
 from .fault import EmulatorError
 from .operands import Address, Immediate, Label, Operand, Pair, Register, Special, Symbol, Vector
-from .program import Location, Program, PtxInstruction
+from .program import DeviceFunction, Location, Program, PtxInstruction, alignment_of, declaration
 
 LIBRARY = re.compile(r"[\\/]numba_cuda[\\/]|[\\/]site-packages[\\/]numba[\\/]")
 CALL_DEPTH = 32  # deeper nesting of device functions is taken for recursion

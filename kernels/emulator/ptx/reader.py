@@ -11,10 +11,9 @@ import re
 from collections.abc import Iterator
 
 from .body import BodyReader
-from .declarations import DeviceFunction, alignment_of, declaration
 from .dtypes import SIZES
 from .fault import EmulatorError
-from .program import Program, Variable
+from .program import DeviceFunction, Program, Variable, alignment_of, declaration
 from .static_analysis import analyse
 
 

@@ -5,6 +5,5 @@ This is the only package here that knows kernels/cuda, whose compiler turns a ke
 | File | Holds |
 |---|---|
 | launch | launch, profile and profiled |
-| compiling | a Numba kernel to PTX, also with debug=True |
 | profile_table | Profile: the counts as figures and as a table |
 """

@@ -29,17 +29,20 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from ...cuda.runtime.compiler import compile_ptx
 from ...cuda.runtime.kernel import HALVES, Kernel
 from ...cuda.runtime.tensor_map import TensorMap
 from ..execution.run import COUNTING, run_kernel, sizes
 from ..machine.counts import Counts
-from .compiling import compiled_ptx
+from ..ptx.fault import EmulatorError
 from .profile_table import Profile
 
 ARCHITECTURE = "sm_90a"  # the emulator knows its instructions
+_COMPILED: WeakKeyDictionary[Any, dict[Any, str]] = WeakKeyDictionary()
 
 
 def launch(
@@ -79,7 +82,8 @@ def launch(
         types = tuple(_type(name, x) for name, x in zip(names, arrays, strict=True))
     whole_grid, whole_block = sizes("grid", grid), sizes("block", block)
     threads = min(max(math.prod(whole_block), 1), 1024)
-    ptx = compiled_ptx(function, types, architecture, threads, fastmath, bool(options.get("debug", False)))
+    debug = bool(options.get("debug", False))
+    ptx = _compiled_ptx(function, types, architecture, threads, fastmath, debug)
     run_kernel(ptx, whole_grid, whole_block, arrays, shared, cluster, names)
 
 
@@ -159,3 +163,27 @@ def _type(name: str, x: Any) -> Any:
         return importlib.import_module("numba.cuda.typing.typeof").typeof(x)
     except ValueError as error:
         raise TypeError(f"{name} is {x!r}, which Numba takes for no kernel: {error}") from error
+
+
+def _compiled_ptx(
+    function: Callable[..., Any],
+    types: tuple[Any, ...],
+    architecture: str,
+    threads: int,
+    fastmath: bool,
+    debug: bool,
+) -> str:
+    """Return the PTX of a kernel. As in Numba, values of its closure are fixed by the first launch."""
+    kept = _COMPILED.setdefault(function, {})
+    key = (types, architecture, threads, fastmath, debug)
+    if key not in kept:
+        try:
+            kept[key] = compile_ptx(function, types, architecture, threads, fastmath=fastmath, debug=debug)
+        except AttributeError as error:
+            if "insert_unresolved_ref" not in str(error):
+                raise
+            raise EmulatorError(
+                f"{function.__name__} calls a function that calls itself, which Numba compiles for no GPU: "
+                "write it as a loop"
+            ) from error
+    return kept[key]

@@ -88,7 +88,7 @@ def compiled(source, signature, fastmath):
     exec(source, namespace)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        ptx = compile_ptx(namespace["k"], signature, "sm_90a", 32, fastmath=fastmath, lineinfo=False)
+        ptx = compile_ptx(namespace["k"], signature, "sm_90a", 32, fastmath=fastmath)
     found = re.finditer(r"(?:^|[;{])\s*(?:@!?%p\d+\s+)?([a-z][\w.:]*)[ \t]+[^\n;]+;", ptx, re.M)
     return {tuple(line[1].split(".")): " ".join(line[0].split()) for line in found}
 

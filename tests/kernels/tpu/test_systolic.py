@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 
 from minidist.kernels.measure import harness
-from minidist.kernels.tpu.systolic import SystolicArray, compare, cycles
+from minidist.kernels.systolic import SystolicArray, compare, cycles
 
 DATAFLOWS = ("weight_stationary", "output_stationary")
 

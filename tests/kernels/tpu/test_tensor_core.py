@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from minidist.kernels.tpu.systolic import round_to_tf32, tensor_core_mma
-from minidist.kernels.tpu.tensor_core import UNITS
+from minidist.kernels.tpu.tensor_core import UNITS, round_to_tf32, tensor_core_mma
 
 EVERY_UNIT = ("float32", *UNITS)
 
