@@ -108,7 +108,7 @@ def join(store: Store, own: int, ranks: int, limit: timedelta, check: bool = Fal
     if check:
         from minidist.comm import checking
 
-        checking.start(store, own, ranks, limit)
+        checking.start(store, own, ranks, limit.total_seconds())
 
 
 def rank() -> int:

@@ -16,14 +16,13 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from datetime import timedelta
 from itertools import combinations
 from typing import Any
 
 import torch.distributed as dist
 
 from minidist.comm.checking.call_records import Record, find_swap, read_call
-from minidist.comm.checking.deadlock_detection import AWHILE, SAME_CALLS, Watch, read_records
+from minidist.comm.checking.deadlock_detection import AWHILE, SAME_CALLS, Watch
 from minidist.comm.errors import FOLLOWS, CollectiveError
 from minidist.comm.ledgers import Call
 
@@ -70,14 +69,12 @@ class Checker:
         """Check a function that all ranks run; see the function of this name."""
         with self._failing("before its function"):  # time out before the launcher, which names no call
             self._begin(math.inf if limit is None else time.monotonic() + limit - min(1.0, limit / 5))
-        how = "returned from its function"
         try:
             yield
         except BaseException as error:
-            how = f"raised {type(error).__name__}"
+            self.end(f"raised {type(error).__name__}")
             raise
-        finally:
-            self.end(how)
+        self.end("returned from its function")
 
     def _begin(self, deadline: float) -> None:
         """Count calls anew: all ranks have left the last run, so that nobody reads what it wrote."""
@@ -95,8 +92,7 @@ class Checker:
 
     def enter(self, call: Call) -> Callable[[], None] | None:
         """Compare a call; see the function of this name."""
-        read = read_call(self.rank, call, not _unordered) if len(call.group) > 1 else None
-        if read is None:
+        if len(call.group) < 2 or (read := read_call(self.rank, call, not _unordered)) is None:
             return None
         record, given = read
         world: Any = dist.group.WORLD
@@ -117,10 +113,10 @@ class Checker:
             self._wait(sequence, calls, record.at())
         return None
 
-    def _compare(self, key: str) -> list[Record]:
+    def _compare(self, key: str) -> dict[int, Record]:
         """Compare the records of a call that are there, and return them by rank."""
-        records = sorted(read_records(self.watch.store, key))
-        for one, other in combinations(records, 2):
+        records = self.watch.records(key)
+        for one, other in combinations(records.values(), 2):
             if one.contradicts(other):
                 rule = "what is received has to have the shape and dtype of what is sent"
                 if one.kind[0] != "message":
@@ -129,19 +125,19 @@ class Checker:
                 self.watch.fail(f"the ranks make different calls: {calls}; {rule}")
         return records
 
-    def _missing(self, sequence: CallSequence, calls: int) -> set[int]:
+    def _missing(self, sequence: CallSequence, calls: int) -> list[int]:
         """Compare so many calls, and return the ranks that have not made the first incomplete one."""
         with self._lock:
             while sequence.compared < calls:
                 records = self._compare(f"{sequence.name}{sequence.compared}")
-                if len(records) < len(sequence.members):
-                    return {*sequence.members} - {record.rank for record in records}
-                if swap := find_swap(sequence.rounds, records):
+                if missing := sorted({*sequence.members} - records.keys()):
+                    return missing
+                if swap := find_swap(sequence.rounds, records.values()):
                     self.watch.fail(swap)
                 sequence.compared += 1
-                sequence.rounds.append({record.rank: record for record in records})
-                self._delete(sequence, min(record.compared for record in records))
-            return set()
+                sequence.rounds.append(records)
+                self._delete(sequence, min(record.compared for record in records.values()))
+            return []
 
     def _delete(self, sequence: CallSequence, number: int) -> None:
         """Delete the records of the calls before `number`, which all ranks have compared."""
@@ -156,9 +152,9 @@ class Checker:
         with self._failing(call):
             while missing := self._missing(sequence, calls):
                 if time.monotonic() >= look:
-                    self.watch.look_around(call, f"{sequence.name}{sequence.compared}", sorted(missing))
+                    self.watch.look_around(call, f"{sequence.name}{sequence.compared}", missing)
                     if time.monotonic() >= limit:
-                        self.watch.time_out(call, sorted(missing), time.monotonic() - begun)
+                        self.watch.time_out(call, missing, time.monotonic() - begun)
                     look = time.monotonic() + AWHILE
                 time.sleep(pause)
                 pause = min(LONGEST_PAUSE, 1.3 * pause + 2e-5)
@@ -180,10 +176,10 @@ class Checker:
 _checker: Checker | None = None  # of the default world
 
 
-def start(store: Any, rank: int, ranks: int, limit: timedelta) -> None:
-    """Check the calls of the world that is being joined; `limit` is the longest wait for a call's peers."""
+def start(store: Any, rank: int, ranks: int, limit: float) -> None:
+    """Check the calls of the world that is being joined; wait `limit` seconds for a call's peers."""
     global _checker
-    _checker = Checker(store, rank, ranks, limit.total_seconds())
+    _checker = Checker(store, rank, ranks, limit)
 
 
 def stop() -> None:

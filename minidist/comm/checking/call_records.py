@@ -1,4 +1,4 @@
-"""What a rank tells the others about a call, and which calls contradict each other or are swapped.
+"""The record that a rank shares of a call; which calls contradict each other, and which are swapped.
 
 Calls that agree are swapped if one rank calls from place A and then from B, and another from B and then from
 A. A reducing call's place is the lines of the user's code on the stack, from the innermost outwards until two
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import combinations
 from traceback import walk_stack
 from types import FrameType
@@ -48,7 +48,7 @@ class Record(NamedTuple):
         return self.kind != other.kind or rows[0] != rows[1][::-1]
 
 
-def find_swap(rounds: Iterable[dict[int, Record]], now: Sequence[Record]) -> str:
+def find_swap(rounds: Iterable[dict[int, Record]], now: Iterable[Record]) -> str:
     """The error for a call in `now` and one of an earlier round that two ranks swapped; "" without one."""
     for one, other in combinations(now, 2):
         for earlier in rounds if one.stack != other.stack else ():
@@ -112,8 +112,7 @@ def read_call(rank: int, call: Call, ordered: bool) -> tuple[Record, dict[str, A
 
 
 def user_stack(frame: FrameType) -> Stack:
-    """The frames that are neither minidist's, torch's nor Python's own; where there are none, the first."""
-    # In one of autograd's own threads there are none: the hook that minidist registered is the best there is.
+    """The frames outside of minidist, torch and Python; in autograd's own threads, the hook of minidist's."""
     places = [(f.f_code.co_filename, f.f_code.co_firstlineno, line) for f, line in walk_stack(frame)]
     outside = [place for place in places if not place[0].startswith(_COMM)] or places
     return tuple(place for place in outside if not place[0].startswith(_LIBRARY)) or (outside[0],)

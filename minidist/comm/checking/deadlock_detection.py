@@ -1,4 +1,4 @@
-"""Why does a rank not come? What the ranks of a checked world let each other know, and what follows from it.
+"""Find out why a rank does not come to a call, from what the ranks of a checked world let each other know.
 
 A rank that waits for long, or has left, keeps a note in the world's store. The notes show that a rank has
 left, or a circle of waiting ranks (the wait-for graph of Chandy, Misra and Haas 1983, "Distributed Deadlock
@@ -27,7 +27,7 @@ OWN_THREAD = "minidist"  # how minidist's own threads are named; these make no c
 
 
 class Note(NamedTuple):
-    """What a rank tells the others of itself."""
+    """A rank's message about itself to the others."""
 
     last: str = ""  # its last call, in words
     left: str = ""  # how it left: "returned from its function"
@@ -61,12 +61,12 @@ class Watch:
         self.store.set(f"{self.run}/note/{self.rank}", pickle.dumps(Note(self.last, left, awaits, key)))
 
     def fail(self, text: str) -> None:
-        """CollectiveError on all ranks, with the text of the first that fails."""
+        """Raise CollectiveError on all ranks, with the text of the first that fails."""
         raise CollectiveError(self.store.compare_set(f"{self.run}/failure", "", text).decode())
 
     def look_around(self, call: str, key: str, missing: list[int]) -> None:
-        """CollectiveError where a rank has failed, or where one of `missing` will not come to `call`."""
-        if failure := look(self.store, f"{self.run}/failure"):
+        """Raise CollectiveError where a rank has failed, or one of `missing` will not come to `call`."""
+        if failure := self._look(f"{self.run}/failure"):
             raise CollectiveError(failure.decode())
         others = (thread for thread in threading.enumerate() if thread is not threading.current_thread())
         # Another thread of this rank may be about to make the call for which another rank waits.
@@ -78,7 +78,7 @@ class Watch:
             time.sleep(2 * AWHILE)  # the launcher is to hear of the cause before it hears of what follows
         for rank in missing:
             # The rank may have made the call, and left, since we looked for its record.
-            if notes[rank].left and self._is_missing(rank, key):
+            if notes[rank].left and rank not in self.records(key):
                 self.fail(
                     f"rank {rank} {notes[rank].left}, {notes[rank]}, and rank {self.rank} waits for it "
                     f"in {call}; {SAME_CALLS}"
@@ -89,14 +89,14 @@ class Watch:
             paths += [[*path, rank] for rank in awaits if not any(rank in known for known in paths)]
             circle = list(pairwise([*path, self.rank]))
             # A rank that waits before and after this look, for an absent record, waited all the while.
-            absent = self.rank in awaits and all(self._is_missing(b, notes[a].key) for a, b in circle)
+            absent = self.rank in awaits and all(b not in self.records(notes[a].key) for a, b in circle)
             if absent and self._notes() == notes:
                 waits = (f"rank {a} waits for rank {b} in {notes[a].last}" for a, b in circle)
                 self.fail(f"no rank can go on: {'; '.join(waits)}; {SAME_CALLS} in the same order")
 
     def time_out(self, call: str, missing: list[int], seconds: float) -> None:
         """Fail because the ranks that are waited for have not come; says where each of them is."""
-        places = (look(self.store, f"{self.run}/at/{rank}").decode() for rank in missing)
+        places = (self._look(f"{self.run}/at/{rank}").decode() for rank in missing)
         seen = [f"rank {rank} {at or 'does not answer'}" for rank, at in zip(missing, places, strict=True)]
         self.fail(
             f"rank {self.rank} has waited {seconds:.1f} s in {call}, and rank {', '.join(map(str, missing))} "
@@ -110,20 +110,16 @@ class Watch:
                     path, _, line = user_stack(sys._current_frames()[self._watched])[0]
                     store.set(f"{self.run}/at/{self.rank}", f"is at {path}:{line}, {Note(self.last)}")
 
-    def _is_missing(self, rank: int, key: str) -> bool:
-        return rank not in {record.rank for record in read_records(self.store, key)}
-
     def _notes(self) -> list[Note]:
-        values = (look(self.store, f"{self.run}/note/{rank}") for rank in range(self.ranks))
+        values = (self._look(f"{self.run}/note/{rank}") for rank in range(self.ranks))
         return [pickle.loads(value) if value else Note() for value in values]
 
+    def records(self, key: str) -> dict[int, Record]:
+        """The records that ranks have appended to a key, by rank: pickled, in hexadecimal digits."""
+        records = sorted(pickle.loads(bytes.fromhex(part)) for part in self._look(key).decode().split())
+        return {record.rank: record for record in records}
 
-def look(store: Any, key: str) -> bytes:
-    """What is under a key of a store, or b"". The store's `get` would wait for the key."""
-    value: bytes = store.compare_set(key, "-", "-")
-    return b"" if value == b"-" else value
-
-
-def read_records(store: Any, key: str) -> list[Record]:
-    """The records that ranks have appended to a key: pickled, in hexadecimal digits."""
-    return [pickle.loads(bytes.fromhex(part)) for part in look(store, key).decode().split()]
+    def _look(self, key: str) -> bytes:
+        """Return the value under a key, or b"". The store's `get` would wait for the key."""
+        value: bytes = self.store.compare_set(key, "-", "-")
+        return b"" if value == b"-" else value
