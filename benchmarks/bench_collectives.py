@@ -19,7 +19,7 @@ from minidist.benchmarks.harness.collective_timing import (
     sweep,
     time_against_torch,
 )
-from minidist.benchmarks.harness.columns import binary_size
+from minidist.benchmarks.harness.formats import binary_size
 from minidist.benchmarks.harness.strategy_rounds import Worlds
 from minidist.benchmarks.harness.turns import Benchmark, compared, record
 

@@ -20,7 +20,7 @@ import pytest
 from _pytest.mark import ParameterSet
 
 from minidist import kernels
-from minidist.benchmarks.harness import columns, cuda_check, cuda_timing
+from minidist.benchmarks.harness import cuda_check, cuda_timing, formats
 from minidist.benchmarks.harness.cuda_timing import Gpu, Operands
 from minidist.benchmarks.harness.turns import Benchmark, compared, measure_turns, record
 from minidist.kernels.measure import harness
@@ -118,7 +118,7 @@ def test_transposed(
     """Products of a view whose columns lie one after another: b (nt), or a (tn)."""
     _beside_torch(benchmark, full, gpu, step, kind, cuda_timing.TRANSPOSED_SIZE, order)
     benchmark.extra_info |= {
-        "label": f"{step.name}, {columns.kind_name(kind)}, {order}",
+        "label": f"{step.name}, {formats.kind_name(kind)}, {order}",
         "order": order,
     }
 
@@ -146,7 +146,7 @@ def test_launch(benchmark: Benchmark, full: bool, gpu: Gpu, step: CudaRung) -> N
         return
     extra = benchmark.extra_info
     extra |= {
-        "label": f"{step.name}, {columns.kind_name(kind)}, {n}",
+        "label": f"{step.name}, {formats.kind_name(kind)}, {n}",
         "rung": step.name,
         "dtype": kind,
         "beyond_peer": benchmark.stats.stats.median - extra["peer_median"],
@@ -163,8 +163,8 @@ def _beside_torch(
     if expected > LONGEST[full]:
         mode = "full" if full else "quick"
         pytest.skip(
-            f"a product would take about {columns.seconds(expected)}, and in a {mode} run "
-            f"{columns.seconds(LONGEST[full])} at most"
+            f"a product would take about {formats.seconds(expected)}, and in a {mode} run "
+            f"{formats.seconds(LONGEST[full])} at most"
         )
     try:
         operands = Operands(gpu, (size,) * 3, dtype_of(kind), order, seed=secrets.randbits(63))
@@ -240,8 +240,7 @@ def _expected_seconds(gpu: Gpu, step: CudaRung, kind: str, size: int) -> float:
 
 
 def _refuse(gpu: Gpu, step: CudaRung) -> None:
-    reason = gpu.refuses(step)
-    if reason:
+    if reason := gpu.refuses(step):
         pytest.skip(reason)
 
 

@@ -35,7 +35,7 @@ GOAL = 0.85
 
 
 def time_sharded(case: Case, rounds: int) -> dict[str, Timed]:
-    """What a rank does: train in turns in every form and with torch's fully_shard."""
+    """Train on a rank, in turns in every form and with torch's fully_shard."""
     batches = case.batches(rounds + 2)  # one more for time_in_turns to warm up, and one for the ledger
     with tempfile.TemporaryDirectory() as directory:
         return _time(case, batches, rounds, directory)

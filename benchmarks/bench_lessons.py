@@ -1,4 +1,4 @@
-"""What the lessons' own solutions cost, as the lessons' checks count it, against par.
+"""The cost of the lessons' own solutions, as the lessons' checks count it, against par.
 
 A check counts what an answer costs: bytes that a rank sends, transactions of a warp, multiplications. Par is
 the cost of a good answer, so a solution above par, or a check that counts wrongly, shows here. Where a check

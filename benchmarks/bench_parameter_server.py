@@ -1,4 +1,4 @@
-"""What asynchrony is good for: time to 95% accuracy on digits, also with a worker slowed on purpose.
+"""The gain of asynchrony: time to 95% accuracy on digits, also with a worker slowed on purpose.
 
 One server and three workers train an MLP until a worker pulls parameters that classify 95% of the test digits
 correctly. Asynchronous (no bound on staleness) and synchronous (bound 0) training take turns in the same
@@ -48,7 +48,7 @@ class Run:
 
 
 def train(max_staleness: int | None, pause: float, seed: int) -> tuple[float, int, dict[int, int]]:
-    """What a rank does. A worker returns seconds to the accuracy and updates, a server the histogram."""
+    """Run a rank. A worker returns seconds to the accuracy and updates, a server the histogram."""
     data = dataset("digits")
     model = MLP((64, 128, 10), seed=seed)
     server = md.ParameterServer(model, partial(torch.optim.SGD, lr=0.2), max_staleness=max_staleness)

@@ -1,4 +1,4 @@
-"""What recomputing activations costs in time and saves in memory: a step with it and without, in turns.
+"""Time and memory of recomputing activations: a step with it and without, in turns.
 
 A byte GPT of 3 M parameters in one process. Recomputing whole layers costs about another forward pass, and
 saves all activations but the layers' inputs. Recomputing attention alone costs less and saves less.

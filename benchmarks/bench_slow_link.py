@@ -1,4 +1,4 @@
-"""What a slow link between two hosts does to data parallelism, local SGD, compression, ZeRO and hybrids.
+"""Data parallelism, local SGD, compression, ZeRO and hybrids over a slow link between two hosts.
 
 Two hosts of two ranks each are made from the kernel's namespaces on one machine. The link between them runs
 at full speed and at 1 Gbit/s with 5 ms each way, in turns. Each row also has the time that the cost model

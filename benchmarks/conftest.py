@@ -1,4 +1,4 @@
-"""What all benchmarks share: `--full`, and the marker that keeps one out of a quick run."""
+"""The set-up of all benchmarks: `--full`, and the marker that keeps one out of a quick run."""
 
 from __future__ import annotations
 

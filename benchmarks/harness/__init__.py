@@ -8,6 +8,7 @@ Running and results:
     progress               pytest plugin: one line for each finished benchmark, and a progress bar
     results                one machine's JSON file: format, loading, merging, saving
     columns                which figures a benchmark may store, and how the report prints them
+    formats                numbers as the report prints them
     compare_runs           `--compare`: what got slower since an earlier run
     machine                CPU, GPUs, caches and software versions
 Timing:

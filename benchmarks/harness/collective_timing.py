@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import minidist as md
 from minidist import comm
-from minidist.benchmarks.harness.columns import binary_size
+from minidist.benchmarks.harness.formats import binary_size
 from minidist.benchmarks.harness.turns import Benchmark, record
 from minidist.comm import cost
 

@@ -36,64 +36,13 @@ float32 with factors rounded to TF32), order ("nt": b is transposed), peer_gflop
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from minidist.benchmarks.harness.formats import count, difference, number, seconds, size, times
+
 Entry = dict[str, Any]
-
-
-def seconds(value: float) -> str:
-    """Format a duration with three significant digits: `3.14 ms`."""
-    for limit, unit in ((1e-6, "ns"), (1e-3, "µs"), (1.0, "ms")):
-        if value < limit:
-            return f"{_three(value * 1000 / limit)} {unit}"
-    return f"{_three(value)} s"
-
-
-def size(value: float) -> str:
-    """Format bytes with three significant digits: `26.5 KB` (decimal units, as networks count)."""
-    for limit, unit in ((1e3, "B"), (1e6, "KB"), (1e9, "MB")):
-        if value < limit:
-            return f"{_three(value * 1000 / limit) if limit > 1e3 else f'{value:.0f}'} {unit}"
-    return f"{_three(value / 1e9)} GB"
-
-
-def binary_size(value: int) -> str:
-    """Format a power of two of bytes: `64 KiB`."""
-    for limit, unit in ((2**10, "B"), (2**20, "KiB"), (2**30, "MiB")):
-        if value < limit:
-            return f"{value * 2**10 // limit} {unit}"
-    return f"{value >> 30} GiB"
-
-
-def number(value: float) -> str:
-    """Format a count or a rate with three significant digits and separated thousands: `12,300`."""
-    return f"{float(f'{value:.3g}'):,.0f}" if value >= 100 else _three(value)
-
-
-def times(ratio: float) -> str:
-    """Format a ratio with two decimals, or from 100 on with three digits: `0.92`, `24.89`, `10,300`."""
-    return number(ratio) if ratio >= 100 else f"{ratio:.2f}"
-
-
-def kind_name(dtype: str) -> str:
-    """Name the arithmetic of a product: `TF32` (not a dtype that memory holds), or else the dtype."""
-    return "TF32" if dtype == "tf32" else dtype
-
-
-def difference(value: float) -> str:
-    """Format a difference of durations with its sign: `+3.14 µs`."""
-    return f"{'-' if value < 0 else '+'}{seconds(abs(value))}"
-
-
-def _three(value: float) -> str:
-    """Format with three significant digits and no exponent: `0.0123`, `1.20`, `123`."""
-    rough = float(f"{value:.3g}")
-    if rough == 0:
-        return "0"
-    return f"{rough:.{max(0, 2 - math.floor(math.log10(abs(rough))))}f}"
 
 
 @dataclass(frozen=True)
@@ -145,10 +94,10 @@ program, with rounds that scatter by 5%, count as different in 3 of 1000 cases.
 
 
 def undecided(entry: Entry) -> bool:
-    """Return whether a comparison leaves open which program is faster.
+    """Return whether a comparison leaves open which program is faster; False without a comparison.
 
     It does if 1 lies within the interquartile range of the pairs' ratios, widened for few pairs (`FEW`), or
-    if there is a single pair. An entry without a comparison gives False.
+    if there is a single pair.
     """
     return _within(entry, "ratio", "pair_ratio_q1", "pair_ratio_q3")
 
@@ -182,17 +131,11 @@ def memory_of(entry: Entry) -> int | None:
     return None if parts is None else sum(parts.values())
 
 
-def _memory(entry: Entry) -> str | None:
-    whole = memory_of(entry)
-    return None if whole is None else size(whole)
-
-
 def _yardstick(entry: Entry) -> str | None:
-    extra = entry["extra_info"]
-    if "over_yardstick" not in extra:
+    ratio = entry["extra_info"].get("over_yardstick")
+    if ratio is None:
         return None
-    told = " undecided" if undecided_over_yardstick(entry) else ""
-    return f"{times(extra['over_yardstick'])}{told}"
+    return f"{times(ratio)} undecided" if undecided_over_yardstick(entry) else times(ratio)
 
 
 def _cost(entry: Entry) -> str | None:
@@ -201,11 +144,6 @@ def _cost(entry: Entry) -> str | None:
         return None
     unit = f" {extra['unit']}" if extra.get("unit") else ""
     return f"{count(extra['cost'])}{unit}, par {count(extra['par'])}"
-
-
-def count(value: float) -> str:
-    """Format a count with all its digits and separated thousands; a fraction with four digits."""
-    return f"{value:,.0f}" if float(value).is_integer() else f"{value:.4g}"
 
 
 def goal(entry: Entry) -> tuple[float, float, bool] | None:
@@ -248,7 +186,7 @@ COLUMNS = (
     BEYOND,
     GOAL,
     Column("sent per step", _extra("bytes_per_step", size)),
-    Column("memory of the fullest rank", _memory),
+    Column("memory of the fullest rank", _extra("memory", lambda parts: size(sum(parts.values())))),
     PEER,
     PEER_TIME,
     Column("peer's memory", _extra("peer_memory", size)),

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from minidist.benchmarks.harness import columns, machine, results
+from minidist.benchmarks.harness import columns, formats, machine, results
 from minidist.benchmarks.harness.columns import Entry
 from minidist.benchmarks.harness.results import Results
 
@@ -30,7 +30,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Change:
-    """What happened to one benchmark between the two runs."""
+    """The change of one benchmark between the two runs."""
 
     fullname: str
     label: str
@@ -45,7 +45,7 @@ class Change:
         line = f"{self.label} ({self.group}): {self.verdict}"
         if self.old is None or self.new is None:
             return line
-        told = {"time": columns.seconds, "cost": columns.count}.get(self.of, columns.times)
+        told = {"time": formats.seconds, "cost": formats.count}.get(self.of, formats.times)
         return f"{line}, {self.of} {told(self.old)} -> {told(self.new)}"
 
 

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from minidist.benchmarks.harness import columns
+from minidist.benchmarks.harness import columns, formats
 
 
 class Watcher:
@@ -102,9 +102,9 @@ class Watcher:
             self._group = group
             self._console.print(f"\n{self._group}", style="bold cyan", highlight=False, markup=False)
         ratio = fixture.extra_info.get("ratio")
-        compared = f"{columns.times(ratio)} x {fixture.extra_info['peer']}" if ratio else ""
+        compared = f"{formats.times(ratio)} x {fixture.extra_info['peer']}" if ratio else ""
         compared += " (undecided)" if columns.undecided(entry) else ""
-        line = f"  {columns.label(entry):<28} {columns.seconds(entry['stats']['median']):>9}   {compared}"
+        line = f"  {columns.label(entry):<28} {formats.seconds(entry['stats']['median']):>9}   {compared}"
         self._console.print(line.rstrip(), highlight=False, markup=False)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:

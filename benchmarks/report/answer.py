@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from minidist.benchmarks.harness import columns
+from minidist.benchmarks.harness import formats
 from minidist.model.configs import config
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.tensor.plans import bytes_per_pass
@@ -41,7 +41,7 @@ class Question:
     def text(self) -> str:
         """The question in words."""
         many = f"{self.gpus} GPUs" if self.gpus > 1 else "one GPU"
-        return f"{self.called} on {many} with {columns.size(self.memory).replace('.0 ', ' ')}"
+        return f"{self.called} on {many} with {formats.size(self.memory).replace('.0 ', ' ')}"
 
     @property
     def batch(self) -> int:
@@ -133,23 +133,23 @@ def _sent(question: Question, layout: Layout) -> int:
 def sentence(question: Question, found: Sequence[Choice]) -> str:
     """Answer in two or three sentences."""
     chosen, plain = best(found), found[0]
-    budget = columns.size(question.memory).replace(".0 ", " ")
+    budget = formats.size(question.memory).replace(".0 ", " ")
     if chosen is None:
         least = min(found, key=lambda choice: choice.memory.peak)
         return (
-            f"None of these fits. Even {least.name} needs {columns.size(least.memory.peak)} on each GPU, "
+            f"None of these fits. Even {least.name} needs {formats.size(least.memory.peak)} on each GPU, "
             f"which has {budget}. Combine strategies (`minidist plan`), or take more GPUs."
         )
     rows = f"a batch of {chosen.recomputed:,} rows"
     if chosen is plain:
         return (
-            f"Use plain data parallelism. It needs at least {columns.size(chosen.memory.peak)} of each GPU's "
+            f"Use plain data parallelism. It needs at least {formats.size(chosen.memory.peak)} of each GPU's "
             f"{budget}, and has room for {rows}."
         )
     told = (
         f"Use {chosen.name}. Plain data parallelism does not fit: it needs "
-        f"{columns.size(plain.memory.peak)} on each GPU, which has {budget}. "
-        f"{chosen.name} needs at least {columns.size(chosen.memory.peak)} and has room for {rows}"
+        f"{formats.size(plain.memory.peak)} on each GPU, which has {budget}. "
+        f"{chosen.name} needs at least {formats.size(chosen.memory.peak)} and has room for {rows}"
     )
     told += ". It sends the same bytes as plain data parallelism." if chosen.sent == plain.sent else "."
     more = [each for each in found if each.sent == chosen.sent and each.recomputed > chosen.recomputed]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from minidist.benchmarks.harness import columns
+from minidist.benchmarks.harness import columns, formats
 from minidist.benchmarks.harness.columns import Entry
 from minidist.benchmarks.report.figure_style import INK, color, figure, legend, svg
 from minidist.benchmarks.report.plots import Plot
@@ -37,7 +37,7 @@ def _curves(operations: dict[str, list[tuple[int, float, float, float]]], ranks:
     axes.axhline(1.0, color=INK, linewidth=1.2, linestyle="--")
     axes.set_xscale("log", base=2)
     ticks = sorted({size for points in operations.values() for size, *_ in points})
-    axes.set_xticks(ticks[::2], [columns.binary_size(size) for size in ticks[::2]])
+    axes.set_xticks(ticks[::2], [formats.binary_size(size) for size in ticks[::2]])
     axes.minorticks_off()
     axes.set_ylim(bottom=0)
     axes.set_xlabel("bytes of the tensor")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from minidist.benchmarks.harness import columns
+from minidist.benchmarks.harness import formats
 from minidist.benchmarks.harness.columns import Entry
 from minidist.benchmarks.report import roofline_figure
 from minidist.benchmarks.report.figure_style import color, shares, svg
@@ -32,7 +32,7 @@ def bars(entries: Sequence[Entry], page_name: str) -> Plot | None:
         extra = several[-1]["extra_info"]
         if "percent_of_peer" in extra:
             percent = extra["percent_of_peer"]
-            text = f"{columns.number(percent)}%, n = {extra['size']:,}"
+            text = f"{formats.number(percent)}%, n = {extra['size']:,}"
             rows.append((name, percent, text, color(index)))
             peer = extra["peer"]
     if not rows:
@@ -69,7 +69,7 @@ def roofline(entries: Sequence[Entry], device: str, page_name: str) -> Plot | No
         for index, (name, several) in enumerate(found.items())
     ]
     told = "; ".join(
-        f"{name} {columns.number(several[-1]['extra_info']['gflops'])} of {columns.number(peak)}"
+        f"{name} {formats.number(several[-1]['extra_info']['gflops'])} of {formats.number(peak)}"
         for name, several in found.items()
     )
     slope = "its slope is the rate at which a core reads memory, and " if bandwidths else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 
-from minidist.benchmarks.harness import columns
+from minidist.benchmarks.harness import columns, formats
 from minidist.benchmarks.harness.columns import Entry
 from minidist.benchmarks.harness.results import Results
 from minidist.benchmarks.report import ladder, verdicts
@@ -27,9 +27,9 @@ def cpu_ladder(entries: list[Entry], found: Results) -> Finding | None:
     extra, peer = last["extra_info"], last["extra_info"].get("peer", "the library")
     words: list[str | Number] = [
         "On one core the ladder of matrix products climbs from ",
-        Number(f"{columns.number(first['extra_info']['gflops'])} GFLOP/s", first),
+        Number(f"{formats.number(first['extra_info']['gflops'])} GFLOP/s", first),
         f" ({_rung(first)}) to ",
-        Number(f"{columns.number(extra['gflops'])} GFLOP/s", last),
+        Number(f"{formats.number(extra['gflops'])} GFLOP/s", last),
         f" ({_rung(last)}, n = {extra['size']:,})",
     ]
     if columns.verdict(last) == "undecided":
@@ -37,13 +37,13 @@ def cpu_ladder(entries: list[Entry], found: Results) -> Finding | None:
     elif "percent_of_peer" in extra:
         words += [
             ", which is ",
-            Number(f"{columns.number(extra['percent_of_peer'])}%", last),
+            Number(f"{formats.number(extra['percent_of_peer'])}%", last),
             f" of {peer}'s speed",
         ]
     if "percent_of_peak" in extra:
         words += [
             " and ",
-            Number(f"{columns.number(extra['percent_of_peak'])}%", last),
+            Number(f"{formats.number(extra['percent_of_peak'])}%", last),
             " of the core's peak",
         ]
     return finding("ladders", *words, ".")
@@ -69,7 +69,7 @@ def cuda_ladder(entries: list[Entry], found: Results) -> Finding | None:
         return None
     words: list[str | Number] = ["The CUDA ladder, written in Python, reaches "]
     for index, (percent, entry, rung) in enumerate(sorted(best.values(), key=lambda each: -each[0])[:3]):
-        words += [", " if index else "", Number(f"{columns.number(percent)}%", entry), f" ({rung})"]
+        words += [", " if index else "", Number(f"{formats.number(percent)}%", entry), f" ({rung})"]
     return finding("ladders", *words, " of torch.matmul's speed in the same arithmetic.")
 
 
@@ -89,7 +89,7 @@ def collectives(entries: list[Entry], found: Results) -> Finding | None:
     decided = verdicts.tally(same)
     example = decided.best or decided.worst
     words: list[str | Number] = []
-    at = f"{columns.binary_size(most)} on {fewest} ranks"
+    at = f"{formats.binary_size(most)} on {fewest} ranks"
     if example is None:
         words.append(
             f"For {at} there is {verdicts.UNDECIDED} between minidist and {same[0]['extra_info']['peer']}"
@@ -97,7 +97,7 @@ def collectives(entries: list[Entry], found: Results) -> Finding | None:
     else:
         words += [
             f"{columns.label(example).partition(',')[0].capitalize()} of {at} takes ",
-            Number(columns.times(example["extra_info"]["ratio"]), example),
+            Number(formats.times(example["extra_info"]["ratio"]), example),
             f" of {example['extra_info']['peer']}'s time",
         ]
     words.append(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from minidist.benchmarks.harness import columns
+from minidist.benchmarks.harness import columns, formats
 from minidist.benchmarks.harness.columns import Entry
 from minidist.benchmarks.harness.results import Results
 from minidist.benchmarks.report import verdicts
@@ -32,7 +32,7 @@ def strategies(entries: list[Entry], found: Results) -> Finding | None:
         words += [
             " and " if index else "; the extremes are " if len(ends) > 1 else "; the extreme is ",
             f"{verdicts.name(entry)} with ",
-            Number(columns.times(verdicts.ratio(entry)), entry),
+            Number(formats.times(verdicts.ratio(entry)), entry),
             f" times the time of {entry['extra_info']['peer']}",
         ]
     return finding("strategies", *words, ".", rests_on=counted.entries)
@@ -50,18 +50,18 @@ def zero(entries: list[Entry], found: Results) -> Finding | None:
     assert after is not None
     words: list[str | Number] = [
         f"ZeRO-{max(stages)} trains {model} on {ranks} ranks in ",
-        Number(columns.size(after), sharded),
+        Number(formats.size(after), sharded),
         " per rank, where plain data parallelism takes ",
-        Number(columns.size(before), plain),
+        Number(formats.size(before), plain),
         f" ({100 * after / before:.0f}%)",
     ]
     sent = [entry["extra_info"].get("bytes_per_step") for entry in (sharded, plain)]
     if all(sent):
         words += [
             ", and sends ",
-            Number(columns.size(sent[0]), sharded),
+            Number(formats.size(sent[0]), sharded),
             " per step instead of ",
-            Number(columns.size(sent[1]), plain),
+            Number(formats.size(sent[1]), plain),
         ]
     return finding("zero", *words, ".")
 
@@ -154,7 +154,7 @@ def pipelines(entries: list[Entry], found: Results) -> Finding | None:
         label = columns.label(entry)
         words += [
             _joint(index, len(waits)),
-            Number(columns.times(verdicts.ratio(entry)), entry),
+            Number(formats.times(verdicts.ratio(entry)), entry),
             f" times as long as simulated under {SHOWN.get(label, label)}",
         ]
     return finding("pipelines", *words, ".")
@@ -183,7 +183,7 @@ def recompute(entries: list[Entry], found: Results) -> Finding | None:
     else:
         words = [
             "A step that recomputes its activations takes ",
-            Number(columns.times(extra["ratio"]), entry),
+            Number(formats.times(extra["ratio"]), entry),
             f" times as long as one that keeps them{note}",
         ]
     return finding("zero", *words, ".")
@@ -200,7 +200,7 @@ def goals(entries: list[Entry], found: Results) -> Finding | None:
     if missed:
         entry, times = max(missed, key=lambda each: each[1])
         words += [f"; {columns.label(entry)} misses by most, at "]
-        words.append(Number(f"{columns.times(times)} times its limit", entry))
+        words.append(Number(f"{formats.times(times)} times its limit", entry))
     first = entry if missed else judged[0][0]
     return finding(chapter_of(first), *words, ".", rests_on=tuple(entry for entry, _ in judged))
 

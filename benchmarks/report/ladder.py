@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from minidist.benchmarks.harness import columns, results
+from minidist.benchmarks.harness import formats, results
 from minidist.benchmarks.harness.columns import Entry
 from minidist.benchmarks.harness.results import Results
 from minidist.benchmarks.report import report
@@ -40,7 +40,7 @@ class Row:
     def name(self) -> str:
         """The row's name in a figure: `8 warp tile, float32`."""
         number, _, words = self.rung.removeprefix("s").partition("_")
-        arithmetic = f", {columns.kind_name(self.dtype)}" if self.dtype else ""
+        arithmetic = f", {formats.kind_name(self.dtype)}" if self.dtype else ""
         return f"{number} {words.replace('_', ' ')}{arithmetic}"
 
     def percent(self, size: int) -> float | None:
@@ -84,7 +84,7 @@ class Ladder:
 
     @property
     def about(self) -> str:
-        """What the figures mean, or how to measure them."""
+        """Explain the figures, or how to measure them."""
         if self.machine is None:
             return f"None of the results files here comes from a GPU. {HOW}"
         return (
@@ -139,10 +139,10 @@ def cells(ladder: Ladder, row: Row) -> list[str]:
     if row.dtype is None:
         return [NOTHING] + [DASH] * (len(headings(ladder)) - 1)
     shares = [*(row.percent(size) for size in ladder.sizes), row.largest("percent_of_gpu_peak")]
-    texts = [DASH if share is None else f"{columns.number(share)}%" for share in shares]
+    texts = [DASH if share is None else f"{formats.number(share)}%" for share in shares]
     rate = row.largest("gflops")
-    texts.insert(-1, DASH if rate is None else columns.number(rate))
-    return [columns.kind_name(row.dtype), *texts]
+    texts.insert(-1, DASH if rate is None else formats.number(rate))
+    return [formats.kind_name(row.dtype), *texts]
 
 
 def show(console: Console, ladder: Ladder) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from minidist.benchmarks.harness import columns
+from minidist.benchmarks.harness import formats
 from minidist.benchmarks.report import roofline_figure
 from minidist.benchmarks.report.figure_style import MUTED, shares, svg
 from minidist.benchmarks.report.ladder import NOTHING, Ladder, Row
@@ -18,7 +18,7 @@ def bars(ladder: Ladder, page_name: str) -> Plot:
     for row in ladder.rows:
         size = max((size for size in row.entries if size <= common), default=max(row.entries, default=0))
         percent = row.percent(size)
-        text = NOTHING if percent is None else f"{columns.number(percent)}%"
+        text = NOTHING if percent is None else f"{formats.number(percent)}%"
         rows.append((row.name, percent, text if size in (0, common) else f"{text}, n = {size}", _color(row)))
     drawn, told = shares(rows, "share of torch.matmul's speed, percent")
     return Plot(
@@ -34,8 +34,8 @@ def roofline(ladder: Ladder, page_name: str) -> Plot | None:
     if not rows:
         return None
     told = "; ".join(
-        f"{row.name} {columns.number(row.largest('gflops') or 0.0)} of "
-        f"{columns.number(row.largest('peak_gflops') or 0.0)}"
+        f"{row.name} {formats.number(row.largest('gflops') or 0.0)} of "
+        f"{formats.number(row.largest('peak_gflops') or 0.0)}"
         for row in rows
     )
     return roofline_figure.roofline(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from minidist.benchmarks.harness import columns
+from minidist.benchmarks.harness import columns, formats
 from minidist.benchmarks.harness.columns import Entry
 from minidist.benchmarks.report.figure_style import BAD, GOOD, shares, svg
 from minidist.benchmarks.report.plots import Plot
@@ -27,7 +27,7 @@ def bars(entries: Sequence[Entry], page_name: str) -> Plot | None:
         if par and cost != par:
             percent = 100 * cost / par
             name = columns.label(entry).partition(":")[0]
-            rows.append((name, percent, f"{columns.number(percent)}%", GOOD if cost <= par else BAD))
+            rows.append((name, percent, f"{formats.number(percent)}%", GOOD if cost <= par else BAD))
     if not rows:
         return None
     drawn, told = shares(rows, "cost as a share of par, percent")

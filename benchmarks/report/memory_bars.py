@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from minidist.benchmarks.harness import columns
+from minidist.benchmarks.harness import columns, formats
 from minidist.benchmarks.harness.columns import Entry
 from minidist.benchmarks.report.figure_style import CARD, INK, MUTED, after, color, figure, legend, svg
 from minidist.benchmarks.report.plots import Plot
@@ -39,15 +39,15 @@ def bars(
                     row + 0.08, length, left=start, height=0.5, color=shade, edgecolor=CARD, linewidth=0.8
                 )
                 if length * scale > LEAST * most:
-                    text = columns.number(length)
+                    text = formats.number(length)
                     axes.text(
                         start + length / 2, row + 0.08, text, ha="center", va="center", fontsize=8, color=CARD
                     )
                 start += length
         over = limit is not None and whole > limit
-        after(axes, start, row + 0.08, f"{columns.size(whole)}{', too much' if over else ''}")
-        several = ", ".join(f"{part} {columns.size(parts[part])}" for part in PARTS if parts.get(part))
-        told.append(f"{name} {columns.size(whole)} ({several})")
+        after(axes, start, row + 0.08, f"{formats.size(whole)}{', too much' if over else ''}")
+        several = ", ".join(f"{part} {formats.size(parts[part])}" for part in PARTS if parts.get(part))
+        told.append(f"{name} {formats.size(whole)} ({several})")
     if limit is not None:
         axes.axvline(limit / scale, color=INK, linewidth=1.2, linestyle="--")
     axes.set_xlim(0, most / scale * 1.32)
@@ -56,7 +56,7 @@ def bars(
     axes.set_xlabel(f"{unit} on the fullest rank")
     used = {shade: part for part, shade in PARTS.items() if any(parts.get(part) for _, parts in rows)}
     legend(drawn, used)
-    line = f" with a line at {columns.size(limit)}" if limit else ""
+    line = f" with a line at {formats.size(limit)}" if limit else ""
     return Plot(svg(drawn, page_name), f"Stacked bars of memory{line}: {'; '.join(told)}.", caption)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from minidist.benchmarks.harness import columns, machine, results
+from minidist.benchmarks.harness import formats, machine, results
 from minidist.benchmarks.harness.columns import Entry
 from minidist.benchmarks.report import (
     chapters,
@@ -207,11 +207,11 @@ def _fit(fitted: dict[str, Any]) -> str:
         if not isinstance(number, (int, float)):
             continue
         if name == "beta" and number > 0:
-            words.append(f"beta {columns.seconds(number)} per byte ({columns.number(1e-9 / number)} GB/s)")
+            words.append(f"beta {formats.seconds(number)} per byte ({formats.number(1e-9 / number)} GB/s)")
         elif name in A_BYTE:
-            words.append(f"{name} {columns.seconds(number)} per byte")
+            words.append(f"{name} {formats.seconds(number)} per byte")
         else:
-            words.append(f"{name} {columns.seconds(number)}")
+            words.append(f"{name} {formats.seconds(number)}")
     return ", ".join(words)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from minidist.benchmarks.harness import columns
+from minidist.benchmarks.harness import formats
 from minidist.benchmarks.report import answer, memory_bars
 from minidist.benchmarks.report.answer import Choice, Question
 from minidist.benchmarks.report.chapters import CHAPTERS
@@ -127,11 +127,11 @@ def _choices(question: Question, found: Sequence[Choice], chosen: Choice | None)
     for choice in found:
         fits = Cell("yes", "good") if choice.fits else Cell("no", "bad")
         cells = [
-            Cell(columns.size(choice.memory.peak), "right"),
+            Cell(formats.size(choice.memory.peak), "right"),
             fits,
             Cell(f"{choice.recomputed:,}" if choice.fits else "–", "right"),
             Cell(f"{choice.kept:,}" if choice.kept else "–", "right"),
-            Cell(columns.size(choice.sent), "right"),
+            Cell(formats.size(choice.sent), "right"),
             Cell(f"{100 * choice.idle:.0f}%", "right"),
         ]
         rows.append(Row(choice.name, cells, kind="chosen" if choice is chosen else ""))

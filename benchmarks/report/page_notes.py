@@ -10,7 +10,7 @@ from __future__ import annotations
 from html import escape
 from typing import Any
 
-from minidist.benchmarks.harness import columns
+from minidist.benchmarks.harness import columns, formats
 from minidist.benchmarks.harness.columns import Column, Entry
 from minidist.benchmarks.harness.results import Results
 from minidist.benchmarks.report.page_html import identifier
@@ -113,7 +113,7 @@ def how(entry: Entry, found: Results, slug: str, index: int) -> str:
         middle = f"{extra['over_yardstick_q1']:.3g} to {extra['over_yardstick_q3']:.3g}"
         parts.append(
             f"Also in turns with {extra['yardstick']} in one process, median "
-            f"{columns.seconds(extra['yardstick_median'])}; middle half of the rounds' ratios {middle}."
+            f"{formats.seconds(extra['yardstick_median'])}; middle half of the rounds' ratios {middle}."
         )
     if "memory_source" in extra:
         parts.append(f"Memory: {extra['memory_source']}.")
@@ -138,14 +138,14 @@ def command(entry: Entry, mode: str) -> str:
 
 
 def _spread(stats: dict[str, Any]) -> str:
-    median, rounds = columns.seconds(stats["median"]), stats["rounds"]
+    median, rounds = formats.seconds(stats["median"]), stats["rounds"]
     if rounds < 2:
         return f"{median} in a single round, which has no spread."
     text = f"Median {median} of {rounds} rounds"
     if {"q1", "q3"} <= stats.keys():
-        text += f", their middle half {columns.seconds(stats['q1'])} to {columns.seconds(stats['q3'])}"
+        text += f", their middle half {formats.seconds(stats['q1'])} to {formats.seconds(stats['q3'])}"
     if {"min", "max"} <= stats.keys():
-        text += f", all {columns.seconds(stats['min'])} to {columns.seconds(stats['max'])}"
+        text += f", all {formats.seconds(stats['min'])} to {formats.seconds(stats['max'])}"
     return f"{text}."
 
 
@@ -154,6 +154,6 @@ def _peer(entry: Entry) -> str:
     pairs = f"{extra['pair_ratio_q1']:.3g} to {extra['pair_ratio_q3']:.3g}"
     verdict = f"; {UNDECIDED}" if columns.undecided(entry) else ""
     return (
-        f"In turns with {extra['peer']}, median {columns.seconds(extra['peer_median'])}; middle half of the "
+        f"In turns with {extra['peer']}, median {formats.seconds(extra['peer_median'])}; middle half of the "
         f"pairs' ratios {pairs}{verdict}."
     )

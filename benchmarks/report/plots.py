@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from minidist.benchmarks.harness import columns
+from minidist.benchmarks.harness import columns, formats
 from minidist.benchmarks.harness.columns import Entry
 from minidist.benchmarks.report.figure_style import (
     BAD,
@@ -92,9 +92,9 @@ def _curves(section: Section, entries: list[Entry], page_name: str) -> Plot:
     axes.set_ylabel("GFLOP/s")
     _name_ends(axes, ends)
     best = "; ".join(
-        f"{name} reaches {columns.number(max(rate for _, rate in points))}" for name, points in lines.items()
+        f"{name} reaches {formats.number(max(rate for _, rate in points))}" for name, points in lines.items()
     )
-    reached = f", {section.peer or 'the peer'} {columns.number(max(peer.values()))}" if peer else ""
+    reached = f", {section.peer or 'the peer'} {formats.number(max(peer.values()))}" if peer else ""
     return Plot(
         svg(drawn, page_name),
         f"Curves of GFLOP/s over the size of the matrices. {best}{reached}.",
@@ -119,10 +119,10 @@ def _predictions(entries: list[Entry], page_name: str) -> Plot:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     ticks = sorted({entry["extra_info"]["bytes"] for entry in entries})
-    axes.set_xticks(ticks[::2], [columns.binary_size(size) for size in ticks[::2]])
+    axes.set_xticks(ticks[::2], [formats.binary_size(size) for size in ticks[::2]])
     axes.minorticks_off()
     axes.set_yticks(_ticks(*axes.get_ylim()))
-    axes.yaxis.set_major_formatter(lambda value, _: columns.seconds(value))
+    axes.yaxis.set_major_formatter(lambda value, _: formats.seconds(value))
     low, high = axes.get_xlim()
     axes.set_xlim(low, high * (high / low) ** 0.3)  # room for the names
     axes.set_xlabel("bytes of the tensor")
@@ -197,9 +197,9 @@ def _pairs(entries: list[Entry], page_name: str) -> Plot:
             (0.27, peer, PEER, extra["peer"]),
         ):
             axes.barh(row + offset, value * scale, height=0.28, color=shade)
-            after(axes, value * scale, row + offset, f"{columns.seconds(value)}, {name}")
+            after(axes, value * scale, row + offset, f"{formats.seconds(value)}, {name}")
         told.append(
-            f"{columns.label(entry)} {columns.seconds(ours)}, {extra['peer']} {columns.seconds(peer)}"
+            f"{columns.label(entry)} {formats.seconds(ours)}, {extra['peer']} {formats.seconds(peer)}"
         )
     axes.set_xlim(0, axes.get_xlim()[1] * 1.5)  # room for the words after the bars
     axes.set_ylim(len(entries) - 0.45, -0.6)
@@ -218,7 +218,7 @@ def _shares(section: Section, entries: list[Entry], page_name: str) -> Plot:
     rows = []
     for entry in entries:
         percent, index = entry["extra_info"]["percent_of_peer"], kinds.index(entry["extra_info"].get("dtype"))
-        rows.append((columns.label(entry), percent, f"{columns.number(percent)}%", color(index)))
+        rows.append((columns.label(entry), percent, f"{formats.number(percent)}%", color(index)))
     peer = section.peer or "the peer"
     drawn, told = shares(rows, f"share of {peer}'s speed, percent")
     return Plot(

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from minidist.benchmarks.harness import columns
+from minidist.benchmarks.harness import formats
 from minidist.benchmarks.report.figure_style import GRID, MUTED, apart, color, figure, svg
 from minidist.benchmarks.report.plots import Plot
 
@@ -68,10 +68,10 @@ def roofline(
     for kind, peak in peaks.items():
         start = peak / slope if slope else left
         axes.plot([start, right], [peak, peak], color=color_of(kind), linewidth=1.5)
-        ends.append((right, peak, f"{columns.kind_name(kind)} peak {columns.number(peak)}", color_of(kind)))
+        ends.append((right, peak, f"{formats.kind_name(kind)} peak {formats.number(peak)}", color_of(kind)))
     if slope:
         axes.plot([left, highest / slope], [left * slope, highest], color=MUTED, linewidth=1.5)
-        words = f"{columns.number(slope)} GB/s"
+        words = f"{formats.number(slope)} GB/s"
         axes.text(0.7 * highest / slope, highest, words, ha="right", fontsize=9, color=MUTED)
     for line in lines:
         xs, ys = zip(*line.points, strict=True)

@@ -11,7 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from minidist.benchmarks.harness import columns, machine, results
+from minidist.benchmarks.harness import columns, formats, machine, results
 from minidist.benchmarks.harness.columns import Entry
 from minidist.benchmarks.harness.results import Results
 from minidist.benchmarks.report import answer, report, verdicts
@@ -25,10 +25,10 @@ COMPARED = ("time", "spread", "sent per step", "peer", "peer's time", "ratio of 
 def _cells(choice: Choice) -> list[str]:
     return [
         choice.name,
-        columns.size(choice.memory.peak),
+        formats.size(choice.memory.peak),
         "yes" if choice.fits else "no",
         f"{choice.recomputed:,} rows" if choice.fits else "–",
-        columns.size(choice.sent),
+        formats.size(choice.sent),
     ]
 
 

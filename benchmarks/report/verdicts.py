@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from minidist.benchmarks.harness import columns
+from minidist.benchmarks.harness import columns, formats
 from minidist.benchmarks.harness.columns import Entry
 
 UNDECIDED = "no difference beyond the spread"
@@ -86,4 +86,4 @@ def told(entry: Entry) -> str:
     middle = f"({extra['pair_ratio_q1']:.2f}–{extra['pair_ratio_q3']:.2f})"
     if columns.undecided(entry):
         return f"{UNDECIDED} {middle}"
-    return f"{columns.times(extra['ratio'])} {middle} times the time of {extra['peer']}"
+    return f"{formats.times(extra['ratio'])} {middle} times the time of {extra['peer']}"

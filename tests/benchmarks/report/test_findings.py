@@ -4,7 +4,7 @@ import copy
 
 import pytest
 
-from minidist.benchmarks.harness import columns, results
+from minidist.benchmarks.harness import formats, results
 from minidist.benchmarks.report import chapters, findings, verdicts
 from minidist.benchmarks.report.finding import Number
 from tests.helpers import measured
@@ -43,16 +43,16 @@ def written(entry):
     """Every way in which a finding may write a figure of a result."""
     extra, stats = entry["extra_info"], entry["stats"]
     numbers = [value for value in extra.values() if isinstance(value, (int, float))]
-    yield columns.seconds(stats["median"])
+    yield formats.seconds(stats["median"])
     if "memory" in extra:
-        yield columns.size(sum(extra["memory"].values()))
+        yield formats.size(sum(extra["memory"].values()))
     if "efficiency" in extra:
         yield f"{extra['efficiency'] * extra['size']:.2f} times"
     if "bubble" in extra:
         yield f"{100 * extra['bubble']['measured']:.1f}%"
     for value in numbers:
-        yield from (columns.times(value), f"{columns.number(value)}%", f"{columns.number(value)} GFLOP/s")
-        yield columns.size(value)
+        yield from (formats.times(value), f"{formats.number(value)}%", f"{formats.number(value)} GFLOP/s")
+        yield formats.size(value)
 
 
 def test_strategies_are_counted_and_the_ends_named():

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from minidist.benchmarks.harness import columns, results
+from minidist.benchmarks.harness import columns, formats, results
 from minidist.benchmarks.report import (
     chapters,
     gantt,
@@ -62,7 +62,7 @@ def test_every_note_says_how_and_where(html):
         for words in (
             f"<code>{slug}.json</code>, <code>benchmarks[{index}]</code>: <code>{entry['fullname']}</code>",
             f"of {entry['stats']['rounds']} rounds",
-            columns.seconds(entry["stats"]["min"]),
+            formats.seconds(entry["stats"]["min"]),
             f"{MACHINES[slug]['runs'][entry['run']]['mode'].capitalize()} run of 2025-0",
             f"minidist bench {entry['suite'].removeprefix('bench_')}",
         ):

@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 import pytest
 from rich.console import Console
 
-from minidist.benchmarks.harness import columns, results
+from minidist.benchmarks.harness import formats, results
 from minidist.benchmarks.report import page, plots, report
 from tests.helpers import measured
 
@@ -109,7 +109,7 @@ def printed(found, width):
     ],
 )
 def test_seconds(value, text):
-    assert columns.seconds(value) == text
+    assert formats.seconds(value) == text
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_seconds(value, text):
     ],
 )
 def test_size(value, text):
-    assert columns.size(value) == text
+    assert formats.size(value) == text
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_size(value, text):
     ],
 )
 def test_number(value, text):
-    assert columns.number(value) == text
+    assert formats.number(value) == text
 
 
 def test_sections_follow_suites_and_groups():
