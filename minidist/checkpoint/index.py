@@ -54,7 +54,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Index:
-    """What a checkpoint holds."""
+    """A checkpoint's contents."""
 
     path: Path
     files: Mapping[str, tuple[int, int]]  # each file's length and CRC-32

@@ -42,7 +42,7 @@ from minidist.parallel.flat.ranges import narrowed
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a checkpoint held besides the engine's state."""
+    """The contents of a loaded checkpoint besides the engine's state."""
 
     path: Path
     step: int  # steps done when it was saved, and so the next step of the sampler

@@ -1,4 +1,4 @@
-"""What a rank contributes to a checkpoint: chunks of tensors, and settings.
+"""A rank's contribution to a checkpoint: chunks of tensors, and settings.
 
 The strategy gives the chunks of the training state. A rank adds two of its own. One is its random states. The
 others are its buffers, because training changes some of them, such as a BatchNorm's statistics, on each rank

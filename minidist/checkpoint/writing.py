@@ -50,7 +50,7 @@ class HeldBox:
 
 @dataclass(frozen=True)
 class RankContents:
-    """What one rank could write."""
+    """The contents that one rank could write."""
 
     boxes: list[HeldBox]
     own: dict[str, tuple[str, int]]  # its own buffers, as in `CheckpointState`
@@ -59,7 +59,7 @@ class RankContents:
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """What one rank has written."""
+    """The file that one rank has written."""
 
     starts: dict[BoxKey, int]  # each box's first byte
     size: int

@@ -1,4 +1,4 @@
-"""What this machine has for parallel training, what each missing part costs, and how to install it.
+"""Show what this machine has for parallel training, what each missing part costs, and how to install it.
 
 `minidist doctor` prints the table. Nothing here needs a GPU or a network, and nothing can hang: foreign code
 (torch, CUDA's libraries) is loaded in another process with a time limit.

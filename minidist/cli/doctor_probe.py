@@ -1,4 +1,4 @@
-"""What `minidist doctor` looks up in another process, since it loads foreign code that may fail or hang.
+"""Look up facts for `minidist doctor` in another process: the foreign code that is loaded may fail or hang.
 
 It prints one JSON object. Each item is looked up separately, so that no failure hides another.
 """
@@ -38,7 +38,7 @@ def probe(program: str | None = None, timeout: float = PROBE_TIMEOUT) -> dict[st
 
 
 def attempt(find: Callable[[], object]) -> object:
-    """What `find` returns, or {"error": ...} if it fails."""
+    """Return the result of `find`, or {"error": ...} if it fails."""
     try:
         return find()
     except Exception as error:

@@ -1,4 +1,4 @@
-"""What commands print: results on stdout, errors as one line on stderr; and the options --profile here."""
+"""Print results on stdout and errors as one line on stderr; and the option `--profile here`."""
 
 from __future__ import annotations
 

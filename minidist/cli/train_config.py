@@ -36,7 +36,7 @@ HIDDEN = 128
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """What to train, on what, and how; making one raises ValueError for what is unknown or does not fit."""
+    """The settings of a run; making one raises ValueError for what is unknown or does not fit."""
 
     data: str = "digits"  # or "bytes"
     model: str | None = None  # "mlp" for digits; a GPT's name for bytes; None for the data's default
@@ -103,7 +103,7 @@ class TrainConfig:
 
     @property
     def description(self) -> dict[str, str | int | float | None]:
-        """What the losses depend on besides the ranks; equal in all runs that continue each other."""
+        """Settings, besides the ranks, that change the losses; equal in all runs that continue each other."""
         names = ("data", "batch", "learning_rate", "optimizer", "rung", "dtype", "seed", "clip_norm")
         described = {name: getattr(self, name) for name in names}
         return {"model": self.model_name, "precision": self.layout.precision, **described}

@@ -1,4 +1,4 @@
-"""What is trained, and on what: data sets, the sampler that deals rows to ranks, models and their loss.
+"""Models and their loss, data sets, and the sampler that deals rows to ranks.
 
 | File | Holds |
 |---|---|

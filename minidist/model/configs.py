@@ -20,7 +20,7 @@ from minidist._names import unknown
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerConfig(ABC):
-    """What GPT and BERT share: embeddings, then blocks of attention and an MLP four times as wide.
+    """The sizes that GPT and BERT share: embeddings, then blocks of attention and an MLP four times as wide.
 
     Raises TypeError or ValueError for a size that is not a positive integer, ValueError if heads do not
     divide width.

@@ -1,4 +1,4 @@
-"""What training costs at any scale, predicted before anything is built; and where a real step's time goes.
+"""Predict the cost of training at any scale, before anything is built; and show where a step's time goes.
 
 Each folder's `__init__.py` lists its files. A folder imports only from those above it in the table.
 

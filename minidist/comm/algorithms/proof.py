@@ -154,7 +154,7 @@ class _Rank:
                 buffer[message.start : message.stop] = data
 
     def waits_for(self) -> str:
-        """What this rank waits for, in words."""
+        """Say in words what this rank waits for."""
         reasons = [f"for rank {message.peer} to take a message" for message, _ in self.offered]
         if (message := self.expected()) is not None:
             reasons.append(f"for a message from rank {message.peer}")
@@ -206,7 +206,7 @@ def _check_result(schedule: CollectiveSchedule, buffers: list[Contents]) -> None
 
 
 def _wanted(schedule: CollectiveSchedule, rank: int) -> Contents:
-    """What `rank` should end with; one row if it is the same for all elements."""
+    """Return what `rank` should end with; one row if it is the same for all elements."""
     n = schedule.ranks
     contribution: Contents = np.eye(n + 1, dtype=np.int64)
     if schedule.operation == "all_to_all":

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Link:
-    """What messages between ranks cost."""
+    """The cost of messages between ranks."""
 
     alpha: float  # seconds of a message of any size
     beta: float  # further seconds for each byte
@@ -19,7 +19,7 @@ class Link:
 
 @dataclass(frozen=True)
 class SharedMemoryCost:
-    """What collectives in shared memory cost, with all ranks of a host at work."""
+    """The cost of collectives in shared memory, with all ranks of a host at work."""
 
     meet: float  # seconds of a barrier
     put: float  # seconds to copy in a byte

@@ -26,7 +26,7 @@ SEGMENT = 2**18
 
 
 class Terms(NamedTuple):
-    """What an algorithm does, in messages and bytes."""
+    """An algorithm's messages and bytes."""
 
     rounds: float  # messages, one after the other
     sent: float  # bytes that the busiest rank passes on in them

@@ -1,4 +1,4 @@
-"""What runs in a rank: join the world, then run the functions that the caller sends.
+"""A rank's process: join the world, then run the functions that the caller sends.
 
 The caller's first message is a `Setup`; each later one is a pickled call. The rank sends tuples back:
 ("print", stream, text), ("ready",), ("returned", pickled value) or ("raised", Raised).
@@ -31,7 +31,7 @@ LONGEST_LINE = 2**16
 
 @dataclass(frozen=True)
 class Setup:
-    """What a rank needs before it can run anything."""
+    """The settings that a rank needs before it can run anything."""
 
     rank: int
     ranks: int

@@ -36,7 +36,7 @@ class Failed(RuntimeError):
 
 @dataclass(frozen=True)
 class Header:
-    """What a rank is about to do."""
+    """A rank's announcement of what it is about to do."""
 
     segment: int  # number of the segment with its tensor; 0 if that is not in shared memory
     offset: int  # bytes before the tensor there

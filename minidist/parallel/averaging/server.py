@@ -24,7 +24,7 @@ from minidist.parallel.averaging.staleness import Updates
 
 
 class Ask(IntEnum):
-    """What a worker asks for. A request is two integers, this and the rows of a push: 16 bytes."""
+    """The kind of a worker's request, which is two integers, this and the rows of a push: 16 bytes."""
 
     PULL = 0
     PUSH = 1

@@ -48,7 +48,7 @@ def join(parts: Sequence[Tensor], dim: int) -> Tensor:
 
 
 class Sight(NamedTuple):
-    """What the queries of one rank see of another rank's keys: a rectangle, or the lower triangle."""
+    """The part of another rank's keys that one rank's queries see: a rectangle, or the lower triangle."""
 
     first_query: int  # the rank's queries before this one see nothing
     keys: int  # how many of the owner's keys are seen, from the first on

@@ -1,4 +1,4 @@
-"""What a caller gives an engine: its functions and batches; and evaluation mode for a while."""
+"""An engine's arguments, its functions and batches; and evaluation mode for a while."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from minidist._names import unknown
 
 @dataclass(frozen=True)
 class ScheduleKind:
-    """What is true of a schedule. Called with ranks, micro-batches and chunks, it makes the instructions."""
+    """The properties of a schedule. A call with ranks, micro-batches and chunks makes the instructions."""
 
     title: str  # in reports
     made_by: str  # "module:function", from ranks, micro-batches and chunks to instruction lists

@@ -67,7 +67,7 @@ def _alike(a: RankCopies, b: RankCopies) -> tuple[RankCopies, RankCopies]:
 
 
 def _forms(copies: RankCopies, other: RankCopies) -> Iterator[RankCopies]:
-    """What the copies may be: copies, or parts; a single one may stand for several equal parts."""
+    """Yield what the copies may be: copies, or parts; a single one may stand for several equal parts."""
     yield copies
     shapes = {x.shape[:-1] for x in (*copies, *other)}
     if copies[0].dim() < 2 or len(shapes) > 1:

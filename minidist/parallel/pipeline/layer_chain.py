@@ -80,7 +80,7 @@ def _layers_of(model: nn.Module, reason: str = "") -> nn.ModuleList | nn.Sequent
 
 
 def _problem(model: nn.Module, layers: Sequence[nn.Module]) -> str:
-    """What breaks the chain, in words; empty if nothing does."""
+    """Say in words where the chain breaks; empty if it does not."""
     begin = _Passed("the model's input")
     chain: list[_Passed] = [begin]
 

@@ -40,7 +40,7 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a simulated schedule takes.
+    """The passes of a simulated schedule, the time that ranks wait, and the activations that they hold.
 
     A pass of a micro-batch through a chunk is live from the beginning of its forward pass to the end of its
     backward pass, weights included.

@@ -26,7 +26,7 @@ TAIL_DTYPES = (torch.float32, torch.float64)
 
 
 class GradientAssignment(ABC):
-    """What a `Reducer` knows of a round: the buckets' reductions, and which gradients each waits for."""
+    """A `Reducer`'s view of a round: the buckets' reductions, and which gradients each waits for."""
 
     reductions: Sequence[Reduction]  # of the buckets, in the order in which they are sent
     bucket_of: list[int]  # for each parameter the number of the bucket that waits for it; -1 for none

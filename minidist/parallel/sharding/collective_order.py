@@ -26,7 +26,7 @@ UnitCollective = tuple[Literal["gather", "reduce"], Unit]
 
 @dataclass(frozen=True)
 class CollectiveOrder:
-    """What a forward and a backward pass send."""
+    """The order of the collectives in a forward and a backward pass."""
 
     forward: Sequence[Unit]  # in the order in which they are gathered
     calls: Sequence[int]  # for each unit's number, how often a forward pass calls it

@@ -145,7 +145,7 @@ class DataParallel(nn.Module):
         self._attach()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module returns for this rank's share of the batch."""
+        """Return the module's outputs for this rank's share of the batch."""
         self.ready()
         return self.module(*args, **kwargs)
 

@@ -54,7 +54,7 @@ class Replicated(Strategy):
         self._own = (0.0, 0.0)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """What the module returns."""
+        """Return the module's outputs."""
         outputs: Tensor = self.parallel(inputs)
         return outputs
 

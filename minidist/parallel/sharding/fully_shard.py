@@ -134,7 +134,7 @@ class FullyShard(nn.Module):
         )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module returns for this rank's share of the batch. Every rank takes part."""
+        """Return the module's outputs for this rank's share of the batch. Every rank takes part."""
         try:
             return self.module(*args, **kwargs)
         except BaseException:

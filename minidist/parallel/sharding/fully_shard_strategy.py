@@ -46,7 +46,7 @@ class FullySharded(Strategy):
         self._own: tuple[float, float | Tensor] = (0.0, 0.0)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """What the module returns. A collective."""
+        """Return the module's outputs. A collective."""
         outputs: Tensor = self.parallel(inputs)
         return outputs
 

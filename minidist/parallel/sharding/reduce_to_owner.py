@@ -34,7 +34,7 @@ TOTALS = 3
 TRANSIENT = 2
 """Buckets that have memory at a time: one is filled while the one before it is sent."""
 GradientResidency = Literal["own", "buckets", "shares"]
-"""What a rank keeps of the gradients after a round; see the table above."""
+"""The gradients that a rank keeps after a round; see the table above."""
 
 
 @dataclass(eq=False)

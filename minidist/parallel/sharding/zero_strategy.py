@@ -66,7 +66,7 @@ class ShardedState(Strategy):
         self.partition.overlap = self.partition.reducer.overlap = options.get("overlap", True)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """What the module returns for this rank's rows."""
+        """Return the module's outputs for this rank's rows."""
         self.ready()
         outputs: Tensor = self.model(inputs)
         return outputs

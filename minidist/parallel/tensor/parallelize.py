@@ -58,7 +58,7 @@ from minidist.parallel.tensor.vocabulary import VocabParallelEmbedding
 from minidist.parallel.training.random_state import share_random_state
 
 _WRAPPERS = {"sequence": on_own_tokens, "split": split_after}
-"""What wraps a module under sequence parallelism."""
+"""The wrapper of a module under sequence parallelism."""
 
 
 def parallelize(

@@ -1,4 +1,4 @@
-"""What changes a training step whatever the strategy is: number formats, clipping, memory, random numbers.
+"""Parts of a training step for every strategy: number formats, clipping, memory, random numbers.
 
 To add an activation checkpoint policy, start at recompute.py: its docstring says where a policy goes.
 

@@ -49,7 +49,7 @@ class LossScale:
 
 
 class Precision:
-    """What an engine does for the layout's precision: "fp32" (converts nothing), "bf16" or "fp16"."""
+    """The engine's conversions for the layout's precision: "fp32" (converts nothing), "bf16" or "fp16"."""
 
     def __init__(self, name: str, loss_scale: LossScale | None = None) -> None:
         if loss_scale is not None and name != "fp16":

@@ -32,10 +32,10 @@ WAYS = ("torch", "shared_memory")
 
 
 class Peers:
-    """What the other ranks send, where that differs from what this rank sends."""
+    """The other ranks' messages, where they differ from this rank's."""
 
     def gathered(self, own: Tensor, ranks: tuple[int, ...]) -> list[Tensor]:
-        """What each rank of a group gives to an all-gather, if this rank gives `own`."""
+        """Return what each rank of a group gives to an all-gather, if this rank gives `own`."""
         return [own] * len(ranks)
 
     def message(self, into: Tensor, source: int) -> Tensor | None:

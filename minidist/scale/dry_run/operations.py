@@ -1,4 +1,4 @@
-"""What torch's schema says about an operation, and its arguments as a cache key or as fake tensors."""
+"""An operation by torch's schema, and its arguments as a cache key or as fake tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the other ranks of a layout would send: their numbers of tokens and the shapes of their activations.
+"""The other ranks of a layout, as a dry run sees them: numbers of tokens and shapes of activations.
 
 In a dry run all ranks are taken to be alike, except for these two, which follow from the layout.
 """

@@ -51,7 +51,7 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
 
 @dataclass(frozen=True)
 class DryRun:
-    """What one rank of a layout would send and hold."""
+    """The messages and the memory of one rank of a layout, by a dry run."""
 
     model: str  # name, or shape
     config: TransformerConfig

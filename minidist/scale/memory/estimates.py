@@ -26,7 +26,7 @@ Moment = tuple[tuple[int, ...], int]
 """How many micro-batches of each kind are live on a stage, and which kind computes. A kind is a chunk of the
 model and whether the micro-batch has an additional row; those with the row come first."""
 AXES = ("pp", "dp", "cp", "tp")
-"""Of the mesh, from the outermost to the innermost: how ranks are numbered."""
+"""The mesh's axes, from the outermost to the innermost, in which ranks are numbered."""
 
 
 @dataclass(frozen=True)

@@ -95,21 +95,21 @@ class Saved:
         return outside + inside + (3 if self.dropout else 1) * self.wide * heads * self.tokens
 
     def embedding(self) -> int:
-        """What the first layer saves, without the tokens, which the caller holds. BERT's has a norm."""
+        """Bytes that the first layer saves, without the tokens, which the caller holds. BERT's has a norm."""
         ids = 8 * self.tokens + (9 * self.rows * self.tokens if self.part.tp > 1 else 0)
         if not isinstance(self.config, GPTConfig):
             return ids + self.stream + self.statistics
         return ids + (self.stream if self.dropout else 0)
 
     def head(self) -> int:
-        """What the last layer saves. BERT's pooler reads one token per row and keeps the whole stream."""
+        """Bytes that the last layer saves. BERT's pooler reads a token per row and keeps the whole stream."""
         if not self.config.generates:
             return self.stream + self.stream // self.tokens
         mapped = 0 if isinstance(self.config, GPTConfig) else 2 * self.stream
         return 2 * self.stream + self.statistics + mapped
 
     def loss(self) -> int:
-        """What the loss saves."""
+        """Bytes that the loss saves."""
         rest = self.rows * self.tokens if self.part.tp > 1 else self.wide
         return self.logits + 8 * self.rows * self.tokens + rest if self.logits else 0
 

@@ -72,7 +72,7 @@ def held(
     optimizer: str,
     part: parameter_sizes.ModelPart = parameter_sizes.ALONE,
 ) -> States:
-    """What minidist's strategies hold on a rank with one `part` of the model.
+    """Return the states that minidist's strategies hold on a rank with one `part` of the model.
 
     `ranks` counts those that share gradients and, from stage `zero` = 1 on, states: dp times cp.
     """

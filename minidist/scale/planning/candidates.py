@@ -33,7 +33,7 @@ A_STAGE = 8
 
 @dataclass(frozen=True)
 class Question:
-    """What to plan for."""
+    """The model, machine and limits to plan for."""
 
     name: str  # of the model
     shape: TransformerConfig

@@ -1,4 +1,4 @@
-"""What each rank of a machine times while all ranks work: passes, updates and links.
+"""Time passes, updates and links on each rank of a machine while all ranks work.
 
 A rank with one thread is timed by the process clock, which stops while another program has the core. If there
 are more ranks than cores, they take turns, so its times are multiplied by the ranks per core. A rank with

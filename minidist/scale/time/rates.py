@@ -1,4 +1,4 @@
-"""What describes a machine: published figures, one rank's rates, and ranks that share cores."""
+"""The description of a machine: published figures, one rank's rates, and ranks that share cores."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ def _micro_batches(count: int) -> str:
 def assumptions(
     shape: TransformerConfig, layout: Layout, batch: tuple[int, int], hardware: Hardware, optimizer: str
 ) -> list[str]:
-    """What a prediction assumes, as sentences."""
+    """Return the assumptions of a prediction, as sentences."""
     precision, rows = layout.precision, -(-batch[0] // layout.dp)
     rates = hardware.crowd(min(layout.ranks, hardware.ranks_per_host)).rates
     rate = rates.flops[precision]

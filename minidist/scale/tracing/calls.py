@@ -99,7 +99,7 @@ def _wait(call: Call, begun: float, ended: float, args: dict[str, Any]) -> Slice
 
 
 def _described(call: Call) -> dict[str, Any]:
-    """What the ledger knows about a call."""
+    """Return the ledger's facts about a call."""
     found: dict[str, Any] = {
         "algorithm": call.algorithm,
         "dtype": call.dtype,

@@ -50,7 +50,7 @@ _open: list[Tracer] = []
 
 
 class Trace(AllRanks):
-    """What all ranks did, in rank 0's time: `save` it for Perfetto, `plot` it, or print its `table`."""
+    """The record of all ranks, in rank 0's time: `save` it for Perfetto, `plot` it, or print its `table`."""
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write it, atomically, as a Chrome trace, which Perfetto opens.
