@@ -1,0 +1,360 @@
+"""The rungs that share rows: equal to one process, bytes as their formulas say, and the point of each."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import re
+import time
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+import minidist as md
+from minidist import comm
+from minidist.plain import one_process
+from minidist.plain.gpt import Batch, MakeOptimizer, gpt, loss_of
+
+Clusters = Callable[[int], md.Cluster]
+ADAMW = partial(torch.optim.AdamW, lr=1e-2)
+SGD = partial(torch.optim.SGD, lr=0.1)
+STEPS, ROWS = 4, 10  # 4 ranks, or 3 workers, do not divide the rows
+SHARDED = ("data parallel", "ZeRO 1", "ZeRO 2", "ZeRO 3")
+SAME: list[tuple[str, dict[str, Any]]] = [
+    ("data_parallel", {}),
+    ("buckets", {}),
+    ("overlap", {}),
+    *(("sharded", {"row": row}) for row in SHARDED),
+]
+
+
+def draw_batches(steps: int = STEPS, rows: int = ROWS) -> list[Batch]:
+    generator = torch.Generator().manual_seed(1)
+    tokens = [torch.randint(64, (rows, 13), generator=generator) for _ in range(steps)]
+    return [(t[:, :-1], t[:, 1:]) for t in tokens]
+
+
+def module_of(rung: str, old: str = "", new: str = "") -> types.ModuleType:
+    """A rung; with `old`, a copy in which it is replaced by `new`."""
+    module = importlib.import_module(f"minidist.plain.{rung}")
+    if not old:
+        return module
+    source, copy = inspect.getsource(module), types.ModuleType(rung)
+    assert source.count(old) == 1, f"{old!r} is {source.count(old)} times in {rung}"
+    exec(source.replace(old, new), copy.__dict__)
+    return copy
+
+
+@dataclass
+class Trained:
+    """What a rank has after training, and what it sent before the losses: (name, bytes) of each call."""
+
+    losses: list[float]
+    parameters: list[Tensor]
+    calls: list[tuple[str, int]]
+
+
+def train(
+    rung: str,
+    options: dict[str, Any],
+    batches: list[Batch],
+    make: MakeOptimizer = ADAMW,
+    mistake: tuple[str, str] = ("", ""),
+) -> Trained:
+    """Train on this rank. Ranks start from different seeds, so a missing broadcast shows."""
+    model = gpt(seed=comm.rank()).double()
+    with comm.ledger() as ledger:
+        losses = module_of(rung, *mistake).train(model, batches, make, **options)
+    calls = [(call.name, call.bytes_sent) for call in ledger.calls[:-1]]
+    return Trained(losses, [p.detach().clone() for p in model.parameters()], calls)
+
+
+def compare(trained: list[Trained], losses: list[float], parameters: list[Tensor]) -> None:
+    """Fail where any rank's losses or parameters differ by more than sums in another order may."""
+    for one in trained:
+        torch.testing.assert_close(one.losses, losses, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(one.parameters, parameters, rtol=1e-10, atol=1e-10)
+
+
+@functools.cache
+def one_process_on(rows: int, make: MakeOptimizer = ADAMW) -> tuple[list[float], list[Tensor]]:
+    model = gpt().double()
+    return one_process.train(model, draw_batches(rows=rows), make), [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(("rung", "options"), SAME)
+def test_it_equals_one_process(cluster_of: Clusters, ranks: int, rung: str, options: dict[str, Any]) -> None:
+    batches = draw_batches()
+    compare(cluster_of(ranks).run(train, rung, options, batches), *one_process_on(ROWS))
+
+
+def test_where_the_others_equal_one_process(cluster_of: Clusters) -> None:
+    """A single worker is never stale. An average after every step of plain SGD averages the gradients."""
+    batches = draw_batches(rows=8)
+    compare(cluster_of(2).run(train, "parameter_server", {}, batches), *one_process_on(8))
+    compare(cluster_of(4).run(train, "local_sgd", {"k": 1}, batches, SGD), *one_process_on(8, SGD))
+
+
+# Local SGD and the asynchronous server compute something else: what these simulations compute.
+
+
+def local_sgd(ranks: int, k: int, batches: list[Batch]) -> tuple[list[float], list[Tensor]]:
+    models = [gpt().double() for _ in range(ranks)]
+    optimizers = [ADAMW(model.parameters()) for model in models]
+    losses = [0.0] * len(batches)
+    for step, (inputs, targets) in enumerate(batches):
+        shares = zip(inputs.tensor_split(ranks), targets.tensor_split(ranks), strict=True)
+        for model, optimizer, (x, y) in zip(models, optimizers, shares, strict=True):
+            optimizer.zero_grad()
+            loss = loss_of(model(x), y)
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            losses[step] += loss.item() * len(x) / len(inputs)
+        if (step + 1) % k == 0 or step + 1 == len(batches):
+            mean = torch.stack([parameters_to_vector(model.parameters()) for model in models]).mean(0)
+            for model in models:
+                vector_to_parameters(mean.detach().clone(), model.parameters())
+    return losses, [p.detach() for p in models[0].parameters()]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("k", [2, 3])
+def test_local_sgd_equals_its_simulation(cluster_of: Clusters, ranks: int, k: int) -> None:
+    batches = draw_batches()
+    compare(cluster_of(ranks).run(train, "local_sgd", {"k": k}, batches), *local_sgd(ranks, k, batches))
+
+
+def train_and_record(
+    batches: list[Batch], mistake: tuple[str, str] = ("", "")
+) -> tuple[Trained, list[Tensor]]:
+    """Train with a parameter server; the server also returns the pushed gradients, in order of arrival."""
+    pushes: list[Tensor] = []
+
+    class Recording(torch.optim.AdamW):
+        def step(self, closure: Any = None) -> None:
+            pushes.append(self.param_groups[0]["params"][0].grad.clone())
+            super().step(closure)
+
+    trained = train("parameter_server", {}, batches, partial(Recording, lr=1e-2), mistake)
+    return trained, pushes
+
+
+def replay(workers: int, batches: list[Batch], pushes: list[Tensor]) -> tuple[list[float], list[Tensor]]:
+    """Simulate the server: each push is a worker's next gradient, at the parameters that it pulled last."""
+    model, losses, step = gpt().double(), [0.0] * len(batches), [0] * workers
+    x = nn.Parameter(parameters_to_vector(model.parameters()).detach())
+    optimizer = ADAMW([x])
+
+    def compute(worker: int) -> tuple[float, Tensor]:
+        if step[worker] == len(batches):
+            return 0.0, torch.zeros_like(x)
+        inputs, targets = batches[step[worker]]
+        share, y = (whole.tensor_split(workers)[worker] for whole in (inputs, targets))
+        vector_to_parameters(x.detach().clone(), model.parameters())
+        loss = loss_of(model(share), y)
+        gradient = torch.autograd.grad(loss, [*model.parameters()])
+        return loss.item() * len(share) / len(inputs), parameters_to_vector(gradient)
+
+    computed = [compute(worker) for worker in range(workers)]
+    for push in pushes:
+        worker = min(range(workers), key=lambda worker: float((computed[worker][1] - push).abs().max()))
+        loss, x.grad = computed[worker]
+        torch.testing.assert_close(push, x.grad, rtol=1e-10, atol=1e-10)
+        losses[step[worker]] += loss
+        optimizer.step()
+        step[worker] += 1
+        computed[worker] = compute(worker)
+    assert step == [len(batches)] * workers
+    vector_to_parameters(x.detach(), model.parameters())
+    return losses, [p.detach() for p in model.parameters()]
+
+
+def test_the_parameter_server_equals_its_simulation(cluster_of: Clusters) -> None:
+    batches = draw_batches()
+    (server, pushes), *workers = cluster_of(4).run(train_and_record, batches)
+    compare([server, *(trained for trained, _ in workers)], *replay(3, batches, pushes))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [("ThreadPoolExecutor(comm.size())", "ThreadPoolExecutor(1)"), ("", "")]
+)
+def test_no_worker_waits_for_a_slow_one(cluster_of: Clusters, tmp_path: Path, old: str, new: str) -> None:
+    """Rank 1 begins its first step when rank 2 has pulled its last parameters. Planted: a single thread."""
+
+    def wait_or_tell() -> bool:
+        batches, there = draw_batches(), tmp_path / "rank 2 is done"
+        came = True
+
+        class Batches(list):  # type: ignore[type-arg]
+            def __iter__(self) -> Any:
+                nonlocal came
+                limit = time.monotonic() + (1.5 if old else 20)
+                while comm.rank() == 1 and not there.exists() and came:
+                    time.sleep(0.01)
+                    came = time.monotonic() < limit
+                yield from super().__iter__()
+                if comm.rank() == 2:
+                    there.touch()
+
+        train("parameter_server", {}, Batches(batches), mistake=(old, new))
+        return came
+
+    assert cluster_of(4).run(wait_or_tell)[1] is not bool(old)
+
+
+MISTAKES: list[tuple[str, dict[str, Any], str, str]] = [
+    ("data_parallel", {}, "comm.broadcast(p.detach())", "pass"),
+    ("data_parallel", {}, "comm.all_reduce(p.grad)", "pass"),
+    ("data_parallel", {}, "* len(inputs) / len(batch[0])", "/ ranks"),  # a mean of means
+    ("data_parallel", {}, "tensor_split(ranks)[rank]", "tensor_split(ranks)[0]"),
+    ("buckets", {}, "comm.all_reduce(bucket)", "pass"),
+    ("buckets", {}, "bucket.zero_()", "pass"),
+    ("buckets", {}, "bucket.zero_()", "optimizer.zero_grad()"),  # the gradients leave the buckets
+    ("overlap", {}, "self.missing = self.parameters\n", "pass\n"),
+    ("overlap", {}, "async_op=True", '"mean", async_op=True'),
+    ("sharded", {"row": "data parallel"}, "comm.all_reduce(gradient)", "gradient"),
+    ("sharded", {"row": "ZeRO 1"}, "if keep.parameters and not keep.state", "if False"),
+    ("sharded", {"row": "ZeRO 2"}, "p.grad = None", "pass"),
+    (
+        "sharded",
+        {"row": "ZeRO 2"},
+        "comm.reduce_scatter(gradient)",
+        "gradient.chunk(comm.size())[comm.rank()]",
+    ),
+    ("sharded", {"row": "ZeRO 3"}, "own.clone()", "own.clone() * 2"),
+    ("sharded", {"row": "ZeRO 3"}, "comm.broadcast(pad(", "(pad("),
+    ("parameter_server", {}, "optimizer.step()", "pass"),
+    ("parameter_server", {}, "newest = x.detach().clone()", "newest = torch.zeros_like(x)"),
+    ("local_sgd", {"k": 2}, "step % k == 0", "step % k == 1"),
+    ("local_sgd", {"k": 3}, " or step == len(batches)", ""),
+    ("local_sgd", {"k": 2}, '"mean"', '"max"'),
+]
+
+
+@pytest.mark.parametrize(("rung", "options", "old", "new"), MISTAKES)
+def test_a_planted_mistake_is_caught(
+    cluster_of: Clusters, rung: str, options: dict[str, Any], old: str, new: str
+) -> None:
+    ranks, batches = 2, draw_batches(rows=9)
+    expected = local_sgd(ranks, options["k"], batches) if rung == "local_sgd" else one_process_on(9)
+    wrong = cluster_of(ranks).run(train, rung, options, batches, ADAMW, (old, new))
+    with pytest.raises(AssertionError, match="not close"):
+        compare(wrong, *expected)
+
+
+# Bytes, as the docstrings give them.
+
+
+def evaluate(formula: str, **values: int) -> float:
+    """Evaluate "2 (n - 1) / n S"."""
+    return float(eval(re.sub(r"(?<=[\w)]) (?=[\w(])", " * ", formula), values))
+
+
+FORMULAS = [
+    *((rung, options, "2 (n - 1) / n S") for rung, options in SAME[:-1]),
+    ("sharded", {"row": "ZeRO 3"}, "3 (n - 1) / n S"),
+    ("local_sgd", {"k": 2}, "2 (n - 1) / n S / k"),
+]
+
+
+def sent_in_a_step(cluster: md.Cluster, rung: str, options: dict[str, Any]) -> list[float]:
+    """Bytes that each rank sends in a step beyond what it sends once. Of local SGD: the mean over k steps."""
+    k = options.get("k", 1)
+    once, twice = (cluster.run(train, rung, options, draw_batches(steps)) for steps in (k, 2 * k))
+    return [
+        sum(b for _, b in y.calls) / k - sum(b for _, b in x.calls) / k
+        for x, y in zip(once, twice, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(("rung", "options", "formula"), FORMULAS)
+def test_bytes_are_those_of_the_formula(
+    cluster_of: Clusters, ranks: int, rung: str, options: dict[str, Any], formula: str
+) -> None:
+    assert formula in (module_of(rung).__doc__ or "")
+    size = sum(8 * -(-sum(p.numel() for p in layer.parameters()) // ranks) * ranks for layer in gpt())
+    expected = evaluate(formula, n=ranks, S=size, **{k: v for k, v in options.items() if k == "k"})
+    assert sent_in_a_step(cluster_of(ranks), rung, options) == [expected] * ranks
+
+
+def test_bytes_of_the_parameter_server(cluster_of: Clusters) -> None:
+    assert "worker sends S bytes, and the server (n - 1) S" in (module_of("parameter_server").__doc__ or "")
+    size = sum(8 * p.numel() for p in gpt().parameters())
+    assert sent_in_a_step(cluster_of(4), "parameter_server", {}) == [3 * size, size, size, size]
+
+
+# The point of each rung.
+
+
+def test_buckets_send_fewer_messages(cluster_of: Clusters) -> None:
+    def messages(rung: str) -> int:
+        found = cluster_of(2).run(train, rung, {}, draw_batches(1))[0]
+        return [name for name, _ in found.calls].count("all_reduce")
+
+    few, many = messages("buckets"), messages("data_parallel")
+    assert (few, many) == (7, 69)
+    assert f"{few} instead of {many}" in (module_of("buckets").__doc__ or "")
+
+
+@pytest.mark.parametrize(("rung", "begun"), [("buckets", 0), ("overlap", 6)])
+def test_overlap_sends_while_backward_runs(cluster_of: Clusters, rung: str, begun: int) -> None:
+    """Before the backward pass computes its last gradient, all buckets but the one that it is in are sent."""
+
+    def all_reduces_before_the_last_gradient() -> list[int]:
+        model, seen = gpt().double(), []
+
+        def look(gradient: Tensor) -> None:
+            seen.append([call.name for call in ledger.calls].count("all_reduce"))
+
+        model[0].weight.register_hook(look)  # type: ignore[union-attr, operator]
+        with comm.ledger() as ledger:
+            module_of(rung).train(model, draw_batches(1), ADAMW)
+        return seen
+
+    assert cluster_of(2).run(all_reduces_before_the_last_gradient) == [[begun]] * 2
+
+
+@pytest.mark.parametrize(
+    ("row", "held"),
+    [("data parallel", "4 S"), ("ZeRO 1", "2 S + 2 S / n"), ("ZeRO 2", "S + 3 S / n"), ("ZeRO 3", "4 S / n")],
+)
+def test_a_rank_holds_what_its_row_says(cluster_of: Clusters, row: str, held: str) -> None:
+    """Measured when the last gradient of the second backward pass arrives, that of the embedding."""
+
+    def bytes_held() -> int:
+        model, seen, optimizers = gpt().double(), [], []
+
+        def make(parameters: Any) -> torch.optim.Optimizer:
+            optimizers.append(ADAMW(parameters))
+            return optimizers[0]
+
+        def look(p: Tensor) -> None:
+            own = [p for group in optimizers[0].param_groups for p in group["params"]]
+            state = [v for values in optimizers[0].state.values() for v in values.values() if v.dim()]
+            values = [*model.parameters(), *own]
+            tensors = [*values, *state, *(p.grad for p in values if p.grad is not None)]
+            storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+            seen.append(sum(storages.values()))
+
+        model[0].weight.register_post_accumulate_grad_hook(look)  # type: ignore[union-attr, operator]
+        module_of("sharded").train(model, draw_batches(2), make, row=row)
+        return seen[1]
+
+    assert re.search(rf"{row} .* {re.escape(held)} ", module_of("sharded").__doc__ or "")
+    ranks = 4
+    size, embedding = (sum(8 * p.numel() for p in part.parameters()) for part in (gpt(), gpt()[0]))
+    # The embedding is not reduced yet: its gradient is whole, and in ZeRO 3 so are its parameters.
+    extra = {"ZeRO 2": embedding - embedding // ranks, "ZeRO 3": 2 * embedding - embedding // ranks}
+    expected = evaluate(held, n=ranks, S=size) + extra.get(row, 0)
+    assert cluster_of(ranks).run(bytes_held) == [expected] * ranks
