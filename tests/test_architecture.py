@@ -77,6 +77,8 @@ def lint(folder: Path) -> str:
         ("kernels/rung.py", "minidist.comm.errors", "minidist.kernels"),
         ("kernels/cpu/s4_loop_order.py", "minidist.kernels.cpu.s3_compiled", "s4_loop_order"),
         ("minidist/comm/errors.py", "minidist.comm.world", "minidist.comm"),
+        ("minidist/plain/overlap.py", "minidist.model.gpt", "minidist.plain"),
+        ("minidist/plain/overlap.py", "minidist.plain.buckets", "plain.overlap"),
     ],
 )
 def test_an_import_from_a_lower_floor_to_a_higher_one_is_found(
