@@ -1,8 +1,9 @@
 """The training ladder: every strategy on one page, for readers who know PyTorch and nothing else.
 
 Each rung is complete and adds one idea. All train the same small GPT (`gpt.py`) with the same function,
-`train(model, batches, make_optimizer)`, and reach the losses and weights of one process. Every rank passes
-the same model and the same global batches, and the rung takes this rank's share. Read in this order:
+`train(model, batches, make_optimizer)`. Every rank passes the same model and the same global batches, and the
+rung takes this rank's share. The losses and weights are those of one process, but for the parameter server
+and local SGD, which trade that for less waiting. Read in this order:
 
 | Rung | The one idea | File |
 |---|---|---|
@@ -19,6 +20,18 @@ the same model and the same global batches, and the rung takes this rank's share
 | sequence parallel | what is left is shared along the tokens | sequence_parallel.py |
 | ring attention | a row too long for one rank | ring_attention.py |
 | experts | each rank holds some experts; tokens travel to them | experts.py |
+
+A rank is one of n processes, each with its own memory. Ranks share nothing but what they send through
+`minidist.comm`. The calls in which all of them take part, and the bytes each rank sends for a tensor of S:
+
+    broadcast       every rank gets rank 0's tensor               rank 0 sends S to each other rank
+    all_reduce      every rank gets the sum of all tensors        2 (n - 1) / n S: the next two together
+    reduce_scatter  rank r gets the r-th part of the sum          (n - 1) / n S
+    all_gather      every rank gets the parts of all ranks        (n - 1) / n S, if all parts together have S
+    all_to_all      rank r gets the r-th part of every tensor     (n - 1) / n S
+
+With `async_op=True` a call returns at once, and its `wait()` returns the result. A rung's formula is
+for one step. What it sends once, parameters at the start and losses at the end, comes on top.
 """
 
 LADDER = (

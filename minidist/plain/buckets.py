@@ -2,10 +2,10 @@
 
 Every message takes some time however small it is, and a model has hundreds of small parameters. So let
 neighbouring gradients share a flat tensor, a bucket, and all-reduce the bucket. Nothing is copied: each
-parameter's `.grad` is a view of its bucket, so the backward pass itself writes into the message.
+parameter's `.grad` is a view of its bucket, so the backward pass writes right into the message.
 
-A rank sends 2 (n - 1) / n S bytes in a step, as before: n ranks, S bytes of parameters. But one message for
-each bucket instead of one for each parameter: 7 instead of 69 for the ladder's GPT.
+A rank sends 2 (n - 1) / n S bytes in a step, as before: n ranks, S bytes of parameters. But it sends fewer
+messages, one for each bucket: 7 instead of 69 for the ladder's GPT.
 
 Source: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", section
 3.2.2.
@@ -55,7 +55,7 @@ def train(
         # Compute.
         inputs, targets = (whole.tensor_split(ranks)[rank] for whole in batch)  # (B / n, T)
         for bucket in buckets:
-            bucket.zero_()  # in place of optimizer.zero_grad(), which would drop the views
+            bucket.zero_()  # and not optimizer.zero_grad(), which would drop the views
         loss = loss_of(model(inputs), targets) * len(inputs) / len(batch[0])
         loss.backward()
         # Communicate.

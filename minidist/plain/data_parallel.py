@@ -4,8 +4,9 @@ The loss of a batch is a mean over its rows, so its gradient is a sum to which e
 rank computes the part of its own rows, and an all-reduce for each parameter adds up the parts. Now all ranks
 have the gradient of the whole batch and make the same update, so their models stay the same.
 
-A rank sends 2 (n - 1) / n S bytes in a step: n ranks, S bytes of parameters. One message for each parameter.
-A batch has at least n rows; n need not divide them.
+A rank sends 2 (n - 1) / n S bytes in a step, in one message for each parameter: n ranks, S bytes of
+parameters. A batch has at least n rows. If n does not divide them, the parts differ in size: a rank's mean
+loss then counts by its share of the rows.
 
 Source: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", section
 3.2.1.
@@ -30,7 +31,7 @@ def train(model: nn.Sequential, batches: Sequence[Batch], make_optimizer: MakeOp
         comm.broadcast(p.detach())  # all ranks start from rank 0's parameters
     optimizer, losses = make_optimizer(model.parameters()), []
     for batch in batches:
-        # Compute: this rank's part of the mean over all rows, and the part's gradient.
+        # Compute: this rank's part of the loss, and the part's gradient.
         inputs, targets = (whole.tensor_split(ranks)[rank] for whole in batch)  # (B / n, T)
         optimizer.zero_grad()
         loss = loss_of(model(inputs), targets) * len(inputs) / len(batch[0])

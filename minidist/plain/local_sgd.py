@@ -1,12 +1,12 @@
 """Local SGD: every rank trains by itself, and every k steps the ranks average their parameters.
 
 Data parallelism sends gradients in every step. Here a rank updates its own copy of the model with its own
-gradient, and sends its parameters in every k-th step only. In between the copies drift apart, so this is
-another algorithm than training in one process. Only with k = 1, plain SGD and equal shares of the rows are
-they the same: the mean of x - lr g over the ranks is x - lr (mean of g).
+gradient, and sends its parameters in every k-th step only. In between the copies drift apart, so the
+result is not that of one process. It is with k = 1, plain SGD and equal shares of the rows: the mean of
+x - lr g over the ranks is x - lr (mean of g).
 
-A rank sends 2 (n - 1) / n S / k bytes in a step on average: n ranks, S bytes of parameters.
-A batch has at least n rows.
+A rank sends 2 (n - 1) / n S / k bytes in a step, on average: n ranks, S bytes of parameters. A batch has at
+least n rows.
 
 Source: Stich 2019, "Local SGD Converges Fast and Communicates Little", algorithm 1.
 Lesson: 10 "Waiting or not"
@@ -29,8 +29,8 @@ def train(
 ) -> list[float]:
     """Train `model` in place on this rank's rows; average after every k-th step, and after the last."""
     rank, ranks = comm.rank(), comm.size()
-    x = parameters_to_vector(model.parameters()).detach()  # (S,) all parameters in one message
-    vector_to_parameters(x, model.parameters())  # from now on they are views of x
+    x = parameters_to_vector(model.parameters()).detach()  # all parameters in one message
+    vector_to_parameters(x, model.parameters())
     comm.broadcast(x)
     optimizer, losses = make_optimizer(model.parameters()), []
     for step, batch in enumerate(batches, start=1):
@@ -40,7 +40,7 @@ def train(
         loss = loss_of(model(inputs), targets)
         loss.backward()
         optimizer.step()
-        # Communicate, now and then.
+        # Communicate: the model's parameters are views of x.
         if step % k == 0 or step == len(batches):
             comm.all_reduce(x, "mean")
         losses.append(loss.detach() * len(inputs) / len(batch[0]))

@@ -1,12 +1,12 @@
 """Overlap: send a bucket of gradients while the backward pass still computes the others.
 
 The backward pass goes from the last layer to the first, so the last layers' gradients are complete long
-before it ends. A hook on each parameter notes that its gradient has arrived; when the last one of a bucket
-has, the bucket's all-reduce starts and nobody waits for it. Only after the backward pass do we wait, and by
-then most messages have arrived.
+before it ends. PyTorch calls a hook when a parameter's gradient is complete. The hook for the last gradient
+of a bucket launches the bucket's all-reduce without waiting for it. The rank waits after the backward pass,
+when most messages have arrived.
 
-A rank sends 2 (n - 1) / n S bytes in a step, as before: n ranks, S bytes of parameters. Only the bucket of
-the first layers is sent when nothing is left to compute.
+A rank sends 2 (n - 1) / n S bytes in a step, as before: n ranks, S bytes of parameters. Only the last bucket,
+that of the first layers, has no computation left to hide behind.
 
 Source: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", section
 3.2.3.
@@ -30,13 +30,13 @@ class Bucket:
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         sizes = [p.numel() for p in parameters]
         self.flat = torch.zeros(sum(sizes), dtype=parameters[0].dtype)
-        self.parameters = self.missing = len(parameters)
+        self.count = self.missing = len(parameters)
         for p, part in zip(parameters, self.flat.split(sizes), strict=True):
             p.grad = part.view_as(p)
             p.register_post_accumulate_grad_hook(self.arrived)
 
     def arrived(self, p: Tensor) -> None:
-        """Launch the all-reduce with the last gradient. Autograd calls this once for each parameter."""
+        """Count a gradient, and launch with the last: in the same order on all ranks, as collectives need."""
         self.missing -= 1
         if self.missing == 0:
             self.work = comm.all_reduce(self.flat, async_op=True)
@@ -44,11 +44,11 @@ class Bucket:
     def wait(self) -> None:
         """Wait until the bucket holds the sums over all ranks."""
         self.work.wait()
-        self.missing = self.parameters
+        self.missing = self.count
 
 
 def groups_of(parameters: Iterable[nn.Parameter], limit: int) -> list[list[nn.Parameter]]:
-    """Group neighbours as long as they have at most `limit` elements together."""
+    """Group neighbours as long as they have at most `limit` elements together, as in buckets.py."""
     groups: list[list[nn.Parameter]] = [[]]
     for p in parameters:
         if groups[-1] and sum(q.numel() for q in groups[-1]) + p.numel() > limit:
@@ -64,7 +64,7 @@ def train(
     rank, ranks = comm.rank(), comm.size()
     for p in model.parameters():
         comm.broadcast(p.detach())
-    # From the last layer to the first, as gradients arrive.
+    # Buckets go from the last layer to the first, as gradients arrive.
     buckets = [Bucket(group) for group in groups_of(reversed([*model.parameters()]), limit)]
     optimizer, losses = make_optimizer(model.parameters()), []
     for batch in batches:

@@ -5,8 +5,8 @@ gradient of its own rows and pushes it; the server updates the parameters at onc
 worker delays nobody. The price is staleness: while a worker computes, the others change the parameters, and
 its gradient belongs to old ones. With two ranks, that is one worker, nothing is stale: it equals one process.
 
-In a step a worker sends S bytes, and the server (n - 1) S: n ranks, S bytes of parameters.
-A batch has at least n - 1 rows.
+In a step a worker sends S bytes, and the server (n - 1) S: n ranks, S bytes of parameters. A batch has at
+least n - 1 rows.
 
 Sources: Dean et al. 2012, "Large Scale Distributed Deep Networks", section 4.1 (Downpour SGD); Li et al.
 2014, "Scaling Distributed Machine Learning with the Parameter Server", section 3.
@@ -28,7 +28,7 @@ from minidist.plain.gpt import Batch, MakeOptimizer, loss_of
 
 
 def serve(x: nn.Parameter, steps: int, optimizer: torch.optim.Optimizer) -> None:
-    """Update the parameters with every gradient that a worker pushes, in order of arrival."""
+    """Update the parameters `x` with every gradient that a worker pushes, in order of arrival."""
     lock = Lock()
 
     def serve_one(worker: int) -> None:
@@ -40,22 +40,23 @@ def serve(x: nn.Parameter, steps: int, optimizer: torch.optim.Optimizer) -> None
                 newest = x.detach().clone()
             comm.send(newest, worker)
 
-    with ThreadPoolExecutor(comm.size()) as pool:  # a thread for each worker, so that none waits for another
+    # A receive waits for one rank, so every worker gets a thread of its own.
+    with ThreadPoolExecutor(comm.size()) as pool:
         list(pool.map(serve_one, range(1, comm.size())))
 
 
 def work(x: Tensor, model: nn.Sequential, batches: Sequence[Batch]) -> Tensor:
-    """Compute, push and pull, once for each batch; return this worker's parts of the losses."""
+    """Compute, push and pull, once for each batch; return this worker's part of each loss."""
     losses, worker, workers = [], comm.rank() - 1, comm.size() - 1
     for batch in batches:
-        # Compute: the mean over this worker's rows.
+        # Compute.
         inputs, targets = (whole.tensor_split(workers)[worker] for whole in batch)  # (B / (n - 1), T)
         model.zero_grad()
         loss = loss_of(model(inputs), targets)
         loss.backward()
         # Push.
         comm.send(parameters_to_vector(p.grad for p in model.parameters()), 0)
-        # Pull: the model's parameters are views of x.
+        # Pull, into the model's parameters.
         comm.recv(x, 0)
         losses.append(loss.detach() * len(inputs) / len(batch[0]))
     return torch.stack(losses)
@@ -63,13 +64,13 @@ def work(x: Tensor, model: nn.Sequential, batches: Sequence[Batch]) -> Tensor:
 
 def train(model: nn.Sequential, batches: Sequence[Batch], make_optimizer: MakeOptimizer) -> list[float]:
     """Train `model` in place, as the server or as a worker, and return the losses of whole batches."""
-    x = nn.Parameter(parameters_to_vector(model.parameters()).detach())  # (S,) all parameters in one message
-    vector_to_parameters(x, model.parameters())
+    x = nn.Parameter(parameters_to_vector(model.parameters()).detach())  # all parameters in one message
+    vector_to_parameters(x, model.parameters())  # from now on they are views of x
     comm.broadcast(x.detach())
     if comm.rank() == 0:
         serve(x, len(batches), make_optimizer([x]))
         losses = x.new_zeros(len(batches))
     else:
         losses = work(x.detach(), model, batches)
-    comm.broadcast(x.detach())  # workers that were done early get the updates that followed
+    comm.broadcast(x.detach())  # for the workers that were done before the last update
     return comm.all_reduce(losses).tolist()

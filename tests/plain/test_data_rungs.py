@@ -37,6 +37,10 @@ SAME: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+def small(seed: int = 0) -> nn.Sequential:
+    return gpt(layers=2, seed=seed).double()
+
+
 def draw_batches(steps: int = STEPS, rows: int = ROWS) -> list[Batch]:
     generator = torch.Generator().manual_seed(1)
     tokens = [torch.randint(64, (rows, 13), generator=generator) for _ in range(steps)]
@@ -71,7 +75,7 @@ def train(
     mistake: tuple[str, str] = ("", ""),
 ) -> Trained:
     """Train on this rank. Ranks start from different seeds, so a missing broadcast shows."""
-    model = gpt(seed=comm.rank()).double()
+    model = small(comm.rank())
     with comm.ledger() as ledger:
         losses = module_of(rung, *mistake).train(model, batches, make, **options)
     calls = [(call.name, call.bytes_sent) for call in ledger.calls[:-1]]
@@ -87,7 +91,7 @@ def compare(trained: list[Trained], losses: list[float], parameters: list[Tensor
 
 @functools.cache
 def one_process_on(rows: int, make: MakeOptimizer = ADAMW) -> tuple[list[float], list[Tensor]]:
-    model = gpt().double()
+    model = small()
     return one_process.train(model, draw_batches(rows=rows), make), [p.detach() for p in model.parameters()]
 
 
@@ -109,7 +113,7 @@ def test_where_the_others_equal_one_process(cluster_of: Clusters) -> None:
 
 
 def local_sgd(ranks: int, k: int, batches: list[Batch]) -> tuple[list[float], list[Tensor]]:
-    models = [gpt().double() for _ in range(ranks)]
+    models = [small() for _ in range(ranks)]
     optimizers = [ADAMW(model.parameters()) for model in models]
     losses = [0.0] * len(batches)
     for step, (inputs, targets) in enumerate(batches):
@@ -151,7 +155,7 @@ def train_and_record(
 
 def replay(workers: int, batches: list[Batch], pushes: list[Tensor]) -> tuple[list[float], list[Tensor]]:
     """Simulate the server: each push is a worker's next gradient, at the parameters that it pulled last."""
-    model, losses, step = gpt().double(), [0.0] * len(batches), [0] * workers
+    model, losses, step = small(), [0.0] * len(batches), [0] * workers
     x = nn.Parameter(parameters_to_vector(model.parameters()).detach())
     optimizer = ADAMW([x])
 
@@ -220,7 +224,7 @@ MISTAKES: list[tuple[str, dict[str, Any], str, str]] = [
     ("buckets", {}, "comm.all_reduce(bucket)", "pass"),
     ("buckets", {}, "bucket.zero_()", "pass"),
     ("buckets", {}, "bucket.zero_()", "optimizer.zero_grad()"),  # the gradients leave the buckets
-    ("overlap", {}, "self.missing = self.parameters\n", "pass\n"),
+    ("overlap", {}, "self.missing = self.count\n", "pass\n"),
     ("overlap", {}, "async_op=True", '"mean", async_op=True'),
     ("sharded", {"row": "data parallel"}, "comm.all_reduce(gradient)", "gradient"),
     ("sharded", {"row": "ZeRO 1"}, "if keep.parameters and not keep.state", "if False"),
@@ -283,14 +287,14 @@ def test_bytes_are_those_of_the_formula(
     cluster_of: Clusters, ranks: int, rung: str, options: dict[str, Any], formula: str
 ) -> None:
     assert formula in (module_of(rung).__doc__ or "")
-    size = sum(8 * -(-sum(p.numel() for p in layer.parameters()) // ranks) * ranks for layer in gpt())
+    size = sum(8 * -(-sum(p.numel() for p in layer.parameters()) // ranks) * ranks for layer in small())
     expected = evaluate(formula, n=ranks, S=size, **{k: v for k, v in options.items() if k == "k"})
     assert sent_in_a_step(cluster_of(ranks), rung, options) == [expected] * ranks
 
 
 def test_bytes_of_the_parameter_server(cluster_of: Clusters) -> None:
     assert "worker sends S bytes, and the server (n - 1) S" in (module_of("parameter_server").__doc__ or "")
-    size = sum(8 * p.numel() for p in gpt().parameters())
+    size = sum(8 * p.numel() for p in small().parameters())
     assert sent_in_a_step(cluster_of(4), "parameter_server", {}) == [3 * size, size, size, size]
 
 
@@ -298,9 +302,13 @@ def test_bytes_of_the_parameter_server(cluster_of: Clusters) -> None:
 
 
 def test_buckets_send_fewer_messages(cluster_of: Clusters) -> None:
+    def count(rung: str) -> int:
+        with comm.ledger() as ledger:
+            module_of(rung).train(gpt(), draw_batches(1), ADAMW)
+        return [call.name for call in ledger.calls[:-1]].count("all_reduce")
+
     def messages(rung: str) -> int:
-        found = cluster_of(2).run(train, rung, {}, draw_batches(1))[0]
-        return [name for name, _ in found.calls].count("all_reduce")
+        return cluster_of(2).run(count, rung)[0]
 
     few, many = messages("buckets"), messages("data_parallel")
     assert (few, many) == (7, 69)
@@ -333,7 +341,7 @@ def test_a_rank_holds_what_its_row_says(cluster_of: Clusters, row: str, held: st
     """Measured when the last gradient of the second backward pass arrives, that of the embedding."""
 
     def bytes_held() -> int:
-        model, seen, optimizers = gpt().double(), [], []
+        model, seen, optimizers = small(), [], []
 
         def make(parameters: Any) -> torch.optim.Optimizer:
             optimizers.append(ADAMW(parameters))
@@ -353,7 +361,7 @@ def test_a_rank_holds_what_its_row_says(cluster_of: Clusters, row: str, held: st
 
     assert re.search(rf"{row} .* {re.escape(held)} ", module_of("sharded").__doc__ or "")
     ranks = 4
-    size, embedding = (sum(8 * p.numel() for p in part.parameters()) for part in (gpt(), gpt()[0]))
+    size, embedding = (sum(8 * p.numel() for p in part.parameters()) for part in (small(), small()[0]))
     # The embedding is not reduced yet: its gradient is whole, and in ZeRO 3 so are its parameters.
     extra = {"ZeRO 2": embedding - embedding // ranks, "ZeRO 3": 2 * embedding - embedding // ranks}
     expected = evaluate(held, n=ranks, S=size) + extra.get(row, 0)
