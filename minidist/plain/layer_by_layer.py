@@ -1,0 +1,65 @@
+"""Layer by layer: each rank holds some of the layers, and a batch goes through the ranks one after the other.
+
+Rank 0 computes the first layers and sends their output to rank 1, and so on to the last rank, which computes
+the loss. Gradients come back the same way: each rank receives the gradient of its output, and sends that of
+its input. Together the ranks train a model that is too large for any of them, but only one works at a time
+(4 ranks, F forward, B backward, time to the right):
+
+    rank 0  F . . . . . . B
+    rank 1  . F . . . . B .
+    rank 2  . . F . . B . .
+    rank 3  . . . F B . . .
+
+In a step every rank but the last sends A bytes to the next rank, and every rank but the first sends A bytes
+to the one before: A is the bytes of the activations between two layers, B T D elements. The number of ranks
+need not divide the layers.
+
+Source: Huang et al. 2019, "GPipe", section 1 and figure 2b.
+Lesson: 11 "Cutting the model"
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from minidist import comm
+from minidist.plain.gpt import Batch, MakeOptimizer, loss_of
+
+
+def layers_of(rank: int, model: nn.Sequential) -> nn.Sequential:
+    """Return the part of the model that `rank` holds: consecutive layers, about as many on each rank."""
+    layers, n = list(model), comm.size()
+    return nn.Sequential(*layers[len(layers) * rank // n : len(layers) * (rank + 1) // n])
+
+
+def train(model: nn.Sequential, batches: Sequence[Batch], make_optimizer: MakeOptimizer) -> list[float]:
+    """Train this rank's layers of `model` in place, and return the losses."""
+    rank, last = comm.rank(), comm.size() - 1
+    layers, embedding = layers_of(rank, model), next(model.parameters())  # (V, D)
+    optimizer, losses = make_optimizer(layers.parameters()), []
+    for inputs, targets in batches:  # (B, T) both
+        optimizer.zero_grad()
+        # Forward: receive the input, compute, send the output on.
+        x = inputs
+        if rank > 0:
+            x = comm.recv(embedding.new_empty(*inputs.shape, embedding.shape[1]), rank - 1)  # (B, T, D)
+            x.requires_grad_()
+        y = layers(x)
+        if rank < last:
+            comm.send(y.detach(), rank + 1)
+        loss = loss_of(y, targets) if rank == last else y.new_zeros(())
+        # Backward: receive the output's gradient, compute, send the input's gradient back.
+        if rank == last:
+            loss.backward()
+        else:
+            y.backward(comm.recv(torch.empty_like(y), rank + 1))
+        if rank > 0:
+            assert x.grad is not None  # the backward pass has just filled it
+            comm.send(x.grad, rank - 1)
+        # Update: each rank its own layers.
+        optimizer.step()
+        losses.append(loss.detach())
+    return comm.all_reduce(torch.stack(losses)).tolist()  # the other ranks add zeros to the last one's

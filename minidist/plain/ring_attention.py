@@ -1,0 +1,120 @@
+"""Ring attention: a row too long for one rank is shared along its tokens, through the whole model.
+
+Every rank has all parameters, and T / n of the tokens of each row. Only attention looks at other tokens, so
+there the ranks' keys and values travel around a ring: while a rank computes with one block of them, the next
+block arrives. The softmax is put together block by block, so no rank ever holds the keys of the whole row,
+nor its scores. The backward pass takes keys and values around once more; the sum of their gradients travels
+with them, every rank adds its part, and the last hop brings the sum home.
+
+For each of L blocks of the model a rank sends (n - 1) K bytes forward and (2 n - 1) K backward in a step, and
+it sends 2 (n - 1) / n S for the gradients: n ranks, K = 2 A / n the bytes of its keys and values, A the bytes
+of the activations between two blocks, B T D elements, S the bytes of the parameters. n is at least 2, and
+divides T.
+
+Sources: Liu, Zaharia and Abbeel 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context",
+section 3; for the softmax in blocks and its gradient, Dao et al. 2022, "FlashAttention", 3.1 and appendix B.
+Lesson: 14 "All together", where it is the axis cp of a layout; no lesson builds it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from minidist import comm
+from minidist.plain.gpt import Attention, Batch, Block, MakeOptimizer, loss_of
+
+
+def around_the_ring(block: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Yield (owner, block) for the blocks of all ranks, this rank's first."""
+    rank, n = comm.rank(), comm.size()
+    for hop in range(n - 1):
+        # Launch: pass the block on to the next rank, receive the block of the rank before.
+        sending, arriving = comm.send(block, (rank + 1) % n, async_op=True), torch.empty_like(block)
+        receiving = comm.recv(arriving, (rank - 1) % n, async_op=True)
+        # Compute: the caller does.
+        yield (rank - hop) % n, block
+        # Wait.
+        sending.wait()
+        receiving.wait()
+        block = arriving
+    yield (rank + 1) % n, block
+
+
+def scores(q: Tensor, k: Tensor, diagonal: bool) -> Tensor:  # (B, H, T / n, D / H), twice
+    """Return (B, H, T / n, T / n). In a diagonal block, where q and k are of one rank, hide later tokens."""
+    s: Tensor = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
+    return s.masked_fill(torch.ones_like(s).triu(1).bool(), -torch.inf) if diagonal else s
+
+
+class RingSoftmax(torch.autograd.Function):
+    """softmax(q k^T / sqrt(D / H)) v, with the queries of this rank, and the keys and values of all."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # (B, H, T / n, D / H) each
+        """Keys and values go around the ring."""
+        rank, out, log_sum = comm.rank(), torch.zeros_like(q), torch.full_like(q[..., :1], -torch.inf)
+        for owner, (k_here, v_here) in around_the_ring(torch.stack((k, v))):
+            if owner <= rank:  # later ranks have later tokens, which this rank's do not see
+                s, before = scores(q, k_here, owner == rank), log_sum
+                log_sum = torch.logaddexp(before, s.logsumexp(-1, keepdim=True))  # of exp(s), so far
+                out = out * (before - log_sum).exp() + (s - log_sum).exp() @ v_here
+        ctx.save_for_backward(q, k, v, out, log_sum)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # (B, H, T / n, D / H)
+        """Keys, values and their gradients go around the ring."""
+        q, k, v, out, log_sum = ctx.saved_tensors
+        rank, n, delta = comm.rank(), comm.size(), (gradient * out).sum(-1, keepdim=True)
+        dq, dk_dv = torch.zeros_like(q), torch.zeros_like(torch.stack((k, v)))
+        for owner, (k_here, v_here) in around_the_ring(torch.stack((k, v))):
+            if owner <= rank:
+                p = (scores(q, k_here, owner == rank) - log_sum).exp()  # the softmax
+                ds = p * (gradient @ v_here.transpose(-1, -2) - delta) / q.shape[-1] ** 0.5
+                dq += ds @ k_here
+                dk_dv += torch.stack((ds.transpose(-1, -2) @ q, p.transpose(-1, -2) @ gradient))
+            # The sum follows the block; the sum for the next block arrives, and after the last one ours.
+            sending = comm.send(dk_dv, (rank + 1) % n, tag=1, async_op=True)
+            dk_dv = comm.recv(torch.empty_like(dk_dv), (rank - 1) % n, tag=1)
+            sending.wait()
+        return dq, dk_dv[0], dk_dv[1]
+
+
+class RingAttention(Attention):
+    """The model's attention, for this rank's tokens."""
+
+    def __init__(self, whole: Attention) -> None:
+        nn.Module.__init__(self)
+        self.heads, self.out = whole.heads, whole.out
+        self.query, self.key, self.value = whole.query, whole.key, whole.value
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, T / n, D)
+        """As in gpt.py, but for the softmax."""
+        projected = (project(x) for project in (self.query, self.key, self.value))
+        q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in projected)
+        y: Tensor = self.out(RingSoftmax.apply(q, k, v).transpose(1, 2).flatten(2))
+        return y
+
+
+def train(model: nn.Sequential, batches: Sequence[Batch], make_optimizer: MakeOptimizer) -> list[float]:
+    """Train `model` in place on this rank's tokens of each batch, and return the losses."""
+    for layer in model:
+        if isinstance(layer, Block):
+            layer.attention = RingAttention(layer.attention)
+    rank, n, optimizer, losses = comm.rank(), comm.size(), make_optimizer(model.parameters()), []
+    for batch in batches:
+        # Compute: the part that this rank's tokens have in the mean loss, and in the gradients.
+        inputs, targets = (tokens.chunk(n, dim=1)[rank] for tokens in batch)  # (B, T / n)
+        optimizer.zero_grad()
+        loss = loss_of(model(inputs), targets) / n
+        loss.backward()
+        # Communicate: add up the parts of all ranks.
+        for work in [comm.all_reduce(p.grad, async_op=True) for p in model.parameters()]:
+            work.wait()
+        optimizer.step()
+        losses.append(loss.detach())
+    return comm.all_reduce(torch.stack(losses)).tolist()
