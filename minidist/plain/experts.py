@@ -112,9 +112,9 @@ def train(
         loss = loss_of(model(inputs), targets) * len(inputs) / len(batch[0])
         loss.backward()
         # Communicate: add up the parts of all ranks. Experts need not: the tokens of all ranks came to them.
-        whole = [p.grad for name, p in model.named_parameters() if ".experts." not in name]
-        for work in [comm.all_reduce(gradient, async_op=True) for gradient in whole]:
-            work.wait()
+        for name, p in model.named_parameters():
+            if ".experts." not in name:
+                comm.all_reduce(p.grad)
         optimizer.step()
         losses.append(loss.detach())
     return comm.all_reduce(torch.stack(losses)).tolist()

@@ -113,8 +113,8 @@ def train(model: nn.Sequential, batches: Sequence[Batch], make_optimizer: MakeOp
         loss = loss_of(model(inputs), targets) / n
         loss.backward()
         # Communicate: add up the parts of all ranks.
-        for work in [comm.all_reduce(p.grad, async_op=True) for p in model.parameters()]:
-            work.wait()
+        for p in model.parameters():
+            comm.all_reduce(p.grad)
         optimizer.step()
         losses.append(loss.detach())
     return comm.all_reduce(torch.stack(losses)).tolist()

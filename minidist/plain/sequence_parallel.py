@@ -36,7 +36,7 @@ class Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:  # (B, T / n, D) -> (B, T, D)
         """All-gather along the tokens."""
-        return comm.all_gather(x.transpose(0, 1)).transpose(0, 1)
+        return comm.all_gather(x.transpose(0, 1)).transpose(0, 1).contiguous()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:  # (B, T, D) -> (B, T / n, D)
@@ -50,7 +50,7 @@ class Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:  # (B, T, D) -> (B, T / n, D)
         """Reduce-scatter along the tokens."""
-        return comm.reduce_scatter(x.transpose(0, 1)).transpose(0, 1)
+        return comm.reduce_scatter(x.transpose(0, 1)).transpose(0, 1).contiguous()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:  # (B, T / n, D) -> (B, T, D)
@@ -113,8 +113,8 @@ def train(model: nn.Sequential, batches: Sequence[Batch], make_optimizer: MakeOp
         loss = loss_of(model(inputs), targets) / n
         loss.backward()
         # Communicate: parameters that every rank has whole have seen this rank's tokens only.
-        for work in [comm.all_reduce(p.grad, async_op=True) for p in whole]:
-            work.wait()
+        for p in whole:
+            comm.all_reduce(p.grad)
         optimizer.step()
         losses.append(loss.detach())
     return comm.all_reduce(torch.stack(losses)).tolist()

@@ -1,0 +1,358 @@
+"""The rungs that cut the model: equal to one process, bytes as their formulas say, and the point of each."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import types
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import minidist as md
+from minidist import comm
+from minidist.comm import ledgers
+from minidist.parallel.training.activation_memory import ActivationCounter
+from minidist.plain import experts, one_process, pipeline, ring_attention, sequence_parallel
+from minidist.plain.gpt import Batch, gpt
+
+Clusters = Callable[[int], md.Cluster]
+Parameters = dict[str, Tensor]
+ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
+STEPS, ROWS, T, D, LAYERS, ELEMENT = 4, 9, 12, 32, 4, 8  # no number of ranks, and not m, divides the rows
+A = ROWS * T * D * ELEMENT
+CUT = re.compile(r"(query|key|value|up)\.(weight|bias)|(out|down)\.weight")
+EXACT: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-10}
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("layer_by_layer", {}),
+    ("pipeline", {"schedule": pipeline.gpipe}),
+    ("pipeline", {"schedule": pipeline.one_f_one_b}),
+    ("pipeline", {"schedule": pipeline.one_f_one_b, "m": 8}),
+    ("tensor_parallel", {}),
+    ("sequence_parallel", {}),
+    ("ring_attention", {}),
+    ("experts", {}),
+    ("experts", {"experts": 8}),
+]
+MISTAKES = [
+    ("layer_by_layer", "optimizer.zero_grad()", "pass"),
+    (
+        "layer_by_layer",
+        "y.backward(comm.recv(torch.empty_like(y), rank + 1))",
+        "y.backward(comm.recv(torch.empty_like(y), rank + 1).sign())",
+    ),
+    ("pipeline", "* len(targets[i]) / len(batch[1])", "/ m"),
+    ("pipeline", "loss += y.detach()", "loss = y.detach()"),
+    ("tensor_parallel", "return comm.all_reduce(gradient.clone())", "return gradient"),
+    ("tensor_parallel", "linear(x, self.weight)) + self.bias", "linear(x, self.weight, self.bias))"),
+    ("tensor_parallel", "self.attention.heads //= comm.size()", "pass"),
+    ("sequence_parallel", "for p in whole:", "for p in []:"),
+    ("sequence_parallel", "return scatter(gradient)", "return gradient.chunk(comm.size(), 1)[comm.rank()]"),
+    ("ring_attention", "if diagonal else s", "if False else s"),
+    ("ring_attention", "out * (before - log_sum).exp()", "out"),
+    ("ring_attention", " - delta)", ")"),
+    (
+        "ring_attention",
+        "dk_dv = comm.recv(torch.empty_like(dk_dv), (rank - 1) % n, tag=1)",
+        "comm.recv(torch.empty_like(dk_dv), (rank - 1) % n, tag=1)",
+    ),
+    ("experts", 'if ".experts." not in name', "if True"),
+    ("experts", "y[order] =", "y[:] ="),
+    ("experts", "repeat(n).repeat", "repeat_interleave(n).repeat"),
+]
+
+
+def draw_batches(steps: int = STEPS, rows: int = ROWS, length: int = T) -> list[Batch]:
+    generator = torch.Generator().manual_seed(1)
+    tokens = [torch.randint(64, (rows, length + 1), generator=generator) for _ in range(steps)]
+    return [(t[:, :-1], t[:, 1:]) for t in tokens]
+
+
+def module_of(rung: str, old: str = "", new: str = "") -> types.ModuleType:
+    """A rung; with `old`, a copy in which it is replaced by `new`."""
+    module = importlib.import_module(f"minidist.plain.{rung}")
+    if not old:
+        return module
+    source, copy = inspect.getsource(module), types.ModuleType(rung)
+    assert source.count(old) == 1, f"{old!r} is {source.count(old)} times in {rung}"
+    exec(source.replace(old, new), copy.__dict__)
+    return copy
+
+
+def parameters_of(model: nn.Module) -> Parameters:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+# Equal to one process.
+
+
+@dataclass
+class Trained:
+    losses: list[float]
+    parameters: Parameters
+    optimized: int  # elements of the parameters that the optimizer got
+    sent: int  # bytes
+
+
+def train_on_this_rank(
+    rung: str, options: dict[str, Any], old: str = "", new: str = "", steps: int = STEPS
+) -> Trained:
+    model, optimized = gpt().double(), 0
+
+    def make_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        nonlocal optimized
+        parameters = list(parameters)
+        optimized = sum(p.numel() for p in parameters)
+        return ADAMW(parameters)
+
+    with comm.ledger() as ledger:
+        losses = module_of(rung, old, new).train(model, draw_batches(steps), make_optimizer, **options)
+    return Trained(losses, parameters_of(model), optimized, ledger.bytes_sent)
+
+
+class AllExperts(nn.Module):
+    """All experts in one process, by the definition: the sum over experts of mask x weight x result."""
+
+    def __init__(self, cut: experts.Experts) -> None:
+        super().__init__()
+        self.router, self.experts = cut.router, cut.experts
+        self.chosen: list[Tensor] = []  # in each step, (B, T)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.router(x).softmax(-1)
+        chosen = weights.argmax(-1)
+        self.chosen.append(chosen)
+        masked = weights * nn.functional.one_hot(chosen, len(self.experts))
+        results = [masked[..., i, None] * expert(x) for i, expert in enumerate(self.experts)]
+        return torch.stack(results).sum(0)
+
+
+def train_alone(rung: str, options: dict[str, Any]) -> tuple[list[float], nn.Sequential]:
+    model = gpt().double()
+    if rung == "experts":
+        experts.train(model, draw_batches(1), partial(torch.optim.SGD, lr=0.0), **options)  # gives it experts
+        for block in model:
+            if isinstance(block, experts.ExpertBlock):
+                block.mlp = AllExperts(block.mlp)  # type: ignore[assignment]
+    return one_process.train(model, draw_batches(), ADAMW), model
+
+
+def part_of(whole: Parameters, rung: str, rank: int, ranks: int) -> Parameters:
+    """The parameters of one process that this rank has to have, or its part of them."""
+    part = {}
+    for name, p in whole.items():
+        if rung in ("layer_by_layer", "pipeline"):
+            layer, layers = int(name.partition(".")[0]), LAYERS + 3
+            if layers * rank // ranks <= layer < layers * (rank + 1) // ranks:
+                part[name] = p
+        elif rung in ("tensor_parallel", "sequence_parallel") and CUT.search(name):
+            part[name] = p.chunk(ranks, dim=1 if re.search("(out|down)", name) else 0)[rank]
+        elif rung == "experts" and ".experts." in name:
+            block, expert, rest = re.fullmatch(r"(.*\.experts)\.(\d+)\.(.*)", name).groups()
+            own = sum(other.startswith(block) and other.endswith(rest) for other in whole) // ranks
+            if int(expert) // own == rank:
+                part[f"{block}.{int(expert) % own}.{rest}"] = p
+        else:
+            part[name] = p
+    return part
+
+
+def sent_by(rung: str, rank: int, n: int, model: nn.Sequential) -> int:
+    """The formula in the rung's docstring, over all steps."""
+    bytes_of = {name: p.numel() * ELEMENT for name, p in model.named_parameters()}
+    if rung in ("layer_by_layer", "pipeline"):
+        return STEPS * A * ((rank < n - 1) + (rank > 0))
+    if rung == "tensor_parallel":
+        return STEPS * 8 * LAYERS * (n - 1) * A // n
+    if rung == "sequence_parallel":
+        r = sum(size for name, size in bytes_of.items() if not CUT.search(name))
+        return STEPS * (8 * LAYERS * (n - 1) * A + 2 * (n - 1) * r) // n
+    if rung == "ring_attention":
+        k, s = 2 * A // n, sum(bytes_of.values())
+        return STEPS * (LAYERS * ((n - 1) + (2 * n - 1)) * k + 2 * (n - 1) * s // n)
+    r = sum(size for name, size in bytes_of.items() if ".experts." not in name)
+    total = STEPS * 2 * (n - 1) * r // n
+    for mlp in (block.mlp for block in model if isinstance(block, experts.ExpertBlock)):
+        count = len(mlp.experts)
+        for chosen in mlp.chosen:
+            at = chosen // (count // n)  # the rank of each token's expert, (B, T)
+            home = torch.cat([torch.full((len(rows), T), i) for i, rows in enumerate(at.tensor_split(n))])
+            o, g = ((home == rank) & (at != rank)).sum(), ((home != rank) & (at == rank)).sum()
+            total += 2 * int(o + g) * D * ELEMENT + 8 * (n - 1) * count // n
+    return total
+
+
+def check(cluster: md.Cluster, rung: str, options: dict[str, Any], old: str = "", new: str = "") -> None:
+    losses, model = train_alone(rung, options)
+    found, start = cluster.run(train_on_this_rank, rung, options, old, new), parameters_of(gpt().double())
+    whole, n = parameters_of(model), len(found)
+    assert not any(torch.equal(p, start[name]) for name, p in whole.items() if name in start)
+    for rank, trained in enumerate(found):
+        torch.testing.assert_close(trained.losses, losses, **EXACT)
+        part = part_of(whole, rung, rank, n)
+        for name, expected in part.items():
+            torch.testing.assert_close(trained.parameters[name], expected, **EXACT)
+        assert trained.optimized == sum(p.numel() for p in part.values())
+        assert trained.sent == sent_by(rung, rank, n, model) + 2 * (n - 1) * STEPS * ELEMENT // n * (
+            rung != "tensor_parallel"
+        )
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(("rung", "options"), CASES)
+def test_it_is_one_process_and_sends_what_it_says(
+    cluster_of: Clusters, rung: str, options: dict[str, Any], ranks: int
+) -> None:
+    """Every parameter of every rank's part, and no more than its part in the optimizer."""
+    check(cluster_of(ranks), rung, options)
+
+
+@pytest.mark.parametrize(("rung", "old", "new"), MISTAKES)
+def test_a_mistake_is_caught(cluster_of: Clusters, rung: str, old: str, new: str) -> None:
+    options = {"experts": 8} if rung == "experts" else {}  # so that a rank has several
+    with pytest.raises(AssertionError, match=r"close|differ"):
+        check(cluster_of(4), rung, options, old, new)
+
+
+# Pipelines: ranks work at the same time, and 1F1B holds less.
+
+
+def played(schedule: pipeline.Schedule, p: int, m: int) -> list[list[str]]:
+    """What each rank does in each tick, if a pass takes one tick and a message none."""
+    queues, done, ticks = [schedule(rank, p, m) for rank in range(p)], set[tuple[str, int, int]](), []
+    while any(queues):
+        row = []
+        for rank, queue in enumerate(queues):
+            kind, i = queue[0] if queue else ("", 0)
+            needs = (kind, i, rank - 1 if kind == "F" else rank + 1)
+            ready = needs in done or needs[2] == -1 or (needs[2] == p and ("F", i, rank) in done)
+            row.append(f"{kind}{i}" if queue and ready else ".")
+        for rank, name in enumerate(row):
+            if name != ".":
+                kind, i = queues[rank].pop(0)
+                done.add((kind, i, rank))
+        ticks.append(row)
+    return [list(rank) for rank in zip(*ticks, strict=True)]
+
+
+def test_the_schedules_are_those_of_the_picture_and_as_short_as_they_can_be() -> None:
+    drawn = re.findall(r"rank \d  (.*)", inspect.getdoc(pipeline) or "")
+    shown = [*played(pipeline.gpipe, 3, 4), *played(pipeline.one_f_one_b, 3, 4)]
+    assert [line.split() for line in drawn] == shown
+    for p, m in ((1, 3), (2, 1), (2, 8), (4, 3), (4, 8)):
+        for schedule in (pipeline.gpipe, pipeline.one_f_one_b):
+            assert len(played(schedule, p, m)[0]) == 2 * (m + p - 1)
+
+
+def activations(rung: str, **options: Any) -> int:
+    """The most bytes that were kept for backward passes at one time."""
+    model, batches, counters = gpt().double(), draw_batches(1, rows=8), []
+
+    def make_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        counters.append(ActivationCounter(model, batches[0]))  # not earlier: a cut makes new parameters
+        counters[0].__enter__()
+        return ADAMW(parameters)
+
+    module_of(rung).train(model, batches, make_optimizer, **options)
+    counters[0].__exit__(None, None, None)
+    return int(counters[0].peak)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_1f1b_holds_p_minus_rank_micro_batches(cluster_of: Clusters, ranks: int) -> None:
+    m = 8
+    schedules = (pipeline.gpipe, pipeline.one_f_one_b)
+    all_of_them, few = (
+        cluster_of(ranks).run(partial(activations, "pipeline", schedule=s, m=m)) for s in schedules
+    )
+    for rank in range(ranks):
+        assert few[rank] * m == all_of_them[rank] * (ranks - rank)
+
+
+# Sequences and rings: what a rank holds, and when it waits.
+
+
+class Shapes(TorchDispatchMode):
+    """The sizes of all tensors that are made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(tensor, Tensor):
+                self.seen.update(tensor.shape)
+        return result
+
+
+def sizes_made(length: int) -> set[int]:
+    batches = [tuple(x.contiguous() for x in batch) for batch in draw_batches(1, rows=3, length=length)]
+    with Shapes() as shapes:
+        module_of("ring_attention").train(gpt().double(), batches, ADAMW)
+    return shapes.seen
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_no_tensor_of_ring_attention_has_the_whole_row(cluster_of: Clusters, ranks: int) -> None:
+    for seen in cluster_of(ranks).run(sizes_made, 44):
+        assert 44 // ranks in seen
+        assert 44 not in seen
+
+
+class Events(TorchDispatchMode):
+    """Messages, waits and merged blocks of a softmax, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.order: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if str(func) == "aten.logaddexp.default":
+            self.order.append("compute")
+        return func(*args, **(kwargs or {}))
+
+    def called(self, call: ledgers.Call, *_: Any) -> None:
+        self.order.append(call.name)
+
+    def waited(self, call: ledgers.Call, *_: Any) -> None:
+        self.order.append("wait")
+
+
+def events_of_a_ring() -> list[str]:
+    with Events() as events, torch.no_grad():
+        ledgers.watchers.append(events)
+        try:
+            ring_attention.RingSoftmax.apply(*torch.ones(3, 1, 1, 2, 2))
+        finally:
+            ledgers.watchers.remove(events)
+    return events.order
+
+
+def test_a_block_travels_while_a_rank_computes(cluster_of: Clusters) -> None:
+    *_, last = cluster_of(4).run(events_of_a_ring)  # the last rank's queries see all blocks
+    assert last == ["send", "recv", "compute", "wait", "wait"] * 3 + ["compute"]
+
+
+def norms_see() -> set[torch.Size]:
+    shapes, model = set(), gpt().double()
+    for norm in model.modules():
+        if isinstance(norm, nn.LayerNorm):
+            norm.register_forward_hook(lambda module, args, output: shapes.add(output.shape))
+    sequence_parallel.train(model, draw_batches(1), ADAMW)
+    return shapes
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_between_the_pairs_a_rank_has_its_own_tokens_only(cluster_of: Clusters, ranks: int) -> None:
+    assert cluster_of(ranks).run(norms_see) == [{(ROWS, T // ranks, D)}] * ranks
+    shared, whole = (cluster_of(ranks).run(activations, r) for r in ("sequence_parallel", "tensor_parallel"))
+    assert max(shared) < min(whole)
