@@ -9,14 +9,14 @@ ranks of their experts, and another one takes the results back.
                                 ╳                        ╳
     rows of rank 1 ── router ──╱  ╲── experts 2 and 3 ──╱  ╲── times the weight ── rows of rank 1
 
-In a step a rank sends 2 (O + G) + 8 (n - 1) / n E bytes for each block: O the bytes of its tokens that go to
-other ranks, G the bytes of the guests from other ranks, whose results it sends back; as many bytes for their
-gradients; and how many tokens go to each of E experts. It sends 2 (n - 1) / n R for the gradients: n ranks, R
-the bytes of all parameters but the experts'. n divides E; a batch has at least n rows.
+In a step a rank sends 2 (O + G) + 8 (n - 1) / n E bytes for each block, and 2 (n - 1) / n R for the gradients
+of the parameters that every rank has: n ranks, R the bytes of these parameters, O the bytes of its tokens
+that go to other ranks, G the bytes of guests, other ranks' tokens, whose results it sends back. The 2 counts
+their gradients, the 8 is a number of tokens for an expert. n divides E; a batch has at least n rows.
 
 Sources: Fedus, Zoph and Shazeer 2021, "Switch Transformers", section 2.1; Lepikhin et al. 2020, "GShard",
 section 3. They also limit the tokens of an expert, and add a loss that spreads tokens evenly.
-Lesson: 14 "All together", which chooses among ways to share a model; no lesson builds this one
+Lesson: 14 "All together"
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from minidist.plain.gpt import Batch, Block, MakeOptimizer, loss_of
 
 
 class Travel(torch.autograd.Function):
-    """Send the first outgoing[0] tokens to rank 0, and so on; receive incoming[0] from rank 0, and so on."""
+    """Send outgoing[r] tokens to rank r, for rank 0 first, and receive incoming[r] from it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, outgoing: list[int], incoming: list[int]) -> Tensor:
@@ -75,7 +75,7 @@ class Experts(nn.Module):
         results = torch.empty_like(guests)
         for i, expert in enumerate(self.experts):
             results[expert_of == i] = expert(guests[expert_of == i])
-        # Travel back, each result to the place of its token.
+        # Travel back, each result to where its token was.
         y = torch.empty_like(tokens)
         y[order] = travel(results, incoming, outgoing)
         return y.mul(weight[:, None]).view_as(x)
@@ -106,12 +106,12 @@ def train(
             model[i] = ExpertBlock(layer, Experts(layer.up.in_features, experts).to(layer.up.weight))
     optimizer = make_optimizer(model.parameters())
     for batch in batches:
-        # Compute: the part that this rank's rows have in the mean loss, and in the gradients.
+        # Compute: what this rank's rows contribute to the mean loss, and to the gradients.
         inputs, targets = (rows.tensor_split(n)[rank] for rows in batch)  # (B / n, T)
         optimizer.zero_grad()
         loss = loss_of(model(inputs), targets) * len(inputs) / len(batch[0])
         loss.backward()
-        # Communicate: add up the parts of all ranks. Experts need not: the tokens of all ranks came to them.
+        # Communicate: add up what all rows contribute. To an expert, they all came.
         for name, p in model.named_parameters():
             if ".experts." not in name:
                 comm.all_reduce(p.grad)

@@ -11,8 +11,8 @@ its input. Together the ranks train a model that is too large for any of them, b
     rank 3  . . . F B . . .
 
 In a step every rank but the last sends A bytes to the next rank, and every rank but the first sends A bytes
-to the one before: A is the bytes of the activations between two layers, B T D elements. The number of ranks
-need not divide the layers.
+to the one before: A is the bytes of the activations between two layers, B T D elements. A model has at least
+as many layers as there are ranks.
 
 Source: Huang et al. 2019, "GPipe", section 1 and figure 2b.
 Lesson: 11 "Cutting the model"
@@ -29,16 +29,16 @@ from minidist import comm
 from minidist.plain.gpt import Batch, MakeOptimizer, loss_of
 
 
-def layers_of(rank: int, model: nn.Sequential) -> nn.Sequential:
-    """Return the part of the model that `rank` holds: consecutive layers, about as many on each rank."""
-    layers, n = list(model), comm.size()
+def own_layers(model: nn.Sequential) -> nn.Sequential:
+    """Return this rank's part of the model: consecutive layers, about as many on each rank."""
+    layers, rank, n = list(model), comm.rank(), comm.size()
     return nn.Sequential(*layers[len(layers) * rank // n : len(layers) * (rank + 1) // n])
 
 
 def train(model: nn.Sequential, batches: Sequence[Batch], make_optimizer: MakeOptimizer) -> list[float]:
     """Train this rank's layers of `model` in place, and return the losses."""
     rank, last = comm.rank(), comm.size() - 1
-    layers, embedding = layers_of(rank, model), next(model.parameters())  # (V, D)
+    layers, embedding = own_layers(model), next(model.parameters())  # (V, D): D is the width of a message
     optimizer, losses = make_optimizer(layers.parameters()), []
     for inputs, targets in batches:  # (B, T) both
         optimizer.zero_grad()
@@ -57,7 +57,6 @@ def train(model: nn.Sequential, batches: Sequence[Batch], make_optimizer: MakeOp
         else:
             y.backward(comm.recv(torch.empty_like(y), rank + 1))
         if rank > 0:
-            assert x.grad is not None  # the backward pass has just filled it
             comm.send(x.grad, rank - 1)
         # Update: each rank its own layers.
         optimizer.step()

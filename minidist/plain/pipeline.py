@@ -13,11 +13,11 @@ its backward pass; one loop executes any schedule. Two of them, for 3 ranks and 
 
 GPipe runs all forward passes first, so a rank holds the activations of all m micro-batches. 1F1B runs a
 backward pass as soon as there is one. It is no faster, but rank r of p holds the activations of at most p - r
-micro-batches.
+micro-batches. With more micro-batches, ranks wait for a smaller part of the time, in either schedule.
 
 In a step every rank but the last sends A bytes to the next rank, and every rank but the first sends A bytes
-to the one before, in m messages each: A is the bytes of the activations between two layers, B T D elements.
-A batch has at least m rows; m need not divide them.
+to the one before, in m messages: A is the bytes of the activations between two layers, B T D elements. A
+batch has at least m rows, and a model at least p layers.
 
 Sources: Huang et al. 2019, "GPipe", section 2.3; Narayanan et al. 2019, "PipeDream", section 3.2.
 Lesson: 11 "Cutting the model"
@@ -53,42 +53,44 @@ def one_f_one_b(rank: int, p: int, m: int) -> list[Instruction]:
     return forward[:ahead] + in_turn + backward[m - ahead :]
 
 
-def stage_of(rank: int, model: nn.Sequential) -> nn.Sequential:
-    """Return the part of the model that `rank` holds: consecutive layers, about as many on each rank."""
-    layers, p = list(model), comm.size()
+def own_layers(model: nn.Sequential) -> nn.Sequential:
+    """Return this rank's part of the model: consecutive layers, about as many on each rank."""
+    layers, rank, p = list(model), comm.rank(), comm.size()
     return nn.Sequential(*layers[len(layers) * rank // p : len(layers) * (rank + 1) // p])
 
 
-def run(instructions: list[Instruction], stage: nn.Module, batch: Batch, m: int, embedding: Tensor) -> Tensor:
-    """Execute a step's forward and backward passes. Return the loss on the last rank, 0 elsewhere."""
+def run(
+    instructions: list[Instruction], layers: nn.Module, batch: Batch, m: int, embedding: Tensor
+) -> Tensor:
+    """Execute the instructions for one batch. Return its loss on the last rank, and 0 on the others."""
     rank, last, loss = comm.rank(), comm.size() - 1, embedding.new_zeros(())
-    inputs, targets = (whole.tensor_split(m) for whole in batch)  # m tensors (B / m, T) each
+    inputs, targets = (whole.tensor_split(m) for whole in batch)  # m times (B / m, T)
     held: dict[int, tuple[Tensor, Tensor]] = {}  # a micro-batch's input and output, until its backward pass
     sending: dict[int, comm.Work] = {}  # to each neighbour, the message that is on its way
 
     def send(x: Tensor, neighbour: int) -> None:
+        """Launch a message once the one before it has arrived, so that its memory can be freed."""
         if neighbour in sending:
             sending[neighbour].wait()
         sending[neighbour] = comm.send(x, neighbour, async_op=True)
 
     for kind, i in instructions:
-        if kind == "F":
+        if kind == "F":  # receive the input, compute, send the output on
             x = inputs[i]
             if rank > 0:
                 x = comm.recv(embedding.new_empty(*x.shape, embedding.shape[1]), rank - 1)  # (B / m, T, D)
                 x.requires_grad_()
-            y = stage(x)
+            y = layers(x)
             if rank < last:
                 send(y.detach(), rank + 1)
             else:
                 y = loss_of(y, targets[i]) * len(targets[i]) / len(batch[1])  # of the batch's mean
                 loss += y.detach()
             held[i] = x, y
-        else:
+        else:  # receive the output's gradient, compute, send the input's gradient back
             x, y = held.pop(i)
             y.backward(comm.recv(torch.empty_like(y), rank + 1) if rank < last else None)
             if rank > 0:
-                assert x.grad is not None  # the backward pass has just filled it
                 send(x.grad, rank - 1)
     for work in sending.values():
         work.wait()
@@ -103,11 +105,11 @@ def train(
     m: int = 4,
 ) -> list[float]:
     """Train this rank's layers of `model` in place, and return the losses."""
-    rank, p = comm.rank(), comm.size()
-    stage, instructions = stage_of(rank, model), schedule(rank, p, m)
-    optimizer, losses = make_optimizer(stage.parameters()), []
+    layers, embedding = own_layers(model), next(model.parameters())  # (V, D): D is the width of a message
+    instructions = schedule(comm.rank(), comm.size(), m)
+    optimizer, losses = make_optimizer(layers.parameters()), []
     for batch in batches:
         optimizer.zero_grad()
-        losses.append(run(instructions, stage, batch, m, next(model.parameters())))
+        losses.append(run(instructions, layers, batch, m, embedding))
         optimizer.step()
     return comm.all_reduce(torch.stack(losses)).tolist()  # the other ranks add zeros to the last one's

@@ -1,19 +1,18 @@
 """Ring attention: a row too long for one rank is shared along its tokens, through the whole model.
 
-Every rank has all parameters, and T / n of the tokens of each row. Only attention looks at other tokens, so
-there the ranks' keys and values travel around a ring: while a rank computes with one block of them, the next
-block arrives. The softmax is put together block by block, so no rank ever holds the keys of the whole row,
-nor its scores. The backward pass takes keys and values around once more; the sum of their gradients travels
-with them, every rank adds its part, and the last hop brings the sum home.
+Every rank has all parameters, and T / n of the tokens of each row. Only attention looks at other tokens:
+there each rank's block of keys and values travels around a ring, and while a rank computes with one block,
+the next one arrives. The softmax is put together block by block, so no rank ever holds the keys or the scores
+of a whole row. The backward pass sends the blocks around once more, each followed by the sum of its
+gradients, to which every rank adds; the last hop brings the sum home.
 
-For each of L blocks of the model a rank sends (n - 1) K bytes forward and (2 n - 1) K backward in a step, and
-it sends 2 (n - 1) / n S for the gradients: n ranks, K = 2 A / n the bytes of its keys and values, A the bytes
-of the activations between two blocks, B T D elements, S the bytes of the parameters. n is at least 2, and
-divides T.
+In a step a rank sends L ((n - 1) + (2 n - 1)) K bytes, forward and backward, and 2 (n - 1) / n S for the
+gradients of the parameters: n ranks, L blocks of the model, K the bytes of a rank's keys and values, S those
+of the parameters. K has 2 B T D / n elements. n is at least 2, and divides T.
 
 Sources: Liu, Zaharia and Abbeel 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context",
 section 3; for the softmax in blocks and its gradient, Dao et al. 2022, "FlashAttention", 3.1 and appendix B.
-Lesson: 14 "All together", where it is the axis cp of a layout; no lesson builds it
+Lesson: 14 "All together"
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ def around_the_ring(block: Tensor) -> Iterator[tuple[int, Tensor]]:
 
 
 def scores(q: Tensor, k: Tensor, diagonal: bool) -> Tensor:  # (B, H, T / n, D / H), twice
-    """Return (B, H, T / n, T / n). In a diagonal block, where q and k are of one rank, hide later tokens."""
+    """Return (B, H, T / n, T / n). If q and k are of the same tokens, hide those above the diagonal."""
     s: Tensor = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
     return s.masked_fill(torch.ones_like(s).triu(1).bool(), -torch.inf) if diagonal else s
 
@@ -60,8 +59,8 @@ class RingSoftmax(torch.autograd.Function):
         for owner, (k_here, v_here) in around_the_ring(torch.stack((k, v))):
             if owner <= rank:  # later ranks have later tokens, which this rank's do not see
                 s, before = scores(q, k_here, owner == rank), log_sum
-                log_sum = torch.logaddexp(before, s.logsumexp(-1, keepdim=True))  # of exp(s), so far
-                out = out * (before - log_sum).exp() + (s - log_sum).exp() @ v_here
+                log_sum = torch.logaddexp(before, s.logsumexp(-1, keepdim=True))  # log(sum(exp(s))) so far
+                out = out * (before - log_sum).exp() + (s - log_sum).exp() @ v_here  # softmax(s) v so far
         ctx.save_for_backward(q, k, v, out, log_sum)
         return out
 
@@ -73,11 +72,11 @@ class RingSoftmax(torch.autograd.Function):
         dq, dk_dv = torch.zeros_like(q), torch.zeros_like(torch.stack((k, v)))
         for owner, (k_here, v_here) in around_the_ring(torch.stack((k, v))):
             if owner <= rank:
-                p = (scores(q, k_here, owner == rank) - log_sum).exp()  # the softmax
+                p = (scores(q, k_here, owner == rank) - log_sum).exp()  # softmax(s)
                 ds = p * (gradient @ v_here.transpose(-1, -2) - delta) / q.shape[-1] ** 0.5
                 dq += ds @ k_here
                 dk_dv += torch.stack((ds.transpose(-1, -2) @ q, p.transpose(-1, -2) @ gradient))
-            # The sum follows the block; the sum for the next block arrives, and after the last one ours.
+            # The sum follows its block. The sum for the next block arrives; after the last block, our own.
             sending = comm.send(dk_dv, (rank + 1) % n, tag=1, async_op=True)
             dk_dv = comm.recv(torch.empty_like(dk_dv), (rank - 1) % n, tag=1)
             sending.wait()
@@ -107,12 +106,12 @@ def train(model: nn.Sequential, batches: Sequence[Batch], make_optimizer: MakeOp
             layer.attention = RingAttention(layer.attention)
     rank, n, optimizer, losses = comm.rank(), comm.size(), make_optimizer(model.parameters()), []
     for batch in batches:
-        # Compute: the part that this rank's tokens have in the mean loss, and in the gradients.
+        # Compute: what this rank's tokens contribute to the mean loss, and to the gradients.
         inputs, targets = (tokens.chunk(n, dim=1)[rank] for tokens in batch)  # (B, T / n)
         optimizer.zero_grad()
         loss = loss_of(model(inputs), targets) / n
         loss.backward()
-        # Communicate: add up the parts of all ranks.
+        # Communicate: add up what all tokens contribute.
         for p in model.parameters():
             comm.all_reduce(p.grad)
         optimizer.step()

@@ -1,12 +1,12 @@
 """Sequence parallelism: what tensor parallelism leaves whole is shared along the tokens.
 
-With tensor parallelism every rank still has the activations of all tokens between two pairs of matrices: the
-norms and the sums, which treat each token by itself. So let a rank have T / n of the tokens there. An
-all-reduce is a reduce-scatter and an all-gather; the first now stands where activations leave a pair, the
-second where they enter the next one, and together they send no more than the all-reduce did.
+With tensor parallelism every rank still computes and keeps the activations between two pairs of matrices for
+all tokens. But norms and sums treat each token by itself, so here a rank has only T / n of the tokens there.
+An all-reduce is a reduce-scatter and then an all-gather: the first now stands where activations leave a pair,
+the second where they enter the next pair, and together they send no more than the all-reduce did.
 
     forward    own tokens ── gather ── own outputs ── own inputs ── scatter ── own tokens
-    backward   from right to left: scatter gathers the gradient, gather scatters it
+    backward   the same from right to left: scatter gathers gradients, and gather scatters them
 
 In a step a rank sends 8 L (n - 1) / n A bytes of activations, as with tensor parallelism, and 2 (n - 1) / n R
 for the gradients of parameters that are not cut: n ranks, L blocks, A the bytes of the activations between
@@ -107,12 +107,12 @@ def train(model: nn.Sequential, batches: Sequence[Batch], make_optimizer: MakeOp
     whole = [p for p in model.parameters() if p in before]  # what the cut has not replaced
     optimizer, losses = make_optimizer(model.parameters()), []
     for batch in batches:
-        # Compute: this rank's tokens' part of the mean loss, and of the gradients.
+        # Compute: what this rank's tokens contribute to the mean loss, and to the gradients.
         inputs, targets = (tokens.chunk(n, dim=1)[rank] for tokens in batch)  # (B, T / n)
         optimizer.zero_grad()
         loss = loss_of(model(inputs), targets) / n
         loss.backward()
-        # Communicate: parameters that every rank has whole have seen this rank's tokens only.
+        # Communicate: add up what all tokens contribute to the parameters that every rank has whole.
         for p in whole:
             comm.all_reduce(p.grad)
         optimizer.step()

@@ -1,19 +1,21 @@
-"""Tensor parallelism: the ranks share every large matrix, and all of them work on the same token at once.
+"""Tensor parallelism: the ranks share the large matrices, and all work on the same tokens at the same time.
 
 A block has two pairs of matrices: query, key and value with out, and up with down. Cut the first of a pair by
 its outputs and the second by its inputs: then each rank computes its part of the pair without the others, and
 one all-reduce adds up the results. This works because what lies inside a pair keeps the parts separate:
 attention does if each rank has whole heads, and GELU looks at each element alone.
 
-    forward    x ── f ── own outputs of the first ── own inputs of the second ── g ── y
-               f passes x on; g adds up the ranks' results
-    backward   from right to left: g passes the gradient on; f adds up the ranks' gradients
+    forward    x ── enter ── own outputs ── own inputs ── leave ── y    leave adds up the ranks' results
+    backward   the same from right to left                              enter adds up the ranks' gradients
+
+Autograd does not see the other ranks. So `enter` and `leave` are functions that say themselves what their
+backward pass is; in the paper they are f and g.
 
 In a step a rank takes part in 4 L all-reduces of A bytes, two forward and two backward in each block, and so
 sends 8 L (n - 1) / n A: n ranks, L blocks, A the bytes of the activations between two blocks, B T D elements.
 n divides the heads. Every rank has the embedding, the norms and the head whole.
 
-Source: Shoeybi et al. 2019, "Megatron-LM", section 3 and figure 3, from which the names f and g are.
+Source: Shoeybi et al. 2019, "Megatron-LM", section 3 and figure 3.
 Lesson: 12 "Tensor and sequence parallel"
 """
 
@@ -31,7 +33,7 @@ from minidist.plain.gpt import Batch, Block, MakeOptimizer, loss_of
 
 
 class Enter(torch.autograd.Function):
-    """f: every rank has x whole, and finds the gradient that its part of the matrices contributes."""
+    """Every rank has x whole, and finds only the gradient that comes through its part of the matrices."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -45,7 +47,7 @@ class Enter(torch.autograd.Function):
 
 
 class Leave(torch.autograd.Function):
-    """g: every rank has one summand of the result. All get the sum, and later the sum's gradient."""
+    """Every rank has one summand of the result. All get the sum, and in the backward pass its gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -58,18 +60,13 @@ class Leave(torch.autograd.Function):
         return gradient
 
 
-f: Callable[[Tensor], Tensor] = Enter.apply
-g: Callable[[Tensor], Tensor] = Leave.apply
+enter: Callable[[Tensor], Tensor] = Enter.apply
+leave: Callable[[Tensor], Tensor] = Leave.apply
 
 
 def own_part(whole: Tensor, dim: int) -> nn.Parameter:
     """Return this rank's n-th of a tensor."""
     return nn.Parameter(whole.detach().chunk(comm.size(), dim)[comm.rank()].clone())
-
-
-def keep_own_outputs(layer: nn.Linear) -> None:
-    """Keep what gives this rank's outputs: an n-th of the weight's rows, and of the bias."""
-    layer.weight, layer.bias = own_part(layer.weight, 0), own_part(layer.bias, 0)  # (out / n, in), (out / n)
 
 
 class OwnInputs(nn.Linear):
@@ -81,7 +78,7 @@ class OwnInputs(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:  # (B, T, in / n)
         """Return the whole output, (B, T, out), the same on all ranks."""
-        return g(linear(x, self.weight)) + self.bias
+        return leave(linear(x, self.weight)) + self.bias
 
 
 class SharedBlock(Block):
@@ -94,12 +91,12 @@ class SharedBlock(Block):
         self.attention.out = OwnInputs(whole.attention.out)
         self.up, self.down = whole.up, OwnInputs(whole.down)
         for layer in (self.attention.query, self.attention.key, self.attention.value, self.up):
-            keep_own_outputs(layer)
+            layer.weight, layer.bias = own_part(layer.weight, 0), own_part(layer.bias, 0)  # own outputs
 
     def forward(self, x: Tensor) -> Tensor:  # (B, T, D), the same on all ranks
         """Return the block's output, the same on all ranks."""
-        x = x + self.attention(f(self.norm1(x)))
-        y: Tensor = x + self.down(gelu(self.up(f(self.norm2(x)))))
+        x = x + self.attention(enter(self.norm1(x)))
+        y: Tensor = x + self.down(gelu(self.up(enter(self.norm2(x)))))
         return y
 
 
@@ -110,7 +107,7 @@ def train(model: nn.Sequential, batches: Sequence[Batch], make_optimizer: MakeOp
             model[i] = SharedBlock(layer)
     optimizer, losses = make_optimizer(model.parameters()), []
     for inputs, targets in batches:  # (B, T) both
-        # As in one process: f and g communicate. What is not cut gets the same gradient on all ranks.
+        # As in one process: enter and leave communicate. What is not cut has the same gradient on all ranks.
         optimizer.zero_grad()
         loss = loss_of(model(inputs), targets)
         loss.backward()
