@@ -6,13 +6,13 @@ its rows of the batch, as in data parallelism, and holds E / n experts; an all-t
 ranks of their experts, and another one takes the results back.
 
     rows of rank 0 ── router ──╲  ╱── experts 0 and 1 ──╲  ╱── times the weight ── rows of rank 0
-                                ╳                        ╳
+                                ╳       all-to-all       ╳
     rows of rank 1 ── router ──╱  ╲── experts 2 and 3 ──╱  ╲── times the weight ── rows of rank 1
 
 In a step a rank sends 2 (O + G) + 8 (n - 1) / n E bytes for each block, and 2 (n - 1) / n R for the gradients
 of the parameters that every rank has: n ranks, R the bytes of these parameters, O the bytes of its tokens
 that go to other ranks, G the bytes of guests, other ranks' tokens, whose results it sends back. The 2 counts
-their gradients, the 8 is a number of tokens for an expert. n divides E; a batch has at least n rows.
+their gradients; 8 bytes say how many tokens go to an expert. n divides E; a batch has at least n rows.
 
 Sources: Fedus, Zoph and Shazeer 2021, "Switch Transformers", section 2.1; Lepikhin et al. 2020, "GShard",
 section 3. They also limit the tokens of an expert, and add a loss that spreads tokens evenly.

@@ -13,7 +13,7 @@ its backward pass; one loop executes any schedule. Two of them, for 3 ranks and 
 
 GPipe runs all forward passes first, so a rank holds the activations of all m micro-batches. 1F1B runs a
 backward pass as soon as there is one. It is no faster, but rank r of p holds the activations of at most p - r
-micro-batches. With more micro-batches, ranks wait for a smaller part of the time, in either schedule.
+micro-batches. With either, ranks wait for (p - 1) / (m + p - 1) of the time: so a larger m helps.
 
 In a step every rank but the last sends A bytes to the next rank, and every rank but the first sends A bytes
 to the one before, in m messages: A is the bytes of the activations between two layers, B T D elements. A
@@ -84,7 +84,7 @@ def run(
             if rank < last:
                 send(y.detach(), rank + 1)
             else:
-                y = loss_of(y, targets[i]) * len(targets[i]) / len(batch[1])  # of the batch's mean
+                y = loss_of(y, targets[i]) * len(targets[i]) / len(batch[1])  # its part of the mean
                 loss += y.detach()
             held[i] = x, y
         else:  # receive the output's gradient, compute, send the input's gradient back
