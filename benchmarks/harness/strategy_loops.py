@@ -33,7 +33,7 @@ def local_sgd(work: Work) -> Program:
         return loss.item()
 
     def averaged() -> list[Tensor]:
-        return [bucket.flat for bucket in model._buckets]
+        return [bucket.gradients for bucket in model._buckets]
 
     return Program(train, (md.rank(), md.size()), model, optimizer, averaged)
 

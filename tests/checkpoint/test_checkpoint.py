@@ -159,20 +159,19 @@ def train_backwards(
 ) -> tuple[list[float], dict[str, Tensor], int]:
     """Three steps, saved at `stop` or resumed there; and the most buckets beyond the two that have memory."""
     more = 0
-    lend = reduce_to_owner.ShardAssignment._lend
+    view = reduce_to_owner.ShardAssignment.view
 
-    def watched(self: Any, number: int) -> None:
+    def watched(self: Any, param_index: int) -> Tensor:
         nonlocal more
-        lend(self, number)
-        more = max(
-            more, sum(bucket.gradients is not None for bucket in self.buckets) - reduce_to_owner.TRANSIENT
-        )
+        found = view(self, param_index)
+        more = max(more, sum(bucket.holds for bucket in self.buckets) - reduce_to_owner.TRANSIENT)
+        return found
 
     buckets = {"bucket_mb": 0.009}  # of two layers
     engine = md.prepare(Backwards(9 * resume), contract.ADAMW, layout, data_parallel=buckets)
     losses = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reduce_to_owner.ShardAssignment, "_lend", watched)
+        patch.setattr(reduce_to_owner.ShardAssignment, "view", watched)
         if resume:
             md.load(engine, path)
         for step in range(3):

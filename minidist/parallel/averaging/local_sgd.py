@@ -19,7 +19,9 @@ from torch import nn
 from minidist import comm
 from minidist._arguments import check_whole
 from minidist.comm.work import Group
-from minidist.parallel.flat.buckets import MB, Bucket, GradientComm, broadcast_together, cut, require_same
+from minidist.parallel.flat.buckets import Bucket
+from minidist.parallel.flat.gradient_comm import GradientComm
+from minidist.parallel.flat.joined_messages import MB, broadcast_together, cut, require_same
 
 
 class LocalSGD(nn.Module):
@@ -90,14 +92,15 @@ class LocalSGD(nn.Module):
                 numel = sum(parameters[index].numel() for index in indices)
                 first = parameters[indices[0]]
                 flat = gradient_comm.zeros(numel, first.dtype, first.device)
-                self._buckets.append(Bucket.over(flat, parameters, indices))
+                self._buckets.append(Bucket(indices, parameters))
+                self._buckets[-1].hold(flat)
 
         works = []
         for bucket in self._buckets:
             torch._foreach_copy_(bucket.views, [parameters[index] for index in bucket.param_indices])
             works.append(
                 comm.all_reduce(
-                    bucket.flat, "mean", gradient_comm.algorithm, gradient_comm.group, async_op=True
+                    bucket.gradients, "mean", gradient_comm.algorithm, gradient_comm.group, async_op=True
                 )
             )
         for bucket, work in zip(self._buckets, works, strict=True):

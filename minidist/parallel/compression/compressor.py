@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from minidist.comm.work import bytes_of
-from minidist.parallel.flat.buckets import Bucket, GradientComm, PendingMessage
+from minidist.parallel.flat.buckets import Bucket
+from minidist.parallel.flat.gradient_comm import GradientComm, PendingMessage
 
 
 class Reduction(ABC):
@@ -96,7 +97,7 @@ class Cast(Compression):
 
 class _InPlace(Reduction):
     def __init__(self, bucket: Bucket, gradient_comm: GradientComm) -> None:
-        self._flat, self._gradient_comm = bucket.flat, gradient_comm
+        self._flat, self._gradient_comm = bucket.gradients, gradient_comm
 
     def run(self) -> Iterator[PendingMessage]:
         yield self._gradient_comm.all_reduce(self._flat)
@@ -104,8 +105,8 @@ class _InPlace(Reduction):
 
 class _Rounded(Reduction):
     def __init__(self, bucket: Bucket, gradient_comm: GradientComm, dtype: torch.dtype) -> None:
-        self._flat, self._gradient_comm = bucket.flat, gradient_comm
-        self._wire = gradient_comm.zeros(bucket.elements, dtype, bucket.flat.device)
+        self._flat, self._gradient_comm = bucket.gradients, gradient_comm
+        self._wire = gradient_comm.zeros(bucket.elements, dtype, bucket.gradients.device)
 
     def run(self) -> Iterator[PendingMessage]:
         self._wire.copy_(self._flat)

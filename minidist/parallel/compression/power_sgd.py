@@ -19,7 +19,8 @@ from torch import Tensor
 
 from minidist._arguments import check_whole
 from minidist.parallel.compression.compressor import Compression, Reduction, all_reduce_bytes
-from minidist.parallel.flat.buckets import Bucket, GradientComm, PendingMessage
+from minidist.parallel.flat.buckets import Bucket
+from minidist.parallel.flat.gradient_comm import GradientComm, PendingMessage
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def sent_dtype(dtype: torch.dtype) -> torch.dtype:
 
 class _LowRank(Reduction):
     def __init__(self, bucket: Bucket, gradient_comm: GradientComm, options: PowerSGD, number: int) -> None:
-        flat, r = bucket.flat, options.rank
+        flat, r = bucket.gradients, options.rank
         self._flat, self._gradient_comm, self._options = flat, gradient_comm, options
         self.error = torch.zeros_like(flat) if options.error_feedback else None
         self._generator = torch.Generator().manual_seed(options.seed + number)

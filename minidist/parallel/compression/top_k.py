@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from minidist.parallel.compression.compressor import Compression, Reduction, elements_of
-from minidist.parallel.flat.buckets import Bucket, GradientComm, PendingMessage
+from minidist.parallel.flat.buckets import Bucket
+from minidist.parallel.flat.gradient_comm import GradientComm, PendingMessage
 
 INDEX = torch.int32
 """The dtype of an element's index in its bucket."""
@@ -55,10 +56,10 @@ class TopK(Compression):
 
 class _TopKReduction(Reduction):
     def __init__(self, bucket: Bucket, gradient_comm: GradientComm, options: TopK) -> None:
-        self._flat, self._gradient_comm = bucket.flat, gradient_comm
-        self.error = torch.zeros_like(bucket.flat) if options.error_feedback else None
+        self._flat, self._gradient_comm = bucket.gradients, gradient_comm
+        self.error = torch.zeros_like(bucket.gradients) if options.error_feedback else None
         self._count = options.chosen(bucket.elements)
-        self._value_bytes = self._count * bucket.flat.element_size()
+        self._value_bytes = self._count * bucket.gradients.element_size()
 
     def run(self) -> Iterator[PendingMessage]:
         flat = self._flat

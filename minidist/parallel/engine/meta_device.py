@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from minidist import comm
-from minidist.parallel.flat.buckets import broadcast_together
-from minidist.parallel.flat.flat_parameter import ParameterSlot
-from minidist.parallel.sharding.meta_units import MetaInitializer, device_for
+from minidist.parallel.flat.joined_messages import broadcast_together
+from minidist.parallel.sharding.meta_units import MetaInitializer, ParameterSlot, device_for
 from minidist.parallel.tensor.cuts import Cut
 
 Initialize = Callable[[nn.Module], object]

@@ -25,7 +25,7 @@ from minidist.parallel.contract.engine import Loss, MakeOptimizer
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.engine.meta_device import Initialize, Skeleton
 from minidist.parallel.engine.parameter_placement import Placement, Whole
-from minidist.parallel.flat.buckets import broadcast_together, require_same
+from minidist.parallel.flat.joined_messages import broadcast_together, require_same
 from minidist.parallel.pipeline.layer_by_layer import cut
 from minidist.parallel.pipeline.layer_chain import check_layers
 from minidist.parallel.sharding.elementwise_optimizers import is_elementwise

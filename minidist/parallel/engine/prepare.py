@@ -15,11 +15,11 @@ from minidist.parallel.contract.strategy import Strategy
 from minidist.parallel.engine.partition_model import RankModel, checked, partition_model
 from minidist.parallel.engine.prepare_checks import check, put_back_on_error
 from minidist.parallel.engine.training_step import Engine
+from minidist.parallel.flat.gradient_comm import GradientComm
 from minidist.parallel.guards.ownership import ENGINE, claim
 from minidist.parallel.guards.refusals import require_alike
 from minidist.parallel.sharding.data_parallel_strategy import Replicated
-from minidist.parallel.sharding.fully_shard_strategy import FullySharded
-from minidist.parallel.sharding.zero_strategy import ShardedState
+from minidist.parallel.sharding.sharded_strategies import FullySharded, ShardedState
 from minidist.parallel.training.precision import LossScale, Precision, fill_masters
 from minidist.parallel.training.recompute import recompute
 
@@ -118,7 +118,7 @@ def _strategy(
     if layout.tp * layout.pp > 1:
         optimizer = checked(optimizer, layout)
     if layout.zero == 3:
-        return FullySharded(model, optimizer, fully_shard, master, group)
+        return FullySharded(model, optimizer, fully_shard, master, GradientComm(group))
     if layout.zero:
-        return ShardedState(model, optimizer, layout.zero, data_parallel, master, group)
+        return ShardedState(model, optimizer, layout.zero, data_parallel, master, GradientComm(group))
     return Replicated(model, optimizer, data_parallel, master, group)

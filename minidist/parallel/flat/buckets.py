@@ -1,163 +1,265 @@
-"""Buckets: many small tensors in one flat one, so that a few large messages replace many small ones.
+"""Buckets: many parameters one after the other in flat tensors, cut into one share for each rank.
 
-Every message costs its latency, however small it is. A bucket holds several gradients one after the other in
-one flat tensor. Each parameter's `grad` is a view into it, so gradients are stored once and reduced in place.
+Every message costs its latency, however small it is, so the ranks send flat tensors. A bucket has up to
+three, laid out alike: the parameters' values, this rank's own gradients, and the sums of gradients, of which
+a rank may keep only its share. A reduce-scatter brings each rank its share of the sums, and an all-gather
+publishes everyone's share of the updated values, with no copy before or after.
 
-Source: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", section
-3.2.
+Sources: Li et al. 2020, "PyTorch Distributed", section 3.2 (gradients in buckets); Rajbhandari et al. 2020,
+"ZeRO", sections 5.1 and 5.2 (shares); Zhao et al. 2023, "PyTorch FSDP", sections 3.2.1 and 4.2 (values that
+are freed).
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from minidist import comm
-from minidist.comm.work import Group, bytes_of, ranks_of
-
-MB = 2**20
-TOGETHER_BYTES = 25 * MB
-"""Most bytes of tensors that `together` joins in one message; joining them copies as many bytes."""
-
-
-@dataclass(frozen=True)
-class Done:
-    """A message that is complete already."""
-
-    result: Tensor
-
-    def wait(self) -> Tensor:
-        """Return the result at once."""
-        return self.result
-
-
-PendingMessage = comm.Work | Done
+from minidist.comm.work import rank_in
+from minidist.parallel.flat.gradient_comm import GradientComm, Messages, PendingMessage
+from minidist.parallel.flat.ranges import ParameterRange, evenly, whole
 
 
 @dataclass(eq=False)
-class GradientComm:
-    """The ranks that gradients are summed over, and the collectives that do it."""
+class GradientMemory:
+    """Room for the gradients of one bucket at a time."""
 
-    group: Group
-    algorithm: str = "auto"  # a name that the collectives take
-    blocking: bool = (
-        False  # nothing is left to compute meanwhile: handing a message to a thread only costs time
-    )
-
-    @property
-    def ranks(self) -> int:
-        """The number of ranks, this one included."""
-        return len(ranks_of(self.group))
-
-    def all_reduce(self, x: Tensor) -> PendingMessage:
-        """Start to sum `x` over the ranks, in place."""
-        return self._start(comm.all_reduce, x, "sum", self.algorithm, self.group)
-
-    def reduce_scatter(self, x: Tensor, out: Tensor, op: str = "sum") -> PendingMessage:
-        """Start to reduce `x`, (n k,), over the ranks: `out`, (k,), becomes this rank's share."""
-        return self._start(comm.reduce_scatter, x, op, self.algorithm, self.group, out)
-
-    def all_gather(self, x: Tensor, out: Tensor | None = None) -> PendingMessage:
-        """Start to gather `x`, (k, ...), from all ranks: the result is (n k, ...), in `out` if given."""
-        return self._start(comm.all_gather, x, self.algorithm, self.group, out)
-
-    def _start(self, collective: Callable[..., Any], *args: Any) -> PendingMessage:
-        message: PendingMessage = (
-            Done(collective(*args)) if self.blocking else collective(*args, async_op=True)
-        )
-        return message
-
-    def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Flat memory for messages; on a CPU the ranks share it where they can. A collective."""
-        if device.type == "cpu":
-            return comm.empty_shared((numel,), dtype, self.group)
-        return torch.zeros(numel, dtype=dtype, device=device)
+    flat: Tensor
+    holder: Bucket | None = None
 
 
-@dataclass(eq=False)
 class Bucket:
-    """Gradients of one dtype on one device, in one flat tensor."""
+    """Parameters of one dtype on one device in flat tensors of n shares.
 
-    param_indices: list[int]  # of the parameters, in the order in which their gradients lie in `flat`
-    flat: Tensor  # (elements,), or longer where other numbers are sent at its end
-    views: list[Tensor]  # into `flat`, in the parameters' shapes
-    elements: int  # of the gradients
+    param_indices: of the parameters, in the order in which they lie in the bucket. tensors: all of them, by
+    index; shapes, a dtype and a device are enough. gradient_comm: the ranks that own a share each; None for
+    one share. cut_anywhere: whether a share may end inside a parameter. name_of: a parameter's name, for
+    messages.
 
-    @classmethod
-    def over(cls, flat: Tensor, tensors: Sequence[Tensor], param_indices: list[int]) -> Bucket:
-        """Make a bucket at the start of `flat` for the gradients of the tensors at these indices."""
-        views, start = [], 0
-        for index in param_indices:
-            tensor = tensors[index]
-            views.append(flat[start : start + tensor.numel()].view(tensor.shape))
-            start += tensor.numel()
-        return cls(param_indices, flat, views, start)
-
-
-def cut(tensors: Sequence[Tensor], order: Iterable[int], limit: int) -> list[list[int]]:
-    """Deal tensors to buckets of one dtype and device each; return the indices in each bucket.
-
-    order: indices of tensors, in the order in which their gradients come; the buckets become complete in the
-    order returned. limit: the most bytes in a bucket; a larger tensor has one to itself. With 0 every tensor
-    has its own.
+    Attributes:
+        values: (n share,), the parameters, and zeros between or behind them.
+        shard: (share,), this rank's part of the values; a view of them if they stay.
+        gradients, views: (n share,), this rank's own gradients, and each parameter's part of them. Other
+            numbers may be sent along at the end. holds: whether there is memory for them now.
+        reduced: (share,), this rank's part of the gradients, summed over the ranks.
+        begun: whether the next gradients are added to `reduced`, instead of replacing it.
     """
-    done: list[tuple[int, list[int]]] = []  # when a bucket's last gradient comes, and its indices
-    filling: dict[Any, tuple[int, int, list[int]]] = {}  # bytes, when the last gradient came, indices
-    for when, index in enumerate(order):
-        tensor = tensors[index]
-        key, size = (tensor.dtype, tensor.device), bytes_of(tensor)
-        filled, last, indices = filling.get(key, (0, 0, []))
-        if indices and (not limit or filled + size > limit):
-            done.append((last, indices))
-            filled, indices = 0, []
-        filling[key] = (filled + size, when, [*indices, index])
-    done.extend((last, indices) for _, last, indices in filling.values())
-    return [indices for _, indices in sorted(done)]
 
+    values: Tensor
+    shard: Tensor
+    gradients: Tensor
+    views: list[Tensor]
+    reduced: Tensor | None = None
+    begun = holds = False
 
-def broadcast_together(tensors: Sequence[Tensor], group: Group, source: int = 0) -> None:
-    """Copy parameters or buffers from one of the group's ranks to all, in place.
+    def __init__(
+        self,
+        param_indices: Sequence[int],
+        tensors: Sequence[Tensor],
+        gradient_comm: GradientComm | None = None,
+        cut_anywhere: bool = True,
+        device: torch.device | None = None,
+        name_of: Callable[[int], str] = str,
+    ) -> None:
+        self.param_indices, self._name_of = [*param_indices], name_of
+        self.parameters = [tensors[index] for index in param_indices]
+        first = self.parameters[0]
+        self.dtype, self.device = first.dtype, device or first.device
+        self.shapes = [tuple(parameter.shape) for parameter in self.parameters]
+        sizes = [math.prod(shape) for shape in self.shapes]
+        self.ranks, self.rank = 1, 0
+        if gradient_comm is not None:
+            self.comm, self.ranks = gradient_comm, gradient_comm.owners
+            self.rank = rank_in(gradient_comm.share_group)
+        self.elements = sum(sizes)
+        starts, self.share = (evenly if cut_anywhere else whole)(sizes, self.ranks)
+        self.spans = [(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+        self.length = self.ranks * self.share  # elements of a flat tensor
+        self._edges = [(0, 0), *sorted(self.spans), (self.length, self.length)]
+        self._memory: GradientMemory | None = None
+        self._sending: Messages | None = None  # the reduction that is under way
+        self.frees = False  # the values have memory only from `gather` to `free`
+        self.frozen = not first.requires_grad  # when the bucket was made
+        self._gathering: PendingMessage | None = None
 
-    It sends as many bytes as `comm.broadcast` of all the tensors, in messages of up to 25 MB.
-    """
-    together(tensors, lambda flat: comm.broadcast(flat, source=source, group=group))
+    def views_of(self, flat: Tensor) -> list[Tensor]:
+        """The parts of `flat`, laid out as the bucket, in the parameters' shapes."""
+        pairs = zip(self.spans, self.shapes, strict=True)
+        return [flat[start:stop].view(shape) for (start, stop), shape in pairs]
 
+    def share_of(self, flat: Tensor) -> Tensor:
+        """This rank's share of `flat`."""
+        return flat[self.rank * self.share : (self.rank + 1) * self.share]
 
-def together(tensors: Sequence[Tensor], send: Callable[[Tensor], object]) -> None:
-    """Call `send`, which changes a tensor in place, on the tensors joined to flat ones of up to 25 MB."""
-    with torch.no_grad():
-        for indices in cut(tensors, range(len(tensors)), TOGETHER_BYTES):
-            chosen = [tensors[index] for index in indices]
-            if len(chosen) == 1:
-                send(chosen[0])
-                continue
-            flat = torch.cat([tensor.detach().reshape(-1) for tensor in chosen])
-            send(flat)
-            for tensor, values in zip(chosen, Bucket.over(flat, tensors, indices).views, strict=True):
-                tensor.copy_(values)
+    def ranges(self) -> Iterator[tuple[int, ParameterRange]]:
+        """The parts of parameters in this rank's share: where in the share each begins, in order."""
+        low = self.rank * self.share
+        for (start, stop), index in sorted(zip(self.spans, self.param_indices, strict=True)):
+            begin, end = max(start, low), min(stop, low + self.share)
+            if begin < end:
+                yield begin - low, ParameterRange(index, begin - start, end - start)
 
+    def gather_bytes(self) -> int:
+        """Bytes that a rank sends to publish its share of the values."""
+        return (self.ranks - 1) * self.share * self.dtype.itemsize
 
-def require_same(what: str, tensors: Iterable[tuple[str, Tensor]], group: Group) -> None:
-    """ValueError, on every rank, where the ranks' tensors differ in names, shapes, dtypes or `requires_grad`.
+    def reduce_bytes(self) -> int:
+        """Bytes that a rank sends to reduce the gradients to their owners."""
+        copies = self.comm.ranks // self.ranks  # ranks that own the same share
+        return self.gather_bytes() + 2 * (copies - 1) * self.share * self.dtype.itemsize // copies
 
-    Each rank sends 8 (n - 1) bytes.
-    """
-    digest = hashlib.sha256()
-    device = torch.device("cpu")
-    for name, tensor in tensors:
-        text = f"{name} {tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad}\n"
-        digest.update(text.encode())
-        device = device if tensor.is_meta else tensor.device
-    own = torch.tensor([int.from_bytes(digest.digest()[:7], "big")], device=device)
-    everyones = comm.all_gather(own, group=group).tolist()
-    different = [rank for rank, each in enumerate(everyones) if each != everyones[0]]
-    if different:
+    # Gradients: this rank's own come to `views`; `reduce` brings each rank its share of the sums.
+
+    def hold(self, flat: Tensor) -> None:
+        """Keep this rank's own gradients in `flat`."""
+        self.gradients, self.views, self.holds = flat, self.views_of(flat), True
+        for (_, end), (start, _) in zip(self._edges, self._edges[1:], strict=False):
+            flat[end:start] = 0.0  # padding
+
+    def lend(self, memory: GradientMemory) -> None:
+        """Have memory for gradients only until they are reduced, and share it with other buckets."""
+        self._memory = memory
+
+    def borrow(self) -> None:
+        """Have memory for this rank's own gradients, once a bucket that holds it is reduced."""
+        assert self._memory is not None
+        if self._memory.holder is not None:
+            self._memory.holder.complete()
+        if self._memory.holder is None:
+            self._memory.holder = self
+            self.hold(self._memory.flat[: self.length])
+        else:  # gradients come in another order than in the first pass, and the holder still lacks some
+            self.hold(torch.zeros(self.length, dtype=self.dtype, device=self.device))
+
+    def reduce(self, op: str) -> Messages:
+        """Launch the reduction, "mean" or "sum", of the gradients to their owners."""
+        self._sending = Messages(self._reduce(op))
+        return self._sending
+
+    def _reduce(self, op: str) -> Iterator[PendingMessage]:
+        if not self.length:
+            return
+        if not self.holds:  # no gradient on this rank
+            self.borrow()
+        assert self.reduced is not None
+        own = self.share_of(self.gradients)
+        direct = not self.begun and (own.dtype, own.device) == (self.reduced.dtype, self.reduced.device)
+        out = self.reduced if direct else own
+        yield from self.comm.reduce_to_owner(self.gradients, out, op)
+        if out.data_ptr() != self.reduced.data_ptr():
+            out = out.to(self.reduced.device)
+            self.reduced.add_(out) if self.begun else self.reduced.copy_(out)
+        self.begun = True
+        if self._memory is not None:
+            self.gradients, self.views, self.holds = self._memory.flat, [], False
+            if self._memory.holder is self:
+                self._memory.holder = None
+
+    def complete(self) -> None:
+        """Wait for the reduction, and give lent memory back."""
+        if self._sending is not None:
+            self._sending.complete()
+
+    # Values: whole on every rank between steps (stages 1 and 2), or only this rank's share (stage 3).
+
+    def keep_values(self) -> None:
+        """Make the parameters views into `values`, and `shard` this rank's share of it. A collective."""
+        self.values = self.comm.zeros(self.length, self.dtype, self.device)
+        for parameter, view in zip(self.parameters, self.views_of(self.values), strict=True):
+            view.copy_(parameter.detach())
+            parameter.data = view
+        self.shard = self.share_of(self.values)
+        self._shown = _addresses(self.parameters)
+
+    def keep_share(self, shard: Tensor) -> None:
+        """Keep this rank's share in `shard`; `values` get memory only from `gather` to `free`.
+
+        Freed, `values` keep their identity in torch with a storage of no bytes: tensors that autograd saved
+        for the backward pass have their values again after the next gather. The parameters are then a single
+        NaN, expanded to their shapes, so that reading one outside a pass shows.
+        """
+        self.shard, self.frees = shard, True
+        nothing = torch.zeros((), dtype=self.dtype, device=self.device)
+        if self.dtype.is_floating_point:
+            nothing.fill_(math.nan)
+        self._hidden = [nothing.expand(shape) for shape in self.shapes]
+        self._unseen = _addresses(self._hidden)
+        self._make_values()
+
+    def _make_values(self) -> None:
+        self.values = torch.empty(self.length, dtype=self.dtype, device=self.device)
+        self._storage, self._bytes = self.values.untyped_storage(), self.values.untyped_storage().nbytes()
+        self._visible = self.views_of(self.values)
+        self._storage.resize_(0)
+
+    @torch.no_grad()
+    def take(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Keep this rank's share of rank 0's values of the parameters, and free the rest. A collective."""
+        self.parameters = [*parameters]
+        self._storage.resize_(self._bytes)
+        for view, parameter in zip(self._visible, parameters, strict=True):
+            view.copy_(parameter)
+        self.values[self.elements :] = 0
+        comm.broadcast(self.values, group=self.comm.group)
+        self.shard.copy_(self.share_of(self.values))
+        self.free()
+
+    def gather(self) -> None:
+        """Launch the all-gather of the shares into `values`; a rank sends n - 1 times its share's bytes."""
+        if self.frees:
+            self._storage.resize_(self._bytes)
+        elif self.ranks == 1 or not self.share:
+            return
+        self._gathering = self.comm.all_gather(self.shard.to(self.device), self.values)
+
+    def wait(self) -> None:
+        """Complete the all-gather."""
+        if self._gathering is not None:
+            self._gathering.wait()
+            self._gathering = None
+
+    def show(self) -> None:
+        """Make the parameters views into the gathered values."""
+        self.wait()
+        self._refuse_reassigned(self._unseen)
+        for parameter, view in zip(self.parameters, self._visible, strict=True):
+            parameter.data = view
+
+    def free(self) -> None:
+        """Give the memory of the gathered values back."""
+        self.wait()
+        for parameter, hidden in zip(self.parameters, self._hidden, strict=True):
+            parameter.data = hidden
+        if self._storage.resizable():
+            self._storage.resize_(0)
+        else:  # NumPy has seen it; its memory is free once the backward pass no longer needs it
+            self._make_values()
+
+    def refuse_reassigned(self) -> None:
+        """ValueError where `parameter.data = tensor` has taken a parameter out of `values`.
+
+        `torch.nn.utils.vector_to_parameters` makes that assignment for every parameter of a model. The ranks
+        go on updating and sending the flat tensor, so the parameter would never be trained again.
+        """
+        self._refuse_reassigned(_addresses(self._visible) if self.frees else self._shown)
+
+    def _refuse_reassigned(self, expected: Sequence[object]) -> None:
+        found = _addresses(self.parameters)
+        if found == expected:
+            return
+        index = next(i for i, pair in enumerate(zip(found, expected, strict=True)) if pair[0] != pair[1])
         raise ValueError(
-            f"the {what} of rank {', '.join(map(str, different))} in the group differ from rank 0's in name, "
-            "shape, dtype or requires_grad; build the same module on all ranks"
+            f"the parameter {self._name_of(self.param_indices[index])} was given other memory, as "
+            "`parameter.data = tensor` and module.to(dtype) do, and has to stay in the flat memory of the "
+            "ranks; write into it instead: `with torch.no_grad(): parameter.copy_(tensor)`"
         )
+
+
+def _addresses(tensors: Sequence[Tensor]) -> list[tuple[int, tuple[int, ...]]]:
+    """Where each tensor begins in memory, and its strides: one comparison shows a reassigned one."""
+    return [(tensor.data_ptr(), tensor.stride()) for tensor in tensors]

@@ -16,8 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from minidist import comm
-from minidist.parallel.compression.compressor import Compression, Reduction, all_reduce_bytes, elements_of
-from minidist.parallel.flat.buckets import Bucket, GradientComm, cut, require_same
+from minidist.parallel.compression.compressor import Compression, all_reduce_bytes, elements_of
+from minidist.parallel.flat.buckets import Bucket
+from minidist.parallel.flat.gradient_comm import GradientComm, Messages
+from minidist.parallel.flat.joined_messages import cut, require_same
 
 TOTALS = 2
 """Numbers that are summed over the ranks along with the gradients: rows and loss."""
@@ -26,9 +28,9 @@ TAIL_DTYPES = (torch.float32, torch.float64)
 
 
 class GradientAssignment(ABC):
-    """A `Reducer`'s view of a round: the buckets' reductions, and which gradients each waits for."""
+    """The buckets of a `Reducer`'s rounds, and which gradients each waits for."""
 
-    reductions: Sequence[Reduction]  # of the buckets, in the order in which they are sent
+    buckets: Sequence[Bucket]  # in the order in which they are sent
     bucket_of: list[int]  # for each parameter the number of the bucket that waits for it; -1 for none
     sparse: Sequence[nn.Parameter]  # have sparse gradients, and are in no bucket
     tail: Tensor  # for each parameter the number of ranks that used it, then the totals
@@ -38,6 +40,10 @@ class GradientAssignment(ABC):
     @abstractmethod
     def view(self, param_index: int) -> Tensor | None:
         """Where a parameter's gradient has to lie when its bucket is sent; None where it is sparse."""
+
+    @abstractmethod
+    def launch(self, number: int) -> Messages:
+        """Start the reduction of a bucket."""
 
     def moved(self, parameter: nn.Parameter, view: Tensor) -> None:
         """React to a gradient that has been copied into its bucket: `grad` becomes the copy."""
@@ -53,7 +59,7 @@ class GradientAssignment(ABC):
 
     def waiting(self) -> list[int]:
         """For each bucket, and last for none, how many gradients a backward pass brings to it."""
-        counts = [0] * (len(self.reductions) + 1)
+        counts = [0] * (len(self.buckets) + 1)
         for number in self.bucket_of:
             counts[number] += 1
         return counts
@@ -86,7 +92,7 @@ class BucketAssignment(GradientAssignment):
         parts = cut(parameters, [index for index in self.order if index not in chosen], bucket_bytes)
         tail_length = len(parameters) + TOTALS
         self.tail_in_bucket = bool(parts) and has_tail(parameters, parts[-1], compression)
-        self.buckets = []
+        self.buckets: list[Bucket] = []
         for indices in parts:
             first, elements = parameters[indices[0]], elements_of([parameters[index] for index in indices])
             if indices is parts[-1] and self.tail_in_bucket:
@@ -95,9 +101,10 @@ class BucketAssignment(GradientAssignment):
                 flat = torch.zeros(elements, dtype=first.dtype, device=first.device)
             else:
                 flat = gradient_comm.zeros(elements, first.dtype, first.device)
-            self.buckets.append(Bucket.over(flat, parameters, indices))
+            self.buckets.append(Bucket(indices, parameters))
+            self.buckets[-1].hold(flat)
         if self.tail_in_bucket:
-            self.tail = self.buckets[-1].flat[self.buckets[-1].elements :]
+            self.tail = flat[self.buckets[-1].elements :]
         else:
             self.tail = gradient_comm.zeros(tail_length, torch.float64, device)
         self.reductions = [
@@ -114,6 +121,10 @@ class BucketAssignment(GradientAssignment):
         """A parameter's part of its bucket; None for sparse gradients."""
         return self.views[param_index]
 
+    def launch(self, number: int) -> Messages:
+        """Start an all-reduce of a bucket, or its compressed form."""
+        return Messages(self.reductions[number].run())
+
     def summed(self, unused: Sequence[int]) -> None:
         """Set the gradient of parameters that no rank used to None, so that the optimizer skips them."""
         if not unused:
@@ -128,7 +139,7 @@ class BucketAssignment(GradientAssignment):
     def rescale(self, factor: float, kept: bool = True) -> None:
         """Multiply the gradients, and with `kept` what compression has kept back of them."""
         for bucket, reduction in zip(self.buckets, self.reductions, strict=True):
-            bucket.flat[: bucket.elements].mul_(factor)
+            bucket.gradients[: bucket.elements].mul_(factor)
             if kept:
                 reduction.rescale(factor)
         for parameter in self.sparse:
@@ -138,7 +149,7 @@ class BucketAssignment(GradientAssignment):
     def clear(self) -> None:
         """Drop the gradients, and what compression has kept back of them."""
         for bucket, reduction in zip(self.buckets, self.reductions, strict=True):
-            bucket.flat.zero_()
+            bucket.gradients.zero_()
             reduction.forget()
 
     def bytes_sent(self) -> int:

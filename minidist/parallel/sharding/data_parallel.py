@@ -29,7 +29,8 @@ from minidist import comm
 from minidist.comm.work import Group
 from minidist.parallel.compression.by_name import compression_of
 from minidist.parallel.compression.compressor import Compression
-from minidist.parallel.flat.buckets import MB, GradientComm, broadcast_together, cut, require_same
+from minidist.parallel.flat.gradient_comm import GradientComm
+from minidist.parallel.flat.joined_messages import MB, broadcast_together, cut, require_same
 from minidist.parallel.guards.ownership import DATA_PARALLEL, ZERO, claim, require_free
 from minidist.parallel.guards.refusals import refuse_meta, refuse_renormed
 from minidist.parallel.sharding.arguments import check_bucket_mb

@@ -125,7 +125,7 @@ class Replicated(Strategy):
         state = [tensor for _, _, tensor in optimizer_tensors(self.optimizer, self._names)]
         return ResidentTensors(
             [*self.model.parameters()],
-            [*self.gradients(), *(bucket.flat for bucket in buckets)],
+            [*self.gradients(), *(bucket.gradients for bucket in buckets)],
             [*state, *(master for parameter, master in masters.items() if master is not parameter)],
             [*self.model.buffers()],
         )

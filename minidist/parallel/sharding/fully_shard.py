@@ -20,14 +20,17 @@ from torch import Tensor, nn
 
 from minidist.comm.errors import CollectiveError
 from minidist.comm.transport.algorithm_choice import choose
-from minidist.comm.work import Group, ranks_of
+from minidist.comm.work import Group
+from minidist.parallel.compression.compressor import all_reduce_bytes
 from minidist.parallel.contract.engine import MakeOptimizer
-from minidist.parallel.flat.buckets import broadcast_together, require_same
+from minidist.parallel.flat.gradient_comm import GradientComm
+from minidist.parallel.flat.joined_messages import broadcast_together, require_same
 from minidist.parallel.guards.ownership import FULLY_SHARD, claim, require_free
 from minidist.parallel.guards.refusals import refuse_renormed
 from minidist.parallel.sharding.arguments import check_arguments
 from minidist.parallel.sharding.elementwise_optimizers import require_elementwise
-from minidist.parallel.sharding.offload import location_for
+from minidist.parallel.sharding.memory_source import memory_source
+from minidist.parallel.sharding.optimizer_slices import OptimizerSlices
 from minidist.parallel.sharding.optimizer_wrapper import OptimizerWrapper
 from minidist.parallel.sharding.parameter_groups import FlatParameterGroups
 from minidist.parallel.sharding.unit_gradients import UnitGradients
@@ -60,7 +63,7 @@ class FullyShard(nn.Module):
         optimizer_class: the class of an optimizer that can take flat shards, an elementwise one (see
             elementwise_optimizers.py). Or a function from parameters to such an optimizer: it is given
             stand-ins of the parameters' shapes, and may form groups of them and leave some out.
-        group: the ranks that share the batch; None for all.
+        group: the ranks that share the batch; None for all. A `GradientComm` for hybrid sharding.
         offload: "cpu" keeps shards, gradients and optimizer state in CPU memory, where they are anyway if the
             module computes there. A directory keeps them in files there, mapped into memory and removed at
             once, and has the optimizer step on slices; see offload.py. False: with the module.
@@ -85,7 +88,7 @@ class FullyShard(nn.Module):
         self,
         module: nn.Module,
         optimizer_class: type[torch.optim.Optimizer] | MakeOptimizer,
-        group: Group = None,
+        group: Group | GradientComm = None,
         offload: bool | str | os.PathLike[str] = False,
         *,
         units: Units = None,
@@ -101,37 +104,38 @@ class FullyShard(nn.Module):
         require_elementwise(optimizer_class)
         require_free(module.named_parameters())
         refuse_renormed(module)
-        self.module, self.group = module, group
-        self.ranks = len(ranks_of(group))
-        if self.ranks > 1:
+        gradient_comm = GradientComm.over(group)
+        self.module, self.group, self.share_group = module, gradient_comm.group, gradient_comm.share_group
+        if gradient_comm.ranks > 1:
             state = [*module.named_parameters(), *module.named_buffers()]
-            require_same("parameters and buffers", state, group)
-        self.location = location_for(offload)
-        self.shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
+            require_same("parameters and buffers", state, self.group)
+        memory = memory_source(offload)
         self.groups = FlatParameterGroups(optimizer_class, module, defaults)
         require_elementwise(type(self.groups.optimizer))
-        self.units, self.flat_shards = build(
-            module, units, group, master, initialize, self.location, self.groups.of
-        )
+        self.units = build(module, units, gradient_comm, initialize, memory, master)
         claim(self, FULLY_SHARD, module.parameters(), takes_values=True)
-        for parameter in module.parameters():
+        named = [*module.named_parameters()]
+        for _, parameter in named:
             parameter.grad = None  # the first step would add to an old one
-        broadcast_together([*module.buffers()], group)
-        for shards in self.flat_shards:
-            shards.fill()
-        self.gradients = UnitGradients(self.flat_shards, len(self.shapes), group)
+        broadcast_together([*module.buffers()], self.group)
+        self.gradients = UnitGradients(self.units, len(named), gradient_comm)
+        buckets = [bucket for unit in self.units for bucket in unit.buckets]
         if prefetch is None:
-            flats = [flat for unit in self.units for flat in unit.flat_parameters]
-            algorithms = {choose("all_gather", "auto", group, flat.full, async_op=True) for flat in flats}
+            algorithms = {
+                choose("all_gather", "auto", self.share_group, bucket.values, async_op=True)
+                for bucket in buckets
+            }
             prefetch = algorithms != {"shared_memory"}
-        self.runtime = UnitRuntime(self.units, self.gradients, group, prefetch)
-        pieces = (
-            pair for shards in self.flat_shards for pair in zip(shards.groups, shards.pieces, strict=True)
+        self.runtime = UnitRuntime(self.units, self.gradients, self.group, prefetch)
+        group_of = {i: self.groups.of[name] for i, (name, _) in enumerate(named) if name in self.groups.of}
+        self.slices = OptimizerSlices(self.groups.optimizer, master, memory)
+        for bucket in self.gradients.buckets:
+            self.slices.add(bucket, group_of)
+        self.optimizer: torch.optim.Optimizer = self.groups.hand_over(
+            (each.group, each.tensor) for each in self.slices.all
         )
-        self.optimizer: torch.optim.Optimizer = self.groups.hand_over(pieces)
-        self._wrapper = OptimizerWrapper(
-            self.optimizer, self.flat_shards, self.runtime, self.location, group, module.parameters()
-        )
+        self.slices.optimizer = self.optimizer
+        self._wrapper = OptimizerWrapper(self.slices, self.runtime, self.group, module.parameters())
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the module's outputs for this rank's share of the batch. Every rank takes part."""
@@ -149,8 +153,7 @@ class FullyShard(nn.Module):
 
     def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's shards with names that number them."""
-        pieces = [piece for shards in self.flat_shards for piece in shards.pieces]
-        yield from ((f"shard.{number}", piece) for number, piece in enumerate(pieces))
+        yield from ((f"shard.{number}", each.tensor) for number, each in enumerate(self.slices.all))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients."""
@@ -178,7 +181,7 @@ class FullyShard(nn.Module):
         """
         check_max_norm("max_norm", max_norm)
         self._wrapper.complete()
-        return clip_grad_norm([*self.parameters()], max_norm, True, self.group, norm_type)
+        return clip_grad_norm([*self.parameters()], max_norm, True, self.share_group, norm_type)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -197,10 +200,10 @@ class FullyShard(nn.Module):
         finally:
             try:
                 with torch.no_grad():
-                    for flat in (flat for unit in self.units for flat in unit.flat_parameters):
-                        flat.refuse_reassigned()
-                    for shards in self.flat_shards:
-                        shards.take_back()
+                    for bucket in (bucket for unit in self.units for bucket in unit.buckets):
+                        bucket.refuse_reassigned()
+                        written = bucket.share_of(bucket.values).to(bucket.shard.device)
+                        self.slices.overwrite(bucket, written)
             finally:
                 self.runtime.free_all()
 
@@ -233,7 +236,9 @@ class FullyShard(nn.Module):
         """
         each = 0
         for unit in self.units:
-            for flat in unit.flat_parameters:
-                times = 2 + flat.trained - (unit is self.units[0])
-                each += times * (self.ranks - 1) * flat.share * flat.full.element_size()
-        return passes * each + 2 * (self.ranks - 1) * 8 * (len(self.shapes) + 2) // self.ranks
+            for bucket in unit.buckets:
+                each += (2 - (unit is self.units[0])) * bucket.gather_bytes()
+                each += 0 if bucket.frozen else bucket.reduce_bytes()
+        return passes * each + all_reduce_bytes(
+            8 * (len(self.gradients.used) + 2), self.gradients.gradient_comm.ranks
+        )

@@ -13,7 +13,8 @@ from functools import partial
 import torch
 from torch import nn
 
-from minidist.parallel.flat.flat_parameter import ParameterSlot
+ParameterSlot = tuple[nn.Module, str]
+"""A module and the name of the attribute that holds a parameter."""
 
 
 class MetaInitializer:

@@ -1,9 +1,11 @@
-"""The tensors that a rank's optimizer updates: slices of its share, few and long.
+"""The tensors that a rank's optimizer updates: slices of its shares, few and long.
 
 Few long tensors cost an optimizer fewer calls than many short ones. But what it computes on one has to stay
 in a core's cache from one operation to the next, hence `SLICE_BYTES`. A slice also ends where another
 parameter group begins, where the share ends, and between two neighbours of which only one had a gradient in
 some step: their states differ from then on. A slice's state is cut with it, and joined again where it agrees.
+
+Source: Rajbhandari et al. 2020, "ZeRO", section 5.1 (each rank updates its part).
 """
 
 from __future__ import annotations
@@ -14,10 +16,13 @@ from itertools import groupby
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from minidist.parallel.flat.buckets import Bucket
+from minidist.parallel.flat.ranges import ParameterRange
 from minidist.parallel.sharding.elementwise_optimizers import is_elementwise
-from minidist.parallel.sharding.zero_buckets import ParameterRange, ShardBucket
+from minidist.parallel.sharding.memory_source import MemorySource
+from minidist.parallel.training.clipping import Why, guard
 
 SLICE_BYTES = 2**20
 """Most bytes of a slice, where parameters may be cut. On one core torch's AdamW took, in tensors of 1 MB or
@@ -31,15 +36,20 @@ OptimizerState = dict[str, Any]
 class OptimizerSlice:
     """Neighbouring elements of the share that the optimizer takes for one tensor."""
 
-    bucket: ShardBucket
-    group: int  # the number of the optimizer's group
+    bucket: Bucket
+    group: int | None  # the number of the optimizer's group; None for what the optimizer leaves out
     start: int  # in the bucket's share
     ranges: list[ParameterRange]  # one after the other
     value: Tensor  # the elements, in the bucket
-    tensor: Tensor  # the optimizer updates this: `value` itself, or a copy in the master dtype
+    tensor: nn.Parameter  # the optimizer updates this: a view of `value`, or a copy in the master dtype
 
     def __len__(self) -> int:
         return sum(map(len, self.ranges))
+
+    @property
+    def is_master(self) -> bool:
+        """Whether the optimizer updates a copy in another dtype."""
+        return self.tensor.dtype != self.value.dtype
 
     def gradient(self) -> Tensor:
         """Its part of the reduced gradients, in the dtype in which it is updated."""
@@ -59,36 +69,62 @@ RangeOfSlice = tuple[OptimizerSlice, ParameterRange, Tensor, OptimizerState]
 class OptimizerSlices:
     """This rank's slices, which replace the parameters in `optimizer`'s groups; its state belongs to them.
 
-    master: the dtype of the copies that it updates; None for the values themselves.
+    master: the dtype of the copies that it updates; None for the values themselves. memory: where copies and
+    state lie.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, master: torch.dtype | None) -> None:
-        self.optimizer, self.master = optimizer, master
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        master: torch.dtype | None,
+        memory: MemorySource | None = None,
+    ) -> None:
+        self.optimizer, self.master, self.memory = optimizer, master, memory or MemorySource()
         self.cut_anywhere = is_elementwise(type(optimizer))
         self.all: list[OptimizerSlice] = []
-        self.factor = 1.0  # of the gradients in the next step, in the dtype of the update
+        self._why: Why = lambda _: None
 
-    def add(self, bucket: ShardBucket, group_of: Sequence[int]) -> None:
+    def guarded_by(self, why: Why) -> None:
+        """Have `clip_grad_norm` refuse the slices where `why` gives a reason."""
+        self._why = why
+        guard([each.tensor for each in self.all], why)
+
+    def add(self, bucket: Bucket, group_of: Mapping[int, int]) -> None:
         """Make slices of this rank's share of a bucket; `group_of` has a group for each parameter index."""
         limit = self._limit(bucket) if self.cut_anywhere else bucket.length
         for start, whole in bucket.ranges():
             for at in range(0, len(whole), limit):
                 first = whole.start + at
                 span = ParameterRange(whole.param_index, first, min(first + limit, whole.stop))
-                value = bucket.share_of(bucket.values)[start + at : start + at + len(span)]
+                value = bucket.shard[start + at : start + at + len(span)]
                 if not self.cut_anywhere:
-                    value = value.view(bucket.parameters[bucket.param_indices.index(span.param_index)].shape)
-                tensor = value if self.master in (None, value.dtype) else value.to(self.master)
-                group = group_of[span.param_index]
-                self.all.append(OptimizerSlice(bucket, group, start + at, [span], value, tensor))
-        self._hand_over()
+                    value = value.view(bucket.shapes[bucket.param_indices.index(span.param_index)])
+                group = group_of.get(span.param_index)
+                self.all.append(self._slice(bucket, group, start + at, [span], value, None))
+        self.hand_over()
         self.join()
 
-    def _limit(self, bucket: ShardBucket) -> int:
-        """Most elements of a slice."""
-        return max(1, SLICE_BYTES // (self.master or bucket.values.dtype).itemsize)
+    def _slice(
+        self,
+        bucket: Bucket,
+        group: int | None,
+        start: int,
+        ranges: list[ParameterRange],
+        value: Tensor,
+        master: Tensor | None,
+    ) -> OptimizerSlice:
+        """A slice of the elements in `value`; `master` has them in the master dtype, if they are known."""
+        if self.master not in (None, value.dtype):
+            master = self.memory.copy(value, self.master) if master is None else self.memory.keep(master)
+        tensor = nn.Parameter(value if master is None else master)
+        guard([tensor], self._why)
+        return OptimizerSlice(bucket, group, start, ranges, value, tensor)
 
-    def _hand_over(self) -> None:
+    def _limit(self, bucket: Bucket) -> int:
+        """Most elements of a slice."""
+        return max(1, (self.memory.longest or SLICE_BYTES) // (self.master or bucket.dtype).itemsize)
+
+    def hand_over(self) -> None:
         """Have the optimizer's groups consist of the slices."""
         for number, group in enumerate(self.optimizer.param_groups):
             group["params"] = [each.tensor for each in self.all if each.group == number]
@@ -100,15 +136,15 @@ class OptimizerSlices:
             for span in each.ranges:
                 stop = at + len(span)
                 state = {
-                    key: value[at:stop] if self.is_cut(key, value) else value
+                    key: value[at:stop] if self.is_cut(value) else value
                     for key, value in self.optimizer.state.get(each.tensor, {}).items()
                 }
-                yield each, span, each.tensor.view(-1)[at:stop], state
+                yield each, span, each.tensor.detach().view(-1)[at:stop], state
                 at = stop
 
-    def is_cut(self, key: str, value: Any) -> bool:
-        """Whether the state under `key` is cut along with the parameter."""
-        return self.cut_anywhere and _has_elements(key, value)
+    def is_cut(self, value: Any) -> bool:
+        """Whether a value of a slice's state is cut along with the parameter."""
+        return self.cut_anywhere and _has_elements(value)
 
     def regroup(self, key: Callable[[OptimizerSlice, ParameterRange, OptimizerState], Hashable]) -> None:
         """Cut and join slices so that neighbours with the same `key`, and no others, are one.
@@ -130,7 +166,7 @@ class OptimizerSlices:
             if id(each) not in kept:
                 self.optimizer.state.pop(each.tensor, None)
         self.all = now
-        self._hand_over()
+        self.hand_over()
 
     def _runs(self, parts: Sequence[RangeOfSlice]) -> Iterator[list[RangeOfSlice]]:
         """Cut neighbours into runs that are not longer than a slice may be, unless one range alone is."""
@@ -148,15 +184,18 @@ class OptimizerSlices:
         """The slice that the neighbours in `run` become, with their state."""
         first, ranges = run[0][0], [span for _, span, _, _ in run]
         start = first.start + sum(map(len, first.ranges[: first.ranges.index(ranges[0])]))
-        value = first.bucket.share_of(first.bucket.values)[start : start + sum(map(len, ranges))]
-        tensor = value if first.tensor is first.value else torch.cat([part for _, _, part, _ in run])
+        value = first.bucket.shard[start : start + sum(map(len, ranges))]
+        master = torch.cat([part for _, _, part, _ in run]) if first.is_master else None
+        made = self._slice(first.bucket, first.group, start, ranges, value, master)
         state = {
-            key: torch.cat([each[key] for *_, each in run]) if _has_elements(key, one) else _copied(one)
+            key: self.memory.keep(torch.cat([each[key] for *_, each in run]))
+            if _has_elements(one)
+            else _copied(one)
             for key, one in run[0][3].items()
         }
         if state:
-            self.optimizer.state[tensor] = state
-        return OptimizerSlice(first.bucket, first.group, start, ranges, value, tensor)
+            self.optimizer.state[made.tensor] = state
+        return made
 
     def apart(self) -> None:
         """Make a slice of every range, so that each parameter has its own scalars."""
@@ -166,7 +205,7 @@ class OptimizerSlices:
         """Make neighbours whose scalars agree one slice."""
         self.regroup(
             lambda _, span, state: tuple(
-                (k, None if _has_elements(k, v) else float(v)) for k, v in sorted(state.items())
+                (k, None if _has_elements(v) else float(v)) for k, v in sorted(state.items())
             )
         )
 
@@ -187,41 +226,84 @@ class OptimizerSlices:
             return value
         if key == "step":  # keeps its device and precision
             return value.detach().clone()
-        if self.is_cut(key, value):
+        if self.cut_anywhere and key not in SCALARS:
             value = value.reshape(-1)[span.start : span.stop]
         dtype = into.tensor.dtype if value.is_floating_point() else value.dtype
         return value.detach().to(device=into.tensor.device, dtype=dtype, copy=True)
 
-    def step(self, used: Sequence[float], **options: Any) -> None:
-        """Update the slices of parameters that had a gradient on any rank, and no others.
+    # A step: gradients, the optimizer's own step, values.
 
-        options: for the optimizer's own step.
-        """
+    def give_gradients(self, used: Sequence[float]) -> None:
+        """Give slices their reduced gradients; None to those of parameters that no rank used."""
         if not all(used) and any(0 < each.count(used) < len(each.ranges) for each in self.all):
             self.regroup(lambda each, span, _: (id(each), used[span.param_index] > 0))
         for each in self.all:
-            grad = each.gradient() if each.count(used) else None
-            each.tensor.grad = grad if grad is None or self.factor == 1 else grad.mul_(self.factor)
-        self.factor = 1.0
-        self.optimizer.step(**options)
+            each.tensor.grad = each.gradient() if each.count(used) else None
+
+    def gradients(self) -> list[Tensor]:
+        """The gradients that were given."""
+        return [each.tensor.grad for each in self.all if each.tensor.grad is not None]
+
+    def masters(self) -> list[Tensor]:
+        """The copies in the master dtype."""
+        return [each.tensor for each in self.all if each.is_master]
+
+    def step(self, **options: Any) -> None:
+        """Update the slices, and round masters to the values. `options` are for the optimizer's own step."""
+        if self.memory.longest is None:
+            self.optimizer.step(**options)
+        else:
+            self._step_one_by_one(**options)
+        self.round_masters()
+
+    def _step_one_by_one(self, **options: Any) -> None:
+        """Update slice by slice, so that only one has to be in memory; state that is made moves to disk."""
+        groups = self.optimizer.param_groups
+        try:
+            for group in groups:
+                group["params"] = []
+            for each in self.all:
+                if each.tensor.grad is not None and each.group is not None:
+                    groups[each.group]["params"] = [each.tensor]
+                    self.optimizer.step(**options)
+                    groups[each.group]["params"] = []
+                    state = self.optimizer.state[each.tensor]
+                    state.update({k: self.memory.keep(v) for k, v in state.items() if self.is_cut(v)})
+        finally:
+            self.hand_over()
+
+    @torch.no_grad()
+    def round_masters(self) -> None:
+        """Round masters to the values."""
         for each in self.all:
-            if each.tensor.grad is not None and each.tensor is not each.value:
+            if each.is_master:
                 each.value.copy_(each.tensor)
+
+    @torch.no_grad()
+    def overwrite(self, bucket: Bucket, shard: Tensor) -> None:
+        """Take new values for this rank's share of a bucket; masters change only where the values do."""
+        for each in self.all:
+            if each.bucket is bucket and each.is_master:
+                new = shard[each.start : each.start + len(each)]
+                each.tensor.copy_(torch.where(new == each.value, each.tensor, new.to(each.tensor.dtype)))
+        bucket.shard.copy_(shard)
+
+    def drop_gradients(self) -> None:
+        """Forget the gradients that were given."""
+        for each in self.all:
             each.tensor.grad = None
 
     def reload(self) -> bool:
-        """After state was loaded: round masters to values and join what agrees; whether there are masters."""
+        """After state was loaded: round masters and join what agrees; returns whether there are masters."""
         for state in self.optimizer.state.values():
-            state.update({key: _copied(value) for key, value in state.items() if key in SCALARS})
+            state.update({key: _copied(value) for key, value in state.items() if not _has_elements(value)})
         self.join()
-        for each in self.all:
-            if each.tensor is not each.value:
-                each.value.copy_(each.tensor)
+        self.round_masters()
         return self.master is not None
 
 
-def _has_elements(key: str, value: Any) -> bool:
-    return isinstance(value, Tensor) and key not in SCALARS
+def _has_elements(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0
 
 
 def _copied(value: Any) -> Any:

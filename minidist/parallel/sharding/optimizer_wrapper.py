@@ -15,36 +15,28 @@ from torch import Tensor
 
 from minidist import comm
 from minidist.comm.work import Group
-from minidist.parallel.sharding.flat_shards import FlatShards
-from minidist.parallel.sharding.offload import StorageLocation
+from minidist.parallel.sharding.optimizer_slices import OptimizerSlices
 from minidist.parallel.sharding.unit_hooks import weakly
 from minidist.parallel.sharding.unit_runtime import UnitRuntime
 from minidist.parallel.training.clipping import guard
 
 
 class OptimizerWrapper:
-    """Steps an optimizer over the pieces of `flat_shards`; the optimizer's own step and zero_grad call it.
+    """Steps the optimizer of `slices`; the optimizer's own step and zero_grad call it.
 
     hidden: the module's parameters, which get no gradients.
     """
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        flat_shards: Sequence[FlatShards],
-        runtime: UnitRuntime,
-        location: StorageLocation,
-        group: Group,
-        hidden: Iterable[Tensor],
+        self, slices: OptimizerSlices, runtime: UnitRuntime, group: Group, hidden: Iterable[Tensor]
     ) -> None:
-        self.optimizer, self.flat_shards, self.runtime = optimizer, flat_shards, runtime
-        self._location, self._group = location, group
+        self.slices, self.runtime, self._group = slices, runtime, group
+        optimizer = slices.optimizer
         self._stepping = False  # the optimizer's step is called from here
         optimizer.register_step_pre_hook(weakly(self._before_step))
         optimizer.register_step_post_hook(weakly(self._after_step))
         optimizer.zero_grad = weakly(self.zero_grad)  # type: ignore[method-assign]
-        for shards in flat_shards:
-            shards.guarded_by(weakly(self._why_not_clipped))
+        slices.guarded_by(weakly(self._why_not_clipped))
         guard(hidden, weakly(self._why_hidden))
 
     def _before_step(self, _: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -52,7 +44,7 @@ class OptimizerWrapper:
             return
         if any(value is not None for value in (*args[1:], *kwargs.values())):
             raise RuntimeError("an optimizer of shards takes no closure; run it, and call step() after it")
-        if self._location.longest is not None:
+        if self.slices.memory.longest is not None:
             raise RuntimeError(
                 "the optimizer's state lies on disk, and its own step() would bring all of it to memory; "
                 "call the FullyShard's step()"
@@ -77,10 +69,10 @@ class OptimizerWrapper:
         self.complete()
         self._stepping = True
         try:
-            self._location.step(self.optimizer)
+            self.slices.step()
         finally:
             self._stepping = False
-        self.publish()
+        self.runtime.version += 1
 
     def synchronize(self, totals: Sequence[float | Tensor]) -> list[float]:
         """Complete the gradients; see `FullyShard.synchronize`."""
@@ -89,9 +81,7 @@ class OptimizerWrapper:
         used = [*map(float, gradients.used), *totals, *(0.0,) * (2 - len(totals))]
         counts = torch.tensor(used, dtype=torch.float64, device=device)
         counted: list[float] = comm.all_reduce(counts, group=self._group).tolist()
-        flags = [count > 0 for count in counted[:-2]]
-        for shards in self.flat_shards:
-            shards.give_gradients(flags, self.optimizer)
+        self.slices.give_gradients(counted[:-2])
         gradients.synchronized = True
         return counted[-2:]
 
@@ -102,13 +92,10 @@ class OptimizerWrapper:
 
     def publish(self) -> None:
         """After a step: have the next pass gather what the optimizer has updated."""
-        for shards in self.flat_shards:
-            shards.publish()
+        self.slices.round_masters()
         self.runtime.version += 1
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients."""
         self.runtime.gradients.forget()
-        for shards in self.flat_shards:
-            for piece in shards.pieces:
-                piece.grad = None
+        self.slices.drop_gradients()

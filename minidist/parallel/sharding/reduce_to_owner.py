@@ -10,24 +10,23 @@ What stays of the gradients is one of three (`GradientResidency`):
 | shares | stage 2 | this rank's share of the sums alone, to which each backward pass adds |
 
 With "shares" whole gradients are thrown away: `ShardAssignment.moved` sets `grad` to None once a gradient is
-copied into its bucket, and `_ToOwners.complete` takes the bucket's memory back after its reduce-scatter.
+copied into its bucket, and `Bucket.reduce` gives the bucket's memory back after its reduce-scatter.
 
 Source: Rajbhandari et al. 2020, "ZeRO" (see zero.py), sections 5.2 (bucketization) and 7.1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from minidist.parallel.compression.compressor import Reduction, all_reduce_bytes
-from minidist.parallel.flat.buckets import Done, GradientComm, PendingMessage
+from minidist.parallel.compression.compressor import all_reduce_bytes
+from minidist.parallel.flat.buckets import Bucket, GradientMemory
+from minidist.parallel.flat.gradient_comm import GradientComm, Messages
 from minidist.parallel.sharding.bucket_assignment import GradientAssignment
-from minidist.parallel.sharding.zero_buckets import ShardBucket
 
 TOTALS = 3
 """Numbers summed over the ranks with every round: rows, loss, and ranks for which it was the step's last."""
@@ -37,12 +36,22 @@ GradientResidency = Literal["own", "buckets", "shares"]
 """The gradients that a rank keeps after a round; see the table above."""
 
 
-@dataclass(eq=False)
-class _Memory:
-    """Room for the gradients of one bucket at a time."""
-
-    flat: Tensor
-    holder: int | None = None  # the bucket's number
+def lend_memory(buckets: Iterable[Bucket], gradient_comm: GradientComm) -> list[GradientMemory]:
+    """Have the buckets take turns in memory for two of each dtype and device. A collective."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[Bucket]] = {}
+    for bucket in buckets:
+        kinds.setdefault((bucket.dtype, bucket.device), []).append(bucket)
+    made = []
+    for (dtype, device), those in kinds.items():
+        longest = max(bucket.length for bucket in those)
+        memories = [
+            GradientMemory(gradient_comm.zeros(longest, dtype, device))
+            for _ in range(min(TRANSIENT, len(those)))
+        ]
+        for number, bucket in enumerate(those):
+            bucket.lend(memories[number % len(memories)])
+        made += memories
+    return made
 
 
 class ShardAssignment(GradientAssignment):
@@ -55,7 +64,7 @@ class ShardAssignment(GradientAssignment):
     def __init__(
         self,
         parameters: Sequence[nn.Parameter],
-        buckets: Sequence[ShardBucket],
+        buckets: Sequence[Bucket],
         gradient_comm: GradientComm,
         residency: GradientResidency,
         op: str,
@@ -69,58 +78,37 @@ class ShardAssignment(GradientAssignment):
         # Over all rounds since `begin`: on how many ranks each parameter had a gradient; rows and loss.
         self.used = torch.zeros(len(parameters), dtype=torch.float64, device=device)
         self.totals = torch.zeros(2, dtype=torch.float64, device=device)
-        self.fresh = True  # the next round begins the sums anew
         if before is not None:
-            self.used[: len(before.used)], self.totals, self.fresh = before.used, before.totals, before.fresh
+            self.used[: len(before.used)], self.totals = before.used, before.totals
         self.bucket_of, self._index = [-1] * len(parameters), [0] * len(parameters)
-        kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}  # the numbers of the buckets of each
         for number, bucket in enumerate(buckets):
             for index, param_index in enumerate(bucket.param_indices):
                 self.bucket_of[param_index], self._index[param_index] = number, index
-            kinds.setdefault((bucket.values.dtype, bucket.values.device), []).append(number)
             if bucket.reduced is None and residency == "buckets":
-                flat = gradient_comm.zeros(bucket.length, bucket.values.dtype, bucket.values.device)
+                flat = gradient_comm.zeros(bucket.length, bucket.dtype, bucket.device)
                 bucket.hold(flat)
                 bucket.reduced = bucket.share_of(flat)
             elif bucket.reduced is None:
-                bucket.reduced = torch.zeros_like(bucket.share_of(bucket.values))
-        self._memory_of: dict[int, _Memory] = {}
-        for (dtype, on), numbers in kinds.items() if residency != "buckets" else ():
-            longest, count = max(buckets[number].length for number in numbers), min(TRANSIENT, len(numbers))
-            memories = [_Memory(gradient_comm.zeros(longest, dtype, on)) for _ in range(count)]
-            self._memory_of |= {number: memories[i % count] for i, number in enumerate(numbers)}
-        self.reductions: list[_ToOwners] = [_ToOwners(self, number) for number in range(len(buckets))]
+                bucket.reduced = torch.zeros_like(bucket.shard)
+        self._memories = [] if residency == "buckets" else lend_memory(buckets, gradient_comm)
 
     def begin(self) -> None:
         """Forget the sums: the next round begins them anew."""
-        self.fresh = True
+        for bucket in self.buckets:
+            bucket.begun = False
         self.used.zero_()
         self.totals.zero_()
 
     def view(self, param_index: int) -> Tensor:
         """A parameter's part of its bucket, which gets memory if it has none."""
         bucket = self.buckets[self.bucket_of[param_index]]
-        if bucket.gradients is None:
-            self._lend(self.bucket_of[param_index])
+        if not bucket.holds:
+            bucket.borrow()
         return bucket.views[self._index[param_index]]
 
-    def _lend(self, number: int) -> None:
-        """Give a bucket memory for its gradients."""
-        bucket, memory = self.buckets[number], self._memory_of[number]
-        if memory.holder is not None:
-            self.reductions[memory.holder].complete()
-        if memory.holder is None:
-            memory.holder = number
-            bucket.hold(memory.flat[: bucket.length])
-        else:  # gradients come in another order than in the first pass, and the holder still lacks some
-            bucket.hold(torch.zeros(bucket.length, dtype=bucket.values.dtype, device=bucket.values.device))
-
-    def free(self, number: int) -> None:
-        """Take a bucket's memory back."""
-        bucket, memory = self.buckets[number], self._memory_of[number]
-        bucket.gradients, bucket.views = None, ()
-        if memory.holder == number:
-            memory.holder = None
+    def launch(self, number: int) -> Messages:
+        """Start the reduction of a bucket to the owners of its shares."""
+        return self.buckets[number].reduce(self.op)
 
     def moved(self, parameter: nn.Parameter, view: Tensor) -> None:
         """Drop the gradient that was copied into its bucket, or make it the copy."""
@@ -134,7 +122,6 @@ class ShardAssignment(GradientAssignment):
             self.begin()
         self.used += self.tail[:count]
         self.totals += self.tail[count : count + 2]
-        self.fresh = self.residency != "shares"
 
     def clear(self) -> None:
         """Drop the gradients."""
@@ -143,58 +130,18 @@ class ShardAssignment(GradientAssignment):
                 parameter.grad = None
         self.begin()
 
-    def rescale(self, factor: float) -> None:
-        """Multiply this rank's share of the sums."""
-        for bucket in self.buckets:
-            assert bucket.reduced is not None
-            bucket.reduced.mul_(factor)
-
     def tensors(self) -> list[Tensor]:
         """All memory for gradients."""
-        held = [tensor for b in self.buckets for tensor in (b.gradients, b.reduced) if tensor is not None]
-        return [*(memory.flat for memory in self._memory_of.values()), *held]
+        reduced = [bucket.reduced for bucket in self.buckets if bucket.reduced is not None]
+        return [
+            *(memory.flat for memory in self._memories),
+            *(bucket.gradients for bucket in self.buckets if bucket.holds),
+            *reduced,
+        ]
 
     def bytes_sent(self) -> int:
-        """Bytes that a rank sends in a round: each bucket's reduce-scatter, and an all-reduce of the tail."""
+        """Bytes that a rank sends in a round: each bucket's reduction, and an all-reduce of the tail."""
         ranks = self.gradient_comm.ranks
         if ranks == 1:
             return 0
-        return sum(b.bytes_sent(ranks) for b in self.buckets) + all_reduce_bytes(8 * len(self.tail), ranks)
-
-
-class _ToOwners(Reduction):
-    """A reduce-scatter of one bucket."""
-
-    def __init__(self, assignment: ShardAssignment, number: int) -> None:
-        self._assignment, self._number = assignment, number
-        self._work: PendingMessage | None = None
-
-    def run(self) -> Iterator[PendingMessage]:
-        assignment, bucket = self._assignment, self._assignment.buckets[self._number]
-        if not bucket.length:
-            return
-        if bucket.gradients is None:  # no gradient on this rank
-            assignment._lend(self._number)
-        assert bucket.gradients is not None
-        assert bucket.reduced is not None
-        out = bucket.reduced if assignment.fresh else bucket.share_of(bucket.gradients)
-        if assignment.gradient_comm.ranks == 1:
-            if out.data_ptr() != bucket.gradients.data_ptr():
-                out.copy_(bucket.gradients)
-            self._work = Done(out)
-        else:
-            self._work = assignment.gradient_comm.reduce_scatter(bucket.gradients, out, assignment.op)
-        yield self._work
-        self.complete()
-
-    def complete(self) -> None:
-        """Wait, add to the sums of earlier rounds, and give the memory back. A second call does nothing."""
-        if self._work is None:
-            return
-        out, self._work = self._work.wait(), None
-        bucket = self._assignment.buckets[self._number]
-        assert bucket.reduced is not None
-        if not self._assignment.fresh and out.data_ptr() != bucket.reduced.data_ptr():
-            bucket.reduced.add_(out)
-        if self._assignment.residency != "buckets":
-            self._assignment.free(self._number)
+        return sum(b.reduce_bytes() for b in self.buckets) + all_reduce_bytes(8 * len(self.tail), ranks)

@@ -11,7 +11,7 @@ Source: Li et al. 2020, "PyTorch Distributed" (see data_parallel.py), sections 3
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from minidist.parallel.compression.sparse_gradients import gather_sparse
-from minidist.parallel.flat.buckets import GradientComm, PendingMessage
+from minidist.parallel.flat.gradient_comm import GradientComm, Messages
 from minidist.parallel.sharding.bucket_assignment import GradientAssignment
 
 AnyAssignment = TypeVar("AnyAssignment", bound=GradientAssignment)
@@ -64,8 +64,7 @@ class Reducer(Generic[AnyAssignment]):
         self._ready = bytearray(len(self.parameters))  # whose gradient lies in its bucket, scaled
         self._waiting: list[int] = []  # for each bucket, the gradients that it lacks
         self._unused: list[int] = []  # indices of parameters without a gradient on this rank
-        # Each message under way, with the steps that follow it.
-        self._running: list[tuple[PendingMessage, Iterator[PendingMessage]]] = []
+        self._running: list[Messages] = []
         itself = weakref.ref(self)  # the parameters outlive the wrapper; it must not live on in their hooks
         hooks: list[Any] = [
             parameter.register_post_accumulate_grad_hook(_hook(itself, index))  # type: ignore[no-untyped-call]
@@ -108,7 +107,7 @@ class Reducer(Generic[AnyAssignment]):
         self._move(assignment, param_index, self.scale)
         self._ready[param_index] = True
         self._waiting[assignment.bucket_of[param_index]] -= 1
-        while self._next < len(assignment.reductions) and not self._waiting[self._next]:
+        while self._next < len(assignment.buckets) and not self._waiting[self._next]:
             self._launch(assignment)
 
     def _move(self, assignment: AnyAssignment, param_index: int, scale: float) -> None:
@@ -130,16 +129,12 @@ class Reducer(Generic[AnyAssignment]):
 
     def _launch(self, assignment: AnyAssignment) -> None:
         """Start the reduction of the next bucket."""
-        last = self._next == len(assignment.reductions) - 1
+        last = self._next == len(assignment.buckets) - 1
         self.gradient_comm.blocking = self._completing or last
         if assignment.tail_in_bucket and last:
             self._fill_tail(assignment)
-        self._start(assignment.reductions[self._next].run())
+        self._running.append(assignment.launch(self._next))
         self._next += 1
-
-    def _start(self, steps: Iterator[PendingMessage]) -> None:
-        if (message := next(steps, None)) is not None:
-            self._running.append((message, steps))
 
     def _fill_tail(self, assignment: AnyAssignment) -> None:
         tail, count = assignment.tail, len(self.parameters)
@@ -170,28 +165,27 @@ class Reducer(Generic[AnyAssignment]):
 
         # Launch what the backward pass has not, bucket by bucket, so that few are full at once.
         self._completing = True
-        missing: list[list[int]] = [[] for _ in (*assignment.reductions, None)]  # the last: of no bucket
+        missing: list[list[int]] = [[] for _ in (*assignment.buckets, None)]  # the last: of no bucket
         for index, ready in enumerate(self._ready):
             if not ready:
                 missing[assignment.bucket_of[index]].append(index)
         for number, indices in enumerate(missing):
             for index in indices:
                 self._complete(assignment, index)
-            if number == self._next < len(assignment.reductions):
+            if number == self._next < len(assignment.buckets):
                 self._launch(assignment)
         self.gradient_comm.blocking = True
         if not assignment.tail_in_bucket:
             self._fill_tail(assignment)
-            self._start(iter([self.gradient_comm.all_reduce(assignment.tail)]))
+            self._running.append(Messages(iter([self.gradient_comm.all_reduce(assignment.tail)])))
         if assignment.sparse:
-            self._start(gather_sparse(self.gradient_comm, assignment.sparse, self.scale))
+            self._running.append(Messages(gather_sparse(self.gradient_comm, assignment.sparse, self.scale)))
 
         # Wait. A reduction of several messages sends its next one as soon as the last is complete.
         while self._running:
-            running, self._running = self._running, []
-            for work, steps in running:
-                work.wait()
-                self._start(steps)
+            for messages in self._running:
+                messages.advance()
+            self._running = [messages for messages in self._running if messages.message is not None]
 
         assignment.summed(self._unused)
         self.sums, self.totals = assignment.tail[len(self.parameters) :], ()

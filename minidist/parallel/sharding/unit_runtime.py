@@ -37,7 +37,7 @@ class UnitRuntime:
         self.version = 0  # of the parameters: how many steps were made
         handles: list[Any] = []
         for unit in units:
-            if unit.flat_parameters or unit is self.root:
+            if unit.buckets or unit is self.root:
                 begin, end = weakly(self.begin, unit), weakly(self.end, unit)
                 handles.append(unit.module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True))
                 handles.append(unit.module.register_forward_hook(end, with_kwargs=True))
@@ -221,8 +221,8 @@ class UnitRuntime:
         self._pass = None
         self._reset()
         for unit in self.units:
-            for flat in unit.flat_parameters:
-                for parameter in flat.parameters:
+            for bucket in unit.buckets:
+                for parameter in bucket.parameters:
                     parameter.grad = None
 
     def _reset(self) -> None:

@@ -10,17 +10,17 @@ Source: Zhao et al. 2023, "PyTorch FSDP", section 3.2.1 (FlatParameter; units).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from minidist.comm.work import Group
-from minidist.parallel.flat.flat_parameter import FlatParameter, ParameterSlot
-from minidist.parallel.sharding.flat_shards import FlatShards
-from minidist.parallel.sharding.meta_units import MetaInitializer, device_for
-from minidist.parallel.sharding.offload import StorageLocation
+from minidist.parallel.flat.buckets import Bucket
+from minidist.parallel.flat.gradient_comm import GradientComm
+from minidist.parallel.sharding.memory_source import MemorySource
+from minidist.parallel.sharding.meta_units import MetaInitializer, ParameterSlot, device_for
 
 Units = Iterable[type[nn.Module] | nn.Module] | None
 UnitParameter = tuple[str, nn.Parameter, list[ParameterSlot]]
@@ -33,7 +33,7 @@ class Unit:
     def __init__(self, name: str, module: nn.Module, number: int) -> None:
         self.name, self.module, self.number = name, module, number  # the root's name is ""
         self.device = torch.device("cpu")  # where it computes
-        self.flat_parameters: list[FlatParameter] = []  # for each dtype, for trained and frozen parameters
+        self.buckets: list[Bucket] = []  # for each dtype, for trained and frozen parameters
         self.present = False  # its parameters are gathered, or on their way
         self.shown = False  # the module sees them
         self.calls = 0  # in the running forward pass
@@ -42,23 +42,24 @@ class Unit:
     def gather(self, ahead: bool = False) -> None:
         """Launch the all-gathers, unless they were. ahead: while something else computes."""
         if not self.present:
-            for flat in self.flat_parameters:
-                flat.gather(ahead)
+            for bucket in self.buckets:
+                bucket.comm.blocking = not ahead
+                bucket.gather()
             self.present = True
 
     def show(self) -> None:
         """Gather the parameters, unless they are there, and let the module see them."""
         self.gather()
         if not self.shown:
-            for flat in self.flat_parameters:
-                flat.show()
+            for bucket in self.buckets:
+                bucket.show()
             self.shown = True
 
     def free(self) -> None:
         """Give the gathered parameters' memory back."""
         if self.present:
-            for flat in self.flat_parameters:
-                flat.free()
+            for bucket in self.buckets:
+                bucket.free()
             self.present = self.shown = False
 
     def __str__(self) -> str:
@@ -136,15 +137,15 @@ def sharing(units: Sequence[Unit], unit: Unit) -> list[Unit]:
         other
         for other in units
         if id(other.module) not in inside
-        and any(id(p) in needed for flat in other.flat_parameters for p in flat.parameters)
+        and any(id(p) in needed for bucket in other.buckets for p in bucket.parameters)
     ]
 
 
 def refuse_thawed(units: Iterable[Unit]) -> None:
     """RuntimeError where parameters get gradients that did not when the units were made."""
     for unit in units:
-        for flat in unit.flat_parameters:
-            if not flat.trained and any(parameter.requires_grad for parameter in flat.parameters):
+        for bucket in unit.buckets:
+            if bucket.frozen and any(parameter.requires_grad for parameter in bucket.parameters):
                 raise RuntimeError(
                     f"requires_grad of parameters of {unit} is True, and was False when the FullyShard "
                     "was made, which keeps no gradients of them; thaw parameters before it is made"
@@ -154,41 +155,51 @@ def refuse_thawed(units: Iterable[Unit]) -> None:
 def build(
     module: nn.Module,
     units: Units,
-    group: Group,
-    master: torch.dtype | None,
+    gradient_comm: GradientComm,
     initialize: Callable[[nn.Module], object] | None,
-    location: StorageLocation,
-    group_of: Mapping[str, int],
-) -> tuple[list[Unit], list[FlatShards]]:
-    """Cut a model into units, and keep this rank's shard of rank 0's parameters; one unit at a time is whole.
+    memory: MemorySource,
+    master: torch.dtype | None,
+) -> list[Unit]:
+    """Cut a model into units, the root first, and keep this rank's share of rank 0's parameters.
 
-    group_of: the number of the optimizer's group for each parameter's name. Returns the units, the root
-    first, and their shards: one for each dtype, and for trained and frozen parameters.
+    One unit at a time is whole. A unit has a bucket for each dtype, and for trained and frozen parameters;
+    the shards of all units of a kind lie in one tensor, and so do the gradients, which add up in the master
+    dtype.
     """
     found = [Unit(name, part, i) for i, (name, part) in enumerate(modules_of(module, units))]
-    index_of = {name: index for index, (name, _) in enumerate(module.named_parameters())}
+    names = [name for name, _ in module.named_parameters()]
+    index_of = {id(parameter): index for index, parameter in enumerate(module.parameters())}
     device = device_for("module", module)
     initialize = initialize or getattr(module, "initialize_part", None)
 
     # The shapes alone decide where each shard will lie; the values come unit by unit.
-    kinds: dict[Any, list[FlatParameter]] = {}
-    parts = divide(module, found)
+    tensors, kinds, parts = [*module.parameters()], defaultdict(list), divide(module, found)
     for unit, entries in parts:
         unit.device = device
-        groups: dict[Any, list[tuple[int, str, nn.Parameter]]] = {}
-        for name, parameter, _ in entries:
-            kind = (parameter.dtype, parameter.requires_grad)
-            groups.setdefault(kind, []).append((index_of[name], name, parameter))
-        for kind, those in groups.items():
-            unit.flat_parameters.append(FlatParameter(those, group, device))
-            kinds.setdefault(kind, []).append(unit.flat_parameters[-1])
-    empty, longest = location.empty_for(device), location.longest
-    flat_shards = [FlatShards(flats, group, master, empty, group_of, longest) for flats in kinds.values()]
+        groups: dict[Any, list[int]] = {}
+        for _, parameter, _ in entries:
+            groups.setdefault((parameter.dtype, parameter.requires_grad), []).append(index_of[id(parameter)])
+        for kind, indices in groups.items():
+            bucket = Bucket(indices, tensors, gradient_comm, device=device, name_of=names.__getitem__)
+            unit.buckets.append(bucket)
+            kinds[kind].append(bucket)
+    for (dtype, trained), buckets in kinds.items():
+        sizes = [bucket.share for bucket in buckets]
+        shards = torch.split(memory.shards(sum(sizes), dtype, device, gradient_comm), sizes)
+        for bucket, shard in zip(buckets, shards, strict=True):
+            bucket.keep_share(shard)
+        if trained:
+            sums = torch.split(memory.zeros(sum(sizes), master or dtype, shards[0].device), sizes)
+            for bucket, reduced in zip(buckets, sums, strict=True):
+                bucket.reduced = reduced
     initializer = MetaInitializer((entry for _, entries in parts for entry in entries), device, initialize)
     for unit, entries in parts:
         initializer.fill(parameter for _, parameter, _ in entries)
-        now = {name: holder._parameters[attribute] for name, _, ((holder, attribute), *_) in entries}
-        for flat in unit.flat_parameters:
-            flat.take([now[name] for name in flat.names])  # type: ignore[misc]
+        now = {
+            index_of[id(parameter)]: holder._parameters[attribute]
+            for _, parameter, ((holder, attribute), *_) in entries
+        }
+        for bucket in unit.buckets:
+            bucket.take([now[index] for index in bucket.param_indices])  # type: ignore[misc]
     initializer.fill_buffers(module)
-    return found, flat_shards
+    return found

@@ -22,15 +22,14 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from minidist._arguments import is_whole
 from minidist.comm.work import Group
-from minidist.parallel.flat.buckets import GradientComm
+from minidist.parallel.flat.gradient_comm import GradientComm
 from minidist.parallel.sharding.arguments import check_zero_arguments, refuse_unshareable
+from minidist.parallel.sharding.consolidated_state import consolidated, load
+from minidist.parallel.sharding.partition import Partition
 from minidist.parallel.sharding.reduce_to_owner import ShardAssignment
-from minidist.parallel.sharding.zero_partition import Partition
-from minidist.parallel.sharding.zero_state import consolidated, load
 from minidist.parallel.training.clipping import check_max_norm, check_norm_type, clip_factor, global_norm
 
 
@@ -66,7 +65,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         optimizer_class: a class of torch's, or another function from parameters and `defaults` to an
             optimizer.
         stage: 1 to share the optimizer's state, 2 to share the gradients too.
-        group: the ranks that share; None for all.
+        group: the ranks that share; None for all. A `GradientComm` for hybrid sharding.
         bucket_mb: largest size of a bucket in MB (2^20 bytes). In stage 2 two buckets have memory at a time.
         master: the dtype in which parameters are updated, if it is not their own: the rank then also keeps
             its share of them in this dtype.
@@ -82,7 +81,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         params: Iterable[Any],
         optimizer_class: Callable[..., torch.optim.Optimizer],
         stage: int = 1,
-        group: Group = None,
+        group: Group | GradientComm = None,
         *,
         bucket_mb: float = 25,
         master: torch.dtype | None = None,
@@ -91,11 +90,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         check_zero_arguments(stage, optimizer_class, bucket_mb, master)
         self.inner = optimizer_class(params, **defaults)
         refuse_unshareable(self.inner)
-        self.stage, self.group = stage, group
+        gradient_comm = GradientComm.over(group)
+        self.stage, self.group = stage, gradient_comm.group
         super().__init__([{**group} for group in self.inner.param_groups], self.inner.defaults)
-        self.partition = Partition(
-            self.inner, self.param_groups, GradientComm(group), stage, bucket_mb, master
-        )
+        self.partition = Partition(self.inner, self.param_groups, gradient_comm, stage, bucket_mb, master)
         self._consolidated: dict[str, Any] | None = None
         self._clipped = False  # this step's gradients are summed and clipped
 
@@ -109,7 +107,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, and in stage 2 their sums."""
-        self._clipped, self.partition.slices.factor = False, 1.0
+        self._clipped = False
+        self.partition.slices.drop_gradients()
         self.partition.reducer.recover()
         if self.partition.reducer.assignment is not None:
             self.partition.reducer.assignment.begin()
@@ -148,12 +147,19 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if not self._clipped:
             self.synchronize()
             self._clipped = True
-        norm = global_norm(self.gradients(), True, self.group, norm_type) * self.partition.slices.factor
-        self.partition.slices.factor *= clip_factor(norm, max_norm)
+        gradients = self.partition.slices.gradients()
+        norm = global_norm(gradients, True, self.partition.gradient_comm.share_group, norm_type)
+        if (factor := clip_factor(norm, max_norm)) != 1:
+            for gradient in gradients:
+                gradient.mul_(factor)
         return norm
 
-    def synchronize(self) -> ShardAssignment:
-        """Complete this rank's share of the gradients; `step` calls it."""
+    def synchronize(self) -> None:
+        """Complete this rank's share of the gradients, and give it to the optimizer; `step` calls it."""
+        self.partition.slices.give_gradients(self.reduce().used.tolist())
+
+    def reduce(self) -> ShardAssignment:
+        """Complete a round of reductions of gradients to their owners."""
         if self.partition.replaced:
             raise RuntimeError(
                 "this ZeroOptimizer's parameters have been given to another since, which trains them; step "
@@ -169,9 +175,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         assignment = self.partition.reducer.settled()
         self._consolidated = None
         self._pass_options(self.param_groups, self.inner.param_groups)
-        self.partition.slices.step(assignment.used.tolist(), **options)
+        self.partition.slices.step(**options)
         self._pass_options(self.inner.param_groups, self.param_groups)
         self.partition.publish()
+        self.partition.slices.drop_gradients()
         assignment.begin()
 
     @staticmethod
@@ -186,10 +193,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         what an all-reduce sends. And 2 (n - 1) / n of 8 (P + 3) for P parameters: on how many ranks each was
         used, and totals. In stage 2 each further backward pass sends all but the all-gather.
         """
-        assignment, ranks = self.partition.reducer.assignment, self.partition.gradient_comm.ranks
+        assignment = self.partition.reducer.assignment
         if assignment is None:
             raise RuntimeError("the buckets follow from the first backward pass; train a step first")
-        return assignment.bytes_sent() + sum(bucket.bytes_sent(ranks) for bucket in self.partition.buckets)
+        return assignment.bytes_sent() + sum(bucket.gather_bytes() for bucket in self.partition.buckets)
 
     # To save and to load: the state of a plain optimizer of the same parameters.
 
@@ -221,7 +228,3 @@ class ZeroOptimizer(torch.optim.Optimizer):
             )
         self._consolidated = None
         load(self.partition, state_dict)
-
-    def gradients(self) -> list[Tensor]:
-        """This rank's share of the gradients, after `synchronize`."""
-        return [bucket.reduced for bucket in self.partition.buckets if bucket.reduced is not None]

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from minidist.parallel.contract.strategy import Strategy
-from minidist.parallel.flat.buckets import broadcast_together
+from minidist.parallel.flat.joined_messages import broadcast_together
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

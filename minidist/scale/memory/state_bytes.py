@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from minidist.model.configs import TransformerConfig
-from minidist.parallel.flat.buckets import MB
+from minidist.parallel.flat.joined_messages import MB
 from minidist.scale.memory import parameter_sizes
 
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}

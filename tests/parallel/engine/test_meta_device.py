@@ -15,7 +15,7 @@ import minidist as md
 from minidist.model import GPT, MLP, config
 from minidist.parallel.engine import meta_device
 from minidist.parallel.engine.partition_model import RemoteLayer
-from minidist.parallel.flat import buckets
+from minidist.parallel.flat import joined_messages
 from tests.helpers import contract
 from tests.parallel.sharding.test_fully_shard import Live
 from tests.parallel.test_layouts import CASE, SGD
@@ -125,7 +125,7 @@ def test_no_rank_has_more_than_its_part_and_a_module(cluster_of: Clusters, layou
     def make() -> tuple[int, int, int]:
         model = GPT(WIDE, seed=md.rank(), device="meta")
         with Live() as live, pytest.MonkeyPatch.context() as patch:
-            patch.setattr(buckets, "TOGETHER_BYTES", 1 << 12)  # tensors that are sent as one
+            patch.setattr(joined_messages, "TOGETHER_BYTES", 1 << 12)  # tensors that are sent as one
             engine = md.prepare(model, SGD, PARSE(layout))
             torch.zeros(1)
         assert engine.model is model

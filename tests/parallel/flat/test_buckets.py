@@ -12,7 +12,8 @@ from torch import nn
 
 import minidist as md
 from minidist import comm
-from minidist.parallel.flat.buckets import Bucket, broadcast_together, cut, require_same
+from minidist.parallel.flat.buckets import Bucket
+from minidist.parallel.flat.joined_messages import broadcast_together, cut, require_same
 
 Clusters = Callable[[int], md.Cluster]
 DTYPES = (torch.float32, torch.float64, torch.float16)
@@ -51,7 +52,8 @@ def test_small_tensors_share_a_bucket_and_a_large_one_has_its_own() -> None:
 
 def test_gradients_lie_one_after_the_other() -> None:
     tensors = [torch.empty(2, 3), torch.empty(()), torch.empty(0, 4), torch.empty(4)]
-    bucket = Bucket.over(torch.arange(13.0), tensors, [3, 0, 2, 1])
+    bucket = Bucket([3, 0, 2, 1], tensors)
+    bucket.hold(torch.arange(13.0))
     assert bucket.elements == 11
     assert [view.shape for view in bucket.views] == [(4,), (2, 3), (0, 4), ()]
     assert bucket.views[0].tolist() == [0, 1, 2, 3]

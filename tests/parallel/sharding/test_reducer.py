@@ -502,10 +502,10 @@ def test_gradients_are_stored_once(cluster_of: Clusters) -> None:
         storages = {
             p.grad.untyped_storage().data_ptr(): p.grad for p in model.parameters() if p.grad is not None
         }
-        held = {bucket.flat.untyped_storage().data_ptr() for bucket in model.reducer.assignment.buckets}
+        held = {bucket.gradients.untyped_storage().data_ptr() for bucket in model.reducer.assignment.buckets}
         assert set(storages) == held
         parameters = sum(p.numel() for p in model.parameters())
-        return parameters, sum(b.flat.numel() for b in model.reducer.assignment.buckets), len(storages)
+        return parameters, sum(b.gradients.numel() for b in model.reducer.assignment.buckets), len(storages)
 
     for set_to_none in (True, False):
         for parameters, elements, storages in cluster_of(2).run(measure, set_to_none):

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from minidist.parallel.sharding.sharded_strategies import ShardedState
 from torch import Tensor, nn
 
 import minidist as md
@@ -20,8 +21,9 @@ from minidist import comm
 from minidist.comm.mesh import Mesh
 from minidist.parallel.engine.partition_model import partition_model
 from minidist.parallel.engine.training_step import Engine
-from minidist.parallel.sharding import optimizer_slices, reduce_to_owner, zero_buckets
-from minidist.parallel.sharding.zero_strategy import ShardedState
+from minidist.parallel.flat.buckets import Bucket
+from minidist.parallel.sharding import optimizer_slices, reduce_to_owner
+from minidist.parallel.sharding.optimizer_slices import OptimizerSlices
 from minidist.parallel.training.precision import Precision
 from tests.helpers import contract
 from tests.parallel.sharding import test_data_parallel as data_parallel
@@ -181,26 +183,21 @@ def test_several_dtypes_no_elements_and_no_dimension(cluster_of: Clusters, stage
 
 
 def without_gathering_the_last_bucket(patch: pytest.MonkeyPatch) -> None:
-    gather = zero_buckets.ShardBucket.gather
+    gather = Bucket.gather
 
-    def wrong(self: Any, exchange: Any) -> Any:
-        return None if 0 in self.param_indices else gather(self, exchange)
+    def wrong(self: Bucket) -> None:
+        if 0 not in self.param_indices:
+            gather(self)
 
-    start = zero_buckets.start_gathering
-
-    def launched(buckets: Any, exchange: Any) -> Any:
-        return [work for work in start(buckets, exchange) if work is not None]
-
-    patch.setattr(zero_buckets.ShardBucket, "gather", wrong)
-    patch.setattr("minidist.parallel.sharding.zero_partition.start_gathering", launched)
+    patch.setattr(Bucket, "gather", wrong)
 
 
 def another_ranks_share(patch: pytest.MonkeyPatch) -> None:
-    def wrong(self: Any, flat: Tensor) -> Tensor:
-        other = (self.own + 1) % md.size()
+    def wrong(self: Bucket, flat: Tensor) -> Tensor:
+        other = (self.rank + 1) % md.size()
         return flat[other * self.share : (other + 1) * self.share]
 
-    patch.setattr(zero_buckets.ShardBucket, "share_of", wrong)
+    patch.setattr(Bucket, "share_of", wrong)
 
 
 def means_for_sums(patch: pytest.MonkeyPatch) -> None:
@@ -215,13 +212,12 @@ def means_for_sums(patch: pytest.MonkeyPatch) -> None:
 
 def without_the_first_micro_batch(patch: pytest.MonkeyPatch) -> None:
     """Each round begins the sums anew."""
-    always = property(lambda self: True, lambda self, value: None)
-    patch.setattr(reduce_to_owner.ShardAssignment, "fresh", always, raising=False)
+    patch.setattr(Bucket, "begun", property(lambda self: False, lambda self, value: None))
 
 
 def unused_ones_updated(patch: pytest.MonkeyPatch) -> None:
-    step = optimizer_slices.OptimizerSlices.step
-    patch.setattr(optimizer_slices.OptimizerSlices, "step", lambda self, used: step(self, [1.0] * len(used)))
+    give = OptimizerSlices.give_gradients
+    patch.setattr(OptimizerSlices, "give_gradients", lambda self, used: give(self, [1.0] * len(used)))
 
 
 FAULTS: dict[Callable[[pytest.MonkeyPatch], None], tuple[str, int]] = {
@@ -368,7 +364,7 @@ def test_gradients_are_freed_as_backward_goes(cluster_of: Clusters) -> None:
         plan = zero.partition.reducer.assignment
         assert plan is not None
         assert len(zero.partition.buckets) == 12
-        private = [b for b in zero.partition.buckets if b.gradients is not None]
+        private = [b for b in zero.partition.buckets if b.holds]
         assert not private
         return [*held, storage_bytes(plan.tensors())]
 

@@ -19,7 +19,7 @@ from minidist.model import GPT, BERTConfig, GPTConfig, config, cross_entropy
 from minidist.model.configs import CONFIGS
 from minidist.model.sampler import Sampler
 from minidist.parallel.contract.memory_report import Memory
-from minidist.parallel.flat import buckets
+from minidist.parallel.flat import joined_messages
 from minidist.parallel.training.activation_memory import ActivationCounter
 from minidist.parallel.training.recompute import recompute
 from minidist.scale.memory import estimates, parameter_sizes, plot, saved_activations, state_bytes
@@ -285,7 +285,7 @@ def test_other_optimizers(cluster_of: Clusters) -> None:
 def test_buckets_are_those_of_the_reducer() -> None:
     shape = config("gpt2-small", layers=3, vocabulary=9001)
     parameters = [*GPT(shape, device="meta").parameters()]
-    parts = buckets.cut(parameters, reversed(range(len(parameters))), state_bytes.BUCKET)
+    parts = joined_messages.cut(parameters, reversed(range(len(parameters))), state_bytes.BUCKET)
     expected = [sum(parameters[place].numel() for place in places) for places in parts]
     sizes = [size for layer in parameter_sizes.layers(shape) for size in layer]
     assert len(expected) > 3

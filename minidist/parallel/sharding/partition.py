@@ -1,7 +1,7 @@
 """ZeRO's partition: which parameters lie in which bucket, and which rank owns which part of a bucket.
 
 The first backward pass shows the order in which gradients come. In this order parameters are dealt to flat
-buckets, each cut into one share for each rank (zero_buckets.py), and this rank's share to the slices that its
+buckets, each cut into one share for each rank (flat/buckets.py), and this rank's share to the slices that its
 optimizer updates (optimizer_slices.py). Parameters that get gradients only later, because they were frozen or
 not there, are dealt to further buckets by the next backward pass; the buckets before stay, with their state.
 
@@ -18,14 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minidist.parallel.flat.buckets import MB, GradientComm, broadcast_together, require_same
+from minidist.comm.work import bytes_of
+from minidist.parallel.flat.buckets import Bucket
+from minidist.parallel.flat.gradient_comm import GradientComm
+from minidist.parallel.flat.joined_messages import MB, broadcast_together, cut, require_same
 from minidist.parallel.guards.ownership import DATA_PARALLEL, ZERO, claim, owners, require_free
 from minidist.parallel.guards.refusals import refuse_meta
 from minidist.parallel.sharding.bucket_assignment import agree_on_order
 from minidist.parallel.sharding.optimizer_slices import OptimizerSlices
 from minidist.parallel.sharding.reduce_to_owner import GradientResidency, ShardAssignment
 from minidist.parallel.sharding.reducer import Reducer
-from minidist.parallel.sharding.zero_buckets import ShardBucket, buckets_for, start_gathering
+from minidist.parallel.sharding.unit_hooks import weakly
 from minidist.parallel.training.clipping import guard
 
 
@@ -53,7 +56,7 @@ class Partition:
         self.overlap = True  # reduce while backward runs
         self.trained: list[nn.Parameter] = []  # get gradients, or did; parameter indices number this list
         self.orders: list[list[int]] = []  # parameter indices, for each time that some were dealt to buckets
-        self.buckets: list[ShardBucket] = []  # of all orders
+        self.buckets: list[Bucket] = []  # of all orders
         self.slices = OptimizerSlices(inner, master)  # this rank's share
         self.masters: dict[nn.Parameter, Tensor] = {}  # whole, loaded for parameters in no bucket yet
         self.names: Mapping[Tensor, str] = {}  # for messages, where they are known
@@ -129,9 +132,10 @@ class Partition:
     def refuse_reassigned(self) -> None:
         """ValueError where `parameter.data = tensor` has taken a parameter out of its bucket."""
         for bucket in self.buckets:
-            bucket.refuse_reassigned(self._name_of)
+            bucket.refuse_reassigned()
 
-    def _name_of(self, parameter: nn.Parameter) -> str:
+    def _name_of(self, param_index: int) -> str:
+        parameter = self.trained[param_index]
         index = next(i for i, each in enumerate(self.parameters) if each is parameter)
         return self.names.get(parameter, f"number {index} of params, of shape {tuple(parameter.shape)},")
 
@@ -161,15 +165,24 @@ class Partition:
         """Make buckets, with loaded state, for the parameters in `seen` that are in none. A collective."""
         waiting = set(self.waiting)
         order, limit = [index for index in seen if index in waiting], int(self.bucket_mb * MB)
-        new = buckets_for(self.trained, order, limit, self.gradient_comm, self.slices.cut_anywhere)
-        group_of = {id(p): number for number, group in enumerate(self.groups) for p in group["params"]}
+        cut_anywhere = self.slices.cut_anywhere
+        if not cut_anywhere and order:  # a large parameter's bucket would be mostly padding
+            limit = max(limit, self.gradient_comm.owners * max(bytes_of(self.trained[i]) for i in order))
+        new = [
+            Bucket(part, self.trained, self.gradient_comm, cut_anywhere, name_of=weakly(self._name_of))
+            for part in cut(self.trained, order, limit)
+            if part
+        ]
+        number_of = {id(p): number for number, group in enumerate(self.groups) for p in group["params"]}
+        group_of = {index: number_of[id(parameter)] for index, parameter in enumerate(self.trained)}
         states = {
             index: self.inner.state.pop(self.trained[index])
             for index in order
             if self.trained[index] in self.inner.state
         }
         for bucket in new:
-            self.slices.add(bucket, [group_of[id(parameter)] for parameter in self.trained])
+            bucket.keep_values()
+            self.slices.add(bucket, group_of)
         for _, span, tensor, _ in self.slices.by_parameter():
             master = self.masters.get(self.trained[span.param_index])
             if master is not None:
@@ -195,8 +208,11 @@ class Partition:
 
     def publish(self) -> None:
         """Bring everyone's share of the parameters to all; a rank sends (n - 1) / n of every bucket."""
-        for work in start_gathering(self.buckets, self.gradient_comm):
-            work.wait()
+        for bucket in self.buckets:
+            self.gradient_comm.blocking = bucket is self.buckets[-1]
+            bucket.gather()
+        for bucket in self.buckets:
+            bucket.wait()
 
     @torch.no_grad()
     def reload(self) -> None:

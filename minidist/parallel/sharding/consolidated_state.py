@@ -15,7 +15,7 @@ from torch import Tensor
 
 from minidist import comm
 from minidist.comm.work import Group, rank_in, ranks_of
-from minidist.parallel.sharding.zero_partition import Partition
+from minidist.parallel.sharding.partition import Partition
 
 RangeState = tuple[int, int, dict[str, Any]]
 """A parameter index, the first element of a range of that parameter, and the range's state."""
@@ -35,7 +35,7 @@ def consolidated(partition: Partition, to: int) -> dict[str, Any] | None:
     for param_index, state in states.items():
         parameter = partition.trained[param_index]
         whole[number_of[parameter]] = {
-            key: value.view(parameter.shape) if partition.slices.is_cut(key, value) else value
+            key: value.view(parameter.shape) if partition.slices.is_cut(value) else value
             for key, value in state.items()
         }
     groups = [{**group, "params": [number_of[p] for p in group["params"]]} for group in partition.groups]
@@ -93,7 +93,7 @@ def _collect(partition: Partition, to: int) -> dict[int, dict[str, Any]] | None:
     for param_index, _, state in sorted(entries, key=lambda entry: entry[:2]):
         known = states.setdefault(param_index, {})
         for key, value in state.items():
-            joins = key in known and partition.slices.is_cut(key, value)
+            joins = key in known and partition.slices.is_cut(value)
             known[key] = torch.cat([known[key], value]) if joins else value
     return states
 

@@ -1,0 +1,114 @@
+"""`GradientComm`: the ranks that gradients are summed over, and the collectives that do it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minidist import comm
+from minidist.comm.work import Group, ranks_of
+
+
+@dataclass(frozen=True)
+class Done:
+    """A message that is complete already."""
+
+    result: Tensor
+
+    def wait(self) -> Tensor:
+        """Return the result at once."""
+        return self.result
+
+
+PendingMessage = comm.Work | Done
+
+
+class Messages:
+    """Messages of which each is sent once the one before it is complete. Making it sends the first."""
+
+    def __init__(self, steps: Iterator[PendingMessage]) -> None:
+        self._steps = steps
+        self.message = next(steps, None)  # under way; None when all are complete
+
+    def advance(self) -> None:
+        """Wait for the message that is under way, and send the next one."""
+        if self.message is not None:
+            self.message.wait()
+            self.message = next(self._steps, None)
+
+    def complete(self) -> None:
+        """Send all, and wait for them."""
+        while self.message is not None:
+            self.advance()
+
+
+@dataclass(eq=False)
+class GradientComm:
+    """The ranks that gradients are summed over.
+
+    With hybrid sharding, `hybrid` has two groups: the ranks that own a share each, and the ranks that own the
+    same share. Otherwise all ranks own a share each. Sources: Zhang et al. 2022, "MiCS", section 3; Zhao et
+    al. 2023, "PyTorch FSDP", section 3.2.2.
+    """
+
+    group: Group
+    algorithm: str = "auto"  # a name that the collectives take
+    blocking: bool = False  # nothing is left to compute: handing a message to a thread only costs time
+    hybrid: tuple[Group, Group] | None = None
+
+    @classmethod
+    def over(cls, group: Group | GradientComm) -> GradientComm:
+        """The ranks of a group that own a share each; what is a GradientComm stays."""
+        return group if isinstance(group, GradientComm) else cls(group)
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks, this one included."""
+        return len(ranks_of(self.group))
+
+    @property
+    def share_group(self) -> Group:
+        """The ranks that own a share each."""
+        return self.group if self.hybrid is None else self.hybrid[0]
+
+    @property
+    def owners(self) -> int:
+        """The number of shares."""
+        return len(ranks_of(self.share_group))
+
+    def all_reduce(self, x: Tensor) -> PendingMessage:
+        """Start to sum `x` over the ranks, in place."""
+        return self._start(comm.all_reduce, x, "sum", self.algorithm, self.group)
+
+    def reduce_to_owner(self, x: Tensor, out: Tensor, op: str = "sum") -> Iterator[PendingMessage]:
+        """Reduce `x`, (n k,), over the ranks: `out`, (k,), becomes this rank's share.
+
+        A reduce-scatter; with hybrid sharding an all-reduce follows, of each share over the ranks that own
+        it. A rank sends (n - 1) / n S bytes, and 2 (m - 1) / m S / n for m groups of n owners.
+        """
+        if self.owners > 1:
+            yield self._start(comm.reduce_scatter, x, op, self.algorithm, self.share_group, out)
+        elif out.data_ptr() != x.data_ptr():
+            out.copy_(x)
+        if self.hybrid is not None:
+            yield self._start(comm.all_reduce, out, op, self.algorithm, self.hybrid[1])
+
+    def all_gather(self, x: Tensor, out: Tensor | None = None) -> PendingMessage:
+        """Start to gather `x`, (k, ...), from all owners: the result is (n k, ...), in `out` if given."""
+        return self._start(comm.all_gather, x, self.algorithm, self.share_group, out)
+
+    def _start(self, collective: Callable[..., Any], *args: Any) -> PendingMessage:
+        message: PendingMessage = (
+            Done(collective(*args)) if self.blocking else collective(*args, async_op=True)
+        )
+        return message
+
+    def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Flat memory for messages; on a CPU the owners share it where they can. A collective."""
+        if device.type == "cpu":
+            return comm.empty_shared((numel,), dtype, self.share_group)
+        return torch.zeros(numel, dtype=dtype, device=device)

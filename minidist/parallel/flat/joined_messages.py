@@ -1,0 +1,82 @@
+"""Join many small tensors to a few flat ones, since every message costs its latency, however small it is."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minidist import comm
+from minidist.comm.work import Group, bytes_of
+
+MB = 2**20
+TOGETHER_BYTES = 25 * MB
+"""Most bytes of tensors that `together` joins in one message; joining them copies as many bytes."""
+
+
+def cut(tensors: Sequence[Tensor], order: Iterable[int], limit: int) -> list[list[int]]:
+    """Deal tensors to buckets of one dtype and device each; return the indices in each bucket.
+
+    order: indices of tensors, in the order in which their gradients come; the buckets become complete in the
+    order returned. limit: the most bytes in a bucket; a larger tensor has one to itself. With 0 every tensor
+    has its own.
+    """
+    done: list[tuple[int, list[int]]] = []  # when a bucket's last gradient comes, and its indices
+    filling: dict[Any, tuple[int, int, list[int]]] = {}  # bytes, when the last gradient came, indices
+    for when, index in enumerate(order):
+        tensor = tensors[index]
+        key, size = (tensor.dtype, tensor.device), bytes_of(tensor)
+        filled, last, indices = filling.get(key, (0, 0, []))
+        if indices and (not limit or filled + size > limit):
+            done.append((last, indices))
+            filled, indices = 0, []
+        filling[key] = (filled + size, when, [*indices, index])
+    done.extend((last, indices) for _, last, indices in filling.values())
+    return [indices for _, indices in sorted(done)]
+
+
+def broadcast_together(tensors: Sequence[Tensor], group: Group, source: int = 0) -> None:
+    """Copy parameters or buffers from one of the group's ranks to all, in place.
+
+    It sends as many bytes as `comm.broadcast` of all the tensors, in messages of up to 25 MB.
+    """
+    together(tensors, lambda flat: comm.broadcast(flat, source=source, group=group))
+
+
+def together(tensors: Sequence[Tensor], send: Callable[[Tensor], object]) -> None:
+    """Call `send`, which changes a tensor in place, on the tensors joined to flat ones of up to 25 MB."""
+    with torch.no_grad():
+        for indices in cut(tensors, range(len(tensors)), TOGETHER_BYTES):
+            chosen = [tensors[index] for index in indices]
+            if len(chosen) == 1:
+                send(chosen[0])
+                continue
+            flat = torch.cat([tensor.detach().reshape(-1) for tensor in chosen])
+            send(flat)
+            parts = torch.split(flat, [tensor.numel() for tensor in chosen])
+            for tensor, values in zip(chosen, parts, strict=True):
+                tensor.copy_(values.view(tensor.shape))
+
+
+def require_same(what: str, tensors: Iterable[tuple[str, Tensor]], group: Group) -> None:
+    """ValueError, on every rank, where the ranks' tensors differ in names, shapes, dtypes or `requires_grad`.
+
+    Each rank sends 8 (n - 1) bytes.
+    """
+    digest = hashlib.sha256()
+    device = torch.device("cpu")
+    for name, tensor in tensors:
+        text = f"{name} {tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad}\n"
+        digest.update(text.encode())
+        device = device if tensor.is_meta else tensor.device
+    own = torch.tensor([int.from_bytes(digest.digest()[:7], "big")], device=device)
+    everyones = comm.all_gather(own, group=group).tolist()
+    different = [rank for rank, each in enumerate(everyones) if each != everyones[0]]
+    if different:
+        raise ValueError(
+            f"the {what} of rank {', '.join(map(str, different))} in the group differ from rank 0's in name, "
+            "shape, dtype or requires_grad; build the same module on all ranks"
+        )

@@ -1,0 +1,293 @@
+"""The strategies of ZeRO's stages for an engine: `ShardedState` for stages 1 and 2, `FullySharded` for 3.
+
+`ZeroOptimizer` and `FullyShard` make the step. This file tells them which backward pass is the last, and sums
+rows and loss. state_by_name.py tells checkpoints where each part of the state lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from minidist.parallel.contract.engine import MakeOptimizer
+from minidist.parallel.contract.strategy import ResidentTensors
+from minidist.parallel.contract.training_state import names_of
+from minidist.parallel.flat.buckets import Bucket
+from minidist.parallel.flat.gradient_comm import GradientComm
+from minidist.parallel.flat.joined_messages import broadcast_together, require_same
+from minidist.parallel.sharding.fully_shard import FullyShard
+from minidist.parallel.sharding.state_by_name import SharingStrategy, tensors_of
+from minidist.parallel.sharding.zero import ZeroOptimizer
+
+
+class ShardedState(SharingStrategy):
+    """ZeRO's stage 1 or 2: whole parameters on every rank, the rest in shares.
+
+    A step sends `optimizer.bytes_per_step()`; in stage 2 each further micro-batch sends all of that but the
+    all-gather once more.
+
+    options: of `DataParallel`: bucket_mb, algorithm, overlap and broadcast_buffers; with compression,
+    ValueError. master: see `ZeroOptimizer`.
+    """
+
+    optimizer: ZeroOptimizer
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: MakeOptimizer,
+        stage: int,
+        options: Mapping[str, Any] | None = None,
+        master: torch.dtype | None = None,
+        gradient_comm: GradientComm | None = None,
+    ) -> None:
+        options = options or {}
+        if options.get("compression") is not None:
+            raise ValueError(
+                f"compression is {options['compression']!r} with zero={stage} in the layout, which reduces "
+                "gradients to their owners as they are; use zero=0 for compressed ones"
+            )
+        gradient_comm = gradient_comm or GradientComm(None)
+        gradient_comm.algorithm = options.get("algorithm", "auto")
+        self.model, self.names, self.group = model, names_of(model), gradient_comm.group
+        self.share_group = gradient_comm.share_group
+        self.optimizer = ZeroOptimizer(
+            model.parameters(),
+            optimizer,
+            stage,
+            gradient_comm,
+            bucket_mb=options.get("bucket_mb", 25),
+            master=master,
+        )
+        self.partition, self.slices = self.optimizer.partition, self.optimizer.partition.slices
+        self.partition.names = self.names
+        self.unsliced, self.unsliced_masters = self.partition.inner.state, self.partition.masters
+        if gradient_comm.ranks > 1:
+            require_same("buffers", model.named_buffers(), self.group)
+            broadcast_together([*model.buffers()], self.group)
+        self._broadcast_buffers = options.get("broadcast_buffers", False)
+        self.partition.average = False  # the engine sums with weights of its own
+        if stage == 1:
+            self.partition.residency = "buckets"
+        self.partition.overlap = self.partition.reducer.overlap = options.get("overlap", True)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """What the module returns for this rank's rows."""
+        self.ready()
+        outputs: Tensor = self.model(inputs)
+        return outputs
+
+    def ready(self) -> None:
+        """Prepare a pass, as `forward` does."""
+        if torch.is_grad_enabled():
+            self.partition.reducer.recover()
+            self.partition.follow_changes()
+            if self._broadcast_buffers and self.model.training:
+                broadcast_together([*self.model.buffers()], self.group)
+
+    def zero_grad(self) -> None:
+        """Forget the gradients of the step before."""
+        self.optimizer.zero_grad()
+        self.partition.reducer.syncing = self.optimizer.stage == 2
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Change nothing: stage 1 sends only after `begin_final_backward`, stage 2 in every backward pass."""
+        return nullcontext()
+
+    def begin_final_backward(self, rows: float, loss_sum: Tensor, waits: bool = True) -> None:
+        """Have the next backward pass sum the gradients, rows and loss over the ranks."""
+        reducer = self.partition.reducer
+        reducer.syncing, reducer.waits, reducer.totals = True, waits, (rows, loss_sum, 1.0)
+
+    def synchronize(self) -> tuple[float, float]:
+        """Complete the gradients, in all ranks' rounds; return rows and loss, summed over the ranks."""
+        assignment, reducer = self.optimizer.reduce(), self.partition.reducer
+        while float(reducer.sums[2]) < self.partition.gradient_comm.ranks:
+            reducer.totals = (0.0, 0.0, 1.0)
+            reducer.reduce()
+        self.slices.give_gradients(assignment.used.tolist())
+        rows, loss = assignment.totals.tolist()
+        return rows, loss
+
+    def update(self) -> None:
+        """Update this rank's share, and publish everyone's."""
+        self.optimizer.update()
+        for parameter in self.partition.trained:
+            parameter.grad = None  # it has sums in one part and this rank's own gradients in the others
+
+    def held(self) -> ResidentTensors:
+        """Whole parameters and this rank's shares. Copies in the master dtype count as the optimizer's."""
+        partition, assignment = self.partition, self.partition.reducer.assignment
+        own = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        return ResidentTensors(
+            [*self.model.parameters()],
+            [*own, *(assignment.tensors() if assignment is not None else [])],
+            [*tensors_of(partition.inner), *self.slices.masters(), *partition.masters.values()],
+            [*self.model.buffers()],
+        )
+
+    def begin_masters(self, exact: Mapping[str, Tensor]) -> None:
+        """Let masters begin with these values, whole until the first backward pass deals the parameters."""
+        for parameter in self.waiting():
+            if self.names[parameter] in exact:
+                self.partition.masters[parameter] = exact[self.names[parameter]]
+
+    # For state_by_name.py.
+
+    @property
+    def parameters(self) -> Sequence[nn.Parameter]:
+        """The parameters that get gradients, or did."""
+        return self.partition.trained
+
+    @property
+    def buckets(self) -> Sequence[Bucket]:
+        """The buckets that the backward passes so far have shown."""
+        return self.partition.buckets
+
+    def group_names(self) -> list[list[str]]:
+        """The names of the parameters in each of the optimizer's groups."""
+        return [[self.names[p] for p in group["params"]] for group in self.optimizer.param_groups]
+
+    def waiting(self) -> list[nn.Parameter]:
+        """The parameters that no backward pass has dealt to buckets yet."""
+        self.partition.refuse_reassigned()
+        return [self.partition.trained[index] for index in self.partition.waiting]
+
+    def settings(self) -> dict[str, Any]:
+        """The optimizer's groups, the numbers in its state, and the gradients' order."""
+        order = [[self._name(index) for index in each] for each in self.partition.orders]
+        return {**super().settings(), "order": order}
+
+    def make_buckets(self, settings: Mapping[str, Any]) -> None:
+        """Make the buckets in the saved order: in another one, sums would add up in another order.
+
+        A strategy that saves no order is taken to have that of registration, reversed.
+        """
+        self.partition.follow_changes()
+        index_of = {self.names[parameter]: index for index, parameter in enumerate(self.partition.trained)}
+        order = settings.get("order")
+        if order is None:
+            order = [[*reversed(index_of)]]
+        self.partition.arrange([index_of[name] for name in each if name in index_of] for each in order)
+
+    def loaded(self) -> None:
+        """Publish loaded masters, which sends a step's all-gather, and join slices whose state agrees."""
+        self.partition.reload()
+
+
+class FullySharded(SharingStrategy):
+    """ZeRO's stage 3: every rank keeps only its share of the parameters, too.
+
+    options: those of `FullyShard`, such as `offload`.
+    """
+
+    gathers = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: MakeOptimizer,
+        options: Mapping[str, Any] | None = None,
+        master: torch.dtype | None = None,
+        gradient_comm: GradientComm | None = None,
+    ) -> None:
+        gradient_comm = gradient_comm or GradientComm(None)
+        self.group, self.share_group = gradient_comm.group, gradient_comm.share_group
+        self.parallel = FullyShard(model, optimizer, gradient_comm, master=master, **(options or {}))
+        self.parallel.gradients.operation = "sum"
+        self.model, self.names = model, names_of(model)
+        self.optimizer, self.slices = self.parallel.optimizer, self.parallel.slices
+        self._parameters = [*model.parameters()]
+        self.unsliced, self.unsliced_masters = {}, {}
+        self._own: tuple[float, float | Tensor] = (0.0, 0.0)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """What the module returns. A collective."""
+        outputs: Tensor = self.parallel(inputs)
+        return outputs
+
+    def zero_grad(self) -> None:
+        """Forget the gradients of the step before."""
+        self.parallel.zero_grad()
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Change nothing: the gradients of every micro-batch are reduced."""
+        return self.parallel.no_sync()
+
+    def begin_final_backward(self, rows: float, loss_sum: Tensor, waits: bool = True) -> None:
+        """Keep rows and loss for `synchronize`, which sums them."""
+        self._own = rows, loss_sum
+
+    def synchronize(self) -> tuple[float, float]:
+        """Complete the gradients; return rows and loss, summed over the ranks."""
+        rows, loss = self.parallel.synchronize(*self._own)
+        return rows, loss
+
+    def update(self) -> None:
+        """The optimizer's step on this rank's shards; the next pass gathers the result."""
+        self.parallel.step()
+
+    def whole(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter under all its names, then the buffers. It gathers one unit at a time."""
+        aliases: dict[Tensor, list[str]] = {}
+        others = []
+        state = self.model.state_dict(keep_vars=True)
+        for name, value in state.items():
+            if value in self.names:
+                aliases.setdefault(value, []).append(name)
+            else:
+                others.append((name, value.detach()))
+        for unit in self.parallel.units:
+            unit.show()
+            try:
+                for bucket in unit.buckets:
+                    for parameter in bucket.parameters:
+                        for alias in aliases[parameter]:
+                            yield alias, parameter.detach()
+            finally:
+                unit.free()
+        yield from others
+
+    def held(self) -> ResidentTensors:
+        """Shards and what is gathered now; the buffers that reduce gradients count among the gradients."""
+        buckets = self.buckets
+        return ResidentTensors(
+            [*(bucket.shard for bucket in buckets), *(bucket.values for bucket in buckets)],
+            [
+                *(bucket.reduced for bucket in buckets if bucket.reduced is not None),
+                *(memory.flat for memory in self.parallel.gradients.memories),
+            ],
+            [*self.slices.masters(), *tensors_of(self.optimizer)],
+            [*self.model.buffers()],
+        )
+
+    # For state_by_name.py.
+
+    @property
+    def parameters(self) -> Sequence[nn.Parameter]:
+        """All parameters of the model."""
+        return self._parameters
+
+    @property
+    def buckets(self) -> Sequence[Bucket]:
+        """The buckets of all units."""
+        return [bucket for unit in self.parallel.units for bucket in unit.buckets]
+
+    def group_names(self) -> list[list[str]]:
+        """The names of the parameters in each of the optimizer's groups."""
+        return self.parallel.groups.names
+
+    def waiting(self) -> list[nn.Parameter]:
+        """None: all have their buckets from the beginning."""
+        return []
+
+    def make_buckets(self, settings: Mapping[str, Any]) -> None:
+        """Nothing: the units are there."""
+
+    def loaded(self) -> None:
+        """Join slices whose state agrees, and round masters to the shards."""
+        self.slices.reload()
