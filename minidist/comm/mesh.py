@@ -51,9 +51,12 @@ class Mesh:
         check_ranks(self.sizes, world.size())
         self.grid = torch.arange(world.size()).view(pp, dp, cp, tp)
         self._own = world.rank()
-        self._ranks = {axis: self._members(axis) for axis in (*AXES, *TOGETHER)}
+        self._ranks = {
+            axis: next(tuple(row) for row in self._rows(axis) if self._own in row)
+            for axis in (*AXES, *TOGETHER)
+        }
         # In the same order on all ranks, because making a group waits for its members.
-        self._groups = {axis: self._group(axis) for axis in self._ranks}
+        self._groups = {axis: self._made(self._rows(axis)) for axis in self._ranks}
         self.device_mesh: DeviceMesh | None = None
         if dist.is_initialized():
             groups = [process_group(self._groups[axis]) for axis in AXES]
@@ -67,6 +70,18 @@ class Mesh:
         """
         self.ranks(axis)  # an error for an unknown axis
         return self._groups[axis]
+
+    def blocks(self, axis: str, size: int) -> tuple[Group, Group]:
+        """Cut an axis into blocks of neighbours; every rank of the world calls it.
+
+        Returns this rank's block, of `size` ranks, and the ranks with the same place in the other blocks.
+        """
+        blocks, copies = [], []
+        for row in self._rows(axis):
+            inside = torch.tensor(row).view(-1, size)
+            blocks += inside.tolist()
+            copies += inside.t().tolist()
+        return self._made(blocks), self._made(copies)
 
     def size(self, axis: str) -> int:
         """Ranks in the group along an axis."""
@@ -86,24 +101,23 @@ class Mesh:
         """The sizes of the axes."""
         return f"Mesh({', '.join(f'{axis}={size}' for axis, size in self.sizes.items())})"
 
-    def _members(self, axis: str) -> tuple[int, ...]:
-        coordinates: list[int] = (self.grid == self._own).nonzero()[0].tolist()
-        parts = _parts(axis)
-        index = tuple(slice(None) if a in parts else i for a, i in zip(AXES, coordinates, strict=True))
-        return tuple(self.grid[index].flatten().tolist())
+    def _rows(self, axis: str) -> list[list[int]]:
+        """The groups of all ranks along an axis."""
+        dims = [AXES.index(each) for each in _parts(axis)]
+        others = [dim for dim in range(len(AXES)) if dim not in dims]
+        rows: list[list[int]] = self.grid.permute(*others, *dims).flatten(len(others)).flatten(0, -2).tolist()
+        return rows
 
-    def _group(self, axis: str) -> Group:
-        members = self._ranks[axis]
+    def _made(self, rows: list[list[int]]) -> Group:
+        """This rank's group among `rows`. A group is made once."""
+        members = next(tuple(row) for row in rows if self._own in row)
         if len(members) == world.size():
             return None
         made = subgroups.setdefault(process_group(None), {})
         if members not in made:
             # A new group would wait for 30 minutes; this one waits as long as the world does.
             limit = timedelta(seconds=limit_of(None))
-            # torch numbers groups, so each rank also makes those of the others, which takes no message.
-            dims = [AXES.index(each) for each in _parts(axis)]
-            others = [dim for dim in range(len(AXES)) if dim not in dims]
-            for row in self.grid.permute(*others, *dims).reshape(-1, len(members)).tolist():
+            for row in rows:  # torch numbers groups, so each rank also makes those of the others
                 group = dist.new_group(row, timeout=limit)
                 if tuple(row) == members:
                     made[members] = group

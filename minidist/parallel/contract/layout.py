@@ -38,6 +38,7 @@ class Layout:
     sequence_parallel: bool = False  # with tp: norms and dropout on a share of the tokens
     schedule: str = DEFAULT_SCHEDULE  # with pp: the order of forward and backward passes
     chunks: int = 1  # with pp: parts of the model on each rank, for the interleaved schedule
+    shard: int = 0  # with zero: neighbours over dp and cp that share one copy of the state; 0 for all
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -51,6 +52,14 @@ class Layout:
             raise ValueError(f"zero is {self.zero}; give stage 1, 2 or 3, or 0 for none")
         if self.precision not in PRECISIONS:
             raise unknown("precision", self.precision, PRECISIONS)
+        if self.shard and not self.zero:
+            raise ValueError(f"shard is {self.shard} with zero=0, which shares nothing; give zero=1, 2 or 3")
+        if self.shard < 0 or (self.shard and self.dp * self.cp % self.shard):
+            raise ValueError(
+                f"shard is {self.shard}, which does not divide the {self.dp * self.cp} ranks of "
+                f"dp={self.dp} and cp={self.cp}; give a divisor, such as the number of ranks on a host, or "
+                "0 for all of them"
+            )
         schedule = schedule_kind(self.schedule)
         if self.sequence_parallel and self.tp == 1:
             raise ValueError("sequence_parallel is True with tp=1; give tp of 2 or more, or leave it out")

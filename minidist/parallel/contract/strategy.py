@@ -62,6 +62,8 @@ class Strategy(ABC):
 
     Attributes:
         group: the ranks that train it together; None for all of the world.
+        share_group, owners: the ranks that share the gradients and the state, and how many they are. With
+            hybrid sharding some of `group`; without sharding one.
         model: the whole model, if each rank has it.
         optimizer: for the parameters, or this rank's share of them; learning-rate schedulers take it.
         sharded: whether `gradients` returns this rank's share, instead of all.
@@ -69,6 +71,8 @@ class Strategy(ABC):
     """
 
     group: Group
+    share_group: Group = None
+    owners: int = 1
     model: nn.Module
     optimizer: torch.optim.Optimizer
     sharded: bool = False

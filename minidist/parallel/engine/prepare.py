@@ -71,7 +71,9 @@ def prepare(
         clip_norm: the largest norm of the gradients over all ranks; None for no clipping. As with
             `torch.nn.utils.clip_grad_norm_`, a norm that is not finite makes weights that are not finite.
         loss_scale: for precision "fp16", how the factor on the loss starts and grows.
-        fully_shard: options of `FullyShard` for zero=3, such as {"offload": "/scratch"}.
+        fully_shard: options of `FullyShard` for zero=3, such as {"offload": "/scratch"}. And "secondary", a
+            number of neighbouring ranks, those of a host: together they keep a second copy of the parameters,
+            from which the backward pass gathers (hpZ of ZeRO++).
         plan: for tp, how to cut each module, as for `parallelize`; None for the model's own plan.
         initialize: gives a submodule's own parameters and buffers their values, for example from a file, if
             they were on the meta device; None for the model's method `initialize_part`, or each submodule's
@@ -90,7 +92,8 @@ def prepare(
     elif layout.zero == 3:
         fully_shard = {**(fully_shard or {}), "initialize": initialize}
     # Before any other collective: ranks with other layouts would wait in other ones.
-    require_alike("md.prepare", {**vars(layout), "clip_norm": clip_norm}, None)
+    secondary = (fully_shard or {}).get("secondary")
+    require_alike("md.prepare", {**vars(layout), "clip_norm": clip_norm, "secondary": secondary}, None)
     mesh = Mesh(pp=layout.pp, dp=layout.dp, cp=layout.cp, tp=layout.tp)
     precision = Precision(layout.precision, loss_scale)
     with put_back_on_error(model, precision.dtype is not None):
@@ -117,8 +120,14 @@ def _strategy(
     model, master, group = part.model, precision.master, part.mesh.group("dp_cp")
     if layout.tp * layout.pp > 1:
         optimizer = checked(optimizer, layout)
+    gradient_comm = GradientComm(group)
+    if layout.shard not in (0, layout.dp * layout.cp):
+        gradient_comm.hybrid = part.mesh.blocks("dp_cp", layout.shard)
     if layout.zero == 3:
-        return FullySharded(model, optimizer, fully_shard, master, GradientComm(group))
+        fully_shard = dict(fully_shard or {})
+        if secondary := fully_shard.pop("secondary", None):
+            gradient_comm.secondary, _ = part.mesh.blocks("dp_cp", secondary)
+        return FullySharded(model, optimizer, fully_shard, master, gradient_comm)
     if layout.zero:
-        return ShardedState(model, optimizer, layout.zero, data_parallel, master, GradientComm(group))
+        return ShardedState(model, optimizer, layout.zero, data_parallel, master, gradient_comm)
     return Replicated(model, optimizer, data_parallel, master, group)

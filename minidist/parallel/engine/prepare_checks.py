@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
+from minidist._arguments import is_whole
 from minidist._names import unknown
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.guards.ownership import release, require_free
@@ -16,7 +17,7 @@ from minidist.parallel.training.precision import LossScale
 
 DATA_PARALLEL = {"bucket_mb", "overlap", "compression", "algorithm", "broadcast_buffers"}
 """The options of `DataParallel` that `prepare` passes on. The layout gives the group."""
-FULLY_SHARD = {"offload", "units", "initialize", "prefetch"}
+FULLY_SHARD = {"offload", "units", "initialize", "prefetch", "secondary"}
 """The options of `FullyShard` that `prepare` passes on. The precision decides about master weights."""
 
 
@@ -62,6 +63,14 @@ def check(
     if fully_shard and layout.zero != 3:
         raise ValueError(
             f"fully_shard is {fully_shard} and the layout has zero={layout.zero}; its options are for zero=3"
+        )
+    owners = layout.shard or layout.dp * layout.cp
+    secondary = (fully_shard or {}).get("secondary")  # type: ignore[attr-defined]
+    fits = is_whole(secondary) and 1 < secondary < owners and owners % secondary == 0
+    if secondary is not None and not fits:
+        raise ValueError(
+            f"secondary is {secondary!r}, and {owners} ranks share the parameters; give a smaller divisor of "
+            "that from 2 on, such as the number of ranks on a host, or None for no second copy"
         )
     if data_parallel and layout.zero == 3:
         raise ValueError(

@@ -47,6 +47,8 @@ class Bucket:
         gradients, views: (n share,), this rank's own gradients, and each parameter's part of them. Other
             numbers may be sent along at the end. holds: whether there is memory for them now.
         reduced: (share,), this rank's part of the gradients, summed over the ranks.
+        secondary, is_fresh: this rank's part of a second copy that the ranks of a host share, and whether it
+            has the present values.
         begun: whether the next gradients are added to `reduced`, instead of replacing it.
     """
 
@@ -55,7 +57,8 @@ class Bucket:
     gradients: Tensor
     views: list[Tensor]
     reduced: Tensor | None = None
-    begun = holds = False
+    secondary: Tensor | None = None
+    begun = holds = is_fresh = False
 
     def __init__(
         self,
@@ -107,6 +110,14 @@ class Bucket:
     def gather_bytes(self) -> int:
         """Bytes that a rank sends to publish its share of the values."""
         return (self.ranks - 1) * self.share * self.dtype.itemsize
+
+    def regather_bytes(self) -> int:
+        """Bytes that a rank sends to gather values that are in the secondary shares."""
+        return (
+            self.gather_bytes()
+            if self.secondary is None
+            else self.length * self.dtype.itemsize - self.secondary.nbytes
+        )
 
     def reduce_bytes(self) -> int:
         """Bytes that a rank sends to reduce the gradients to their owners."""
@@ -215,13 +226,21 @@ class Bucket:
             self._storage.resize_(self._bytes)
         elif self.ranks == 1 or not self.share:
             return
-        self._gathering = self.comm.all_gather(self.shard.to(self.device), self.values)
+        if self.is_fresh:
+            assert self.secondary is not None
+            self._gathering = self.comm.gather_secondary(self.secondary, self.values)
+        else:
+            self._gathering = self.comm.all_gather(self.shard.to(self.device), self.values)
 
     def wait(self) -> None:
         """Complete the all-gather."""
         if self._gathering is not None:
             self._gathering.wait()
             self._gathering = None
+            if self.secondary is not None and not self.is_fresh:
+                own = rank_in(self.comm.secondary)
+                self.secondary.copy_(self.values.view(-1, len(self.secondary))[own])
+                self.is_fresh = True
 
     def show(self) -> None:
         """Make the parameters views into the gathered values."""

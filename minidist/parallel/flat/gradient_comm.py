@@ -51,14 +51,16 @@ class GradientComm:
     """The ranks that gradients are summed over.
 
     With hybrid sharding, `hybrid` has two groups: the ranks that own a share each, and the ranks that own the
-    same share. Otherwise all ranks own a share each. Sources: Zhang et al. 2022, "MiCS", section 3; Zhao et
-    al. 2023, "PyTorch FSDP", section 3.2.2.
+    same share. Otherwise all ranks own a share each. `secondary` are ranks, on one host, that together keep a
+    second copy of the parameters. Sources: Zhang et al. 2022, "MiCS", section 3; Zhao et al. 2023, "PyTorch
+    FSDP", section 3.2.2; Wang et al. 2023, "ZeRO++", section 3.2 (secondary shares).
     """
 
     group: Group
     algorithm: str = "auto"  # a name that the collectives take
     blocking: bool = False  # nothing is left to compute: handing a message to a thread only costs time
     hybrid: tuple[Group, Group] | None = None
+    secondary: Group = None  # None for no second copy
 
     @classmethod
     def over(cls, group: Group | GradientComm) -> GradientComm:
@@ -101,14 +103,18 @@ class GradientComm:
         """Start to gather `x`, (k, ...), from all owners: the result is (n k, ...), in `out` if given."""
         return self._start(comm.all_gather, x, self.algorithm, self.share_group, out)
 
+    def gather_secondary(self, x: Tensor, out: Tensor) -> PendingMessage:
+        """Start to gather secondary shares."""
+        return self._start(comm.all_gather, x, self.algorithm, self.secondary, out)
+
     def _start(self, collective: Callable[..., Any], *args: Any) -> PendingMessage:
         message: PendingMessage = (
             Done(collective(*args)) if self.blocking else collective(*args, async_op=True)
         )
         return message
 
-    def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Flat memory for messages; on a CPU the owners share it where they can. A collective."""
+    def zeros(self, numel: int, dtype: torch.dtype, device: torch.device, group: Group = None) -> Tensor:
+        """Flat memory for messages; on a CPU the owners, or a `group`, share it if possible. A collective."""
         if device.type == "cpu":
-            return comm.empty_shared((numel,), dtype, self.share_group)
+            return comm.empty_shared((numel,), dtype, group or self.share_group)
         return torch.zeros(numel, dtype=dtype, device=device)

@@ -204,6 +204,7 @@ class FullyShard(nn.Module):
                         bucket.refuse_reassigned()
                         written = bucket.share_of(bucket.values).to(bucket.shard.device)
                         self.slices.overwrite(bucket, written)
+                        bucket.is_fresh = False
             finally:
                 self.runtime.free_all()
 
@@ -229,16 +230,17 @@ class FullyShard(nn.Module):
 
         An all-gather forward, one backward and a reduce-scatter: 3 (n - 1) / n of the padded bytes of the
         parameters, each flat tensor padded to a multiple of n. The root unit is gathered once and frozen
-        parameters are not reduced: a third less for each. The counts of ranks that used each parameter, with
+        parameters are not reduced: a third less for each. Hybrid sharding sends fewer to gather and more to
+        reduce, see `Bucket`; with secondary shares, the gathers after a step's first stay among their ranks.
+        The counts of ranks that used each parameter, with
         two totals, send 2 (n - 1) / n 8 (P + 2). The first pass, which settles the order, sends 48 (n - 1) /
         n for each unit more; one more call of a unit than was settled sends 32 (n - 1) / n and gathers it
         again.
         """
-        each = 0
+        sent = 0
         for unit in self.units:
             for bucket in unit.buckets:
-                each += (2 - (unit is self.units[0])) * bucket.gather_bytes()
-                each += 0 if bucket.frozen else bucket.reduce_bytes()
-        return passes * each + all_reduce_bytes(
-            8 * (len(self.gradients.used) + 2), self.gradients.gradient_comm.ranks
-        )
+                again = passes * (2 - (unit is self.units[0])) - 1
+                sent += bucket.gather_bytes() + again * bucket.regather_bytes()
+                sent += 0 if bucket.frozen else passes * bucket.reduce_bytes()
+        return sent + all_reduce_bytes(8 * (len(self.gradients.used) + 2), self.gradients.gradient_comm.ranks)

@@ -72,7 +72,7 @@ class OptimizerWrapper:
             self.slices.step()
         finally:
             self._stepping = False
-        self.runtime.version += 1
+        self.runtime.changed()
 
     def synchronize(self, totals: Sequence[float | Tensor]) -> list[float]:
         """Complete the gradients; see `FullyShard.synchronize`."""
@@ -93,7 +93,7 @@ class OptimizerWrapper:
     def publish(self) -> None:
         """After a step: have the next pass gather what the optimizer has updated."""
         self.slices.round_masters()
-        self.runtime.version += 1
+        self.runtime.changed()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients."""

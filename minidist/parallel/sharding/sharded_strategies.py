@@ -54,7 +54,7 @@ class ShardedState(SharingStrategy):
         gradient_comm = gradient_comm or GradientComm(None)
         gradient_comm.algorithm = options.get("algorithm", "auto")
         self.model, self.names, self.group = model, names_of(model), gradient_comm.group
-        self.share_group = gradient_comm.share_group
+        self.share_group, self.owners = gradient_comm.share_group, gradient_comm.owners
         self.optimizer = ZeroOptimizer(
             model.parameters(),
             optimizer,
@@ -197,6 +197,7 @@ class FullySharded(SharingStrategy):
     ) -> None:
         gradient_comm = gradient_comm or GradientComm(None)
         self.group, self.share_group = gradient_comm.group, gradient_comm.share_group
+        self.owners = gradient_comm.owners
         self.parallel = FullyShard(model, optimizer, gradient_comm, master=master, **(options or {}))
         self.parallel.gradients.operation = "sum"
         self.model, self.names = model, names_of(model)
@@ -256,7 +257,7 @@ class FullySharded(SharingStrategy):
         """Shards and what is gathered now; the buffers that reduce gradients count among the gradients."""
         buckets = self.buckets
         return ResidentTensors(
-            [*(bucket.shard for bucket in buckets), *(bucket.values for bucket in buckets)],
+            [tensor for b in buckets for tensor in (b.shard, b.values, b.secondary) if tensor is not None],
             [
                 *(bucket.reduced for bucket in buckets if bucket.reduced is not None),
                 *(memory.flat for memory in self.parallel.gradients.memories),
@@ -291,3 +292,4 @@ class FullySharded(SharingStrategy):
     def loaded(self) -> None:
         """Join slices whose state agrees, and round masters to the shards."""
         self.slices.reload()
+        self.parallel.runtime.changed()

@@ -230,6 +230,13 @@ class UnitRuntime:
         self.gradients.complete()
         self.free_all()
 
+    def changed(self) -> None:
+        """The shards have other values now."""
+        self.version += 1
+        for unit in self.units:
+            for bucket in unit.buckets:
+                bucket.is_fresh = False
+
     def gather_all(self) -> None:
         """Gather all parameters at once, outside passes; RuntimeError inside one."""
         if self._pass is not None or self._open:

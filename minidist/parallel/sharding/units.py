@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from minidist.comm.work import ranks_of
 from minidist.parallel.flat.buckets import Bucket
 from minidist.parallel.flat.gradient_comm import GradientComm
 from minidist.parallel.sharding.memory_source import MemorySource
@@ -188,6 +189,12 @@ def build(
         shards = torch.split(memory.shards(sum(sizes), dtype, device, gradient_comm), sizes)
         for bucket, shard in zip(buckets, shards, strict=True):
             bucket.keep_share(shard)
+        if gradient_comm.secondary is not None:
+            ranks = len(ranks_of(gradient_comm.secondary))
+            lengths = [bucket.length // ranks for bucket in buckets]
+            copies = gradient_comm.zeros(sum(lengths), dtype, device, gradient_comm.secondary)
+            for bucket, secondary in zip(buckets, torch.split(copies, lengths), strict=True):
+                bucket.secondary = secondary
         if trained:
             sums = torch.split(memory.zeros(sum(sizes), master or dtype, shards[0].device), sizes)
             for bucket, reduced in zip(buckets, sums, strict=True):
