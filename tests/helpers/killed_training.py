@@ -18,14 +18,12 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from minidist.parallel.sharding.sharded_strategies import FullySharded
-from minidist.parallel.sharding.sharded_strategies import ShardedState
-
 from minidist.checkpoint import folders, writing
 from minidist.cli.train import TrainConfig, train
 from minidist.comm.launching.launch import launch
 from minidist.parallel.engine.training_step import Engine
 from minidist.parallel.sharding.data_parallel_strategy import Replicated
+from minidist.parallel.sharding.sharded_strategies import FullySharded, ShardedState
 
 PLACES = {
     "step": (Engine, "step"),

@@ -8,26 +8,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from minidist import comm
-from minidist.parallel.guards.refusals import require_batch
-
 Loss = Callable[[Tensor, Tensor], Tensor]
 """From outputs and targets to a scalar, the mean over their rows."""
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 """From parameters to a torch optimizer, such as `partial(torch.optim.AdamW, lr=3e-4)`."""
-
-
-def check_rows(inputs: Tensor, targets: Tensor, data_ranks: int = 1) -> int:
-    """The number of this rank's rows; TypeError or ValueError if it cannot train on them."""
-    require_batch(inputs, targets)
-    if not len(inputs):
-        if data_ranks == 1:
-            raise ValueError("inputs have no rows; give a batch of at least one")
-        raise ValueError(
-            f"rank {comm.rank()} of {comm.size()} was given no rows; use a global batch of at least as many "
-            f"rows as there are data-parallel ranks, {data_ranks}, or fewer ranks"
-        )
-    return len(inputs)
 
 
 @contextmanager

@@ -11,20 +11,19 @@ Megatron-LM", section 3, on combining the three.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from minidist.comm.mesh import Mesh
-from minidist.model.loss import cross_entropy
 from minidist.parallel.context import sequence_share
 from minidist.parallel.context.sequence_share import SequenceShare
-from minidist.parallel.contract.engine import Loss, MakeOptimizer
+from minidist.parallel.contract.engine import MakeOptimizer
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.engine.meta_device import Initialize, Skeleton
 from minidist.parallel.engine.parameter_placement import Placement, Whole
+from minidist.parallel.engine.step_executor import RankModel, Tied
 from minidist.parallel.flat.joined_messages import broadcast_together, require_same
 from minidist.parallel.pipeline.layer_by_layer import cut
 from minidist.parallel.pipeline.layer_chain import check_layers
@@ -32,7 +31,7 @@ from minidist.parallel.sharding.elementwise_optimizers import is_elementwise
 from minidist.parallel.tensor.cuts import cuts
 from minidist.parallel.tensor.parallelize import parallelize
 from minidist.parallel.tensor.plans import plan_for
-from minidist.parallel.tensor.vocabulary import gather_logits, vocab_parallel_cross_entropy, vocabulary_of
+from minidist.parallel.tensor.vocabulary import vocabulary_of
 
 
 class RemoteLayer(nn.Module):
@@ -52,54 +51,6 @@ class RemoteLayer(nn.Module):
     def extra_repr(self) -> str:
         """Show the stage when the layer is printed."""
         return f"stage {self.stage}"
-
-
-@dataclass(frozen=True)
-class Tied:
-    """A parameter of which several stages of a pipeline hold a copy."""
-
-    name: str | None  # on this rank; None if it has no copy
-    stages: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class RankModel:
-    """This rank's part of a model."""
-
-    model: nn.Module  # the part, with the whole's names
-    mesh: Mesh  # of all ranks
-    placement: Placement  # where its parameters lie in the whole
-    share: SequenceShare | None  # of the tokens; None without cp
-    stages: tuple[nn.Module, ...]  # the modules of this rank's pipeline chunks; empty without pp
-    tied: tuple[Tied, ...]  # parameters whose gradients are summed over stages
-    vocabulary: int | None  # its size if outputs are this rank's part of the logits; None if they are whole
-
-    def loss(self, loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
-        """A loss or a metric of this rank's outputs.
-
-        If the ranks share the logits, `cross_entropy` becomes `vocab_parallel_cross_entropy`; for any other
-        function the logits are gathered, which sends more.
-        """
-        if not targets.numel():
-            return outputs.sum()  # 0, as this rank has no rows or no tokens of them
-        if self.vocabulary is None:
-            return loss(outputs, targets)
-        group = self.mesh.group("tp")
-        if loss is cross_entropy:
-            return vocab_parallel_cross_entropy(outputs, targets, group, self.vocabulary)
-        return loss(gather_logits(outputs, group, self.vocabulary), targets)
-
-    def cut(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, float]:
-        """This rank's tokens of its rows, (B, T) each, and their share of all tokens."""
-        if self.share is None:
-            return inputs, targets, 1.0
-        if inputs.dim() < 2 or inputs.shape[:2] != targets.shape[:2]:
-            raise ValueError(
-                f"inputs are {tuple(inputs.shape)} and targets {tuple(targets.shape)}, and "
-                f"cp={self.share.ranks} cuts rows of tokens; give (B, T) and a target for each token, or a "
-                "layout with cp=1"
-            )
-        return self.share.cut(inputs), self.share.cut(targets), self.share.part
 
 
 def partition_model(

@@ -12,8 +12,9 @@ from minidist.model.loss import cross_entropy
 from minidist.parallel.contract.engine import Loss, MakeOptimizer
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.strategy import Strategy
-from minidist.parallel.engine.partition_model import RankModel, checked, partition_model
+from minidist.parallel.engine.partition_model import checked, partition_model
 from minidist.parallel.engine.prepare_checks import check, put_back_on_error
+from minidist.parallel.engine.step_executor import RankModel
 from minidist.parallel.engine.training_step import Engine
 from minidist.parallel.flat.gradient_comm import GradientComm
 from minidist.parallel.guards.ownership import ENGINE, claim

@@ -1,4 +1,4 @@
-"""Forward and backward passes of a step on one rank: through the whole model, or through a pipeline's stages.
+"""A rank's part of a model, and a step's passes through it: through all layers, or a pipeline's stages.
 
 Both cut a batch into micro-batches by rows, multiply each loss by a weight, and add up gradients. They differ
 in when they know that a backward pass is the last one, and on which rank the loss is.
@@ -9,21 +9,74 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from minidist.comm.mesh import Mesh
 from minidist.comm.work import Group
+from minidist.model.loss import cross_entropy
+from minidist.parallel.context.sequence_share import SequenceShare
 from minidist.parallel.contract.engine import Loss
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.strategy import Strategy
-from minidist.parallel.engine.partition_model import RankModel
+from minidist.parallel.engine.parameter_placement import Placement
 from minidist.parallel.pipeline.execution import Pipeline
 from minidist.parallel.pipeline.tied_parameters import sum_tied, take_first
+from minidist.parallel.tensor.vocabulary import gather_logits, vocab_parallel_cross_entropy
 from minidist.parallel.training.precision import Precision
 
 Weight = Callable[[int], float]
 """From a micro-batch's rows to the factor on its loss."""
+
+
+@dataclass(frozen=True)
+class Tied:
+    """A parameter of which several stages of a pipeline hold a copy."""
+
+    name: str | None  # on this rank; None if it has no copy
+    stages: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class RankModel:
+    """This rank's part of a model."""
+
+    model: nn.Module  # the part, with the whole's names
+    mesh: Mesh  # of all ranks
+    placement: Placement  # where its parameters lie in the whole
+    share: SequenceShare | None  # of the tokens; None without cp
+    stages: tuple[nn.Module, ...]  # the modules of this rank's pipeline chunks; empty without pp
+    tied: tuple[Tied, ...]  # parameters whose gradients are summed over stages
+    vocabulary: int | None  # its size if outputs are this rank's part of the logits; None if they are whole
+
+    def loss(self, loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
+        """A loss or a metric of this rank's outputs.
+
+        If the ranks share the logits, `cross_entropy` becomes `vocab_parallel_cross_entropy`; for any other
+        function the logits are gathered, which sends more.
+        """
+        if not targets.numel():
+            return outputs.sum()  # 0, as this rank has no rows or no tokens of them
+        if self.vocabulary is None:
+            return loss(outputs, targets)
+        group = self.mesh.group("tp")
+        if loss is cross_entropy:
+            return vocab_parallel_cross_entropy(outputs, targets, group, self.vocabulary)
+        return loss(gather_logits(outputs, group, self.vocabulary), targets)
+
+    def cut(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, float]:
+        """This rank's tokens of its rows, (B, T) each, and their share of all tokens."""
+        if self.share is None:
+            return inputs, targets, 1.0
+        if inputs.dim() < 2 or inputs.shape[:2] != targets.shape[:2]:
+            raise ValueError(
+                f"inputs are {tuple(inputs.shape)} and targets {tuple(targets.shape)}, and "
+                f"cp={self.share.ranks} cuts rows of tokens; give (B, T) and a target for each token, or a "
+                "layout with cp=1"
+            )
+        return self.share.cut(inputs), self.share.cut(targets), self.share.part
 
 
 class StepExecutor(ABC):

@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 
 from minidist import comm
-from minidist.parallel.contract.engine import Loss, check_rows, evaluating
+from minidist.parallel.contract.engine import Loss, evaluating
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.memory_report import Memory, count
 from minidist.parallel.contract.strategy import Strategy, TensorBox
-from minidist.parallel.engine.partition_model import RankModel
-from minidist.parallel.engine.step_executor import StagedPasses, StepExecutor, WholePasses
-from minidist.parallel.guards.refusals import require_batch, require_gradients, require_metric
+from minidist.parallel.engine.step_executor import RankModel, StagedPasses, StepExecutor, WholePasses
+from minidist.parallel.guards.refusals import check_rows, require_batch, require_gradients, require_metric
 from minidist.parallel.training.activation_memory import ActivationPeaks
 from minidist.parallel.training.clipping import clip_factor
 from minidist.parallel.training.precision import Precision
@@ -104,8 +103,12 @@ class Engine:
         rows = check_rows(inputs, targets, self.data_ranks)
         require_gradients()
         x, y, share = self.part.cut(inputs.to(self.device), targets.to(self.device))
-        with self._activations.during(x, y):
-            return self._train(x, y, rows * share, share)
+        batch = x.shape, x.dtype, y.shape, y.dtype, self.model.training
+        if batch not in self._activations.peaks:
+            with self._activations.count(batch, x, y):
+                return self._train(x, y, rows * share, share)
+        self._activations.last = self._activations.peaks[batch]
+        return self._train(x, y, rows * share, share)
 
     def _train(self, inputs: Tensor, targets: Tensor, rows: float, share: float) -> float:
         strategy = self.strategy

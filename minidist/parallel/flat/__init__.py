@@ -4,8 +4,9 @@ Everything that shares gradients or parameters over ranks builds on these files.
 
 | File | Holds |
 |---|---|
-| buckets.py | `Bucket`: gradients in one flat tensor; `GradientComm`: the ranks that sum them; broadcasts |
-| flat_parameter.py | `FlatParameter`: parameters in one tensor; gathered for a pass, else 1/n on each rank |
-| reassigned_data.py | the refusal of `parameter.data = tensor` for parameters in flat memory |
+| bucket_layout.py | where parameters lie in a bucket, and which part of it each rank owns |
+| buckets.py | `Bucket`: values, gradients and this rank's share of them; reduce, gather, free |
+| gradient_comm.py | `GradientComm`: the ranks that sum gradients, or share a bucket |
+| joined_messages.py | many tensors dealt to flat ones; broadcasts; whether ranks have the same tensors |
 | ranges.py | a range of a flat tensor as boxes of the tensors in it, for checkpoints |
 """

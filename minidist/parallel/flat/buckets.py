@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from minidist import comm
 from minidist.comm.work import rank_in
+from minidist.parallel.flat.bucket_layout import BucketLayout
 from minidist.parallel.flat.gradient_comm import GradientComm, Messages, PendingMessage
-from minidist.parallel.flat.ranges import ParameterRange, evenly, whole
 
 
 @dataclass(eq=False)
@@ -33,13 +33,12 @@ class GradientMemory:
     holder: Bucket | None = None
 
 
-class Bucket:
+class Bucket(BucketLayout):
     """Parameters of one dtype on one device in flat tensors of n shares.
 
-    param_indices: of the parameters, in the order in which they lie in the bucket. tensors: all of them, by
-    index; shapes, a dtype and a device are enough. gradient_comm: the ranks that own a share each; None for
-    one share. cut_anywhere: whether a share may end inside a parameter. name_of: a parameter's name, for
-    messages.
+    param_indices, tensors, cut_anywhere: see `BucketLayout`; of tensors a shape, a dtype and a device are
+    enough. gradient_comm: the ranks that own a share each; None for one share. name_of: a parameter's name,
+    for messages.
 
     Attributes:
         values: (n share,), the parameters, and zeros between or behind them.
@@ -69,72 +68,32 @@ class Bucket:
         device: torch.device | None = None,
         name_of: Callable[[int], str] = str,
     ) -> None:
-        self.param_indices, self._name_of = [*param_indices], name_of
-        self.parameters = [tensors[index] for index in param_indices]
-        first = self.parameters[0]
-        self.dtype, self.device = first.dtype, device or first.device
-        self.shapes = [tuple(parameter.shape) for parameter in self.parameters]
-        sizes = [math.prod(shape) for shape in self.shapes]
-        self.ranks, self.rank = 1, 0
+        owners, copies = (1, 0), 1
         if gradient_comm is not None:
-            self.comm, self.ranks = gradient_comm, gradient_comm.owners
-            self.rank = rank_in(gradient_comm.share_group)
-        self.elements = sum(sizes)
-        starts, self.share = (evenly if cut_anywhere else whole)(sizes, self.ranks)
-        self.spans = [(start, start + size) for start, size in zip(starts, sizes, strict=True)]
-        self.length = self.ranks * self.share  # elements of a flat tensor
-        self._edges = [(0, 0), *sorted(self.spans), (self.length, self.length)]
+            self.comm, owners = gradient_comm, (gradient_comm.owners, rank_in(gradient_comm.share_group))
+            copies = gradient_comm.ranks // gradient_comm.owners
+        super().__init__(param_indices, tensors, owners, copies, cut_anywhere)
+        self.parameters = [tensors[index] for index in param_indices]
+        first, self._name_of = self.parameters[0], name_of
+        self.device = device or first.device
         self._memory: GradientMemory | None = None
         self._sending: Messages | None = None  # the reduction that is under way
         self.frees = False  # the values have memory only from `gather` to `free`
         self.frozen = not first.requires_grad  # when the bucket was made
         self._gathering: PendingMessage | None = None
 
-    def views_of(self, flat: Tensor) -> list[Tensor]:
-        """The parts of `flat`, laid out as the bucket, in the parameters' shapes."""
-        pairs = zip(self.spans, self.shapes, strict=True)
-        return [flat[start:stop].view(shape) for (start, stop), shape in pairs]
-
-    def share_of(self, flat: Tensor) -> Tensor:
-        """This rank's share of `flat`."""
-        return flat[self.rank * self.share : (self.rank + 1) * self.share]
-
-    def ranges(self) -> Iterator[tuple[int, ParameterRange]]:
-        """The parts of parameters in this rank's share: where in the share each begins, in order."""
-        low = self.rank * self.share
-        for (start, stop), index in sorted(zip(self.spans, self.param_indices, strict=True)):
-            begin, end = max(start, low), min(stop, low + self.share)
-            if begin < end:
-                yield begin - low, ParameterRange(index, begin - start, end - start)
-
-    def gather_bytes(self) -> int:
-        """Bytes that a rank sends to publish its share of the values."""
-        return (self.ranks - 1) * self.share * self.dtype.itemsize
-
-    def regather_bytes(self) -> int:
-        """Bytes that a rank sends to gather values that are in the secondary shares."""
-        return (
-            self.gather_bytes()
-            if self.secondary is None
-            else self.length * self.dtype.itemsize - self.secondary.nbytes
-        )
-
-    def reduce_bytes(self) -> int:
-        """Bytes that a rank sends to reduce the gradients to their owners."""
-        copies = self.comm.ranks // self.ranks  # ranks that own the same share
-        return self.gather_bytes() + 2 * (copies - 1) * self.share * self.dtype.itemsize // copies
-
     # Gradients: this rank's own come to `views`; `reduce` brings each rank its share of the sums.
 
     def hold(self, flat: Tensor) -> None:
         """Keep this rank's own gradients in `flat`."""
         self.gradients, self.views, self.holds = flat, self.views_of(flat), True
-        for (_, end), (start, _) in zip(self._edges, self._edges[1:], strict=False):
-            flat[end:start] = 0.0  # padding
+        for gap in self.gaps_of(flat):
+            gap.zero_()
 
     def lend(self, memory: GradientMemory) -> None:
         """Have memory for gradients only until they are reduced, and share it with other buckets."""
-        self._memory = memory
+        self._memory, self.gradients = memory, memory.flat[: self.length]
+        self._lent = self.gradients, self.views_of(self.gradients), self.gaps_of(self.gradients)
 
     def borrow(self) -> None:
         """Have memory for this rank's own gradients, once a bucket that holds it is reduced."""
@@ -142,8 +101,10 @@ class Bucket:
         if self._memory.holder is not None:
             self._memory.holder.complete()
         if self._memory.holder is None:
-            self._memory.holder = self
-            self.hold(self._memory.flat[: self.length])
+            self._memory.holder, self.holds = self, True
+            self.gradients, self.views, gaps = self._lent
+            if gaps:
+                torch._foreach_zero_(gaps)
         else:  # gradients come in another order than in the first pass, and the holder still lacks some
             self.hold(torch.zeros(self.length, dtype=self.dtype, device=self.device))
 
@@ -158,16 +119,23 @@ class Bucket:
         if not self.holds:  # no gradient on this rank
             self.borrow()
         assert self.reduced is not None
-        own = self.share_of(self.gradients)
+        own = self.gradients[self.own]
         direct = not self.begun and (own.dtype, own.device) == (self.reduced.dtype, self.reduced.device)
         out = self.reduced if direct else own
-        yield from self.comm.reduce_to_owner(self.gradients, out, op)
+        over = self.comm
+        if self.ranks > 1:
+            args = self.gradients, op, over.algorithm, over.share_group, out
+            yield over.start(comm.reduce_scatter, *args)
+        elif out is not own:
+            out.copy_(own)
+        if over.hybrid is not None:  # sum this share over the ranks that own it
+            yield over.start(comm.all_reduce, out, op, over.algorithm, over.hybrid[1])
         if out.data_ptr() != self.reduced.data_ptr():
             out = out.to(self.reduced.device)
             self.reduced.add_(out) if self.begun else self.reduced.copy_(out)
         self.begun = True
         if self._memory is not None:
-            self.gradients, self.views, self.holds = self._memory.flat, [], False
+            self.gradients, self.views, self.holds = self._lent[0], [], False
             if self._memory.holder is self:
                 self._memory.holder = None
 
@@ -184,7 +152,7 @@ class Bucket:
         for parameter, view in zip(self.parameters, self.views_of(self.values), strict=True):
             view.copy_(parameter.detach())
             parameter.data = view
-        self.shard = self.share_of(self.values)
+        self.shard = self.values[self.own]
         self._shown = _addresses(self.parameters)
 
     def keep_share(self, shard: Tensor) -> None:
@@ -217,7 +185,7 @@ class Bucket:
             view.copy_(parameter)
         self.values[self.elements :] = 0
         comm.broadcast(self.values, group=self.comm.group)
-        self.shard.copy_(self.share_of(self.values))
+        self.shard.copy_(self.values[self.own])
         self.free()
 
     def gather(self) -> None:
@@ -226,11 +194,10 @@ class Bucket:
             self._storage.resize_(self._bytes)
         elif self.ranks == 1 or not self.share:
             return
-        if self.is_fresh:
-            assert self.secondary is not None
-            self._gathering = self.comm.gather_secondary(self.secondary, self.values)
-        else:
-            self._gathering = self.comm.all_gather(self.shard.to(self.device), self.values)
+        over, share, group = self.comm, self.shard.to(self.device), self.comm.share_group
+        if self.secondary is not None and self.is_fresh:
+            share, group = self.secondary, over.secondary
+        self._gathering = over.start(comm.all_gather, share, over.algorithm, group, self.values)
 
     def wait(self) -> None:
         """Complete the all-gather."""

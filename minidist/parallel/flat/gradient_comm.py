@@ -82,36 +82,20 @@ class GradientComm:
         """The number of shares."""
         return len(ranks_of(self.share_group))
 
+    def start(self, collective: Callable[..., Any], *args: Any) -> PendingMessage:
+        """Start a collective, in this thread where nothing is left to compute."""
+        if self.blocking:
+            return Done(collective(*args))
+        message: PendingMessage = collective(*args, async_op=True)
+        return message
+
     def all_reduce(self, x: Tensor) -> PendingMessage:
         """Start to sum `x` over the ranks, in place."""
-        return self._start(comm.all_reduce, x, "sum", self.algorithm, self.group)
+        return self.start(comm.all_reduce, x, "sum", self.algorithm, self.group)
 
-    def reduce_to_owner(self, x: Tensor, out: Tensor, op: str = "sum") -> Iterator[PendingMessage]:
-        """Reduce `x`, (n k,), over the ranks: `out`, (k,), becomes this rank's share.
-
-        A reduce-scatter; with hybrid sharding an all-reduce follows, of each share over the ranks that own
-        it. A rank sends (n - 1) / n S bytes, and 2 (m - 1) / m S / n for m groups of n owners.
-        """
-        if self.owners > 1:
-            yield self._start(comm.reduce_scatter, x, op, self.algorithm, self.share_group, out)
-        elif out.data_ptr() != x.data_ptr():
-            out.copy_(x)
-        if self.hybrid is not None:
-            yield self._start(comm.all_reduce, out, op, self.algorithm, self.hybrid[1])
-
-    def all_gather(self, x: Tensor, out: Tensor | None = None) -> PendingMessage:
-        """Start to gather `x`, (k, ...), from all owners: the result is (n k, ...), in `out` if given."""
-        return self._start(comm.all_gather, x, self.algorithm, self.share_group, out)
-
-    def gather_secondary(self, x: Tensor, out: Tensor) -> PendingMessage:
-        """Start to gather secondary shares."""
-        return self._start(comm.all_gather, x, self.algorithm, self.secondary, out)
-
-    def _start(self, collective: Callable[..., Any], *args: Any) -> PendingMessage:
-        message: PendingMessage = (
-            Done(collective(*args)) if self.blocking else collective(*args, async_op=True)
-        )
-        return message
+    def all_gather(self, x: Tensor) -> PendingMessage:
+        """Start to gather `x`, (k, ...), from all ranks: the result is (n k, ...)."""
+        return self.start(comm.all_gather, x, self.algorithm, self.group)
 
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device, group: Group = None) -> Tensor:
         """Flat memory for messages; on a CPU the owners, or a `group`, share it if possible. A collective."""

@@ -1,4 +1,4 @@
-"""Which elements of a flat tensor are whose: the parameters in it, its shares, and boxes of each parameter.
+"""Ranges of a flat tensor as boxes of the tensors that lie in it.
 
 A share of a flat tensor begins and ends wherever the division falls, even in the middle of a row. A
 checkpoint needs boxes, because other layouts can cut them anew.
@@ -7,43 +7,9 @@ checkpoint needs boxes, because other layouts can cut them anew.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 
 from torch import Tensor
-
-
-@dataclass(frozen=True)
-class ParameterRange:
-    """Elements `start` to `stop` of the parameter at `param_index`."""
-
-    param_index: int
-    start: int
-    stop: int
-
-    def __len__(self) -> int:
-        return self.stop - self.start
-
-
-def evenly(sizes: Sequence[int], ranks: int) -> tuple[list[int], int]:
-    """Where each tensor of `sizes` elements begins, one after the other; and the length of a share."""
-    starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    return starts, -(-sum(sizes) // ranks)
-
-
-def whole(sizes: Sequence[int], ranks: int) -> tuple[list[int], int]:
-    """The same where no tensor may be cut, as for an optimizer that looks at whole parameters.
-
-    Each tensor, the largest first, goes to the share that is emptiest, which pads more.
-    """
-    filled, owners, offsets = [0] * ranks, [0] * len(sizes), [0] * len(sizes)
-    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        owners[i] = min(range(ranks), key=filled.__getitem__)
-        offsets[i] = filled[owners[i]]
-        filled[owners[i]] += sizes[i]
-    share = max(filled, default=0)
-    return [owner * share + offset for owner, offset in zip(owners, offsets, strict=True)], share
-
 
 OffsetsAndSizes = tuple[tuple[int, ...], tuple[int, ...]]
 """The offsets and the sizes of a box, one of each for every dimension."""

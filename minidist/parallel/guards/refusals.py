@@ -116,6 +116,19 @@ def require_batch(inputs: Tensor, targets: Tensor) -> None:
         )
 
 
+def check_rows(inputs: Tensor, targets: Tensor, data_ranks: int = 1) -> int:
+    """The number of this rank's rows; TypeError or ValueError if it cannot train on them."""
+    require_batch(inputs, targets)
+    if not len(inputs):
+        if data_ranks == 1:
+            raise ValueError("inputs have no rows; give a batch of at least one")
+        raise ValueError(
+            f"rank {comm.rank()} of {comm.size()} was given no rows; use a global batch of at least as many "
+            f"rows as there are data-parallel ranks, {data_ranks}, or fewer ranks"
+        )
+    return len(inputs)
+
+
 def require_gradients() -> None:
     """Raise RuntimeError if gradients are off."""
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():

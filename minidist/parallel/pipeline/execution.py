@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from minidist import comm
 from minidist.comm.work import Group, rank_in, ranks_of
 from minidist.model.loss import cross_entropy
-from minidist.parallel.contract.engine import Loss, check_rows, evaluating
+from minidist.parallel.contract.engine import Loss, evaluating
 from minidist.parallel.contract.schedule_kinds import DEFAULT_SCHEDULE
-from minidist.parallel.guards.refusals import require_batch, require_gradients, require_metric
+from minidist.parallel.guards.refusals import check_rows, require_batch, require_gradients, require_metric
 from minidist.parallel.pipeline import schedules
 from minidist.parallel.pipeline.arguments import check_arguments, check_stages
 from minidist.parallel.pipeline.instructions import Instruction, Schedule

@@ -9,19 +9,16 @@ Source: Zhao et al. 2023, "PyTorch FSDP", section 3.3 (execution order, backward
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
+from torch import Tensor
 
 from minidist import comm
 from minidist.comm.errors import CollectiveError
 from minidist.comm.work import Group, ranks_of
-from minidist.parallel.sharding.units import Unit
-
-UnitCollective = tuple[Literal["gather", "reduce"], Unit]
+from minidist.parallel.sharding.units import Unit, UnitCollective
 
 
 @dataclass(frozen=True)
@@ -32,53 +29,6 @@ class CollectiveOrder:
     calls: Sequence[int]  # for each unit's number, how often a forward pass calls it
     backward: Sequence[UnitCollective]  # with prefetching, a gather comes when the unit before it is needed
     settled: bool = False  # it is what the ranks did, and not the order in which the model lists its parts
-
-
-class UnitPass:
-    """One forward pass and the backward pass that may follow, or several if its graph is retained.
-
-    units: the unit that was called, the root or a part by itself, and those around it that have parameters of
-        it. They stay gathered for the whole pass.
-    trains: whether a backward pass may follow.
-    version: of the parameters.
-    """
-
-    def __init__(self, units: Sequence[Unit], trains: bool, version: int) -> None:
-        self.units, self.trains, self.version = units, trains, version
-        self.operations: deque[UnitCollective] = deque()  # what the backward pass still has to do
-        self.reduced: set[Unit] = set()  # whose gradients the backward pass has reduced
-        self._order: Sequence[UnitCollective] = ()
-        self._calls: list[int] = []
-        self._left: dict[Unit, set[int]] = {}
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether it is a pass of the whole model, and not of a part."""
-        return self.units[0].number == 0
-
-    def has_failed(self, unit: Unit) -> bool:
-        """Whether a part's pass never ended: the part is called again, or a unit outside of it is called."""
-        first = self.units[0]
-        return not self.is_whole and (unit is first or unit.module not in [*first.module.modules()])
-
-    def close(self, order: Sequence[UnitCollective], calls: list[int]) -> None:
-        """End the forward pass: a backward pass does `order`; `calls` is how often each unit was called."""
-        self._order, self._calls = order, calls
-        self.start()
-
-    def start(self) -> None:
-        """Prepare for a backward pass."""
-        self.operations = deque(self._order)
-        self.reduced.clear()
-        self._left.clear()
-
-    def leave(self, unit: Unit, call: int) -> None:
-        """Note that the backward pass has left a call."""
-        self._left.setdefault(unit, set()).add(call)
-
-    def is_over(self, unit: Unit) -> bool:
-        """Whether the backward pass has left all calls of a unit."""
-        return len(self._left.get(unit, ())) == self._calls[unit.number]
 
 
 def expected(units: Sequence[Unit], ahead: bool) -> CollectiveOrder:
@@ -118,6 +68,16 @@ def require_same_call(unit: Unit, group: Group) -> None:
             f"{unit} was called {unit.calls} times in one pass, and not so on all ranks at this point; let "
             "all call it as often, or make one unit of the module that calls it (units=)"
         ) from cause
+
+
+def require_called(units: Sequence[Unit], order: CollectiveOrder, outputs: Sequence[Tensor]) -> None:
+    """RuntimeError if parameters of a unit that is never called were used: they and the outputs are NaN."""
+    idle = [unit for unit in units if not order.calls[unit.number]]
+    if idle and any(t.is_floating_point() and t.isnan().any() for t in outputs):
+        raise RuntimeError(
+            f"outputs are NaN, and {idle[0]} was never called, so that its parameters were not gathered; "
+            "if the model uses a part or another method of it, leave it out of units="
+        )
 
 
 def own(units: Sequence[Unit], whole: Sequence[Unit], ahead: bool) -> list[UnitCollective]:

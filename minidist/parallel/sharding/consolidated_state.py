@@ -53,8 +53,7 @@ def load(partition: Partition, state_dict: Mapping[str, Any]) -> None:
         )
     for group, values in zip(partition.groups, saved, strict=True):
         group.update({key: value for key, value in values.items() if key != "params"})
-    partition.follow_changes()
-    numbers = [number for group in saved for number in group["params"]]
+        numbers = [number for group in saved for number in group["params"]]
     parameter_of = dict(zip(numbers, partition.parameters, strict=True))
     states = {parameter_of[number]: state for number, state in state_dict["state"].items()}
     partition.inner.state.clear()

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from minidist.comm.errors import CollectiveError
 from minidist.comm.transport.algorithm_choice import choose
 from minidist.comm.work import Group
 from minidist.parallel.compression.compressor import all_reduce_bytes
@@ -28,14 +27,12 @@ from minidist.parallel.flat.joined_messages import broadcast_together, require_s
 from minidist.parallel.guards.ownership import FULLY_SHARD, claim, require_free
 from minidist.parallel.guards.refusals import refuse_renormed
 from minidist.parallel.sharding.arguments import check_arguments
+from minidist.parallel.sharding.cut_into_units import Units, build
 from minidist.parallel.sharding.elementwise_optimizers import require_elementwise
 from minidist.parallel.sharding.memory_source import memory_source
 from minidist.parallel.sharding.optimizer_slices import OptimizerSlices
-from minidist.parallel.sharding.optimizer_wrapper import OptimizerWrapper
 from minidist.parallel.sharding.parameter_groups import FlatParameterGroups
-from minidist.parallel.sharding.unit_gradients import UnitGradients
-from minidist.parallel.sharding.unit_runtime import UnitRuntime
-from minidist.parallel.sharding.units import Units, build
+from minidist.parallel.sharding.unit_sharding import UnitSharding
 from minidist.parallel.training.clipping import check_max_norm, clip_grad_norm
 
 
@@ -66,7 +63,7 @@ class FullyShard(nn.Module):
         group: the ranks that share the batch; None for all. A `GradientComm` for hybrid sharding.
         offload: "cpu" keeps shards, gradients and optimizer state in CPU memory, where they are anyway if the
             module computes there. A directory keeps them in files there, mapped into memory and removed at
-            once, and has the optimizer step on slices; see offload.py. False: with the module.
+            once, and has the optimizer step on slices; see memory_source.py. False: with the module.
         units: classes of modules, or modules, that are gathered as a whole; None for the children of every
             nn.ModuleList and nn.Sequential.
         initialize: gives a submodule's own parameters their first values if they were on the meta device;
@@ -118,33 +115,25 @@ class FullyShard(nn.Module):
         for _, parameter in named:
             parameter.grad = None  # the first step would add to an old one
         broadcast_together([*module.buffers()], self.group)
-        self.gradients = UnitGradients(self.units, len(named), gradient_comm)
         buckets = [bucket for unit in self.units for bucket in unit.buckets]
+        group_of = {i: self.groups.of[name] for i, (name, _) in enumerate(named) if name in self.groups.of}
+        self.slices = OptimizerSlices(self.groups.optimizer, master, memory)
+        for bucket in buckets:
+            if not bucket.frozen:
+                self.slices.add(bucket, group_of)
+        self.slices.optimizer = self.groups.hand_over((each.group, each.tensor) for each in self.slices.all)
+        self.optimizer: torch.optim.Optimizer = self.slices.optimizer
         if prefetch is None:
             algorithms = {
                 choose("all_gather", "auto", self.share_group, bucket.values, async_op=True)
                 for bucket in buckets
             }
             prefetch = algorithms != {"shared_memory"}
-        self.runtime = UnitRuntime(self.units, self.gradients, self.group, prefetch)
-        group_of = {i: self.groups.of[name] for i, (name, _) in enumerate(named) if name in self.groups.of}
-        self.slices = OptimizerSlices(self.groups.optimizer, master, memory)
-        for bucket in self.gradients.buckets:
-            self.slices.add(bucket, group_of)
-        self.optimizer: torch.optim.Optimizer = self.groups.hand_over(
-            (each.group, each.tensor) for each in self.slices.all
-        )
-        self.slices.optimizer = self.optimizer
-        self._wrapper = OptimizerWrapper(self.slices, self.runtime, self.group, module.parameters())
+        self.sharding = UnitSharding(self.units, self.slices, gradient_comm, module.parameters(), prefetch)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the module's outputs for this rank's share of the batch. Every rank takes part."""
-        try:
-            return self.module(*args, **kwargs)
-        except BaseException:
-            with suppress(CollectiveError):  # if a peer is gone, the first error says so
-                self.runtime.abandon()
-            raise
+        return self.sharding.forward(*args, **kwargs)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """This rank's shards, including those that the optimizer leaves out."""
@@ -157,7 +146,7 @@ class FullyShard(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients."""
-        self._wrapper.zero_grad()
+        self.sharding.zero_grad()
 
     def synchronize(self, *totals: float | Tensor) -> list[float]:
         """Complete the gradients: settle which parameters any rank used. `step` does it if nobody has.
@@ -165,11 +154,11 @@ class FullyShard(nn.Module):
         Returns the sums over the ranks of up to two numbers. Sends 2 (n - 1) / n 8 (P + 2) bytes for P
         parameters.
         """
-        return self._wrapper.synchronize(totals)
+        return self.sharding.synchronize(totals)
 
     def step(self) -> None:
         """The optimizer's step on this rank's shards; the next pass gathers the result."""
-        self._wrapper.step()
+        self.sharding.step()
 
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> float:
         """Shorten the gradients if their norm over all ranks is above `max_norm`; call it before `step`.
@@ -180,7 +169,7 @@ class FullyShard(nn.Module):
         max_norm: above 0. norm_type: the p of the p-norm, above 0, or `math.inf`. Returns the norm before.
         """
         check_max_norm("max_norm", max_norm)
-        self._wrapper.complete()
+        self.sharding.complete()
         return clip_grad_norm([*self.parameters()], max_norm, True, self.share_group, norm_type)
 
     @contextmanager
@@ -194,7 +183,7 @@ class FullyShard(nn.Module):
 
         Each rank takes its own shard back, so write the same values, in place, on all ranks.
         """
-        self.runtime.gather_all()
+        self.sharding.runtime.gather_all()
         try:
             yield self.module
         finally:
@@ -202,11 +191,11 @@ class FullyShard(nn.Module):
                 with torch.no_grad():
                     for bucket in (bucket for unit in self.units for bucket in unit.buckets):
                         bucket.refuse_reassigned()
-                        written = bucket.share_of(bucket.values).to(bucket.shard.device)
+                        written = bucket.values[bucket.own].to(bucket.shard.device)
                         self.slices.overwrite(bucket, written)
                         bucket.is_fresh = False
             finally:
-                self.runtime.free_all()
+                self.sharding.runtime.free_all()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Copies of all parameters and buffers, in full, under the module's names. A collective."""
@@ -241,6 +230,11 @@ class FullyShard(nn.Module):
         for unit in self.units:
             for bucket in unit.buckets:
                 again = passes * (2 - (unit is self.units[0])) - 1
-                sent += bucket.gather_bytes() + again * bucket.regather_bytes()
+                near = bucket.gather_bytes()
+                if bucket.secondary is not None:
+                    near = (bucket.length - len(bucket.secondary)) * bucket.dtype.itemsize
+                sent += bucket.gather_bytes() + again * near
                 sent += 0 if bucket.frozen else passes * bucket.reduce_bytes()
-        return sent + all_reduce_bytes(8 * (len(self.gradients.used) + 2), self.gradients.gradient_comm.ranks)
+        return sent + all_reduce_bytes(
+            8 * (len(self.sharding.gradients.used) + 2), self.sharding.gradients.gradient_comm.ranks
+        )

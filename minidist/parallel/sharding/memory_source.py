@@ -58,11 +58,9 @@ class OnCPU(MemorySource):
         self, numel: int, dtype: torch.dtype, device: torch.device, gradient_comm: GradientComm
     ) -> Tensor:
         """Pinned memory; shared memory if the module computes on the CPU, where its shards are anyway."""
-        return (
-            gradient_comm.zeros(numel, dtype, device)
-            if device.type == "cpu"
-            else self.zeros(numel, dtype, device)
-        )
+        if device.type == "cpu":
+            return gradient_comm.zeros(numel, dtype, device)
+        return self.zeros(numel, dtype, device)
 
 
 class OnDisk(MemorySource):

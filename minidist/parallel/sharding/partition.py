@@ -28,7 +28,7 @@ from minidist.parallel.sharding.bucket_assignment import agree_on_order
 from minidist.parallel.sharding.optimizer_slices import OptimizerSlices
 from minidist.parallel.sharding.reduce_to_owner import GradientResidency, ShardAssignment
 from minidist.parallel.sharding.reducer import Reducer
-from minidist.parallel.sharding.unit_hooks import weakly
+from minidist.parallel.sharding.units import weakly
 from minidist.parallel.training.clipping import guard
 
 
@@ -55,6 +55,7 @@ class Partition:
         self.average = True  # gradients become means over the ranks, and not sums
         self.overlap = True  # reduce while backward runs
         self.trained: list[nn.Parameter] = []  # get gradients, or did; parameter indices number this list
+        self.known: set[int] = set()  # their identities
         self.orders: list[list[int]] = []  # parameter indices, for each time that some were dealt to buckets
         self.buckets: list[Bucket] = []  # of all orders
         self.slices = OptimizerSlices(inner, master)  # this rank's share
@@ -73,7 +74,7 @@ class Partition:
     def add(self, parameters: list[nn.Parameter]) -> None:
         """Take parameters that were added to the groups. A collective."""
         self._join(parameters)
-        self._reattach()
+        self.reattach()
 
     def _join(self, parameters: list[nn.Parameter]) -> None:
         """Give new parameters rank 0's values, and take them from an optimizer that this one replaces."""
@@ -102,7 +103,9 @@ class Partition:
         itself = weakref.ref(self)  # no reference cycle: a replaced optimizer's hooks go at once
         refused = "parameters has some of a ZeroOptimizer, whose gradients here are not the sums it will use"
         guard(self.parameters, lambda _: refused if itself() is not None else None)
-        self.trained += self._new()
+        trained = [p for p in self.parameters if p.requires_grad]
+        self.trained += [parameter for parameter in trained if id(parameter) not in self.known]
+        self.known |= set(map(id, trained))
         named = [(str(index), parameter) for index, parameter in enumerate(self.trained)]
 
         def assign(seen: Iterable[int]) -> ShardAssignment:
@@ -113,26 +116,11 @@ class Partition:
         self.reducer: Reducer[ShardAssignment] = Reducer(named, self.gradient_comm, self.overlap, assign)
         self.reducer.syncing, self.reducer.scale = self.residency == "shares", 1.0
 
-    def _reattach(self) -> None:
+    def reattach(self) -> None:
+        """Make hooks for the parameters that get gradients now; a backward pass deals them to buckets."""
         self._before = self.reducer.assignment or self._before
         self.reducer.detach()
         self._attach()
-
-    def _new(self) -> list[nn.Parameter]:
-        """The parameters that get gradients now, and have not until now."""
-        known = set(map(id, self.trained))
-        return [p for group in self.groups for p in group["params"] if p.requires_grad and id(p) not in known]
-
-    def follow_changes(self) -> None:
-        """Make hooks and buckets for parameters that get gradients from now on; refuse reassigned data."""
-        self.refuse_reassigned()
-        if self._new():
-            self._reattach()
-
-    def refuse_reassigned(self) -> None:
-        """ValueError where `parameter.data = tensor` has taken a parameter out of its bucket."""
-        for bucket in self.buckets:
-            bucket.refuse_reassigned()
 
     def _name_of(self, param_index: int) -> str:
         parameter = self.trained[param_index]
@@ -203,21 +191,3 @@ class Partition:
             self._deal(order)
         if self.buckets and not self.waiting:
             self.reducer.settled()
-
-    # Publishing: every owner's share of the values goes to all ranks.
-
-    def publish(self) -> None:
-        """Bring everyone's share of the parameters to all; a rank sends (n - 1) / n of every bucket."""
-        for bucket in self.buckets:
-            self.gradient_comm.blocking = bucket is self.buckets[-1]
-            bucket.gather()
-        for bucket in self.buckets:
-            bucket.wait()
-
-    @torch.no_grad()
-    def reload(self) -> None:
-        """Take masters and state that were written to into the parameters. A collective."""
-        if self.slices.reload():
-            self.publish()
-        for parameter, master in self.masters.items():
-            parameter.copy_(master)

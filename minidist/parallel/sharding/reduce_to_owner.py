@@ -44,10 +44,8 @@ def lend_memory(buckets: Iterable[Bucket], gradient_comm: GradientComm) -> list[
     made = []
     for (dtype, device), those in kinds.items():
         longest = max(bucket.length for bucket in those)
-        memories = [
-            GradientMemory(gradient_comm.zeros(longest, dtype, device))
-            for _ in range(min(TRANSIENT, len(those)))
-        ]
+        count = min(TRANSIENT, len(those))
+        memories = [GradientMemory(gradient_comm.zeros(longest, dtype, device)) for _ in range(count)]
         for number, bucket in enumerate(those):
             bucket.lend(memories[number % len(memories)])
         made += memories
@@ -87,7 +85,7 @@ class ShardAssignment(GradientAssignment):
             if bucket.reduced is None and residency == "buckets":
                 flat = gradient_comm.zeros(bucket.length, bucket.dtype, bucket.device)
                 bucket.hold(flat)
-                bucket.reduced = bucket.share_of(flat)
+                bucket.reduced = flat[bucket.own]
             elif bucket.reduced is None:
                 bucket.reduced = torch.zeros_like(bucket.shard)
         self._memories = [] if residency == "buckets" else lend_memory(buckets, gradient_comm)
@@ -132,12 +130,9 @@ class ShardAssignment(GradientAssignment):
 
     def tensors(self) -> list[Tensor]:
         """All memory for gradients."""
+        own = [bucket.gradients for bucket in self.buckets if bucket.holds]
         reduced = [bucket.reduced for bucket in self.buckets if bucket.reduced is not None]
-        return [
-            *(memory.flat for memory in self._memories),
-            *(bucket.gradients for bucket in self.buckets if bucket.holds),
-            *reduced,
-        ]
+        return [*(memory.flat for memory in self._memories), *own, *reduced]
 
     def bytes_sent(self) -> int:
         """Bytes that a rank sends in a round: each bucket's reduction, and an all-reduce of the tail."""

@@ -63,6 +63,7 @@ class Reducer(Generic[AnyAssignment]):
         self._next = 0  # the bucket to be sent next
         self._ready = bytearray(len(self.parameters))  # whose gradient lies in its bucket, scaled
         self._waiting: list[int] = []  # for each bucket, the gradients that it lacks
+        self._expected: list[int] = []  # the same before a round
         self._unused: list[int] = []  # indices of parameters without a gradient on this rank
         self._running: list[Messages] = []
         itself = weakref.ref(self)  # the parameters outlive the wrapper; it must not live on in their hooks
@@ -192,13 +193,14 @@ class Reducer(Generic[AnyAssignment]):
         self.waits, self._next = True, 0
         self._local = self._step_is_early = self._open = self._completing = False
         self._ready = bytearray(len(self.parameters))
-        self._waiting, self._unused = assignment.waiting(), []
+        self._waiting, self._unused = [*self._expected], []
 
     def settled(self) -> AnyAssignment:
         """The assignment. The first call makes it, which is a collective."""
         if self.assignment is None:
             self.assignment = self._assign(self._order)
-            self._waiting = self.assignment.waiting()
+            self._expected = self.assignment.waiting()
+            self._waiting = [*self._expected]
         return self.assignment
 
     def _complete(self, assignment: AnyAssignment, param_index: int) -> None:

@@ -7,16 +7,14 @@ rows and loss. state_by_name.py tells checkpoints where each part of the state l
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from minidist.parallel.contract.engine import MakeOptimizer
-from minidist.parallel.contract.strategy import ResidentTensors
+from minidist.parallel.contract.strategy import ResidentTensors, TensorBox
 from minidist.parallel.contract.training_state import names_of
-from minidist.parallel.flat.buckets import Bucket
 from minidist.parallel.flat.gradient_comm import GradientComm
 from minidist.parallel.flat.joined_messages import broadcast_together, require_same
 from minidist.parallel.sharding.fully_shard import FullyShard
@@ -55,16 +53,15 @@ class ShardedState(SharingStrategy):
         gradient_comm.algorithm = options.get("algorithm", "auto")
         self.model, self.names, self.group = model, names_of(model), gradient_comm.group
         self.share_group, self.owners = gradient_comm.share_group, gradient_comm.owners
+        bucket_mb = options.get("bucket_mb", 25)
         self.optimizer = ZeroOptimizer(
-            model.parameters(),
-            optimizer,
-            stage,
-            gradient_comm,
-            bucket_mb=options.get("bucket_mb", 25),
-            master=master,
+            model.parameters(), optimizer, stage, gradient_comm, bucket_mb=bucket_mb, master=master
         )
         self.partition, self.slices = self.optimizer.partition, self.optimizer.partition.slices
         self.partition.names = self.names
+        self.parameters, self.buckets = self.partition.trained, self.partition.buckets
+        groups = self.optimizer.param_groups
+        self.group_names = [[self.names[p] for p in group["params"]] for group in groups]
         self.unsliced, self.unsliced_masters = self.partition.inner.state, self.partition.masters
         if gradient_comm.ranks > 1:
             require_same("buffers", model.named_buffers(), self.group)
@@ -85,7 +82,7 @@ class ShardedState(SharingStrategy):
         """Prepare a pass, as `forward` does."""
         if torch.is_grad_enabled():
             self.partition.reducer.recover()
-            self.partition.follow_changes()
+            self.optimizer.follow_changes()
             if self._broadcast_buffers and self.model.training:
                 broadcast_together([*self.model.buffers()], self.group)
 
@@ -93,10 +90,6 @@ class ShardedState(SharingStrategy):
         """Forget the gradients of the step before."""
         self.optimizer.zero_grad()
         self.partition.reducer.syncing = self.optimizer.stage == 2
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Change nothing: stage 1 sends only after `begin_final_backward`, stage 2 in every backward pass."""
-        return nullcontext()
 
     def begin_final_backward(self, rows: float, loss_sum: Tensor, waits: bool = True) -> None:
         """Have the next backward pass sum the gradients, rows and loss over the ranks."""
@@ -130,31 +123,8 @@ class ShardedState(SharingStrategy):
             [*self.model.buffers()],
         )
 
-    def begin_masters(self, exact: Mapping[str, Tensor]) -> None:
-        """Let masters begin with these values, whole until the first backward pass deals the parameters."""
-        for parameter in self.waiting():
-            if self.names[parameter] in exact:
-                self.partition.masters[parameter] = exact[self.names[parameter]]
-
-    # For state_by_name.py.
-
-    @property
-    def parameters(self) -> Sequence[nn.Parameter]:
-        """The parameters that get gradients, or did."""
-        return self.partition.trained
-
-    @property
-    def buckets(self) -> Sequence[Bucket]:
-        """The buckets that the backward passes so far have shown."""
-        return self.partition.buckets
-
-    def group_names(self) -> list[list[str]]:
-        """The names of the parameters in each of the optimizer's groups."""
-        return [[self.names[p] for p in group["params"]] for group in self.optimizer.param_groups]
-
-    def waiting(self) -> list[nn.Parameter]:
+    def waiting(self) -> Sequence[nn.Parameter]:
         """The parameters that no backward pass has dealt to buckets yet."""
-        self.partition.refuse_reassigned()
         return [self.partition.trained[index] for index in self.partition.waiting]
 
     def settings(self) -> dict[str, Any]:
@@ -167,16 +137,26 @@ class ShardedState(SharingStrategy):
 
         A strategy that saves no order is taken to have that of registration, reversed.
         """
-        self.partition.follow_changes()
+        self.optimizer.follow_changes()
         index_of = {self.names[parameter]: index for index, parameter in enumerate(self.partition.trained)}
         order = settings.get("order")
         if order is None:
             order = [[*reversed(index_of)]]
         self.partition.arrange([index_of[name] for name in each if name in index_of] for each in order)
 
+    def chunks(self) -> Iterator[TensorBox]:
+        """This rank's boxes; ValueError where a parameter has other memory than its bucket's."""
+        for bucket in self.buckets:
+            bucket.refuse_reassigned()
+        yield from super().chunks()
+
+    @torch.no_grad()
     def loaded(self) -> None:
         """Publish loaded masters, which sends a step's all-gather, and join slices whose state agrees."""
-        self.partition.reload()
+        if self.slices.reload():
+            self.optimizer.publish()
+        for parameter, master in self.unsliced_masters.items():
+            parameter.copy_(master)
 
 
 class FullySharded(SharingStrategy):
@@ -199,25 +179,23 @@ class FullySharded(SharingStrategy):
         self.group, self.share_group = gradient_comm.group, gradient_comm.share_group
         self.owners = gradient_comm.owners
         self.parallel = FullyShard(model, optimizer, gradient_comm, master=master, **(options or {}))
-        self.parallel.gradients.operation = "sum"
+        self.parallel.sharding.gradients.operation = "sum"
         self.model, self.names = model, names_of(model)
         self.optimizer, self.slices = self.parallel.optimizer, self.parallel.slices
-        self._parameters = [*model.parameters()]
+        self.sharding = self.parallel.sharding
+        self.parameters, self.group_names = [*model.parameters()], self.parallel.groups.names
+        self.buckets = [bucket for unit in self.parallel.units for bucket in unit.buckets]
         self.unsliced, self.unsliced_masters = {}, {}
         self._own: tuple[float, float | Tensor] = (0.0, 0.0)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """What the module returns. A collective."""
-        outputs: Tensor = self.parallel(inputs)
+        outputs: Tensor = self.sharding.forward(inputs)
         return outputs
 
     def zero_grad(self) -> None:
         """Forget the gradients of the step before."""
-        self.parallel.zero_grad()
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Change nothing: the gradients of every micro-batch are reduced."""
-        return self.parallel.no_sync()
+        self.sharding.zero_grad()
 
     def begin_final_backward(self, rows: float, loss_sum: Tensor, waits: bool = True) -> None:
         """Keep rows and loss for `synchronize`, which sums them."""
@@ -225,12 +203,12 @@ class FullySharded(SharingStrategy):
 
     def synchronize(self) -> tuple[float, float]:
         """Complete the gradients; return rows and loss, summed over the ranks."""
-        rows, loss = self.parallel.synchronize(*self._own)
+        rows, loss = self.sharding.synchronize(self._own)
         return rows, loss
 
     def update(self) -> None:
         """The optimizer's step on this rank's shards; the next pass gathers the result."""
-        self.parallel.step()
+        self.sharding.step()
 
     def whole(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter under all its names, then the buffers. It gathers one unit at a time."""
@@ -260,36 +238,13 @@ class FullySharded(SharingStrategy):
             [tensor for b in buckets for tensor in (b.shard, b.values, b.secondary) if tensor is not None],
             [
                 *(bucket.reduced for bucket in buckets if bucket.reduced is not None),
-                *(memory.flat for memory in self.parallel.gradients.memories),
+                *(memory.flat for memory in self.sharding.gradients.memories),
             ],
             [*self.slices.masters(), *tensors_of(self.optimizer)],
             [*self.model.buffers()],
         )
 
-    # For state_by_name.py.
-
-    @property
-    def parameters(self) -> Sequence[nn.Parameter]:
-        """All parameters of the model."""
-        return self._parameters
-
-    @property
-    def buckets(self) -> Sequence[Bucket]:
-        """The buckets of all units."""
-        return [bucket for unit in self.parallel.units for bucket in unit.buckets]
-
-    def group_names(self) -> list[list[str]]:
-        """The names of the parameters in each of the optimizer's groups."""
-        return self.parallel.groups.names
-
-    def waiting(self) -> list[nn.Parameter]:
-        """None: all have their buckets from the beginning."""
-        return []
-
-    def make_buckets(self, settings: Mapping[str, Any]) -> None:
-        """Nothing: the units are there."""
-
     def loaded(self) -> None:
         """Join slices whose state agrees, and round masters to the shards."""
         self.slices.reload()
-        self.parallel.runtime.changed()
+        self.sharding.runtime.changed()

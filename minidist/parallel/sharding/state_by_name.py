@@ -7,8 +7,8 @@ optimizer state in the same way. Whatever every rank has whole is one box.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from minidist.parallel.contract.strategy import Strategy, TensorBox, cut_chunks
 from minidist.parallel.contract.training_state import require_same_groups
 from minidist.parallel.flat.buckets import Bucket
-from minidist.parallel.sharding.optimizer_slices import SCALARS, OptimizerSlices, OptimizerState
+from minidist.parallel.sharding.optimizer_slices import OptimizerSlices
+from minidist.parallel.sharding.slice_state import SCALARS, OptimizerState
 
 
 class SharingStrategy(Strategy):
@@ -25,38 +26,32 @@ class SharingStrategy(Strategy):
 
     Attributes:
         slices: this rank's part of what the optimizer updates.
+        parameters, buckets: the parameters by index, and the buckets that hold them.
         names: of the parameters.
+        group_names: those of the parameters in each of the optimizer's groups.
         unsliced, unsliced_masters: the optimizer's state, and the masters, of whole parameters, until a
             backward pass shows in which bucket they lie.
     """
 
     sharded = True
     slices: OptimizerSlices
+    parameters: Sequence[nn.Parameter]
+    buckets: Sequence[Bucket]
     names: Mapping[Tensor, str]
+    group_names: Sequence[Sequence[str]]
     unsliced: dict[Tensor, OptimizerState]
     unsliced_masters: dict[nn.Parameter, Tensor]
 
-    @property
-    @abstractmethod
-    def parameters(self) -> Sequence[nn.Parameter]:
-        """The parameters by index."""
-
-    @property
-    @abstractmethod
-    def buckets(self) -> Sequence[Bucket]:
-        """The buckets that hold them."""
-
-    @abstractmethod
-    def group_names(self) -> list[list[str]]:
-        """The names of the parameters in each of the optimizer's groups."""
-
-    @abstractmethod
-    def waiting(self) -> list[nn.Parameter]:
+    def waiting(self) -> Sequence[nn.Parameter]:
         """The parameters that will be in a bucket, and are in none yet."""
+        return ()
 
-    @abstractmethod
     def make_buckets(self, settings: Mapping[str, Any]) -> None:
         """Make the buckets that the saved run had, as far as they are not there. A collective."""
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Change nothing: stage 1 sends only after `begin_final_backward`, 2 and 3 in every backward pass."""
+        return nullcontext()
 
     def _name(self, param_index: int) -> str:
         return self.names[self.parameters[param_index]]
@@ -124,6 +119,15 @@ class SharingStrategy(Strategy):
                     given.add(name)
                     yield _whole(name, value)
 
+    def begin_masters(self, exact: Mapping[str, Tensor]) -> None:
+        """Let masters begin with these values, whole where a backward pass has yet to deal the parameters."""
+        waiting = self.waiting()
+        for parameter in waiting:
+            if self.names[parameter] in exact:
+                self.unsliced_masters[parameter] = exact[self.names[parameter]]
+        if not waiting:
+            super().begin_masters(exact)
+
     def settings(self) -> dict[str, Any]:
         """The optimizer's groups, and the numbers in this rank's part of its state."""
         states = [(self._name(span.param_index), each) for _, span, _, each in self.slices.by_parameter()]
@@ -132,15 +136,15 @@ class SharingStrategy(Strategy):
         for name, each in states:
             if own := {key: value for key, value in each.items() if not isinstance(value, Tensor)}:
                 numbers[name] = own
-        groups = zip(self.optimizer.param_groups, self.group_names(), strict=True)
-        return {"groups": [{**group, "params": names} for group, names in groups], "state": numbers}
+        groups = zip(self.optimizer.param_groups, self.group_names, strict=True)
+        return {"groups": [{**group, "params": [*names]} for group, names in groups], "state": numbers}
 
     def load_settings(self, settings: Mapping[str, Any], state: Mapping[str, Mapping[str, Any]]) -> None:
         """Take the groups of `settings`, make the saved run's buckets, and make room for the optimizer state.
 
         If the state was saved before a first backward pass, all of it, mostly none, waits here for one.
         """
-        require_same_groups(self.group_names(), settings)
+        require_same_groups(self.group_names, settings)
         for group, values in zip(self.optimizer.param_groups, settings["groups"], strict=True):
             group.update({key: value for key, value in values.items() if key != "params"})
         self.slices.optimizer.state.clear()

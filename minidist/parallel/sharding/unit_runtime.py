@@ -1,14 +1,14 @@
 """Runs a forward and a backward pass over units that are gathered only while they are used.
 
 Hooks show when a unit's call begins and ends, and when the backward pass comes to it and leaves it (see
-unit_hooks.py). Each moves this rank along the order of collectives that all ranks share. A unit that is
+units.py). Each moves this rank along the order of collectives that all ranks share. A unit that is
 called several times is reduced when the backward pass has left all of its calls.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,25 +16,38 @@ import torch
 from torch import Tensor, nn
 
 from minidist.comm.work import Group
-from minidist.parallel.sharding.collective_order import UnitPass, expected, own, require_same_call, settle
-from minidist.parallel.sharding.unit_gradients import UnitGradients
-from minidist.parallel.sharding.unit_hooks import Inputs, tensors_in, weakly
-from minidist.parallel.sharding.units import Unit, refuse_thawed, sharing
+from minidist.parallel.sharding.collective_order import (
+    expected,
+    own,
+    require_called,
+    require_same_call,
+    settle,
+)
+from minidist.parallel.sharding.units import Inputs, Unit, UnitPass, sharing, tensors_in, weakly
 
 
 class UnitRuntime:
-    """Runs `units`, the root first, along the order of their collectives."""
+    """Runs `units`, the root first, along the order of their collectives.
 
-    def __init__(self, units: Sequence[Unit], gradients: UnitGradients, group: Group, prefetch: bool) -> None:
-        self.units, self.root, self.gradients = units, units[0], gradients
+    reduce: reduces a unit's gradients; with True, while something else computes. complete: waits for that.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        reduce: Callable[[Unit, bool], None],
+        complete: Callable[[], None],
+        group: Group,
+        prefetch: bool,
+    ) -> None:
+        self.units, self.root = units, units[0]
+        self._reduce, self._complete_reductions = reduce, complete
         self._group, self.prefetch = group, prefetch
         self.order = expected(units, prefetch)
-        self._next = 0  # in the forward order
-        self._clock = 0
+        self._next, self._clock = 0, 0  # in the forward order; among the events of a pass
         self._pass: UnitPass | None = None  # the running forward pass
         self._backward: UnitPass | None = None  # the pass whose backward pass runs
-        self._open = False  # a backward pass has begun and not ended
-        self.version = 0  # of the parameters: how many steps were made
+        self._open, self.version = False, 0  # a backward pass has begun and not ended; steps made so far
         handles: list[Any] = []
         for unit in units:
             if unit.buckets or unit is self.root:
@@ -52,8 +65,8 @@ class UnitRuntime:
             return None
         if unit is self.root or self._pass is None or self._pass.has_failed(unit):
             self._begin_pass(unit)
+        assert self._pass is not None
         of = self._pass
-        assert of is not None
         if not unit.calls:
             unit.first = self._clock
         self._clock += 1
@@ -103,7 +116,8 @@ class UnitRuntime:
     def _begin_pass(self, first: Unit) -> None:
         if self._open or self._pass is not None:  # the last one raised
             self.abandon()
-        refuse_thawed(self.units)
+        for unit in self.units:
+            unit.refuse_thawed()
         self._next = self._clock = 0
         around = [] if first is self.root else sharing(self.units, first)
         self._pass = UnitPass([first, *around], torch.is_grad_enabled(), self.version)
@@ -122,20 +136,11 @@ class UnitRuntime:
         if of.trains:
             if of.is_whole and not self.order.settled and len(self.units) > 1:
                 self.order = settle(self.units, self.prefetch, self.root.device, self._group)
-                self._check_called(outputs)
+                require_called(self.units, self.order, [*tensors_in(outputs)])
             order = self.order.backward if of.is_whole else own(self.units, of.units, self.prefetch)
             of.close(order, [unit.calls for unit in self.units])
             self._watch(of, of.units[0], outputs, set())
         self._pass = None
-
-    def _check_called(self, outputs: Any) -> None:
-        """Raise if parameters of a unit that is never called were used: they and the outputs are NaN."""
-        idle = [unit for unit in self.units if not self.order.calls[unit.number]]
-        if idle and any(t.is_floating_point() and t.isnan().any() for t in tensors_in(outputs)):
-            raise RuntimeError(
-                f"outputs are NaN, and {idle[0]} was never called, so that its parameters were not gathered; "
-                "if the model uses a part or another method of it, leave it out of units="
-            )
 
     # Backward.
 
@@ -197,7 +202,7 @@ class UnitRuntime:
         if kind == "gather":
             unit.gather(ahead)
         else:
-            self.gradients.reduce(unit, ahead)
+            self._reduce(unit, ahead)
             of.reduced.add(unit)
             unit.free()
 
@@ -207,7 +212,7 @@ class UnitRuntime:
             while of.operations:
                 self._run(of)
             for unit in of.units:
-                self.gradients.reduce(unit, ahead=False)
+                self._reduce(unit, False)
                 of.reduced.add(unit)
 
     def finish(self) -> None:
@@ -220,22 +225,19 @@ class UnitRuntime:
         """After an error: free everything, and forget the pass that was under way."""
         self._pass = None
         self._reset()
-        for unit in self.units:
-            for bucket in unit.buckets:
-                for parameter in bucket.parameters:
-                    parameter.grad = None
+        for parameter in self.root.module.parameters():
+            parameter.grad = None
 
     def _reset(self) -> None:
         self._backward, self._open = None, False
-        self.gradients.complete()
+        self._complete_reductions()
         self.free_all()
 
     def changed(self) -> None:
         """The shards have other values now."""
         self.version += 1
-        for unit in self.units:
-            for bucket in unit.buckets:
-                bucket.is_fresh = False
+        for bucket in (bucket for unit in self.units for bucket in unit.buckets):
+            bucket.is_fresh = False
 
     def gather_all(self) -> None:
         """Gather all parameters at once, outside passes; RuntimeError inside one."""

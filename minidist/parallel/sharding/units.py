@@ -1,31 +1,24 @@
-"""Units: the parts of a model whose parameters are gathered and freed together.
+"""A unit, a pass over units, and the hooks that show a unit's calls and their backward passes.
 
-A unit is a submodule, such as a transformer block, with all parameters below it that are in no smaller unit.
-The whole model is the root unit and has the rest. A parameter that several units use lies in the smallest
-unit around them: its forward pass encloses theirs, so the parameter is gathered for as long as one of them
-needs it.
+A hook on a call's outputs runs just before its backward pass, and one on its inputs just after: autograd
+takes what was recorded last first, so all of the call's gradients have come by then. The inputs are passed on
+as views of themselves, recorded as the call begins: the gradient of a parameter may come earlier, and that of
+another module's output is complete only once every user of that output is done.
 
-Source: Zhao et al. 2023, "PyTorch FSDP", section 3.2.1 (FlatParameter; units).
+Source: Zhao et al. 2023, "PyTorch FSDP", section 3.2.1 (units) and 4.3 (hooks around them).
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from minidist.comm.work import ranks_of
 from minidist.parallel.flat.buckets import Bucket
-from minidist.parallel.flat.gradient_comm import GradientComm
-from minidist.parallel.sharding.memory_source import MemorySource
-from minidist.parallel.sharding.meta_units import MetaInitializer, ParameterSlot, device_for
-
-Units = Iterable[type[nn.Module] | nn.Module] | None
-UnitParameter = tuple[str, nn.Parameter, list[ParameterSlot]]
-"""A parameter's first name, the parameter, and every module and attribute that hold it."""
 
 
 class Unit:
@@ -63,71 +56,67 @@ class Unit:
                 bucket.free()
             self.present = self.shown = False
 
+    def refuse_thawed(self) -> None:
+        """RuntimeError where parameters get gradients that did not when the unit was made."""
+        for bucket in self.buckets:
+            if bucket.frozen and any(parameter.requires_grad for parameter in bucket.parameters):
+                raise RuntimeError(
+                    f"requires_grad of parameters of {self} is True, and was False when the FullyShard was "
+                    "made, which keeps no gradients of them; thaw parameters before it is made"
+                )
+
     def __str__(self) -> str:
         return f"the unit {self.name}" if self.name else "the root unit"
 
 
-def modules_of(module: nn.Module, units: Units) -> list[tuple[str, nn.Module]]:
-    """The submodules that are units, with their names, the root first."""
-    named = [*module.named_modules()]
-    if units is None:
-        chosen = {
-            id(child)
-            for _, part in named
-            if isinstance(part, nn.ModuleList | nn.Sequential)
-            for child in part.children()
-            if not isinstance(child, nn.ModuleList | nn.Sequential)
-        }
-    else:
-        chosen = _asked(units, named)
-    rest = [(name, part) for name, part in named if id(part) in chosen and part is not module]
-    return [("", module), *((name, part) for name, part in rest if any(True for _ in part.parameters()))]
+UnitCollective = tuple[Literal["gather", "reduce"], Unit]
 
 
-def _asked(units: Iterable[type[nn.Module] | nn.Module], named: Sequence[tuple[str, nn.Module]]) -> set[int]:
-    known, chosen = {id(part) for _, part in named}, set()
-    for each in units:
-        if isinstance(each, type) and issubclass(each, nn.Module):
-            chosen |= {id(part) for _, part in named if isinstance(part, each)}
-        elif not isinstance(each, nn.Module):
-            raise TypeError(f"units has {each!r}; give classes of modules, or modules of the model")
-        elif id(each) not in known:
-            raise ValueError(f"units has a {type(each).__name__} that is no part of the model; give its own")
-        else:
-            chosen.add(id(each))
-    return chosen
+class UnitPass:
+    """One forward pass and the backward pass that may follow, or several if its graph is retained.
 
+    units: the unit that was called, the root or a part by itself, and those around it that have parameters of
+        it. They stay gathered for the whole pass.
+    trains: whether a backward pass may follow.
+    version: of the parameters.
+    """
 
-def divide(module: nn.Module, units: Sequence[Unit]) -> list[tuple[Unit, list[UnitParameter]]]:
-    """Deal each parameter to the smallest unit around all modules that have it."""
-    by_module = {id(unit.module): unit for unit in units}
-    chains: dict[int, list[Unit]] = {}  # for each parameter the units around all its holders
-    found: dict[int, UnitParameter] = {}
-    for path, part in module.named_modules(remove_duplicate=False):
-        for attribute, parameter in part._parameters.items():
-            if parameter is None:
-                continue
-            chain = _around(module, path, by_module)
-            name = f"{path}.{attribute}" if path else attribute
-            slots = found.setdefault(id(parameter), (name, parameter, []))[2]
-            if (part, attribute) not in slots:
-                slots.append((part, attribute))
-            known = chains.setdefault(id(parameter), chain)
-            chains[id(parameter)] = [a for a, b in zip(known, chain, strict=False) if a is b]
-    dealt: list[tuple[Unit, list[UnitParameter]]] = [(unit, []) for unit in units]
-    for key, entry in found.items():
-        dealt[chains[key][-1].number][1].append(entry)
-    return dealt
+    def __init__(self, units: Sequence[Unit], trains: bool, version: int) -> None:
+        self.units, self.trains, self.version = units, trains, version
+        self.operations: deque[UnitCollective] = deque()  # what the backward pass still has to do
+        self.reduced: set[Unit] = set()  # whose gradients the backward pass has reduced
+        self._order: Sequence[UnitCollective] = ()
+        self._calls: list[int] = []
+        self._left: dict[Unit, set[int]] = {}
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is a pass of the whole model, and not of a part."""
+        return self.units[0].number == 0
 
-def _around(module: nn.Module, path: str, by_module: dict[int, Unit]) -> list[Unit]:
-    """The units around a submodule, from the root inwards."""
-    chain, part = [by_module[id(module)]], module
-    for step in path.split(".") if path else ():
-        part = part._modules[step]  # type: ignore[assignment]
-        if id(part) in by_module:
-            chain.append(by_module[id(part)])
-    return chain
+    def has_failed(self, unit: Unit) -> bool:
+        """Whether a part's pass never ended: the part is called again, or a unit outside of it is called."""
+        first = self.units[0]
+        return not self.is_whole and (unit is first or unit.module not in [*first.module.modules()])
+
+    def close(self, order: Sequence[UnitCollective], calls: list[int]) -> None:
+        """End the forward pass: a backward pass does `order`; `calls` is how often each unit was called."""
+        self._order, self._calls = order, calls
+        self.start()
+
+    def start(self) -> None:
+        """Prepare for a backward pass."""
+        self.operations = deque(self._order)
+        self.reduced.clear()
+        self._left.clear()
+
+    def leave(self, unit: Unit, call: int) -> None:
+        """Note that the backward pass has left a call."""
+        self._left.setdefault(unit, set()).add(call)
+
+    def is_over(self, unit: Unit) -> bool:
+        """Whether the backward pass has left all calls of a unit."""
+        return len(self._left.get(unit, ())) == self._calls[unit.number]
 
 
 def sharing(units: Sequence[Unit], unit: Unit) -> list[Unit]:
@@ -142,71 +131,54 @@ def sharing(units: Sequence[Unit], unit: Unit) -> list[Unit]:
     ]
 
 
-def refuse_thawed(units: Iterable[Unit]) -> None:
-    """RuntimeError where parameters get gradients that did not when the units were made."""
-    for unit in units:
-        for bucket in unit.buckets:
-            if bucket.frozen and any(parameter.requires_grad for parameter in bucket.parameters):
-                raise RuntimeError(
-                    f"requires_grad of parameters of {unit} is True, and was False when the FullyShard "
-                    "was made, which keeps no gradients of them; thaw parameters before it is made"
-                )
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in a module's arguments or results."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from tensors_in(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from tensors_in(each)
+    elif hasattr(value, "__dataclass_fields__"):
+        yield from tensors_in(vars(value))
 
 
-def build(
-    module: nn.Module,
-    units: Units,
-    gradient_comm: GradientComm,
-    initialize: Callable[[nn.Module], object] | None,
-    memory: MemorySource,
-    master: torch.dtype | None,
-) -> list[Unit]:
-    """Cut a model into units, the root first, and keep this rank's share of rank 0's parameters.
+class Inputs:
+    """The inputs of one call, in which tensors that get gradients have become views of themselves.
 
-    One unit at a time is whole. A unit has a bucket for each dtype, and for trained and frozen parameters;
-    the shards of all units of a kind lie in one tensor, and so do the gradients, which add up in the master
-    dtype.
+    Lists, and whatever else a module may write to, are passed on as they are. The first tensor of `seen` to
+    get its gradient shows that the call's backward pass is over.
     """
-    found = [Unit(name, part, i) for i, (name, part) in enumerate(modules_of(module, units))]
-    names = [name for name, _ in module.named_parameters()]
-    index_of = {id(parameter): index for index, parameter in enumerate(module.parameters())}
-    device = device_for("module", module)
-    initialize = initialize or getattr(module, "initialize_part", None)
 
-    # The shapes alone decide where each shard will lie; the values come unit by unit.
-    tensors, kinds, parts = [*module.parameters()], defaultdict(list), divide(module, found)
-    for unit, entries in parts:
-        unit.device = device
-        groups: dict[Any, list[int]] = {}
-        for _, parameter, _ in entries:
-            groups.setdefault((parameter.dtype, parameter.requires_grad), []).append(index_of[id(parameter)])
-        for kind, indices in groups.items():
-            bucket = Bucket(indices, tensors, gradient_comm, device=device, name_of=names.__getitem__)
-            unit.buckets.append(bucket)
-            kinds[kind].append(bucket)
-    for (dtype, trained), buckets in kinds.items():
-        sizes = [bucket.share for bucket in buckets]
-        shards = torch.split(memory.shards(sum(sizes), dtype, device, gradient_comm), sizes)
-        for bucket, shard in zip(buckets, shards, strict=True):
-            bucket.keep_share(shard)
-        if gradient_comm.secondary is not None:
-            ranks = len(ranks_of(gradient_comm.secondary))
-            lengths = [bucket.length // ranks for bucket in buckets]
-            copies = gradient_comm.zeros(sum(lengths), dtype, device, gradient_comm.secondary)
-            for bucket, secondary in zip(buckets, torch.split(copies, lengths), strict=True):
-                bucket.secondary = secondary
-        if trained:
-            sums = torch.split(memory.zeros(sum(sizes), master or dtype, shards[0].device), sizes)
-            for bucket, reduced in zip(buckets, sums, strict=True):
-                bucket.reduced = reduced
-    initializer = MetaInitializer((entry for _, entries in parts for entry in entries), device, initialize)
-    for unit, entries in parts:
-        initializer.fill(parameter for _, parameter, _ in entries)
-        now = {
-            index_of[id(parameter)]: holder._parameters[attribute]
-            for _, parameter, ((holder, attribute), *_) in entries
-        }
-        for bucket in unit.buckets:
-            bucket.take([now[index] for index in bucket.param_indices])  # type: ignore[misc]
-    initializer.fill_buffers(module)
-    return found
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._views: dict[int, Tensor] = {}  # a tensor that comes twice stays one
+        self.args = tuple(map(self._view, args))
+        self.kwargs = {key: self._view(value) for key, value in kwargs.items()}
+        self.seen = [*self._views.values()]
+        if not self.seen:
+            self.seen = [t for t in tensors_in((args, kwargs)) if t.requires_grad and not t.is_leaf]
+
+    def _view(self, value: Any) -> Any:
+        if type(value) is tuple:
+            return tuple(map(self._view, value))
+        if not isinstance(value, Tensor) or not value.requires_grad or value.layout is not torch.strided:
+            return value
+        if id(value) not in self._views:
+            self._views[id(value)] = value.view_as(value)
+        return self._views[id(value)]
+
+
+def weakly(method: Callable[..., Any], *first: Any) -> Callable[..., Any]:
+    """A hook that calls `method` with `first` and its own arguments while the method's object lives.
+
+    Modules and graphs may outlive that object, and it must not live on in their hooks.
+    """
+    alive = weakref.WeakMethod(method)
+
+    def hook(*args: Any) -> Any:
+        found = alive()
+        return None if found is None else found(*first, *args)
+
+    return hook

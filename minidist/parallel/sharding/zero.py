@@ -158,6 +158,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Complete this rank's share of the gradients, and give it to the optimizer; `step` calls it."""
         self.partition.slices.give_gradients(self.reduce().used.tolist())
 
+    def follow_changes(self) -> None:
+        """Make hooks and buckets for parameters that get gradients from now on; refuse reassigned data."""
+        for bucket in self.partition.buckets:
+            bucket.refuse_reassigned()
+        parameters = (p for group in self.param_groups for p in group["params"] if p.requires_grad)
+        if any(id(parameter) not in self.partition.known for parameter in parameters):
+            self.partition.reattach()
+
     def reduce(self) -> ShardAssignment:
         """Complete a round of reductions of gradients to their owners."""
         if self.partition.replaced:
@@ -165,7 +173,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 "this ZeroOptimizer's parameters have been given to another since, which trains them; step "
                 "with that one"
             )
-        self.partition.follow_changes()
+        self.follow_changes()
         self.partition.reducer.synchronize()
         return self.partition.reducer.settled()
 
@@ -177,9 +185,18 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._pass_options(self.param_groups, self.inner.param_groups)
         self.partition.slices.step(**options)
         self._pass_options(self.inner.param_groups, self.param_groups)
-        self.partition.publish()
+        self.publish()
         self.partition.slices.drop_gradients()
         assignment.begin()
+
+    def publish(self) -> None:
+        """Bring everyone's share of the parameters to all: an all-gather of each bucket."""
+        buckets = self.partition.buckets
+        for bucket in buckets:  # launch
+            self.partition.gradient_comm.blocking = bucket is buckets[-1]
+            bucket.gather()
+        for bucket in buckets:  # wait
+            bucket.wait()
 
     @staticmethod
     def _pass_options(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
@@ -227,4 +244,5 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 "param_groups"
             )
         self._consolidated = None
+        self.follow_changes()
         load(self.partition, state_dict)

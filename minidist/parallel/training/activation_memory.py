@@ -123,19 +123,14 @@ class ActivationPeaks:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model, self._peaks, self.last = model, dict[Hashable, int](), 0
+        self._model, self.peaks, self.last = model, dict[Hashable, int](), 0
 
     @contextmanager
-    def during(self, inputs: Tensor, targets: Tensor) -> Iterator[None]:
-        """Wrap the forward and backward passes of a step on this batch."""
-        shapes = inputs.shape, inputs.dtype, targets.shape, targets.dtype, self._model.training
-        if shapes in self._peaks:
+    def count(self, shapes: Hashable, inputs: Tensor, targets: Tensor) -> Iterator[None]:
+        """Wrap the first step on a batch of these shapes."""
+        with ActivationCounter(self._model, (inputs, targets)) as counter:
             yield
-        else:
-            with ActivationCounter(self._model, (inputs, targets)) as counter:
-                yield
-            self._peaks[shapes] = counter.peak
-        self.last = self._peaks[shapes]
+        self.last = self.peaks[shapes] = counter.peak
 
 
 class _Kept:

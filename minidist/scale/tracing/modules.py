@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from minidist.parallel.sharding.unit_hooks import tensors_in
+from minidist.parallel.sharding.units import tensors_in
 from minidist.scale.tracing.slices import Atom, Slice
 
 KEY = "minidist.trace"

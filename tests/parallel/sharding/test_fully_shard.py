@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from minidist.parallel.sharding.sharded_strategies import FullySharded
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,10 +22,12 @@ from minidist import comm
 from minidist.model import GPT, MLP, config
 from minidist.parallel.flat import buckets as flat_buckets
 from minidist.parallel.flat import gradient_comm
-from minidist.parallel.sharding import collective_order
+from minidist.parallel.sharding import collective_order, cut_into_units
 from minidist.parallel.sharding import memory_source as shard_offload
 from minidist.parallel.sharding import units as shard_units
 from minidist.parallel.sharding.elementwise_optimizers import ELEMENTWISE, is_elementwise
+from minidist.parallel.sharding.sharded_strategies import FullySharded
+from minidist.parallel.sharding.unit_sharding import UnitSharding
 from tests.helpers import contract
 from tests.parallel.sharding import test_data_parallel as others
 
@@ -165,7 +166,7 @@ def test_units_are_gathered_ahead_where_that_takes_no_core(cluster_of: Clusters)
         with comm.using("ring"):
             sharded.append(md.FullyShard(untied(0), torch.optim.SGD, lr=0.1))
         sharded.append(md.FullyShard(untied(0), torch.optim.SGD, lr=0.1, prefetch=True))
-        return [each.runtime.prefetch for each in sharded]
+        return [each.sharding.runtime.prefetch for each in sharded]
 
     assert cluster_of(2).run(chosen) == [[False, True, True]] * 2
 
@@ -452,9 +453,7 @@ def test_an_error_in_a_pass_leaves_nothing_behind(cluster_of: Clusters) -> None:
                 nn.functional.cross_entropy(sharded(x), y).backward()
             except ArithmeticError:
                 if failing.fail == "forward":
-                    held += sum(
-                        f.values.untyped_storage().nbytes() for u in sharded.units for f in u.buckets
-                    )
+                    held += sum(f.values.untyped_storage().nbytes() for u in sharded.units for f in u.buckets)
                 continue
             sharded.step()
         return sharded.state_dict(), held
@@ -479,7 +478,12 @@ def test_a_step_sends_what_the_formula_says(cluster_of: Clusters, ranks: int) ->
             engine.step(inputs, targets)
         parallel = engine.strategy.parallel  # type: ignore[attr-defined]
         padded = sum(bucket.length for unit in parallel.units for bucket in unit.buckets)
-        return ledger.bytes_sent, parallel.bytes_per_step(micro_batches), padded, len(parallel.gradients.used)
+        return (
+            ledger.bytes_sent,
+            parallel.bytes_per_step(micro_batches),
+            padded,
+            len(parallel.sharding.gradients.used),
+        )
 
     for name, micro_batches in (("untied", 1), ("untied", 3), ("gpt", 2), ("odd", 1), ("experts", 1)):
         for sent, formula, padded, parameters in cluster_of(ranks).run(count, name, micro_batches):
@@ -525,9 +529,7 @@ def test_a_rank_holds_an_nth_and_in_a_step_a_few_units_more(cluster_of: Clusters
 
         def now(*_: Any) -> None:
             nonlocal most
-            gathered = sum(
-                f.values.untyped_storage().nbytes() for u in parallel.units for f in u.buckets
-            )
+            gathered = sum(f.values.untyped_storage().nbytes() for u in parallel.units for f in u.buckets)
             most = max(most, gathered)
 
         for part in parallel.module.modules():
@@ -719,7 +721,7 @@ def test_an_optimizer_steps_on_slices_of_what_lies_on_disk(cluster_of: Clusters,
             losses.append(engine.step(inputs[share], targets[share]))
         if first:
             md.save(engine, str(tmp_path / "saved"))
-        sums = [bucket.reduced.untyped_storage().data_ptr() for bucket in parallel.gradients.buckets]
+        sums = [bucket.reduced.untyped_storage().data_ptr() for bucket in parallel.sharding.gradients.buckets]
         on_disk = all(address in mapped for address in sums)
         return contract.Trained(losses, engine.full_state_dict()), moved, on_disk
 
@@ -848,16 +850,13 @@ def without_broadcast(patch: pytest.MonkeyPatch) -> None:
 
 def without_the_ranks_flags(patch: pytest.MonkeyPatch) -> None:
     """Parameters that no rank used are updated with gradients of zero."""
-    patch.setattr(collective_order, "settle", collective_order.settle)
-    patch.setattr(md.FullyShard, "synchronize", _all_used(md.FullyShard.synchronize))
+    synchronize = UnitSharding.synchronize
 
-
-def _all_used(synchronize: Any) -> Any:
-    def wrong(self: md.FullyShard, *totals: Any) -> Any:
+    def wrong(self: UnitSharding, totals: Any) -> Any:
         self.gradients.used = bytearray(b"\1" * len(self.gradients.used))
-        return synchronize(self, *totals)
+        return synchronize(self, totals)
 
-    return wrong
+    patch.setattr(UnitSharding, "synchronize", wrong)
 
 
 FAULTS = {
@@ -893,7 +892,7 @@ def test_units_are_the_children_of_lists_unless_told() -> None:
     model = Skipping(0)
 
     def names(units: Any = None) -> list[str]:
-        return [name for name, _ in shard_units.modules_of(model, units)]
+        return [name for name, _ in cut_into_units.modules_of(model, units)]
 
     assert names() == ["", "layers.0", "layers.1.0", "layers.1.2", "layers.2"]
     assert names([nn.Linear]) == ["", "layers.0", "layers.1.0", "layers.1.2", "layers.2", "last"]

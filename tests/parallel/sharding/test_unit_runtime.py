@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import minidist as md
-from minidist.parallel.sharding import collective_order, unit_hooks
+from minidist.parallel.sharding import units
 from tests.helpers import contract
 from tests.parallel.sharding import test_data_parallel as others
 
@@ -299,12 +299,12 @@ def test_backward_after_the_step_is_refused() -> None:
 
 def at_the_first_call(patch: pytest.MonkeyPatch) -> None:
     """A unit is reduced when the backward pass has left one of its calls."""
-    patch.setattr(collective_order.UnitPass, "is_over", lambda self, unit: bool(self._left.get(unit)))
+    patch.setattr(units.UnitPass, "is_over", lambda self, unit: bool(self._left.get(unit)))
 
 
 def at_the_parameter(patch: pytest.MonkeyPatch) -> None:
     """The gradient of a parameter that a unit takes says that the unit's backward pass is over."""
-    patch.setattr(unit_hooks.Tensor, "view_as", lambda self, _: self)
+    patch.setattr(units.Tensor, "view_as", lambda self, _: self)
 
 
 @pytest.mark.parametrize("fault", [at_the_first_call, at_the_parameter])

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from minidist.parallel.sharding.sharded_strategies import ShardedState
 from torch import Tensor, nn
 
 import minidist as md
@@ -22,8 +21,9 @@ from minidist.comm.mesh import Mesh
 from minidist.parallel.engine.partition_model import partition_model
 from minidist.parallel.engine.training_step import Engine
 from minidist.parallel.flat.buckets import Bucket
-from minidist.parallel.sharding import optimizer_slices, reduce_to_owner
+from minidist.parallel.sharding import reduce_to_owner, slice_state
 from minidist.parallel.sharding.optimizer_slices import OptimizerSlices
+from minidist.parallel.sharding.sharded_strategies import ShardedState
 from minidist.parallel.training.precision import Precision
 from tests.helpers import contract
 from tests.parallel.sharding import test_data_parallel as data_parallel
@@ -148,7 +148,7 @@ def test_groups_with_parameters_of_which_some_are_unused(cluster_of: Clusters, s
 def test_pieces_of_any_length_are_updated_alike(cluster_of: Clusters) -> None:
     def train(name: str, stage: int) -> contract.Trained:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(optimizer_slices, "SLICE_BYTES", 7 * 8)  # 7 elements
+            patch.setattr(slice_state, "SLICE_BYTES", 7 * 8)  # 7 elements
             return contract.train_on_this_rank(CASES[name], md.Layout(dp=2, zero=stage))
 
     for name, stage in (("gpt", 1), ("unused", 2), ("adafactor", 1)):
@@ -193,11 +193,11 @@ def without_gathering_the_last_bucket(patch: pytest.MonkeyPatch) -> None:
 
 
 def another_ranks_share(patch: pytest.MonkeyPatch) -> None:
-    def wrong(self: Bucket, flat: Tensor) -> Tensor:
-        other = (self.rank + 1) % md.size()
-        return flat[other * self.share : (other + 1) * self.share]
+    def wrong(self: Bucket) -> slice:
+        other = (md.rank() + 1) % md.size()
+        return slice(other * self.share, (other + 1) * self.share)
 
-    patch.setattr(Bucket, "share_of", wrong)
+    patch.setattr(Bucket, "own", property(wrong, lambda self, value: None), raising=False)
 
 
 def means_for_sums(patch: pytest.MonkeyPatch) -> None:
@@ -802,7 +802,7 @@ def test_chunks_are_the_whole_state_and_any_layout_goes_on_from_them(
         engine = strategy(zero)
         with pytest.MonkeyPatch.context() as patch:
             if name == "unused":
-                patch.setattr(optimizer_slices, "SLICE_BYTES", 5 * 8)
+                patch.setattr(slice_state, "SLICE_BYTES", 5 * 8)
             for batch in batches[:3]:
                 step(engine, batch)
             chunks, settings = [*whole_chunks(engine.strategy).values()], engine.strategy.settings()

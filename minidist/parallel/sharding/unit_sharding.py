@@ -1,0 +1,179 @@
+"""Stage 3 around its units: reduce their gradients, update this rank's shards, publish them to the next pass.
+
+The gradients of shards are complete only once all ranks know which parameters were used. And in half
+precision, units are gathered from rounded copies of what the optimizer updates. A loop may call the
+optimizer's own `step` and `zero_grad`, so hooks on them do both.
+
+Source: Rajbhandari et al. 2020, "ZeRO", section 5.3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minidist import comm
+from minidist.comm.errors import CollectiveError
+from minidist.parallel.flat.buckets import Bucket
+from minidist.parallel.flat.gradient_comm import GradientComm
+from minidist.parallel.sharding.optimizer_slices import OptimizerSlices
+from minidist.parallel.sharding.reduce_to_owner import lend_memory
+from minidist.parallel.sharding.unit_runtime import UnitRuntime
+from minidist.parallel.sharding.units import Unit, weakly
+from minidist.parallel.training.clipping import guard
+
+
+class UnitGradients:
+    """The gradients of the `parameters` parameters in some units. Making it is a collective."""
+
+    def __init__(self, units: Sequence[Unit], parameters: int, gradient_comm: GradientComm) -> None:
+        self.gradient_comm = gradient_comm
+        self.buckets = [bucket for unit in units for bucket in unit.buckets if not bucket.frozen]
+        self.memories = lend_memory(self.buckets, gradient_comm)
+        self.operation = "mean"  # or "sum" over the ranks
+        self.used = bytearray(parameters)  # for each parameter index: has it had a gradient on this rank?
+        self.synchronized = False  # all ranks know which were used, and no backward pass has come since
+
+    def forget(self) -> None:
+        """Forget the gradients; the next ones are the first."""
+        self.complete()
+        for bucket in self.buckets:
+            bucket.begun = False
+        self.used, self.synchronized = bytearray(len(self.used)), False
+
+    def reduce(self, unit: Unit, ahead: bool) -> None:
+        """Launch the reduction of a unit's gradients. ahead: while something else computes."""
+        self.synchronized = False
+        self.gradient_comm.blocking = not ahead
+        for bucket in unit.buckets:
+            if not bucket.frozen:
+                self._fill(bucket)
+                messages = bucket.reduce(self.operation)
+                if not ahead:
+                    messages.complete()
+
+    def _fill(self, bucket: Bucket) -> None:
+        """Move the gradients of the parameters to the bucket."""
+        bucket.complete()
+        bucket.borrow()
+        views, grads, unused = [], [], []
+        for view, parameter, index in zip(bucket.views, bucket.parameters, bucket.param_indices, strict=True):
+            grad = parameter.grad
+            if grad is None:
+                unused.append(view)
+                continue
+            views.append(view)
+            grads.append(grad.to_dense() if grad.is_sparse else grad.detach())
+            self.used[index] = True
+            parameter.grad = None
+        if unused:
+            torch._foreach_zero_(unused)
+        if views:
+            torch._foreach_copy_(views, grads)
+
+    def complete(self) -> None:
+        """Wait for all reductions."""
+        for bucket in self.buckets:
+            bucket.complete()
+
+
+class UnitSharding:
+    """Runs a model over `units`, and steps the optimizer of `slices`, whose own step and zero_grad call it.
+
+    parameters: the module's, which get no gradients. prefetch: gather a unit while the one before computes.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        slices: OptimizerSlices,
+        gradient_comm: GradientComm,
+        parameters: Iterable[Tensor],
+        prefetch: bool,
+    ) -> None:
+        hidden, optimizer = [*parameters], slices.optimizer
+        self.slices, self.group = slices, gradient_comm.group
+        self.gradients = UnitGradients(units, len(hidden), gradient_comm)
+        self.runtime = UnitRuntime(
+            units, self.gradients.reduce, self.gradients.complete, self.group, prefetch
+        )
+        self._stepping = False  # the optimizer's step is called from here
+        optimizer.register_step_pre_hook(weakly(self._before_step))
+        optimizer.register_step_post_hook(weakly(self._after_step))
+        optimizer.zero_grad = weakly(self.zero_grad)  # type: ignore[method-assign]
+        slices.guarded_by(weakly(self._why_not_clipped))
+        guard(hidden, weakly(self._why_hidden))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module returns. A collective."""
+        try:
+            return self.runtime.root.module(*args, **kwargs)
+        except BaseException:
+            with suppress(CollectiveError):  # if a peer is gone, the first error says so
+                self.runtime.abandon()
+            raise
+
+    def _before_step(self, _: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self._stepping:
+            return
+        if any(value is not None for value in (*args[1:], *kwargs.values())):
+            raise RuntimeError("an optimizer of shards takes no closure; run it, and call step() after it")
+        if self.slices.memory.longest is not None:
+            raise RuntimeError(
+                "the optimizer's state lies on disk, and its own step() would bring all of it to memory; "
+                "call the FullyShard's step()"
+            )
+        self.complete()
+
+    def _after_step(self, *_: Any) -> None:
+        if not self._stepping:
+            self.publish()
+
+    def _why_not_clipped(self, whole: bool) -> str | None:
+        """Why `clip_grad_norm` must not shorten the pieces' gradients; whole: as if this rank had all."""
+        if not self.gradients.synchronized:
+            return "parameters has shards of a FullyShard, whose gradients are not complete"
+        return "parameters has shards of a FullyShard, and sharded is False" if whole else None
+
+    def _why_hidden(self, whole: bool) -> str:
+        return "parameters has a module's inside a FullyShard, which get no gradients"
+
+    def step(self) -> None:
+        """Complete the gradients, update this rank's shards and publish them."""
+        self.complete()
+        self._stepping = True
+        try:
+            self.slices.step()
+        finally:
+            self._stepping = False
+        self.runtime.changed()
+
+    def synchronize(self, totals: Sequence[float | Tensor]) -> list[float]:
+        """Complete the gradients; see `FullyShard.synchronize`."""
+        self.runtime.finish()
+        device = self.runtime.root.device
+        used = [*map(float, self.gradients.used), *totals, *(0.0,) * (2 - len(totals))]
+        counts = torch.tensor(used, dtype=torch.float64, device=device)
+        counted: list[float] = comm.all_reduce(counts, group=self.group).tolist()
+        self.slices.give_gradients(counted[:-2])
+        self.gradients.synchronized = True
+        return counted[-2:]
+
+    def complete(self) -> None:
+        """Complete the gradients, unless no backward pass has come since they were."""
+        if not self.gradients.synchronized:
+            self.synchronize(())
+
+    def publish(self) -> None:
+        """After a step: have the next pass gather what the optimizer has updated."""
+        self.slices.round_masters()
+        self.runtime.changed()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients."""
+        self.gradients.forget()
+        self.slices.drop_gradients()
