@@ -45,13 +45,10 @@ class OptimizerSlices(SliceState):
         if any(0 < count < len(each.ranges) for count, each in zip(counts, self.all, strict=True)):
             self.regroup(lambda each, span, _: (id(each), used[span.param_index] > 0))
         for each in self.all:
-            reduced, tensor = each.bucket.reduced, each.tensor
-            assert reduced is not None
-            if used[each.ranges[0].param_index] > 0:  # as all of the slice's
-                grad = reduced[each.start : each.start + each.value.numel()]
-                tensor.grad = grad.view(tensor.shape).to(tensor.dtype)
-            else:
-                tensor.grad = None
+            reduced, tensor, grad = each.bucket.reduced, each.tensor, None
+            if reduced is not None and used[each.ranges[0].param_index] > 0:  # as all of the slice's
+                grad = reduced[each.start : each.start + each.value.numel()].view(tensor.shape)
+            tensor.grad = grad if grad is None else grad.to(tensor.dtype)
 
     def gradients(self) -> list[Tensor]:
         """The gradients that were given."""

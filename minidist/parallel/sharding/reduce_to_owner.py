@@ -88,6 +88,7 @@ class ShardAssignment(GradientAssignment):
                 bucket.reduced = flat[bucket.own]
             elif bucket.reduced is None:
                 bucket.reduced = torch.zeros_like(bucket.shard)
+        self._last = Messages(iter(()))
         self._memories = [] if residency == "buckets" else lend_memory(buckets, gradient_comm)
 
     def begin(self) -> None:
@@ -105,8 +106,12 @@ class ShardAssignment(GradientAssignment):
         return bucket.views[self._index[param_index]]
 
     def launch(self, number: int) -> Messages:
-        """Start the reduction of a bucket to the owners of its shares."""
-        return self.buckets[number].reduce(self.op)
+        """Start the reduction of a bucket, and with hybrid sharding the sum over copies of the one before."""
+        messages = self.buckets[number].reduce(self.op)
+        if self.gradient_comm.hybrid is not None:
+            self._last.advance()
+        self._last = messages
+        return messages
 
     def moved(self, parameter: nn.Parameter, view: Tensor) -> None:
         """Drop the gradient that was copied into its bucket, or make it the copy."""
@@ -123,9 +128,8 @@ class ShardAssignment(GradientAssignment):
 
     def clear(self) -> None:
         """Drop the gradients."""
-        for bucket in self.buckets:
-            for parameter in bucket.parameters:
-                parameter.grad = None
+        for parameter in (parameter for bucket in self.buckets for parameter in bucket.parameters):
+            parameter.grad = None
         self.begin()
 
     def tensors(self) -> list[Tensor]:

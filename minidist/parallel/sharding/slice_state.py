@@ -57,10 +57,7 @@ class SliceState:
     """
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        master: torch.dtype | None,
-        memory: MemorySource | None = None,
+        self, optimizer: torch.optim.Optimizer, master: torch.dtype | None, memory: MemorySource | None = None
     ) -> None:
         self.optimizer, self.master, self.memory = optimizer, master, memory or MemorySource()
         self.cut_anywhere = is_elementwise(type(optimizer))

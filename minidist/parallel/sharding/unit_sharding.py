@@ -47,31 +47,33 @@ class UnitGradients:
 
     def reduce(self, unit: Unit, ahead: bool) -> None:
         """Launch the reduction of a unit's gradients. ahead: while something else computes."""
-        self.synchronized = False
-        self.gradient_comm.blocking = not ahead
+        self.synchronized, over = False, self.gradient_comm
         for bucket in unit.buckets:
             if not bucket.frozen:
                 self._fill(bucket)
+                over.blocking = not ahead
                 messages = bucket.reduce(self.operation)
-                if not ahead:
+                if (
+                    over.hybrid is not None
+                ):  # its sum over copies may take longer than what is left to compute
+                    over.blocking = False
+                    messages.advance()
+                elif not ahead:
                     messages.complete()
 
     def _fill(self, bucket: Bucket) -> None:
         """Move the gradients of the parameters to the bucket."""
         bucket.complete()
         bucket.borrow()
-        views, grads, unused = [], [], []
+        views, grads = [], []
         for view, parameter, index in zip(bucket.views, bucket.parameters, bucket.param_indices, strict=True):
             grad = parameter.grad
             if grad is None:
-                unused.append(view)
+                view.zero_()
                 continue
             views.append(view)
             grads.append(grad.to_dense() if grad.is_sparse else grad.detach())
-            self.used[index] = True
-            parameter.grad = None
-        if unused:
-            torch._foreach_zero_(unused)
+            self.used[index], parameter.grad = True, None
         if views:
             torch._foreach_copy_(views, grads)
 
