@@ -124,8 +124,7 @@ class Bucket(BucketLayout):
         out = self.reduced if direct else own
         over = self.comm
         if self.ranks > 1:
-            args = self.gradients, op, over.algorithm, over.share_group, out
-            yield over.start(comm.reduce_scatter, *args)
+            yield over.start(comm.reduce_scatter, self.gradients, op, over.algorithm, over.share_group, out)
         elif out is not own:
             out.copy_(own)
         if over.hybrid is not None:  # sum this share over the ranks that own it

@@ -40,9 +40,8 @@ class UnitRuntime:
         group: Group,
         prefetch: bool,
     ) -> None:
-        self.units, self.root = units, units[0]
+        self.units, self.root, self._group, self.prefetch = units, units[0], group, prefetch
         self._reduce, self._complete_reductions = reduce, complete
-        self._group, self.prefetch = group, prefetch
         self.order = expected(units, prefetch)
         self._next, self._clock = 0, 0  # in the forward order; among the events of a pass
         self._pass: UnitPass | None = None  # the running forward pass
@@ -55,8 +54,6 @@ class UnitRuntime:
                 handles.append(unit.module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True))
                 handles.append(unit.module.register_forward_hook(end, with_kwargs=True))
         weakref.finalize(self, lambda: [handle.remove() for handle in handles]).atexit = False
-
-    # Forward.
 
     def begin(self, unit: Unit, _: nn.Module, args: Any, kwargs: Any) -> Any:
         """A unit is called. Returns other inputs for it, or None."""
