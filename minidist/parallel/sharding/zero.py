@@ -126,11 +126,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if not self._clipped:
-            self.synchronize()
+            self.synchronize()  # this rank gets the sums of its share (`Bucket.reduce`: a reduce-scatter)
         elif self.partition.reducer.pending:
             raise RuntimeError("gradients came after clip_grad_norm; call it after the last backward()")
         self._clipped = False
-        self.update(**options)
+        self.update(**options)  # it updates its share, and publishes it (`Bucket.gather`: an all-gather)
         return loss
 
     @torch.no_grad()
