@@ -13,6 +13,7 @@ from torch import Tensor
 import minidist as md
 from minidist.checkpoint import state_dict
 from tests.checkpoint.test_checkpoint import STOP, check_other_layout, check_same_layout, train_part
+from tests.helpers import contract
 from tests.helpers.contract import ADAMW
 from tests.parallel.test_layouts import case
 
@@ -30,15 +31,64 @@ PARSE = md.Layout.parse
         ("dp=2,pp=2,zero=1", "tp=2,sequence_parallel=true"),
         ("tp=2,cp=2,zero=3", "dp=1"),
         ("dp=1", "dp=2,pp=2,zero=1"),
+        ("dp=4,zero=1,shard=2", "dp=3,zero=3"),
+        ("dp=2,tp=2,zero=2", "dp=4,zero=3,shard=2"),
+        ("dp=2,cp=2,zero=3,shard=2", "dp=4,zero=2,shard=2"),
+        *(
+            pytest.param(*each, marks=[pytest.mark.deep])
+            for each in (
+                ("dp=4,zero=2,shard=2", "dp=1"),
+                ("dp=1", "dp=6,zero=2,shard=3"),
+                ("dp=6,zero=3,shard=2", "dp=4,zero=1"),
+                ("dp=2,pp=2,zero=1", "dp=4,pp=2,zero=1,shard=2,micro_batches=2"),
+                ("dp=4,pp=2,zero=1,shard=2,micro_batches=2", "dp=4,zero=3,shard=1"),
+                ("dp=8,zero=3,shard=4", "dp=8,zero=1,shard=2"),
+            )
+        ),
     ],
 )
 def test_another_layout_goes_on(cluster_of: Clusters, tmp_path: Path, before: str, after: str) -> None:
     check_other_layout(cluster_of, tmp_path, CASE, PARSE(before), PARSE(after))
 
 
-@pytest.mark.parametrize("layout", ["dp=2,tp=2,zero=1", "dp=2,pp=2", "tp=2,cp=2,zero=3"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "dp=2,tp=2,zero=1",
+        "dp=2,pp=2",
+        "tp=2,cp=2,zero=3",
+        "dp=4,zero=1,shard=2",
+        "dp=4,zero=3,shard=2",
+    ],
+)
 def test_the_same_layout_goes_on_bit_for_bit(cluster_of: Clusters, tmp_path: Path, layout: str) -> None:
     check_same_layout(cluster_of, tmp_path, CASE, PARSE(layout))
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_hybrid_sharding_in_half_precision_goes_on_bit_for_bit(
+    cluster_of: Clusters, tmp_path: Path, zero: int
+) -> None:
+    halved = replace(CASE, model=lambda seed: CASE.model(seed).float())
+    check_same_layout(cluster_of, tmp_path, halved, md.Layout(4, zero=zero, shard=2, precision="bf16"))
+
+
+def test_a_load_renews_secondary_shares(cluster_of: Clusters, tmp_path: Path) -> None:
+    def train(more: int) -> contract.Trained:
+        """Save after a step, take some more, go back, and take the second step."""
+        engine = md.prepare(CASE.model(0), CASE.optimizer, md.Layout(4, zero=3), fully_shard={"secondary": 2})
+        (inputs, targets), *_ = CASE.global_batches()
+        own = slice(engine.data_rank, None, engine.data_ranks)
+        engine.step(inputs[own], targets[own])
+        md.save(engine, tmp_path / str(more))
+        for _ in range(more):
+            engine.step(inputs[own], targets[own])
+        engine.evaluate(inputs[own], targets[own])  # gathers, so that the shares are those of now
+        md.load(engine, tmp_path / str(more))
+        return contract.Trained([engine.step(inputs[own], targets[own])], engine.full_state_dict())
+
+    for found, expected in zip(cluster_of(4).run(train, 2), cluster_of(4).run(train, 0), strict=True):
+        contract.compare(found, expected)
 
 
 def test_a_checkpoint_looks_as_if_one_process_had_saved_it(cluster_of: Clusters, tmp_path: Path) -> None:

@@ -1,0 +1,325 @@
+"""Hybrid sharding and secondary shares: the contract, the bytes, the memory, and planted faults."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import minidist as md
+from minidist import comm
+from minidist.parallel.contract.memory_report import Memory
+from minidist.parallel.engine import parameter_placement
+from minidist.parallel.flat.gradient_comm import GradientComm
+from minidist.parallel.sharding.sharded_strategies import FullySharded, ShardedState
+from minidist.parallel.sharding.unit_runtime import UnitRuntime
+from minidist.parallel.training.clipping import global_norm
+from tests.helpers import contract
+from tests.parallel.test_layouts import SGD, gpt, tokens
+
+Clusters = Callable[[int], md.Cluster]
+PARSE = md.Layout.parse
+
+
+def partly_frozen(seed: int) -> nn.Module:
+    """A tied GPT with a frozen matrix and a frozen vector."""
+    model = gpt(seed, 2)
+    for name in ("layers.1.mlp.up.weight", "layers.2.attention_norm.weight"):
+        model.get_parameter(name).requires_grad_(False)
+    return model
+
+
+CASE = contract.Case(partly_frozen, partial(tokens, length=11), SGD, batches=(9, 10, 13), clip_norm=0.5)
+"""Batches that 4, 6 and 8 ranks do not divide. Some norms are above the limit."""
+
+
+@cache
+def expected(case: contract.Case) -> contract.Trained:
+    return contract.train_in_one_process(case)
+
+
+def check(cluster_of: Clusters, layout: md.Layout, case: contract.Case = CASE, **options: Any) -> None:
+    """Fail where a rank's losses or weights differ from one process's."""
+    for trained in cluster_of(layout.ranks).run(contract.train_on_this_rank, case, layout, options):
+        contract.compare(trained, expected(case))
+
+
+# The contract.
+
+
+def grid() -> Iterator[Any]:
+    """Every way to share among some of 4, 6 and 8 ranks; each day those whose stage is in turn."""
+    numbers = itertools.count()
+    for dp, shard in ((4, 2), (4, 4), (6, 2), (6, 3), (8, 2), (8, 4)):
+        for zero, again in itertools.product((1, 2, 3), (False, True)):
+            number = next(numbers)
+            layout = md.Layout(dp, zero=zero, shard=shard, recompute=again, micro_batches=1 + number // 2 % 2)
+            daily = number % 6 == (2 * dp + shard) % 6 or (dp, shard, again) == (4, 2, False)
+            yield pytest.param(layout, id=str(layout), marks=[] if daily else [pytest.mark.deep])
+
+
+@pytest.mark.parametrize("layout", list(grid()))
+def test_hybrid_layouts_train_to_the_weights_of_one_process(cluster_of: Clusters, layout: md.Layout) -> None:
+    check(cluster_of, layout)
+
+
+def deep(*texts: str) -> list[Any]:
+    return [pytest.param(text, marks=[pytest.mark.deep]) for text in texts]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "dp=4,zero=1,shard=1",  # copies alone
+        "dp=4,tp=2,zero=3,shard=2",
+        "dp=4,pp=2,zero=1,shard=2,micro_batches=2",
+        "dp=2,cp=2,zero=2,shard=2,micro_batches=2",
+        *deep(
+            "dp=4,zero=2,shard=1",
+            "dp=4,zero=3,shard=1",
+            "dp=4,tp=2,zero=1,shard=2",
+            "dp=4,tp=2,zero=2,shard=2,micro_batches=2",
+            "dp=2,cp=2,zero=1,shard=2",
+            "dp=2,cp=2,zero=3,shard=2",
+            "dp=2,cp=2,tp=2,zero=3,shard=2,micro_batches=2",
+            "dp=2,cp=2,pp=2,zero=1,shard=2,micro_batches=2",
+            "dp=4,pp=2,zero=1,shard=2,micro_batches=2,schedule=zero_bubble",
+            "dp=4,pp=2,zero=1,shard=2,micro_batches=4,schedule=interleaved,chunks=2",
+            "dp=2,cp=4,zero=1,shard=4",
+        ),
+    ],
+)
+def test_hybrid_sharding_goes_with_the_other_axes(cluster_of: Clusters, text: str) -> None:
+    layout = PARSE(text)
+    model = partial(gpt, layers=max(2, layout.pp * layout.chunks - 2))
+    check(cluster_of, layout, replace(CASE, model=model))
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks"),
+    [
+        ("dp=4,zero=3", 2),
+        ("dp=8,zero=3,shard=4,micro_batches=2", 2),
+        *(
+            pytest.param(*each, marks=[pytest.mark.deep])
+            for each in (
+                ("dp=4,zero=3,micro_batches=3", 2),
+                ("dp=6,zero=3,recompute=true", 2),
+                ("dp=6,zero=3,micro_batches=2", 3),
+                ("dp=8,zero=3", 4),
+                ("dp=8,zero=3,shard=4", 2),
+                ("dp=2,cp=2,zero=3", 2),
+                ("dp=4,tp=2,zero=3,micro_batches=2", 2),
+            )
+        ),
+    ],
+)
+def test_secondary_shares_change_no_weight(cluster_of: Clusters, text: str, ranks: int) -> None:
+    check(cluster_of, PARSE(text), fully_shard={"secondary": ranks})
+
+
+def train_in_bf16(layout: md.Layout, options: dict[str, Any] | None) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and weights of a GPT with float32 masters."""
+    model = partly_frozen(md.rank()).float()
+    engine = md.prepare(model, SGD, layout, clip_norm=0.5, fully_shard=options)
+    losses = []
+    for inputs, targets in CASE.global_batches():
+        own = slice(engine.data_rank, None, engine.data_ranks)
+        losses.append(engine.step(inputs[own], targets[own]))
+    return losses, engine.full_state_dict()
+
+
+@pytest.mark.parametrize(
+    ("text", "options"),
+    [
+        ("dp=4,zero=1,shard=2,micro_batches=2", None),
+        ("dp=4,zero=3,shard=2", None),
+        ("dp=4,zero=3,micro_batches=2", {"secondary": 2}),
+        pytest.param("dp=4,zero=2,shard=2,micro_batches=2", None, marks=[pytest.mark.deep]),
+        pytest.param("dp=8,zero=3,shard=4", {"secondary": 2}, marks=[pytest.mark.deep]),
+    ],
+)
+def test_half_precision_has_float32_masters(
+    cluster_of: Clusters, text: str, options: dict[str, Any] | None
+) -> None:
+    layout = replace(PARSE(text), precision="bf16")
+    wanted, _ = train_in_bf16(md.Layout(precision="bf16"), None)
+    found = cluster_of(layout.ranks).run(train_in_bf16, layout, options)
+    first = found[0][1]
+    for losses, state in found:
+        # bfloat16 rounds weights and activations to 3 digits.
+        torch.testing.assert_close(losses, wanted, rtol=0.03, atol=0.03)
+        for name, value in state.items():
+            assert torch.equal(value, first[name]), name  # all copies to the last bit
+
+
+# Bytes and memory.
+
+
+@dataclass(frozen=True)
+class Counted:
+    """One rank's figures after two steps, and those of a third."""
+
+    memory: Memory
+    sent: dict[tuple[int, ...], int]  # bytes by group
+    formula: int
+    buckets: list[int]  # bytes, padded; in stage 3 the root unit's first
+    parameters: int
+
+    @property
+    def padded(self) -> int:
+        return sum(self.buckets)
+
+
+def count(layout: md.Layout, options: dict[str, Any] | None = None) -> Counted:
+    engine = md.prepare(gpt(md.rank(), 2), contract.ADAMW, layout, fully_shard=options)
+    inputs, targets = tokens(torch.Generator().manual_seed(engine.data_rank), 4, 8)
+    for _ in range(2):
+        engine.step(inputs, targets)
+    with comm.ledger() as ledger:
+        engine.step(inputs, targets)
+    sent: Counter[tuple[int, ...]] = Counter()
+    for call in ledger.calls:
+        sent[call.group] += call.bytes_sent
+    strategy: Any = engine.strategy
+    sharded = layout.zero == 3
+    formula = strategy.parallel.bytes_per_step(layout.micro_batches) if sharded else 0
+    formula = formula or strategy.optimizer.bytes_per_step()
+    buckets = [bucket.length * bucket.dtype.itemsize for bucket in strategy.buckets]
+    return Counted(engine.memory(), dict(sent), formula, buckets, len(strategy.parameters))
+
+
+def all_reduce(size: int, ranks: int) -> int:
+    return 2 * (ranks - 1) * size // ranks
+
+
+def neighbours(rank: int, ranks: int) -> tuple[int, ...]:
+    first = rank // ranks * ranks
+    return tuple(range(first, first + ranks))
+
+
+MORE = [pytest.param(*each, marks=[pytest.mark.deep]) for each in ((6, 2), (6, 3), (8, 2), (8, 4))]
+
+
+@pytest.mark.parametrize(("dp", "shard"), [(4, 2), *MORE])
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_a_step_sends_what_the_formula_says(cluster_of: Clusters, zero: int, dp: int, shard: int) -> None:
+    for rank, found in enumerate(cluster_of(dp).run(count, md.Layout(dp, zero=zero, shard=shard))):
+        # A reduce-scatter and an all-gather; in stage 3 one more of all units but the root.
+        gathered = 2 * found.padded - found.buckets[0] if zero == 3 else found.padded
+        copies = tuple(range(rank % shard, dp, shard))
+        assert found.sent == {
+            neighbours(rank, shard): (shard - 1) * (found.padded + gathered) // shard,
+            copies: sum(all_reduce(bucket // shard, len(copies)) for bucket in found.buckets),
+            # On how many ranks each parameter was used, and totals.
+            tuple(range(dp)): all_reduce(8 * (found.parameters + (2 if zero == 3 else 3)), dp),
+        }
+        assert found.formula == sum(found.sent.values())
+
+
+@pytest.mark.parametrize(
+    ("dp", "shard", "ranks", "micro_batches"),
+    [
+        (4, 0, 2, 1),
+        pytest.param(4, 0, 2, 3, marks=[pytest.mark.deep]),
+        pytest.param(6, 0, 3, 2, marks=[pytest.mark.deep]),
+        pytest.param(8, 4, 2, 2, marks=[pytest.mark.deep]),
+    ],
+)
+def test_secondary_shares_leave_one_gather_over_all_owners(
+    cluster_of: Clusters, dp: int, shard: int, ranks: int, micro_batches: int
+) -> None:
+    layout, owners = md.Layout(dp, zero=3, shard=shard, micro_batches=micro_batches), shard or dp
+    for rank, found in enumerate(cluster_of(dp).run(count, layout, {"secondary": ranks})):
+        again = (2 * micro_batches - 1) * found.padded - micro_batches * found.buckets[0]
+        assert found.sent[neighbours(rank, ranks)] == (ranks - 1) * again // ranks
+        rest = (owners - 1) * found.padded * (1 + micro_batches) // owners
+        tail = all_reduce(8 * (found.parameters + 2), dp)
+        assert found.sent[neighbours(rank, owners)] == rest + (tail if owners == dp else 0)
+        assert found.formula == sum(found.sent.values())
+
+
+@pytest.mark.parametrize(("dp", "shard"), [(4, 2), *MORE])
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_a_rank_holds_as_much_as_one_of_so_few_ranks(
+    cluster_of: Clusters, zero: int, dp: int, shard: int
+) -> None:
+    found = cluster_of(dp).run(count, md.Layout(dp, zero=zero, shard=shard))
+    plain = cluster_of(shard).run(count, md.Layout(shard, zero=zero))
+    elements = sum(parameter.numel() for parameter in gpt(0, 2).parameters())
+    for rank, each in enumerate(found):
+        for part in ("parameters", "gradients", "optimizer"):
+            assert getattr(each.memory, part) == getattr(plain[rank % shard].memory, part), part
+        # Adam's two moments; the padding of a few units is below a hundredth.
+        assert each.memory.optimizer == pytest.approx(2 * 8 * elements / shard, rel=0.01)
+
+
+def test_secondary_shares_take_an_nth_more(cluster_of: Clusters) -> None:
+    layout = md.Layout(4, zero=3)
+    plain, found = (cluster_of(4).run(count, layout, options) for options in (None, {"secondary": 2}))
+    for each, without in zip(found, plain, strict=True):
+        assert each.memory.parameters - without.memory.parameters == each.padded // 2
+        assert each.memory.gradients == without.memory.gradients
+        assert each.memory.optimizer == without.memory.optimizer
+
+
+# Planted faults.
+
+
+def without_the_sum_over_the_copies(patch: pytest.MonkeyPatch) -> None:
+    whole = GradientComm.reduce_to_owner
+
+    def wrong(self: GradientComm, *arguments: Any) -> Iterator[Any]:
+        yield next(whole(self, *arguments))
+
+    patch.setattr(GradientComm, "reduce_to_owner", wrong)
+
+
+def with_every_copys_norm(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(
+        parameter_placement, "global_norm", lambda gradients, sharded, _: global_norm(gradients, sharded)
+    )
+
+
+def with_every_copys_norm_on_a_mesh(patch: pytest.MonkeyPatch) -> None:
+    for kind in (ShardedState, FullySharded):
+        patch.setattr(kind, "owners", property(lambda _: 99, lambda *_: None))
+
+
+def with_stale_secondary_shares(patch: pytest.MonkeyPatch) -> None:
+    def wrong(self: UnitRuntime) -> None:
+        self.version += 1
+
+    patch.setattr(UnitRuntime, "changed", wrong)
+
+
+@pytest.mark.parametrize(
+    ("fault", "text", "options"),
+    [
+        (without_the_sum_over_the_copies, "dp=4,zero=1,shard=2", {}),
+        (without_the_sum_over_the_copies, "dp=4,zero=3,shard=2", {}),
+        (with_every_copys_norm, "dp=4,zero=2,shard=2", {}),
+        (with_every_copys_norm_on_a_mesh, "dp=4,tp=2,zero=1,shard=2", {}),
+        (with_stale_secondary_shares, "dp=4,zero=3", {"fully_shard": {"secondary": 2}}),
+    ],
+)
+def test_a_planted_fault_is_caught(
+    cluster_of: Clusters, fault: Callable[[pytest.MonkeyPatch], None], text: str, options: dict[str, Any]
+) -> None:
+    layout = PARSE(text)
+
+    def train() -> contract.Trained:
+        with pytest.MonkeyPatch.context() as patch:
+            fault(patch)
+            return contract.train_on_this_rank(CASE, layout, options)
+
+    for trained in cluster_of(layout.ranks).run(train):
+        with pytest.raises(AssertionError, match="not close"):
+            contract.compare(trained, expected(CASE))
