@@ -36,6 +36,11 @@ class Case:
     tied: bool = True
     model: str = ""  # a name, in place of a shape of its own
     dropout: float = 0.0
+    secondary: int | None = None
+
+    @property
+    def fully_shard(self) -> dict[str, Any] | None:
+        return None if self.secondary is None else {"secondary": self.secondary}
 
     @property
     def shape(self) -> TransformerConfig:
@@ -63,6 +68,7 @@ class Case:
             rank,
             self.optimizer,
             clip_norm=self.clip_norm,
+            fully_shard=self.fully_shard,
             way=self.way,
         )
 
@@ -85,7 +91,11 @@ def measure(case: Case) -> Measured:
         found = []
         with comm.ledger() as ledger:
             engine = md.prepare(
-                GPT(case.shape), OPTIMIZERS[case.optimizer], case.parsed, clip_norm=case.clip_norm
+                GPT(case.shape),
+                OPTIMIZERS[case.optimizer],
+                case.parsed,
+                clip_norm=case.clip_norm,
+                fully_shard=case.fully_shard,
             )
         found.append(plain(ledger.calls))
         own = range(engine.data_rank, case.rows, engine.data_ranks)

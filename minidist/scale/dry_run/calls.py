@@ -92,16 +92,23 @@ def recorded(phase: str, names: Callable[[Call], str] = lambda call: "world") ->
         yield recorder
 
 
-def axis_names(mesh: Mesh) -> Callable[[Call], str]:
-    """A function from a call to its axis."""
+def axis_names(mesh: Mesh, *shares: int) -> Callable[[Call], str]:
+    """A function from a call to its axis.
+
+    shares: into how many shares copies of the state, or of the parameters, are cut.
+    """
     groups = {mesh.ranks(axis): axis for axis in ("tp", "pp", "cp", "dp") if mesh.size(axis) > 1}
-    gradients = mesh.ranks("dp_cp")
+    whole, own = mesh.ranks("dp_cp"), mesh.rank("dp_cp")
+    gradients = {whole}
+    for size in shares:
+        first = own // size * size
+        gradients |= {whole[first : first + size], whole[own % size :: size]}
 
     def name(call: Call) -> str:
         # Messages, and the sizes that are exchanged before them (int64), are ring attention's.
-        if call.group == gradients and call.name not in _RING and call.dtype != "int64":
+        if call.group in gradients and call.name not in _RING and call.dtype != "int64":
             return "dp"
-        return groups.get(call.group, "dp" if call.group == gradients else "world")
+        return groups.get(call.group, "dp" if call.group in gradients else "world")
 
     return name
 

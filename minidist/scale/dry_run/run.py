@@ -36,6 +36,7 @@ from minidist.scale.dry_run.models import build, loss_of, plan_of
 from minidist.scale.dry_run.peers import LayoutPeers
 from minidist.scale.memory.arguments import named_shape
 from minidist.scale.memory.estimates import coordinates
+from minidist.scale.memory.state_bytes import owners
 
 if TYPE_CHECKING:
     from minidist.scale.time.rates import Hardware
@@ -67,7 +68,8 @@ class DryRun:
     first_step: tuple[DryCall, ...] = field(repr=False)
     prepare: tuple[DryCall, ...] = field(repr=False)  # of `prepare`, which sends the model to all ranks
     seconds: float  # the duration of this dry run
-    options: tuple[str, ...] = ()  # data_parallel and fully_shard, as given
+    options: tuple[str, ...] = ()  # data_parallel and fully_shard, as given, without "secondary"
+    secondary: int = 0  # ranks that share a second copy of the parameters; 0 for no such copy
 
     @property
     def bytes_sent(self) -> int:
@@ -101,7 +103,8 @@ class DryRun:
                 "the optimizer is your own function, and the time of its update is unknown; give 'adamw', "
                 "'adam', 'momentum' or 'sgd'"
             )
-        found = predict_step(self.config, self.layout, self.batch, hardware, optimizer=self.optimizer)
+        given = self.config, self.layout, self.batch, hardware
+        found = predict_step(*given, optimizer=self.optimizer, secondary=self.secondary)
         if not self.options:
             return found
         left_out = f"the time ignores {' and '.join(self.options)}, which change what is sent or when"
@@ -174,7 +177,8 @@ def dryrun(
                     fully_shard=fully_shard,
                     plan=plan_of(shape, layout.tp),
                 )
-            names = axis_names(engine.mesh)
+            secondary = (fully_shard or {}).get("secondary") or 0
+            names = axis_names(engine.mesh, owners(layout), secondary or 1)
             for call in prepared:
                 call.axis = names(call) if len(call.group) > 1 else ""
             first, calls = (_step(engine, tensors, peers, (own_rows, tokens), names) for _ in range(2))
@@ -201,8 +205,9 @@ def dryrun(
             f"{option}={value!r}"
             for options in (data_parallel, fully_shard)
             for option, value in (options or {}).items()
-            if option != "initialize"  # has no effect on a step
+            if option not in ("initialize", "secondary")  # no effect on a step; known to `predict`
         ),
+        secondary,
     )
 
 

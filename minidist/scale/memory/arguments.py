@@ -10,7 +10,7 @@ from minidist.model.configs import GPTConfig, TransformerConfig
 from minidist.model.configs import config as config_of
 from minidist.parallel.contract.layout import Layout
 from minidist.scale.memory.saved_activations import ATTENTIONS
-from minidist.scale.memory.state_bytes import BYTES, OPTIMIZERS
+from minidist.scale.memory.state_bytes import BYTES, OPTIMIZERS, owners
 
 
 def named_shape(model: object) -> tuple[TransformerConfig, str]:
@@ -44,6 +44,19 @@ def check_types(layout: object, batch: object, rank: object) -> None:
         )
     if rank is not None and not is_whole(rank):
         raise TypeError(f"rank is {rank!r}; give a whole number, or None for the rank with the most bytes")
+
+
+def check_secondary(layout: Layout, secondary: object) -> None:
+    """ValueError unless `secondary` is 0 or a number of ranks that `prepare` takes with the layout."""
+    ranks = owners(layout)
+    if secondary == 0:
+        return
+    if layout.zero != 3 or not is_whole(secondary) or not 1 < secondary < ranks or ranks % secondary:
+        raise ValueError(
+            f"secondary is {secondary!r} and the layout {layout}; give, with zero=3, a divisor of the "
+            f"{ranks} ranks that share the parameters, from 2 on and smaller than that; or 0 for no second "
+            "copy"
+        )
 
 
 def refuse_cut_rows(shape: TransformerConfig, layout: Layout) -> None:

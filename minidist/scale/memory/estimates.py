@@ -15,10 +15,10 @@ from minidist.parallel.context import zigzag_order
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.memory_report import Memory
 from minidist.parallel.pipeline.schedules import Schedule, by_name
-from minidist.scale.memory.arguments import check, check_types, rows_and_tokens
+from minidist.scale.memory.arguments import check, check_secondary, check_types, rows_and_tokens
 from minidist.scale.memory.parameter_sizes import ModelPart, parts, share
 from minidist.scale.memory.saved_activations import Saved
-from minidist.scale.memory.state_bytes import BYTES, by_formula, held
+from minidist.scale.memory.state_bytes import BYTES, by_formula, held, owners
 
 ModelShape = TransformerConfig | str | int | float
 BatchSize = int | tuple[int, int]
@@ -53,6 +53,7 @@ def estimate(
     optimizer: str = "adam",
     attention: str | None = None,
     rank: int | None = None,
+    secondary: int = 0,
 ) -> Estimate:
     """Estimate the bytes that `engine.memory()` would count on a rank after a step.
 
@@ -72,6 +73,8 @@ def estimate(
         optimizer: "adam", "momentum" (SGD with momentum) or "sgd".
         attention: "fused", "math", or None for torch's choice on CPUs; see `Saved`.
         rank: None for the rank with the most bytes.
+        secondary: with zero=3, the ranks that share a second copy of the parameters, as in `prepare`'s
+            `fully_shard={"secondary": 8}`; 0 for no second copy.
 
     Raises:
         TypeError, ValueError: an argument is of the wrong type, unknown or out of range.
@@ -82,8 +85,9 @@ def estimate(
     if isinstance(config, str):
         config = config_of(config)
     check(config, layout, precision, optimizer, attention, rank)
+    check_secondary(layout, secondary)
     if isinstance(config, int | float):
-        found = by_formula(round(config), layout.dp, layout.zero, precision, optimizer)
+        found = by_formula(round(config), owners(layout), layout.zero, precision, optimizer, secondary)
         return Estimate(found.parameters, found.gradients, found.optimizer, 0, 0)
     rows, tokens = rows_and_tokens(config, batch, 0)
     # Ranks of one stage differ by at most a row, some tokens and a slice of the matrices.
@@ -94,7 +98,10 @@ def estimate(
         else [coordinates(layout, rank).values()]
     )
     return max(
-        (_one(config, layout, precision, (rows, tokens), optimizer, attention, *each) for each in chosen),
+        (
+            _one(config, layout, precision, (rows, tokens), optimizer, attention, secondary, *each)
+            for each in chosen
+        ),
         key=lambda found: found.peak,
     )
 
@@ -115,6 +122,7 @@ def _one(
     batch: tuple[int, int],
     optimizer: str,
     attention: str | None,
+    secondary: int,
     stage: int,
     data_rank: int,
     context_rank: int,
@@ -122,7 +130,7 @@ def _one(
 ) -> Estimate:
     """Estimate for the rank with these coordinates."""
     part = ModelPart(layout.tp, layout.pp, layout.chunks, tensor_rank, stage)
-    states = held(config, layout.dp * layout.cp, layout.zero, precision, optimizer, part)
+    states = held(config, owners(layout), layout.zero, precision, optimizer, part, secondary)
     own, tokens = share(batch[0], layout.dp, data_rank), zigzag_order.size(batch[1], layout.cp, context_rank)
     options = BYTES[precision], attention, part, layout.sequence_parallel, layout.cp > 1
     activations = logits = 0

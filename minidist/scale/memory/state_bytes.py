@@ -2,7 +2,8 @@
 
 With Adam in fp32 a parameter takes 4 bytes, its gradient 4 and the optimizer 8. In bf16 and fp16 they take 2,
 2 and 12: a float32 copy and Adam's 8. Of n data-parallel ranks each keeps 1/n of the optimizer state in stage
-1, of the gradients as well in stage 2, and of the parameters as well in stage 3.
+1, of the gradients as well in stage 2, and of the parameters as well in stage 3. With hybrid sharding n is
+the layout's `shard`: so many ranks share one copy of the state.
 
 minidist holds a little more than these formulas say:
 
@@ -12,10 +13,11 @@ minidist holds a little more than these formulas say:
 - Stages 1 and 2 pad each bucket of 25 MB to a multiple of n elements.
 - Stage 2 holds gradients in two buckets until they are sent.
 - Stage 3 pads each unit (a layer, or the tied matrix) to a multiple of n. It sums gradients in the precision
-  of the update, and two buffers as long as the largest unit hold them until they are sent.
+  of the update, and two buffers as long as the largest unit hold them until they are sent. With secondary
+  shares on k ranks, a rank has another 1/k of the padded parameters.
 
-Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
-sections 3.1 and 5, and figure 1.
+Sources: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
+sections 3.1 and 5, and figure 1; Wang et al. 2023, "ZeRO++", section 3.2 (secondary shares).
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from minidist.model.configs import TransformerConfig
+from minidist.parallel.contract.layout import Layout
 from minidist.parallel.flat.joined_messages import MB
 from minidist.scale.memory import parameter_sizes
 
@@ -52,12 +55,20 @@ class States:
     update: int = 0
 
 
-def by_formula(parameters: int, ranks: int, zero: int, precision: str, optimizer: str) -> States:
-    """The ZeRO paper's formulas, for a number of parameters."""
+def owners(layout: Layout) -> int:
+    """The number of ranks that share one copy of the state, if the layout has ZeRO."""
+    return layout.shard or layout.dp * layout.cp
+
+
+def by_formula(
+    parameters: int, ranks: int, zero: int, precision: str, optimizer: str, secondary: int = 0
+) -> States:
+    """The ZeRO paper's formulas, for a number of parameters, and ZeRO++'s for secondary shares."""
     element, _, each = _bytes(precision, optimizer)
     own = parameter_sizes.share(parameters, ranks)
+    more = parameter_sizes.share(parameters, secondary) if secondary else 0
     return States(
-        (own if zero > 2 else parameters) * element,
+        ((own if zero > 2 else parameters) + more) * element,
         (own if zero > 1 else parameters) * element,
         (own if zero > 0 else parameters) * each,
     )
@@ -71,10 +82,12 @@ def held(
     precision: str,
     optimizer: str,
     part: parameter_sizes.ModelPart = parameter_sizes.ALONE,
+    secondary: int = 0,
 ) -> States:
     """Return the states that minidist's strategies hold on a rank with one `part` of the model.
 
-    `ranks` counts those that share gradients and, from stage `zero` = 1 on, states: dp times cp.
+    `ranks` counts those that share one copy of the states, see `owners`; in stage 0 those that sum gradients.
+    `secondary` counts the ranks that share a second copy of stage 3's parameters; 0 for none.
     """
     element, updated, each = _bytes(precision, optimizer)
     adam = optimizer == "adam"
@@ -97,7 +110,8 @@ def held(
     own, longest = _shares(units, ranks)
     gathered = (units[0] + sum(sorted(units[1:])[-2:]) + longest) * element
     gradients = own * updated + 2 * longest * element
-    return States(own * element, gradients, own * each + 4 * adam, gathered, own * temporary)
+    kept = own + (own * ranks // secondary if secondary else 0)
+    return States(kept * element, gradients, own * each + 4 * adam, gathered, own * temporary)
 
 
 def cut(sizes: Iterable[int], limit: int) -> list[int]:

@@ -1,11 +1,12 @@
 """All layouts of a number of ranks that `prepare` takes, with their memory and predicted time.
 
 Every product dp x tp x pp x cp of the ranks is tried, with every ZeRO stage, sequence parallelism and the
-schedules of contract/schedule_kinds.py that are planned. Micro-batches are powers of two: as few as fit,
-since more of them make products smaller; in a pipeline one to eight per stage, which shrink its bubble.
-Tensor parallelism sends the most and stays within a host (Narayanan et al. 2021, section 3.2, takeaway 1).
-Activations are recomputed if they do not fit otherwise, or only with many micro-batches. `prepare`'s own
-checks decide which options go together.
+schedules of contract/schedule_kinds.py that are planned. Where data-parallel ranks lie on several hosts, the
+ranks of a host may share one copy of the state or, in stage 3, a second copy of the parameters. Micro-batches
+are powers of two: as few as fit, since more of them make products smaller; in a pipeline one to eight per
+stage, which shrink its bubble. Tensor parallelism sends the most and stays within a host (Narayanan et al.
+2021, section 3.2, takeaway 1). Activations are recomputed if they do not fit otherwise, or only with many
+micro-batches. `prepare`'s own checks decide which options go together.
 """
 
 from __future__ import annotations
@@ -51,14 +52,20 @@ class Question:
         """Rows, and tokens in each row."""
         return self.rows, self.tokens
 
-    def estimate(self, layout: Layout) -> Estimate:
+    def estimate(self, layout: Layout, secondary: int = 0) -> Estimate:
         """Memory of the fullest rank."""
-        return estimate(self.shape, layout, batch=self.batch, optimizer=self.optimizer)
+        return estimate(self.shape, layout, batch=self.batch, optimizer=self.optimizer, secondary=secondary)
 
-    def predict(self, layout: Layout) -> StepTime:
+    def predict(self, layout: Layout, secondary: int = 0) -> StepTime:
         """Time of a step."""
         return predict_step(
-            self.shape, layout, self.batch, self.hardware, optimizer=self.optimizer, simulated=self.simulated
+            self.shape,
+            layout,
+            self.batch,
+            self.hardware,
+            optimizer=self.optimizer,
+            simulated=self.simulated,
+            secondary=secondary,
         )
 
 
@@ -69,6 +76,12 @@ class Candidate:
     layout: Layout
     memory: Estimate
     step: StepTime | None  # None if it does not fit
+    secondary: int = 0  # ranks that share a second copy of the parameters, an option of `prepare`
+
+    def __str__(self) -> str:
+        """The layout, as `Layout.parse` reads it, and the option."""
+        option = f' with fully_shard={{"secondary": {self.secondary}}}' if self.secondary else ""
+        return f"{self.layout}{option}"
 
 
 @dataclass(frozen=True)
@@ -85,9 +98,9 @@ def candidates(question: Question) -> Iterator[Candidate | Refused]:
         if tp > question.hardware.ranks_per_host:
             continue
         planned = [name for name, kind in SCHEDULES.items() if kind.planned] if pp > 1 else [DEFAULT_SCHEDULE]
-        stages = range(4) if dp * cp > 1 else range(1)
         sequence = (False, True) if tp > 1 else (False,)
-        for zero, shared, schedule in product(stages, sequence, planned):
+        sharings = [(0, 0, 0), *_sharings(question, dp * cp, tp)]
+        for (zero, shard, secondary), shared, schedule in product(sharings, sequence, planned):
             fields = {
                 "dp": dp,
                 "tp": tp,
@@ -98,8 +111,22 @@ def candidates(question: Question) -> Iterator[Candidate | Refused]:
                 "sequence_parallel": shared,
                 "schedule": schedule,
                 "chunks": SCHEDULES[schedule].least_chunks,
+                "shard": shard,
             }
-            yield from _of_one_form(question, fields)
+            yield from _of_one_form(question, fields, secondary)
+
+
+def _sharings(question: Question, ranks: int, tp: int) -> Iterator[tuple[int, int, int]]:
+    """ZeRO's stage, the layout's `shard`, and the ranks of secondary shares, for so many dp and cp ranks."""
+    host = question.hardware.ranks_per_host
+    there = host // tp  # of these ranks on a host
+    several = 1 < there < ranks and host % tp == 0 and ranks % there == 0
+    for zero in range(1, 4) if ranks > 1 else ():
+        yield zero, 0, 0
+        if several:
+            yield zero, there, 0
+    if several:
+        yield 3, 0, there
 
 
 def frugal(question: Question) -> Iterator[Layout]:
@@ -116,7 +143,9 @@ def frugal(question: Question) -> Iterator[Layout]:
             yield replace(layout, micro_batches=share(question.rows, dp))
 
 
-def _of_one_form(question: Question, fields: dict[str, object]) -> Iterator[Candidate | Refused]:
+def _of_one_form(
+    question: Question, fields: dict[str, object], secondary: int
+) -> Iterator[Candidate | Refused]:
     """Candidates that differ only in micro-batches and recomputation."""
     try:
         layout = Layout(**fields)  # type: ignore[arg-type]
@@ -124,7 +153,8 @@ def _of_one_form(question: Question, fields: dict[str, object]) -> Iterator[Cand
     except ValueError as error:
         one = Layout()
         written = ",".join(f"{name}={value}" for name, value in fields.items() if value != getattr(one, name))
-        yield Refused(written or "dp=1", str(error))
+        if not (secondary or fields["shard"]):  # else it is refused without them as well
+            yield Refused(written or "dp=1", str(error))
         return
     forms = [layout]
     if SCHEDULES[layout.schedule].allows_recompute:
@@ -138,12 +168,12 @@ def _of_one_form(question: Question, fields: dict[str, object]) -> Iterator[Cand
             if least and (layout.pp == 1 or micro > A_STAGE * layout.pp):
                 break
             tried = replace(form, micro_batches=micro)
-            memory = question.estimate(tried)
+            memory = question.estimate(tried, secondary)
             if memory.peak > question.memory:
-                last = Candidate(tried, memory, None)
+                last = Candidate(tried, memory, None, secondary)
                 continue
             least, found = least or micro, True
-            yield Candidate(tried, memory, question.predict(tried))
+            yield Candidate(tried, memory, question.predict(tried, secondary), secondary)
         if least:
             most = least // 2
         if not most:

@@ -103,7 +103,7 @@ def plan(
     if fitting:
         enough = seconds(fitting[0]) / (1 - MEANINGFUL)
         near = [each for each in fitting if seconds(each) <= enough]
-        chosen = min(near, key=lambda each: (effort(each.layout), seconds(each)))
+        chosen = min(near, key=lambda each: (effort(each), seconds(each)))
         fitting.remove(chosen)
         fitting.insert(0, chosen)
     too_large.sort(key=lambda c: c.memory.peak)
@@ -128,10 +128,12 @@ def family_of(layout: Layout) -> str:
     return axes[0] if axes else "sharded" if layout.zero else "plain"
 
 
-def effort(layout: Layout) -> tuple[float, ...]:
-    """How complex a layout is: axes besides dp; ZeRO's stage and other options; micro-batches."""
+def effort(candidate: Candidate) -> tuple[float, ...]:
+    """How complex a candidate is: axes besides dp; ZeRO's stage and other options; micro-batches."""
+    layout = candidate.layout
     axes = sum(size > 1 for size in (layout.tp, layout.pp, layout.cp))
     more = layout.recompute + layout.sequence_parallel + (layout.schedule != DEFAULT_SCHEDULE)
+    more += (layout.shard > 0) + (candidate.secondary > 0)
     return axes, layout.zero + more, layout.micro_batches
 
 

@@ -36,7 +36,7 @@ def answer(plan: Plan) -> str:
             return f"No layout of {many} can train {question.name} with this batch."
         least = plan.too_large[0]
         return (
-            f"{question.name} does not fit on {where}: the smallest layout, {written(least.layout)}, takes "
+            f"{question.name} does not fit on {where}: the smallest layout, {written(least)}, takes "
             f"{size(least.memory.peak)} ({largest_parts(least.memory)})."
         )
     family, step = family_of(chosen.layout), chosen.step
@@ -50,7 +50,7 @@ def answer(plan: Plan) -> str:
     }[family]
     first = "One rank is enough" if question.ranks == 1 else first
     return (
-        f"{first}: {written(chosen.layout)} trains {question.name} on {where} in {duration(step.seconds)} a "
+        f"{first}: {written(chosen)} trains {question.name} on {where} in {duration(step.seconds)} a "
         f"step of {question.rows} rows ({rows_a_second(step.rows_per_second)} rows/s, {step.used:.0%} of the "
         f"peak) and takes {size(chosen.memory.peak)} per rank."
     )
@@ -76,7 +76,7 @@ def _fastest(plan: Plan, chosen: Candidate) -> str:
         return "No other layout is predicted to be faster."
     saves = 1 - seconds(fastest) / seconds(chosen)
     return (
-        f"The fastest, {written(fastest.layout)}, would save {saves:.1%} of the time, which is less than a "
+        f"The fastest, {written(fastest)}, would save {saves:.1%} of the time, which is less than a "
         f"prediction can tell ({MEANINGFUL:.0%})."
     )
 
@@ -85,7 +85,7 @@ def _why_not_plain(plan: Plan, chosen: Candidate) -> str:
     plain, least = plan.best("plain"), plan.least("plain")
     if plain is not None:
         return (
-            f"Plain data parallelism fits, {written(plain.layout)}, but takes "
+            f"Plain data parallelism fits, {written(plain)}, but takes "
             f"{seconds(plain) / seconds(chosen):.2f} times as long."
         )
     if least is None:
@@ -107,7 +107,7 @@ def _earns(plan: Plan, chosen: Candidate, family: str) -> str:
         return f"{name} does not fit: at the least, {written(least[0])}, {size(least[1].peak)} per rank."
     ratio, costs = seconds(best) / seconds(chosen), waits(best)
     compared = f"takes {ratio:.2f} times as long" if ratio >= 1 else f"would save {1 - ratio:.1%} of the time"
-    text = f"{name} {compared}, {written(best.layout)}{f': {costs}' if costs else ''}"
+    text = f"{name} {compared}, {written(best)}{f': {costs}' if costs else ''}"
     simpler = ("plain",) if family == "sharded" else ("plain", "sharded")
     before = plan.least(*simpler)
     if before is None:
@@ -153,7 +153,7 @@ def table(plan: Plan, measured: dict[str, float] | None = None) -> Table:
         drawn.add_column(heading, justify="right", no_wrap=True)
     drawn.add_column("of the step")
     for each in plan.fitting[:BEST]:
-        step, name = each.step, str(each.layout)
+        step, name = each.step, str(each)
         assert step is not None
         shares = [
             f"{part} {value / step.seconds:.0%}"
@@ -162,7 +162,7 @@ def table(plan: Plan, measured: dict[str, float] | None = None) -> Table:
         ]
         took = [duration(measured[name]) if name in measured else ""] if measured else []
         speed, peak = rows_a_second(step.rows_per_second), size(each.memory.peak)
-        row = written(each.layout), duration(step.seconds), *took, speed, peak, f"{step.used:.0%}"
+        row = written(each), duration(step.seconds), *took, speed, peak, f"{step.used:.0%}"
         drawn.add_row(*row, ", ".join(shares))
     return drawn
 
@@ -182,7 +182,7 @@ def unfit(plan: Plan) -> list[str]:
     for name, group in kinds.items():
         least = min(group, key=lambda each: each.memory.peak)
         found.append(
-            f"{_many(len(group))} of {name}: at the least, {written(least.layout)}, "
+            f"{_many(len(group))} of {name}: at the least, {written(least)}, "
             f"{size(least.memory.peak)} ({largest_parts(least.memory)})"
         )
     refused: dict[str, list[str]] = {}  # reasons that differ only in numbers are one kind
@@ -202,10 +202,9 @@ def largest_parts(memory: Estimate) -> str:
     return ", ".join(f"{kind} {size(n)}" for kind, n in kinds.items() if n >= 0.1 * memory.peak)
 
 
-def written(layout: Layout) -> str:
+def written(layout: Layout | Candidate) -> str:
     """A layout as `--layout` takes it, without the precision, which all layouts share."""
-    parts = [part for part in str(layout).split(",") if not part.startswith("precision=")]
-    return ",".join(parts) or "dp=1"
+    return re.sub(r"(^|,)precision=\w+", "", str(layout)).lstrip(",") or "dp=1"
 
 
 def duration(value: float) -> str:
@@ -238,6 +237,7 @@ def as_json(plan: Plan, measured: dict[str, float] | None = None) -> dict[str, A
 def _entry(each: Candidate, measured: dict[str, float]) -> dict[str, Any]:
     kinds = {kind: getattr(each.memory, kind) for kind in (*KINDS, "transient", "peak")}
     entry: dict[str, Any] = {"layout": str(each.layout), "family": family_of(each.layout), "memory": kinds}
+    entry |= {"secondary": each.secondary} if each.secondary else {}
     if each.step is not None:
         entry |= {
             "seconds": each.step.seconds,
@@ -245,6 +245,6 @@ def _entry(each: Candidate, measured: dict[str, float]) -> dict[str, Any]:
             "of_peak": each.step.used,
             "parts": each.step.parts,
         }
-    if str(each.layout) in measured:
-        entry["measured"] = measured[str(each.layout)]
+    if str(each) in measured:
+        entry["measured"] = measured[str(each)]
     return entry

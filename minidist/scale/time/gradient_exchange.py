@@ -7,11 +7,15 @@
 | 2 | a reduce-scatter of each bucket | an all-gather of each bucket |
 | 3 | two all-gathers and a reduce-scatter of each unit | |
 
+With hybrid sharding these go over the ranks that share one copy of the state, and an all-reduce of the share
+over the ranks that own the same follows each reduce-scatter. With secondary shares all but a step's first
+all-gathers go over the ranks that share the second copy.
+
 Reductions that run during the backward pass are hidden behind it, except for the last bucket, which is
 complete only when the pass ends.
 
 Sources: Li et al. 2020, section 3.2; Rajbhandari et al. 2020, section 7; Zhao et al. 2023, "PyTorch FSDP",
-section 3.3.
+sections 3.2.2 and 3.3; Wang et al. 2023, "ZeRO++", section 3.2.
 """
 
 from __future__ import annotations
@@ -48,7 +52,7 @@ class GradientTime:
         self.element = BYTES[self.layout.precision]
         self.updated = max(self.element, 4)
         self.sizes = [size for layer in parameter_sizes.layers(shape, part) for size in layer]
-        self.ranks = wires.size("dp")
+        self.ranks, self.owners = wires.size("dp"), wires.size("shares")
 
     @cached_property
     def buckets(self) -> list[int]:
@@ -88,20 +92,32 @@ class GradientTime:
             return sum(reduced) + tail, 0.0 if late else min(sum(reduced[:-1]), last_backward)
         if layout.zero == 3:
             units = [float(unit * self.element) for unit in self.units]
-            gathers = [collective("all_gather", unit / self.ranks) for unit in units]
-            reduced = [collective("reduce_scatter", unit) for unit in units]
-            sent = micro * (2 * sum(gathers) - gathers[0] + sum(reduced))
-            # Nothing runs at the same time as the first gathers and the last reduction.
-            bare = micro * (sum(gathers[:2]) + reduced[0])
+            first, again = (self._gathers(units, axis) for axis in ("shares", "secondary"))
+            reduced = self._reductions(units)
+            sent = sum(first) - sum(again) + micro * (2 * sum(again) - again[0] + sum(reduced))
+            # Nothing runs at the same time as a pass's first gathers and its last reduction.
+            bare = sum(first[:2]) + (micro - 1) * sum(again[:2]) + micro * reduced[0]
             return sent + tail, min(max(0.0, sent - bare), passes)
-        reduced = [collective("reduce_scatter", float(size * self.element)) for size in self.buckets]
-        gathered = sum(collective("all_gather", size * self.element / self.ranks) for size in self.buckets)
+        buckets = [float(size * self.element) for size in self.buckets]
+        reduced, gathered = self._reductions(buckets), sum(self._gathers(buckets, "shares"))
         rounds = micro if layout.zero == 2 else 1
         hidden = rounds * min(sum(reduced[:-1]), last_backward)
         tied = layout.pp > 1 and self.shape.shares_matrix
         if layout.pp > 1 and (layout.chunks > 1 or tied):
             hidden = 0.0  # sent only once the schedule is done
         return rounds * sum(reduced) + tail * rounds + gathered, hidden
+
+    def _gathers(self, sizes: list[float], axis: str) -> list[float]:
+        """Seconds of an all-gather of each flat tensor of so many bytes."""
+        return [self.wires.collective("all_gather", size / self.wires.size(axis), axis) for size in sizes]
+
+    def _reductions(self, sizes: list[float]) -> list[float]:
+        """Seconds of bringing each rank its share of the sums."""
+        over = self.wires.collective
+        return [
+            over("reduce_scatter", size, "shares") + over("all_reduce", size / self.owners, "copies")
+            for size in sizes
+        ]
 
     @cached_property
     def _handling(self) -> float:
@@ -129,7 +145,7 @@ class GradientTime:
     def _update(self) -> float:
         """Seconds of the optimizer's step on this rank's share."""
         zero, elements = self.layout.zero, sum(self.sizes)
-        own = share(elements, self.ranks) if zero else elements
+        own = share(elements, self.owners) if zero else elements
         pieces = {0: len(self.sizes), 3: 1}.get(zero, len(self.buckets))
         passes = min(ELEMENT_PASSES[self.optimizer], FUSED_PASSES if self.rates.asynchronous else 99)
         moved = passes * own * self.updated

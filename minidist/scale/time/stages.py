@@ -83,6 +83,7 @@ class StepStages:
         hardware: Hardware,
         optimizer: str,
         simulated: Simulated | None = None,
+        secondary: int = 0,
     ) -> None:
         self.simulated = {} if simulated is None else simulated
         self.shape, self.layout, self.hardware, self.optimizer = shape, layout, hardware, optimizer
@@ -94,9 +95,9 @@ class StepStages:
         self.element = BYTES[layout.precision]
         self.crowd = hardware.crowd(min(layout.ranks, hardware.ranks_per_host))
         self.rates = self.crowd.rates
-        self.wires = Wires(hardware, self.crowd, layout)
+        self.wires = Wires(hardware, self.crowd, layout, secondary)
         self.chunks = parts(shape, layout.pp, layout.chunks)
-        self._form = replace(layout, zero=0), tokens  # passes and pipelines do not depend on ZeRO
+        self._form = replace(layout, zero=0, shard=0), tokens  # passes and pipelines do not depend on ZeRO
         self._times: dict[tuple[int, int], StageTimes] = self.simulated.setdefault(self._form, {})
 
     def parts(self) -> dict[str, float]:

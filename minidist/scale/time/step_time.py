@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from minidist.model.configs import TransformerConfig
 from minidist.model.configs import config as config_of
 from minidist.parallel.contract.layout import Layout
-from minidist.scale.memory.arguments import check, check_types
+from minidist.scale.memory.arguments import check, check_secondary, check_types
 from minidist.scale.memory.estimates import ModelShape
 from minidist.scale.time.hardware import hardware as hardware_of
 from minidist.scale.time.layer_work import model_flops
@@ -72,6 +72,7 @@ def predict_step(
     *,
     optimizer: str = "adam",
     simulated: Simulated | None = None,
+    secondary: int = 0,
 ) -> StepTime:
     """Predict the time in which a layout trains on one global batch.
 
@@ -83,6 +84,7 @@ def predict_step(
         optimizer: "adam", "momentum" or "sgd".
         simulated: a dict that keeps seconds of passes and pipelines, to share between many layouts of one
             model on one machine.
+        secondary: see `estimate`.
 
     Raises:
         TypeError, ValueError: as `estimate`; or the machine is unknown or has no rate for the precision, the
@@ -92,11 +94,12 @@ def predict_step(
     layout, machine = layout or Layout(), hardware_of(hardware)
     shape = config_of(config) if isinstance(config, str) else config
     check(shape, layout, layout.precision, optimizer)
+    check_secondary(layout, secondary)
     if not isinstance(shape, TransformerConfig):
         raise TypeError(f"config is {config!r}; give a model's shape, whose layers can be timed")
     rows, tokens = batch if isinstance(batch, tuple) else (batch, shape.context)
     check_fits(shape, layout, rows, tokens, machine)
-    parts = StepStages(shape, layout, rows, tokens, machine, optimizer, simulated).parts()
+    parts = StepStages(shape, layout, rows, tokens, machine, optimizer, simulated, secondary).parts()
     seconds = sum(value for name, value in parts.items() if not name.endswith(HIDDEN))
     return StepTime(
         seconds,

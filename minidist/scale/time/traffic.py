@@ -1,7 +1,9 @@
 """Seconds of the messages between ranks: which links they use, and what each axis of a layout sends.
 
 Ranks are numbered as in `comm.mesh`: tp innermost, then cp, dp and pp. A group that lies on one host uses the
-links inside the host. Any other group uses the network, with as many cards as it has ranks on a host.
+links inside the host. Any other group uses the network, with as many cards as it has ranks on a host. The dp
+ranks have three kinds of groups inside: "shares" own a share of one copy of the state each, "copies" own the
+same share, and "secondary" share a second copy of the parameters.
 
 Sources: NVIDIA/nccl, src/graph/tuning.cc (a ring's hops within and between hosts); Shoeybi et al. 2019,
 section 3 (tp); Korthikanti et al. 2022, section 4 (sequence parallelism); Liu et al. 2023 (cp). The bytes are
@@ -15,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from minidist.comm.cost import predict
 from minidist.comm.cost.links import LinkProfile
 from minidist.parallel.contract.layout import Layout
+from minidist.scale.memory.state_bytes import owners
 from minidist.scale.time.rates import Crowd, Hardware
 
 ALGORITHMS = {
@@ -32,6 +35,7 @@ class Wires:
     hardware: Hardware
     crowd: Crowd  # figures for the ranks of one host
     layout: Layout
+    secondary: int = 0  # ranks that share a second copy of stage 3's parameters; 0 for no such copy
     known: dict[tuple[str, float, str], float] = field(default_factory=dict, compare=False)  # a cache
 
     def stride(self, axis: str) -> int:
@@ -42,12 +46,21 @@ class Wires:
             "cp": layout.tp,
             "dp": layout.tp,  # gradients are summed over dp and cp together
             "pp": layout.tp * layout.cp * layout.dp,
+            "shares": layout.tp,
+            "copies": layout.tp * owners(layout),
+            "secondary": layout.tp,
         }[axis]
 
     def size(self, axis: str) -> int:
         """Ranks in each of the axis's groups; dp includes cp."""
-        layout = self.layout
-        return layout.dp * layout.cp if axis == "dp" else int(getattr(layout, axis))
+        ranks, shares = self.layout.dp * self.layout.cp, owners(self.layout)
+        sizes = {
+            "dp": ranks,
+            "shares": shares,
+            "copies": ranks // shares,
+            "secondary": self.secondary or shares,
+        }
+        return sizes[axis] if axis in sizes else int(getattr(self.layout, axis))
 
     def collective(self, operation: str, bytes_: float, axis: str) -> float:
         """Seconds of a collective to which each rank gives a tensor of so many bytes."""

@@ -36,6 +36,9 @@ SHORT = [
     Case("dp=2,tp=2,zero=1,sequence_parallel=true,precision=bf16"),
     Case("dp=2,pp=2,micro_batches=3", rows=7),
     Case("dp=2,tp=2,zero=2,micro_batches=2,precision=fp16", optimizer="momentum"),
+    Case("dp=4,zero=1,shard=2"),
+    Case("dp=2,cp=2,zero=3,shard=2,micro_batches=2"),
+    Case("dp=4,zero=3,micro_batches=2", secondary=2, way="shared_memory"),
 ]
 
 
@@ -191,6 +194,20 @@ def test_axes_that_share_a_group_are_told_apart() -> None:
     }
 
 
+def test_hybrid_sharding_and_secondary_shares_are_of_the_data_parallel_axis() -> None:
+    # Blocks of two neighbours over dp and cp are the rings of context parallelism, too.
+    shared = Case("dp=2,cp=2,tp=2,zero=3,shard=2").dry(0)
+    assert {(line.axis, line.ranks, line.name) for line in shared.lines if line.axis != "tp"} == {
+        *(("cp", 2, "send"), ("cp", 2, "recv"), ("cp", 2, "all_gather")),
+        *(("dp", 2, "all_gather"), ("dp", 2, "reduce_scatter"), ("dp", 2, "all_reduce")),
+        *(("dp", 4, "all_reduce"), ("world", 8, "all_reduce")),
+    }
+    twice = dryrun("byte-tiny", md.Layout(dp=16, zero=3), fully_shard={"secondary": 8})
+    assert set(twice.by_axis) == {"dp"}
+    gathers = [(line.phase, line.ranks) for line in twice.lines if line.name == "all_gather"]
+    assert gathers == [("forward", 16), ("backward", 8)]
+
+
 def test_a_rings_messages_are_of_the_pass_that_sends_them() -> None:
     # Three micro-batches on a stage of two layers with attention: keys and values go round once forward;
     # backward they go round again, and then their gradients.
@@ -311,6 +328,8 @@ def test_a_time_says_which_options_it_leaves_out() -> None:
     assert rest == usual == assumed(plain, data_parallel={})
     assert said.startswith("the time ignores compression='float16' and bucket_mb=1, which")
     assert "offload='cpu'" in assumed(sharded, fully_shard={"offload": "cpu"})[-1]
+    four = md.Layout(dp=4, zero=3)
+    assert assumed(four, fully_shard={"secondary": 2}) == assumed(four)  # the time knows it
 
 
 def in_a_world() -> str:

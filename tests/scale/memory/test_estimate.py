@@ -223,9 +223,10 @@ def test_every_byte_of_a_bert(head: str, precision: str, again: bool) -> None:
 # All of it, against what engines count.
 
 
-def trained(shape: GPTConfig, layout: md.Layout, rows: int = 5) -> Memory:
+def trained(shape: GPTConfig, layout: md.Layout, rows: int = 5, secondary: int = 0) -> Memory:
     """What this rank counts after two steps on a global batch of that many rows."""
-    engine = md.prepare(GPT(shape), ADAMW, layout)
+    options = {"secondary": secondary} if secondary else None
+    engine = md.prepare(GPT(shape), ADAMW, layout, fully_shard=options)
     text = torch.randint(0, shape.vocabulary, (rows, shape.context + 1), generator=torch.Generator())
     own = Sampler(rows, rows, rank=engine.data_rank, ranks=engine.data_ranks).share(0)
     for _ in range(2):
@@ -257,6 +258,43 @@ def test_engines_count_what_was_estimated(cluster_of: Clusters, stage: int, rank
     for rank, found in enumerate(cluster_of(ranks).run(train)):
         for layout, each in zip(layouts, found, strict=True):
             check(each, estimate(shape, layout, batch=(5, shape.context), rank=rank))
+
+
+HYBRID = [
+    ("dp=4,zero=1,shard=2,precision=bf16", 0),
+    ("dp=4,zero=2,shard=1", 0),
+    ("dp=2,cp=2,zero=2,shard=2,recompute=true", 0),
+    ("dp=4,zero=3,shard=2,precision=bf16", 0),
+    ("dp=4,zero=3,precision=bf16", 2),
+]
+"""Layouts whose ranks keep copies, and the ranks of secondary shares."""
+
+
+def test_hybrid_sharding_and_secondary_shares(cluster_of: Clusters) -> None:
+    layouts = [(md.Layout.parse(text), secondary) for text, secondary in HYBRID]
+
+    def train() -> list[Memory]:
+        return [trained(TINY, layout, 8, secondary) for layout, secondary in layouts]
+
+    for rank, found in enumerate(cluster_of(4).run(train)):
+        for (layout, secondary), each in zip(layouts, found, strict=True):
+            held = partial(estimate, TINY, layout, batch=(8, TINY.context), rank=rank)
+            check(each, held(secondary=secondary))
+            # As much as plain sharding over so many ranks, and half of the parameters more.
+            if secondary:
+                assert held().parameters == pytest.approx(each.parameters / 3, rel=0.01)
+
+
+def test_the_formulas_of_hybrid_sharding_and_secondary_shares() -> None:
+    both = [md.Layout(dp=64, zero=stage, precision="bf16", shard=8) for stage in (1, 2, 3)]
+    for layout in both:
+        assert estimate(8e9, layout) == estimate(8e9, replace(layout, dp=8, shard=0))
+    layout = md.Layout(dp=64, zero=3, precision="bf16")
+    more = estimate(8e9, layout, secondary=8).total - estimate(8e9, layout).total
+    assert more == 2 * 8e9 / 8
+    for wrong, secondary in ((layout, 3), (layout, 64), (layout, True), (md.Layout(dp=4, zero=2), 2)):
+        with pytest.raises(ValueError, match="ranks that share the parameters"):
+            estimate("gpt2-small", wrong, secondary=secondary)
 
 
 @pytest.mark.parametrize("layout", ["dp=2,micro_batches=3", "dp=2,zero=2,micro_batches=2"])

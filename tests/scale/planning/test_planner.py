@@ -91,8 +91,8 @@ def test_a_planted_fault_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
     whole = Question.estimate
 
-    def forgetful(self: Question, layout: md.Layout) -> Any:
-        return replace(whole(self, layout), optimizer=0, transient=0)
+    def forgetful(self: Question, *given: Any) -> Any:
+        return replace(whole(self, *given), optimizer=0, transient=0)
 
     monkeypatch.setattr(Question, "estimate", forgetful)
     found = plan("gpt2-xl", ranks=2, memory=16 * GB, batch=4)
@@ -126,6 +126,27 @@ def test_a_bert_is_planned_as_a_dry_run_takes_it(large: Plan) -> None:
             dryrun("bert-large", md.Layout.parse(fields), 64)
         assert str(error.value) in [each.reason for each in large.refused]
     assert any(each.layout.cp > 1 for each in plan("gpt2-small", ranks=2, memory=16 * GB, batch=2).fitting)
+
+
+def test_hosts_share_one_copy_of_the_state_or_a_second_one_of_the_parameters(large: Plan) -> None:
+    assert not any(each.layout.shard or each.secondary for each in [*large.fitting, *large.too_large])
+    machine = HARDWARE["v100-16gb"]
+    links = {"messages": replace(machine.between.links["messages"], beta=1e-9)}
+    slow = replace(machine, between=replace(machine.between, links=links))
+    found = plan("gpt2-small", ranks=16, hardware=slow, batch=32, memory=3 * GB)
+    everything = [*found.fitting, *found.too_large]
+    shares = {(each.layout.tp, each.layout.shard) for each in everything if each.layout.shard}
+    assert shares == {(1, 8), (2, 4), (4, 2)}
+    assert {(each.layout.zero, each.layout.shard) for each in everything if each.secondary} == {(3, 0)}
+    for each in everything:
+        given = {"batch": found.question.batch, "secondary": each.secondary}
+        assert each.memory == estimate("gpt2-small", each.layout, **given)
+    assert found.answer is not None
+    assert found.answer.layout.shard == 8
+    (least, *_) = sorted((each for each in found.fitting if each.secondary), key=seconds)
+    assert report.written(least).endswith(f' with fully_shard={{"secondary": {least.secondary}}}')
+    (entry, *_) = [each for each in report.as_json(found)["fitting"] if each.get("secondary")]
+    assert md.Layout.parse(entry["layout"]).zero == 3
 
 
 def test_slow_links_make_tensor_parallelism_wait() -> None:

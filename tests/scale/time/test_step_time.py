@@ -22,6 +22,7 @@ from minidist.parallel.training.recompute import recompute
 from minidist.scale.dry_run.run import dryrun
 from minidist.scale.memory.parameter_sizes import ModelPart
 from minidist.scale.time import measure_machine, pipeline_time
+from minidist.scale.time.gradient_exchange import GradientTime
 from minidist.scale.time.hardware import HARDWARE, hardware, smallest
 from minidist.scale.time.layer_work import Computation, LayerWork, model_flops
 from minidist.scale.time.measure_machine import load, nonnegative, save, solve, this_machine
@@ -216,6 +217,47 @@ def test_tensor_parallel_layers_send_what_a_dry_run_counts(
     ):
         assert calls == pytest.approx(sum(each.calls for each in lines if each.phase == phase), abs=0.1)
         assert bytes_ == pytest.approx(sum(each.bytes_sent for each in lines if each.phase == phase), abs=0.1)
+
+
+SHARED = [
+    ("dp=8,zero=1,shard=4", 0),
+    ("dp=8,zero=2,shard=2,micro_batches=2", 0),
+    ("dp=8,zero=3,shard=4,micro_batches=2", 0),
+    ("dp=8,zero=3,micro_batches=2", 4),
+    ("dp=8,zero=3,shard=4", 2),
+]
+"""Hybrid sharding, and the ranks of secondary shares."""
+
+
+@pytest.mark.parametrize(("layout", "secondary"), SHARED)
+def test_gradients_and_parameters_send_what_a_dry_run_counts(
+    monkeypatch: pytest.MonkeyPatch, layout: str, secondary: int
+) -> None:
+    chosen, machine = md.Layout.parse(layout), HARDWARE["h100"]
+    options = {"secondary": secondary} if secondary else None
+    counted = dryrun(SHAPE, chosen, (16, 24), fully_shard=options).by_axis["dp"]
+    monkeypatch.setattr(Wires, "collective", lambda self, name, size, axis: SENT[name](size, self.size(axis)))
+    wires = Wires(machine, machine.crowd(8), chosen, secondary)
+    sent, _ = GradientTime(SHAPE, ModelPart(), wires, chosen.micro_batches, "adam")._sent(0.0, 0.0)
+    assert sent == pytest.approx(counted, rel=0.01)
+
+
+def test_between_hosts_hybrid_sharding_sends_the_shares_alone() -> None:
+    free = replace(HARDWARE["h100"], overlaps=False, ranks_per_host=4)
+    inside = replace(free.inside, links={"messages": Link(0.0, 0.0)}, gamma=0.0)
+    between = replace(free.between, links={"messages": Link(0.0, 1e-8)}, gamma=0.0)
+    slow = replace(free, inside=inside, between=between)
+
+    def waits(text: str, secondary: int = 0) -> float:
+        return predict_step("gpt2-small", md.Layout.parse(text), 12, slow, secondary=secondary).parts["dp"]
+
+    size = 4 * CONFIGS["gpt2-small"].parameters()
+    for zero in (1, 2, 3):  # three hosts
+        assert waits(f"dp=12,zero={zero},shard=4") == pytest.approx(2 * 2 / 3 * size / 4 * 1e-8, rel=0.01)
+    # A ring over the hosts goes through all four cards; stage 3 has three of them, and one less of the root.
+    root = 4 * CONFIGS["gpt2-small"].vocabulary * 768
+    assert waits("dp=12,zero=3") == pytest.approx(11 / 12 * (3 * size - root) / 4 * 1e-8, rel=0.02)
+    assert waits("dp=12,zero=3", 4) == pytest.approx(11 / 12 * 2 * size / 4 * 1e-8, rel=0.02)
 
 
 def test_gradients_of_several_chunks_are_sent_behind_the_schedule() -> None:
