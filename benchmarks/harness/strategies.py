@@ -24,6 +24,8 @@ YARDSTICK = "plain torch"
 """Training in one process with all cores of the machine: every row is measured in turns with it."""
 OFFLOAD = {"fully_shard": {"offload": "a folder of its own"}}
 """Options of the row that keeps its shards and the optimizer's state in files."""
+SECONDARY = {"fully_shard": {"secondary": 2}}
+"""Options of the row in which two neighbours keep a second copy of the parameters."""
 OUTSIDE = {"Accelerate": "accelerate", "DeepSpeed": "deepspeed"}
 """Peers from packages of their own: the first word of the peer's name, and the module to import."""
 BATCHES = 4
@@ -170,6 +172,10 @@ ROWS = (
     ),
     Row("data parallel, overlap", "dp=4", "hybrid", ("torch DDP",)),
     Row("ZeRO-2", "dp=4,zero=2", "hybrid", ("torch fully_shard, parameters kept",), full_only=True),
+    Row("ZeRO-3", "dp=4,zero=3", "hybrid", ("torch fully_shard",), full_only=True),
+    Row("hybrid ZeRO-1", "dp=4,zero=1,shard=2", "hybrid", full_only=True),
+    Row("hybrid ZeRO-3", "dp=4,zero=3,shard=2", "hybrid"),
+    Row("ZeRO-3, secondary shares", "dp=4,zero=3", "hybrid", options=SECONDARY, full_only=True),
     Row("data and tensor parallel", "dp=2,tp=2", "hybrid"),
     Row("data and tensor parallel, ZeRO-1", "dp=2,tp=2,zero=1", "hybrid", full_only=True),
     Row(

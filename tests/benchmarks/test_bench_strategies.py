@@ -24,6 +24,7 @@ ALL = (
     *("ZeRO-1", "ZeRO-2", "ZeRO-3", "ZeRO-3, offload", "data parallel and pipeline"),
     *("data parallel, overlap", "data parallel, PowerSGD", "pipeline, GPipe", "pipeline, 1F1B"),
     *("pipeline, interleaved", "pipeline, zero bubble", "data and tensor parallel"),
+    *("hybrid ZeRO-1", "hybrid ZeRO-3", "ZeRO-3, secondary shares"),
 )
 RUN = ("data parallel, overlap", "local SGD", "parameter server, synchronous", "pipeline, interleaved")
 """Of the rows those that the tests run: an engine, and loops and peers of each kind."""
@@ -78,6 +79,17 @@ def test_rows_train_alike_and_a_row_that_does_not_is_found(measured):
         with pytest.raises(AssertionError, match=r"the losses of .* are .*, not .* as for plain torch"):
             check(lines[0], spoilt)
     assert max(abs(a - b) for a, b in zip(measured[YARDSTICK].losses, [5.54, 5.4, 5.3], strict=True)) < 0.3
+
+
+def test_rows_with_hybrid_sharding_and_secondary_shares_train_alike(cluster_of):
+    lines = [Pair(row(name)) for name in ("hybrid ZeRO-3", "ZeRO-3, secondary shares")]
+    found = measure(lambda ranks: cluster_of(ranks), TINY, lines, 1)
+    for pair in lines:
+        check(pair, found)
+    hybrid, secondary = (found[key(pair.row)].facts[0].memory for pair in lines)
+    size = 4 * sum(p.numel() for p in TINY.build().parameters())
+    assert hybrid.parameters == pytest.approx(size / 2, rel=0.01)
+    assert secondary.parameters == pytest.approx(size * 3 / 4, rel=0.01)
 
 
 def test_what_is_entered(measured):
