@@ -42,7 +42,7 @@ PARSE = md.Layout.parse
                 ("dp=6,zero=3,shard=2", "dp=4,zero=1"),
                 ("dp=2,pp=2,zero=1", "dp=4,pp=2,zero=1,shard=2,micro_batches=2"),
                 ("dp=4,pp=2,zero=1,shard=2,micro_batches=2", "dp=4,zero=3,shard=1"),
-                ("dp=8,zero=3,shard=4", "dp=8,zero=1,shard=2"),
+                ("dp=6,zero=3,shard=3", "dp=6,zero=1,shard=2"),
             )
         ),
     ],

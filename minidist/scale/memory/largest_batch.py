@@ -150,7 +150,7 @@ def heading(layout: Layout) -> str:
     if layout.recompute:
         lines.append("recompute")
     if layout.zero:
-        lines.append(f"ZeRO-{layout.zero}")
+        lines.append(f"ZeRO-{layout.zero}" + (f", shard {layout.shard}" if layout.shard else ""))
     return "\n".join(lines)
 
 

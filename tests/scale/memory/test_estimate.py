@@ -292,6 +292,7 @@ def test_the_formulas_of_hybrid_sharding_and_secondary_shares() -> None:
     layout = md.Layout(dp=64, zero=3, precision="bf16")
     more = estimate(8e9, layout, secondary=8).total - estimate(8e9, layout).total
     assert more == 2 * 8e9 / 8
+    assert heading(both[2]).endswith("ZeRO-3, shard 8")
     for wrong, secondary in ((layout, 3), (layout, 64), (layout, True), (md.Layout(dp=4, zero=2), 2)):
         with pytest.raises(ValueError, match="ranks that share the parameters"):
             estimate("gpt2-small", wrong, secondary=secondary)
