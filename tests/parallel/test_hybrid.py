@@ -323,3 +323,27 @@ def test_a_planted_fault_is_caught(
     for trained in cluster_of(layout.ranks).run(train):
         with pytest.raises(AssertionError, match="not close"):
             contract.compare(trained, expected(CASE))
+
+
+# Refusals.
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("dp=4,shard=2", "shard is 2 with zero=0"),
+        ("dp=6,zero=1,shard=4", "shard is 4, which does not divide the 6 ranks of dp=6 and cp=1"),
+        ("dp=4,tp=2,zero=1,shard=8", "shard is 8, which does not divide the 4 ranks"),
+        ("dp=4,zero=1,shard=-2", "shard is -2, which does not divide"),
+    ],
+)
+def test_a_shard_that_fits_no_layout_is_refused(text: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        PARSE(text)
+
+
+@pytest.mark.parametrize("secondary", [0, 1, 3, 4, 2.0, True, "2"])
+def test_secondary_shares_that_fit_no_layout_are_refused(secondary: object) -> None:
+    layout = md.Layout(8, zero=3, shard=4)
+    with pytest.raises(ValueError, match="and 4 ranks share the parameters; give"):
+        md.prepare(gpt(0, 2), SGD, layout, fully_shard={"secondary": secondary})
