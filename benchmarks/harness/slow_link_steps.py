@@ -2,9 +2,10 @@
 
     torchrun ... slow_link_steps.py SOCKET RESULTS ROUNDS
 
-In each round, every form takes a step over the unlimited wire, then over the slow one; rank 0 sets the wire.
-Rank 0 writes the seconds of the slowest rank, the bytes that crossed the wire, and a prediction: the sum of
-the cost model's times for the calls in the ledger. A sum will do, since a slow wire hides little.
+In each round, every form takes a step over each wire; rank 0 sets the wire. Over the slowest one only the
+sharded forms do, with two to compare with. Rank 0 writes the seconds of the slowest rank, the bytes that
+crossed the wire, and a prediction for each wire: the sum of the cost model's times for the calls in the
+ledger. A sum will do, since a slow wire hides little.
 """
 
 from __future__ import annotations
@@ -33,28 +34,49 @@ from minidist.comm.cost.links import Link
 from minidist.comm.ledgers import Call
 from minidist.model.configs import config
 from minidist.model.data import dataset
+from minidist.parallel.engine.training_step import Engine
 
 CASE = Case("byte-small", rows=4)
 EVERY = 8
 """Steps of local SGD between two averages. They are timed together; the time is divided by their number."""
 HOSTS = 2
-RATE, DELAY = 1e9, 5e-3
-"""Rate in bits per second and delay in seconds of the slow wire."""
-FAST, SLOW = "the wire as fast as it goes", "1 Gbit/s, 5 ms"
-LINKS: dict[str, dict[str, float]] = {FAST: {}, SLOW: {"rate": RATE, "delay": DELAY}}
+FAST, SLOW, SLOWEST = "the wire as fast as it goes", "1 Gbit/s, 5 ms", "100 Mbit/s"
+LINKS: dict[str, dict[str, float]] = {
+    FAST: {},
+    SLOW: {"rate": 1e9, "delay": 5e-3},
+    SLOWEST: {"rate": 1e8, "delay": 0.0},
+}
+"""Rate in bits per second and delay in seconds of each wire."""
 PEER, ALONE, INSIDE = "torch DDP", "no communication", "tensor parallel inside a host"
 LOCAL = f"local SGD, every {EVERY} steps"
 Train = Callable[[Tensor, Tensor], float]
+SECONDARY = "ZeRO-3, secondary shares"
+SHARDED = {
+    "hybrid ZeRO-1": "dp=4,zero=1,shard=2",
+    "ZeRO-1": "dp=4,zero=1",
+    "hybrid ZeRO-2": "dp=4,zero=2,shard=2",
+    "ZeRO-2": "dp=4,zero=2",
+    "hybrid ZeRO-3": "dp=4,zero=3,shard=2",
+    "ZeRO-3": "dp=4,zero=3",
+    SECONDARY: "dp=4,zero=3",
+}
+"""Layouts of two ranks on each host. The hybrid ones shard the state inside a host; each host has a copy."""
 
 
-def engine(layout: str, **options: Any) -> Train:
-    """Return our engine's step in this layout."""
-    return md.prepare(CASE.build(), ADAMW, md.Layout.parse(layout), **options).step
+def engine(layout: str, **options: Any) -> Engine:
+    """Return our engine in this layout."""
+    return md.prepare(CASE.build(), ADAMW, md.Layout.parse(layout), **options)
+
+
+def sharded(form: str) -> Engine:
+    """Return our engine in a form of `SHARDED`."""
+    options = {"secondary": md.size() // HOSTS} if form == SECONDARY else None
+    return engine(SHARDED[form], fully_shard=options)
 
 
 def data_parallel(**options: Any) -> Train:
     """Return our engine's step in a form of data parallelism."""
-    return engine(f"dp={md.size()}", data_parallel=options)
+    return engine(f"dp={md.size()}", data_parallel=options).step
 
 
 def local_sgd() -> Train:
@@ -82,17 +104,54 @@ FORMS: dict[str, Callable[[], Train]] = {
     "top 1%": partial(data_parallel, compression="topk"),
     "PowerSGD, rank 4": partial(data_parallel, compression="powersgd"),
     LOCAL: local_sgd,
-    "ZeRO-1": lambda: engine(f"dp={md.size()},zero=1"),
-    "ZeRO-3": lambda: engine(f"dp={md.size()},zero=3"),
-    INSIDE: lambda: engine("dp=2,tp=2"),
+    INSIDE: lambda: engine("dp=2,tp=2").step,
     PEER: lambda: alone(nn.parallel.DistributedDataParallel(CASE.build())),
     ALONE: lambda: alone(CASE.build()),
 }
 
 
-SLOW_PROFILE = LinkProfile(
-    SLOW, "as the wire was set", {"messages": Link(DELAY, 8 / RATE)}, cost.PROFILES["25gbe"].gamma
-)
+MEASURED = {
+    FAST: [*SHARDED, *FORMS],
+    SLOW: [*SHARDED, *FORMS],
+    SLOWEST: [*SHARDED, PEER, ALONE],
+}
+"""The forms that take steps over each wire, in turns in this order."""
+PROFILES = {
+    name: LinkProfile(
+        name,
+        "as the wire was set",
+        {"messages": Link(link["delay"], 8 / link["rate"])},
+        cost.PROFILES["25gbe"].gamma,
+    )
+    for name, link in LINKS.items()
+    if link
+}
+
+
+def rows_of(form: str) -> tuple[Tensor, Tensor]:
+    """Return this rank's rows of a form's batch."""
+    rows = dataset("bytes", length=config(CASE.model).context, limit=CASE.rows).train
+    parts = HOSTS if form == INSIDE else md.size()  # ranks of tensor parallelism have the same rows
+    part = md.rank() * parts // md.size()
+    own: tuple[Tensor, Tensor] = rows[slice(CASE.rows * part // parts, CASE.rows * (part + 1) // parts)]
+    return own
+
+
+def crossing(form: str, engine: Any) -> float:
+    """Return the bytes that a host's ranks send to the other host in a step of `SHARDED`, by the formula.
+
+    Each of n ranks, s on each of m hosts, has k bytes of a bucket, padding included. A reduce-scatter, which
+    is an all-to-all, sends s (n - s) k from host to host, and the ring of an all-gather (n - 1) k. Stage 3
+    gathers all units but the root again for the backward pass, unless secondary shares have their values.
+    With hybrid shards only all-reduces cross, among the ranks that own the same share: s 2 (m - 1) / m k.
+    """
+    ranks, each = md.size(), md.size() // HOSTS
+    hybrid, twice = engine.layout.shard, engine.layout.zero == 3 and form != SECONDARY
+    sent = 0.0
+    for number, bucket in enumerate(engine.strategy.buckets):  # the root unit has the first
+        plain = each * (ranks - each) + (1 + (twice and number > 0)) * (ranks - 1)
+        sent += (each * 2 * (HOSTS - 1) / HOSTS if hybrid else plain) * bucket.share * bucket.dtype.itemsize
+    return sent
 
 
 def steps_of(name: str) -> int:
@@ -121,19 +180,17 @@ def predicted(call: Call, profile: LinkProfile, world: int) -> float:
 def main(socket: str, results: str, rounds: int) -> None:
     """Measure all forms, and write the results on rank 0."""
     md.init(timeout=300)
-    programs = {name: make() for name, make in FORMS.items()}
-    rows = dataset("bytes", length=config(CASE.model).context, limit=CASE.rows).train
-    own, hosts_own = (
-        rows[slice(CASE.rows * part // parts, CASE.rows * (part + 1) // parts)]
-        for part, parts in ((md.rank(), md.size()), (md.rank() * HOSTS // md.size(), HOSTS))
-    )
+    engines = {name: sharded(name) for name in SHARDED}
+    programs: dict[str, Train] = {name: each.step for name, each in engines.items()}
+    programs |= {name: make() for name, make in FORMS.items()}
+    rows = {name: rows_of(name) for name in programs}
 
     def step(name: str) -> float:
         """Return the seconds of a step on this rank."""
         comm.barrier()
         begun = time.perf_counter()
         for _ in range(steps_of(name)):
-            programs[name](*(hosts_own if name == INSIDE else own))
+            programs[name](*rows[name])
         return (time.perf_counter() - begun) / steps_of(name)
 
     def set_wire(link: str) -> None:
@@ -142,7 +199,9 @@ def main(socket: str, results: str, rounds: int) -> None:
             slow_wire.ask(socket, **LINKS[link])
         comm.barrier()
 
-    seconds: dict[str, dict[str, list[float]]] = {link: {name: [] for name in FORMS} for link in LINKS}
+    seconds: dict[str, dict[str, list[float]]] = {
+        link: {name: [] for name in names} for link, names in MEASURED.items()
+    }
     for turn in range(rounds + 1):
         for link, times in seconds.items():
             set_wire(link)
@@ -150,17 +209,25 @@ def main(socket: str, results: str, rounds: int) -> None:
                 took = torch.tensor(step(name), dtype=torch.float64)
                 if turn:  # the first one warms up
                     measured.append(float(comm.all_reduce(took, "max")))
-    found = {}
+    found: dict[str, dict[str, Any]] = {}
     set_wire(FAST)
-    for name in FORMS:
+    for name in programs:
         comm.barrier()
         before = counter()
         with comm.ledger() as ledger:
             step(name)
         comm.barrier()
         across = (counter() - before) / steps_of(name)
-        calls = sum(predicted(call, SLOW_PROFILE, md.size()) for call in ledger.calls) / steps_of(name)
-        found[name] = {"across": across, "sent": ledger.bytes_sent / steps_of(name), "predicted": calls}
+        found[name] = {
+            "across": across,
+            "sent": ledger.bytes_sent / steps_of(name),
+            "predicted": {
+                link: sum(predicted(call, profile, md.size()) for call in ledger.calls) / steps_of(name)
+                for link, profile in PROFILES.items()
+            },
+        }
+        if name in engines:
+            found[name]["formula"] = crossing(name, engines[name])
     if md.rank() == 0:
         Path(results).write_text(json.dumps({"seconds": seconds, "found": found}))
     md.shutdown()
