@@ -32,8 +32,9 @@ CARD = "wire0"
 MTU = 30_000
 """Maximal bytes of a packet. At 1 Gbit/s it takes 0.24 ms, which is little compared with the delays in use,
 and one Python process can forward enough packets of this size."""
-AHEAD = 1e-3
-"""Take packets from a card so many seconds before the wire is free, so that the wire never idles."""
+AHEAD = 5e-3
+"""Take packets from a card so many seconds before the wire is free, so that the wire never idles, even where
+this program wakes up late: with 1 ms, a wire of 100 Mbit/s carried 87 to 92 on a busy machine."""
 
 _CLONE_NEWNET = 0x40000000
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
