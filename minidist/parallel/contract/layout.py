@@ -86,6 +86,11 @@ class Layout:
         """How many ranks the layout needs: dp * tp * pp * cp."""
         return self.dp * self.tp * self.pp * self.cp
 
+    @property
+    def owners(self) -> int:
+        """How many ranks share one copy of the state, with ZeRO."""
+        return self.shard or self.dp * self.cp
+
     @classmethod
     def parse(cls, text: str) -> Layout:
         """A layout from text such as "dp=2,tp=2" or "dp=4,precision=bf16".

@@ -122,8 +122,8 @@ def _strategy(
     if layout.tp * layout.pp > 1:
         optimizer = checked(optimizer, layout)
     gradient_comm = GradientComm(group)
-    if layout.shard not in (0, layout.dp * layout.cp):
-        gradient_comm.hybrid = part.mesh.blocks("dp_cp", layout.shard)
+    if layout.owners < layout.dp * layout.cp:
+        gradient_comm.hybrid = part.mesh.blocks("dp_cp", layout.owners)
     if layout.zero == 3:
         fully_shard = dict(fully_shard or {})
         if secondary := fully_shard.pop("secondary", None):

@@ -64,7 +64,7 @@ def check(
         raise ValueError(
             f"fully_shard is {fully_shard} and the layout has zero={layout.zero}; its options are for zero=3"
         )
-    owners = layout.shard or layout.dp * layout.cp
+    owners = layout.owners
     secondary = (fully_shard or {}).get("secondary")  # type: ignore[attr-defined]
     fits = is_whole(secondary) and 1 < secondary < owners and owners % secondary == 0
     if secondary is not None and not fits:

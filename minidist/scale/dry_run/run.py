@@ -36,7 +36,6 @@ from minidist.scale.dry_run.models import build, loss_of, plan_of
 from minidist.scale.dry_run.peers import LayoutPeers
 from minidist.scale.memory.arguments import named_shape
 from minidist.scale.memory.estimates import coordinates
-from minidist.scale.memory.state_bytes import owners
 
 if TYPE_CHECKING:
     from minidist.scale.time.rates import Hardware
@@ -178,7 +177,7 @@ def dryrun(
                     plan=plan_of(shape, layout.tp),
                 )
             secondary = (fully_shard or {}).get("secondary") or 0
-            names = axis_names(engine.mesh, owners(layout), secondary or 1)
+            names = axis_names(engine.mesh, layout.owners, secondary or 1)
             for call in prepared:
                 call.axis = names(call) if len(call.group) > 1 else ""
             first, calls = (_step(engine, tensors, peers, (own_rows, tokens), names) for _ in range(2))

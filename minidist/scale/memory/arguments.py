@@ -10,7 +10,7 @@ from minidist.model.configs import GPTConfig, TransformerConfig
 from minidist.model.configs import config as config_of
 from minidist.parallel.contract.layout import Layout
 from minidist.scale.memory.saved_activations import ATTENTIONS
-from minidist.scale.memory.state_bytes import BYTES, OPTIMIZERS, owners
+from minidist.scale.memory.state_bytes import BYTES, OPTIMIZERS
 
 
 def named_shape(model: object) -> tuple[TransformerConfig, str]:
@@ -48,7 +48,7 @@ def check_types(layout: object, batch: object, rank: object) -> None:
 
 def check_secondary(layout: Layout, secondary: object) -> None:
     """ValueError unless `secondary` is 0 or a number of ranks that `prepare` takes with the layout."""
-    ranks = owners(layout)
+    ranks = layout.owners
     if secondary == 0:
         return
     if layout.zero != 3 or not is_whole(secondary) or not 1 < secondary < ranks or ranks % secondary:

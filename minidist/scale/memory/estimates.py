@@ -18,7 +18,7 @@ from minidist.parallel.pipeline.schedules import Schedule, by_name
 from minidist.scale.memory.arguments import check, check_secondary, check_types, rows_and_tokens
 from minidist.scale.memory.parameter_sizes import ModelPart, parts, share
 from minidist.scale.memory.saved_activations import Saved
-from minidist.scale.memory.state_bytes import BYTES, by_formula, held, owners
+from minidist.scale.memory.state_bytes import BYTES, by_formula, held
 
 ModelShape = TransformerConfig | str | int | float
 BatchSize = int | tuple[int, int]
@@ -87,7 +87,7 @@ def estimate(
     check(config, layout, precision, optimizer, attention, rank)
     check_secondary(layout, secondary)
     if isinstance(config, int | float):
-        found = by_formula(round(config), owners(layout), layout.zero, precision, optimizer, secondary)
+        found = by_formula(round(config), layout.owners, layout.zero, precision, optimizer, secondary)
         return Estimate(found.parameters, found.gradients, found.optimizer, 0, 0)
     rows, tokens = rows_and_tokens(config, batch, 0)
     # Ranks of one stage differ by at most a row, some tokens and a slice of the matrices.
@@ -130,7 +130,7 @@ def _one(
 ) -> Estimate:
     """Estimate for the rank with these coordinates."""
     part = ModelPart(layout.tp, layout.pp, layout.chunks, tensor_rank, stage)
-    states = held(config, owners(layout), layout.zero, precision, optimizer, part, secondary)
+    states = held(config, layout.owners, layout.zero, precision, optimizer, part, secondary)
     own, tokens = share(batch[0], layout.dp, data_rank), zigzag_order.size(batch[1], layout.cp, context_rank)
     options = BYTES[precision], attention, part, layout.sequence_parallel, layout.cp > 1
     activations = logits = 0

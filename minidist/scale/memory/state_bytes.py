@@ -27,7 +27,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from minidist.model.configs import TransformerConfig
-from minidist.parallel.contract.layout import Layout
 from minidist.parallel.flat.joined_messages import MB
 from minidist.scale.memory import parameter_sizes
 
@@ -53,11 +52,6 @@ class States:
     # Temporary, during the update: gradients cast to the masters' precision, and Adam's denominators, which
     # torch computes for all parameters at once on a GPU.
     update: int = 0
-
-
-def owners(layout: Layout) -> int:
-    """The number of ranks that share one copy of the state, if the layout has ZeRO."""
-    return layout.shard or layout.dp * layout.cp
 
 
 def by_formula(
@@ -86,8 +80,8 @@ def held(
 ) -> States:
     """Return the states that minidist's strategies hold on a rank with one `part` of the model.
 
-    `ranks` counts those that share one copy of the states, see `owners`; in stage 0 those that sum gradients.
-    `secondary` counts the ranks that share a second copy of stage 3's parameters; 0 for none.
+    `ranks` counts those that share one copy of the states (`Layout.owners`); in stage 0 those that sum
+    gradients. `secondary` counts the ranks that share a second copy of stage 3's parameters; 0 for none.
     """
     element, updated, each = _bytes(precision, optimizer)
     adam = optimizer == "adam"

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field, replace
 from minidist.comm.cost import predict
 from minidist.comm.cost.links import LinkProfile
 from minidist.parallel.contract.layout import Layout
-from minidist.scale.memory.state_bytes import owners
 from minidist.scale.time.rates import Crowd, Hardware
 
 ALGORITHMS = {
@@ -47,13 +46,13 @@ class Wires:
             "dp": layout.tp,  # gradients are summed over dp and cp together
             "pp": layout.tp * layout.cp * layout.dp,
             "shares": layout.tp,
-            "copies": layout.tp * owners(layout),
+            "copies": layout.tp * layout.owners,
             "secondary": layout.tp,
         }[axis]
 
     def size(self, axis: str) -> int:
         """Ranks in each of the axis's groups; dp includes cp."""
-        ranks, shares = self.layout.dp * self.layout.cp, owners(self.layout)
+        ranks, shares = self.layout.dp * self.layout.cp, self.layout.owners
         sizes = {
             "dp": ranks,
             "shares": shares,
