@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import functools
-import importlib
-import inspect
 import re
 import time
-import types
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,11 +19,22 @@ import minidist as md
 from minidist import comm
 from minidist.plain import one_process
 from minidist.plain.gpt import Batch, MakeOptimizer, gpt, loss_of
+from tests.helpers import plain_rungs
+from tests.helpers.plain_rungs import (
+    ADAMW,
+    ROWS,
+    STEPS,
+    Parameters,
+    Trained,
+    assert_equal,
+    draw_batches,
+    module_of,
+    parameters_of,
+    small,
+)
 
 Clusters = Callable[[int], md.Cluster]
-ADAMW = partial(torch.optim.AdamW, lr=1e-2)
 SGD = partial(torch.optim.SGD, lr=0.1)
-STEPS, ROWS = 4, 11  # 2 ranks, 3 workers and 4 ranks do not divide the rows
 SHARDED = ("data parallel", "ZeRO 1", "ZeRO 2", "ZeRO 3")
 SAME: list[tuple[str, dict[str, Any]]] = [
     ("data_parallel", {}),
@@ -35,36 +42,6 @@ SAME: list[tuple[str, dict[str, Any]]] = [
     ("overlap", {}),
     *(("sharded", {"row": row}) for row in SHARDED),
 ]
-
-
-def small(seed: int = 0) -> nn.Sequential:
-    return gpt(layers=2, seed=seed).double()
-
-
-def draw_batches(steps: int = STEPS, rows: int = ROWS) -> list[Batch]:
-    generator = torch.Generator().manual_seed(1)
-    tokens = [torch.randint(64, (rows, 13), generator=generator) for _ in range(steps)]
-    return [(t[:, :-1], t[:, 1:]) for t in tokens]
-
-
-def module_of(rung: str, old: str = "", new: str = "") -> types.ModuleType:
-    """A rung; with `old`, a copy in which it is replaced by `new`."""
-    module = importlib.import_module(f"minidist.plain.{rung}")
-    if not old:
-        return module
-    source, copy = inspect.getsource(module), types.ModuleType(rung)
-    assert source.count(old) == 1, f"{old!r} is {source.count(old)} times in {rung}"
-    exec(source.replace(old, new), copy.__dict__)
-    return copy
-
-
-@dataclass
-class Trained:
-    """What a rank has after training, and what it sent before the losses: (name, bytes) of each call."""
-
-    losses: list[float]
-    parameters: list[Tensor]
-    calls: list[tuple[str, int]]
 
 
 def train(
@@ -75,38 +52,37 @@ def train(
     mistake: tuple[str, str] = ("", ""),
 ) -> Trained:
     """Train on this rank. Ranks start from different seeds, so a missing broadcast shows."""
-    model = small(comm.rank())
-    with comm.ledger() as ledger:
-        losses = module_of(rung, *mistake).train(model, batches, make, **options)
-    calls = [(call.name, call.bytes_sent) for call in ledger.calls[:-1]]
-    return Trained(losses, [p.detach().clone() for p in model.parameters()], calls)
+    return plain_rungs.train(small(comm.rank()), rung, options, batches, make, mistake)
 
 
-def compare(trained: list[Trained], losses: list[float], parameters: list[Tensor]) -> None:
-    """Fail where any rank's losses or parameters differ by more than sums in another order may."""
-    for one in trained:
-        torch.testing.assert_close(one.losses, losses, rtol=1e-10, atol=1e-10)
-        torch.testing.assert_close(one.parameters, parameters, rtol=1e-10, atol=1e-10)
+@functools.cache
+def trained_on(cluster: md.Cluster, rung: str, steps: int = STEPS, **options: Any) -> list[Trained]:
+    """Train on all ranks. Tests that look at the same training share it."""
+    return cluster.run(train, rung, options, draw_batches(steps))
 
 
 @functools.cache
 def one_process_on(
     steps: int = STEPS, rows: int = ROWS, make: MakeOptimizer = ADAMW
-) -> tuple[list[float], list[Tensor]]:
+) -> tuple[list[float], Parameters]:
     model = small()
-    return one_process.train(model, draw_batches(steps, rows), make), [p.detach() for p in model.parameters()]
+    return one_process.train(model, draw_batches(steps, rows), make), parameters_of(model)
+
+
+def compare(found: list[Trained], losses: list[float], parameters: Parameters) -> None:
+    for one in found:
+        assert_equal(one, losses, parameters)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize(("rung", "options"), SAME)
 def test_it_equals_one_process(cluster_of: Clusters, ranks: int, rung: str, options: dict[str, Any]) -> None:
-    batches = draw_batches()
-    compare(cluster_of(ranks).run(train, rung, options, batches), *one_process_on())
+    compare(trained_on(cluster_of(ranks), rung, **options), *one_process_on())
 
 
 def test_where_the_others_equal_one_process(cluster_of: Clusters) -> None:
     """A single worker is never stale. An average after every step of plain SGD averages the gradients."""
-    compare(cluster_of(2).run(train, "parameter_server", {}, draw_batches()), *one_process_on())
+    compare(trained_on(cluster_of(2), "parameter_server"), *one_process_on())
     equal = draw_batches(rows=8)
     compare(cluster_of(4).run(train, "local_sgd", {"k": 1}, equal, SGD), *one_process_on(rows=8, make=SGD))
 
@@ -114,7 +90,7 @@ def test_where_the_others_equal_one_process(cluster_of: Clusters) -> None:
 # Local SGD and the asynchronous server compute something else: what these simulations compute.
 
 
-def local_sgd(ranks: int, k: int, batches: list[Batch]) -> tuple[list[float], list[Tensor]]:
+def local_sgd(ranks: int, k: int, batches: list[Batch]) -> tuple[list[float], Parameters]:
     models = [small() for _ in range(ranks)]
     optimizers = [ADAMW(model.parameters()) for model in models]
     losses = [0.0] * len(batches)
@@ -130,14 +106,13 @@ def local_sgd(ranks: int, k: int, batches: list[Batch]) -> tuple[list[float], li
             mean = torch.stack([parameters_to_vector(model.parameters()) for model in models]).mean(0)
             for model in models:
                 vector_to_parameters(mean.detach().clone(), model.parameters())
-    return losses, [p.detach() for p in models[0].parameters()]
+    return losses, parameters_of(models[0])
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("k", [2, 3])
 def test_local_sgd_equals_its_simulation(cluster_of: Clusters, ranks: int, k: int) -> None:
-    batches = draw_batches()
-    compare(cluster_of(ranks).run(train, "local_sgd", {"k": k}, batches), *local_sgd(ranks, k, batches))
+    compare(trained_on(cluster_of(ranks), "local_sgd", k=k), *local_sgd(ranks, k, draw_batches()))
 
 
 def train_and_record(
@@ -151,11 +126,10 @@ def train_and_record(
             pushes.append(self.param_groups[0]["params"][0].grad.clone())
             super().step(closure)
 
-    trained = train("parameter_server", {}, batches, partial(Recording, lr=1e-2), mistake)
-    return trained, pushes
+    return train("parameter_server", {}, batches, partial(Recording, **ADAMW.keywords), mistake), pushes
 
 
-def replay(workers: int, batches: list[Batch], pushes: list[Tensor]) -> tuple[list[float], list[Tensor]]:
+def replay(workers: int, batches: list[Batch], pushes: list[Tensor]) -> tuple[list[float], Parameters]:
     """Simulate the server: each push is a worker's next gradient, at the parameters that it pulled last."""
     model, losses, step = small(), [0.0] * len(batches), [0] * workers
     x = nn.Parameter(parameters_to_vector(model.parameters()).detach())
@@ -182,13 +156,13 @@ def replay(workers: int, batches: list[Batch], pushes: list[Tensor]) -> tuple[li
         computed[worker] = compute(worker)
     assert step == [len(batches)] * workers
     vector_to_parameters(x.detach(), model.parameters())
-    return losses, [p.detach() for p in model.parameters()]
+    return losses, parameters_of(model)
 
 
 def test_the_parameter_server_equals_its_simulation(cluster_of: Clusters) -> None:
     batches = draw_batches()
     (server, pushes), *workers = cluster_of(4).run(train_and_record, batches)
-    compare([server, *(trained for trained, _ in workers)], *replay(3, batches, pushes))
+    compare([server, *(worker for worker, _ in workers)], *replay(3, batches, pushes))
 
 
 @pytest.mark.parametrize(
@@ -275,13 +249,11 @@ FORMULAS = [
 
 
 def sent_in_a_step(cluster: md.Cluster, rung: str, options: dict[str, Any]) -> list[float]:
-    """Bytes that each rank sends in a step beyond what it sends once. Of local SGD: the mean over k steps."""
+    """Bytes that each rank sends in a step beyond what it sends once. Local SGD: k divides the steps."""
     k = options.get("k", 1)
-    once, twice = (cluster.run(train, rung, options, draw_batches(steps)) for steps in (k, 2 * k))
-    return [
-        sum(b for _, b in y.calls) / k - sum(b for _, b in x.calls) / k
-        for x, y in zip(once, twice, strict=True)
-    ]
+    few, many = trained_on(cluster, rung, k, **options), trained_on(cluster, rung, **options)
+    without_losses = [[sum(sent for _, sent in one.calls[:-1]) for one in ranks] for ranks in (few, many)]
+    return [(y - x) / (STEPS - k) for x, y in zip(*without_losses, strict=True)]
 
 
 @pytest.mark.parametrize(("rung", "options", "formula"), FORMULAS)

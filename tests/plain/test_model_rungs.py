@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
+import functools
 import inspect
 import re
-import types
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,19 +15,29 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import minidist as md
-from minidist import comm
 from minidist.comm import ledgers
 from minidist.parallel.training.activation_memory import ActivationCounter
 from minidist.plain import experts, one_process, pipeline, ring_attention, sequence_parallel
-from minidist.plain.gpt import Batch, gpt
+from tests.helpers import plain_rungs
+from tests.helpers.plain_rungs import (
+    ADAMW,
+    LAYERS,
+    ROWS,
+    STEPS,
+    Parameters,
+    T,
+    Trained,
+    assert_equal,
+    draw_batches,
+    module_of,
+    parameters_of,
+    small,
+)
 
 Clusters = Callable[[int], md.Cluster]
-Parameters = dict[str, Tensor]
-ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
-STEPS, ROWS, T, D, LAYERS, ELEMENT = 4, 9, 12, 32, 4, 8  # no number of ranks, and not m, divides the rows
+D, ELEMENT = 32, 8  # of small()
 A = ROWS * T * D * ELEMENT
 CUT = re.compile(r"(query|key|value|up)\.(weight|bias)|(out|down)\.weight")
-EXACT: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-10}
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("layer_by_layer", {}),
     ("pipeline", {"schedule": pipeline.gpipe}),
@@ -73,50 +81,13 @@ MISTAKES = [
 ]
 
 
-def draw_batches(steps: int = STEPS, rows: int = ROWS, length: int = T) -> list[Batch]:
-    generator = torch.Generator().manual_seed(1)
-    tokens = [torch.randint(64, (rows, length + 1), generator=generator) for _ in range(steps)]
-    return [(t[:, :-1], t[:, 1:]) for t in tokens]
-
-
-def module_of(rung: str, old: str = "", new: str = "") -> types.ModuleType:
-    """A rung; with `old`, a copy in which it is replaced by `new`."""
-    module = importlib.import_module(f"minidist.plain.{rung}")
-    if not old:
-        return module
-    source, copy = inspect.getsource(module), types.ModuleType(rung)
-    assert source.count(old) == 1, f"{old!r} is {source.count(old)} times in {rung}"
-    exec(source.replace(old, new), copy.__dict__)
-    return copy
-
-
-def parameters_of(model: nn.Module) -> Parameters:
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
 # Equal to one process.
 
 
-@dataclass
-class Trained:
-    losses: list[float]
-    parameters: Parameters
-    optimized: int  # elements of the parameters that the optimizer got
-    sent: int  # bytes
-
-
-def train_on_this_rank(rung: str, options: dict[str, Any], steps: int, old: str, new: str) -> Trained:
-    model, optimized = gpt().double(), 0
-
-    def make_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        nonlocal optimized
-        parameters = list(parameters)
-        optimized = sum(p.numel() for p in parameters)
-        return ADAMW(parameters)
-
-    with comm.ledger() as ledger:
-        losses = module_of(rung, old, new).train(model, draw_batches(steps), make_optimizer, **options)
-    return Trained(losses, parameters_of(model), optimized, ledger.bytes_sent)
+def train(
+    rung: str, options: dict[str, Any], steps: int = STEPS, mistake: tuple[str, str] = ("", "")
+) -> Trained:
+    return plain_rungs.train(small(), rung, options, draw_batches(steps), mistake=mistake)
 
 
 class AllExperts(nn.Module):
@@ -136,10 +107,12 @@ class AllExperts(nn.Module):
         return torch.stack(results).sum(0)
 
 
-def train_alone(rung: str, options: dict[str, Any], steps: int) -> tuple[list[float], nn.Sequential]:
-    model = gpt().double()
-    if rung == "experts":
-        experts.train(model, draw_batches(1), partial(torch.optim.SGD, lr=0.0), **options)  # gives it experts
+@functools.cache
+def train_alone(count: int, steps: int) -> tuple[list[float], nn.Sequential]:
+    """Train in one process; with `count`, blocks that have so many experts."""
+    model = small()
+    if count:
+        experts.train(model, draw_batches(1), partial(torch.optim.SGD, lr=0.0), count)  # gives it experts
         for block in model:
             if isinstance(block, experts.ExpertBlock):
                 block.mlp = AllExperts(block.mlp)
@@ -195,17 +168,19 @@ def sent_with_tokens(chosen: Tensor, count: int, rank: int, n: int) -> int:
 
 
 def check(
-    cluster: md.Cluster, rung: str, options: dict[str, Any], steps: int = STEPS, old: str = "", new: str = ""
+    cluster: md.Cluster,
+    rung: str,
+    options: dict[str, Any],
+    steps: int = STEPS,
+    mistake: tuple[str, str] = ("", ""),
 ) -> None:
-    found = cluster.run(train_on_this_rank, rung, options, steps, old, new)
-    losses, model = train_alone(rung, options, steps)
-    whole, start, n = parameters_of(model), parameters_of(gpt().double()), len(found)
+    found = cluster.run(train, rung, options, steps, mistake)
+    losses, model = train_alone(options.get("experts", 4) if rung == "experts" else 0, steps)
+    whole, start, n = parameters_of(model), parameters_of(small()), len(found)
     assert not any(torch.equal(p, start[name]) for name, p in whole.items() if name in start)
     for rank, trained in enumerate(found):
-        torch.testing.assert_close(trained.losses, losses, **EXACT)
         part = part_of(whole, rung, rank, n)
-        for name, expected in part.items():
-            torch.testing.assert_close(trained.parameters[name], expected, **EXACT)
+        assert_equal(trained, losses, part)
         assert trained.optimized == sum(p.numel() for p in part.values())
         sent = steps * sent_by(rung, rank, n, model)
         for mlp in (module for module in model.modules() if isinstance(module, AllExperts)):
@@ -227,7 +202,7 @@ def test_it_is_one_process_and_sends_what_it_says(
 @pytest.mark.parametrize(("rung", "old", "new"), MISTAKES)
 def test_a_mistake_is_caught(cluster_of: Clusters, rung: str, old: str, new: str) -> None:
     with pytest.raises(AssertionError, match=r"not close|not equal"):
-        check(cluster_of(2), rung, {}, 2, old, new)
+        check(cluster_of(2), rung, {}, 2, (old, new))
 
 
 # Pipelines: ranks work at the same time, and 1F1B holds less.
@@ -262,7 +237,7 @@ def test_the_schedules_are_those_of_the_picture_and_as_short_as_they_can_be() ->
 
 def activations(rung: str, **options: Any) -> int:
     """The most bytes that were kept for backward passes at one time."""
-    model, batches, counters = gpt().double(), draw_batches(1, rows=8), []
+    model, batches, counters = small(), draw_batches(1, rows=8), []
 
     def make_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         counters.append(ActivationCounter(model, batches[0]))  # not earlier: a cut makes new parameters
@@ -306,7 +281,7 @@ class Shapes(TorchDispatchMode):
 def sizes_made(length: int) -> set[int]:
     batches = [tuple(x.contiguous() for x in batch) for batch in draw_batches(1, rows=3, length=length)]
     with Shapes() as shapes:
-        module_of("ring_attention").train(gpt().double(), batches, ADAMW)
+        module_of("ring_attention").train(small(), batches, ADAMW)
     return shapes.seen
 
 
@@ -352,7 +327,7 @@ def test_a_block_travels_while_a_rank_computes(cluster_of: Clusters) -> None:
 
 
 def norms_see() -> set[torch.Size]:
-    shapes, model = set(), gpt().double()
+    shapes, model = set(), small()
     for norm in model.modules():
         if isinstance(norm, nn.LayerNorm):
             norm.register_forward_hook(lambda module, args, output: shapes.add(output.shape))
