@@ -596,4 +596,18 @@ max(np.abs(each.grad.numpy().T - mine).max() for each, mine in pairs)
 # - Bottou, Curtis and Nocedal, *Optimization Methods for Large-Scale Machine Learning*, 2018: what SGD does and
 #   when it converges; sections 3 and 4.
 #
+# ## Where your lines live
+#
+# From here on most lessons end on a page of [the training ladder](../minidist/plain/__init__.py). It has each idea once more, on a page of PyTorch, and
+# the library's engine has it in general form:
+#
+# | You wrote | The rung | The engine |
+# |---|---|---|
+# | all of it: a step | [`train`](../minidist/plain/one_process.py) | [`Engine.step`](../minidist/parallel/engine/training_step.py) |
+# | `linear_backward` | – | [`_Product.backward`](../minidist/model/matmul.py) |
+#
+# The rung's loop is yours: the loss, every gradient, the update. There autograd walks back for you, a torch
+# optimizer makes the step, and the network is a small GPT. `_Product` has your two products, and is called by
+# autograd. The engine's step has the same three parts, for any model, layout and precision.
+#
 # Next: lesson 08 leaves the single process: several of them, that have only messages.

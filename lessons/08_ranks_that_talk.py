@@ -443,4 +443,19 @@ cluster.close()
 # - Sergeev and Del Balso, *Horovod: fast and easy distributed deep learning in TensorFlow*, 2018: how the ring came
 #   to deep learning (after Andrew Gibiansky's post of 2017, *Bringing HPC Techniques to Deep Learning*).
 #
+# ## Where your lines live
+#
+# The collectives have a ladder of their own, [minidist/comm/algorithms/](../minidist/comm/algorithms/__init__.py):
+#
+# | You wrote | The ladder | The library |
+# |---|---|---|
+# | `shift`, n - 1 times | [`around_the_ring`](../minidist/plain/ring_attention.py) | [`send`](../minidist/comm/messages.py), [`recv`](../minidist/comm/messages.py) |
+# | `ring_reduce_scatter`, `ring_all_gather` | [`ring_reduce_scatter`](../minidist/comm/algorithms/ring.py), [`ring_all_gather`](../minidist/comm/algorithms/ring.py) | [`execute`](../minidist/comm/algorithms/execute.py) |
+# | `ring_all_reduce` | [`ring_all_reduce`](../minidist/comm/algorithms/ring.py) | [`all_reduce`](../minidist/comm/collectives.py) |
+# | `ring_seconds` | [`formula`](../minidist/comm/algorithms/formulas.py) | [`predict`](../minidist/comm/cost/model.py) |
+#
+# The ring there passes the parts in the order of yours. But it only names the messages, as data, so that a proof
+# can check them for all ranks without a process. `execute` sends them, in segments that overlap, and `all_reduce`
+# chooses between the algorithms.
+#
 # Next: lesson 09 puts your all-reduce to work, and trains one model on several ranks.

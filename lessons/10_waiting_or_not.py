@@ -498,4 +498,19 @@ cluster.close()
 # - Recht et al., *Hogwild!: A Lock-Free Approach to Parallelizing Stochastic Gradient Descent*, 2011: why
 #   threads may write over each other's updates, and when.
 #
+# ## Where your lines live
+#
+# Two rungs of [the training ladder](../minidist/plain/__init__.py):
+#
+# | You wrote | The rung | The engine |
+# |---|---|---|
+# | `work` | [`work`](../minidist/plain/parameter_server.py) | [`ParameterServer.pull`](../minidist/parallel/averaging/parameter_server.py), [`ParameterServer.push`](../minidist/parallel/averaging/parameter_server.py) |
+# | `serve` | [`serve`](../minidist/plain/parameter_server.py) | [`Serving.run`](../minidist/parallel/averaging/server.py) |
+# | `may_begin` | – | [`Updates.next`](../minidist/parallel/averaging/staleness.py) |
+# | an average every k steps | [`train`](../minidist/plain/local_sgd.py) | [`LocalSGD.synchronize`](../minidist/parallel/averaging/local_sgd.py) |
+#
+# The rung's server has your threads and your lock. It calls any torch optimizer in place of `x.sub_(...)`, and
+# answers each gradient with the new parameters, so that a worker pushes first and then pulls. The engine shares the
+# parameters among several servers, bounds the staleness, and goes on when a worker dies.
+#
 # Next: lesson 11 cuts the model itself over ranks.

@@ -505,4 +505,21 @@ cluster.close()
 # - Qi et al., *Zero Bubble Pipeline Parallelism*, 2024: the two halves of a backward pass, schedules found by a
 #   solver, and how the rest of the bubble goes.
 #
+# ## Where your lines live
+#
+# Two rungs of [the training ladder](../minidist/plain/__init__.py):
+#
+# | You wrote | The rung | The engine |
+# |---|---|---|
+# | `fill` | [`own_layers`](../minidist/plain/layer_by_layer.py) | [`cut`](../minidist/parallel/pipeline/layer_by_layer.py) |
+# | `step` | [`train`](../minidist/plain/layer_by_layer.py) | [`LayerByLayer`](../minidist/parallel/pipeline/layer_by_layer.py) |
+# | `gpipe`, `one_f_one_b` | [`gpipe`](../minidist/plain/pipeline.py), [`one_f_one_b`](../minidist/plain/pipeline.py) | [`gpipe`](../minidist/parallel/pipeline/schedules.py), [`one_f_one_b`](../minidist/parallel/pipeline/schedules.py) |
+# | `bubble` | – | [`simulate`](../minidist/parallel/pipeline/simulation.py) |
+# | `my_schedule` | – | [`zero_bubble`](../minidist/parallel/pipeline/schedules.py) |
+# | what runs a schedule | [`run`](../minidist/plain/pipeline.py) | [`StagePasses.execute`](../minidist/parallel/pipeline/stage_passes.py) |
+#
+# The rungs send the same messages as your `step`, and their schedules are your lists, with `("F", 3)` for
+# `Instruction("forward", 3)`. They deal layers by number and not by weight. The engine writes sends and receives
+# into the schedule as well, which lets it prove a schedule free of deadlock before it runs.
+#
 # Next: lesson 12 cuts within a layer, so that all ranks work on the same matrix product.

@@ -566,4 +566,21 @@ cluster.close()
 # - Chen, Xu, Zhang and Guestrin, *Training Deep Nets with Sublinear Memory Cost*, 2016: recomputation and the
 #   square root, and how more forward passes bring it down to a logarithm.
 #
+# ## Where your lines live
+#
+# One rung of [the training ladder](../minidist/plain/__init__.py). Data parallelism and the three stages are four rows of a table in it:
+#
+# | You wrote | The rung | The engine |
+# |---|---|---|
+# | `state_bytes` | [`TABLE`](../minidist/plain/sharded.py) | [`estimate`](../minidist/scale/memory/estimates.py) |
+# | `zero_1_step` | [`Unit.reduce`](../minidist/plain/sharded.py), [`Unit.gather`](../minidist/plain/sharded.py) | [`OptimizerSlices.step`](../minidist/parallel/sharding/optimizer_slices.py) |
+# | `reduce_in_buckets` | [`Unit.gradient_arrived`](../minidist/plain/sharded.py) | [`ShardAssignment.moved`](../minidist/parallel/sharding/reduce_to_owner.py) |
+# | `zero_3_pass` | [`Unit.gather`](../minidist/plain/sharded.py), [`Unit.forward_done`](../minidist/plain/sharded.py) | [`UnitRuntime.begin`](../minidist/parallel/sharding/unit_runtime.py), [`UnitRuntime.need`](../minidist/parallel/sharding/unit_runtime.py) |
+# | `scaled_step` | – | [`Precision.skips`](../minidist/parallel/training/precision.py), [`MasterWeights.copy_back`](../minidist/parallel/training/master_weights.py) |
+#
+# The rung makes your calls: a reduce-scatter to the owners, the optimizer on what a rank owns, an all-gather. Hooks
+# make them where your loops did, a layer is a bucket, and gradients are summed, because each rank's loss is already
+# weighed by its rows. The engine gathers the next unit while one computes, and takes any optimizer, precision and
+# checkpoint.
+#
 # Next: lesson 14 puts all of this together, and chooses.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import re
 import shutil
 import subprocess
 import sys
@@ -11,27 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.links import named_in, names_in
+
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "architecture.md"
-NAMED = re.findall(r"\[`([\w.]+)`\]\(\.\./([\w/]+\.py)\)", PAGE.read_text())
+NAMED = named_in(PAGE.read_text())
 PACKAGES = ("minidist", "kernels", "benchmarks")
-
-
-def names_in(path: Path) -> set[str]:
-    """Every class, function, method and variable that a file defines: "Reducer", "Reducer.arrived"."""
-    found = set()
-
-    def collect(body: list[ast.stmt], prefix: str) -> None:
-        for node in body:
-            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-                found.add(prefix + node.name)
-                collect(node.body, f"{prefix}{node.name}.")
-            elif isinstance(node, (ast.Assign, ast.AnnAssign)):
-                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-                found.update(prefix + target.id for target in targets if isinstance(target, ast.Name))
-
-    collect(ast.parse(path.read_text()).body, "")
-    return found
 
 
 def test_the_map_follows_every_strategy() -> None:

@@ -35,11 +35,3 @@ def test_a_rung_is_a_page(rung: str) -> None:
         for name in [f"{node.module}.{alias.name}" for alias in node.names]
     }
     assert all(name == "minidist.comm" or name.startswith("minidist.plain.gpt.") for name in imported)
-
-
-@pytest.mark.parametrize("rung", plain.LADDER)
-def test_a_rung_names_its_lesson(rung: str) -> None:
-    page = importlib.import_module(f"minidist.plain.{rung}").__doc__ or ""
-    [(number, title)] = re.findall(r'^Lesson: (\d\d) "(.+)"$', page, re.MULTILINE)
-    [lesson] = ROOT.glob(f"lessons/{number}_*.py")
-    assert f"# # {int(number)}. {title}\n" in lesson.read_text()

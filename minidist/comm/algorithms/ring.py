@@ -7,6 +7,7 @@ sends 2 (n - 1) / n of the tensor, which is nearly independent of n and the leas
 2 (n - 1) steps, too many for a small tensor.
 
 Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009, section 3.
+Lesson: 08 "Ranks that talk"
 """
 
 from __future__ import annotations
