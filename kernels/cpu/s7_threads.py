@@ -23,21 +23,21 @@ import numpy as np
 
 from ..rung import CACHE_LINE, Array, Rung, empty
 from .support import thread_pool
-from .support.block_sizes import blocks, memory
+from .support.block_sizes import PARTS, blocks, memory, parts
 from .support.compiling import compiled
 
 if TYPE_CHECKING:
-    from .support import atomic, packed_product, register_tile
+    from .support import atomic, packed_product, register_tile, vector_moves
 
 LEAST_WORK = 2_000_000  # multiply-adds per thread; with fewer, the product ends before another wakes up
 SHARED = 2**25  # bytes of b that are packed at a time
-PARTS = 8  # per thread, so that a late thread leaves some to the others
-LEAST_TILES = 4  # in a part: tiles one below the other share what they read of b
 PATIENCE = thread_pool.PATIENCE  # copied here because compiled code reads this module's globals
 LINE = CACHE_LINE // 8  # counters in a cache line; counters in use at the same time lie in different lines
 
 
-@compiled("AAACC", uses=("atomic", "register_tile", "packed_product"), nogil=True, boundscheck=False)
+@compiled(
+    "AAACC", uses=("atomic", "register_tile", "packed_product", "vector_moves"), nogil=True, boundscheck=False
+)
 def _take_parts(
     a: Array,
     b: Array,
@@ -54,7 +54,7 @@ def _take_parts(
 ) -> None:
     m, k = a.shape
     n = b.shape[1]
-    own, packed_b = register_tile.pointer(space, 0, 0), register_tile.pointer(shared, 0, 0)
+    own, packed_b = vector_moves.pointer(space, 0, 0), vector_moves.pointer(shared, 0, 0)
     columns = register_tile.columns(out)
     tiles, wide, depths = -(-m // register_tile.ROWS), -(-n // columns), -(-k // register_tile.DEPTH)
     taken, finished = counters, counters + CACHE_LINE
@@ -81,7 +81,7 @@ def _take_parts(
         j0, j1 = s * wide // across * columns, min(n, (s + 1) * wide // across * columns)
         for d in range(depths):
             p0, p1 = d * k // depths, (d + 1) * k // depths
-            panel = register_tile.offset(packed_b, p0 * wide * columns + j0 * (p1 - p0))
+            panel = vector_moves.offset(packed_b, p0 * wide * columns + j0 * (p1 - p0))
             packed_product.multiply(a[i0:i1, p0:p1], panel, out[i0:i1, j0:j1], own, t1 - t0, d)
         atomic.fetch_add(finished, 1)
         part = atomic.fetch_add(taken, 1)
@@ -95,21 +95,6 @@ def _take_parts(
 def _multiply_alone(a: Array, b: Array, out: Array, space: Array, height: int, width: int) -> None:
     """Multiply as rung 6 does, for a product that is too small for two threads."""
     packed_product.multiply_in_blocks(a, b, out, space, height, width)
-
-
-def parts(tiles: int, wide: int, threads: int, most: int) -> tuple[int, int]:
-    """Return how many parts out is cut into: (one below the other, side by side).
-
-    out is `tiles` tiles high and `wide` tiles wide; a part is at most `most` tiles high. Rows are cut first,
-    because parts side by side each pack the same rows of a.
-    """
-    down = max(min(PARTS * threads, tiles // LEAST_TILES), -(-tiles // most), 1)
-    if down > threads:  # the same number for each thread
-        down = max(down - down % threads, -(-tiles // most))
-    across = 1 if down >= threads else min(wide, -(-PARTS * threads // down))
-    if down * across < threads:
-        down = min(tiles, -(-threads // across))
-    return down, across
 
 
 def compute(a: Array, b: Array, out: Array) -> None:

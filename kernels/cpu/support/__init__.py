@@ -6,8 +6,9 @@
 | vector_unit | the width and number of its vector registers |
 | compiling | compiles a rung's loops at the first call, and keeps the machine code |
 | vector_instructions | vector operations in LLVM's language |
+| vector_moves | addresses in arrays, and moves of whole vectors |
 | register_tile | the innermost loop of rungs 6 and 7 |
-| block_sizes | how large packed blocks are, and the memory they lie in |
+| block_sizes | how large packed blocks and threads' parts are, and the memory of blocks |
 | packed_product | packs blocks, and multiplies packed ones |
 | thread_pool, atomic | threads that share out a task, and the counters they share |
 """

@@ -1,4 +1,4 @@
-"""The sizes of a product's packed blocks, derived from the cache sizes, and the memory they lie in."""
+"""How a product is cut: packed blocks sized for the caches, and parts for the threads. The blocks' memory."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from ...rung import Array, empty
 from .caches import caches
 
 LEAST_WIDTH = 512  # columns; a is packed again for every block of b, which costs as much as ten columns
+PARTS = 8  # per thread, so that a late thread leaves some to the others
+LEAST_TILES = 4  # in a part: tiles one below the other share what they read of b
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,21 @@ def blocks(kind: str) -> Blocks:
         depth=register_tile.DEPTH,
         memory=register_tile.ROWS * (columns + tiles * register_tile.PITCH),
     )
+
+
+def parts(tiles: int, wide: int, threads: int, most: int) -> tuple[int, int]:
+    """Return how many parts out is cut into: (one below the other, side by side).
+
+    out is `tiles` tiles high and `wide` tiles wide; a part is at most `most` tiles high. Rows are cut first,
+    because parts side by side each pack the same rows of a.
+    """
+    down = max(min(PARTS * threads, tiles // LEAST_TILES), -(-tiles // most), 1)
+    if down > threads:  # the same number for each thread
+        down = max(down - down % threads, -(-tiles // most))
+    across = 1 if down >= threads else min(wide, -(-PARTS * threads // down))
+    if down * across < threads:
+        down = min(tiles, -(-threads // across))
+    return down, across
 
 
 class _KeptMemory(threading.local):

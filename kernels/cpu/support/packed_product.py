@@ -14,6 +14,7 @@ from typing import Any
 from numba import njit
 
 from . import register_tile
+from .vector_moves import move, offset, pointer, transpose, vector
 
 STRIP = 8  # rows that are packed at a time over all panels
 
@@ -26,22 +27,20 @@ def pack(x: Any, to: Any, pitch: int) -> None:
     the row's end: it writes some elements twice, and none outside.
     """
     rows, columns = x.shape
-    vector = register_tile.vector(x)
-    if x.strides[1] == x.itemsize and columns >= vector:
+    length = vector(x)
+    if x.strides[1] == x.itemsize and columns >= length:
         for r in range(rows):
-            source, target = register_tile.pointer(x, r, 0), register_tile.offset(to, r * pitch)
-            for step in range(0, columns, vector):
-                c = min(step, columns - vector)
-                register_tile.move(register_tile.offset(target, c), register_tile.offset(source, c))
-    elif x.strides[0] == x.itemsize and columns >= vector and rows >= vector:
+            source, target = pointer(x, r, 0), offset(to, r * pitch)
+            for step in range(0, columns, length):
+                c = min(step, columns - length)
+                move(offset(target, c), offset(source, c))
+    elif x.strides[0] == x.itemsize and columns >= length and rows >= length:
         stride = x.strides[1] // x.itemsize
-        for r_step in range(0, rows, vector):
-            r = min(r_step, rows - vector)
-            for c_step in range(0, columns, vector):
-                c = min(c_step, columns - vector)
-                register_tile.transpose(
-                    register_tile.offset(to, r * pitch + c), pitch, register_tile.pointer(x, r, c), stride
-                )
+        for r_step in range(0, rows, length):
+            r = min(r_step, rows - length)
+            for c_step in range(0, columns, length):
+                c = min(c_step, columns - length)
+                transpose(offset(to, r * pitch + c), pitch, pointer(x, r, c), stride)
     else:
         for r in range(rows):
             for c in range(columns):
@@ -71,7 +70,7 @@ def pack_panels(b: Any, to: Any) -> None:
     for p0 in range(0, depth, strip):
         p1 = min(p0 + strip, depth)
         for j in range(0, n, columns):
-            panel = register_tile.offset(to, j * depth + p0 * columns)
+            panel = offset(to, j * depth + p0 * columns)
             pack(b[p0:p1, j : j + columns], panel, columns)
             # Zeros only beyond b: in rung 7 another thread may already read this part while it is packed
             # again.
@@ -92,7 +91,7 @@ def pack_part(b: Any, to: Any, part: int, parts: int) -> None:
     d, s = divmod(part, parts)
     p0, p1 = d * k // depths, (d + 1) * k // depths
     j0, j1 = s * wide // parts * columns, min(n, (s + 1) * wide // parts * columns)
-    pack_panels(b[p0:p1, j0:j1], register_tile.offset(to, p0 * wide * columns + j0 * (p1 - p0)))
+    pack_panels(b[p0:p1, j0:j1], offset(to, p0 * wide * columns + j0 * (p1 - p0)))
 
 
 @njit(boundscheck=False)
@@ -105,19 +104,19 @@ def multiply(a: Any, packed_b: Any, out: Any, memory: Any, tiles: int, add: int)
     m, depth = a.shape
     n = out.shape[1]
     columns = register_tile.columns(out)
-    packed_a = register_tile.offset(memory, register_tile.ROWS * columns)
+    packed_a = offset(memory, register_tile.ROWS * columns)
     in_rows = out.strides[1] == out.itemsize
     stride = out.strides[0] // out.itemsize
     pack(a, packed_a, register_tile.PITCH)
     for j in range(0, n, columns):
-        panel = register_tile.offset(packed_b, j * depth)
+        panel = offset(packed_b, j * depth)
         width = min(columns, n - j)
         for t in range(tiles):
             i = t * m // tiles
             rows = (t + 1) * m // tiles - i
-            a_rows = register_tile.offset(packed_a, i * register_tile.PITCH)
+            a_rows = offset(packed_a, i * register_tile.PITCH)
             if in_rows and width == columns:
-                c = register_tile.pointer(out, i, j)
+                c = pointer(out, i, j)
                 register_tile.multiply(rows, width, depth, a_rows, panel, c, stride, add)
             else:
                 # A vector would cross the edge, or out's rows are not contiguous: go through a tile in
@@ -135,10 +134,8 @@ def multiply_in_blocks(a: Any, b: Any, out: Any, space: Any, height: int, width:
     """
     m, k = a.shape
     n = b.shape[1]
-    own = register_tile.pointer(space, 0, 0)
-    packed_b = register_tile.offset(
-        own, register_tile.ROWS * (register_tile.columns(out) + height * register_tile.PITCH)
-    )
+    own = pointer(space, 0, 0)
+    packed_b = offset(own, register_tile.ROWS * (register_tile.columns(out) + height * register_tile.PITCH))
     tiles = -(-m // register_tile.ROWS)
     depths = -(-k // register_tile.DEPTH)
     for j0 in range(0, n, width):

@@ -1,4 +1,4 @@
-"""Rung 7: the same bits as rung 6, whoever takes part, when, and how often; and how out is cut into parts."""
+"""Rung 7: the same bits as rung 6, whoever takes part, when, and how often."""
 
 import contextlib
 import ctypes
@@ -12,11 +12,10 @@ from dataclasses import replace
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 
 from minidist.kernels import rung
 from minidist.kernels.cpu import s7_threads
-from minidist.kernels.cpu.s7_threads import parts
 from minidist.kernels.cpu.support import register_tile, thread_pool
 from minidist.kernels.cpu.support.block_sizes import blocks
 from minidist.kernels.measure import harness
@@ -265,20 +264,6 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     )
     assert done.stdout.strip() == "7"
-
-
-@settings(max_examples=1000)
-@given(
-    tiles=st.integers(1, 600), wide=st.integers(1, 300), count=st.integers(2, 130), most=st.integers(1, 20)
-)
-@example(tiles=1, wide=1, count=8, most=1)
-@example(tiles=3, wide=2, count=4, most=12)
-def test_parts_are_as_many_as_threads_and_no_higher_than_a_block(tiles, wide, count, most):
-    down, across = parts(tiles, wide, count, most)
-    assert 1 <= down <= tiles
-    assert 1 <= across <= wide
-    assert -(-tiles // down) <= most
-    assert down * across >= min(count, tiles * wide)
 
 
 def test_a_lost_part_is_found():

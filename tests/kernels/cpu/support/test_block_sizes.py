@@ -1,15 +1,15 @@
-"""The sizes of blocks for any caches, and the memory that threads keep."""
+"""The sizes of blocks for any caches, the memory that threads keep, and how out is cut into parts."""
 
 import threading
 
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given, settings
 
 from minidist.kernels.cpu.support import block_sizes as module
 from minidist.kernels.cpu.support import register_tile
-from minidist.kernels.cpu.support.block_sizes import LEAST_WIDTH, blocks, memory
+from minidist.kernels.cpu.support.block_sizes import LEAST_WIDTH, blocks, memory, parts
 from minidist.kernels.cpu.support.caches import Caches
 
 KIB = 2**10
@@ -56,3 +56,17 @@ def test_purposes_dtypes_and_threads_share_no_memory():
     assert len(found) == 4
     for i, x in enumerate(found):
         assert not any(np.shares_memory(x, other) for other in found[:i])
+
+
+@settings(max_examples=1000)
+@given(
+    tiles=st.integers(1, 600), wide=st.integers(1, 300), count=st.integers(2, 130), most=st.integers(1, 20)
+)
+@example(tiles=1, wide=1, count=8, most=1)
+@example(tiles=3, wide=2, count=4, most=12)
+def test_parts_are_as_many_as_threads_and_no_higher_than_a_block(tiles, wide, count, most):
+    down, across = parts(tiles, wide, count, most)
+    assert 1 <= down <= tiles
+    assert 1 <= across <= wide
+    assert -(-tiles // down) <= most
+    assert down * across >= min(count, tiles * wide)

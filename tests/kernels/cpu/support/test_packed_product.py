@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 
-from minidist.kernels.cpu.support import register_tile
+from minidist.kernels.cpu.support import register_tile, vector_moves
 from tests.helpers.products import LAYOUTS, laid_out
 
 GUARD = 64  # elements before and after a target
@@ -27,17 +27,17 @@ def compiled(dtype):
 
     @njit(types.void(matrix, target, types.intp, types.intp))
     def pack(x, to, start, pitch):
-        packed_product.pack(x, register_tile.pointer(to, 0, start), pitch)
+        packed_product.pack(x, vector_moves.pointer(to, 0, start), pitch)
 
     @njit(types.void(matrix, target, types.intp, types.intp), nogil=True)
     def pack_part(b, to, start, parts):
         # The last part first: they are packed in any order.
         for part in range(parts * -(-b.shape[0] // register_tile.DEPTH) - 1, -1, -1):
-            packed_product.pack_part(b, register_tile.pointer(to, 0, start), part, parts)
+            packed_product.pack_part(b, vector_moves.pointer(to, 0, start), part, parts)
 
     @njit(types.void(target, types.intp, types.intp, matrix, types.intp))
     def put(tile, start, pitch, out, add):
-        packed_product.put(register_tile.pointer(tile, 0, start), pitch, out, add)
+        packed_product.put(vector_moves.pointer(tile, 0, start), pitch, out, add)
 
     return {"pack": pack, "pack_part": pack_part, "put": put}
 
