@@ -30,8 +30,17 @@ A rank is one of n processes, each with its own memory. Ranks share nothing but 
     all_gather      every rank gets the parts of all ranks        (n - 1) / n S, if all parts together have S
     all_to_all      rank r gets the r-th part of every tensor     (n - 1) / n S
 
-With `async_op=True` a call returns at once, and its `wait()` returns the result. A rung's formula is
-for one step. What it sends once, parameters at the start and losses at the end, comes on top.
+`send` and `recv` pass a tensor from one rank to another. With `async_op=True` a call returns at once, and its
+`wait()` returns the result. A rung's formula is for one step. What it sends once, parameters at the start and
+losses at the end, comes on top. To run a rung on 4 ranks, and print the losses that rank 0 has seen:
+
+    import functools, minidist, torch
+    from minidist.plain import data_parallel, gpt
+
+    tokens = torch.arange(8 * 13).view(8, 13) % 64
+    batches = [(tokens[:, :-1], tokens[:, 1:])] * 20
+    adamw = functools.partial(torch.optim.AdamW, lr=1e-2)
+    print(minidist.launch(lambda: data_parallel.train(gpt.gpt(), batches, adamw), ranks=4)[0])
 """
 
 LADDER = (

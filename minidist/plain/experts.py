@@ -111,7 +111,7 @@ def train(
         optimizer.zero_grad()
         loss = loss_of(model(inputs), targets) * len(inputs) / len(batch[0])
         loss.backward()
-        # Communicate: add up what all rows contribute. To an expert, they all came.
+        # Communicate: add up what all rows contribute. An expert has seen all its tokens.
         for name, p in model.named_parameters():
             if ".experts." not in name:
                 comm.all_reduce(p.grad)

@@ -2,8 +2,8 @@
 
 A block is attention and an MLP, each behind a norm and added to its input (Vaswani et al. 2017, "Attention Is
 All You Need", section 3, with the norms in front as in GPT-2). There is no position embedding: in causal
-attention a token sees only the tokens before it, which tells it enough about the order. So attention is the
-only place where tokens exchange information; every other layer treats each token by itself.
+attention a token sees only itself and the tokens before it, which tells it enough about the order. Attention
+is the only place where tokens exchange information; every other layer treats each token by itself.
 
 Letters of the shapes, here and in all rungs: B rows, T tokens in a row, D width, H heads, V vocabulary.
 """

@@ -38,7 +38,10 @@ def own_layers(model: nn.Sequential) -> nn.Sequential:
 def train(model: nn.Sequential, batches: Sequence[Batch], make_optimizer: MakeOptimizer) -> list[float]:
     """Train this rank's layers of `model` in place, and return the losses."""
     rank, last = comm.rank(), comm.size() - 1
-    layers, embedding = own_layers(model), next(model.parameters())  # (V, D): D is the width of a message
+    layers, embedding = (
+        own_layers(model),
+        next(model.parameters()),
+    )  # (V, D): messages have its D and dtype
     optimizer, losses = make_optimizer(layers.parameters()), []
     for inputs, targets in batches:  # (B, T) both
         optimizer.zero_grad()

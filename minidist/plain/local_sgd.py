@@ -2,8 +2,8 @@
 
 Data parallelism sends gradients in every step. Here a rank updates its own copy of the model with its own
 gradient, and sends its parameters in every k-th step only. In between the copies drift apart, so the
-result is not that of one process. It is with k = 1, plain SGD and equal shares of the rows: the mean of
-x - lr g over the ranks is x - lr (mean of g).
+result is no longer that of one process, unless k is 1, the optimizer is plain SGD and all ranks have as many
+rows: then the mean of x - lr g over the ranks is x - lr (mean of g).
 
 A rank sends 2 (n - 1) / n S / k bytes in a step, on average: n ranks, S bytes of parameters. A batch has at
 least n rows.

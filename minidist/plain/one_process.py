@@ -1,8 +1,8 @@
 """One process: the loop that every other rung must equal.
 
 A step computes the loss of a batch, the gradient of every parameter, and the optimizer's update. The other
-rungs deal these parts to several ranks. In float64 they reach the same losses and parameters to 1e-10, since
-only the order of their sums differs.
+rungs share this work among several ranks. In float64 they reach the same losses and parameters to 1e-10,
+since only the order of their sums differs.
 
 Sends nothing.
 Lesson: 07 "A network on your own matmul"

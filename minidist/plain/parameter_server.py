@@ -3,7 +3,7 @@
 Rank 0, the server, holds the parameters and the optimizer; the other ranks are workers. A worker computes the
 gradient of its own rows and pushes it; the server updates the parameters at once and returns them. So a slow
 worker delays nobody. The price is staleness: while a worker computes, the others change the parameters, and
-its gradient belongs to old ones. With two ranks, that is one worker, nothing is stale: it equals one process.
+its gradient belongs to old ones. With one worker nothing is stale, and the result is that of one process.
 
 In a step a worker sends S bytes, and the server (n - 1) S: n ranks, S bytes of parameters. A batch has at
 least n - 1 rows.

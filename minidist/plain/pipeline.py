@@ -11,9 +11,9 @@ its backward pass; one loop executes any schedule. Two of them, for 3 ranks and 
             rank 1   . F0 F1  . B0 F2 B1 F3 B2  . B3  .
             rank 2   .  . F0 B0 F1 B1 F2 B2 F3 B3  .  .
 
-GPipe runs all forward passes first, so a rank holds the activations of all m micro-batches. 1F1B runs a
-backward pass as soon as there is one. It is no faster, but rank r of p holds the activations of at most p - r
-micro-batches. With either, ranks wait for (p - 1) / (m + p - 1) of the time: so a larger m helps.
+GPipe runs all forward passes first, so a rank holds the activations of all m micro-batches. 1F1B runs each
+backward pass as soon as it can. It is no faster, but rank r of p holds the activations of at most p - r
+micro-batches. With either, a rank waits for (p - 1) / (m + p - 1) of the time, so a larger m helps.
 
 In a step every rank but the last sends A bytes to the next rank, and every rank but the first sends A bytes
 to the one before, in m messages: A is the bytes of the activations between two layers, B T D elements. A
@@ -105,7 +105,10 @@ def train(
     m: int = 4,
 ) -> list[float]:
     """Train this rank's layers of `model` in place, and return the losses."""
-    layers, embedding = own_layers(model), next(model.parameters())  # (V, D): D is the width of a message
+    layers, embedding = (
+        own_layers(model),
+        next(model.parameters()),
+    )  # (V, D): messages have its D and dtype
     instructions = schedule(comm.rank(), comm.size(), m)
     optimizer, losses = make_optimizer(layers.parameters()), []
     for batch in batches:

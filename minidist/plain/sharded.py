@@ -49,11 +49,11 @@ TABLE = {
 
 
 class Unit:
-    """A layer's parameters as views of one flat tensor, of which this rank owns a share, or all of it."""
+    """A layer's parameters as views of one flat tensor of n k elements; this rank owns k of them, or all."""
 
     def __init__(self, layer: nn.Module, keep: Keep) -> None:
         self.parameters, self.keep = [*layer.parameters()], keep
-        self.padding = 0, -sum(p.numel() for p in self.parameters) % comm.size()
+        self.padding = 0, -sum(p.numel() for p in self.parameters) % comm.size()  # before, after
         self.values = comm.broadcast(pad(parameters_to_vector(self.parameters).detach(), self.padding))
         vector_to_parameters(self.values, self.parameters)  # makes the parameters views
         own = self.values if keep.state else self.values.chunk(comm.size())[comm.rank()]  # (n k,) or (k,)

@@ -8,8 +8,8 @@ attention does if each rank has whole heads, and GELU looks at each element alon
     forward    x ── enter ── own outputs ── own inputs ── leave ── y    leave adds up the ranks' results
     backward   the same from right to left                              enter adds up the ranks' gradients
 
-Autograd does not see the other ranks. So `enter` and `leave` are functions that say themselves what their
-backward pass is; in the paper they are f and g.
+Autograd does not see the other ranks, so `enter` and `leave` define their backward pass themselves; the paper
+calls them f and g.
 
 In a step a rank takes part in 4 L all-reduces of A bytes, two forward and two backward in each block, and so
 sends 8 L (n - 1) / n A: n ranks, L blocks, A the bytes of the activations between two blocks, B T D elements.

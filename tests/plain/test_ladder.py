@@ -6,10 +6,13 @@ import ast
 import importlib
 import inspect
 import re
+import textwrap
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+import minidist as md
 from minidist import plain
 
 ROOT = Path(__file__).parents[2]
@@ -35,3 +38,16 @@ def test_a_rung_is_a_page(rung: str) -> None:
         for name in [f"{node.module}.{alias.name}" for alias in node.names]
     }
     assert all(name == "minidist.comm" or name.startswith("minidist.plain.gpt.") for name in imported)
+
+
+def test_the_example_runs(
+    cluster_of: Callable[[int], md.Cluster],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    [example] = re.findall(r"^(    import functools.*)", inspect.getsource(plain), re.MULTILINE | re.DOTALL)
+    monkeypatch.setattr(md, "launch", lambda train, ranks: cluster_of(ranks).run(train))
+    exec(textwrap.dedent(example.partition('"""')[0]), {})
+    losses = ast.literal_eval(capsys.readouterr().out)
+    assert len(losses) == 20
+    assert losses[-1] < losses[0] / 2
