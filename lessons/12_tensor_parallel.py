@@ -419,8 +419,8 @@ prediction = None  # your guess, such as 300; None draws no guess
 # `parallelize` cuts a module by a plan that names its parts, in just the way that you did by hand.
 
 # %%
+from minidist.model.blocks import Block
 from minidist.model.configs import GPTConfig
-from minidist.model.gpt import Block
 from minidist.parallel.tensor_parallel import parallelize
 
 PLAN = {

@@ -16,8 +16,9 @@ import minidist as md
 from minidist import comm
 from minidist.benchmarks.harness.training_steps import ADAMW, SEED, Case, Timed, plain_loop
 from minidist.kernels.measure.harness import time_in_turns
+from minidist.model.blocks import Block
 from minidist.model.configs import config
-from minidist.model.gpt import GPT, Block
+from minidist.model.gpt import GPT
 
 Step = Callable[[Tensor, Tensor], float]
 

@@ -19,9 +19,10 @@ import minidist as md
 from minidist import comm
 from minidist.benchmarks.harness.training_steps import ADAMW, SEED
 from minidist.kernels.measure.harness import time_in_turns
+from minidist.model.blocks import Block
 from minidist.model.configs import config
 from minidist.model.data import dataset
-from minidist.model.gpt import GPT, Block
+from minidist.model.gpt import GPT
 from minidist.model.sampler import Sampler
 from minidist.parallel.tensor.parallelize import parallelize
 from minidist.parallel.tensor.plans import plan_for

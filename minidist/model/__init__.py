@@ -6,6 +6,7 @@
 | sampler.py | the same global batches for any number of ranks |
 | configs.py | the shapes of GPT and BERT by name, with their parameter counts |
 | mlp.py, gpt.py | an MLP and a GPT, each a chain of layers |
+| blocks.py | the layers of a GPT |
 | seeding.py | first weights that depend only on a seed and a name |
 | loss.py | cross-entropy and accuracy |
 | matmul.py | a linear layer that runs on any rung of the matmul ladders |
