@@ -598,13 +598,13 @@ max(np.abs(each.grad.numpy().T - mine).max() for each, mine in pairs)
 #
 # ## Where your lines live
 #
-# From here on most lessons end on a page of [the training ladder](../minidist/plain/__init__.py). It has each idea once more, on a page of PyTorch, and
-# the library's engine has it in general form:
+# From here on lessons end on a page of [the training ladder](../minidist/plain/__init__.py), which
+# says an idea once more in plain PyTorch. The library's engine has it in general form:
 #
 # | You wrote | The rung | The engine |
 # |---|---|---|
-# | all of it: a step | [`train`](../minidist/plain/one_process.py) | [`Engine.step`](../minidist/parallel/engine/training_step.py) |
-# | `linear_backward` | – | [`_Product.backward`](../minidist/model/matmul.py) |
+# | all of it: a step | plain/one_process.py: [`train`](../minidist/plain/one_process.py) | parallel/engine/training_step.py: [`Engine.step`](../minidist/parallel/engine/training_step.py) |
+# | `linear_backward` | – | model/matmul.py: [`_Product.backward`](../minidist/model/matmul.py) |
 #
 # The rung's loop is yours: the loss, every gradient, the update. There autograd walks back for you, a torch
 # optimizer makes the step, and the network is a small GPT. `_Product` has your two products, and is called by

@@ -449,13 +449,13 @@ cluster.close()
 #
 # | You wrote | The ladder | The library |
 # |---|---|---|
-# | `shift`, n - 1 times | [`around_the_ring`](../minidist/plain/ring_attention.py) | [`send`](../minidist/comm/messages.py), [`recv`](../minidist/comm/messages.py) |
-# | `ring_reduce_scatter`, `ring_all_gather` | [`ring_reduce_scatter`](../minidist/comm/algorithms/ring.py), [`ring_all_gather`](../minidist/comm/algorithms/ring.py) | [`execute`](../minidist/comm/algorithms/execute.py) |
-# | `ring_all_reduce` | [`ring_all_reduce`](../minidist/comm/algorithms/ring.py) | [`all_reduce`](../minidist/comm/collectives.py) |
-# | `ring_seconds` | [`formula`](../minidist/comm/algorithms/formulas.py) | [`predict`](../minidist/comm/cost/model.py) |
+# | `shift`, n - 1 times | plain/ring_attention.py: [`around_the_ring`](../minidist/plain/ring_attention.py) | comm/messages.py: [`send`](../minidist/comm/messages.py), [`recv`](../minidist/comm/messages.py) |
+# | `ring_reduce_scatter`, `ring_all_gather` | comm/algorithms/ring.py: [`ring_reduce_scatter`](../minidist/comm/algorithms/ring.py), [`ring_all_gather`](../minidist/comm/algorithms/ring.py) | comm/algorithms/execute.py: [`execute`](../minidist/comm/algorithms/execute.py) |
+# | `ring_all_reduce` | comm/algorithms/ring.py: [`ring_all_reduce`](../minidist/comm/algorithms/ring.py) | comm/collectives.py: [`all_reduce`](../minidist/comm/collectives.py) |
+# | `ring_seconds` | comm/algorithms/formulas.py: [`formula`](../minidist/comm/algorithms/formulas.py) | comm/cost/model.py: [`predict`](../minidist/comm/cost/model.py) |
 #
-# The ring there passes the parts in the order of yours. But it only names the messages, as data, so that a proof
-# can check them for all ranks without a process. `execute` sends them, in segments that overlap, and `all_reduce`
+# The ring there passes the parts in the same order as yours. But it only names the messages, as data, so that a
+# proof can check them for all ranks without a process. `execute` sends them, in segments that overlap, and `all_reduce`
 # chooses between the algorithms.
 #
 # Next: lesson 09 puts your all-reduce to work, and trains one model on several ranks.

@@ -689,14 +689,14 @@ cluster.close()
 #
 # | You wrote | The rung | The engine |
 # |---|---|---|
-# | `batch_gradients` | [`train`](../minidist/plain/data_parallel.py) | [`Replicated`](../minidist/parallel/sharding/data_parallel_strategy.py) |
-# | `all_reduce_in_buckets` | [`groups_of`](../minidist/plain/buckets.py), [`bucket_of`](../minidist/plain/buckets.py) | [`BucketAssignment`](../minidist/parallel/sharding/bucket_assignment.py) |
-# | `reduce_in_backward` | [`Bucket.arrived`](../minidist/plain/overlap.py) | [`Reducer.arrived`](../minidist/parallel/sharding/reducer.py) |
-# | `accumulate_gradients` | – | [`DataParallel.no_sync`](../minidist/parallel/sharding/data_parallel.py) |
+# | `batch_gradients` | plain/data_parallel.py: [`train`](../minidist/plain/data_parallel.py) | parallel/sharding/data_parallel_strategy.py: [`Replicated`](../minidist/parallel/sharding/data_parallel_strategy.py) |
+# | `all_reduce_in_buckets` | plain/buckets.py: [`groups_of`](../minidist/plain/buckets.py), [`bucket_of`](../minidist/plain/buckets.py) | parallel/sharding/bucket_assignment.py: [`BucketAssignment`](../minidist/parallel/sharding/bucket_assignment.py) |
+# | `reduce_in_backward` | plain/overlap.py: [`Bucket.arrived`](../minidist/plain/overlap.py) | parallel/sharding/reducer.py: [`Reducer.arrived`](../minidist/parallel/sharding/reducer.py) |
+# | `accumulate_gradients` | – | parallel/sharding/data_parallel.py: [`DataParallel.no_sync`](../minidist/parallel/sharding/data_parallel.py) |
 #
 # The rungs weigh each rank's loss by its rows, as you did, and group gradients by your rule. Their buckets are
 # never copied: each gradient is a view of its bucket, and it is the bucket that leaves as soon as it is full. The
-# engine deals gradients to buckets in the order in which they arrive, and gets by with parameters that are unused
-# or shared.
+# engine deals gradients to buckets in the order in which they arrive, and copes with parameters that are unused or
+# shared.
 #
 # Next: lesson 10 asks whether the ranks have to wait for each other at all.

@@ -504,10 +504,10 @@ cluster.close()
 #
 # | You wrote | The rung | The engine |
 # |---|---|---|
-# | `work` | [`work`](../minidist/plain/parameter_server.py) | [`ParameterServer.pull`](../minidist/parallel/averaging/parameter_server.py), [`ParameterServer.push`](../minidist/parallel/averaging/parameter_server.py) |
-# | `serve` | [`serve`](../minidist/plain/parameter_server.py) | [`Serving.run`](../minidist/parallel/averaging/server.py) |
-# | `may_begin` | – | [`Updates.next`](../minidist/parallel/averaging/staleness.py) |
-# | an average every k steps | [`train`](../minidist/plain/local_sgd.py) | [`LocalSGD.synchronize`](../minidist/parallel/averaging/local_sgd.py) |
+# | `work` | plain/parameter_server.py: [`work`](../minidist/plain/parameter_server.py) | parallel/averaging/parameter_server.py: [`ParameterServer.pull`](../minidist/parallel/averaging/parameter_server.py), [`ParameterServer.push`](../minidist/parallel/averaging/parameter_server.py) |
+# | `serve` | plain/parameter_server.py: [`serve`](../minidist/plain/parameter_server.py) | parallel/averaging/server.py: [`Serving.run`](../minidist/parallel/averaging/server.py) |
+# | `may_begin` | – | parallel/averaging/staleness.py: [`Updates.next`](../minidist/parallel/averaging/staleness.py) |
+# | an average every k steps | plain/local_sgd.py: [`train`](../minidist/plain/local_sgd.py) | parallel/averaging/local_sgd.py: [`LocalSGD.synchronize`](../minidist/parallel/averaging/local_sgd.py) |
 #
 # The rung's server has your threads and your lock. It calls any torch optimizer in place of `x.sub_(...)`, and
 # answers each gradient with the new parameters, so that a worker pushes first and then pulls. The engine shares the

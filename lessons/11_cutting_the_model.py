@@ -511,12 +511,12 @@ cluster.close()
 #
 # | You wrote | The rung | The engine |
 # |---|---|---|
-# | `fill` | [`own_layers`](../minidist/plain/layer_by_layer.py) | [`cut`](../minidist/parallel/pipeline/layer_by_layer.py) |
-# | `step` | [`train`](../minidist/plain/layer_by_layer.py) | [`LayerByLayer`](../minidist/parallel/pipeline/layer_by_layer.py) |
-# | `gpipe`, `one_f_one_b` | [`gpipe`](../minidist/plain/pipeline.py), [`one_f_one_b`](../minidist/plain/pipeline.py) | [`gpipe`](../minidist/parallel/pipeline/schedules.py), [`one_f_one_b`](../minidist/parallel/pipeline/schedules.py) |
-# | `bubble` | – | [`simulate`](../minidist/parallel/pipeline/simulation.py) |
-# | `my_schedule` | – | [`zero_bubble`](../minidist/parallel/pipeline/schedules.py) |
-# | what runs a schedule | [`run`](../minidist/plain/pipeline.py) | [`StagePasses.execute`](../minidist/parallel/pipeline/stage_passes.py) |
+# | `fill` | plain/layer_by_layer.py: [`own_layers`](../minidist/plain/layer_by_layer.py) | parallel/pipeline/layer_by_layer.py: [`cut`](../minidist/parallel/pipeline/layer_by_layer.py) |
+# | `step` | plain/layer_by_layer.py: [`train`](../minidist/plain/layer_by_layer.py) | parallel/pipeline/layer_by_layer.py: [`LayerByLayer`](../minidist/parallel/pipeline/layer_by_layer.py) |
+# | `gpipe`, `one_f_one_b` | plain/pipeline.py: [`gpipe`](../minidist/plain/pipeline.py), [`one_f_one_b`](../minidist/plain/pipeline.py) | parallel/pipeline/schedules.py: [`gpipe`](../minidist/parallel/pipeline/schedules.py), [`one_f_one_b`](../minidist/parallel/pipeline/schedules.py) |
+# | `bubble` | – | parallel/pipeline/simulation.py: [`simulate`](../minidist/parallel/pipeline/simulation.py) |
+# | `my_schedule` | – | parallel/pipeline/schedules.py: [`zero_bubble`](../minidist/parallel/pipeline/schedules.py) |
+# | what runs a schedule | plain/pipeline.py: [`run`](../minidist/plain/pipeline.py) | parallel/pipeline/stage_passes.py: [`StagePasses.execute`](../minidist/parallel/pipeline/stage_passes.py) |
 #
 # The rungs send the same messages as your `step`, and their schedules are your lists, with `("F", 3)` for
 # `Instruction("forward", 3)`. They deal layers by number and not by weight. The engine writes sends and receives

@@ -616,11 +616,11 @@ cluster.close()
 #
 # | You wrote | The rung | The engine |
 # |---|---|---|
-# | `shared_mlp_forward`, `shared_attention` | [`SharedBlock`](../minidist/plain/tensor_parallel.py) | [`ColumnParallelLinear.forward`](../minidist/parallel/tensor/column_parallel.py), [`RowParallelLinear.forward`](../minidist/parallel/tensor/row_parallel.py) |
-# | `enter` (f), `leave` (g) | [`Enter`](../minidist/plain/tensor_parallel.py), [`Leave`](../minidist/plain/tensor_parallel.py) | [`copy_to_ranks`](../minidist/parallel/tensor/operators.py), [`reduce_from_ranks`](../minidist/parallel/tensor/operators.py) |
-# | `gather_tokens` | [`Gather`](../minidist/plain/sequence_parallel.py) | [`gather_sequence`](../minidist/parallel/tensor/operators.py) |
-# | its mirror image | [`Scatter`](../minidist/plain/sequence_parallel.py) | [`scatter_sequence`](../minidist/parallel/tensor/operators.py) |
-# | `vocabulary_loss` | – | [`vocab_parallel_cross_entropy`](../minidist/parallel/tensor/vocabulary.py) |
+# | `shared_mlp_forward`, `shared_attention` | plain/tensor_parallel.py: [`SharedBlock`](../minidist/plain/tensor_parallel.py) | parallel/tensor/column_parallel.py: [`ColumnParallelLinear.forward`](../minidist/parallel/tensor/column_parallel.py); parallel/tensor/row_parallel.py: [`RowParallelLinear.forward`](../minidist/parallel/tensor/row_parallel.py) |
+# | `enter` (f), `leave` (g) | plain/tensor_parallel.py: [`Enter`](../minidist/plain/tensor_parallel.py), [`Leave`](../minidist/plain/tensor_parallel.py) | parallel/tensor/operators.py: [`copy_to_ranks`](../minidist/parallel/tensor/operators.py), [`reduce_from_ranks`](../minidist/parallel/tensor/operators.py) |
+# | `gather_tokens` | plain/sequence_parallel.py: [`Gather`](../minidist/plain/sequence_parallel.py) | parallel/tensor/operators.py: [`gather_sequence`](../minidist/parallel/tensor/operators.py) |
+# | `scatter_tokens` | plain/sequence_parallel.py: [`Scatter`](../minidist/plain/sequence_parallel.py) | parallel/tensor/operators.py: [`scatter_sequence`](../minidist/parallel/tensor/operators.py) |
+# | `vocabulary_loss` | – | parallel/tensor/vocabulary.py: [`vocab_parallel_cross_entropy`](../minidist/parallel/tensor/vocabulary.py) |
 #
 # The rungs have your operators, forward and backward. They put them around the layers of a whole GPT, whose
 # embedding and head stay whole. The engine cuts those too, cuts any model by a plan, and computes a weight's gradient

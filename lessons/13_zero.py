@@ -568,15 +568,16 @@ cluster.close()
 #
 # ## Where your lines live
 #
-# One rung of [the training ladder](../minidist/plain/__init__.py). Data parallelism and the three stages are four rows of a table in it:
+# One rung of [the training ladder](../minidist/plain/__init__.py).
+# Data parallelism and the three stages are four rows of its table:
 #
 # | You wrote | The rung | The engine |
 # |---|---|---|
-# | `state_bytes` | [`TABLE`](../minidist/plain/sharded.py) | [`estimate`](../minidist/scale/memory/estimates.py) |
-# | `zero_1_step` | [`Unit.reduce`](../minidist/plain/sharded.py), [`Unit.gather`](../minidist/plain/sharded.py) | [`OptimizerSlices.step`](../minidist/parallel/sharding/optimizer_slices.py) |
-# | `reduce_in_buckets` | [`Unit.gradient_arrived`](../minidist/plain/sharded.py) | [`ShardAssignment.moved`](../minidist/parallel/sharding/reduce_to_owner.py) |
-# | `zero_3_pass` | [`Unit.gather`](../minidist/plain/sharded.py), [`Unit.forward_done`](../minidist/plain/sharded.py) | [`UnitRuntime.begin`](../minidist/parallel/sharding/unit_runtime.py), [`UnitRuntime.need`](../minidist/parallel/sharding/unit_runtime.py) |
-# | `scaled_step` | – | [`Precision.skips`](../minidist/parallel/training/precision.py), [`MasterWeights.copy_back`](../minidist/parallel/training/master_weights.py) |
+# | `state_bytes` | plain/sharded.py: [`TABLE`](../minidist/plain/sharded.py) | scale/memory/estimates.py: [`estimate`](../minidist/scale/memory/estimates.py) |
+# | `zero_1_step` | plain/sharded.py: [`Unit.reduce`](../minidist/plain/sharded.py), [`Unit.gather`](../minidist/plain/sharded.py) | parallel/sharding/optimizer_slices.py: [`OptimizerSlices.step`](../minidist/parallel/sharding/optimizer_slices.py) |
+# | `reduce_in_buckets` | plain/sharded.py: [`Unit.gradient_arrived`](../minidist/plain/sharded.py) | parallel/sharding/reduce_to_owner.py: [`ShardAssignment.moved`](../minidist/parallel/sharding/reduce_to_owner.py) |
+# | `zero_3_pass` | plain/sharded.py: [`Unit.gather`](../minidist/plain/sharded.py), [`Unit.forward_done`](../minidist/plain/sharded.py) | parallel/sharding/unit_runtime.py: [`UnitRuntime.begin`](../minidist/parallel/sharding/unit_runtime.py), [`UnitRuntime.need`](../minidist/parallel/sharding/unit_runtime.py) |
+# | `scaled_step` | – | parallel/training/precision.py: [`Precision.skips`](../minidist/parallel/training/precision.py); parallel/training/master_weights.py: [`MasterWeights.copy_back`](../minidist/parallel/training/master_weights.py) |
 #
 # The rung makes your calls: a reduce-scatter to the owners, the optimizer on what a rank owns, an all-gather. Hooks
 # make them where your loops did, a layer is a bucket, and gradients are summed, because each rank's loss is already

@@ -803,19 +803,19 @@ shutil.rmtree(scratch)
 #
 # | You wrote | The library |
 # |---|---|
-# | `place`, `group` | [`Mesh.ranks`](../minidist/comm/mesh.py) |
-# | `memory` | [`estimate`](../minidist/scale/memory/estimates.py) |
-# | `bytes_per_step` | [`predict_step`](../minidist/scale/time/step_time.py) |
-# | `choose` | [`plan`](../minidist/scale/planning/planner.py) |
-# | `Checkpoint` | [`save`](../minidist/checkpoint/saving.py), [`load`](../minidist/checkpoint/loading.py) |
+# | `place`, `group` | comm/mesh.py: [`Mesh.ranks`](../minidist/comm/mesh.py) |
+# | `memory` | scale/memory/estimates.py: [`estimate`](../minidist/scale/memory/estimates.py) |
+# | `bytes_per_step` | scale/time/step_time.py: [`predict_step`](../minidist/scale/time/step_time.py) |
+# | `choose` | scale/planning/planner.py: [`plan`](../minidist/scale/planning/planner.py) |
+# | `Checkpoint` | checkpoint/saving.py: [`save`](../minidist/checkpoint/saving.py); checkpoint/loading.py: [`load`](../minidist/checkpoint/loading.py) |
 #
 # They count as you do. They also add what you left out: activations and buffers, the time of each link, layers
 # that do not divide evenly, and a checkpoint that other numbers of ranks can read.
 #
 # Two rungs of [the training ladder](../minidist/plain/__init__.py) are left to read, for what no lesson builds:
 #
-# - [`RingSoftmax`](../minidist/plain/ring_attention.py): a row too long for one rank, shared along its tokens. Keys and values travel in
-#   lesson 8's ring. The engine's form is [`ring_attention`](../minidist/parallel/context/ring_attention.py).
+# - [`RingSoftmax`](../minidist/plain/ring_attention.py): a row too long for one rank, shared along its tokens. Keys and
+#   values travel in lesson 8's ring. The engine's form is [`ring_attention`](../minidist/parallel/context/ring_attention.py).
 # - [`Experts`](../minidist/plain/experts.py): each rank holds some experts, and every token travels to its own. The engine has no form of
 #   it.
 #

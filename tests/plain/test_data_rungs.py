@@ -178,7 +178,7 @@ def test_no_worker_waits_for_a_slow_one(cluster_of: Clusters, tmp_path: Path, ol
         class Batches(list):  # type: ignore[type-arg]
             def __iter__(self) -> Any:
                 nonlocal came
-                limit = time.monotonic() + (1.5 if old else 20)
+                limit = time.monotonic() + (0.5 if old else 20)
                 while comm.rank() == 1 and not there.exists() and came:
                     time.sleep(0.01)
                     came = time.monotonic() < limit
