@@ -30,6 +30,10 @@ The table of strategies:
     peers                  the loops of other libraries
     peers_model_parallel   torch's tensor parallelism and pipelines
     peer_packages          Accelerate and DeepSpeed
+The training ladder:
+    plain_ladder           its rungs, and which engine's form belongs to each, as data
+    plain_forms            the engine's forms, for the ladder's GPT
+    plain_steps            runs a rung as it stands, times its steps and counts its memory
 The slow link:
     two_hosts              two hosts on one machine, made of Linux namespaces
     slow_wire              the wire between them, with a rate and a delay

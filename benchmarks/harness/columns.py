@@ -29,6 +29,8 @@ its rows has that figure. To show a new figure, add a line to `COLUMNS`.
     timeline, bubble     of a pipeline, "simulated" and "measured": `pipeline_steps.py`
     fit                  alpha, beta and the other figures of `comm.cost.fit`: `collective_timing.py`
     cost, par, unit      the cost of an exercise's solution, and the cost to aim for
+    idea, lines, held    of a rung of the training ladder: its idea in a few words, the lines of its file, and
+                         the bytes of parameters, gradients and optimizer state on the rank with most of them
 
 The CUDA ladder has a table of its own (`report/ladder.py`), with these figures: rung, dtype ("tf32" is
 float32 with factors rounded to TF32), order ("nt": b is transposed), peer_gflops, peak_gflops, peak_gb_per_s.
@@ -173,6 +175,7 @@ BEYOND = Column("time minus peer's", _extra("beyond_peer", difference))
 GOAL = Column("goal", _goal, right=False)
 COLUMNS = (
     Column("cost", _cost),
+    Column("lines", _extra("lines", count)),
     Column("time", lambda entry: seconds(entry["stats"]["median"])),
     Column("spread", _spread),
     Column("rounds", lambda entry: str(entry["stats"]["rounds"])),
@@ -187,6 +190,7 @@ COLUMNS = (
     GOAL,
     Column("sent per step", _extra("bytes_per_step", size)),
     Column("memory of the fullest rank", _extra("memory", lambda parts: size(sum(parts.values())))),
+    Column("parameters, gradients, state", _extra("held", size)),
     PEER,
     PEER_TIME,
     Column("peer's memory", _extra("peer_memory", size)),
@@ -194,6 +198,7 @@ COLUMNS = (
     Column("GB/s", _extra("bus_gb_per_s", number)),
     Column("rows/s", _extra("rows_per_s", number)),
     Column("communication hidden", _extra("comm_overlap", lambda share: f"{number(100 * share)}%")),
+    Column("the one idea", _extra("idea", str), right=False),
     Column("note", _extra("note", str), right=False),
 )
 

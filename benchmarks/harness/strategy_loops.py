@@ -40,7 +40,8 @@ def local_sgd(work: Work) -> Program:
 
 def layer_by_layer(work: Work) -> Program:
     """Give each rank some of the layers; the whole batch passes through the ranks one after the other."""
-    layers: Any = work.build().layers
+    model: Any = work.build()
+    layers = getattr(model, "layers", model)  # the training ladder's GPT is a chain itself
     part = nn.Sequential(*(layers[i] for i in cut(layers, md.size())[md.rank()]))
     parallel, optimizer = md.LayerByLayer(part), ADAMW(part.parameters())
 

@@ -58,7 +58,12 @@ def hold(
 ) -> Facts:
     """Make a row's or a peer's program, and run its first steps; scratch: a folder for its files."""
     program = PEERS[peer](work) if row is None else _ours(row, work, tempfile.mkdtemp(dir=scratch))
-    kept = HELD[name] = Kept(program, work.batches())
+    return begin(name, program, work.batches(), period)
+
+
+def begin(name: str, program: Program, batches: list[Batch], period: int = 1) -> Facts:
+    """Keep a program, and run its first steps."""
+    kept = HELD[name] = Kept(program, batches)
     first = kept.run(SEEN)
     if SEEN % period:
         kept.run(period - SEEN % period)  # up to the start of the next period

@@ -34,6 +34,14 @@ CHAPTERS = (
         ("strategy",),
     ),
     Chapter(
+        "plain",
+        "The training ladder: every strategy on a page",
+        "Each rung adds one idea to the rung before it. The ratio of times is the rung's time over that of "
+        "the engine's form of the idea, which works for any model: above 1 the engine is faster.",
+        ("bench_plain",),
+        ("idea", "lines"),
+    ),
+    Chapter(
         "zero",
         "ZeRO: which rank holds what",
         "Each stage shards one more part of the memory over the ranks: first the optimizer state, then the "

@@ -1,13 +1,17 @@
-"""Plot collectives against another library's: the ratio of times over the tensor's size."""
+"""Plot collectives against another library's, over the tensor's size; and say what the cost model fitted."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from minidist.benchmarks.harness import columns, formats
 from minidist.benchmarks.harness.columns import Entry
 from minidist.benchmarks.report.figure_style import INK, color, figure, legend, svg
 from minidist.benchmarks.report.plots import Plot
+
+# The figures of a fit in seconds per byte; the others are seconds per call.
+A_BYTE = ("beta", "busy_beta", "gamma", "put", "take", "combine")
 
 
 def curves(entries: Sequence[Entry], page_name: str) -> dict[int, Plot]:
@@ -48,3 +52,18 @@ def _curves(operations: dict[str, list[tuple[int, float, float, float]]], ranks:
         f"Ratios of times over the size on {ranks} ranks, with a line at 1: {'; '.join(told)}.",
         "Below the line we are faster. A bar is the middle half of the pairs' ratios.",
     )
+
+
+def fit_in_words(fitted: dict[str, Any]) -> str:
+    """Format the parameters of a fit: `alpha 35.1 µs, beta 0.24 ns per byte (4.20 GB/s)`."""
+    words = []
+    for name, number in fitted.items():
+        if not isinstance(number, (int, float)):
+            continue
+        if name == "beta" and number > 0:
+            words.append(f"beta {formats.seconds(number)} per byte ({formats.number(1e-9 / number)} GB/s)")
+        elif name in A_BYTE:
+            words.append(f"{name} {formats.seconds(number)} per byte")
+        else:
+            words.append(f"{name} {formats.seconds(number)}")
+    return ", ".join(words)

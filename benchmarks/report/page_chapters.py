@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from minidist.benchmarks.harness import formats, machine, results
+from minidist.benchmarks.harness import machine, results
 from minidist.benchmarks.harness.columns import Entry
 from minidist.benchmarks.report import (
     chapters,
@@ -32,8 +32,6 @@ from minidist.benchmarks.report.report import Section
 
 MOST_RATIOS = 30  # a figure with more comparisons is folded
 MOST_BARS = 16  # a group with more results gets no bars
-# The figures of a fit in seconds per byte; the others are seconds per call.
-A_BYTE = ("beta", "busy_beta", "gamma", "put", "take", "combine")
 DRAWN = {"scaling", "timeline", "par"}  # results with these keys are in their chapter's own figures
 
 
@@ -62,7 +60,7 @@ class Machine:
     def _chapter(self, chapter: Chapter, sections: Sequence[Section]) -> str:
         name = f"{self._slug}-{chapter.name}"
         lead = getattr(self, f"_lead_{chapter.name}", lambda _: "")(name)
-        in_lead = {entry["fullname"] for entry in self._strategies()}  # already in the table of strategies
+        in_lead = {entry["fullname"] for entry in (*self._strategies(), *self._rungs())}  # in its table
         told: set[str] = set()  # each suite's description is shown once
         parts = []
         for number, section in enumerate(sections):
@@ -83,6 +81,9 @@ class Machine:
             for entry in self._entries
             if "strategy" in entry["extra_info"] and not {"scaling", "timeline"} & entry["extra_info"].keys()
         ]
+
+    def _rungs(self) -> list[Entry]:
+        return [entry for entry in self._entries if {"idea", "lines"} <= entry["extra_info"].keys()]
 
     def _section(self, section: Section, name: str) -> str:
         about = f'<p class="quiet">{prose(section.about)}</p>\n' if section.about else ""
@@ -105,7 +106,10 @@ class Machine:
         }
         if not fitted:
             return ""
-        lines = "".join(f"<li>{escape(name)}: {escape(_fit(each))}</li>" for name, each in fitted.items())
+        lines = "".join(
+            f"<li>{escape(name)}: {escape(collective_plots.fit_in_words(each))}</li>"
+            for name, each in fitted.items()
+        )
         return folded("The fitted parameters of the lines", f'<ul class="quiet">{lines}</ul>\n')
 
     def _lead_strategies(self, name: str) -> str:
@@ -144,6 +148,15 @@ class Machine:
             if drawn:
                 shown.append(figure(drawn, f"{name}-bars-{number}", f"Memory of {model} on {ranks} ranks"))
         return figures(shown)
+
+    def _lead_plain(self, name: str) -> str:
+        rows = self._rungs()
+        drawn = memory_bars.measured(rows, f"{name}-bars")
+        if not drawn:
+            return ""
+        title = f'<h4 id="{name}-table">{escape(rows[0]["group"])}</h4>\n'
+        made = page_tables.of_rungs(rows, self._shown, f"{name}-table")
+        return title + made + figures([figure(drawn, f"{name}-bars", "What the fullest rank holds")])
 
     def _lead_pipelines(self, name: str) -> str:
         drawn = [entry for entry in self._entries if entry["extra_info"].get("timeline")]
@@ -198,21 +211,6 @@ def cuda_ladder(climbed: ladder.Ladder, name: str, shown: Shown | None) -> str:
         f'<h4 id="{name}">{escape(climbed.title)}</h4>\n<p class="quiet">{prose(climbed.about)}</p>\n'
         f"{figures(drawn)}{page_tables.of_ladder(climbed, name, shown)}"
     )
-
-
-def _fit(fitted: dict[str, Any]) -> str:
-    """Format a fit: `alpha 35.1 µs, beta 0.24 ns per byte (4.20 GB/s)`."""
-    words = []
-    for name, number in fitted.items():
-        if not isinstance(number, (int, float)):
-            continue
-        if name == "beta" and number > 0:
-            words.append(f"beta {formats.seconds(number)} per byte ({formats.number(1e-9 / number)} GB/s)")
-        elif name in A_BYTE:
-            words.append(f"{name} {formats.seconds(number)} per byte")
-        else:
-            words.append(f"{name} {formats.seconds(number)}")
-    return ", ".join(words)
 
 
 def _facts(found: results.Results) -> str:

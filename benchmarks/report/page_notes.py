@@ -39,7 +39,10 @@ KEYS = {
     "efficiency": "extra_info.efficiency",
     "cost": "extra_info.cost and par",
     "memory of the fullest rank": "sum of extra_info.memory",
+    "parameters, gradients, state": "extra_info.held",
     "peer's memory": "extra_info.peer_memory",
+    "the one idea": "extra_info.idea",
+    "lines": "extra_info.lines",
     "note": "extra_info.note",
 }
 _BY_CELL = {column.cell: KEYS.get(column.heading, "") for column in columns.COLUMNS}

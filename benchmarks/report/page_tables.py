@@ -28,6 +28,19 @@ FIRST = (
     "peer's memory",
     "over one process",
 )
+# The first columns of the training ladder.
+FIRST_OF_RUNGS = (
+    "the one idea",
+    "lines",
+    "time",
+    "over one process",
+    "ratio of times",
+    "peer",
+    "sent per step",
+    "parameters, gradients, state",
+    "memory of the fullest rank",
+    "peer's memory",
+)
 
 
 def _text(name: str) -> Column:
@@ -67,11 +80,23 @@ def of_section(section: Section, shown: Shown, labelled_by: str) -> str:
 
 def of_strategies(entries: Sequence[Entry], shown: Shown, labelled_by: str) -> str:
     """Return the table of strategies."""
+    return _ordered(entries, FIRST, shown, labelled_by, "strategy")
+
+
+def of_rungs(entries: Sequence[Entry], shown: Shown, labelled_by: str) -> str:
+    """Return the table of the training ladder."""
+    return _ordered(entries, FIRST_OF_RUNGS, shown, labelled_by, "rung")
+
+
+def _ordered(
+    entries: Sequence[Entry], headings: Sequence[str], shown: Shown, labelled_by: str, first: str
+) -> str:
+    """Return an unfolded table whose columns start with these."""
     several = [*columns.shown(entries), *STRATEGY]
-    order = {heading: index for index, heading in enumerate(FIRST)}
-    several.sort(key=lambda column: order.get(column.heading, len(FIRST)))
+    order = {heading: index for index, heading in enumerate(headings)}
+    several.sort(key=lambda column: order.get(column.heading, len(order)))
     filled = [column for column in several if any(column.cell(entry) for entry in entries)]
-    return _results(entries, filled, shown, labelled_by, most=len(entries), first="strategy")
+    return _results(entries, filled, shown, labelled_by, most=len(entries), first=first)
 
 
 def _results(

@@ -228,8 +228,27 @@ def lessons() -> list[dict[str, Any]]:
     ]
 
 
+def rungs() -> list[dict[str, Any]]:
+    """The first rung, one that the engine beats, and one that it does not have."""
+    parts = ("parameters", "gradients", "optimizer", "activations", "buffers")
+    over = {"yardstick": "the rung one_process", "yardstick_median": 0.04, "over_yardstick": 0.6}
+    over |= {"over_yardstick_q1": 0.55, "over_yardstick_q3": 0.65}
+    return [
+        entry(
+            "plain", "The training ladder: a GPT", f"rung[{name}]", 0.04,
+            label=name, idea=f"the idea of {name}", lines=lines, held=16 * 10**6, bytes_per_step=sent,
+            memory=dict(zip(parts, (4 * 10**6, 4 * 10**6, 8 * 10**6, 9 * 10**6, 0), strict=True)), **extra,
+        )
+        for name, lines, sent, extra in (
+            ("one process", 29, 0, beside("Layout()", 0.04, 0.98)),
+            ("ZeRO 9", 120, 5 * 10**6, {**beside("Layout(zero=9)", 0.04, 1.42), **over}),
+            ("experts", 118, 2 * 10**6, over),
+        )
+    ]  # fmt: skip
+
+
 def everything() -> results.Results:
     """A machine that measured all of it."""
-    parts = (strategies, pipelines, scaling, collectives, ladder, lessons)
+    parts = (strategies, rungs, pipelines, scaling, collectives, ladder, lessons)
     launch = entry("launch", "Starting ranks", "no_op", 2.6e-4, QUICK, goal={"of": "median", "below": 0.01})
     return machine(*(each for part in parts for each in part()), launch)

@@ -87,7 +87,7 @@ def test_each_chapter_is_in_the_contents_and_has_its_figures(html):
     for chapter in chapters.CHAPTERS:
         assert f'href="#made-up-{chapter.name}"' in contents
     for name in (
-        "strategies-table-0-ratios", "zero-bars-0", "pipelines-gantt-0", "pipelines-gantt-1",
+        "strategies-table-0-ratios", "plain-bars", "zero-bars-0", "pipelines-gantt-0", "pipelines-gantt-1",
         "scaling-strong", "scaling-weak",
         "collectives-gloo-2", "ladders-cpu-0", "ladders-cpu-1", "lessons-par",
     ):  # fmt: skip
@@ -163,8 +163,8 @@ def test_a_result_that_is_shown_twice_has_one_note_and_one_id():
 def test_a_result_is_where_its_figures_or_its_suite_say():
     found = chapters.by_chapter(report.sections(MACHINES["made up"]))
     assert {name: sum(len(s.entries) for s in several) for name, several in found.items()} == {
-        "strategies": 4, "pipelines": 2, "scaling": 12, "collectives": 7, "ladders": 3, "lessons": 2,
-        "rest": 1,
+        "strategies": 4, "plain": 3, "pipelines": 2, "scaling": 12, "collectives": 7, "ladders": 3,
+        "lessons": 2, "rest": 1,
     }  # fmt: skip
 
 
@@ -213,3 +213,23 @@ def test_json_has_findings_with_what_they_rest_on():
     assert len(found["findings"]) == 5
     assert found["findings"][1]["rests_on"][0]["name"] == "bench_strategies.py::test_gpt[ZeRO-3]"
     assert found["answer"]["answer"] == "ZeRO-1"
+
+
+def test_the_training_ladder_is_a_table_that_opens_with_its_ideas(html):
+    start = html.index('<section id="made-up-plain">')
+    chapter = html[start : html.index("</section>", start)]
+    headings = [entities.unescape(re.sub("<.*?>", "", each)) for each in re.findall(r"<th.*?</th>", chapter)]
+    named = [heading for heading in headings if not heading.startswith(("one process", "ZeRO 9", "experts"))]
+    assert named[:7] == [
+        "rung",
+        "the one idea",
+        "lines",
+        "time",
+        "over one process",
+        "ratio of times",
+        "peer",
+    ]
+    assert "<details" not in chapter  # three rows or seventeen: it is not folded
+    assert "1.42 (1.37–1.47)" in chapter
+    assert "In turns with Layout(zero=9)" in html
+    assert "Also in turns with the rung one_process in one process" in html

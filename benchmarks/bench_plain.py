@@ -1,0 +1,77 @@
+"""The training ladder: each rung in turns with one process, and with the engine's form of the same idea.
+
+All train the ladder's GPT on the same bytes of text, on ranks with one thread each, so a rank stands for a
+device. A rung runs as it stands: its `train` on a new model, in which only later steps are timed. Each round
+runs every program once. The losses of the first steps have to agree. Memory is that of the fullest rank.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+from minidist.benchmarks.harness.plain_ladder import FORMS, LadderWork, RungForm
+from minidist.benchmarks.harness.plain_steps import COUNTED, measure, program_name
+from minidist.benchmarks.harness.strategy_rounds import Measured, over_yardstick, warm_worlds
+from minidist.benchmarks.harness.strategy_steps import SEEN
+from minidist.benchmarks.harness.turns import Benchmark, compared, record
+
+WORK = LadderWork("ladder", rows=8)
+GROUP = f"The training ladder: a GPT of 0.9 M parameters, {WORK.rows} rows of {WORK.tokens}"
+ONE = program_name(FORMS[0].name, plain=True)
+
+
+@pytest.fixture(scope="module")
+def ladder(full: bool) -> Iterator[Callable[[], Measured]]:
+    """All programs in turns, once."""
+    with warm_worlds(threads=1) as worlds:
+        yield cache(lambda: measure(worlds, WORK, FORMS, 30 if full else 8))
+
+
+@compared(GROUP)
+@pytest.mark.parametrize("form", [pytest.param(form, id=form.name) for form in FORMS])
+def test_rung(benchmark: Benchmark, ladder: Any, form: RungForm) -> None:
+    """One step: forward, backward, communication, update."""
+    enter(benchmark, form, ladder(), WORK)
+
+
+def check(form: RungForm, measured: Measured) -> None:
+    """Raise AssertionError if programs that should train alike have different losses."""
+    names = [ONE] if form.exact else []
+    names += [program_name(form.name, plain=False)] if form.engine and form.alike else []
+    ours = measured[program_name(form.name, plain=True)].losses[:SEEN]
+    for name in names:
+        expected = measured[name].losses[:SEEN]
+        if not np.allclose(ours, expected, rtol=1e-3, atol=0):
+            raise AssertionError(f"the losses of {form.name} are {ours}, not {expected} as for {name}")
+
+
+def enter(benchmark: Benchmark, form: RungForm, measured: Measured, work: LadderWork) -> None:
+    """Store a rung's figures as the benchmark's result."""
+    check(form, measured)
+    ours = measured[program_name(form.name, plain=True)]
+    engine = measured.get(program_name(form.name, plain=False))
+    record(benchmark, ours.seconds, engine.seconds if engine else (), form.engine)
+    extra = benchmark.extra_info
+    extra |= {
+        "label": form.name,
+        "idea": form.idea,
+        "lines": form.lines,
+        "ranks": form.ranks,
+        "rows_per_s": work.rows / statistics.median(ours.seconds),
+        "bytes_per_step": max(facts.bytes_per_step for facts in ours.facts),
+        "memory": vars(ours.fullest),
+        "held": max(facts.memory.states for facts in ours.facts if facts.memory),
+        "memory_source": COUNTED,
+    }
+    if engine:
+        extra["peer_memory"] = engine.fullest.total
+    if form is not FORMS[0]:
+        extra |= over_yardstick(ours.seconds, measured[ONE].seconds) | {"yardstick": "the rung one_process"}
+    if form.note:
+        extra["note"] = form.note
