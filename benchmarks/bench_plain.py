@@ -30,7 +30,7 @@ ONE = program_name(FORMS[0].name, plain=True)
 def ladder(full: bool) -> Iterator[Callable[[], Measured]]:
     """All programs in turns, once."""
     with warm_worlds(threads=1) as worlds:
-        yield cache(lambda: measure(worlds, WORK, FORMS, 30 if full else 8))
+        yield cache(lambda: measure(worlds, WORK, FORMS, 30 if full else 7))
 
 
 @compared(GROUP)

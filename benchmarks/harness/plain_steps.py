@@ -28,7 +28,7 @@ from minidist.parallel.contract.memory_report import Memory, count
 from minidist.parallel.contract.strategy import ResidentTensors
 from minidist.parallel.training.activation_memory import ActivationCounter
 
-WARM, STEPS = 2, 2
+WARM, STEPS = 1, 2
 """Steps of a turn before the clock starts, and steps that are timed; in both cases rounded up to periods."""
 COUNTED = (
     "storages of tensors, each once: parameters, gradients and optimizer state as a backward pass ends, and "
@@ -117,7 +117,8 @@ class RungProgram(Program):
         model, clocked = self._work.build(), ClockedBatches(batches)
         if self._memory is None:
             held, whole = Holdings(model), [tensor for batch in batches for tensor in batch]
-            with ActivationCounter(model, whole) as counter, held.watched():
+            # Without the model: a rung may free its first tensors, whose storages' names are then used again.
+            with ActivationCounter(others=whole) as counter, held.watched():
                 losses = self._train(model, clocked, held.make_optimizer)
             self._memory = Memory(**{**vars(held.most), "activations": counter.peak})
         else:
