@@ -17,7 +17,7 @@ from minidist.benchmarks.harness.programs import EngineProgram, Program
 from minidist.benchmarks.harness.strategies import Work
 from minidist.benchmarks.harness.strategy_loops import LOOPS
 from minidist.benchmarks.harness.training_steps import ADAMW
-from minidist.model.gpt import attend
+from minidist.model.blocks import attend
 from minidist.parallel.contract.layout import Layout
 from minidist.plain.gpt import Attention, Block
 
