@@ -347,3 +347,113 @@ def test_secondary_shares_that_fit_no_layout_are_refused(secondary: object) -> N
     layout = md.Layout(8, zero=3, shard=4)
     with pytest.raises(ValueError, match="and 4 ranks share the parameters; give"):
         md.prepare(gpt(0, 2), SGD, layout, fully_shard={"secondary": secondary})
+
+
+# What ranks do differently, and what users do between steps.
+
+
+class Chosen(nn.Module):
+    """Vectors of which a pass uses some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        drawn = [torch.randn(6, dtype=torch.float64, generator=generator) for _ in range(5)]
+        self.vectors = nn.ParameterList([nn.Parameter(vector) for vector in drawn])
+
+    def forward(self, x: Tensor, chosen: list[int]) -> Tensor:
+        for number in reversed(chosen):
+            x = torch.tanh(x * self.vectors[number])
+        return x
+
+
+def in_copies() -> GradientComm:
+    """Groups of two of four ranks."""
+    return GradientComm(None, hybrid=comm.Mesh(dp=4).blocks("dp_cp", 2))
+
+
+def test_ranks_may_use_other_parameters_in_stage_2(cluster_of: Clusters) -> None:
+    """A rank whose memory is full waits for a sum over copies that the others must have launched."""
+
+    def train() -> list[Tensor]:
+        model = Chosen()
+        zero = md.ZeroOptimizer(model.parameters(), torch.optim.SGD, 2, in_copies(), bucket_mb=0, lr=0.1)
+        for chosen in ([0, 1, 2, 3, 4], [0, 1, 3, 4] if md.rank() in (0, 3) else [0, 1]):
+            model(torch.ones(6, dtype=torch.float64), chosen).sum().backward()
+            zero.step()
+            zero.zero_grad()
+        return [vector.detach().clone() for vector in model.parameters()]
+
+    model = Chosen()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        for rank in range(4):
+            chosen = [0, 1] if step and rank in (1, 2) else [0, 1, 3, 4] if step else [0, 1, 2, 3, 4]
+            (model(torch.ones(6, dtype=torch.float64), chosen).sum() / 4).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for found in cluster_of(4).run(train):
+        torch.testing.assert_close(found, [vector.detach() for vector in model.parameters()])
+
+
+def test_the_state_of_a_copy_is_consolidated_once(cluster_of: Clusters) -> None:
+    def consolidate() -> list[list[float]] | None:
+        model = Chosen()
+        zero = md.ZeroOptimizer(model.parameters(), torch.optim.SGD, 1, in_copies(), lr=0.1, momentum=0.9)
+        model(torch.ones(6, dtype=torch.float64), [0, 1, 2, 3, 4]).sum().backward()
+        zero.step()
+        zero.consolidate_state_dict(3)
+        if md.rank() != 3:
+            return None
+        return [state["momentum_buffer"].tolist() for state in zero.state_dict()["state"].values()]
+
+    model = Chosen()
+    model(torch.ones(6, dtype=torch.float64), [0, 1, 2, 3, 4]).sum().backward()
+    *others, found = cluster_of(4).run(consolidate)
+    assert others == [None] * 3
+    wanted = [vector.grad for vector in model.parameters()]
+    torch.testing.assert_close([torch.tensor(each, dtype=torch.float64) for each in found or ()], wanted)
+
+
+def test_shards_written_by_hand_reach_the_next_pass(cluster_of: Clusters) -> None:
+    """An average swapped in for an evaluation and out again, with secondary shares and without."""
+
+    def train(secondary: int | None) -> list[float]:
+        model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(3))).double()
+        for parameter in model.parameters():
+            nn.init.constant_(parameter, 0.1)
+        options = {"secondary": secondary} if secondary else None
+        layout, loss = md.Layout(dp=4, zero=3), nn.functional.mse_loss
+        engine = md.prepare(model, SGD, layout, loss, fully_shard=options)
+        x, losses = torch.ones(2, 6, dtype=torch.float64), []
+        for _ in range(3):
+            losses.append(engine.step(x, x))
+            shards = [p for group in engine.optimizer.param_groups for p in group["params"]]
+            for factor in (0.5, 2.0):
+                with torch.no_grad():
+                    torch._foreach_mul_(shards, factor) if shards else None
+                if factor < 1:
+                    losses.append(engine.evaluate(x, x))
+        return losses
+
+    assert cluster_of(4).run(train, 2) == cluster_of(4).run(train, None)
+
+
+def test_a_unit_may_have_a_parameter_without_elements(cluster_of: Clusters) -> None:
+    class Empty(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.nothing = nn.Linear(4, 4), nn.Parameter(torch.zeros(0, dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x) + self.nothing.sum()
+
+    def train() -> list[float]:
+        torch.manual_seed(0)
+        model, x = nn.Sequential(Empty(), Empty()), torch.ones(2, 4)
+        layout, loss = md.Layout(dp=4, zero=3), nn.functional.mse_loss
+        engine = md.prepare(model, SGD, layout, loss, fully_shard={"secondary": 2})
+        return [engine.step(x, x) for _ in range(2)]
+
+    first, second = cluster_of(4).run(train)[0]
+    assert second < first

@@ -74,7 +74,7 @@ def prepare(
         loss_scale: for precision "fp16", how the factor on the loss starts and grows.
         fully_shard: options of `FullyShard` for zero=3, such as {"offload": "/scratch"}. And "secondary", a
             number of neighbouring ranks, those of a host: together they keep a second copy of the parameters,
-            from which the backward pass gathers (hpZ of ZeRO++).
+            from which the backward pass gathers (hpZ of ZeRO++); it lies where the model computes.
         plan: for tp, how to cut each module, as for `parallelize`; None for the model's own plan.
         initialize: gives a submodule's own parameters and buffers their values, for example from a file, if
             they were on the meta device; None for the model's method `initialize_part`, or each submodule's

@@ -79,7 +79,7 @@ class Bucket(BucketLayout):
         self._memory: GradientMemory | None = None
         self._sending: Messages | None = None  # the reduction that is under way
         self.frees = False  # the values have memory only from `gather` to `free`
-        self.frozen = not first.requires_grad  # when the bucket was made
+        self.frozen = False  # its parameters get no gradients, and the optimizer has no slices of it
         self._gathering: PendingMessage | None = None
 
     # Gradients: this rank's own come to `views`; `reduce` brings each rank its share of the sums.
@@ -116,8 +116,7 @@ class Bucket(BucketLayout):
     def _reduce(self, op: str) -> Iterator[PendingMessage]:
         if not self.length:
             return
-        if not self.holds:  # no gradient on this rank
-            self.borrow()
+        assert self.holds
         assert self.reduced is not None
         own = self.gradients[self.own]
         direct = not self.begun and (own.dtype, own.device) == (self.reduced.dtype, self.reduced.device)
@@ -204,8 +203,8 @@ class Bucket(BucketLayout):
             self._gathering.wait()
             self._gathering = None
             if self.secondary is not None and not self.is_fresh:
-                own = rank_in(self.comm.secondary)
-                self.secondary.copy_(self.values.view(-1, len(self.secondary))[own])
+                own, share = rank_in(self.comm.secondary), len(self.secondary)
+                self.secondary.copy_(self.values[own * share : (own + 1) * share])
                 self.is_fresh = True
 
     def show(self) -> None:

@@ -98,7 +98,7 @@ class GradientComm:
         return self.start(comm.all_gather, x, self.algorithm, self.group)
 
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device, group: Group = None) -> Tensor:
-        """Flat memory for messages; on a CPU the owners, or a `group`, share it if possible. A collective."""
+        """Flat memory for messages. A collective: on a CPU the ranks of `group`, or the owners, share it."""
         if device.type == "cpu":
             return comm.empty_shared((numel,), dtype, group or self.share_group)
         return torch.zeros(numel, dtype=dtype, device=device)

@@ -35,7 +35,7 @@ def consolidated(partition: Partition, to: int) -> dict[str, Any] | None:
     for param_index, state in states.items():
         parameter = partition.trained[param_index]
         whole[number_of[parameter]] = {
-            key: value.view(parameter.shape) if partition.slices.is_cut(value) else value
+            key: value.view(parameter.shape) if partition.slices.is_cut(key, value) else value
             for key, value in state.items()
         }
     groups = [{**group, "params": [number_of[p] for p in group["params"]]} for group in partition.groups]
@@ -73,10 +73,13 @@ def _collect(partition: Partition, to: int) -> dict[int, dict[str, Any]] | None:
 
     The other ranks send the bytes of their states, and some for each tensor's description.
     """
-    group = partition.gradient_comm.group
-    count = len(ranks_of(group))
-    if not 0 <= to < count:
-        raise ValueError(f"to is {to}; the group's ranks are 0 to {count - 1}")
+    ranks, group = ranks_of(partition.gradient_comm.group), partition.gradient_comm.share_group
+    if not 0 <= to < len(ranks):
+        raise ValueError(f"to is {to}; the group's ranks are 0 to {len(ranks) - 1}")
+    owners = ranks_of(group)
+    if ranks[to] not in owners:  # they have a copy of their own
+        return None
+    to, count = owners.index(ranks[to]), len(owners)
     entries: list[RangeState] = [
         (span.param_index, span.start, _copied(state))
         for _, span, _, state in partition.slices.by_parameter()
@@ -92,7 +95,7 @@ def _collect(partition: Partition, to: int) -> dict[int, dict[str, Any]] | None:
     for param_index, _, state in sorted(entries, key=lambda entry: entry[:2]):
         known = states.setdefault(param_index, {})
         for key, value in state.items():
-            joins = key in known and partition.slices.is_cut(value)
+            joins = key in known and partition.slices.is_cut(key, value)
             known[key] = torch.cat([known[key], value]) if joins else value
     return states
 

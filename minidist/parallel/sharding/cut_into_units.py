@@ -121,6 +121,7 @@ def build(
             groups.setdefault((parameter.dtype, parameter.requires_grad), []).append(index_of[id(parameter)])
         for kind, indices in groups.items():
             bucket = Bucket(indices, tensors, gradient_comm, device=device, name_of=names.__getitem__)
+            bucket.frozen = not kind[1]
             unit.buckets.append(bucket)
             kinds[kind].append(bucket)
     for (dtype, trained), buckets in kinds.items():

@@ -60,7 +60,7 @@ class FullyShard(nn.Module):
         optimizer_class: the class of an optimizer that can take flat shards, an elementwise one (see
             elementwise_optimizers.py). Or a function from parameters to such an optimizer: it is given
             stand-ins of the parameters' shapes, and may form groups of them and leave some out.
-        group: the ranks that share the batch; None for all. A `GradientComm` for hybrid sharding.
+        group: the ranks that share the batch; None for all.
         offload: "cpu" keeps shards, gradients and optimizer state in CPU memory, where they are anyway if the
             module computes there. A directory keeps them in files there, mapped into memory and removed at
             once, and has the optimizer step on slices; see memory_source.py. False: with the module.
@@ -193,9 +193,10 @@ class FullyShard(nn.Module):
                         bucket.refuse_reassigned()
                         written = bucket.values[bucket.own].to(bucket.shard.device)
                         self.slices.overwrite(bucket, written)
-                        bucket.is_fresh = False
+                self.sharding.runtime.forget_copies()
             finally:
-                self.sharding.runtime.free_all()
+                for unit in self.units:
+                    unit.free()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Copies of all parameters and buffers, in full, under the module's names. A collective."""
@@ -219,12 +220,11 @@ class FullyShard(nn.Module):
 
         An all-gather forward, one backward and a reduce-scatter: 3 (n - 1) / n of the padded bytes of the
         parameters, each flat tensor padded to a multiple of n. The root unit is gathered once and frozen
-        parameters are not reduced: a third less for each. Hybrid sharding sends fewer to gather and more to
-        reduce, see `Bucket`; with secondary shares, the gathers after a step's first stay among their ranks.
-        The counts of ranks that used each parameter, with
-        two totals, send 2 (n - 1) / n 8 (P + 2). The first pass, which settles the order, sends 48 (n - 1) /
-        n for each unit more; one more call of a unit than was settled sends 32 (n - 1) / n and gathers it
-        again.
+        parameters are not reduced: a third less for each. With hybrid sharding n is the number of owners, and
+        the sums over m copies of a share send 2 (m - 1) / m of it. With k secondary shares the gathers after
+        a step's first send (k - 1) / k. The counts of ranks that used each parameter, with two totals, send
+        2 (n - 1) / n 8 (P + 2) for all n ranks. The first pass, which settles the order, sends 48 (n - 1) / n
+        a unit more; one more call of a unit than was settled sends 32 (n - 1) / n and gathers it again.
         """
         sent = 0
         for unit in self.units:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from minidist.parallel.flat.bucket_layout import ParameterRange
 from minidist.parallel.flat.buckets import Bucket
-from minidist.parallel.sharding.slice_state import SliceState
+from minidist.parallel.sharding.slice_state import SCALARS, SliceState
 
 
 class OptimizerSlices(SliceState):
@@ -78,7 +78,7 @@ class OptimizerSlices(SliceState):
                     self.optimizer.step(**options)
                     groups[each.group]["params"] = []
                     state = self.optimizer.state[each.tensor]
-                    state.update({k: self.memory.keep(v) for k, v in state.items() if self.is_cut(v)})
+                    state.update({k: self.memory.keep(v) for k, v in state.items() if self.is_cut(k, v)})
         finally:
             self.hand_over()
 
@@ -106,8 +106,8 @@ class OptimizerSlices(SliceState):
     def reload(self) -> bool:
         """After state was loaded: round masters and join what agrees; returns whether there are masters."""
         for state in self.optimizer.state.values():
-            scalars = {k: v for k, v in state.items() if isinstance(v, Tensor) and not v.dim()}
-            state.update({key: value.clone() for key, value in scalars.items()})
+            tensors = {k: v for k, v in state.items() if isinstance(v, Tensor)}
+            state.update({k: v.clone() for k, v in tensors.items() if k in SCALARS or not v.dim()})
         self.join()
         self.round_masters()
         return self.master is not None

@@ -5,8 +5,7 @@ What stays of the gradients is one of three (`GradientResidency`):
 | | for | kept until the next step |
 |---|---|---|
 | own | stage 1 in a loop | this rank's whole gradients, in `grad`; buckets only carry them |
-| buckets | stage 1 in an engine | the buckets, in which the sums replace this rank's share; `grad` is a view
-|
+| buckets | stage 1 in an engine | the buckets, whose share the sums replace; `grad` is a view |
 | shares | stage 2 | this rank's share of the sums alone, to which each backward pass adds |
 
 With "shares" whole gradients are thrown away: `ShardAssignment.moved` sets `grad` to None once a gradient is
@@ -107,11 +106,13 @@ class ShardAssignment(GradientAssignment):
 
     def launch(self, number: int) -> Messages:
         """Start the reduction of a bucket, and with hybrid sharding the sum over copies of the one before."""
-        messages = self.buckets[number].reduce(self.op)
-        if self.gradient_comm.hybrid is not None:
-            self._last.advance()
-        self._last = messages
-        return messages
+        over, last = self.gradient_comm, self._last
+        if over.hybrid is not None and over.blocking:
+            last.advance()  # first: a rank that still computes may wait for it, and have no memory until then
+        self._last = self.buckets[number].reduce(self.op)
+        if over.hybrid is not None and not over.blocking:
+            last.advance()
+        return self._last
 
     def moved(self, parameter: nn.Parameter, view: Tensor) -> None:
         """Drop the gradient that was copied into its bucket, or make it the copy."""

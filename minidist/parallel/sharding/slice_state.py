@@ -8,6 +8,7 @@ joined again where it agrees.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -101,15 +102,15 @@ class SliceState:
             for span in each.ranges:
                 stop = at + len(span)
                 state = {
-                    key: value[at:stop] if self.is_cut(value) else value
+                    key: value[at:stop] if self.is_cut(key, value) else value
                     for key, value in self.optimizer.state.get(each.tensor, {}).items()
                 }
                 yield each, span, each.tensor.detach().view(-1)[at:stop], state
                 at = stop
 
-    def is_cut(self, value: Any) -> bool:
-        """Whether a value of a slice's state is cut along with the parameter."""
-        return self.cut_anywhere and _has_elements(value)
+    def is_cut(self, key: str, value: Any) -> bool:
+        """Whether the state under `key` is cut along with the parameter."""
+        return self.cut_anywhere and _has_elements(key, value)
 
     def regroup(self, key: Callable[[OptimizerSlice, ParameterRange, OptimizerState], Hashable]) -> None:
         """Cut and join slices so that neighbours with the same `key`, and no others, are one.
@@ -154,8 +155,8 @@ class SliceState:
         made = self._slice(first.bucket, first.group, start, ranges, value, master)
         state = {
             key: self.memory.keep(torch.cat([each[key] for *_, each in run]))
-            if _has_elements(one)
-            else _copied(one)
+            if _has_elements(key, one)
+            else deepcopy(one)
             for key, one in run[0][3].items()
         }
         if state:
@@ -170,7 +171,7 @@ class SliceState:
         """Make neighbours whose scalars agree one slice."""
         self.regroup(
             lambda _, span, state: tuple(
-                (k, None if _has_elements(v) else float(v)) for k, v in sorted(state.items())
+                (k, None if _has_elements(k, v) else float(v)) for k, v in sorted(state.items())
             )
         )
 
@@ -197,9 +198,5 @@ class SliceState:
         return value.detach().to(device=into.tensor.device, dtype=dtype, copy=True)
 
 
-def _has_elements(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 0
-
-
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
+def _has_elements(key: str, value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0 and key not in SCALARS

@@ -113,7 +113,7 @@ class SharingStrategy(Strategy):
                 yield from cut_chunks(alias, shape, span.start, tensor)
             for key, value in state.items():
                 name = f"optimizer.{self.names[parameter]}.{key}"
-                if slices.is_cut(value):
+                if slices.is_cut(key, value):
                     yield from cut_chunks(name, shape, span.start, value)
                 elif isinstance(value, Tensor) and name not in given:
                     given.add(name)

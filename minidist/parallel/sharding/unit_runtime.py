@@ -113,12 +113,13 @@ class UnitRuntime:
     def _begin_pass(self, first: Unit) -> None:
         if self._open or self._pass is not None:  # the last one raised
             self.abandon()
-        for unit in self.units:
-            unit.refuse_thawed()
         self._next = self._clock = 0
         around = [] if first is self.root else sharing(self.units, first)
         self._pass = UnitPass([first, *around], torch.is_grad_enabled(), self.version)
+        if not self._pass.trains:
+            self.forget_copies()
         for unit in self.units:
+            unit.refuse_thawed()
             unit.calls = 0
         for unit in around:
             unit.show()
@@ -130,16 +131,16 @@ class UnitRuntime:
         for unit in self.units:
             if unit not in of.units or not of.trains:
                 unit.free()
-        if of.trains:
-            if of.is_whole and not self.order.settled and len(self.units) > 1:
-                self.order = settle(self.units, self.prefetch, self.root.device, self._group)
-                require_called(self.units, self.order, [*tensors_in(outputs)])
-            order = self.order.backward if of.is_whole else own(self.units, of.units, self.prefetch)
-            of.close(order, [unit.calls for unit in self.units])
-            self._watch(of, of.units[0], outputs, set())
         self._pass = None
-
-    # Backward.
+        if not of.trains:
+            self.forget_copies()
+            return
+        if of.is_whole and not self.order.settled and len(self.units) > 1:
+            self.order = settle(self.units, self.prefetch, self.root.device, self._group)
+            require_called(self.units, self.order, [*tensors_in(outputs)])
+        order = self.order.backward if of.is_whole else own(self.units, of.units, self.prefetch)
+        of.close(order, [unit.calls for unit in self.units])
+        self._watch(of, of.units[0], outputs, set())
 
     def need(self, of: UnitPass, unit: Unit, _: Tensor | None = None) -> None:
         """The backward pass has come to a unit."""
@@ -228,11 +229,16 @@ class UnitRuntime:
     def _reset(self) -> None:
         self._backward, self._open = None, False
         self._complete_reductions()
-        self.free_all()
+        for unit in self.units:
+            unit.free()
 
     def changed(self) -> None:
         """The shards have other values now."""
         self.version += 1
+        self.forget_copies()
+
+    def forget_copies(self) -> None:
+        """Gather from the shards, which may have changed since the secondary shares were filled."""
         for bucket in (bucket for unit in self.units for bucket in unit.buckets):
             bucket.is_fresh = False
 
@@ -242,8 +248,3 @@ class UnitRuntime:
             raise RuntimeError("parameters can be summoned before or after a pass, and not inside it")
         for unit in self.units:
             unit.show()
-
-    def free_all(self) -> None:
-        """Give the memory of all gathered parameters back."""
-        for unit in self.units:
-            unit.free()

@@ -19,7 +19,7 @@ from torch import Tensor
 from minidist import comm
 from minidist.comm.errors import CollectiveError
 from minidist.parallel.flat.buckets import Bucket
-from minidist.parallel.flat.gradient_comm import GradientComm
+from minidist.parallel.flat.gradient_comm import GradientComm, Messages
 from minidist.parallel.sharding.optimizer_slices import OptimizerSlices
 from minidist.parallel.sharding.reduce_to_owner import lend_memory
 from minidist.parallel.sharding.unit_runtime import UnitRuntime
@@ -36,6 +36,7 @@ class UnitGradients:
         self.memories = lend_memory(self.buckets, gradient_comm)
         self.operation = "mean"  # or "sum" over the ranks
         self.used = bytearray(parameters)  # for each parameter index: has it had a gradient on this rank?
+        self._last = Messages(iter(()))
         self.synchronized = False  # all ranks know which were used, and no backward pass has come since
 
     def forget(self) -> None:
@@ -53,11 +54,10 @@ class UnitGradients:
                 self._fill(bucket)
                 over.blocking = not ahead
                 messages = bucket.reduce(self.operation)
-                if (
-                    over.hybrid is not None
-                ):  # its sum over copies may take longer than what is left to compute
+                if over.hybrid is not None:  # do not wait for the sum over copies
                     over.blocking = False
-                    messages.advance()
+                    (self._last if ahead else messages).advance()
+                    self._last = messages
                 elif not ahead:
                     messages.complete()
 
@@ -133,7 +133,8 @@ class UnitSharding:
 
     def _after_step(self, *_: Any) -> None:
         if not self._stepping:
-            self.publish()
+            self.slices.round_masters()
+            self.runtime.changed()
 
     def _why_not_clipped(self, whole: bool) -> str | None:
         """Why `clip_grad_norm` must not shorten the pieces' gradients; whole: as if this rank had all."""
@@ -170,12 +171,8 @@ class UnitSharding:
         if not self.gradients.synchronized:
             self.synchronize(())
 
-    def publish(self) -> None:
-        """After a step: have the next pass gather what the optimizer has updated."""
-        self.slices.round_masters()
-        self.runtime.changed()
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients."""
         self.gradients.forget()
+        self.runtime.forget_copies()
         self.slices.drop_gradients()

@@ -65,7 +65,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         optimizer_class: a class of torch's, or another function from parameters and `defaults` to an
             optimizer.
         stage: 1 to share the optimizer's state, 2 to share the gradients too.
-        group: the ranks that share; None for all. A `GradientComm` for hybrid sharding.
+        group: the ranks that share; None for all.
         bucket_mb: largest size of a bucket in MB (2^20 bytes). In stage 2 two buckets have memory at a time.
         master: the dtype in which parameters are updated, if it is not their own: the rank then also keeps
             its share of them in this dtype.
@@ -208,7 +208,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         A reduce-scatter and an all-gather, (n - 1) / n each of every bucket, padded so that n divides it:
         what an all-reduce sends. And 2 (n - 1) / n of 8 (P + 3) for P parameters: on how many ranks each was
-        used, and totals. In stage 2 each further backward pass sends all but the all-gather.
+        used, and totals. In stage 2 each further backward pass sends all but the all-gather. For hybrid
+        sharding see `FullyShard.bytes_per_step`.
         """
         assignment = self.partition.reducer.assignment
         if assignment is None:

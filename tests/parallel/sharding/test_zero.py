@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -835,3 +836,40 @@ def test_chunks_are_the_whole_state_and_any_layout_goes_on_from_them(
         for more, other in others:
             for state in cluster_of(more).run(load, other, whole, saved[0][1]):
                 torch.testing.assert_close(state, saved[0][2], rtol=tolerance, atol=tolerance)
+
+
+class CountsInATensor(OPTIM.SGD):
+    """One's own, whose count of steps is a tensor of one element."""
+
+    elementwise = True
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    count = state.setdefault("step", torch.zeros(1)).add_(1)
+                    mean = state.setdefault("mean", torch.zeros_like(parameter)).add_(parameter.grad)
+                    parameter.sub_(mean / float(count), alpha=group["lr"])
+
+
+def test_a_parameter_frozen_before_the_first_step_and_a_count_of_ones_own_are_saved(
+    cluster_of: Clusters, tmp_path: Path
+) -> None:
+    def train() -> tuple[list[float], list[float]]:
+        torch.manual_seed(0)
+        model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.ones(2, 4)
+        make = partial(CountsInATensor, lr=0.1)
+        buckets = {"bucket_mb": 0}
+        layout, loss = md.Layout(dp=2, zero=1), nn.functional.mse_loss
+        engine = md.prepare(model, make, layout, loss, data_parallel=buckets)
+        model[2].weight.requires_grad_(False)
+        engine.step(x, x)
+        md.save(engine, tmp_path / "saved")
+        after = [engine.step(x, x) for _ in range(2)]
+        md.load(engine, tmp_path / "saved")
+        return after, [engine.step(x, x) for _ in range(2)]
+
+    for after, again in cluster_of(2).run(train):
+        assert after == again
