@@ -13,7 +13,7 @@ from minidist.parallel.contract.engine import Loss, MakeOptimizer
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.strategy import Strategy
 from minidist.parallel.engine.partition_model import checked, partition_model
-from minidist.parallel.engine.prepare_checks import check, put_back_on_error
+from minidist.parallel.engine.prepare_checks import PlanCheck, check, put_back_on_error
 from minidist.parallel.engine.step_executor import RankModel
 from minidist.parallel.engine.training_step import Engine
 from minidist.parallel.flat.gradient_comm import GradientComm
@@ -36,6 +36,7 @@ def prepare(
     fully_shard: Mapping[str, Any] | None = None,
     plan: Mapping[str, str] | None = None,
     initialize: Callable[[nn.Module], object] | None = None,
+    check_plan: bool = True,
 ) -> Engine:
     """An engine that trains `model` on the ranks of `layout`. Every rank of the world calls it.
 
@@ -79,6 +80,10 @@ def prepare(
         initialize: gives a submodule's own parameters and buffers their values, for example from a file, if
             they were on the meta device; None for the model's method `initialize_part`, or each submodule's
             `reset_parameters`.
+        check_plan: in the first step, or evaluation, compare the model that your plan has cut with the uncut
+            one: outputs and gradients for one micro-batch. A plan that makes another model raises ValueError
+            with the name of the first layer that differs. During this check each rank has memory for the
+            whole model; give False if it does not fit. A model on the meta device is not checked.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -98,13 +103,21 @@ def prepare(
     mesh = Mesh(pp=layout.pp, dp=layout.dp, cp=layout.cp, tp=layout.tp)
     precision = Precision(layout.precision, loss_scale)
     with put_back_on_error(model, precision.dtype is not None):
+        checked_plan = None
+        if (
+            plan is not None
+            and check_plan
+            and layout.tp > 1
+            and not any(p.is_meta for p in model.parameters())
+        ):
+            checked_plan = PlanCheck(model, plan, layout)
         exact = precision.convert(model)
         part = partition_model(model, layout, mesh, plan, initialize)
         if layout.recompute:
             recompute(model)
         strategy = _strategy(part, optimizer, layout, data_parallel, precision, fully_shard)
         fill_masters(strategy, exact, part.placement.own)
-        engine = Engine(part, strategy, layout, loss, precision, clip_norm)
+        engine = Engine(part, strategy, layout, loss, precision, clip_norm, checked_plan)
         claim(engine, ENGINE, model.parameters())
         return engine
 

@@ -1,17 +1,20 @@
-"""Checks before `prepare` touches the model, and how it restores the model after a later error."""
+"""Checks before `prepare` touches the model and of its plan, and how it restores the model after an error."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import copy
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
-from torch import nn
+from torch import Tensor, nn
 
 from minidist._arguments import is_whole
 from minidist._names import unknown
+from minidist.comm.mesh import Mesh
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.guards.ownership import release, require_free
 from minidist.parallel.guards.refusals import refuse_meta, refuse_renormed, require_model, require_trained
+from minidist.parallel.tensor.plan_check import check_plan
 from minidist.parallel.training.clipping import check_max_norm
 from minidist.parallel.training.precision import LossScale
 
@@ -89,6 +92,42 @@ def check_available(layout: Layout) -> None:
             f"zero={layout.zero} with pp={layout.pp} in the layout would send {moved} once for each of a "
             "pipeline's micro-batches, which costs more than it saves; give zero=1, or pp=1"
         )
+
+
+class PlanCheck:
+    """Checks in an engine's first pass that a plan leaves the model what it was (tensor/plan_check.py).
+
+    Until then it keeps a copy of the uncut model whose parameters have no memory.
+    """
+
+    def __init__(self, model: nn.Module, plan: Mapping[str, str], layout: Layout) -> None:
+        self._plan, self._layout = plan, layout
+        without = {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in model.parameters()}
+        try:
+            self._model = copy.deepcopy(model, without)
+        except Exception as error:
+            raise ValueError(
+                f"the plan cannot be checked, since the model cannot be copied: {error}; give "
+                "check_plan=False if you know that the cut model computes the same"
+            ) from error
+
+    def run(self, whole: Iterable[tuple[str, Tensor]], inputs: Tensor, mesh: Mesh) -> bool:
+        """Check with the values in `whole`, on one micro-batch of `inputs`; a collective of all ranks.
+
+        Returns whether any rank had rows. Raises ValueError if the cut model computes something else.
+        """
+        model = copy.deepcopy(self._model)  # what was checked is cut
+        values: dict[nn.Parameter, nn.Parameter] = {}
+        here = dict(model.named_parameters(remove_duplicate=False))
+        for name, value in ((name, value) for name, value in whole if name in here):
+            owner, _, attribute = name.rpartition(".")
+            meta = here[name]
+            if meta not in values:
+                new = value.detach().to(inputs.device, meta.dtype, copy=True)
+                values[meta] = nn.Parameter(new, meta.requires_grad)
+            model.get_submodule(owner)._parameters[attribute] = values[meta]
+        rows = -(-len(inputs) // self._layout.micro_batches)
+        return check_plan(model, self._plan, inputs[:rows], mesh.group("tp"), self._layout.sequence_parallel)
 
 
 REPLACED = ("forward", "attend", "positions")

@@ -20,6 +20,7 @@ from minidist.parallel.contract.engine import Loss, evaluating
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.memory_report import Memory, count
 from minidist.parallel.contract.strategy import Strategy, TensorBox
+from minidist.parallel.engine.prepare_checks import PlanCheck
 from minidist.parallel.engine.step_executor import RankModel, StagedPasses, StepExecutor, WholePasses
 from minidist.parallel.guards.refusals import check_rows, require_batch, require_gradients, require_metric
 from minidist.parallel.training.activation_memory import ActivationPeaks
@@ -32,9 +33,8 @@ class Engine:
     """Trains a model on all ranks of a layout, to the weights that one process would have reached.
 
     After the same steps on the same global batches, every full parameter equals that of single-process
-    training, to rounding. This holds for each strategy, any number of ranks, and shares of different sizes.
-    `prepare` makes it from its arguments, this rank's part of the model, and the strategy that trains that
-    part on the ranks that have the same one.
+    training, to rounding, for each strategy, any number of ranks, and shares of different sizes. `prepare`
+    makes it from this rank's part of the model, and the strategy of the ranks that have the same part.
 
     Attributes:
         model: the module, or this rank's part of it.
@@ -53,6 +53,7 @@ class Engine:
         loss: Loss,
         precision: Precision,
         clip_norm: float | None = None,
+        plan_check: PlanCheck | None = None,
     ) -> None:
         self.model, self.part, self.strategy, self.layout = part.model, part, strategy, layout
         self.loss, self.precision, self.clip_norm = loss, precision, clip_norm
@@ -66,6 +67,7 @@ class Engine:
         self._rows = 0.0  # of the last global batch, the same on all ranks
         self.saving: Any = None  # the last `Saving` of this engine
         self._activations = ActivationPeaks(self.model)
+        self._plan_check = plan_check  # until it has run
         self.placement.join(strategy)
 
     def __deepcopy__(self, memo: Any) -> Engine:
@@ -79,10 +81,9 @@ class Engine:
         """Train on one global batch, of which this rank passes its data-parallel share.
 
         Sends the bytes of the strategy, of tensor and context parallelism in each pass, and of the pipeline.
-        The first step adds 2 (n - 1) / n 8 bytes for the rows, and what agreeing on the buckets takes. With
-        pp, each step sends as many bytes over the stages for the loss. With clipping or "fp16", and with
-        sharded gradients or parts of the model, it sends as many for the norm, over all ranks that share
-        them.
+        The first step adds 2 (n - 1) / n 8 bytes for the rows, what agreeing on the buckets takes, and the
+        check of a plan. With pp, each step sends as many bytes for the loss. With clipping or "fp16", and
+        with sharded gradients or parts of the model, it sends as many for the norm.
 
         Args:
             inputs: (rows, ...), this rank's rows, at least one.
@@ -93,15 +94,16 @@ class Engine:
 
         Raises:
             TypeError: inputs or targets are not tensors.
-            ValueError: no rows, or inputs and targets of different lengths.
+            ValueError: no rows, inputs and targets of different lengths, or a plan that makes another model.
             RuntimeError: gradients are off, as in `torch.no_grad()`.
-            CollectiveError: a peer is gone or late, or failed in this step. Pipeline stages on one host that
-                wait for its messages learn of the failure at once; if all ranks do, training may go on. Ranks
-                that wait in a collective fail at their time limit, and the run ends.
+            CollectiveError: a peer is gone or late, or failed in this step. Pipeline stages on its host learn
+                of it at once; if all ranks do, training may go on. Ranks that wait in a collective fail at
+                their time limit, and the run ends.
             FloatingPointError: in "fp16", a gradient is not finite with the smallest loss scale.
         """
         rows = check_rows(inputs, targets, self.data_ranks)
         require_gradients()
+        self._check_plan(inputs)
         x, y, share = self.part.cut(inputs.to(self.device), targets.to(self.device))
         batch = x.shape, x.dtype, y.shape, y.dtype, self.model.training
         if batch not in self._activations.peaks:
@@ -110,6 +112,11 @@ class Engine:
         self._activations.last = self._activations.peaks[batch]
         return self._train(x, y, rows * share, share)
 
+    def _check_plan(self, inputs: Tensor) -> None:
+        check = self._plan_check
+        if check is not None and check.run(self.whole(), inputs.to(self.device), self.mesh):
+            self._plan_check = None
+
     def _train(self, inputs: Tensor, targets: Tensor, rows: float, share: float) -> float:
         strategy = self.strategy
         strategy.zero_grad()
@@ -117,10 +124,9 @@ class Engine:
             total = torch.tensor(float(rows), dtype=torch.float64, device=self.device)
             self._rows = float(comm.all_reduce(total, group=strategy.group))
 
-        # Compute, and send gradients as they come. Shares and micro-batches differ in size, so each loss is
-        # weighted with its rows: sums over ranks are then means over rows. The global number of rows is taken
-        # from the last step, because this step's would cost a message, and dividing the gradients later would
-        # cost a pass over them.
+        # Compute, and send gradients as they come. Each loss is weighted with its rows, so that sums are
+        # means over rows. The global number of rows is taken from the last step, because this step's would
+        # cost a message, and dividing the gradients later would cost a pass over them.
         expected, scale = self._rows, self.precision.scale
         with self._random_state():
             self.executor.train(inputs, targets, lambda count: scale * count * share / expected, share)
@@ -176,15 +182,12 @@ class Engine:
         Sends 32 (n - 1) / n bytes, with pp 16 (p - 1) / p more, and the bytes of forward passes. With tp, a
         metric other than `cross_entropy` gathers the logits.
 
-        Args:
-            inputs, targets: (rows, ...), this rank's rows, possibly none, and their targets.
-            metric: a mean over rows; None for the loss.
-
-        Returns:
-            The mean over all ranks' rows, the same on all ranks; NaN if there are no rows at all.
+        inputs, targets: (rows, ...), this rank's rows, possibly none, and their targets. metric: a mean over
+        rows; None for the loss. Returns the same mean on all ranks; NaN if there are no rows at all.
         """
         require_batch(inputs, targets)
         require_metric(metric)
+        self._check_plan(inputs)
         total = torch.zeros(2, dtype=torch.float64, device=self.device)
         if len(inputs) or self.strategy.gathers:
             x, y, share = self.part.cut(inputs.to(self.device), targets.to(self.device))
@@ -200,17 +203,15 @@ class Engine:
 
         A collective: every rank iterates to the end. Each tensor may be the engine's own, or be freed when
         the next one is asked for: copy what you keep, and do not write to it. Each tensor that tp cut is
-        summed over tp, which sends 2 (t - 1) / t of its bytes. With pp, the stage that holds a tensor
-        broadcasts it to the others.
+        summed over tp, which sends 2 (t - 1) / t of its bytes. With pp, its stage broadcasts a tensor.
         """
         return self.placement.whole(self.strategy.whole())
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Every parameter and buffer in full, under the names of the model that was passed to `prepare`.
 
-        Returns:
-            Copies, on the model's device. Parameters are the same on all ranks. Buffers that training
-            changes, such as a BatchNorm's statistics, are each rank's own.
+        Returns copies, on the model's device. Parameters are the same on all ranks. Buffers that training
+        changes, such as a BatchNorm's statistics, are each rank's own.
         """
         copies = {name: value.clone() for name, value in self.whole()}  # stage 3 gives them unit by unit
         return {name: copies[name] for name in self.placement.entries}

@@ -6,6 +6,7 @@ Start with `parallelize`, which cuts a model by a plan. The layers can also be u
 |---|---|
 | parallelize.py | `parallelize`: cut a model, by a plan of styles; the table of styles |
 | plans.py | plans for a GPT and an MLP, and the bytes that a pass sends |
+| plan_check.py | `check_plan`: refuse a plan that makes another model |
 | styles.py | a plan resolved to modules and checked; cuts between attention heads |
 | column_parallel.py | `ColumnParallelLinear`: a layer cut by its outputs; several layers of one input |
 | row_parallel.py | `RowParallelLinear`: a layer cut by its inputs |

@@ -23,7 +23,7 @@ A part with a `head_size` (or `head_dim`) is cut between its heads; if it has fe
 between those, together with the queries that share them. Its `forward` must read the number of heads and the
 length from what its layers return, as in `self.query(x).unflatten(-1, (-1, self.head_size))`: each rank has
 some of the heads, and under sequence parallelism x is a share of the sequence but the layers return all of
-it.
+it. `check_plan` (plan_check.py) tells whether the cut model computes the same; an engine's first step asks.
 
 Sources: Shoeybi et al. 2019, "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model
 Parallelism", section 3; Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer

@@ -1,0 +1,184 @@
+"""A plan that makes another model is refused with the first layer that differs; one that does not, trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import minidist as md
+from minidist.parallel.tensor.plans import plan_for
+from tests.helpers import contract
+from tests.parallel.tensor.test_parallelize import FLAT_PLAN, OWN_PLAN, Flat, Own, gpt, tokens, vectors
+
+Clusters = Callable[[int], md.Cluster]
+SGD = partial(torch.optim.SGD, lr=0.1)
+
+
+class Between(nn.Module):
+    """A residual of a matrix, a function of its features, and another matrix; then a last matrix."""
+
+    def __init__(self, act: Callable[[Tensor], Tensor], hidden: int, inner: int, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first, self.act = nn.Linear(8, hidden), act
+        self.second, self.last = nn.Linear(inner, 8), nn.Linear(8, 4)
+        self.scale = nn.Parameter(torch.ones(8))
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, T, 8) -> (B, T, 4)
+        y: Tensor = self.last(x + self.scale * self.second(self.act(self.first(x))))
+        return y
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # (B, T, H, D) each
+    mixed = functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)))
+    return mixed.transpose(1, 2).flatten(2)
+
+
+def fused_attention(y: Tensor) -> Tensor:  # queries, keys and values one after the other
+    return attend(*(x.unflatten(-1, (-1, 2)) for x in y.chunk(3, dim=-1)))
+
+
+def fixed_heads(y: Tensor) -> Tensor:
+    heads = y.view(*y.shape[:-1], 4, -1)
+    return attend(heads, heads, heads)
+
+
+def swiglu(y: Tensor) -> Tensor:
+    gate, up = y.chunk(2, dim=-1)
+    return functional.silu(gate) * up
+
+
+def softmax(y: Tensor) -> Tensor:
+    return y.softmax(dim=-1)
+
+
+WRONG = {
+    "fused attention": partial(Between, fused_attention, 24, 8),
+    "number of heads": partial(Between, fixed_heads, 16, 16),
+    "packed swiglu": partial(Between, swiglu, 32, 16),
+    "softmax": partial(Between, softmax, 16, 16),
+}
+PLAN = {"first": "column", "second": "row"}
+
+
+def batch(rows: int = 4) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    inputs = torch.randn(rows, 5, 8, generator=generator, dtype=torch.float64)
+    return inputs, torch.randint(0, 4, (rows, 5), generator=generator)
+
+
+def first_loss(model: Callable[[], nn.Module], layout: str, call: str = "step", **options: Any) -> float:
+    """Of a rank's share of the batch, in the model's own type."""
+    made = model()
+    engine = md.prepare(made, SGD, md.Layout.parse(layout), plan=PLAN, **options)
+    inputs, targets = (x[engine.data_rank :: engine.data_ranks] for x in batch(4))
+    loss: float = getattr(engine, call)(inputs, targets)
+    return loss
+
+
+@pytest.mark.parametrize("call", ["step", "evaluate"])
+@pytest.mark.parametrize("name", WRONG)
+def test_a_plan_that_makes_another_model_is_refused(cluster_of: Clusters, name: str, call: str) -> None:
+    with pytest.raises(
+        md.RankError, match=r"the plan makes another model: the output of second differs by \d"
+    ):
+        cluster_of(2).run(first_loss, WRONG[name], "tp=2", call)
+
+
+@pytest.mark.parametrize("layout", ["dp=2,tp=2,zero=1", "dp=2,tp=2,zero=3", "tp=2,micro_batches=3"])
+def test_every_layout_refuses_it(cluster_of: Clusters, layout: str) -> None:
+    with pytest.raises(md.RankError, match="the plan makes another model: the output of second differs"):
+        cluster_of(md.Layout.parse(layout).ranks).run(first_loss, WRONG["softmax"], layout)
+
+
+def test_the_check_can_be_switched_off(cluster_of: Clusters) -> None:
+    losses = cluster_of(2).run(partial(first_loss, check_plan=False), WRONG["softmax"], "tp=2")
+    inputs, targets = batch()
+    outputs = WRONG["softmax"]()(inputs)
+    assert abs(losses[0] - md.cross_entropy(outputs, targets).item()) > 1e-4  # what the check is for
+
+
+def without_scale() -> nn.Module:
+    """A branch that does not count yet: outputs agree, and gradients do not."""
+    model = WRONG["softmax"]()
+    with torch.no_grad():
+        model.scale.zero_()
+        model.second.bias.zero_()
+    return model
+
+
+class TwoParts(nn.Module):
+    """A chain whose second layer has a branch that does not count yet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(8, 6), nn.Linear(6, 8)
+        self.scale, self.last = nn.Parameter(torch.zeros(())), nn.Linear(8, 4)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        weighted = (self.scale * hidden.square().mean(-1, keepdim=True)) * hidden.new_ones(8)
+        y: Tensor = self.last(x + self.second(hidden) + weighted)
+        return y
+
+
+def test_gradients_are_compared_too(cluster_of: Clusters) -> None:
+    with pytest.raises(md.RankError, match=r"makes another model: the gradient of scale differs by \d"):
+        cluster_of(2).run(first_loss, TwoParts, "tp=2")
+
+
+def test_a_layer_that_fails_when_cut_is_named(cluster_of: Clusters) -> None:
+    def heads(y: Tensor) -> Tensor:
+        return y.view(*y.shape[:-1], 4, 4).flatten(2)
+
+    with pytest.raises(md.RankError, match="the model fails once the plan has cut the model: shape"):
+        cluster_of(2).run(first_loss, partial(Between, heads, 16, 16), "tp=2")
+
+
+def test_a_model_that_cannot_be_copied_is_refused(cluster_of: Clusters) -> None:
+    def model() -> nn.Module:
+        made = WRONG["softmax"]()
+        made.kept = 2 * made.scale
+        return made
+
+    with pytest.raises(
+        md.RankError, match=r"cannot be checked, since the model cannot be copied.*check_plan"
+    ):
+        cluster_of(2).run(first_loss, model, "tp=2")
+
+
+@pytest.mark.parametrize(
+    "layout",
+    ["tp=2", "dp=2,tp=2,zero=3", "tp=2,sequence_parallel=True", "dp=2,tp=2,zero=1,micro_batches=2", "tp=3"],
+)
+def test_plans_that_fit_train_as_before(cluster_of: Clusters, layout: str) -> None:
+    plan = OWN_PLAN if "sequence" not in layout else None
+    made = Own if plan else gpt
+    if plan is None:
+        plan = plan_for(gpt(0))
+    case = contract.Case(made, tokens, batches=(4, 2, 3))
+    contract.check(cluster_of(md.Layout.parse(layout).ranks), case, md.Layout.parse(layout), plan=plan)
+    if layout == "tp=2":  # each row is one token, so queries and keys have gradients of rounding alone
+        case = contract.Case(Flat, vectors, batches=(4, 2, 3))
+        contract.check(cluster_of(2), case, md.Layout.parse(layout), plan=FLAT_PLAN)
+
+
+@pytest.mark.parametrize("layout", ["tp=2", "tp=2,precision=bf16", "tp=2,sequence_parallel=True"])
+def test_rounding_and_dropout_are_no_difference(cluster_of: Clusters, layout: str) -> None:
+    def train(check_plan: bool) -> float:
+        model = gpt(0, dropout=0.2, layers=4).float()
+        torch.manual_seed(1)
+        layers = md.Layout.parse(layout)
+        engine = md.prepare(model, SGD, layers, plan=plan_for(model), check_plan=check_plan)
+        return engine.step(*tokens(torch.Generator().manual_seed(0), 3))
+
+    assert cluster_of(2).run(train, True) == cluster_of(2).run(train, False)
