@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from minidist import comm
 from minidist.parallel.flat.joined_messages import broadcast_together
+from minidist.parallel.flat.ranges import narrowed
 from minidist.parallel.sharding.meta_units import MetaInitializer, ParameterSlot, device_for
 from minidist.parallel.tensor.cuts import Cut
 
@@ -102,6 +103,6 @@ def _own_part(meta: Tensor, whole: Tensor, cut: Cut | None) -> Tensor:
     if cut is None:
         return whole
     part = torch.zeros(meta.shape, dtype=whole.dtype, device=whole.device)
-    box = tuple(slice(start, start + size) for start, size in zip(cut.offsets, cut.sizes, strict=True))
-    part[tuple(slice(size) for size in cut.sizes)] = whole[box]
+    own = cut.take(whole)
+    narrowed(part, (0,) * part.dim(), own.shape).copy_(own)
     return part

@@ -146,22 +146,21 @@ class Placement:
             if cut is None or chunk.shape != self._shapes[name]:
                 yield replace(chunk, name=full)
                 continue
-            inside = [
-                max(0, min(size, most - offset))
-                for offset, size, most in zip(chunk.offsets, chunk.tensor.shape, cut.sizes, strict=True)
-            ]
-            if 0 not in inside:
-                offsets = tuple(o + p for o, p in zip(cut.offsets, chunk.offsets, strict=True))
-                yield TensorBox(
-                    full, tuple(cut.shape), offsets, narrowed(chunk.tensor, _start(chunk.tensor), inside)
-                )
+            for start, offsets in cut.boxes():
+                # From the box's beginning: the part of it that the chunk has.
+                there = [o - s for o, s in zip(chunk.offsets, start, strict=True)]
+                ends = [min(t + n, m) for t, n, m in zip(there, chunk.tensor.shape, cut.sizes, strict=True)]
+                first = [max(0, t) for t in there]
+                sizes = [e - f for e, f in zip(ends, first, strict=True)]
+                if all(size > 0 for size in sizes):
+                    own = narrowed(chunk.tensor, [f - t for f, t in zip(first, there, strict=True)], sizes)
+                    at = tuple(o + f for o, f in zip(offsets, first, strict=True))
+                    yield TensorBox(full, tuple(cut.shape), at, own)
 
     def own(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """This rank's parts of whole parameters."""
         return {
-            name: narrowed(value, self.cuts[name].offsets, self.cuts[name].sizes).contiguous()
-            if name in self.cuts
-            else value
+            name: self.cuts[name].take(value).contiguous() if name in self.cuts else value
             for name, value in whole.items()
             if name in self._shapes
         }
@@ -186,9 +185,8 @@ class Placement:
             return torch.empty(entry.shape, dtype=entry.dtype, device=self.device)
         if name not in self.cuts:
             return own
-        box = self.cuts[name]
         room = torch.zeros(entry.shape, dtype=own.dtype, device=own.device)
-        narrowed(room, box.offsets, box.sizes).copy_(narrowed(own, _start(own), box.sizes))
+        self.cuts[name].put(own, room)
         return room
 
     def norm(self, strategy: Strategy) -> float:
@@ -204,7 +202,3 @@ class Placement:
         # Copies count as zeros. The difference keeps what is not finite, which all ranks have to learn of.
         once = (gradient - gradient if name in self._copies else gradient for name, gradient in named)
         return global_norm(once, sharded=True)
-
-
-def _start(tensor: Tensor) -> tuple[int, ...]:
-    return (0,) * tensor.dim()

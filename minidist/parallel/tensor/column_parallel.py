@@ -133,8 +133,11 @@ class ColumnParallelLinear(TensorParallel):
         sequence_parallel: x is this rank's share of the sequence, the last dimension but one.
         unit: number of features that stay together, such as those of an attention head.
         overlap: see `column_linear`.
+        packed: the number of equal matrices that the weight holds below each other, such as 3 for queries,
+            keys and values. Each is cut by itself, and y has this rank's features of each.
 
-    Raises ValueError if there are fewer units than ranks, or `unit` does not divide the features.
+    Raises ValueError if there are fewer units than ranks, `unit` or `packed` does not divide the features, or
+    packed features should be gathered.
     """
 
     weight: nn.Parameter  # (out / n, in)
@@ -151,14 +154,20 @@ class ColumnParallelLinear(TensorParallel):
         *,
         unit: int = 1,
         overlap: bool = True,
+        packed: int = 1,
         dtype: torch.dtype | None = None,
         device: Device = None,
     ) -> None:
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
         self.gather_output, self.group, self.sequence_parallel = gather_output, group, sequence_parallel
-        self.overlap = overlap
-        self.own = share(out_features, group, unit, "the outputs of a column-parallel layer")
+        self.overlap, self.packed = overlap, packed
+        if out_features % packed or (gather_output and packed > 1):
+            raise ValueError(
+                f"a layer with {out_features} outputs is not {packed} equal matrices whose features can stay "
+                "on their ranks; give a divisor of the outputs as packed, and gather_output=False"
+            )
+        self.own = share(out_features // packed, group, unit, "the outputs of a column-parallel layer")
         self.is_vocabulary = False  # whether the features are the scores of tokens
         self.shared: SharedInput | None = None
         whole = nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
@@ -175,19 +184,19 @@ class ColumnParallelLinear(TensorParallel):
         *,
         unit: int = 1,
         overlap: bool = True,
+        packed: int = 1,
     ) -> ColumnParallelLinear:
         """Keep this rank's part of a `torch.nn.Linear` that is the same on all ranks. Sends nothing."""
         check_linear(linear)
-        options = {"unit": unit, "overlap": overlap, "device": "meta"}
+        options = {"unit": unit, "overlap": overlap, "packed": packed, "device": "meta"}
         sizes = (linear.in_features, linear.out_features, False)
         layer = cls(*sizes, gather_output, group, sequence_parallel, **options)  # type: ignore[arg-type]
         layer._take(linear)
         return layer.train(linear.training)
 
     def _take(self, whole: nn.Linear) -> None:
-        rows = slice(self.own.start, self.own.stop)
-        self.weight = part_of(whole.weight, rows)
-        self.bias = None if whole.bias is None else part_of(whole.bias, rows)
+        self.weight = part_of(whole.weight, self._cut(self.in_features))
+        self.bias = None if whole.bias is None else part_of(whole.bias, self._cut())
 
     def forward(self, x: Tensor) -> Tensor:  # (..., in) -> (..., out / n)
         """Return this rank's features, or all of them with gather_output."""
@@ -199,15 +208,18 @@ class ColumnParallelLinear(TensorParallel):
 
     def cuts(self) -> dict[str, Cut]:
         """The weight and the bias are cut by rows."""
-        start, rows = self.own.start, len(self.own)
-        found = {"weight": Cut((self.out_features, self.in_features), (start, 0), (rows, self.in_features))}
-        if self.bias is not None:
-            found["bias"] = Cut((self.out_features,), (start,), (rows,))
-        return found
+        found = {"weight": self._cut(self.in_features)}
+        return found if self.bias is None else {**found, "bias": self._cut()}
+
+    def _cut(self, *columns: int) -> Cut:
+        offsets = (self.own.start, *(0 for _ in columns))
+        return Cut((self.out_features, *columns), offsets, (len(self.own), *columns), self.packed)
 
     def extra_repr(self) -> str:
         """The text between the brackets of print(layer)."""
-        return f"{self.in_features}, {self.own.start}-{self.own.stop} of {self.out_features}"
+        times = "" if self.packed == 1 else f"{self.packed} times "
+        each = self.out_features // self.packed
+        return f"{self.in_features}, {times}{self.own.start}-{self.own.stop} of {each}"
 
 
 class SharedInput:

@@ -8,6 +8,7 @@ padded.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from minidist import comm
 from minidist.comm.work import Group, rank_in, ranks_of
+from minidist.parallel.flat.ranges import narrowed
 
 Device = torch.device | str | None
 
@@ -24,11 +26,29 @@ class Cut:
     """The box of a whole tensor that a rank holds, at the start of the rank's own tensor.
 
     Anything beyond `sizes` in the rank's tensor is padding: it is zero, has gradient zero, and stays zero.
+    If several equal matrices are packed in one, below each other, the rank has this box of each of them.
     """
 
     shape: tuple[int, ...]  # of the whole tensor
     offsets: tuple[int, ...]  # where the box begins in it
     sizes: tuple[int, ...]  # of the box
+    packed: int = 1  # the number of packed matrices
+
+    def boxes(self) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """For each packed matrix, where the rank's box begins in its own tensor, and in the whole one."""
+        step, zeros = self.shape[0] // self.packed, (0,) * (len(self.shape) - 1)
+        for index in range(self.packed):
+            yield (index * self.sizes[0], *zeros), (index * step + self.offsets[0], *self.offsets[1:])
+
+    def take(self, whole: Tensor) -> Tensor:
+        """The rank's part of the whole tensor, without padding; a view if nothing is packed."""
+        found = [narrowed(whole, offsets, self.sizes) for _, offsets in self.boxes()]
+        return found[0] if self.packed == 1 else torch.cat(found)
+
+    def put(self, own: Tensor, whole: Tensor) -> None:
+        """Copy the rank's part to where it lies in the whole tensor."""
+        for start, offsets in self.boxes():
+            narrowed(whole, offsets, self.sizes).copy_(narrowed(own, start, self.sizes))
 
 
 class TensorParallel(nn.Module, ABC):
@@ -97,7 +117,7 @@ def send_whole(module: nn.Module, group: Group) -> None:
             comm.broadcast(tensor.detach(), group=group)
 
 
-def part_of(whole: Tensor, index: slice | tuple[slice, ...]) -> nn.Parameter:
+def part_of(whole: Tensor, cut: Cut) -> nn.Parameter:
     """Return a copy of a part of a parameter, as a parameter of its own."""
-    part = whole.detach()[index].clone(memory_format=torch.contiguous_format)
+    part = cut.take(whole.detach()).clone(memory_format=torch.contiguous_format)
     return nn.Parameter(part, requires_grad=whole.requires_grad)

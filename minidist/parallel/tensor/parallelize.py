@@ -6,6 +6,7 @@
 |---|---|---|
 | "column" | a Linear | cuts its outputs; each rank returns its own |
 | "column_gathered" | a Linear | cuts its outputs; every rank returns all of them |
+| "column_packed=3" | a Linear | cuts each of 3 (or more, or 2) equal matrices packed in one; see below |
 | "row" | a Linear | cuts its inputs, as a "column" layer before it returns them |
 | "row_split" | a Linear | cuts its inputs; they arrive whole and are split first |
 | "vocabulary" | an Embedding | cuts its rows; every rank returns whole vectors |
@@ -18,6 +19,10 @@ After a last layer with style "vocabulary", use `vocab_parallel_cross_entropy`, 
 losses. Name layers of one parent that read one input together, as in "layers.*.attention.query|key|value":
 they then send one message instead of three. All parts without a style must draw the same random numbers on
 all ranks; they start from the same state.
+
+A Linear that computes queries, keys and values at once has three matrices below each other, and its results
+are read with `chunk(3, dim=-1)`: each of them is to be cut, which is "column_packed=3". A gate and its values
+in one Linear are "column_packed=2". The "row" layer after them is as always.
 
 A part with a `head_size` (or `head_dim`) is cut between its heads; if it has fewer heads of keys and values,
 between those, together with the queries that share them. Its `forward` must read the number of heads and the
@@ -132,7 +137,13 @@ def _cut(part: StyledModule, group: Group, sequence_parallel: bool, overlap: boo
             )
         gathered = style == "column_gathered"
         layer = ColumnParallelLinear.from_linear(
-            module, gathered, group, sequence_parallel, unit=part.unit, overlap=overlap
+            module,
+            gathered,
+            group,
+            sequence_parallel,
+            unit=part.unit,
+            overlap=overlap,
+            packed=part.packed,
         )
         layer.is_vocabulary = style == "vocabulary"
         return layer

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from minidist import comm
 from minidist.comm.work import Group, rank_in, ranks_of
-from minidist.parallel.flat.ranges import narrowed
 from minidist.parallel.tensor.column_parallel import ColumnParallelLinear
 from minidist.parallel.tensor.cuts import cuts, send_whole, share_of
 from minidist.parallel.tensor.parallelize import parallelize
@@ -29,7 +28,8 @@ NOISE = 100
 """A gradient that is zero but for rounding, such as that of a key's bias, may differ by this many times the
 last bit of the model's largest gradient."""
 REMEDY = (
-    "Between a 'column' layer and its 'row' layer each rank has only some of the features. Where the model "
+    "Between a 'column' layer and its 'row' layer each rank has only some of the features. Where it reads "
+    "several matrices from one, as in chunk(3) or chunk(2), give 'column_packed=3' or 2. Where the model "
     "needs all of them, as for a softmax or a norm over features, give 'column_gathered' and 'row_split'. "
     "Where it counts heads, let it read their number from the features, as in unflatten(-1, (-1, "
     "head_size)), with head_size an attribute of the module"
@@ -79,7 +79,7 @@ def check_plan(
         for name, x in gradients.items():
             size = max(_size(g) for other, g in gradients.items() if _owner(other) == _owner(name))
             if name in boxes:
-                x = narrowed(x, boxes[name].offsets, boxes[name].sizes)
+                x = boxes[name].take(x)
             noise = NOISE * torch.finfo(x.dtype).eps * largest
             far[_gradient(name)] = _distance(x, own_gradients[name], size, noise)
     sent = torch.tensor([*(far[name] for name in names), float(len(inputs))], dtype=torch.float64)
@@ -150,7 +150,8 @@ def _own_part(module: nn.Module, whole: Tensor, own: Tensor, shares: tuple[int, 
     if whole.shape == own.shape:
         return whole
     if isinstance(module, ColumnParallelLinear):
-        return whole[..., module.own.start : module.own.stop]
+        packed = whole.chunk(module.packed, dim=-1)
+        return torch.cat([x[..., module.own.start : module.own.stop] for x in packed], dim=-1)
     if shares is not None and whole.dim() > 1:
         tokens = share_of(whole.shape[-2], *shares)
         return whole[..., tokens.start : tokens.stop, :]

@@ -90,8 +90,9 @@ class RowParallelLinear(TensorParallel):
         return layer.train(linear.training)
 
     def _take(self, whole: nn.Linear) -> None:
-        self.weight = part_of(whole.weight, (slice(None), slice(self.own.start, self.own.stop)))
-        self.bias = None if whole.bias is None else part_of(whole.bias, slice(None))
+        bias = (self.out_features,)
+        self.weight = part_of(whole.weight, self.cuts()["weight"])
+        self.bias = None if whole.bias is None else part_of(whole.bias, Cut(bias, (0,), bias))
 
     def forward(self, x: Tensor) -> Tensor:  # (..., in / n) -> (..., out)
         """Return the sum over the ranks, plus the bias."""

@@ -5,6 +5,7 @@ parallelize.py explains the styles. Mistakes in a plan are found here, before th
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,7 +15,17 @@ from minidist._names import fits, fits_none, unknown
 from minidist.parallel.tensor.cuts import TensorParallel, check_linear
 from minidist.parallel.tensor.vocabulary import check_embedding
 
-STYLES = ("column", "column_gathered", "row", "row_split", "vocabulary", "sequence", "split", "random")
+STYLES = (
+    "column",
+    "column_gathered",
+    "column_packed=3",
+    "row",
+    "row_split",
+    "vocabulary",
+    "sequence",
+    "split",
+    "random",
+)
 ROWS = ("row", "row_split")
 
 
@@ -26,6 +37,7 @@ class StyledModule:
     module: nn.Module
     style: str
     unit: int = 1
+    packed: int = 1  # how many matrices lie below each other in the weight
 
     @property
     def dimension(self) -> int | None:
@@ -36,9 +48,9 @@ class StyledModule:
 
     @property
     def size(self) -> int:
-        """The size of the weight in the dimension that is cut."""
+        """The size in the dimension that is cut, of the weight or of each matrix packed in it."""
         assert isinstance(self.module, nn.Linear)
-        return self.module.in_features if self.dimension else self.module.out_features
+        return self.module.in_features if self.dimension else self.module.out_features // self.packed
 
     @property
     def parent(self) -> str:
@@ -58,8 +70,10 @@ def resolve(module: nn.Module, plan: Mapping[str, str]) -> tuple[dict[str, Style
     for pattern, style in plan.items():
         if not isinstance(pattern, str):
             raise TypeError(f"the plan names {pattern!r}; give names of the module's parts, as text")
-        if style not in STYLES:
+        packed = re.fullmatch(r"column_packed=([1-9]\d*)", str(style))
+        if style not in STYLES and packed is None:
             raise unknown("style", style, STYLES)
+        style, count = (style, 1) if packed is None else ("column", int(packed[1]))
         above, dot, last = pattern.rpartition(".")
         siblings: dict[str, list[str]] = {}
         for alternative in last.split("|"):
@@ -71,7 +85,7 @@ def resolve(module: nn.Module, plan: Mapping[str, str]) -> tuple[dict[str, Style
                     raise ValueError(
                         f"{name} has two styles in the plan, {parts[name].style!r} and {style!r}; give it one"
                     )
-                part = parts[name] = StyledModule(name, modules[name], style)
+                part = parts[name] = StyledModule(name, modules[name], style, packed=count)
                 _check_kind(part)
                 siblings.setdefault(part.parent, []).append(name)
         if "|" in last:
@@ -93,22 +107,27 @@ def _check_kind(part: StyledModule) -> None:
             check_embedding(part.module)
         else:
             check_linear(part.module)
+            assert isinstance(part.module, nn.Linear)
+            outputs = part.module.out_features
+            if outputs % part.packed:
+                raise ValueError(f"{part.packed} equal matrices have no {outputs} outputs; give a divisor")
     except (TypeError, ValueError) as error:
-        raise type(error)(f"{part.name} with style {part.style!r}: {error}") from None
+        style = part.style if part.packed == 1 else f"{part.style}_packed={part.packed}"
+        raise type(error)(f"{part.name} with style {style!r}: {error}") from None
 
 
 def check_ties(module: nn.Module, parts: Mapping[str, StyledModule]) -> None:
     """Raise ValueError if a tied parameter is not cut alike under each of its names."""
     by_module = {part.module: part for part in parts.values()}  # a module may have several names, too
-    cut: dict[Tensor, tuple[str, int | None]] = {}
+    cut: dict[Tensor, tuple[str, tuple[int, int] | None]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         owner, _, last = name.rpartition(".")
         part = by_module.get(module.get_submodule(owner))
-        dimension = None if part is None else part.dimension
-        if last == "bias" and dimension == 1:
-            dimension = None
-        other, before = cut.setdefault(parameter, (name, dimension))
-        if before != dimension:
+        alike = None if part is None or part.dimension is None else (part.dimension, part.packed)
+        if last == "bias" and alike == (1, 1):
+            alike = None
+        other, before = cut.setdefault(parameter, (name, alike))
+        if before != alike:
             raise ValueError(
                 f"{other} and {name} are one parameter, and the plan does not cut both alike; give both a "
                 "style that cuts the same dimension, or none"

@@ -78,7 +78,7 @@ class VocabParallelEmbedding(TensorParallel):
         return layer.train(embedding.training)
 
     def _take(self, whole: nn.Embedding) -> None:
-        self.weight = part_of(whole.weight, slice(self.own.start, self.own.stop))
+        self.weight = part_of(whole.weight, self.cuts()["weight"])
 
     def forward(self, tokens: Tensor) -> Tensor:  # (...) -> (..., D)
         """Look up this rank's tokens, and sum over the ranks."""
