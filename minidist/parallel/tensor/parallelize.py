@@ -90,8 +90,9 @@ def parallelize(
 
     Raises:
         ValueError: a pattern fits no part (the error suggests the nearest names); a style is unknown; a part
-            has two styles; there are more ranks than heads, rows or columns; a tied parameter is cut under
-            only one of its names; or, under sequence parallelism, the plan leaves out a parameter.
+            has two styles, or is cut and has a hook or a parametrization such as weight_norm; there are more
+            ranks than heads, rows or columns; a tied parameter is cut under only one of its names; or, under
+            sequence parallelism, the plan leaves out a parameter.
         TypeError: a style cannot cut the part that it is given for.
     """
     parts, together = resolve(module, plan)

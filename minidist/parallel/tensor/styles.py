@@ -8,8 +8,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from minidist._names import fits, fits_none, unknown
 from minidist.parallel.tensor.cuts import TensorParallel, check_linear
@@ -102,6 +104,12 @@ def _check_kind(part: StyledModule) -> None:
         raise TypeError(f"{part.name} is cut already; call parallelize once, with one plan")
     if part.dimension is None:
         return
+    if lost := _hooks(part.module):
+        raise ValueError(
+            f"{part.name} has {lost}, and the cut layer that replaces it would not; remove it, or leave "
+            f"{part.name} out of the plan. Hooks that work with a part of the features can be added to the "
+            "cut layer, after parallelize or prepare"
+        )
     try:
         if part.style == "vocabulary" and isinstance(part.module, nn.Embedding):
             check_embedding(part.module)
@@ -114,6 +122,25 @@ def _check_kind(part: StyledModule) -> None:
     except (TypeError, ValueError) as error:
         style = part.style if part.packed == 1 else f"{part.style}_packed={part.packed}"
         raise type(error)(f"{part.name} with style {style!r}: {error}") from None
+
+
+def _hooks(module: nn.Module) -> str:
+    """A parametrization or a hook of a module or its parameters, in words; "" if there is none."""
+    if parametrize.is_parametrized(module):
+        lists: Any = module.parametrizations
+        name, (first, *_) = next(iter(lists.items()))
+        return f"a parametrization of its {name}, {type(first).__name__.lstrip('_')}"
+    if "forward" in vars(module):
+        return "a forward method of its own"
+    kinds = ("forward", "forward_pre", "backward", "backward_pre")
+    found = [(f"a {kind.replace('_', ' ')} hook", getattr(module, f"_{kind}_hooks")) for kind in kinds]
+    for name, parameter in module.named_parameters(recurse=False):
+        for hooks in (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)):
+            found.append((f"a gradient hook on its {name}", hooks))
+    for what, hooks in found:
+        for hook in (hooks or {}).values():
+            return f"{what}, {getattr(hook, '__name__', type(hook).__name__)}"
+    return ""
 
 
 def check_ties(module: nn.Module, parts: Mapping[str, StyledModule]) -> None:
