@@ -130,7 +130,7 @@ class PlanCheck:
         return check_plan(model, self._plan, inputs[:rows], mesh.group("tp"), self._layout.sequence_parallel)
 
 
-REPLACED = ("forward", "attend", "positions")
+REPLACED = ("forward", "attend", "positions", "activation_relu_or_gelu", "use_nested_tensor")
 """The attributes that recomputation, tensor and context parallelism override on a module."""
 
 

@@ -108,6 +108,11 @@ def check_linear(linear: object) -> None:
     """Raise TypeError if a layer does not compute what `torch.nn.Linear` does."""
     if not isinstance(linear, nn.Linear) or type(linear).forward is not nn.Linear.forward:
         raise TypeError(f"a {type(linear).__name__} cannot be cut between ranks; give a torch.nn.Linear")
+    if isinstance(linear, nn.modules.linear.NonDynamicallyQuantizableLinear):
+        raise TypeError(
+            "a MultiheadAttention reads its out_proj's weight itself, so it cannot be cut; leave it out of "
+            "the plan, or write attention with layers of torch.nn.Linear"
+        )
 
 
 def send_whole(module: nn.Module, group: Group) -> None:

@@ -118,12 +118,27 @@ def parallelize(
             wrap(part.module, with_own_random_numbers, group)
         elif part.style in _WRAPPERS and sequence_parallel:
             wrap(part.module, _WRAPPERS[part.style], group)
+    _switch_fast_paths_off(module)
     for names in together:
         layers = [made[parts[name].module] for name in names]
         shared = SharedInput([layer for layer in layers if isinstance(layer, ColumnParallelLinear)])
         for layer in shared.layers:
             layer.shared = shared
     return module
+
+
+def _switch_fast_paths_off(module: nn.Module) -> None:
+    """Let torch's encoder layers call the layers in them when they evaluate.
+
+    Their fast path reads `linear1.weight` itself, which is only a part of it where the layer is cut. Both
+    attributes are conditions of the fast paths and nothing else.
+    """
+    for part in module.modules():
+        if any(isinstance(inner, TensorParallel) for inner in part.modules()):
+            if isinstance(part, nn.TransformerEncoderLayer):
+                part.activation_relu_or_gelu = 0
+            elif isinstance(part, nn.TransformerEncoder):
+                part.use_nested_tensor = False
 
 
 def _cut(part: StyledModule, group: Group, sequence_parallel: bool, overlap: bool) -> TensorParallel:
