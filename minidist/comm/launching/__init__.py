@@ -7,7 +7,7 @@ ranks over sockets, and reports the first rank that fails.
 - `cluster.py`: `Cluster`, ranks that stay up between runs
 - `rank_processes.py`: the caller's handles of the supervisor and of each rank's process
 - `collect_results.py`: wait for the ranks; find the first failure
-- `sending.py`: functions and results as bytes, with the source of notebook cells
+- `sending.py`: functions, results and handles of kept objects as bytes, with the source of notebook cells
 - `supervisor.py`: runs in the supervisor process
 - `worker.py`: runs in a rank
 - `safeguards.py`: what a new process checks: it must not launch ranks itself, and must die with its parent

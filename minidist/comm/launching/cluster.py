@@ -11,7 +11,6 @@ import pickle
 import socket
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -23,8 +22,8 @@ from minidist._arguments import check_whole, is_number, is_whole
 from minidist.comm.errors import RankError
 from minidist.comm.launching.collect_results import collect
 from minidist.comm.launching.cores import available_cores as available_cores
-from minidist.comm.launching.rank_processes import RankProcess, supervisor
-from minidist.comm.launching.sending import WithSource, pickle_call, unpickle_result
+from minidist.comm.launching.rank_processes import RankProcess, stop, supervisor
+from minidist.comm.launching.sending import Keeping, Kept, WithSource, pickle_call, unpickle_result
 from minidist.comm.launching.worker import Setup
 
 START_TIMEOUT = 120.0
@@ -34,8 +33,6 @@ COLLECTIVE_TIMEOUT = 300.0
 COLLECTIVE_MARGIN = 5.0
 """Seconds that a collective waits beyond the run's limit. The run's error comes first, since it says where
 each rank is."""
-KILL_TIMEOUT = 3.0
-"""Seconds that the supervisor has to kill ranks; then the caller kills them itself."""
 LONGEST_TIMEOUT = 1e6
 """Seconds. Beyond this the clocks of the libraries below soon overflow."""
 
@@ -48,7 +45,8 @@ class Cluster:
     [0, 1, 4, 9]
 
     What a rank prints appears in the caller, line by line, labelled with the rank. Ctrl-C stops all ranks.
-    After a failed run the cluster starts fresh processes; what the old ones held is gone. Ranks never outlive
+    `keep` leaves an object on the ranks for later runs. After a failed run the cluster starts fresh
+    processes; what the old ones held is gone. Ranks never outlive
     the caller, however it ends.
 
     Args:
@@ -94,9 +92,11 @@ class Cluster:
             )
         self._owner = os.getpid()
         self._running = threading.Lock()
+        self._held = set[int]()  # keys of what the ranks keep
+        self._forgotten: list[int] = []  # keys whose handles are gone; the next run tells the ranks
         # The finalizer holds this very list, so it is emptied and filled, never replaced.
         self._processes: list[RankProcess] = []
-        self._stop = partial(_stop, self._processes, self._owner)
+        self._stop = partial(stop, self._processes, self._owner)
         self._finalizer = weakref.finalize(self, self._stop, 0.0)
         self._start()
         self.closed = False
@@ -124,9 +124,11 @@ class Cluster:
             )
         if self.check and callable(function):
             function = WithSource(function)
-        call = pickle_call(function, args, kwargs)
+        forgotten = [*self._forgotten]
+        call = pickle_call(function, args, kwargs, self._held, forgotten)
         if not self._running.acquire(blocking=False):
             raise RuntimeError("this Cluster is running another function; wait for it, or make a second one")
+        del self._forgotten[: len(forgotten)]
         whole = False
         try:
             if not self._processes:  # the last run failed
@@ -142,8 +144,27 @@ class Cluster:
         finally:
             if self.closed or not whole:
                 self._stop(0.0)
+                self._held.clear()
             self._running.release()
         return [unpickle_result(rank, value) for rank, value in enumerate(values)]
+
+    def keep(self, make: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Kept:
+        """Run `make(*args, **kwargs)` on every rank, as `run` does, and leave what it returns there.
+
+        >>> engine = cluster.keep(make_engine, layout)
+        >>> losses = [cluster.run(step, engine, batch) for batch in batches]
+
+        Returns:
+            A handle. In an argument of `run`, or a variable that its function uses, each rank finds its own
+            object. Ranks free it at the next run after the handle is gone, and lose it if a run fails.
+        """
+        handle = Kept(make)
+        for value in self.run(Keeping(handle.key, make), *args, **kwargs):
+            if isinstance(value, RankError):
+                raise value
+        self._held.add(handle.key)
+        weakref.finalize(handle, self._forgotten.append, handle.key).atexit = False
+        return handle
 
     def signal(self, number: int) -> None:
         """Send a signal to every rank. Works during a run, for example from a signal handler."""
@@ -208,24 +229,6 @@ class Cluster:
             except BaseException:
                 self._stop(0.0)
                 raise
-
-
-def _stop(processes: list[RankProcess], owner: int, grace: float) -> None:
-    """Stop processes and empty the list: give them `grace` seconds to end, then kill them."""
-    if os.getpid() != owner:  # a fork of the caller must not stop the ranks
-        return
-    stopping, processes[:] = processes[:], []
-    deadline = time.monotonic() + grace
-    for process in stopping:
-        process.channel.close()  # an idle rank ends by itself
-    for process in stopping:
-        if not process.wait(max(0.0, deadline - time.monotonic())):
-            process.kill()
-    deadline = time.monotonic() + KILL_TIMEOUT
-    for process in stopping:
-        if not process.wait(max(0.0, deadline - time.monotonic())):
-            process.kill_without_help()
-        process.close()
 
 
 def _ranks(name: str, value: Iterable[int], ranks: int) -> frozenset[int]:

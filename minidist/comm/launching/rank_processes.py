@@ -21,6 +21,8 @@ from minidist.comm.launching.supervisor import REQUEST
 from minidist.comm.transport.channel import Connection
 
 START_METHODS = ("fork", "spawn")
+KILL_TIMEOUT = 3.0
+"""Seconds that the supervisor has to kill ranks; then the caller kills them itself."""
 
 
 def signal_name(number: int) -> str:
@@ -221,3 +223,21 @@ class RankProcess:
         self.channel.close()
         os.close(self.status)
         self._stacks.close()
+
+
+def stop(processes: list[RankProcess], owner: int, grace: float) -> None:
+    """Stop processes and empty the list: give them `grace` seconds to end, then kill them."""
+    if os.getpid() != owner:  # a fork of the caller must not stop the ranks
+        return
+    stopping, processes[:] = processes[:], []
+    deadline = time.monotonic() + grace
+    for process in stopping:
+        process.channel.close()  # an idle rank ends by itself
+    for process in stopping:
+        if not process.wait(max(0.0, deadline - time.monotonic())):
+            process.kill()
+    deadline = time.monotonic() + KILL_TIMEOUT
+    for process in stopping:
+        if not process.wait(max(0.0, deadline - time.monotonic())):
+            process.kill_without_help()
+        process.close()

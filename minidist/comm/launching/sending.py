@@ -1,15 +1,20 @@
 """Functions and results as bytes, for the trip between the caller and its ranks.
 
 cloudpickle sends by value what the other process could not import: functions from a notebook cell, from a
-script, or from inside another function.
+script, or from inside another function. Objects that the ranks keep travel by number.
 """
 
 from __future__ import annotations
 
+import importlib
+import io
+import itertools
 import linecache
 import os
 import pickle
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Collection
+from types import ModuleType
 from typing import Any
 
 import cloudpickle
@@ -17,21 +22,107 @@ import cloudpickle
 from minidist.comm.errors import RankError
 
 
-def pickle_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
-    """Pickle a call. TypeError where `function` is not one, or something cannot be pickled."""
+class Kept:
+    """Stands for an object that each rank of a `Cluster` keeps; as an argument it becomes that object."""
+
+    _keys = itertools.count()
+
+    def __init__(self, make: Callable[..., Any]) -> None:
+        require_function(make)
+        self.key, self.made_by = next(self._keys), _name(make)
+
+    def __repr__(self) -> str:
+        return f"Kept(what {self.made_by} returned)"
+
+    def __reduce__(self) -> Any:
+        raise TypeError(f"{self} stands for objects in a Cluster's ranks; give it to that Cluster's run")
+
+
+_kept: dict[int, Any] = {}
+"""This rank's kept objects, by key."""
+
+
+class Keeping:
+    """A function whose result a rank keeps under a key."""
+
+    def __init__(self, key: int, make: Callable[..., Any]) -> None:
+        self.key, self.make, self.__qualname__ = key, make, _name(make)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """Run the function, in a rank."""
+        _kept[self.key] = self.make(*args, **kwargs)
+
+
+def kept_object(key: int) -> Any:
+    """This rank's kept object of a key."""
+    return _kept[key]
+
+
+def forget(keys: Collection[int]) -> None:
+    """Let go of this rank's kept objects of these keys."""
+    for key in keys:
+        _kept.pop(key, None)
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """cloudpickle, which also takes kept objects, and modules of classes of their own."""
+
+    def __init__(self, file: io.BytesIO, held: Collection[int]) -> None:
+        super().__init__(file)
+        self.held, self.lost = held, list[Kept]()
+
+    def reducer_override(self, value: Any) -> Any:
+        """Send a handle by its key, and a module such as torch.backends.cudnn by its name."""
+        if isinstance(value, Kept):
+            if value.key not in self.held:
+                self.lost.append(value)
+            return kept_object, (value.key,)
+        own_class = type(value) is not ModuleType
+        if isinstance(value, ModuleType) and own_class and sys.modules.get(value.__name__) is value:
+            return importlib.import_module, (value.__name__,)
+        return super().reducer_override(value)
+
+
+def _name(function: object) -> str:
+    return getattr(function, "__qualname__", repr(function))
+
+
+def require_function(function: object) -> None:
+    """TypeError where `function` is not one."""
     if not callable(function):
         raise TypeError(
             f"function is {function!r}, of type {type(function).__name__}; give the function itself, "
             "without calling it"
         )
+
+
+def pickle_call(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    held: Collection[int] = (),
+    forgotten: Collection[int] = (),
+) -> bytes:
+    """Pickle a call. TypeError where `function` is not one, or something cannot be pickled.
+
+    held: keys of the objects that the ranks keep. forgotten: keys of those that they can let go.
+    """
+    require_function(function)
+    file = io.BytesIO()
     try:
-        return bytes(cloudpickle.dumps((function, args, kwargs)))
+        pickler = _Pickler(file, held)
+        pickler.dump((function, args, kwargs, forgotten))
     except Exception as error:
-        name = getattr(function, "__qualname__", repr(function))
         raise TypeError(
-            f"{name} or one of its arguments cannot be sent to another process ({error}); "
+            f"{_name(function)} or one of its arguments cannot be sent to another process ({error}); "
             "create such objects inside the function"
         ) from error
+    if pickler.lost:
+        raise RuntimeError(
+            f"the ranks of this Cluster do not hold {pickler.lost[0]}: another Cluster made it, or a run has "
+            "failed since, after which the ranks are fresh processes; call keep again"
+        )
+    return file.getvalue()
 
 
 def unpickle_result(rank: int, value: bytes | RankError) -> Any:
@@ -56,7 +147,7 @@ class WithSource:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
-        self.__qualname__ = getattr(function, "__qualname__", repr(function))
+        self.__qualname__ = _name(function)
         # linecache notes no modification time for text that came from no file.
         self.texts = {
             name: entry

@@ -25,6 +25,8 @@ from typing import Any
 from minidist.comm.launching.safeguards import set_starting, watch_parent
 from minidist.comm.transport.channel import Connection
 
+_OWN_FILES = (__file__, os.path.join(os.path.dirname(__file__), "sending.py"))
+"""Files whose frames the user does not need in a traceback."""
 LONGEST_LINE = 2**16
 """Characters after which an unfinished line is sent."""
 
@@ -96,14 +98,16 @@ def serve(connection_descriptor: int, stacks_descriptor: int, listener: int | No
 
 
 def _run(call: bytearray, limit: float | None) -> bytes:
-    """Run a pickled (function, args, kwargs) in at most `limit` seconds, and pickle what it returns."""
+    """Run what `pickle_call` pickled in at most `limit` seconds, and pickle what it returns."""
     import cloudpickle
     import torch.distributed as dist
 
     from minidist.comm import checking, work
+    from minidist.comm.launching.sending import forget
 
     joined = dist.group.WORLD
-    function, args, kwargs = pickle.loads(call)
+    function, args, kwargs, forgotten = pickle.loads(call)
+    forget(forgotten)
     with checking.run(limit):
         value = function(*args, **kwargs)
         if dist.group.WORLD is not joined:
@@ -175,8 +179,8 @@ def _join(setup: Setup, listener: int | None) -> None:
 
 def _raised(error: BaseException) -> Raised:
     frames = traceback.TracebackException.from_exception(error)
-    while frames.stack and frames.stack[0].filename == __file__:
-        del frames.stack[0]  # the user does not need this file's frames
+    while frames.stack and frames.stack[0].filename in _OWN_FILES:
+        del frames.stack[0]
     text = "".join(frames.format())
     try:
         import cloudpickle

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import pickle
@@ -63,6 +64,68 @@ def test_closures_arguments_and_tensors_travel(cluster_of: Clusters) -> None:
 
     for rank, result in enumerate(cluster_of(2).run(add, 2.0, shift=10)):
         torch.testing.assert_close(result, offset * 2 + rank + 10, rtol=0, atol=0)
+
+
+def test_launch_passes_arguments_by_name_and_sets_no_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = []
+    made = md.Cluster.__init__
+
+    def noted(self: md.Cluster, ranks: int, timeout: float | None = 60.0, *args: Any, **kwargs: Any) -> None:
+        limits.append(timeout)
+        made(self, ranks, timeout, *args, **kwargs)
+
+    monkeypatch.setattr(md.Cluster, "__init__", noted)
+    assert md.launch(divmod, 1, (7, 2)) == [(3, 1)]
+    assert md.launch(int, 1, ("ff",), kwargs={"base": 16}) == [255]
+    assert limits == [None, None]
+    with pytest.raises(TypeError, match=r"kwargs is \('base', 16\); give a dict of arguments by name"):
+        md.launch(int, 1, ("ff",), kwargs=("base", 16))  # type: ignore[arg-type]
+
+
+def test_functions_that_name_modules_of_own_classes_travel(cluster_of: Clusters) -> None:
+    def benchmarks() -> tuple[bool, bool]:
+        with torch.backends.cudnn.flags(enabled=False, benchmark=True):
+            return torch.backends.cudnn.enabled, torch.backends.mkldnn.is_available()
+
+    assert cluster_of(2).run(benchmarks) == [(False, torch.backends.mkldnn.is_available())] * 2
+
+
+class Tally:
+    """An object that only its rank has: a lock cannot be sent."""
+
+    def __init__(self, start: int) -> None:
+        self.value, self.lock = start + md.rank(), threading.Lock()
+
+    def add(self, other: int) -> int:
+        self.value += other
+        return self.value
+
+
+def test_ranks_keep_objects_between_runs() -> None:
+    def alive() -> int:
+        return sum(type(each).__name__ == "Tally" for each in gc.get_objects())
+
+    with md.Cluster(ranks=2) as cluster, md.Cluster(ranks=1) as other:
+        tally = cluster.keep(Tally, start=10)
+        assert cluster.run(Tally.add, tally, 5) == [15, 16]
+        assert cluster.run(lambda: tally.add(1)) == [16, 17]
+        assert cluster.run(lambda made: made["it"][0].value, {"it": [tally]}) == [16, 17]
+        pair = [tally, cluster.keep(Tally, 0)]
+        assert cluster.run(lambda made: [each.value for each in made], pair) == [[16, 0], [17, 1]]
+        assert cluster.run(alive) == [2, 2]
+        pair.clear()
+        assert cluster.run(alive) == [1, 1]
+        with pytest.raises(RuntimeError, match=r"do not hold Kept\(what Tally .*another Cluster made it"):
+            other.run(Tally.add, tally, 1)
+        assert other.run(md.size) == [1]  # its processes are the same
+        with pytest.raises(TypeError, match="stands for objects in a Cluster's ranks"):
+            pickle.dumps(tally)
+        with pytest.raises(TypeError, match=r"function is 3, of type int"):
+            cluster.keep(3)  # type: ignore[arg-type]
+        with pytest.raises(md.RankError, match=r"Tally\.__init__"):
+            cluster.keep(Tally)
+        with pytest.raises(RuntimeError, match=r"a run has failed since.*call keep again"):
+            cluster.run(Tally.add, tally, 1)
 
 
 def test_launch_starts_fresh_processes() -> None:
