@@ -1,7 +1,7 @@
 """Matmul as a part of a network: a product and a linear layer that run forward and backward on any rung.
 
 If y = x w and g is the gradient of the loss by y, the gradients by x and w are products too: g w^T and x^T g.
-So a linear layer needs only one rung: `Linear(64, 10, rung=rung("s4_loop_order"))`. Tensors and the rung's
+So a linear layer needs only one rung: `Linear(64, 10, rung="s4_loop_order")`. Tensors and the rung's
 arrays share memory, and w^T and x^T are views with swapped strides, so nothing is copied.
 
 Shapes: x (..., k), w (k, n), y (..., n); inside, x is (m, k).
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from minidist.kernels import Rung
+from minidist.kernels import rung as rung_of
 
 
 def matmul(x: Tensor, w: Tensor, rung: Rung) -> Tensor:
@@ -62,8 +63,11 @@ def matmul(x: Tensor, w: Tensor, rung: Rung) -> Tensor:
 class Linear(nn.Module):
     """y = x W^T + b, as torch.nn.Linear, on a rung: x (..., in_features) -> y (..., out_features).
 
+    >>> Linear(64, 10, rung="s7_threads")
+
     weight (out_features, in_features) and bias (out_features,) are drawn as torch.nn.Linear draws them,
-    uniformly within 1 / sqrt(in_features), by `generator` if given. Raises ValueError for a negative size.
+    uniformly within 1 / sqrt(in_features), by `generator` if given. rung: a rung, or its name as for
+    `kernels.rung`. Raises ValueError for a negative size or an unknown name.
     """
 
     weight: Tensor
@@ -75,7 +79,7 @@ class Linear(nn.Module):
         out_features: int,
         bias: bool = True,
         *,
-        rung: Rung,
+        rung: Rung | str,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         generator: torch.Generator | None = None,
@@ -87,7 +91,9 @@ class Linear(nn.Module):
             )
         self.in_features = in_features
         self.out_features = out_features
-        self.rung = rung
+        self.rung = rung_of(rung) if isinstance(rung, str) else rung
+        if not isinstance(self.rung, Rung):
+            raise TypeError(f"rung is {rung!r}; give a rung or its name, such as 's4_loop_order'")
         self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype, device=device))
         self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device)) if bias else None
         bound = 1 / math.sqrt(in_features) if in_features > 0 else 0.0

@@ -258,3 +258,18 @@ def test_a_network_on_a_rung_learns_handwritten_digits():
     with torch.no_grad():
         accuracy = (network(x[1500:]).argmax(1) == y[1500:]).float().mean().item()
     assert accuracy > 0.9
+
+
+def test_a_layer_takes_a_rung_by_name():
+    named, given = (
+        Linear(3, 2, rung=rung, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+        for rung in ("s4_loop_order", S4)
+    )
+    x = random(5, 3)
+    assert named.rung is S4
+    torch.testing.assert_close(named(x), given(x), rtol=0, atol=0)
+    assert Linear(3, 2, rung="s7").rung.name == "s7_threads"
+    with pytest.raises(ValueError, match=r"unknown rung 's4_lop_order': did you mean s4_loop_order\?"):
+        Linear(3, 2, rung="s4_lop_order")
+    with pytest.raises(TypeError, match=r"rung is 4; give a rung or its name"):
+        Linear(3, 2, rung=4)
