@@ -18,7 +18,11 @@ def named_shape(model: object) -> tuple[TransformerConfig, str]:
     if isinstance(model, str):
         return config_of(model), model
     if not isinstance(model, TransformerConfig):
-        raise TypeError(f"model is {model!r}; give a GPTConfig, a BERTConfig, or the name of one")
+        given = repr(model) if isinstance(model, int | float | None) else f"of type {type(model).__name__}"
+        raise TypeError(
+            f"model is {given}; give a GPTConfig, a BERTConfig, or a name such as 'gpt2-small': the models "
+            "of memory and time know transformers, by their shape"
+        )
     return model, f"{model.layers} layers of {model.width}"
 
 

@@ -310,3 +310,11 @@ def test_bad_input_gets_a_sentence(
     assert (code, out) == (2, "")
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_a_module_is_refused_without_being_printed() -> None:
+    with pytest.raises(
+        TypeError, match=r"model is of type Sequential; give a GPTConfig, a BERTConfig, or a name"
+    ) as raised:
+        plan(torch.nn.Sequential(*map(torch.nn.Linear, [3] * 50, [3] * 50)), ranks=2)  # type: ignore[arg-type]
+    assert len(str(raised.value)) < 200
