@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +14,32 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 """From outputs and targets to a scalar, the mean over their rows."""
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 """From parameters to a torch optimizer, such as `partial(torch.optim.AdamW, lr=3e-4)`."""
+MakeFromNamed = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
+"""From (name, parameter) pairs to a torch optimizer; its first argument is called `named_parameters`."""
+
+
+def by_parameters(optimizer: Any, model: nn.Module, first: Mapping[str, str]) -> MakeOptimizer:
+    """`optimizer` as a function of parameters; one that takes pairs gets their names in `model`.
+
+    first: the first name of each parameter, where the model is a part of one that ties some.
+    """
+    try:
+        takes = next(iter(inspect.signature(optimizer).parameters), "")
+    except (TypeError, ValueError):  # a callable that does not say what it takes
+        takes = ""
+    if takes != "named_parameters":
+        made: MakeOptimizer = optimizer
+        return made
+
+    def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        names = [first.get(name, name) for name, _ in model.named_parameters()]
+        # Masters and shards' stand-ins come in the order of the model's parameters.
+        made: torch.optim.Optimizer = optimizer([*zip(names, parameters, strict=True)])
+        for group in getattr(made, "param_groups", ()):
+            group.pop("param_names", None)  # shards replace the parameters, and checkpoints have the names
+        return made
+
+    return make
 
 
 @contextmanager

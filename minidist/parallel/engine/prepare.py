@@ -9,7 +9,7 @@ from torch import nn
 
 from minidist.comm.mesh import Mesh
 from minidist.model.loss import cross_entropy
-from minidist.parallel.contract.engine import Loss, MakeOptimizer
+from minidist.parallel.contract.engine import Loss, MakeFromNamed, MakeOptimizer, by_parameters
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.strategy import Strategy
 from minidist.parallel.engine.partition_model import checked, partition_model
@@ -27,7 +27,7 @@ from minidist.parallel.training.recompute import recompute
 
 def prepare(
     model: nn.Module,
-    optimizer: MakeOptimizer,
+    optimizer: MakeOptimizer | MakeFromNamed,
     layout: Layout | None = None,
     loss: Loss = cross_entropy,
     data_parallel: Mapping[str, Any] | None = None,
@@ -66,7 +66,8 @@ def prepare(
 
     Args:
         model: the same architecture on all ranks.
-        optimizer: a function from parameters to a torch optimizer.
+        optimizer: a function from parameters to a torch optimizer. One whose argument is called
+            `named_parameters` gets (name, parameter) pairs, to form groups by name.
         layout: how many ranks do what; None for one rank.
         loss: from outputs and targets to the mean over their rows.
         data_parallel: options of `DataParallel`, such as {"compression": "float16"}.
@@ -115,7 +116,14 @@ def prepare(
         part = partition_model(model, layout, mesh, plan, initialize)
         if layout.recompute:
             recompute(model)
-        strategy = _strategy(part, optimizer, layout, data_parallel, precision, fully_shard)
+        strategy = _strategy(
+            part,
+            by_parameters(optimizer, model, part.placement.first),
+            layout,
+            data_parallel,
+            precision,
+            fully_shard,
+        )
         fill_masters(strategy, exact, part.placement.own)
         engine = Engine(part, strategy, layout, loss, precision, clip_norm, checked_plan)
         claim(engine, ENGINE, model.parameters())

@@ -182,6 +182,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Make the step that follows `synchronize`; `options` are for the optimizer's own."""
         assignment = self.partition.reducer.settled()
         self._consolidated = None
+        self._opt_called = True  # else torch's schedulers warn, since an engine does not call `step`
         self._pass_options(self.param_groups, self.inner.param_groups)
         self.partition.slices.step(**options)
         self._pass_options(self.inner.param_groups, self.param_groups)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -38,3 +41,49 @@ def test_evaluation_leaves_every_module_in_its_mode() -> None:
     with pytest.raises(ArithmeticError):
         engine.evaluate(x, x, metric)
     assert [module.training for module in model.modules()] == [True, True, False, True]
+
+
+def by_name(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    """No decay for biases, norms and embeddings, as their names say; torch takes the pairs."""
+    groups: list[list[Any]] = [[], []]
+    for name, parameter in named_parameters:
+        groups["bias" in name or "norm" in name or "token" in name].append((name, parameter))
+    decays = zip(groups, (0.3, 0.0), strict=True)
+    return torch.optim.AdamW([{"params": g, "weight_decay": decay} for g, decay in decays], lr=1e-2)
+
+
+@pytest.mark.parametrize(
+    "layout", ["dp=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3", "tp=2", "pp=2", "dp=2,tp=2,zero=1"]
+)
+def test_an_optimizer_function_gets_names_if_it_asks(cluster_of: Clusters, layout: str) -> None:
+    def one_process(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return by_name(zip([name for name, _ in GPT.model(0).named_parameters()], parameters, strict=True))
+
+    case = replace(GPT, optimizer=by_name)
+    expected = contract.train_in_one_process(replace(GPT, optimizer=one_process))
+    parsed = md.Layout.parse(layout)
+    for trained in cluster_of(parsed.ranks).run(contract.train_on_this_rank, case, parsed):
+        contract.compare(trained, expected)
+
+
+def test_masters_come_with_names_too() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
+    partial_of = partial(lambda lr, named_parameters: by_name(named_parameters), 0.1)
+    engine = md.prepare(model, partial_of, md.Layout(precision="bf16"))
+    assert [len(group["params"]) for group in engine.optimizer.param_groups] == [2, 2]
+    assert all(p.dtype == torch.float32 for group in engine.optimizer.param_groups for p in group["params"])
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_a_scheduler_after_the_step_does_not_warn(cluster_of: Clusters, zero: int) -> None:
+    def warned() -> list[str]:
+        model = nn.Linear(3, 2)
+        engine = md.prepare(model, torch.optim.SGD, md.Layout(dp=2, zero=zero))
+        scheduler = torch.optim.lr_scheduler.StepLR(engine.optimizer, 1)
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            engine.step(torch.ones(2, 3), torch.zeros(2, dtype=torch.int64))
+            scheduler.step()
+        return [str(each.message) for each in found]
+
+    assert cluster_of(2).run(warned) == [[], []]
