@@ -46,7 +46,7 @@ def recompute(module: nn.Module, parts: str | Sequence[str] | None = None) -> nn
 
     parts: names of submodules, as in `named_modules`, where "*" stands for any letters between two dots; None
     for the layers, which are the children of each outermost `ModuleList` and `Sequential`. Raises ValueError
-    if a pattern fits no part, or there are no layers.
+    if a pattern fits no part, there are no layers, or a part has a spectral norm.
     """
     names = [name for name, _ in module.named_modules() if name]
     if parts is None:
@@ -62,6 +62,8 @@ def recompute(module: nn.Module, parts: str | Sequence[str] | None = None) -> nn
         for pattern in patterns:
             if not any(fits(name, pattern) for name in names):
                 raise fits_none(pattern, names)
+    for name in chosen:
+        _refuse_spectral_norm(name, module.get_submodule(name))
     for name in chosen:
         part = module.get_submodule(name)
         if not isinstance(part.forward, _Recomputed):
@@ -84,6 +86,19 @@ def _layers(module: nn.Module, prefix: str = "") -> list[str]:
         else:
             found += _layers(child, f"{prefix}{name}.")
     return found
+
+
+def _refuse_spectral_norm(name: str, part: nn.Module) -> None:
+    """ValueError if a part has a spectral norm: each forward pass moves it, so the second would differ."""
+    for inner_name, inner in part.named_modules(prefix=name):
+        hooks = [type(hook).__name__ for hook in inner._forward_pre_hooks.values()]
+        if type(inner).__name__ == "_SpectralNorm" or "SpectralNorm" in hooks:
+            where = inner_name.partition(".parametrizations.")[0]
+            raise ValueError(
+                f"{where} has a spectral norm, whose estimate each forward pass improves, so that a "
+                "recomputed pass would have other weights and the gradients would be wrong; recompute parts "
+                "without it, or leave recompute off"
+            )
 
 
 class _Recomputed:

@@ -15,7 +15,7 @@ import minidist as md
 from minidist.model import GPT, MLP, config
 from minidist.model.loss import cross_entropy
 from minidist.parallel.training.activation_memory import ActivationCounter
-from minidist.parallel.training.recompute import recompute
+from minidist.parallel.training.recompute import recompute, recomputes
 from tests.helpers import contract
 from tests.helpers.activations import saved_activations
 
@@ -206,3 +206,12 @@ def test_layers_may_take_keywords() -> None:
 def test_parts_that_are_not_there(model: Callable[[], nn.Module], parts: list[str], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         recompute(model(), parts)
+
+
+@pytest.mark.parametrize("norm", [nn.utils.parametrizations.spectral_norm, nn.utils.spectral_norm])
+def test_a_spectral_norm_is_refused(norm: Callable[[nn.Module], nn.Module]) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(norm(nn.Linear(3, 3)), nn.ReLU()), nn.Linear(3, 1))
+    with pytest.raises(ValueError, match=r"^1\.0 has a spectral norm.* gradients would be wrong; recompute"):
+        recompute(model)
+    assert not recomputes(model)
+    recompute(model, ["0", "2"])
