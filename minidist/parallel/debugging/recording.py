@@ -30,6 +30,7 @@ from minidist.parallel.flat.ranges import narrowed
 
 REPEATS = 2
 """How often the steps are taken again with moved results."""
+_LISTS = nn.ModuleList, nn.ModuleDict, nn.Sequential
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,9 +57,9 @@ def record(engine: Engine, batches: Iterable[tuple[Tensor, Tensor]], repeats: in
     state of gradient compression: what compression kept back is dropped, and PowerSGD's factors stay.
 
     Args:
-        engine: from `prepare`. Its layers are `model.layers`, or the model's children. If they run in another
-            order, or `forward` does more than call them (`layer_chain.require_chain` tells), a difference is
-            still found, but a later layer may be named.
+        engine: from `prepare`. Its layers are those of the model's lists, and the modules next to them. If
+            they run in another order, or `forward` does more than call them (`layer_chain.require_chain`
+            tells), a difference is still found, but a later layer may be named.
         batches: inputs and targets of whole global batches.
         repeats: how often to measure the effect of rounding.
 
@@ -106,12 +107,17 @@ def pairs_of(batches: Iterable[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Ten
     return given
 
 
-def layers_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The model's layers with their names."""
-    chain = getattr(model, "layers", None)
-    if isinstance(chain, nn.ModuleList | nn.Sequential):
-        return [(f"layers.{name}", layer) for name, layer in chain.named_children()]
-    return [*model.named_children()]
+def layers_of(model: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:
+    """The layers in the model's lists, at any depth, and the modules next to the lists, with their names."""
+    found = []
+    for name, child in model.named_children():
+        uncalled = isinstance(child, nn.ModuleList | nn.ModuleDict)  # and so without an output of its own
+        holds_lists = any(isinstance(part, _LISTS) for part in child.modules())
+        if uncalled or (holds_lists and not isinstance(model, _LISTS)):
+            found += layers_of(child, f"{prefix}{name}.")
+        else:
+            found.append((prefix + name, child))
+    return found
 
 
 def _run(

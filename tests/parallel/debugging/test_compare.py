@@ -558,3 +558,47 @@ def test_bad_input_is_one_line(capfd: pytest.CaptureFixture[str], words: list[st
     assert told in err
     assert err.count("\n") == 1
     assert out == ""
+
+
+class Tower(nn.Module):
+    """Layers in lists of other names, at two depths, between an embedding and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(6, 5)
+        self.body = nn.Module()
+        self.body.blocks = nn.ModuleList(nn.Sequential(nn.Linear(5, 5), nn.Tanh()) for _ in range(3))
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.body.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def scale(name: str, model: nn.Module) -> None:
+    model.get_submodule(name).register_forward_hook(lambda *given: given[-1] * 1.01)
+
+
+def tower(dtype: torch.dtype) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
+    return Tower().to(dtype), mlp(dtype)[1]
+
+
+@pytest.mark.parametrize(
+    ("plant", "layer"),
+    [(partial(scale, name), name) for name in ("body.blocks.1", "enter")],
+)
+def test_a_fault_is_named_in_a_list_of_any_name(cluster_of: Clusters, plant: Plant, layer: str) -> None:
+    def seeded(dtype: torch.dtype) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
+        torch.manual_seed(0)
+        return tower(dtype)
+
+    right, wrong = (
+        recording_of(cluster_of, layout, torch.float64, make=seeded, plant=fault)
+        for layout, fault in (("dp=1", None), ("dp=2", plant))
+    )
+    assert right.layers == ["enter", "body.blocks.0", "body.blocks.1", "body.blocks.2", "head"]
+    first = differences(right, wrong).first
+    assert first is not None
+    assert (first.layer, first.what) == (layer, "its output")
