@@ -11,7 +11,7 @@ from torch import Tensor
 
 from minidist import comm
 from minidist.checkpoint.errors import agree
-from minidist.checkpoint.folders import WRITING, sync_directory
+from minidist.checkpoint.folders import WRITING, checkpoints, sync_directory
 from minidist.checkpoint.index import read_index, stored_names, verify
 from minidist.checkpoint.reading import read_whole
 from minidist.parallel.engine.training_step import Engine
@@ -39,6 +39,13 @@ def export(source: Engine | str | os.PathLike[str], path: str | os.PathLike[str]
         TypeError: the safetensors format lacks a dtype of the weights.
         CheckpointError: the file could not be written (on all ranks); or there is no whole checkpoint.
     """
+    if not isinstance(source, Engine | str | os.PathLike):
+        raise TypeError(
+            f"source is a {type(source).__name__}; give an engine that md.prepare returned, or a "
+            "checkpoint's directory"
+        )
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"path is a {type(path).__name__}; give a file name")
     path = Path(path).absolute()
     if path.suffix not in (".safetensors", ".pt", ".pth"):
         raise ValueError(f"path is {path}; give a name that ends in .safetensors, .pt or .pth")
@@ -61,7 +68,10 @@ def state_dict(path: str | os.PathLike[str]) -> dict[str, Tensor]:
         DamagedCheckpoint: a file, which the message names, is missing, cut short or altered.
         CheckpointError: there is no checkpoint, or it has another version.
     """
-    index = read_index(Path(path).absolute())
+    path = Path(path).absolute()
+    inside = checkpoints(path)
+    such = f", such as {inside[-1]}" if inside else ""
+    index = read_index(path, f"give the directory of one checkpoint{such}")
     verify(index, sorted(index.files))
     return {name: read_whole(index, f"model.{name}") for name in stored_names(index.tensors, "model")}
 

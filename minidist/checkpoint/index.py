@@ -88,7 +88,7 @@ def write_index(
         os.fsync(file.fileno())
 
 
-def read_index(path: Path) -> Index:
+def read_index(path: Path, remedy: str = "give latest=True for a folder of checkpoints") -> Index:
     """Read and check the index of a checkpoint.
 
     Raises CheckpointError if there is no checkpoint at this path, or it has another version of the format,
@@ -100,8 +100,7 @@ def read_index(path: Path) -> Index:
         if not path.is_dir():
             raise CheckpointError(f"there is no checkpoint at {path}; give the directory of one") from None
         raise DamagedCheckpoint(
-            f"{path} has no {INDEX}: it is no checkpoint, or its index is lost; give latest=True for a "
-            "folder of checkpoints"
+            f"{path} has no {INDEX}: it is no checkpoint, or its index is lost; {remedy}"
         ) from None
     except OSError as error:
         raise DamagedCheckpoint(f"{path / INDEX} cannot be read: {error.strerror}; load another") from error

@@ -668,3 +668,17 @@ def test_exports_are_read_by_others(tmp_path: Path) -> None:
         md.export(engine(foreign), tmp_path / "model.safetensors")
     with pytest.raises(md.CheckpointError, match="rank 0 could not write"):
         md.export(made, tmp_path / "none" / "model.pt")
+
+
+def test_an_export_names_its_own_arguments(tmp_path: Path) -> None:
+    made = engine(nn.Linear(2, 2))
+    md.save(made, tmp_path / "run", step=3).wait()
+    (newest,) = (tmp_path / "run").iterdir()
+    with pytest.raises(
+        md.DamagedCheckpoint, match=f"give the directory of one checkpoint, such as {newest}$"
+    ):
+        md.export(tmp_path / "run", tmp_path / "model.pt")
+    with pytest.raises(TypeError, match=r"^source is a Linear; give an engine that md\.prepare returned, or"):
+        md.export(made.model, tmp_path / "model.pt")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"^path is a int; give a file name"):
+        md.export(made, 3)  # type: ignore[arg-type]
