@@ -80,7 +80,8 @@ def all_gather(memory: SharedMemory, x: Tensor, out: Tensor, offsets: Sequence[i
     if parts[memory.own].data_ptr() != x.data_ptr():
         parts[memory.own].copy_(x)
     takes = [(member, part) for member, part in enumerate(parts) if member != memory.own]
-    _spread(memory, f"all_gather of {_words(out)}", x, max(map(len, parts)), takes)
+    equal = len({*map(len, parts)}) == 1  # else members differ in x, and agree in out
+    _spread(memory, f"all_gather of {_words(x if equal else out)}", x, max(map(len, parts)), takes)
 
 
 def broadcast(memory: SharedMemory, x: Tensor, source: int) -> None:
