@@ -8,12 +8,13 @@ from typing import Any
 from torch import nn
 
 from minidist.comm.mesh import Mesh
+from minidist.comm.transport.duplicate_group import duplicate_group
 from minidist.model.loss import cross_entropy
 from minidist.parallel.contract.engine import Loss, MakeFromNamed, MakeOptimizer, by_parameters
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.strategy import Strategy
 from minidist.parallel.engine.partition_model import checked, partition_model
-from minidist.parallel.engine.prepare_checks import PlanCheck, check, put_back_on_error
+from minidist.parallel.engine.prepare_checks import PlanCheck, check, check_batch_norm, put_back_on_error
 from minidist.parallel.engine.step_executor import RankModel
 from minidist.parallel.engine.training_step import Engine
 from minidist.parallel.flat.gradient_comm import GradientComm
@@ -21,6 +22,7 @@ from minidist.parallel.guards.ownership import ENGINE, claim
 from minidist.parallel.guards.refusals import require_alike
 from minidist.parallel.sharding.data_parallel_strategy import Replicated
 from minidist.parallel.sharding.sharded_strategies import FullySharded, ShardedState
+from minidist.parallel.training.batch_norm import synchronize
 from minidist.parallel.training.precision import LossScale, Precision, fill_masters
 from minidist.parallel.training.recompute import recompute
 
@@ -37,6 +39,7 @@ def prepare(
     plan: Mapping[str, str] | None = None,
     initialize: Callable[[nn.Module], object] | None = None,
     check_plan: bool = True,
+    batch_norm: str | None = None,
 ) -> Engine:
     """An engine that trains `model` on the ranks of `layout`. Every rank of the world calls it.
 
@@ -85,6 +88,9 @@ def prepare(
             one: outputs and gradients for one micro-batch. A plan that makes another model raises ValueError
             with the name of the first layer that differs. During this check each rank has memory for the
             whole model; give False if it does not fit. A model on the meta device is not checked.
+        batch_norm: "synchronized" to take the statistics of each BatchNorm over the rows of all ranks, as one
+            process does. None for those of each rank's rows: the training is then another one, and the ranks'
+            running statistics are averaged before they are evaluated or exported (training/batch_norm.py).
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -94,13 +100,15 @@ def prepare(
     """
     layout = Layout() if layout is None else layout
     check(model, optimizer, layout, loss, data_parallel, fully_shard, loss_scale, clip_norm)
+    check_batch_norm(batch_norm, layout)
     if initialize is None:
         initialize = (fully_shard or {}).get("initialize")
     elif layout.zero == 3:
         fully_shard = {**(fully_shard or {}), "initialize": initialize}
     # Before any other collective: ranks with other layouts would wait in other ones.
     secondary = (fully_shard or {}).get("secondary")
-    require_alike("md.prepare", {**vars(layout), "clip_norm": clip_norm, "secondary": secondary}, None)
+    others = {"clip_norm": clip_norm, "secondary": secondary, "batch_norm": batch_norm}
+    require_alike("md.prepare", {**vars(layout), **others}, None)
     mesh = Mesh(pp=layout.pp, dp=layout.dp, cp=layout.cp, tp=layout.tp)
     precision = Precision(layout.precision, loss_scale)
     with put_back_on_error(model, precision.dtype is not None):
@@ -114,6 +122,8 @@ def prepare(
             checked_plan = PlanCheck(model, plan, layout)
         exact = precision.convert(model)
         part = partition_model(model, layout, mesh, plan, initialize)
+        if batch_norm is not None:
+            synchronize(model, duplicate_group(mesh.group("dp_cp")))  # gradients travel at the same time
         if layout.recompute:
             recompute(model)
         strategy = _strategy(

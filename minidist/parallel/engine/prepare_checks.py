@@ -94,6 +94,19 @@ def check_available(layout: Layout) -> None:
         )
 
 
+def check_batch_norm(batch_norm: str | None, layout: Layout) -> None:
+    """ValueError if BatchNorms cannot be synchronized as asked."""
+    if batch_norm not in (None, "synchronized"):
+        raise ValueError(
+            f"batch_norm is {batch_norm!r}; give 'synchronized', or None for each rank's own rows"
+        )
+    if batch_norm is not None and (layout.micro_batches > 1 or layout.pp > 1):
+        raise ValueError(
+            f"batch_norm is 'synchronized' and the layout has micro_batches={layout.micro_batches} and "
+            f"pp={layout.pp}, where a BatchNorm never sees a whole batch; give micro_batches=1 and pp=1"
+        )
+
+
 class PlanCheck:
     """Checks in an engine's first pass that a plan leaves the model what it was (tensor/plan_check.py).
 

@@ -24,6 +24,7 @@ from minidist.parallel.engine.prepare_checks import PlanCheck
 from minidist.parallel.engine.step_executor import RankModel, StagedPasses, StepExecutor, WholePasses
 from minidist.parallel.guards.refusals import check_rows, require_batch, require_gradients, require_metric
 from minidist.parallel.training.activation_memory import ActivationPeaks
+from minidist.parallel.training.batch_norm import average_statistics
 from minidist.parallel.training.clipping import clip_factor
 from minidist.parallel.training.precision import Precision
 from minidist.parallel.training.random_state import random_state_of
@@ -188,6 +189,7 @@ class Engine:
         require_batch(inputs, targets)
         require_metric(metric)
         self._check_plan(inputs)
+        average_statistics(self.model, self.strategy.group)
         total = torch.zeros(2, dtype=torch.float64, device=self.device)
         if len(inputs) or self.strategy.gathers:
             x, y, share = self.part.cut(inputs.to(self.device), targets.to(self.device))
@@ -205,13 +207,13 @@ class Engine:
         the next one is asked for: copy what you keep, and do not write to it. Each tensor that tp cut is
         summed over tp, which sends 2 (t - 1) / t of its bytes. With pp, its stage broadcasts a tensor.
         """
+        average_statistics(self.model, self.strategy.group)
         return self.placement.whole(self.strategy.whole())
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Every parameter and buffer in full, under the names of the model that was passed to `prepare`.
 
-        Returns copies, on the model's device. Parameters are the same on all ranks. Buffers that training
-        changes, such as a BatchNorm's statistics, are each rank's own.
+        Returns copies, on the model's device. Parameters, and BatchNorms' statistics, are the same on all ranks.
         """
         copies = {name: value.clone() for name, value in self.whole()}  # stage 3 gives them unit by unit
         return {name: copies[name] for name in self.placement.entries}

@@ -1,0 +1,120 @@
+"""BatchNorm: over all ranks' rows as in one process, or each rank's own, averaged before they are read."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import minidist as md
+from tests.helpers import contract
+
+Clusters = Callable[[int], md.Cluster]
+
+
+def convolutions(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    # No biases before a BatchNorm, as in ResNets: their gradients are 0, and Adam would magnify rounding.
+    return nn.Sequential(
+        nn.Conv1d(3, 4, 3, bias=False, dtype=torch.float64),
+        nn.BatchNorm1d(4, dtype=torch.float64),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(16, 6, bias=False, dtype=torch.float64),
+        nn.BatchNorm1d(6, momentum=None, affine=False, dtype=torch.float64),
+        nn.Linear(6, 5, dtype=torch.float64),
+    )
+
+
+def images(generator: torch.Generator, count: int) -> tuple[Tensor, Tensor]:
+    inputs = 3 + torch.randn(count, 3, 6, generator=generator, dtype=torch.float64)
+    return inputs, torch.randint(5, (count,), generator=generator)
+
+
+CASE = contract.Case(convolutions, images)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    ["dp=1", "dp=2", "dp=3", "dp=2,zero=1", "dp=3,zero=2", "dp=2,zero=3", "dp=2,recompute=true"],
+)
+def test_synchronized_statistics_are_those_of_one_process(cluster_of: Clusters, layout: str) -> None:
+    parsed = md.Layout.parse(layout)
+    contract.check(cluster_of(parsed.ranks), CASE, parsed, batch_norm="synchronized")
+
+
+def test_gradients_by_the_inputs_are_exact_too(cluster_of: Clusters) -> None:
+    """With a row on rank 0 and four on rank 1, which alone cannot be seen in parameters' sums."""
+    x, y = images(torch.Generator().manual_seed(1), 5)
+    alone = x.clone().requires_grad_()
+    nn.functional.cross_entropy(convolutions(0)(alone), y, reduction="sum").backward()  # type: ignore[no-untyped-call]
+
+    def by_rows() -> Tensor:
+        from minidist.parallel.training.batch_norm import synchronize
+
+        model, rows = convolutions(0), slice(0, 1) if md.rank() == 0 else slice(1, 5)
+        synchronize(model, None)
+        own = x[rows].clone().requires_grad_()
+        nn.functional.cross_entropy(copy.deepcopy(model)(own), y[rows], reduction="sum").backward()  # type: ignore[no-untyped-call]
+        assert own.grad is not None
+        return own.grad
+
+    torch.testing.assert_close(torch.cat(cluster_of(2).run(by_rows)), alone.grad, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_own_statistics_agree_before_they_are_read(cluster_of: Clusters, zero: int) -> None:
+    def trained() -> tuple[Tensor, list[Tensor], float]:
+        engine = md.prepare(convolutions(0), contract.ADAMW, md.Layout(dp=2, zero=zero))
+        for inputs, targets in CASE.global_batches():
+            engine.step(inputs[md.rank() :: 2], targets[md.rank() :: 2])
+        norm = engine.model[1]
+        own, read = norm.running_var.clone(), []
+        value = engine.evaluate(inputs[md.rank() :: 2], targets[md.rank() :: 2])
+        read.append(norm.running_var.clone())
+        norm.running_var.add_(md.rank())
+        read.append(engine.full_state_dict()["1.running_var"])
+        return own, read, value
+
+    (own, read, value), (other, others_read, _) = cluster_of(2).run(trained)
+    assert not torch.equal(own, other)
+    mean = (own + other) / 2
+    for found in (read, others_read):
+        torch.testing.assert_close(found[0], mean, rtol=1e-14, atol=0)
+        torch.testing.assert_close(found[1], mean + 0.5, rtol=1e-14, atol=0)
+    assert value > 0
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "batch_norm", "text"),
+    [
+        (nn.BatchNorm1d(2), md.Layout(), "sync", "batch_norm is 'sync'; give 'synchronized', or None"),
+        (nn.Linear(2, 2), md.Layout(), "synchronized", "the model has no BatchNorm to synchronize"),
+        (
+            nn.Sequential(nn.BatchNorm1d(2, track_running_stats=False)),
+            md.Layout(),
+            "synchronized",
+            "^0 keeps no running statistics",
+        ),
+        (
+            nn.BatchNorm1d(2),
+            md.Layout(micro_batches=2),
+            "synchronized",
+            "micro_batches=2 and pp=1, where a Batch",
+        ),
+    ],
+)
+def test_refusals(model: nn.Module, layout: md.Layout, batch_norm: str, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        md.prepare(model, contract.ADAMW, layout, batch_norm=batch_norm)
+
+
+def test_one_value_a_channel_is_refused() -> None:
+    engine = md.prepare(nn.BatchNorm1d(2), contract.ADAMW, batch_norm="synchronized")
+    with pytest.raises(
+        ValueError, match="a BatchNorm got 1 values per channel from all ranks; give at least 2"
+    ):
+        engine.step(torch.ones(1, 2), torch.zeros(1, dtype=torch.int64))
