@@ -25,7 +25,8 @@ def export(source: Engine | str | os.PathLike[str], path: str | os.PathLike[str]
 
     With an engine, every rank calls it, and rank 0 writes what `full_state_dict` would return. With a
     checkpoint, one process reads and checks the files and needs no engine; the weights are in the precision
-    in which they are updated. The writing process holds the whole model in memory.
+    in which they are updated, and a BatchNorm's running statistics are rank 0's, not the ranks' average. The
+    writing process holds the whole model in memory.
 
     Args:
         source: an engine, or a checkpoint's directory.
