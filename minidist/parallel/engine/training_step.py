@@ -211,9 +211,9 @@ class Engine:
         return self.placement.whole(self.strategy.whole())
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Every parameter and buffer in full, under the names of the model that was passed to `prepare`.
+        """Copies of every parameter and buffer in full, by the names in the model given to `prepare`.
 
-        Returns copies, on the model's device. Parameters, and BatchNorms' statistics, are the same on all ranks.
+        They are the same on all ranks, with BatchNorms' statistics, and lie on the model's device.
         """
         copies = {name: value.clone() for name, value in self.whole()}  # stage 3 gives them unit by unit
         return {name: copies[name] for name in self.placement.entries}
@@ -225,8 +225,6 @@ class Engine:
         first step with each shape of batch.
         """
         return count(self.strategy.held(), self._activations.last)
-
-    # The training state in the terms of one process, for checkpoints.
 
     def chunks(self) -> Iterator[TensorBox]:
         """This rank's boxes of the whole state, as for `Strategy.chunks`."""
