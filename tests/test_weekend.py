@@ -79,7 +79,7 @@ INTERFACES = {
         "GPTConfig TransformerConfig",
         "a GPT's sizes: vocabulary, context, layers, heads, width, dropout, tied",
     ),
-    "minidist.kernels": ("Rung", "the same as rung.Rung"),
+    "minidist.kernels": ("Rung rung", "Rung is the same as rung.Rung, and rung looks one up by its name"),
     "minidist.kernels.rung": (
         "Array CACHE_LINE Rung empty",
         "a rung is a number, a name, an idea and compute(a, b, out); its checks are for callers' mistakes",

@@ -83,6 +83,13 @@ class Mesh:
             copies += inside.t().tolist()
         return self._made(blocks), self._made(copies)
 
+    def duplicate(self, axis: str) -> Group:
+        """Another group of the ranks along an axis, for messages that must not wait for each other's.
+
+        Every rank of the world calls it.
+        """
+        return self._groups[axis] if self.size(axis) == 1 else self._made(self._rows(axis), again=True)
+
     def size(self, axis: str) -> int:
         """Ranks in the group along an axis."""
         return len(self.ranks(axis))
@@ -108,20 +115,20 @@ class Mesh:
         rows: list[list[int]] = self.grid.permute(*others, *dims).flatten(len(others)).flatten(0, -2).tolist()
         return rows
 
-    def _made(self, rows: list[list[int]]) -> Group:
-        """This rank's group among `rows`. A group is made once."""
+    def _made(self, rows: list[list[int]], again: bool = False) -> Group:
+        """This rank's group among `rows`, made once; `again`: another one, also made once."""
         members = next(tuple(row) for row in rows if self._own in row)
-        if len(members) == world.size():
+        if len(members) == world.size() and not again:
             return None
-        made = subgroups.setdefault(process_group(None), {})
-        if members not in made:
+        made, key = subgroups.setdefault(process_group(None), {}), (*members, again)
+        if key not in made:
             # A new group would wait for 30 minutes; this one waits as long as the world does.
             limit = timedelta(seconds=limit_of(None))
             for row in rows:  # torch numbers groups, so each rank also makes those of the others
                 group = dist.new_group(row, timeout=limit)
                 if tuple(row) == members:
-                    made[members] = group
-        return made[members]
+                    made[key] = group
+        return made[key]
 
 
 def _parts(axis: str) -> tuple[str, ...]:

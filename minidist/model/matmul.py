@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from minidist import kernels
 from minidist.kernels import Rung
-from minidist.kernels import rung as rung_of
 
 
 def matmul(x: Tensor, w: Tensor, rung: Rung) -> Tensor:
@@ -91,7 +91,7 @@ class Linear(nn.Module):
             )
         self.in_features = in_features
         self.out_features = out_features
-        self.rung = rung_of(rung) if isinstance(rung, str) else rung
+        self.rung = kernels.rung(rung) if isinstance(rung, str) else rung
         if not isinstance(self.rung, Rung):
             raise TypeError(f"rung is {rung!r}; give a rung or its name, such as 's4_loop_order'")
         self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype, device=device))

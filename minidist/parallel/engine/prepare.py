@@ -8,7 +8,6 @@ from typing import Any
 from torch import nn
 
 from minidist.comm.mesh import Mesh
-from minidist.comm.transport.duplicate_group import duplicate_group
 from minidist.model.loss import cross_entropy
 from minidist.parallel.contract.engine import Loss, MakeFromNamed, MakeOptimizer, by_parameters
 from minidist.parallel.contract.layout import Layout
@@ -123,7 +122,7 @@ def prepare(
         exact = precision.convert(model)
         part = partition_model(model, layout, mesh, plan, initialize)
         if batch_norm is not None:
-            synchronize(model, duplicate_group(mesh.group("dp_cp")))  # gradients travel at the same time
+            synchronize(model, mesh.duplicate("dp_cp"))  # gradients travel at the same time
         if layout.recompute:
             recompute(model)
         strategy = _strategy(
