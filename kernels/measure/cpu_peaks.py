@@ -37,7 +37,7 @@ LARGEST = 2**30  # bytes of an array, which bounds the time to allocate its page
 
 @dataclass(frozen=True)
 class Rate:
-    """What threads did together, and how much of the time they were allowed to run."""
+    """The work that threads did together, and how much of the time they were allowed to run."""
 
     per_second: float
     granted: float  # share of the measured time in which the threads ran

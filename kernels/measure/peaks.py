@@ -1,4 +1,4 @@
-"""What bounds a kernel on one machine, as data: its rates of arithmetic, and its memory's bandwidth.
+"""The bounds of a kernel on one machine, as data: its rates of arithmetic, and its memory's bandwidth.
 
 A kernel that does I operations for each byte that it moves can't go faster than I times the bandwidth, nor
 faster than the arithmetic itself: its rate is at most the smaller of the two. Drawn against I, the bound

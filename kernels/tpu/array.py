@@ -1,4 +1,4 @@
-"""What both dataflows of a systolic array share: tiles, commands, and registers that shift.
+"""The parts that both dataflows of a systolic array share: tiles, commands, and registers that shift.
 
 The array has rows x cols processing elements (PEs). Operand a enters at the left edge and moves one PE to the
 right in each cycle; b enters at the top edge and moves down; results leave at the bottom edge. A PE reads

@@ -1,4 +1,4 @@
-"""What a product costs a machine, as formulas: cycles, and how often each operand is read from memory.
+"""The cost of a product on a machine, as formulas: cycles, and how often each operand is read from memory.
 
 A chip has room for far more multipliers than memory can feed. They help only if each number that was read is
 used many times. In a systolic array it is: it passes from one processing element (PE) to the next (Kung, Why

@@ -33,7 +33,7 @@ from minidist.plain.gpt import Batch, MakeOptimizer, loss_of
 
 
 class Keep(NamedTuple):
-    """What every rank keeps whole: parameters between steps, gradients until the backward pass is over."""
+    """Kept whole on every rank: parameters between steps, gradients until the backward pass is over."""
 
     parameters: bool
     gradients: bool

@@ -53,7 +53,7 @@ def parameters_of(model: nn.Module) -> Parameters:
 
 @dataclass
 class Trained:
-    """What a rank has after training, and what it sent."""
+    """A rank's losses and parameters after training, and the bytes that it sent."""
 
     losses: list[float]
     parameters: Parameters

@@ -1,4 +1,4 @@
-"""What the upper rungs of the CPU ladder build on.
+"""The parts that the upper rungs of the CPU ladder build on.
 
 | File | Holds |
 |---|---|

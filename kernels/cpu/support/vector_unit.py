@@ -15,7 +15,7 @@ from numpy.typing import DTypeLike
 
 @dataclass(frozen=True)
 class VectorUnit:
-    """What one core has: the name of its vector instructions, and its registers."""
+    """The vector unit of one core: the name of its vector instructions, and its registers."""
 
     name: str
     register_bytes: int

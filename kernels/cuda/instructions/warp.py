@@ -1,4 +1,4 @@
-"""What a warp does together for its tensor core: load fragments, multiply them, store them.
+"""Steps that a warp takes together for its tensor core: load fragments, multiply them, store them.
 
 A tensor core multiplies small matrices whose elements are spread over the registers of a warp's 32 lanes: a
 "fragment". Below, g = lane / 4 is a lane's group (0 to 7) and t = lane % 4 its number in the group. A

@@ -1,4 +1,4 @@
-"""What the assembler reports of a kernel: registers, spills, stack, shared memory; known without a GPU."""
+"""The assembler's report on a kernel: registers, spills, stack, shared memory; known without a GPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Report:
-    """What a kernel needs on one architecture."""
+    """The resources that a kernel needs on one architecture."""
 
     architecture: str
     registers: int  # per thread

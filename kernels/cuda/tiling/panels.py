@@ -1,4 +1,4 @@
-"""What rungs 6 to 8 share: panels of a and b in shared memory, stores of four elements of c, unrolled loops.
+"""Shared by rungs 6 to 8: panels of a and b in shared memory, stores of four elements of c, unrolled loops.
 
 A panel is what a block needs of one operand for some steps of p: (depth, side) elements in shared memory, one
 step per row, so that four neighbours of it are one load of 16 bytes. An operand is seen as (side, depth): a

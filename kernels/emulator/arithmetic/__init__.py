@@ -1,4 +1,4 @@
-"""What PTX instructions compute, as functions of NumPy arrays; no registers, no memory, no machine.
+"""The arithmetic of PTX instructions, as functions of NumPy arrays; no registers, no memory, no machine.
 
 `operations.operation(("mad", "lo", "s32"))` returns what an instruction computes, or None.
 

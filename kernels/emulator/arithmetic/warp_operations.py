@@ -1,4 +1,4 @@
-"""What the lanes of a warp compute together: shuffles, votes, matches and reductions.
+"""Operations that the lanes of a warp compute together: shuffles, votes, matches and reductions.
 
 Arrays are (..., 32), with the lanes on the last axis. `active` tells which lanes run the instruction.
 `members` (its operand membermask) has a bit for each lane that takes part, in the view of each lane: two
@@ -30,7 +30,7 @@ LaneExchange: TypeAlias = tuple[Array, "Array | None", Array]
 
 @dataclass(frozen=True, slots=True)
 class WarpOperation:
-    """What an instruction computes from the operands of all lanes of a warp."""
+    """Compute an instruction from the operands of all lanes of a warp."""
 
     result: str  # kind of the destination; that of the second, `d|p`, is "pred"
     operands: tuple[str, ...]  # kinds of the source operands, the mask of members last

@@ -1,4 +1,4 @@
-"""What every instruction is built from: the registry of instructions, batches, and addresses.
+"""The parts that every instruction is built from: the registry of instructions, batches, and addresses.
 
 A unit (registered with `@unit`) says what one kind of instruction does to a machine. It gets a `Batch` of
 like instructions and returns the function that runs them.

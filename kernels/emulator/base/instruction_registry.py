@@ -40,7 +40,7 @@ OrderingClass: TypeAlias = Literal["pure", "load", "store", "fence", "barrier", 
 
 @dataclass(frozen=True)
 class InstructionUnit:
-    """What all instructions of one name do."""
+    """The behaviour of all instructions of one name."""
 
     order: OrderingClass
     prepare: Callable[[Batch], Run]

@@ -25,7 +25,7 @@ BITS = ("pred", "b16", "b32", "b64")
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """What an instruction computes.
+    """The computation of one instruction.
 
     Source operands are read in their kind (the low bits of a wider register). A result extends to a wider
     register by its sign if `result` is signed, else by zeros. A second result and the carry flag are

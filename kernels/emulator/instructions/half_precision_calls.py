@@ -93,7 +93,7 @@ CONVERSION = re.compile(rf"\w*_ZNK({_TYPE})cv(\w)Ev_\w+")
 
 @dataclass(frozen=True, slots=True)
 class HalfCall:
-    """What a mangled name computes. Kinds are "f16", "bf16", or NumPy's name of a dtype."""
+    """The operation behind a mangled name. Kinds are "f16", "bf16", or NumPy's name of a dtype."""
 
     function: Callable[..., Any]
     operand: str

@@ -82,7 +82,7 @@ def multiply_add(a: Array, b: Array, accumulators: Array | None, sums: str = "f3
 
 @dataclass(frozen=True)
 class ProductForm:
-    """What one wgmma.mma_async computes: d = (scale_a a) (scale_b b) (+ d)."""
+    """The product of one wgmma.mma_async: d = (scale_a a) (scale_b b) (+ d)."""
 
     n: int
     dtype: str

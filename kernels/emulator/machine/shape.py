@@ -30,7 +30,7 @@ class MachineShape:
 
 
 class WatchedMachine(Protocol):
-    """What the race detectors read of the machine that they watch."""
+    """The attributes of a machine that the race detectors read."""
 
     program: Program
     instruction: PtxInstruction | None  # the one that runs

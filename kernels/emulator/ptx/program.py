@@ -82,7 +82,7 @@ class Variable:
 
 @dataclass(frozen=True)
 class DataFlow:
-    """What `static_analysis` finds out about a program. Sets hold ids of instructions."""
+    """The findings of `static_analysis` about a program. Sets hold ids of instructions."""
 
     learns: bool = False  # some atomics return a value that is used: threads learn what others have done
     learns_of_blocks: bool = False  # the same of atomics that may act on global memory

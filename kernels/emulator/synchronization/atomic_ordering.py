@@ -1,4 +1,4 @@
-"""What threads learn of each other by atomics: locks, flags, counters, tickets.
+"""The order that atomics give threads: locks, flags, counters, tickets.
 
 A warp that updates an address learns all that the earlier updaters of this address knew. So a lock orders
 what is done under it, also if a plain store releases it, and a flag orders what was done before it was set.

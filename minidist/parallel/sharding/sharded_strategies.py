@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from minidist.parallel.contract.engine import MakeOptimizer
-from minidist.parallel.contract.strategy import ResidentTensors, TensorBox
+from minidist.parallel.contract.strategy import ResidentTensors
 from minidist.parallel.contract.training_state import names_of
 from minidist.parallel.flat.gradient_comm import GradientComm
 from minidist.parallel.flat.joined_messages import broadcast_together, require_same
@@ -73,7 +73,7 @@ class ShardedState(SharingStrategy):
         self.partition.overlap = self.partition.reducer.overlap = options.get("overlap", True)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """What the module returns for this rank's rows."""
+        """Run the module on this rank's rows."""
         self.ready()
         outputs: Tensor = self.model(inputs)
         return outputs
@@ -144,12 +144,6 @@ class ShardedState(SharingStrategy):
             order = [[*reversed(index_of)]]
         self.partition.arrange([index_of[name] for name in each if name in index_of] for each in order)
 
-    def chunks(self) -> Iterator[TensorBox]:
-        """This rank's boxes; ValueError where a parameter has other memory than its bucket's."""
-        for bucket in self.buckets:
-            bucket.refuse_reassigned()
-        yield from super().chunks()
-
     @torch.no_grad()
     def loaded(self) -> None:
         """Publish loaded masters, which sends a step's all-gather, and join slices whose state agrees."""
@@ -160,7 +154,7 @@ class ShardedState(SharingStrategy):
 
 
 class FullySharded(SharingStrategy):
-    """ZeRO's stage 3: every rank keeps only its share of the parameters, too.
+    """ZeRO's stage 3: every rank keeps only its share of parameters, gradients and state.
 
     options: those of `FullyShard`, such as `offload`.
     """
@@ -189,7 +183,7 @@ class FullySharded(SharingStrategy):
         self._own: tuple[float, float | Tensor] = (0.0, 0.0)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """What the module returns. A collective."""
+        """Run the module on this rank's rows. A collective."""
         outputs: Tensor = self.sharding.forward(inputs)
         return outputs
 

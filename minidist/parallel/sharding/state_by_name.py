@@ -82,6 +82,9 @@ class SharingStrategy(Strategy):
         A parameter with several names comes under each of them, as in a state_dict; its optimizer state comes
         under the first.
         """
+        for bucket in self.buckets:
+            if not bucket.frees:  # else its parameters are views only during a pass
+                bucket.refuse_reassigned()
         slices, waiting = self.slices, self.waiting()
         shared = {
             parameter

@@ -111,7 +111,7 @@ class UnitSharding:
         guard(hidden, weakly(self._why_hidden))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module returns. A collective."""
+        """Run the module, whose units are gathered as it calls them. A collective."""
         try:
             return self.runtime.root.module(*args, **kwargs)
         except BaseException:

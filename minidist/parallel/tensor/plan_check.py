@@ -35,7 +35,7 @@ REMEDY = (
     "head_size)), with head_size an attribute of the module"
 )
 Outputs = dict[str, list[Tensor]]
-"""What each module returned in all its calls, by name, in the order in which modules finish."""
+"""The results of all calls of each module, by name, in the order in which modules finish."""
 
 
 def check_plan(
@@ -143,7 +143,7 @@ def _tensors(output: Any) -> Iterator[Tensor]:
 
 
 def _own_part(module: nn.Module, whole: Tensor, own: Tensor, shares: tuple[int, int] | None) -> Tensor:
-    """What a rank should return if one process returns `whole`: its features, or its share of the tokens.
+    """A rank's result where one process has `whole`: its features, or its share of the tokens.
 
     shares: the rank and the number of ranks that share the tokens; None without sequence parallelism.
     """
