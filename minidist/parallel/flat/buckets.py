@@ -46,6 +46,7 @@ class Bucket(BucketLayout):
         gradients, views: (n share,), this rank's own gradients, and each parameter's part of them. Other
             numbers may be sent along at the end. holds: whether there is memory for them now.
         reduced: (share,), this rank's part of the gradients, summed over the ranks.
+        op: "mean" or "sum", over the ranks. messages: reduces in another way, as `Reduction.run` does.
         secondary, is_fresh: this rank's part of a second copy that the ranks of a host share, and whether it
             has the present values.
         begun: whether the next gradients are added to `reduced`, instead of replacing it.
@@ -57,6 +58,8 @@ class Bucket(BucketLayout):
     views: list[Tensor]
     reduced: Tensor | None = None
     secondary: Tensor | None = None
+    messages: Callable[[], Iterator[PendingMessage]] | None = None
+    op = "mean"
     begun = holds = is_fresh = False
 
     def __init__(
@@ -108,20 +111,19 @@ class Bucket(BucketLayout):
         else:  # gradients come in another order than in the first pass, and the holder still lacks some
             self.hold(torch.zeros(self.length, dtype=self.dtype, device=self.device))
 
-    def reduce(self, op: str) -> Messages:
-        """Launch the reduction, "mean" or "sum", of the gradients to their owners."""
-        self._sending = Messages(self._reduce(op))
+    def reduce(self) -> Messages:
+        """Launch the reduction of the gradients to their owners: a reduce-scatter."""
+        self._sending = Messages((self.messages or self._scatter)())
         return self._sending
 
-    def _reduce(self, op: str) -> Iterator[PendingMessage]:
+    def _scatter(self) -> Iterator[PendingMessage]:
         if not self.length:
             return
-        assert self.holds
         assert self.reduced is not None
         own = self.gradients[self.own]
         direct = not self.begun and (own.dtype, own.device) == (self.reduced.dtype, self.reduced.device)
         out = self.reduced if direct else own
-        over = self.comm
+        over, op = self.comm, self.op
         if self.ranks > 1:
             yield over.start(comm.reduce_scatter, self.gradients, op, over.algorithm, over.share_group, out)
         elif out is not own:
@@ -129,8 +131,7 @@ class Bucket(BucketLayout):
         if over.hybrid is not None:  # sum this share over the ranks that own it
             yield over.start(comm.all_reduce, out, op, over.algorithm, over.hybrid[1])
         if out.data_ptr() != self.reduced.data_ptr():
-            out = out.to(self.reduced.device)
-            self.reduced.add_(out) if self.begun else self.reduced.copy_(out)
+            self.reduced.add_(out.to(self.reduced.device)) if self.begun else self.reduced.copy_(out)
         self.begun = True
         if self._memory is not None:
             self.gradients, self.views, self.holds = self._lent[0], [], False
@@ -170,7 +171,7 @@ class Bucket(BucketLayout):
 
     def _make_values(self) -> None:
         self.values = torch.empty(self.length, dtype=self.dtype, device=self.device)
-        self._storage, self._bytes = self.values.untyped_storage(), self.values.untyped_storage().nbytes()
+        self._storage, self._bytes = self.values.untyped_storage(), self.values.nbytes
         self._visible = self.views_of(self.values)
         self._storage.resize_(0)
 

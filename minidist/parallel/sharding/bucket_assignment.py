@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from minidist import comm
 from minidist.parallel.compression.compressor import Compression, all_reduce_bytes, elements_of
 from minidist.parallel.flat.buckets import Bucket
-from minidist.parallel.flat.gradient_comm import GradientComm, Messages
+from minidist.parallel.flat.gradient_comm import GradientComm
 from minidist.parallel.flat.joined_messages import cut, require_same
 
 TOTALS = 2
@@ -40,10 +40,6 @@ class GradientAssignment(ABC):
     @abstractmethod
     def view(self, param_index: int) -> Tensor | None:
         """Where a parameter's gradient has to lie when its bucket is sent; None where it is sparse."""
-
-    @abstractmethod
-    def launch(self, number: int) -> Messages:
-        """Start the reduction of a bucket."""
 
     def moved(self, parameter: nn.Parameter, view: Tensor) -> None:
         """React to a gradient that has been copied into its bucket: `grad` becomes the copy."""
@@ -110,6 +106,8 @@ class BucketAssignment(GradientAssignment):
         self.reductions = [
             compression.reduction(bucket, gradient_comm, number) for number, bucket in enumerate(self.buckets)
         ]
+        for bucket, reduction in zip(self.buckets, self.reductions, strict=True):
+            bucket.messages = reduction.run  # an all-reduce, or its compressed form
         self._parameters, self._compression, self._ranks = parameters, compression, gradient_comm.ranks
         self.views: list[Tensor | None] = [None] * len(parameters)  # of the gradients; None for sparse ones
         self.bucket_of = [len(self.buckets) - 1] * len(parameters)  # the last also waits for sparse gradients
@@ -120,10 +118,6 @@ class BucketAssignment(GradientAssignment):
     def view(self, param_index: int) -> Tensor | None:
         """A parameter's part of its bucket; None for sparse gradients."""
         return self.views[param_index]
-
-    def launch(self, number: int) -> Messages:
-        """Start an all-reduce of a bucket, or its compressed form."""
-        return Messages(self.reductions[number].run())
 
     def summed(self, unused: Sequence[int]) -> None:
         """Set the gradient of parameters that no rank used to None, so that the optimizer skips them."""

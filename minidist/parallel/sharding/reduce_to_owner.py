@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from minidist.parallel.compression.compressor import all_reduce_bytes
 from minidist.parallel.flat.buckets import Bucket, GradientMemory
-from minidist.parallel.flat.gradient_comm import GradientComm, Messages
+from minidist.parallel.flat.gradient_comm import GradientComm
 from minidist.parallel.sharding.bucket_assignment import GradientAssignment
 
 TOTALS = 3
@@ -68,7 +68,7 @@ class ShardAssignment(GradientAssignment):
         before: ShardAssignment | None = None,
     ) -> None:
         device = parameters[0].device if parameters else torch.device("cpu")
-        self.buckets, self.gradient_comm, self.residency, self.op = buckets, gradient_comm, residency, op
+        self.buckets, self.gradient_comm, self.residency = buckets, gradient_comm, residency
         self.sparse: list[nn.Parameter] = []  # sparse gradients are made dense
         self.tail_in_bucket, self.collects = False, residency == "buckets"
         self.tail = gradient_comm.zeros(len(parameters) + TOTALS, torch.float64, device)
@@ -79,6 +79,7 @@ class ShardAssignment(GradientAssignment):
             self.used[: len(before.used)], self.totals = before.used, before.totals
         self.bucket_of, self._index = [-1] * len(parameters), [0] * len(parameters)
         for number, bucket in enumerate(buckets):
+            bucket.op = op
             for index, param_index in enumerate(bucket.param_indices):
                 self.bucket_of[param_index], self._index[param_index] = number, index
             if bucket.reduced is None and residency == "buckets":
@@ -87,7 +88,6 @@ class ShardAssignment(GradientAssignment):
                 bucket.reduced = flat[bucket.own]
             elif bucket.reduced is None:
                 bucket.reduced = torch.zeros_like(bucket.shard)
-        self._last = Messages(iter(()))
         self._memories = [] if residency == "buckets" else lend_memory(buckets, gradient_comm)
 
     def begin(self) -> None:
@@ -103,16 +103,6 @@ class ShardAssignment(GradientAssignment):
         if not bucket.holds:
             bucket.borrow()
         return bucket.views[self._index[param_index]]
-
-    def launch(self, number: int) -> Messages:
-        """Start the reduction of a bucket, and with hybrid sharding the sum over copies of the one before."""
-        over, last = self.gradient_comm, self._last
-        if over.hybrid is not None and over.blocking:
-            last.advance()  # first: a rank that still computes may wait for it, and have no memory until then
-        self._last = self.buckets[number].reduce(self.op)
-        if over.hybrid is not None and not over.blocking:
-            last.advance()
-        return self._last
 
     def moved(self, parameter: nn.Parameter, view: Tensor) -> None:
         """Drop the gradient that was copied into its bucket, or make it the copy."""

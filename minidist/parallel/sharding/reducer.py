@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from minidist.parallel.compression.sparse_gradients import gather_sparse
+from minidist.parallel.flat.buckets import Bucket
 from minidist.parallel.flat.gradient_comm import GradientComm, Messages
 from minidist.parallel.sharding.bucket_assignment import GradientAssignment
 
@@ -109,7 +110,7 @@ class Reducer(Generic[AnyAssignment]):
         self._ready[param_index] = True
         self._waiting[assignment.bucket_of[param_index]] -= 1
         while self._next < len(assignment.buckets) and not self._waiting[self._next]:
-            self._launch(assignment)
+            self._running.append(self._next_bucket(assignment).reduce())
 
     def _move(self, assignment: AnyAssignment, param_index: int, scale: float) -> None:
         """Have a parameter's gradient lie in its bucket, multiplied by `scale`; sparse gradients stay."""
@@ -128,14 +129,16 @@ class Reducer(Generic[AnyAssignment]):
         if grad is not view:
             assignment.moved(parameter, view)
 
-    def _launch(self, assignment: AnyAssignment) -> None:
-        """Start the reduction of the next bucket."""
-        last = self._next == len(assignment.buckets) - 1
-        self.gradient_comm.blocking = self._completing or last
+    def _next_bucket(self, assignment: AnyAssignment) -> Bucket:
+        """The bucket that is sent next, complete."""
+        self._next += 1
+        last, over = self._next == len(assignment.buckets), self.gradient_comm
+        over.blocking = self._completing or last
         if assignment.tail_in_bucket and last:
             self._fill_tail(assignment)
-        self._running.append(assignment.launch(self._next))
-        self._next += 1
+        if over.hybrid is not None and self._running:
+            self._running[-1].advance()  # the sum over copies of the bucket before
+        return assignment.buckets[self._next - 1]
 
     def _fill_tail(self, assignment: AnyAssignment) -> None:
         tail, count = assignment.tail, len(self.parameters)
@@ -146,7 +149,7 @@ class Reducer(Generic[AnyAssignment]):
     # The end of backward, or `synchronize`, completes the round: launch the rest, wait.
 
     def _backward_ended(self) -> None:
-        self.reduce()
+        self.synchronize()
         self._reduced = True
 
     @property
@@ -154,15 +157,15 @@ class Reducer(Generic[AnyAssignment]):
         """Whether gradients came since the last `synchronize`."""
         return self._open or self._local or self._reduced
 
-    def synchronize(self) -> None:
-        """Make sure that a round has summed the gradients that came since the last call."""
-        if self._open or self._local or not self._reduced:
-            self.reduce()
-        self._reduced = False
+    def synchronize(self) -> AnyAssignment:
+        """Make sure that a round has summed the gradients that came since the last call.
 
-    def reduce(self) -> None:
-        """Complete a round; a rank that has no gradients takes part too."""
-        assignment = self.settled()
+        A rank that has no gradients takes part too.
+        """
+        assignment, is_done = self.settled(), self._reduced and not (self._open or self._local)
+        self._reduced = False
+        if is_done:
+            return assignment
 
         # Launch what the backward pass has not, bucket by bucket, so that few are full at once.
         self._completing = True
@@ -174,7 +177,7 @@ class Reducer(Generic[AnyAssignment]):
             for index in indices:
                 self._complete(assignment, index)
             if number == self._next < len(assignment.buckets):
-                self._launch(assignment)
+                self._running.append(self._next_bucket(assignment).reduce())
         self.gradient_comm.blocking = True
         if not assignment.tail_in_bucket:
             self._fill_tail(assignment)
@@ -194,6 +197,7 @@ class Reducer(Generic[AnyAssignment]):
         self._local = self._step_is_early = self._open = self._completing = False
         self._ready = bytearray(len(self.parameters))
         self._waiting, self._unused = [*self._expected], []
+        return assignment
 
     def settled(self) -> AnyAssignment:
         """The assignment. The first call makes it, which is a collective."""
@@ -215,9 +219,7 @@ class Reducer(Generic[AnyAssignment]):
     def recover(self) -> None:
         """After a backward pass that raised: complete its round, since other ranks may wait, and drop it."""
         if self._open:
-            self.reduce()
-            self._reduced = False
-            self.settled().clear()
+            self.synchronize().clear()
 
 
 def _hook(owner: weakref.ref[Reducer[Any]], param_index: int) -> Callable[[Tensor], None]:

@@ -98,17 +98,18 @@ class ShardedState(SharingStrategy):
 
     def synchronize(self) -> tuple[float, float]:
         """Complete the gradients, in all ranks' rounds; return rows and loss, summed over the ranks."""
-        assignment, reducer = self.optimizer.reduce(), self.partition.reducer
+        reducer = self.optimizer.reducer()
+        assignment = reducer.synchronize()
         while float(reducer.sums[2]) < self.partition.gradient_comm.ranks:
             reducer.totals = (0.0, 0.0, 1.0)
-            reducer.reduce()
-        self.slices.give_gradients(assignment.used.tolist())
+            reducer.synchronize()
+        self.optimizer.take(assignment)
         rows, loss = assignment.totals.tolist()
         return rows, loss
 
     def update(self) -> None:
         """Update this rank's share, and publish everyone's."""
-        self.optimizer.update()
+        self.optimizer.step()
         for parameter in self.partition.trained:
             parameter.grad = None  # it has sums in one part and this rank's own gradients in the others
 
@@ -173,7 +174,8 @@ class FullySharded(SharingStrategy):
         self.group, self.share_group = gradient_comm.group, gradient_comm.share_group
         self.owners = gradient_comm.owners
         self.parallel = FullyShard(model, optimizer, gradient_comm, master=master, **(options or {}))
-        self.parallel.sharding.gradients.operation = "sum"
+        for bucket in self.parallel.sharding.gradients.buckets:
+            bucket.op = "sum"  # the engine weights them
         self.model, self.names = model, names_of(model)
         self.optimizer, self.slices = self.parallel.optimizer, self.parallel.slices
         self.sharding = self.parallel.sharding

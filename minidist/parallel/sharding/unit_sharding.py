@@ -34,7 +34,6 @@ class UnitGradients:
         self.gradient_comm = gradient_comm
         self.buckets = [bucket for unit in units for bucket in unit.buckets if not bucket.frozen]
         self.memories = lend_memory(self.buckets, gradient_comm)
-        self.operation = "mean"  # or "sum" over the ranks
         self.used = bytearray(parameters)  # for each parameter index: has it had a gradient on this rank?
         self._last = Messages(iter(()))
         self.synchronized = False  # all ranks know which were used, and no backward pass has come since
@@ -53,7 +52,7 @@ class UnitGradients:
             if not bucket.frozen:
                 self._fill(bucket)
                 over.blocking = not ahead
-                messages = bucket.reduce(self.operation)
+                messages = bucket.reduce()
                 if over.hybrid is not None:  # do not wait for the sum over copies
                     over.blocking = False
                     (self._last if ahead else messages).advance()

@@ -30,6 +30,7 @@ from minidist.parallel.sharding.arguments import check_zero_arguments, refuse_un
 from minidist.parallel.sharding.consolidated_state import consolidated, load
 from minidist.parallel.sharding.partition import Partition
 from minidist.parallel.sharding.reduce_to_owner import ShardAssignment
+from minidist.parallel.sharding.reducer import Reducer
 from minidist.parallel.training.clipping import check_max_norm, check_norm_type, clip_factor, global_norm
 
 
@@ -95,7 +96,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         super().__init__([{**group} for group in self.inner.param_groups], self.inner.defaults)
         self.partition = Partition(self.inner, self.param_groups, gradient_comm, stage, bucket_mb, master)
         self._consolidated: dict[str, Any] | None = None
-        self._clipped = False  # this step's gradients are summed and clipped
+        self._is_reduced = False  # the optimizer has the sums of this step's gradients
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with options of their own; they get rank 0's values. A collective."""
@@ -107,7 +108,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, and in stage 2 their sums."""
-        self._clipped = False
+        self._is_reduced = False
         self.partition.slices.drop_gradients()
         self.partition.reducer.recover()
         if self.partition.reducer.assignment is not None:
@@ -121,16 +122,25 @@ class ZeroOptimizer(torch.optim.Optimizer):
         closure: computes the loss, which is returned, and its gradients anew. options: further arguments of
         the optimizer's own `step`.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        if not self._clipped:
-            self.synchronize()  # this rank gets the sums of its share (`Bucket.reduce`: a reduce-scatter)
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+
+        # Sum: a reduce-scatter of each bucket brings this rank its share (`Bucket.reduce`).
+        if not self._is_reduced:
+            self.take(self.reducer().synchronize())
         elif self.partition.reducer.pending:
             raise RuntimeError("gradients came after clip_grad_norm; call it after the last backward()")
-        self._clipped = False
-        self.update(**options)  # it updates its share, and publishes it (`Bucket.gather`: an all-gather)
+        self._is_reduced, self._consolidated = False, None
+
+        # Update this rank's share.
+        self._pass_options(self.param_groups, self.inner.param_groups)
+        self.partition.slices.step(**options)
+        self._pass_options(self.inner.param_groups, self.param_groups)
+
+        # Publish it: an all-gather of each bucket (`Bucket.gather`).
+        self.publish()
+        self.partition.slices.drop_gradients()
+        self.partition.reducer.settled().begin()
         return loss
 
     @torch.no_grad()
@@ -144,9 +154,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         check_max_norm("max_norm", max_norm)
         check_norm_type(norm_type)
-        if not self._clipped:
+        if not self._is_reduced:
             self.synchronize()
-            self._clipped = True
         gradients = self.partition.slices.gradients()
         norm = global_norm(gradients, True, self.partition.gradient_comm.share_group, norm_type)
         if (factor := clip_factor(norm, max_norm)) != 1:
@@ -155,8 +164,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return norm
 
     def synchronize(self) -> None:
-        """Complete this rank's share of the gradients, and give it to the optimizer; `step` calls it."""
-        self.partition.slices.give_gradients(self.reduce().used.tolist())
+        """Complete this rank's share of the gradients for the next `step`, which does it otherwise."""
+        self.take(self.reducer().synchronize())
+
+    def take(self, assignment: ShardAssignment) -> None:
+        """Give the optimizer this rank's share of the summed gradients, for the next `step`."""
+        self.partition.slices.give_gradients(assignment.used.tolist())
+        self._is_reduced = True
 
     def follow_changes(self) -> None:
         """Make hooks and buckets for parameters that get gradients from now on; refuse reassigned data."""
@@ -166,29 +180,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if any(id(parameter) not in self.partition.known for parameter in parameters):
             self.partition.reattach()
 
-    def reduce(self) -> ShardAssignment:
-        """Complete a round of reductions of gradients to their owners."""
+    def reducer(self) -> Reducer[ShardAssignment]:
+        """The reducer of the parameters that get gradients now."""
         if self.partition.replaced:
             raise RuntimeError(
-                "this ZeroOptimizer's parameters have been given to another since, which trains them; step "
-                "with that one"
+                "this ZeroOptimizer's parameters have been given to another since; step with that one"
             )
         self.follow_changes()
-        self.partition.reducer.synchronize()
-        return self.partition.reducer.settled()
-
-    @torch.no_grad()
-    def update(self, **options: Any) -> None:
-        """Make the step that follows `synchronize`; `options` are for the optimizer's own."""
-        assignment = self.partition.reducer.settled()
-        self._consolidated = None
-        self._opt_called = True  # else torch's schedulers warn, since an engine does not call `step`
-        self._pass_options(self.param_groups, self.inner.param_groups)
-        self.partition.slices.step(**options)
-        self._pass_options(self.inner.param_groups, self.param_groups)
-        self.publish()
-        self.partition.slices.drop_gradients()
-        assignment.begin()
+        return self.partition.reducer
 
     def publish(self) -> None:
         """Bring everyone's share of the parameters to all: an all-gather of each bucket."""

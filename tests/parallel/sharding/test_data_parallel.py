@@ -195,15 +195,15 @@ def without_one_bucket(patch: pytest.MonkeyPatch) -> None:
 
 def mean_of_means(patch: pytest.MonkeyPatch) -> None:
     """Average over ranks and not over rows: wrong where shares differ in size."""
-    reduce = reducer.Reducer.reduce
+    synchronize = reducer.Reducer.synchronize
 
-    def wrong(self: reducer.Reducer) -> None:
+    def wrong(self: reducer.Reducer) -> bucket_assignment.GradientAssignment:
         for parameter in self.parameters:
             assert parameter.grad is not None
             parameter.grad.mul_(13 / md.size() / ROWS[md.size()][md.rank()])
-        reduce(self)
+        return synchronize(self)
 
-    patch.setattr(reducer.Reducer, "reduce", wrong)
+    patch.setattr(reducer.Reducer, "synchronize", wrong)
 
 
 def another_order_on_one_rank(patch: pytest.MonkeyPatch) -> None:
