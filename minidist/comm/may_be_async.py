@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal, ParamSpec, Protocol, TypeVar, cast, overload
 
+from minidist.comm.opaque import opaque
 from minidist.comm.work import Work
 
 Arguments = ParamSpec("Arguments")
@@ -21,5 +22,8 @@ class MaybeAsync(Protocol[Arguments, Returned]):
 
 
 def may_be_async(function: Callable[Arguments, Returned]) -> MaybeAsync[Arguments, Returned]:
-    """Give a function both types; it stays itself, so that a call costs nothing and `help` shows it."""
-    return cast("MaybeAsync[Arguments, Returned]", function)
+    """Give a function both types, and keep torch.compile out of it.
+
+    The function stays itself, so that a call costs nothing more and `help` shows it.
+    """
+    return cast("MaybeAsync[Arguments, Returned]", opaque(function))

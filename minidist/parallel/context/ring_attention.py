@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from minidist import comm
+from minidist.comm.opaque import opaque
 from minidist.comm.work import Group, Work, rank_in, ranks_of
 from minidist.parallel.context import zigzag_order
 from minidist.parallel.context.arguments import TOLD, agreed_length, check_arguments
@@ -34,6 +35,7 @@ TILE = 512
 """Keys that a rank computes with at once: the largest matrix is its queries by TILE keys."""
 
 
+@opaque
 def ring_attention(
     q: Tensor,
     k: Tensor,

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from minidist import comm
+from minidist.comm.opaque import opaque
 from minidist.comm.work import Group, rank_in, ranks_of
 from minidist.parallel.context import zigzag_order
 from minidist.parallel.context.ring_attention import ring_attention
@@ -72,6 +73,7 @@ class SequenceShare:
             )
         return zigzag_order.join(parts, dim)
 
+    @opaque
     def gather(self, x: Tensor, dim: int = 1) -> Tensor:
         """Return the whole sequence on every rank, from each rank's part of the last cut; all ranks call it.
 
@@ -152,6 +154,7 @@ def _attend(
     return ring_attention(query, key, value, causal, share.group, length=share.length)
 
 
+@opaque
 def _positions(share: SequenceShare, embedding: nn.Module, tokens: Tensor) -> Tensor:
     """Return the positions of the last cut, after checking that `tokens` (B, T) are from that cut."""
     if share.length is None or tokens.shape[1] != share.size:

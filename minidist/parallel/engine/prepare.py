@@ -66,6 +66,10 @@ def prepare(
 
     If `prepare` raises an error, the model is as it was, except for values that rank 0 has sent.
 
+    A model may be compiled, as in torch.compile(model), or its layers, as in `layer.compile()`. Collectives,
+    layers that ranks share and recomputed layers run between the graphs as they are. A pipeline calls the
+    layers, so compile them for pp. The state has the model's own names, without torch.compile's "_orig_mod.".
+
     Args:
         model: the same architecture on all ranks.
         optimizer: a function from parameters to a torch optimizer. One whose argument is called
@@ -111,6 +115,7 @@ def prepare(
     mesh = Mesh(pp=layout.pp, dp=layout.dp, cp=layout.cp, tp=layout.tp)
     precision = Precision(layout.precision, loss_scale)
     with put_back_on_error(model, precision.dtype is not None):
+        model = compiled_in_place(model)
         checked_plan = None
         if (
             plan is not None
@@ -137,6 +142,27 @@ def prepare(
         engine = Engine(part, strategy, layout, loss, precision, clip_norm, checked_plan)
         claim(engine, ENGINE, model.parameters())
         return engine
+
+
+def compiled_in_place(model: nn.Module) -> nn.Module:
+    """Take torch.compile's wrappers off a model and its parts, and compile these as `part.compile()` does.
+
+    A wrapper puts "_orig_mod." before the names of all parameters, which plans and checkpoints do not know.
+    """
+    for part in [*model.modules()]:
+        for name, child in part.named_children():
+            part._modules[name] = _unwrapped(child)
+    return _unwrapped(model)
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    inner: Any = module._modules.get("_orig_mod")
+    if inner is None:
+        return module
+    compiler: Any = module.dynamo_ctx
+    inner._compiled_call_impl = compiler(inner._call_impl)
+    unwrapped: nn.Module = inner
+    return unwrapped
 
 
 def _strategy(

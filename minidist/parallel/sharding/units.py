@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from minidist.comm.opaque import opaque
 from minidist.parallel.flat.buckets import Bucket
 
 
@@ -181,4 +182,4 @@ def weakly(method: Callable[..., Any], *first: Any) -> Callable[..., Any]:
         found = alive()
         return None if found is None else found(*first, *args)
 
-    return hook
+    return opaque(hook)

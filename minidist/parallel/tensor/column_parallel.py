@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from minidist.comm.opaque import opaque
 from minidist.comm.work import Group
 from minidist.parallel.tensor.cuts import (
     Cut,
@@ -198,6 +199,7 @@ class ColumnParallelLinear(TensorParallel):
         self.weight = part_of(whole.weight, self._cut(self.in_features))
         self.bias = None if whole.bias is None else part_of(whole.bias, self._cut())
 
+    @opaque
     def forward(self, x: Tensor) -> Tensor:  # (..., in) -> (..., out / n)
         """Return this rank's features, or all of them with gather_output."""
         if self.shared is None:

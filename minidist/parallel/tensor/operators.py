@@ -33,6 +33,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from minidist import comm
+from minidist.comm.opaque import opaque
 from minidist.comm.work import Group, rank_in, ranks_of
 from minidist.parallel.tensor.cuts import share, share_of, sizes_of
 
@@ -49,6 +50,7 @@ def copy_to_ranks(x: Tensor, group: Group = None) -> Tensor:
     return result
 
 
+@opaque
 def copy_all_to_ranks(tensors: Sequence[Tensor], group: Group = None) -> list[Tensor]:
     """Do the same for several tensors of one dtype; their gradients travel in one message."""
     return list(_Copy.apply(group, *tensors))  # type: ignore[no-untyped-call]
@@ -181,6 +183,7 @@ def _copied(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
+@opaque
 def _pair(x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Tensor:
     """Apply `forward` to x, and `backward` to the gradient."""
     result: Tensor = _Pair.apply(x, forward, backward)  # type: ignore[no-untyped-call]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from minidist.comm.opaque import opaque
 from minidist.comm.work import Group
 from minidist.parallel.tensor.cuts import (
     Cut,
@@ -94,6 +95,7 @@ class RowParallelLinear(TensorParallel):
         self.weight = part_of(whole.weight, self.cuts()["weight"])
         self.bias = None if whole.bias is None else part_of(whole.bias, Cut(bias, (0,), bias))
 
+    @opaque
     def forward(self, x: Tensor) -> Tensor:  # (..., in / n) -> (..., out)
         """Return the sum over the ranks, plus the bias."""
         if not self.input_is_parallel:

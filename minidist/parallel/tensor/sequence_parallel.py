@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from minidist.comm.opaque import opaque
 from minidist.comm.work import Group
 from minidist.parallel.tensor.operators import check_sequence, copy_all_to_ranks, split_to_ranks
 from minidist.parallel.training.random_state import own_random_state
@@ -33,6 +34,7 @@ def wrap(part: nn.Module, forward: Forward, group: Group) -> None:
     part.forward = partial(forward, part, group, own)
 
 
+@opaque
 def on_own_tokens(part: nn.Module, group: Group, own: Forward, *args: Any, **kwargs: Any) -> Any:
     """Work on this rank's share of the sequence.
 

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from minidist import comm
+from minidist.comm.opaque import opaque
 from minidist.comm.work import Group, rank_in, ranks_of
 from minidist.model.loss import require_classes, require_rows
 from minidist.parallel.tensor.column_parallel import ColumnParallelLinear
@@ -80,6 +81,7 @@ class VocabParallelEmbedding(TensorParallel):
     def _take(self, whole: nn.Embedding) -> None:
         self.weight = part_of(whole.weight, self.cuts()["weight"])
 
+    @opaque
     def forward(self, tokens: Tensor) -> Tensor:  # (...) -> (..., D)
         """Look up this rank's tokens, and sum over the ranks."""
         _check_tokens(tokens, self.num_embeddings)
@@ -101,6 +103,7 @@ class VocabParallelEmbedding(TensorParallel):
         return f"{self.own.start}-{self.own.stop} of {self.num_embeddings}, {self.embedding_dim}"
 
 
+@opaque
 def vocab_parallel_cross_entropy(
     local_logits: Tensor, targets: Tensor, group: Group = None, vocabulary: int | None = None
 ) -> Tensor:  # (..., V / n), (...) -> ()

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from minidist.comm.opaque import opaque
+
 
 class ActivationCounter:
     """Counts what the passes inside its `with` keep; it may be entered many times.
@@ -57,12 +59,14 @@ class ActivationCounter:
     ) -> None:
         self._hooks.pop().__exit__(kind, error, trace)
 
+    @opaque
     def pack(self, tensor: Tensor) -> Tensor | _Kept:
         """Autograd calls this when it saves a tensor."""
         if not self._counts(tensor):
             return tensor
         return _Kept(self, tensor.detach() if tensor.requires_grad else tensor)
 
+    @opaque
     def unpack(self, kept: Tensor | _Kept) -> Tensor:
         """Autograd calls this when it needs the tensor."""
         return kept.tensor if isinstance(kept, _Kept) else kept

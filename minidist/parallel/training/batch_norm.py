@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from minidist import comm
+from minidist.comm.opaque import opaque
 from minidist.comm.work import Group, ranks_of
 from minidist.parallel.flat.joined_messages import together
 
@@ -74,6 +75,7 @@ class _Synchronized:
     def __init__(self, norm: _BatchNorm, group: Group) -> None:
         self._norm, self._group = norm, group
 
+    @opaque
     def __call__(self, x: Tensor) -> Tensor:
         norm = self._norm
         if not norm.training:

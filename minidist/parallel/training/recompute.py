@@ -31,6 +31,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from minidist._names import fits, fits_none
+from minidist.comm.opaque import opaque
 from minidist.parallel.training.activation_memory import ActivationCounter
 
 
@@ -108,6 +109,7 @@ class _Recomputed:
         self._part = part
         self._own = part.__dict__.get("forward")  # set if another wrapper has replaced the class's forward
 
+    @opaque
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = partial(self._own or partial(type(self._part).forward, self._part), **kwargs)
         if not torch.is_grad_enabled():

@@ -1,0 +1,32 @@
+"""`opaque`: functions that torch.compile calls as they are, because tracing into them would go wrong.
+
+Dynamo reads Python once and replays the tensor operations that it saw. A collective also waits for other
+ranks, and writes to memory that torch does not know of: a replay of it gives wrong numbers. A compiled model
+therefore leaves its graph at an opaque function, and enters the next graph after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def opaque(function: Function) -> Function:
+    """Mark a function, and everything that it calls, as not to be compiled; it stays itself, and as fast.
+
+    `torch.compiler.disable` does the same with a wrapper around each call, and imports Dynamo for it, which
+    takes a second.
+    """
+    dynamo: Any = torch._C._dynamo.eval_frame
+    try:
+        skip = dynamo._FrameAction.SKIP
+        dynamo.set_code_exec_strategy(function.__code__, dynamo._FrameExecStrategy(skip, skip))
+    except AttributeError:  # these names are torch's own, and another version may lack them
+        disabled: Function = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+        return disabled
+    function._torchdynamo_disable = True  # type: ignore[attr-defined] # a call inside a graph ends the graph
+    return function

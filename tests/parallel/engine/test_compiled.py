@@ -1,0 +1,124 @@
+"""torch.compile with every axis of a layout: the weights of one uncompiled process, under the model's names.
+
+The backend "aot_eager" traces forward and backward passes as the others do, and compiles nothing: what goes
+wrong in tracing shows, in a second or two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import minidist as md
+from minidist import comm
+from minidist.model import GPT, config
+from tests.helpers import contract
+
+SGD = partial(torch.optim.SGD, lr=0.3, momentum=0.9)
+LAYOUTS = {
+    "dp": md.Layout(dp=2),
+    "micro_batches": md.Layout(dp=2, micro_batches=2),
+    "recompute": md.Layout(dp=2, recompute=True),
+    "zero1": md.Layout(dp=2, zero=1),
+    "zero2": md.Layout(dp=2, zero=2),
+    "zero3": md.Layout(dp=2, zero=3),
+    "tp": md.Layout(tp=2),
+    "sequence": md.Layout(tp=2, sequence_parallel=True),
+    "pp": md.Layout(pp=2, micro_batches=2),
+    "cp": md.Layout(cp=2),
+}
+QUICK = {("tp", "model"), ("zero3", "layers")}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[md.Cluster]:
+    """Two ranks with time to compile."""
+    with md.Cluster(2, timeout=200.0) as cluster:
+        yield cluster
+
+
+def tokens(generator: torch.Generator, count: int) -> tuple[Tensor, Tensor]:
+    text = torch.randint(0, 11, (count, 9), generator=generator)
+    return text[:, :-1], text[:, 1:]
+
+
+def gpt(seed: int) -> GPT:
+    shape = config("byte-tiny", vocabulary=11, context=8, layers=1, heads=2, width=8)
+    return GPT(shape, seed=seed, dtype=torch.float64)
+
+
+CASE = contract.Case(gpt, tokens, SGD, batches=(4, 5, 4), clip_norm=0.5)
+
+
+def compiled(model: Any, how: str) -> nn.Module:
+    """The model, its layers, or one of them in torch.compile's wrapper."""
+    if how == "model":
+        return torch.compile(model, backend="aot_eager")  # type: ignore[return-value]
+    if how == "a wrapped layer":
+        model.layers[1] = torch.compile(model.layers[1], backend="aot_eager")
+    for part in {"in place": [model], "layers": model.layers}.get(how, []):
+        part.compile(backend="aot_eager")
+    return model  # type: ignore[no-any-return]
+
+
+def train(layout: md.Layout, how: str) -> contract.Trained:
+    torch._dynamo.reset()  # type: ignore[no-untyped-call]
+    return contract.train_on_this_rank(replace(CASE, model=lambda seed: compiled(gpt(seed), how)), layout)
+
+
+@pytest.mark.parametrize(
+    ("layout", "how"),
+    [
+        pytest.param(layout, how, marks=[] if (layout, how) in QUICK else [pytest.mark.deep])
+        for layout in LAYOUTS
+        for how in ("model", "in place", "layers", "a wrapped layer")
+    ],
+)
+def test_a_compiled_model_trains_to_the_weights_of_one_process(
+    ranks: md.Cluster, layout: str, how: str
+) -> None:
+    expected = contract.train_in_one_process(CASE)
+    for trained in ranks.run(train, LAYOUTS[layout], how):
+        contract.compare(trained, expected)
+
+
+def test_compiling_the_model_of_an_engine_gives_its_outputs(ranks: md.Cluster) -> None:
+    def outputs() -> tuple[Tensor, Tensor]:
+        torch._dynamo.reset()  # type: ignore[no-untyped-call]
+        engine = md.prepare(gpt(0), SGD, md.Layout(tp=2))
+        model, text = torch.compile(engine.model, backend="aot_eager"), torch.arange(8).view(1, 8)
+        engine.step(text, text)
+        return model(text).detach(), engine.model(text).detach()
+
+    for found, wanted in ranks.run(outputs):
+        torch.testing.assert_close(found, wanted, rtol=contract.TOLERANCE, atol=contract.TOLERANCE)
+
+
+def trace(function: Callable[[Tensor], Tensor]) -> tuple[Tensor, list[str]]:
+    """The result of a compiled function, and the source lines of all that was traced."""
+    torch._dynamo.reset()  # type: ignore[no-untyped-call]
+    traced: list[str] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        traced.extend(node.stack_trace or "" for node in graph.graph.nodes)
+        return graph.forward
+
+    return torch.compile(function, backend=backend)(torch.ones(3)), traced
+
+
+def test_a_collective_is_not_traced(ranks: md.Cluster) -> None:
+    """Traced, it would add tensors whose memory other ranks write to."""
+
+    def through() -> tuple[Tensor, list[str]]:
+        return trace(lambda x: 2 * comm.all_reduce(x + 1))
+
+    for result, lines in ranks.run(through):
+        torch.testing.assert_close(result, torch.full((3,), 8.0))
+        assert len(lines) > 2
+        assert not any("minidist/comm" in line for line in lines)
