@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from minidist import comm
 from minidist.comm.work import rank_in
+from minidist.parallel.flat import freed
 from minidist.parallel.flat.bucket_layout import BucketLayout
 from minidist.parallel.flat.gradient_comm import GradientComm, Messages, PendingMessage
 
@@ -159,14 +160,14 @@ class Bucket(BucketLayout):
 
         Freed, `values` keep their identity in torch with a storage of no bytes: tensors that autograd saved
         for the backward pass have their values again after the next gather. The parameters are then a single
-        NaN, expanded to their shapes, so that reading one outside a pass shows.
+        NaN, expanded to their shapes, and reading one raises RuntimeError (freed.py).
         """
         self.shard, self.frees = shard, True
         nothing = torch.zeros((), dtype=self.dtype, device=self.device)
         if self.dtype.is_floating_point:
             nothing.fill_(math.nan)
         self._hidden = [nothing.expand(shape) for shape in self.shapes]
-        self._unseen = _addresses(self._hidden)
+        self._unseen, self._names = _addresses(self._hidden), [*map(self._name_of, self.param_indices)]
         self._make_values()
 
     def _make_values(self) -> None:
@@ -211,6 +212,7 @@ class Bucket(BucketLayout):
     def show(self) -> None:
         """Make the parameters views into the gathered values."""
         self.wait()
+        freed.show(self.parameters)
         self._refuse_reassigned(self._unseen)
         for parameter, view in zip(self.parameters, self._visible, strict=True):
             parameter.data = view
@@ -218,8 +220,7 @@ class Bucket(BucketLayout):
     def free(self) -> None:
         """Give the memory of the gathered values back."""
         self.wait()
-        for parameter, hidden in zip(self.parameters, self._hidden, strict=True):
-            parameter.data = hidden
+        freed.hide(self.parameters, self._hidden, self._names)
         if self._storage.resizable():
             self._storage.resize_(0)
         else:  # NumPy has seen it; its memory is free once the backward pass no longer needs it

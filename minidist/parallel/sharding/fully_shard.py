@@ -46,10 +46,10 @@ class FullyShard(nn.Module):
     >>> sharded.zero_grad()
 
     Gradients are means over the ranks, as in `DataParallel`; with several backward passes before a step they
-    add up. Every rank makes the same calls. Outside a pass the module's own parameters hold NaN; `summon`
-    shows them. A parameter that is frozen when this is made cannot be thawed later. A unit may also be called
-    by itself, forward and backward, by all ranks alike: for example a head on one chunk of the activations at
-    a time. `optimizer.zero_grad`, and `optimizer.step` if no state lies on disk, do what the methods here do.
+    add up. Every rank makes the same calls. Outside a pass, reading the module's parameters is an error, and
+    `summon` shows them. A parameter that is frozen when this is made cannot be thawed later. A unit may be
+    called by itself, forward and backward, by all ranks alike: for example a head on a chunk of activations
+    at a time. `optimizer.zero_grad`, and `optimizer.step` if no state lies on disk, do as the methods here.
 
     A rank sends one and a half times what `DataParallel` sends in a step: see `bytes_per_step`.
 

@@ -22,6 +22,7 @@ from minidist import comm
 from minidist.model import GPT, MLP, config
 from minidist.parallel.flat import buckets as flat_buckets
 from minidist.parallel.flat import gradient_comm
+from minidist.parallel.flat.freed import FreedParameter
 from minidist.parallel.sharding import collective_order, cut_into_units
 from minidist.parallel.sharding import memory_source as shard_offload
 from minidist.parallel.sharding import units as shard_units
@@ -212,7 +213,7 @@ def test_the_module_works_in_a_loop_of_ones_own(cluster_of: Clusters, prefetch: 
     def train() -> tuple[dict[str, Tensor], list[bool]]:
         sharded = md.FullyShard(case.model(md.rank()), torch.optim.AdamW, lr=1e-2, prefetch=prefetch)
         loop(sharded, sharded.optimizer, sharded.step, sharded.zero_grad)
-        hidden = [bool(p.isnan().all()) for p in sharded.module.parameters() if p.numel()]
+        hidden = [type(p) is FreedParameter for p in sharded.module.parameters()]
         return sharded.state_dict(), hidden
 
     model = case.model(0)
@@ -306,19 +307,29 @@ def test_parameters_cannot_be_thawed_later() -> None:
         sharded(torch.ones(2, 6))
 
 
-def test_a_unit_that_is_used_and_never_called_is_named() -> None:
+@pytest.mark.parametrize("of_a_library", [False, True])
+def test_a_unit_that_is_used_and_never_called_is_named(of_a_library: bool) -> None:
+    """A library's own class of parameters stays what it is, and its values are NaN while it is freed."""
+
+    class Quantized(nn.Parameter):
+        pass
+
     class Around(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.part, self.last = nn.Sequential(nn.Linear(3, 3)), nn.Linear(3, 2)
+            if of_a_library:
+                self.part[0].weight, self.part[0].bias = (Quantized(p) for p in self.part.parameters())
 
         def forward(self, x: Tensor) -> Tensor:
             out: Tensor = self.last(self.part[0](x))
             return out
 
-    model = Around()
+    model, message = Around(), r"part\.0\.weight has no values now.* that is never called"
+    if of_a_library:
+        message = "outputs are NaN, and the unit part was never called"
     sharded = md.FullyShard(model, torch.optim.SGD, units=[model.part], lr=0.5)
-    with pytest.raises(RuntimeError, match="outputs are NaN, and the unit part was never called"):
+    with pytest.raises(RuntimeError, match=message):
         sharded(torch.ones(2, 3))
 
 
