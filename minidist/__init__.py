@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from minidist.parallel.contract.layout import Layout as Layout
     from minidist.parallel.debugging.compare import compare as compare
     from minidist.parallel.debugging.in_sync import assert_in_sync as assert_in_sync
+    from minidist.parallel.engine.ema import EMA as EMA
     from minidist.parallel.engine.prepare import prepare as prepare
     from minidist.parallel.engine.training_step import Engine as Engine
     from minidist.parallel.pipeline.execution import Pipeline as Pipeline
@@ -82,6 +83,7 @@ __getattr__, __dir__, __all__ = lazy(
         "minidist.parallel.debugging.compare": ("compare",),
         "minidist.parallel.compression.compressor": ("Cast",),
         "minidist.parallel.sharding.data_parallel": ("DataParallel",),
+        "minidist.parallel.engine.ema": ("EMA",),
         "minidist.parallel.engine.training_step": ("Engine",),
         "minidist.parallel.sharding.fully_shard": ("FullyShard",),
         "minidist.parallel.debugging.in_sync": ("assert_in_sync",),

@@ -1,0 +1,149 @@
+"""EMA: the average of one process in every layout, without a byte sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import minidist as md
+from minidist import comm
+from minidist.model import GPT, config
+from tests.helpers import contract
+
+Clusters = Callable[[int], md.Cluster]
+SGD = partial(torch.optim.SGD, lr=0.3, momentum=0.9)
+LAYOUTS = [
+    md.Layout(dp=2),
+    md.Layout(dp=2, zero=1),
+    md.Layout(dp=2, zero=2),
+    md.Layout(dp=2, zero=3),
+    md.Layout(tp=2),
+    md.Layout(pp=2, micro_batches=2),
+    md.Layout(dp=2, tp=2, zero=1),
+]
+DECAY = 0.6
+
+
+def tokens(generator: torch.Generator, count: int) -> tuple[Tensor, Tensor]:
+    text = torch.randint(0, 11, (count, 9), generator=generator)
+    return text[:, :-1], text[:, 1:]
+
+
+def gpt(seed: int) -> nn.Module:
+    """With tied ends, so that a parameter has two names, on two stages of a pipeline."""
+    shape = config("byte-tiny", vocabulary=11, context=8, layers=1, heads=2, width=8)
+    return GPT(shape, seed=seed, dtype=torch.float64)
+
+
+CASE = contract.Case(gpt, tokens, SGD, batches=(4, 5, 4))
+
+
+@cache
+def expected() -> tuple[contract.Trained, dict[str, Tensor]]:
+    """One process, and torch's own average."""
+    model = gpt(0)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
+    average.update_parameters(model)
+    optimizer, losses = SGD(model.parameters()), []
+    for inputs, targets in CASE.global_batches():
+        optimizer.zero_grad()
+        loss = CASE.loss(model(inputs), targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        average.update_parameters(model)
+        losses.append(float(loss.detach()))
+    losses.append(float(CASE.loss(average.module(inputs), targets).detach()))
+    return contract.Trained(losses, average.module.state_dict()), dict(model.state_dict())
+
+
+def prepared(layout: md.Layout) -> tuple[md.Engine, md.EMA]:
+    engine = md.prepare(gpt(md.rank()), SGD, layout)
+    return engine, md.EMA(engine, DECAY)
+
+
+def share(engine: md.Engine, rows: Tensor) -> Tensor:
+    return rows[slice(*(len(rows) * (engine.data_rank + i) // engine.data_ranks for i in (0, 1)))]
+
+
+def steps(engine: md.Engine, ema: md.EMA, batches: slice = slice(None)) -> list[float]:
+    losses = []
+    for inputs, targets in CASE.global_batches()[batches]:
+        losses.append(engine.step(share(engine, inputs), share(engine, targets)))
+        with comm.ledger() as ledger:
+            ema.update()
+        assert ledger.bytes_sent == 0
+    return losses
+
+
+def averaged(layout: md.Layout) -> tuple[contract.Trained, dict[str, Tensor]]:
+    engine, ema = prepared(layout)
+    losses = steps(engine, ema)
+    inputs, targets = (share(engine, each) for each in CASE.global_batches()[-1])
+    with ema.applied():
+        losses.append(engine.evaluate(inputs, targets))
+        state = engine.full_state_dict()
+    return contract.Trained(losses, state), engine.full_state_dict()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_the_average_is_that_of_one_process(cluster_of: Clusters, layout: md.Layout) -> None:
+    wanted, weights = expected()
+    for found, after in cluster_of(layout.ranks).run(averaged, layout):
+        contract.compare(found, wanted)
+        contract.compare(contract.Trained([], after), contract.Trained([], weights))
+
+
+def resumed(layout: md.Layout, folder: Path) -> contract.Trained:
+    """Stopped after two steps, and continued by an engine of another seed."""
+    engine, ema = prepared(layout)
+    losses = steps(engine, ema, slice(2))
+    md.save(engine, folder / "training")
+    with ema.applied():
+        md.save(engine, folder / "averages")
+    engine = md.prepare(gpt(7), SGD, layout)
+    md.load(engine, folder / "averages")
+    ema = md.EMA(engine, DECAY)
+    md.load(engine, folder / "training")
+    losses += steps(engine, ema, slice(2, None))
+    with ema.applied():
+        return contract.Trained(losses, engine.full_state_dict())
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_a_training_continues_with_its_average(cluster_of: Clusters, zero: int, tmp_path: Path) -> None:
+    wanted, _ = expected()
+    wanted = contract.Trained(wanted.losses[:-1], wanted.state)
+    for found in cluster_of(2).run(resumed, md.Layout(dp=2, zero=zero), tmp_path):
+        contract.compare(found, wanted)
+
+
+def test_shares_are_averaged_and_masters_in_their_precision(cluster_of: Clusters) -> None:
+    def sizes() -> tuple[int, int, set[torch.dtype]]:
+        model = GPT(config("byte-tiny", vocabulary=11, context=8, layers=1, heads=2, width=8), seed=0)
+        engine = md.prepare(model, SGD, md.Layout(dp=2, zero=3, precision="bf16"))
+        ema = md.EMA(engine)
+        kept = ema._averages.values()
+        whole = sum(p.numel() for p in model.parameters())
+        return sum(average.numel() for average in kept), whole, {average.dtype for average in kept}
+
+    (own, whole, dtypes), (other, _, _) = cluster_of(2).run(sizes)
+    assert own + other == whole
+    assert abs(own - other) < whole / 10
+    assert dtypes == {torch.float32}
+
+
+def test_mistakes_are_refused() -> None:
+    engine = md.prepare(nn.Linear(2, 2), SGD)
+    with pytest.raises(TypeError, match=r"engine is a Linear; give what md\.prepare returned"):
+        md.EMA(engine.model)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="decay is 1; give a number from 0 to below 1"):
+        md.EMA(engine, 1)
+    ema = md.EMA(engine)
+    with ema.applied(), pytest.raises(RuntimeError, match="has the averaged weights now; update after"):
+        ema.update()
