@@ -10,7 +10,8 @@ Under torchrun every process first calls `md.init()`. Then choose:
 - One strategy in a loop of your own: DataParallel, ZeroOptimizer, FullyShard, Pipeline, LayerByLayer,
   LocalSGD, ParameterServer. Cast, TopK and PowerSGD compress gradients.
 - Layers cut between ranks: ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding.
-- Checkpoints that load in any layout: save, load, export. To find a mistake: compare, assert_in_sync.
+- Checkpoints that load in any layout: save, load, export, load_pretrained. To find a mistake: compare,
+  assert_in_sync.
 - Collectives by themselves: `md.comm`. Matrix multiplication step by step, on CPU and GPU: `md.kernels`.
 
 Names are imported when first used: `import minidist` itself does not even import torch.
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from minidist.checkpoint import DamagedCheckpoint as DamagedCheckpoint
     from minidist.checkpoint import export as export
     from minidist.checkpoint import load as load
+    from minidist.checkpoint import load_pretrained as load_pretrained
     from minidist.checkpoint import save as save
     from minidist.comm.errors import CollectiveError as CollectiveError
     from minidist.comm.errors import OutOfSync as OutOfSync
@@ -73,7 +75,14 @@ __getattr__, __dir__, __all__ = lazy(
     {
         "minidist.comm": (),
         "minidist.kernels": (),
-        "minidist.checkpoint": ("CheckpointError", "DamagedCheckpoint", "export", "load", "save"),
+        "minidist.checkpoint": (
+            "CheckpointError",
+            "DamagedCheckpoint",
+            "export",
+            "load",
+            "load_pretrained",
+            "save",
+        ),
         "minidist.comm.launching.cluster": ("Cluster",),
         "minidist.comm.errors": ("CollectiveError", "OutOfSync", "RankDied", "RankError", "RankTimeout"),
         "minidist.comm.launching.launch": ("launch",),

@@ -1,6 +1,7 @@
 """Checkpoints: the whole state of a training in one directory, for any number of ranks to read.
 
-`save` writes a checkpoint, `load` reads it, and `export` makes one file of the weights. A checkpoint holds:
+`save` writes a checkpoint, `load` reads it, and `export` writes the weights alone. `load_pretrained` fills an
+engine with weights that others wrote. A checkpoint holds:
 
     index.json       the step, the settings, and for each tensor its dtype, shape and boxes, each box with
                      its file and first byte there; the length and the CRC-32 of every file, its own included
@@ -22,6 +23,8 @@ any moment a path holds a whole checkpoint, or what was there before.
 - `index.py`: write, read and verify the index
 - `folders.py`: names in a folder; how a directory gets its name in one step; what is kept
 - `exporting.py`: `export` and `state_dict`: the weights alone
+- `pretrained.py`: `load_pretrained`: weights from safetensors files, in any layout
+- `safetensors_files.py`: that format, read as an index of boxes and written tensor by tensor
 - `errors.py`: the errors, and how all ranks raise the same one
 """
 
@@ -32,5 +35,7 @@ from minidist.checkpoint.exporting import state_dict as state_dict
 from minidist.checkpoint.folders import checkpoints as checkpoints
 from minidist.checkpoint.loading import Loaded as Loaded
 from minidist.checkpoint.loading import load as load
+from minidist.checkpoint.pretrained import Differences as Differences
+from minidist.checkpoint.pretrained import load_pretrained as load_pretrained
 from minidist.checkpoint.saving import Saving as Saving
 from minidist.checkpoint.saving import save as save

@@ -1,39 +1,57 @@
-"""`export`: write the weights alone into one file for other programs."""
+"""`export`: write the weights alone, for other programs: one file, or a folder that transformers reads."""
 
 from __future__ import annotations
 
+import copy
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from minidist import comm
+from minidist._arguments import check_whole
 from minidist.checkpoint.errors import agree
-from minidist.checkpoint.folders import WRITING, checkpoints, sync_directory
-from minidist.checkpoint.index import read_index, stored_names, verify
+from minidist.checkpoint.folders import WRITING, checkpoints, make_directory, sync_directory
+from minidist.checkpoint.index import Index, read_index, stored_names, verify
 from minidist.checkpoint.reading import read_whole
+from minidist.checkpoint.safetensors_files import SafetensorsFiles, divide
+from minidist.checkpoint.state import Shaped
 from minidist.parallel.engine.training_step import Engine
 
 
-def export(source: Engine | str | os.PathLike[str], path: str | os.PathLike[str]) -> Path:
-    """Write a model's parameters and buffers into one file, under the names of the model passed to `prepare`.
+def export(
+    source: Engine | str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    *,
+    max_file_bytes: int = 5 * 10**9,
+) -> Path:
+    """Write a model's parameters and buffers, under the names of the model passed to `prepare`.
 
     >>> md.export(engine, "model.safetensors")
     >>> md.export("runs/digits/step-00000100", "model.pt")     # torch.load("model.pt", weights_only=True)
+    >>> md.export(engine, "my-llama")                          # LlamaForCausalLM.from_pretrained("my-llama")
 
     With an engine, every rank calls it, and rank 0 writes what `full_state_dict` would return. With a
     checkpoint, one process reads and checks the files and needs no engine; the weights are in the precision
-    in which they are updated, and a BatchNorm's running statistics are rank 0's, not the ranks' average. The
-    writing process holds the whole model in memory.
+    in which they are updated, and a BatchNorm's running statistics are rank 0's, not the ranks' average.
+
+    A folder is what transformers' `from_pretrained` reads: safetensors files, with an index if they are
+    several, a tied parameter once, and from an engine whose model has a `config`, config.json and
+    generation_config.json. Its other files stay. Tensors go to safetensors files one by one; for a .pt file
+    the writing process holds the whole model in memory.
 
     Args:
         source: an engine, or a checkpoint's directory.
-        path: ends in ".safetensors", or in ".pt" or ".pth" for a `state_dict` by `torch.save`.
+        path: ends in ".safetensors", or in ".pt" or ".pth" for a `state_dict` by `torch.save`. Or a folder:
+            one that is there, or a name without an ending, or with "/" at its end.
+        max_file_bytes: the most bytes of weights in one file of a folder; a larger tensor has its own file.
 
     Returns:
-        The path of the file. An old file is replaced in one step or not at all.
+        The path. An old file is replaced in one step or not at all; those of a folder one after the other.
 
     Raises:
         ValueError: the path ends in something else.
@@ -47,10 +65,20 @@ def export(source: Engine | str | os.PathLike[str], path: str | os.PathLike[str]
         )
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"path is a {type(path).__name__}; give a file name")
+    check_whole("max_file_bytes", max_file_bytes, 1)
+    folder = os.fspath(path).endswith(os.sep) or Path(path).is_dir() or not Path(path).suffix
     path = Path(path).absolute()
-    if path.suffix not in (".safetensors", ".pt", ".pth"):
-        raise ValueError(f"path is {path}; give a name that ends in .safetensors, .pt or .pth")
-    if isinstance(source, Engine):
+    if not folder and path.suffix not in (".safetensors", ".pt", ".pth"):
+        raise ValueError(
+            f"path is {path}; give a name that ends in .safetensors, .pt or .pth, or a folder's, with a / at "
+            "its end"
+        )
+    if folder or path.suffix == ".safetensors":
+        if isinstance(source, Engine):
+            _export_engine(source, path, folder, max_file_bytes)
+        else:
+            _export_checkpoint(source, path, folder, max_file_bytes)
+    elif isinstance(source, Engine):
         order, weights = [*source.model.state_dict()], dict[str, Tensor]()
         for name, value in source.whole():
             if comm.rank() == 0:
@@ -69,12 +97,92 @@ def state_dict(path: str | os.PathLike[str]) -> dict[str, Tensor]:
         DamagedCheckpoint: a file, which the message names, is missing, cut short or altered.
         CheckpointError: there is no checkpoint, or it has another version.
     """
+    return dict(_tensors_of(_verified(path)))
+
+
+def _verified(path: str | os.PathLike[str]) -> Index:
+    """Return the index of a checkpoint whose files are whole."""
     path = Path(path).absolute()
     inside = checkpoints(path)
     such = f", such as {inside[-1]}" if inside else ""
     index = read_index(path, f"give the directory of one checkpoint{such}")
     verify(index, sorted(index.files))
-    return {name: read_whole(index, f"model.{name}") for name in stored_names(index.tensors, "model")}
+    return index
+
+
+def _tensors_of(index: Index) -> Iterator[tuple[str, Tensor]]:
+    for name in stored_names(index.tensors, "model"):
+        yield name, read_whole(index, f"model.{name}")
+
+
+def _export_checkpoint(path: str | os.PathLike[str], target: Path, folder: bool, most: int) -> None:
+    """Write a checkpoint's weights into safetensors files, one tensor in memory at a time."""
+    index = _verified(path)
+    stored = stored_names(index.tensors, "model")
+    shaped = {name: (each.shape, each.dtype) for name, each in stored.items()}
+    with closing(_begin(shaped, target, folder, most)) as files:
+        for name, value in _tensors_of(index):
+            files.put(name, value)
+        files.finish()
+
+
+def _export_engine(engine: Engine, target: Path, folder: bool, most: int) -> None:
+    """Do the same for an engine, whose tensors all ranks bring together one by one."""
+    first = engine.placement.first if folder else {}  # a tie is stored once: transformers ties it again
+    shaped: dict[str, Shaped] = {
+        name: (tuple(entry.shape), entry.dtype)
+        for name, entry in engine.placement.entries.items()
+        if first.get(name, name) == name
+    }
+    opened, problems, doing = list[SafetensorsFiles](), list[Exception](), f"write {target}"
+
+    def begin() -> None:
+        if comm.rank() == 0:
+            opened.append(_begin(shaped, target, folder, most))
+
+    def put(name: str, value: Tensor) -> None:
+        try:
+            for files in () if problems else opened:
+                files.put(name, value)
+        except Exception as error:  # the others wait in the next collective
+            problems.append(error)
+
+    def finish() -> None:
+        for problem in problems:
+            raise problem
+        for files in opened:
+            files.finish()
+            if folder:
+                _write_config(engine.model, target, {dtype for _, dtype in shaped.values()})
+
+    try:
+        agree(begin, doing)
+        for name, value in engine.whole():
+            put(name, value)
+        agree(finish, doing)
+    finally:
+        for files in opened:
+            files.close()
+
+
+def _begin(shaped: Mapping[str, Shaped], target: Path, folder: bool, most: int) -> SafetensorsFiles:
+    """Open one file, or as many as a folder needs."""
+    if not folder:
+        return SafetensorsFiles({target: [*shaped]}, shaped)
+    make_directory(target)
+    return SafetensorsFiles({target / name: own for name, own in divide(shaped, most).items()}, shaped)
+
+
+def _write_config(model: Any, folder: Path, dtypes: set[torch.dtype]) -> None:
+    """Write the files that say how to make the model, if it can write them, as those of transformers can."""
+    if callable(getattr(getattr(model, "config", None), "save_pretrained", None)):
+        config = copy.deepcopy(model.config)
+        config.architectures = [type(model).__name__]
+        floating = sorted((dtype for dtype in dtypes if dtype.is_floating_point), key=lambda d: d.itemsize)
+        config.dtype = str(floating[0]).removeprefix("torch.")
+        config.save_pretrained(folder)
+    if callable(getattr(getattr(model, "generation_config", None), "save_pretrained", None)):
+        model.generation_config.save_pretrained(folder)
 
 
 def _write(weights: Mapping[str, Tensor], path: Path) -> None:
@@ -82,26 +190,10 @@ def _write(weights: Mapping[str, Tensor], path: Path) -> None:
     here = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
     try:
         with open(aside, "wb") as file:
-            if path.suffix == ".safetensors":
-                file.write(_safetensors(here))
-            else:
-                torch.save(here, file)
+            torch.save(here, file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(aside, path)
     finally:
         aside.unlink(missing_ok=True)
     sync_directory(path.parent)
-
-
-def _safetensors(weights: dict[str, Tensor]) -> bytes:
-    from safetensors import SafetensorError
-    from safetensors.torch import save
-
-    try:
-        return save(weights, {"format": "pt"})
-    except (SafetensorError, KeyError, ValueError) as error:
-        dtypes = ", ".join(sorted({str(tensor.dtype) for tensor in weights.values()}))
-        raise TypeError(
-            f"a safetensors file cannot hold these weights, of {dtypes} ({error}); export to .pt"
-        ) from None
