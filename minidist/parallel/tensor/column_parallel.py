@@ -31,7 +31,8 @@ from minidist.parallel.tensor.cuts import (
     Cut,
     Device,
     TensorParallel,
-    check_linear,
+    is_conv1d,
+    linear_sizes,
     part_of,
     send_whole,
     share,
@@ -178,7 +179,7 @@ class ColumnParallelLinear(TensorParallel):
     @classmethod
     def from_linear(
         cls,
-        linear: nn.Linear,
+        linear: nn.Module,
         gather_output: bool = False,
         group: Group = None,
         sequence_parallel: bool = False,
@@ -188,15 +189,15 @@ class ColumnParallelLinear(TensorParallel):
         packed: int = 1,
     ) -> ColumnParallelLinear:
         """Keep this rank's part of a `torch.nn.Linear` that is the same on all ranks. Sends nothing."""
-        check_linear(linear)
         options = {"unit": unit, "overlap": overlap, "packed": packed, "device": "meta"}
-        sizes = (linear.in_features, linear.out_features, False)
+        sizes = (*linear_sizes(linear), False)
         layer = cls(*sizes, gather_output, group, sequence_parallel, **options)  # type: ignore[arg-type]
+        layer.transposed = is_conv1d(linear)
         layer._take(linear)
         return layer.train(linear.training)
 
-    def _take(self, whole: nn.Linear) -> None:
-        self.weight = part_of(whole.weight, self._cut(self.in_features))
+    def _take(self, whole: nn.Module) -> None:
+        self.weight = part_of(whole.weight, self.turned(self._cut(self.in_features)))
         self.bias = None if whole.bias is None else part_of(whole.bias, self._cut())
 
     @opaque
@@ -210,7 +211,7 @@ class ColumnParallelLinear(TensorParallel):
 
     def cuts(self) -> dict[str, Cut]:
         """The weight and the bias are cut by rows."""
-        found = {"weight": self._cut(self.in_features)}
+        found = {"weight": self.turned(self._cut(self.in_features))}
         return found if self.bias is None else {**found, "bias": self._cut()}
 
     def _cut(self, *columns: int) -> Cut:
@@ -246,5 +247,5 @@ class SharedInput:
 def map_together(layers: Sequence[ColumnParallelLinear], x: Tensor) -> list[Tensor]:
     """Return the outputs of layers that differ only in size; the gradient of x is summed in one message."""
     first = layers[0]
-    weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
+    weights, biases = [layer.matrix for layer in layers], [layer.bias for layer in layers]
     return column_linear(x, weights, biases, first.group, first.sequence_parallel, first.overlap)

@@ -26,24 +26,34 @@ class Cut:
     """The box of a whole tensor that a rank holds, at the start of the rank's own tensor.
 
     Anything beyond `sizes` in the rank's tensor is padding: it is zero, has gradient zero, and stays zero.
-    If several equal matrices are packed in one, below each other, the rank has this box of each of them.
+    If several equal matrices are packed in one, one after the other in dimension `along`, the rank has this
+    box of each of them.
     """
 
     shape: tuple[int, ...]  # of the whole tensor
     offsets: tuple[int, ...]  # where the box begins in it
     sizes: tuple[int, ...]  # of the box
     packed: int = 1  # the number of packed matrices
+    along: int = 0  # the dimension in which they lie one after the other
 
     def boxes(self) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
         """For each packed matrix, where the rank's box begins in its own tensor, and in the whole one."""
-        step, zeros = self.shape[0] // self.packed, (0,) * (len(self.shape) - 1)
+        step = self.shape[self.along] // self.packed
         for index in range(self.packed):
-            yield (index * self.sizes[0], *zeros), (index * step + self.offsets[0], *self.offsets[1:])
+            own, whole = [0] * len(self.shape), [*self.offsets]
+            own[self.along] = index * self.sizes[self.along]
+            whole[self.along] += index * step
+            yield tuple(own), tuple(whole)
+
+    def transposed(self) -> Cut:
+        """The same cut of the transposed matrix."""
+        turned = (tuple(reversed(each)) for each in (self.shape, self.offsets, self.sizes))
+        return Cut(*turned, self.packed, len(self.shape) - 1 - self.along)
 
     def take(self, whole: Tensor) -> Tensor:
         """The rank's part of the whole tensor, without padding; a view if nothing is packed."""
         found = [narrowed(whole, offsets, self.sizes) for _, offsets in self.boxes()]
-        return found[0] if self.packed == 1 else torch.cat(found)
+        return found[0] if self.packed == 1 else torch.cat(found, self.along)
 
     def put(self, own: Tensor, whole: Tensor) -> None:
         """Copy the rank's part to where it lies in the whole tensor."""
@@ -56,10 +66,21 @@ class TensorParallel(nn.Module, ABC):
 
     group: Group  # the ranks that share the parameters; None for all
     sequence_parallel: bool  # whether each rank has only a share of the sequence outside the cut layers
+    transposed = False  # whether the weight is that of a Conv1D, (in, out)
 
     @abstractmethod
     def cuts(self) -> dict[str, Cut]:
         """Return the `Cut` of each of the module's own parameters that is cut."""
+
+    def turned(self, cut: Cut) -> Cut:
+        """The cut of the weight as it is stored, from that of a Linear's weight."""
+        return cut.transposed() if self.transposed else cut
+
+    @property
+    def matrix(self) -> Tensor:
+        """The weight as a Linear has it, (out, in); a view."""
+        weight: Tensor = self.weight  # type: ignore[assignment]
+        return weight.t() if self.transposed else weight
 
 
 def cuts(module: nn.Module) -> dict[str, Cut]:
@@ -68,12 +89,14 @@ def cuts(module: nn.Module) -> dict[str, Cut]:
     The other parameters are whole on every rank, and so are their gradients after a backward pass. A tied
     parameter appears under each of its names.
     """
-    found = {}
-    for prefix, part in module.named_modules(remove_duplicate=False):
-        if isinstance(part, TensorParallel):
-            for name, cut in part.cuts().items():
-                found[f"{prefix}.{name}" if prefix else name] = cut
-    return found
+    found = {
+        part._parameters[name]: cut
+        for part in module.modules()
+        if isinstance(part, TensorParallel)
+        for name, cut in part.cuts().items()
+    }
+    named = module.named_parameters(remove_duplicate=False)
+    return {name: found[parameter] for name, parameter in named if parameter in found}
 
 
 def share(size: int, group: Group = None, unit: int = 1, what: str = "the tensor") -> range:
@@ -104,8 +127,23 @@ def sizes_of(size: int, ranks: int) -> list[int]:
     return [len(share_of(size, rank, ranks)) for rank in range(ranks)]
 
 
+def is_conv1d(module: object) -> bool:
+    """Whether a layer is GPT-2's linear layer of transformers, whose weight is (in, out)."""
+    kind = type(module)
+    return (kind.__module__, kind.__qualname__) == ("transformers.pytorch_utils", "Conv1D")
+
+
+def linear_sizes(linear: nn.Module) -> tuple[int, int]:
+    """How many inputs and outputs a linear layer has; TypeError if it is none."""
+    check_linear(linear)
+    inputs, outputs = linear.weight.shape if is_conv1d(linear) else reversed(linear.weight.shape)
+    return inputs, outputs
+
+
 def check_linear(linear: object) -> None:
-    """Raise TypeError if a layer does not compute what `torch.nn.Linear` does."""
+    """Raise TypeError if a layer computes neither what `torch.nn.Linear` does, nor GPT-2's Conv1D."""
+    if is_conv1d(linear):
+        return
     if not isinstance(linear, nn.Linear) or type(linear).forward is not nn.Linear.forward:
         raise TypeError(f"a {type(linear).__name__} cannot be cut between ranks; give a torch.nn.Linear")
     if isinstance(linear, nn.modules.linear.NonDynamicallyQuantizableLinear):

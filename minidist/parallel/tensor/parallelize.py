@@ -44,6 +44,7 @@ from torch import Tensor, nn
 from minidist.comm.work import Group, ranks_of
 from minidist.parallel.tensor.column_parallel import ColumnParallelLinear, SharedInput
 from minidist.parallel.tensor.cuts import TensorParallel, send_whole
+from minidist.parallel.tensor.own_heads import work_on_own_heads
 from minidist.parallel.tensor.row_parallel import RowParallelLinear
 from minidist.parallel.tensor.sequence_parallel import (
     on_own_tokens,
@@ -113,8 +114,15 @@ def parallelize(
         for name, child in parent._modules.items():
             if child in made:
                 parent._modules[name] = made[child]
+        for name, parameter in parent._parameters.items():
+            if parameter in parameters:  # another name of a cut parameter
+                parent._parameters[name] = parameters[parameter]
     for part in parts.values():
-        if part.style == "random":
+        if part.style == "attention":
+            work_on_own_heads(part.module, group)
+        elif part.style == "per_head":
+            wrap(part.module, on_own_tokens, group)
+        elif part.style == "random":
             wrap(part.module, with_own_random_numbers, group)
         elif part.style in _WRAPPERS and sequence_parallel:
             wrap(part.module, _WRAPPERS[part.style], group)
@@ -146,7 +154,6 @@ def _cut(part: StyledModule, group: Group, sequence_parallel: bool, overlap: boo
     try:
         if isinstance(module, nn.Embedding):
             return VocabParallelEmbedding.from_embedding(module, group, sequence_parallel)
-        assert isinstance(module, nn.Linear)
         if style in ROWS:
             return RowParallelLinear.from_linear(
                 module, style == "row", group, sequence_parallel, unit=part.unit

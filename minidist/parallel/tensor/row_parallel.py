@@ -18,7 +18,8 @@ from minidist.parallel.tensor.cuts import (
     Cut,
     Device,
     TensorParallel,
-    check_linear,
+    is_conv1d,
+    linear_sizes,
     part_of,
     send_whole,
     share,
@@ -76,7 +77,7 @@ class RowParallelLinear(TensorParallel):
     @classmethod
     def from_linear(
         cls,
-        linear: nn.Linear,
+        linear: nn.Module,
         input_is_parallel: bool = True,
         group: Group = None,
         sequence_parallel: bool = False,
@@ -84,13 +85,13 @@ class RowParallelLinear(TensorParallel):
         unit: int = 1,
     ) -> RowParallelLinear:
         """Keep this rank's part of a layer; see `ColumnParallelLinear.from_linear`."""
-        check_linear(linear)
-        sizes = (linear.in_features, linear.out_features, False)
+        sizes = (*linear_sizes(linear), False)
         layer = cls(*sizes, input_is_parallel, group, sequence_parallel, unit=unit, device="meta")
+        layer.transposed = is_conv1d(linear)
         layer._take(linear)
         return layer.train(linear.training)
 
-    def _take(self, whole: nn.Linear) -> None:
+    def _take(self, whole: nn.Module) -> None:
         bias = (self.out_features,)
         self.weight = part_of(whole.weight, self.cuts()["weight"])
         self.bias = None if whole.bias is None else part_of(whole.bias, Cut(bias, (0,), bias))
@@ -100,7 +101,7 @@ class RowParallelLinear(TensorParallel):
         """Return the sum over the ranks, plus the bias."""
         if not self.input_is_parallel:
             x = split_to_ranks(x, -1, self.group)
-        y = functional.linear(x, self.weight)
+        y = functional.linear(x, self.matrix)
         bias: Tensor | None = self.bias
         if not self.sequence_parallel:
             y = reduce_from_ranks(y, self.group)
@@ -113,7 +114,7 @@ class RowParallelLinear(TensorParallel):
     def cuts(self) -> dict[str, Cut]:
         """The weight is cut by columns."""
         shape = (self.out_features, self.in_features)
-        return {"weight": Cut(shape, (0, self.own.start), (self.out_features, len(self.own)))}
+        return {"weight": self.turned(Cut(shape, (0, self.own.start), (self.out_features, len(self.own))))}
 
     def extra_repr(self) -> str:
         """The text between the brackets of print(layer)."""

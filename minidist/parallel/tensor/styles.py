@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from minidist._names import fits, fits_none, unknown
-from minidist.parallel.tensor.cuts import TensorParallel, check_linear
+from minidist.parallel.tensor.cuts import TensorParallel, linear_sizes
 from minidist.parallel.tensor.vocabulary import check_embedding
 
 STYLES = (
@@ -27,8 +27,12 @@ STYLES = (
     "sequence",
     "split",
     "random",
+    "attention",
+    "per_head",
 )
 ROWS = ("row", "row_split")
+HEAD_SIZES = ("head_size", "head_dim", "attention_head_size")
+"""The attributes by which an attention module has the features of one head."""
 
 
 @dataclass
@@ -44,15 +48,15 @@ class StyledModule:
     @property
     def dimension(self) -> int | None:
         """The dimension in which the weight is cut; None if it stays whole."""
-        if self.style in ("sequence", "split", "random"):
+        if self.style in ("sequence", "split", "random", "attention", "per_head"):
             return None
         return 1 if self.style in ROWS else 0
 
     @property
     def size(self) -> int:
         """The size in the dimension that is cut, of the weight or of each matrix packed in it."""
-        assert isinstance(self.module, nn.Linear)
-        return self.module.in_features if self.dimension else self.module.out_features // self.packed
+        inputs, outputs = linear_sizes(self.module)
+        return inputs if self.dimension else outputs // self.packed
 
     @property
     def parent(self) -> str:
@@ -114,9 +118,7 @@ def _check_kind(part: StyledModule) -> None:
         if part.style == "vocabulary" and isinstance(part.module, nn.Embedding):
             check_embedding(part.module)
         else:
-            check_linear(part.module)
-            assert isinstance(part.module, nn.Linear)
-            outputs = part.module.out_features
+            _, outputs = linear_sizes(part.module)
             if outputs % part.packed:
                 raise ValueError(f"{part.packed} equal matrices have no {outputs} outputs; give a divisor")
     except (TypeError, ValueError) as error:
@@ -144,7 +146,11 @@ def _hooks(module: nn.Module) -> str:
 
 
 def check_ties(module: nn.Module, parts: Mapping[str, StyledModule]) -> None:
-    """Raise ValueError if a tied parameter is not cut alike under each of its names."""
+    """Raise ValueError if a tied parameter is not cut alike under each of its names.
+
+    A module around a cut layer may have another name for the layer's parameter, as BERT has for the bias of
+    its logits.
+    """
     by_module = {part.module: part for part in parts.values()}  # a module may have several names, too
     cut: dict[Tensor, tuple[str, tuple[int, int] | None]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -154,7 +160,8 @@ def check_ties(module: nn.Module, parts: Mapping[str, StyledModule]) -> None:
         if last == "bias" and alike == (1, 1):
             alike = None
         other, before = cut.setdefault(parameter, (name, alike))
-        if before != alike:
+        above, below = sorted((owner, other.rpartition(".")[0]), key=len)
+        if before != alike and not below.startswith(f"{above}."):
             raise ValueError(
                 f"{other} and {name} are one parameter, and the plan does not cut both alike; give both a "
                 "style that cuts the same dimension, or none"
@@ -166,7 +173,7 @@ def check_sequence(module: nn.Module, parts: Mapping[str, StyledModule]) -> None
     for name, _ in module.named_parameters():
         owner = name.rpartition(".")[0]
         above = [".".join(owner.split(".")[:end]) for end in range(1, owner.count(".") + 2)]
-        if not any(each in parts and parts[each].style != "random" for each in above):
+        if not any(each in parts and parts[each].style not in ("random", "attention") for each in above):
             raise ValueError(
                 f"the plan does not name {owner or 'the module itself'}, whose gradients would cover only a "
                 "share of the sequence; give it a style, such as 'sequence', or leave out sequence_parallel"
@@ -188,12 +195,12 @@ def cut_between_heads(
     """
     by_parent: dict[str, list[StyledModule]] = {}
     for part in parts.values():
-        if isinstance(part.module, nn.Linear) and part.style in ("column", "row"):
+        if part.style in ("column", "row"):
             by_parent.setdefault(part.parent, []).append(part)
     for parent, siblings in by_parent.items():
         above = module.get_submodule(parent)
-        head = getattr(above, "head_size", getattr(above, "head_dim", None))
-        if not isinstance(head, int):
+        head = next((x for name in HEAD_SIZES if isinstance(x := getattr(above, name, None), int)), None)
+        if head is None:
             continue
         joined = [[parts[name] for name in names] for names in together if parts[names[0]].parent == parent]
         units: dict[int, int] = {}
