@@ -27,6 +27,11 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+import numpy
+
+# NumPy 2.5 has it no more, and numba-cuda 0.30 asks for it as it is imported.
+vars(numpy).setdefault("row_stack", numpy.vstack)
+
 if TYPE_CHECKING:
     from .rung import CudaRung
 

@@ -183,6 +183,8 @@ def library(name: str, found: Any) -> MachinePart:
     """One of CUDA's compiler libraries, which come as wheels and do not need a GPU."""
     title = name if name == "nvJitLink" else name.upper()
     if isinstance(found, str):
+        if name == "nvvm" and ", " in found:  # with its version
+            return MachinePart(title, True, found)
         version = machine.version(f"nvidia-{name.lower()}") or machine.version(f"nvidia-cuda-{name.lower()}")
         return MachinePart(title, True, f"{version}, from {found}" if version else f"from {found}")
     cost = "kernels for a GPU can't be compiled, not even to read their code"

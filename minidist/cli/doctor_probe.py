@@ -67,7 +67,13 @@ def numba_cuda() -> str:
 
 
 def library(name: str) -> str:
-    """Where one of CUDA's compiler libraries was found."""
+    """Where one of CUDA's compiler libraries was found; for NVVM, which of several and why."""
+    if name == "nvvm":
+        from minidist.kernels.cuda.runtime import nvvm
+
+        chosen = nvvm.load()
+        if chosen is not None:
+            return f"{chosen.version} in {chosen.path.parent}, {chosen.reason}"
     return str(importlib.import_module("cuda.pathfinder").load_nvidia_dynamic_lib(name).found_via)
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
-from . import kernel_cache
+from . import kernel_cache, nvvm
 from .assembler_report import Report, parse
 from .device import capability, require_compiler
 
@@ -150,7 +150,8 @@ def _assumed_device(cc: tuple[int, int]) -> Iterator[None]:
 @functools.cache
 def _versions() -> tuple[str, ...]:
     """Return the versions and settings that the code depends on; they are part of its key on disk."""
-    found = []
+    chosen = nvvm.load()  # of a toolkit, maybe
+    found = [f"NVVM {chosen.version}"] if chosen else []
     for package in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found.append(f"{package} {importlib.metadata.version(package)}")

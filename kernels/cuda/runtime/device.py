@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.metadata
 import importlib.util
 import os
 import re
 from typing import Any, Literal
+
+from . import nvvm
 
 Backend = Literal["gpu", "emulator", "simulator"]
 BACKENDS = ("gpu", "emulator", "simulator")
@@ -100,21 +101,13 @@ def require_toolkit() -> None:
     """Raise ImportError, with the command that helps, if the compiler packages are missing or broken."""
     if importlib.util.find_spec("numba_cuda") is None:
         raise ImportError(f"the CUDA ladder needs numba-cuda, which is not installed: {INSTALL}")
-    if version("numba-cuda") < (0, 31) and version("numpy") >= (2, 5):  # which has no `row_stack` any more
-        compiler, arrays = map(importlib.metadata.version, ("numba-cuda", "numpy"))
-        raise ImportError(f"numba-cuda {compiler} does not work with NumPy {arrays}: pip install 'numpy<2.5'")
-
-
-def version(package: str) -> tuple[int, int]:
-    """Return the first two numbers of an installed package's version."""
-    major, minor, *_ = importlib.metadata.version(package).split(".")
-    return int(major), int(minor)
 
 
 @functools.cache
 def require_compiler() -> None:
-    """Raise ImportError if NVVM, NVRTC or nvJitLink are missing; these wheels need no GPU."""
+    """Raise ImportError if NVVM, NVRTC or nvJitLink are missing or do not fit; these need no GPU."""
     require_toolkit()
+    nvvm.load()
     pathfinder: Any = importlib.import_module("cuda.pathfinder")
     for name in ("nvvm", "nvrtc", "nvJitLink"):
         try:
