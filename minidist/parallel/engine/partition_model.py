@@ -2,7 +2,8 @@
 
 Every rank builds the whole model, possibly on the meta device, and rank 0's weights go to all. Then context
 parallelism makes attention and positions work on the rank's tokens, tensor parallelism cuts matrices, and a
-pipeline removes the layers of other stages. Names stay those of the whole model.
+pipeline removes the layers of other stages, and the parameters that only they need. Names stay those of the
+whole model.
 
 Source: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using
 Megatron-LM", section 3, on combining the three.
@@ -10,7 +11,7 @@ Megatron-LM", section 3, on combining the three.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +27,9 @@ from minidist.parallel.engine.parameter_placement import Placement, Whole
 from minidist.parallel.engine.step_executor import RankModel, Tied
 from minidist.parallel.flat.joined_messages import broadcast_together, require_same
 from minidist.parallel.pipeline.layer_by_layer import cut
-from minidist.parallel.pipeline.layer_chain import check_layers
+from minidist.parallel.pipeline.layer_chain import find_chain
+from minidist.parallel.pipeline.layer_trace import LayerTrace
+from minidist.parallel.pipeline.model_stage import ModelStage, drop_parameters
 from minidist.parallel.sharding.elementwise_optimizers import is_elementwise
 from minidist.parallel.tensor.cuts import cuts
 from minidist.parallel.tensor.parallelize import parallelize
@@ -59,6 +62,8 @@ def partition_model(
     mesh: Mesh,
     plan: Mapping[str, str] | None = None,
     initialize: Initialize | None = None,
+    layers: str | None = None,
+    example: Any = None,
 ) -> RankModel:
     """Reduce `model` in place to this rank's part; a collective.
 
@@ -66,13 +71,14 @@ def partition_model(
     strategies send over dp and cp, rank 0's weights reach all ranks. Tensors on the meta device get memory
     and values after the model is cut (meta_device.py).
 
-    plan: how tp cuts each module; None for `plan_for(model)`. A ValueError names the axis by which the model
-    cannot be partitioned.
+    plan: how tp cuts each module; None for `plan_for(model)`. layers, example: for `find_chain`. A ValueError
+    names the axis by which the model cannot be partitioned.
     """
     if plan is not None and layout.tp == 1:
         raise ValueError("plan is given and the layout has tp=1, which cuts nothing; leave one of them out")
-    if layout.pp > 1:
-        check_layers(model, layout)
+    if layout.pp == 1 and layers is not None:
+        raise ValueError(f"layers is {layers!r} and the layout has pp=1, which cuts none; leave it out")
+    trace = find_chain(model, layout, layers, example) if layout.pp > 1 else None
     skeleton = None
     if layout.tp * layout.pp > 1:
         state = [*model.named_parameters(), *model.named_buffers()]
@@ -91,42 +97,81 @@ def partition_model(
             model, plan_for(model) if plan is None else plan, mesh.group("tp"), layout.sequence_parallel
         )
     vocabulary = vocabulary_of(model)
-    stages, stage_of = _take_layers(model, layout, mesh.rank("pp"), whole) if layout.pp > 1 else ((), {})
+    stages: tuple[nn.Module, ...] = ()
+    held_by: dict[str, list[int]] = {}
+    if layout.pp > 1:
+        stages, held_by = _take_layers(model, layout, mesh.rank("pp"), whole, trace)
+    stage_of = {name: found[0] for name, found in held_by.items()}
     placement = Placement(mesh, whole, model, cuts(model), stage_of)
     if skeleton is not None:
         skeleton.fill(model, placement.cuts)
         placement.device = skeleton.device
-    return RankModel(
-        model, mesh, placement, share, stages, _tied(model, whole, stage_of, mesh.rank("pp")), vocabulary
-    )
+    own = mesh.rank("pp")
+    drop_parameters(model, _unneeded(model, held_by, own), placement.device)
+    return RankModel(model, mesh, placement, share, stages, _tied(whole, held_by, own), vocabulary)
 
 
 def _take_layers(
-    model: nn.Module, layout: Layout, own: int, whole: Whole
-) -> tuple[tuple[nn.Module, ...], dict[str, int]]:
-    """Keep only this stage's layers; returns them chunk by chunk, and the stage of each tensor by name."""
-    layers: Any = model.layers
-    parts = layout.pp * layout.chunks
-    number_of = {name: number for number, name in enumerate(layers._modules)}
+    model: nn.Module, layout: Layout, own: int, whole: Whole, trace: LayerTrace | None
+) -> tuple[tuple[nn.Module, ...], dict[str, list[int]]]:
+    """Keep only this stage's layers; returns them chunk by chunk, and the stages of each tensor by name."""
+    list_name = "layers" if trace is None else trace.name
+    layers: Any = model.get_submodule(list_name)
+    needed_by = _needed_by(whole, trace, list_name, [*layers._modules])
     # With the sizes of whole layers, the cut is the same on all ranks that share a layer.
     sizes = [0] * len(layers)
-    for name in whole.first:
-        sizes[number_of[name.split(".")[1]]] += whole.tensors[name].numel()
-    found = cut([*layers], parts, weights=sizes)
+    for name, first in whole.first.items():
+        if name == first or name.startswith(f"{list_name}."):
+            for number in needed_by[name]:
+                sizes[number] += whole.tensors[name].numel()
+    found = cut([*layers], layout.pp * layout.chunks, weights=sizes)
     stage_of_layer = {i: part % layout.pp for part, layers_of in enumerate(found) for i in layers_of}
     mine = [layers_of for part, layers_of in enumerate(found) if part % layout.pp == own]
-    stages = tuple(nn.Sequential(*(layers[i] for i in layers_of)) for layers_of in mine)
+    stages: tuple[nn.Module, ...]
+    if trace is None:
+        stages = tuple(nn.Sequential(*(layers[i] for i in layers_of)) for layers_of in mine)
+    else:
+        stages = tuple(ModelStage(model, trace, layers_of) for layers_of in mine)
     for i, stage in stage_of_layer.items():
         if stage != own:
             layers[i] = RemoteLayer(stage)
-    return stages, {name: stage_of_layer[number_of[name.split(".")[1]]] for name in whole.tensors}
+    held_by = {name: sorted({stage_of_layer[i] for i in numbers}) for name, numbers in needed_by.items()}
+    return stages, held_by
 
 
-def _tied(model: nn.Module, whole: Whole, stage_of: Mapping[str, int], own: int) -> tuple[Tied, ...]:
-    """The trained parameters that have names on several stages, in the same order on all ranks."""
+def _needed_by(
+    whole: Whole, trace: LayerTrace | None, list_name: str, keys: Sequence[str]
+) -> dict[str, Collection[int]]:
+    """For each tensor, by name, the layers whose stages need it; with the first goes what runs before it."""
+    numbers, last = {f"{list_name}.{key}": number for number, key in enumerate(keys)}, len(keys) - 1
+    needed_by: dict[str, Collection[int]] = {}
+    for name in whole.tensors:
+        layer = ".".join(name.split(".")[: list_name.count(".") + 2])
+        if layer in numbers:
+            needed_by[name] = [numbers[layer]]
+        elif name not in whole.first:
+            needed_by[name] = range(len(keys))  # a buffer
+        else:
+            assert trace is not None  # since a chain has nothing else
+            first = whole.first[name]
+            found = {number for number, each in enumerate(trace.calls) if first in each.beside}
+            found |= {last} if first in trace.after else set()
+            needed_by[name] = found | {0} if first in trace.before or not found else found
+    return needed_by
+
+
+def _unneeded(model: nn.Module, held_by: Mapping[str, Sequence[int]], own: int) -> list[str]:
+    """The names of the parameters that only other stages need."""
+    names = (name for name, _ in model.named_parameters(remove_duplicate=False))
+    return [name for name in names if held_by and own not in held_by[name]]
+
+
+def _tied(whole: Whole, held_by: Mapping[str, Sequence[int]], own: int) -> tuple[Tied, ...]:
+    """The trained parameters that several stages hold, in the same order on all ranks."""
     stages: dict[str, dict[int, str]] = {}
     for name, first in whole.first.items():
-        stages.setdefault(first, {}).setdefault(stage_of.get(name, 0), name)
+        for stage in held_by.get(name, [0]):
+            stages.setdefault(first, {}).setdefault(stage, name)
     return tuple(
         Tied(names.get(own), tuple(sorted(names)))
         for first, names in stages.items()

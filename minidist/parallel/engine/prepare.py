@@ -39,6 +39,8 @@ def prepare(
     initialize: Callable[[nn.Module], object] | None = None,
     check_plan: bool = True,
     batch_norm: str | None = None,
+    layers: str | None = None,
+    example: Any = None,
 ) -> Engine:
     """An engine that trains `model` on the ranks of `layout`. Every rank of the world calls it.
 
@@ -54,7 +56,7 @@ def prepare(
     |---|---|
     | dp | nothing; each rank has its own rows |
     | tp | a plan of matrices to cut; GPT and MLP have one |
-    | pp | a model that is a chain `model.layers`, each from tensor to tensor (pipeline/layer_chain.py) |
+    | pp | a list of layers that `forward` calls one after the other (pipeline/layer_chain.py) |
     | cp | attention with an attribute `attend`, as in GPT; inputs and targets (B, T) |
 
     Ranks that differ only in tp, pp or cp pass the same rows. All axes can be combined, with ZeRO stage 1
@@ -94,6 +96,12 @@ def prepare(
         batch_norm: "synchronized" to take the statistics of each BatchNorm over the rows of all ranks, as one
             process does. None for those of each rank's rows: the training is then another one, and the ranks'
             running statistics are averaged before they are evaluated or exported (training/batch_norm.py).
+        layers: for pp, the name of the list to cut, such as "model.layers" or "transformer.h"; None for the
+            model's only one.
+        example: for pp, a batch of at least one row, as the model takes it: the model runs on it once,
+            without memory, to find what it computes before and after its layers. None if the model is
+            nothing but the chain of its `layers`, or brings `dummy_inputs`, as transformers' language models
+            do.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -110,7 +118,7 @@ def prepare(
         fully_shard = {**(fully_shard or {}), "initialize": initialize}
     # Before any other collective: ranks with other layouts would wait in other ones.
     secondary = (fully_shard or {}).get("secondary")
-    others = {"clip_norm": clip_norm, "secondary": secondary, "batch_norm": batch_norm}
+    others = {"clip_norm": clip_norm, "secondary": secondary, "batch_norm": batch_norm, "layers": layers}
     require_alike("md.prepare", {**vars(layout), **others}, None)
     mesh = Mesh(pp=layout.pp, dp=layout.dp, cp=layout.cp, tp=layout.tp)
     precision = Precision(layout.precision, loss_scale)
@@ -125,7 +133,7 @@ def prepare(
         ):
             checked_plan = PlanCheck(model, plan, layout)
         exact = precision.convert(model)
-        part = partition_model(model, layout, mesh, plan, initialize)
+        part = partition_model(model, layout, mesh, plan, initialize, layers, example)
         if batch_norm is not None:
             synchronize(model, mesh.duplicate("dp_cp"))  # gradients travel at the same time
         if layout.recompute:

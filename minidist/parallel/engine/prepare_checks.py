@@ -156,11 +156,7 @@ def put_back_on_error(model: nn.Module, converts: bool) -> Iterator[None]:
     """
     parts = [*model.modules()]
     own = [(part.__dict__, {n: part.__dict__[n] for n in REPLACED if n in part.__dict__}) for part in parts]
-    held = [(now, dict(now)) for part in parts for now in (part._modules, part._buffers)]
-    meta = [
-        (p._parameters, {n: v for n, v in p._parameters.items() if v is not None and v.is_meta})
-        for p in parts
-    ]
+    held = [(now, dict(now)) for part in parts for now in (part._modules, part._buffers, part._parameters)]
     values = [(p, p.data, p.grad) for p in model.parameters()] if converts else []
     try:
         yield
@@ -171,8 +167,9 @@ def put_back_on_error(model: nn.Module, converts: bool) -> Iterator[None]:
             attributes.update(had)
         for now, before in held:
             now.update(before)  # type: ignore[arg-type]
-        for parameters, before_memory in meta:
-            parameters.update(before_memory)
+        for part in parts:
+            for name in part._parameters:
+                part.__dict__.pop(name, None)  # in the place of a parameter that a pipeline stage has dropped
         for parameter, data, grad in values:
             parameter.data, parameter.grad = data, grad
         release(parameter for parameter in model.parameters() if parameter.requires_grad)

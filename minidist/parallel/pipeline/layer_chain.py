@@ -1,4 +1,7 @@
-"""Check that a model is the chain of its layers, since a pipeline runs the layers alone.
+"""Find the layers at which a pipeline can cut a model.
+
+The simplest model is the chain of its `layers`: a pipeline then runs the layers alone. Any other model is
+traced on an example (layer_trace.py), and each stage runs the model's own `forward` (model_stage.py).
 
 `model.forward` may do more than call one layer after the other: apply a function between two layers, skip
 one, or call one twice. A pipeline would then silently train another model. So `forward` is called once with
@@ -14,8 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from minidist._names import unknown
 from minidist.parallel.contract.layout import Layout
+from minidist.parallel.pipeline.layer_trace import BrokenChain, LayerTrace, trace_layers
 
+LISTS = nn.ModuleList, nn.Sequential
 CALL = "_compiled_call_impl"
 """The attribute that a module's call looks for first, before hooks."""
 
@@ -31,6 +37,81 @@ class _Passed:
         self.what = what
 
 
+def find_chain(model: nn.Module, layout: Layout, layers: str | None, example: Any) -> LayerTrace | None:
+    """How the model calls the layers of a list; None if it is the chain of its `layers` and nothing else.
+
+    layers: the list's name; None to find it. example: a batch as the model takes it; None for the model's
+    `dummy_inputs`, which transformers' language models have.
+
+    Raises:
+        ValueError: no such list, too few layers, no example, or a model that does not call the layers one
+            after the other.
+    """
+    try:
+        if layers in (None, "layers"):
+            check_layers(model, layout)
+            return None
+    except ValueError as error:
+        simple: ValueError | None = error
+    else:
+        simple = None
+    if example is None and getattr(model, "main_input_name", "") == "input_ids":
+        example = getattr(model, "dummy_inputs", None)
+    if example is None and layers is None and simple is not None:
+        raise ValueError(
+            f"{simple}; or give example=, a batch with which the model runs once, to find what it computes "
+            "before and after its layers"
+        ) from None
+    name = _list_of(model, layers)
+    if example is None:
+        raise ValueError(
+            f"layers is {name!r}, and a {type(model).__name__} has to run once to find what it computes "
+            "before and after them; give example=, a batch of one row or more, as the model takes it"
+        )
+    _check_parts(layout, len(model.get_submodule(name)))  # type: ignore[arg-type]
+    try:
+        return trace_layers(model, name, example)
+    except BrokenChain as problem:
+        raise ValueError(
+            f"pp is {layout.pp}, and a {type(model).__name__} cannot be cut between its {name}, which have "
+            f"to be called in order, each with what the one before gave: {problem}; name another list with "
+            "layers=, or use dp or tp"
+        ) from problem
+
+
+def _list_of(model: nn.Module, name: str | None) -> str:
+    """The name of the list of layers; ValueError if there is no such one, or several that it could be."""
+    lists = {each: part for each, part in model.named_modules() if each and isinstance(part, LISTS)}
+    if name is not None:
+        if name not in lists:
+            raise (
+                unknown("list of layers", name, lists)
+                if lists
+                else ValueError(
+                    f"layers is {name!r}, and a {type(model).__name__} has no nn.ModuleList or nn.Sequential"
+                )
+            )
+        return name
+    outer = [each for each in lists if not any(each.startswith(f"{other}.") for other in lists)]
+    found = [each for each in outer if isinstance(lists[each], nn.ModuleList)] or outer
+    if len(found) != 1:
+        raise ValueError(
+            f"a {type(model).__name__} has {len(found)} lists of layers{': ' if found else ''}"
+            f"{', '.join(found)}; name the one to cut, such as layers='model.layers'"
+        )
+    return str(found[0])
+
+
+def _check_parts(layout: Layout, layers: int) -> None:
+    """ValueError if there are fewer layers than parts of the pipeline."""
+    parts = layout.pp * layout.chunks
+    if parts > layers:
+        raise ValueError(
+            f"pp is {layout.pp} with chunks={layout.chunks}, {parts} parts, and the model has {layers} "
+            f"layers; give each part at least one"
+        )
+
+
 def check_layers(model: nn.Module, layout: Layout) -> None:
     """ValueError if a pipeline cannot cut the model into its stages, or the model is more than its layers."""
     layers = _layers_of(model, f"pp is {layout.pp}, and ")
@@ -40,12 +121,7 @@ def check_layers(model: nn.Module, layout: Layout) -> None:
             f"pp is {layout.pp}, and the model's {outside[0]} is in none of its `layers`; a pipeline's "
             "stages have layers alone: move it into one, or use dp or tp"
         )
-    parts = layout.pp * layout.chunks
-    if parts > len(layers):
-        raise ValueError(
-            f"pp is {layout.pp} with chunks={layout.chunks}, {parts} parts, and the model has {len(layers)} "
-            f"layers; give each part at least one"
-        )
+    _check_parts(layout, len(layers))
     require_chain(model)
 
 
@@ -71,7 +147,7 @@ def require_chain(model: nn.Module) -> None:
 
 def _layers_of(model: nn.Module, reason: str = "") -> nn.ModuleList | nn.Sequential:
     layers = getattr(model, "layers", None)
-    if not isinstance(layers, nn.ModuleList | nn.Sequential):
+    if not isinstance(layers, LISTS):
         raise ValueError(
             f"{reason}a {type(model).__name__} has no `layers`, an nn.ModuleList of functions from tensor to "
             "tensor, that a pipeline could cut; give it one, or use dp or tp"

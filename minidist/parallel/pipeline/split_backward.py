@@ -12,7 +12,7 @@ Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
@@ -85,6 +85,31 @@ class SplitBackward:
         for weight, gradient in self._ready:
             torch.autograd.backward([weight], [gradient])
         self._notes, self._ready, self._whole = [], [], None
+
+
+def split_backward(
+    pairs: Sequence[tuple[GradientEdge, Tensor | None]], xs: Sequence[Tensor], at_once: bool
+) -> tuple[SplitBackward, list[Tensor | None]]:
+    """Run the first part; returns the inputs' gradients, and the object that runs the second part.
+
+    pairs: the edge of each output of the stage, with its gradient. xs: the stage's inputs. With several
+    outputs or inputs, all gradients are computed in the first part.
+    """
+    if len(pairs) == 1 and len(xs) < 2:
+        root, gradient = pairs[0]
+        split = SplitBackward(root, xs[0] if xs else None, at_once)
+        found = split.input_gradient(gradient)
+        return split, [found for _ in xs]
+    known: dict[Node, list[Tensor]] = {}
+    inputs = {id(x) for x in xs}
+    leaves = {id(leaf): leaf for root, _ in pairs for leaf in _leaves(root.node, known)}
+    weights = [leaf for each, leaf in leaves.items() if each not in inputs]
+    roots, gradients = zip(*pairs, strict=True)
+    all_found = torch.autograd.grad(roots, [*xs, *weights], gradients, allow_unused=True)
+    split = SplitBackward(roots[0], None)
+    ready = zip(weights, all_found[len(xs) :], strict=True)
+    split._ready = [(weight, gradient) for weight, gradient in ready if gradient is not None]
+    return split, [*all_found[: len(xs)]]
 
 
 def _trunk(root: Node, x: Node) -> dict[Node, None]:

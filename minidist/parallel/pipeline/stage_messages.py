@@ -2,9 +2,10 @@
 
 `broadcast_loss` sends the loss from the last rank, which computes it, to the other ranks.
 
-A receiver has to know the shape and dtype of what it will get. The first time that a stage sends its output
-for a micro-batch of some shape, it sends that form first, and both sides remember it. From then on receives
-are posted before they are needed, so that messages arrive while the rank computes.
+A stage's output is one tensor or several, such as a hidden state and a mask; gradients come back for the
+floating-point ones. A receiver has to know the shapes and dtypes of what it will get. The first time that a
+stage sends its output for a micro-batch of some shape, it sends that form first, and both sides remember it.
+From then on receives are posted before they are needed, so that messages arrive while the rank computes.
 """
 
 from __future__ import annotations
@@ -18,17 +19,15 @@ import torch
 from torch import Tensor
 
 from minidist import comm
-from minidist.comm.failures import described
 from minidist.comm.messages import tell_failure
 from minidist.comm.transport.duplicate_group import duplicate_group
 from minidist.comm.work import Group, rank_in, ranks_of
 from minidist.parallel.pipeline.instructions import Channel, Instruction, StageMessage, message_of
 from minidist.parallel.pipeline.send_completion import CompletedSends
+from minidist.parallel.pipeline.stage_outputs import Tensors, in_words, receive_unknown, send_unknown
 
 AHEAD = 2
 """Receives that are posted at a time: while the rank waits for one, the message of the other travels."""
-DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-MOST_DIMS = 8
 FIRST_LOSS_TAG = 2**30
 """The first tag of the messages with the loss, above those of the stages. Each step uses the next one."""
 TensorForm = tuple[torch.Size, torch.dtype]
@@ -43,8 +42,8 @@ class StageMessages:
     def __init__(self, group: Group, rank: int, device: torch.device) -> None:
         self.group, self.rank, self.device = group, rank, device
         self.ranks = len(ranks_of(group))
-        self._forms: dict[Hashable, TensorForm] = {}
-        self._posted: deque[tuple[StageMessage, comm.Work]] = deque()
+        self._forms: dict[Hashable, list[TensorForm]] = {}
+        self._posted: deque[tuple[StageMessage, list[comm.Work]]] = deque()
         self._waiting: deque[Instruction] = deque()
         self._sent: dict[Instruction, list[comm.Work]] = {}
         self._completed: CompletedSends = {}
@@ -73,42 +72,41 @@ class StageMessages:
         self._waiting.extend(each for each in instructions if each.kind.startswith("recv"))
         self.post()
 
-    def send(self, instruction: Instruction, x: Tensor) -> None:
-        """Send an output or a gradient, without waiting. `x` must not change until it is received.
+    def send(self, instruction: Instruction, xs: Tensors) -> None:
+        """Send an output or a gradient, without waiting. The tensors must not change until they are received.
 
         Raises:
-            TypeError: `x` is not floating-point, or has more than 8 dimensions.
-            ValueError: it has another shape or dtype than before.
+            TypeError: a tensor has a dtype that is not sent, or more than 8 dimensions.
+            ValueError: one has another shape or dtype than before.
         """
         channel, message = message_of(instruction, self.rank, self.ranks)
-        key, form = self._key(message), (x.shape, x.dtype)
+        key, forms = self._key(message), [(x.shape, x.dtype) for x in xs]
+        lane, tag = self._lane(channel), self._tag_of(channel)
         if key not in self._forms:
-            works = send_unknown(x, channel.destination, self._lane(channel), self._tag_of(channel))
-            self._sent[instruction] = works
-            self._forms[key] = form
+            self._sent[instruction] = send_unknown(xs, channel.destination, lane, tag)
+            self._forms[key] = forms
             return
-        if self._forms[key] != form:
-            shape, dtype = self._forms[key]
+        if self._expected(channel, key) != forms:
+            before = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in self._forms[key]]
             raise ValueError(
-                f"stage {message.stage} gave {described(x)} for micro-batch {message.micro_batch} and "
-                f"{described(torch.empty(shape, dtype=dtype, device='meta'))} before, for inputs of the same "
+                f"stage {message.stage} gave {in_words(xs)} for micro-batch {message.micro_batch} and "
+                f"{in_words(before)} before, for inputs of the same "
                 "shape; a stage's output has to have one shape and dtype for each shape of its inputs"
             )
-        tag = self._tag_of(channel)
-        self._sent[instruction] = [comm.send(x, channel.destination, tag, self._lane(channel), async_op=True)]
+        self._sent[instruction] = [comm.send(x, channel.destination, tag, lane, async_op=True) for x in xs]
 
-    def receive(self, instruction: Instruction) -> Tensor:
+    def receive(self, instruction: Instruction) -> Tensors:
         """Wait for the output or the gradient that the neighbour sends."""
         channel, message = message_of(instruction, self.rank, self.ranks)
         if not self._posted:
             self._waiting.popleft()
             lane = self._lane(channel)
             received = receive_unknown(channel.source, lane, self.device, self._tag_of(channel))
-            self._forms[self._key(message)] = received.shape, received.dtype
+            self._forms[self._key(message)] = [(x.shape, x.dtype) for x in received]
         else:
-            expected, work = self._posted.popleft()
+            expected, works = self._posted.popleft()
             assert expected == message  # as the schedule's check has proved
-            received = work.wait()
+            received = [work.wait() for work in works]
         for sent in self._completed.get(instruction, ()):
             self._complete(sent)
         self.post()
@@ -130,7 +128,7 @@ class StageMessages:
         Each neighbour then fails and tells its own neighbours, so that no stage of this host waits in vain.
         """
         sent = [work for works in self._sent.values() for work in works]
-        for work in [*sent, *(work for _, work in self._posted)]:
+        for work in [*sent, *(work for _, works in self._posted for work in works)]:
             work.forget()
         self._sent.clear()
         self._posted.clear()
@@ -148,10 +146,16 @@ class StageMessages:
             if self._key(message) not in self._forms:
                 return
             self._waiting.popleft()
-            shape, dtype = self._forms[self._key(message)]
-            x = torch.empty(shape, dtype=dtype, device=self.device)
-            work = comm.recv(x, channel.source, self._tag_of(channel), self._lane(channel), async_op=True)
-            self._posted.append((message, work))
+            lane, tag, works = self._lane(channel), self._tag_of(channel), []
+            for shape, dtype in self._expected(channel, self._key(message)):
+                x = torch.empty(shape, dtype=dtype, device=self.device)
+                works.append(comm.recv(x, channel.source, tag, lane, async_op=True))
+            self._posted.append((message, works))
+
+    def _expected(self, channel: Channel, key: Hashable) -> list[TensorForm]:
+        """The forms of a message's tensors: gradients come for the floating-point ones of an output."""
+        forms = self._forms[key]
+        return [each for each in forms if channel.kind == "forward" or each[1].is_floating_point]
 
     def _lane(self, channel: Channel) -> Group:
         return self._lanes.get((channel.kind, channel.source < channel.destination), self.group)
@@ -179,25 +183,6 @@ def next_run(group: Group) -> int:
 def needs_lanes(device: torch.device) -> bool:
     """Whether each channel needs a group of its own, as with NCCL, where messages wait for each other."""
     return device.type == "cuda"
-
-
-def send_unknown(x: Tensor, destination: int, group: Group, tag: int) -> list[comm.Work]:
-    """Send a tensor whose shape and dtype the receiver does not know, which go before it in 80 bytes."""
-    if x.dtype not in DTYPES or x.dim() > MOST_DIMS:
-        raise TypeError(
-            f"a stage gave {described(x)}; between stages goes one floating-point tensor of at most "
-            f"{MOST_DIMS} dimensions"
-        )
-    header = torch.tensor([DTYPES.index(x.dtype), x.dim(), *x.shape, *[0] * (MOST_DIMS - x.dim())])
-    parts = header.to(x.device), x
-    return [comm.send(part, destination, tag, group, async_op=True) for part in parts]
-
-
-def receive_unknown(source: int, group: Group, device: torch.device, tag: int) -> Tensor:
-    """Receive a tensor that `send_unknown` sent."""
-    header = torch.empty(2 + MOST_DIMS, dtype=torch.int64, device=device)
-    dtype, dims, *sizes = comm.recv(header, source, tag, group).tolist()
-    return comm.recv(torch.empty(sizes[:dims], dtype=DTYPES[dtype], device=device), source, tag, group)
 
 
 @contextmanager

@@ -15,8 +15,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from minidist.parallel.contract.engine import Loss
 from minidist.parallel.pipeline.instructions import Instruction, stage_of
-from minidist.parallel.pipeline.split_backward import SplitBackward
+from minidist.parallel.pipeline.split_backward import SplitBackward, split_backward
 from minidist.parallel.pipeline.stage_messages import StageMessages
+from minidist.parallel.pipeline.stage_outputs import Tensors, tensors_to_send
 from minidist.parallel.training.recompute import recomputes
 
 
@@ -50,8 +51,8 @@ def changeable(x: Tensor) -> Tensor:
 class StagePass:
     """A micro-batch in a stage, between its forward and its backward pass."""
 
-    x: Tensor | None  # the stage's input, if it needs a gradient
-    root: GradientEdge | None = None  # where the backward pass begins; None if nothing is trained
+    xs: list[Tensor]  # the stage's inputs that need a gradient
+    roots: list[GradientEdge | None]  # where the backward pass begins; None for what no weight leads to
     split: SplitBackward | None = None
 
 
@@ -70,8 +71,8 @@ class StagePasses:
     weight: Callable[[int], float] | None = None  # factor on a loss before its backward pass, from its rows
     by_rows: bool = True  # whether the loss is a mean over rows; a sum is added without a factor
     live: dict[tuple[int, int], StagePass] = field(default_factory=dict)
-    arrived: dict[tuple[str, int, int], Tensor] = field(default_factory=dict)  # inputs and gradients to come
-    leaving: dict[tuple[str, int, int], Tensor] = field(default_factory=dict)  # outputs and gradients to send
+    arrived: dict[tuple[str, int, int], Tensors] = field(default_factory=dict)  # inputs and gradients to come
+    leaving: dict[tuple[str, int, int], Tensors] = field(default_factory=dict)  # outputs, gradients to send
 
     def execute(self, each: Instruction, messages: StageMessages) -> None:
         """Carry out one instruction."""
@@ -93,49 +94,51 @@ class StagePasses:
             self._backward(*which, split=kind == "input")
 
     def _forward(self, micro_batch: int, chunk: int) -> None:
-        stage = stage_of(self.rank, chunk, self.ranks)
-        if stage == 0:
-            x = self.inputs[micro_batch].to(self.device)
-        else:
-            x = self.arrived.pop(("forward", micro_batch, chunk))
+        stage, module = stage_of(self.rank, chunk, self.ranks), self.stages[chunk]
+        received = self.arrived.pop(("forward", micro_batch, chunk)) if stage else []
         train = torch.is_grad_enabled()
-        if train and stage:
-            x.requires_grad_()
-        outputs = self.stages[chunk](changeable(x))
+        xs = [x.requires_grad_() for x in received if train and x.is_floating_point()]
+        given = [changeable(x) for x in received]
+        if getattr(module, "takes_batch", False):
+            outputs = module(given, self._batch(micro_batch))
+        elif stage:
+            outputs = module(given[0] if len(given) == 1 else tuple(given))
+        else:
+            outputs = module(self._batch(micro_batch))
         if stage == self.ranks * len(self.stages) - 1:
             rows = len(self.inputs[micro_batch])
             loss = self.loss(outputs, self.targets[micro_batch].to(self.device))
             self.total += loss.detach().double() * (rows if self.by_rows else 1)
             factor = 1.0 if self.weight is None else self.weight(rows)
-            root = get_gradient_edge(loss * factor) if loss.requires_grad else None
+            roots = [get_gradient_edge(loss * factor) if loss.requires_grad else None]
         else:
-            if not isinstance(outputs, Tensor):
-                raise TypeError(
-                    f"stage {stage} gave a {type(outputs).__name__}; between stages goes one floating-point "
-                    "tensor"
-                )
-            # Keep the edge alone: then the output's memory is free once it is sent, unless a layer saved it.
-            root = get_gradient_edge(outputs) if outputs.requires_grad else None
-            self._leave("forward", micro_batch, chunk, outputs.detach())
+            sent = tensors_to_send(stage, outputs)
+            # Keep the edges alone: then an output's memory is free once it is sent, unless a layer saved it.
+            roots = [get_gradient_edge(x) if x.requires_grad else None for x in sent if x.is_floating_point()]
+            self._leave("forward", micro_batch, chunk, [x.detach() for x in sent])
         if train:
-            self.live[micro_batch, chunk] = StagePass(x if stage else None, root)
+            self.live[micro_batch, chunk] = StagePass(xs, roots)
+
+    def _batch(self, micro_batch: int) -> Tensor:
+        return self.inputs[micro_batch].to(self.device)
 
     def _backward(self, micro_batch: int, chunk: int, split: bool) -> None:
         """The whole backward pass, or with `split` its first part, after which the pass stays live."""
         one = self.live[micro_batch, chunk] if split else self.live.pop((micro_batch, chunk))
-        gradient = self.arrived.pop(("backward", micro_batch, chunk), None)
-        found = None
-        if one.root is not None and split:
-            one.split = SplitBackward(one.root, one.x, recomputes(self.stages[chunk]))
-            found = one.split.input_gradient(gradient)
-        elif one.root is not None:
-            torch.autograd.backward([one.root], [gradient])
-            found = None if one.x is None else one.x.grad
-        if one.x is not None:
-            self._leave("backward", micro_batch, chunk, torch.zeros_like(one.x) if found is None else found)
+        gradients = self.arrived.pop(("backward", micro_batch, chunk), [None])
+        pairs = [(root, g) for root, g in zip(one.roots, gradients, strict=True) if root is not None]
+        found: Sequence[Tensor | None] = [None] * len(one.xs)
+        if pairs and split:
+            one.split, found = split_backward(pairs, one.xs, recomputes(self.stages[chunk]))
+        elif pairs:
+            torch.autograd.backward([root for root, _ in pairs], [gradient for _, gradient in pairs])
+            found = [x.grad for x in one.xs]
+        if one.xs:
+            zeros = (torch.zeros_like(x) if g is None else g for x, g in zip(one.xs, found, strict=True))
+            self._leave("backward", micro_batch, chunk, [*zeros])
 
-    def _leave(self, kind: str, micro_batch: int, chunk: int, x: Tensor) -> None:
-        """Keep a tensor until it is sent, or with one rank give it to the rank's own next chunk."""
+    def _leave(self, kind: str, micro_batch: int, chunk: int, x: Tensors) -> None:
+        """Keep tensors until they are sent, or with one rank give them to the rank's own next chunk."""
         if self.ranks == 1:
             self.arrived[kind, micro_batch, chunk + (1 if kind == "forward" else -1)] = x
         else:

@@ -14,7 +14,7 @@ from minidist.parallel.context import zigzag_order
 from minidist.parallel.context.arguments import TOLD
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.pipeline.schedules import by_name
-from minidist.parallel.pipeline.stage_messages import DTYPES, MOST_DIMS
+from minidist.parallel.pipeline.stage_outputs import DTYPES, MOST_DIMS
 from minidist.scale.dry_run.fake_world import Peers
 
 

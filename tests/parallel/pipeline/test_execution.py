@@ -196,11 +196,12 @@ def gradients_of_another(patch: pytest.MonkeyPatch) -> None:
     run = StagePasses._leave
     kept: list[Tensor] = []
 
-    def wrong(self: Any, kind: str, micro_batch: int, chunk: int, x: Tensor) -> None:
+    def wrong(self: Any, kind: str, micro_batch: int, chunk: int, xs: list[Tensor]) -> None:
         if kind == "backward":
+            (x,) = xs
             kept.append(x)
-            x = kept[-2] if len(kept) > 1 and kept[-2].shape == x.shape else torch.zeros_like(x)
-        run(self, kind, micro_batch, chunk, x)
+            xs = [kept[-2] if len(kept) > 1 and kept[-2].shape == x.shape else torch.zeros_like(x)]
+        run(self, kind, micro_batch, chunk, xs)
 
     patch.setattr(StagePasses, "_leave", wrong)
 
@@ -521,7 +522,7 @@ def test_ranks_that_are_given_different_batches_do_not_wait_for_ever() -> None:
 def test_wrong_stages_are_told(cluster_of: Clusters) -> None:
     class Pair(nn.Module):
         def forward(self, x: Tensor) -> Any:
-            return x, x
+            return x, "a mask"
 
     class Growing(nn.Module):
         calls = 0

@@ -187,7 +187,7 @@ def test_what_cannot_go_to_the_next_part_is_told(cluster_of: Clusters) -> None:
         LayerByLayer(Part(wrong)).step(torch.zeros(2, 4, 4, dtype=torch.float64), torch.zeros(2))
 
     with pytest.raises(md.RankError, match="stage 0 gave a tuple; between stages goes one floating-point"):
-        cluster_of(2).run(step, lambda x: (x, x))
+        cluster_of(2).run(step, lambda x: (x, "a mask"))
     with pytest.raises(md.RankError, match="a stage gave int64"):
         cluster_of(2).run(step, lambda x: x.long())
 

@@ -1,0 +1,250 @@
+"""Find how a model's `forward` calls the layers of a list, so that a pipeline can cut the model between them.
+
+The model computes more than its layers: embeddings before them, masks beside them, a head after them. Here a
+copy of it runs once on an example. Parameters outside the layers are zeros without memory, and the layers run
+on the meta device, so a model of any size takes little time and memory. Each tensor carries its sources: the
+parameters and the layers that it was computed from. They tell which parameters a stage needs, and whether
+anything but the layers' own outputs goes from one layer to the next.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from minidist.parallel.pipeline.nested_tensors import Path, call, replaced, tensors_in
+
+Sources = frozenset[Any]
+"""Names of parameters, and indices of layers."""
+
+
+@dataclass(frozen=True)
+class Sent:
+    """In a layer's output: the tensor with this number among those that go on to the next layer."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Argument:
+    """In a layer's output: the tensor that the layer got at this path of its arguments."""
+
+    path: Path
+
+
+@dataclass
+class LayerCall:
+    """How the model calls one layer."""
+
+    arguments: dict[Path, Tensor] = field(repr=False)  # the tensors among them
+    received: dict[int, Path]  # where they have the tensors that the layer before sends, by number
+    beside: Sources  # from which its other arguments are computed
+    output: Any = None  # with `Sent`, `Argument` or None instead of tensors
+
+
+@dataclass(frozen=True)
+class LayerTrace:
+    """How a model calls the layers of a list, and which parameters outside the list are needed where."""
+
+    name: str  # of the list
+    calls: list[LayerCall]
+    before: Sources  # the parameters from which the first layer's input is computed
+    after: Sources  # the parameters from which the outputs are computed, given the last layer's
+    likes: list[nn.Module]  # copies of the layers without memory, which have all their other attributes
+
+
+class BrokenChain(Exception):
+    """The model does not call its layers one after the other; the message says how."""
+
+
+class StandIn(nn.Module):
+    """Has a layer's place in a list, and to the model around it the attributes of that layer."""
+
+    def __init__(self, like: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["like"] = like  # no submodule
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["like"], name)
+
+
+def trace_layers(model: nn.Module, name: str, example: Any) -> LayerTrace:
+    """Run a copy of `model` on `example` and note how it calls the layers of the list called `name`.
+
+    The model and the random state stay as they are.
+
+    Raises:
+        BrokenChain: the layers are not called in order, each once, with the outputs of the one before; or
+            the model cannot be called with the example.
+    """
+    whole = _without_memory(model, name)
+    layers = whole.get_submodule(name)._modules
+    tracer = _Tracer(name, [layer for layer in layers.values() if layer is not None], whole)
+    layers.update({key: _Watched(tracer, index) for index, key in enumerate(layers)})
+    try:
+        with torch.random.fork_rng(devices=[]), torch.enable_grad(), tracer:
+            outputs = call(whole.train(), replaced(example, lambda x: x.detach().cpu()))
+    except BrokenChain:
+        raise
+    except Exception as error:
+        said = [f"{type(error).__name__}: {line}" for line in str(error).strip().splitlines()]
+        where = f"after {name}.{len(tracer.calls) - 1}" if tracer.calls else f"before {name}.0"
+        raise BrokenChain(f"{where} it raises {said[0] if said else type(error).__name__}") from error
+    return tracer.result(outputs)
+
+
+def _without_memory(model: nn.Module, name: str) -> nn.Module:
+    """A copy whose layers are on the meta device; the other parameters are zeros that take no memory."""
+    part = model.get_submodule(name)
+    inside = {id(tensor) for tensor in (*part.parameters(), *part.buffers())}
+    copies: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        parameter = isinstance(tensor, nn.Parameter)
+        if id(tensor) in inside:
+            made = tensor.detach().to("meta")
+        elif parameter or tensor.is_meta:
+            made = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
+        else:
+            made = tensor.detach().cpu().clone()
+        copies[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if parameter else made
+    return copy.deepcopy(model, copies)
+
+
+class _Watched(StandIn):
+    """A layer whose calls the tracer sees."""
+
+    def __init__(self, tracer: _Tracer, index: int) -> None:
+        super().__init__(tracer.layers[index])
+        self.__dict__.update(tracer=tracer, index=index)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer on the meta device; the outputs are zeros."""
+        return self.tracer.call(self.index, args, kwargs)
+
+
+class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Follows tensors by their storages, which views share, and checks each call of a layer."""
+
+    def __init__(self, name: str, layers: list[nn.Module], whole: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.name, self.layers = name, layers
+        self.calls: list[LayerCall] = []
+        self._made: list[Tensor] = []  # by the last layer
+        self._sources: dict[int, tuple[Any, Sources]] = {}  # with the storage, which then stays
+        self._inside = False  # a layer
+        for parameter_name, parameter in whole.named_parameters():
+            self._add(parameter, frozenset([parameter_name]))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Give what an operation returns the sources of all that it gets."""
+        result = func(*args, **(kwargs or {}))
+        if not self._inside:
+            found = self._of(args, kwargs)
+            for _, tensor in tensors_in(result):
+                self._add(tensor, found)
+        return result
+
+    def _add(self, tensor: Tensor, sources: Sources) -> None:
+        if sources:
+            storage = tensor.untyped_storage()
+            self._sources[storage._cdata] = storage, self._of(tensor) | sources
+
+    def _of(self, *values: Any) -> Sources:
+        """The sources of all tensors in `values`."""
+        storages = (tensor.untyped_storage()._cdata for _, tensor in tensors_in(values))
+        return frozenset().union(*(self._sources[each][1] for each in storages if each in self._sources))
+
+    def call(self, index: int, args: Any, kwargs: Any) -> Any:
+        """Check the call of a layer, run the layer, and return zeros that have the layer as their source."""
+        layer = f"{self.name}.{index}"
+        if len(self.calls) == len(self.layers):
+            raise BrokenChain(f"{layer} is called after the last one")
+        if index != len(self.calls):
+            raise BrokenChain(f"{layer} is called where {self.name}.{len(self.calls)} is next")
+        arguments = dict(tensors_in((args, kwargs)))
+        numbers = {id(tensor): number for number, tensor in enumerate(self._made)}
+        came = {path: numbers[id(tensor)] for path, tensor in arguments.items() if id(tensor) in numbers}
+        beside = self._of([tensor for path, tensor in arguments.items() if path not in came])
+        earlier = [source for source in beside if isinstance(source, int)]
+        if earlier or (index and not came):
+            how = "computed from what" if earlier else "that does not come from what"
+            raise BrokenChain(
+                f"{layer} is called with something {how} {self.name}.{max([*earlier] or [index - 1])} gave"
+            )
+        received = {number: path for path, number in reversed(came.items())}
+        if index:
+            received = self._keep(received)
+        self.calls.append(LayerCall(arguments, received, beside))
+        self._inside = True
+        try:
+            return self._run(index, args, kwargs)
+        finally:
+            self._inside = False
+
+    def _keep(self, received: dict[int, Path]) -> dict[int, Path]:
+        """Number anew what the last layer sends; the other tensors that it made go nowhere."""
+        places = {number: place for place, number in enumerate(sorted(received))}
+        kept = {number: Sent(place) for number, place in places.items()}
+        last = self.calls[-1]
+        last.output = replaced(last.output, lambda sent: kept.get(sent.number), Sent)
+        return {place: received[number] for number, place in places.items()}
+
+    def _run(self, index: int, args: Any, kwargs: Any) -> Any:
+        """Run a layer; what it makes becomes zeros, what it returns of its arguments stays as it is."""
+        originals: dict[int, Tensor] = {}
+        held = []
+
+        def to_meta(x: Tensor) -> Tensor:
+            held.append(x.detach().to("meta"))
+            originals[id(held[-1])] = x
+            return held[-1]
+
+        args, kwargs = replaced((args, kwargs), to_meta)
+        found = self.layers[index](*args, **kwargs)
+        given = [tensor for _, tensor in tensors_in(found)]
+        if not given:
+            raise BrokenChain(f"{self.name}.{index} gives a {type(found).__name__} without tensors")
+        now = self.calls[-1]
+        beside = {id(x): path for path, x in now.arguments.items() if path not in now.received.values()}
+        if all(id(originals.get(id(x))) in beside for x in given):
+            del beside[id(originals[id(given[0])])]  # the layer's input, as it is or changed in place
+        values, marks = dict[int, Tensor](), dict[int, Any]()
+        self._made = []
+        for x in dict.fromkeys(given):
+            original = originals.get(id(x))
+            values[id(x)] = torch.zeros(x.shape, dtype=x.dtype) if original is None else original
+            if id(original) in beside:
+                marks[id(x)] = Argument(beside[id(original)])
+            else:
+                marks[id(x)] = Sent(len(self._made))
+                self._made.append(values[id(x)])
+                storage = values[id(x)].untyped_storage()
+                self._sources[storage._cdata] = storage, frozenset([index])
+        now.output = replaced(found, lambda x: marks[id(x)])
+        return replaced(found, lambda x: values[id(x)])
+
+    def result(self, outputs: Any) -> LayerTrace:
+        """The trace of a finished run; BrokenChain if a layer was left out, or the last one is not used."""
+        calls, last = self.calls, len(self.layers) - 1
+        if len(calls) <= last:
+            raise BrokenChain(f"{self.name}.{len(calls)} is not called")
+        sources = self._of(outputs)
+        layers = [source for source in sources if isinstance(source, int)]
+        if layers != [last]:
+            found = f"from what {self.name}.{min(layers)} gave" if layers else "without any layer"
+            raise BrokenChain(f"its outputs are computed {found}, and not from {self.name}.{last} alone")
+        # The first layer's input lies where the second one has what it receives.
+        first, places = calls[0].arguments, [*calls[last and 1].received.values()]
+        calls[0].beside = self._of([tensor for path, tensor in first.items() if path not in places])
+        before = self._of([tensor for path, tensor in first.items() if path in places])
+        for each in calls:
+            each.arguments = {}
+        return LayerTrace(self.name, calls, before, sources - {last}, self.layers)
