@@ -5,6 +5,7 @@
 | layout.py | `Layout`: how many ranks do what |
 | schedule_kinds.py | what is true of each pipeline schedule, in one record |
 | engine.py | what a caller gives an engine: loss, optimizer, batches; evaluation mode for a while |
+| batch.py | tensors in any structure, by rows |
 | strategy.py | `Strategy`: what an engine asks of the data-parallel ranks; `TensorBox` |
 | training_state.py | an optimizer's state by parameter names |
 | memory_report.py | `Memory`: bytes by purpose; which storages count |

@@ -1,4 +1,4 @@
-"""An engine's arguments, its functions and batches; and evaluation mode for a while."""
+"""An engine's arguments that are functions; and evaluation mode for a while."""
 
 from __future__ import annotations
 
@@ -8,14 +8,23 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-Loss = Callable[[Tensor, Tensor], Tensor]
-"""From outputs and targets to a scalar, the mean over their rows."""
+Loss = Callable[..., Any]
+"""From outputs and targets to a scalar, their mean over rows, or to a pair (mean, weight). Or one from the
+model and a batch to either, whose first argument is called `model`."""
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 """From parameters to a torch optimizer, such as `partial(torch.optim.AdamW, lr=3e-4)`."""
 MakeFromNamed = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 """From (name, parameter) pairs to a torch optimizer; its first argument is called `named_parameters`."""
+
+
+def first_argument(function: Any) -> str:
+    """The name of a function's first argument; "" if it does not say."""
+    try:
+        return next(iter(inspect.signature(function).parameters), "")
+    except (TypeError, ValueError):
+        return ""
 
 
 def by_parameters(optimizer: Any, model: nn.Module, first: Mapping[str, str]) -> MakeOptimizer:
@@ -23,11 +32,7 @@ def by_parameters(optimizer: Any, model: nn.Module, first: Mapping[str, str]) ->
 
     first: the first name of each parameter, where the model is a part of one that ties some.
     """
-    try:
-        takes = next(iter(inspect.signature(optimizer).parameters), "")
-    except (TypeError, ValueError):  # a callable that does not say what it takes
-        takes = ""
-    if takes != "named_parameters":
+    if first_argument(optimizer) != "named_parameters":
         made: MakeOptimizer = optimizer
         return made
 

@@ -79,7 +79,7 @@ class Strategy(ABC):
     gathers: bool = False
 
     @abstractmethod
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The whole model's outputs for this rank's rows."""
 
     def ready(self) -> None:  # noqa: B027 (most strategies have nothing to do)
@@ -94,17 +94,17 @@ class Strategy(ABC):
         """Inside, backward passes accumulate gradients and may send nothing."""
 
     @abstractmethod
-    def begin_final_backward(self, rows: float, loss_sum: Tensor, waits: bool = True) -> None:
+    def begin_final_backward(self, weight: float | Tensor, loss_sum: Tensor, waits: bool = True) -> None:
         """Announce the backward pass that completes the gradients, which then become sums over the ranks.
 
         Args:
-            rows, loss_sum: this rank's, which are summed as well.
+            weight, loss_sum: of this rank's losses, and their sum, each times its weight; summed as well.
             waits: whether the end of that pass may wait for the sums.
         """
 
     @abstractmethod
     def synchronize(self) -> tuple[float, float]:
-        """Wait until the gradients are complete; returns rows and loss, summed over the ranks."""
+        """Wait until the gradients are complete; returns weight and loss, summed over the ranks."""
 
     @abstractmethod
     def rescale(self, factor: float) -> None:

@@ -6,5 +6,4 @@
 | recording.py | `record`: outputs, gradients and updates of an engine's layers, and what rounding changes |
 | assembling.py | whole tensors from the pieces of all ranks |
 | in_sync.py | `assert_in_sync`: the ranks' copies of a model are equal |
-| gathering.py | bytes of tensors, from all ranks |
 """

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from minidist.parallel.context import zigzag_order
 from minidist.parallel.contract.layout import Layout
-from minidist.parallel.debugging.gathering import bytes_of, gather, tensor_of
+from minidist.parallel.flat.gathering import bytes_of, gather, tensor_of
 
 RankCopies = list[Tensor]
 """A whole tensor; several if ranks that should hold equal copies do not, or the last dimension is cut."""

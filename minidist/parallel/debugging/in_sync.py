@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from minidist.comm.errors import OutOfSync
 from minidist.comm.work import Group, ranks_of
-from minidist.parallel.debugging.gathering import bytes_of, gather, gather_equal, tensor_of
+from minidist.parallel.flat.gathering import bytes_of, gather, gather_equal, tensor_of
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from minidist.parallel.contract.engine import MakeOptimizer
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.engine.meta_device import Initialize, Skeleton
 from minidist.parallel.engine.parameter_placement import Placement, Whole
-from minidist.parallel.engine.step_executor import RankModel, Tied
+from minidist.parallel.engine.rank_model import RankModel, Tied
 from minidist.parallel.flat.joined_messages import broadcast_together, require_same
 from minidist.parallel.pipeline.layer_by_layer import cut
 from minidist.parallel.pipeline.layer_chain import find_chain

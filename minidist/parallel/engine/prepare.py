@@ -8,13 +8,12 @@ from typing import Any
 from torch import nn
 
 from minidist.comm.mesh import Mesh
-from minidist.model.loss import cross_entropy
 from minidist.parallel.contract.engine import Loss, MakeFromNamed, MakeOptimizer, by_parameters
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.strategy import Strategy
 from minidist.parallel.engine.partition_model import checked, partition_model
 from minidist.parallel.engine.prepare_checks import PlanCheck, check, check_batch_norm, put_back_on_error
-from minidist.parallel.engine.step_executor import RankModel
+from minidist.parallel.engine.rank_model import RankModel
 from minidist.parallel.engine.training_step import Engine
 from minidist.parallel.flat.gradient_comm import GradientComm
 from minidist.parallel.guards.ownership import ENGINE, claim
@@ -30,7 +29,7 @@ def prepare(
     model: nn.Module,
     optimizer: MakeOptimizer | MakeFromNamed,
     layout: Layout | None = None,
-    loss: Loss = cross_entropy,
+    loss: Loss | None = None,
     data_parallel: Mapping[str, Any] | None = None,
     clip_norm: float | None = None,
     loss_scale: LossScale | None = None,
@@ -41,11 +40,12 @@ def prepare(
     batch_norm: str | None = None,
     layers: str | None = None,
     example: Any = None,
+    check_loss: bool = True,
 ) -> Engine:
     """An engine that trains `model` on the ranks of `layout`. Every rank of the world calls it.
 
     >>> engine = md.prepare(model, partial(torch.optim.AdamW, lr=3e-4), md.Layout(dp=2))
-    >>> loss = engine.step(inputs, targets)
+    >>> loss = engine.step(inputs, targets)  # or a batch of any structure: see `Engine.step`
 
     The model stays on its device and is changed in place to this rank's part. Ranks need not start from the
     same weights: rank 0 sends its own to all. With precision "bf16" or "fp16" a float32 model is converted,
@@ -77,7 +77,11 @@ def prepare(
         optimizer: a function from parameters to a torch optimizer. One whose argument is called
             `named_parameters` gets (name, parameter) pairs, to form groups by name.
         layout: how many ranks do what; None for one rank.
-        loss: from outputs and targets to the mean over their rows.
+        loss: a function from outputs and targets to their mean over rows; or to (mean, weight), where the
+            weight is the number of tokens that count, say, and ranks and micro-batches are averaged by it. A
+            function whose first argument is called `model` gets the model, which it may call as it likes, and
+            the batch. None for the loss that the model returns itself, as those of transformers do when they
+            get labels; for a model that returns a tensor, `cross_entropy`.
         data_parallel: options of `DataParallel`, such as {"compression": "float16"}.
         clip_norm: the largest norm of the gradients over all ranks; None for no clipping. As with
             `torch.nn.utils.clip_grad_norm_`, a norm that is not finite makes weights that are not finite.
@@ -102,6 +106,9 @@ def prepare(
             without memory, to find what it computes before and after its layers. None if the model is
             nothing but the chain of its `layers`, or brings `dummy_inputs`, as transformers' language models
             do.
+        check_loss: in the first step, compare the loss of some rows with those of their halves. ValueError if
+            it is not the mean that it says: a sum, or a mean over tokens of which some are ignored. Give
+            False for a loss that ranks may average all the same, such as a contrastive one.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -131,7 +138,7 @@ def prepare(
             and layout.tp > 1
             and not any(p.is_meta for p in model.parameters())
         ):
-            checked_plan = PlanCheck(model, plan, layout)
+            checked_plan = PlanCheck(model, plan, layout, loss)
         exact = precision.convert(model)
         part = partition_model(model, layout, mesh, plan, initialize, layers, example)
         if batch_norm is not None:
@@ -147,7 +154,7 @@ def prepare(
             fully_shard,
         )
         fill_masters(strategy, exact, part.placement.own)
-        engine = Engine(part, strategy, layout, loss, precision, clip_norm, checked_plan)
+        engine = Engine(part, strategy, layout, loss, precision, clip_norm, checked_plan, check_loss)
         claim(engine, ENGINE, model.parameters())
         return engine
 

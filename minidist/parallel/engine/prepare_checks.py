@@ -5,12 +5,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 from torch import Tensor, nn
 
 from minidist._arguments import is_whole
 from minidist._names import unknown
 from minidist.comm.mesh import Mesh
+from minidist.parallel.contract.batch import rows, rows_of, tensors
+from minidist.parallel.contract.engine import Loss, first_argument
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.guards.ownership import release, require_free
 from minidist.parallel.guards.refusals import refuse_meta, refuse_renormed, require_model, require_trained
@@ -39,10 +42,15 @@ def check(
     if not isinstance(layout, Layout):
         raise TypeError(f"layout is {layout!r}; give a Layout, such as md.Layout(dp=2)")
     check_available(layout)
-    if not callable(loss):
+    if loss is not None and not callable(loss):
         raise TypeError(
             f"loss is {loss!r}; give a function from outputs and targets to the mean over their rows, such "
-            "as torch.nn.functional.cross_entropy"
+            "as torch.nn.functional.cross_entropy, or None for the model's own"
+        )
+    if loss is not None and first_argument(loss) == "model" and layout.pp > 1:
+        raise ValueError(
+            f"the loss takes the model, and the layout has pp={layout.pp}, where no rank can call the whole "
+            "model; give a loss of outputs and targets, or pp=1"
         )
     for name, options, known, example in (
         ("data_parallel", data_parallel, DATA_PARALLEL, {"bucket_mb": 25}),
@@ -113,8 +121,10 @@ class PlanCheck:
     Until then it keeps a copy of the uncut model whose parameters have no memory.
     """
 
-    def __init__(self, model: nn.Module, plan: Mapping[str, str], layout: Layout) -> None:
+    def __init__(self, model: nn.Module, plan: Mapping[str, str], layout: Layout, loss: Loss | None) -> None:
         self._plan, self._layout = plan, layout
+        # Only a loss that takes the model knows how to call it.
+        self._loss = loss if loss is not None and first_argument(loss) == "model" else None
         without = {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in model.parameters()}
         try:
             self._model = copy.deepcopy(model, without)
@@ -124,23 +134,26 @@ class PlanCheck:
                 "check_plan=False if you know that the cut model computes the same"
             ) from error
 
-    def run(self, whole: Iterable[tuple[str, Tensor]], inputs: Tensor, mesh: Mesh) -> bool:
+    def run(self, whole: Iterable[tuple[str, Tensor]], inputs: Any, mesh: Mesh) -> bool:
         """Check with the values in `whole`, on one micro-batch of `inputs`; a collective of all ranks.
 
         Returns whether any rank had rows. Raises ValueError if the cut model computes something else.
         """
         model = copy.deepcopy(self._model)  # what was checked is cut
+        device = next(x.device for _, x in tensors(inputs))
         values: dict[nn.Parameter, nn.Parameter] = {}
         here = dict(model.named_parameters(remove_duplicate=False))
         for name, value in ((name, value) for name, value in whole if name in here):
             owner, _, attribute = name.rpartition(".")
             meta = here[name]
             if meta not in values:
-                new = value.detach().to(inputs.device, meta.dtype, copy=True)
+                new = value.detach().to(device, meta.dtype, copy=True)
                 values[meta] = nn.Parameter(new, meta.requires_grad)
             model.get_submodule(owner)._parameters[attribute] = values[meta]
-        rows = -(-len(inputs) // self._layout.micro_batches)
-        return check_plan(model, self._plan, inputs[:rows], mesh.group("tp"), self._layout.sequence_parallel)
+        some = rows(inputs, slice(-(-rows_of(inputs) // self._layout.micro_batches)))
+        return check_plan(
+            model, self._plan, some, mesh.group("tp"), self._layout.sequence_parallel, self._loss
+        )
 
 
 REPLACED = ("forward", "attend", "positions", "activation_relu_or_gelu", "use_nested_tensor")

@@ -1,96 +1,54 @@
-"""A rank's part of a model, and a step's passes through it: through all layers, or a pipeline's stages.
+"""A step's passes through a rank's part of a model: here what they have in common, and those of a pipeline.
 
-Both cut a batch into micro-batches by rows, multiply each loss by a weight, and add up gradients. They differ
-in when they know that a backward pass is the last one, and on which rank the loss is.
+All cut a batch into micro-batches by rows, multiply each loss by its weight, and add up gradients. They
+differ in when they know that a backward pass is the last one, and on which rank the loss is. Passes through
+all layers are in whole_passes.py.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from contextlib import ExitStack
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from minidist.comm.mesh import Mesh
 from minidist.comm.work import Group
-from minidist.model.loss import cross_entropy
-from minidist.parallel.context.sequence_share import SequenceShare
+from minidist.parallel.contract.batch import joined, mapped, rows_of, tensors
 from minidist.parallel.contract.engine import Loss
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.strategy import Strategy
-from minidist.parallel.engine.parameter_placement import Placement
+from minidist.parallel.engine.objective import LossCheck, Objective, Weight, times, weighted
+from minidist.parallel.engine.rank_model import RankBatch, RankModel
 from minidist.parallel.pipeline.execution import Pipeline
 from minidist.parallel.pipeline.tied_parameters import sum_tied, take_first
-from minidist.parallel.tensor.vocabulary import gather_logits, vocab_parallel_cross_entropy
 from minidist.parallel.training.precision import Precision
 
-Weight = Callable[[int], float]
-"""From a micro-batch's rows to the factor on its loss."""
-
-
-@dataclass(frozen=True)
-class Tied:
-    """A parameter of which several stages of a pipeline hold a copy."""
-
-    name: str | None  # on this rank; None if it has no copy
-    stages: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class RankModel:
-    """This rank's part of a model."""
-
-    model: nn.Module  # the part, with the whole's names
-    mesh: Mesh  # of all ranks
-    placement: Placement  # where its parameters lie in the whole
-    share: SequenceShare | None  # of the tokens; None without cp
-    stages: tuple[nn.Module, ...]  # the modules of this rank's pipeline chunks; empty without pp
-    tied: tuple[Tied, ...]  # parameters whose gradients are summed over stages
-    vocabulary: int | None  # its size if outputs are this rank's part of the logits; None if they are whole
-
-    def loss(self, loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
-        """A loss or a metric of this rank's outputs.
-
-        If the ranks share the logits, `cross_entropy` becomes `vocab_parallel_cross_entropy`; for any other
-        function the logits are gathered, which sends more.
-        """
-        if not targets.numel():
-            return outputs.sum()  # 0, as this rank has no rows or no tokens of them
-        if self.vocabulary is None:
-            return loss(outputs, targets)
-        group = self.mesh.group("tp")
-        if loss is cross_entropy:
-            return vocab_parallel_cross_entropy(outputs, targets, group, self.vocabulary)
-        return loss(gather_logits(outputs, group, self.vocabulary), targets)
-
-    def cut(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, float]:
-        """This rank's tokens of its rows, (B, T) each, and their share of all tokens."""
-        if self.share is None:
-            return inputs, targets, 1.0
-        if inputs.dim() < 2 or inputs.shape[:2] != targets.shape[:2]:
-            raise ValueError(
-                f"inputs are {tuple(inputs.shape)} and targets {tuple(targets.shape)}, and "
-                f"cp={self.share.ranks} cuts rows of tokens; give (B, T) and a target for each token, or a "
-                "layout with cp=1"
-            )
-        return self.share.cut(inputs), self.share.cut(targets), self.share.part
+Factor = Callable[[Weight], Weight]
+"""From the weight of a micro-batch's loss to the factor on it."""
 
 
 class StepExecutor(ABC):
     """Runs the passes of `part`, this rank's part of a model; `strategy` sums the gradients."""
 
     def __init__(
-        self, part: RankModel, strategy: Strategy, layout: Layout, loss: Loss, precision: Precision
+        self, part: RankModel, strategy: Strategy, layout: Layout, loss: Loss | None, precision: Precision
     ) -> None:
         self.part, self.strategy, self.layout = part, strategy, layout
-        self.given, self.precision = loss, precision
+        self.objective, self.precision = Objective(loss, part.model), precision
+        self.device = next((p.device for p in part.model.parameters()), part.placement.device)
+        self.check: LossCheck | None = None  # in the first step
+        self.has_loss = True  # a pipeline's is on its last stage
+        self.is_weighted = False  # whether the loss has returned a weight
 
     @abstractmethod
-    def train(self, inputs: Tensor, targets: Tensor, weight: Weight, share: float) -> None:
-        """Forward and backward passes; passes this rank's rows and loss, times `share`, to the strategy."""
+    def train(self, batches: Sequence[RankBatch], factor: Factor) -> None:
+        """Forward and backward passes; passes the weight of this rank's losses and their sum to the strategy.
+
+        factor: from a loss's weight to the factor on it.
+        """
 
     def summed(self) -> None:  # noqa: B027 (only a pipeline has tied copies)
         """Give tied copies equal gradients, after the strategy has summed them over its ranks."""
@@ -99,44 +57,50 @@ class StepExecutor(ABC):
         """Give tied copies equal values, after the strategy has updated the parameters."""
 
     @abstractmethod
-    def evaluate(self, inputs: Tensor, targets: Tensor, metric: Loss) -> Tensor:
-        """The sum of a metric over rows, () float64; 0 without rows, and before a pipeline's last stage."""
+    def evaluate(self, batch: RankBatch, metrics: Sequence[Loss | None]) -> Tensor:
+        """The sum of each metric times its weight, and of the weights, (metrics, 2) float64.
 
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The loss of a micro-batch."""
-        return self.part.loss(self.given, self.precision.outputs(outputs), targets)
+        None is the loss. Zeros before a pipeline's last stage.
+        """
+
+    @abstractmethod
+    def predict(self, inputs: Any) -> Any:
+        """The outputs of this rank's rows with all logits; None before a pipeline's last stage."""
+
+    def score(
+        self, function: Loss | None, outputs: Any, inputs: Any, targets: Any, weight: float
+    ) -> tuple[Tensor, Weight]:
+        """A metric of outputs, or the loss for None, and its weight; `weight` if the function gives none."""
+        if not rows_of(targets) * self._tokens:
+            return _zero(outputs), 0.0
+        function = function or self.objective.function(outputs, inputs, targets)
+        result = self.part.loss(function, outputs, targets)
+        self.is_weighted |= isinstance(result, tuple)
+        return weighted(result, weight)
+
+    @property
+    def _tokens(self) -> int:
+        """How many of a row's tokens this rank has; 1 if rows are not cut."""
+        return 1 if self.part.share is None else self.part.share.size
+
+    def compare(self, outputs: Any, inputs: Any, targets: Any) -> None:
+        """In the first step, compare a loss of outputs and targets with that of both halves of the rows."""
+        check, self.check = self.check, None
+        count = rows_of(targets)
+        if check is None or any(x.dim() and len(x) != count for _, x in tensors(outputs)):
+            return  # outputs that cannot be cut by rows
+        share = 1.0 if self.part.share is None else self.part.share.part
+
+        def of(given: tuple[Any, Any]) -> tuple[Tensor, Weight]:
+            return self.score(None, given[0], given[1], given[1], rows_of(given[1]) * share)
+
+        check.compare(of, (mapped(Tensor.detach, outputs), targets))
 
 
-class WholePasses(StepExecutor):
-    """A forward and a backward pass through all layers for each micro-batch."""
-
-    def train(self, inputs: Tensor, targets: Tensor, weight: Weight, share: float) -> None:
-        """Run all micro-batches; gradients are sent while the last backward pass runs."""
-        rows, parts = len(inputs), self.layout.micro_batches
-        if not self.strategy.gathers:  # else passes are collectives, and all ranks need the same number
-            parts = min(parts, rows)
-        loss_sum = torch.zeros((), dtype=torch.float64, device=inputs.device)
-        pairs = zip(inputs.tensor_split(parts), targets.tensor_split(parts), strict=True)
-        for number, (x, y) in enumerate(pairs, 1):
-            last = number == parts
-            with nullcontext() if last else self.strategy.no_sync():
-                loss = self._loss(x, y)
-                loss_sum += loss.detach().double() * (len(x) * share)
-                if last:
-                    self.strategy.begin_final_backward(rows * share, loss_sum)
-                (loss * weight(len(x))).backward()  # type: ignore[no-untyped-call]
-
-    def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        outputs = self._forward(inputs)  # freed when this returns, before the backward pass
-        return self.loss(outputs, targets)
-
-    def _forward(self, inputs: Tensor) -> Tensor:
-        return self.strategy.forward(self.precision.inputs(inputs))
-
-    def evaluate(self, inputs: Tensor, targets: Tensor, metric: Loss) -> Tensor:
-        """The metric of the whole model's outputs, times rows."""
-        outputs = self.precision.outputs(self._forward(inputs))
-        return self.part.loss(metric, outputs, targets).double() * len(inputs)
+def _zero(outputs: Any) -> Tensor:
+    """0, of which the backward pass reaches everything that has no rows, or no tokens of them."""
+    floating = [x for _, x in tensors(outputs) if x.is_floating_point()]
+    return sum((x.sum() for x in floating[1:]), floating[0].sum())
 
 
 class StagedPasses(StepExecutor):
@@ -153,32 +117,65 @@ class StagedPasses(StepExecutor):
     """
 
     def __init__(
-        self, part: RankModel, strategy: Strategy, layout: Layout, loss: Loss, precision: Precision
+        self, part: RankModel, strategy: Strategy, layout: Layout, loss: Loss | None, precision: Precision
     ) -> None:
         super().__init__(part, strategy, layout, loss, precision)
         self.group = part.mesh.group("pp")
+        self.has_loss = part.mesh.rank("pp") == layout.pp - 1
+        self._share, self._counts = 1.0, 1.0
+        self._total: Weight = 0.0  # of the losses so far
         self.pipeline = Pipeline(
-            part.stages, layout.schedule, layout.micro_batches, loss=self.loss, group=self.group
+            part.stages,
+            layout.schedule,
+            layout.micro_batches,
+            loss=self._product,
+            group=self.group,
+            reduction="sum",
         )
 
-    def train(self, inputs: Tensor, targets: Tensor, weight: Weight, share: float) -> None:
+    def _product(self, outputs: Tensor, targets: Any) -> Tensor:
+        """A micro-batch's loss times its weight, on the last stage."""
+        outputs = self.precision.outputs(outputs)
+        if self.check is not None:
+            self.compare(outputs, targets, targets)
+        own = rows_of(targets) * self._share
+        loss, weight = self.score(None, outputs, targets, targets, own)
+        weight = weight if self._counts else 0.0
+        self._total = self._total + weight
+        return times(loss, weight)
+
+    def train(self, batches: Sequence[RankBatch], factor: Factor) -> None:
         """Run the schedule; gradients are sent in the last backward pass if `overlaps`, or else after it."""
-        strategy, rows = self.strategy, len(inputs) * share
+        strategy = self.strategy
         strategy.ready()
+        self._total = 0.0
+        done = torch.zeros((), dtype=torch.float64, device=self.device)
+        by_rows = sum(batch.weight for batch in batches)
+
+        def total() -> Weight:
+            return self._total if self.has_loss else by_rows
+
         with ExitStack() as accumulating:
             accumulating.enter_context(strategy.no_sync())
 
             def last(loss_sum: Tensor) -> None:
                 accumulating.close()
-                strategy.begin_final_backward(rows, loss_sum * share, waits=False)
+                strategy.begin_final_backward(total(), done + loss_sum, waits=False)
 
-            inputs = self.precision.inputs(inputs)
-            overlaps = len(inputs) and self.overlaps
-            loss_sum = self.pipeline.run(inputs, targets, weight, before_last=last if overlaps else None)
+            for number, batch in enumerate(batches, 1):
+                overlaps = self.overlaps and number == len(batches)
+                self._share, self._counts = batch.share, batch.counts
+                inputs = self.precision.inputs(_one_tensor(batch.inputs))
+                done = done + self.pipeline.run(
+                    inputs,
+                    batch.targets,
+                    lambda _: float(factor(1.0)),
+                    before_last=last if overlaps else None,
+                )
         if not overlaps:
             if strategy.sharded:
                 self._with_tied(sum_tied)
-            strategy.begin_final_backward(rows, loss_sum * share)
+            strategy.begin_final_backward(total(), done)
 
     @property
     def overlaps(self) -> bool:
@@ -200,10 +197,40 @@ class StagedPasses(StepExecutor):
             parameter = None if tied.name is None else self.part.model.get_parameter(tied.name)
             act(parameter, self.group, tied.stages)
 
-    def evaluate(self, inputs: Tensor, targets: Tensor, metric: Loss) -> Tensor:
-        """The metric of the pipeline's outputs, times rows, on the last stage."""
+    def evaluate(self, batch: RankBatch, metrics: Sequence[Loss | None]) -> Tensor:
+        """The metrics of the pipeline's outputs, on the last stage."""
+        table = torch.zeros(len(metrics), 2, dtype=torch.float64, device=self.device)
 
-        def own(outputs: Tensor, y: Tensor) -> Tensor:
-            return self.part.loss(metric, self.precision.outputs(outputs), y)
+        def add(outputs: Tensor, targets: Any) -> Tensor:
+            outputs = self.precision.outputs(outputs)
+            own = rows_of(targets) * batch.share
+            for row, metric in zip(table, metrics, strict=True):
+                mean, weight = self.score(metric, outputs, targets, targets, own)
+                weight = weight if batch.counts else 0.0
+                row += torch.stack([times(mean.double(), weight), torch.as_tensor(weight).to(row)])
+            return table.sum()  # nobody reads it
 
-        return self.pipeline.run(self.precision.inputs(inputs), targets, train=False, loss=own)
+        inputs = self.precision.inputs(_one_tensor(batch.inputs))
+        self.pipeline.run(inputs, batch.targets, train=False, loss=add)
+        return table
+
+    def predict(self, inputs: Any) -> Any:
+        """The outputs of the last stage."""
+        found: list[Any] = []
+
+        def keep(outputs: Tensor, _: Any) -> Tensor:
+            found.append(self.part.whole(self.precision.outputs(outputs)))
+            return torch.zeros((), device=self.device)
+
+        x = self.precision.inputs(_one_tensor(inputs))
+        self.pipeline.run(x, x, train=False, loss=keep)
+        return joined(found) if found else None
+
+
+def _one_tensor(inputs: Any) -> Tensor:
+    if not isinstance(inputs, Tensor):
+        raise TypeError(
+            f"the inputs are a {type(inputs).__name__}, and a pipeline's first stage takes one tensor; give "
+            "engine.step(inputs, targets), where targets may be any batch, or a layout with pp=1"
+        )
+    return inputs

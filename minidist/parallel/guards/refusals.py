@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from minidist import comm
 from minidist.comm.work import Group, ranks_of
@@ -102,31 +102,6 @@ def require_optimizer(made: object, name: str = "optimizer") -> None:
             f"{name} made a {type(made).__name__}; give a function from parameters to a "
             "torch.optim.Optimizer, such as functools.partial(torch.optim.AdamW, lr=3e-4)"
         )
-
-
-def require_batch(inputs: Tensor, targets: Tensor) -> None:
-    """Raise TypeError if a batch is not two tensors with rows, ValueError if they differ in rows."""
-    for name, value in (("inputs", inputs), ("targets", targets)):
-        if not isinstance(value, Tensor) or not value.dim():
-            given = "tensor without dimensions" if isinstance(value, Tensor) else type(value).__name__
-            raise TypeError(f"the {name} are a {given}; give a tensor whose first dimension is the rows")
-    if len(inputs) != len(targets):
-        raise ValueError(
-            f"inputs have {len(inputs)} rows and targets {len(targets)}; give one target for each row"
-        )
-
-
-def check_rows(inputs: Tensor, targets: Tensor, data_ranks: int = 1) -> int:
-    """The number of this rank's rows; TypeError or ValueError if it cannot train on them."""
-    require_batch(inputs, targets)
-    if not len(inputs):
-        if data_ranks == 1:
-            raise ValueError("inputs have no rows; give a batch of at least one")
-        raise ValueError(
-            f"rank {comm.rank()} of {comm.size()} was given no rows; use a global batch of at least as many "
-            f"rows as there are data-parallel ranks, {data_ranks}, or fewer ranks"
-        )
-    return len(inputs)
 
 
 def require_gradients() -> None:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +21,10 @@ from torch import Tensor, nn
 from minidist import comm
 from minidist.comm.work import Group, rank_in, ranks_of
 from minidist.model.loss import cross_entropy
+from minidist.parallel.contract.batch import check_rows, require_batch, split
 from minidist.parallel.contract.engine import Loss, evaluating
 from minidist.parallel.contract.schedule_kinds import DEFAULT_SCHEDULE
-from minidist.parallel.guards.refusals import check_rows, require_batch, require_gradients, require_metric
+from minidist.parallel.guards.refusals import require_gradients, require_metric
 from minidist.parallel.pipeline import schedules
 from minidist.parallel.pipeline.arguments import check_arguments, check_stages
 from minidist.parallel.pipeline.instructions import Instruction, Schedule
@@ -144,7 +146,7 @@ class Pipeline:
     def run(
         self,
         inputs: Tensor,
-        targets: Tensor,
+        targets: Any,
         weight: Callable[[int], float] | None = None,
         train: bool = True,
         loss: Loss | None = None,
@@ -176,7 +178,7 @@ class Pipeline:
             self.ranks,
             self.device,
             inputs.tensor_split(parts),
-            targets.tensor_split(parts),
+            split(targets, parts),
             loss or self.loss,
             total,
             weight,

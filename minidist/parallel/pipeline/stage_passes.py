@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from minidist.parallel.contract.batch import moved
 from minidist.parallel.contract.engine import Loss
 from minidist.parallel.pipeline.instructions import Instruction, stage_of
 from minidist.parallel.pipeline.split_backward import SplitBackward, split_backward
@@ -65,7 +66,7 @@ class StagePasses:
     ranks: int
     device: torch.device
     inputs: Sequence[Tensor]  # for each micro-batch
-    targets: Sequence[Tensor]
+    targets: Sequence[Any]
     loss: Loss
     total: Tensor  # the sum of the losses so far, each times its rows
     weight: Callable[[int], float] | None = None  # factor on a loss before its backward pass, from its rows
@@ -107,7 +108,7 @@ class StagePasses:
             outputs = module(self._batch(micro_batch))
         if stage == self.ranks * len(self.stages) - 1:
             rows = len(self.inputs[micro_batch])
-            loss = self.loss(outputs, self.targets[micro_batch].to(self.device))
+            loss = self.loss(outputs, moved(self.targets[micro_batch], self.device))
             self.total += loss.detach().double() * (rows if self.by_rows else 1)
             factor = 1.0 if self.weight is None else self.weight(rows)
             roots = [get_gradient_edge(loss * factor) if loss.requires_grad else None]

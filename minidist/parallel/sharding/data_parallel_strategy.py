@@ -1,6 +1,6 @@
 """The strategy of plain data parallelism: every rank keeps parameters, gradients and optimizer state whole.
 
-It does what `DataParallel` leaves to the loop; rows and loss travel at the end of the last bucket.
+It does what `DataParallel` leaves to the loop; weight and loss travel at the end of the last bucket.
 """
 
 from __future__ import annotations
@@ -53,10 +53,9 @@ class Replicated(Strategy):
             self.optimizer = self.masters = MasterWeights(model.parameters(), optimizer, master)
         self._own = (0.0, 0.0)
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the module's outputs."""
-        outputs: Tensor = self.parallel(inputs)
-        return outputs
+        return self.parallel(*args, **kwargs)
 
     def ready(self) -> None:
         """Prepare a pass, as `forward` does."""
@@ -70,22 +69,22 @@ class Replicated(Strategy):
         """Inside, gradients add up on this rank and nothing is sent."""
         return self.parallel.no_sync()
 
-    def begin_final_backward(self, rows: float, loss_sum: Tensor, waits: bool = True) -> None:
-        """Have the next backward pass sum the gradients, rows and loss over the ranks."""
+    def begin_final_backward(self, weight: float | Tensor, loss_sum: Tensor, waits: bool = True) -> None:
+        """Have the next backward pass sum the gradients, weight and loss over the ranks."""
         reducer = self.parallel.reducer
         if reducer is None:
-            self._own = (rows, float(loss_sum))
+            self._own = (float(weight), float(loss_sum))
         else:
-            reducer.scale, reducer.totals, reducer.waits = 1.0, (rows, loss_sum), waits
+            reducer.scale, reducer.totals, reducer.waits = 1.0, (weight, loss_sum), waits
 
     def synchronize(self) -> tuple[float, float]:
-        """Complete the gradients; return rows and loss, summed over the ranks."""
+        """Complete the gradients; return weight and loss, summed over the ranks."""
         self.parallel.synchronize()
         reducer = self.parallel.reducer
         if reducer is None:
             return self._own
-        rows, loss = reducer.sums.tolist()
-        return rows, loss
+        weight, loss = reducer.sums.tolist()
+        return weight, loss
 
     def rescale(self, factor: float) -> None:
         """Multiply the gradients, and what compression has kept back of them."""

@@ -1,7 +1,7 @@
 """The strategies of ZeRO's stages for an engine: `ShardedState` for stages 1 and 2, `FullySharded` for 3.
 
 `ZeroOptimizer` and `FullyShard` make the step. This file tells them which backward pass is the last, and sums
-rows and loss. state_by_name.py tells checkpoints where each part of the state lies.
+weight and loss. state_by_name.py tells checkpoints where each part of the state lies.
 """
 
 from __future__ import annotations
@@ -72,11 +72,10 @@ class ShardedState(SharingStrategy):
             self.partition.residency = "buckets"
         self.partition.overlap = self.partition.reducer.overlap = options.get("overlap", True)
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module on this rank's rows."""
         self.ready()
-        outputs: Tensor = self.model(inputs)
-        return outputs
+        return self.model(*args, **kwargs)
 
     def ready(self) -> None:
         """Prepare a pass, as `forward` does."""
@@ -91,21 +90,21 @@ class ShardedState(SharingStrategy):
         self.optimizer.zero_grad()
         self.partition.reducer.syncing = self.optimizer.stage == 2
 
-    def begin_final_backward(self, rows: float, loss_sum: Tensor, waits: bool = True) -> None:
-        """Have the next backward pass sum the gradients, rows and loss over the ranks."""
+    def begin_final_backward(self, weight: float | Tensor, loss_sum: Tensor, waits: bool = True) -> None:
+        """Have the next backward pass sum the gradients, weight and loss over the ranks."""
         reducer = self.partition.reducer
-        reducer.syncing, reducer.waits, reducer.totals = True, waits, (rows, loss_sum, 1.0)
+        reducer.syncing, reducer.waits, reducer.totals = True, waits, (weight, loss_sum, 1.0)
 
     def synchronize(self) -> tuple[float, float]:
-        """Complete the gradients, in all ranks' rounds; return rows and loss, summed over the ranks."""
+        """Complete the gradients, in all ranks' rounds; return weight and loss, summed over the ranks."""
         reducer = self.optimizer.reducer()
         assignment = reducer.synchronize()
         while float(reducer.sums[2]) < self.partition.gradient_comm.ranks:
             reducer.totals = (0.0, 0.0, 1.0)
             reducer.synchronize()
         self.optimizer.take(assignment)
-        rows, loss = assignment.totals.tolist()
-        return rows, loss
+        weight, loss = assignment.totals.tolist()
+        return weight, loss
 
     def update(self) -> None:
         """Update this rank's share, and publish everyone's."""
@@ -182,25 +181,24 @@ class FullySharded(SharingStrategy):
         self.parameters, self.group_names = [*model.parameters()], self.parallel.groups.names
         self.buckets = [bucket for unit in self.parallel.units for bucket in unit.buckets]
         self.unsliced, self.unsliced_masters = {}, {}
-        self._own: tuple[float, float | Tensor] = (0.0, 0.0)
+        self._own: tuple[float | Tensor, float | Tensor] = (0.0, 0.0)
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module on this rank's rows. A collective."""
-        outputs: Tensor = self.sharding.forward(inputs)
-        return outputs
+        return self.sharding.forward(*args, **kwargs)
 
     def zero_grad(self) -> None:
         """Forget the gradients of the step before."""
         self.sharding.zero_grad()
 
-    def begin_final_backward(self, rows: float, loss_sum: Tensor, waits: bool = True) -> None:
-        """Keep rows and loss for `synchronize`, which sums them."""
-        self._own = rows, loss_sum
+    def begin_final_backward(self, weight: float | Tensor, loss_sum: Tensor, waits: bool = True) -> None:
+        """Keep weight and loss for `synchronize`, which sums them."""
+        self._own = weight, loss_sum
 
     def synchronize(self) -> tuple[float, float]:
-        """Complete the gradients; return rows and loss, summed over the ranks."""
-        rows, loss = self.sharding.synchronize(self._own)
-        return rows, loss
+        """Complete the gradients; return weight and loss, summed over the ranks."""
+        weight, loss = self.sharding.synchronize(self._own)
+        return weight, loss
 
     def update(self) -> None:
         """The optimizer's step on this rank's shards; the next pass gathers the result."""

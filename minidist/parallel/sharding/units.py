@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -136,7 +136,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     """The tensors in a module's arguments or results."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, dict):
+    elif isinstance(value, Mapping):
         for each in value.values():
             yield from tensors_in(each)
     elif isinstance(value, list | tuple):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,8 @@ from torch import Tensor, nn
 
 from minidist import comm
 from minidist.comm.work import Group, rank_in, ranks_of
+from minidist.parallel.contract.batch import call, mapped, rows_of, tensors
+from minidist.parallel.contract.engine import Loss
 from minidist.parallel.tensor.column_parallel import ColumnParallelLinear
 from minidist.parallel.tensor.cuts import cuts, send_whole, share_of
 from minidist.parallel.tensor.parallelize import parallelize
@@ -41,9 +43,10 @@ Outputs = dict[str, list[Tensor]]
 def check_plan(
     model: nn.Module,
     plan: Mapping[str, str],
-    inputs: Tensor,
+    inputs: Any,
     group: Group = None,
     sequence_parallel: bool = False,
+    loss: Loss | None = None,
 ) -> bool:
     """Cut `model` in place, and raise ValueError if it then computes something else from `inputs`.
 
@@ -51,21 +54,24 @@ def check_plan(
     evaluation mode, forward and backward, whole and then cut. That takes memory for the whole model and its
     activations on each rank, and sends the model twice. The arguments are those of `parallelize`.
 
-    inputs: (rows, ...), the same on all ranks of `group`; a rank without rows only learns the result. Returns
-    whether any rank had rows.
+    inputs: a batch, the same on all ranks of `group`; a rank without rows only learns the result. loss: a
+    function of the model and the batch that calls the model; None to call it with the batch. Returns whether
+    any rank had rows.
     """
     model.eval()
     modules = [name for name, _ in model.named_modules()]
     parameters = [name for name, _ in model.named_parameters()]
     names = [*modules, *map(_gradient, parameters)]
     far = dict.fromkeys(names, 0.0)  # relative differences
-    if len(inputs):
-        on_gpu = [inputs.device] if inputs.is_cuda else []
+    count = rows_of(inputs)
+    run = partial(_run, call if loss is None else loss)
+    if count:
+        on_gpu = [x.device for _, x in tensors(inputs) if x.is_cuda][:1]
         with torch.random.fork_rng(devices=on_gpu), torch.inference_mode(False), torch.enable_grad():
             send_whole(model, group)
-            whole, gradients = _run(model, inputs)
+            whole, gradients = run(model, inputs)
             parallelize(model, plan, group, sequence_parallel)
-            own, own_gradients = _run(model, inputs, group, cut=True)
+            own, own_gradients = run(model, inputs, group, cut=True)
         # Execution order from here on: the first difference is the cause of the others.
         far = dict.fromkeys(whole, 0.0) | far
         shares = (rank_in(group), len(ranks_of(group))) if sequence_parallel else None
@@ -82,7 +88,7 @@ def check_plan(
                 x = boxes[name].take(x)
             noise = NOISE * torch.finfo(x.dtype).eps * largest
             far[_gradient(name)] = _distance(x, own_gradients[name], size, noise)
-    sent = torch.tensor([*(far[name] for name in names), float(len(inputs))], dtype=torch.float64)
+    sent = torch.tensor([*(far[name] for name in names), float(count)], dtype=torch.float64)
     *agreed, rows = comm.all_reduce(sent.to(comm.device()), "max").tolist()
     far |= dict(zip(names, agreed, strict=True))
     _refuse(far, parameters, math.sqrt(max(torch.finfo(p.dtype).eps for p in model.parameters())))
@@ -90,7 +96,7 @@ def check_plan(
 
 
 def _run(
-    model: nn.Module, inputs: Tensor, group: Group = None, cut: bool = False
+    forward: Callable[..., Any], model: nn.Module, inputs: Any, group: Group = None, cut: bool = False
 ) -> tuple[Outputs, dict[str, Tensor]]:
     """The outputs of all modules, and the gradients of parameters for random gradients of the results."""
     outputs: Outputs = defaultdict(list)
@@ -107,7 +113,7 @@ def _run(
     handles += [part.register_forward_hook(partial(end, name)) for name, part in model.named_modules()]
     torch.manual_seed(0)
     try:
-        results = [*_tensors(model(inputs.clone()))]
+        results = [*_tensors(forward(model, mapped(Tensor.clone, inputs)))]
     except Exception as error:
         if not cut or isinstance(error, comm.CollectiveError):
             raise

@@ -130,9 +130,9 @@ class ActivationPeaks:
         self._model, self.peaks, self.last = model, dict[Hashable, int](), 0
 
     @contextmanager
-    def count(self, shapes: Hashable, inputs: Tensor, targets: Tensor) -> Iterator[None]:
+    def count(self, shapes: Hashable, batch: Iterable[Tensor]) -> Iterator[None]:
         """Wrap the first step on a batch of these shapes."""
-        with ActivationCounter(self._model, (inputs, targets)) as counter:
+        with ActivationCounter(self._model, batch) as counter:
             yield
         self.last = self.peaks[shapes] = counter.peak
 

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from minidist.parallel.contract.batch import mapped
 from minidist.parallel.contract.strategy import Strategy
 from minidist.parallel.flat.joined_messages import broadcast_together
 
@@ -97,13 +98,17 @@ class Precision:
         converted = dict(model.named_parameters(remove_duplicate=False))
         return {name: value for name, value in exact.items() if converted[name].dtype == self.dtype}
 
-    def inputs(self, inputs: Tensor) -> Tensor:
-        """Return floating inputs in the model's dtype, and others as they are."""
-        return inputs if self.dtype is None or not inputs.is_floating_point() else inputs.to(self.dtype)
+    def inputs(self, inputs: Any) -> Any:
+        """Return the floating tensors of a batch in the model's dtype, and others as they are."""
+        if self.dtype is None:
+            return inputs
+        return mapped(lambda x: x.to(self.dtype) if x.is_floating_point() else x, inputs)
 
-    def outputs(self, outputs: Tensor) -> Tensor:
+    def outputs(self, outputs: Any) -> Any:
         """Return the outputs as the loss takes them: in float32 instead of 16 bits."""
-        return outputs.float() if outputs.dtype == self.dtype else outputs
+        if self.dtype is None:
+            return outputs
+        return mapped(lambda x: x.float() if x.dtype == self.dtype else x, outputs)
 
     def skips(self, norm: float) -> bool:
         """Update the scale for gradients of this norm, and return whether to skip the step."""

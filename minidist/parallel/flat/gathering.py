@@ -1,14 +1,16 @@
-"""Bytes of tensors, and the bytes of all ranks on every rank."""
+"""Bytes of tensors, and the bytes, or any values, of all ranks on every rank."""
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from minidist import comm
-from minidist.comm.work import Group, ranks_of
+from minidist.comm.work import Group, rank_in, ranks_of
 
 
 def bytes_of(x: Tensor) -> bytes:
@@ -28,8 +30,8 @@ def gather_equal(data: bytes, group: Group = None) -> list[bytes]:
     """The bytes of every rank, the same number on all; sends n - 1 times as many."""
     if not data:
         return [b""] * len(ranks_of(group))
-    own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    everyones = bytes(comm.all_gather(own, group=group).numpy())
+    own = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(comm.device())
+    everyones = bytes(comm.all_gather(own, group=group).cpu().numpy())
     return [everyones[start : start + len(data)] for start in range(0, len(everyones), len(data))]
 
 
@@ -38,3 +40,18 @@ def gather(data: bytes, group: Group = None) -> list[bytes]:
     sizes = [int.from_bytes(size, "little") for size in gather_equal(len(data).to_bytes(8, "little"), group)]
     padded = gather_equal(data.ljust(max(sizes)), group)
     return [raw[:size] for raw, size in zip(padded, sizes, strict=True)]
+
+
+def gather_values(value: Any, group: Group = None) -> list[Any]:
+    """The values of every rank, pickled; sends what `gather` does. Tensors in them should lie on the CPU.
+
+    This rank's is the same object; those of other ranks may be of classes that only look the same, if the
+    class is from a notebook or a script.
+    """
+    if len(ranks_of(group)) == 1:
+        return [value]
+    import cloudpickle
+
+    found = [pickle.loads(data) for data in gather(cloudpickle.dumps(value), group)]
+    found[rank_in(group)] = value
+    return found

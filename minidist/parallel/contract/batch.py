@@ -1,0 +1,170 @@
+"""A batch: a tensor, or tensors in tuples, lists, dicts and dataclasses, nested as they come.
+
+The first dimension of every tensor is its rows. Whatever is no tensor, and a tensor without dimensions, goes
+along as it is. These functions count, cut, move and join the rows of such a batch, and call a model with it.
+A single tensor takes a short way through each of them.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minidist import comm
+
+
+def tensors(batch: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The tensors in a batch, with names such as 'inputs["labels"]'."""
+    if isinstance(batch, Tensor):
+        yield name, batch
+    elif isinstance(batch, Mapping):
+        for key in batch:
+            yield from tensors(batch[key], f'{name}["{key}"]')
+    elif isinstance(batch, list | tuple):
+        for index, each in enumerate(batch):
+            yield from tensors(each, f"{name}[{index}]")
+    elif _is_dataclass(batch):
+        for field in dataclasses.fields(batch):
+            yield from tensors(getattr(batch, field.name), f"{name}.{field.name}")
+
+
+def mapped(change: Callable[[Tensor], Any], batch: Any) -> Any:
+    """The same structure with every tensor changed. Parts without tensors stay the same objects."""
+    if isinstance(batch, Tensor):
+        return change(batch)
+    if isinstance(batch, Mapping):
+        changed = {key: mapped(change, batch[key]) for key in batch}
+        if all(changed[key] is batch[key] for key in changed):
+            return batch
+        if type(batch) is dict:
+            return changed
+        result: Any = copy.copy(batch)  # keeps the class, such as transformers' BatchEncoding
+        for key, value in changed.items():
+            result[key] = value
+        return result
+    if isinstance(batch, list | tuple):
+        items = [mapped(change, each) for each in batch]
+        if all(new is old for new, old in zip(items, batch, strict=True)):
+            return batch
+        if hasattr(batch, "_fields"):  # a named tuple
+            return type(batch)(*items)
+        return type(batch)(items)
+    if _is_dataclass(batch):
+        fields = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+        changed = {name: mapped(change, value) for name, value in fields.items()}
+        if all(changed[name] is fields[name] for name in fields):
+            return batch
+        result = copy.copy(batch)
+        for name, value in changed.items():
+            object.__setattr__(result, name, value)  # the class may be frozen
+        return result
+    return batch
+
+
+def rows_of(batch: Any) -> int:
+    """The number of rows: of the first tensor that has any. 0 if there is none."""
+    if isinstance(batch, Tensor):
+        return len(batch)
+    return next((len(x) for _, x in tensors(batch) if x.dim()), 0)
+
+
+def split(batch: Any, parts: int) -> Sequence[Any]:
+    """The batch's rows in so many parts; the first ones have a row more if `parts` does not divide them."""
+    if isinstance(batch, Tensor):
+        return batch.tensor_split(parts)
+    each, more = divmod(rows_of(batch), parts)
+    starts = [part * each + min(part, more) for part in range(parts + 1)]
+    return [rows(batch, slice(*ends)) for ends in pairwise(starts)]
+
+
+def rows(batch: Any, which: slice) -> Any:
+    """Some rows of a batch."""
+    return mapped(lambda x: x[which] if x.dim() else x, batch)
+
+
+def moved(batch: Any, device: torch.device) -> Any:
+    """The batch on a device."""
+    return mapped(lambda x: x.to(device), batch)
+
+
+def shapes(batch: Any) -> tuple[Any, ...]:
+    """The shape and the dtype of each tensor."""
+    if isinstance(batch, Tensor):
+        return batch.shape, batch.dtype
+    return tuple((x.shape, x.dtype) for _, x in tensors(batch))
+
+
+def joined(parts: Sequence[Any], like: Any = None) -> Any:
+    """One batch of the rows of several that have the same structure.
+
+    A tensor is joined if its first dimension is the rows in every part; otherwise the first part's is taken.
+    like: which of them the result looks like, and has anything else of; None for the first.
+    """
+    counts = [*map(rows_of, parts)]
+    others = [iter([x for _, x in tensors(part)]) for part in parts]
+
+    def join(_: Tensor) -> Tensor:
+        pieces = [next(other) for other in others]
+        have_rows = all(x.dim() and len(x) == count for x, count in zip(pieces, counts, strict=True))
+        return torch.cat(pieces) if have_rows else pieces[0]
+
+    return mapped(join, parts[0] if like is None else like)
+
+
+def call(model: Callable[..., Any], inputs: Any) -> Any:
+    """Call `model(**inputs)` with a mapping, `model(*inputs)` with a tuple or list, or `model(inputs)`."""
+    if isinstance(inputs, Tensor):
+        return model(inputs)
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, list | tuple) else model(inputs)
+
+
+def require_batch(inputs: Any, targets: Any) -> None:
+    """Raise TypeError if a batch has no tensors with rows, ValueError if their numbers of rows differ."""
+    given = (("inputs", inputs), ("targets", targets)) if targets is not inputs else (("batch", inputs),)
+    found: list[tuple[str, Tensor]] = []
+    for name, value in given:
+        own = [(name, x) for name, x in tensors(value, name) if x.dim()]
+        if not own:
+            what = "tensor without dimensions" if isinstance(value, Tensor) else type(value).__name__
+            raise TypeError(
+                f"the {name} {'is' if name == 'batch' else 'are'} a {what}; give a tensor whose first "
+                "dimension is the rows, or a dict, tuple or dataclass of such tensors"
+            )
+        found += own
+    first, most = found[0]
+    for name, x in found[1:]:
+        if len(x) != len(most):
+            if isinstance(inputs, Tensor) and isinstance(targets, Tensor):
+                raise ValueError(
+                    f"inputs have {len(most)} rows and targets {len(x)}; give one target for each row"
+                )
+            raise ValueError(
+                f"{name} has {len(x)} rows, {first} {len(most)}; the first dimension of every tensor of a "
+                "batch is its rows: give all of them the same number"
+            )
+
+
+def check_rows(inputs: Any, targets: Any, data_ranks: int = 1) -> int:
+    """The number of this rank's rows; TypeError or ValueError if it cannot train on them."""
+    require_batch(inputs, targets)
+    count = rows_of(inputs)
+    if count:
+        return count
+    if data_ranks == 1:
+        raise ValueError("inputs have no rows; give a batch of at least one")
+    raise ValueError(
+        f"rank {comm.rank()} of {comm.size()} was given no rows; use a global batch of at least as many "
+        f"rows as there are data-parallel ranks, {data_ranks}, or fewer ranks"
+    )
+
+
+def _is_dataclass(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)

@@ -1,0 +1,120 @@
+"""The state of an engine: all tensors of the training, whole or in this rank's boxes, and their memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from minidist.parallel.contract.engine import Loss
+from minidist.parallel.contract.layout import Layout
+from minidist.parallel.contract.memory_report import Memory, count
+from minidist.parallel.contract.strategy import Strategy, TensorBox
+from minidist.parallel.engine.objective import LossCheck
+from minidist.parallel.engine.prepare_checks import PlanCheck
+from minidist.parallel.engine.rank_model import RankModel
+from minidist.parallel.engine.step_executor import StagedPasses, StepExecutor
+from minidist.parallel.engine.whole_passes import WholePasses
+from minidist.parallel.training.activation_memory import ActivationPeaks
+from minidist.parallel.training.batch_norm import average_statistics
+from minidist.parallel.training.precision import Precision
+
+
+class EngineState:
+    """An engine without its step and its evaluation."""
+
+    def __init__(
+        self,
+        part: RankModel,
+        strategy: Strategy,
+        layout: Layout,
+        loss: Loss | None,
+        precision: Precision,
+        clip_norm: float | None = None,
+        plan_check: PlanCheck | None = None,
+        check_loss: bool = True,
+    ) -> None:
+        self.model, self.part, self.strategy, self.layout = part.model, part, strategy, layout
+        self.loss, self.precision, self.clip_norm = loss, precision, clip_norm
+        kind = StagedPasses if layout.pp > 1 else WholePasses
+        self.executor: StepExecutor = kind(part, strategy, layout, loss, precision)
+        self.mesh, self.placement = part.mesh, part.placement
+        self.optimizer = strategy.optimizer
+        self.grad_norm: float | None = None
+        self.data_rank, self.data_ranks = self.mesh.rank("dp"), self.mesh.size("dp")
+        self.device = next((p.device for p in part.model.parameters()), self.placement.device)
+        self._weight = 0.0  # of the last global batch's loss, the same on all ranks: its rows, as a rule
+        self._counts = 1.0  # 0 while this rank only takes part, in `batches`
+        self._check_loss, self._checked, self._loss_check = check_loss, False, LossCheck()
+        self._is_weighted = False  # whether the last stage of a pipeline has to tell the others the weight
+        self.saving: Any = None  # the last `Saving` of this engine
+        self._activations = ActivationPeaks(self.model)
+        self._plan_check = plan_check  # until it has run
+        self.placement.join(strategy)
+
+    def __deepcopy__(self, memo: Any) -> EngineState:
+        """Refuse: groups of ranks, hooks and shared memory cannot be copied."""
+        raise TypeError(
+            "an engine cannot be copied, since its ranks talk to each other through it; prepare another one, "
+            "and give its model these weights, engine.full_state_dict(), or load a checkpoint into it"
+        )
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor on the next step's loss before its backward pass; 1 unless the precision is "fp16"."""
+        return self.precision.scale
+
+    @property
+    def skipped(self) -> int:
+        """How many steps changed nothing because a gradient was not finite; only "fp16" skips steps."""
+        return self.precision.skipped
+
+    def whole(self) -> Iterator[tuple[str, Tensor]]:
+        """The items of `full_state_dict` one by one, in any order, so that no rank needs memory for all.
+
+        A collective: every rank iterates to the end. Each tensor may be the engine's own, or be freed when
+        the next one is asked for: copy what you keep, and do not write to it. Each tensor that tp cut is
+        summed over tp, which sends 2 (t - 1) / t of its bytes. With pp, its stage broadcasts a tensor.
+        """
+        average_statistics(self.model, self.strategy.group)
+        return self.placement.whole(self.strategy.whole())
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Copies of every parameter and buffer in full, by the names in the model given to `prepare`.
+
+        They are the same on all ranks, with BatchNorms' statistics, and lie on the model's device.
+        """
+        copies = {name: value.clone() for name, value in self.whole()}  # stage 3 gives them unit by unit
+        return {name: copies[name] for name in self.placement.entries}
+
+    def memory(self) -> Memory:
+        """Bytes on this rank now, from tensor storages, each counted once; prints as a small table.
+
+        Activations are those of the last step at their peak, 0 before the first step. They are counted in the
+        first step with each shape of batch.
+        """
+        return count(self.strategy.held(), self._activations.last)
+
+    def chunks(self) -> Iterator[TensorBox]:
+        """This rank's boxes of the whole state, as for `Strategy.chunks`."""
+        return self.placement.chunks(self.strategy.chunks())
+
+    def state_settings(self) -> dict[str, Any]:
+        """The state that is not a tensor, as for `Strategy.settings`."""
+        return self.placement.settings(self.strategy.settings())
+
+    def load_state_settings(
+        self, settings: Mapping[str, Any], state: Mapping[str, Mapping[str, Any]]
+    ) -> None:
+        """Restore the settings and allocate the state, as for `Strategy.load_settings`."""
+        self.placement.load_settings(self.strategy, settings, state)
+
+    def settings(self) -> dict[str, Any]:
+        """The engine's own state besides the strategy's: plain values, the same on all ranks."""
+        return {"rows": self._weight, "precision": self.precision.settings()}
+
+    def load_settings(self, settings: Mapping[str, Any]) -> None:
+        """Restore what `settings` returned, on this or another number of ranks."""
+        self._weight = settings["rows"]
+        self.precision.load_settings(settings["precision"])

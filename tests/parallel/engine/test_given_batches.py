@@ -1,0 +1,287 @@
+"""Batches of any structure, lists of them, and loaders that end at different times."""
+
+from __future__ import annotations
+
+from collections import UserDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import minidist as md
+from minidist.model import GPT, MLP, config
+from minidist.parallel.contract import batch as batches
+
+Clusters = Callable[[int], md.Cluster]
+PARSE = md.Layout.parse
+SGD = partial(torch.optim.SGD, lr=0.3, momentum=0.9)
+EXACT: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-10}
+LAYOUTS = [
+    "dp=2,micro_batches=2",
+    "dp=2,zero=1",
+    "dp=2,zero=2,micro_batches=2",
+    "dp=2,zero=3,micro_batches=2",
+]
+
+
+@dataclass(frozen=True)
+class Graph:
+    nodes: Tensor
+    edges: dict[str, Tensor]
+    name: str
+
+
+class Pair(NamedTuple):
+    left: Tensor
+    right: Tensor
+
+
+class Model(nn.Module):
+    """Vectors of 6 -> a pair of outputs, of which one passes a frozen layer. It takes all the structures."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layers = nn.Sequential(nn.Linear(6, 7), nn.Tanh())
+        self.frozen, self.adapter = nn.Linear(7, 3).requires_grad_(False), nn.Linear(7, 3, bias=False)
+        self.other = nn.Linear(7, 2)
+        self.double()
+
+    def forward(self, nodes: Any, scale: Tensor | None = None, names: Any = None) -> tuple[Tensor, Pair]:
+        if isinstance(nodes, Graph):
+            nodes, scale = nodes.nodes, nodes.edges["scale"]
+        x = self.layers(nodes)
+        x = x if scale is None else x * scale[:, None]
+        y = self.frozen(x) + self.adapter(x)
+        return y, Pair(self.other(x), y.detach())
+
+
+def loss(outputs: tuple[Tensor, Pair], targets: Any) -> Tensor:
+    y, (left, right) = outputs
+    if isinstance(targets, Graph):
+        targets = targets.nodes
+    if isinstance(targets, dict | UserDict):
+        targets = targets["nodes"]
+    return (y - targets[:, :3]).square().mean() + (left - targets[:, 3:5]).square().mean() + right.mean() * 0
+
+
+def rows(count: int, step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(count, 6, generator=generator, dtype=torch.float64)
+    return x, torch.rand(count, generator=generator, dtype=torch.float64)
+
+
+STRUCTURES: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "dict": lambda x, scale: ({"nodes": x, "scale": scale, "names": ["any", "thing"]},),
+    "user dict": lambda x, scale: (UserDict(nodes=x, scale=scale),),
+    "dataclass": lambda x, scale: (Graph(x, {"scale": scale}, "g"),),
+    "tuple and dict": lambda x, scale: ((x, scale), {"nodes": x}),
+    "triple": lambda x, scale: ((x, scale, None), x),
+    "pair": lambda x, scale: (({"nodes": x, "scale": scale}, x),),
+    "collated": lambda x, scale: ([{"nodes": x, "scale": scale}, x],),
+}
+SIZES = 7, 4, 9
+
+
+def reference() -> dict[str, Tensor]:
+    model = Model(0)
+    optimizer = SGD([p for p in model.parameters() if p.requires_grad])
+    for step, count in enumerate(SIZES):
+        x, scale = rows(count, step)
+        optimizer.zero_grad()
+        loss(model(x, scale), x).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    return model.state_dict()
+
+
+def own_rows(count: int, step: int, engine: md.Engine) -> tuple[Tensor, Tensor]:
+    x, scale = rows(count, step)
+    mine = slice(*(count * (engine.data_rank + i) // engine.data_ranks for i in (0, 1)))
+    return x[mine], scale[mine]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_batches_of_any_structure(cluster_of: Clusters, layout: str) -> None:
+    def train() -> list[dict[str, Tensor]]:
+        found = []
+        for make in STRUCTURES.values():
+            engine = md.prepare(Model(md.rank()), SGD, PARSE(layout), loss)
+            for step, count in enumerate(SIZES):
+                engine.step(*make(*own_rows(count, step, engine)))
+            found.append(engine.full_state_dict())
+        return found
+
+    expected = reference()
+    for states in cluster_of(2).run(train):
+        for state in states:
+            torch.testing.assert_close(state, expected, **EXACT)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_list_is_one_global_batch(cluster_of: Clusters, layout: str) -> None:
+    """Rank 0 has two batches in each list, and rank 1 three, one or none of two rows."""
+
+    def train() -> dict[str, Tensor]:
+        engine = md.prepare(Model(md.rank()), SGD, PARSE(layout), loss)
+        for step, count in enumerate(SIZES):
+            x, scale = own_rows(count, step, engine)
+            parts = 2 if engine.data_rank == 0 else (3, 1, 2)[step]
+            pieces = zip(x.tensor_split(parts), scale.tensor_split(parts), strict=True)
+            engine.step([{"nodes": nodes, "scale": each} for nodes, each in pieces if len(nodes)])
+        return engine.full_state_dict()
+
+    for state in cluster_of(2).run(train):
+        torch.testing.assert_close(state, reference(), **EXACT)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("counts", [(3, 1), (3, 0)])
+def test_loaders_that_end_at_different_times(
+    cluster_of: Clusters, layout: str, counts: tuple[int, int]
+) -> None:
+    """Rank 0 has three batches of two rows; rank 1 fewer."""
+
+    def train() -> tuple[int, float, dict[str, float], dict[str, Tensor]]:
+        engine = md.prepare(Model(md.rank()), SGD, PARSE(layout), loss)
+        x, _ = rows(2 * counts[md.rank()], 5 + md.rank())
+        loader = DataLoader(TensorDataset(x, x), batch_size=2) if len(x) else []
+        steps = 0
+        for batch in engine.batches(loader):
+            engine.step(batch)
+            steps += 1
+        metrics = {"loss": None, "first": lambda outputs, y: (outputs[0].mean(), 2 * len(y))}
+        return (
+            steps,
+            engine.evaluate(loader),
+            engine.evaluate(loader, metrics=metrics),
+            engine.full_state_dict(),
+        )
+
+    model = Model(0)
+    optimizer = SGD([p for p in model.parameters() if p.requires_grad])
+    own = [rows(2 * count, 5 + rank)[0].split(2) if count else () for rank, count in enumerate(counts)]
+    for step in range(3):
+        x = torch.cat([each[step] for each in own if step < len(each)])
+        optimizer.zero_grad()
+        loss(model(x), x).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    x = torch.cat([x for each in own for x in each])
+    with torch.no_grad():
+        outputs = model(x)
+        expected = {"loss": float(loss(outputs, x)), "first": float(outputs[0].mean())}
+    for steps, mean, means, state in cluster_of(2).run(train):
+        assert steps == 3
+        torch.testing.assert_close((mean, means), (expected["loss"], expected), **EXACT)
+        torch.testing.assert_close(state, model.state_dict(), **EXACT)
+
+
+def test_a_rank_that_waits_counts_nothing(cluster_of: Clusters) -> None:
+    """A planted fault: a batch that is repeated counts again."""
+
+    def train(fault: bool) -> dict[str, Tensor]:
+        engine = md.prepare(Model(md.rank()), SGD, md.Layout(dp=2), loss)
+        loader = [rows(2, step)[:1] * 2 for step in range(3 if md.rank() else 1)]
+        for batch in engine.batches(loader):
+            if fault:
+                engine._counts = 1.0
+            engine.step(batch)
+        return engine.full_state_dict()
+
+    right, wrong = (cluster_of(2).run(train, fault)[0] for fault in (False, True))
+    assert not torch.allclose(right["other.weight"], wrong["other.weight"], rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "layout", ["dp=2", "dp=2,zero=3", "pp=2,micro_batches=2", "cp=2", "tp=2", "dp=2,tp=2"]
+)
+def test_predictions_are_all_rows_in_order(cluster_of: Clusters, layout: str) -> None:
+    shape = config("byte-tiny", vocabulary=11, context=16, layers=2, heads=2, width=16)
+    tokens = torch.randint(0, 11, (5, 8), generator=torch.Generator().manual_seed(1))
+    ranks = PARSE(layout).ranks
+
+    def predict() -> Tensor:
+        engine = md.prepare(GPT(shape, seed=md.rank(), dtype=torch.float64), SGD, PARSE(layout))
+        mine = slice(*(5 * (engine.data_rank + i) // engine.data_ranks for i in (0, 1)))
+        found: Tensor = engine.predict(tokens[mine])
+        return found
+
+    with torch.no_grad():
+        expected = GPT(shape, seed=0, dtype=torch.float64)(tokens)
+    for found in cluster_of(ranks).run(predict):
+        torch.testing.assert_close(found, expected, **EXACT)
+
+
+def test_predictions_have_the_outputs_structure(cluster_of: Clusters) -> None:
+    def predict() -> tuple[Tensor, Pair]:
+        engine = md.prepare(Model(md.rank()), SGD, md.Layout(dp=2), loss)
+        x, scale = rows(5, 0)
+        mine = slice(0, 5) if md.rank() == 0 else slice(0, 0)  # the other has no rows
+        found: tuple[Tensor, Pair] = engine.predict({"nodes": x[mine], "scale": scale[mine]})
+        assert md.rank() == 1 or isinstance(found[1], Pair)
+        return found
+
+    with torch.no_grad():
+        expected = Model(0)(*rows(5, 0))
+    for found in cluster_of(2).run(predict):
+        assert found[1]._fields == ("left", "right")
+        torch.testing.assert_close(found, expected, **EXACT)
+
+
+# What is refused.
+
+
+X = torch.zeros(4, 6, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "text"),
+    [
+        (
+            ({"nodes": X, "labels": X[:3]},),
+            ValueError,
+            'batch["labels"] has 3 rows, batch["nodes"] 4; the fi',
+        ),
+        (({"nodes": X}, {"a": [X[:2]]}), ValueError, 'targets["a"][0] has 2 rows, inputs["nodes"] 4; the fi'),
+        (([],), ValueError, "the list of batches is empty; give at least one batch"),
+        (
+            ({"nodes": "x"},),
+            TypeError,
+            "the batch is a dict; give a tensor whose first dimension is the rows",
+        ),
+        (({"nodes": X[:0]},), ValueError, "inputs have no rows; give a batch of at least one"),
+    ],
+)
+def test_a_batch_that_is_none(given: Any, error: type[Exception], text: str) -> None:
+    engine = md.prepare(Model(0), SGD, None, loss)
+    with pytest.raises(error) as caught:
+        engine.step(*given)
+    assert text in str(caught.value)
+
+
+def test_a_pipeline_takes_one_tensor(cluster_of: Clusters) -> None:
+    def refused() -> str:
+        engine = md.prepare(MLP((6, 6, 6)), SGD, md.Layout(pp=2))
+        with pytest.raises(TypeError) as caught:
+            engine.step({"input": X})
+        return str(caught.value)
+
+    for told in cluster_of(2).run(refused):
+        assert (
+            "the inputs are a dict, and a pipeline's first stage takes one tensor; give engine.step(in"
+            in told
+        )
+
+
+def test_parts_without_tensors_stay_the_same_objects() -> None:
+    names = ["a", "b"]
+    given = {"x": X, "names": names, "graph": Graph(X, {}, "g")}
+    first, second = batches.split(given, 2)
+    assert first["names"] is names
+    assert [len(each["graph"].nodes) for each in (first, second)] == [2, 2]
+    assert batches.mapped(lambda x: x, given) is given
+    assert torch.equal(batches.joined([first, second])["x"], X)

@@ -1,0 +1,243 @@
+"""A loss is a mean with a weight: in all its forms it trains to the weights of one process, or is refused."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import minidist as md
+from minidist.parallel.engine import objective
+
+Clusters = Callable[[int], md.Cluster]
+PARSE = md.Layout.parse
+SGD = partial(torch.optim.SGD, lr=0.3, momentum=0.9)
+EXACT: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-10}
+IGNORED = -100
+
+
+class Tagger(nn.Module):
+    """Tokens (B, T) -> {"scores": (B, T, 5)}, and a loss of its own of integer labels (B, T)."""
+
+    loss_type = "ForTokenClassification"  # as a model of transformers says it
+
+    def __init__(self, seed: int = 0, extra: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layers = nn.Sequential(nn.Embedding(11, 6), nn.Linear(6, 7), nn.GELU(), nn.Linear(7, 5))
+        self.double()
+
+    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        scores = self.layers(tokens)
+        if labels is None:
+            return {"scores": scores}
+        return {"scores": scores, "loss": functional.cross_entropy(scores.flatten(0, 1), labels.flatten())}
+
+
+class Chain(nn.Module):
+    """The same layers, for a pipeline."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.layers = Tagger(seed).layers
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        scores: Tensor = self.layers(tokens)
+        return scores
+
+
+def batch(rows: int, step: int) -> dict[str, Tensor]:
+    """Rows of 7 tokens, of which later rows have fewer and fewer labels that count."""
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(0, 11, (rows, 7), generator=generator)
+    labels = torch.randint(0, 5, (rows, 7), generator=generator)
+    for row in range(rows):
+        labels[row, 7 - (row + step) % 7 :] = IGNORED
+    return {"tokens": tokens, "labels": labels}
+
+
+def share(whole: Any, rank: int, ranks: int) -> Any:
+    """A rank's rows, of unequal numbers."""
+    return {key: x[len(x) * rank // ranks : len(x) * (rank + 1) // ranks] for key, x in whole.items()}
+
+
+SIZES = 7, 9, 5
+
+
+def in_one_process() -> tuple[list[float], dict[str, Tensor]]:
+    model = Tagger()
+    optimizer, losses = SGD(model.parameters()), []
+    for step, rows in enumerate(SIZES):
+        optimizer.zero_grad()
+        loss = model(**batch(rows, step))["loss"]
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses, model.state_dict()
+
+
+# The three forms of a loss.
+
+
+def of_outputs(outputs: dict[str, Tensor], batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    labels = batch["labels"]
+    mean = functional.cross_entropy(outputs["scores"].flatten(0, 1), labels.flatten())
+    return mean, (labels != IGNORED).sum()
+
+
+def of_model(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+    outputs = model(batch["tokens"])
+    mean, weight = of_outputs(outputs, batch)
+    return mean, int(weight)
+
+
+FORMS: dict[str, Any] = {"outputs": of_outputs, "model": of_model, "own": None}
+LAYOUTS = [
+    "dp=2,micro_batches=2",
+    "dp=2,zero=1,micro_batches=2",
+    "dp=2,zero=2,micro_batches=2",
+    "dp=2,zero=3,micro_batches=4",  # more than some ranks have rows
+    "dp=2,recompute=true",
+]
+
+
+def train(loss: Any, layout: str) -> tuple[list[float], dict[str, Tensor]]:
+    engine = md.prepare(Tagger(md.rank()), SGD, PARSE(layout), loss)
+    rank, ranks = engine.data_rank, engine.data_ranks
+    losses = [engine.step(share(batch(rows, step), rank, ranks)) for step, rows in enumerate(SIZES)]
+    return losses, engine.full_state_dict()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("form", FORMS)
+def test_ignored_labels_do_not_count(cluster_of: Clusters, form: str, layout: str) -> None:
+    for found in cluster_of(2).run(train, FORMS[form], layout):
+        torch.testing.assert_close(found, in_one_process(), **EXACT)
+
+
+@pytest.mark.parametrize("layout", ["pp=2,micro_batches=2", "dp=2,pp=2,zero=1,micro_batches=3"])
+def test_only_a_pipelines_last_stage_knows_the_weight(cluster_of: Clusters, layout: str) -> None:
+    def train() -> tuple[list[float], dict[str, Tensor]]:
+        engine = md.prepare(Chain(md.rank()), SGD, PARSE(layout), masked)
+        losses = []
+        for step, rows in enumerate(SIZES):
+            own = share(batch(rows, step), engine.data_rank, engine.data_ranks)
+            losses.append(engine.step(own["tokens"], own))
+        return losses, engine.full_state_dict()
+
+    def masked(scores: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        return of_outputs({"scores": scores}, batch)
+
+    for found in cluster_of(PARSE(layout).ranks).run(train):
+        torch.testing.assert_close(found, in_one_process(), **EXACT)
+
+
+def test_a_weight_that_is_left_out_is_caught(cluster_of: Clusters) -> None:
+    """A planted fault: each rank's mean counts by its rows."""
+
+    def rows_alone() -> tuple[list[float], dict[str, Tensor]]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(objective.LossCheck, "compare", lambda *_: None)
+            return train(lambda outputs, batch: of_outputs(outputs, batch)[0], "dp=2")
+
+    for found in cluster_of(2).run(rows_alone):
+        with pytest.raises(AssertionError, match="not close"):
+            torch.testing.assert_close(found, in_one_process(), **EXACT)
+
+
+# What is refused in the first step, on all ranks.
+
+
+def summed(outputs: dict[str, Tensor], batch: dict[str, Tensor]) -> Tensor:
+    return functional.cross_entropy(
+        outputs["scores"].flatten(0, 1), batch["labels"].flatten(), reduction="sum"
+    )
+
+
+def without_weight(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    return of_model(model, batch)[0]
+
+
+class Unknown(Tagger):
+    """Not a model of transformers: its own loss counts by rows."""
+
+    loss_type: Any = property(lambda self: getattr(self, "nothing_of_the_kind"))
+
+
+@pytest.mark.parametrize(
+    ("loss", "layout"),
+    [(summed, "dp=2"), (summed, "dp=2,zero=3"), (without_weight, "dp=2,zero=3"), (None, "dp=2,zero=1")],
+)
+def test_a_loss_that_is_no_mean_is_refused(cluster_of: Clusters, loss: Any, layout: str) -> None:
+    def refused() -> tuple[str, bool]:
+        model = Tagger() if loss else Unknown()
+        engine = md.prepare(model, SGD, PARSE(layout), loss)
+        before = engine.full_state_dict()
+        # Only rank 1 has rows enough to see it.
+        own = batch(1 + 3 * engine.data_rank, 3)
+        with pytest.raises(ValueError, match="the loss is not the mean") as caught:
+            engine.step(own)
+        after = engine.full_state_dict()
+        return str(caught.value), all(torch.equal(before[name], after[name]) for name in before)
+
+    for told, unchanged in cluster_of(2).run(refused):
+        assert unchanged
+        assert re.search(r"of some rows of rank 1 it is \d.*, and the mean of its two halves", told)
+        assert "or (mean, weight)" in told
+
+
+def test_a_loss_may_be_let_through(cluster_of: Clusters) -> None:
+    def let_through() -> list[float]:
+        engine = md.prepare(Tagger(), SGD, md.Layout(dp=2), summed, check_loss=False)
+        return [engine.step(batch(4, step)) for step in range(2)]
+
+    losses, _ = cluster_of(2).run(let_through)
+    assert all(loss > 10 for loss in losses)
+
+
+def test_random_losses_and_losses_of_one_rank_are_not_compared(cluster_of: Clusters) -> None:
+    def noisy(model: Any, batch: dict[str, Tensor]) -> Tensor:
+        scores = model(batch["tokens"])["scores"]
+        return functional.mse_loss(scores, torch.randn_like(scores))
+
+    def diffuse() -> float:
+        return md.prepare(Tagger(), SGD, md.Layout(dp=2), noisy).step(batch(4, 0))
+
+    cluster_of(2).run(diffuse)
+    md.prepare(Tagger(), SGD, None, summed).step(batch(4, 0))
+
+
+def test_a_batch_of_which_no_label_counts_changes_nothing(cluster_of: Clusters) -> None:
+    def idle() -> tuple[float, bool, float]:
+        engine = md.prepare(Tagger(), SGD, md.Layout(dp=2))
+        before = engine.full_state_dict()
+        own = batch(3, 0)
+        loss = engine.step({**own, "labels": torch.full_like(own["labels"], IGNORED)})
+        after = engine.full_state_dict()
+        return loss, all(torch.equal(before[name], after[name]) for name in before), engine.step(own)
+
+    for loss, unchanged, later in cluster_of(2).run(idle):
+        assert loss != loss
+        assert unchanged
+        assert later > 0
+
+
+def test_a_pipeline_cannot_call_the_model() -> None:
+    with pytest.raises(
+        ValueError, match=r"takes the model, and the layout has pp=2.*; give a loss of outputs"
+    ):
+        md.prepare(Tagger().layers, SGD, md.Layout(pp=2), of_model)
+
+
+def test_a_model_without_a_loss() -> None:
+    engine = md.prepare(Tagger(), SGD)
+    with pytest.raises(
+        TypeError, match="the model gave a dict without a loss of its own; pass what it needs"
+    ):
+        engine.step({"tokens": batch(2, 0)["tokens"]})
