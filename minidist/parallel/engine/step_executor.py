@@ -133,7 +133,7 @@ class StagedPasses(StepExecutor):
             reduction="sum",
         )
 
-    def _product(self, outputs: Tensor, targets: Any) -> Tensor:
+    def _product(self, outputs: Any, targets: Any) -> Tensor:
         """A micro-batch's loss times its weight, on the last stage."""
         outputs = self.precision.outputs(outputs)
         if self.check is not None:
@@ -165,7 +165,7 @@ class StagedPasses(StepExecutor):
             for number, batch in enumerate(batches, 1):
                 overlaps = self.overlaps and number == len(batches)
                 self._share, self._counts = batch.share, batch.counts
-                inputs = self.precision.inputs(_one_tensor(batch.inputs))
+                inputs = self.precision.inputs(self._taken(batch.inputs))
                 done = done + self.pipeline.run(
                     inputs,
                     batch.targets,
@@ -201,7 +201,7 @@ class StagedPasses(StepExecutor):
         """The metrics of the pipeline's outputs, on the last stage."""
         table = torch.zeros(len(metrics), 2, dtype=torch.float64, device=self.device)
 
-        def add(outputs: Tensor, targets: Any) -> Tensor:
+        def add(outputs: Any, targets: Any) -> Tensor:
             outputs = self.precision.outputs(outputs)
             own = rows_of(targets) * batch.share
             for row, metric in zip(table, metrics, strict=True):
@@ -210,7 +210,7 @@ class StagedPasses(StepExecutor):
                 row += torch.stack([times(mean.double(), weight), torch.as_tensor(weight).to(row)])
             return table.sum()  # nobody reads it
 
-        inputs = self.precision.inputs(_one_tensor(batch.inputs))
+        inputs = self.precision.inputs(self._taken(batch.inputs))
         self.pipeline.run(inputs, batch.targets, train=False, loss=add)
         return table
 
@@ -218,19 +218,19 @@ class StagedPasses(StepExecutor):
         """The outputs of the last stage."""
         found: list[Any] = []
 
-        def keep(outputs: Tensor, _: Any) -> Tensor:
+        def keep(outputs: Any, _: Any) -> Tensor:
             found.append(self.part.whole(self.precision.outputs(outputs)))
             return torch.zeros((), device=self.device)
 
-        x = self.precision.inputs(_one_tensor(inputs))
+        x = self.precision.inputs(self._taken(inputs))
         self.pipeline.run(x, x, train=False, loss=keep)
         return joined(found) if found else None
 
-
-def _one_tensor(inputs: Any) -> Tensor:
-    if not isinstance(inputs, Tensor):
-        raise TypeError(
-            f"the inputs are a {type(inputs).__name__}, and a pipeline's first stage takes one tensor; give "
-            "engine.step(inputs, targets), where targets may be any batch, or a layout with pp=1"
-        )
-    return inputs
+    def _taken(self, inputs: Any) -> Any:
+        """What the first stage takes: one tensor, if it is nothing but layers."""
+        if not isinstance(inputs, Tensor) and not getattr(self.part.stages[0], "takes_batch", False):
+            raise TypeError(
+                f"the inputs are a {type(inputs).__name__}, and the model is a chain of layers, of which the "
+                "first takes one tensor; give engine.step(inputs, targets)"
+            )
+        return inputs

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from minidist import comm
 from minidist.comm.work import Group, rank_in, ranks_of
 from minidist.model.loss import cross_entropy
-from minidist.parallel.contract.batch import check_rows, require_batch, split
+from minidist.parallel.contract.batch import check_rows, require_batch, rows_of, shapes, split
 from minidist.parallel.contract.engine import Loss, evaluating
 from minidist.parallel.contract.schedule_kinds import DEFAULT_SCHEDULE
 from minidist.parallel.guards.refusals import require_gradients, require_metric
@@ -145,7 +145,7 @@ class Pipeline:
 
     def run(
         self,
-        inputs: Tensor,
+        inputs: Any,
         targets: Any,
         weight: Callable[[int], float] | None = None,
         train: bool = True,
@@ -166,7 +166,7 @@ class Pipeline:
             On the last stage's rank the sum of loss times rows over the micro-batches (of losses alone if the
             pipeline's own is a sum), a float64 scalar; on the others 0.
         """
-        parts = self._parts(len(inputs))
+        parts = self._parts(rows_of(inputs))
         if train:
             require_gradients()
         total = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -177,7 +177,7 @@ class Pipeline:
             self.rank,
             self.ranks,
             self.device,
-            inputs.tensor_split(parts),
+            split(inputs, parts),
             split(targets, parts),
             loss or self.loss,
             total,
@@ -187,7 +187,7 @@ class Pipeline:
         instructions, completed = self._plan(parts, train)
         last = next((e for e in reversed(instructions) if e.kind in COMPLETE), None)
         with nullcontext() if train else evaluating(self.stages):
-            self._messages.begin(instructions, completed, [(x.shape, x.dtype, train) for x in passes.inputs])
+            self._messages.begin(instructions, completed, [(shapes(x), train) for x in passes.inputs])
             try:
                 for each in instructions:
                     if before_last is not None and each is last:

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from minidist.parallel.pipeline.nested_tensors import Path, call, replaced, tensors_in
+from minidist.parallel.contract.batch import call
+from minidist.parallel.pipeline.nested_tensors import Path, replaced, tensors_in
 
 Sources = frozenset[Any]
 """Names of parameters, and indices of layers."""
@@ -78,8 +79,6 @@ class StandIn(nn.Module):
 
 def trace_layers(model: nn.Module, name: str, example: Any) -> LayerTrace:
     """Run a copy of `model` on `example` and note how it calls the layers of the list called `name`.
-
-    The model and the random state stay as they are.
 
     Raises:
         BrokenChain: the layers are not called in order, each once, with the outputs of the one before; or

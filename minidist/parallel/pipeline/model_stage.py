@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from minidist.parallel.contract.batch import call
 from minidist.parallel.pipeline.layer_trace import Argument, LayerTrace, Sent, StandIn
-from minidist.parallel.pipeline.nested_tensors import at, call, replaced
+from minidist.parallel.pipeline.nested_tensors import at, replaced
 
 
 class _Left(BaseException):

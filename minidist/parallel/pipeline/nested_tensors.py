@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 Path = tuple[Any, ...]
 """Where a tensor lies: the index, key or field at each level."""
@@ -48,10 +48,3 @@ def at(value: Any, path: Path) -> Any:
     for key in path:
         value = value[key]
     return value
-
-
-def call(model: nn.Module, batch: Any) -> Any:
-    """The model's outputs for a batch: a mapping gives its named arguments, a tuple those by position."""
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, tuple) else model(batch)

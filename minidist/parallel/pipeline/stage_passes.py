@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from minidist.parallel.contract.batch import moved
+from minidist.parallel.contract.batch import moved, rows_of
 from minidist.parallel.contract.engine import Loss
 from minidist.parallel.pipeline.instructions import Instruction, stage_of
 from minidist.parallel.pipeline.split_backward import SplitBackward, split_backward
@@ -65,7 +65,7 @@ class StagePasses:
     rank: int
     ranks: int
     device: torch.device
-    inputs: Sequence[Tensor]  # for each micro-batch
+    inputs: Sequence[Any]  # for each micro-batch
     targets: Sequence[Any]
     loss: Loss
     total: Tensor  # the sum of the losses so far, each times its rows
@@ -107,7 +107,7 @@ class StagePasses:
         else:
             outputs = module(self._batch(micro_batch))
         if stage == self.ranks * len(self.stages) - 1:
-            rows = len(self.inputs[micro_batch])
+            rows = rows_of(self.inputs[micro_batch])
             loss = self.loss(outputs, moved(self.targets[micro_batch], self.device))
             self.total += loss.detach().double() * (rows if self.by_rows else 1)
             factor = 1.0 if self.weight is None else self.weight(rows)
@@ -120,8 +120,8 @@ class StagePasses:
         if train:
             self.live[micro_batch, chunk] = StagePass(xs, roots)
 
-    def _batch(self, micro_batch: int) -> Tensor:
-        return self.inputs[micro_batch].to(self.device)
+    def _batch(self, micro_batch: int) -> Any:
+        return moved(self.inputs[micro_batch], self.device)
 
     def _backward(self, micro_batch: int, chunk: int, split: bool) -> None:
         """The whole backward pass, or with `split` its first part, after which the pass stays live."""

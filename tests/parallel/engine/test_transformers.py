@@ -1,4 +1,4 @@
-"""Models of transformers with their own loss, on batches as their collators give them: no code of one's own."""
+"""Models of transformers with their own loss, on batches as their collators give them."""
 
 from __future__ import annotations
 
@@ -109,6 +109,8 @@ CASES = [
     ("gpt2", "dp=2,zero=3,recompute=true"),
     ("bert", "dp=2,micro_batches=2,recompute=true"),
     ("bert", "dp=2,zero=3"),
+    ("llama", "pp=2,micro_batches=2"),
+    ("gpt2", "dp=2,pp=2,zero=1,micro_batches=2"),
 ]
 REST = [
     (name, f"dp=2,zero={zero},micro_batches={micro},recompute={again}")
@@ -129,6 +131,6 @@ def test_they_train_as_in_one_process(cluster_of: Clusters, name: str, layout: s
     with torch.no_grad():
         last = batch(SIZES[-1], len(SIZES) - 1)
         loss, logits = model(**last).loss, model.eval()(last["input_ids"]).logits
-    for found in cluster_of(2).run(train, name, layout):
+    for found in cluster_of(PARSE(layout).ranks).run(train, name, layout):
         torch.testing.assert_close(found[:2], (losses, state), **EXACT)
         torch.testing.assert_close(found[2:], (float(loss), logits), **EXACT)
