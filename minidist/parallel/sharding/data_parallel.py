@@ -23,7 +23,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from minidist import comm
 from minidist.comm.work import Group
@@ -49,7 +49,7 @@ class DataParallel(nn.Module):
     >>> optimizer.step()
 
     After `synchronize` each gradient is the mean over the ranks, as in torch's DDP: that of the mean loss
-    over the global batch, if the shares are equal. If they differ, use `synchronize(rows=...)`. Call it on
+    over the global batch, if the shares are equal. If they differ, weight the losses: `weighted`. Call it on
     all ranks, once for each optimizer step: with `overlap` the gradients are averaged when `backward`
     returns, but a rank may have had no backward pass, or only some inside `no_sync`. Gradients are views into
     the buckets, so they take their memory once.
@@ -98,6 +98,7 @@ class DataParallel(nn.Module):
         self.compression = compression_of(compression)
         self.broadcast_buffers = broadcast_buffers
         self._gradient_comm = GradientComm(group, algorithm)
+        self._weight: float | Tensor | None = None  # of the losses since the last `synchronize`
         self.reducer: Reducer[BucketAssignment] | None = None  # None in a group of one
         if self._gradient_comm.ranks > 1:
             refuse_renormed(module)
@@ -174,24 +175,39 @@ class DataParallel(nn.Module):
             if self.reducer is not None:  # perhaps another: `requires_grad` may have changed
                 self.reducer.syncing = before
 
-    def synchronize(self, rows: int | None = None) -> None:
+    def weighted(self, loss: Tensor, weight: float | Tensor) -> Tensor:
+        """A mean loss times its weight, for `backward`: gradients become those of the weighted mean.
+
+        >>> model.weighted(cross_entropy(model(inputs), targets), len(inputs)).backward()
+        >>> model.synchronize()
+
+        Use it for all micro-batches of all ranks. A rank without any calls `synchronize(rows=0)`.
+
+        loss: a mean. weight: over how much, such as rows, or tokens that are not ignored.
+        """
+        self._weight = weight if self._weight is None else self._weight + weight
+        return loss * weight
+
+    def synchronize(self, rows: float | None = None) -> None:
         """Average the gradients over the ranks: call it after backward and before the optimizer's step.
 
+        A sum of weights costs one more message of 8 bytes, and a pass over the gradients.
+
         Args:
-            rows: None if the loss was a mean over rows and the shares are equal. If they differ, let the loss
-                be the sum over this rank's rows, and give their number on every rank, even if it is 0: the
-                gradients become those of the mean over all ranks' rows. With micro-batches, give the rows of
-                all of them. It costs one more message of 8 bytes, and a pass over the gradients.
+            rows: None if the losses were means over equal shares, or came from `weighted`. If a loss is the
+                sum over this rank's rows, give their number on every rank, even if it is 0, and with
+                micro-batches that of all: the gradients become those of the mean over all ranks' rows.
 
         Raises:
             ValueError: there are no rows on any rank, or the ranks' parameters differ.
         """
         if self.reducer is not None:
             self.reducer.synchronize()
+        rows, self._weight = self._weight if rows is None else rows, None
         if rows is None:
             return
         device = next((parameter.device for parameter in self.module.parameters()), None)
-        own = torch.tensor(rows, dtype=torch.float64, device=device)
+        own = torch.as_tensor(rows, dtype=torch.float64, device=device).clone()
         total = float(comm.all_reduce(own, group=self.group))
         if rows < 0 or not total:
             raise ValueError(f"rows is {rows}, and over all ranks {total:g}; give each rank's number of rows")

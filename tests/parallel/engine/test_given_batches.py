@@ -272,7 +272,7 @@ def test_a_pipeline_takes_one_tensor(cluster_of: Clusters) -> None:
 
     for told in cluster_of(2).run(refused):
         assert (
-            "the inputs are a dict, and the model is a chain of layers, of which the first takes one tensor; g"
+            "the inputs are a dict, and the model is a chain of layers, of which the first takes one tens"
             in told
         )
 

@@ -361,6 +361,38 @@ def test_synchronize_sends_its_gradients_and_their_counts(cluster_of: Clusters, 
     assert cluster_of(2).run(count) == [[whole if overlap else 0, whole]] * 2
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("fault", [False, True])
+def test_weighted_losses_give_the_weighted_mean(cluster_of: Clusters, overlap: bool, fault: bool) -> None:
+    """Ranks have several micro-batches or none, of unequal numbers of labels that count. Twice, as a loop."""
+    inputs, targets = vectors(torch.Generator().manual_seed(3), 11)
+    targets[4:9] = -100
+    shares = [[slice(0, 3), slice(3, 7)], [slice(7, 11)], []]
+    loss_of = nn.functional.cross_entropy
+
+    def train() -> list[Tensor | None]:
+        model = md.DataParallel(mlp(0), overlap=overlap)
+        for _ in range(2):
+            model.zero_grad()
+            own = shares[md.rank()]
+            for rows in own:
+                x, y = inputs[rows], targets[rows]
+                weight = len(y) if fault else (y != -100).sum()  # a planted fault: rows that do not count
+                with model.no_sync():
+                    model.weighted(loss_of(model(x), y), weight).backward()
+            model.synchronize(None if own else 0)
+        return [parameter.grad for parameter in model.parameters()]
+
+    reference = mlp(0)
+    loss_of(reference(inputs), targets).backward()
+    wanted = [parameter.grad for parameter in reference.parameters()]
+    for found in cluster_of(3).run(train):
+        if fault:
+            assert not torch.allclose(found[0], wanted[0], rtol=1e-3)
+        else:
+            torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
+
+
 def test_a_rank_without_rows_is_told(cluster_of: Clusters) -> None:
     def train() -> None:
         engine = md.prepare(mlp(0), torch.optim.SGD, md.Layout(dp=2))
