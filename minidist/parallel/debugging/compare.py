@@ -123,7 +123,7 @@ def differences(a: Recording, b: Recording) -> Comparison:
         raise ValueError(
             f"{a.layout} took {len(a.steps)} steps and {b.layout} {len(b.steps)}; give both one number"
         )
-    if a.layers != b.layers or a.start.keys() != b.start.keys():
+    if sorted(a.layers) != sorted(b.layers) or a.start.keys() != b.start.keys():
         raise ValueError(
             f"{a.layout} and {b.layout} train models of other layers or parameters; give both the same"
         )

@@ -25,12 +25,13 @@ from torch import Tensor, nn
 from minidist._arguments import check_whole
 from minidist.parallel.contract.strategy import TensorBox
 from minidist.parallel.debugging.assembling import RankCopies, assemble, distance, distinct
+from minidist.parallel.debugging.layer_order import in_order, layers_of
 from minidist.parallel.engine.training_step import Engine
 from minidist.parallel.flat.ranges import narrowed
+from minidist.parallel.pipeline.nested_tensors import tensors_in
 
 REPEATS = 2
 """How often the steps are taken again with moved results."""
-_LISTS = nn.ModuleList, nn.ModuleDict, nn.Sequential
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +43,7 @@ class Recording:
     """
 
     layout: str
-    layers: list[str]  # their names, first to last
+    layers: list[str]  # their names, in the order in which they run
     start: dict[str, Tensor]  # the parameters before the first step
     losses: list[float]
     steps: list[dict[str, RankCopies]]
@@ -57,9 +58,9 @@ def record(engine: Engine, batches: Iterable[tuple[Tensor, Tensor]], repeats: in
     state of gradient compression: what compression kept back is dropped, and PowerSGD's factors stay.
 
     Args:
-        engine: from `prepare`. Its layers are those of the model's lists, and the modules next to them. If
-            they run in another order, or `forward` does more than call them (`layer_chain.require_chain`
-            tells), a difference is still found, but a later layer may be named.
+        engine: from `prepare`. Its layers are those of the model's lists, and the modules next to them. What
+            `forward` computes between them belongs to the next one. Of a layer's outputs, the first tensor is
+            recorded, if its first dimension is the rows.
         batches: inputs and targets of whole global batches.
         repeats: how often to measure the effect of rounding.
 
@@ -89,7 +90,8 @@ def record(engine: Engine, batches: Iterable[tuple[Tensor, Tensor]], repeats: in
         for most, plain, other in zip(rounding, steps, moved, strict=True):
             for name in plain.keys() & other.keys():
                 most[name] = max(most[name], distance(plain[name], other[name]))
-    layers = [name for name, _ in layers_of(engine.model)]
+    called = [key.removeprefix("output ") for key in steps[0] if key.startswith("output ")]
+    layers = in_order([name for name, _ in layers_of(engine.model)], called, engine.layout.chunks > 1)
     return Recording(str(engine.layout), layers, start, losses, steps, [dict(most) for most in rounding])
 
 
@@ -107,19 +109,6 @@ def pairs_of(batches: Iterable[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Ten
     return given
 
 
-def layers_of(model: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:
-    """The layers in the model's lists, at any depth, and the modules next to the lists, with their names."""
-    found = []
-    for name, child in model.named_children():
-        uncalled = isinstance(child, nn.ModuleList | nn.ModuleDict)  # and so without an output of its own
-        holds_lists = any(isinstance(part, _LISTS) for part in child.modules())
-        if uncalled or (holds_lists and not isinstance(model, _LISTS)):
-            found += layers_of(child, f"{prefix}{name}.")
-        else:
-            found.append((prefix + name, child))
-    return found
-
-
 def _run(
     engine: Engine, batches: Sequence[tuple[Tensor, Tensor]], repeat: int | None
 ) -> tuple[list[float], list[dict[str, RankCopies]]]:
@@ -129,12 +118,13 @@ def _run(
     for inputs, targets in batches:
         rows = slice(*(len(inputs) * (engine.data_rank + i) // engine.data_ranks for i in (0, 1)))
         pieces: dict[str, dict[int, Tensor]] = defaultdict(dict)
-        with _moved(engine.model, repeat), _hooks(layers_of(engine.model), partial(_keep, pieces)):
+        keep = partial(_keep, pieces, engine.part.stages)
+        with _moved(engine.model, repeat), _hooks(layers_of(engine.model), keep):
             scale = engine.loss_scale
             losses.append(engine.step(inputs[rows], targets[rows]))
-        own = {
-            name: torch.cat([of_call[call] for call in sorted(of_call)]) for name, of_call in pieces.items()
-        }
+        joined = {name: torch.cat([of_call[i] for i in sorted(of_call)]) for name, of_call in pieces.items()}
+        count = max(1, rows.stop - rows.start)
+        own = {name: value for name, value in joined.items() if len(value) % count == 0}
         found = assemble(own, engine.layout, inputs.shape[1] if inputs.dim() > 1 else 1)
         for name, copies in found.items():
             if name.startswith("gradient"):
@@ -157,18 +147,27 @@ def _parameters(engine: Engine) -> dict[str, Tensor]:
 
 
 def _keep(
-    pieces: dict[str, dict[int, Tensor]], name: str, layer: nn.Module, inputs: Any, output: Any
+    pieces: dict[str, dict[int, Tensor]],
+    stages: Sequence[nn.Module],
+    name: str,
+    layer: nn.Module,
+    inputs: Any,
+    output: Any,
 ) -> None:
-    """Keep a layer's output and later its gradient, by name and by call (one for each micro-batch)."""
+    """Keep a layer's output and later its gradient, by name and by call (one for each micro-batch).
+
+    stages: of a pipeline on this rank; what one computes before its own layers is another's work.
+    """
 
     def keep(key: str, call: int, value: Tensor) -> None:
         pieces[key][call] = value.detach().cpu().clone()
 
-    if isinstance(output, Tensor):
+    output = next((tensor for _, tensor in tensors_in(output)), None)
+    if output is not None and output.dim() and not any(getattr(stage, "skips", False) for stage in stages):
         call = len(pieces[f"output {name}"])
         keep(f"output {name}", call, output)
         if output.requires_grad:
-            output.register_hook(partial(keep, f"gradient {name}", call))  # type: ignore[no-untyped-call]
+            output.register_hook(partial(keep, f"gradient {name}", call))
 
 
 @contextmanager

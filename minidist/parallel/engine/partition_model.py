@@ -101,13 +101,13 @@ def partition_model(
     held_by: dict[str, list[int]] = {}
     if layout.pp > 1:
         stages, held_by = _take_layers(model, layout, mesh.rank("pp"), whole, trace)
-    stage_of = {name: found[0] for name, found in held_by.items()}
+    own, stage_of = mesh.rank("pp"), {name: found[0] for name, found in held_by.items()}
+    device = skeleton.device if skeleton is not None else None
+    drop_parameters(model, _unneeded(model, held_by, own), device)
     placement = Placement(mesh, whole, model, cuts(model), stage_of)
     if skeleton is not None:
         skeleton.fill(model, placement.cuts)
         placement.device = skeleton.device
-    own = mesh.rank("pp")
-    drop_parameters(model, _unneeded(model, held_by, own), placement.device)
     return RankModel(model, mesh, placement, share, stages, _tied(whole, held_by, own), vocabulary)
 
 

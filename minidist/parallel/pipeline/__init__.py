@@ -14,8 +14,10 @@ A schedule is data: it is made, proved, simulated and drawn without a process, a
 | send_completion.py | which receive tells a rank that its sends have arrived |
 | execution.py, arguments.py | `Pipeline`: executes a schedule; checks of its arguments |
 | stage_passes.py, split_backward.py | forward and backward passes; a backward pass in two parts |
-| stage_messages.py | messages between stages; the loss from the last rank to all |
+| stage_messages.py, stage_outputs.py | messages between stages, of one tensor or several; the loss to all |
 | tied_parameters.py | parameters that several stages share |
 | layer_by_layer.py | `LayerByLayer`: one batch at a time; `cut`: where to cut a model |
-| layer_chain.py | whether a model is the chain of its layers |
+| layer_chain.py | the list of layers at which to cut a model; whether the model is nothing else |
+| layer_trace.py, nested_tensors.py | how any model's `forward` calls the layers of a list |
+| model_stage.py | a stage that runs the model's `forward` from its first layer to its last |
 """

@@ -47,26 +47,24 @@ def find_chain(model: nn.Module, layout: Layout, layers: str | None, example: An
         ValueError: no such list, too few layers, no example, or a model that does not call the layers one
             after the other.
     """
-    try:
-        if layers in (None, "layers"):
+    refused = ""
+    if layers in (None, "layers"):
+        try:
             check_layers(model, layout)
             return None
-    except ValueError as error:
-        simple: ValueError | None = error
-    else:
-        simple = None
+        except ValueError as error:
+            refused = str(error)
     if example is None and getattr(model, "main_input_name", "") == "input_ids":
         example = getattr(model, "dummy_inputs", None)
-    if example is None and layers is None and simple is not None:
-        raise ValueError(
-            f"{simple}; or give example=, a batch with which the model runs once, to find what it computes "
-            "before and after its layers"
-        ) from None
+    remedy = (
+        "give example=, a batch with which the model runs once, to find what it computes beside its layers"
+    )
+    if example is None and layers is None:
+        raise ValueError(f"{refused}; or {remedy}")
     name = _list_of(model, layers)
     if example is None:
         raise ValueError(
-            f"layers is {name!r}, and a {type(model).__name__} has to run once to find what it computes "
-            "before and after them; give example=, a batch of one row or more, as the model takes it"
+            f"layers is {name!r}, and nothing says how a {type(model).__name__} is called; {remedy}"
         )
     _check_parts(layout, len(model.get_submodule(name)))  # type: ignore[arg-type]
     try:
@@ -82,22 +80,17 @@ def find_chain(model: nn.Module, layout: Layout, layers: str | None, example: An
 def _list_of(model: nn.Module, name: str | None) -> str:
     """The name of the list of layers; ValueError if there is no such one, or several that it could be."""
     lists = {each: part for each, part in model.named_modules() if each and isinstance(part, LISTS)}
+    if name is not None and name not in lists:
+        raise unknown("list of layers", name, lists or ["none: the model has no nn.ModuleList"])
     if name is not None:
-        if name not in lists:
-            raise (
-                unknown("list of layers", name, lists)
-                if lists
-                else ValueError(
-                    f"layers is {name!r}, and a {type(model).__name__} has no nn.ModuleList or nn.Sequential"
-                )
-            )
         return name
     outer = [each for each in lists if not any(each.startswith(f"{other}.") for other in lists)]
     found = [each for each in outer if isinstance(lists[each], nn.ModuleList)] or outer
     if len(found) != 1:
         raise ValueError(
-            f"a {type(model).__name__} has {len(found)} lists of layers{': ' if found else ''}"
-            f"{', '.join(found)}; name the one to cut, such as layers='model.layers'"
+            f"a {type(model).__name__} has {len(found)} lists of layers{', ' * bool(found)}"
+            f"{', '.join(found)}; "
+            "give layers=, the name of the nn.ModuleList or nn.Sequential to cut, or use dp or tp"
         )
     return str(found[0])
 

@@ -40,6 +40,7 @@ class _PassingLayer(StandIn):
         if self.index >= self.stage.layers.stop:
             raise _Left([at(arguments, layer.received[number]) for number in sorted(layer.received)])
         received = self.stage.received
+        self.stage.skips = self.index < self.stage.layers.start - 1
 
         def tensor(place: Sent | Argument) -> Any:
             if isinstance(place, Argument):
@@ -62,6 +63,7 @@ class ModelStage(nn.Module):
         super().__init__()
         self.model, self.trace, self.layers = model, trace, layers
         self.received: Sequence[Tensor] = ()
+        self.skips = False  # whether a run is still before the stage's layers, where another stage's work is
         keys = [*model.get_submodule(trace.name)._modules]
         self._passing = {
             key: _PassingLayer(self, index) for index, key in enumerate(keys) if index not in layers
@@ -74,7 +76,7 @@ class ModelStage(nn.Module):
         """
         layers = self.model.get_submodule(self.trace.name)._modules
         own = dict(layers)
-        self.received = received
+        self.received, self.skips = received, self.layers.start > 0
         layers.update(self._passing)
         try:
             return call(self.model, batch)
@@ -82,18 +84,18 @@ class ModelStage(nn.Module):
             return left.tensors
         finally:
             layers.update(own)
-            self.received = ()
+            self.received, self.skips = (), False
 
 
-def drop_parameters(model: nn.Module, names: Collection[str], device: torch.device) -> None:
+def drop_parameters(model: nn.Module, names: Collection[str], device: torch.device | None) -> None:
     """Replace parameters by NaNs that take no memory, and are no parameters.
 
-    names: all names of each of them.
+    names: all names of each of them. device: where the NaNs are; None for where the parameter is.
     """
     for name in names:
         owner, _, attribute = name.rpartition(".")
         module = model.get_submodule(owner)
         parameter = module._parameters.pop(attribute)
         assert parameter is not None
-        nothing = torch.full((), torch.nan, dtype=parameter.dtype, device=device)
+        nothing = torch.full((), torch.nan, dtype=parameter.dtype, device=device or parameter.device)
         module.__dict__[attribute] = nothing.expand(parameter.shape)

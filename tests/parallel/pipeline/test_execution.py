@@ -519,6 +519,41 @@ def test_ranks_that_are_given_different_batches_do_not_wait_for_ever() -> None:
         cluster.run(step)
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble"])
+def test_tuples_go_from_stage_to_stage(cluster_of: Clusters, schedule: str) -> None:
+    class Masked(nn.Module):
+        """Gives a hidden state, a mask as it came, and a sum that no later stage changes back."""
+
+        def __init__(self, seed: int) -> None:
+            super().__init__()
+            torch.manual_seed(seed)
+            self.linear = nn.Linear(3, 3).double()
+
+        def forward(self, given: Any) -> Any:
+            x, mask, total = given if isinstance(given, tuple) else (given, given > 0.5, given.sum(1))
+            x = self.linear(x).masked_fill(mask, 0.25)
+            return x, mask, total + x.sum(1)
+
+    def loss(outputs: Any, targets: Tensor) -> Tensor:
+        return (outputs[0].square().mean(1) * targets + outputs[2]).mean()
+
+    inputs, targets = torch.rand(7, 3, dtype=torch.float64), torch.rand(7, dtype=torch.float64)
+    model = nn.Sequential(Masked(0), Masked(1))
+    expected = loss(model(inputs), targets)
+    expected.backward()
+
+    def step() -> tuple[list[float], list[Tensor | None]]:
+        stage = Masked(md.rank())
+        pipeline = Pipeline(stage, schedule, 3, loss)
+        losses = [pipeline.step(inputs, targets), pipeline.evaluate(inputs, targets)]
+        losses.append(pipeline.step(inputs, targets))  # with forms that are known
+        return losses, [p.grad for p in stage.parameters()]
+
+    for part, (losses, gradients) in zip(model, cluster_of(2).run(step), strict=True):
+        torch.testing.assert_close(losses, [float(expected.detach())] * 3, rtol=1e-12, atol=0.0)
+        torch.testing.assert_close(gradients, [2 * p.grad for p in part.parameters()], rtol=1e-12, atol=1e-14)
+
+
 def test_wrong_stages_are_told(cluster_of: Clusters) -> None:
     class Pair(nn.Module):
         def forward(self, x: Tensor) -> Any:

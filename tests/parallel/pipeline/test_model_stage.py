@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import minidist as md
+from minidist.parallel.engine import step_executor
+from minidist.parallel.pipeline.model_stage import ModelStage
 from tests.helpers import contract
 
 Clusters = Callable[[int], md.Cluster]
@@ -78,11 +82,12 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.mix, self.up, self.norm = nn.Linear(12, 12), nn.Linear(12, 12), nn.LayerNorm(12)
+        self.mix, self.norm = nn.Linear(12, 12), nn.LayerNorm(12)
+        self.up, self.down = nn.Linear(12, 16), nn.Linear(16, 12)
 
     def forward(self, x: Tensor, mask: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
         scores = (self.mix(self.norm(x)) @ x.mT + bias).masked_fill(mask, -1e9).softmax(-1)
-        return x + self.up(scores @ x), scores
+        return x + self.down(self.up(scores @ x).relu()), scores
 
 
 class OwnGPT(nn.Module):
@@ -122,7 +127,7 @@ LAYOUTS = [
     "pp=2,schedule=zero_bubble,micro_batches=3",
     "pp=3,schedule=gpipe,micro_batches=2,recompute=true",
     "dp=2,pp=2,zero=1",
-    "dp=2,pp=2,micro_batches=2",
+    "tp=2,pp=2,micro_batches=2",
     "pp=3,chunks=2,schedule=interleaved",
 ]
 
@@ -141,5 +146,133 @@ def test_every_kind_of_layout(cluster_of: Clusters, name: str, layout: str) -> N
 def check(cluster_of: Clusters, name: str, layout: str) -> None:
     if name != "own":
         pytest.importorskip("transformers", reason="the models are those of transformers")
+        layout = layout.replace("tp=2", "dp=2")
+    plan = {"blocks.*.up": "column", "blocks.*.down": "row"} if "tp" in layout else None
     example = EXAMPLES.get(name, EXAMPLES["own"])
-    contract.check(cluster_of(PARSE(layout).ranks), case(name), PARSE(layout), example=example)
+    contract.check(cluster_of(PARSE(layout).ranks), case(name), PARSE(layout), example=example, plan=plan)
+
+
+# The point of it: each stage has its share.
+
+
+def held(name: str) -> tuple[set[str], int, int]:
+    """The names of this stage's parameters, their elements, and those of the whole model."""
+    model = case(name).model(0)
+    whole = sum(p.numel() for p in model.parameters())
+    md.prepare(model, SGD, PARSE("pp=3"), example=EXAMPLES.get(name, EXAMPLES["own"]))
+    own = dict(model.named_parameters())
+    return set(own), sum(p.numel() for p in own.values()), whole
+
+
+@pytest.mark.parametrize("name", ["own", "gpt2"])
+def test_a_stage_holds_its_layers_and_what_it_needs_beside_them(cluster_of: Clusters, name: str) -> None:
+    if name != "own":
+        pytest.importorskip("transformers", reason="the model is that of transformers")
+    found = cluster_of(3).run(held, name)
+    blocks = "blocks" if name == "own" else "inner.transformer.h"
+    outside = [{each for each in names if not each.startswith(blocks)} for names, *_ in found]
+    if name == "own":
+        assert outside == [
+            {"token.weight", "positions", "bias"},
+            {"bias"},  # which the model gives to every layer
+            {"token.weight", "bias", "head_norm.weight", "head_norm.bias"},
+        ]
+    else:
+        table = "inner.transformer.wte.weight"
+        norm = {f"inner.transformer.ln_f.{each}" for each in ("weight", "bias")}
+        assert outside == [{table, "inner.transformer.wpe.weight"}, set(), {table, *norm}]
+    own = [{name for name in names if name.startswith(blocks)} for names, *_ in found]
+    assert sum(map(len, own)) == len(set.union(*own))  # no layer is held twice
+    twice = 17 * 12 + 2 * 16 * 16 if name == "own" else 17 * 16
+    assert sum(elements for _, elements, _ in found) == found[0][2] + twice
+
+
+def test_what_a_stage_lacks_is_nan_without_memory(cluster_of: Clusters) -> None:
+    def look() -> tuple[bool, int, bool]:
+        model = case("own").model(0)
+        engine = md.prepare(model, SGD, PARSE("pp=2"), example=EXAMPLES["own"])
+        table = model.positions
+        whole = engine.full_state_dict()
+        return isinstance(table, nn.Parameter), table.untyped_storage().nbytes(), "positions" in whole
+
+    first, second = cluster_of(2).run(look)
+    assert first == (True, 16 * 12 * 8, True)
+    assert second == (False, 8, True)
+
+
+@pytest.mark.parametrize("fault", ["another layer", "no bias"])
+def test_a_planted_fault_is_caught(cluster_of: Clusters, fault: str) -> None:
+    def train() -> contract.Trained:
+        with pytest.MonkeyPatch.context() as patch:
+            if fault == "another layer":
+                init = ModelStage.__init__
+
+                def without_one(self: Any, model: Any, trace: Any, layers: range) -> None:
+                    init(self, model, trace, layers[1:] if layers.start else layers)
+
+                patch.setattr(ModelStage, "__init__", without_one)
+            else:
+                patch.setattr(step_executor, "sum_tied", lambda *_: None)
+            return contract.train_on_this_rank(case("own"), PARSE("pp=2"), {"example": EXAMPLES["own"]})
+
+    trained, _ = cluster_of(2).run(train)
+    with pytest.raises(AssertionError, match=r"not close|not equal"):
+        contract.compare(trained, contract.train_in_one_process(case("own")))
+
+
+# What an engine does with it.
+
+
+def test_evaluation_and_layouts_of_checkpoints(cluster_of: Clusters, tmp_path: Path) -> None:
+    longer = replace(case("own"), batches=(9, 8, 7, 9))
+    options = {"example": EXAMPLES["own"]}
+    ((inputs, targets), *_) = longer.global_batches()
+    alone = float(longer.loss(longer.model(0)(inputs), targets).detach())
+    expected = contract.train_in_one_process(longer)
+
+    def first(layout: str) -> float:
+        engine = md.prepare(longer.model(md.rank()), SGD, PARSE(layout), clip_norm=0.5, **options)
+        share = slice(*(9 * (engine.data_rank + i) // engine.data_ranks for i in (0, 1)))
+        loss = engine.evaluate(inputs[share], targets[share])
+        for x, y in longer.global_batches()[:2]:
+            share = slice(*(len(x) * (engine.data_rank + i) // engine.data_ranks for i in (0, 1)))
+            engine.step(x[share], y[share])
+        md.save(engine, tmp_path / "saved").wait()
+        return loss
+
+    def second(layout: str) -> contract.Trained:
+        engine = md.prepare(longer.model(3), SGD, PARSE(layout), clip_norm=0.5, **options)
+        md.load(engine, tmp_path / "saved")
+        losses = []
+        for x, y in longer.global_batches()[2:]:
+            share = slice(*(len(x) * (engine.data_rank + i) // engine.data_ranks for i in (0, 1)))
+            losses.append(engine.step(x[share], y[share]))
+        return contract.Trained(expected.losses[:2] + losses, engine.full_state_dict())
+
+    for before, after in (("dp=2,pp=2,zero=1", "pp=3"), ("pp=3", "dp=2,pp=2,zero=1"), ("pp=2", "dp=2")):
+        for loss in cluster_of(PARSE(before).ranks).run(first, before):
+            assert loss == pytest.approx(alone, rel=1e-12)
+        for trained in cluster_of(PARSE(after).ranks).run(second, after):
+            contract.compare(trained, expected)
+
+
+def test_a_model_on_the_meta_device(cluster_of: Clusters) -> None:
+    def train() -> list[float]:
+        with torch.device("meta"):
+            model = OwnGPT(0)
+        engine = md.prepare(model, SGD, PARSE("pp=2"), example=EXAMPLES["own"], initialize=ones)
+        return [engine.step(*batch) for batch in case("own").global_batches()]
+
+    model = OwnGPT(0)
+    for part in model.modules():
+        ones(part)
+    expected = contract.train_in_one_process(replace(case("own"), model=lambda _: model, clip_norm=None))
+    for losses in cluster_of(2).run(train):
+        torch.testing.assert_close(losses, expected.losses, rtol=1e-10, atol=0.0)
+
+
+def ones(part: nn.Module) -> None:
+    for number, parameter in enumerate(part._parameters.values()):
+        nn.init.constant_(parameter, 0.1 + number)
+    if "mask" in part._buffers:
+        part.mask = torch.ones(16, 16).triu(1).bool()
