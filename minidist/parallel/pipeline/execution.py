@@ -47,11 +47,11 @@ class Pipeline:
     >>> loss = pipeline.step(inputs, targets)  # fills .grad
     >>> optimizer.step()
 
-    Stage s is chunk s // p of rank s % p. One floating-point tensor goes from stage to stage; the first run
-    finds its shape. The gradients equal those of one process on the whole batch if the model is its stages
-    one after the other; `layer_chain.require_chain` tells whether a model's `forward` does more. All ranks
-    construct it together: each sends 16 (p - 1) + 16 (p - 1) / p bytes to check that they agree, and tied
-    copies.
+    Stage s is chunk s // p of rank s % p. One floating-point tensor goes from stage to stage, or a tuple of
+    several, such as a hidden state and a mask; the first run finds their shapes. The gradients equal those of
+    one process on the whole batch if the model is its stages one after the other;
+    `layer_chain.require_chain` tells whether a model's `forward` does more. All ranks construct it together:
+    each sends 16 (p - 1) + 16 (p - 1) / p bytes to check that they agree, and tied copies.
 
     If a step fails on one rank, it also fails on the ranks of the same host that wait for it, and all may go
     on with another batch. Ranks that wait for messages of more than 4 MiB, over sockets or NCCL, or for tied

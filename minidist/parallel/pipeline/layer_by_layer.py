@@ -44,7 +44,7 @@ class LayerByLayer(Pipeline):
     time.
 
     Args:
-        part: this rank's layers. One floating-point tensor goes from part to part. Only the parts are
+        part: this rank's layers. One tensor, or a tuple of them, goes from part to part. Only the parts are
             trained: if the model's `forward` does more than call its layers, `layer_chain.require_chain`
             tells.
         loss: from outputs and targets to a scalar, on the last rank.
