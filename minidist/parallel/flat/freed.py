@@ -13,11 +13,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-_VALUES = frozenset(getattr(Tensor, name) for name in ("data", "T", "H", "mT", "mH", "real", "imag"))
-"""The attributes that have the values. All others say what a parameter is, which stays known."""
+_VALUES = frozenset(getattr(Tensor, name) for name in ("T", "H", "mT", "mH", "real", "imag"))
+"""The attributes that are views of the values. All others say what a parameter is, which stays known."""
 _KNOWN = {"__get__", "__set__", "__hash__", "__len__", "size", "numel", "dim", "stride", "element_size"}
 _KNOWN |= {"is_floating_point", "is_complex", "is_contiguous", "get_device", "untyped_storage"}
-_KNOWN |= {"requires_grad_", "register_hook", "register_post_accumulate_grad_hook"}
+_KNOWN |= {"requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "detach"}
 
 
 class FreedParameter(nn.Parameter):
@@ -40,7 +40,11 @@ class FreedParameter(nn.Parameter):
         """RuntimeError, unless `function` needs no values."""
         name = function.__name__
         if name in _KNOWN and (name != "__get__" or function.__self__ not in _VALUES):
-            return nn.Parameter.__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+            known: Any = nn.Parameter.__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+            if name == "detach" or (name == "__get__" and function.__self__ is Tensor.data):
+                known = known.as_subclass(cls)  # for the names and shapes of a state_dict
+                known.name_in_model = args[0].name_in_model
+            return known
         every = [each for arg in args for each in (arg if isinstance(arg, list | tuple) else [arg])]
         found = next((each.name_in_model for each in every if isinstance(each, cls)), "of this model")
         raise RuntimeError(
@@ -50,6 +54,10 @@ class FreedParameter(nn.Parameter):
             "on them the optimizer's weight_decay. If the model itself reads it, it uses a part or another "
             "method of a unit that is never called: leave that one out of units="
         )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """RuntimeError: a file or another process would need the values."""
+        return self.clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __repr__(self) -> str:  # type: ignore[override]
         """Its shape, for debuggers and logs, which print what they meet."""
