@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from minidist.comm import checking, ledgers
+from minidist.comm import checking, ledgers, returned_ranks
 from minidist.comm.errors import CollectiveError
 from minidist.comm.failures import describe_tensor, failed
 
@@ -84,7 +84,9 @@ class Work:
             begun = time.perf_counter()
             handle, began, completed = self._handle, None, None
             try:
-                if handle is not None:
+                if isinstance(handle, dist.Work) and self._call.message is None:
+                    returned_ranks.wait(handle, self._call.group)
+                elif handle is not None:
                     handle.wait()
                     # Only handles of the background thread know their times.
                     began, completed = getattr(handle, "began", None), getattr(handle, "completed", None)

@@ -96,12 +96,14 @@ def join(store: Store, own: int, ranks: int, limit: timedelta, check: bool = Fal
     import torch
     import torch.distributed as dist
 
+    from minidist.comm import returned_ranks
     from minidist.comm.transport import mailbox_registry as mailboxes
 
     mailboxes.start(store, own, ranks)
     gpus = torch.cuda.device_count() if dist.is_nccl_available() else 0
     local_ranks = _number("LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in os.environ else ranks
     backend = "cpu:gloo,cuda:nccl" if gpus >= local_ranks else "gloo"
+    returned_ranks.start(store, own, only_gloo=backend == "gloo")
     dist.init_process_group(backend, store=store, rank=own, world_size=ranks, timeout=limit)
     if backend != "gloo":
         torch.cuda.set_device(local_rank())
@@ -150,7 +152,7 @@ def shutdown() -> None:
     if _joined_here:
         import torch.distributed as dist
 
-        from minidist.comm import checking
+        from minidist.comm import checking, returned_ranks
         from minidist.comm.transport import algorithm_choice
         from minidist.comm.transport import mailbox_registry as mailboxes
 
@@ -158,6 +160,7 @@ def shutdown() -> None:
         checking.stop()
         algorithm_choice.forget()
         mailboxes.stop()
+        returned_ranks.stop()
         dist.destroy_process_group()
 
 

@@ -61,7 +61,7 @@ def launch(
 def _run_under_torchrun(fn: Callable[[], Any], ranks: int, timeout: float | None, check: bool) -> list[Any]:
     import torch.distributed as dist
 
-    from minidist.comm import checking, world
+    from minidist.comm import checking, returned_ranks, world
 
     world.init(timeout or world.DEFAULT_TIMEOUT, check)
     if world.size() != ranks:
@@ -71,5 +71,6 @@ def _run_under_torchrun(fn: Callable[[], Any], ranks: int, timeout: float | None
     results: list[Any] = [None] * ranks
     with checking.run(timeout):
         value = fn()
+    returned_ranks.end_run()
     dist.all_gather_object(results, value)
     return results

@@ -102,7 +102,7 @@ def _run(call: bytearray, limit: float | None) -> bytes:
     import cloudpickle
     import torch.distributed as dist
 
-    from minidist.comm import checking, work
+    from minidist.comm import checking, returned_ranks, work
     from minidist.comm.launching.sending import forget
 
     joined = dist.group.WORLD
@@ -116,6 +116,7 @@ def _run(call: bytearray, limit: float | None) -> bytes:
                 "which leaves only what minidist.init() joined"
             )
         work.finish()
+    returned_ranks.end_run()
     try:
         return bytes(cloudpickle.dumps(value))
     except Exception as error:

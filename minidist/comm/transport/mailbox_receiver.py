@@ -32,13 +32,20 @@ class Incoming:
     """The receiver's end.
 
     patient: sleep at once, without spinning, because there are more ranks than cores.
-    refused: returns whether the sender has found that it cannot use the mailbox.
+    refused: returns whether the sender has found that it cannot use the mailbox. why_absent: returns why the
+        sender will send no more, or "".
     """
 
     def __init__(
-        self, memory: memoryview, sender: Process, patient: bool, refused: Callable[[], bool]
+        self,
+        memory: memoryview,
+        sender: Process,
+        patient: bool,
+        refused: Callable[[], bool],
+        why_absent: Callable[[], str],
     ) -> None:
         self._memory, self._sender, self._refused = memory, sender, refused
+        self._why_absent = why_absent
         self._written, self._taken = Semaphore(memory), Semaphore(memory[LINE:])
         self._spins = 0 if patient else SPINS
         self._count = 0  # of records taken
@@ -100,12 +107,18 @@ class Incoming:
                 self._take()
             elif not self._count and self._refused():
                 expected.came, expected.elsewhere = expected.size, True
-            elif not self._sender.alive():
-                if not self._written.try_wait():  # it may have sent just before it ended
-                    raise RuntimeError("connection closed by peer: the sender's process has ended")
+            elif reason := self._why_gone():
+                if not self._written.try_wait():  # it may have sent just before
+                    raise RuntimeError(reason)
                 self._take()
             elif time.monotonic() - begun > limit():
                 raise RuntimeError(f"timed out after {limit():g} s waiting for a message")
+
+    def _why_gone(self) -> str:
+        """Why no message will come any more; "" if one may."""
+        if not self._sender.alive():
+            return "connection closed by peer: the sender's process has ended"
+        return self._why_absent()
 
     def _take(self) -> None:
         """Take the next record, for a token that this thread has, and deliver or keep its message."""

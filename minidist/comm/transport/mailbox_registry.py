@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from minidist.comm import returned_ranks
 from minidist.comm.errors import FOLLOWS
 from minidist.comm.transport import mailbox, mailbox_receiver, segments, semaphores
 from minidist.comm.transport.hosts import Process, this_process
@@ -159,7 +160,8 @@ class Mailboxes:
             return None
         memory = self._memory[source * mailbox.PITCH :][: mailbox.PITCH]
         refused = partial(self._connection().check, [_refusal(source, self._own)])
-        return mailbox_receiver.Incoming(memory, sender, self._patient, refused)
+        why_absent = partial(returned_ranks.why_absent, source)
+        return mailbox_receiver.Incoming(memory, sender, self._patient, refused, why_absent)
 
     def _opened(self, destination: int) -> mailbox.Outgoing | None:
         receiver, descriptor = self._announced(destination)

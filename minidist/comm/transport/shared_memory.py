@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from minidist.comm import returned_ranks
 from minidist.comm.transport import segments, semaphores
 from minidist.comm.transport.hosts import by_host, processes
 
@@ -184,11 +185,13 @@ class SharedMemory:
         return segments.tensor_in(segment, self.own, shape, dtype)
 
     def _look_after(self, late: Callable[[], list[int]]) -> None:
-        """Raise if a member that is late has ended."""
+        """Raise if a member that is late has ended, or returned from its function."""
         for member in late():
             # It may have come and then ended, so ask again whether it is late.
             if not self._peers[member].alive() and member in late():
                 raise Failed(f"connection closed by peer: the process of rank {self.name(member)} has ended")
+            if (reason := returned_ranks.why_absent(self.name(member))) and member in late():
+                raise Failed(reason)
 
     def _header(self, member: int, parity: int) -> int:
         return (2 * member + parity) * _header_size(len(self.members))

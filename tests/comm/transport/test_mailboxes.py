@@ -273,7 +273,9 @@ def test_too_many_messages_that_nobody_takes_are_refused() -> None:
     memory = memoryview(mmap.mmap(descriptor, mailbox.PITCH))
     mailbox.prepare(memory)
     sender = mailbox.Outgoing(f"/proc/self/fd/{descriptor}", 0)
-    receiver = mailbox_receiver.Incoming(memory, this_process(), patient=True, refused=lambda: False)
+    receiver = mailbox_receiver.Incoming(
+        memory, this_process(), patient=True, refused=lambda: False, why_absent=str
+    )
     for i in range(mailbox.RECORDS):
         assert sender.put((0, 0), torch.tensor([i]), lambda: 0.1)
     with pytest.raises(RuntimeError, match="timed out with 1024 messages that the receiver has not taken"):

@@ -1,0 +1,95 @@
+"""A rank that has returned from its function is named by those that wait for it, within seconds."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import minidist as md
+from minidist import comm
+
+Clusters = Callable[[int], md.Cluster]
+SECONDS = 5.0
+"""Far below a run's limit."""
+
+
+def longer_loop(algorithm: str, async_op: bool) -> None:
+    """Rank 1's loop ends one call before the others'."""
+    for _ in range(4 - (md.rank() == 1)):
+        work = comm.all_reduce(torch.ones(3), algorithm=algorithm, async_op=async_op)
+        if async_op:
+            work.wait()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "algorithm", "async_op"),
+    [(3, "auto", False), (2, "shared_memory", True), (2, "torch", False)],
+)
+def test_the_rank_whose_loop_is_shorter_is_named(
+    cluster_of: Clusters, ranks: int, algorithm: str, async_op: bool
+) -> None:
+    cluster_of(ranks).run(md.rank)  # starts them
+    begun = time.monotonic()
+    with pytest.raises(md.RankError, match=r"all_reduce of .*rank 1 has returned from its function") as error:
+        cluster_of(ranks).run(longer_loop, algorithm, async_op)
+    assert time.monotonic() - begun < SECONDS
+    assert isinstance(error.value.__cause__, md.CollectiveError)
+
+
+def test_a_message_from_a_rank_that_has_returned_does_not_come(cluster_of: Clusters) -> None:
+    def receive() -> None:
+        if md.rank() == 0:
+            comm.recv(torch.ones(3), source=1)
+
+    cluster_of(2).run(md.rank)
+    begun = time.monotonic()
+    with pytest.raises(md.RankError, match=r"recv of .*rank 1 has returned from its function"):
+        cluster_of(2).run(receive)
+    assert time.monotonic() - begun < SECONDS
+
+
+def test_a_rank_that_is_late_has_not_returned(cluster_of: Clusters) -> None:
+    """Also in a second function, and with what a rank sent before it returned."""
+
+    def late(algorithm: str) -> float:
+        for rank in range(2):
+            time.sleep(1.3 * (md.rank() == rank))
+            total = comm.all_reduce(torch.ones(()), algorithm=algorithm)
+        if md.rank() == 1:
+            comm.send(torch.full((3,), 5.0), destination=0)
+            return float(total)
+        time.sleep(1.3)
+        return float(comm.recv(torch.empty(3), source=1).sum())
+
+    for algorithm in ("auto", "torch"):
+        assert cluster_of(2).run(late, algorithm) == [15.0, 2.0]
+
+
+@pytest.mark.deep
+def test_torchrun_ends_when_a_rank_waits_for_one_that_has_returned(tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(
+        "import torch, minidist as md\n"
+        "def loop():\n"
+        "    for _ in range(4 - md.rank()):\n"
+        "        md.comm.all_reduce(torch.ones(3))\n"
+        "md.launch(loop, ranks=2)\n"
+    )
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    done = subprocess.run(
+        [sys.executable, *command],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**os.environ},
+        check=False,
+    )
+    assert done.returncode
+    assert "rank 1 has returned from its function, and will never join this call" in done.stderr
