@@ -11,6 +11,7 @@ arguments     checks of the arguments of both
 work          a call under way: started, counted, waited for; the members of a group
 may_be_async  the types of a function that takes async_op
 failures      why the backend could not complete a call, in words
+one_thread    two threads of a rank in one group are an error
 returned_ranks  a rank that has returned from its function is not waited for
 world         which rank this process is; joining and leaving the world
 mesh          ranks in a grid, and the groups along its axes

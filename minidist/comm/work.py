@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from minidist.comm import checking, ledgers, returned_ranks
+from minidist.comm import checking, ledgers, one_thread, returned_ranks
 from minidist.comm.errors import CollectiveError
 from minidist.comm.failures import describe_tensor, failed
 
@@ -155,8 +155,12 @@ def run(
         if alone is not None:
             alone()
         start = _nothing
-    work = Work(call, start, result, async_op)
-    return cast("Result", work if async_op else work.wait())
+    one_thread.enter(group, call)
+    try:
+        work = Work(call, start, result, async_op)
+        return cast("Result", work if async_op else work.wait())
+    finally:
+        one_thread.leave(group, call)
 
 
 def _nothing(at_once: bool) -> None:

@@ -187,11 +187,12 @@ class SharedMemory:
     def _look_after(self, late: Callable[[], list[int]]) -> None:
         """Raise if a member that is late has ended, or returned from its function."""
         for member in late():
-            # It may have come and then ended, so ask again whether it is late.
-            if not self._peers[member].alive() and member in late():
-                raise Failed(f"connection closed by peer: the process of rank {self.name(member)} has ended")
-            if (reason := returned_ranks.why_absent(self.name(member))) and member in late():
-                raise Failed(reason)
+            if not self._peers[member].alive():
+                reason = "connection closed by peer: the process of rank {} has ended"
+            else:
+                reason = returned_ranks.why_absent(self.name(member))
+            if reason and member in late():  # asked again: it may have come, and then ended
+                raise Failed(reason.format(self.name(member)))
 
     def _header(self, member: int, parity: int) -> int:
         return (2 * member + parity) * _header_size(len(self.members))
