@@ -24,10 +24,21 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from minidist.cli.bench import bench
+from minidist.cli.compare import compare
 from minidist.cli.dryrun import dryrun
 from minidist.cli.lessons import lessons
-from minidist.cli.options import BatchOption, ClipNorm, Debug, Dtype, GPTOrMLP, Json, Seed, Timeout
-from minidist.cli.output import console, explain, print_json, say, show, speaks, waiting
+from minidist.cli.options import (
+    BatchOption,
+    ClipNorm,
+    Debug,
+    Dtype,
+    Json,
+    OwnLoss,
+    Seed,
+    Timeout,
+)
+from minidist.cli.output import console, explain, print_json, say, show, speaks
+from minidist.cli.own_model import is_own, require_data
 from minidist.cli.plan import plan
 from minidist.cli.report import report
 from minidist.cli.trace import trace
@@ -46,10 +57,14 @@ app = typer.Typer(
 
 
 def train(
-    data: Annotated[str, typer.Option(help="Data to learn: digits or bytes.")] = "digits",
-    model: Annotated[
-        str | None, typer.Option(help="mlp, byte-tiny, byte-small, ...; default: the data's.")
+    data: Annotated[
+        str | None, typer.Option(help="Data to learn: digits, bytes, or your own: my.module:rows.")
     ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="mlp, byte-tiny, ..., or your own: my.module:make; default: the data's."),
+    ] = None,
+    loss: OwnLoss = None,
     ranks: Annotated[int | None, typer.Option(min=1, help="Data-parallel ranks: --layout dp=N.")] = None,
     layout: Annotated[
         str | None, typer.Option(help="Fields of md.Layout, such as dp=2,tp=2,pp=2,micro_batches=4.")
@@ -96,9 +111,12 @@ def train(
             raise ValueError(
                 f"--layout {layout} needs {chosen.ranks} ranks and --ranks is {ranks}; leave --ranks out"
             )
+        if is_own(model):
+            require_data(str(model), data)
         config = TrainConfig(
-            data=data,
+            data=data or "digits",
             model=model,
+            loss=loss,
             layout=chosen,
             steps=steps,
             batch=batch,
@@ -143,54 +161,14 @@ def _trained(config: TrainConfig, result: TrainResult) -> str:
             went += f", continued from step {result.resumed_at}, saved in {config.save}"
     else:
         went = f"the run in {config.save} has all {result.resumed_at} steps already"
+    known = math.isfinite(result.test_accuracy)
+    accuracy = f", accuracy {result.test_accuracy:.1%}" if known else ""
     return (
         f"{config.model_name} on {config.data}, {result.parameters:,} parameters, layout {config.layout}: "
         f"{went}\nloss {result.losses[0]:.4f} -> {result.losses[-1]:.4f}; held out: loss "
-        f"{result.test_loss:.4f}, accuracy {result.test_accuracy:.1%}; sent by a rank: "
+        f"{result.test_loss:.4f}{accuracy}; sent by a rank: "
         f"{result.bytes_sent:,} bytes"
     )
-
-
-def compare(
-    a: Annotated[str, typer.Option("--a", help="A layout known to be right: dp=1.")],
-    b: Annotated[str, typer.Option("--b", help="The layout in question: tp=2,pp=2.")],
-    model: GPTOrMLP = "gpt",
-    steps: Annotated[int, typer.Option(help="Global batches that both train on.")] = 2,
-    batch: BatchOption = 8,
-    lr: Annotated[float, typer.Option(help="Learning rate of plain SGD.")] = 0.1,
-    dtype: Dtype = "float32",
-    seed: Seed = 0,
-    timeout: Timeout = None,
-    as_json: Json = False,
-    debug: Debug = False,
-) -> None:
-    """Check whether two layouts train alike; if not, find the first layer at which they differ.
-
-    Both train on the same batches from the same weights, each on as many new ranks as it needs. The exit code
-    is 1 if activations, gradients or updates differ by more than rounding explains.
-    """
-    from minidist.cli.compare_layouts import compare_layouts
-    from minidist.comm.launching.supervisor import preload_optimizers
-    from minidist.parallel.contract.layout import Layout
-
-    preload_optimizers()
-    with waiting(f"{a} and {b} take {steps} steps", as_json):
-        found = compare_layouts(
-            Layout.parse(a),
-            Layout.parse(b),
-            model,
-            steps=steps,
-            batch=batch,
-            learning_rate=lr,
-            dtype=dtype,
-            seed=seed,
-            timeout=timeout,
-        )
-    if as_json:
-        print_json({**dataclasses.asdict(found), "agree": found.agree})
-    else:
-        show(str(found))
-    raise typer.Exit(0 if found.agree else 1)
 
 
 def doctor(as_json: Json = False, debug: Debug = False) -> None:

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from minidist import comm
-from minidist.cli.train_config import TrainConfig, build, config_of
+from minidist.cli.train_config import TrainConfig, build, config_of, loss_of
 from minidist.comm.launching.launch import launch
 from minidist.model import Sampler
 from minidist.parallel.contract.layout import Layout
@@ -30,14 +30,17 @@ def compare_layouts(
     dtype: str = "float32",
     seed: int = 0,
     timeout: float | None = None,
+    data: str | None = None,
+    loss: str | None = None,
 ) -> Comparison:
     """Train two layouts on the same batches, each in its own launch, and compare them.
 
-    `model` is "mlp", which learns digits, or the name of a GPT of bytes. The optimizer is plain SGD, whose
+    `model` is "mlp", which learns digits, the name of a GPT of bytes, or your own, with `data` and `loss`, as
+    in own_model.py. The optimizer is plain SGD, whose
     updates are the gradients times the learning rate. `timeout` is the most seconds of each launch.
     """
     fields = {"steps": steps, "batch": batch, "learning_rate": learning_rate, "dtype": dtype, "seed": seed}
-    configs = [config_of(model, layout, optimizer="sgd", **fields) for layout in (a, b)]
+    configs = [config_of(model, layout, data=data, loss=loss, optimizer="sgd", **fields) for layout in (a, b)]
     found = [launch(_record, config.layout.ranks, (config,), timeout)[0] for config in configs]
     return differences(*found)
 
@@ -45,7 +48,8 @@ def compare_layouts(
 def _record(config: TrainConfig) -> Recording | None:
     """On each rank: train, and record every step. All ranks make the same recording; rank 0 returns it."""
     model, data = build(config)
-    engine = prepare(model, partial(torch.optim.SGD, lr=config.learning_rate), config.layout)
+    optimizer = partial(torch.optim.SGD, lr=config.learning_rate)
+    engine = prepare(model, optimizer, config.layout, loss_of(config))
     sampler = Sampler(len(data.train), config.batch, seed=config.seed, drop_last=True)
     batches = []
     for step in range(config.steps):

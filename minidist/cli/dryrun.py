@@ -11,14 +11,15 @@ from typing import Annotated
 
 import typer
 
-from minidist.cli.options import ClipNorm, Debug, Json
+from minidist.cli.options import ClipNorm, Debug, Json, OwnData, OwnLoss
 from minidist.cli.output import HERE, check_here, console, measured, print_json
+from minidist.cli.own_model import model_or_name
 
 EVERY = "kinds"
 
 
 def dryrun(
-    model: Annotated[str, typer.Option(help="gpt2-xl, gpt3-13b, bert-large-mlm, byte-small, ...")],
+    model: Annotated[str, typer.Option(help="gpt2-xl, bert-large-mlm, ..., or your own: my.module:make.")],
     layout: Annotated[str, typer.Option(help="Fields of md.Layout, such as dp=64,tp=4,pp=4,zero=1.")],
     batch: Annotated[
         int | None,
@@ -28,6 +29,8 @@ def dryrun(
     rank: Annotated[str, typer.Option(help="A rank's number, or kinds: one rank of each kind.")] = "0",
     optimizer: Annotated[str, typer.Option(help="adamw, adam, momentum or sgd.")] = "adamw",
     clip_norm: ClipNorm = None,
+    data: OwnData = None,
+    loss: OwnLoss = None,
     profile: Annotated[
         str, typer.Option(help="The machine to predict time for: a100, v100-16gb, ..., or here: this one.")
     ] = "h100",
@@ -43,7 +46,6 @@ def dryrun(
     """
     from rich.progress import Progress
 
-    from minidist.model.configs import config
     from minidist.parallel.contract.layout import Layout
     from minidist.scale.dry_run import report
     from minidist.scale.dry_run.run import DryRun, dryrun_kinds
@@ -56,14 +58,15 @@ def dryrun(
     rows = chosen.dp * chosen.micro_batches if batch is None else batch
     check_here(profile, chosen.ranks, figures)
     named = None if profile == HERE else hardware(profile)  # this machine is measured last
-    size = (rows, config(model).context if tokens is None else tokens)
+    whose = model_or_name(model, data, loss)
+    size = rows if tokens is None else (rows, tokens)
     screen = console(wide=True)
     found: Sequence[tuple[DryRun, int | None]]
     if rank == EVERY:
         with Progress(console=screen, disable=as_json or not screen.is_terminal, transient=True) as bar:
             task = bar.add_task("dry runs", total=None)
             found = dryrun_kinds(
-                model,
+                whose,
                 chosen,
                 size,
                 optimizer,
@@ -71,7 +74,7 @@ def dryrun(
                 clip_norm=clip_norm,
             )
     else:
-        found = [(run(model, chosen, size, int(rank), optimizer, clip_norm=clip_norm), None)]
+        found = [(run(whose, chosen, size, int(rank), optimizer, clip_norm=clip_norm), None)]
     machine = named or measured(chosen.ranks, figures, quiet=as_json)
     time = found[0][0].predict(machine)
     if as_json:

@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from minidist.cli.options import Debug, Json
+from minidist.cli.options import Debug, Json, OwnData, OwnLoss
 from minidist.cli.output import HERE, check_here, console, measured, print_json, show, waiting
+from minidist.cli.own_model import model_or_name
 
 if TYPE_CHECKING:
     from minidist.scale.time.rates import Hardware
 
 
 def plan(
-    model: Annotated[str, typer.Option(help="bert-large, gpt2-xl, byte-small, ...")],
+    model: Annotated[str, typer.Option(help="bert-large, gpt2-xl, ..., or your own: my.module:make.")],
     ranks: Annotated[int, typer.Option(min=1, help="Number of ranks; a layout uses all of them.")] = 8,
     memory: Annotated[
         str | None, typer.Option(help="Memory of each rank: 16GB, 24GiB; default: the profile's.")
@@ -32,6 +33,8 @@ def plan(
         int | None, typer.Option(min=1, help="Tokens in a row; default: the model's context.")
     ] = None,
     precision: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16.")] = None,
+    data: OwnData = None,
+    loss: OwnLoss = None,
     optimizer: Annotated[str, typer.Option(help="adam, momentum or sgd.")] = "adam",
     measure: Annotated[
         bool, typer.Option("--measure", help="Run the best three on this machine, in turns.")
@@ -49,7 +52,7 @@ def plan(
     Memory is what `python -m minidist.scale.memory` counts, without a GPU's context and allocator losses.
     Time follows from the model's operations, bytes and messages on a named machine, or on this one, measured.
     """
-    from minidist.model.configs import config
+    from minidist.scale.dry_run.own_model import subject
     from minidist.scale.memory.largest_batch import parse_bytes
     from minidist.scale.planning import report as plan_words
     from minidist.scale.planning.planner import ROWS, question_of
@@ -57,7 +60,8 @@ def plan(
     from minidist.scale.planning.trial import require_trainable, trial
     from minidist.scale.time.hardware import hardware as hardware_of
 
-    shape = config(model)
+    chosen = model_or_name(model, data, loss)
+    shape, _ = subject(chosen)
     budget = None if memory is None else parse_bytes(memory)
     if measure:
         if profile not in (None, HERE):
@@ -75,11 +79,11 @@ def plan(
         # Check everything before this machine is measured, which takes a while. A GPU stands in for it: a
         # measured machine has rates for the same precisions.
         stand_in = replace(hardware_of("h100"), name="this machine")
-        question_of(model, ranks, budget, stand_in, rows, precision, optimizer)
+        question_of(chosen, ranks, budget, stand_in, rows, precision, optimizer)
         machine = measured(ranks, figures, quiet=as_json)
     with waiting(f"looking at layouts of {ranks} ranks", as_json):
         found = find(
-            model,
+            chosen,
             ranks=ranks,
             memory=budget,
             hardware=machine,

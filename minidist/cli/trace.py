@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from minidist._files import check_file
-from minidist.cli.options import BatchOption, Debug, Dtype, GPTOrMLP, Json, Seed, Timeout
+from minidist.cli.options import BatchOption, Debug, Dtype, GPTOrMLP, Json, OwnData, OwnLoss, Seed, Timeout
 from minidist.cli.output import print_json, require, short, show, speaks, waiting
 
 PICTURES = (".svg", ".png", ".pdf")
@@ -24,6 +24,8 @@ def trace(
     optimizer: Annotated[str, typer.Option(help="adamw or sgd.")] = "adamw",
     dtype: Dtype = "float32",
     seed: Seed = 0,
+    data: OwnData = None,
+    loss: OwnLoss = None,
     timeout: Timeout = None,
     as_json: Json = False,
     debug: Debug = False,
@@ -57,6 +59,8 @@ def trace(
             optimizer=optimizer,
             dtype=dtype,
             seed=seed,
+            data=data,
+            loss=loss,
             timeout=timeout,
         )
     if not speaks():

@@ -9,7 +9,7 @@ from functools import partial
 
 from minidist import comm
 from minidist._arguments import check_whole
-from minidist.cli.train_config import OPTIMIZERS, TrainConfig, build, config_of
+from minidist.cli.train_config import OPTIMIZERS, TrainConfig, build, config_of, loss_of
 from minidist.comm.launching.launch import launch
 from minidist.model import Sampler
 from minidist.parallel.contract.layout import Layout
@@ -28,14 +28,17 @@ def trace_layout(
     dtype: str = "float32",
     seed: int = 0,
     timeout: float | None = None,
+    data: str | None = None,
+    loss: str | None = None,
 ) -> Trace:
     """Train for `steps` steps on new ranks, which create what is made on first use, then trace one step.
 
-    `model` is "mlp", which learns digits, or the name of a GPT of bytes. `timeout` is the most seconds.
+    `model` is "mlp", which learns digits, the name of a GPT of bytes, or your own, with `data` and `loss`, as
+    in own_model.py. `timeout` is the most seconds.
     """
     check_whole("steps", steps, 0)
     fields = {"learning_rate": learning_rate, "optimizer": optimizer, "dtype": dtype, "seed": seed}
-    config = config_of(model, layout, steps=steps + 1, batch=batch, **fields)
+    config = config_of(model, layout, data=data, loss=loss, steps=steps + 1, batch=batch, **fields)
     found: Trace | None = launch(traced, layout.ranks, (config,), timeout)[0]
     assert found is not None  # rank 0 has it
     return found
@@ -44,7 +47,8 @@ def trace_layout(
 def traced(config: TrainConfig) -> Trace | None:
     """On each rank: train, and trace the last step."""
     model, data = build(config)
-    engine = prepare(model, partial(OPTIMIZERS[config.optimizer], lr=config.learning_rate), config.layout)
+    optimizer = partial(OPTIMIZERS[config.optimizer], lr=config.learning_rate)
+    engine = prepare(model, optimizer, config.layout, loss_of(config))
     sampler = Sampler(
         len(data.train), config.batch, rank=engine.data_rank, ranks=engine.data_ranks, seed=config.seed
     )

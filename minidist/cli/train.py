@@ -23,7 +23,7 @@ from minidist import comm
 from minidist._stopping import Stopped, give_up, termination
 from minidist.checkpoint import checkpoints
 from minidist.cli.resuming import Resuming, reserved
-from minidist.cli.train_config import OPTIMIZERS, build
+from minidist.cli.train_config import OPTIMIZERS, build, loss_of
 from minidist.cli.train_config import TrainConfig as TrainConfig
 from minidist.comm.errors import RankDied
 from minidist.comm.launching.cluster import Cluster
@@ -109,7 +109,7 @@ def _train(config: TrainConfig, progress: bool, asked: Callable[[], bool]) -> Tr
         )
     optimizer = partial(OPTIMIZERS[config.optimizer], lr=config.learning_rate)
     parameters = sum(parameter.numel() for parameter in model.parameters())  # before `prepare` divides it
-    engine = prepare(model, optimizer, config.layout, clip_norm=config.clip_norm)
+    engine = prepare(model, optimizer, config.layout, loss_of(config), clip_norm=config.clip_norm)
     sampler = Sampler(
         len(data.train),
         config.batch,
@@ -145,7 +145,9 @@ def _train(config: TrainConfig, progress: bool, asked: Callable[[], bool]) -> Tr
     return TrainResult(
         losses=losses,
         test_loss=math.nan if stopped else evaluate(engine, data.test, config, None),
-        test_accuracy=math.nan if stopped else evaluate(engine, data.test, config, accuracy),
+        test_accuracy=evaluate(engine, data.test, config, accuracy)
+        if data.classes and config.loss is None and not stopped
+        else math.nan,
         parameters=parameters,
         seconds=seconds,
         rows_per_second=rows / seconds,

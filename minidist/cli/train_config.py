@@ -17,8 +17,11 @@ from torch import Tensor, nn
 from minidist import comm
 from minidist._arguments import check_whole
 from minidist._names import unknown
-from minidist.model import CONFIGS, GPT, MLP, Dataset, GPTConfig, dataset
+from minidist.cli.own_model import function, is_own, require_data
+from minidist.model import CONFIGS, GPT, MLP, Dataset, GPTConfig, Rows, dataset
 from minidist.model import config as shape_of
+from minidist.model.loss import cross_entropy
+from minidist.parallel.contract.engine import Loss
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.engine.prepare_checks import check_available
 from minidist.parallel.training.clipping import check_max_norm
@@ -38,8 +41,10 @@ HIDDEN = 128
 class TrainConfig:
     """The settings of a run; making one raises ValueError for what is unknown or does not fit."""
 
-    data: str = "digits"  # or "bytes"
-    model: str | None = None  # "mlp" for digits; a GPT's name for bytes; None for the data's default
+    data: str = "digits"  # or "bytes", or a function's name, as in own_model.py
+    model: str | None = (
+        None  # "mlp" for digits; a GPT's name for bytes; your own; None for the data's default
+    )
     layout: Layout = field(default_factory=Layout)
     steps: int = 230  # global batches; on the digits, 230 of 64 rows are ten epochs
     batch: int = 64  # rows of a global batch, over all data-parallel ranks
@@ -49,21 +54,28 @@ class TrainConfig:
     dtype: str = "float32"
     seed: int = 0  # of the weights and of the order of rows
     clip_norm: float | None = None  # the largest norm that gradients may have; None for any
+    loss: str | None = None  # a function's name; None for cross entropy
     save: str | None = None  # a folder for checkpoints, from which a stopped run continues
     save_every: int = 50  # steps from one checkpoint to the next; the end is saved as well
     keep: int = 3  # how many of the newest checkpoints to keep
     resume: bool = True  # continue from the newest whole checkpoint; False refuses a folder that has some
 
     def __post_init__(self) -> None:
+        own = is_own(self.model)
         for what, name, known in (
             ("data set", self.data, DEFAULT_MODEL),
             ("optimizer", self.optimizer, OPTIMIZERS),
             ("dtype", self.dtype, DTYPES),
             ("model", self.model_name, MODELS),
         ):
-            if name not in known:
+            if name not in known and not (own and what in ("data set", "model")):
                 raise unknown(what, name, known)
-        if (self.data == "digits") != (self.model_name == "mlp"):
+        if own:
+            function("--model", str(self.model))
+            function("--data", require_data(str(self.model), self.data))
+        if self.loss is not None:
+            function("--loss", self.loss)
+        if not own and (self.data == "digits") != (self.model_name == "mlp"):
             fitting = "the mlp" if self.data == "digits" else f"a GPT, such as {DEFAULT_MODEL['bytes']}"
             raise ValueError(f"the model {self.model_name} cannot train on {self.data}; give {fitting}")
         if self.rung is not None:
@@ -106,21 +118,26 @@ class TrainConfig:
         """Settings, besides the ranks, that change the losses; equal in all runs that continue each other."""
         names = ("data", "batch", "learning_rate", "optimizer", "rung", "dtype", "seed", "clip_norm")
         described = {name: getattr(self, name) for name in names}
-        return {"model": self.model_name, "precision": self.layout.precision, **described}
+        own = {} if self.loss is None else {"loss": self.loss}
+        return {"model": self.model_name, "precision": self.layout.precision, **described, **own}
 
     def converted(self, inputs: Tensor) -> Tensor:
         """Inputs in the training's dtype; bytes stay integers."""
         return inputs.to(DTYPES[self.dtype]) if inputs.is_floating_point() else inputs
 
 
-def config_of(model: str, layout: Layout, **fields: Any) -> TrainConfig:
-    """The description for "mlp", which learns digits, or a GPT of bytes; "gpt" is the smallest GPT."""
+def config_of(model: str, layout: Layout, data: str | None = None, **fields: Any) -> TrainConfig:
+    """The description for "mlp", which learns digits, a GPT of bytes ("gpt" is the smallest), or your own."""
+    if is_own(model):
+        return TrainConfig(require_data(model, data), model, layout, **fields)
     name = DEFAULT_MODEL["bytes"] if model == "gpt" else model
     return TrainConfig("digits" if model == "mlp" else "bytes", name, layout, **fields)
 
 
 def build(config: TrainConfig) -> tuple[nn.Module, Dataset]:
     """Build the model, on this rank's device, and the data."""
+    if is_own(config.model):
+        return _own(config)
     dtype, device = DTYPES[config.dtype], comm.device() if config.rung is None else torch.device("cpu")
     if config.model_name != "mlp":
         shape = shape_of(config.model_name, vocabulary=256)  # of bytes, whatever the name's text was
@@ -136,3 +153,23 @@ def build(config: TrainConfig) -> tuple[nn.Module, Dataset]:
 
         linear = partial(Linear, rung=rung(config.rung))
     return MLP(sizes, seed=config.seed, dtype=dtype, device=device, linear=linear), data
+
+
+def loss_of(config: TrainConfig) -> Loss:
+    """The loss to train with."""
+    return cross_entropy if config.loss is None else function("--loss", config.loss)
+
+
+def _own(config: TrainConfig) -> tuple[nn.Module, Dataset]:
+    """Build a model of your own. The last tenth of its rows is held out."""
+    from minidist.scale.dry_run.own_model import require_module, require_rows
+
+    torch.manual_seed(config.seed)
+    model = require_module(config.model_name, function("--model", config.model_name)())
+    inputs, targets = require_rows(config.model_name, function("--data", config.data)())
+    held_out = max(1, len(inputs) // 10)
+    train, test = (Rows(inputs[part], targets[part]) for part in (slice(-held_out), slice(-held_out, None)))
+    if config.dtype != "float32":
+        model.to(DTYPES[config.dtype])
+    classes = 0 if targets.is_floating_point() else int(targets.max()) + 1
+    return model.to(comm.device()), Dataset(config.data, train, test, classes)

@@ -11,6 +11,8 @@ from minidist.parallel.contract.layout import Layout
 from minidist.parallel.engine.prepare_checks import check_available
 from minidist.parallel.tensor.cuts import share_of
 from minidist.scale.dry_run.fake_world import WAYS
+from minidist.scale.dry_run.own_model import OwnModel
+from minidist.scale.dry_run.own_prediction import check_own, own_rows
 from minidist.scale.memory.arguments import check_types, refuse_cut_rows, rows_and_tokens
 from minidist.scale.memory.estimates import AXES
 
@@ -19,7 +21,11 @@ MOST_RANKS = 2**18
 
 
 def check(
-    shape: TransformerConfig, layout: Layout, batch: int | tuple[int, int] | None, rank: int, way: str
+    shape: TransformerConfig | OwnModel,
+    layout: Layout,
+    batch: int | tuple[int, int] | None,
+    rank: int,
+    way: str,
 ) -> tuple[int, int]:
     """Check the arguments of `dryrun`; return the rows and tokens of the global batch."""
     if not isinstance(layout, Layout):
@@ -37,14 +43,17 @@ def check(
     check_available(layout)
     if batch is None:
         batch = layout.dp * layout.micro_batches
-    rows, tokens = rows_and_tokens(shape, batch, 1)
+    rows, tokens = own_rows(batch) if isinstance(shape, OwnModel) else rows_and_tokens(shape, batch, 1)
     if rows < layout.dp:
         raise ValueError(
             f"batch is {rows} rows and dp is {layout.dp} in the layout; give each dp rank at least one row"
         )
     if not 0 <= rank < layout.ranks:
         raise ValueError(f"rank is {rank}; give 0 to {layout.ranks - 1}, a rank of the layout")
-    refuse_cut_rows(shape, layout)
+    if isinstance(shape, OwnModel):
+        check_own(shape, layout, rows)
+    else:
+        refuse_cut_rows(shape, layout)
     fewest = rows // layout.dp
     if layout.zero == 2 and fewest < layout.micro_batches and rows % layout.dp:
         raise ValueError(
@@ -76,14 +85,16 @@ def check_options(data_parallel: object, fully_shard: object) -> None:
         )
 
 
-def kinds(shape: TransformerConfig, layout: Layout, batch: tuple[int, int]) -> list[tuple[int, int]]:
+def kinds(
+    shape: TransformerConfig | OwnModel, layout: Layout, batch: tuple[int, int]
+) -> list[tuple[int, int]]:
     """The first rank of each kind, and how many ranks are of that kind.
 
     Ranks of different kinds hold or send something different: they are on different stages of the pipeline,
     or have different numbers of rows, tokens, heads or scores.
     """
     rows, tokens = batch
-    cut = (shape.heads, shape.vocabulary, 4 * shape.width)
+    cut = () if isinstance(shape, OwnModel) else (shape.heads, shape.vocabulary, 4 * shape.width)
     # A ring's rank sends all keys that pass it, which are all but the next rank's.
     lengths = [zigzag_order.size(tokens, layout.cp, index) for index in range(layout.cp)]
     keys: dict[str, list[tuple[int, ...]]] = {

@@ -18,10 +18,13 @@ from minidist.model.gpt import GPT, Attention, FeedForward
 from minidist.model.loss import cross_entropy
 from minidist.parallel.contract.engine import Loss
 from minidist.scale.dry_run.fake_tensors import DryTensors
+from minidist.scale.dry_run.own_model import OwnModel
 
 
-def build(shape: TransformerConfig, tensors: DryTensors) -> nn.Module:
-    """Build the whole model of a shape, as each rank of a training does."""
+def build(shape: TransformerConfig | OwnModel, tensors: DryTensors) -> nn.Module:
+    """Build the whole model of a shape, or of your own, as each rank of a training does."""
+    if isinstance(shape, OwnModel):
+        return shape.dry(tensors)
     model = GPT(shape, device="meta") if isinstance(shape, GPTConfig) else BERT(shape)
     made: dict[int, nn.Parameter] = {}  # a tied parameter stays one parameter
     for module in model.modules():
@@ -33,9 +36,18 @@ def build(shape: TransformerConfig, tensors: DryTensors) -> nn.Module:
     return model
 
 
-def plan_of(shape: TransformerConfig, tp: int) -> dict[str, str] | None:
+def batch_of(
+    shape: TransformerConfig | OwnModel, rows: int, tokens: int, tensors: DryTensors
+) -> tuple[Tensor, Tensor]:
+    """A rank's inputs and targets."""
+    if isinstance(shape, OwnModel):
+        return shape.batch(rows, tensors)
+    return tensors.empty((rows, tokens), torch.int64), tensors.empty((rows, tokens), torch.int64)
+
+
+def plan_of(shape: TransformerConfig | OwnModel, tp: int) -> dict[str, str] | None:
     """The plan by which tensor parallelism cuts a BERT; None for a GPT, which has its own."""
-    if tp == 1 or isinstance(shape, GPTConfig):
+    if tp == 1 or isinstance(shape, GPTConfig | OwnModel):
         return None
     plan = {
         "layers.0.token": "vocabulary",
@@ -47,8 +59,10 @@ def plan_of(shape: TransformerConfig, tp: int) -> dict[str, str] | None:
     return {**plan, f"layers.{shape.layers + 1}.scores": "vocabulary"} if shape.generates else plan
 
 
-def loss_of(shape: TransformerConfig) -> Loss:
-    """Cross entropy for a model with scores; for a pooler the mean of its output."""
+def loss_of(shape: TransformerConfig | OwnModel) -> Loss:
+    """Cross entropy for a model with scores; for a pooler the mean of its output; or your own."""
+    if isinstance(shape, OwnModel):
+        return shape.loss
     return cross_entropy if shape.generates else _mean
 
 

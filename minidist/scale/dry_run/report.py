@@ -29,7 +29,7 @@ def heading(found: DryRun) -> str:
     many = "1 row" if rows == 1 else f"{rows:,} rows"
     return (
         f"{found.model}, {found.config.parameters():,} parameters, on {ranks}: {found.layout}\n"
-        f"a step of {many} of {tokens:,} tokens, run dry in {found.seconds:.1f} s"
+        f"a step of {many}{f' of {tokens:,} tokens' if tokens else ''}, run dry in {found.seconds:.1f} s"
     )
 
 

@@ -32,9 +32,9 @@ from minidist.scale.dry_run.arguments import check, check_options, kinds
 from minidist.scale.dry_run.calls import CallSummary, DryCall, axis_names, lines, phases_of, recorded
 from minidist.scale.dry_run.fake_tensors import DryTensors, NoData
 from minidist.scale.dry_run.fake_world import dry_world
-from minidist.scale.dry_run.models import build, loss_of, plan_of
+from minidist.scale.dry_run.models import batch_of, build, loss_of, plan_of
+from minidist.scale.dry_run.own_model import OwnModel, subject
 from minidist.scale.dry_run.peers import LayoutPeers
-from minidist.scale.memory.arguments import named_shape
 from minidist.scale.memory.estimates import coordinates
 
 if TYPE_CHECKING:
@@ -54,9 +54,9 @@ class DryRun:
     """The messages and the memory of one rank of a layout, by a dry run."""
 
     model: str  # name, or shape
-    config: TransformerConfig
+    config: TransformerConfig | OwnModel
     layout: Layout
-    batch: tuple[int, int]  # rows of the global batch, tokens in a row
+    batch: tuple[int, int]  # rows of the global batch, tokens in a row, or 0
     rank: int
     place: dict[str, int]  # the rank's coordinate along each axis
     parameters: int  # elements that this rank computes with; with zero=3, before sharding
@@ -95,7 +95,7 @@ class DryRun:
 
         The prediction ignores options of `prepare`; if some were given, the assumptions say so.
         """
-        from minidist.scale.time.step_time import predict_step
+        from minidist.scale.dry_run.own_prediction import predict_any
 
         if not self.optimizer:
             raise ValueError(
@@ -103,7 +103,7 @@ class DryRun:
                 "'adam', 'momentum' or 'sgd'"
             )
         given = self.config, self.layout, self.batch, hardware
-        found = predict_step(*given, optimizer=self.optimizer, secondary=self.secondary)
+        found = predict_any(*given, optimizer=self.optimizer, secondary=self.secondary)
         if not self.options:
             return found
         left_out = f"the time ignores {' and '.join(self.options)}, which change what is sent or when"
@@ -118,7 +118,7 @@ class DryRun:
 
 
 def dryrun(
-    model: str | TransformerConfig,
+    model: str | TransformerConfig | OwnModel,
     layout: Layout,
     batch: int | tuple[int, int] | None = None,
     rank: int = 0,
@@ -132,7 +132,7 @@ def dryrun(
     """Run two steps of the training as one rank of a layout, without other ranks or data.
 
     Args:
-        model: a shape, or the name of one.
+        model: a shape, the name of one, or a model of your own.
         layout: of all ranks.
         batch: rows of the global batch, or (rows, tokens in each row), by default the model's context; None
             for one row per micro-batch on each data-parallel rank.
@@ -148,7 +148,7 @@ def dryrun(
         ValueError: a name is unknown, a number is out of range, a layout or an option cannot be run dry, or
             this process has joined a world already.
     """
-    shape, name = named_shape(model)
+    shape, name = subject(model)
     rows, tokens = check(shape, layout, batch, rank, way)
     check_options(data_parallel, fully_shard)
     if isinstance(optimizer, str) and optimizer not in OPTIMIZERS:
@@ -161,7 +161,7 @@ def dryrun(
     own_tokens = zigzag_order.size(tokens, layout.cp, place["cp"]) if layout.cp > 1 else tokens
     outside = own_tokens // layout.tp if layout.sequence_parallel else own_tokens
     dtype = DTYPES.get(layout.precision, torch.float32)
-    peers = LayoutPeers(layout, place["pp"], (outside, shape.width), dtype)
+    peers = LayoutPeers(layout, place["pp"], (outside, getattr(shape, "width", 0)), dtype)
     tensors = DryTensors()
     try:
         with tensors, dry_world(rank, layout.ranks, tensors, peers, way):
@@ -177,11 +177,12 @@ def dryrun(
                     plan=plan_of(shape, layout.tp),
                     check_plan=False,  # the tensors hold no data
                 )
+            rows_here = batch_of(shape, own_rows, tokens, tensors)
             secondary = (fully_shard or {}).get("secondary") or 0
             names = axis_names(engine.mesh, layout.owners, secondary or 1)
             for call in prepared:
                 call.axis = names(call) if len(call.group) > 1 else ""
-            first, calls = (_step(engine, tensors, peers, (own_rows, tokens), names) for _ in range(2))
+            first, calls = (_step(engine, peers, rows_here, names) for _ in range(2))
             memory = engine.memory()
             parameters = sum(p.numel() for p in engine.model.parameters())
             del engine
@@ -212,7 +213,7 @@ def dryrun(
 
 
 def dryrun_kinds(
-    model: str | TransformerConfig,
+    model: str | TransformerConfig | OwnModel,
     layout: Layout,
     batch: int | tuple[int, int] | None = None,
     optimizer: str | MakeOptimizer = "adamw",
@@ -225,7 +226,7 @@ def dryrun_kinds(
     Takes `dryrun`'s arguments, and `done`, which is called after each dry run with the numbers of finished
     ones and of all. Returns the dry runs by rank, each with the number of ranks of its kind.
     """
-    shape, _ = named_shape(model)
+    shape, _ = subject(model)
     found: list[tuple[DryRun, int]] = []
     each = kinds(shape, layout, check(shape, layout, batch, 0, options.get("way", "torch")))
     for rank, count in each:
@@ -235,15 +236,10 @@ def dryrun_kinds(
 
 
 def _step(
-    engine: Engine,
-    tensors: DryTensors,
-    peers: LayoutPeers,
-    batch: tuple[int, int],
-    names: Any,
+    engine: Engine, peers: LayoutPeers, batch: tuple[torch.Tensor, torch.Tensor], names: Any
 ) -> tuple[DryCall, ...]:
     """Make a step; return its calls."""
-    peers.begin(batch[0])
-    inputs, targets = (tensors.empty(batch, torch.int64) for _ in range(2))
+    peers.begin(len(batch[0]))
     with recorded("forward", names) as calls, phases_of(engine, calls):
-        engine.step(inputs, targets)
+        engine.step(*batch)
     return tuple(calls)

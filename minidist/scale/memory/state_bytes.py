@@ -22,7 +22,7 @@ sections 3.1 and 5, and figure 1; Wang et al. 2023, "ZeRO++", section 3.2 (secon
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -83,10 +83,23 @@ def held(
     `ranks` counts those that share one copy of the states (`Layout.owners`); in stage 0 those that sum
     gradients. `secondary` counts the ranks that share a second copy of stage 3's parameters; 0 for none.
     """
+    sizes = [size for layer in parameter_sizes.layers(config, part) for size in layer]
+    units = parameter_sizes.units(config, part)
+    return held_for(sizes, units, ranks, zero, precision, optimizer, secondary)
+
+
+def held_for(
+    sizes: Sequence[int],
+    units: Sequence[int],
+    ranks: int,
+    zero: int,
+    precision: str,
+    optimizer: str,
+    secondary: int = 0,
+) -> States:
+    """Do the same for parameters of these `sizes`, and for stage 3's `units`, the root's elements first."""
     element, updated, each = _bytes(precision, optimizer)
     adam = optimizer == "adam"
-    layers = parameter_sizes.layers(config, part)
-    sizes = [size for layer in layers for size in layer]
     temporary = updated * (adam + (updated != element and zero < 3))  # per updated element
     if not zero:
         elements, count = sum(sizes), len(sizes)
@@ -100,7 +113,6 @@ def held(
         gradients = (own + lent if zero == 2 else own * ranks) * element
         state = own * each + 4 * len(buckets) * adam
         return States(own * ranks * element, gradients, state, 0, own * temporary)
-    units = parameter_sizes.units(config, part)
     own, longest = _shares(units, ranks)
     gathered = (units[0] + sum(sorted(units[1:])[-2:]) + longest) * element
     gradients = own * updated + 2 * longest * element

@@ -20,13 +20,13 @@ from typing import Any
 from minidist.model.configs import GPTConfig, TransformerConfig
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.schedule_kinds import DEFAULT_SCHEDULE, SCHEDULES
-from minidist.parallel.engine.prepare_checks import check_available
-from minidist.scale.memory.arguments import check, refuse_cut_rows
-from minidist.scale.memory.estimates import Estimate, estimate
+from minidist.scale.dry_run.own_model import OwnModel
+from minidist.scale.dry_run.own_prediction import check_any, estimate_any, predict_any
+from minidist.scale.memory.estimates import Estimate
 from minidist.scale.memory.parameter_sizes import share
 from minidist.scale.time.rates import Hardware
 from minidist.scale.time.stages import Simulated
-from minidist.scale.time.step_time import StepTime, check_fits, predict_step
+from minidist.scale.time.step_time import StepTime
 
 A_STAGE = 8
 """The most micro-batches per stage of a pipeline to try; with so many, a ninth of the time is bubble."""
@@ -37,12 +37,12 @@ class Question:
     """The model, machine and limits to plan for."""
 
     name: str  # of the model
-    shape: TransformerConfig
+    shape: TransformerConfig | OwnModel
     ranks: int
     memory: int  # bytes of each rank
     hardware: Hardware
     rows: int  # of the global batch
-    tokens: int  # in each row
+    tokens: int  # in each row; 0 for a model of your own
     precision: str
     optimizer: str = "adam"
     simulated: Simulated = field(default_factory=dict, compare=False)
@@ -54,19 +54,24 @@ class Question:
 
     def estimate(self, layout: Layout, secondary: int = 0) -> Estimate:
         """Memory of the fullest rank."""
-        return estimate(self.shape, layout, batch=self.batch, optimizer=self.optimizer, secondary=secondary)
+        return estimate_any(self.shape, layout, self.batch, self.optimizer, secondary)
 
     def predict(self, layout: Layout, secondary: int = 0) -> StepTime:
         """Time of a step."""
-        return predict_step(
-            self.shape,
-            layout,
-            self.batch,
-            self.hardware,
-            optimizer=self.optimizer,
-            simulated=self.simulated,
-            secondary=secondary,
-        )
+        given = self.shape, layout, self.batch, self.hardware
+        return predict_any(*given, self.optimizer, secondary, self.simulated)
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether the model has layers that can be recomputed."""
+        return not isinstance(self.shape, OwnModel) or self.shape.recomputes
+
+    @property
+    def grids(self) -> list[tuple[int, int, int, int]]:
+        """All (dp, tp, pp, cp) whose product is the number of ranks; for a model of your own dp alone."""
+        if isinstance(self.shape, OwnModel):
+            return [(self.ranks, 1, 1, 1)]
+        return [*_grids(self.ranks)]
 
 
 @dataclass(frozen=True)
@@ -94,7 +99,7 @@ class Refused:
 
 def candidates(question: Question) -> Iterator[Candidate | Refused]:
     """Yield all candidates; this file's docstring says which micro-batches are tried."""
-    for dp, tp, pp, cp in _grids(question.ranks):
+    for dp, tp, pp, cp in question.grids:
         if tp > question.hardware.ranks_per_host:
             continue
         planned = [name for name, kind in SCHEDULES.items() if kind.planned] if pp > 1 else [DEFAULT_SCHEDULE]
@@ -131,12 +136,13 @@ def _sharings(question: Question, ranks: int, tp: int) -> Iterator[tuple[int, in
 
 def frugal(question: Question) -> Iterator[Layout]:
     """Layouts with at most one axis besides dp that save memory: one row at a time, recomputed, ZeRO."""
-    for dp, tp, pp, cp in _grids(question.ranks):
+    for dp, tp, pp, cp in question.grids:
         if sum(size > 1 for size in (tp, pp, cp)) > 1:
             continue
         for zero in (0, 3 if pp == 1 else 1) if dp * cp > 1 else (0,):
             try:
-                layout = Layout(dp, tp, pp, zero, 1, question.precision, True, cp, sequence_parallel=tp > 1)
+                again = question.recomputes
+                layout = Layout(dp, tp, pp, zero, 1, question.precision, again, cp, sequence_parallel=tp > 1)
                 require_supported(question, layout)
             except ValueError:
                 continue
@@ -157,7 +163,7 @@ def _of_one_form(
             yield Refused(written or "dp=1", str(error))
         return
     forms = [layout]
-    if SCHEDULES[layout.schedule].allows_recompute:
+    if SCHEDULES[layout.schedule].allows_recompute and question.recomputes:
         forms.append(replace(layout, recompute=True))
     most, last, found = share(question.rows, layout.dp), None, False
     for form in forms:
@@ -186,10 +192,7 @@ def _of_one_form(
 def require_supported(question: Question, layout: Layout) -> None:
     """ValueError if `prepare` would refuse the layout, or a step the batch, by their own checks."""
     shape = question.shape
-    check_available(layout)
-    refuse_cut_rows(shape, layout)
-    check(shape, layout, layout.precision, "adam")
-    check_fits(shape, layout, *question.batch, question.hardware)
+    check_any(shape, layout, question.batch, question.hardware)
     if isinstance(shape, GPTConfig) and layout.pp * layout.tp > 1:
         _check_parts(shape, layout.pp, layout.chunks, layout.schedule, layout.tp)
 

@@ -19,7 +19,9 @@ from minidist._arguments import check_whole
 from minidist.model.configs import TransformerConfig
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.schedule_kinds import DEFAULT_SCHEDULE
-from minidist.scale.memory.arguments import named_shape, rows_and_tokens
+from minidist.scale.dry_run.own_model import OwnModel, subject
+from minidist.scale.dry_run.own_prediction import own_rows
+from minidist.scale.memory.arguments import rows_and_tokens
 from minidist.scale.memory.estimates import Estimate
 from minidist.scale.memory.state_bytes import OPTIMIZERS
 from minidist.scale.planning.candidates import Candidate, Question, Refused, candidates, frugal
@@ -62,7 +64,7 @@ class Plan:
 
 
 def plan(
-    model: str | TransformerConfig,
+    model: str | TransformerConfig | OwnModel,
     *,
     ranks: int,
     memory: int | None = None,
@@ -75,7 +77,7 @@ def plan(
     """Find every layout of `ranks` ranks that trains the model, and predict the time of a step.
 
     Args:
-        model: a name, or a shape.
+        model: a name, a shape, or a model of your own, for which ranks are data-parallel.
         ranks: number of ranks; a layout uses all of them.
         memory: bytes of each rank; None for the machine's.
         hardware: a machine, or its name; None for the GPU with the least memory that has `memory`.
@@ -138,7 +140,7 @@ def effort(candidate: Candidate) -> tuple[float, ...]:
 
 
 def question_of(
-    model: str | TransformerConfig,
+    model: str | TransformerConfig | OwnModel,
     ranks: int,
     memory: int | None,
     hardware: str | Hardware | None,
@@ -150,14 +152,15 @@ def question_of(
     check_whole("ranks", ranks, 1)
     if memory is not None:
         check_whole("memory", memory, 1)
-    shape, name = named_shape(model)
+    shape, name = subject(model)
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"optimizer is {optimizer!r}; give {', '.join(OPTIMIZERS)}")
     if hardware is None and memory is None:
         raise ValueError("neither memory nor a profile is given; give one, such as --memory 16GB")
     machine = smallest(memory or 0) if hardware is None else hardware_of(hardware)
     measured = bool(machine.crowds)
-    rows, tokens = rows_and_tokens(shape, ROWS[measured] * ranks if batch is None else batch, 1)
+    size = ROWS[measured] * ranks if batch is None else batch
+    rows, tokens = own_rows(size) if isinstance(shape, OwnModel) else rows_and_tokens(shape, size, 1)
     if precision is None:
         is_gpu = machine.rates is not None and machine.rates.asynchronous
         known = [name for name in ("bf16", "fp16") if name in machine.peak and is_gpu]

@@ -140,12 +140,12 @@ def waits(candidate: Candidate) -> str:
 
 def table(plan: Plan, measured: dict[str, float] | None = None) -> Table:
     """A table of the best layouts, the answer first."""
-    question = plan.question
+    question, tokens = plan.question, plan.question.tokens
     drawn = Table(
         box=box.SIMPLE_HEAD,
         pad_edge=False,
-        title=f"{question.name}, {question.rows} rows of {question.tokens} tokens, {question.precision}, on "
-        f"{question.ranks} x {question.hardware.name}",
+        title=f"{question.name}, {question.rows} rows{f' of {tokens} tokens' if tokens else ''}, "
+        f"{question.precision}, on {question.ranks} x {question.hardware.name}",
         title_justify="left",
     )
     drawn.add_column("layout", overflow="fold")

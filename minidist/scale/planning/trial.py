@@ -21,6 +21,7 @@ from minidist.model.sampler import Sampler
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.engine.prepare import prepare
 from minidist.parallel.engine.training_step import Engine
+from minidist.scale.dry_run.own_model import OwnModel
 from minidist.scale.dry_run.run import OPTIMIZERS
 from minidist.scale.planning.candidates import Candidate
 
@@ -30,8 +31,13 @@ NEAR = 0.3
 """By how much a prediction may be off."""
 
 
-def require_trainable(shape: TransformerConfig) -> None:
+def require_trainable(shape: object) -> None:
     """ValueError if a model is not a GPT, or too large to train here."""
+    if isinstance(shape, OwnModel):
+        raise ValueError(
+            f"--measure trains a GPT of this package, and {shape.name} is a model of your own; leave it "
+            "out, and time the answer with minidist train --layout"
+        )
     if not isinstance(shape, GPTConfig):
         raise ValueError(
             "--measure trains the model, and a BERT's shape is for estimates only; give a GPT, such as "
@@ -45,7 +51,7 @@ def require_trainable(shape: TransformerConfig) -> None:
 
 
 def trial(
-    shape: TransformerConfig,
+    shape: TransformerConfig | OwnModel,
     layouts: Sequence[Layout],
     batch: tuple[int, int],
     *,
@@ -58,6 +64,7 @@ def trial(
     and the tokens in each row. `optimizer` is "adam", "momentum" or "sgd".
     """
     require_trainable(shape)
+    assert isinstance(shape, TransformerConfig)
     sizes = {layout.ranks for layout in layouts}
     if len(sizes) != 1:
         raise ValueError(

@@ -20,11 +20,10 @@ sections 3.2.2 and 3.3; Wang et al. 2023, "ZeRO++", section 3.2.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property, partial
 
-from minidist.model.configs import TransformerConfig
-from minidist.scale.memory import parameter_sizes
-from minidist.scale.memory.parameter_sizes import ModelPart, share
+from minidist.scale.memory.parameter_sizes import share
 from minidist.scale.memory.state_bytes import BUCKET, BYTES, TAIL, cut
 from minidist.scale.time.layer_work import Computation
 from minidist.scale.time.traffic import Wires
@@ -41,28 +40,32 @@ UNIT = 40
 
 
 class GradientTime:
-    """Seconds of exchange and update on a rank that has this part of the model."""
+    """Seconds of exchange and update on a rank.
+
+    sizes: elements of each of its parameters. units: of each unit of ZeRO's stage 3, the root first. tied: of
+    a matrix that a pipeline's first and last stage share.
+    """
 
     def __init__(
-        self, shape: TransformerConfig, part: ModelPart, wires: Wires, micro_batches: int, optimizer: str
+        self,
+        sizes: Sequence[int],
+        units: Sequence[int],
+        wires: Wires,
+        micro_batches: int,
+        optimizer: str,
+        tied: int = 0,
     ) -> None:
-        self.shape, self.part, self.wires = shape, part, wires
+        self.sizes, self.units, self.tied_elements, self.wires = sizes, units, tied, wires
         self.micro_batches, self.optimizer = micro_batches, optimizer
         self.layout, self.rates = wires.layout, wires.crowd.rates
         self.element = BYTES[self.layout.precision]
         self.updated = max(self.element, 4)
-        self.sizes = [size for layer in parameter_sizes.layers(shape, part) for size in layer]
         self.ranks, self.owners = wires.size("dp"), wires.size("shares")
 
     @cached_property
     def buckets(self) -> list[int]:
         """Elements of each bucket, in the order in which gradients arrive."""
         return cut(reversed(self.sizes), BUCKET // self.element)
-
-    @cached_property
-    def units(self) -> list[int]:
-        """Elements of each unit of ZeRO's stage 3."""
-        return parameter_sizes.units(self.shape, self.part)
 
     def parts(self, last_backward: float, passes: float) -> dict[str, float]:
         """Seconds by purpose.
@@ -102,8 +105,7 @@ class GradientTime:
         reduced, gathered = self._reductions(buckets), sum(self._gathers(buckets, "shares"))
         rounds = micro if layout.zero == 2 else 1
         hidden = rounds * min(sum(reduced[:-1]), last_backward)
-        tied = layout.pp > 1 and self.shape.shares_matrix
-        if layout.pp > 1 and (layout.chunks > 1 or tied):
+        if layout.pp > 1 and (layout.chunks > 1 or self.tied_elements):
             hidden = 0.0  # sent only once the schedule is done
         return rounds * sum(reduced) + tail * rounds + gathered, hidden
 
@@ -136,10 +138,9 @@ class GradientTime:
     @cached_property
     def tied(self) -> float:
         """Seconds in which a pipeline's first and last stage sum the gradient of a tied matrix."""
-        if self.layout.pp == 1 or not self.shape.shares_matrix:
+        if self.layout.pp == 1 or not self.tied_elements:
             return 0.0
-        rows = self.part.own(self.shape.vocabulary)
-        return 2 * self.wires.message(float(rows * self.shape.width * self.element), "pp")
+        return 2 * self.wires.message(float(self.tied_elements * self.element), "pp")
 
     @cached_property
     def _update(self) -> float:

@@ -129,8 +129,14 @@ class StepStages:
             found["pp"] = min(waits, 2 * (layout.pp - 1) * self._message)  # to fill and drain the pipeline
             found["bubble"] = waits - found["pp"]
         fullest = max(range(layout.pp), key=self._parameters)
+        shape, part = self.shape, self.part(fullest)
         gradients = GradientTime(
-            self.shape, self.part(fullest), self.wires, len(self.micro_rows), self.optimizer
+            [size for layer in parameter_sizes.layers(shape, part) for size in layer],
+            parameter_sizes.units(shape, part),
+            self.wires,
+            len(self.micro_rows),
+            self.optimizer,
+            part.own(shape.vocabulary) * shape.width if shape.shares_matrix else 0,
         )
         found |= gradients.parts(done[-1].whole_backward, passes)
         found["pp"] += gradients.tied

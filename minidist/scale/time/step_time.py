@@ -114,11 +114,7 @@ def predict_step(
 
 def check_fits(shape: TransformerConfig, layout: Layout, rows: int, tokens: int, hardware: Hardware) -> None:
     """ValueError if the layout cannot train on the batch, or the machine lacks its precision."""
-    if layout.precision not in hardware.peak:
-        raise ValueError(
-            f"precision is {layout.precision!r}, and {hardware.name} has no rate for it; give "
-            f"{' or '.join(hardware.peak)}"
-        )
+    check_machine(layout, hardware)
     if not 1 <= tokens <= shape.context:
         raise ValueError(f"the batch has {tokens} tokens a row; give 1 to {shape.context}")
     if rows < layout.dp:
@@ -136,6 +132,15 @@ def check_fits(shape: TransformerConfig, layout: Layout, rows: int, tokens: int,
         )
 
 
+def check_machine(layout: Layout, hardware: Hardware) -> None:
+    """ValueError if the machine has no rate for the layout's precision."""
+    if layout.precision not in hardware.peak:
+        raise ValueError(
+            f"precision is {layout.precision!r}, and {hardware.name} has no rate for it; give "
+            f"{' or '.join(hardware.peak)}"
+        )
+
+
 def device_peak(hardware: Hardware, layout: Layout) -> float:
     """Operations per second of a rank's device, or of its share of a host's cores."""
     sharing = min(layout.ranks, hardware.ranks_per_host) if hardware.cores else 1
@@ -147,9 +152,14 @@ def _micro_batches(count: int) -> str:
 
 
 def assumptions(
-    shape: TransformerConfig, layout: Layout, batch: tuple[int, int], hardware: Hardware, optimizer: str
+    shape: TransformerConfig | None,
+    layout: Layout,
+    batch: tuple[int, int],
+    hardware: Hardware,
+    optimizer: str,
 ) -> list[str]:
-    """Return the assumptions of a prediction, as sentences."""
+    """Return the assumptions of a prediction, as sentences. Of a model of your own, the shape is None."""
+    of_tokens = f" of {batch[1]} tokens" if shape is not None else ""
     precision, rows = layout.precision, -(-batch[0] // layout.dp)
     rates = hardware.crowd(min(layout.ranks, hardware.ranks_per_host)).rates
     rate = rates.flops[precision]
@@ -159,7 +169,7 @@ def assumptions(
         f"{hardware.name}: {hardware.source}",
         f"products attain {attained} per rank in {precision}, {share:.0%} of the peak: "
         f"{hardware.attained_source}",
-        f"each data-parallel rank has {rows} {'row' if rows == 1 else 'rows'} of {batch[1]} tokens, in "
+        f"each data-parallel rank has {rows} {'row' if rows == 1 else 'rows'}{of_tokens}, in "
         f"{_micro_batches(min(rows, layout.micro_batches))}; loading data takes no time",
     ]
     if layout.ranks > 1:
@@ -191,6 +201,6 @@ def assumptions(
         "sgd": "SGD's: 3 passes over its elements",
     }
     found.append(f"the update is {updates[optimizer]}")
-    if not hasattr(shape, "tied"):
+    if shape is not None and not hasattr(shape, "tied"):
         found.append("a BERT's layers are predicted like the GPT's, with attention to all tokens")
     return found

@@ -20,7 +20,8 @@ from minidist.model.configs import CONFIGS, BERTConfig, GPTConfig
 from minidist.parallel.pipeline import schedules
 from minidist.parallel.training.recompute import recompute
 from minidist.scale.dry_run.run import dryrun
-from minidist.scale.memory.parameter_sizes import ModelPart
+from minidist.scale.memory import parameter_sizes
+from minidist.scale.memory.parameter_sizes import ModelPart, layers
 from minidist.scale.time import measure_machine, pipeline_time
 from minidist.scale.time.gradient_exchange import GradientTime
 from minidist.scale.time.hardware import HARDWARE, hardware, smallest
@@ -238,7 +239,8 @@ def test_gradients_and_parameters_send_what_a_dry_run_counts(
     counted = dryrun(SHAPE, chosen, (16, 24), fully_shard=options).by_axis["dp"]
     monkeypatch.setattr(Wires, "collective", lambda self, name, size, axis: SENT[name](size, self.size(axis)))
     wires = Wires(machine, machine.crowd(8), chosen, secondary)
-    sent, _ = GradientTime(SHAPE, ModelPart(), wires, chosen.micro_batches, "adam")._sent(0.0, 0.0)
+    sizes, units = [n for layer in layers(SHAPE) for n in layer], parameter_sizes.units(SHAPE)
+    sent, _ = GradientTime(sizes, units, wires, chosen.micro_batches, "adam")._sent(0.0, 0.0)
     assert sent == pytest.approx(counted, rel=0.01)
 
 

@@ -1,0 +1,57 @@
+"""The command `minidist compare`: whether two layouts train alike."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated
+
+import typer
+
+from minidist.cli.options import BatchOption, Debug, Dtype, GPTOrMLP, Json, OwnData, OwnLoss, Seed, Timeout
+from minidist.cli.output import print_json, show, waiting
+
+
+def compare(
+    a: Annotated[str, typer.Option("--a", help="A layout known to be right: dp=1.")],
+    b: Annotated[str, typer.Option("--b", help="The layout in question: tp=2,pp=2.")],
+    model: GPTOrMLP = "gpt",
+    steps: Annotated[int, typer.Option(help="Global batches that both train on.")] = 2,
+    batch: BatchOption = 8,
+    lr: Annotated[float, typer.Option(help="Learning rate of plain SGD.")] = 0.1,
+    dtype: Dtype = "float32",
+    seed: Seed = 0,
+    timeout: Timeout = None,
+    as_json: Json = False,
+    data: OwnData = None,
+    loss: OwnLoss = None,
+    debug: Debug = False,
+) -> None:
+    """Check whether two layouts train alike; if not, find the first layer at which they differ.
+
+    Both train on the same batches from the same weights, each on as many new ranks as it needs. The exit code
+    is 1 if activations, gradients or updates differ by more than rounding explains.
+    """
+    from minidist.cli.compare_layouts import compare_layouts
+    from minidist.comm.launching.supervisor import preload_optimizers
+    from minidist.parallel.contract.layout import Layout
+
+    preload_optimizers()
+    with waiting(f"{a} and {b} take {steps} steps", as_json):
+        found = compare_layouts(
+            Layout.parse(a),
+            Layout.parse(b),
+            model,
+            steps=steps,
+            batch=batch,
+            learning_rate=lr,
+            dtype=dtype,
+            seed=seed,
+            timeout=timeout,
+            data=data,
+            loss=loss,
+        )
+    if as_json:
+        print_json({**dataclasses.asdict(found), "agree": found.agree})
+    else:
+        show(str(found))
+    raise typer.Exit(0 if found.agree else 1)

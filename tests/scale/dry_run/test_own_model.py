@@ -1,0 +1,157 @@
+"""A model of your own, measured on two small batches: its memory and messages are those of real ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import minidist as md
+from minidist import comm
+from minidist.model import GPT, config
+from minidist.scale.dry_run.own_model import OwnModel
+from minidist.scale.dry_run.own_prediction import estimate_own, predict_own
+from minidist.scale.dry_run.run import dryrun
+from minidist.scale.memory import estimate
+from minidist.scale.planning.planner import plan
+from minidist.scale.time.hardware import hardware
+from minidist.scale.time.step_time import predict_step
+
+ADAMW = partial(torch.optim.AdamW, lr=1e-3)
+PARSE = md.Layout.parse
+
+
+class Residual(nn.Module):
+    """Two convolutions, each with a norm, around which the input goes."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Conv2d(channels, channels, 3, padding=1) for _ in range(2))
+        self.norms = nn.ModuleList([nn.BatchNorm2d(channels), nn.BatchNorm2d(channels)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu(self.norms[0](self.first(x)))
+        return torch.relu(x + self.norms[1](self.second(y)))
+
+
+class ResNet(nn.Module):
+    """Images (B, 3, H, W) to ten scores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.layers = nn.Conv2d(3, 8, 3), nn.Sequential(*(Residual(8) for _ in range(3)))
+        self.head = nn.Linear(8, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.head(self.layers(self.stem(x)).mean((2, 3)))
+        return scores
+
+
+def images() -> tuple[Tensor, Tensor]:
+    return torch.randn(12, 3, 9, 9), torch.arange(12) % 10
+
+
+def resnet() -> OwnModel:
+    return OwnModel("a ResNet", ResNet, images)
+
+
+def gpt() -> OwnModel:
+    tokens = torch.zeros(1, 64, dtype=torch.int64)
+    return OwnModel("a GPT", lambda: GPT(config("byte-tiny")), lambda: (tokens, tokens))
+
+
+def train(layout: md.Layout) -> tuple[dict[str, int], int]:
+    """The bytes that a rank holds after two steps, and those that it sends in the second."""
+    engine = md.prepare(ResNet(), ADAMW, layout)
+    rows = [x[engine.data_rank :: engine.data_ranks] for x in images()]
+    engine.step(*rows)
+    with comm.ledger() as ledger:
+        engine.step(*rows)
+    return vars(engine.memory()), ledger.bytes_sent
+
+
+@pytest.mark.parametrize(
+    "layout", ["dp=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3", "dp=2,recompute=true"]
+)
+def test_predictions_are_what_ranks_hold_and_send(
+    cluster_of: Callable[[int], md.Cluster], layout: str
+) -> None:
+    found, sent = cluster_of(2).run(train, PARSE(layout))[0]
+    model = resnet()
+    dry = dryrun(model, PARSE(layout), 12, way="shared_memory")
+    assert dry.bytes_sent == sent
+    assert dry.parameters == model.parameters()
+    predicted = estimate_own(model, PARSE(layout), 12)
+    for name, value in found.items():
+        tolerance = 0.1 if name == "activations" else 0.01
+        assert getattr(dry.memory, name) == pytest.approx(value, rel=0.01), name
+        assert getattr(predicted, name) == pytest.approx(value, rel=tolerance), name
+
+
+def test_a_gpt_is_predicted_as_by_its_shape() -> None:
+    own, layout, machine = gpt(), PARSE("dp=4,zero=2,recompute=true"), hardware("a100")
+    by_shape, by_passes = (
+        estimate("byte-tiny", layout, batch=32, attention="fused"),
+        estimate_own(own, layout, 32),
+    )
+    for name in ("parameters", "gradients", "optimizer", "activations"):
+        assert getattr(by_passes, name) == pytest.approx(getattr(by_shape, name), rel=0.1), name
+    times = predict_step("byte-tiny", layout, 32, machine), predict_own(own, layout, 32, machine)
+    assert times[1].flops == pytest.approx(times[0].flops, rel=0.15)  # a shape counts half of the scores
+    assert times[1].parts["dp"] == pytest.approx(times[0].parts["dp"], rel=0.05)
+    assert times[1].seconds == pytest.approx(times[0].seconds, rel=0.5)
+
+
+def test_the_work_of_linear_layers_is_the_formula() -> None:
+    data = torch.zeros(1, 30), torch.zeros(1, dtype=torch.int64)
+    model = OwnModel("a map", lambda: nn.Sequential(nn.Linear(30, 20), nn.Linear(20, 10)), lambda: data)
+    passes = model.passes(md.Layout(), 100)
+    assert passes.forward.products == 2 * 100 * (30 * 20 + 20 * 10)
+    assert passes.backward.products == 2 * 100 * (30 * 20 + 2 * 20 * 10)  # nobody asks for the input's
+
+
+class ByValue(nn.Module):
+    """Keeps the rows whose sum is above zero: their number depends on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.map(x)
+        return scores[scores.sum(1) > -1e9]
+
+
+def test_a_model_that_looks_at_values_is_measured_for_real() -> None:
+    model = OwnModel("by value", ByValue, lambda: (torch.ones(3, 4), torch.arange(3)))
+    assert model.passes(md.Layout(), 6).forward.products == 2 * 6 * 4 * 3
+    assert estimate_own(model, md.Layout(), 6).activations > 0
+
+
+def test_a_plan_shards_what_does_not_fit() -> None:
+    model = resnet()
+    plain, sharded = (estimate_own(model, PARSE(f"dp=4,{more}"), 4).peak for more in ("zero=0", "zero=3"))
+    assert sharded < plain
+    found = plan(model, ranks=4, memory=plain, hardware="t4", batch=4, precision="fp32")
+    assert found.answer is not None
+    assert found.answer.layout == md.Layout(4)
+    found = plan(model, ranks=4, memory=(plain + sharded) // 2, hardware="t4", batch=4, precision="fp32")
+    assert found.answer is not None
+    assert found.answer.layout.zero > 0
+    assert all(each.memory.peak <= found.question.memory for each in found.fitting)
+
+
+@pytest.mark.parametrize(
+    ("layout", "rows", "told"),
+    [
+        ("tp=2", 4, r"tp is 2 in the layout, and a ResNet is a model of your own"),
+        ("dp=4", 3, r"rows"),
+        ("dp=2", (4, 9), r"batch is \(4, 9\) for a model of your own"),
+    ],
+)
+def test_layouts_that_cut_it_are_refused(layout: str, rows: int | tuple[int, int], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        dryrun(resnet(), PARSE(layout), rows)
