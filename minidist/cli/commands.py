@@ -62,7 +62,7 @@ def train(
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option(help="mlp, byte-tiny, ..., or your own: my.module:make; default: the data's."),
+        typer.Option(help="mlp, byte-tiny, bert-tiny-mlm, or your own: my.module:make; default: the data's."),
     ] = None,
     loss: OwnLoss = None,
     ranks: Annotated[int | None, typer.Option(min=1, help="Data-parallel ranks: --layout dp=N.")] = None,

@@ -28,7 +28,7 @@ from minidist.cli.train_config import TrainConfig as TrainConfig
 from minidist.comm.errors import RankDied
 from minidist.comm.launching.cluster import Cluster
 from minidist.comm.launching.launch import launch
-from minidist.model import Rows, Sampler, accuracy
+from minidist.model import Rows, Sampler, accuracy, masked_accuracy
 from minidist.parallel.engine.prepare import prepare
 from minidist.parallel.engine.training_step import Engine
 
@@ -145,7 +145,7 @@ def _train(config: TrainConfig, progress: bool, asked: Callable[[], bool]) -> Tr
     return TrainResult(
         losses=losses,
         test_loss=math.nan if stopped else evaluate(engine, data.test, config, None),
-        test_accuracy=evaluate(engine, data.test, config, accuracy)
+        test_accuracy=evaluate(engine, data.test, config, masked_accuracy if config.masks else accuracy)
         if data.classes and config.loss is None and not stopped
         else math.nan,
         parameters=parameters,

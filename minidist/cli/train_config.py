@@ -18,9 +18,9 @@ from minidist import comm
 from minidist._arguments import check_whole
 from minidist._names import unknown
 from minidist.cli.own_model import function, is_own, require_data
-from minidist.model import CONFIGS, GPT, MLP, Dataset, GPTConfig, Rows, dataset
+from minidist.model import BERT, CONFIGS, GPT, MLP, BERTConfig, Dataset, GPTConfig, Rows, dataset, masked
 from minidist.model import config as shape_of
-from minidist.model.loss import cross_entropy
+from minidist.model.loss import cross_entropy, masked_cross_entropy
 from minidist.parallel.contract.engine import Loss
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.engine.prepare_checks import check_available
@@ -32,7 +32,9 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 DEFAULT_MODEL = {"digits": "mlp", "bytes": "byte-tiny"}
-MODELS = ("mlp", *(name for name, shape in CONFIGS.items() if isinstance(shape, GPTConfig)))
+MODELS = ("mlp", *(name for name, shape in CONFIGS.items() if shape.generates))
+BERT_ROW = 128
+"""Bytes in a row of a BERT."""
 HIDDEN = 128
 """Width of the MLP's hidden layer."""
 
@@ -76,7 +78,8 @@ class TrainConfig:
         if self.loss is not None:
             function("--loss", self.loss)
         if not own and (self.data == "digits") != (self.model_name == "mlp"):
-            fitting = "the mlp" if self.data == "digits" else f"a GPT, such as {DEFAULT_MODEL['bytes']}"
+            texts = f"a GPT, such as {DEFAULT_MODEL['bytes']}, or a BERT, such as bert-tiny-mlm"
+            fitting = "the mlp" if self.data == "digits" else texts
             raise ValueError(f"the model {self.model_name} cannot train on {self.data}; give {fitting}")
         if self.rung is not None:
             from minidist.kernels import rung
@@ -97,6 +100,10 @@ class TrainConfig:
         if not isinstance(self.layout, Layout):
             raise TypeError(f"layout is {self.layout!r}; give a Layout, such as Layout(dp=2)")
         check_available(self.layout)
+        if self.masks:
+            from minidist.scale.memory.arguments import refuse_cut_rows
+
+            refuse_cut_rows(CONFIGS[self.model_name], self.layout)
         if self.layout.precision != "fp32" and self.dtype != "float32":
             raise ValueError(
                 f"precision={self.layout.precision} needs dtype float32, and dtype is {self.dtype}; leave "
@@ -121,6 +128,11 @@ class TrainConfig:
         own = {} if self.loss is None else {"loss": self.loss}
         return {"model": self.model_name, "precision": self.layout.precision, **described, **own}
 
+    @property
+    def masks(self) -> bool:
+        """Whether the model is a BERT, which learns to guess masked bytes."""
+        return isinstance(CONFIGS.get(self.model_name), BERTConfig)
+
     def converted(self, inputs: Tensor) -> Tensor:
         """Inputs in the training's dtype; bytes stay integers."""
         return inputs.to(DTYPES[self.dtype]) if inputs.is_floating_point() else inputs
@@ -139,6 +151,12 @@ def build(config: TrainConfig) -> tuple[nn.Module, Dataset]:
     if is_own(config.model):
         return _own(config)
     dtype, device = DTYPES[config.dtype], comm.device() if config.rung is None else torch.device("cpu")
+    if config.masks:
+        shape = shape_of(config.model_name, vocabulary=257, context=BERT_ROW)  # bytes, and the mask
+        found = dataset("bytes", length=BERT_ROW)
+        train, test = (masked(rows, 256, config.seed) for rows in (found.train, found.test))
+        bert = BERT(shape, seed=config.seed, dtype=dtype, device=device)
+        return bert, Dataset(found.name, train, test, found.classes)
     if config.model_name != "mlp":
         shape = shape_of(config.model_name, vocabulary=256)  # of bytes, whatever the name's text was
         assert isinstance(shape, GPTConfig)
@@ -156,8 +174,10 @@ def build(config: TrainConfig) -> tuple[nn.Module, Dataset]:
 
 
 def loss_of(config: TrainConfig) -> Loss:
-    """The loss to train with."""
-    return cross_entropy if config.loss is None else function("--loss", config.loss)
+    """The loss to train with: your own, that of masked tokens for a BERT, or cross entropy."""
+    if config.loss is not None:
+        return function("--loss", config.loss)
+    return masked_cross_entropy if config.masks else cross_entropy
 
 
 def _own(config: TrainConfig) -> tuple[nn.Module, Dataset]:

@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+IGNORED = -100
+"""The target of a token that `masked_cross_entropy` leaves out; torch's default for it."""
+
 
 def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:  # (..., V), (...) -> ()
     """Return the mean over all rows (or tokens) of -log softmax(outputs)[target], a scalar with gradient.
@@ -24,6 +27,24 @@ def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:  # (..., V), (...
     rows, classes = outputs.reshape(-1, outputs.shape[-1]), targets.reshape(-1).long()
     # By default torch leaves out rows with target -100, so the mean would not be over all rows.
     return functional.cross_entropy(rows, classes, ignore_index=torch.iinfo(torch.int64).min)
+
+
+def masked_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:  # (B, T, V), (B, T) -> ()
+    """Return the mean of -log softmax(outputs)[target] over hidden tokens, whose target is not IGNORED.
+
+    As `cross_entropy` otherwise. Each row has to hide equally many, as `masked` does: then the mean over rows
+    is the mean over hidden tokens. Raises ValueError if none is hidden.
+    """
+    _check(outputs, targets)
+    hidden = targets != IGNORED
+    return cross_entropy(outputs[hidden], targets[hidden])
+
+
+@torch.no_grad()
+def masked_accuracy(outputs: Tensor, targets: Tensor) -> Tensor:  # (B, T, V), (B, T) -> ()
+    """Return the share of hidden tokens whose largest output is the target's, a float64 scalar."""
+    hidden = targets != IGNORED
+    return accuracy(outputs[hidden], targets[hidden])
 
 
 @torch.no_grad()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from minidist.model.bert import BERT
 from minidist.model.configs import TransformerConfig
 from minidist.model.gpt import GPT
 from minidist.model.mlp import MLP
@@ -19,7 +20,7 @@ from minidist.parallel.compression.compressor import all_reduce_bytes
 
 
 def plan_for(model: nn.Module) -> dict[str, str]:
-    """Return the plan for `parallelize` that cuts a whole GPT or MLP; other models raise TypeError.
+    """Return the plan for `parallelize` that cuts a whole GPT, BERT or MLP; other models raise TypeError.
 
     The outputs of a GPT, and of an MLP with an odd number of layers, are then each rank's part of the logits;
     see `vocabulary_of`.
@@ -40,6 +41,17 @@ def plan_for(model: nn.Module) -> dict[str, str]:
         }
         if getattr(model.config, "dropout", 0.0):
             plan |= {"layers.*.attention": "random", "layers.*.dropout": "sequence"}
+        return plan
+    if isinstance(model, BERT):
+        plan = {
+            "layers.0.token": "vocabulary",
+            "layers.*.attention.query|key|value": "column",
+            "layers.*.attention.output": "row",
+            "layers.*.mlp.up": "column",
+            "layers.*.mlp.down": "row",
+        }
+        if model.config.generates:
+            plan[f"layers.{len(model.layers) - 1}.scores"] = "vocabulary"
         return plan
     if isinstance(model, MLP):
         count = len(model.layers)

@@ -32,7 +32,7 @@ from minidist.scale.dry_run.arguments import check, check_options, kinds
 from minidist.scale.dry_run.calls import CallSummary, DryCall, axis_names, lines, phases_of, recorded
 from minidist.scale.dry_run.fake_tensors import DryTensors, NoData
 from minidist.scale.dry_run.fake_world import dry_world
-from minidist.scale.dry_run.models import batch_of, build, loss_of, plan_of
+from minidist.scale.dry_run.models import batch_of, build, loss_of
 from minidist.scale.dry_run.own_model import OwnModel, subject
 from minidist.scale.dry_run.peers import LayoutPeers
 from minidist.scale.memory.estimates import coordinates
@@ -174,8 +174,6 @@ def dryrun(
                     data_parallel,
                     clip_norm,
                     fully_shard=fully_shard,
-                    plan=plan_of(shape, layout.tp),
-                    check_plan=False,  # the tensors hold no data
                 )
             rows_here = batch_of(shape, own_rows, tokens, tensors)
             secondary = (fully_shard or {}).get("secondary") or 0
