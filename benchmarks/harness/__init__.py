@@ -5,6 +5,8 @@ both see the same machine.
 
 Running and results:
     run                    runs the suites with pytest and merges what they measured into the results file
+    one_rung               gives each rung of the CUDA ladder a process of its own, with a time limit
+    compile_ladder         compiles the CUDA ladder on all cores before it is measured
     progress               pytest plugin: one line for each finished benchmark, and a progress bar
     results                one machine's JSON file: format, loading, merging, saving
     columns                which figures a benchmark may store, and how the report prints them

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +29,9 @@ class Watcher:
         self.crash = ""
         self._group: str | None = None
         # pytest captures stderr while a benchmark runs, so keep a copy of the real one and note its width.
-        self._stream = os.fdopen(os.dup(2), "w") if show else open(os.devnull, "w")  # noqa: SIM115 (closed in close)
+        self.stream = os.fdopen(os.dup(2), "w") if show else open(os.devnull, "w")  # noqa: SIM115 (closed in close)
         width = Console(stderr=True).width if sys.stderr.isatty() else 100
-        self._console = Console(file=self._stream, width=width)
+        self._console = Console(file=self.stream, width=width)
         # Redrawing the bar ten times a second would disturb the timing; ours moves between benchmarks.
         self._progress = Progress(
             TextColumn("{task.description}"),
@@ -46,10 +48,19 @@ class Watcher:
         self._task = self._progress.add_task("starting", total=None)
         self._progress.start()
 
+    @contextlib.contextmanager
+    def elsewhere(self, benchmarks: int) -> Iterator[None]:
+        """Leave `stream` to other processes, which run so many of the benchmarks."""
+        self._progress.stop()
+        yield
+        self._progress.advance(self._task, benchmarks)
+        if benchmarks < len(self.collected):
+            self._progress.start()
+
     def close(self) -> None:
         """Remove the progress bar."""
         self._progress.stop()
-        self._stream.close()
+        self.stream.close()
 
     def pytest_benchmark_generate_machine_info(self) -> dict[str, Any]:
         """Return nothing: pytest-benchmark would name the host; the results hold `machine.describe`."""

@@ -3,7 +3,7 @@
 minidist bench                     quick: a few minutes on two cores
 minidist bench --full              all sizes, more rounds
 minidist bench launch -k warm      the benchmarks of one suite that pytest's -k selects
-minidist bench cuda                the CUDA ladder, on a GPU
+minidist bench cuda                the CUDA ladder, on a GPU, each rung in a process of its own
 minidist bench --compare OLD.json  also list what got slower since then
 """
 
@@ -26,7 +26,8 @@ import pytest_benchmark.plugin
 
 from minidist._names import unknown
 from minidist._stopping import Stopped, termination
-from minidist.benchmarks.harness import compare_runs, machine, results
+from minidist.benchmarks.harness import compare_runs, machine, one_rung, results
+from minidist.benchmarks.harness.one_rung import OneRungAtATime
 from minidist.benchmarks.harness.progress import Watcher
 
 HERE = Path(__file__).parent.parent
@@ -59,6 +60,8 @@ def run(
     out: Path | None = None,
     show: bool = True,
     compare: Path | None = None,
+    part: tuple[int, int] = (1, 1),
+    one_process: bool = False,
 ) -> Outcome:
     """Run suites (all if `names` is empty), and merge the figures into this machine's results file.
 
@@ -69,6 +72,8 @@ def run(
         out: the results file; by default one named after the machine in `results.folder()`.
         show: show a progress bar and a line for each benchmark on stderr.
         compare: an earlier results file to compare this run with; it may be the one that is written.
+        part: (i, n) measures the i-th of n parts of the CUDA ladder, in less than ten minutes.
+        one_process: run the CUDA ladder in this process as well, not each rung in one of its own.
 
     Raises:
         ValueError: the suite is unknown, the selection is empty, or results can't be read.
@@ -84,8 +89,10 @@ def run(
     results.check_writable(path)  # fail now, not after minutes of measuring
     earlier = None if compare is None else results.load(compare)  # it may be overwritten below
     watcher = Watcher(show)
-    started = time.monotonic()
-    measured = _pytest([known[name] for name in names] or list(known.values()), full, keyword, watcher)
+    ladder = OneRungAtATime(watcher, full, keyword, path, part)
+    started, began = time.monotonic(), _now()
+    chosen = [known[name] for name in names] or list(known.values())
+    measured = _pytest(chosen, full, keyword, [watcher] if one_process else [watcher, ladder])
     if watcher.broken:
         raise ValueError(f"the benchmarks could not be collected: {watcher.broken[0]}")
     if not watcher.collected and watcher.left_out:
@@ -103,22 +110,16 @@ def run(
     merged = results.merge(old, new, everything=everything)
     if passed:
         results.save(merged, path)
+    of_ladder = [e for e in merged["benchmarks"] if e["suite"] == one_rung.SUITE and e["run"] >= began]
+    entries = new["benchmarks"] + (of_ladder if ladder.took_over else [])
     failed = [f"{name.partition('::')[2]}: {reason}" for name, reason in watcher.failed.items()]
     skipped = [f"{suite}: {reason}" for suite, reason in watcher.left_out.items()] + watcher.skipped
     compared = None
-    if earlier is not None and passed:
-        names_measured = [entry["fullname"] for entry in new["benchmarks"]]
+    if earlier is not None and entries:
+        names_measured = [entry["fullname"] for entry in entries]
         compared = compare_runs.compare(earlier, merged, names_measured, everything is not None)
-    return Outcome(
-        path,
-        merged,
-        len(passed),
-        time.monotonic() - started,
-        failed,
-        skipped,
-        sorted(new["suites"]),
-        compared,
-    )
+    seconds, measured_suites = time.monotonic() - started, sorted({entry["suite"] for entry in entries})
+    return Outcome(path, merged, len(entries), seconds, failed, skipped, measured_suites, compared)
 
 
 def _left_out(old: results.Results | None, watcher: Watcher) -> list[str]:
@@ -129,8 +130,9 @@ def _left_out(old: results.Results | None, watcher: Watcher) -> list[str]:
     ]
 
 
-def _pytest(paths: Sequence[Path], full: bool, keyword: str, watcher: Watcher) -> list[dict[str, Any]]:
-    """Run these files, and return pytest-benchmark's record of the run."""
+def _pytest(paths: Sequence[Path], full: bool, keyword: str, plugins: list[Any]) -> list[dict[str, Any]]:
+    """Run these files, and return pytest-benchmark's record of the run; the first plugin is the watcher."""
+    watcher: Watcher = plugins[0]
     with (
         tempfile.TemporaryDirectory(prefix="minidist-bench-") as scratch,
         _quiet_environment(),
@@ -149,10 +151,10 @@ def _pytest(paths: Sequence[Path], full: bool, keyword: str, watcher: Watcher) -
                 *(["-k", keyword] if keyword else []),
                 *map(str, paths),
             ],
-            plugins=[pytest_benchmark.plugin, watcher],
+            plugins=[pytest_benchmark.plugin, *plugins],
         )
         if terminated():
-            raise Stopped("stopped by SIGTERM; the results file is unchanged")
+            raise Stopped("stopped by SIGTERM; what has no figures in the results file yet is lost")
         if code == pytest.ExitCode.INTERRUPTED and not watcher.broken:
             raise KeyboardInterrupt
         if code == pytest.ExitCode.USAGE_ERROR:
@@ -193,7 +195,7 @@ def _results(
     measured: list[dict[str, Any]], info: dict[str, Any], watcher: Watcher, full: bool
 ) -> results.Results:
     """Return the results of this run alone, in the format that `results.py` describes."""
-    when = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    when = _now()
     entries = []
     for bench in measured:
         suite, _, name = bench["fullname"].partition("::")
@@ -221,6 +223,11 @@ def _results(
         "suites": about,
         "benchmarks": entries,
     }
+
+
+def _now() -> str:
+    """Return the time in UTC, to the second: the name of a run."""
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
 def _commit() -> str | None:

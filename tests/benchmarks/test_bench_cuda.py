@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import itertools
 import json
 import os
 import statistics
@@ -13,8 +14,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from minidist.benchmarks.harness import cuda_timing, results
+from minidist.benchmarks.harness import cuda_timing, one_rung, results
 from minidist.benchmarks.report import ladder
+from minidist.kernels.cuda import RUNGS
 from tests.benchmarks.harness.test_turns import FakeBenchmark as WithoutStatistics
 from tests.helpers.emulated_gpu import ROOF, EmulatedGpu
 
@@ -312,7 +314,7 @@ from minidist.cli.commands import main
 class Broken(EmulatedGpu):
     def wait(self):
         super().wait()
-        if self.waits > 3:
+        if self.waits > 4:
             raise RuntimeError("an illegal memory access\\nmore of it")
 
 install(Broken())
@@ -324,7 +326,7 @@ def test_a_gpu_that_breaks_ends_the_run_and_what_was_measured_is_kept(tmp_path):
     out = tmp_path / "out.json"
     done = minidist(["-c", BROKEN], "--out", str(out), "-k", "s2_coalesced and not launch")
     assert done.returncode == 1
-    # Each waits before it is timed, and when it is over.
+    # Each waits for both checks, before it is timed, and when it is over.
     assert [entry["name"] for entry in results.load(out)["benchmarks"]] == [
         "test_rung[s2_coalesced-float32-32]"
     ]
@@ -332,3 +334,55 @@ def test_a_gpu_that_breaks_ends_the_run_and_what_was_measured_is_kept(tmp_path):
     assert "test_rung[s2_coalesced-float32-40] left the GPU unusable (an illegal memory access)" in said
     assert "skipped all later benchmarks" in said
     assert "leave it out with -k" in said
+
+
+STUBBORN = """
+import ctypes, sys
+from tests.helpers.emulated_gpu import EmulatedGpu, install
+from minidist.benchmarks.harness.one_rung import OneRungAtATime
+from minidist.cli.commands import main
+
+if "--one-process" in sys.argv and any(word.startswith("s9_") for word in sys.argv):
+    ctypes.PyDLL(None).sleep(600)  # as in a driver's call: no signal reaches Python
+measure = OneRungAtATime._measure_one
+OneRungAtATime._measure_one = lambda self, rung, limit: measure(self, rung, 2 if rung[:2] == "s9" else limit)
+install(EmulatedGpu())
+main()
+"""
+
+
+def test_a_rung_that_never_ends_is_killed_and_the_next_is_measured(tmp_path):
+    out = tmp_path / "out.json"
+    some = "(s9_tensor_core and tf32 and 40) or (s2_coalesced and 40)"
+    done = minidist(["-c", STUBBORN], "--out", str(out), "-k", f"({some}) and test_rung", "--json")
+    assert done.returncode == 1
+    assert [entry["name"] for entry in results.load(out)["benchmarks"]] == [
+        "test_rung[s2_coalesced-float32-40]"
+    ]
+    said = json.loads(done.stdout)
+    assert said["failed"] == ["s9_tensor_core: no end after 2.00 s, so its process was killed"]
+    assert (said["measured"], said["suites"]) == (1, ["bench_cuda"])
+
+
+def test_the_best_rung_comes_first_and_parts_make_up_the_ladder():
+    names = [f"test_rung[{rung}-float32-32]" for rung in RUNGS]
+    assert one_rung.of_part(names, (1, 1)) == list(reversed(RUNGS))
+    for parts in (2, 3, 4):
+        cut = [one_rung.of_part(names, (i, parts)) for i in range(1, parts + 1)]
+        assert list(itertools.chain(*cut)) == list(reversed(RUNGS))
+        assert max(map(len, cut)) - min(map(len, cut)) <= 1
+    assert one_rung.of_part(names[:2], (1, 1)) == ["s2_coalesced", "s1_naive"]  # and not s10
+
+
+def test_a_kernel_that_never_ends_is_noticed_before_its_result_is_read(bench):
+    class Hanging(KnownGpu):
+        def wait(self):
+            raise RuntimeError("the GPU has not finished in 30 s")
+
+    gpu, read = Hanging(), []
+    operands = bench.Operands(gpu, (16, 16, 16), "float32", seed=0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench.cuda_check, "assert_product", lambda *_, **__: read.append(1))
+        with pytest.raises(RuntimeError, match="not finished"):
+            bench._check(gpu, Step(gpu), "float32", operands)
+    assert read == []

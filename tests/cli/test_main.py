@@ -299,8 +299,10 @@ def test_bench_prints_json_and_nothing_else(suite):
     done = bench(suite, "-k", "good", "--json")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert (found["measured"], found["failed"]) == (1, [])
-    assert found["results"]["benchmarks"][0]["name"] == "test_good"
+    assert (found["measured"], found["failed"], found["suites"]) == (1, [], ["bench_fake"])
+    assert "results" not in found  # they are in the file
+    assert done.stderr == ""
+    assert results.load(suite / "out.json")["benchmarks"][0]["name"] == "test_good"
 
 
 def test_bench_merges_a_second_run(suite):
