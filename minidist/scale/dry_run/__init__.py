@@ -7,6 +7,8 @@ It counts exactly what the rank sends and holds, on one core and in little memor
 | run.py | `dryrun` |
 | arguments.py | checks of its arguments; the kinds of ranks of a layout |
 | models.py | models without data |
+| own_model.py | a model of your own: its sizes, and the passes of two small batches, measured |
+| own_prediction.py | memory and time of such a model in a layout; the same call for transformers |
 | fake_tensors.py | tensors without data |
 | operations.py | what torch's schemas say about operations |
 | storage.py | addresses without memory; byte ranges without data |
