@@ -13,12 +13,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from minidist.parallel.debugging.assembling import RankCopies, distance
-from minidist.parallel.debugging.recording import REPEATS, Recording, pairs_of, record
+from minidist.parallel.debugging.recording import REPEATS, Recording, batches_of, record
 from minidist.parallel.engine.training_step import Engine
 
 MARGIN = 16
@@ -87,7 +88,7 @@ class Comparison:
 def compare(
     engine_a: Engine,
     engine_b: Engine,
-    batches: Iterable[tuple[Tensor, Tensor]],
+    batches: Iterable[Any],
     repeats: int = REPEATS,
 ) -> Comparison:
     """Train two engines on the same ranks with the same batches, and compare them; all ranks call it.
@@ -99,13 +100,13 @@ def compare(
 
     Args:
         engine_a, engine_b: from `prepare`, with equal weights.
-        batches: inputs and targets of whole global batches, the same on all ranks.
+        batches: whole global batches, the same on all ranks; see `record`.
         repeats: how often to measure the effect of rounding.
 
     Raises:
         TypeError, ValueError: as for `record`; or the models have different layers or parameters.
     """
-    given = pairs_of(batches)
+    given = batches_of(batches)
     return differences(record(engine_a, given, repeats), record(engine_b, given, repeats))
 
 

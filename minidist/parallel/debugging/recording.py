@@ -23,15 +23,17 @@ import torch
 from torch import Tensor, nn
 
 from minidist._arguments import check_whole
+from minidist.parallel.contract.batch import rows, rows_of, tensors
 from minidist.parallel.contract.strategy import TensorBox
 from minidist.parallel.debugging.assembling import RankCopies, assemble, distance, distinct
 from minidist.parallel.debugging.layer_order import in_order, layers_of
+from minidist.parallel.engine.given_batches import as_batch
 from minidist.parallel.engine.training_step import Engine
 from minidist.parallel.flat.ranges import narrowed
-from minidist.parallel.pipeline.nested_tensors import tensors_in
 
 REPEATS = 2
 """How often the steps are taken again with moved results."""
+Step = dict[str, RankCopies]
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,11 +48,11 @@ class Recording:
     layers: list[str]  # their names, in the order in which they run
     start: dict[str, Tensor]  # the parameters before the first step
     losses: list[float]
-    steps: list[dict[str, RankCopies]]
+    steps: list[Step]
     rounding: list[dict[str, float]]  # by the same names, the largest change when results were moved
 
 
-def record(engine: Engine, batches: Iterable[tuple[Tensor, Tensor]], repeats: int = REPEATS) -> Recording:
+def record(engine: Engine, batches: Iterable[Any], repeats: int = REPEATS) -> Recording:
     """Train `engine` on global batches and record its layers; then restore it.
 
     All ranks call it with the same batches. It takes the steps `repeats` + 1 times and gathers every layer's
@@ -61,16 +63,16 @@ def record(engine: Engine, batches: Iterable[tuple[Tensor, Tensor]], repeats: in
         engine: from `prepare`. Its layers are those of the model's lists, and the modules next to them. What
             `forward` computes between them belongs to the next one. Of a layer's outputs, the first tensor is
             recorded, if its first dimension is the rows.
-        batches: inputs and targets of whole global batches.
+        batches: whole global batches as `Engine.step` takes them, such as pairs of inputs and targets.
         repeats: how often to measure the effect of rounding.
 
     Raises:
-        TypeError: the engine is not from `prepare`, or batches are not pairs of tensors.
+        TypeError: the engine is not from `prepare`, or a batch has no tensors.
         ValueError: no batches, repeats below 0, or a model with dropout, whose masks depend on the layout.
     """
     if not isinstance(engine, Engine):
         raise TypeError(f"engine is a {type(engine).__name__}; give one that md.prepare returned")
-    given = pairs_of(batches)
+    given = batches_of(batches)
     check_whole("repeats", repeats, 0)
     for name, module in engine.model.named_modules():
         dropout = getattr(module, "dropout", getattr(module, "p", 0.0))
@@ -95,37 +97,36 @@ def record(engine: Engine, batches: Iterable[tuple[Tensor, Tensor]], repeats: in
     return Recording(str(engine.layout), layers, start, losses, steps, [dict(most) for most in rounding])
 
 
-def pairs_of(batches: Iterable[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
-    """The batches as a list; TypeError or ValueError if they are not pairs of tensors."""
-    remedy = "give a list of pairs, [(inputs, targets), ...], of tensors"
+def batches_of(batches: Iterable[Any]) -> list[Any]:
+    """The batches as a list; TypeError or ValueError if they are none."""
+    remedy = "give a list of pairs, [(inputs, targets), ...], of tensors, or of dicts of them"
     if isinstance(batches, Tensor) or not isinstance(batches, Iterable):
         raise TypeError(f"batches is a {type(batches).__name__}; {remedy}")
     given = [*batches]
     if not given:
         raise ValueError("batches is empty; give at least one pair of inputs and targets")
-    for index, pair in enumerate(given):
-        if not isinstance(pair, tuple | list) or [isinstance(x, Tensor) for x in pair] != [True, True]:
-            raise TypeError(f"batch {index} is a {type(pair).__name__}, not a pair of tensors; {remedy}")
-    return given
+    for index, batch in enumerate(given):
+        if isinstance(batch, Tensor) or not any(x.dim() for _, x in tensors(batch)):
+            raise TypeError(f"batch {index} is a {type(batch).__name__}, not a pair of tensors; {remedy}")
+    return [as_batch(batch) for batch in given]
 
 
-def _run(
-    engine: Engine, batches: Sequence[tuple[Tensor, Tensor]], repeat: int | None
-) -> tuple[list[float], list[dict[str, RankCopies]]]:
+def _run(engine: Engine, batches: Sequence[Any], repeat: int | None) -> tuple[list[float], list[Step]]:
     """Take the steps, with moved results unless `repeat` is None; returns losses and whole tensors."""
     losses, steps = [], []
     before = _parameters(engine)
-    for inputs, targets in batches:
-        rows = slice(*(len(inputs) * (engine.data_rank + i) // engine.data_ranks for i in (0, 1)))
+    for batch in batches:
+        own_rows = slice(*(rows_of(batch) * (engine.data_rank + i) // engine.data_ranks for i in (0, 1)))
         pieces: dict[str, dict[int, Tensor]] = defaultdict(dict)
         keep = partial(_keep, pieces, engine.part.stages)
         with _moved(engine.model, repeat), _hooks(layers_of(engine.model), keep):
             scale = engine.loss_scale
-            losses.append(engine.step(inputs[rows], targets[rows]))
+            losses.append(engine.step(rows(batch, own_rows)))
         joined = {name: torch.cat([of_call[i] for i in sorted(of_call)]) for name, of_call in pieces.items()}
-        count = max(1, rows.stop - rows.start)
+        count = max(1, own_rows.stop - own_rows.start)
         own = {name: value for name, value in joined.items() if len(value) % count == 0}
-        found = assemble(own, engine.layout, inputs.shape[1] if inputs.dim() > 1 else 1)
+        length = next((x.shape[1] for _, x in tensors(batch) if x.dim() > 1), 1)
+        found = assemble(own, engine.layout, length)
         for name, copies in found.items():
             if name.startswith("gradient"):
                 found[name] = [each / scale for each in copies]
@@ -156,13 +157,14 @@ def _keep(
 ) -> None:
     """Keep a layer's output and later its gradient, by name and by call (one for each micro-batch).
 
-    stages: of a pipeline on this rank; what one computes before its own layers is another's work.
+    stages: of a pipeline on this rank; what one computes before its own layers is another's work. Passes
+        without gradients are the first step's check of its loss.
     """
 
     def keep(key: str, call: int, value: Tensor) -> None:
         pieces[key][call] = value.detach().cpu().clone()
 
-    output = next((tensor for _, tensor in tensors_in(output)), None)
+    output = next((x for _, x in tensors(output)), None) if torch.is_grad_enabled() else None
     if output is not None and output.dim() and not any(getattr(stage, "skips", False) for stage in stages):
         call = len(pieces[f"output {name}"])
         keep(f"output {name}", call, output)

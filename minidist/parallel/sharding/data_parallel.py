@@ -203,14 +203,17 @@ class DataParallel(nn.Module):
         """
         if self.reducer is not None:
             self.reducer.synchronize()
-        rows, self._weight = self._weight if rows is None else rows, None
-        if rows is None:
+        weight, self._weight = self._weight if rows is None else rows, None
+        if weight is None:
             return
         device = next((parameter.device for parameter in self.module.parameters()), None)
-        own = torch.as_tensor(rows, dtype=torch.float64, device=device).clone()
-        total = float(comm.all_reduce(own, group=self.group))
-        if rows < 0 or not total:
-            raise ValueError(f"rows is {rows}, and over all ranks {total:g}; give each rank's number of rows")
+        own = float(weight)
+        sums = torch.tensor(own, dtype=torch.float64, device=device)
+        total = float(comm.all_reduce(sums, group=self.group))
+        if own < 0 or not total:
+            raise ValueError(
+                f"rows is {own:g}, and over all ranks {total:g}; give each rank's number of rows"
+            )
         # What compression has kept back belongs to sums over rows, as the next step's gradients will.
         self.rescale_gradients(self._gradient_comm.ranks / total, kept=False)
 

@@ -22,8 +22,10 @@ from torch.utils.flop_counter import flop_registry
 
 from minidist.model.configs import TransformerConfig
 from minidist.model.loss import cross_entropy
+from minidist.parallel.contract.batch import rows_of
 from minidist.parallel.contract.engine import Loss
 from minidist.parallel.contract.layout import Layout
+from minidist.parallel.engine.objective import weighted
 from minidist.parallel.sharding.cut_into_units import divide, modules_of
 from minidist.parallel.sharding.units import Unit
 from minidist.parallel.training.activation_memory import ActivationCounter
@@ -166,7 +168,8 @@ class OwnModel:
         module.zero_grad()
         with ActivationCounter(module, (inputs, targets)) as kept:
             with _Counted() as forward:
-                loss = self.loss(precision.outputs(module(precision.inputs(inputs))), targets)
+                outputs = precision.outputs(module(precision.inputs(inputs)))
+                loss, _ = weighted(self.loss(outputs, targets), rows_of(targets))
             with _Counted() as backward:
                 loss.backward()  # type: ignore[no-untyped-call]
         return Passes(kept.peak, forward.work, backward.work)

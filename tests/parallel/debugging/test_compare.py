@@ -484,6 +484,44 @@ def test_the_recorded_steps_are_those_of_training() -> None:
     assert max(recording.rounding[0].values()) > 0
 
 
+class Both(nn.Linear):
+    """A layer that returns a tuple."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        x = super().forward(x)
+        return x.tanh(), x
+
+
+class WithLoss(nn.Module):
+    """Returns a dict, with a loss of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(6, 5), Both(5, 4), nn.Linear(4, 3)]).double()
+
+    def forward(self, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        x, _ = self.layers[1](self.layers[0](inputs))
+        scores = self.layers[2](x)
+        return {"scores": scores, "loss": cross_entropy(scores, labels)}
+
+
+def test_batches_may_be_dicts(cluster_of: Clusters) -> None:
+    def compare(fault: bool) -> Comparison:
+        engines = [md.prepare(WithLoss(), SGD, md.Layout(dp=2, zero=zero)) for zero in (0, 2)]
+        if fault:
+            engines[1].model.layers[1].register_forward_hook(
+                lambda module, _, output: (output[0] * 1.01,) * 2
+            )
+        batches = [{"inputs": inputs, "labels": labels} for inputs, labels in mlp(torch.float64)[1]]
+        return md.compare(*engines, batches)
+
+    assert cluster_of(2).run(compare, False)[0].agree
+    found = cluster_of(2).run(compare, True)[0]
+    assert found.first is not None
+    assert found.first.layer == "layers.1"
+
+
 def test_mistakes_are_refused() -> None:
     model, batches = gpt(torch.float32)
     engine = md.prepare(model, SGD)
