@@ -102,10 +102,10 @@ def prepare(
             running statistics are averaged before they are evaluated or exported (training/batch_norm.py).
         layers: for pp, the name of the list to cut, such as "model.layers" or "transformer.h"; None for the
             model's only one.
-        example: for pp, a batch of at least one row, as the model takes it: the model runs on it once,
-            without memory, to find what it computes before and after its layers. None if the model is
-            nothing but the chain of its `layers`, or brings `dummy_inputs`, as transformers' language models
-            do.
+        example: for pp, a batch of at least one row, as the model takes it: a copy of the model without
+            memory runs on it once, to find what it computes before and after its layers. None if the model
+            is nothing but the chain of its `layers`, or brings `dummy_inputs`, as transformers' language
+            models do.
         check_loss: in the first step, compare the loss of some rows with those of their halves. ValueError if
             it is not the mean that it says: a sum, or a mean over tokens of which some are ignored. Give
             False for a loss that ranks may average all the same, such as a contrastive one.

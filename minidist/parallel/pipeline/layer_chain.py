@@ -80,6 +80,8 @@ def find_chain(model: nn.Module, layout: Layout, layers: str | None, example: An
 def _list_of(model: nn.Module, name: str | None) -> str:
     """The name of the list of layers; ValueError if there is no such one, or several that it could be."""
     lists = {each: part for each, part in model.named_modules() if each and isinstance(part, LISTS)}
+    if name is not None and not isinstance(name, str):
+        raise TypeError(f"layers is a {type(name).__name__}; give the list's name, such as 'model.layers'")
     if name is not None and name not in lists:
         raise unknown("list of layers", name, lists or ["none: the model has no nn.ModuleList"])
     if name is not None:

@@ -1,10 +1,10 @@
 """Find how a model's `forward` calls the layers of a list, so that a pipeline can cut the model between them.
 
 The model computes more than its layers: embeddings before them, masks beside them, a head after them. Here a
-copy of it runs once on an example. Parameters outside the layers are zeros without memory, and the layers run
-on the meta device, so a model of any size takes little time and memory. Each tensor carries its sources: the
-parameters and the layers that it was computed from. They tell which parameters a stage needs, and whether
-anything but the layers' own outputs goes from one layer to the next.
+copy of it runs once on an example. Its layers are on the meta device; its other parameters are zeros without
+memory, of which an operation may make a copy for a moment. Each tensor carries its sources: the parameters
+and layers from which it was computed. They tell which parameters a stage needs, and whether anything but the
+layers' own outputs goes from one layer to the next.
 """
 
 from __future__ import annotations

@@ -119,6 +119,8 @@ REST = [
     for micro in (1, 3)
     for again in ("true", "false")
 ]
+ORDERS = "gpipe", "zero_bubble"
+REST += [(name, f"pp=2,micro_batches=3,schedule={order}") for name in MODELS for order in ORDERS]
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,10 @@ def test_a_name_that_no_list_has_and_a_missing_example_are_told() -> None:
         find_chain(net, PP, None, None)
     with pytest.raises(ValueError, match="4 parts, and the model has 3 layers"):
         find_chain(net, md.Layout(pp=4), None, ROWS)
+    with pytest.raises(
+        TypeError, match=r"layers is a ModuleList; give the list's name, such as 'model\.layers'"
+    ):
+        find_chain(net, PP, net.blocks, ROWS)  # type: ignore[arg-type]
     net.others = nn.ModuleList([nn.Linear(4, 4)])
     with pytest.raises(ValueError, match="a Net has 2 lists of layers, blocks, others; give layers="):
         find_chain(net, PP, None, ROWS)
