@@ -20,6 +20,7 @@ from minidist.parallel.guards.ownership import ENGINE, claim
 from minidist.parallel.guards.refusals import require_alike
 from minidist.parallel.sharding.data_parallel_strategy import Replicated
 from minidist.parallel.sharding.sharded_strategies import FullySharded, ShardedState
+from minidist.parallel.tensor.plans import OUR_MODELS, plan_for
 from minidist.parallel.training.batch_norm import synchronize
 from minidist.parallel.training.precision import LossScale, Precision, fill_masters
 from minidist.parallel.training.recompute import recompute
@@ -55,7 +56,7 @@ def prepare(
     | Axis | What it needs |
     |---|---|
     | dp | nothing; each rank has its own rows |
-    | tp | a plan of matrices to cut; GPT and MLP have one |
+    | tp | a plan of matrices to cut; it is found for many models, such as Llama, GPT-2, BERT and ViT |
     | pp | a list of layers that `forward` calls one after the other (pipeline/layer_chain.py) |
     | cp | attention with an attribute `attend`, as in GPT; inputs and targets (B, T) |
 
@@ -89,14 +90,16 @@ def prepare(
         fully_shard: options of `FullyShard` for zero=3, such as {"offload": "/scratch"}. And "secondary", a
             number of neighbouring ranks, those of a host: together they keep a second copy of the parameters,
             from which the backward pass gathers (hpZ of ZeRO++); it lies where the model computes.
-        plan: for tp, how to cut each module, as for `parallelize`; None for the model's own plan.
+        plan: for tp, how to cut each module, as for `parallelize`; None for `plan_for(model)`
+            (tensor/plans.py).
         initialize: gives a submodule's own parameters and buffers their values, for example from a file, if
             they were on the meta device; None for the model's method `initialize_part`, or each submodule's
             `reset_parameters`.
-        check_plan: in the first step, or evaluation, compare the model that your plan has cut with the uncut
-            one: outputs and gradients for one micro-batch. A plan that makes another model raises ValueError
-            with the name of the first layer that differs. During this check each rank has memory for the
-            whole model; give False if it does not fit. A model on the meta device is not checked.
+        check_plan: in the first step, or evaluation, compare the model that a plan has cut with the uncut
+            one, unless it is a model of this project's: outputs and gradients for one micro-batch. A plan
+            that makes another model raises ValueError with the name of the first layer that differs. During
+            this check each rank has memory for the whole model; give False if it does not fit. A model on the
+            meta device is not checked.
         batch_norm: "synchronized" to take the statistics of each BatchNorm over the rows of all ranks, as one
             process does. None for those of each rank's rows: the training is then another one, and the ranks'
             running statistics are averaged before they are evaluated or exported (training/batch_norm.py).
@@ -132,13 +135,11 @@ def prepare(
     with put_back_on_error(model, precision.dtype is not None):
         model = compiled_in_place(model)
         checked_plan = None
-        if (
-            plan is not None
-            and check_plan
-            and layout.tp > 1
-            and not any(p.is_meta for p in model.parameters())
-        ):
-            checked_plan = PlanCheck(model, plan, layout, loss)
+        if layout.tp > 1:
+            ours = plan is None and isinstance(model, OUR_MODELS)  # their plans need no check
+            plan = plan_for(model) if plan is None else plan
+            if check_plan and not ours and not any(p.is_meta for p in model.parameters()):
+                checked_plan = PlanCheck(model, plan, layout, loss)
         exact = precision.convert(model)
         part = partition_model(model, layout, mesh, plan, initialize, layers, example)
         if batch_norm is not None:

@@ -17,6 +17,7 @@ from minidist.parallel.contract.engine import Loss, first_argument
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.guards.ownership import release, require_free
 from minidist.parallel.guards.refusals import refuse_meta, refuse_renormed, require_model, require_trained
+from minidist.parallel.tensor.heads import COUNTS
 from minidist.parallel.tensor.plan_check import check_plan
 from minidist.parallel.training.clipping import check_max_norm
 from minidist.parallel.training.precision import LossScale
@@ -156,7 +157,7 @@ class PlanCheck:
         )
 
 
-REPLACED = ("forward", "attend", "positions", "activation_relu_or_gelu", "use_nested_tensor")
+REPLACED = ("forward", "attend", "positions", "activation_relu_or_gelu", "use_nested_tensor", *COUNTS)
 """The attributes that recomputation, tensor and context parallelism override on a module."""
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -47,8 +48,7 @@ class Cut:
 
     def transposed(self) -> Cut:
         """The same cut of the transposed matrix."""
-        turned = (tuple(reversed(each)) for each in (self.shape, self.offsets, self.sizes))
-        return Cut(*turned, self.packed, len(self.shape) - 1 - self.along)
+        return Cut(self.shape[::-1], self.offsets[::-1], self.sizes[::-1], self.packed, 1 - self.along)
 
     def take(self, whole: Tensor) -> Tensor:
         """The rank's part of the whole tensor, without padding; a view if nothing is packed."""
@@ -136,21 +136,23 @@ def is_conv1d(module: object) -> bool:
 def linear_sizes(linear: nn.Module) -> tuple[int, int]:
     """How many inputs and outputs a linear layer has; TypeError if it is none."""
     check_linear(linear)
-    inputs, outputs = linear.weight.shape if is_conv1d(linear) else reversed(linear.weight.shape)
-    return inputs, outputs
+    weight: Tensor = linear.weight  # type: ignore[assignment]
+    rows, columns = weight.shape
+    return (rows, columns) if is_conv1d(linear) else (columns, rows)
 
 
 def check_linear(linear: object) -> None:
     """Raise TypeError if a layer computes neither what `torch.nn.Linear` does, nor GPT-2's Conv1D."""
     if is_conv1d(linear):
         return
+    if isinstance(linear, nn.MultiheadAttention | nn.modules.linear.NonDynamicallyQuantizableLinear):
+        raise TypeError(
+            "a MultiheadAttention holds queries, keys and values in one matrix and reads its out_proj's "
+            "weight itself, so it cannot be cut; leave it out of the plan, which may cut the layers around "
+            "it, or write attention with layers of torch.nn.Linear"
+        )
     if not isinstance(linear, nn.Linear) or type(linear).forward is not nn.Linear.forward:
         raise TypeError(f"a {type(linear).__name__} cannot be cut between ranks; give a torch.nn.Linear")
-    if isinstance(linear, nn.modules.linear.NonDynamicallyQuantizableLinear):
-        raise TypeError(
-            "a MultiheadAttention reads its out_proj's weight itself, so it cannot be cut; leave it out of "
-            "the plan, or write attention with layers of torch.nn.Linear"
-        )
 
 
 def send_whole(module: nn.Module, group: Group) -> None:
@@ -160,7 +162,7 @@ def send_whole(module: nn.Module, group: Group) -> None:
             comm.broadcast(tensor.detach(), group=group)
 
 
-def part_of(whole: Tensor, cut: Cut) -> nn.Parameter:
+def part_of(whole: Any, cut: Cut) -> nn.Parameter:
     """Return a copy of a part of a parameter, as a parameter of its own."""
     part = cut.take(whole.detach()).clone(memory_format=torch.contiguous_format)
     return nn.Parameter(part, requires_grad=whole.requires_grad)

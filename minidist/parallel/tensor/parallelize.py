@@ -14,6 +14,8 @@
 | "sequence" | norms, dropout | under sequence parallelism, works on a share of the sequence |
 | "split" | an Embedding | under sequence parallelism, returns a share of the sequence |
 | "random" | attention | has dropout inside, on this rank's heads: draws this rank's own random numbers |
+| "attention" | attention | counts this rank's heads alone; dropout as with "random" (heads.py) |
+| "per_head" | norms in attention | works on this rank's heads; sums the gradients of its own parameters |
 
 After a last layer with style "vocabulary", use `vocab_parallel_cross_entropy`, or `gather_logits` for other
 losses. Name layers of one parent that read one input together, as in "layers.*.attention.query|key|value":
@@ -25,10 +27,14 @@ are read with `chunk(3, dim=-1)`: each of them is to be cut, which is "column_pa
 in one Linear are "column_packed=2". The "row" layer after them is as always.
 
 A part with a `head_size` (or `head_dim`) is cut between its heads; if it has fewer heads of keys and values,
-between those, together with the queries that share them. Its `forward` must read the number of heads and the
-length from what its layers return, as in `self.query(x).unflatten(-1, (-1, self.head_size))`: each rank has
-some of the heads, and under sequence parallelism x is a share of the sequence but the layers return all of
-it. `check_plan` (plan_check.py) tells whether the cut model computes the same; an engine's first step asks.
+between those, together with the queries that share them. Each rank then has some of the heads. A `forward`
+that reads their number from what its layers return, as in `self.query(x).unflatten(-1, (-1,
+self.head_size))`, needs no more; one that reads it from `self.num_heads`, say, needs the style "attention".
+Under sequence parallelism x is a share of the sequence, but the layers return all of it. `check_plan`
+(plan_check.py) tells whether the cut model computes the same; an engine's first step asks.
+
+A Conv1D of GPT-2, whose weight is (in, out), is cut like a Linear. `plan_for` (plans.py) finds the plan of
+many models.
 
 Sources: Shoeybi et al. 2019, "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model
 Parallelism", section 3; Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer
@@ -44,7 +50,7 @@ from torch import Tensor, nn
 from minidist.comm.work import Group, ranks_of
 from minidist.parallel.tensor.column_parallel import ColumnParallelLinear, SharedInput
 from minidist.parallel.tensor.cuts import TensorParallel, send_whole
-from minidist.parallel.tensor.own_heads import work_on_own_heads
+from minidist.parallel.tensor.heads import cut_between_heads, work_on_own_heads
 from minidist.parallel.tensor.row_parallel import RowParallelLinear
 from minidist.parallel.tensor.sequence_parallel import (
     on_own_tokens,
@@ -57,7 +63,6 @@ from minidist.parallel.tensor.styles import (
     StyledModule,
     check_sequence,
     check_ties,
-    cut_between_heads,
     resolve,
 )
 from minidist.parallel.tensor.vocabulary import VocabParallelEmbedding

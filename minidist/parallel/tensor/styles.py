@@ -6,7 +6,7 @@ parallelize.py explains the styles. Mistakes in a plan are found here, before th
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,8 +31,6 @@ STYLES = (
     "per_head",
 )
 ROWS = ("row", "row_split")
-HEAD_SIZES = ("head_size", "head_dim", "attention_head_size")
-"""The attributes by which an attention module has the features of one head."""
 
 
 @dataclass
@@ -80,12 +78,11 @@ def resolve(module: nn.Module, plan: Mapping[str, str]) -> tuple[dict[str, Style
         if style not in STYLES and packed is None:
             raise unknown("style", style, STYLES)
         style, count = (style, 1) if packed is None else ("column", int(packed[1]))
-        above, dot, last = pattern.rpartition(".")
         siblings: dict[str, list[str]] = {}
-        for alternative in last.split("|"):
-            found = [name for name in modules if fits(name, above + dot + alternative)]
+        for alternative in alternatives(pattern):
+            found = [alternative] if alternative in modules else [n for n in modules if fits(n, alternative)]
             if not found:
-                raise fits_none(above + dot + alternative, modules)
+                raise fits_none(alternative, modules)
             for name in found:
                 if name in parts:
                     raise ValueError(
@@ -94,13 +91,19 @@ def resolve(module: nn.Module, plan: Mapping[str, str]) -> tuple[dict[str, Style
                 part = parts[name] = StyledModule(name, modules[name], style, packed=count)
                 _check_kind(part)
                 siblings.setdefault(part.parent, []).append(name)
-        if "|" in last:
+        if "|" in pattern:
             if style != "column":
                 raise ValueError(
                     f"{pattern} has style {style!r}; names joined by | read one input, which is for 'column'"
                 )
             together += siblings.values()
     return parts, together
+
+
+def alternatives(pattern: str) -> list[str]:
+    """The names that a pattern joins: ["a.key", "a.value"] for "a.key|value"."""
+    above, dot, last = pattern.rpartition(".")
+    return [above + dot + each for each in last.split("|")]
 
 
 def _check_kind(part: StyledModule) -> None:
@@ -183,46 +186,3 @@ def check_sequence(module: nn.Module, parts: Mapping[str, StyledModule]) -> None
             "sequence_parallel is True, but no part of the plan has style 'sequence'; say which parts work "
             "on a share of the sequence, or leave it out"
         )
-
-
-def cut_between_heads(
-    module: nn.Module, parts: Mapping[str, StyledModule], together: Sequence[Sequence[str]], ranks: int
-) -> None:
-    """Set the units that the linear layers of attention can be cut into.
-
-    Queries, keys and values are the layers that read one input, or all layers of their parent if the plan
-    does not say. The layer that reads the heads' results has as many inputs as there are query features.
-    """
-    by_parent: dict[str, list[StyledModule]] = {}
-    for part in parts.values():
-        if part.style in ("column", "row"):
-            by_parent.setdefault(part.parent, []).append(part)
-    for parent, siblings in by_parent.items():
-        above = module.get_submodule(parent)
-        head = next((x for name in HEAD_SIZES if isinstance(x := getattr(above, name, None), int)), None)
-        if head is None:
-            continue
-        joined = [[parts[name] for name in names] for names in together if parts[names[0]].parent == parent]
-        units: dict[int, int] = {}
-        for members in joined or [siblings]:
-            if not any(part.size % head for part in members):  # else these layers do not map to heads
-                units |= _units_of(parent, members, head, ranks)
-        for part in siblings:
-            part.unit = units.get(part.size, 1)
-
-
-def _units_of(parent: str, members: Sequence[StyledModule], head: int, ranks: int) -> dict[int, int]:
-    """Return, for each size of these layers, how many features stay together with shared keys and values."""
-    heads = min(part.size for part in members) // head
-    if heads < ranks:
-        raise ValueError(
-            f"{parent} has {heads} heads of keys and values, which {ranks} tensor-parallel ranks cannot "
-            f"share; use at most {heads}"
-        )
-    for part in members:
-        if part.size % (heads * head):
-            raise ValueError(
-                f"{part.name} has size {part.size}, which is not a multiple of {heads} heads of {head}; make "
-                f"the query heads of {parent} a multiple of its key and value heads"
-            )
-    return {part.size: part.size // heads for part in members}

@@ -201,8 +201,9 @@ def require_supported(question: Question, layout: Layout) -> None:
 def _check_parts(shape: GPTConfig, pp: int, chunks: int, schedule: str, tp: int) -> None:
     """ValueError if the layers cannot be cut into stages, or the matrices over ranks."""
     from minidist.parallel.pipeline.layer_chain import check_layers
+    from minidist.parallel.tensor.heads import cut_between_heads
     from minidist.parallel.tensor.plans import plan_for
-    from minidist.parallel.tensor.styles import check_ties, cut_between_heads, resolve
+    from minidist.parallel.tensor.styles import check_ties, resolve
 
     model = _model(shape)
     if pp > 1:
