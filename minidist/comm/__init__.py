@@ -10,9 +10,10 @@ messages      send, recv, gather, scatter and barrier
 arguments     checks of the arguments of both
 work          a call under way: started, counted, waited for; the members of a group
 may_be_async  the types of a function that takes async_op
+opaque        torch.compile leaves these functions as they are
 failures      why the backend could not complete a call, in words
 one_thread    two threads of a rank in one group are an error
-returned_ranks  a rank that has returned from its function is not waited for
+returned_ranks  which ranks have returned from the function that all run, and join no more calls
 world         which rank this process is; joining and leaving the world
 mesh          ranks in a grid, and the groups along its axes
 ledgers       the bytes and the time of every call

@@ -83,6 +83,7 @@ def prepare(
             function whose first argument is called `model` gets the model, which it may call as it likes, and
             the batch. None for the loss that the model returns itself, as those of transformers do when they
             get labels; for a model that returns a tensor, `cross_entropy`.
+            With tp or pp, a penalty on the weights would see only this rank's parts; use weight_decay.
         data_parallel: options of `DataParallel`, such as {"compression": "float16"}.
         clip_norm: the largest norm of the gradients over all ranks; None for no clipping. As with
             `torch.nn.utils.clip_grad_norm_`, a norm that is not finite makes weights that are not finite.
