@@ -10,6 +10,7 @@ import atexit
 import gc
 import os
 import sys
+import warnings
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -100,9 +101,12 @@ def join(store: Store, own: int, ranks: int, limit: timedelta, check: bool = Fal
     from minidist.comm.transport import mailbox_registry as mailboxes
 
     mailboxes.start(store, own, ranks)
-    gpus = torch.cuda.device_count() if dist.is_nccl_available() else 0
+    gpus = torch.cuda.device_count()
     local_ranks = _number("LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in os.environ else ranks
-    backend = "cpu:gloo,cuda:nccl" if gpus >= local_ranks else "gloo"
+    joined_by_nccl = dist.is_nccl_available() and gpus >= local_ranks
+    backend = "cpu:gloo,cuda:nccl" if joined_by_nccl else "gloo"
+    if own == 0 and gpus and not joined_by_nccl:
+        warnings.warn(_idle_gpus(gpus, local_ranks), stacklevel=2)
     returned_ranks.start(store, own, only_gloo=backend == "gloo")
     dist.init_process_group(backend, store=store, rank=own, world_size=ranks, timeout=limit)
     if backend != "gloo":
@@ -111,6 +115,15 @@ def join(store: Store, own: int, ranks: int, limit: timedelta, check: bool = Fal
         from minidist.comm import checking
 
         checking.start(store, own, ranks, limit.total_seconds())
+
+
+def _idle_gpus(gpus: int, ranks: int) -> str:
+    """Say what nobody would guess: one rank computes on the GPU, and two ranks on CPUs."""
+    why = f"{ranks} ranks of this machine share {gpus} GPU(s)" if gpus < ranks else "this torch has no NCCL"
+    return (
+        f"{why}, so all ranks compute on CPUs, over gloo; do not compare their speed with a GPU's. Start no "
+        "more ranks than there are GPUs, or hide the GPUs from every run with CUDA_VISIBLE_DEVICES=''"
+    )
 
 
 def rank() -> int:
