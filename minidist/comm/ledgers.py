@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 
 class MessageIdentity(NamedTuple):
@@ -37,6 +37,14 @@ class Call:
     seconds: float = 0.0  # from the call to its completion, as far as this rank saw it
     waited: float = 0.0  # the part of them in which this rank could do nothing else
     message: MessageIdentity | None = field(default=None, compare=False)  # only of a send or a receive
+    on_gpu: bool = field(default=False, compare=False)  # whether its tensors are CUDA tensors
+    stream_times: Any = field(default=None, compare=False, repr=False)  # of a GPU's call, until `settle`
+
+    def settle(self) -> None:
+        """Wait until the GPU has done the call and take its times. Calls on the CPU have theirs."""
+        if self.stream_times is not None:
+            self.seconds, self.waited = self.stream_times.seconds()
+            self.stream_times = None
 
 
 @dataclass
@@ -58,6 +66,8 @@ class Ledger:
     @property
     def seconds(self) -> float:
         """Seconds in collectives, from call to completion; overlapping calls are counted each."""
+        for call in self.calls:
+            call.settle()
         return sum(call.seconds for call in self.calls)
 
     @property
@@ -117,6 +127,8 @@ def ledger() -> Iterator[Ledger]:
     try:
         yield new
     finally:
+        for call in new.calls:
+            call.settle()
         # By identity: two ledgers with the same calls are equal.
         del _open[next(i for i, opened in enumerate(_open) if opened is new)]
 

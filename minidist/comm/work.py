@@ -12,6 +12,7 @@ import torch.distributed as dist
 from minidist.comm import checking, ledgers, one_thread, returned_ranks
 from minidist.comm.errors import CollectiveError
 from minidist.comm.failures import describe_tensor, failed
+from minidist.comm.stream_times import StreamTimes
 
 Group = dist.ProcessGroup | None
 """A process group of torch.distributed; None is the whole world."""
@@ -46,16 +47,13 @@ class Work:
     """
 
     def __init__(
-        self,
-        call: ledgers.Call,
-        start: Callable[[bool], Any],
-        result: Callable[[], Any],
-        at_once: bool,
+        self, call: ledgers.Call, start: Callable[[bool], Any], result: Callable[[], Any], at_once: bool
     ) -> None:
         self._check = checking.enter(call)
         self._call, self._result = call, result
         self._value: Any = None
         self._waited = False
+        self._stream = StreamTimes() if call.on_gpu else None
         self._started = time.perf_counter()
         ledgers.enter(call)
         try:
@@ -84,6 +82,8 @@ class Work:
             begun = time.perf_counter()
             handle, began, completed = self._handle, None, None
             try:
+                if self._stream is not None:
+                    self._stream.asks()
                 if isinstance(handle, dist.Work) and self._call.message is None:
                     returned_ranks.wait(handle, self._call.group)
                 elif handle is not None:
@@ -97,6 +97,7 @@ class Work:
             ended = time.perf_counter()
             self._call.waited += ended - begun
             self._call.seconds = max(self._call.waited, (completed or ended) - self._started)
+            self._call.stream_times = self._stream.ends() if self._stream else None
             for watcher in ledgers.watchers:
                 watcher.waited(self._call, begun, ended, began, completed)
         return self._value
@@ -128,9 +129,9 @@ def call_of(
     message: ledgers.MessageIdentity | None = None,
 ) -> ledgers.Call:
     """The ledger's entry for a call."""
-    dtype, ranks = str(x.dtype).removeprefix("torch."), ranks_of(group)
+    dtype, shape, ranks = str(x.dtype).removeprefix("torch."), tuple(x.shape), ranks_of(group)
     sent = bytes_sent, bytes_on_wire
-    return ledgers.Call(name, algorithm, dtype, tuple(x.shape), ranks, *sent, message=message)
+    return ledgers.Call(name, algorithm, dtype, shape, ranks, *sent, message=message, on_gpu=x.is_cuda)
 
 
 def run(

@@ -1,4 +1,4 @@
-"""Records when calls of the communication API begin, are waited for, and end."""
+"""Records when calls of the communication API begin, are waited for, and end; on a GPU, by its own clock."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from dataclasses import dataclass, field
 from threading import get_ident
 from typing import Any
 
-from minidist.comm import ledgers
+import torch
+
+from minidist.comm import ledgers, stream_times
 from minidist.comm.ledgers import Call
+from minidist.comm.stream_times import StreamTimes
 from minidist.scale.tracing.slices import CALLS, Slice
 
 MESSAGES = ("send", "recv")
@@ -27,6 +30,7 @@ class Noted:
     complete: bool  # when the call returned
     waits: list[tuple[int, float, float]] = field(default_factory=list)  # thread, from, until
     ran: tuple[float | None, float | None] = (None, None)  # from, until, if it ran in its own thread
+    stream_times: StreamTimes | None = None  # of a call on CUDA tensors
 
     @property
     def in_background(self) -> bool:
@@ -42,9 +46,13 @@ class Calls:
         self._by_call: dict[int, Noted] = {}
         self._earlier: list[tuple[Call, int, float, float]] = []  # waits for calls from before `open`
         self._closed = 0.0
+        self._anchor: Any = None  # an event of the GPU's clock, at the time `_anchored`
+        self._anchored = 0.0
 
     def open(self) -> None:
         """Start recording."""
+        if torch.cuda.is_initialized():
+            self._anchor, self._anchored = stream_times.anchor(), time.perf_counter()
         ledgers.watchers.append(self)
 
     def close(self) -> None:
@@ -68,6 +76,7 @@ class Calls:
         else:
             noted.waits.append((get_ident(), begun, ended))
             noted.ran = began, completed
+            noted.stream_times = call.stream_times
 
     def slices(self) -> tuple[dict[int, list[Slice]], list[Slice], list[Slice]]:
         """The slices in which each thread waited, and the collectives and messages in the background."""
@@ -77,6 +86,10 @@ class Calls:
             call = each.call
             kind = call.name if call.name in MESSAGES else CALLS[0]
             args = {"number": number, "called": each.begun, **_described(call)}
+            if each.stream_times is not None and self._anchor is not None:
+                start, end = (self._anchored + t for t in each.stream_times.since(self._anchor))
+                background[kind in MESSAGES].append(Slice("", kind, call.name, start, end, args))
+                continue
             if not each.in_background:
                 end = each.waits[0][2] if each.waits and not each.at_once else each.returned
                 held[each.thread].append(Slice("", kind, call.name, each.begun, end, args))
