@@ -146,11 +146,23 @@ def config_of(model: str, layout: Layout, data: str | None = None, **fields: Any
     return TrainConfig("digits" if model == "mlp" else "bytes", name, layout, **fields)
 
 
+def _linear(name: str | None) -> Callable[[int, int], nn.Module]:
+    """The maker of the MLP's layers: torch's, or ours on a rung."""
+    if name is None:
+        return nn.Linear
+    from minidist.kernels import rung
+    from minidist.model.matmul import Linear
+
+    return partial(Linear, rung=rung(name))
+
+
 def build(config: TrainConfig) -> tuple[nn.Module, Dataset]:
     """Build the model, on this rank's device, and the data."""
     if is_own(config.model):
         return _own(config)
-    dtype, device = DTYPES[config.dtype], comm.device() if config.rung is None else torch.device("cpu")
+    dtype, device, linear = DTYPES[config.dtype], comm.device(), _linear(config.rung)
+    if isinstance(linear, partial) and linear.keywords["rung"].device == "cpu":
+        device = torch.device("cpu")  # a CUDA rung takes CPU tensors too, but each product crosses the bus
     if config.masks:
         shape = shape_of(config.model_name, vocabulary=257, context=BERT_ROW)  # bytes, and the mask
         found = dataset("bytes", length=BERT_ROW)
@@ -164,12 +176,6 @@ def build(config: TrainConfig) -> tuple[nn.Module, Dataset]:
         return model, dataset("bytes", length=shape.context)
     data = dataset("digits")
     sizes = (data.train.inputs.shape[1], HIDDEN, data.classes)
-    linear: Callable[[int, int], nn.Module] = nn.Linear
-    if config.rung is not None:
-        from minidist.kernels import rung
-        from minidist.model.matmul import Linear
-
-        linear = partial(Linear, rung=rung(config.rung))
     return MLP(sizes, seed=config.seed, dtype=dtype, device=device, linear=linear), data
 
 

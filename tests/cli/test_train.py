@@ -13,6 +13,7 @@ import minidist as md
 from minidist import comm
 from minidist.cli import train
 from minidist.cli.train import TrainConfig, TrainResult
+from minidist.cli.train_config import build
 
 Clusters = Callable[[int], md.Cluster]
 
@@ -49,6 +50,19 @@ def test_any_number_of_ranks_learns_the_same(cluster_of: Clusters, config: Train
             assert result.test_loss == pytest.approx(alone.test_loss, rel=1e-10)
             assert result.test_accuracy == pytest.approx(alone.test_accuracy, rel=1e-12)
             assert result.bytes_sent > 0
+
+
+@pytest.mark.parametrize(
+    ("rung", "device"), [(None, "meta"), ("s2_coalesced", "meta"), ("s4_loop_order", "cpu")]
+)
+def test_the_model_lies_where_its_products_run(
+    monkeypatch: pytest.MonkeyPatch, rung: str | None, device: str
+) -> None:
+    """On the rank's GPU, in whose place stands a device of the tests; on the CPU for a rung of the CPU."""
+    pytest.importorskip("numba_cuda", reason="the CUDA ladder is an extra")
+    monkeypatch.setattr(comm, "device", lambda: torch.device("meta"))
+    model, _ = build(TrainConfig(rung=rung))
+    assert {parameter.device.type for parameter in model.parameters()} == {device}
 
 
 @pytest.mark.parametrize(
