@@ -12,11 +12,19 @@ optimizations".
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 from numba import int32
 
+from ..instructions.inline_ptx import AsmOperand, Assembler, Value, instruction
 from .panels import inlined
+
+
+@instruction(operator.floordiv, returns="int32")
+def quotient(to: Assembler, x: AsmOperand, y: AsmOperand) -> Value:
+    """quotient(x, y): x // y of numbers from 0 on; Numba's // would call a division of 64 bits."""
+    return to.builder.udiv(to.integer(x), to.integer(y))
 
 
 def grouped(index: Any, rows: Any, columns: Any, group: Any) -> Any:
@@ -25,13 +33,13 @@ def grouped(index: Any, rows: Any, columns: Any, group: Any) -> Any:
     Every tile comes once as index runs from 0 to rows * columns - 1. The last group may have fewer rows.
     """
     area = int32(group * columns)
-    number = int32(index // area)
+    number = quotient(index, area)
     first = int32(number * group)
     height = int32(min(group, rows - first))
     inside = int32(index - number * area)
-    column = int32(inside // height)
+    column = quotient(inside, height)
     row = int32(first + inside - column * height)
-    if number % 2 == 1:
+    if number & 1:
         column = int32(columns - 1 - column)
     return row, column
 
