@@ -16,6 +16,7 @@ Running and results:
 Timing:
     turns                  two programs in turns inside one benchmark, and their ratio
     cuda_timing            the same on a GPU: operands, rounds, the GPU's clock
+    cuda_smoke             checks one rung of the CUDA ladder on small and ragged products
     cuda_check             checks a GPU's product against float64
 Training steps, run inside the ranks:
     training_steps         our engine and plain torch or DDP

@@ -171,16 +171,22 @@ def _trained(config: TrainConfig, result: TrainResult) -> str:
     )
 
 
-def doctor(as_json: Json = False, debug: Debug = False) -> None:
+def doctor(
+    gpu: Annotated[bool, typer.Option("--gpu", help="Only whether the CUDA ladder will run.")] = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
     """List what this machine has for parallel training, and how to install what is missing."""
     from minidist.cli import doctor as examination
+    from minidist.cli import doctor_gpu
 
     parts = examination.examine()
+    parts = doctor_gpu.needed(parts) if gpu else parts
     if as_json:
         print_json({"parts": [dataclasses.asdict(part) for part in parts]})
     else:
-        examination.show(console(), parts)
-    if any(part.required and not part.ok for part in parts):
+        (doctor_gpu if gpu else examination).show(console(), parts)
+    if any((part.required or gpu) and not part.ok for part in parts):
         raise typer.Exit(1)
 
 
@@ -193,7 +199,7 @@ for command, example in (
     (plan, "plan --model bert-large --memory 16GB --ranks 8"),
     (dryrun, "dryrun --model gpt2-xl --layout dp=64,tp=4,pp=4,zero=1"),
     (lessons, "lessons --progress"),
-    (doctor, "doctor --json"),
+    (doctor, "doctor --json. On a GPU: minidist doctor --gpu"),
 ):
     app.command(epilog=f"Example: minidist {example}")(command)
 

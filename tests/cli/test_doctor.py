@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from minidist.cli import commands, doctor
+from minidist.cli import commands, doctor, doctor_gpu
 
 CPU_TORCH = {"version": "2.8.0+cpu", "cuda": None, "threads": 2, "gloo": True, "nccl": False, "devices": []}
 GPU = [{"name": "NVIDIA H200", "driver": "580.65", "memory_bytes": 2**37, "compute_capability": "9.0"}]
@@ -172,3 +172,21 @@ def test_command_fails_only_where_a_required_part_is_missing(monkeypatch, capsys
         commands.main(["doctor", "--json"])
     assert ended.value.code == code
     assert json.loads(capsys.readouterr().out)["parts"][0]["remedy"] == "pip install it"
+
+
+def test_one_block_says_whether_the_cuda_ladder_will_run() -> None:
+    def printed(*parts: doctor.MachinePart) -> str:
+        stream = io.StringIO()
+        doctor_gpu.show(Console(file=stream, width=60), doctor_gpu.needed(list(parts)))
+        return stream.getvalue()
+
+    ladder = doctor.ladder({"backend": "gpu", "toolkit": 13, "gpu": "NVIDIA H100", "driver": "13.0"})
+    good = printed(ladder, doctor.MachinePart("BLAS", False, "none"))
+    assert good.startswith("The CUDA ladder will run here.\n")
+    assert "on NVIDIA H100; driver for CUDA 13.0, toolkit 13" in good
+    assert "BLAS" not in good  # the ladder does without
+    bad = printed(ladder, doctor.library("nvvm", {"error": "none"}))
+    assert bad.startswith("The CUDA ladder will not run on a GPU here.\n")
+    assert "not found; remedy: pip install 'minidist[cuda]'" in bad
+    newest = "13.0.88 in /usr/local/cuda/nvvm/lib64, the newest that is no newer than nvJitLink 13.0"
+    assert doctor.library("nvvm", newest).found == newest

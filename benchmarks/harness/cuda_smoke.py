@@ -1,0 +1,56 @@
+"""Check one rung of the CUDA ladder on small and ragged products, before anything is timed.
+
+    python -m minidist.benchmarks.harness.cuda_smoke s10_hopper
+
+Each product begins in memory full of NaN and is compared with float64. On a machine without a GPU the
+emulator runs one ragged product of each dtype, so the command can be tried anywhere.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator
+
+from minidist.benchmarks.harness import cuda_check
+from minidist.kernels.cuda import load
+from minidist.kernels.measure import gpu_timer
+
+SHAPES = ((512, 512, 512), (256, 512, 1024), (129, 257, 72), (300, 130, 65), (1, 7, 3))  # m, n, k
+EMULATED = ((33, 40, 24),)
+ORDERS = ("nn", "nt", "tn")  # of a and b, in BLAS's letters
+
+
+def smoke(name: str) -> Iterator[str]:
+    """Check a rung in each of its dtypes; yield a line for each.
+
+    Raises AssertionError for a wrong product, and RuntimeError for one that does not end in half a minute.
+    """
+    import torch
+
+    rung, timer = load(name), gpu_timer.find()
+    device = "cuda" if timer is not None else "cpu"
+
+    def drawn(rows: int, columns: int, order: str, kind: torch.dtype) -> torch.Tensor:
+        if order == "t":
+            return drawn(columns, rows, "n", kind).T
+        return torch.randn(rows, columns, device=device).to(kind)
+
+    for dtype in rung.dtypes:
+        kind, worst, count = getattr(torch, dtype), 0.0, 0
+        for (m, n, k), order in itertools.product(SHAPES if timer is not None else EMULATED, ORDERS):
+            a, b = drawn(m, k, order[0], kind), drawn(k, n, order[1], kind)
+            c = torch.full((m, n), float("nan"), device=device, dtype=kind)
+            rung.matmul(a, b, out=c)
+            if timer is not None:
+                timer.wait()
+            message = f"rung {name}, {m} x {n} x {k} in {dtype}, {order}"
+            tf32 = rung.tf32 and dtype == "float32"
+            found = cuda_check.assert_product(c, a, b, message, sums=rung.sums(dtype), tf32=tf32, seed=0)
+            worst, count = max(worst, found), count + 1
+        yield f"right: {name} in {dtype}, {count} products on {device}, largest error {worst:.1e}"
+
+
+if __name__ == "__main__":
+    for line in smoke(sys.argv[1]):
+        print(line, flush=True)
