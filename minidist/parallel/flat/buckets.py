@@ -78,8 +78,7 @@ class Bucket(BucketLayout):
             copies = gradient_comm.ranks // gradient_comm.owners
         super().__init__(param_indices, tensors, owners, copies, cut_anywhere)
         self.parameters = [tensors[index] for index in param_indices]
-        first, self._name_of = self.parameters[0], name_of
-        self.device = device or first.device
+        self.device, self._name_of = device or self.parameters[0].device, name_of
         self._memory: GradientMemory | None = None
         self._sending: Messages | None = None  # the reduction that is under way
         self.frees = False  # the values have memory only from `gather` to `free`

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from minidist import comm
+from minidist.parallel.compression.by_name import compression_of
 from minidist.parallel.compression.compressor import Compression, all_reduce_bytes, elements_of
 from minidist.parallel.flat.buckets import Bucket
 from minidist.parallel.flat.gradient_comm import GradientComm
-from minidist.parallel.flat.joined_messages import cut, require_same
+from minidist.parallel.flat.joined_messages import MB, cut, require_same
 
 TOTALS = 2
 """Numbers that are summed over the ranks along with the gradients: rows and loss."""
@@ -171,6 +172,24 @@ def round_bytes(
             more, tail_length = tail_length, 0
         total += compression.bytes_sent(together, ranks, more)
     return total + all_reduce_bytes(8 * tail_length, ranks)
+
+
+def bytes_per_step(
+    model: nn.Module, ranks: int, bucket_mb: float = 25, compression: str | Compression | None = None
+) -> int:
+    """Bytes that a rank sends in a step, predicted without a step; see `DataParallel.bytes_per_step`.
+
+    It assumes that gradients come in the reverse of the order in which parameters are registered. Otherwise
+    other gradients share a bucket, and each bucket's division may round differently.
+    """
+    parameters = trainable(model)
+    parts = cut(parameters, reversed(range(len(parameters))), int(bucket_mb * MB))
+    return round_bytes(parameters, parts, compression_of(compression), ranks)
+
+
+def trainable(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that get gradients, each once even if two layers share it."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def agree_on_order(

@@ -30,11 +30,11 @@ from minidist.comm.work import Group
 from minidist.parallel.compression.by_name import compression_of
 from minidist.parallel.compression.compressor import Compression
 from minidist.parallel.flat.gradient_comm import GradientComm
-from minidist.parallel.flat.joined_messages import MB, broadcast_together, cut, require_same
+from minidist.parallel.flat.joined_messages import MB, broadcast_together, require_same
 from minidist.parallel.guards.ownership import DATA_PARALLEL, ZERO, claim, require_free
 from minidist.parallel.guards.refusals import refuse_meta, refuse_renormed
 from minidist.parallel.sharding.arguments import check_bucket_mb
-from minidist.parallel.sharding.bucket_assignment import BucketAssignment, round_bytes
+from minidist.parallel.sharding.bucket_assignment import BucketAssignment, trainable
 from minidist.parallel.sharding.reducer import Reducer
 
 
@@ -241,21 +241,3 @@ class DataParallel(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("a DataParallel cannot be copied or pickled; save its state_dict(), or its .module")
-
-
-def bytes_per_step(
-    model: nn.Module, ranks: int, bucket_mb: float = 25, compression: str | Compression | None = None
-) -> int:
-    """Bytes that a rank sends in a step, predicted without a step; see `DataParallel.bytes_per_step`.
-
-    It assumes that gradients come in the reverse of the order in which parameters are registered. Otherwise
-    other gradients share a bucket, and each bucket's division may round differently.
-    """
-    parameters = trainable(model)
-    parts = cut(parameters, reversed(range(len(parameters))), int(bucket_mb * MB))
-    return round_bytes(parameters, parts, compression_of(compression), ranks)
-
-
-def trainable(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that get gradients, each once even if two layers share it."""
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]

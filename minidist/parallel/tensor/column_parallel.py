@@ -190,8 +190,7 @@ class ColumnParallelLinear(TensorParallel):
     ) -> ColumnParallelLinear:
         """Keep this rank's part of a `torch.nn.Linear` that is the same on all ranks. Sends nothing."""
         options = {"unit": unit, "overlap": overlap, "packed": packed, "device": "meta"}
-        sizes = (*linear_sizes(linear), False)
-        layer = cls(*sizes, gather_output, group, sequence_parallel, **options)  # type: ignore[arg-type]
+        layer = cls(*linear_sizes(linear), False, gather_output, group, sequence_parallel, **options)  # type: ignore[arg-type]
         layer.transposed = is_conv1d(linear)
         layer._take(linear)
         return layer.train(linear.training)

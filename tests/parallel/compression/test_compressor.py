@@ -15,7 +15,6 @@ from minidist import comm
 from minidist.model import MLP, Sampler, accuracy, dataset
 from minidist.parallel.compression.compressor import Cast, Compression
 from minidist.parallel.compression.top_k import largest
-from minidist.parallel.sharding import data_parallel
 from tests.helpers import contract
 
 Clusters = Callable[[int], md.Cluster]
@@ -190,7 +189,7 @@ def test_bytes_are_the_formulas(cluster_of: Clusters, ranks: int, bucket_mb: flo
         engine.step(*batch)
         with comm.ledger() as ledger:
             engine.step(*batch)
-        predicted = data_parallel.bytes_per_step(model, md.size(), **options)  # type: ignore[arg-type]
+        predicted = bucket_assignment.bytes_per_step(model, md.size(), **options)  # type: ignore[arg-type]
         return ledger.bytes_sent, engine.strategy.parallel.bytes_per_step(), predicted
 
     sizes = {}

@@ -18,7 +18,7 @@ from minidist.model import GPT, MLP, config
 from minidist.model.loss import accuracy
 from minidist.model.matmul import Linear
 from minidist.parallel.compression import compressor
-from minidist.parallel.sharding import bucket_assignment, data_parallel, reducer
+from minidist.parallel.sharding import bucket_assignment, reducer
 from tests.helpers import contract
 
 Clusters = Callable[[int], md.Cluster]
@@ -281,7 +281,7 @@ def test_a_step_sends_what_the_formula_says(cluster_of: Clusters, ranks: int) ->
         with comm.ledger() as ledger:
             engine.step(inputs, targets)
         exact = engine.strategy.parallel.bytes_per_step()
-        predicted = data_parallel.bytes_per_step(model, md.size(), FORMS[form].get("bucket_mb", 25))
+        predicted = bucket_assignment.bytes_per_step(model, md.size(), FORMS[form].get("bucket_mb", 25))
         return ledger.bytes_sent, exact, predicted, len(ledger.calls), *sizes_of(model)
 
     for form in ("naive", "naive, overlapped", "buckets", "overlap", "small buckets"):
