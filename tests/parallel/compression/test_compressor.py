@@ -15,6 +15,7 @@ from minidist import comm
 from minidist.model import MLP, Sampler, accuracy, dataset
 from minidist.parallel.compression.compressor import Cast, Compression
 from minidist.parallel.compression.top_k import largest
+from minidist.parallel.sharding import bucket_assignment
 from tests.helpers import contract
 
 Clusters = Callable[[int], md.Cluster]
