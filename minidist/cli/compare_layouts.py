@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from minidist import comm
-from minidist.cli.train_config import TrainConfig, build, config_of, loss_of
+from minidist.cli.train_config import TrainConfig, build, config_of, example_of, loss_of
 from minidist.comm.launching.launch import launch
 from minidist.model import Sampler
 from minidist.parallel.contract.layout import Layout
@@ -49,7 +49,8 @@ def _record(config: TrainConfig) -> Recording | None:
     """On each rank: train, and record every step. All ranks make the same recording; rank 0 returns it."""
     model, data = build(config)
     optimizer = partial(torch.optim.SGD, lr=config.learning_rate)
-    engine = prepare(model, optimizer, config.layout, loss_of(config))
+    example = example_of(config, data)
+    engine = prepare(model, optimizer, config.layout, loss_of(config), example=example)
     sampler = Sampler(len(data.train), config.batch, seed=config.seed, drop_last=True)
     batches = []
     for step in range(config.steps):

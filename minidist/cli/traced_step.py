@@ -9,7 +9,7 @@ from functools import partial
 
 from minidist import comm
 from minidist._arguments import check_whole
-from minidist.cli.train_config import OPTIMIZERS, TrainConfig, build, config_of, loss_of
+from minidist.cli.train_config import OPTIMIZERS, TrainConfig, build, config_of, example_of, loss_of
 from minidist.comm.launching.launch import launch
 from minidist.model import Sampler
 from minidist.parallel.contract.layout import Layout
@@ -48,7 +48,8 @@ def traced(config: TrainConfig) -> Trace | None:
     """On each rank: train, and trace the last step."""
     model, data = build(config)
     optimizer = partial(OPTIMIZERS[config.optimizer], lr=config.learning_rate)
-    engine = prepare(model, optimizer, config.layout, loss_of(config))
+    example = example_of(config, data)
+    engine = prepare(model, optimizer, config.layout, loss_of(config), example=example)
     sampler = Sampler(
         len(data.train), config.batch, rank=engine.data_rank, ranks=engine.data_ranks, seed=config.seed
     )

@@ -23,7 +23,7 @@ from minidist import comm
 from minidist._stopping import Stopped, give_up, termination
 from minidist.checkpoint import checkpoints
 from minidist.cli.resuming import Resuming, reserved
-from minidist.cli.train_config import OPTIMIZERS, build, loss_of
+from minidist.cli.train_config import OPTIMIZERS, build, example_of, loss_of
 from minidist.cli.train_config import TrainConfig as TrainConfig
 from minidist.comm.errors import RankDied
 from minidist.comm.launching.cluster import Cluster
@@ -109,7 +109,8 @@ def _train(config: TrainConfig, progress: bool, asked: Callable[[], bool]) -> Tr
         )
     optimizer = partial(OPTIMIZERS[config.optimizer], lr=config.learning_rate)
     parameters = sum(parameter.numel() for parameter in model.parameters())  # before `prepare` divides it
-    engine = prepare(model, optimizer, config.layout, loss_of(config), clip_norm=config.clip_norm)
+    loss, example = loss_of(config), example_of(config, data)
+    engine = prepare(model, optimizer, config.layout, loss, clip_norm=config.clip_norm, example=example)
     sampler = Sampler(
         len(data.train),
         config.batch,

@@ -186,6 +186,11 @@ def loss_of(config: TrainConfig) -> Loss:
     return masked_cross_entropy if config.masks else cross_entropy
 
 
+def example_of(config: TrainConfig, data: Dataset) -> Tensor:
+    """A row of inputs, on which a pipeline runs a model once to find its layers."""
+    return config.converted(data.train[:1][0])
+
+
 def _own(config: TrainConfig) -> tuple[nn.Module, Dataset]:
     """Build a model of your own. The last tenth of its rows is held out."""
     from minidist.scale.dry_run.own_model import require_module, require_rows

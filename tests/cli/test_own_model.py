@@ -118,6 +118,11 @@ def test_trace_takes_it(capfd: pytest.CaptureFixture[str], own: tuple[str, ...])
     assert [each["calls"] for each in traced["ranks"]] == [1, 1]
 
 
+@pytest.mark.parametrize("own", [RESNET, pytest.param(LLAMA, marks=deep)], ids=["resnet", "llama"])
+def test_pipelines_take_it(capfd: pytest.CaptureFixture[str], own: tuple[str, ...]) -> None:
+    assert found(capfd, "compare", *own, "--a", "dp=1", "--b", "pp=2", "--dtype", "float64")["agree"]
+
+
 def test_a_loss_of_your_own(capfd: pytest.CaptureFixture[str]) -> None:
     trained = found(capfd, "train", *RESNET, "--loss", "mine:squares", "--steps", "2", "--batch", "8")
     assert trained["losses"][0] > 4  # the mean of targets from 0 to 4, squared, is 6
