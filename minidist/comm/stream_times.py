@@ -47,7 +47,7 @@ def anchor() -> Any:
 
 
 def _event() -> Any:
-    event = torch.cuda.Event(enable_timing=True)
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record()
     return event
 

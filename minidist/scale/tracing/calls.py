@@ -51,7 +51,7 @@ class Calls:
 
     def open(self) -> None:
         """Start recording."""
-        if torch.cuda.is_initialized():
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             self._anchor, self._anchored = stream_times.anchor(), time.perf_counter()
         ledgers.watchers.append(self)
 

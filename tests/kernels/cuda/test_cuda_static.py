@@ -4,6 +4,7 @@ The kernels are those for large products with all matrices in rows, compiled on 
 too: LTO-IR, linked to machine code. A launch is caught to learn which kernel that is, and with what.
 """
 
+import importlib
 import re
 
 import pytest
@@ -126,3 +127,18 @@ def test_registers_spills_occupancy_and_instructions(step, dtype, architecture):
     assert shared is None or compiled.report.shared == shared
     assert dynamic <= DYNAMIC.get(step.name, 0)
     assert occupancy(compiled.report, kernel.threads, dynamic).blocks >= blocks
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100"])
+@pytest.mark.parametrize(
+    ("number", "tile"), [(8, "LARGE"), (8, "SMALL"), (9, "LARGE"), (9, "TIGHT"), (9, "SMALL")]
+)
+def test_no_tile_of_any_size_spills(monkeypatch, number, tile, architecture):
+    step = CUDA_LADDER[number - 1]
+    module = importlib.import_module(f"minidist.kernels.cuda.{step.name}")
+    monkeypatch.setattr(module, "choose", lambda m, n: getattr(module, tile))
+    for dtype in set(step.dtypes) - {"bfloat16"}:  # whose code is float16's
+        kernel, types, _ = launched(step, dtype, LARGE)
+        report = kernel.compile(types, architecture).report
+        assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0), (dtype, report)
