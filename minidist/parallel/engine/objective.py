@@ -37,8 +37,8 @@ class Objective:
         self.given, self._model = given, model
         self.takes_model = given is not None and first_argument(given) == "model"
 
-    def function(self, outputs: Any, inputs: Any, targets: Any) -> Loss:
-        """The function of outputs and targets to use for a model's outputs."""
+    def function(self, outputs: Any, inputs: Any, targets: Any, cp: int = 1) -> Loss:
+        """The function of outputs and targets to use for a model's outputs. cp: of the layout."""
         if self.given is not None:
             return self.given
         if isinstance(outputs, Tensor) and isinstance(targets, Tensor):
@@ -47,6 +47,11 @@ class Objective:
             raise TypeError(
                 f"the model gave a {type(outputs).__name__} without a loss of its own; pass what it needs to "
                 "compute one, such as labels, or give prepare a loss of outputs and targets"
+            )
+        if cp > 1:
+            raise ValueError(
+                f"the model computes its loss itself, and cp={cp} gives each rank only some of a row's "
+                "tokens, of which it would not know the next; give prepare a loss of outputs and targets, or cp=1"
             )
         return lambda outputs, _: (own_loss(outputs), labels_of(self._model, inputs))
 

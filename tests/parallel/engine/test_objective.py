@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import minidist as md
+from minidist.model import GPT, config
 from minidist.parallel.engine import objective
 
 Clusters = Callable[[int], md.Cluster]
@@ -136,6 +137,63 @@ def test_only_a_pipelines_last_stage_knows_the_weight(cluster_of: Clusters, layo
 
     for found in cluster_of(PARSE(layout).ranks).run(train):
         torch.testing.assert_close(found, in_one_process(), **EXACT)
+
+
+@pytest.mark.parametrize("layout", ["cp=2", "tp=2", "dp=2,cp=2,zero=3,micro_batches=2"])
+def test_tokens_and_logits_that_are_shared(cluster_of: Clusters, layout: str) -> None:
+    shape = config("byte-tiny", vocabulary=11, context=16, layers=1, heads=2, width=8)
+
+    def masked(scores: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        return of_outputs({"scores": scores}, batch)
+
+    def train() -> tuple[list[float], dict[str, Tensor]]:
+        engine = md.prepare(GPT(shape, seed=md.rank(), dtype=torch.float64), SGD, PARSE(layout), masked)
+        losses = []
+        for step, rows in enumerate(SIZES):
+            own = share(batch(rows, step), engine.data_rank, engine.data_ranks)
+            losses.append(engine.step({"tokens": own["tokens"]}, own))
+        return losses, engine.full_state_dict()
+
+    model = GPT(shape, seed=0, dtype=torch.float64)
+    optimizer, losses = SGD(model.parameters()), []
+    for step, rows in enumerate(SIZES):
+        optimizer.zero_grad()
+        loss, _ = masked(model(batch(rows, step)["tokens"]), batch(rows, step))
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    for found in cluster_of(PARSE(layout).ranks).run(train):
+        torch.testing.assert_close(found, (losses, model.state_dict()), **EXACT)
+
+
+def test_a_models_own_loss_cannot_share_tokens(cluster_of: Clusters) -> None:
+    def refused() -> None:
+        model = GPT(config("byte-tiny", vocabulary=11, context=16, layers=1, heads=2, width=8))
+        model.register_forward_hook(lambda module, _, scores: {"loss": scores.mean()})
+        engine = md.prepare(model, SGD, md.Layout(cp=2))
+        with pytest.raises(ValueError, match="the model computes its loss itself, and cp=2 gives each rank"):
+            engine.step({"tokens": batch(2, 0)["tokens"]})
+
+    cluster_of(2).run(refused)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_batches_in_16_bits(cluster_of: Clusters, precision: str) -> None:
+    """Floating tensors of a batch are converted, outputs of any structure come back in float32."""
+
+    def of_model(model: Any, batch: dict[str, Tensor]) -> Tensor:
+        outputs = model(**batch)
+        assert outputs["x"].dtype == torch.float32
+        assert model.weight.dtype != torch.float32  # the module's attributes
+        return outputs["x"].square().mean()
+
+    def train() -> float:
+        model = nn.Linear(6, 3)
+        model.register_forward_hook(lambda module, _, x: {"x": x})
+        layout = PARSE(f"dp=2,zero=1,precision={precision}")
+        return md.prepare(model, SGD, layout, of_model).step({"input": torch.ones(4, 6)})
+
+    assert all(loss > 0 for loss in cluster_of(2).run(train))
 
 
 def test_a_weight_that_is_left_out_is_caught(cluster_of: Clusters) -> None:

@@ -57,6 +57,15 @@ def causal(logits: Tensor, labels: Tensor, vocab_size: int, **_: Any) -> Tensor:
     return functional.cross_entropy(logits[:, :-1].reshape(-1, vocab_size), labels[:, 1:].reshape(-1))
 
 
+PLAN = {
+    **{f"model.layers.*.self_attn.{name}_proj": "column" for name in "qkv"},
+    "model.layers.*.self_attn.o_proj": "row",
+    **{f"model.layers.*.mlp.{name}_proj": "column" for name in ("gate", "up")},
+    "model.layers.*.mlp.down_proj": "row",
+}
+"""For Llama; the first step compares the cut model with the uncut one."""
+
+
 def built(name: str, seed: int) -> Any:
     torch.manual_seed(seed)
     model = MODELS[name]().double()
@@ -91,7 +100,8 @@ def in_one_process(name: str) -> tuple[list[float], dict[str, Tensor]]:
 def train(name: str, layout: str) -> tuple[list[float], dict[str, Tensor], float, Any]:
     from transformers import BatchEncoding
 
-    engine = md.prepare(built(name, md.rank()), SGD, PARSE(layout))
+    parsed = PARSE(layout)
+    engine = md.prepare(built(name, md.rank()), SGD, parsed, plan=PLAN if parsed.tp > 1 else None)
     losses = []
     for step, rows in enumerate(SIZES):
         mine = slice(*(rows * (engine.data_rank + i) // engine.data_ranks for i in (0, 1)))
@@ -111,6 +121,7 @@ CASES = [
     ("bert", "dp=2,zero=3"),
     ("llama", "pp=2,micro_batches=2"),
     ("gpt2", "dp=2,pp=2,zero=1,micro_batches=2"),
+    ("llama", "tp=2,micro_batches=2"),
 ]
 REST = [
     (name, f"dp=2,zero={zero},micro_batches={micro},recompute={again}")
