@@ -124,6 +124,32 @@ def test_with_other_axes(cluster_of: Clusters, name: str, layout: str) -> None:
     contract.check(cluster_of(parsed.ranks), case_of(name), parsed)
 
 
+def test_batches_of_labels_and_the_own_loss_of_a_model(cluster_of: Clusters) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    text, _ = tokens(torch.Generator().manual_seed(0), 4)
+    labels = text.clone()
+    labels[0, 2:] = -100  # not counted
+    batch = {"input_ids": text, "labels": labels, "attention_mask": torch.ones_like(text)}
+    sgd = partial(torch.optim.SGD, lr=0.1)
+
+    def train() -> contract.Trained:
+        engine = md.prepare(Logits("Llama", md.rank()).model, sgd, md.Layout(tp=2))
+        return contract.Trained([engine.step(batch) for _ in range(3)], engine.full_state_dict())
+
+    model = Logits("Llama", 0).model
+    optimizer, losses = sgd(model.parameters()), []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    single: dict[str, float] = {"rtol": 1e-6, "atol": 1e-7}  # this loss is computed in float32
+    for trained in cluster_of(2).run(train):
+        torch.testing.assert_close(trained.losses, losses, **single)
+        torch.testing.assert_close(trained.state, dict(model.state_dict()), **single)
+
+
 def test_evaluation_is_that_of_one_process(cluster_of: Clusters) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
 
