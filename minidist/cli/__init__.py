@@ -12,6 +12,7 @@ Modules with a command import torch only when the command runs.
 | train.py, resuming.py | the training that `minidist train` runs; its checkpoints |
 | compare_layouts.py, traced_step.py | what `minidist compare` and `minidist trace` run |
 | doctor.py, doctor_probe.py | what `minidist doctor` looks at; what it loads in another process |
+| doctor_gpu.py | `minidist doctor --gpu`: whether the CUDA ladder will run |
 """
 
 from minidist.cli.commands import app as app

@@ -9,6 +9,7 @@ collectives   all_reduce, reduce_scatter, all_gather, broadcast and all_to_all
 messages      send, recv, gather, scatter and barrier
 arguments     checks of the arguments of both
 work          a call under way: started, counted, waited for; the members of a group
+stream_times  when a call on CUDA tensors ran, by the GPU's clock
 may_be_async  the types of a function that takes async_op
 opaque        torch.compile leaves these functions as they are
 failures      why the backend could not complete a call, in words

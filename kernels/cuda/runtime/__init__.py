@@ -5,6 +5,7 @@
 | device | chooses where kernels run; checks versions and architectures |
 | kernel | a kernel: compiled at its first launch, and launched |
 | compiler, kernel_cache | compile a kernel, and keep the result on disk |
+| nvvm | which NVVM compiles kernels: the newest that nvJitLink can link |
 | assembler_report | registers, spills and shared memory of a kernel |
 | gpu_driver, gpu_memory | a GPU's driver and its memory |
 | gpu_launch | loads machine code on a GPU and launches it |
