@@ -103,8 +103,9 @@ def partition_model(
         stages, held_by = _take_layers(model, layout, mesh.rank("pp"), whole, trace)
     own, stage_of = mesh.rank("pp"), {name: found[0] for name, found in held_by.items()}
     device = skeleton.device if skeleton is not None else None
+    cut_by_tp = cuts(model)  # also what this stage drops
     drop_parameters(model, _unneeded(model, held_by, own), device)
-    placement = Placement(mesh, whole, model, cuts(model), stage_of)
+    placement = Placement(mesh, whole, model, cut_by_tp, stage_of)
     if skeleton is not None:
         skeleton.fill(model, placement.cuts)
         placement.device = skeleton.device

@@ -119,7 +119,7 @@ CASES = [
     ("gpt2", "dp=2,zero=3,recompute=true"),
     ("bert", "dp=2,micro_batches=2,recompute=true"),
     ("bert", "dp=2,zero=3"),
-    ("llama", "pp=2,micro_batches=2"),
+    ("llama", "tp=2,pp=2,micro_batches=2"),
     ("gpt2", "dp=2,pp=2,zero=1,micro_batches=2"),
     ("llama", "tp=2,micro_batches=2"),
 ]
