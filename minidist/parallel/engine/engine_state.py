@@ -47,6 +47,7 @@ class EngineState:
         self._weight = 0.0  # of the last global batch's loss, the same on all ranks: its rows, as a rule
         self._counts = 1.0  # 0 while this rank only takes part, in `batches`
         self._check_loss, self._checked, self._loss_check = check_loss, False, LossCheck()
+        self._one_loss = False  # whether to compare the losses of ranks that share matrices
         self._is_weighted = False  # whether the last stage of a pipeline has to tell the others the weight
         self.saving: Any = None  # the last `Saving` of this engine
         self._activations = ActivationPeaks(self.model)

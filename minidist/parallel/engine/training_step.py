@@ -105,7 +105,9 @@ class Engine(Evaluation):
         first, layout, executor = batches[0], self.layout, self.executor
         if executor.objective.is_cross_entropy(first.inputs, first.targets):
             self._checked = True
-        elif self._check_loss and max(layout.dp, layout.cp, layout.micro_batches, len(batches)) > 1:
+            return
+        self._one_loss = self._check_loss and layout.tp > 1
+        if self._check_loss and max(layout.dp, layout.cp, layout.micro_batches, len(batches)) > 1:
             executor.check = self._loss_check
         else:
             self._checked = layout.pp == 1
@@ -151,6 +153,8 @@ class Engine(Evaluation):
             strategy.rescale(expected / all_weight)
             self._weight = all_weight
         loss /= all_weight
+        if self._one_loss:
+            self._require_one_loss(loss)
 
         # Clip, and update or skip. All ranks have the same norm.
         factor = 1 / scale
@@ -166,6 +170,20 @@ class Engine(Evaluation):
         strategy.update()
         self.executor.updated()
         return loss
+
+    def _require_one_loss(self, loss: float) -> None:
+        """ValueError if ranks that share matrices, which pass the same rows, have different losses."""
+        self._one_loss = False
+        own = torch.tensor([loss], dtype=torch.float64, device=self.device)
+        found = comm.all_gather(own, group=self.mesh.group("tp")).tolist()
+        if max(found) - min(found) > 1e-4 * max(map(abs, found)):  # not for NaN
+            self.strategy.drop()
+            raise ValueError(
+                f"the loss differs between tensor-parallel ranks, from {min(found):.6g} to {max(found):.6g}: "
+                "a term over the model's parameters, such as their squares, sees only a rank's parts of "
+                "them. Give the optimizer weight_decay instead, or compute the loss from the outputs alone; "
+                "and pass the same rows on all of these ranks"
+            )
 
     def _random_state(self) -> AbstractContextManager[None]:
         """Make dropout the same on ranks that tp cuts tensors over, and independent on all others."""

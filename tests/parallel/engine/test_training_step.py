@@ -43,6 +43,24 @@ def test_evaluation_leaves_every_module_in_its_mode() -> None:
     assert [module.training for module in model.modules()] == [True, True, False, True]
 
 
+def test_a_loss_of_parameters_that_are_cut_is_refused(cluster_of: Clusters) -> None:
+    def step(term: float, **options: Any) -> float:
+        model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
+        x = torch.ones(4, 4)
+
+        def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+            squares = sum(p.square().sum() for p in model.parameters())
+            return nn.functional.mse_loss(outputs, targets) + term * squares
+
+        engine = md.prepare(model, torch.optim.SGD, md.Layout(tp=2), loss=loss, **options)
+        return engine.step(x, x[:, :3])
+
+    with pytest.raises(md.RankError, match="the loss differs between tensor-parallel ranks, from"):
+        cluster_of(2).run(partial(step, 0.1))
+    cluster_of(2).run(partial(step, 0.1, check_loss=False))
+    assert len(set(cluster_of(2).run(partial(step, 0.0)))) == 1
+
+
 def by_name(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
     """No decay for biases, norms and embeddings, as their names say; torch takes the pairs."""
     groups: list[list[Any]] = [[], []]
