@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,24 +22,96 @@ OPERATIONS: dict[str, tuple[Any, Callable[..., torch.Tensor]]] = {
 """For each `op` its name in torch.distributed, and the function that reduces dimension 0 on one rank."""
 
 
+_UNSIGNED = ("uint16", "uint32", "uint64")
+_WHOLE = ("bool", "int8", "int16", "int32", "int64", "uint8", *_UNSIGNED)
+_FLOAT8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
+_COMPLEX = ("complex32", "complex64", "complex128")
+_BOTH = ("all_reduce", "reduce_scatter")
+_AUTO = "give algorithm='auto'"
+
+
+class Refusal(NamedTuple):
+    """Reductions that are refused, on every rank, before anything is sent."""
+
+    operations: tuple[str, ...]
+    ops: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    algorithm: str  # "any" for all
+    why: str
+    remedy: str
+
+
+REFUSALS = (
+    Refusal(
+        _BOTH, ("mean",), _WHOLE, "any", "a mean need not be whole", "use op='sum', or convert to floats"
+    ),
+    Refusal(_BOTH, ("min", "max"), _COMPLEX, "any", "complex numbers have no order", "convert to floats"),
+    Refusal(_BOTH, ("mean",), ("complex32",), "any", "torch cannot divide it", "convert to torch.complex64"),
+    Refusal(_BOTH, ("sum", "min", "max"), _UNSIGNED, "any", "torch cannot do it", "convert to torch.int64"),
+    Refusal(_BOTH, tuple(OPERATIONS), _FLOAT8, "any", "torch only stores it", "convert to torch.float32"),
+    Refusal(
+        ("all_reduce",), ("sum", "min", "max", "product"), ("int16",), "torch", "gloo cannot do it", _AUTO
+    ),
+    Refusal(("all_reduce",), ("product",), (*_UNSIGNED, *_COMPLEX), "torch", "gloo cannot do it", _AUTO),
+    Refusal(
+        ("reduce_scatter",), ("sum", "product"), ("complex32",), "torch", "torch cannot do it alone", _AUTO
+    ),
+)
+"""All reductions that are refused for their dtype; docs/architecture.md shows this table. Whatever only moves
+bytes takes every dtype."""
+
+
+@cache
+def refusal(operation: str, op: str, dtype: torch.dtype, algorithm: str) -> Refusal | None:
+    """The row of `REFUSALS` that a reduction falls under, if any."""
+    name = str(dtype).removeprefix("torch.")
+    for row in REFUSALS:
+        by_algorithm = row.algorithm in ("any", algorithm)
+        if operation in row.operations and op in row.ops and name in row.dtypes and by_algorithm:
+            return row
+    return None
+
+
 def check_tensor(name: str, x: object) -> torch.Tensor:
-    """The tensor without its graph, or a TypeError."""
+    """The tensor without its graph, and with its values in its memory; TypeError if it is no such tensor."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name} takes a torch tensor, not a {type(x).__name__}; torch.as_tensor makes one")
     if x.layout != torch.strided:
         raise TypeError(f"{name} takes a dense tensor, not {x.layout}; x.to_dense() makes one")
-    return x.detach()
+    if x.is_meta or x.is_quantized:
+        what, remedy = (
+            ("a tensor on the meta device", "give it memory with torch.empty_like(x, device='cpu')")
+            if x.is_meta
+            else (f"the quantized {x.dtype}", "x.dequantize() makes floats of it")
+        )
+        raise TypeError(f"{name} takes a tensor with plain values, not {what}; {remedy}")
+    data = x.detach()
+    # The memory of such a view holds other numbers than it shows.
+    return data.resolve_conj().resolve_neg() if x.is_conj() or x.is_neg() else data
 
 
-def check_reducible(name: str, x: torch.Tensor, op: str) -> torch.Tensor:
+def check_in_place(name: str, x: object) -> torch.Tensor:
+    """As `check_tensor`, for a tensor that receives the result; ValueError where elements share memory."""
+    data = check_tensor(name, x)
+    strides = data.stride()
+    if 0 in strides and any(step == 0 and size > 1 for step, size in zip(strides, data.shape, strict=True)):
+        raise ValueError(
+            f"{name} writes into x, and elements of x share memory (its strides are {strides}); "
+            "x.contiguous() makes a copy that has its own"
+        )
+    return data
+
+
+def check_reducible(name: str, x: torch.Tensor, op: str, algorithm: str, in_place: bool) -> torch.Tensor:
     """The tensor without its graph; an error where `op` is unknown or cannot reduce it."""
     if op not in OPERATIONS:
         raise unknown("op", op, OPERATIONS)
-    data = check_tensor(name, x)
-    if op == "mean" and not (x.is_floating_point() or x.is_complex()):
-        raise TypeError(
-            f"{name} cannot average {x.dtype}; use op='sum', or convert to a floating-point dtype"
-        )
+    data = check_in_place(name, x) if in_place else check_tensor(name, x)
+    row = refusal(name, op, x.dtype, algorithm)
+    if row is not None:
+        verb = "average" if op == "mean" else f"take the {op} of"
+        by = "" if row.algorithm == "any" else f" by algorithm {algorithm!r}"
+        raise TypeError(f"{name} cannot {verb} {x.dtype}{by}: {row.why}; {row.remedy}")
     return data
 
 
@@ -82,6 +155,13 @@ def output(name: str, out: torch.Tensor | None, x: torch.Tensor, shape: tuple[in
             f"{name}: out is {out.dtype}{list(out.shape)} on {out.device} and has to be "
             f"{x.dtype}{list(shape)} on {x.device}"
         )
+    check_plain(name, out)
+    return out.detach()
+
+
+def check_plain(name: str, out: torch.Tensor) -> None:
+    """ValueError where a result cannot be written into the memory of `out` as it is."""
     if not out.is_contiguous():
         raise ValueError(f"{name}: out has to be contiguous; its strides are {out.stride()}")
-    return out.detach()
+    if out.is_conj() or out.is_neg():
+        raise ValueError(f"{name}: out is a conjugate or negative view; give the tensor that it is a view of")

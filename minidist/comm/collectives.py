@@ -26,6 +26,7 @@ from minidist.comm import arguments
 from minidist.comm.may_be_async import may_be_async
 from minidist.comm.transport import dispatch, gloo_workarounds
 from minidist.comm.transport.algorithm_choice import choose
+from minidist.comm.transport.gloo_workarounds import movable
 from minidist.comm.work import Group, by_torch, bytes_of, copy_back, rank_in, ranks_of, run
 
 # Renamed in torch 2.13, where the former names warn.
@@ -54,12 +55,11 @@ def all_reduce(
         `x`, or the `Work` whose `wait()` returns it.
 
     Raises:
-        ValueError: an unknown `op` or `algorithm`.
-        TypeError: not a dense tensor, or a mean of integers.
+        ValueError: an unknown `op` or `algorithm`, or elements of `x` share memory, as after `expand`.
+        TypeError: not a dense tensor with values, or a reduction in `arguments.REFUSALS`: a mean of integers.
     """
-    data, ranks = arguments.check_reducible("all_reduce", x, op), len(ranks_of(group))
-    how = choose("all_reduce", algorithm, group, x, async_op)
-    buffer = data.contiguous()
+    buffer = arguments.check_reducible("all_reduce", x, op, algorithm, in_place=True).contiguous()
+    ranks, how = len(ranks_of(group)), choose("all_reduce", algorithm, group, x, async_op, op)
 
     def result() -> torch.Tensor:
         if op == "mean" and ranks > 1 and how == "torch":
@@ -101,8 +101,8 @@ def reduce_scatter(
         ValueError: n does not divide the first dimension, or `out` has another shape or dtype.
         TypeError: as for `all_reduce`.
     """
-    data, ranks = arguments.check_reducible("reduce_scatter", x, op).contiguous(), len(ranks_of(group))
-    how = choose("reduce_scatter", algorithm, group, x, async_op)
+    data = arguments.check_reducible("reduce_scatter", x, op, algorithm, in_place=False).contiguous()
+    ranks, how = len(ranks_of(group)), choose("reduce_scatter", algorithm, group, x, async_op, op)
     rows = arguments.rows_per_rank("reduce_scatter", x, ranks)
     share = arguments.output("reduce_scatter", out, data, (rows, *x.shape[1:]))
     if how != "torch":
@@ -129,7 +129,7 @@ def reduce_scatter(
         parts = data.view(ranks, -1)
         start = partial(gloo_workarounds.scatter_by_chunks, parts, share.view(-1), reduce, group)
     else:
-        start = partial(dist.all_to_all_single, arrived, data, group=group, async_op=True)
+        start = partial(dist.all_to_all_single, movable(arrived), movable(data), group=group, async_op=True)
     dispatched = by_torch(start, (ranks - 1) * bytes_of(x) // ranks)
     return run("reduce_scatter", how, x, group, dispatched, result, async_op, partial(arrived.copy_, data))
 
@@ -162,7 +162,7 @@ def all_gather(
     gathered = arguments.output("all_gather", out, data, (ranks * rows, *x.shape[1:]))
     how = choose("all_gather", algorithm, group, x, async_op)
     if how == "torch":
-        start = partial(_all_gather_single, gathered, data, group=group, async_op=True)
+        start = partial(_all_gather_single, movable(gathered), movable(data), group=group, async_op=True)
         dispatched = by_torch(start, (ranks - 1) * bytes_of(x))
     else:
         dispatched = dispatch.all_gather(how, data.view(-1), gathered.view(-1), group)
@@ -188,14 +188,13 @@ def broadcast(
         `x`, or the `Work` whose `wait()` returns it.
 
     Raises:
-        ValueError: `source` is not a rank of the group.
+        ValueError: `source` is not a rank of the group, or elements of `x` share memory.
     """
-    data, ranks = arguments.check_tensor("broadcast", x), len(ranks_of(group))
+    buffer, ranks = arguments.check_in_place("broadcast", x).contiguous(), len(ranks_of(group))
     arguments.check_member("source", source, ranks)
     how = choose("broadcast", algorithm, group, x, async_op)
-    buffer = data.contiguous()
     if how == "torch":
-        start = partial(dist.broadcast, buffer, group=group, async_op=True, group_src=source)
+        start = partial(dist.broadcast, movable(buffer), group=group, async_op=True, group_src=source)
         children = gloo_workarounds.tree_children((rank_in(group) - source) % ranks, ranks)
         dispatched = by_torch(start, children * bytes_of(x))
     else:
@@ -239,11 +238,11 @@ def all_to_all(
     received = data.new_empty((sum(comes), *x.shape[1:]))
     width = x.shape[1:].numel()  # also where x has no rows
     how = choose("all_to_all", algorithm, group, x, async_op)
+    gives, takes = ([rows * width for rows in parts] for parts in (sends, comes))
     if how == "torch":
-        start = partial(dist.all_to_all_single, received, data, comes, sends, group=group, async_op=True)
-        dispatched = by_torch(start, bytes_of(x) - sends[rank_in(group)] * width * x.element_size())
+        start = partial(gloo_workarounds.all_to_all, received.view(-1), data.view(-1), takes, gives, group)
+        dispatched = by_torch(start, bytes_of(x) - gives[rank_in(group)] * x.element_size())
     else:
-        gives, takes = ([rows * width for rows in parts] for parts in (sends, comes))
         dispatched = dispatch.all_to_all(how, data.view(-1), received.view(-1), gives, takes, group)
     return run(
         "all_to_all", how, x, group, dispatched, lambda: received, async_op, partial(received.copy_, data)

@@ -3,16 +3,41 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 
 from minidist.comm.errors import CollectiveError
 
+out_of_step: list[str] = []
+"""The first error of a call that had begun here, if any. Other ranks may still be in that call, or its
+messages on the way, so a `Cluster` runs nothing more in this process."""
 
-def failed(what: str, ranks: Sequence[int], error: RuntimeError) -> CollectiveError:
-    """The error for a call that the backend could not complete, with the reason in words."""
+
+@contextmanager
+def noted() -> Iterator[None]:
+    """Note a CollectiveError of a call that has begun."""
+    try:
+        yield
+    except CollectiveError as error:
+        _note(str(error))
+        raise
+
+
+def _note(text: str) -> None:
+    if not out_of_step:
+        out_of_step.append(text)
+
+
+def failed(
+    what: str, ranks: Sequence[int], error: RuntimeError, leaves_traces: bool = True
+) -> CollectiveError:
+    """The error for a call that the backend could not complete, with the reason in words.
+
+    leaves_traces: note that the ranks are out of step from now on.
+    """
     text = str(error)
     if "imed out" in text:
         reason = (
@@ -24,13 +49,12 @@ def failed(what: str, ranks: Sequence[int], error: RuntimeError) -> CollectiveEr
             reason += "; or their hosts may no longer reach each other: try ping from one to the other"
     elif any(sign in text for sign in ("closed by peer", "reset by peer", "Broken pipe", "refused")):
         reason = "another rank's process has ended; its own error says why"
-    elif "scalar type" in text:
-        reason = "the backend cannot send this dtype; convert the tensor first, as in x.to(torch.int32)"
     else:
         reason = text
-    return CollectiveError(
-        f"{what} on rank {dist.get_rank()} with ranks {', '.join(map(str, ranks))}: {reason}"
-    )
+    text = f"{what} on rank {dist.get_rank()} with ranks {', '.join(map(str, ranks))}: {reason}"
+    if leaves_traces:
+        _note(text)
+    return CollectiveError(text)
 
 
 def described(x: torch.Tensor) -> str:

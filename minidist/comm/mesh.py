@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from datetime import timedelta
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -120,15 +121,19 @@ class Mesh:
         members = next(tuple(row) for row in rows if self._own in row)
         if len(members) == world.size() and not again:
             return None
-        made, key = subgroups.setdefault(process_group(None), {}), (*members, again)
-        if key not in made:
+        whole, key = process_group(None), (*members, again)
+        made = subgroups.get(whole)
+        if made is None:
+            made = subgroups.put(whole, WeakValueDictionary())
+        found = made.get(key)
+        if found is None:
             # A new group would wait for 30 minutes; this one waits as long as the world does.
             limit = timedelta(seconds=limit_of(None))
             for row in rows:  # torch numbers groups, so each rank also makes those of the others
                 group = dist.new_group(row, timeout=limit)
                 if tuple(row) == members:
-                    made[key] = group
-        return made[key]
+                    found = made[key] = group
+        return found
 
 
 def _parts(axis: str) -> tuple[str, ...]:

@@ -12,11 +12,12 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from minidist.comm.arguments import check_member, check_tensor, rows_per_rank
+from minidist.comm.arguments import check_in_place, check_member, check_plain, check_tensor, rows_per_rank
 from minidist.comm.ledgers import MessageIdentity
 from minidist.comm.may_be_async import may_be_async
 from minidist.comm.transport import dispatch, mailbox_registry
 from minidist.comm.transport.algorithm_choice import choose, preferred
+from minidist.comm.transport.gloo_workarounds import movable
 from minidist.comm.work import (
     Group,
     Work,
@@ -79,9 +80,9 @@ def recv(
         `x`, or the `Work` whose `wait()` returns it; its values are there only then.
 
     Raises:
-        ValueError: `source` is not another rank of the group.
+        ValueError: `source` is not another rank of the group, or elements of `x` share memory.
     """
-    buffer = check_tensor("recv", x).contiguous()
+    buffer = check_in_place("recv", x).contiguous()
     _check_peer("source", source, group)
     ranks = ranks_of(group)
     message = MessageIdentity(ranks[source], ranks[rank_in(group)], tag, mailbox_registry.number_of(group))
@@ -132,12 +133,12 @@ def gather(
     rows_per_rank("gather", x, 1)
     here = rank_in(group) == destination
     gathered = data.new_empty((ranks, *x.shape)) if here else None
-    parts = list(gathered) if gathered is not None else None
+    parts = [movable(part) for part in gathered] if gathered is not None else None
 
     def result() -> torch.Tensor | None:
         return None if gathered is None else gathered.flatten(0, 1)
 
-    start = partial(dist.gather, data, parts, group=group, async_op=True, group_dst=destination)
+    start = partial(dist.gather, movable(data), parts, group=group, async_op=True, group_dst=destination)
     dispatched = by_torch(start, 0 if here else bytes_of(x))
 
     def alone() -> None:
@@ -168,8 +169,7 @@ def scatter(
     """
     part, ranks = check_tensor("scatter", out), len(ranks_of(group))
     check_member("source", source, ranks)
-    if not out.is_contiguous():
-        raise ValueError(f"scatter: out has to be contiguous; its strides are {out.stride()}")
+    check_plain("scatter", out)
     parts, sent = None, 0
     if rank_in(group) == source:
         data = check_tensor("scatter", x).contiguous()
@@ -180,7 +180,8 @@ def scatter(
                 f"x needs {ranks} times the rows of out and its dtype, and out at least one dimension"
             )
         parts, sent = list(data.chunk(ranks)) if len(out) else [part] * ranks, (ranks - 1) * bytes_of(out)
-    start = partial(dist.scatter, part, parts, group=group, async_op=True, group_src=source)
+    wire = None if parts is None else [movable(each) for each in parts]
+    start = partial(dist.scatter, movable(part), wire, group=group, async_op=True, group_src=source)
     dispatched = by_torch(start, sent)
 
     def alone() -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar, cast
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 
 from minidist.comm import checking, ledgers, one_thread, returned_ranks
 from minidist.comm.errors import CollectiveError
-from minidist.comm.failures import describe_tensor, failed
+from minidist.comm.failures import describe_tensor, failed, noted
+from minidist.comm.group_table import GroupTable
 from minidist.comm.stream_times import StreamTimes
 
 Group = dist.ProcessGroup | None
@@ -78,7 +80,8 @@ class Work:
         if not self._waited:
             _under_way.discard(self)
             if self._check is not None:
-                self._check()
+                with noted():
+                    self._check()
             begun = time.perf_counter()
             handle, began, completed = self._handle, None, None
             try:
@@ -116,7 +119,9 @@ class Work:
 
     def _failed(self, error: RuntimeError) -> CollectiveError:
         call = self._call
-        return failed(f"{call.name} of {describe_tensor(call.dtype, call.shape)}", call.group, error)
+        what = f"{call.name} of {describe_tensor(call.dtype, call.shape)}"
+        by_mailbox = call.message is not None and call.algorithm == "shared_memory"  # which forgets it
+        return failed(what, call.group, error, leaves_traces=not by_mailbox)
 
 
 def call_of(
@@ -187,12 +192,13 @@ def bytes_of(x: torch.Tensor) -> int:
     return x.numel() * x.element_size()
 
 
-_memberships: dict[dist.ProcessGroup, tuple[tuple[int, ...], int]] = {}
+_memberships: GroupTable[tuple[tuple[int, ...], int]] = GroupTable()
 """A group's members, and this rank's number among them. torch takes microseconds to answer, and every call
 asks several times."""
-subgroups: dict[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = {}
+subgroups: GroupTable[WeakValueDictionary[tuple[int, ...], dist.ProcessGroup]] = GroupTable()
 """For each world the groups that this rank has made, by their members. Meshes of different shapes share some,
-and a program that makes many meshes would otherwise make them anew each time."""
+and a program that makes many meshes would otherwise make them anew each time. torch keeps each group until it
+is destroyed."""
 
 
 def ranks_of(group: Group) -> tuple[int, ...]:
@@ -226,7 +232,7 @@ def _membership(group: Group) -> tuple[tuple[int, ...], int]:
             raise ValueError(
                 f"rank {dist.get_rank()} is not a member of the group; only members may call its collectives"
             )
-        found = _memberships[group] = tuple(dist.get_process_group_ranks(group)), own
+        found = _memberships.put(group, (tuple(dist.get_process_group_ranks(group)), own))
     return found
 
 

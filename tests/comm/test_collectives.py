@@ -444,8 +444,39 @@ def test_a_world_of_one_sends_nothing() -> None:
         ),
         (
             lambda: comm.all_reduce(torch.ones(2).short(), algorithm="torch"),
-            comm.CollectiveError,
-            "cannot send this dtype; convert",
+            TypeError,
+            "the sum of torch.int16 by algorithm 'torch': gloo cannot do it; give algorithm='auto'",
+        ),
+        (
+            lambda: comm.all_reduce(torch.ones(1, dtype=torch.complex64), "max"),
+            TypeError,
+            "cannot take the max of torch.complex64: complex numbers have no order",
+        ),
+        (
+            lambda: comm.send(torch.ones(2, device="meta"), 1 - md.rank()),
+            TypeError,
+            "not a tensor on the meta",
+        ),
+        (
+            lambda: comm.all_gather(torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8)),
+            TypeError,
+            "not the quantized torch.qint8; x.dequantize",
+        ),
+        (
+            lambda: comm.all_reduce(torch.ones(1).expand(3)),
+            ValueError,
+            r"writes into x, .*strides are \(0,\)",
+        ),
+        (lambda: comm.broadcast(torch.ones(2, 1).expand(2, 3)), ValueError, "elements of x share memory"),
+        (
+            lambda: comm.recv(torch.ones(1).expand(3), 1 - md.rank()),
+            ValueError,
+            "x.contiguous.. makes a copy",
+        ),
+        (
+            lambda: comm.all_gather(torch.ones(1) + 1j, out=(torch.ones(2) + 1j).conj()),
+            ValueError,
+            "out is a conjugate or negative view",
         ),
     ],
 )

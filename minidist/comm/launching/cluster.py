@@ -11,6 +11,7 @@ import pickle
 import socket
 import sys
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -18,8 +19,9 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
-from minidist._arguments import check_whole, is_number, is_whole
+from minidist._arguments import check_whole
 from minidist.comm.errors import RankError
+from minidist.comm.launching.arguments import check_ranks, check_seconds
 from minidist.comm.launching.collect_results import collect
 from minidist.comm.launching.cores import available_cores as available_cores
 from minidist.comm.launching.rank_processes import RankProcess, stop, supervisor
@@ -33,8 +35,8 @@ COLLECTIVE_TIMEOUT = 300.0
 COLLECTIVE_MARGIN = 5.0
 """Seconds that a collective waits beyond the run's limit. The run's error comes first, since it says where
 each rank is."""
-LONGEST_TIMEOUT = 1e6
-"""Seconds. Beyond this the clocks of the libraries below soon overflow."""
+_REPLACED = """fresh processes replace the ranks, and what they kept is gone, because their last run caught an
+error that left them out of step: {}"""
 
 
 class Cluster:
@@ -46,8 +48,8 @@ class Cluster:
 
     What a rank prints appears in the caller, line by line, labelled with the rank. Ctrl-C stops all ranks.
     `keep` leaves an object on the ranks for later runs. After a failed run the cluster starts fresh
-    processes; what the old ones held is gone. Ranks never outlive
-    the caller, however it ends.
+    processes; what the old ones held is gone. It also does so, with a RuntimeWarning, after a run in which a
+    rank caught the CollectiveError of a call that had begun. Ranks never outlive the caller, however it ends.
 
     Args:
         ranks: number of processes, at least 1.
@@ -79,12 +81,12 @@ class Cluster:
         self.ranks = ranks
         self.threads = max(1, available_cores() // ranks) if threads is None else threads
         check_whole("threads", self.threads, 1)
-        self.timeout = None if timeout is None else _seconds("timeout", timeout)
-        self.start_timeout = _seconds("start_timeout", start_timeout)
+        self.timeout = None if timeout is None else check_seconds("timeout", timeout)
+        self.start_timeout = check_seconds("start_timeout", start_timeout)
         if not isinstance(check, bool):
             raise TypeError(f"check is {check!r}; give True or False")
         self.check = check
-        self.may_fail = _ranks("may_fail", may_fail, ranks)
+        self.may_fail = check_ranks("may_fail", may_fail, ranks)
         if check and self.may_fail:
             raise ValueError(
                 f"check=True compares every rank's calls, and may_fail names ranks {sorted(self.may_fail)}, "
@@ -92,6 +94,7 @@ class Cluster:
             )
         self._owner = os.getpid()
         self._running = threading.Lock()
+        self._caught = ""  # the error of a call that failed halfway, which the last run caught
         self._held = set[int]()  # keys of what the ranks keep
         self._forgotten: list[int] = []  # keys whose handles are gone; the next run tells the ranks
         # The finalizer holds this very list, so it is emptied and filled, never replaced.
@@ -133,10 +136,14 @@ class Cluster:
         try:
             if not self._processes:  # the last run failed
                 self._start()
+                if self._caught:
+                    warnings.warn(_REPLACED.format(self._caught), RuntimeWarning, stacklevel=2)
+            self._caught = ""
             for process in self._processes:
                 process.channel.send(call)
             values = collect(self._processes, "returned", self.timeout, "timeout", self.may_fail)
-            whole = not any(isinstance(value, RankError) for value in values)
+            self._caught = next((each.caught for each in values if getattr(each, "caught", "")), "")
+            whole = not (self._caught or any(isinstance(value, RankError) for value in values))
         except RankError as error:
             if self.closed:
                 raise RuntimeError("this Cluster was closed while it ran a function") from error
@@ -146,7 +153,7 @@ class Cluster:
                 self._stop(0.0)
                 self._held.clear()
             self._running.release()
-        return [unpickle_result(rank, value) for rank, value in enumerate(values)]
+        return [unpickle_result(rank, getattr(value, "value", value)) for rank, value in enumerate(values)]
 
     def keep(self, make: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Kept:
         """Run `make(*args, **kwargs)` on every rank, as `run` does, and leave what it returns there.
@@ -229,21 +236,3 @@ class Cluster:
             except BaseException:
                 self._stop(0.0)
                 raise
-
-
-def _ranks(name: str, value: Iterable[int], ranks: int) -> frozenset[int]:
-    given = tuple(value) if isinstance(value, Iterable) else value
-    if not isinstance(given, tuple) or not all(map(is_whole, given)):
-        raise TypeError(f"{name} is {given!r}; give ranks, such as (1, 2)")
-    if not set(given) <= set(range(ranks)):
-        raise ValueError(f"{name} is {given}; the ranks are 0 to {ranks - 1}: give some of them")
-    return frozenset(given)
-
-
-def _seconds(name: str, value: float) -> float:
-    if not is_number(value):
-        raise TypeError(f"{name} is {value!r}; give a number of seconds")
-    if not 0 < value <= LONGEST_TIMEOUT:
-        none = ", or None for no limit" if name == "timeout" else ""
-        raise ValueError(f"{name} is {value}; give seconds above 0 and up to {LONGEST_TIMEOUT:.0f}{none}")
-    return float(value)

@@ -1,7 +1,7 @@
 """A rank's process: join the world, then run the functions that the caller sends.
 
 The caller's first message is a `Setup`; each later one is a pickled call. The rank sends tuples back:
-("print", stream, text), ("ready",), ("returned", pickled value) or ("raised", Raised).
+("print", stream, text), ("ready",), ("returned", Returned) or ("raised", Raised).
 """
 
 from __future__ import annotations
@@ -45,6 +45,14 @@ class Setup:
     environment: dict[str, str]
     directory: str
     path: list[str]
+
+
+@dataclass(frozen=True)
+class Returned:
+    """What a function returned in a rank."""
+
+    value: bytes  # pickled
+    caught: str = ""  # the error of a call that began and failed, if the function has caught one
 
 
 @dataclass(frozen=True)
@@ -97,12 +105,12 @@ def serve(connection_descriptor: int, stacks_descriptor: int, listener: int | No
     return 0
 
 
-def _run(call: bytearray, limit: float | None) -> bytes:
+def _run(call: bytearray, limit: float | None) -> Returned:
     """Run what `pickle_call` pickled in at most `limit` seconds, and pickle what it returns."""
     import cloudpickle
     import torch.distributed as dist
 
-    from minidist.comm import checking, returned_ranks, work
+    from minidist.comm import checking, failures, returned_ranks, work
     from minidist.comm.launching.sending import forget
 
     joined = dist.group.WORLD
@@ -118,7 +126,7 @@ def _run(call: bytearray, limit: float | None) -> bytes:
         work.finish()
     returned_ranks.end_run()
     try:
-        return bytes(cloudpickle.dumps(value))
+        return Returned(bytes(cloudpickle.dumps(value)), *failures.out_of_step[:1])
     except Exception as error:
         name = getattr(function, "__qualname__", repr(function))
         raise TypeError(

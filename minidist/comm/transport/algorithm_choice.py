@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from minidist._names import unknown
 from minidist.comm import checking
 from minidist.comm.algorithms import registry
+from minidist.comm.arguments import refusal
 from minidist.comm.failures import described, failed
+from minidist.comm.group_table import GroupTable
 from minidist.comm.transport.background_thread import Background
 from minidist.comm.transport.shared_memory import Failed, SharedMemory
 from minidist.comm.work import Group, call_of, forget_groups, limit_of, process_group, ranks_of
@@ -35,8 +37,8 @@ class GroupMemory:
     why_not: str  # why the whole group cannot use it; empty if it can
 
 
-_memories: dict[dist.ProcessGroup, GroupMemory] = {}
-_backgrounds: dict[dist.ProcessGroup, Background] = {}
+_memories: GroupTable[GroupMemory] = GroupTable()
+_backgrounds: GroupTable[Background] = GroupTable()
 
 
 @contextmanager
@@ -62,19 +64,27 @@ def using(algorithm: str) -> Iterator[None]:
         _preferred.remove(algorithm)
 
 
-def choose(operation: str, algorithm: str, group: Group, x: torch.Tensor, async_op: bool) -> str:
+def choose(
+    operation: str, algorithm: str, group: Group, x: torch.Tensor, async_op: bool, op: str = ""
+) -> str:
     """Return the algorithm of a call, the same on all ranks.
 
     A group's first call in shared memory waits for all its ranks, to make the memory. An asynchronous call
-    must not wait, so before the first synchronous call "auto" is "torch" for asynchronous ones. x is the
-    call's tensor, or any other on its device. Raises ValueError if the algorithm is unknown, or it is
-    "shared_memory" and the group has none.
+    must not wait, so before the first synchronous call "auto" is "torch" for asynchronous ones; or "ring" if
+    torch cannot reduce this dtype by `op`. x is the call's tensor, or any other on its device. Raises
+    ValueError if the algorithm is unknown, or it is "shared_memory" and the group has none.
     """
     known = ALGORITHMS[operation]
     if algorithm not in known and algorithm != "auto":
         raise unknown(f"algorithm of {operation}", algorithm, ("auto", *known))
     if len(ranks_of(group)) == 1:
         return "torch"
+    how = _available(operation, algorithm, group, x, async_op)
+    return "ring" if how == "torch" and op and refusal(operation, op, x.dtype, how) else how
+
+
+def _available(operation: str, algorithm: str, group: Group, x: torch.Tensor, async_op: bool) -> str:
+    """Return the algorithm to use: shared memory where it is there, unless another was asked for."""
     asked = algorithm != "auto"
     if not asked:
         algorithm = preferred(operation)
@@ -120,7 +130,7 @@ def group_memory(group: Group, what: str = "a collective") -> GroupMemory:
             raise failed(what, ranks_of(group), error) from error
         if memory is not None and len(memory.hosts) > 1:
             why_not = f"the ranks are on {len(memory.hosts)} hosts"
-        found = _memories[group] = GroupMemory(memory, why_not)
+        found = _memories.put(group, GroupMemory(memory, why_not))
     return found
 
 
@@ -161,7 +171,8 @@ def background(group: Group) -> Background:
     found = _backgrounds.get(group)
     if found is None:
         own = getattr(group, "background", None)
-        found = _backgrounds[group] = Background() if own is None else own()
+        found = _backgrounds.put(group, Background() if own is None else own())
+        weakref.finalize(group, found.stop).atexit = False
     return found
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -46,10 +47,37 @@ class Task:
         return self.completed is not None
 
 
-class Background:
+class Failed(RuntimeError):
+    """A collective failed here; the communication API adds to it what and where."""
+
+
+class InStep:
+    """Calls in which all ranks of a group take part; none runs after one that has failed halfway."""
+
+    def __init__(self) -> None:
+        self._broken = ""
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """Run a collective inside. After one has failed halfway, no other can run.
+
+        Raises:
+            Failed: a peer is gone, late, or makes another call; or an earlier call failed.
+        """
+        if self._broken:
+            raise Failed(f"an earlier call on these ranks failed, and left them out of step: {self._broken}")
+        try:
+            yield
+        except BaseException as error:
+            self._broken = str(error) or type(error).__name__
+            raise
+
+
+class Background(InStep):
     """Runs collectives one after the other: asynchronous ones in its thread, others in the caller's."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._queue: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._last: Task | None = None

@@ -131,9 +131,14 @@ def _messages(
     steps = list(ALGORITHMS[operation][algorithm](rank, len(ranks_of(group)), len(source), **(options or {})))
     sent = bytes_sent(steps, source.element_size(), rank)
 
+    runner = background(group)
+
     def run() -> None:
-        execute(steps, source, target, "sum" if op == "mean" else op, group)
+        with (
+            runner.call()
+        ):  # a message of a call that failed could still arrive, and be taken for the next one's
+            execute(steps, source, target, "sum" if op == "mean" else op, group)
         if finish is not None:
             finish()
 
-    return Dispatch(partial(_begin, background(group), run), sent, sent)
+    return Dispatch(partial(_begin, runner, run), sent, sent)

@@ -1,11 +1,13 @@
-"""Work around gloo: a reduce-scatter with half its bytes, and the shape of its broadcast tree.
+"""Work around gloo: a reduce-scatter with half its bytes, other dtypes, and the shape of its broadcast tree.
 
-gloo's own reduce-scatter puts as many bytes on the wire as an all-reduce.
+gloo's own reduce-scatter puts as many bytes on the wire as an all-reduce. Its collectives take some dtypes
+alone, also where they only move bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +16,37 @@ from minidist.comm.work import Group
 
 CHUNK = 2**23
 """Bytes of a tensor that a synchronous reduce-scatter handles at once."""
+
+
+_DTYPES = frozenset(
+    {
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.int64,
+        torch.int32,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
+    }
+)
+
+
+def movable(x: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor, or its flat bytes where gloo does not know its dtype."""
+    if x.dtype in _DTYPES:
+        return x
+    return x.as_strided((x.numel(),), (1,)).view(torch.uint8)  # one element may have any stride
+
+
+def all_to_all(
+    received: torch.Tensor, sent: torch.Tensor, takes: Sequence[int], gives: Sequence[int], group: Group
+) -> Any:
+    """As torch's, for flat tensors of any dtype; returns its handle. takes, gives: elements for each rank."""
+    scale = 1 if sent.dtype in _DTYPES else sent.element_size()
+    takes, gives = ([scale * count for count in parts] for parts in (takes, gives))
+    return dist.all_to_all_single(movable(received), movable(sent), takes, gives, group, async_op=True)
 
 
 def scatter_by_chunks(
@@ -29,7 +62,8 @@ def scatter_by_chunks(
     for low in range(0, length, width):
         part = parts[:, low : low + width]
         outgoing, incoming = (buffer[: part.numel()].view(part.shape) for buffer in (sent, arrived))
-        dist.all_to_all_single(incoming, outgoing.copy_(part), group=group)
+        outgoing.copy_(part)
+        dist.all_to_all_single(movable(incoming), movable(outgoing), group=group)
         share[low : low + width].copy_(reduce(incoming, dim=0))
 
 

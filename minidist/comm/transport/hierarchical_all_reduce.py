@@ -28,6 +28,7 @@ def hierarchical_all_reduce(
     Returns the function that runs it, the bytes that other ranks get from this one, and how many of these go
     through sockets.
     """
+    group = memory.group
     own, members, lanes = memory.own, len(memory.members), min(map(len, memory.hosts))
     bounds = [*offsets(len(x), lanes), *[len(x)] * (members - lanes)]  # further ranks have an empty part
     part = x[bounds[own] : bounds[own + 1]]
@@ -41,7 +42,8 @@ def hierarchical_all_reduce(
         combine = "sum" if op == "mean" else op
         if members > 1:
             shared_collectives.reduce_scatter(memory, x, part, combine, bounds)
-        execute(steps, part, part, combine, memory.group)
+        with memory.call():
+            execute(steps, part, part, combine, group)
         if op == "mean":
             part.div_(sum(map(len, memory.hosts)))
         if members > 1:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from minidist.comm import returned_ranks
 from minidist.comm.errors import FOLLOWS
+from minidist.comm.group_table import GroupTable
 from minidist.comm.transport import mailbox, mailbox_receiver, segments, semaphores
 from minidist.comm.transport.hosts import Process, this_process
 from minidist.comm.work import Group, limit_of, process_group, ranks_of
@@ -31,7 +32,7 @@ LARGEST = 2**22
 
 _world: list[Mailboxes] = []
 """The mailboxes of the world that this process has joined, if any."""
-_numbers: dict[dist.ProcessGroup, int] = {}
+_numbers: GroupTable[int] = GroupTable()
 
 
 def start(store: Store, own: int, ranks: int) -> None:
@@ -65,10 +66,11 @@ def _fits(x: torch.Tensor) -> bool:
 def number_of(group: Group) -> int:
     """Return a number of the group, the same on all its ranks."""
     whole = process_group(group)
-    if whole not in _numbers:
+    number = _numbers.get(whole)
+    if number is None:
         digest = hashlib.blake2b(whole.group_name.encode(), digest_size=8).digest()
-        _numbers[whole] = int.from_bytes(digest, "little", signed=True)
-    return _numbers[whole]
+        number = _numbers.put(whole, int.from_bytes(digest, "little", signed=True))
+    return number
 
 
 def tag_elsewhere(tag: int) -> int:

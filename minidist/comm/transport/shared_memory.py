@@ -11,8 +11,8 @@ from __future__ import annotations
 import itertools
 import os
 import struct
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,8 @@ import torch.distributed as dist
 
 from minidist.comm import returned_ranks
 from minidist.comm.transport import segments, semaphores
+from minidist.comm.transport.background_thread import Failed as Failed
+from minidist.comm.transport.background_thread import InStep
 from minidist.comm.transport.hosts import by_host, processes
 
 STAGE = 2**20
@@ -31,10 +33,6 @@ _HEADER = struct.Struct("<3q104s")  # segment, first byte there, number of sizes
 _numbers = itertools.count(1)
 
 
-class Failed(RuntimeError):
-    """A collective in shared memory failed; the communication API adds to it what and where."""
-
-
 @dataclass(frozen=True)
 class Header:
     """A rank's announcement of what it is about to do."""
@@ -44,25 +42,26 @@ class Header:
     sizes: tuple[int, ...]  # in an all-to-all: elements to each member, then elements from each
 
 
-class SharedMemory:
+class SharedMemory(InStep):
     """The memory that a group's ranks on one host share. All ranks make it together.
 
     If one of them cannot map the memory, `Failed` is raised on all.
     """
 
     def __init__(self, group: dist.ProcessGroup, limit: float) -> None:
+        super().__init__()
         if not semaphores.available():
             raise Failed("this system has no memory and semaphores that processes can share")
         rank, everyone = dist.get_rank(group), processes(group)
-        self.group, self.limit = group, limit
+        self._group, self.limit = weakref.ref(group), limit  # a group that is destroyed takes this with it
         self.hosts = by_host(everyone)  # the group's ranks, host by host
         self.members = next(host for host in self.hosts if rank in host)  # the ranks on this host
         # A member is named by its index in `members`.
         self.own, ranks = self.members.index(rank), len(self.members)
+        self._names = [dist.get_global_rank(group, member) for member in self.members]
         self.number = next(_numbers)
         self._peers = [everyone[member] for member in self.members]
         self._segments = itertools.count(1)
-        self._broken = ""
         self._calls = self._turn = 0
 
         control = semaphores.ProcessBarrier.size(ranks) + 2 * ranks * _header_size(ranks)
@@ -81,22 +80,14 @@ class SharedMemory:
         self._headers = common[semaphores.ProcessBarrier.size(ranks) :]
         self._typed: dict[torch.dtype, list[list[torch.Tensor]]] = {}
 
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The group, which makes all calls here and so is alive."""
+        group = self._group()
+        assert group is not None
+        return group
+
     # Calls
-
-    @contextmanager
-    def call(self) -> Iterator[None]:
-        """Run a collective inside. After one has failed halfway, no other can run.
-
-        Raises:
-            Failed: a peer is gone, late, or makes another call; or an earlier call failed.
-        """
-        if self._broken:
-            raise Failed(f"an earlier call on these ranks failed, and left them out of step: {self._broken}")
-        try:
-            yield
-        except BaseException as error:
-            self._broken = str(error) or type(error).__name__
-            raise
 
     def agree(self, what: str, segment: int = 0, offset: int = 0, sizes: Sequence[int] = ()) -> list[Header]:
         """Wait for the other members, and return what each is about to do. Failed if their calls differ.
@@ -134,7 +125,7 @@ class SharedMemory:
 
     def name(self, member: int) -> int:
         """Return a member's rank in the world."""
-        return dist.get_global_rank(self.group, self.members[member])
+        return self._names[member]
 
     # Memory
 

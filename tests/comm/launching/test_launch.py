@@ -128,6 +128,49 @@ def test_ranks_keep_objects_between_runs() -> None:
             cluster.run(Tally.add, tally, 1)
 
 
+def mismatch(asynchronous: bool) -> bool:
+    """Make a call that differs between the ranks, and catch its error."""
+    try:
+        done = comm.all_reduce(torch.ones(2 + md.rank()), async_op=asynchronous)
+        if isinstance(done, comm.Work):
+            done.wait()
+    except md.CollectiveError:
+        return True
+    return False
+
+
+def right(scale: float) -> list[float]:
+    works = [comm.all_reduce(torch.full((3,), scale), async_op=flag) for flag in (True, False)]
+    ring = comm.all_reduce(torch.full((5,), scale), algorithm="ring")
+    return [(work.wait() if isinstance(work, comm.Work) else work).sum().item() for work in (*works, ring)]
+
+
+@pytest.mark.parametrize(
+    ("times", "check"), [(1, True), (1, False), pytest.param(100, True, marks=pytest.mark.deep)]
+)
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_caught_mismatch_is_over_at_the_next_run(times: int, check: bool, asynchronous: bool) -> None:
+    with md.Cluster(2, timeout=20.0, check=check) as cluster:
+        if not check:
+            cluster.run(right, 1.0)  # makes shared memory, where a mismatch is noticed without a check
+        for number in range(times):
+            assert cluster.run(mismatch, asynchronous) == [True, True]
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                assert cluster.run(right, number) == [[6.0 * number, 6.0 * number, 10.0 * number]] * 2
+            begun = asynchronous or not check  # with a check, a synchronous call never began
+            assert len(caught) == begun
+            assert all("fresh processes replace the ranks" in str(each.message) for each in caught)
+
+
+def test_a_caught_mismatch_loses_what_ranks_keep() -> None:
+    with md.Cluster(2, timeout=20.0, check=True) as cluster:
+        kept = cluster.keep(torch.zeros, 1)
+        cluster.run(mismatch, True)
+        with pytest.raises(RuntimeError, match="failed or caught a CollectiveError since"):
+            cluster.run(torch.Tensor.add_, kept, 1)
+
+
 def test_launch_starts_fresh_processes() -> None:
     first, second = (md.launch(os.getpid, ranks=2) for _ in range(2))
     assert len({*first, *second, os.getpid()}) == 5
