@@ -20,6 +20,8 @@ from minidist.checkpoint.index import Index, read_index, stored_names, verify
 from minidist.checkpoint.reading import read_whole
 from minidist.checkpoint.safetensors_files import SafetensorsFiles, divide
 from minidist.checkpoint.state import Shaped
+from minidist.checkpoint.values import decode
+from minidist.parallel.contract.training_state import extra_state
 from minidist.parallel.engine.training_step import Engine
 
 
@@ -79,14 +81,16 @@ def export(
         else:
             _export_checkpoint(source, path, folder, max_file_bytes)
     elif isinstance(source, Engine):
-        order, weights = [*source.model.state_dict()], dict[str, Tensor]()
+        order, weights = [*source.model.state_dict(keep_vars=True)], dict[str, Any]()
         for name, value in source.whole():
             if comm.rank() == 0:
                 weights[name] = value.to("cpu", copy=True)
+        weights |= extra_state(source.model)
         weights = {name: weights[name] for name in dict.fromkeys([*order, *weights]) if name in weights}
         agree(lambda: _write(weights, path) if comm.rank() == 0 else None, f"write {path}")
     else:
-        _write(state_dict(source), path)
+        index = _verified(source)
+        _write({**dict(_tensors_of(index)), **_extra_state(index)}, path)
     return path
 
 
@@ -115,9 +119,25 @@ def _tensors_of(index: Index) -> Iterator[tuple[str, Tensor]]:
         yield name, read_whole(index, f"model.{name}")
 
 
+def _extra_state(index: Index) -> dict[str, Any]:
+    """What the model's modules gave besides tensors, which older checkpoints lack."""
+    found: dict[str, Any] = decode(index.facts.get("extra_state", {}))
+    return found
+
+
+def _refuse_extra_state(extra: Mapping[str, Any]) -> None:
+    """TypeError where a model has state that is no tensor, which a safetensors file cannot hold."""
+    for name, value in extra.items():
+        raise TypeError(
+            f"a safetensors file holds tensors alone, and {name} of the model is a {type(value).__name__}; "
+            "export to .pt"
+        )
+
+
 def _export_checkpoint(path: str | os.PathLike[str], target: Path, folder: bool, most: int) -> None:
     """Write a checkpoint's weights into safetensors files, one tensor in memory at a time."""
     index = _verified(path)
+    _refuse_extra_state(_extra_state(index))
     stored = stored_names(index.tensors, "model")
     shaped = {name: (each.shape, each.dtype) for name, each in stored.items()}
     with closing(_begin(shaped, target, folder, most)) as files:
@@ -128,6 +148,7 @@ def _export_checkpoint(path: str | os.PathLike[str], target: Path, folder: bool,
 
 def _export_engine(engine: Engine, target: Path, folder: bool, most: int) -> None:
     """Do the same for an engine, whose tensors all ranks bring together one by one."""
+    _refuse_extra_state(extra_state(engine.model))
     first = engine.placement.first if folder else {}  # a tie is stored once: transformers ties it again
     shaped: dict[str, Shaped] = {
         name: (tuple(entry.shape), entry.dtype)
@@ -185,9 +206,12 @@ def _write_config(model: Any, folder: Path, dtypes: set[torch.dtype]) -> None:
         model.generation_config.save_pretrained(folder)
 
 
-def _write(weights: Mapping[str, Tensor], path: Path) -> None:
+def _write(weights: Mapping[str, Any], path: Path) -> None:
     aside = path.with_name(path.name + WRITING)
-    here = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
+    here = {
+        name: value.detach().cpu().contiguous() if isinstance(value, Tensor) else value
+        for name, value in weights.items()
+    }
     try:
         with open(aside, "wb") as file:
             torch.save(here, file)

@@ -36,6 +36,7 @@ from minidist.checkpoint.state import (
 from minidist.checkpoint.values import decode
 from minidist.model.sampler import Sampler
 from minidist.parallel.contract.strategy import TensorBox
+from minidist.parallel.contract.training_state import load_extra_state
 from minidist.parallel.engine.training_step import Engine
 from minidist.parallel.flat.ranges import narrowed
 
@@ -164,6 +165,7 @@ def _load(engine: Engine, index: Index, scheduler: Scheduler | None, sampler: Sa
 
     def rest() -> None:
         engine.load_settings(facts["engine"])
+        load_extra_state(engine.model, facts.get("extra_state", {}))
         if scheduler is not None:
             scheduler.load_state_dict(facts["scheduler"])
         if drawn is not None:

@@ -23,6 +23,7 @@ from minidist.checkpoint.index import Stored, stored_names
 from minidist.checkpoint.values import encode
 from minidist.model.sampler import Sampler
 from minidist.parallel.contract.strategy import TensorBox
+from minidist.parallel.contract.training_state import extra_state
 from minidist.parallel.engine.training_step import Engine
 
 Scheduler = Any
@@ -72,6 +73,7 @@ def take(
     if copied:
         chunks = [replace(chunk, tensor=_copy(chunk.tensor)) for chunk in chunks]
     facts = {
+        "extra_state": extra_state(engine.model),
         "step": step,
         "ranks": comm.size(),
         "layout": str(engine.layout),

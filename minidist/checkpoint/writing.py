@@ -233,10 +233,13 @@ def _located(
 
 
 def _merged_facts(contents: Sequence[RankContents]) -> dict[str, Any]:
-    """Return rank 0's facts, with the optimizer's state that is no tensor from all ranks that have it."""
+    """Return rank 0's facts, with what is no tensor of optimizer and model from all ranks that have it."""
     facts = dict(contents[0].facts)
     state: dict[str, Any] = {}
+    extra: dict[str, Any] = {}
     for each in contents:
         state |= each.facts["settings"]["state"]
+        extra = {**each.facts["extra_state"], **extra}
     facts["settings"] = {**facts["settings"], "state": state}
+    facts["extra_state"] = extra
     return facts

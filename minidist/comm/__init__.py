@@ -16,6 +16,7 @@ failures      why the backend could not complete a call, in words
 one_thread    two threads of a rank in one group are an error
 returned_ranks  which ranks have returned from the function that all run, and join no more calls
 world         which rank this process is; joining and leaving the world
+group_table   what is known of a group, as long as it lives
 mesh          ranks in a grid, and the groups along its axes
 ledgers       the bytes and the time of every call
 errors        the exceptions that name a rank

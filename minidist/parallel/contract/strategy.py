@@ -134,7 +134,8 @@ class Strategy(ABC):
     def whole(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter and buffer, as for `Engine.whole`. Sends nothing if each rank has all of them."""
         for name, value in self.model.state_dict().items():
-            yield name, value.detach()
+            if isinstance(value, Tensor):  # `training_state.extra_state` has the rest
+                yield name, value.detach()
 
     @abstractmethod
     def held(self) -> ResidentTensors:

@@ -14,10 +14,50 @@ from torch import Tensor, nn
 
 from minidist.parallel.contract.strategy import TensorBox
 
+EXTRA_STATE = "_extra_state"
+"""The last part of such names in a state_dict."""
+
 
 def names_of(model: nn.Module) -> dict[Tensor, str]:
     """The first name of each parameter."""
     return {parameter: name for name, parameter in reversed([*model.named_parameters()])}
+
+
+def model_tensors(model: nn.Module) -> dict[str, Any]:
+    """The tensors of a model's state_dict, themselves; what else it holds is in `extra_state`."""
+    state = model.state_dict(keep_vars=True)
+    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
+
+
+def loadable_tensors(model: nn.Module) -> dict[str, Any]:
+    """The same, of which a checkpoint can also be loaded.
+
+    Raises:
+        ValueError: a state_dict hook of the model put a tensor of its own there: a load would write to that.
+    """
+    own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    state = model_tensors(model)
+    for name, value in state.items():
+        if value.untyped_storage().data_ptr() not in own and not name.endswith(EXTRA_STATE):
+            raise ValueError(
+                f"the model's state_dict has {name}, which is no parameter and no buffer of the model, so a "
+                "checkpoint of it could not be loaded; let the state_dict hook that makes it only rename"
+            )
+    return state
+
+
+def extra_state(model: nn.Module) -> dict[str, Any]:
+    """What a model's state_dict holds that is no tensor: what its modules' `get_extra_state` return."""
+    state = model.state_dict(keep_vars=True)
+    return {name: value for name, value in state.items() if not isinstance(value, Tensor)}
+
+
+def load_extra_state(model: nn.Module, saved: Mapping[str, Any]) -> None:
+    """Give each module its part of what `extra_state` returned."""
+    for name, module in model.named_modules():
+        key = f"{name}.{EXTRA_STATE}".lstrip(".")
+        if key in saved:
+            module.set_extra_state(saved[key])
 
 
 def optimizer_tensors(
@@ -36,7 +76,7 @@ def whole_chunks(
 ) -> Iterator[TensorBox]:
     """The boxes of a model and an optimizer that this rank has whole, with `masters` for parameters."""
     masters = masters or {}
-    values = model.state_dict(keep_vars=True)
+    values = loadable_tensors(model)
     named = [("model." + name, masters.get(value, value)) for name, value in values.items()]
     names = names_of(model)
     state = optimizer_tensors(optimizer, {masters.get(p, p): name for p, name in names.items()})

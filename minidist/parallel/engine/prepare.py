@@ -16,6 +16,7 @@ from minidist.parallel.engine.prepare_checks import PlanCheck, check, check_batc
 from minidist.parallel.engine.rank_model import RankModel
 from minidist.parallel.engine.training_step import Engine
 from minidist.parallel.flat.gradient_comm import GradientComm
+from minidist.parallel.flat.joined_messages import give_memory
 from minidist.parallel.guards.ownership import ENGINE, claim
 from minidist.parallel.guards.refusals import require_alike
 from minidist.parallel.sharding.data_parallel_strategy import Replicated
@@ -135,6 +136,7 @@ def prepare(
     precision = Precision(layout.precision, loss_scale)
     with put_back_on_error(model, precision.dtype is not None):
         model = compiled_in_place(model)
+        give_memory(model)
         checked_plan = None
         if layout.tp > 1:
             ours = plan is None and isinstance(model, OUR_MODELS)  # their plans need no check

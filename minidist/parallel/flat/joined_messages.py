@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from minidist import comm
 from minidist.comm.work import Group, bytes_of
@@ -36,6 +36,14 @@ def cut(tensors: Sequence[Tensor], order: Iterable[int], limit: int) -> list[lis
         filling[key] = (filled + size, when, [*indices, index])
     done.extend((last, indices) for _, last, indices in filling.values())
     return [indices for _, indices in sorted(done)]
+
+
+def give_memory(model: nn.Module) -> None:
+    """Give buffers whose elements share memory, as after `expand`, memory of their own, to be written to."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and 0 in buffer.stride():
+                module._buffers[name] = buffer.clone(memory_format=torch.contiguous_format)
 
 
 def broadcast_together(tensors: Sequence[Tensor], group: Group, source: int = 0) -> None:

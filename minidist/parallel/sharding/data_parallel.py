@@ -30,7 +30,7 @@ from minidist.comm.work import Group
 from minidist.parallel.compression.by_name import compression_of
 from minidist.parallel.compression.compressor import Compression
 from minidist.parallel.flat.gradient_comm import GradientComm
-from minidist.parallel.flat.joined_messages import MB, broadcast_together, require_same
+from minidist.parallel.flat.joined_messages import MB, broadcast_together, give_memory, require_same
 from minidist.parallel.guards.ownership import DATA_PARALLEL, ZERO, claim, require_free
 from minidist.parallel.guards.refusals import refuse_meta, refuse_renormed
 from minidist.parallel.sharding.arguments import check_bucket_mb
@@ -93,6 +93,7 @@ class DataParallel(nn.Module):
         check_bucket_mb(bucket_mb)
         require_free(module.named_parameters(), shared_with=[ZERO])
         refuse_meta("module", [*module.named_parameters(), *module.named_buffers()])
+        give_memory(module)
         self.module = module
         self.group, self.bucket_mb, self.overlap = group, bucket_mb, overlap
         self.compression = compression_of(compression)

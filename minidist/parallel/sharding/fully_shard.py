@@ -23,8 +23,8 @@ from minidist.comm.work import Group
 from minidist.parallel.compression.compressor import all_reduce_bytes
 from minidist.parallel.contract.engine import MakeOptimizer
 from minidist.parallel.flat.gradient_comm import GradientComm
-from minidist.parallel.flat.joined_messages import broadcast_together, require_same
-from minidist.parallel.guards.ownership import FULLY_SHARD, claim, require_free
+from minidist.parallel.flat.joined_messages import broadcast_together, give_memory, require_same
+from minidist.parallel.guards.ownership import FULLY_SHARD, claim, refuse_other_optimizers, require_free
 from minidist.parallel.guards.refusals import refuse_renormed
 from minidist.parallel.sharding.arguments import check_arguments
 from minidist.parallel.sharding.cut_into_units import Units, build
@@ -101,6 +101,7 @@ class FullyShard(nn.Module):
         require_elementwise(optimizer_class)
         require_free(module.named_parameters())
         refuse_renormed(module)
+        give_memory(module)
         gradient_comm = GradientComm.over(group)
         self.module, self.group, self.share_group = module, gradient_comm.group, gradient_comm.share_group
         if gradient_comm.ranks > 1:
@@ -130,6 +131,7 @@ class FullyShard(nn.Module):
             }
             prefetch = algorithms != {"shared_memory"}
         self.sharding = UnitSharding(self.units, self.slices, gradient_comm, module.parameters(), prefetch)
+        refuse_other_optimizers(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the module's outputs for this rank's share of the batch. Every rank takes part."""

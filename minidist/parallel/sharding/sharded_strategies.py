@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from minidist.parallel.contract.engine import MakeOptimizer
 from minidist.parallel.contract.strategy import ResidentTensors
-from minidist.parallel.contract.training_state import names_of
+from minidist.parallel.contract.training_state import model_tensors, names_of
 from minidist.parallel.flat.gradient_comm import GradientComm
 from minidist.parallel.flat.joined_messages import broadcast_together, require_same
 from minidist.parallel.sharding.fully_shard import FullyShard
@@ -208,8 +208,7 @@ class FullySharded(SharingStrategy):
         """Every parameter under all its names, then the buffers. It gathers one unit at a time."""
         aliases: dict[Tensor, list[str]] = {}
         others = []
-        state = self.model.state_dict(keep_vars=True)
-        for name, value in state.items():
+        for name, value in model_tensors(self.model).items():
             if value in self.names:
                 aliases.setdefault(value, []).append(name)
             else:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from minidist.parallel.contract.strategy import Strategy, TensorBox, cut_chunks
-from minidist.parallel.contract.training_state import require_same_groups
+from minidist.parallel.contract.training_state import loadable_tensors, require_same_groups
 from minidist.parallel.flat.buckets import Bucket
 from minidist.parallel.sharding.optimizer_slices import OptimizerSlices
 from minidist.parallel.sharding.slice_state import SCALARS, OptimizerState
@@ -93,8 +93,12 @@ class SharingStrategy(Strategy):
             if bucket.frees or slices.master not in (None, bucket.dtype)
         }
         aliases: dict[Tensor, list[str]] = {}
-        for name, value in self.model.state_dict(keep_vars=True).items():
-            if value in shared:
+        for name, value in loadable_tensors(self.model).items():
+            if value in shared and not value.numel():  # it is in no share
+                yield _whole(
+                    "model." + name, torch.empty(value.shape, dtype=value.dtype, device=value.device)
+                )
+            elif value in shared:
                 aliases.setdefault(value, []).append("model." + name)
             else:
                 yield _whole("model." + name, self.unsliced_masters.get(value, value).detach())

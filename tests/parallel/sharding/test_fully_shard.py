@@ -924,6 +924,19 @@ def test_a_backward_pass_gathers_the_next_unit_while_one_computes() -> None:
     assert said[False] == ["gather c", "reduce c", "gather b", "reduce b", "gather a", "reduce a"]
 
 
+@pytest.mark.parametrize("synchronized", [False, True])
+def test_another_optimizer_may_not_step_on_the_shards(synchronized: bool) -> None:
+    sharded = md.FullyShard(nn.Linear(2, 2), torch.optim.SGD, lr=0.1)
+    other = torch.optim.SGD(sharded.parameters(), lr=0.1)
+    sharded(torch.ones(1, 2)).sum().backward()
+    if synchronized:
+        sharded.synchronize()
+    with pytest.raises(RuntimeError, match="SGD was to step on the shards of a FullyShard, whose gradients"):
+        other.step()
+    sharded.step()
+    torch.optim.SGD([torch.zeros(1)]).step()  # of somebody else's parameters
+
+
 def test_parameters_cannot_be_summoned_inside_a_pass() -> None:
     class Peeking(nn.Module):
         owner: Any = None
