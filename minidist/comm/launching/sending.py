@@ -120,7 +120,7 @@ def pickle_call(
     if pickler.lost:
         raise RuntimeError(
             f"the ranks of this Cluster do not hold {pickler.lost[0]}: another Cluster made it, or a run has "
-            "failed or caught a CollectiveError since, and the ranks are fresh processes; call keep again"
+            "failed since, or caught a CollectiveError, and the ranks are fresh processes; call keep again"
         )
     return file.getvalue()
 
